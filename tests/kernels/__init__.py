@@ -1,0 +1,1 @@
+"""Tests of `kestrel_ops`, one file per module."""

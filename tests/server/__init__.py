@@ -1,0 +1,1 @@
+"""Tests of `kestrel_grpc`, one file per module."""
