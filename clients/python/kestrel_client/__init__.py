@@ -1,0 +1,1 @@
+"""A thin client of the Kestrel gRPC vision-language server."""

@@ -1,0 +1,111 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class GetServerInfoRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetServerInfoResponse(_message.Message):
+    __slots__ = ("server_version", "instance_id", "capabilities", "limits")
+    SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
+    server_version: str
+    instance_id: str
+    capabilities: _containers.RepeatedScalarFieldContainer[str]
+    limits: Limits
+    def __init__(self, server_version: _Optional[str] = ..., instance_id: _Optional[str] = ..., capabilities: _Optional[_Iterable[str]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ...) -> None: ...
+
+class Limits(_message.Message):
+    __slots__ = ("max_message_bytes", "max_image_bytes", "max_image_pixels", "max_queued_requests", "max_running_requests")
+    MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_IMAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_IMAGE_PIXELS_FIELD_NUMBER: _ClassVar[int]
+    MAX_QUEUED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    MAX_RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    max_message_bytes: int
+    max_image_bytes: int
+    max_image_pixels: int
+    max_queued_requests: int
+    max_running_requests: int
+    def __init__(self, max_message_bytes: _Optional[int] = ..., max_image_bytes: _Optional[int] = ..., max_image_pixels: _Optional[int] = ..., max_queued_requests: _Optional[int] = ..., max_running_requests: _Optional[int] = ...) -> None: ...
+
+class ListModelsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListModelsResponse(_message.Message):
+    __slots__ = ("models",)
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    models: _containers.RepeatedCompositeFieldContainer[Model]
+    def __init__(self, models: _Optional[_Iterable[_Union[Model, _Mapping]]] = ...) -> None: ...
+
+class Model(_message.Message):
+    __slots__ = ("name", "revision", "architecture", "skills", "device", "dtype", "max_context_token_count", "parameter_count", "defaults")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
+    SKILLS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    MAX_CONTEXT_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    PARAMETER_COUNT_FIELD_NUMBER: _ClassVar[int]
+    DEFAULTS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    revision: str
+    architecture: str
+    skills: _containers.RepeatedScalarFieldContainer[str]
+    device: str
+    dtype: str
+    max_context_token_count: int
+    parameter_count: int
+    defaults: _containers.RepeatedCompositeFieldContainer[SkillDefaults]
+    def __init__(self, name: _Optional[str] = ..., revision: _Optional[str] = ..., architecture: _Optional[str] = ..., skills: _Optional[_Iterable[str]] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., max_context_token_count: _Optional[int] = ..., parameter_count: _Optional[int] = ..., defaults: _Optional[_Iterable[_Union[SkillDefaults, _Mapping]]] = ...) -> None: ...
+
+class SkillDefaults(_message.Message):
+    __slots__ = ("skill", "temperature", "top_p", "max_tokens", "max_objects", "reasoning")
+    SKILL_FIELD_NUMBER: _ClassVar[int]
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_OBJECTS_FIELD_NUMBER: _ClassVar[int]
+    REASONING_FIELD_NUMBER: _ClassVar[int]
+    skill: str
+    temperature: float
+    top_p: float
+    max_tokens: int
+    max_objects: int
+    reasoning: bool
+    def __init__(self, skill: _Optional[str] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., max_tokens: _Optional[int] = ..., max_objects: _Optional[int] = ..., reasoning: bool = ...) -> None: ...
+
+class GetLoadRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetLoadResponse(_message.Message):
+    __slots__ = ("load",)
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    load: Load
+    def __init__(self, load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
+
+class Load(_message.Message):
+    __slots__ = ("running_request_count", "waiting_request_count", "preprocessing_request_count", "used_page_count", "page_count", "output_tokens_per_second")
+    RUNNING_REQUEST_COUNT_FIELD_NUMBER: _ClassVar[int]
+    WAITING_REQUEST_COUNT_FIELD_NUMBER: _ClassVar[int]
+    PREPROCESSING_REQUEST_COUNT_FIELD_NUMBER: _ClassVar[int]
+    USED_PAGE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    PAGE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    running_request_count: int
+    waiting_request_count: int
+    preprocessing_request_count: int
+    used_page_count: int
+    page_count: int
+    output_tokens_per_second: float
+    def __init__(self, running_request_count: _Optional[int] = ..., waiting_request_count: _Optional[int] = ..., preprocessing_request_count: _Optional[int] = ..., used_page_count: _Optional[int] = ..., page_count: _Optional[int] = ..., output_tokens_per_second: _Optional[float] = ...) -> None: ...

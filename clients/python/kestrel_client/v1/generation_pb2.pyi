@@ -1,0 +1,130 @@
+import datetime
+
+from google.protobuf import duration_pb2 as _duration_pb2
+from kestrel_client.v1 import media_pb2 as _media_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
+    FINISH_REASON_STOP: _ClassVar[FinishReason]
+    FINISH_REASON_LENGTH: _ClassVar[FinishReason]
+    FINISH_REASON_MAX_OBJECTS: _ClassVar[FinishReason]
+
+class TextChannel(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TEXT_CHANNEL_UNSPECIFIED: _ClassVar[TextChannel]
+    TEXT_CHANNEL_ANSWER: _ClassVar[TextChannel]
+    TEXT_CHANNEL_REASONING: _ClassVar[TextChannel]
+FINISH_REASON_UNSPECIFIED: FinishReason
+FINISH_REASON_STOP: FinishReason
+FINISH_REASON_LENGTH: FinishReason
+FINISH_REASON_MAX_OBJECTS: FinishReason
+TEXT_CHANNEL_UNSPECIFIED: TextChannel
+TEXT_CHANNEL_ANSWER: TextChannel
+TEXT_CHANNEL_REASONING: TextChannel
+
+class SamplingParams(_message.Message):
+    __slots__ = ("temperature", "top_p", "max_tokens", "seed")
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    temperature: float
+    top_p: float
+    max_tokens: int
+    seed: int
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., max_tokens: _Optional[int] = ..., seed: _Optional[int] = ...) -> None: ...
+
+class RequestOptions(_message.Message):
+    __slots__ = ("model", "max_queue_duration")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    MAX_QUEUE_DURATION_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    max_queue_duration: _duration_pb2.Duration
+    def __init__(self, model: _Optional[str] = ..., max_queue_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class Usage(_message.Message):
+    __slots__ = ("input_token_count", "output_token_count", "image_token_count")
+    INPUT_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    input_token_count: int
+    output_token_count: int
+    image_token_count: int
+    def __init__(self, input_token_count: _Optional[int] = ..., output_token_count: _Optional[int] = ..., image_token_count: _Optional[int] = ...) -> None: ...
+
+class Timing(_message.Message):
+    __slots__ = ("queue_duration", "preprocess_duration", "prefill_duration", "time_to_first_token", "decode_duration")
+    QUEUE_DURATION_FIELD_NUMBER: _ClassVar[int]
+    PREPROCESS_DURATION_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_DURATION_FIELD_NUMBER: _ClassVar[int]
+    TIME_TO_FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    DECODE_DURATION_FIELD_NUMBER: _ClassVar[int]
+    queue_duration: _duration_pb2.Duration
+    preprocess_duration: _duration_pb2.Duration
+    prefill_duration: _duration_pb2.Duration
+    time_to_first_token: _duration_pb2.Duration
+    decode_duration: _duration_pb2.Duration
+    def __init__(self, queue_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., preprocess_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., prefill_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., time_to_first_token: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., decode_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class ResponseInfo(_message.Message):
+    __slots__ = ("request_id", "model", "finish_reason", "usage", "timing")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    USAGE_FIELD_NUMBER: _ClassVar[int]
+    TIMING_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    model: str
+    finish_reason: FinishReason
+    usage: Usage
+    timing: Timing
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ...) -> None: ...
+
+class StreamStarted(_message.Message):
+    __slots__ = ("request_id", "model", "usage")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    USAGE_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    model: str
+    usage: Usage
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ...) -> None: ...
+
+class TextDelta(_message.Message):
+    __slots__ = ("text", "channel", "token_index", "token_count")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    CHANNEL_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_INDEX_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    channel: TextChannel
+    token_index: int
+    token_count: int
+    def __init__(self, text: _Optional[str] = ..., channel: _Optional[_Union[TextChannel, str]] = ..., token_index: _Optional[int] = ..., token_count: _Optional[int] = ...) -> None: ...
+
+class Grounding(_message.Message):
+    __slots__ = ("start_char", "end_char", "points")
+    START_CHAR_FIELD_NUMBER: _ClassVar[int]
+    END_CHAR_FIELD_NUMBER: _ClassVar[int]
+    POINTS_FIELD_NUMBER: _ClassVar[int]
+    start_char: int
+    end_char: int
+    points: _containers.RepeatedCompositeFieldContainer[_media_pb2.NormalizedPoint]
+    def __init__(self, start_char: _Optional[int] = ..., end_char: _Optional[int] = ..., points: _Optional[_Iterable[_Union[_media_pb2.NormalizedPoint, _Mapping]]] = ...) -> None: ...
+
+class Reasoning(_message.Message):
+    __slots__ = ("text", "groundings")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    GROUNDINGS_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    groundings: _containers.RepeatedCompositeFieldContainer[Grounding]
+    def __init__(self, text: _Optional[str] = ..., groundings: _Optional[_Iterable[_Union[Grounding, _Mapping]]] = ...) -> None: ...

@@ -1,0 +1,209 @@
+from kestrel_client.v1 import generation_pb2 as _generation_pb2
+from kestrel_client.v1 import media_pb2 as _media_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class CaptionLength(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CAPTION_LENGTH_UNSPECIFIED: _ClassVar[CaptionLength]
+    CAPTION_LENGTH_SHORT: _ClassVar[CaptionLength]
+    CAPTION_LENGTH_NORMAL: _ClassVar[CaptionLength]
+    CAPTION_LENGTH_LONG: _ClassVar[CaptionLength]
+CAPTION_LENGTH_UNSPECIFIED: CaptionLength
+CAPTION_LENGTH_SHORT: CaptionLength
+CAPTION_LENGTH_NORMAL: CaptionLength
+CAPTION_LENGTH_LONG: CaptionLength
+
+class QueryRequest(_message.Message):
+    __slots__ = ("question", "image", "reasoning", "spatial_refs", "sampling", "options")
+    QUESTION_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_FIELD_NUMBER: _ClassVar[int]
+    REASONING_FIELD_NUMBER: _ClassVar[int]
+    SPATIAL_REFS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    question: str
+    image: _media_pb2.Image
+    reasoning: bool
+    spatial_refs: _containers.RepeatedCompositeFieldContainer[_media_pb2.SpatialRef]
+    sampling: _generation_pb2.SamplingParams
+    options: _generation_pb2.RequestOptions
+    def __init__(self, question: _Optional[str] = ..., image: _Optional[_Union[_media_pb2.Image, _Mapping]] = ..., reasoning: bool = ..., spatial_refs: _Optional[_Iterable[_Union[_media_pb2.SpatialRef, _Mapping]]] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., options: _Optional[_Union[_generation_pb2.RequestOptions, _Mapping]] = ...) -> None: ...
+
+class QueryResponse(_message.Message):
+    __slots__ = ("started", "delta", "completed")
+    STARTED_FIELD_NUMBER: _ClassVar[int]
+    DELTA_FIELD_NUMBER: _ClassVar[int]
+    COMPLETED_FIELD_NUMBER: _ClassVar[int]
+    started: _generation_pb2.StreamStarted
+    delta: _generation_pb2.TextDelta
+    completed: QueryResult
+    def __init__(self, started: _Optional[_Union[_generation_pb2.StreamStarted, _Mapping]] = ..., delta: _Optional[_Union[_generation_pb2.TextDelta, _Mapping]] = ..., completed: _Optional[_Union[QueryResult, _Mapping]] = ...) -> None: ...
+
+class CompleteQueryRequest(_message.Message):
+    __slots__ = ("question", "image", "reasoning", "spatial_refs", "sampling", "options")
+    QUESTION_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_FIELD_NUMBER: _ClassVar[int]
+    REASONING_FIELD_NUMBER: _ClassVar[int]
+    SPATIAL_REFS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    question: str
+    image: _media_pb2.Image
+    reasoning: bool
+    spatial_refs: _containers.RepeatedCompositeFieldContainer[_media_pb2.SpatialRef]
+    sampling: _generation_pb2.SamplingParams
+    options: _generation_pb2.RequestOptions
+    def __init__(self, question: _Optional[str] = ..., image: _Optional[_Union[_media_pb2.Image, _Mapping]] = ..., reasoning: bool = ..., spatial_refs: _Optional[_Iterable[_Union[_media_pb2.SpatialRef, _Mapping]]] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., options: _Optional[_Union[_generation_pb2.RequestOptions, _Mapping]] = ...) -> None: ...
+
+class CompleteQueryResponse(_message.Message):
+    __slots__ = ("result",)
+    RESULT_FIELD_NUMBER: _ClassVar[int]
+    result: QueryResult
+    def __init__(self, result: _Optional[_Union[QueryResult, _Mapping]] = ...) -> None: ...
+
+class QueryResult(_message.Message):
+    __slots__ = ("answer", "reasoning", "info")
+    ANSWER_FIELD_NUMBER: _ClassVar[int]
+    REASONING_FIELD_NUMBER: _ClassVar[int]
+    INFO_FIELD_NUMBER: _ClassVar[int]
+    answer: str
+    reasoning: _generation_pb2.Reasoning
+    info: _generation_pb2.ResponseInfo
+    def __init__(self, answer: _Optional[str] = ..., reasoning: _Optional[_Union[_generation_pb2.Reasoning, _Mapping]] = ..., info: _Optional[_Union[_generation_pb2.ResponseInfo, _Mapping]] = ...) -> None: ...
+
+class CaptionRequest(_message.Message):
+    __slots__ = ("image", "length", "sampling", "options")
+    IMAGE_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    image: _media_pb2.Image
+    length: CaptionLength
+    sampling: _generation_pb2.SamplingParams
+    options: _generation_pb2.RequestOptions
+    def __init__(self, image: _Optional[_Union[_media_pb2.Image, _Mapping]] = ..., length: _Optional[_Union[CaptionLength, str]] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., options: _Optional[_Union[_generation_pb2.RequestOptions, _Mapping]] = ...) -> None: ...
+
+class CaptionResponse(_message.Message):
+    __slots__ = ("started", "delta", "completed")
+    STARTED_FIELD_NUMBER: _ClassVar[int]
+    DELTA_FIELD_NUMBER: _ClassVar[int]
+    COMPLETED_FIELD_NUMBER: _ClassVar[int]
+    started: _generation_pb2.StreamStarted
+    delta: _generation_pb2.TextDelta
+    completed: CaptionResult
+    def __init__(self, started: _Optional[_Union[_generation_pb2.StreamStarted, _Mapping]] = ..., delta: _Optional[_Union[_generation_pb2.TextDelta, _Mapping]] = ..., completed: _Optional[_Union[CaptionResult, _Mapping]] = ...) -> None: ...
+
+class CompleteCaptionRequest(_message.Message):
+    __slots__ = ("image", "length", "sampling", "options")
+    IMAGE_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    image: _media_pb2.Image
+    length: CaptionLength
+    sampling: _generation_pb2.SamplingParams
+    options: _generation_pb2.RequestOptions
+    def __init__(self, image: _Optional[_Union[_media_pb2.Image, _Mapping]] = ..., length: _Optional[_Union[CaptionLength, str]] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., options: _Optional[_Union[_generation_pb2.RequestOptions, _Mapping]] = ...) -> None: ...
+
+class CompleteCaptionResponse(_message.Message):
+    __slots__ = ("result",)
+    RESULT_FIELD_NUMBER: _ClassVar[int]
+    result: CaptionResult
+    def __init__(self, result: _Optional[_Union[CaptionResult, _Mapping]] = ...) -> None: ...
+
+class CaptionResult(_message.Message):
+    __slots__ = ("caption", "info")
+    CAPTION_FIELD_NUMBER: _ClassVar[int]
+    INFO_FIELD_NUMBER: _ClassVar[int]
+    caption: str
+    info: _generation_pb2.ResponseInfo
+    def __init__(self, caption: _Optional[str] = ..., info: _Optional[_Union[_generation_pb2.ResponseInfo, _Mapping]] = ...) -> None: ...
+
+class PointRequest(_message.Message):
+    __slots__ = ("object", "image", "max_objects", "spatial_refs", "sampling", "options")
+    OBJECT_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_FIELD_NUMBER: _ClassVar[int]
+    MAX_OBJECTS_FIELD_NUMBER: _ClassVar[int]
+    SPATIAL_REFS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    object: str
+    image: _media_pb2.Image
+    max_objects: int
+    spatial_refs: _containers.RepeatedCompositeFieldContainer[_media_pb2.SpatialRef]
+    sampling: _generation_pb2.SamplingParams
+    options: _generation_pb2.RequestOptions
+    def __init__(self, object: _Optional[str] = ..., image: _Optional[_Union[_media_pb2.Image, _Mapping]] = ..., max_objects: _Optional[int] = ..., spatial_refs: _Optional[_Iterable[_Union[_media_pb2.SpatialRef, _Mapping]]] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., options: _Optional[_Union[_generation_pb2.RequestOptions, _Mapping]] = ...) -> None: ...
+
+class PointResponse(_message.Message):
+    __slots__ = ("points", "info")
+    POINTS_FIELD_NUMBER: _ClassVar[int]
+    INFO_FIELD_NUMBER: _ClassVar[int]
+    points: _containers.RepeatedCompositeFieldContainer[_media_pb2.NormalizedPoint]
+    info: _generation_pb2.ResponseInfo
+    def __init__(self, points: _Optional[_Iterable[_Union[_media_pb2.NormalizedPoint, _Mapping]]] = ..., info: _Optional[_Union[_generation_pb2.ResponseInfo, _Mapping]] = ...) -> None: ...
+
+class DetectRequest(_message.Message):
+    __slots__ = ("object", "image", "max_objects", "sampling", "options")
+    OBJECT_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_FIELD_NUMBER: _ClassVar[int]
+    MAX_OBJECTS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    object: str
+    image: _media_pb2.Image
+    max_objects: int
+    sampling: _generation_pb2.SamplingParams
+    options: _generation_pb2.RequestOptions
+    def __init__(self, object: _Optional[str] = ..., image: _Optional[_Union[_media_pb2.Image, _Mapping]] = ..., max_objects: _Optional[int] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., options: _Optional[_Union[_generation_pb2.RequestOptions, _Mapping]] = ...) -> None: ...
+
+class DetectedObject(_message.Message):
+    __slots__ = ("box",)
+    BOX_FIELD_NUMBER: _ClassVar[int]
+    box: _media_pb2.NormalizedBox
+    def __init__(self, box: _Optional[_Union[_media_pb2.NormalizedBox, _Mapping]] = ...) -> None: ...
+
+class DetectResponse(_message.Message):
+    __slots__ = ("objects", "info")
+    OBJECTS_FIELD_NUMBER: _ClassVar[int]
+    INFO_FIELD_NUMBER: _ClassVar[int]
+    objects: _containers.RepeatedCompositeFieldContainer[DetectedObject]
+    info: _generation_pb2.ResponseInfo
+    def __init__(self, objects: _Optional[_Iterable[_Union[DetectedObject, _Mapping]]] = ..., info: _Optional[_Union[_generation_pb2.ResponseInfo, _Mapping]] = ...) -> None: ...
+
+class SegmentRequest(_message.Message):
+    __slots__ = ("object", "image", "spatial_refs", "sampling", "options")
+    OBJECT_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_FIELD_NUMBER: _ClassVar[int]
+    SPATIAL_REFS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    object: str
+    image: _media_pb2.Image
+    spatial_refs: _containers.RepeatedCompositeFieldContainer[_media_pb2.SpatialRef]
+    sampling: _generation_pb2.SamplingParams
+    options: _generation_pb2.RequestOptions
+    def __init__(self, object: _Optional[str] = ..., image: _Optional[_Union[_media_pb2.Image, _Mapping]] = ..., spatial_refs: _Optional[_Iterable[_Union[_media_pb2.SpatialRef, _Mapping]]] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., options: _Optional[_Union[_generation_pb2.RequestOptions, _Mapping]] = ...) -> None: ...
+
+class Segment(_message.Message):
+    __slots__ = ("svg_path", "box")
+    SVG_PATH_FIELD_NUMBER: _ClassVar[int]
+    BOX_FIELD_NUMBER: _ClassVar[int]
+    svg_path: str
+    box: _media_pb2.NormalizedBox
+    def __init__(self, svg_path: _Optional[str] = ..., box: _Optional[_Union[_media_pb2.NormalizedBox, _Mapping]] = ...) -> None: ...
+
+class SegmentResponse(_message.Message):
+    __slots__ = ("segments", "info")
+    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    INFO_FIELD_NUMBER: _ClassVar[int]
+    segments: _containers.RepeatedCompositeFieldContainer[Segment]
+    info: _generation_pb2.ResponseInfo
+    def __init__(self, segments: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ..., info: _Optional[_Union[_generation_pb2.ResponseInfo, _Mapping]] = ...) -> None: ...
