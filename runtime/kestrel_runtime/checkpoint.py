@@ -59,7 +59,7 @@ class Checkpoint:
 
 
 def find_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
-    """The checkpoint that `model` names: a folder, a .safetensors or .pt file, a published name or `org/repo`.
+    """The checkpoint that `model` names: a folder, a .safetensors or .pt file, a published name or org/repo.
 
     A local path wins over a hub name. Raises `CheckpointError` for whatever cannot be found or downloaded.
     """

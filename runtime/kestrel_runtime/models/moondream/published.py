@@ -27,7 +27,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def infer_config(shapes: Shapes) -> dict[str, Any]:
-    """A `config.json` that fits these canonical names and shapes. Raises `CheckpointError` where none does."""
+    """A `config.json` that fits canonical names and shapes. Raises `CheckpointError` where none does."""
     try:
         return {
             "text": _text(shapes),
