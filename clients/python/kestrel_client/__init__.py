@@ -1,1 +1,95 @@
-"""A thin client of the Kestrel gRPC vision-language server."""
+"""A thin, typed client of the Kestrel gRPC vision-language server.
+
+with Client("localhost:50051") as client:
+    for piece in client.query("bird.jpg", "What bird is this?"):
+        print(piece, end="", flush=True)
+
+`Client` blocks, `AsyncClient` awaits; both take and return the same values. The raw messages and stubs are in
+`kestrel_client.v1`.
+"""
+
+from __future__ import annotations
+
+from kestrel_client.aio import AsyncClient, AsyncTextStream
+from kestrel_client.client import Client, TextStream
+from kestrel_client.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InvalidRequest,
+    KestrelClientError,
+    ModelNotFound,
+    Overloaded,
+    ServerError,
+    SkillUnsupported,
+    Unavailable,
+    Violation,
+)
+from kestrel_client.images import ImageInput
+from kestrel_client.requests import CallOptions, Length, SpatialRef
+from kestrel_client.results import (
+    Box,
+    CaptionResult,
+    DetectedObject,
+    DetectResult,
+    FinishReason,
+    Grounding,
+    Limits,
+    Load,
+    Model,
+    Point,
+    PointResult,
+    QueryResult,
+    Reasoning,
+    Result,
+    Segment,
+    SegmentResult,
+    ServerInfo,
+    SkillDefaults,
+    TextChannel,
+    TextDelta,
+    Timing,
+    Usage,
+)
+
+__all__ = [
+    "AsyncClient",
+    "AsyncTextStream",
+    "Box",
+    "CallOptions",
+    "Cancelled",
+    "CaptionResult",
+    "Client",
+    "DeadlineExceeded",
+    "DetectResult",
+    "DetectedObject",
+    "FinishReason",
+    "Grounding",
+    "ImageInput",
+    "InvalidRequest",
+    "KestrelClientError",
+    "Length",
+    "Limits",
+    "Load",
+    "Model",
+    "ModelNotFound",
+    "Overloaded",
+    "Point",
+    "PointResult",
+    "QueryResult",
+    "Reasoning",
+    "Result",
+    "Segment",
+    "SegmentResult",
+    "ServerError",
+    "ServerInfo",
+    "SkillDefaults",
+    "SkillUnsupported",
+    "SpatialRef",
+    "TextChannel",
+    "TextDelta",
+    "TextStream",
+    "Timing",
+    "Unavailable",
+    "Usage",
+    "Violation",
+]

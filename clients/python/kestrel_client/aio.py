@@ -1,0 +1,261 @@
+"""The client that awaits. Requests and results are built elsewhere; here is the transport alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from types import TracebackType
+from typing import Any, Generic, Self, Unpack
+
+import grpc
+
+from kestrel_client import requests, results
+from kestrel_client.channel import DEFAULT_ADDRESS, DEFAULT_TIMEOUT_S, channel_options
+from kestrel_client.errors import from_rpc_error
+from kestrel_client.images import ImageInput, image_bytes
+from kestrel_client.requests import CallOptions, Length, SpatialRef
+from kestrel_client.results import (
+    CaptionResult,
+    DetectResult,
+    Load,
+    Model,
+    PointResult,
+    QueryResult,
+    SegmentResult,
+    ServerInfo,
+    TextChannel,
+    TextDelta,
+)
+from kestrel_client.streams import AnyResult, TextEvents, cancelled_here
+from kestrel_client.v1 import engine_service_pb2 as engine_pb2
+from kestrel_client.v1 import vision_service_pb2 as vision_pb2
+from kestrel_client.v1.engine_service_pb2_grpc import EngineServiceStub
+from kestrel_client.v1.vision_service_pb2_grpc import VisionServiceStub
+
+
+class AsyncClient:
+    """Calls one server, or several behind one name, from the event loop it was made in.
+
+    Calls end after `timeout_s` at the latest, if they do not say otherwise themselves. With `wait_for_ready`
+    a call waits that long for a server to come up; without it, it fails with `Unavailable` after a few short
+    retries.
+    """
+
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        wait_for_ready: bool = False,
+    ) -> None:
+        self._timeout_s = timeout_s
+        self._wait_for_ready = wait_for_ready
+        self._channel = grpc.aio.insecure_channel(address, channel_options())
+        self._vision = VisionServiceStub(self._channel)
+        self._engine = EngineServiceStub(self._channel)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def query(
+        self,
+        image: ImageInput | None,
+        question: str,
+        *,
+        reasoning: bool | None = None,
+        spatial_refs: Sequence[SpatialRef] = (),
+        **options: Unpack[CallOptions],
+    ) -> AsyncTextStream[QueryResult]:
+        """Answers a question while the answer is being written. Without an image it stands alone."""
+        message = requests.query(vision_pb2.QueryRequest, question, reasoning, spatial_refs, options)
+        return AsyncTextStream(
+            lambda: self._start(self._vision.Query, message, image, options), TextEvents(results.query_result)
+        )
+
+    async def complete_query(
+        self,
+        image: ImageInput | None,
+        question: str,
+        *,
+        reasoning: bool | None = None,
+        spatial_refs: Sequence[SpatialRef] = (),
+        **options: Unpack[CallOptions],
+    ) -> QueryResult:
+        """Answers a question in one piece."""
+        message = requests.query(vision_pb2.CompleteQueryRequest, question, reasoning, spatial_refs, options)
+        response = await self._call(self._vision.CompleteQuery, message, image, options)
+        return results.query_result(response.result)
+
+    def caption(
+        self, image: ImageInput, *, length: Length | None = None, **options: Unpack[CallOptions]
+    ) -> AsyncTextStream[CaptionResult]:
+        """Describes an image while the description is being written."""
+        message = requests.caption(vision_pb2.CaptionRequest, length, options)
+        return AsyncTextStream(
+            lambda: self._start(self._vision.Caption, message, image, options),
+            TextEvents(results.caption_result),
+        )
+
+    async def complete_caption(
+        self, image: ImageInput, *, length: Length | None = None, **options: Unpack[CallOptions]
+    ) -> CaptionResult:
+        """Describes an image in one piece."""
+        message = requests.caption(vision_pb2.CompleteCaptionRequest, length, options)
+        response = await self._call(self._vision.CompleteCaption, message, image, options)
+        return results.caption_result(response.result)
+
+    async def point(
+        self,
+        image: ImageInput,
+        object: str,
+        *,
+        max_objects: int | None = None,
+        spatial_refs: Sequence[SpatialRef] = (),
+        **options: Unpack[CallOptions],
+    ) -> PointResult:
+        """Finds the place of each object of a kind."""
+        message = requests.point(object, max_objects, spatial_refs, options)
+        return results.point_result(await self._call(self._vision.Point, message, image, options))
+
+    async def detect(
+        self,
+        image: ImageInput,
+        object: str,
+        *,
+        max_objects: int | None = None,
+        **options: Unpack[CallOptions],
+    ) -> DetectResult:
+        """Finds a box around each object of a kind."""
+        message = requests.detect(object, max_objects, options)
+        return results.detect_result(await self._call(self._vision.Detect, message, image, options))
+
+    async def segment(
+        self,
+        image: ImageInput,
+        object: str,
+        *,
+        spatial_refs: Sequence[SpatialRef] = (),
+        **options: Unpack[CallOptions],
+    ) -> SegmentResult:
+        """Finds the outline of an object."""
+        message = requests.segment(object, spatial_refs, options)
+        return results.segment_result(await self._call(self._vision.Segment, message, image, options))
+
+    async def server_info(self, *, timeout_s: float | None = None) -> ServerInfo:
+        """Says which server this is and what it accepts."""
+        options = CallOptions(timeout_s=timeout_s)
+        message = engine_pb2.GetServerInfoRequest()
+        return results.server_info(await self._call(self._engine.GetServerInfo, message, None, options))
+
+    async def list_models(self, *, timeout_s: float | None = None) -> tuple[Model, ...]:
+        """Lists the models served."""
+        options = CallOptions(timeout_s=timeout_s)
+        message = engine_pb2.ListModelsRequest()
+        return results.models(await self._call(self._engine.ListModels, message, None, options))
+
+    async def load(self, *, timeout_s: float | None = None) -> Load:
+        """Measures how busy the server is."""
+        options = CallOptions(timeout_s=timeout_s)
+        return results.load(
+            await self._call(self._engine.GetLoad, engine_pb2.GetLoadRequest(), None, options)
+        )
+
+    async def close(self) -> None:
+        """Ends the connection, and with it every call that is still open."""
+        await self._channel.close()
+
+    async def _call(self, rpc: Any, message: Any, image: ImageInput | None, options: CallOptions) -> Any:
+        call = await self._start(rpc, message, image, options)
+        try:
+            return await call
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+
+    async def _start(self, rpc: Any, message: Any, image: ImageInput | None, options: CallOptions) -> Any:
+        """The call, begun; what comes of it is awaited by the caller."""
+        if image is not None:
+            # Reading a disk or compressing a picture takes long enough to be felt in an event loop.
+            message.image.data = await asyncio.to_thread(image_bytes, image)
+        return rpc(
+            message,
+            timeout=requests.timeout_s(options, self._timeout_s),
+            metadata=requests.metadata(options),
+            wait_for_ready=self._wait_for_ready,
+        )
+
+
+class AsyncTextStream(Generic[AnyResult]):
+    """A text being written: iterate over its pieces, then take the `result`.
+
+    The call begins with the first piece asked for. Cancelling it, leaving its `async with` block or dropping
+    it before its end stops the server from writing on.
+    """
+
+    def __init__(self, start: Callable[[], Awaitable[Any]], events: TextEvents[AnyResult]) -> None:
+        self._start = start
+        self._events = events
+        self._call: Any = None
+        self._cancelled = False
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+    def __del__(self) -> None:
+        # The call outlives whoever drops it: its own tasks refer to it.
+        self.cancel()
+
+    def __aiter__(self) -> AsyncIterator[str]:
+        return self
+
+    async def __anext__(self) -> str:
+        """The next piece of the answer or caption."""
+        while (delta := await self._next_delta()) is not None:
+            if delta.channel is TextChannel.ANSWER:
+                return delta.text
+        raise StopAsyncIteration
+
+    async def deltas(self) -> AsyncIterator[TextDelta]:
+        """The pieces of every channel, the reasoning among them, in the order they come."""
+        while (delta := await self._next_delta()) is not None:
+            yield delta
+
+    async def result(self) -> AnyResult:
+        """The whole, after reading whatever is left of the stream."""
+        while await self._next_delta() is not None:
+            pass
+        return self._events.result
+
+    def cancel(self) -> None:
+        """Stops the writing. Does nothing once the stream has ended."""
+        if self._call is None or self._call.cancel():
+            self._cancelled = True
+
+    async def _next_delta(self) -> TextDelta | None:
+        if self._cancelled:
+            raise cancelled_here()
+        try:
+            if self._call is None:
+                self._call = await self._start()
+            while response := await self._call.read():  # the mark of the end is false, every message is true
+                delta = self._events.accept(response)
+                if delta is not None:
+                    return delta
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+        except asyncio.CancelledError:
+            # The same exception tells of this task being cancelled, which must go on, and of the stream.
+            task = asyncio.current_task()
+            if self._cancelled and not (task is not None and task.cancelling()):
+                raise cancelled_here() from None
+            raise
+        return None

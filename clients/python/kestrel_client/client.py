@@ -1,0 +1,235 @@
+"""The client that blocks. Requests and results are built elsewhere; here is the transport alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any, Generic, Self, Unpack
+
+import grpc
+
+from kestrel_client import requests, results
+from kestrel_client.channel import DEFAULT_ADDRESS, DEFAULT_TIMEOUT_S, channel_options
+from kestrel_client.errors import from_rpc_error
+from kestrel_client.images import ImageInput, image_bytes
+from kestrel_client.requests import CallOptions, Length, SpatialRef
+from kestrel_client.results import (
+    CaptionResult,
+    DetectResult,
+    Load,
+    Model,
+    PointResult,
+    QueryResult,
+    SegmentResult,
+    ServerInfo,
+    TextChannel,
+    TextDelta,
+)
+from kestrel_client.streams import AnyResult, TextEvents
+from kestrel_client.v1 import engine_service_pb2 as engine_pb2
+from kestrel_client.v1 import vision_service_pb2 as vision_pb2
+from kestrel_client.v1.engine_service_pb2_grpc import EngineServiceStub
+from kestrel_client.v1.vision_service_pb2_grpc import VisionServiceStub
+
+
+class Client:
+    """Calls one server, or several behind one name; safe to share between threads.
+
+    Calls end after `timeout_s` at the latest, if they do not say otherwise themselves. With `wait_for_ready`
+    a call waits that long for a server to come up; without it, it fails with `Unavailable` after a few short
+    retries.
+    """
+
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        wait_for_ready: bool = False,
+    ) -> None:
+        self._timeout_s = timeout_s
+        self._wait_for_ready = wait_for_ready
+        self._channel = grpc.insecure_channel(address, channel_options())
+        self._vision = VisionServiceStub(self._channel)
+        self._engine = EngineServiceStub(self._channel)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def query(
+        self,
+        image: ImageInput | None,
+        question: str,
+        *,
+        reasoning: bool | None = None,
+        spatial_refs: Sequence[SpatialRef] = (),
+        **options: Unpack[CallOptions],
+    ) -> TextStream[QueryResult]:
+        """Answers a question while the answer is being written. Without an image it stands alone."""
+        message = requests.query(vision_pb2.QueryRequest, question, reasoning, spatial_refs, options)
+        call = self._start(self._vision.Query, message, image, options)
+        return TextStream(call, TextEvents(results.query_result))
+
+    def complete_query(
+        self,
+        image: ImageInput | None,
+        question: str,
+        *,
+        reasoning: bool | None = None,
+        spatial_refs: Sequence[SpatialRef] = (),
+        **options: Unpack[CallOptions],
+    ) -> QueryResult:
+        """Answers a question in one piece."""
+        message = requests.query(vision_pb2.CompleteQueryRequest, question, reasoning, spatial_refs, options)
+        return results.query_result(self._call(self._vision.CompleteQuery, message, image, options).result)
+
+    def caption(
+        self, image: ImageInput, *, length: Length | None = None, **options: Unpack[CallOptions]
+    ) -> TextStream[CaptionResult]:
+        """Describes an image while the description is being written."""
+        message = requests.caption(vision_pb2.CaptionRequest, length, options)
+        call = self._start(self._vision.Caption, message, image, options)
+        return TextStream(call, TextEvents(results.caption_result))
+
+    def complete_caption(
+        self, image: ImageInput, *, length: Length | None = None, **options: Unpack[CallOptions]
+    ) -> CaptionResult:
+        """Describes an image in one piece."""
+        message = requests.caption(vision_pb2.CompleteCaptionRequest, length, options)
+        return results.caption_result(
+            self._call(self._vision.CompleteCaption, message, image, options).result
+        )
+
+    def point(
+        self,
+        image: ImageInput,
+        object: str,
+        *,
+        max_objects: int | None = None,
+        spatial_refs: Sequence[SpatialRef] = (),
+        **options: Unpack[CallOptions],
+    ) -> PointResult:
+        """Finds the place of each object of a kind."""
+        message = requests.point(object, max_objects, spatial_refs, options)
+        return results.point_result(self._call(self._vision.Point, message, image, options))
+
+    def detect(
+        self,
+        image: ImageInput,
+        object: str,
+        *,
+        max_objects: int | None = None,
+        **options: Unpack[CallOptions],
+    ) -> DetectResult:
+        """Finds a box around each object of a kind."""
+        message = requests.detect(object, max_objects, options)
+        return results.detect_result(self._call(self._vision.Detect, message, image, options))
+
+    def segment(
+        self,
+        image: ImageInput,
+        object: str,
+        *,
+        spatial_refs: Sequence[SpatialRef] = (),
+        **options: Unpack[CallOptions],
+    ) -> SegmentResult:
+        """Finds the outline of an object."""
+        message = requests.segment(object, spatial_refs, options)
+        return results.segment_result(self._call(self._vision.Segment, message, image, options))
+
+    def server_info(self, *, timeout_s: float | None = None) -> ServerInfo:
+        """Says which server this is and what it accepts."""
+        options = CallOptions(timeout_s=timeout_s)
+        message = engine_pb2.GetServerInfoRequest()
+        return results.server_info(self._call(self._engine.GetServerInfo, message, None, options))
+
+    def list_models(self, *, timeout_s: float | None = None) -> tuple[Model, ...]:
+        """Lists the models served."""
+        options = CallOptions(timeout_s=timeout_s)
+        message = engine_pb2.ListModelsRequest()
+        return results.models(self._call(self._engine.ListModels, message, None, options))
+
+    def load(self, *, timeout_s: float | None = None) -> Load:
+        """Measures how busy the server is."""
+        options = CallOptions(timeout_s=timeout_s)
+        return results.load(self._call(self._engine.GetLoad, engine_pb2.GetLoadRequest(), None, options))
+
+    def close(self) -> None:
+        """Ends the connection, and with it every call that is still open."""
+        self._channel.close()
+
+    def _call(self, rpc: Any, message: Any, image: ImageInput | None, options: CallOptions) -> Any:
+        try:
+            return self._start(rpc, message, image, options)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+
+    def _start(self, rpc: Any, message: Any, image: ImageInput | None, options: CallOptions) -> Any:
+        """The response of a unary call, or the call itself of a streaming one, which does not wait."""
+        if image is not None:
+            message.image.data = image_bytes(image)
+        return rpc(
+            message,
+            timeout=requests.timeout_s(options, self._timeout_s),
+            metadata=requests.metadata(options),
+            wait_for_ready=self._wait_for_ready,
+        )
+
+
+class TextStream(Generic[AnyResult]):
+    """A text being written: iterate over its pieces, then take the `result`.
+
+    Cancelling it, leaving its `with` block or dropping it before its end stops the server from writing on.
+    """
+
+    def __init__(self, call: Any, events: TextEvents[AnyResult]) -> None:
+        self._call = call
+        self._events = events
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        """The next piece of the answer or caption."""
+        while (delta := self._next_delta()) is not None:
+            if delta.channel is TextChannel.ANSWER:
+                return delta.text
+        raise StopIteration
+
+    def deltas(self) -> Iterator[TextDelta]:
+        """The pieces of every channel, the reasoning among them, in the order they come."""
+        while (delta := self._next_delta()) is not None:
+            yield delta
+
+    def result(self) -> AnyResult:
+        """The whole, after reading whatever is left of the stream."""
+        while self._next_delta() is not None:
+            pass
+        return self._events.result
+
+    def cancel(self) -> None:
+        """Stops the writing. Does nothing once the stream has ended."""
+        self._call.cancel()
+
+    def _next_delta(self) -> TextDelta | None:
+        try:
+            for response in self._call:
+                delta = self._events.accept(response)
+                if delta is not None:
+                    return delta
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+        return None

@@ -1,0 +1,165 @@
+"""What a call can end in, and the one place where a gRPC status becomes an exception.
+
+    KestrelClientError
+    ├── InvalidRequest       the request breaks a rule; carries every violation
+    ├── ModelNotFound        the server serves no model of that name
+    ├── SkillUnsupported     the model has no such skill
+    ├── Overloaded           no room now; carries when to try again
+    ├── Unavailable          no server, or one that is starting or stopping; carries when to try again
+    ├── DeadlineExceeded     no answer within `timeout_s`
+    ├── Cancelled            the call was cancelled
+    └── ServerError          anything else; the server's log knows more
+
+Every one carries the status `code`, the server's stable `reason` and its `metadata`. A picture that cannot be
+read from disk raises an `OSError`, as reading any file does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """One thing wrong with a request. `field` is a path such as `sampling.temperature`."""
+
+    field: str
+    description: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What the server told about a call that failed. `reason` is empty where it gave none."""
+
+    code: grpc.StatusCode
+    message: str
+    reason: str = ""
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    violations: tuple[Violation, ...] = ()
+    retry_after_s: float | None = None
+
+
+class KestrelClientError(Exception):
+    """The root of everything a call raises."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure)
+        self.code = failure.code
+        self.message = failure.message
+        self.reason = failure.reason
+        self.metadata = failure.metadata
+
+    def __str__(self) -> str:
+        return self.message or self.code.name
+
+
+class InvalidRequest(KestrelClientError):
+    """The request breaks a rule. `violations` lists every breach, as far as the server knows them."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure)
+        self.violations = failure.violations
+
+    def __str__(self) -> str:
+        listed = "; ".join(f"{item.field}: {item.description}" for item in self.violations)
+        return listed or super().__str__()
+
+
+class ModelNotFound(KestrelClientError):
+    """The server serves no model of that name."""
+
+
+class SkillUnsupported(KestrelClientError):
+    """The model has no such skill."""
+
+
+class Overloaded(KestrelClientError):
+    """The server has no room now. `retry_after_s` says when to try again, or None if the server did not."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure)
+        self.retry_after_s = failure.retry_after_s
+
+
+class Unavailable(KestrelClientError):
+    """No server answers, or it is starting or stopping, or the request waited for too long.
+
+    `retry_after_s` says when to try again, or None if nobody did.
+    """
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure)
+        self.retry_after_s = failure.retry_after_s
+
+
+class DeadlineExceeded(KestrelClientError):
+    """The answer was not complete within `timeout_s`."""
+
+
+class Cancelled(KestrelClientError):
+    """The call was cancelled, here or by the server."""
+
+
+class ServerError(KestrelClientError):
+    """The server failed, or answered what this client does not understand."""
+
+
+def from_rpc_error(error: grpc.RpcError) -> KestrelClientError:
+    """The exception that says what a failed call's status says."""
+    failure = _failure(error)
+    return _kind(failure)(failure)
+
+
+_KINDS: Mapping[grpc.StatusCode, type[KestrelClientError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
+    grpc.StatusCode.NOT_FOUND: ModelNotFound,
+    grpc.StatusCode.FAILED_PRECONDITION: SkillUnsupported,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
+    grpc.StatusCode.UNAVAILABLE: Unavailable,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+    grpc.StatusCode.CANCELLED: Cancelled,
+}
+
+
+def _kind(failure: Failure) -> type[KestrelClientError]:
+    # The transport refuses a message over its size limit with this code and without any detail: waiting does
+    # not make that request fit.
+    if failure.code is grpc.StatusCode.RESOURCE_EXHAUSTED and not failure.reason:
+        return InvalidRequest
+    return _KINDS.get(failure.code, ServerError)
+
+
+def _failure(error: grpc.RpcError) -> Failure:
+    if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
+        return Failure(grpc.StatusCode.UNKNOWN, str(error))
+    reason = ""
+    metadata: dict[str, str] = {}
+    violations: list[Violation] = []
+    retry_after_s = None
+    for detail in _details(error):
+        info = error_details_pb2.ErrorInfo()
+        bad_request = error_details_pb2.BadRequest()
+        retry_info = error_details_pb2.RetryInfo()
+        if detail.Unpack(info):
+            reason, metadata = info.reason, dict(info.metadata)
+        elif detail.Unpack(bad_request):
+            violations += (Violation(item.field, item.description) for item in bad_request.field_violations)
+        elif detail.Unpack(retry_info):
+            retry_after_s = retry_info.retry_delay.ToTimedelta().total_seconds()
+    return Failure(error.code(), error.details() or "", reason, metadata, tuple(violations), retry_after_s)
+
+
+def _details(error: Any) -> tuple[Any, ...]:
+    try:
+        status: status_pb2.Status | None = rpc_status.from_call(error)
+    except (ValueError, DecodeError):
+        # Details that contradict the status, as a proxy on the way may leave them, are no details.
+        return ()
+    return tuple(status.details) if status is not None else ()

@@ -1,0 +1,39 @@
+"""What callers may pass as an image, turned into the bytes of an image file. Decodes nothing."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+ImageInput: TypeAlias = "bytes | bytearray | memoryview | str | os.PathLike[str] | Image"
+"""The bytes of an image file, the path of one, or a PIL image."""
+
+
+def image_bytes(image: ImageInput) -> bytes:
+    """The bytes to send. A PIL image goes as a PNG of its pixels: places in the answer are places in it."""
+    if isinstance(image, bytes | bytearray | memoryview):
+        return bytes(image)
+    if isinstance(image, str | os.PathLike):
+        return Path(image).read_bytes()
+    # Whoever holds a PIL image has imported PIL; whoever does not need not have it installed.
+    pil = sys.modules.get("PIL.Image")
+    if pil is not None and isinstance(image, pil.Image):
+        return _png(image)
+    raise TypeError(f"an image is bytes, a path or a PIL image, not {type(image).__name__}")
+
+
+_PNG_MODES = frozenset({"1", "L", "LA", "I;16", "P", "RGB", "RGBA"})
+
+
+def _png(image: Image) -> bytes:
+    pixels = image if image.mode in _PNG_MODES else image.convert("RGB")
+    file = io.BytesIO()
+    # An orientation that came with the pixels stays behind, or the server would turn them and its answer.
+    pixels.save(file, format="PNG", compress_level=1, exif=b"")
+    return file.getvalue()

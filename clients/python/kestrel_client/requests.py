@@ -1,0 +1,128 @@
+"""Python values in, request messages out, for both clients. Knows no transport; senders add the images."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Literal, TypedDict, TypeVar
+
+from kestrel_client.results import Box, Point
+from kestrel_client.v1 import generation_pb2, media_pb2, vision_service_pb2
+
+Length = Literal["short", "normal", "long"]
+"""How much a caption says."""
+
+SpatialRef = Point | Box
+"""A part of the image that a request speaks about."""
+
+AnyQuery = TypeVar("AnyQuery", vision_service_pb2.QueryRequest, vision_service_pb2.CompleteQueryRequest)
+AnyCaption = TypeVar(
+    "AnyCaption", vision_service_pb2.CaptionRequest, vision_service_pb2.CompleteCaptionRequest
+)
+
+
+class CallOptions(TypedDict, total=False):
+    """What every skill takes by keyword. Left out or None means the default of the server, or of the client.
+
+    `temperature`, `top_p`, `max_tokens` and `seed` say how tokens are drawn; 0 is a value. `model` names a
+    model. `max_queue_s` bounds the wait for a start, `timeout_s` the whole call. `request_id` names the
+    request in the server's log.
+    """
+
+    temperature: float | None
+    top_p: float | None
+    max_tokens: int | None
+    seed: int | None
+    model: str | None
+    max_queue_s: float | None
+    timeout_s: float | None
+    request_id: str | None
+
+
+def query(
+    kind: type[AnyQuery],
+    question: str,
+    reasoning: bool | None,
+    spatial_refs: Sequence[SpatialRef],
+    options: CallOptions,
+) -> AnyQuery:
+    """A question, as a message of `kind`."""
+    message = kind(question=question, spatial_refs=_spatial_refs(spatial_refs), **_handling(options))
+    if reasoning is not None:
+        message.reasoning = reasoning
+    return message
+
+
+def caption(kind: type[AnyCaption], length: Length | None, options: CallOptions) -> AnyCaption:
+    """A wish for a caption, as a message of `kind`. Raises ValueError for a length that does not exist."""
+    name = "UNSPECIFIED" if length is None else length.upper()
+    return kind(length=f"CAPTION_LENGTH_{name}", **_handling(options))
+
+
+def point(
+    object: str, max_objects: int | None, spatial_refs: Sequence[SpatialRef], options: CallOptions
+) -> vision_service_pb2.PointRequest:
+    """Objects to point at."""
+    return vision_service_pb2.PointRequest(
+        object=object,
+        max_objects=max_objects,
+        spatial_refs=_spatial_refs(spatial_refs),
+        **_handling(options),
+    )
+
+
+def detect(object: str, max_objects: int | None, options: CallOptions) -> vision_service_pb2.DetectRequest:
+    """Objects to put a box around."""
+    return vision_service_pb2.DetectRequest(object=object, max_objects=max_objects, **_handling(options))
+
+
+def segment(
+    object: str, spatial_refs: Sequence[SpatialRef], options: CallOptions
+) -> vision_service_pb2.SegmentRequest:
+    """An object to outline."""
+    return vision_service_pb2.SegmentRequest(
+        object=object, spatial_refs=_spatial_refs(spatial_refs), **_handling(options)
+    )
+
+
+def timeout_s(options: CallOptions, default_s: float) -> float:
+    """How long the whole call may take."""
+    asked_s = options.get("timeout_s")
+    return default_s if asked_s is None else asked_s
+
+
+def metadata(options: CallOptions) -> tuple[tuple[str, str], ...]:
+    """What travels beside the message."""
+    request_id = options.get("request_id")
+    return () if request_id is None else (("x-request-id", request_id),)
+
+
+def _handling(options: CallOptions) -> dict[str, Any]:
+    """The fields `sampling` and `options`, which all requests share."""
+    unknown = options.keys() - CallOptions.__annotations__.keys()
+    if unknown:
+        raise TypeError(f"unexpected keyword argument: {', '.join(sorted(unknown))}")
+    max_queue_s = options.get("max_queue_s")
+    return {
+        "sampling": generation_pb2.SamplingParams(
+            temperature=options.get("temperature"),
+            top_p=options.get("top_p"),
+            max_tokens=options.get("max_tokens"),
+            seed=options.get("seed"),
+        ),
+        "options": generation_pb2.RequestOptions(
+            model=options.get("model"),
+            max_queue_duration=None if max_queue_s is None else timedelta(seconds=max_queue_s),
+        ),
+    }
+
+
+def _spatial_refs(refs: Sequence[SpatialRef]) -> list[media_pb2.SpatialRef]:
+    return [_spatial_ref(ref) for ref in refs]
+
+
+def _spatial_ref(ref: SpatialRef) -> media_pb2.SpatialRef:
+    if isinstance(ref, Point):
+        return media_pb2.SpatialRef(point=media_pb2.NormalizedPoint(x=ref.x, y=ref.y))
+    box = media_pb2.NormalizedBox(x_min=ref.x_min, y_min=ref.y_min, x_max=ref.x_max, y_max=ref.y_max)
+    return media_pb2.SpatialRef(box=box)

@@ -1,0 +1,360 @@
+"""What calls return: frozen values, and how they are read from response messages. Knows no transport.
+
+Coordinates are fractions of the image's width and height, from 0 to 1, measured from its top left corner.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from google.protobuf import duration_pb2
+
+from kestrel_client.v1 import engine_service_pb2, generation_pb2, media_pb2, vision_service_pb2
+
+
+class FinishReason(StrEnum):
+    """Why generation ended."""
+
+    STOP = "stop"
+    """The model said that it was done."""
+    LENGTH = "length"
+    """`max_tokens` or the end of the context was reached."""
+    MAX_OBJECTS = "max_objects"
+    """`max_objects` was reached; there may be more."""
+    UNKNOWN = "unknown"
+    """A reason that this version of the client does not know."""
+
+
+class TextChannel(StrEnum):
+    """Which text a piece belongs to."""
+
+    ANSWER = "answer"
+    REASONING = "reasoning"
+    UNKNOWN = "unknown"
+    """A text that this version of the client does not know."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A place in the image."""
+
+    x: float
+    y: float
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """An upright rectangle in the image."""
+
+    x_min: float
+    y_min: float
+    x_max: float
+    y_max: float
+
+
+@dataclass(frozen=True, slots=True)
+class DetectedObject:
+    """An object found, and the box around it."""
+
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The outline of an object: an SVG path whose coordinates run from 0 to 1 over `box`."""
+
+    svg_path: str
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Grounding:
+    """The places that `text[start_char:end_char]` of a reasoning speaks of."""
+
+    start_char: int
+    end_char: int
+    points: tuple[Point, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """What the model thought before it answered."""
+
+    text: str
+    groundings: tuple[Grounding, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """The next piece of a text. `token_index` counts the tokens of its channel that came before."""
+
+    text: str
+    channel: TextChannel
+    token_index: int
+    token_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a request took, in tokens. The input includes the image."""
+
+    input_token_count: int
+    output_token_count: int
+    image_token_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Where the time went on the server, in seconds."""
+
+    queue_s: float
+    preprocess_s: float
+    prefill_s: float
+    time_to_first_token_s: float
+    decode_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What every result says about its request. `request_id` finds it in the server's log."""
+
+    request_id: str
+    model: str
+    finish_reason: FinishReason
+    usage: Usage
+    timing: Timing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueryResult(Result):
+    """A whole answer; `reasoning` is None where none was asked for."""
+
+    answer: str
+    reasoning: Reasoning | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptionResult(Result):
+    """A whole description."""
+
+    caption: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PointResult(Result):
+    """One place per object found."""
+
+    points: tuple[Point, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DetectResult(Result):
+    """The objects found."""
+
+    objects: tuple[DetectedObject, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentResult(Result):
+    """The outlines found."""
+
+    segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a server accepts."""
+
+    max_message_bytes: int
+    max_image_bytes: int
+    max_image_pixels: int
+    max_queued_requests: int
+    max_running_requests: int
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """Which server this is. `instance_id` is another after every start."""
+
+    server_version: str
+    instance_id: str
+    capabilities: tuple[str, ...]
+    limits: Limits
+
+
+@dataclass(frozen=True, slots=True)
+class SkillDefaults:
+    """What a server does where a request says nothing; None where the skill has no such setting."""
+
+    skill: str
+    temperature: float
+    top_p: float
+    max_tokens: int | None
+    max_objects: int | None
+    reasoning: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model that a server serves. `revision` is empty where none is known."""
+
+    name: str
+    revision: str
+    architecture: str
+    skills: tuple[str, ...]
+    device: str
+    dtype: str
+    max_context_token_count: int
+    parameter_count: int
+    defaults: tuple[SkillDefaults, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How busy a server is."""
+
+    running_request_count: int
+    waiting_request_count: int
+    preprocessing_request_count: int
+    used_page_count: int
+    page_count: int
+    output_tokens_per_second: float
+
+
+def query_result(message: vision_service_pb2.QueryResult) -> QueryResult:
+    """An answer, read."""
+    reasoning = _reasoning(message.reasoning) if message.HasField("reasoning") else None
+    return QueryResult(answer=message.answer, reasoning=reasoning, **_info(message.info))
+
+
+def caption_result(message: vision_service_pb2.CaptionResult) -> CaptionResult:
+    """A description, read."""
+    return CaptionResult(caption=message.caption, **_info(message.info))
+
+
+def point_result(message: vision_service_pb2.PointResponse) -> PointResult:
+    """Points, read."""
+    return PointResult(points=tuple(_point(point) for point in message.points), **_info(message.info))
+
+
+def detect_result(message: vision_service_pb2.DetectResponse) -> DetectResult:
+    """Objects, read."""
+    objects = tuple(DetectedObject(_box(item.box)) for item in message.objects)
+    return DetectResult(objects=objects, **_info(message.info))
+
+
+def segment_result(message: vision_service_pb2.SegmentResponse) -> SegmentResult:
+    """Outlines, read."""
+    segments = tuple(Segment(item.svg_path, _box(item.box)) for item in message.segments)
+    return SegmentResult(segments=segments, **_info(message.info))
+
+
+def text_delta(message: generation_pb2.TextDelta) -> TextDelta:
+    """A piece of text, read."""
+    channel = _CHANNELS.get(message.channel, TextChannel.UNKNOWN)
+    return TextDelta(message.text, channel, message.token_index, message.token_count)
+
+
+def server_info(message: engine_service_pb2.GetServerInfoResponse) -> ServerInfo:
+    """A server's account of itself, read."""
+    limits = Limits(
+        max_message_bytes=message.limits.max_message_bytes,
+        max_image_bytes=message.limits.max_image_bytes,
+        max_image_pixels=message.limits.max_image_pixels,
+        max_queued_requests=message.limits.max_queued_requests,
+        max_running_requests=message.limits.max_running_requests,
+    )
+    return ServerInfo(message.server_version, message.instance_id, tuple(message.capabilities), limits)
+
+
+def models(message: engine_service_pb2.ListModelsResponse) -> tuple[Model, ...]:
+    """The models served, read."""
+    return tuple(_model(model) for model in message.models)
+
+
+def load(message: engine_service_pb2.GetLoadResponse) -> Load:
+    """The load, read."""
+    return Load(
+        running_request_count=message.load.running_request_count,
+        waiting_request_count=message.load.waiting_request_count,
+        preprocessing_request_count=message.load.preprocessing_request_count,
+        used_page_count=message.load.used_page_count,
+        page_count=message.load.page_count,
+        output_tokens_per_second=message.load.output_tokens_per_second,
+    )
+
+
+_FINISH_REASONS = {
+    generation_pb2.FINISH_REASON_STOP: FinishReason.STOP,
+    generation_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+    generation_pb2.FINISH_REASON_MAX_OBJECTS: FinishReason.MAX_OBJECTS,
+}
+_CHANNELS = {
+    generation_pb2.TEXT_CHANNEL_ANSWER: TextChannel.ANSWER,
+    generation_pb2.TEXT_CHANNEL_REASONING: TextChannel.REASONING,
+}
+
+
+def _info(message: generation_pb2.ResponseInfo) -> dict[str, Any]:
+    """The fields of `Result`."""
+    usage, timing = message.usage, message.timing
+    return {
+        "request_id": message.request_id,
+        "model": message.model,
+        "finish_reason": _FINISH_REASONS.get(message.finish_reason, FinishReason.UNKNOWN),
+        "usage": Usage(usage.input_token_count, usage.output_token_count, usage.image_token_count),
+        "timing": Timing(
+            queue_s=_seconds(timing.queue_duration),
+            preprocess_s=_seconds(timing.preprocess_duration),
+            prefill_s=_seconds(timing.prefill_duration),
+            time_to_first_token_s=_seconds(timing.time_to_first_token),
+            decode_s=_seconds(timing.decode_duration),
+        ),
+    }
+
+
+def _seconds(message: duration_pb2.Duration) -> float:
+    return message.ToTimedelta().total_seconds()
+
+
+def _reasoning(message: generation_pb2.Reasoning) -> Reasoning:
+    groundings = tuple(
+        Grounding(item.start_char, item.end_char, tuple(_point(point) for point in item.points))
+        for item in message.groundings
+    )
+    return Reasoning(message.text, groundings)
+
+
+def _point(message: media_pb2.NormalizedPoint) -> Point:
+    return Point(message.x, message.y)
+
+
+def _box(message: media_pb2.NormalizedBox) -> Box:
+    return Box(message.x_min, message.y_min, message.x_max, message.y_max)
+
+
+def _model(message: engine_service_pb2.Model) -> Model:
+    return Model(
+        name=message.name,
+        revision=message.revision,
+        architecture=message.architecture,
+        skills=tuple(message.skills),
+        device=message.device,
+        dtype=message.dtype,
+        max_context_token_count=message.max_context_token_count,
+        parameter_count=message.parameter_count,
+        defaults=tuple(_skill_defaults(item) for item in message.defaults),
+    )
+
+
+def _skill_defaults(message: engine_service_pb2.SkillDefaults) -> SkillDefaults:
+    return SkillDefaults(
+        skill=message.skill,
+        temperature=message.temperature,
+        top_p=message.top_p,
+        max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
+        max_objects=message.max_objects if message.HasField("max_objects") else None,
+        reasoning=message.reasoning if message.HasField("reasoning") else None,
+    )

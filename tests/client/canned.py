@@ -1,0 +1,227 @@
+"""A vision server of canned answers: real gRPC and real messages, with no model behind them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+from google.protobuf import duration_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_status import rpc_status
+from kestrel_client.v1 import (
+    engine_service_pb2,
+    engine_service_pb2_grpc,
+    generation_pb2,
+    media_pb2,
+    vision_service_pb2,
+    vision_service_pb2_grpc,
+)
+
+MAX_WAIT_S = 30.0
+"""Longer than any machine needs: whoever waits so long has failed."""
+
+INFO = generation_pb2.ResponseInfo(
+    request_id="r-1",
+    model="tiny",
+    finish_reason=generation_pb2.FINISH_REASON_LENGTH,
+    usage=generation_pb2.Usage(input_token_count=740, output_token_count=3, image_token_count=729),
+    timing=generation_pb2.Timing(
+        queue_duration=duration_pb2.Duration(nanos=1_000_000),
+        preprocess_duration=duration_pb2.Duration(nanos=2_000_000),
+        prefill_duration=duration_pb2.Duration(nanos=30_000_000),
+        time_to_first_token=duration_pb2.Duration(nanos=33_000_000),
+        decode_duration=duration_pb2.Duration(seconds=1, nanos=500_000_000),
+    ),
+)
+STARTED = generation_pb2.StreamStarted(request_id="r-1", model="tiny", usage=INFO.usage)
+ANSWER_PIECES = ("A red ", "kite – ", "höher.")
+CAPTION_PIECES = ("Two", " boxes.")
+THOUGHT = "look there"
+BOX = media_pb2.NormalizedBox(x_min=0.25, y_min=0.125, x_max=0.75, y_max=0.5)
+SVG_PATH = "M 0 0 L 1 0 L 1 1 Z"
+
+
+def answer(pieces: tuple[str, ...] = ANSWER_PIECES, thought: str = "") -> Iterator[Any]:
+    """The events of an answer."""
+    response = vision_service_pb2.QueryResponse
+    yield response(started=STARTED)
+    if thought:
+        yield response(delta=_delta(thought, generation_pb2.TEXT_CHANNEL_REASONING, 0))
+    for index, piece in enumerate(pieces):
+        yield response(delta=_delta(piece, generation_pb2.TEXT_CHANNEL_ANSWER, index))
+    yield response(completed=query_result(pieces, thought))
+
+
+def query_result(pieces: tuple[str, ...] = ANSWER_PIECES, thought: str = "") -> Any:
+    """A whole answer."""
+    grounding = generation_pb2.Grounding(
+        start_char=5, end_char=10, points=[media_pb2.NormalizedPoint(x=0.5, y=0.25)]
+    )
+    reasoning = generation_pb2.Reasoning(text=thought, groundings=[grounding]) if thought else None
+    return vision_service_pb2.QueryResult(answer="".join(pieces), reasoning=reasoning, info=INFO)
+
+
+def caption_result() -> Any:
+    """A whole caption."""
+    return vision_service_pb2.CaptionResult(caption="".join(CAPTION_PIECES), info=INFO)
+
+
+def status(code: int, message: str, *details: Any) -> status_pb2.Status:
+    """A rich status that holds `details`."""
+    rich = status_pb2.Status(code=code, message=message)
+    for detail in details:
+        rich.details.add().Pack(detail)
+    return rich
+
+
+def error_info(reason: str, **metadata: str) -> error_details_pb2.ErrorInfo:
+    """The detail that every status of the server has."""
+    return error_details_pb2.ErrorInfo(reason=reason, domain="kestrel.test", metadata=metadata)
+
+
+class CannedVision(vision_service_pb2_grpc.VisionServiceServicer):
+    """Answers from the can and remembers what it was asked.
+
+    `failures` are used up before anything is answered, one per call. While `endless` is set, a stream stops
+    after its first piece and goes on only to be cancelled, which `cancelled` tells.
+    """
+
+    def __init__(self) -> None:
+        self.failures: list[status_pb2.Status] = []
+        self.endless = False
+        self.cancelled = threading.Event()
+        self.requests: list[Any] = []
+        self.metadata: list[dict[str, str | bytes]] = []
+        self.time_left_s: list[float] = []
+
+    def Query(self, request: Any, context: Any) -> Iterator[Any]:
+        self._receive(request, context)
+        yield from self._until_cancelled(answer(thought=THOUGHT if request.reasoning else ""), context)
+
+    def Caption(self, request: Any, context: Any) -> Iterator[Any]:
+        self._receive(request, context)
+        response = vision_service_pb2.CaptionResponse
+        yield response(started=STARTED)
+        for index, piece in enumerate(CAPTION_PIECES):
+            yield response(delta=_delta(piece, generation_pb2.TEXT_CHANNEL_ANSWER, index))
+        yield response(completed=caption_result())
+
+    def CompleteQuery(self, request: Any, context: Any) -> Any:
+        self._receive(request, context)
+        result = query_result(thought=THOUGHT if request.reasoning else "")
+        return vision_service_pb2.CompleteQueryResponse(result=result)
+
+    def CompleteCaption(self, request: Any, context: Any) -> Any:
+        self._receive(request, context)
+        return vision_service_pb2.CompleteCaptionResponse(result=caption_result())
+
+    def Point(self, request: Any, context: Any) -> Any:
+        self._receive(request, context)
+        points = [media_pb2.NormalizedPoint(x=0.25, y=0.5), media_pb2.NormalizedPoint(x=0.75, y=1.0)]
+        return vision_service_pb2.PointResponse(points=points, info=INFO)
+
+    def Detect(self, request: Any, context: Any) -> Any:
+        self._receive(request, context)
+        return vision_service_pb2.DetectResponse(
+            objects=[vision_service_pb2.DetectedObject(box=BOX)], info=INFO
+        )
+
+    def Segment(self, request: Any, context: Any) -> Any:
+        self._receive(request, context)
+        segment = vision_service_pb2.Segment(svg_path=SVG_PATH, box=BOX)
+        return vision_service_pb2.SegmentResponse(segments=[segment], info=INFO)
+
+    def _receive(self, request: Any, context: Any) -> None:
+        self.requests.append(request)
+        self.metadata.append(dict(context.invocation_metadata()))
+        self.time_left_s.append(context.time_remaining())
+        if self.failures:
+            context.abort_with_status(rpc_status.to_status(self.failures.pop(0)))
+
+    def _until_cancelled(self, events: Iterator[Any], context: Any) -> Iterator[Any]:
+        if not self.endless:
+            yield from events
+            return
+        context.add_callback(self.cancelled.set)
+        yield next(events)
+        yield next(events)
+        self.cancelled.wait(MAX_WAIT_S)
+
+
+class CannedEngine(engine_service_pb2_grpc.EngineServiceServicer):
+    """Tells of a server that does not exist."""
+
+    def GetServerInfo(self, request: Any, context: Any) -> Any:
+        limits = engine_service_pb2.Limits(
+            max_message_bytes=1,
+            max_image_bytes=2,
+            max_image_pixels=3,
+            max_queued_requests=4,
+            max_running_requests=5,
+        )
+        return engine_service_pb2.GetServerInfoResponse(
+            server_version="9.9", instance_id="abc", capabilities=["fly"], limits=limits
+        )
+
+    def ListModels(self, request: Any, context: Any) -> Any:
+        query = engine_service_pb2.SkillDefaults(
+            skill="query", temperature=0.5, top_p=0.25, max_tokens=768, reasoning=False
+        )
+        point = engine_service_pb2.SkillDefaults(skill="point", temperature=0, top_p=1, max_objects=150)
+        model = engine_service_pb2.Model(
+            name="tiny",
+            revision="main",
+            architecture="moondream2",
+            skills=["query", "point"],
+            device="cpu",
+            dtype="float32",
+            max_context_token_count=2048,
+            parameter_count=3_000_000_000,
+            defaults=[query, point],
+        )
+        return engine_service_pb2.ListModelsResponse(models=[model])
+
+    def GetLoad(self, request: Any, context: Any) -> Any:
+        load = engine_service_pb2.Load(
+            running_request_count=1,
+            waiting_request_count=2,
+            preprocessing_request_count=3,
+            used_page_count=4,
+            page_count=5,
+            output_tokens_per_second=6.5,
+        )
+        return engine_service_pb2.GetLoadResponse(load=load)
+
+
+@contextmanager
+def serving(vision: CannedVision) -> Iterator[str]:
+    """Serves on a free port; gives the address."""
+    server = grpc.server(
+        ThreadPoolExecutor(max_workers=4), options=(("grpc.max_receive_message_length", 8 * 1024 * 1024),)
+    )
+    vision_service_pb2_grpc.add_VisionServiceServicer_to_server(vision, server)
+    engine_service_pb2_grpc.add_EngineServiceServicer_to_server(CannedEngine(), server)
+    service = health.HealthServicer()
+    service.set("kestrel.v1.VisionService", health_pb2.HealthCheckResponse.SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(service, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.stop(grace=None).wait()
+
+
+def queue_full(retry_after_s: int) -> status_pb2.Status:
+    """A server without room."""
+    retry_info = error_details_pb2.RetryInfo(retry_delay=duration_pb2.Duration(seconds=retry_after_s))
+    return status(code_pb2.RESOURCE_EXHAUSTED, "the queue is full", error_info("QUEUE_FULL"), retry_info)
+
+
+def _delta(text: str, channel: generation_pb2.TextChannel, index: int) -> generation_pb2.TextDelta:
+    return generation_pb2.TextDelta(text=text, channel=channel, token_index=index, token_count=1)

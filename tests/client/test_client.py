@@ -1,0 +1,192 @@
+"""The blocking client, against a canned server."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import pytest
+from google.rpc import code_pb2
+from kestrel_client import (
+    Box,
+    Cancelled,
+    Client,
+    DeadlineExceeded,
+    DetectedObject,
+    FinishReason,
+    InvalidRequest,
+    Point,
+    Segment,
+    TextChannel,
+    Unavailable,
+)
+from kestrel_client.errors import ServerError
+from kestrel_client.streams import TextEvents
+
+from tests.client import canned
+from tests.client.canned import CannedVision
+
+PICTURE = b"picture"
+
+
+def test_query_yields_the_answer_as_it_is_written_and_then_the_result(client: Client) -> None:
+    stream = client.query(PICTURE, "what?")
+    assert list(stream) == list(canned.ANSWER_PIECES)
+    result = stream.result()
+    assert result.answer == "A red kite – höher."
+    assert result.reasoning is None
+    assert result.finish_reason is FinishReason.LENGTH
+    assert result.usage.input_token_count == 740
+    assert result.timing.decode_s == 1.5
+
+
+def test_result_may_be_taken_without_reading_the_pieces(client: Client) -> None:
+    assert client.query(PICTURE, "what?").result().answer == "A red kite – höher."
+
+
+def test_result_may_be_taken_in_the_middle_of_the_pieces(client: Client) -> None:
+    stream = client.query(PICTURE, "what?")
+    for piece in stream:
+        assert piece == canned.ANSWER_PIECES[0]
+        break
+    assert stream.result().answer == "A red kite – höher."
+
+
+def test_pieces_are_of_the_answer_alone_and_deltas_of_every_channel(client: Client) -> None:
+    assert "".join(client.query(PICTURE, "what?", reasoning=True)) == "A red kite – höher."
+    stream = client.query(PICTURE, "what?", reasoning=True)
+    deltas = list(stream.deltas())
+    assert [delta.channel for delta in deltas] == [TextChannel.REASONING] + [TextChannel.ANSWER] * 3
+    reasoning = stream.result().reasoning
+    assert reasoning is not None
+    assert deltas[0].text == reasoning.text == canned.THOUGHT
+    assert reasoning.groundings[0].points == (Point(0.5, 0.25),)
+
+
+def test_complete_query_equals_the_result_of_the_stream(client: Client) -> None:
+    whole = client.complete_query(None, "what?", reasoning=True)
+    assert whole == client.query(None, "what?", reasoning=True).result()
+
+
+def test_caption_streams_and_completes_alike(client: Client, vision: CannedVision) -> None:
+    stream = client.caption(PICTURE, length="short")
+    assert list(stream) == list(canned.CAPTION_PIECES)
+    assert stream.result() == client.complete_caption(PICTURE, length="short")
+    assert [request.length for request in vision.requests] == [1, 1]
+
+
+def test_places_come_back_as_plain_values(client: Client) -> None:
+    box = Box(0.25, 0.125, 0.75, 0.5)
+    assert client.point(PICTURE, "kite").points == (Point(0.25, 0.5), Point(0.75, 1.0))
+    assert client.detect(PICTURE, "kite").objects == (DetectedObject(box),)
+    assert client.segment(PICTURE, "kite").segments == (Segment(canned.SVG_PATH, box),)
+
+
+def test_the_image_travels_with_every_skill_and_only_if_there_is_one(
+    client: Client, vision: CannedVision
+) -> None:
+    client.query(PICTURE, "q").result()
+    client.complete_query(PICTURE, "q")
+    client.caption(PICTURE).result()
+    client.complete_caption(PICTURE)
+    client.point(PICTURE, "kite")
+    client.detect(PICTURE, "kite")
+    client.segment(PICTURE, "kite")
+    assert [request.image.data for request in vision.requests] == [PICTURE] * 7
+    client.complete_query(None, "q")
+    assert not vision.requests[-1].HasField("image")
+
+
+def test_the_server_tells_about_itself(client: Client) -> None:
+    info = client.server_info()
+    assert (info.server_version, info.instance_id, info.capabilities) == ("9.9", "abc", ("fly",))
+    assert info.limits.max_running_requests == 5
+    (model,) = client.list_models()
+    assert (model.name, model.skills, model.parameter_count) == ("tiny", ("query", "point"), 3_000_000_000)
+    assert model.defaults[0].reasoning is False
+    assert model.defaults[1].max_tokens is None
+    assert client.load().output_tokens_per_second == 6.5
+
+
+def test_every_call_has_a_deadline(client: Client, vision: CannedVision) -> None:
+    client.point(PICTURE, "kite")
+    client.point(PICTURE, "kite", timeout_s=5)
+    assert 6 < vision.time_left_s[0] < 121
+    assert vision.time_left_s[1] < 6
+
+
+def test_a_request_id_travels_as_metadata(client: Client, vision: CannedVision) -> None:
+    client.point(PICTURE, "kite", request_id="mine")
+    client.query(PICTURE, "q").result()
+    assert vision.metadata[0]["x-request-id"] == "mine"
+    assert "x-request-id" not in vision.metadata[1]
+
+
+def test_a_deadline_that_passes_is_told_as_such(client: Client, vision: CannedVision) -> None:
+    vision.endless = True
+    with pytest.raises(DeadlineExceeded):
+        client.query(PICTURE, "q", timeout_s=0.2).result()
+
+
+def test_a_dropped_stream_cancels_its_call(client: Client, vision: CannedVision) -> None:
+    vision.endless = True
+    for _ in client.query(PICTURE, "q"):
+        break
+    assert vision.cancelled.wait(canned.MAX_WAIT_S)
+
+
+def test_leaving_the_block_of_a_stream_cancels_its_call(client: Client, vision: CannedVision) -> None:
+    vision.endless = True
+    with client.query(PICTURE, "q") as stream:
+        next(stream)
+    assert vision.cancelled.wait(canned.MAX_WAIT_S)
+    with pytest.raises(Cancelled):
+        stream.result()
+
+
+def test_cancelling_a_finished_stream_does_nothing(client: Client) -> None:
+    stream = client.query(PICTURE, "q")
+    result = stream.result()
+    stream.cancel()
+    assert stream.result() == result
+
+
+def test_closing_the_client_ends_open_streams(address: str, vision: CannedVision) -> None:
+    vision.endless = True
+    with Client(address) as client:
+        stream = client.query(PICTURE, "q")
+        next(stream)
+    with pytest.raises(Cancelled):
+        stream.result()
+    assert vision.cancelled.wait(canned.MAX_WAIT_S)
+
+
+def test_failures_of_streams_and_of_single_answers_are_the_same_errors(
+    client: Client, vision: CannedVision
+) -> None:
+    refused = canned.status(code_pb2.INVALID_ARGUMENT, "no", canned.error_info("INVALID_REQUEST"))
+    vision.failures = [refused, refused]
+    with pytest.raises(InvalidRequest):
+        client.query(PICTURE, "q").result()
+    with pytest.raises(InvalidRequest):
+        client.point(PICTURE, "kite")
+
+
+def test_without_a_server_calls_fail_soon() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        with Client(f"127.0.0.1:{unused.getsockname()[1]}") as client, pytest.raises(Unavailable):
+            client.load()
+
+
+def test_an_unknown_option_is_refused_before_anything_is_sent(client: Client, vision: CannedVision) -> None:
+    options: dict[str, Any] = {"temprature": 1.0}
+    with pytest.raises(TypeError, match="temprature"):
+        client.point(PICTURE, "kite", **options)
+    assert vision.requests == []
+
+
+def test_a_stream_that_ends_without_a_result_is_the_servers_fault() -> None:
+    events = TextEvents(canned.query_result)
+    with pytest.raises(ServerError, match="without a result"):
+        _ = events.result
