@@ -49,6 +49,10 @@ class Crops:
     rows: int
     columns: int
 
+    @property
+    def num_crops(self) -> int:
+        return len(self.pixels)
+
 
 def decode_image(data: bytes, *, max_image_pixels: int) -> Image.Image:
     """Decode an encoded file to upright 8-bit RGB: the first frame, transparency over white.

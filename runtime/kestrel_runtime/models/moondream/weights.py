@@ -139,7 +139,9 @@ def check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[in
         listed = problems[:MAX_LISTED_PROBLEMS]
         rest = len(problems) - len(listed)
         more = f"; and {rest} more" if rest else ""
-        raise CheckpointError(f"{len(problems)} tensors do not fit the model: {'; '.join(listed)}{more}")
+        raise CheckpointError(
+            f"tensors that do not fit the model ({len(problems)}): {'; '.join(listed)}{more}"
+        )
 
 
 def _open(file: Path) -> dict[str, Tensor]:
@@ -148,7 +150,7 @@ def _open(file: Path) -> dict[str, Tensor]:
             with safe_open(file, framework="pt") as opened:
                 return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - no mapping
         loaded = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-    except (OSError, SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except (OSError, SafetensorError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
         first_line = (str(error).splitlines() or [""])[0]
         raise CheckpointError(f"cannot read {file}: {first_line}") from error
     if not isinstance(loaded, Mapping) or not all(isinstance(tensor, Tensor) for tensor in loaded.values()):

@@ -1,0 +1,22 @@
+"""The operations the models are made of: tensors in, tensors out.
+
+Nothing below this module is imported from outside the package. Knows nothing about requests, sequences or
+models. Every operation has a plain-torch definition under `reference/`; that is what is exported here.
+Shapes: T tokens, B sequences, H query heads, G key/value heads, D head dimension, P pages, S slots in a page.
+"""
+
+from kestrel_ops.reference.decode_attention import decode_attention
+from kestrel_ops.reference.mixture_of_experts import mixture_of_experts
+from kestrel_ops.reference.prefill_attention import prefill_attention
+from kestrel_ops.reference.rotary import rotary
+from kestrel_ops.reference.sample import sample
+from kestrel_ops.reference.write_kv import write_kv
+
+__all__ = [
+    "decode_attention",
+    "mixture_of_experts",
+    "prefill_attention",
+    "rotary",
+    "sample",
+    "write_kv",
+]

@@ -1,0 +1,1 @@
+"""Each operation in plain torch: the definition of right, on any device."""

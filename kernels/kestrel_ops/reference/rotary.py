@@ -1,0 +1,21 @@
+"""Rotary position embedding of the leading lanes of each head."""
+
+import torch
+from torch import Tensor
+
+
+def rotary(
+    heads: Tensor,  # [T, H, D]
+    cosine: Tensor,  # [T, R / 2] float32
+    sine: Tensor,  # [T, R / 2] float32
+) -> Tensor:  # [T, H, D], dtype of `heads`
+    """Rotate lanes i and i + R/2 of the first R lanes by the angle of lane i; the rest pass through.
+
+    Computed in float32. The public reference interleaves the rotated pairs; here both halves stay in place,
+    which permutes queries and keys alike and leaves their products as they are.
+    """
+    half = cosine.shape[-1]
+    cosine, sine = cosine[:, None, :], sine[:, None, :]
+    first, second = heads[..., :half].float(), heads[..., half : 2 * half].float()
+    rotated = torch.cat((first * cosine - second * sine, first * sine + second * cosine), dim=-1)
+    return torch.cat((rotated.to(heads.dtype), heads[..., 2 * half :]), dim=-1)

@@ -1,0 +1,27 @@
+"""Draw one index per row of logits: greedy, or by temperature and nucleus."""
+
+import torch
+from torch import Tensor
+
+
+def sample(
+    logits: Tensor,  # [B, V]; minus infinity where a choice is forbidden
+    temperature: Tensor,  # [B] float32; 0 takes the largest
+    top_p: Tensor,  # [B] float32 in (0, 1]
+    uniform: Tensor,  # [B] float32 in [0, 1): the randomness, one number per row
+) -> Tensor:  # [B] int64
+    """Rows do not see each other, so a row's draw is the same in any batch.
+
+    The nucleus keeps, in falling order, every choice before which less than or exactly `top_p` of the
+    probability has been spent, so at least one; the draw inverts its cumulative distribution at `uniform`.
+    """
+    greedy = logits.argmax(dim=-1)
+    if not bool((temperature > 0).any()):
+        return greedy
+    scale = torch.where(temperature > 0, temperature, 1.0)[:, None]
+    ordered, order = (logits.float() / scale).softmax(dim=-1).sort(dim=-1, descending=True)
+    kept = ordered * ((ordered.cumsum(dim=-1) - ordered) <= top_p[:, None])
+    cumulative = kept.cumsum(dim=-1)
+    drawn = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)
+    drawn = drawn.clamp(max=kept.count_nonzero(dim=-1)[:, None] - 1)
+    return torch.where(temperature > 0, order.gather(1, drawn)[:, 0], greedy)

@@ -1,0 +1,35 @@
+"""How an engine is set up. Frozen; every size says its unit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Settings of one engine.
+
+    `model` is a local folder or file, or a hub name. `device` is auto, cpu or cuda; `dtype` is auto, float32,
+    bfloat16 or float16. `num_kv_pages` None sizes the cache by `max_batch_size` and free memory.
+    """
+
+    model: str
+    revision: str | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    max_batch_size: int = 16
+    """Sequences that hold pages together, prefilling or decoding."""
+    num_kv_pages: int | None = None
+    page_size: int = 16
+    """Tokens in a page."""
+    max_queued_requests: int = 256
+    """Requests that may wait for a preprocessing worker or for pages."""
+    max_image_bytes: int = 32 * MIB
+    max_image_pixels: int = 64_000_000
+    num_preprocess_threads: int = 4
+    max_prefill_tokens: int = 1024
+    """Prompt tokens that a step may carry."""
+    max_crops_per_step: int = 4
+    """Image crops that a step may encode while other requests are decoding."""

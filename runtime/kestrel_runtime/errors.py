@@ -1,0 +1,111 @@
+"""What can go wrong in the engine, in its own words. Knows nothing about gRPC statuses.
+
+KestrelError
+├── InvalidRequest          the caller's input; carries every violation
+│   ├── ImageError          the image's bytes: undecodable or too large
+│   └── ContextLengthExceeded
+├── ModelNotFound           no model of that name is served
+├── SkillUnsupported        the model has no such skill
+├── Overloaded              no room in the queue
+├── QueueTimeout            waited longer than the caller allows
+├── DeadlineExceeded        the caller's deadline passed
+├── EngineUnavailable       starting, draining or dead
+├── InternalError           our own bug; its cause is for the log, not for callers
+└── CheckpointError         a checkpoint that cannot be found, read or served
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """One thing wrong with a request. `field` is a path such as `sampling.temperature`."""
+
+    field: str
+    description: str
+
+
+class KestrelError(Exception):
+    """The root of everything the engine raises on purpose."""
+
+
+class InvalidRequest(KestrelError):
+    """The request breaks its contract; `violations` lists every breach, in field order."""
+
+    def __init__(self, violations: tuple[Violation, ...]) -> None:
+        super().__init__("; ".join(f"{item.field}: {item.description}" for item in violations))
+        self.violations = violations
+
+
+class ImageError(InvalidRequest):
+    """The image cannot be used. `too_large` tells a size limit from bytes that do not decode."""
+
+    def __init__(self, description: str, *, too_large: bool = False) -> None:
+        super().__init__((Violation("image", description),))
+        self.too_large = too_large
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """The prompt and its image leave no room for a single new token."""
+
+    def __init__(self, field: str, num_prompt_tokens: int, max_context_tokens: int) -> None:
+        text = f"the prompt takes {num_prompt_tokens} tokens and must stay below {max_context_tokens}"
+        super().__init__((Violation(field, text),))
+        self.num_prompt_tokens = num_prompt_tokens
+        self.max_context_tokens = max_context_tokens
+
+
+class ModelNotFound(KestrelError):
+    """The request names a model that this engine does not serve."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__(f"no model named {model!r}")
+        self.model = model
+
+
+class SkillUnsupported(KestrelError):
+    """The model has no prompt template for this skill."""
+
+    def __init__(self, skill: str, model: str) -> None:
+        super().__init__(f"model {model!r} has no skill {skill!r}")
+        self.skill = skill
+        self.model = model
+
+
+class Overloaded(KestrelError):
+    """The queue is full. `retry_after_s` estimates when room is likely."""
+
+    def __init__(self, max_queued_requests: int, retry_after_s: float) -> None:
+        super().__init__(f"{max_queued_requests} requests are waiting already")
+        self.max_queued_requests = max_queued_requests
+        self.retry_after_s = retry_after_s
+
+
+class QueueTimeout(KestrelError):
+    """The request waited longer than its `max_queue_s` before it could start."""
+
+    def __init__(self, waited_s: float) -> None:
+        super().__init__(f"waited {waited_s:.3f} s in the queue")
+        self.waited_s = waited_s
+
+
+class DeadlineExceeded(KestrelError):
+    """The request's deadline passed before its answer was complete."""
+
+
+class EngineUnavailable(KestrelError):
+    """The engine takes no requests: it is starting, draining, closed, or died."""
+
+
+class InternalError(KestrelError):
+    """A request met a bug of ours; `__cause__` is what was raised."""
+
+    def __init__(self, cause: BaseException) -> None:
+        super().__init__("internal error")
+        self.__cause__ = cause
+
+
+class CheckpointError(KestrelError):
+    """A checkpoint cannot be found, read, or matched to the model; the message says which part and why."""

@@ -1,0 +1,159 @@
+"""What a stream yields: one `Started`, any number of `TextDelta`, one `Finished`. Plain values, no behaviour."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+
+class FinishReason(Enum):
+    """Why generation ended."""
+
+    STOP = auto()
+    """The model said it was done."""
+    LENGTH = auto()
+    """`max_tokens` or the end of the context was reached."""
+    MAX_OBJECTS = auto()
+    """`max_objects` was reached."""
+
+
+class TextChannel(Enum):
+    """Which text a delta belongs to."""
+
+    ANSWER = auto()
+    REASONING = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts. `num_input_tokens` includes BOS and `num_image_tokens`."""
+
+    num_input_tokens: int
+    num_image_tokens: int
+    num_output_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Where the time went, in seconds. `decode_s` runs from the first token to the last."""
+
+    queue_s: float
+    preprocess_s: float
+    prefill_s: float
+    time_to_first_token_s: float
+    decode_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The prompt is in the cache and the first token is known to come."""
+
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """The next piece of text, whole characters only.
+
+    `token_index` counts the tokens of this channel before the delta, `num_tokens` those that made it.
+    """
+
+    text: str
+    channel: TextChannel
+    token_index: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """A place in the image, normalised to [0, 1], origin top left."""
+
+    x: float
+    y: float
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A region of the image, normalised and clipped to [0, 1], origin top left."""
+
+    x_min: float
+    y_min: float
+    x_max: float
+    y_max: float
+
+
+@dataclass(frozen=True, slots=True)
+class Grounding:
+    """The places that characters `start_char` to `end_char` (exclusive, in code points) of a text speak of."""
+
+    start_char: int
+    end_char: int
+    points: tuple[Location, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """What the model thought before it answered."""
+
+    text: str
+    groundings: tuple[Grounding, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class QueryOutput:
+    """An answer; `reasoning` is None where none was asked for."""
+
+    answer: str
+    reasoning: Reasoning | None
+
+
+@dataclass(frozen=True, slots=True)
+class CaptionOutput:
+    """A description."""
+
+    caption: str
+
+
+@dataclass(frozen=True, slots=True)
+class PointOutput:
+    """The places found, in the model's order."""
+
+    points: tuple[Location, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DetectOutput:
+    """The boxes found, in the model's order."""
+
+    boxes: tuple[Box, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentMask:
+    """One outline: an SVG path whose coordinates run from 0 to 1 over `box`."""
+
+    svg_path: str
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentOutput:
+    """The outlines found: none or one."""
+
+    segments: tuple[SegmentMask, ...]
+
+
+Output = QueryOutput | CaptionOutput | PointOutput | DetectOutput | SegmentOutput
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The whole answer. For text skills its text equals the concatenated deltas of each channel."""
+
+    output: Output
+    finish_reason: FinishReason
+    usage: Usage
+    timing: Timing
+
+
+Event = Started | TextDelta | Finished

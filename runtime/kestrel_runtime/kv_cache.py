@@ -1,0 +1,92 @@
+"""The tensors that hold keys and values, and how a batch of tokens writes and reads them.
+
+`PagePool` decides which page belongs to whom; here pages are only numbers.
+"""
+
+from __future__ import annotations
+
+import torch
+from kestrel_ops import decode_attention, prefill_attention, write_kv
+from torch import Tensor
+
+from kestrel_runtime.models.moondream.config import TextConfig
+from kestrel_runtime.sequence import Chunk, Sequence
+
+
+class KVCache:
+    """Keys and values of every layer: each [layers, pages, slots, key/value heads, head dimension]."""
+
+    def __init__(
+        self, config: TextConfig, num_pages: int, page_size: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        shape = (config.n_layers, num_pages, page_size, config.n_kv_heads, config.head_dim)
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.device = device
+        self.key_pages = torch.zeros(shape, device=device, dtype=dtype)
+        self.value_pages = torch.zeros(shape, device=device, dtype=dtype)
+
+    @staticmethod
+    def bytes_per_page(config: TextConfig, page_size: int, dtype: torch.dtype) -> int:
+        """Memory that one page takes over all layers, keys and values."""
+        return 2 * config.n_layers * page_size * config.n_kv_heads * config.head_dim * dtype.itemsize
+
+    def prefill(self, chunks: list[Chunk]) -> PrefillAttention:
+        """How the packed tokens of `chunks` attend."""
+        return PrefillAttention(self, chunks)
+
+    def decode(self, sequences: list[Sequence]) -> DecodeAttention:
+        """How the newest token of each of `sequences` attends."""
+        return DecodeAttention(self, sequences)
+
+    def slots(self, pages: Tensor, positions: Tensor) -> Tensor:
+        """Places of `positions` in a sequence that owns `pages`: page * slots + place, int64."""
+        return pages[positions // self.page_size] * self.page_size + positions % self.page_size
+
+
+class PrefillAttention:
+    """Attention of prompt chunks of several sequences, packed one after the other."""
+
+    def __init__(self, cache: KVCache, chunks: list[Chunk]) -> None:
+        self._cache = cache
+        self._ranges = [(chunk.start, chunk.end) for chunk in chunks]
+        self._prefix_lengths = [chunk.sequence.prefix_length for chunk in chunks]
+        self._pages: list[Tensor] = []
+        positions, slots = [], []
+        for chunk in chunks:
+            pages = torch.tensor(chunk.sequence.pages, device=cache.device)
+            self._pages.append(pages[: -(-chunk.end // cache.page_size)])
+            chunk_positions = torch.arange(chunk.start, chunk.end, device=cache.device)
+            positions.append(chunk_positions)
+            slots.append(cache.slots(pages, chunk_positions))
+        self.positions = torch.cat(positions)
+        self._slots = torch.cat(slots)
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        key_pages, value_pages = self._cache.key_pages[layer], self._cache.value_pages[layer]
+        write_kv(key, value, key_pages, value_pages, self._slots)
+        return prefill_attention(
+            query, key_pages, value_pages, self._pages, self._ranges, self._prefix_lengths
+        )
+
+
+class DecodeAttention:
+    """Attention of one new token per sequence."""
+
+    def __init__(self, cache: KVCache, sequences: list[Sequence]) -> None:
+        self._cache = cache
+        most_pages = max(len(sequence.pages) for sequence in sequences)
+        table = [
+            sequence.pages + [sequence.pages[0]] * (most_pages - len(sequence.pages))
+            for sequence in sequences
+        ]
+        self._page_table = torch.tensor(table, device=cache.device)
+        # The newest token is not in the cache yet; its position is the number of those that are.
+        self.positions = torch.tensor([sequence.num_cached for sequence in sequences], device=cache.device)
+        own_page = self._page_table.gather(1, (self.positions // cache.page_size)[:, None])[:, 0]
+        self._slots = own_page * cache.page_size + self.positions % cache.page_size
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        key_pages, value_pages = self._cache.key_pages[layer], self._cache.value_pages[layer]
+        write_kv(key, value, key_pages, value_pages, self._slots)
+        return decode_attention(query, key_pages, value_pages, self._page_table, self.positions + 1)

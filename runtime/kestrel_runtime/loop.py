@@ -1,0 +1,207 @@
+"""The engine's thread: one step after the other, the same order every time.
+
+A request's life in it:
+  1. `add` puts a prepared sequence and its stream into the inbox; `cancel` puts a farewell there.
+  2. A step empties the inbox, then drops whom nobody waits for any more (cancelled, past a deadline).
+  3. `Scheduler.next_batch` chooses who runs and takes pages.
+  4. `ModelRunner.run` encodes crops, fills the cache and draws tokens.
+  5. `Scheduler.commit` lands the tokens; each sequence's reader turns them into events.
+  6. Who has finished gives its pages back; the outbox posts all events of the step at once.
+
+     inbox ─▶ drop ─▶ choose ─▶ run ─▶ commit ─▶ read ─▶ post
+       ▲                                                  │
+       └────────── waits here while there is no work ◀────┘
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from kestrel_runtime.errors import DeadlineExceeded, EngineUnavailable, KestrelError, QueueTimeout
+from kestrel_runtime.events import Event, Finished, Started, Timing, Usage
+from kestrel_runtime.runner import ModelRunner
+from kestrel_runtime.scheduler import Scheduler
+from kestrel_runtime.sequence import Batch, Sequence
+from kestrel_runtime.stream import Outbox, Stream
+
+_RATE_WINDOW_S = 5.0
+
+_log = logging.getLogger(__name__)
+
+
+class _Arrival(NamedTuple):
+    sequence: Sequence
+    stream: Stream
+
+
+class EngineLoop:
+    """Owns scheduler and runner; everything they hold is touched by its thread alone."""
+
+    def __init__(self, scheduler: Scheduler, runner: ModelRunner, *, on_death: Callable[[], None]) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._on_death = on_death
+        self._outbox = Outbox()
+        self._streams: dict[Sequence, Stream] = {}
+        self._inbox: deque[_Arrival | Stream] = deque()  # a bare stream is one that was cancelled
+        self._work = threading.Condition()
+        self._is_closing = False
+        self._is_over = False
+        self._rate: deque[tuple[float, int]] = deque()  # (moment, tokens) of recent steps
+        self._thread = threading.Thread(target=self._run, name="kestrel-engine", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def add(self, sequence: Sequence, stream: Stream) -> None:
+        """From any thread: queue a prepared sequence."""
+        self._send(_Arrival(sequence, stream))
+
+    def cancel(self, stream: Stream) -> None:
+        """From any thread: drop the stream's sequence before the next step, if it is here."""
+        self._send(stream)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences without pages, those in the inbox included; a reading, not a promise."""
+        return self._scheduler.num_waiting + len(self._inbox)
+
+    @property
+    def num_active(self) -> int:
+        """Sequences that hold pages; a reading, not a promise."""
+        return self._scheduler.num_active
+
+    def tokens_per_second(self) -> float:
+        """Tokens drawn over the last seconds, per second."""
+        since = time.monotonic() - _RATE_WINDOW_S
+        return sum(count for moment, count in list(self._rate) if moment >= since) / _RATE_WINDOW_S
+
+    def close(self) -> None:
+        """Stop after the current step; what is left fails with `EngineUnavailable`."""
+        with self._work:
+            self._is_closing = True
+            self._work.notify()
+        self._thread.join()
+
+    def step(self) -> None:
+        """One turn of the ring."""
+        self._take_inbox()
+        self._drop_unwanted(time.monotonic())
+        batch = self._scheduler.next_batch()
+        if not batch.is_empty:
+            self._note_admissions(batch)
+            drew = self._scheduler.commit(batch, self._runner.run(batch))
+            now = time.monotonic()
+            self._count(now, len(drew))
+            for sequence in drew:
+                self._tell(sequence, now)
+        self._outbox.post()
+
+    def _run(self) -> None:
+        try:
+            while self._wait_for_work():
+                self.step()
+        except Exception:
+            # A step that raises is our own bug or a broken device: the cache cannot be trusted any more.
+            _log.exception("the engine stopped")
+            self._on_death()
+        with self._work:
+            self._is_over = True
+        self._fail_all()
+
+    def _wait_for_work(self) -> bool:
+        with self._work:
+            while self._scheduler.is_idle and not self._inbox and not self._is_closing:
+                self._work.wait()
+            return not self._is_closing
+
+    def _send(self, item: _Arrival | Stream) -> None:
+        with self._work:
+            if not self._is_over:
+                self._inbox.append(item)
+                self._work.notify()
+                return
+        if isinstance(item, _Arrival):
+            item.stream.fail(EngineUnavailable("the engine has stopped"))
+
+    def _take_inbox(self) -> None:
+        while self._inbox:
+            item = self._inbox.popleft()
+            if isinstance(item, _Arrival) and not item.stream.is_cancelled:
+                self._streams[item.sequence] = item.stream
+                self._scheduler.add(item.sequence)
+
+    def _drop_unwanted(self, now: float) -> None:
+        for sequence in list(self._scheduler.sequences()):
+            clock = sequence.clock
+            if self._streams[sequence].is_cancelled:
+                self._remove(sequence)
+            elif clock.deadline is not None and now >= clock.deadline:
+                self._fail(sequence, DeadlineExceeded("the deadline passed"))
+            elif clock.admitted is None and clock.queue_deadline is not None and now >= clock.queue_deadline:
+                self._fail(sequence, QueueTimeout(now - clock.submitted))
+
+    def _note_admissions(self, batch: Batch) -> None:
+        now = time.monotonic()
+        for item in (*batch.encode, *batch.prefill):
+            if item.sequence.clock.admitted is None:
+                item.sequence.clock.admitted = now
+
+    def _tell(self, sequence: Sequence, now: float) -> None:
+        events: list[Event] = []
+        reader = sequence.reader
+        if sequence.clock.first_token is None:
+            sequence.clock.first_token = now
+            events.append(Started(_usage(sequence)))
+        events += reader.read(sequence.tokens[-1])
+        if reader.finish_reason is None and sequence.length >= sequence.max_context:
+            events += reader.cut()
+        if reader.finish_reason is not None:
+            timing = _timing(sequence, now)
+            events.append(Finished(reader.output(), reader.finish_reason, _usage(sequence), timing))
+        if events:
+            self._outbox.put(self._streams[sequence], events)
+        if reader.finish_reason is not None:
+            self._remove(sequence)
+
+    def _fail(self, sequence: Sequence, error: KestrelError) -> None:
+        self._streams[sequence].fail(error)
+        self._remove(sequence)
+
+    def _remove(self, sequence: Sequence) -> None:
+        self._scheduler.remove(sequence)
+        self._runner.release(sequence)
+        del self._streams[sequence]
+
+    def _fail_all(self) -> None:
+        self._take_inbox()
+        for sequence in list(self._scheduler.sequences()):
+            self._fail(sequence, EngineUnavailable("the engine has stopped"))
+
+    def _count(self, now: float, num_tokens: int) -> None:
+        self._rate.append((now, num_tokens))
+        while self._rate[0][0] < now - _RATE_WINDOW_S:
+            self._rate.popleft()
+
+
+def _usage(sequence: Sequence) -> Usage:
+    return Usage(sequence.num_prompt_positions, sequence.num_image_tokens, sequence.num_generated)
+
+
+def _timing(sequence: Sequence, now: float) -> Timing:
+    clock = sequence.clock
+    moments = (clock.preprocess_started, clock.prepared, clock.admitted, clock.first_token)
+    started, prepared, admitted, first_token = (now if moment is None else moment for moment in moments)
+    return Timing(
+        queue_s=(started - clock.submitted) + (admitted - prepared),
+        preprocess_s=prepared - started,
+        prefill_s=first_token - admitted,
+        time_to_first_token_s=first_token - clock.submitted,
+        decode_s=now - first_token,
+    )

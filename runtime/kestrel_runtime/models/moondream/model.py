@@ -1,0 +1,66 @@
+"""One Moondream: text, vision and region parts, and the tokens that carry values. No pages, no batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from kestrel_runtime.models.moondream.config import MoondreamConfig
+from kestrel_runtime.models.moondream.region import RegionModel
+from kestrel_runtime.models.moondream.text import TextModel
+from kestrel_runtime.models.moondream.vision import VisionModel
+from kestrel_runtime.tokens import Token
+
+
+class Moondream(nn.Module):
+    """The whole model. Build it on the meta device and assign a checkpoint's tensors with `from_state`."""
+
+    def __init__(self, config: MoondreamConfig, *, fp8_experts: bool = False) -> None:
+        super().__init__()
+        self.config = config
+        self.text = TextModel(config.text, fp8_experts=fp8_experts)
+        self.vision = VisionModel(config.vision)
+        self.region = RegionModel(config.region)
+
+    @classmethod
+    def from_state(
+        cls, config: MoondreamConfig, state: dict[str, Tensor], device: torch.device, dtype: torch.dtype
+    ) -> Moondream:
+        """Take a checked state; float8 experts and their scales keep their types, all else becomes `dtype`.
+
+        `state` is emptied on the way, so that source and copy never stand in memory whole together.
+        """
+        fp8_experts = any(tensor.dtype == torch.float8_e4m3fn for tensor in state.values())
+        with torch.device("meta"):
+            model = cls(config, fp8_experts=fp8_experts)
+        placed: dict[str, Tensor] = {}
+        for name in list(state):
+            tensor = state.pop(name)
+            keeps_type = tensor.dtype == torch.float8_e4m3fn or name.endswith(".scale")
+            placed[name] = tensor.to(device=device, dtype=tensor.dtype if keeps_type else dtype)
+        model.load_state_dict(placed, assign=True)
+        return model.eval().requires_grad_(False)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.text.wte.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.text.wte.device
+
+    def embed(self, tokens: Sequence[Token]) -> Tensor:
+        """Tokens → embeddings [tokens, dim]; one that carries a value is embedded by that value."""
+        ids = torch.tensor([token.id for token in tokens], device=self.device)
+        embeddings = self.text.wte[ids]
+        coordinates = [place for place, token in enumerate(tokens) if len(token.value) == 1]
+        sizes = [place for place, token in enumerate(tokens) if len(token.value) == 2]
+        if coordinates:
+            values = torch.tensor([tokens[place].value[0] for place in coordinates], device=self.device)
+            embeddings[coordinates] = self.region.encode_coordinates(values)
+        if sizes:
+            values = torch.tensor([tokens[place].value for place in sizes], device=self.device)
+            embeddings[sizes] = self.region.encode_sizes(values)
+        return embeddings

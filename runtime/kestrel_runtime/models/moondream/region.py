@@ -1,0 +1,72 @@
+"""Coordinates and sizes in and out of the decoder.
+
+Source: the public reference's `region.py`. A coordinate is bin / bins; a size is a power of two from 2^-10 to 1.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from kestrel_runtime.models.moondream.config import RegionConfig
+from kestrel_runtime.models.moondream.text import Mlp
+
+SIZE_OCTAVES = 10
+"""Sizes reach down to 2 ** -SIZE_OCTAVES of the image."""
+
+
+class RegionModel(nn.Module):
+    """Encoders of values into embeddings, decoders of hidden states into bins."""
+
+    def __init__(self, config: RegionConfig) -> None:
+        super().__init__()
+        self.coord_features = nn.Parameter(torch.empty(1, config.coord_feat_dim // 2))
+        self.size_features = nn.Parameter(torch.empty(2, config.size_feat_dim // 2))
+        self.coord_encoder = nn.Linear(config.coord_feat_dim, config.dim)
+        self.size_encoder = nn.Linear(config.size_feat_dim, config.dim)
+        self.coord_decoder = _decoder(config, config.coord_out_dim)
+        self.size_decoder = _decoder(config, config.size_out_dim)
+        self.ln = nn.LayerNorm(config.dim) if config.use_ln else None
+
+    def encode_coordinates(self, values: Tensor) -> Tensor:
+        """[N] in [0, 1] → embeddings [N, dim]."""
+        return self.coord_encoder(_fourier(values[:, None], self.coord_features))
+
+    def encode_sizes(self, values: Tensor) -> Tensor:
+        """[N, 2] width and height in [0, 1] → embeddings [N, dim]."""
+        return self.size_encoder(_fourier(values, self.size_features))
+
+    def coordinate_logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states before the final LayerNorm [N, dim] → [N, bins]."""
+        return self.coord_decoder(self._normed(hidden))
+
+    def size_logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states before the final LayerNorm [N, dim] → [N, 2, bins]: width, then height."""
+        return self.size_decoder(self._normed(hidden)).unflatten(-1, (2, -1))
+
+    @staticmethod
+    def coordinates(bins: Tensor, num_bins: int) -> Tensor:
+        """Bins int64 → float32 in [0, 1)."""
+        return bins.float() / num_bins
+
+    @staticmethod
+    def sizes(bins: Tensor, num_bins: int) -> Tensor:
+        """Bins int64 → float32 from 2^-10 to 1."""
+        return torch.exp2(bins.float() / (num_bins - 1) * SIZE_OCTAVES - SIZE_OCTAVES)
+
+    def _normed(self, hidden: Tensor) -> Tensor:
+        return hidden if self.ln is None else self.ln(hidden)
+
+
+def _decoder(config: RegionConfig, out_dim: int) -> nn.Module:
+    if config.decoder_arch == "linear":
+        return nn.Linear(config.dim, out_dim)
+    assert config.inner_dim is not None, "checked by MoondreamConfig"
+    return Mlp(config.dim, config.inner_dim, out_dim)
+
+
+def _fourier(values: Tensor, weights: Tensor) -> Tensor:
+    angles = 2 * math.pi * values.to(weights.dtype) @ weights
+    return torch.cat((angles.cos(), angles.sin()), dim=-1)

@@ -1,0 +1,23 @@
+"""The angles of the rotary embedding, and the position term of tau attention, as tables."""
+
+import torch
+from torch import Tensor
+
+
+def rotary_tables(
+    rotary_dim: int, max_context: int, theta: float, device: torch.device | str = "cpu"
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of position * theta^(-2i / rotary_dim), each [max_context, rotary_dim / 2], float32."""
+    lanes = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device)
+    frequencies = 1.0 / (theta ** (lanes / rotary_dim))
+    angles = torch.arange(max_context, dtype=torch.float32, device=device)[:, None] * frequencies[None, :]
+    return angles.cos(), angles.sin()
+
+
+def tau_positions(alpha: Tensor, positions: Tensor) -> Tensor:
+    """The position term of tau attention, sigmoid(alpha * ln(p + 1)) + 1/2: [tokens, heads], float32.
+
+    alpha: [heads]; positions: [tokens] int64, counted from 0. At position 0 it is 1 for any alpha.
+    """
+    steps = (positions + 1).float().log()
+    return torch.sigmoid(alpha.float()[None, :] * steps[:, None]) + 0.5

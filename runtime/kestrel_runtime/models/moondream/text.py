@@ -1,0 +1,134 @@
+"""The decoder: parallel attention and MLP blocks over packed tokens.
+
+Knows nothing about pages or batches; how tokens attend is handed in. Sources: the public reference's `text.py`
+for Moondream 2 and the published Moondream 3 `text.py` for tau attention.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from kestrel_ops import rotary
+from torch import Tensor, nn
+from torch.nn.functional import gelu
+
+from kestrel_runtime.models.moondream.config import TextConfig
+from kestrel_runtime.models.moondream.moe import MixtureOfExperts
+from kestrel_runtime.models.moondream.rope import rotary_tables, tau_positions
+
+
+class Attend(Protocol):
+    """Stores a layer's new keys and values, then attends: q [T, H, D], k and v [T, G, D] → [T, H, D]."""
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor: ...
+
+
+class TextModel(nn.Module):
+    """Embedding, blocks and head. Parameters carry the names of the hub checkpoints."""
+
+    def __init__(self, config: TextConfig, *, fp8_experts: bool = False) -> None:
+        super().__init__()
+        self.config = config
+        self.wte = nn.Parameter(torch.empty(config.vocab_size, config.dim))
+        self.blocks = nn.ModuleList(_Block(config, layer, fp8_experts) for layer in range(config.n_layers))
+        self.post_ln = nn.LayerNorm(config.dim)
+        self.lm_head = nn.Linear(config.dim, config.vocab_size)
+        self._tables: tuple[Tensor, Tensor] | None = None
+
+    def forward(
+        self,
+        embeddings: Tensor,  # [T, dim]
+        positions: Tensor,  # [T] int64
+        attend: Attend,
+    ) -> Tensor:  # [T, dim]: the last block's output, before the final LayerNorm
+        """Run the blocks over packed tokens."""
+        if self._tables is None or self._tables[0].device != embeddings.device:
+            config = self.config
+            self._tables = rotary_tables(
+                config.rotary_dim, config.max_context, config.rope_theta, embeddings.device
+            )
+        cosine, sine = (table[positions] for table in self._tables)
+        hidden = embeddings
+        for layer, block in enumerate(self.blocks):
+            hidden = block(hidden, positions, cosine, sine, attend, layer)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[B, dim] from `forward` → [B, vocabulary]."""
+        return self.lm_head(self.post_ln(hidden))
+
+
+class _Block(nn.Module):
+    """x + attention(LN x) + mlp(LN x), one LayerNorm for both."""
+
+    def __init__(self, config: TextConfig, layer: int, fp8_experts: bool) -> None:
+        super().__init__()
+        self.ln = nn.LayerNorm(config.dim)
+        self.attn = _Attention(config)
+        if config.moe is not None and config.is_moe_layer(layer):
+            self.mlp = MixtureOfExperts(config.dim, config.moe, fp8=fp8_experts)
+        else:
+            self.mlp = Mlp(config.dim, config.ff_dim, config.dim)
+
+    def forward(
+        self, hidden: Tensor, positions: Tensor, cosine: Tensor, sine: Tensor, attend: Attend, layer: int
+    ) -> Tensor:
+        normed = self.ln(hidden)
+        return hidden + self.attn(normed, positions, cosine, sine, attend, layer) + self.mlp(normed)
+
+
+class _Attention(nn.Module):
+    def __init__(self, config: TextConfig) -> None:
+        super().__init__()
+        self.num_heads = config.n_heads
+        self.num_groups = config.n_kv_heads
+        self.head_dim = config.head_dim
+        self.qkv = nn.Linear(config.dim, config.qkv_dim)
+        self.proj = nn.Linear(config.n_heads * config.head_dim, config.dim)
+        self.tau = _Tau(config) if config.tau_attn else None
+
+    def forward(
+        self, normed: Tensor, positions: Tensor, cosine: Tensor, sine: Tensor, attend: Attend, layer: int
+    ) -> Tensor:
+        packed = self.qkv(normed)
+        groups = self.num_groups * self.head_dim
+        query, key, value = packed.split((packed.shape[-1] - 2 * groups, groups, groups), dim=-1)
+        query = query.unflatten(-1, (self.num_heads, self.head_dim))
+        key = key.unflatten(-1, (self.num_groups, self.head_dim))
+        value = value.unflatten(-1, (self.num_groups, self.head_dim))
+        if self.tau is not None:
+            query_scale, value_scale = self.tau(packed, positions)
+            query = query * query_scale[..., None]
+            value = value * value_scale[..., None]
+        attended = attend(layer, rotary(query, cosine, sine), rotary(key, cosine, sine), value)
+        return self.proj(attended.flatten(1))
+
+
+class _Tau(nn.Module):
+    """Scales queries and values by what the token is and where it stands."""
+
+    def __init__(self, config: TextConfig) -> None:
+        super().__init__()
+        self.wq = nn.Parameter(torch.empty(config.n_heads, config.qkv_dim))
+        self.wv = nn.Parameter(torch.empty(config.n_heads, config.qkv_dim))
+        self.alpha = nn.Parameter(torch.empty(config.n_heads))
+
+    def forward(self, packed: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        activated = gelu(packed)
+        by_position = tau_positions(self.alpha, positions)
+        query_scale = torch.tanh((activated @ self.wq.T).float()) + by_position
+        value_scale = torch.tanh((activated @ self.wv.T).float()) + by_position
+        return query_scale.to(packed.dtype), value_scale.to(packed.dtype)
+
+
+class Mlp(nn.Module):
+    """Two linear layers around a tanh-form GELU."""
+
+    def __init__(self, in_dim: int, inner_dim: int, out_dim: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(in_dim, inner_dim)
+        self.fc2 = nn.Linear(inner_dim, out_dim)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.fc2(gelu(self.fc1(hidden), approximate="tanh"))

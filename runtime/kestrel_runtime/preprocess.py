@@ -1,0 +1,77 @@
+"""Worker threads: a request's image bytes and words → a `Sequence` ready to be scheduled.
+
+Knows skills, the tokenizer and images; knows no pages and no model.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from kestrel_runtime.errors import ContextLengthExceeded
+from kestrel_runtime.images import decode_image, make_crops
+from kestrel_runtime.models.moondream.config import MoondreamConfig
+from kestrel_runtime.requests import Request
+from kestrel_runtime.sequence import Sequence, SequenceClock
+from kestrel_runtime.skills import SKILLS
+from kestrel_runtime.tokenizer import Tokenizer
+from kestrel_runtime.tokens import Token
+
+
+class Preprocessor:
+    """Prepares requests on a pool of threads."""
+
+    def __init__(
+        self,
+        config: MoondreamConfig,
+        tokenizer: Tokenizer,
+        *,
+        max_context: int,
+        max_image_pixels: int,
+        num_threads: int,
+    ) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._max_context = max_context
+        self._max_image_pixels = max_image_pixels
+        self._ids = itertools.count(1)
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="kestrel-preprocess")
+
+    def submit(self, request: Request, clock: SequenceClock) -> Future[Sequence]:
+        """Have a worker `prepare` the request; the future can be cancelled until one does."""
+        return self._pool.submit(self.prepare, request, clock)
+
+    def prepare(self, request: Request, clock: SequenceClock) -> Sequence:
+        """Decode, tile and tokenise. Raises `ImageError` and `ContextLengthExceeded`."""
+        clock.preprocess_started = time.monotonic()
+        config, skill = self._config, SKILLS[request.skill]
+        prompt = [Token(config.tokenizer.bos_id), *skill.prompt(request, self._tokenizer, config)]
+        num_image_tokens = 0 if request.image is None else config.vision.num_image_tokens
+        num_positions = len(prompt) + num_image_tokens
+        if num_positions >= self._max_context:
+            raise ContextLengthExceeded(skill.text_field, num_positions, self._max_context)
+        crops = None
+        if request.image is not None:
+            image = decode_image(request.image, max_image_pixels=self._max_image_pixels)
+            crops = make_crops(image, config.vision)
+        sampling, defaults = request.sampling, skill.defaults
+        clock.prepared = time.monotonic()
+        return Sequence(
+            id=next(self._ids),
+            tokens=prompt,
+            num_prompt_tokens=len(prompt),
+            num_image_tokens=num_image_tokens,
+            crops=crops,
+            reader=skill.reader(request, self._tokenizer, config),
+            temperature=defaults.temperature if sampling.temperature is None else sampling.temperature,
+            top_p=defaults.top_p if sampling.top_p is None else sampling.top_p,
+            random=random.Random(sampling.seed),
+            max_context=self._max_context,
+            clock=clock,
+        )
+
+    def close(self) -> None:
+        """Drop what has not begun and wait for the workers."""
+        self._pool.shutdown(wait=True, cancel_futures=True)

@@ -1,0 +1,160 @@
+"""Who runs in the next step, and who owns which page. Pure decisions over plain data: no torch, no threads, no clock.
+
+Invariants
+  I1  Only PREFILLING and RUNNING sequences hold pages; a sequence that leaves those states gives all of them back.
+  I2  Every RUNNING sequence is in every decode batch, so nobody's next token waits for more than one step.
+  I3  While somebody is decoding, a step carries at most `max_prefill_tokens` prompt tokens (or one image prefix,
+      which cannot be split) and `max_crops_per_step` crops.
+  I4  A page is taken when a token needs it. Where none is left the youngest sequence goes back to waiting, keeps
+      its tokens, and is prefilled again; so the oldest always advances.
+  I5  Sequences start in the order they came.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+from kestrel_runtime.pages import PagePool
+from kestrel_runtime.sequence import Batch, Chunk, CropRange, Sequence, SequenceState
+from kestrel_runtime.tokens import Token
+
+
+class Scheduler:
+    """Waiting and active sequences; `next_batch` chooses, `commit` lands what the step produced."""
+
+    def __init__(
+        self, pages: PagePool, *, max_batch_size: int, max_prefill_tokens: int, max_crops_per_step: int
+    ) -> None:
+        self._pages = pages
+        self._max_batch_size = max_batch_size
+        self._max_prefill_tokens = max_prefill_tokens
+        self._max_crops_per_step = max_crops_per_step
+        self._waiting: deque[Sequence] = deque()
+        self._active: list[Sequence] = []  # PREFILLING and RUNNING, oldest first
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_active(self) -> int:
+        return len(self._active)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._waiting and not self._active
+
+    def sequences(self) -> Iterator[Sequence]:
+        """Every sequence in the scheduler, active ones first."""
+        yield from self._active
+        yield from self._waiting
+
+    def add(self, sequence: Sequence) -> None:
+        """Put a prepared sequence at the end of the queue."""
+        assert sequence.state is SequenceState.WAITING
+        assert sequence.num_prompt_positions < sequence.max_context, "checked when the request was prepared"
+        self._waiting.append(sequence)
+
+    def next_batch(self) -> Batch:
+        """Choose the work of the next step and take the pages it needs."""
+        self._grow_running()
+        self._admit()
+        running = [sequence for sequence in self._active if sequence.state is SequenceState.RUNNING]
+        encode, prefill = self._plan_prefill(bounded=bool(running))
+        return Batch(encode, prefill, running)
+
+    def commit(self, batch: Batch, sampled: dict[int, Token]) -> list[Sequence]:
+        """Land a step: `sampled` holds the new token of every sequence that drew one, by sequence id.
+
+        Returns the sequences that drew a token, now holding it as their last.
+        """
+        due = batch.due  # before tokens land: they move the end of their sequences
+        for crop_range in batch.encode:
+            crop_range.sequence.num_encoded_crops = crop_range.end
+        for chunk in batch.prefill:
+            chunk.sequence.num_cached = chunk.end
+            if chunk.is_last:
+                chunk.sequence.move_to(SequenceState.RUNNING)
+        for sequence in batch.decode:
+            sequence.num_cached += 1
+        for sequence in due:
+            sequence.tokens.append(sampled[sequence.id])
+        return due
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a finished, cancelled or failed sequence out and give its pages back."""
+        if sequence.state is SequenceState.WAITING:
+            self._waiting.remove(sequence)
+        else:
+            self._active.remove(sequence)
+        self._release(sequence)
+        sequence.move_to(SequenceState.FINISHED)
+
+    def _grow_running(self) -> None:
+        for sequence in list(self._active):
+            while sequence.state is SequenceState.RUNNING and self._needs_page(sequence):
+                if self._pages.num_free:
+                    sequence.pages += self._pages.allocate(1)
+                else:
+                    self._preempt(self._active[-1])  # may be `sequence` itself, and then the loop ends
+
+    def _needs_page(self, sequence: Sequence) -> bool:
+        return self._pages.pages_for(sequence.length) > len(sequence.pages)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._active.remove(sequence)
+        self._release(sequence)
+        sequence.move_to(SequenceState.WAITING)
+        self._waiting.appendleft(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        self._pages.free(sequence.pages)
+        sequence.pages = []
+        sequence.num_cached = 0
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._active) < self._max_batch_size:
+            needed = self._pages.pages_for(self._waiting[0].length)
+            # A page in reserve for each active sequence keeps a newcomer from being sent back at once.
+            if needed + len(self._active) > self._pages.num_free:
+                return
+            sequence = self._waiting.popleft()
+            sequence.pages = self._pages.allocate(needed)
+            sequence.move_to(SequenceState.PREFILLING)
+            self._active.append(sequence)
+
+    def _plan_prefill(self, *, bounded: bool) -> tuple[list[CropRange], list[Chunk]]:
+        crops_left = self._max_crops_per_step
+        tokens_left = self._max_prefill_tokens
+        encode: list[CropRange] = []
+        prefill: list[Chunk] = []
+        for sequence in self._active:
+            if sequence.state is not SequenceState.PREFILLING:
+                continue
+            missing_crops = sequence.num_crops_to_encode
+            if missing_crops:
+                count = min(missing_crops, crops_left) if bounded else missing_crops
+                if count:
+                    start = sequence.num_encoded_crops
+                    encode.append(CropRange(sequence, start, start + count))
+                    crops_left -= count
+                if count < missing_crops:
+                    continue
+            chunk = self._next_chunk(sequence, tokens_left, may_overshoot=not prefill)
+            if chunk is not None:
+                prefill.append(chunk)
+                tokens_left -= chunk.end - chunk.start
+            if tokens_left <= 0 or (not bounded and crops_left <= 0):
+                break
+        return encode, prefill
+
+    @staticmethod
+    def _next_chunk(sequence: Sequence, tokens_left: int, *, may_overshoot: bool) -> Chunk | None:
+        start = sequence.num_cached
+        end = min(sequence.length, start + tokens_left)
+        if end < sequence.prefix_length:  # the prefix goes in whole, so it may exceed the bound, alone
+            if not may_overshoot:
+                return None
+            end = sequence.prefix_length
+        return Chunk(sequence, start, end) if end > start else None

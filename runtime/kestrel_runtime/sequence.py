@@ -1,0 +1,143 @@
+"""One request inside the engine: its tokens, its pages, its state. Plain data and legal transitions; no torch."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import TYPE_CHECKING, NamedTuple
+
+from kestrel_runtime.tokens import Token
+
+if TYPE_CHECKING:
+    from kestrel_runtime.images import Crops
+    from kestrel_runtime.skills.base import Reader
+
+
+class SequenceState(Enum):
+    """Where a sequence is in its life."""
+
+    WAITING = auto()
+    """Prepared, holds no page."""
+    PREFILLING = auto()
+    """Holds pages; its prompt is on the way into the cache."""
+    RUNNING = auto()
+    """Its prompt is in the cache; each step adds a token."""
+    FINISHED = auto()
+    """Done, cancelled or failed; holds no page."""
+
+
+_TRANSITIONS = {
+    SequenceState.WAITING: {SequenceState.PREFILLING, SequenceState.FINISHED},
+    SequenceState.PREFILLING: {SequenceState.RUNNING, SequenceState.WAITING, SequenceState.FINISHED},
+    SequenceState.RUNNING: {SequenceState.WAITING, SequenceState.FINISHED},
+    SequenceState.FINISHED: set(),
+}
+
+
+@dataclass(slots=True)
+class SequenceClock:
+    """Moments in a request's life, in seconds of the monotonic clock; None until they come."""
+
+    submitted: float
+    deadline: float | None = None
+    """After it nobody waits for the answer."""
+    queue_deadline: float | None = None
+    """After it the request must not start any more."""
+    preprocess_started: float | None = None
+    prepared: float | None = None
+    admitted: float | None = None
+    first_token: float | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A prompt and what has been generated after it.
+
+    Positions: the first token (BOS) stands at 0, the image's tokens follow it, then all other tokens.
+    """
+
+    id: int
+    tokens: list[Token]
+    """Prompt and generated tokens, BOS first, without the image's."""
+    num_prompt_tokens: int
+    """How many of `tokens` are prompt."""
+    num_image_tokens: int
+    crops: Crops | None
+    reader: Reader
+    temperature: float
+    top_p: float
+    random: random.Random
+    max_context: int
+    """Positions after which the sequence must end."""
+    clock: SequenceClock
+    state: SequenceState = SequenceState.WAITING
+    pages: list[int] = field(default_factory=list)
+    num_cached: int = 0
+    """Positions whose keys and values are in the cache."""
+    num_encoded_crops: int = 0
+
+    @property
+    def length(self) -> int:
+        """Positions of all tokens and the image."""
+        return len(self.tokens) + self.num_image_tokens
+
+    @property
+    def prefix_length(self) -> int:
+        """Positions that see each other both ways: BOS and the image, or none."""
+        return 1 + self.num_image_tokens if self.num_image_tokens else 0
+
+    @property
+    def num_crops_to_encode(self) -> int:
+        return 0 if self.crops is None else self.crops.num_crops - self.num_encoded_crops
+
+    @property
+    def num_prompt_positions(self) -> int:
+        return self.num_prompt_tokens + self.num_image_tokens
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - self.num_prompt_tokens
+
+    def move_to(self, state: SequenceState) -> None:
+        """Enter another state; an illegal transition is our own bug."""
+        assert state in _TRANSITIONS[self.state], f"{self.state.name} → {state.name}"
+        self.state = state
+
+
+class Chunk(NamedTuple):
+    """Positions [start, end) of a sequence that one prefill step puts into the cache."""
+
+    sequence: Sequence
+    start: int
+    end: int
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the next token can be drawn after this chunk."""
+        return self.end == self.sequence.length
+
+
+class CropRange(NamedTuple):
+    """Crops [start, end) of a sequence's image that one step encodes."""
+
+    sequence: Sequence
+    start: int
+    end: int
+
+
+class Batch(NamedTuple):
+    """The work of one step. A sequence in `encode` may be in `prefill` too; one in `decode` is nowhere else."""
+
+    encode: list[CropRange]
+    prefill: list[Chunk]
+    decode: list[Sequence]
+
+    @property
+    def due(self) -> list[Sequence]:
+        """Who gets a token in this step: prompts that are in whole, then everybody who decodes."""
+        return [chunk.sequence for chunk in self.prefill if chunk.is_last] + self.decode
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.encode or self.prefill or self.decode)

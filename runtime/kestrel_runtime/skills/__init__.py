@@ -1,0 +1,18 @@
+"""The tasks a model can do, and the one place that lists them."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from kestrel_runtime.skills.base import Skill
+from kestrel_runtime.skills.caption import CaptionSkill
+from kestrel_runtime.skills.detect import DetectSkill
+from kestrel_runtime.skills.point import PointSkill
+from kestrel_runtime.skills.query import QuerySkill
+from kestrel_runtime.skills.segment import SegmentSkill
+
+SKILLS: Mapping[str, Skill] = MappingProxyType(
+    {
+        skill.name: skill
+        for skill in (QuerySkill(), CaptionSkill(), PointSkill(), DetectSkill(), SegmentSkill())
+    }
+)

@@ -1,0 +1,120 @@
+"""What a skill is: a prompt before the model, and a reader after it. Knows tokens and text, no tensors."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from kestrel_runtime.events import FinishReason, Output, TextChannel, TextDelta
+from kestrel_runtime.models.moondream.config import MoondreamConfig
+from kestrel_runtime.requests import BoxRef, SpatialRef
+from kestrel_runtime.tokenizer import Tokenizer
+from kestrel_runtime.tokens import Token, TokenRule
+
+DEFAULT_MAX_TOKENS = 768
+DEFAULT_MAX_OBJECTS = 150
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """What a skill takes where the caller leaves a setting open."""
+
+    temperature: float
+    top_p: float
+
+
+class Reader(ABC):
+    """Reads one sequence's generated tokens. `rule` says what may come next, `read` takes what came.
+
+    After `finish_reason` is set no further token is read, and `output` is the whole answer.
+    """
+
+    rule: TokenRule
+    finish_reason: FinishReason | None = None
+
+    @abstractmethod
+    def read(self, token: Token) -> Iterator[TextDelta]:
+        """Take the next token; yields the text that it completes. Must be run to its end."""
+
+    def cut(self) -> Iterator[TextDelta]:
+        """End here for want of room; yields the text still held back."""
+        self.finish_reason = FinishReason.LENGTH
+        return iter(())
+
+    @abstractmethod
+    def output(self) -> Output:
+        """The answer as far as it has been read."""
+
+
+class Skill(ABC):
+    """A task of the model. Stateless: one instance serves all requests."""
+
+    name: ClassVar[str]
+    text_field: ClassVar[str]
+    """The request's field that holds free text, named where the prompt is too long."""
+    defaults: ClassVar[SamplingDefaults]
+
+    @abstractmethod
+    def prompt(self, request: Any, tokenizer: Tokenizer, config: MoondreamConfig) -> list[Token]:
+        """The prompt's tokens after BOS and image."""
+
+    @abstractmethod
+    def reader(self, request: Any, tokenizer: Tokenizer, config: MoondreamConfig) -> Reader:
+        """A fresh reader for one sequence."""
+
+
+class TextReader:
+    """Turns text tokens into deltas on one channel; what it yields adds up to `text`."""
+
+    def __init__(self, tokenizer: Tokenizer, channel: TextChannel) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = tokenizer.text_decoder()
+        self._channel = channel
+        self._parts: list[str] = []
+        self._num_told = 0
+        self.num_chars = 0
+        self.num_tokens = 0
+
+    @property
+    def text(self) -> str:
+        return "".join(self._parts)
+
+    def push(self, token_id: int) -> Iterator[TextDelta]:
+        """Take a token; yields a delta if characters are complete."""
+        self.num_tokens += 1
+        yield from self._emit(self._decoder.push(token_id))
+
+    def flush(self) -> Iterator[TextDelta]:
+        """End a run of text: broken bytes become U+FFFD, and nothing later joins them."""
+        yield from self._emit(self._decoder.flush())
+        self._decoder = self._tokenizer.text_decoder()
+
+    def _emit(self, text: str) -> Iterator[TextDelta]:
+        if text:
+            self._parts.append(text)
+            self.num_chars += len(text)
+            told, self._num_told = self._num_told, self.num_tokens
+            yield TextDelta(text, self._channel, told, self.num_tokens - told)
+
+
+def spatial_tokens(refs: tuple[SpatialRef, ...], config: MoondreamConfig) -> list[Token]:
+    """References as prompt tokens: a point is two coordinates, a box its centre's two and a size."""
+    coord_id, size_id = config.tokenizer.coord_id, config.tokenizer.size_id
+    tokens: list[Token] = []
+    for ref in refs:
+        if isinstance(ref, BoxRef):
+            centre = ((ref.x_min + ref.x_max) / 2, (ref.y_min + ref.y_max) / 2)
+            size = (ref.x_max - ref.x_min, ref.y_max - ref.y_min)
+        else:
+            centre, size = (ref.x, ref.y), None
+        tokens += [Token(coord_id, (value,)) for value in centre]
+        if size is not None:
+            tokens.append(Token(size_id, size))
+    return tokens
+
+
+def text_tokens(ids: list[int] | tuple[int, ...]) -> list[Token]:
+    """Plain ids as prompt tokens."""
+    return [Token(token_id) for token_id in ids]

@@ -1,0 +1,135 @@
+"""Query: a question and its answer, on request with reasoning before it.
+
+Reasoning is text in which ids mark grounded passages: `start_ground_points_id` and `end_ground_id` part the text into them, coordinate pairs in one
+are places in the image. It ends with `answer_id`, after which the answer follows. Source: the public reference's
+`_generate_reasoning` and `_generate_answer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kestrel_runtime.events import (
+    FinishReason,
+    Grounding,
+    Location,
+    QueryOutput,
+    Reasoning,
+    TextChannel,
+    TextDelta,
+)
+from kestrel_runtime.models.moondream.config import MoondreamConfig, TokenizerConfig
+from kestrel_runtime.requests import Query
+from kestrel_runtime.skills.base import (
+    DEFAULT_MAX_TOKENS,
+    Reader,
+    SamplingDefaults,
+    Skill,
+    TextReader,
+    spatial_tokens,
+    text_tokens,
+)
+from kestrel_runtime.skills.caption import AnswerReader
+from kestrel_runtime.tokenizer import Tokenizer
+from kestrel_runtime.tokens import Token, TokenRule
+
+
+class QuerySkill(Skill):
+    """Answer a question."""
+
+    name = "query"
+    text_field = "question"
+    defaults = SamplingDefaults(temperature=0.2, top_p=0.9)
+
+    def prompt(self, request: Query, tokenizer: Tokenizer, config: MoondreamConfig) -> list[Token]:
+        template = config.tokenizer.templates["query"]
+        thinking = (config.tokenizer.thinking_id,)
+        if config.generation == 2:  # trained with the suffix, and then once more or the thinking id
+            end = template["suffix"] + (thinking if request.reasoning else template["suffix"])
+        else:
+            end = thinking if request.reasoning else template["suffix"]
+        return (
+            text_tokens(template["prefix"])
+            + spatial_tokens(request.spatial_refs, config)
+            + text_tokens(tokenizer.encode(request.question.strip()))
+            + text_tokens(end)
+        )
+
+    def reader(self, request: Query, tokenizer: Tokenizer, config: MoondreamConfig) -> Reader:
+        return _QueryReader(request, tokenizer, config)
+
+
+class _QueryReader(Reader):
+    """Reads reasoning if there is any, then the answer."""
+
+    def __init__(self, request: Query, tokenizer: Tokenizer, config: MoondreamConfig) -> None:
+        max_tokens = request.sampling.max_tokens or DEFAULT_MAX_TOKENS
+        self._reasoning = _ReasoningReader(tokenizer, config, max_tokens) if request.reasoning else None
+        self._answer = AnswerReader(tokenizer, config, max_tokens)
+        self._is_reasoning = request.reasoning
+        self.rule = self._answer.rule if self._reasoning is None else self._reasoning.rule
+
+    def read(self, token: Token) -> Iterator[TextDelta]:
+        if self._is_reasoning and self._reasoning is not None:
+            yield from self._reasoning.read(token)
+            self._is_reasoning = not self._reasoning.is_over
+            self.rule = self._reasoning.rule if self._is_reasoning else self._answer.rule
+        else:
+            yield from self._answer.read(token)
+            self.rule = self._answer.rule
+            self.finish_reason = self._answer.finish_reason
+
+    def cut(self) -> Iterator[TextDelta]:
+        if self._is_reasoning and self._reasoning is not None:
+            yield from self._reasoning.end()
+        yield from self._answer.cut()
+        self.finish_reason = FinishReason.LENGTH
+
+    def output(self) -> QueryOutput:
+        reasoning = None if self._reasoning is None else self._reasoning.output()
+        return QueryOutput(self._answer.text, reasoning)
+
+
+class _ReasoningReader:
+    """Reads text and grounded points until the answer begins."""
+
+    def __init__(self, tokenizer: Tokenizer, config: MoondreamConfig, max_tokens: int) -> None:
+        self._ids: TokenizerConfig = config.tokenizer
+        self._text = TextReader(tokenizer, TextChannel.REASONING)
+        self._max_tokens = max_tokens
+        self._coordinates: list[float] = []
+        self._passage_start = 0
+        self._groundings: list[Grounding] = []
+        suppressed = (self._ids.eos_id, self._ids.size_id) if config.generation == 2 else ()
+        self._later_rule = TokenRule(suppressed=suppressed, is_spatial=True)
+        self._last_rule = TokenRule(allowed=(self._ids.answer_id,))
+        self.rule = TokenRule(is_spatial=True)
+        self.is_over = False
+
+    def read(self, token: Token) -> Iterator[TextDelta]:
+        if token.id == self._ids.answer_id:
+            yield from self.end()
+            return
+        if token.id in (self._ids.start_ground_points_id, self._ids.end_ground_id):
+            yield from self._end_passage()
+        elif token.id == self._ids.coord_id and token.value:
+            self._coordinates.append(token.value[0])
+        yield from self._text.push(token.id)
+        self.rule = self._later_rule if self._text.num_tokens < self._max_tokens else self._last_rule
+
+    def end(self) -> Iterator[TextDelta]:
+        """Close the last passage; the answer comes next."""
+        yield from self._end_passage()
+        self.is_over = True
+
+    def output(self) -> Reasoning:
+        return Reasoning(self._text.text, tuple(self._groundings))
+
+    def _end_passage(self) -> Iterator[TextDelta]:
+        yield from self._text.flush()
+        pairs = zip(self._coordinates[::2], self._coordinates[1::2], strict=False)  # a lone last x is dropped
+        points = tuple(Location(x, y) for x, y in pairs)
+        if points:
+            self._groundings.append(Grounding(self._passage_start, self._text.num_chars, points))
+        self._passage_start = self._text.num_chars
+        self._coordinates.clear()

@@ -1,0 +1,109 @@
+"""The bridge from the engine's thread to one asyncio caller: the only hop outward.
+
+The engine thread collects a step's events in an `Outbox` and posts them with one wake-up per event loop; on the
+loop's side each `Stream` hands them to its caller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Callable
+
+from kestrel_runtime.errors import KestrelError
+from kestrel_runtime.events import Event, Finished
+
+
+class Stream:
+    """One request's events, in order: `Started`, `TextDelta`s, `Finished`; or an error, raised by the iteration.
+
+    Lives on the event loop it was made on; only `fail` may be called from elsewhere.
+    """
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.over: asyncio.Future[None] = self.loop.create_future()
+        """Done once no event will come any more: finished, failed or cancelled."""
+        self.is_cancelled = False
+        self._events: deque[Event] = deque()
+        self._error: KestrelError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._on_cancel: Callable[[], None] | None = None
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> Event:
+        while not self._events:
+            if self._error is not None:
+                raise self._error
+            if self.over.done():
+                raise StopAsyncIteration
+            self._waiter = self.loop.create_future()
+            await self._waiter
+        return self._events.popleft()
+
+    async def result(self) -> Finished:
+        """Skip to the end. Raises what the iteration raises."""
+        async for event in self:
+            if isinstance(event, Finished):
+                return event
+        raise asyncio.CancelledError("the stream was cancelled before its end")
+
+    def on_cancel(self, callback: Callable[[], None]) -> None:
+        """Have `callback` run, on the event loop, if the caller cancels."""
+        self._on_cancel = callback
+
+    def cancel(self) -> None:
+        """Nobody waits any more; the pages come back within one step. A stream that is over is left alone."""
+        if self.over.done():
+            return
+        self.is_cancelled = True
+        self._end()
+        if self._on_cancel is not None:
+            self._on_cancel()
+
+    def deliver(self, events: list[Event], error: KestrelError | None = None) -> None:
+        """On the event loop: take what the engine sent."""
+        if self.over.done():
+            return
+        self._events.extend(events)
+        self._error = error
+        if error is not None or (events and isinstance(events[-1], Finished)):
+            self._end()
+        elif self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def fail(self, error: KestrelError) -> None:
+        """From any thread: end with an error."""
+        with contextlib.suppress(RuntimeError):  # the caller's loop is closed: nobody listens any more
+            self.loop.call_soon_threadsafe(self.deliver, [], error)
+
+    def _end(self) -> None:
+        self.over.set_result(None)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class Outbox:
+    """What one step has to say, gathered per event loop and posted at once. One thread fills and posts it."""
+
+    def __init__(self) -> None:
+        self._letters: dict[asyncio.AbstractEventLoop, list[tuple[Stream, list[Event]]]] = {}
+
+    def put(self, stream: Stream, events: list[Event]) -> None:
+        """Add a stream's events of this step."""
+        self._letters.setdefault(stream.loop, []).append((stream, events))
+
+    def post(self) -> None:
+        """Send everything: one wake-up per event loop."""
+        for loop, letters in self._letters.items():
+            with contextlib.suppress(RuntimeError):  # the caller's loop is closed: nobody listens any more
+                loop.call_soon_threadsafe(_deliver_all, letters)
+        self._letters = {}
+
+
+def _deliver_all(letters: list[tuple[Stream, list[Event]]]) -> None:
+    for stream, events in letters:
+        stream.deliver(events)

@@ -1,0 +1,22 @@
+"""A token as the engine passes it on: an id, and for places in the image the value it stands for."""
+
+from typing import NamedTuple
+
+
+class Token(NamedTuple):
+    """`value` is empty for text, one coordinate in [0, 1] for a coordinate, (width, height) for a size."""
+
+    id: int
+    value: tuple[float, ...] = ()
+
+
+class TokenRule(NamedTuple):
+    """What the next token of a sequence may be.
+
+    `allowed` None lets every token pass but the `suppressed` ones. With `is_spatial` a coordinate or size
+    token is read by the region heads; without, it is a token like any other.
+    """
+
+    allowed: tuple[int, ...] | None = None
+    suppressed: tuple[int, ...] = ()
+    is_spatial: bool = False
