@@ -139,9 +139,7 @@ def check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[in
         listed = problems[:MAX_LISTED_PROBLEMS]
         rest = len(problems) - len(listed)
         more = f"; and {rest} more" if rest else ""
-        raise CheckpointError(
-            f"tensors that do not fit the model ({len(problems)}): {'; '.join(listed)}{more}"
-        )
+        raise CheckpointError(f"tensors that do not fit the model ({len(problems)}): {'; '.join(listed)}{more}")
 
 
 def _open(file: Path) -> dict[str, Tensor]:
