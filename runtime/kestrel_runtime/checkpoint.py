@@ -132,9 +132,7 @@ def _shard_names(index: Path) -> list[str]:
         raise CheckpointError(f"{index} has no weight_map")
     names = set(shard_of.values())
     # A shard lies beside its index; anything else would reach out of the folder or match other files.
-    odd = [
-        name for name in names if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+\.safetensors", name)
-    ]
+    odd = [name for name in names if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+\.safetensors", name)]
     if odd:
         raise CheckpointError(f"{index} names shards that are no .safetensors files beside it: {odd}")
     return sorted(names)
@@ -205,27 +203,19 @@ def _ask_hub(repository: str, revision: str | None, call: Callable[[], _Value]) 
     try:
         return call()
     except GatedRepoError as error:
-        text = (
-            f"{repository} is gated: accept its terms on {constants.ENDPOINT}/{repository}, then set HF_TOKEN"
-        )
+        text = f"{repository} is gated: accept its terms on {constants.ENDPOINT}/{repository}, then set HF_TOKEN"
         raise CheckpointError(text) from error
     except RepositoryNotFoundError as error:
-        text = (
-            f"{constants.ENDPOINT} has no repository {repository}, or hides it from those without its token"
-        )
+        text = f"{constants.ENDPOINT} has no repository {repository}, or hides it from those without its token"
         raise CheckpointError(text) from error
     except RevisionNotFoundError as error:
         raise CheckpointError(f"{repository} has no revision {revision!r}") from error
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
-        reason = (
-            "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} does not answer"
-        )
+        reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} does not answer"
         where = f"the cache {constants.HF_HUB_CACHE}"
         text = f"{repository} is not (or not wholly) in {where}, and cannot be downloaded: {reason}"
         raise CheckpointError(text) from error
-    except (
-        Exception
-    ) as error:  # The library lets its HTTP client's errors through, and has changed clients twice.
+    except Exception as error:  # The library lets its HTTP client's errors through, and has changed clients twice.
         first_line = (str(error).splitlines() or [""])[0]
         text = f"cannot download {repository} from {constants.ENDPOINT}: {type(error).__name__}: {first_line}"
         raise CheckpointError(text) from error

@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import torch
-from kestrel_ops import decode_attention, prefill_attention, write_kv
 from torch import Tensor
 
+from kestrel_ops import decode_attention, prefill_attention, write_kv
 from kestrel_runtime.models.moondream.config import TextConfig
 from kestrel_runtime.sequence import Chunk, Sequence
 
@@ -65,9 +65,7 @@ class PrefillAttention:
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         key_pages, value_pages = self._cache.key_pages[layer], self._cache.value_pages[layer]
         write_kv(key, value, key_pages, value_pages, self._slots)
-        return prefill_attention(
-            query, key_pages, value_pages, self._pages, self._ranges, self._prefix_lengths
-        )
+        return prefill_attention(query, key_pages, value_pages, self._pages, self._ranges, self._prefix_lengths)
 
 
 class DecodeAttention:
@@ -77,8 +75,7 @@ class DecodeAttention:
         self._cache = cache
         most_pages = max(len(sequence.pages) for sequence in sequences)
         table = [
-            sequence.pages + [sequence.pages[0]] * (most_pages - len(sequence.pages))
-            for sequence in sequences
+            sequence.pages + [sequence.pages[0]] * (most_pages - len(sequence.pages)) for sequence in sequences
         ]
         self._page_table = torch.tensor(table, device=cache.device)
         # The newest token is not in the cache yet; its position is the number of those that are.

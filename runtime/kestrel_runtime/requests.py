@@ -75,7 +75,7 @@ class RequestOptions:
 
     def violations(self) -> Iterator[Violation]:
         """Every breach, with paths below `options`."""
-        if self.max_queue_s is not None and not (0.0 < self.max_queue_s and math.isfinite(self.max_queue_s)):
+        if self.max_queue_s is not None and not (self.max_queue_s > 0.0 and math.isfinite(self.max_queue_s)):
             yield Violation("options.max_queue_duration", "must be positive")
 
 

@@ -73,9 +73,7 @@ class ModelRunner:
             crops = crop_range.sequence.crops
             assert crops is not None, "only sequences with an image have crops to encode"
             if crop_range.end == crops.num_crops:
-                image.embeddings = self._model.vision.project(
-                    torch.cat(image.features), crops.rows, crops.columns
-                )
+                image.embeddings = self._model.vision.project(torch.cat(image.features), crops.rows, crops.columns)
                 image.features.clear()
 
     def _pixels(self, crop_range: CropRange) -> Tensor:

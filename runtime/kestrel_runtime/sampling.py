@@ -6,9 +6,9 @@ Wraps `kestrel_ops.sample`, which does the drawing.
 from __future__ import annotations
 
 import torch
-from kestrel_ops import sample
 from torch import Tensor
 
+from kestrel_ops import sample
 from kestrel_runtime.models.moondream.model import Moondream
 from kestrel_runtime.sequence import Sequence
 from kestrel_runtime.tokens import Token
@@ -35,8 +35,7 @@ class Sampler:
         self._read_coordinates(hidden, settings, [p for p in spatial if ids[p] == self._coord_id], values)
         self._read_sizes(hidden, settings, [p for p in spatial if ids[p] == self._size_id], values)
         return {
-            sequence.id: Token(token, value)
-            for sequence, token, value in zip(sequences, ids, values, strict=True)
+            sequence.id: Token(token, value) for sequence, token, value in zip(sequences, ids, values, strict=True)
         }
 
     def _masked_logits(self, hidden: Tensor, sequences: list[Sequence]) -> Tensor:
@@ -58,9 +57,7 @@ class Sampler:
         if places:
             logits = self._region.coordinate_logits(hidden[places])
             bins = settings.draw(logits, 1, places)
-            for place, value in zip(
-                places, self._region.coordinates(bins, logits.shape[-1]).tolist(), strict=True
-            ):
+            for place, value in zip(places, self._region.coordinates(bins, logits.shape[-1]).tolist(), strict=True):
                 values[place] = (value,)
 
     def _read_sizes(

@@ -1,4 +1,4 @@
-"""Who runs in the next step, and who owns which page. Pure decisions over plain data: no torch, no threads, no clock.
+"""Who runs in the next step, and who owns which page. Pure decisions: no torch, no threads, no clock.
 
 Invariants
   I1  Only PREFILLING and RUNNING sequences hold pages; a sequence that leaves those states gives all of them back.

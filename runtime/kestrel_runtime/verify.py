@@ -67,9 +67,7 @@ class GoldenFolder:
             self._expected = json.loads((folder / "expected.json").read_text())
             self._tensors = load_file(folder / "expected.safetensors")
         except FileNotFoundError as error:
-            raise CheckpointError(
-                f"{folder} is no golden folder: {Path(error.filename).name} is missing"
-            ) from None
+            raise CheckpointError(f"{folder} is no golden folder: {Path(error.filename).name} is missing") from None
         self._folder = folder
         self._config = EngineConfig(
             model=str(folder),
@@ -108,9 +106,7 @@ class GoldenFolder:
                 yield f"{name} {key}", None if equal else "pixels differ"
         yield from self._prompt_cases(index, expected, data)
 
-    def _prompt_cases(
-        self, index: int, expected: dict[str, Any], data: bytes
-    ) -> Iterator[tuple[str, str | None]]:
+    def _prompt_cases(self, index: int, expected: dict[str, Any], data: bytes) -> Iterator[tuple[str, str | None]]:
         name, call = expected["image"], next(c for c in expected["calls"] if c["skill"] == "query")
         probe = _Probe(self._loaded, self._config, Query(call["args"]["question"], data))
         ids = [token.id for token in probe.sequence.tokens[1:]]
@@ -133,9 +129,7 @@ class GoldenFolder:
         finally:
             engine.close()
 
-    async def _call_case(
-        self, engine: Engine, image: str | None, call: dict[str, Any]
-    ) -> tuple[str, str | None]:
+    async def _call_case(self, engine: Engine, image: str | None, call: dict[str, Any]) -> tuple[str, str | None]:
         data = None if image is None else (self._folder / image).read_bytes()
         arguments = ", ".join(f"{key}={value!r}" for key, value in call["args"].items())
         name = f"{image or 'no image'} {call['skill']}({arguments})"
@@ -180,9 +174,7 @@ class _Probe:
         }
         prefix = self.sequence.prefix_length
         for letter, pages in (("k", self._cache.key_pages), ("v", self._cache.value_pages)):
-            rows = (
-                pages[-1, self.sequence.pages].flatten(0, 1)[:prefix].transpose(0, 1)
-            )  # [heads, prefix, dim]
+            rows = pages[-1, self.sequence.pages].flatten(0, 1)[:prefix].transpose(0, 1)  # [heads, prefix, dim]
             if letter == "k":
                 rows = _interleaved(rows, self._model.config.text.rotary_dim)
             named[f"last_layer_{letter}_first8"] = rows[:, :8]

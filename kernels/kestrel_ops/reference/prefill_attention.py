@@ -28,7 +28,11 @@ def prefill_attention(
         queries = places[start:, None]
         mask = (places <= queries) | ((places < prefix_length) & (queries < prefix_length))
         attended[rows] = scaled_dot_product_attention(
-            query[rows].transpose(0, 1)[None], key, value, attn_mask=mask, enable_gqa=query.shape[1] != num_groups
+            query[rows].transpose(0, 1)[None],
+            key,
+            value,
+            attn_mask=mask,
+            enable_gqa=query.shape[1] != num_groups,
         )[0].transpose(0, 1)
         offset = rows.stop
     return attended

@@ -11,8 +11,5 @@ from kestrel_runtime.skills.query import QuerySkill
 from kestrel_runtime.skills.segment import SegmentSkill
 
 SKILLS: Mapping[str, Skill] = MappingProxyType(
-    {
-        skill.name: skill
-        for skill in (QuerySkill(), CaptionSkill(), PointSkill(), DetectSkill(), SegmentSkill())
-    }
+    {skill.name: skill for skill in (QuerySkill(), CaptionSkill(), PointSkill(), DetectSkill(), SegmentSkill())}
 )

@@ -1,8 +1,8 @@
 """Query: a question and its answer, on request with reasoning before it.
 
-Reasoning is text in which ids mark grounded passages: `start_ground_points_id` and `end_ground_id` part the text into them, coordinate pairs in one
-are places in the image. It ends with `answer_id`, after which the answer follows. Source: the public reference's
-`_generate_reasoning` and `_generate_answer`.
+Reasoning is text that `start_ground_points_id` and `end_ground_id` part into passages; coordinate pairs in a
+passage are the places in the image that it speaks of. It ends with `answer_id`, after which the answer follows.
+Source: the public reference's `_generate_reasoning` and `_generate_answer`.
 """
 
 from __future__ import annotations

@@ -176,8 +176,7 @@ class MoondreamConfig:
             "tau attention needs text.n_kv_heads equal to text.n_heads": (
                 not text.tau_attn or text.n_heads == text.n_kv_heads
             ),
-            "vision.enc_dim is not a multiple of vision.enc_n_heads": vision.enc_dim % vision.enc_n_heads
-            == 0,
+            "vision.enc_dim is not a multiple of vision.enc_n_heads": vision.enc_dim % vision.enc_n_heads == 0,
             "vision.crop_size is not a multiple of vision.enc_patch_size": (
                 vision.crop_size % vision.enc_patch_size == 0
             ),

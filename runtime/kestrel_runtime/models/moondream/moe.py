@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from kestrel_ops import mixture_of_experts
 from torch import Tensor, nn
 
+from kestrel_ops import mixture_of_experts
 from kestrel_runtime.models.moondream.config import MoeConfig
 
 
@@ -37,9 +37,7 @@ class _Experts(nn.Module):
     def __init__(self, num_experts: int, out_dim: int, in_dim: int, *, fp8: bool) -> None:
         super().__init__()
         dtype = torch.float8_e4m3fn if fp8 else None
-        self.weight = nn.Parameter(
-            torch.empty(num_experts, out_dim, in_dim, dtype=dtype), requires_grad=not fp8
-        )
+        self.weight = nn.Parameter(torch.empty(num_experts, out_dim, in_dim, dtype=dtype), requires_grad=not fp8)
         self.scale = (
             nn.Parameter(torch.empty(num_experts, out_dim, dtype=torch.float32), requires_grad=False)
             if fp8

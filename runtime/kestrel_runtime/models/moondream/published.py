@@ -38,9 +38,7 @@ def infer_config(shapes: Shapes) -> dict[str, Any]:
     except KeyError as error:
         raise CheckpointError(f"cannot tell the model's dimensions: there is no tensor {error}") from error
     except (ValueError, ZeroDivisionError) as error:
-        raise CheckpointError(
-            f"cannot tell the model's dimensions from its tensors' shapes: {error}"
-        ) from error
+        raise CheckpointError(f"cannot tell the model's dimensions from its tensors' shapes: {error}") from error
 
 
 def _generation(shapes: Shapes) -> int:

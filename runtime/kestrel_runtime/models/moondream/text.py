@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-from kestrel_ops import rotary
 from torch import Tensor, nn
 from torch.nn.functional import gelu
 
+from kestrel_ops import rotary
 from kestrel_runtime.models.moondream.config import TextConfig
 from kestrel_runtime.models.moondream.moe import MixtureOfExperts
 from kestrel_runtime.models.moondream.rope import rotary_tables, tau_positions

@@ -36,9 +36,7 @@ class VisionModel(nn.Module):
     def project(self, features: Tensor, rows: int, columns: int) -> Tensor:
         """Features of the global crop and then rows * columns local ones → embeddings [patches, text dim]."""
         side = self.config.grid_size
-        local = self._stitch(
-            features[1:].unflatten(1, (side, side)), rows, columns
-        )  # [height, width, enc_dim]
+        local = self._stitch(features[1:].unflatten(1, (side, side)), rows, columns)  # [height, width, enc_dim]
         pooled = adaptive_avg_pool2d(local.permute(2, 0, 1).float(), (side, side)).to(features.dtype)
         return self.proj_mlp(torch.cat((features[0], pooled.flatten(1).T), dim=-1))
 
