@@ -1,4 +1,5 @@
 """A vision server of canned answers: real gRPC and real messages, with no model behind them."""
+# ruff: noqa: N802 -- the contract names the methods
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from google.protobuf import duration_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
+
 from kestrel_client.v1 import (
     engine_service_pb2,
     engine_service_pb2_grpc,
@@ -46,7 +48,7 @@ BOX = media_pb2.NormalizedBox(x_min=0.25, y_min=0.125, x_max=0.75, y_max=0.5)
 SVG_PATH = "M 0 0 L 1 0 L 1 1 Z"
 
 
-def answer(pieces: tuple[str, ...] = ANSWER_PIECES, thought: str = "") -> Iterator[Any]:
+def answer(pieces: tuple[str, ...], thought: str) -> Iterator[Any]:
     """The events of an answer."""
     response = vision_service_pb2.QueryResponse
     yield response(started=STARTED)
@@ -94,6 +96,7 @@ class CannedVision(vision_service_pb2_grpc.VisionServiceServicer):
     def __init__(self) -> None:
         self.failures: list[status_pb2.Status] = []
         self.endless = False
+        self.answer_pieces: tuple[str, ...] = ANSWER_PIECES
         self.cancelled = threading.Event()
         self.requests: list[Any] = []
         self.metadata: list[dict[str, str | bytes]] = []
@@ -101,7 +104,8 @@ class CannedVision(vision_service_pb2_grpc.VisionServiceServicer):
 
     def Query(self, request: Any, context: Any) -> Iterator[Any]:
         self._receive(request, context)
-        yield from self._until_cancelled(answer(thought=THOUGHT if request.reasoning else ""), context)
+        events = answer(self.answer_pieces, THOUGHT if request.reasoning else "")
+        yield from self._until_cancelled(events, context)
 
     def Caption(self, request: Any, context: Any) -> Iterator[Any]:
         self._receive(request, context)
@@ -113,7 +117,7 @@ class CannedVision(vision_service_pb2_grpc.VisionServiceServicer):
 
     def CompleteQuery(self, request: Any, context: Any) -> Any:
         self._receive(request, context)
-        result = query_result(thought=THOUGHT if request.reasoning else "")
+        result = query_result(self.answer_pieces, THOUGHT if request.reasoning else "")
         return vision_service_pb2.CompleteQueryResponse(result=result)
 
     def CompleteCaption(self, request: Any, context: Any) -> Any:
@@ -127,9 +131,7 @@ class CannedVision(vision_service_pb2_grpc.VisionServiceServicer):
 
     def Detect(self, request: Any, context: Any) -> Any:
         self._receive(request, context)
-        return vision_service_pb2.DetectResponse(
-            objects=[vision_service_pb2.DetectedObject(box=BOX)], info=INFO
-        )
+        return vision_service_pb2.DetectResponse(objects=[vision_service_pb2.DetectedObject(box=BOX)], info=INFO)
 
     def Segment(self, request: Any, context: Any) -> Any:
         self._receive(request, context)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from kestrel_client import Client
 
+from kestrel_client import Client
 from tests.client.canned import CannedVision, serving
 
 

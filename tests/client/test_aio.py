@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from google.rpc import code_pb2
+
 from kestrel_client import (
     AsyncClient,
     AsyncTextStream,
@@ -21,7 +22,6 @@ from kestrel_client import (
     TextStream,
     Unavailable,
 )
-
 from tests.client import canned
 from tests.client.canned import CannedVision
 
@@ -60,9 +60,7 @@ async def test_deltas_tell_reasoning_from_answer(async_client: AsyncClient) -> N
     assert [delta.channel for delta in deltas] == [TextChannel.REASONING] + [TextChannel.ANSWER] * 3
 
 
-async def test_a_path_is_read_and_sent(
-    async_client: AsyncClient, vision: CannedVision, tmp_path: Path
-) -> None:
+async def test_a_path_is_read_and_sent(async_client: AsyncClient, vision: CannedVision, tmp_path: Path) -> None:
     path = tmp_path / "kite.jpg"
     path.write_bytes(PICTURE)
     await async_client.point(path, "kite", request_id="mine")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from google.rpc import code_pb2
+
 from kestrel_client import (
     Box,
     Cancelled,
@@ -22,7 +23,6 @@ from kestrel_client import (
 )
 from kestrel_client.errors import ServerError
 from kestrel_client.streams import TextEvents
-
 from tests.client import canned
 from tests.client.canned import CannedVision
 
@@ -82,9 +82,7 @@ def test_places_come_back_as_plain_values(client: Client) -> None:
     assert client.segment(PICTURE, "kite").segments == (Segment(canned.SVG_PATH, box),)
 
 
-def test_the_image_travels_with_every_skill_and_only_if_there_is_one(
-    client: Client, vision: CannedVision
-) -> None:
+def test_the_image_travels_with_every_skill_and_only_if_there_is_one(client: Client, vision: CannedVision) -> None:
     client.query(PICTURE, "q").result()
     client.complete_query(PICTURE, "q")
     client.caption(PICTURE).result()

@@ -161,9 +161,7 @@ class AsyncClient:
     async def load(self, *, timeout_s: float | None = None) -> Load:
         """Measures how busy the server is."""
         options = CallOptions(timeout_s=timeout_s)
-        return results.load(
-            await self._call(self._engine.GetLoad, engine_pb2.GetLoadRequest(), None, options)
-        )
+        return results.load(await self._call(self._engine.GetLoad, engine_pb2.GetLoadRequest(), None, options))
 
     async def close(self) -> None:
         """Ends the connection, and with it every call that is still open."""

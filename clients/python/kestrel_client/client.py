@@ -101,9 +101,7 @@ class Client:
     ) -> CaptionResult:
         """Describes an image in one piece."""
         message = requests.caption(vision_pb2.CompleteCaptionRequest, length, options)
-        return results.caption_result(
-            self._call(self._vision.CompleteCaption, message, image, options).result
-        )
+        return results.caption_result(self._call(self._vision.CompleteCaption, message, image, options).result)
 
     def point(
         self,

@@ -16,9 +16,7 @@ SpatialRef = Point | Box
 """A part of the image that a request speaks about."""
 
 AnyQuery = TypeVar("AnyQuery", vision_service_pb2.QueryRequest, vision_service_pb2.CompleteQueryRequest)
-AnyCaption = TypeVar(
-    "AnyCaption", vision_service_pb2.CaptionRequest, vision_service_pb2.CompleteCaptionRequest
-)
+AnyCaption = TypeVar("AnyCaption", vision_service_pb2.CaptionRequest, vision_service_pb2.CompleteCaptionRequest)
 
 
 class CallOptions(TypedDict, total=False):

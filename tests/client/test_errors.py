@@ -1,0 +1,117 @@
+"""From a status on the wire to an exception."""
+
+from __future__ import annotations
+
+import pickle
+
+import grpc
+import pytest
+from google.protobuf import duration_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+
+from kestrel_client import (
+    Cancelled,
+    Client,
+    DeadlineExceeded,
+    InvalidRequest,
+    KestrelClientError,
+    ModelNotFound,
+    Overloaded,
+    ServerError,
+    SkillUnsupported,
+    Unavailable,
+    Violation,
+)
+from kestrel_client.errors import Failure, from_rpc_error
+from tests.client import canned
+from tests.client.canned import CannedVision
+
+
+def _refusal(client: Client, vision: CannedVision, *statuses: status_pb2.Status) -> KestrelClientError:
+    vision.failures = list(statuses)
+    with pytest.raises(KestrelClientError) as caught:
+        client.point(b"picture", "kite")
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "kind"),
+    [
+        (code_pb2.INVALID_ARGUMENT, "INVALID_REQUEST", InvalidRequest),
+        (code_pb2.INVALID_ARGUMENT, "IMAGE_DECODE_FAILED", InvalidRequest),
+        (code_pb2.INVALID_ARGUMENT, "IMAGE_TOO_LARGE", InvalidRequest),
+        (code_pb2.INVALID_ARGUMENT, "CONTEXT_LENGTH_EXCEEDED", InvalidRequest),
+        (code_pb2.NOT_FOUND, "MODEL_NOT_FOUND", ModelNotFound),
+        (code_pb2.FAILED_PRECONDITION, "SKILL_UNSUPPORTED", SkillUnsupported),
+        (code_pb2.RESOURCE_EXHAUSTED, "QUEUE_FULL", Overloaded),
+        (code_pb2.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", DeadlineExceeded),
+        (code_pb2.CANCELLED, "", Cancelled),
+        (code_pb2.INTERNAL, "INTERNAL", ServerError),
+        (code_pb2.UNIMPLEMENTED, "", ServerError),
+        (code_pb2.UNAUTHENTICATED, "TOKEN_INVALID", ServerError),
+    ],
+)
+def test_each_documented_status_is_its_own_error(
+    client: Client, vision: CannedVision, code: int, reason: str, kind: type[KestrelClientError]
+) -> None:
+    details = [canned.error_info(reason, model="tiny")] if reason else []
+    error = _refusal(client, vision, canned.status(code, "why", *details))
+    assert type(error) is kind
+    assert (error.reason, error.message, str(error)) == (reason, "why", "why")
+    assert error.metadata == ({"model": "tiny"} if reason else {})
+
+
+def test_an_invalid_request_lists_every_violation(client: Client, vision: CannedVision) -> None:
+    bad_request = error_details_pb2.BadRequest()
+    bad_request.field_violations.add(field="object", description="must not be empty")
+    bad_request.field_violations.add(field="sampling.top_p", description="must be above 0 and at most 1")
+    info = canned.error_info("INVALID_REQUEST")
+    error = _refusal(client, vision, canned.status(code_pb2.INVALID_ARGUMENT, "bad", info, bad_request))
+    assert isinstance(error, InvalidRequest)
+    assert error.violations == (
+        Violation("object", "must not be empty"),
+        Violation("sampling.top_p", "must be above 0 and at most 1"),
+    )
+    assert str(error) == "object: must not be empty; sampling.top_p: must be above 0 and at most 1"
+
+
+def test_an_overloaded_server_says_when_to_try_again(client: Client, vision: CannedVision) -> None:
+    error = _refusal(client, vision, canned.queue_full(retry_after_s=3))
+    assert isinstance(error, Overloaded)
+    assert error.retry_after_s == 3.0
+    assert len(vision.requests) == 1, "the caller decides about overload, so nothing was repeated"
+
+
+def test_an_unavailable_server_is_asked_four_times(client: Client, vision: CannedVision) -> None:
+    retry_info = error_details_pb2.RetryInfo(retry_delay=duration_pb2.Duration(nanos=500_000_000))
+    draining = canned.status(code_pb2.UNAVAILABLE, "draining", canned.error_info("DRAINING"), retry_info)
+    error = _refusal(client, vision, *[draining] * 4)
+    assert isinstance(error, Unavailable)
+    assert (error.reason, error.retry_after_s) == ("DRAINING", 0.5)
+    assert len(vision.requests) == 4
+
+
+def test_a_message_over_the_servers_limit_is_invalid_rather_than_overload(client: Client) -> None:
+    with pytest.raises(InvalidRequest, match="larger than max"):
+        client.point(bytes(9 * 1024 * 1024), "kite")
+
+
+def test_details_that_contradict_the_status_are_ignored() -> None:
+    rich = canned.status(code_pb2.NOT_FOUND, "other", canned.error_info("MODEL_NOT_FOUND"))
+    trailers = grpc.aio.Metadata(("grpc-status-details-bin", rich.SerializeToString()))
+    call = grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, grpc.aio.Metadata(), trailers, "why")
+    error = from_rpc_error(call)
+    assert type(error) is ServerError
+    assert error.reason == ""
+
+
+def test_details_that_are_not_a_status_are_ignored() -> None:
+    trailers = grpc.aio.Metadata(("grpc-status-details-bin", b"\xff\xff"))
+    call = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), trailers, "why")
+    assert type(from_rpc_error(call)) is Unavailable
+
+
+def test_an_error_survives_the_way_between_processes() -> None:
+    failure = Failure(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", "QUEUE_FULL", retry_after_s=2.0)
+    error = pickle.loads(pickle.dumps(Overloaded(failure)))
+    assert (error.code, error.retry_after_s) == (grpc.StatusCode.RESOURCE_EXHAUSTED, 2.0)

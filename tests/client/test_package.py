@@ -1,0 +1,44 @@
+"""The package as its users meet it."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import kestrel_client
+
+PACKAGE = Path(kestrel_client.__file__).parent
+
+
+def test_everything_public_is_exported_and_nothing_else() -> None:
+    public = {
+        name
+        for name, value in vars(kestrel_client).items()
+        if not name.startswith("_") and not inspect.ismodule(value) and name != "annotations"
+    }
+    assert public == set(kestrel_client.__all__)
+
+
+def test_importing_loads_neither_torch_nor_pillow_nor_the_server_and_warns_of_nothing() -> None:
+    code = (
+        "import sys, kestrel_client, kestrel_client.v1.engine_service_pb2_grpc;"
+        "print(*{name.partition('.')[0] for name in sys.modules})"
+    )
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=PACKAGE.parent,
+    )
+    assert run.stderr == ""
+    assert not {"torch", "numpy", "PIL", "kestrel_grpc", "kestrel_runtime"} & set(run.stdout.split())
+
+
+def test_type_checkers_find_the_types() -> None:
+    assert (PACKAGE / "py.typed").exists()
+    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())
+    assert project["tool"]["setuptools"]["package-data"]["kestrel_client"] == ["py.typed", "v1/*.pyi"]

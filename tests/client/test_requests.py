@@ -1,0 +1,66 @@
+"""From arguments to request messages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kestrel_client import Box, Point, requests
+from kestrel_client.v1 import generation_pb2, vision_service_pb2
+
+
+def test_what_is_left_out_stays_out_of_the_message() -> None:
+    message = requests.query(vision_service_pb2.QueryRequest, "what?", None, (), {})
+    assert message.question == "what?"
+    assert not message.HasField("reasoning")
+    for name in ("temperature", "top_p", "max_tokens", "seed"):
+        assert not message.sampling.HasField(name)
+    assert message.options.model == ""
+    assert not message.options.HasField("max_queue_duration")
+    assert not requests.point("kite", None, (), {}).HasField("max_objects")
+
+
+def test_zero_and_false_are_values() -> None:
+    message = requests.query(
+        vision_service_pb2.CompleteQueryRequest, "what?", False, (), {"temperature": 0, "seed": 0}
+    )
+    assert message.HasField("reasoning")
+    assert message.sampling.HasField("temperature")
+    assert message.sampling.HasField("seed")
+
+
+def test_every_option_reaches_its_field() -> None:
+    message = requests.detect(
+        "kite",
+        7,
+        {"temperature": 0.5, "top_p": 0.25, "max_tokens": 9, "seed": 3, "model": "tiny", "max_queue_s": 1.5},
+    )
+    assert (message.object, message.max_objects) == ("kite", 7)
+    assert message.sampling == generation_pb2.SamplingParams(temperature=0.5, top_p=0.25, max_tokens=9, seed=3)
+    assert message.options.model == "tiny"
+    assert message.options.max_queue_duration.ToMilliseconds() == 1500
+
+
+def test_references_keep_their_order_and_kind() -> None:
+    message = requests.segment("kite", (Point(0.5, 0.25), Box(0, 0, 0.5, 1)), {})
+    assert [ref.WhichOneof("ref") for ref in message.spatial_refs] == ["point", "box"]
+    assert message.spatial_refs[0].point.y == 0.25
+    assert message.spatial_refs[1].box.x_max == 0.5
+
+
+@pytest.mark.parametrize(("length", "number"), [(None, 0), ("short", 1), ("normal", 2), ("long", 3)])
+def test_a_length_is_sent_by_its_number(length: Any, number: int) -> None:
+    assert requests.caption(vision_service_pb2.CaptionRequest, length, {}).length == number
+
+
+def test_a_length_that_does_not_exist_is_refused() -> None:
+    endless: Any = "endless"
+    with pytest.raises(ValueError, match="ENDLESS"):
+        requests.caption(vision_service_pb2.CaptionRequest, endless, {})
+
+
+def test_a_call_may_shorten_or_lengthen_the_clients_timeout() -> None:
+    assert requests.timeout_s({}, 120) == 120
+    assert requests.timeout_s({"timeout_s": None}, 120) == 120
+    assert requests.timeout_s({"timeout_s": 600}, 120) == 600

@@ -1,0 +1,51 @@
+"""From response messages to values."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from kestrel_client import FinishReason, TextChannel, Timing, results
+from kestrel_client.v1 import generation_pb2, vision_service_pb2
+from tests.client import canned
+
+
+def test_timing_is_in_seconds() -> None:
+    timing = results.caption_result(canned.caption_result()).timing
+    assert timing == Timing(
+        queue_s=0.001, preprocess_s=0.002, prefill_s=0.03, time_to_first_token_s=0.033, decode_s=1.5
+    )
+
+
+def test_every_finish_reason_of_the_contract_is_known() -> None:
+    for name in generation_pb2.DESCRIPTOR.enum_types_by_name["FinishReason"].values_by_name:
+        info = generation_pb2.ResponseInfo(finish_reason=name)
+        result = results.caption_result(vision_service_pb2.CaptionResult(info=info))
+        assert (result.finish_reason is FinishReason.UNKNOWN) == name.endswith("_UNSPECIFIED")
+
+
+def test_every_channel_of_the_contract_is_known() -> None:
+    for name in generation_pb2.DESCRIPTOR.enum_types_by_name["TextChannel"].values_by_name:
+        delta = results.text_delta(generation_pb2.TextDelta(channel=name))
+        assert (delta.channel is TextChannel.UNKNOWN) == name.endswith("_UNSPECIFIED")
+
+
+def test_a_reason_from_the_future_is_unknown_rather_than_an_error() -> None:
+    message = vision_service_pb2.CaptionResult()
+    message.info.MergeFromString(b"\x18\x63")  # field 3, value 99
+    assert results.caption_result(message).finish_reason is FinishReason.UNKNOWN
+
+
+def test_a_result_cannot_be_changed_and_can_be_written_as_json() -> None:
+    result = results.query_result(canned.query_result(thought=canned.THOUGHT))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        result.answer = "else"  # pyright: ignore[reportAttributeAccessIssue]
+    written = json.loads(json.dumps(dataclasses.asdict(result)))
+    assert written["finish_reason"] == "length"
+    assert written["reasoning"]["groundings"][0] == {
+        "start_char": 5,
+        "end_char": 10,
+        "points": [{"x": 0.5, "y": 0.25}],
+    }

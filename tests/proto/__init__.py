@@ -1,0 +1,1 @@
+"""Tests of the contract in `proto/` and of what is generated from it."""

@@ -1,0 +1,44 @@
+"""The committed stubs are what the contract generates."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from kestrel_client.v1 import engine_service_pb2, generation_pb2, media_pb2, vision_service_pb2
+
+ROOT = Path(__file__).parents[2]
+COMMITTED = ROOT / "clients/python/kestrel_client/v1"
+
+
+@pytest.fixture(scope="module")
+def generated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    folder = tmp_path_factory.mktemp("v1")
+    environment = os.environ | {"PYTHON": sys.executable}
+    subprocess.run(["sh", ROOT / "proto/generate.sh", folder], check=True, env=environment)
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_committed_stubs_equal_generated_ones_byte_for_byte(generated: dict[str, bytes]) -> None:
+    committed = {path.name: path.read_bytes() for path in COMMITTED.glob("*_pb2*")}
+    assert committed.keys() == generated.keys()
+    assert committed == generated
+
+
+def test_stubs_run_on_the_oldest_libraries_that_the_client_allows(generated: dict[str, bytes]) -> None:
+    project = tomllib.loads((ROOT / "clients/python/pyproject.toml").read_text())["project"]
+    assert "grpcio>=1.76,<2" in project["dependencies"]
+    assert "protobuf>=6.31.1,<8" in project["dependencies"]
+    assert b"GRPC_GENERATED_VERSION = '1.76.0'" in generated["vision_service_pb2_grpc.py"]
+    assert b"Protobuf Python Version: 6.31.1" in generated["vision_service_pb2.py"]
+
+
+def test_descriptors_keep_the_name_of_the_contract() -> None:
+    for module in (media_pb2, generation_pb2, vision_service_pb2, engine_service_pb2):
+        assert module.DESCRIPTOR.package == "kestrel.v1"
+        assert module.DESCRIPTOR.name.startswith("kestrel/v1/")
