@@ -1,0 +1,50 @@
+# One word per task, the same for people and for CI.
+
+# The first Python that will do; `make setup PYTHON=…` takes another.
+PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
+	$$python -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null \
+	&& echo $$python && break; done)
+# Anything pip takes. Installed first, and alone: a bare `torch` among the other requirements would bring its
+# newest build with everything for CUDA where a smaller one is at hand.
+TORCH ?= torch==2.13.0
+MODEL ?= tests/golden/md3-small
+
+BIN := .venv/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: setup proto check test serve demo bench clean
+
+# Everything into .venv; nothing to do until pyproject.toml changes.
+setup: .venv/installed
+
+.venv/installed: pyproject.toml
+	@test -n "$(PYTHON)" || { echo "needs Python 3.11, 3.12 or 3.13; name one with PYTHON=…" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(INSTALL) $(TORCH)
+	$(INSTALL) --editable '.[dev]'
+	@touch $@
+
+# The Python messages and stubs, anew from proto/.
+proto: setup
+	PYTHON=$(BIN)/python sh proto/generate.sh
+
+# Everything that can be said without running: style, types, the wire contract, the freshness of its stubs.
+check: setup
+	$(BIN)/ruff check --quiet
+	$(BIN)/ruff format --check --quiet
+	$(BIN)/pyright --warnings
+	BUF=$(BIN)/buf PYTHON=$(BIN)/python sh proto/check.sh
+
+test: check
+	$(BIN)/python -m pytest
+
+# MODEL is a folder, a file or a name on the hub; ARGS are further options of `kestrel-grpc serve`.
+serve: setup
+	$(BIN)/kestrel-grpc serve --model $(MODEL) $(ARGS)
+
+bench: setup
+	@for script in bench/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+clean:
+	rm -rf .venv build bench/out *.egg-info
+	find . -name __pycache__ -prune -exec rm -rf {} +

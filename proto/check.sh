@@ -1,0 +1,33 @@
+#!/bin/sh
+# Checks the contract: its style, that it breaks no caller of main, and that the stubs in the tree are its own.
+#
+#   PYTHON=python3 BUF=buf sh proto/check.sh
+set -eu
+
+cd "$(dirname -- "$0")/.."
+buf=${BUF:-buf}
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+
+"$buf" lint
+"$buf" build --output /dev/null
+
+# Only what main already promises can be broken. An export instead of buf's own reading of the repository works in
+# shallow clones too; outside a repository, or before a first commit, there is nothing to compare with.
+compared=
+for branch in origin/main main; do
+    if git rev-parse --quiet --verify "$branch:proto" >/dev/null 2>&1; then
+        mkdir "$scratch/main"
+        git archive "$branch" buf.yaml proto | tar -x -C "$scratch/main"
+        "$buf" breaking --against "$scratch/main"
+        compared=$branch
+        break
+    fi
+done
+echo "proto: compared with ${compared:-nothing, there is no branch main}"
+
+sh proto/generate.sh "$scratch/v1"
+if ! diff -r -x __init__.py -x __pycache__ clients/python/kestrel_client/v1 "$scratch/v1"; then
+    echo "proto: the stubs are not those of proto/; run make proto and commit what it writes" >&2
+    exit 1
+fi

@@ -1,0 +1,226 @@
+"""The rules of the house that a reader relies on, checked over the source of all four packages."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.golden import CHECKOUT
+
+PACKAGES = {
+    "kestrel_grpc": CHECKOUT / "kestrel_grpc",
+    "kestrel_runtime": CHECKOUT / "runtime" / "kestrel_runtime",
+    "kestrel_ops": CHECKOUT / "kernels" / "kestrel_ops",
+    "kestrel_client": CHECKOUT / "clients" / "python" / "kestrel_client",
+}
+GENERATED = PACKAGES["kestrel_client"] / "v1"
+
+# What no module of a package may import, by the leading parts of the name.
+FORBIDDEN = {
+    "kestrel_grpc": {"kestrel_ops", "triton", "flashinfer"},
+    "kestrel_runtime": {"kestrel_grpc", "kestrel_client", "grpc", "google.protobuf", "triton", "flashinfer"},
+    "kestrel_ops": {"kestrel_grpc", "kestrel_client", "kestrel_runtime", "grpc", "google.protobuf", "asyncio"},
+    "kestrel_client": {"kestrel_grpc", "kestrel_runtime", "kestrel_ops", "torch", "numpy"},
+}
+# Inside the runtime: where asyncio ends (verify.py is a caller of the engine like any other), and who decides
+# without tensors.
+ASYNCIO_IN_RUNTIME = {"engine.py", "stream.py", "verify.py"}
+WITHOUT_TORCH = {
+    "scheduler.py",
+    "sequence.py",
+    "pages.py",
+    "prefix_cache.py",
+    "requests.py",
+    "events.py",
+    "errors.py",
+}
+MAX_LINES = 500
+
+# The distribution that each import comes from, where the names differ.
+DISTRIBUTIONS = {
+    "PIL": "pillow",
+    "google.protobuf": "protobuf",
+    "google.rpc": "googleapis-common-protos",
+    "grpc": "grpcio",
+    "grpc_health": "grpcio-health-checking",
+    "grpc_reflection": "grpcio-reflection",
+    "grpc_status": "grpcio-status",
+    "flashinfer": "flashinfer-python",
+}
+
+
+def modules(folder: Path) -> list[Path]:
+    """The modules of a folder that people write."""
+    return [path for path in sorted(folder.rglob("*.py")) if path.parent != GENERATED]
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(CHECKOUT))
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Every name that a module imports, wherever in it, as `package.module.name`."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name_of(path)}: a relative import"
+            assert node.module is not None
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def is_within(name: str, parents: set[str]) -> bool:
+    return any(name == parent or name.startswith(f"{parent}.") for parent in parents)
+
+
+SOURCES = [path for folder in PACKAGES.values() for path in modules(folder)]
+WRITTEN = [*SOURCES, *modules(CHECKOUT / "tests"), *modules(CHECKOUT / "bench")]
+
+
+def test_every_package_has_modules():
+    assert [package for package, folder in PACKAGES.items() if not modules(folder)] == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_imports_go_one_way(package):
+    breaches = [
+        f"{name_of(path)}: {name}"
+        for path in modules(PACKAGES[package])
+        for name in imports(path)
+        if is_within(name, FORBIDDEN[package])
+    ]
+    assert breaches == []
+
+
+def test_asyncio_ends_at_the_door_of_the_runtime():
+    users = {
+        path.name
+        for path in modules(PACKAGES["kestrel_runtime"])
+        if any(is_within(name, {"asyncio"}) for name in imports(path))
+    }
+    assert users <= ASYNCIO_IN_RUNTIME
+
+
+def test_decisions_are_taken_without_tensors():
+    breaches = [
+        f"{name_of(path)}: {name}"
+        for path in modules(PACKAGES["kestrel_runtime"])
+        if path.name in WITHOUT_TORCH and path.parent == PACKAGES["kestrel_runtime"]
+        for name in imports(path)
+        if is_within(name, {"torch", "numpy", "kestrel_ops"})
+    ]
+    assert breaches == []
+
+
+def test_only_the_public_face_of_the_kernels_is_imported():
+    breaches = [
+        f"{name_of(path)}: {name}"
+        for package in ("kestrel_grpc", "kestrel_runtime")
+        for path in modules(PACKAGES[package])
+        for name in imports(path)
+        if name.startswith("kestrel_ops.") and (PACKAGES["kestrel_ops"] / f"{name.split('.')[1]}.py").exists()
+    ]
+    assert breaches == []
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_module_opens_with_what_it_does(path):
+    assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize("path", WRITTEN, ids=name_of)
+def test_file_is_no_longer_than_a_sitting(path):
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_LINES
+
+
+@pytest.mark.parametrize("path", WRITTEN, ids=name_of)
+def test_no_module_changes_its_globals(path):
+    statements = [
+        node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Global)
+    ]
+    assert statements == []
+
+
+# A check may be silenced by the name of its rule, and for ruff with a reason beside it.
+BLANKET = re.compile(
+    r"#\s*type:\s*ignore"
+    r"|#\s*pyright:\s*(ignore(?!\[)|basic|off)"
+    r"|#\s*(ruff:\s*)?noqa(?!: [A-Z]+\d+(, [A-Z]+\d+)* \W*\w)"
+)
+
+
+@pytest.mark.parametrize("path", WRITTEN, ids=name_of)
+def test_no_check_is_silenced_as_a_whole(path):
+    lines = path.read_text(encoding="utf-8").splitlines()
+    silenced = [f"{number}: {line.strip()}" for number, line in enumerate(lines, 1) if BLANKET.search(line)]
+    assert silenced == []
+
+
+@pytest.mark.parametrize(
+    ("comment", "silences"),
+    [
+        ("type: ignore", True),
+        ("type: ignore[attr]", True),
+        ("pyright: ignore", True),
+        ("pyright: basic", True),
+        ("pyright: ignore[reportArgumentType]", False),
+        ("noqa", True),
+        ("noqa: E501", True),
+        ("noqa: E501 the address is one word", False),
+        ("ruff: noqa", True),
+        ("ruff: noqa: N802, N803 -- the contract names them", False),
+    ],
+)
+def test_silencing_is_told_from_naming_one_rule_and_a_reason(comment, silences):
+    assert bool(BLANKET.search(f"x = 1  # {comment}")) is silences
+
+
+def test_contract_holds_no_python():
+    assert list((CHECKOUT / "proto").rglob("*.py")) == []
+
+
+def test_every_folder_of_tests_is_a_package():
+    # Two test files of one name in different folders fail to import otherwise.
+    folders = {path.parent for path in (CHECKOUT / "tests").rglob("*.py")}
+    assert [name_of(folder) for folder in sorted(folders) if not (folder / "__init__.py").exists()] == []
+
+
+def requirements(project: dict[str, Any], *extras: str) -> set[str]:
+    lines = [
+        *project["dependencies"],
+        *(line for extra in extras for line in project["optional-dependencies"][extra]),
+    ]
+    return {re.split(r"[^A-Za-z0-9._-]", line, maxsplit=1)[0].lower().replace("_", "-") for line in lines}
+
+
+def distribution_of(name: str) -> str | None:
+    """The distribution that an imported name needs; None for our own and Python's."""
+    for prefix, distribution in DISTRIBUTIONS.items():
+        if is_within(name, {prefix}):
+            return distribution
+    root = name.split(".")[0]
+    return None if root in PACKAGES or root in sys.stdlib_module_names else root.lower().replace("_", "-")
+
+
+def undeclared(paths: list[Path], declared: set[str]) -> list[str]:
+    needed = {distribution_of(name) for path in paths for name in imports(path)}
+    return sorted(needed - declared - {None, "tests"})  # pyright: ignore[reportArgumentType]
+
+
+def test_every_import_of_the_server_is_a_declared_dependency():
+    project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
+    assert undeclared(SOURCES, requirements(project, "gpu", "otel")) == []
+    assert undeclared(WRITTEN, requirements(project, "gpu", "otel", "dev")) == []
+
+
+def test_every_import_of_the_client_is_a_declared_dependency():
+    text = (CHECKOUT / "clients" / "python" / "pyproject.toml").read_text()
+    paths = sorted(PACKAGES["kestrel_client"].rglob("*.py"))
+    assert undeclared(paths, requirements(tomllib.loads(text)["project"], "pillow")) == []
