@@ -192,11 +192,14 @@ def _download(repository: str, revision: str | None, names: Sequence[str]) -> Pa
 
 
 def _file_names(repository: str, commit: str, folder: Path) -> list[str]:
+    on_disk = [entry.name for entry in folder.iterdir()]
+    if _INDEX in on_disk:
+        return on_disk
     try:
-        return _ask_hub(repository, commit, lambda: HfApi().list_repo_files(repository, revision=commit))
-    except CheckpointError:
-        # The snapshot was found without the hub; what the cache holds of it is what there is.
-        return [entry.name for entry in folder.iterdir()]
+        info = _ask_hub(repository, commit, lambda: HfApi().model_info(repository, revision=commit))
+    except CheckpointError:  # the snapshot was found without the hub: what the cache holds of it is all there is
+        return on_disk
+    return [sibling.rfilename for sibling in info.siblings or ()]
 
 
 def _ask_hub(repository: str, revision: str | None, call: Callable[[], _Value]) -> _Value:

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -68,9 +69,7 @@ class Machine:
         if offline:
             environment["HF_HUB_OFFLINE"] = "1"
         command = [sys.executable, "-c", SCRIPT, *arguments]
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=120, check=False
-        )
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == 0, done.stderr
         result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         if "error" in result:
@@ -177,9 +176,7 @@ def test_an_ambiguous_folder_is_refused_and_its_files_are_named(names, tmp_path)
     copy_of(MD2_SMALL, tmp_path, "tokenizer.json")
     for name in names:
         (tmp_path / name).touch()
-    with pytest.raises(
-        CheckpointError, match=f"holds {names[0]}, {names[1]} and no model.safetensors.index.json"
-    ):
+    with pytest.raises(CheckpointError, match=f"holds {names[0]}, {names[1]} and no model.safetensors.index.json"):
         find_checkpoint(str(tmp_path))
 
 
@@ -333,11 +330,15 @@ def test_a_single_file_in_a_warm_cache_serves_offline(machine):
         first = machine.find(hub, "org/single")
     assert first.checkpoint is not None, first.error
     assert machine.find(None, "org/single", offline=True).checkpoint == first.checkpoint
+    assert machine.find(None, "org/single").checkpoint == first.checkpoint
 
 
-def test_a_download_that_breaks_off_goes_on_where_it_stopped(machine):
+def test_a_download_that_breaks_off_goes_on_at_once_or_is_refused_and_goes_on_next_time(machine):
     with Hub({"org/model": repository()}, broken_once={"model.safetensors"}) as hub:
         found = machine.find(hub, "org/model")
+        if found.checkpoint is None:  # the library's older releases do not try again
+            assert found.error.startswith("cannot download org/model from http://127.0.0.1")
+            found = machine.find(hub, "org/model")
         assert hub.downloads.count("model.safetensors") == 2
     assert found.checkpoint is not None, found.error
     assert found.checkpoint.weight_files[0].read_bytes() == WEIGHTS
@@ -360,7 +361,8 @@ def test_offline_with_half_a_cache_is_refused_clearly(machine, sharded):
     assert found.checkpoint is not None, found.error
     found.checkpoint.weight_files[2].unlink()
     refused = machine.find(None, "org/sharded", offline=True)
-    assert refused.error.startswith("org/sharded is not (or not wholly) in the cache")
+    # The library's newer releases know what is missing; for the older ones we look.
+    assert re.search(r"is not \(or not wholly\) in the cache|lacks model-00003-of-00003", refused.error)
 
 
 @pytest.mark.parametrize(
