@@ -10,8 +10,9 @@
     ├── Cancelled            the call was cancelled
     └── ServerError          anything else; the server's log knows more
 
-Every one carries the status `code`, the server's stable `reason` and its `metadata`. A picture that cannot be
-read from disk raises an `OSError`, as reading any file does.
+Every one carries the status `code`, the server's stable `reason`, its `metadata` and the `request_id` to look for
+in the server's log; the last three are empty where no server answered. A picture that cannot be read from disk
+raises an `OSError`, as reading any file does.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class KestrelClientError(Exception):
         self.message = failure.message
         self.reason = failure.reason
         self.metadata = failure.metadata
+        self.request_id = failure.metadata.get("requestId", "")
 
     def __str__(self) -> str:
         return self.message or self.code.name

@@ -1,0 +1,176 @@
+"""The command line, against a canned server."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from google.rpc import code_pb2, error_details_pb2
+from PIL import Image
+
+from kestrel_grpc.cli import add_client_commands
+from kestrel_grpc.drawing import COLOURS
+from tests.client import canned
+from tests.client.canned import CannedVision
+
+
+@pytest.fixture
+def picture(tmp_path: Path) -> str:
+    path = tmp_path / "picture.png"
+    Image.new("RGB", (200, 100), "white").save(path)
+    return str(path)
+
+
+def _run(*words: str) -> int:
+    parser = argparse.ArgumentParser(prog="kestrel-grpc")
+    add_client_commands(parser.add_subparsers(required=True))
+    arguments = parser.parse_args(words)
+    return arguments.run(arguments)
+
+
+def test_a_query_prints_its_answer(address: str, picture: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("query", picture, "what?", "--address", address) == 0
+    assert capsys.readouterr() == ("A red kite – höher.\n", "")
+
+
+def test_a_query_may_do_without_an_image(address: str, vision: CannedVision) -> None:
+    assert _run("query", "-", "what?", "--address", address) == 0
+    assert not vision.requests[0].HasField("image")
+
+
+def test_reasoning_goes_beside_the_answer(address: str, picture: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("query", picture, "what?", "--reasoning", "--address", address) == 0
+    assert capsys.readouterr() == ("A red kite – höher.\n", f"{canned.THOUGHT}\n")
+
+
+def test_text_comes_out_while_it_is_being_written(address: str, vision: CannedVision) -> None:
+    vision.endless = True
+    code = (
+        "import argparse, sys; from kestrel_grpc.cli import add_client_commands;"
+        "parser = argparse.ArgumentParser(); add_client_commands(parser.add_subparsers());"
+        "arguments = parser.parse_args(); sys.exit(arguments.run(arguments))"
+    )
+    command = [sys.executable, "-W", "error", "-c", code, "query", "-", "what?", "--address", address]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert os.read(process.stdout.fileno(), 100).decode() == canned.ANSWER_PIECES[0]
+        process.send_signal(2)
+        _, complaint = process.communicate(timeout=canned.MAX_WAIT_S)
+    assert (process.returncode, complaint) == (130, b"")
+    assert vision.cancelled.wait(canned.MAX_WAIT_S)
+
+
+def test_a_caption_has_the_length_asked_for(
+    address: str, picture: str, vision: CannedVision, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _run("caption", picture, "--length", "long", "--address", address) == 0
+    assert capsys.readouterr().out == "Two boxes.\n"
+    assert vision.requests[0].length == 3
+
+
+def test_places_are_printed_one_a_line(address: str, picture: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("point", "detect", "segment"):
+        assert _run(command, picture, "kite", "--address", address) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "0.2500 0.5000",
+        "0.7500 1.0000",
+        "0.2500 0.1250 0.7500 0.5000",
+        "0.2500 0.1250 0.7500 0.5000 M 0 0 L 1 0 L 1 1 Z",
+    ]
+
+
+def test_json_holds_the_whole_result_in_one_line(
+    address: str, picture: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words in (["query", picture, "q"], ["caption", picture], ["point", picture, "k"], ["detect", picture, "k"]):
+        assert _run(*words, "--json", "--address", address) == 0
+    answer, caption, points, objects = map(json.loads, capsys.readouterr().out.splitlines())
+    assert answer["answer"] == "A red kite – höher."
+    assert answer["usage"]["input_token_count"] == 740
+    assert caption["caption"] == "Two boxes."
+    assert points["points"][0] == {"x": 0.25, "y": 0.5}
+    assert objects["objects"][0]["box"]["y_max"] == 0.5
+
+
+def test_every_setting_reaches_the_server(address: str, picture: str, vision: CannedVision) -> None:
+    sampling = ["--temperature", "0", "--top-p", "0.5", "--max-tokens", "7", "--seed", "3"]
+    others = ["--max-objects", "2", "--timeout", "9", "--address", address]
+    assert _run("detect", picture, "kite", *sampling, *others) == 0
+    request = vision.requests[0]
+    assert request.sampling.HasField("temperature")
+    assert (request.sampling.top_p, request.sampling.max_tokens, request.sampling.seed) == (0.5, 7, 3)
+    assert request.max_objects == 2
+    assert vision.time_left_s[0] < 10
+
+
+@pytest.mark.parametrize(("command", "place"), [("point", (50, 50)), ("detect", (50, 12)), ("segment", (100, 12))])
+def test_what_was_found_is_drawn_on_the_image(
+    command: str, place: tuple[int, int], address: str, picture: str, tmp_path: Path
+) -> None:
+    drawn = tmp_path / "drawn.png"
+    assert _run(command, picture, "kite", "--draw", str(drawn), "--address", address) == 0
+    assert Image.open(drawn).getpixel(place) == COLOURS[0]
+
+
+def test_a_refusal_is_one_line_that_lists_what_is_wrong(
+    address: str, picture: str, vision: CannedVision, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad_request = error_details_pb2.BadRequest()
+    bad_request.field_violations.add(field="sampling.top_p", description="must be above 0")
+    vision.failures = [canned.status(code_pb2.INVALID_ARGUMENT, "x", canned.error_info("R"), bad_request)]
+    assert _run("query", picture, "q", "--top-p", "0", "--address", address) == 1
+    assert capsys.readouterr() == ("", "kestrel-grpc: sampling.top_p: must be above 0\n")
+
+
+def test_a_failure_of_the_server_names_the_request_to_look_for(
+    address: str, picture: str, vision: CannedVision, capsys: pytest.CaptureFixture[str]
+) -> None:
+    info = canned.error_info("INTERNAL", requestId="r-7")
+    vision.failures = [canned.status(code_pb2.INTERNAL, "internal error", info)]
+    assert _run("caption", picture, "--address", address) == 1
+    assert "r-7" in capsys.readouterr().err
+
+
+def test_a_missing_server_is_named(picture: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+        assert _run("caption", picture, "--address", address) == 1
+    assert capsys.readouterr().err == f"kestrel-grpc: no server answers at {address}\n"
+
+
+def test_a_server_that_takes_too_long_is_given_up(
+    address: str, vision: CannedVision, capsys: pytest.CaptureFixture[str]
+) -> None:
+    vision.endless = True
+    assert _run("query", "-", "q", "--timeout", "0.2", "--address", address) == 1
+    assert "no answer within 0.2 s" in capsys.readouterr().err
+
+
+def test_a_missing_image_is_named(address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    missing = tmp_path / "none.png"
+    for words in (["caption", str(missing)], ["point", str(missing), "kite"]):
+        assert _run(*words, "--address", address) == 1
+        assert capsys.readouterr().err == f"kestrel-grpc: {missing}: No such file or directory\n"
+
+
+def test_a_number_too_large_for_its_field_is_one_line_too(
+    address: str, picture: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _run("caption", picture, "--max-tokens", "99999999999", "--address", address) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["caption"], ["query", "a.png"], ["caption", "a.png", "--length", "epic"], ["point", "a.png"]]
+)
+def test_wrong_usage_exits_with_two(words: list[str]) -> None:
+    with pytest.raises(SystemExit) as exited:
+        _run(*words)
+    assert exited.value.code == 2
