@@ -42,7 +42,7 @@ _ARGUMENT = {
     "n": re.compile(r"[\s,]*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)"),
     "f": re.compile(r"[\s,]*([01])"),
 }
-_STEPS_PER_CURVE = 16
+_STEPS_PER_CURVE = 48
 
 
 def _commands(path: str) -> Iterator[tuple[str, list[float]]]:
