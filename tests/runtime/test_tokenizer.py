@@ -15,9 +15,7 @@ TOKENIZER = Tokenizer.from_file(FILE)
 LIBRARY = tokenizers.Tokenizer.from_file(str(FILE))
 CONTROL = sorted(id for id, token in LIBRARY.get_added_tokens_decoder().items() if token.special)
 ID_OF_BYTE = {
-    TOKENIZER.token_bytes(id)[0]: id
-    for id in range(TOKENIZER.vocab_size)
-    if len(TOKENIZER.token_bytes(id)) == 1
+    TOKENIZER.token_bytes(id)[0]: id for id in range(TOKENIZER.vocab_size) if len(TOKENIZER.token_bytes(id)) == 1
 }
 
 some_ids = st.lists(st.integers(0, TOKENIZER.vocab_size + 3), max_size=40)
