@@ -123,10 +123,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _send_tree(self, name: str, revision: str) -> None:
         files = self._repository(name, revision).files
         self._send_json(
-            [
-                {"type": "file", "path": file, "size": len(data), "oid": _etag(data)}
-                for file, data in files.items()
-            ]
+            [{"type": "file", "path": file, "size": len(data), "oid": _etag(data)} for file, data in files.items()]
         )
 
     def _send_json(self, value: Any) -> None:

@@ -27,7 +27,7 @@ from kestrel_runtime.errors import CheckpointError
 
 _Value = TypeVar("_Value")
 
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 # Short name → repository and the revision that its name stands for (None: the newest). Only Moondream 2 tags
 # its releases; its older ones speak another tokenizer's ids.
@@ -93,7 +93,7 @@ def _hub_checkpoint(name: str, repository: str, revision: str | None) -> Checkpo
     weight_names = _weight_names(folder, _file_names(repository, commit, folder))
     if not all((folder / weight).exists() for weight in weight_names):
         folder = _download(repository, commit, weight_names)
-    log.info("%s is %s at commit %s", name, repository, commit)
+    _log.info("%s is %s at commit %s", name, repository, commit)
     return _checkpoint(name, commit, folder, weight_names)
 
 
@@ -158,7 +158,7 @@ def _find_tokenizer(folder: Path, config: Mapping[str, Any] | None) -> Path:
             return file
         # The published Moondream 2 carries the tokenizer of its forebears, which its own code does not use.
         reason = f"{file} puts {_END_OF_TEXT} at id {found_id}, the model at {expected_id}"
-        log.warning("%s; using the one of %s", reason, TOKENIZER_REPOSITORY)
+        _log.warning("%s; using the one of %s", reason, TOKENIZER_REPOSITORY)
     try:
         file = _download(TOKENIZER_REPOSITORY, None, (_TOKENIZER,)) / _TOKENIZER
     except CheckpointError as error:

@@ -26,7 +26,7 @@ from kestrel_runtime.errors import CheckpointError
 from kestrel_runtime.models.moondream.config import ConfigError, MoondreamConfig
 from kestrel_runtime.models.moondream.published import infer_config
 
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 MAX_LISTED_PROBLEMS = 20
 FP8 = torch.float8_e4m3fn
@@ -172,7 +172,7 @@ def _from_training_layout(stored: Mapping[str, Tensor]) -> Iterator[tuple[str, T
         else:
             yield canonical, tensor
     if num_ignored:
-        log.info("ignoring %d scales of a quantised key/value cache", num_ignored)
+        _log.info("ignoring %d scales of a quantised key/value cache", num_ignored)
 
 
 def _canonical_name(name: str) -> str:
@@ -195,7 +195,7 @@ def _config_data(config: Mapping[str, Any] | None, tensors: Mapping[str, Tensor]
     else:
         return given
     inferred = infer_config({name: tuple(tensor.shape) for name, tensor in tensors.items()})
-    log.info("dimensions follow from the tensors where config.json gives none")
+    _log.info("dimensions follow from the tensors where config.json gives none")
     # What config.json says wins, field by field.
     return {section: {**values, **given.get(section, {})} for section, values in inferred.items()}
 

@@ -172,18 +172,14 @@ def test_a_long_list_of_problems_is_cut_and_counted():
 def test_fp8_experts_without_a_scale_are_refused(lost, tmp_path):
     tensors = canonical(MD3_SMALL)
     del tensors[f"text.blocks.2.mlp.{lost}"]
-    with pytest.raises(
-        CheckpointError, match=rf"do not fit the model \(1\): missing text\.blocks\.2\.mlp\.{lost}"
-    ):
+    with pytest.raises(CheckpointError, match=rf"do not fit the model \(1\): missing text\.blocks\.2\.mlp\.{lost}"):
         load_moondream_state(checkpoint_of(MD3_SMALL, hub_layout(tensors), tmp_path))
 
 
 def test_one_layer_of_plain_experts_among_fp8_ones_is_refused(tmp_path):
     tensors = canonical(MD3_SMALL)
     tensors["text.blocks.3.mlp.fc2.weight"] = tensors["text.blocks.3.mlp.fc2.weight"].float()
-    with pytest.raises(
-        CheckpointError, match=r"blocks\.3\.mlp\.fc2\.weight is float32 instead of float8_e4m3fn"
-    ):
+    with pytest.raises(CheckpointError, match=r"blocks\.3\.mlp\.fc2\.weight is float32 instead of float8_e4m3fn"):
         load_moondream_state(checkpoint_of(MD3_SMALL, hub_layout(tensors), tmp_path))
 
 
@@ -195,9 +191,7 @@ def test_fp8_elsewhere_than_in_experts_is_refused(tmp_path):
 
 
 def test_a_name_the_training_layout_does_not_know_is_named_as_it_stands(tmp_path):
-    tensors = training_layout(canonical(MD3_SMALL)) | {
-        "text_model.transformer.h.0.mixer.lora": torch.zeros(1)
-    }
+    tensors = training_layout(canonical(MD3_SMALL)) | {"text_model.transformer.h.0.mixer.lora": torch.zeros(1)}
     with pytest.raises(CheckpointError, match=r"unexpected text_model\.transformer\.h\.0\.mixer\.lora"):
         load_moondream_state(checkpoint_of(MD3_SMALL, tensors, tmp_path))
 
