@@ -19,7 +19,9 @@ def sample(
     if not bool((temperature > 0).any()):
         return greedy
     scale = torch.where(temperature > 0, temperature, 1.0)[:, None]
-    ordered, order = (logits.float() / scale).softmax(dim=-1).sort(dim=-1, descending=True)
+    # The largest goes to 0 first: divided by a tiny temperature it would be infinite, and the softmax undefined.
+    below = logits.float() - logits.amax(dim=-1, keepdim=True)
+    ordered, order = (below / scale).softmax(dim=-1).sort(dim=-1, descending=True)
     kept = ordered * ((ordered.cumsum(dim=-1) - ordered) <= top_p[:, None])
     cumulative = kept.cumsum(dim=-1)
     drawn = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)

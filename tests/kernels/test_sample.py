@@ -1,0 +1,135 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kestrel_ops import sample
+
+NEAR_ONE = 1 - 2**-53  # the largest a random number can be; 1 when rounded to float32
+FORBIDDEN = float("-inf")
+
+some_probabilities = st.lists(st.floats(0.01, 1.0), min_size=1, max_size=8).map(
+    lambda parts: [part / sum(parts) for part in parts]
+)
+
+
+def draw(logits, uniform, temperature=1.0, top_p=1.0):
+    """Draw from one row of logits."""
+    settings = (torch.tensor([value]) for value in (temperature, top_p, uniform))
+    return sample(torch.tensor([logits]), *settings).item()
+
+
+def logs(*probabilities):
+    return [math.log(probability) if probability else FORBIDDEN for probability in probabilities]
+
+
+def frequencies(logits, temperature=1.0, top_p=1.0, count=4000):
+    """How often each choice comes, over a grid of uniform numbers."""
+    uniform = (torch.arange(count) + 0.5) / count
+    drawn = sample(
+        torch.tensor([logits]).expand(count, -1),
+        torch.full((count,), temperature),
+        torch.full((count,), top_p),
+        uniform,
+    )
+    return (drawn.bincount(minlength=len(logits)) / count).tolist()
+
+
+def nucleus(probabilities, top_p):
+    """Choices by falling probability while at most `top_p` has been spent before them, made to sum to one."""
+    kept, spent = {}, 0.0
+    for choice in sorted(range(len(probabilities)), key=lambda choice: -probabilities[choice]):
+        if spent > top_p:
+            break
+        kept[choice] = probabilities[choice]
+        spent += probabilities[choice]
+    return [kept.get(choice, 0.0) / sum(kept.values()) for choice in range(len(probabilities))]
+
+
+@given(st.lists(st.integers(-50, 50), min_size=1, max_size=9, unique=True), st.floats(0, 1, exclude_max=True))
+def test_temperature_zero_takes_the_largest_whatever_the_draw(logits, uniform):
+    assert draw([float(logit) for logit in logits], uniform, temperature=0.0) == logits.index(max(logits))
+
+
+def test_greedy_and_drawn_rows_may_share_a_batch():
+    logits = torch.tensor([logs(0.4, 0.6)] * 3)
+    temperature, top_p = torch.tensor([0.0, 1.0, 0.0]), torch.ones(3)
+    drawn = sample(logits, temperature, top_p, torch.tensor([0.9, 0.9, 0.1]))
+    assert drawn.tolist() == [1, 0, 1]
+
+
+@pytest.mark.parametrize("uniform", [0.0, 0.5, NEAR_ONE])
+@pytest.mark.parametrize("top_p", [1e-45, 1e-6, 0.3])
+def test_a_tiny_top_p_keeps_one_choice(top_p, uniform):
+    assert draw(logs(0.2, 0.35, 0.25, 0.2), uniform, top_p=top_p) == 1
+
+
+def test_the_choice_that_crosses_top_p_is_kept_and_the_next_is_not():
+    assert frequencies(logs(0.5, 0.3, 0.2), top_p=0.6) == pytest.approx([5 / 8, 3 / 8, 0], abs=1e-3)
+    assert frequencies(logs(0.5, 0.3, 0.2), top_p=0.4) == pytest.approx([1, 0, 0])
+
+
+def test_a_choice_before_which_exactly_top_p_was_spent_is_kept():
+    assert frequencies(logs(0.5, 0.25, 0.25), top_p=0.5) == pytest.approx([2 / 3, 1 / 3, 0], abs=1e-3)
+
+
+@settings(max_examples=40, deadline=None)
+@given(some_probabilities, st.floats(0.05, 1.0))
+def test_choices_come_as_often_as_the_nucleus_says(probabilities, top_p):
+    spent = [sum(sorted(probabilities, reverse=True)[:count]) for count in range(len(probabilities))]
+    if any(abs(before - top_p) < 1e-5 for before in spent):
+        return  # a draw at the very edge of the nucleus is a matter of rounding
+    drawn = frequencies(logs(*probabilities), top_p=top_p)
+    assert drawn == pytest.approx(nucleus(probabilities, top_p), abs=1e-3)
+
+
+@pytest.mark.parametrize("temperature", [0.25, 0.5, 1.0, 2.0, 8.0])
+def test_temperature_sharpens_and_flattens(temperature):
+    parts = [part ** (1 / temperature) for part in (0.6, 0.3, 0.1)]
+    wanted = [part / sum(parts) for part in parts]
+    assert frequencies(logs(0.6, 0.3, 0.1), temperature=temperature) == pytest.approx(wanted, abs=1e-3)
+
+
+def test_a_high_temperature_makes_all_choices_alike():
+    assert frequencies([9.0, 0.0, -9.0, 3.0], temperature=1e6) == pytest.approx([0.25] * 4, abs=1e-3)
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-20, 1e-38, 1e-44])
+@pytest.mark.parametrize("uniform", [0.0, 0.5, NEAR_ONE])
+def test_a_temperature_next_to_zero_takes_the_largest(temperature, uniform):
+    assert draw([3.0, 40.0, FORBIDDEN, 39.0], uniform, temperature=temperature) == 1
+
+
+@pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2**-24, NEAR_ONE])
+@pytest.mark.parametrize("temperature", [0.2, 1.0, 100.0])
+@pytest.mark.parametrize("num_forbidden", [1, 50_000])
+def test_a_forbidden_choice_is_never_drawn(uniform, temperature, num_forbidden):
+    logits = [FORBIDDEN] * num_forbidden + [0.3, -2.0, 1.1]
+    assert draw(logits, uniform, temperature) >= num_forbidden
+
+
+@pytest.mark.parametrize("uniform", [0.0, 0.5, NEAR_ONE])
+def test_a_lone_choice_is_always_drawn(uniform):
+    assert draw([FORBIDDEN, FORBIDDEN, -1e4, FORBIDDEN], uniform) == 2
+
+
+def test_a_row_draws_the_same_in_any_company():
+    torch.manual_seed(0)
+    logits = 3 * torch.randn(16, 300)
+    temperature, top_p, uniform = 2 * torch.rand(16), torch.rand(16), torch.rand(16)
+    temperature[::5] = 0
+    together = sample(logits, temperature, top_p, uniform)
+    for row in range(16):
+        own = slice(row, row + 1)
+        assert sample(logits[own], temperature[own], top_p[own], uniform[own]) == together[row]
+
+
+def test_logits_of_a_short_type_are_drawn_in_float32():
+    logits = torch.tensor([[1.0, 2.0, 0.5]])
+    one, uniform = torch.ones(64), torch.arange(64) / 64
+    assert torch.equal(
+        sample(logits.bfloat16().expand(64, -1), one, one, uniform),
+        sample(logits.expand(64, -1), one, one, uniform),
+    )
