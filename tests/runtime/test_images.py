@@ -244,7 +244,7 @@ def test_channels_of_32_bits_are_refused():
         decode(encode(Image.new("F", (4, 4), 0.5), "TIFF"))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     image_format=st.sampled_from(["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"]),
     edits=st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), min_size=1, max_size=8),
@@ -367,7 +367,7 @@ small = st.builds(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(vision=small, width=st.integers(1, 900), height=st.integers(1, 900))
 def test_neighbouring_crops_of_any_size_share_their_margins(vision, width, height):
     crops = make_crops(noise(width, height), vision)
