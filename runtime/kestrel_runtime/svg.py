@@ -14,8 +14,8 @@ _ARC_UNSCALED = {2, 3, 4}  # an arc's rotation and its two flags are not lengths
 def svg_path(words: Sequence[str]) -> str:
     """Join command letters and integers ("-" negates the next) into a path scaled to [0, 1].
 
-    Reading stops at the first word that is neither, and an incomplete last group of arguments is dropped, so
-    what is returned always parses.
+    Reading stops at the first word that is neither, at a first command that is no move, and at an arc whose
+    flags are not 0 or 1; an incomplete last group of arguments is dropped. So what is returned always parses.
     """
     parts: list[str] = []
     command = ""
@@ -23,6 +23,8 @@ def svg_path(words: Sequence[str]) -> str:
     is_first_group = True
     for word in _integers_and_letters(words):
         if isinstance(word, str):
+            if not parts and word not in "Mm":
+                break
             command, arguments = word, []
             if command in "Zz":
                 parts.append(command)
@@ -32,6 +34,8 @@ def svg_path(words: Sequence[str]) -> str:
         else:
             arguments.append(word)
             if len(arguments) == _NUM_ARGUMENTS[command.upper()]:
+                if command in "Aa" and not {0, 1}.issuperset(arguments[3:5]):
+                    break
                 # A repeated group goes without its letter: after M it draws lines, as in SVG.
                 parts += [command] * is_first_group
                 parts += _scaled(command, arguments)
