@@ -44,7 +44,7 @@ class Preprocessor:
         return self._pool.submit(self.prepare, request, clock)
 
     def prepare(self, request: Request, clock: SequenceClock) -> Sequence:
-        """Decode, tile and tokenise. Raises `ImageError` and `ContextLengthExceeded`."""
+        """Decode, tile and tokenise. Raises `InvalidRequest`, mostly as `ImageError` or `ContextLengthExceeded`."""
         clock.preprocess_started = time.monotonic()
         config, skill = self._config, SKILLS[request.skill]
         prompt = [Token(config.tokenizer.bos_id), *skill.prompt(request, self._tokenizer, config)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from kestrel_runtime.errors import InvalidRequest, Violation
 from kestrel_runtime.events import CaptionOutput, FinishReason, TextChannel, TextDelta
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.requests import Caption
@@ -27,7 +28,10 @@ class CaptionSkill(Skill):
     defaults = SamplingDefaults(temperature=0.2, top_p=0.9)
 
     def prompt(self, request: Caption, tokenizer: Tokenizer, config: MoondreamConfig) -> list[Token]:
-        return text_tokens(config.tokenizer.templates["caption"][request.length])
+        templates = config.tokenizer.templates["caption"]
+        if request.length not in templates:
+            raise InvalidRequest((Violation("length", f"this model's captions are {', '.join(templates)}"),))
+        return text_tokens(templates[request.length])
 
     def reader(self, request: Caption, tokenizer: Tokenizer, config: MoondreamConfig) -> Reader:
         return _CaptionReader(tokenizer, config, request.sampling.max_tokens or DEFAULT_MAX_TOKENS)

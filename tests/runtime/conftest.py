@@ -1,0 +1,27 @@
+"""The small golden models, loaded once."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from kestrel_runtime.config import EngineConfig
+from kestrel_runtime.engine import Engine
+from kestrel_runtime.loading import LoadedModel
+from tests.golden import MD2_SMALL, MD3_SMALL
+
+
+@pytest.fixture(scope="session")
+def moondream2() -> LoadedModel:
+    return LoadedModel.load(EngineConfig(model=str(MD2_SMALL), dtype="float32", device="cpu"))
+
+
+@pytest.fixture(scope="session")
+def moondream3() -> LoadedModel:
+    return LoadedModel.load(EngineConfig(model=str(MD3_SMALL), dtype="float32", device="cpu"))
+
+
+@pytest.fixture
+def engine(moondream3: LoadedModel) -> Iterator[Engine]:
+    engine = Engine(moondream3, EngineConfig(model=str(MD3_SMALL), max_batch_size=8))
+    yield engine
+    engine.close()

@@ -1,0 +1,324 @@
+"""The engine on a small golden model: answers do not depend on company, and nobody who leaves keeps a page."""
+
+import asyncio
+import contextlib
+import random
+import threading
+
+import pytest
+
+from kestrel_runtime.config import EngineConfig
+from kestrel_runtime.engine import Engine, EngineStatus
+from kestrel_runtime.errors import (
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    EngineUnavailable,
+    ImageError,
+    InternalError,
+    KestrelError,
+    ModelNotFound,
+    Overloaded,
+    QueueTimeout,
+    SkillUnsupported,
+)
+from kestrel_runtime.events import Event, Finished, FinishReason, QueryOutput, Started, TextChannel, TextDelta
+from kestrel_runtime.loading import LoadedModel
+from kestrel_runtime.requests import (
+    Caption,
+    Detect,
+    Point,
+    PointRef,
+    Query,
+    Request,
+    RequestOptions,
+    SamplingParams,
+    Segment,
+)
+from kestrel_runtime.stream import Stream
+from tests.golden import MD2_SMALL, MD3_SMALL
+
+SMALL_IMAGE = (MD3_SMALL / "image_1_64x64.png").read_bytes()
+TILED_IMAGE = (MD3_SMALL / "image_0_500x400.png").read_bytes()
+
+
+def endless(seed: int = 0) -> Query:
+    """A question whose answer goes on for as long as anybody will wait."""
+    return Query("hello", sampling=SamplingParams(temperature=50.0, top_p=1.0, max_tokens=3000, seed=seed))
+
+
+def mixed_requests() -> list[Request]:
+    """Thirty-two requests: every skill, with and without image, greedy and drawn."""
+    drawn = [SamplingParams(temperature=1.0, top_p=0.9, max_tokens=12, seed=seed) for seed in range(4)]
+    greedy = SamplingParams(temperature=0.0, max_tokens=12)
+    kinds: list[Request] = [
+        Query("What is in this image?", SMALL_IMAGE, sampling=greedy),
+        Query("license", SMALL_IMAGE, reasoning=True, sampling=drawn[0]),
+        Query("Tell me about the oceans.", sampling=drawn[1]),
+        Query("Here?", SMALL_IMAGE, spatial_refs=(PointRef(0.25, 0.75),), sampling=greedy),
+        Caption(SMALL_IMAGE, "short", sampling=greedy),
+        Caption(TILED_IMAGE, "long", sampling=drawn[2]),
+        Point("copy", SMALL_IMAGE, max_objects=5),
+        Detect("License", SMALL_IMAGE, max_objects=4),
+        Segment("copy", SMALL_IMAGE, sampling=drawn[3]),
+    ]
+    return [kinds[place % len(kinds)] for place in range(32)]
+
+
+async def settled(engine: Engine) -> None:
+    """Return once the engine has turned a whole step for somebody who came after everybody else."""
+    await engine.submit(Query("hi", sampling=SamplingParams(max_tokens=1))).result()
+
+
+async def error_of(stream: Stream) -> KestrelError:
+    with pytest.raises(KestrelError) as caught:
+        await stream.result()
+    return caught.value
+
+
+def text_of(events: list[Event], channel: TextChannel) -> str:
+    return "".join(item.text for item in events if isinstance(item, TextDelta) and item.channel is channel)
+
+
+async def test_a_stream_starts_tells_and_finishes_in_that_order(engine: Engine) -> None:
+    events = [event async for event in engine.submit(Query("license", SMALL_IMAGE, reasoning=True))]
+    assert isinstance(events[0], Started)
+    assert len(events) > 3
+    assert all(isinstance(event, TextDelta) for event in events[1:-1])
+    assert isinstance(events[-1], Finished)
+
+
+async def test_the_deltas_of_each_channel_add_up_to_the_final_text(engine: Engine) -> None:
+    for seed in range(5):
+        sampling = SamplingParams(temperature=2.0, max_tokens=60, seed=seed)
+        query = Query("license", SMALL_IMAGE, reasoning=True, sampling=sampling)
+        events = [event async for event in engine.submit(query)]
+        finished = events[-1]
+        assert isinstance(finished, Finished)
+        assert isinstance(finished.output, QueryOutput)
+        assert finished.output.reasoning is not None
+        assert text_of(events, TextChannel.REASONING) == finished.output.reasoning.text != ""
+        assert text_of(events, TextChannel.ANSWER) == finished.output.answer
+
+
+async def test_usage_and_timing_tell_what_was_spent(engine: Engine) -> None:
+    finished = await engine.submit(
+        Caption(SMALL_IMAGE, sampling=SamplingParams(temperature=0, max_tokens=5))
+    ).result()
+    assert finished.usage.num_image_tokens == 729
+    assert finished.usage.num_input_tokens == 1 + 729 + 7  # BOS, image, the caption's template
+    assert finished.usage.num_output_tokens == 5
+    timing = finished.timing
+    parts = timing.queue_s + timing.preprocess_s + timing.prefill_s
+    assert timing.time_to_first_token_s == pytest.approx(parts)
+    assert min(timing.queue_s, timing.preprocess_s, timing.prefill_s, timing.decode_s) >= 0
+
+
+async def test_thirty_two_mixed_requests_answer_as_they_do_alone(engine: Engine) -> None:
+    requests = mixed_requests()
+    alone = {id(request): (await engine.submit(request).result()).output for request in set(requests)}
+    together = await asyncio.gather(*(engine.submit(request).result() for request in requests))
+    assert [finished.output for finished in together] == [alone[id(request)] for request in requests]
+
+
+async def test_a_cache_too_small_for_everybody_changes_no_answer(moondream3: LoadedModel, engine: Engine) -> None:
+    requests = [
+        Caption(SMALL_IMAGE, sampling=SamplingParams(temperature=1, max_tokens=90, seed=n)) for n in range(6)
+    ]
+    roomy = [(await engine.submit(request).result()).output for request in requests]
+    # Two prompts fit with a page to spare; both cannot grow to their end, so one must go back and start over.
+    tight = Engine(moondream3, EngineConfig(model="", max_batch_size=6, num_kv_pages=96))
+    try:
+        finished = await asyncio.gather(*(tight.submit(request).result() for request in requests))
+        assert [item.output for item in finished] == roomy
+        assert tight.load().num_used_pages == 0
+    finally:
+        tight.close()
+
+
+async def test_an_equal_seed_gives_an_equal_answer_and_another_seed_another(engine: Engine) -> None:
+    def drawn(seed: int | None) -> Query:
+        return Query("hello", sampling=SamplingParams(temperature=5.0, max_tokens=30, seed=seed))
+
+    seeds = (7, 7, 8, None, None)
+    outputs = [(await engine.submit(drawn(seed)).result()).output for seed in seeds]
+    assert outputs[0] == outputs[1]
+    assert len(set(outputs)) == 4
+
+
+async def test_two_hundred_cancellations_under_load_leave_no_page_behind(engine: Engine) -> None:
+    chance = random.Random(1)
+    background = [engine.submit(endless(seed)) for seed in range(3)]
+
+    async def leave_midway(number: int) -> None:
+        with_image: Request = Detect("copy", SMALL_IMAGE) if number % 2 else Caption(SMALL_IMAGE)
+        request = endless(number) if number % 5 else with_image
+        stream = engine.submit(request)
+        with contextlib.suppress(StopAsyncIteration):
+            for _ in range(chance.randrange(6)):  # 0: cancelled while it is still being prepared
+                await anext(stream)
+        stream.cancel()
+        stream.cancel()
+
+    for batch in range(20):
+        await asyncio.gather(*(leave_midway(10 * batch + number) for number in range(10)))
+    for stream in background:
+        stream.cancel()
+    await settled(engine)
+    load = engine.load()
+    assert (load.num_used_pages, load.num_running, load.num_waiting, load.num_preprocessing) == (0, 0, 0, 0)
+
+
+async def test_a_cancelled_stream_ends_and_its_pages_are_back_within_a_step(engine: Engine) -> None:
+    stream = engine.submit(endless())
+    async for event in stream:
+        if isinstance(event, TextDelta):
+            stream.cancel()
+    await settled(engine)
+    assert engine.load().num_used_pages == 0
+
+
+async def test_a_deadline_ends_a_running_request_and_frees_its_pages(engine: Engine) -> None:
+    streams = [engine.submit(endless(seed), deadline_s=0.05 + 0.01 * seed) for seed in range(20)]
+    errors = await asyncio.gather(*map(error_of, streams))
+    assert {type(error) for error in errors} == {DeadlineExceeded}
+    await settled(engine)
+    assert engine.load().num_used_pages == 0
+
+
+async def test_who_waits_longer_than_allowed_is_told_so(moondream3: LoadedModel) -> None:
+    engine = Engine(moondream3, EngineConfig(model="", max_batch_size=1))
+    try:
+        running = engine.submit(endless())
+        await anext(running)
+        patient = Query("hello", options=RequestOptions(max_queue_s=0.05))
+        assert isinstance(await error_of(engine.submit(patient)), QueueTimeout)
+        running.cancel()
+        await settled(engine)
+        assert engine.load().num_used_pages == 0
+    finally:
+        engine.close()
+
+
+async def test_a_full_queue_refuses_at_once(moondream3: LoadedModel) -> None:
+    engine = Engine(moondream3, EngineConfig(model="", max_batch_size=1, max_queued_requests=3))
+    try:
+        running = engine.submit(endless())
+        await anext(running)
+        waiting = [engine.submit(endless()) for _ in range(3)]
+        with pytest.raises(Overloaded) as caught:
+            engine.submit(endless())
+        assert caught.value.max_queued_requests == 3
+        running.cancel()
+        await anext(waiting[0])  # room again, though not for long
+        assert isinstance(engine.submit(endless()), Stream)
+    finally:
+        engine.close()
+
+
+async def test_an_answer_ends_where_the_context_does(moondream3: LoadedModel) -> None:
+    engine = Engine(moondream3, EngineConfig(model="", num_kv_pages=4, page_size=16))
+    try:
+        assert engine.info.max_context_tokens == 64
+        finished = await engine.submit(endless()).result()
+        assert finished.finish_reason is FinishReason.LENGTH
+        assert finished.usage.num_input_tokens + finished.usage.num_output_tokens == 64
+    finally:
+        engine.close()
+
+
+async def test_a_prompt_longer_than_the_context_is_refused(engine: Engine) -> None:
+    error = await error_of(engine.submit(Query("word " * 5000)))
+    assert isinstance(error, ContextLengthExceeded)
+    assert error.num_prompt_tokens > error.max_context_tokens == 4096
+    assert error.violations[0].field == "question"
+
+
+async def test_bad_images_fail_alone(engine: Engine) -> None:
+    good = engine.submit(Caption(SMALL_IMAGE, sampling=SamplingParams(max_tokens=5)))
+    assert isinstance(await error_of(engine.submit(Caption(SMALL_IMAGE[:100]))), ImageError)
+    with pytest.raises(ImageError) as caught:
+        engine.submit(Caption(b"x" * (33 * 2**20)))
+    assert caught.value.too_large
+    assert isinstance(await good.result(), Finished)
+
+
+def test_an_unknown_model_and_a_missing_skill_are_refused(moondream2: LoadedModel) -> None:
+    engine = Engine(moondream2, EngineConfig(model=str(MD2_SMALL)))
+    try:
+        with pytest.raises(ModelNotFound):
+            engine.submit(Query("hi", options=RequestOptions(model="another")))
+        with pytest.raises(SkillUnsupported):
+            engine.submit(Segment("cat", SMALL_IMAGE))
+    finally:
+        engine.close()
+
+
+async def test_the_served_model_may_be_named(engine: Engine) -> None:
+    named = Query("hi", sampling=SamplingParams(max_tokens=1), options=RequestOptions(model=engine.info.model))
+    assert isinstance(await engine.submit(named).result(), Finished)
+
+
+async def test_draining_refuses_newcomers_and_lets_the_rest_finish(engine: Engine) -> None:
+    running = engine.submit(Query("hello", sampling=SamplingParams(temperature=50.0, max_tokens=200, seed=1)))
+    await anext(running)
+    draining = asyncio.ensure_future(engine.drain())
+    finished = await running.result()
+    assert finished.finish_reason in (FinishReason.LENGTH, FinishReason.STOP)
+    await draining
+    assert engine.status is EngineStatus.DRAINING
+    with pytest.raises(EngineUnavailable):
+        engine.submit(endless())
+
+
+async def test_closing_ends_every_stream_with_an_error(moondream3: LoadedModel) -> None:
+    engine = Engine(moondream3, EngineConfig(model="", max_batch_size=2))
+    streams = [engine.submit(endless(seed)) for seed in range(8)]
+    await anext(streams[0])
+    await asyncio.to_thread(engine.close)
+    errors = await asyncio.gather(*map(error_of, streams))
+    assert {type(error) for error in errors} == {EngineUnavailable}
+    assert engine.load().num_used_pages == 0
+
+
+async def test_an_engine_whose_model_breaks_says_so_and_refuses(
+    moondream3: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Engine(moondream3, EngineConfig(model=""))
+    died = threading.Event()
+    engine.on_status_change(lambda status: died.set() if status is EngineStatus.DEAD else None)
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(moondream3.model.text, "forward", broken)
+    assert isinstance(await error_of(engine.submit(endless())), EngineUnavailable)
+    await asyncio.to_thread(died.wait)
+    assert "the device is gone" in caplog.text
+    with pytest.raises(EngineUnavailable):
+        engine.submit(endless())
+    engine.close()
+
+
+async def test_a_bug_in_preparing_a_request_fails_that_request_alone(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("secret")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("kestrel_runtime.preprocess.make_crops", broken)
+        error = await error_of(engine.submit(Caption(SMALL_IMAGE)))
+    assert isinstance(error, InternalError)
+    assert "secret" not in str(error)
+    assert isinstance(await engine.submit(Caption(SMALL_IMAGE)).result(), Finished)
+
+
+async def test_callers_whose_event_loop_is_gone_leave_nothing_behind(engine: Engine) -> None:
+    async def ask_and_leave() -> None:
+        for seed in range(4):
+            await anext(engine.submit(Query("hello", sampling=SamplingParams(max_tokens=40, seed=seed))))
+
+    await asyncio.to_thread(asyncio.run, ask_and_leave())
+    while engine.load().num_used_pages:
+        await settled(engine)
+    assert engine.load().num_running == 0

@@ -1,0 +1,79 @@
+"""Preparing requests on worker threads."""
+
+import time
+
+import pytest
+
+from kestrel_runtime.errors import ContextLengthExceeded, ImageError
+from kestrel_runtime.loading import LoadedModel
+from kestrel_runtime.preprocess import Preprocessor
+from kestrel_runtime.requests import Caption, Point, Query, SamplingParams
+from kestrel_runtime.sequence import SequenceClock
+from tests.golden import MD3_SMALL
+
+IMAGE = (MD3_SMALL / "image_0_500x400.png").read_bytes()
+
+
+@pytest.fixture
+def preprocessor(moondream3: LoadedModel):
+    preprocessor = Preprocessor(
+        moondream3.model.config, moondream3.tokenizer, max_context=1000, max_image_pixels=10**6, num_threads=2
+    )
+    yield preprocessor
+    preprocessor.close()
+
+
+def clock() -> SequenceClock:
+    return SequenceClock(submitted=time.monotonic())
+
+
+def test_a_prompt_is_bos_then_image_then_the_skills_tokens(preprocessor: Preprocessor) -> None:
+    sequence = preprocessor.prepare(Caption(IMAGE, "short"), clock())
+    assert [token.id for token in sequence.tokens] == [0, 1, 287, 80, 2, 550, 277, 3]
+    assert sequence.num_image_tokens == 729
+    assert sequence.length == sequence.num_prompt_positions == 8 + 729
+    assert sequence.prefix_length == 730
+    assert sequence.crops is not None
+    assert sequence.num_crops_to_encode == 9
+
+
+def test_a_question_without_an_image_has_no_prefix(preprocessor: Preprocessor) -> None:
+    sequence = preprocessor.prepare(Query("hello"), clock())
+    assert (sequence.num_image_tokens, sequence.prefix_length, sequence.crops) == (0, 0, None)
+
+
+def test_open_settings_take_the_skills_defaults_and_zero_is_not_open(preprocessor: Preprocessor) -> None:
+    text = preprocessor.prepare(Query("hello"), clock())
+    place = preprocessor.prepare(Point("cat", IMAGE), clock())
+    greedy = preprocessor.prepare(Query("hello", sampling=SamplingParams(temperature=0.0, top_p=0.5)), clock())
+    assert (text.temperature, text.top_p) == (0.2, 0.9)
+    assert (place.temperature, place.top_p) == (0.0, 1.0)
+    assert (greedy.temperature, greedy.top_p) == (0.0, 0.5)
+
+
+def test_equal_seeds_draw_equal_numbers(preprocessor: Preprocessor) -> None:
+    sampling = SamplingParams(seed=3)
+    first, second = (preprocessor.prepare(Query("hello", sampling=sampling), clock()) for _ in range(2))
+    assert [first.random.random() for _ in range(3)] == [second.random.random() for _ in range(3)]
+    assert first.id != second.id
+
+
+def test_a_prompt_that_leaves_no_room_is_refused_before_its_image_is_decoded(preprocessor: Preprocessor) -> None:
+    with pytest.raises(ContextLengthExceeded) as caught:
+        preprocessor.prepare(Query("word " * 400, b"not an image"), clock())
+    assert caught.value.max_context_tokens == 1000
+
+
+def test_an_image_over_the_pixel_limit_is_refused(moondream3: LoadedModel) -> None:
+    strict = Preprocessor(
+        moondream3.model.config, moondream3.tokenizer, max_context=4096, max_image_pixels=1000, num_threads=1
+    )
+    with pytest.raises(ImageError) as caught:
+        strict.prepare(Caption(IMAGE), clock())
+    assert caught.value.too_large
+    strict.close()
+
+
+def test_a_workers_error_is_in_its_future(preprocessor: Preprocessor) -> None:
+    assert isinstance(preprocessor.submit(Caption(b"not an image"), clock()).exception(), ImageError)
+    assert preprocessor.submit(Query("hello"), clock()).result().num_prompt_tokens > 4
