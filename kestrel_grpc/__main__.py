@@ -1,0 +1,118 @@
+"""The command `kestrel-grpc`: serve, verify, and the commands that ask a server. Reads arguments, sets exit codes.
+
+What is heavy is imported by the command that needs it, so that asking a server does not load the model's libraries.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from kestrel_grpc import __version__
+from kestrel_grpc.cli import add_client_commands
+from kestrel_grpc.config import ConfigurationError, ServerConfig, add_serve_arguments
+from kestrel_grpc.logs import set_up_logging
+from kestrel_runtime.errors import CheckpointError
+
+# The engine's thread must give up the interpreter quickly, or every call waits for it.
+_SWITCH_INTERVAL_S = 0.0002
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    arguments = _parser().parse_args(argv)
+    return arguments.run(arguments)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kestrel-grpc", description="A gRPC inference server for the Moondream vision-language models."
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    serve = commands.add_parser(
+        "serve",
+        help="serve a model",
+        description="Serve a model until SIGTERM. A flag wins over its environment variable.",
+        allow_abbrev=False,
+    )
+    add_serve_arguments(serve)
+    serve.set_defaults(run=_serve)
+    verify = commands.add_parser(
+        "verify",
+        help="check a machine against a golden folder",
+        description="Run every case of a golden folder and print which hold; exit 1 if one does not.",
+    )
+    verify.add_argument("folder", metavar="FOLDER", type=Path)
+    verify.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
+    verify.add_argument(
+        "--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="default: auto"
+    )
+    verify.set_defaults(run=_verify)
+    add_client_commands(commands)
+    return parser
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    try:
+        config = ServerConfig.parse(vars(arguments), os.environ)
+    except ConfigurationError as error:
+        for problem in error.problems:
+            _complain(problem)
+        return 2
+    set_up_logging(config.log_level)
+    from kestrel_grpc.server import PortUnavailable, Server, require_free_port
+    from kestrel_runtime.engine import Engine
+
+    async def run() -> bool:
+        return await Server(engine, config).serve()
+
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    try:
+        require_free_port(config.host, config.port)
+        engine = Engine.start(config.engine_config())
+        try:
+            with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+                ended_by_signal = runner.run(run())
+        finally:
+            engine.close()
+    except (CheckpointError, PortUnavailable) as error:
+        _complain(str(error))
+        return 1
+    except KeyboardInterrupt:  # while the model was being loaded
+        return 130
+    return 0 if ended_by_signal else 1
+
+
+def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
+    """uvloop where it is installed, else the standard loop."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.Loop
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from kestrel_runtime.verify import GoldenFolder
+
+    try:
+        folder = GoldenFolder(arguments.folder, device=arguments.device, dtype=arguments.dtype)
+        num_passed, num_failed = folder.run(lambda line: print(line, flush=True))
+    except CheckpointError as error:
+        _complain(str(error))
+        return 1
+    print(f"{num_passed} passed, {num_failed} failed")
+    return 1 if num_failed else 0
+
+
+def _complain(text: str) -> None:
+    print(f"kestrel-grpc: {text}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

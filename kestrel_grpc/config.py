@@ -1,0 +1,240 @@
+"""Every option of the server, once: its flag, its environment variable, its default and its unit.
+
+`ServerConfig` is that list and the value it makes. A flag wins over its environment variable, which wins over the
+default. Knows nothing about sockets or models. `python -m kestrel_grpc.config` prints the table for the README.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import Field, dataclass, field, fields
+from typing import Any
+
+from kestrel_runtime.config import EngineConfig
+
+MIB = 2**20
+ENVIRONMENT_PREFIX = "KESTREL_"
+_OPTION = "option"
+
+
+class ConfigurationError(Exception):
+    """Options that cannot be used; `problems` has a line for each."""
+
+    def __init__(self, problems: tuple[str, ...]) -> None:
+        super().__init__("; ".join(problems))
+        self.problems = problems
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """What is known about an option beside its name. `parse` raises `ValueError` with the reason."""
+
+    help: str
+    unit: str
+    parse: Callable[[str], Any]
+    default_text: str
+
+
+def whole_number(minimum: int, maximum: int = 2**31 - 1) -> Callable[[str], int]:
+    """Parses an integer within bounds."""
+
+    def parse(text: str) -> int:
+        if not re.fullmatch(r"-?[0-9]+", text) or not minimum <= int(text) <= maximum:
+            raise ValueError(f"must be a whole number from {minimum} to {maximum}")
+        return int(text)
+
+    return parse
+
+
+def positive_seconds(text: str) -> float:
+    """Parses a duration of zero or more seconds, at most a day."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value <= 86_400.0:
+        raise ValueError("must be a number of seconds from 0 to 86400")
+    return value
+
+
+def one_of(*choices: str) -> Callable[[str], str]:
+    """Parses one of a few words."""
+
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise ValueError(f"must be one of {', '.join(choices)}")
+        return text
+
+    return parse
+
+
+def on_or_off(text: str) -> bool:
+    """Parses a switch."""
+    return one_of("on", "off")(text) == "on"
+
+
+def some_text(text: str) -> str:
+    """Parses anything but nothing."""
+    if not text.strip():
+        raise ValueError("must not be empty")
+    return text
+
+
+def _option(
+    default: Any, parse: Callable[[str], Any], help: str, *, unit: str = "", default_text: str | None = None
+) -> Any:
+    text = str(default) if default_text is None else default_text
+    return field(default=default, metadata={_OPTION: Option(help, unit, parse, text)})
+
+
+_ENGINE = EngineConfig(model="")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """How a server is set up. The field `max_queue` is the flag `--max-queue` and the variable KESTREL_MAX_QUEUE."""
+
+    model: str = _option("", some_text, "local folder or file, or hub name", default_text="required")
+    revision: str | None = _option(None, some_text, "revision of a hub model", default_text="the published one")
+    device: str = _option("auto", one_of("auto", "cpu", "cuda"), "where the model runs: auto, cpu or cuda")
+    dtype: str = _option(
+        "auto",
+        one_of("auto", "float32", "bfloat16", "float16"),
+        "number format of the weights: auto, float32, bfloat16 or float16",
+    )
+    host: str = _option(
+        "127.0.0.1", some_text, "address to listen on; there is no encryption, so open it (0.0.0.0) with care"
+    )
+    port: int = _option(50051, whole_number(0, 65_535), "port to listen on; 0 takes a free one and prints it")
+    max_batch_size: int = _option(
+        _ENGINE.max_batch_size, whole_number(1), "requests that generate together", unit="requests"
+    )
+    kv_pages: int | None = _option(
+        None,
+        whole_number(1),
+        "size of the key-value cache",
+        unit="pages",
+        default_text="from batch size and memory",
+    )
+    page_size: int = _option(
+        _ENGINE.page_size, whole_number(1), "size of a page of the key-value cache", unit="tokens"
+    )
+    max_queue: int = _option(
+        _ENGINE.max_queued_requests,
+        whole_number(1),
+        "requests that may wait; one more is refused",
+        unit="requests",
+    )
+    max_message_bytes: int = _option(64 * MIB, whole_number(1), "largest message received", unit="bytes")
+    max_image_bytes: int = _option(_ENGINE.max_image_bytes, whole_number(1), "largest encoded image", unit="bytes")
+    max_image_pixels: int = _option(
+        _ENGINE.max_image_pixels, whole_number(1), "largest image, width times height", unit="pixels"
+    )
+    preprocess_threads: int = _option(
+        _ENGINE.num_preprocess_threads,
+        whole_number(1, 1024),
+        "threads that decode images and build prompts",
+        unit="threads",
+    )
+    max_prefill_tokens: int = _option(
+        _ENGINE.max_prefill_tokens,
+        whole_number(1),
+        "prompt tokens that one step may carry beside the decoding requests",
+        unit="tokens",
+    )
+    drain_timeout: float = _option(
+        20.0, positive_seconds, "how long running requests may take to end after SIGTERM", unit="seconds"
+    )
+    reflection: bool = _option(
+        True, on_or_off, "whether clients may ask for the schema: on or off", default_text="on"
+    )
+    log_level: str = _option(
+        "info",
+        one_of("debug", "info", "warning", "error"),
+        "least severe line to log: debug, info, warning or error",
+    )
+
+    @classmethod
+    def parse(cls, flags: Mapping[str, str | None], environment: Mapping[str, str]) -> ServerConfig:
+        """From texts by field name, and the process's environment. Raises `ConfigurationError` with every problem."""
+        values: dict[str, Any] = {}
+        problems: list[str] = []
+        for item in fields(cls):
+            source, text = flag_name(item.name), flags.get(item.name)
+            if text is None:
+                source = environment_name(item.name)
+                text = environment.get(source)
+            if text is not None:
+                try:
+                    values[item.name] = _option_of(item).parse(text)
+                except ValueError as error:
+                    problems.append(f"{source}: {text!r} {error}")
+            elif item.name == "model":
+                problems.append(f"{flag_name('model')} or {environment_name('model')}: is required")
+        if problems:
+            raise ConfigurationError(tuple(problems))
+        return cls(**values)
+
+    def engine_config(self) -> EngineConfig:
+        """The part that the engine needs."""
+        return EngineConfig(
+            model=self.model,
+            revision=self.revision,
+            device=self.device,
+            dtype=self.dtype,
+            max_batch_size=self.max_batch_size,
+            num_kv_pages=self.kv_pages,
+            page_size=self.page_size,
+            max_queued_requests=self.max_queue,
+            max_image_bytes=self.max_image_bytes,
+            max_image_pixels=self.max_image_pixels,
+            num_preprocess_threads=self.preprocess_threads,
+            max_prefill_tokens=self.max_prefill_tokens,
+        )
+
+
+def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add every flag. Values stay texts: `ServerConfig.parse` checks them together with the environment's."""
+    for name, option in options():
+        unit = f", in {option.unit}" if option.unit else ""
+        parser.add_argument(
+            flag_name(name),
+            metavar=option.unit.upper() or name.rsplit("_", 1)[-1].upper(),
+            help=f"{option.help}{unit} (default: {option.default_text}; {environment_name(name)})",
+        )
+
+
+def options() -> Iterator[tuple[str, Option]]:
+    """Every option, by field name."""
+    for item in fields(ServerConfig):
+        yield item.name, _option_of(item)
+
+
+def flag_name(name: str) -> str:
+    """`max_queue` → `--max-queue`."""
+    return "--" + name.replace("_", "-")
+
+
+def environment_name(name: str) -> str:
+    """`max_queue` → `KESTREL_MAX_QUEUE`."""
+    return ENVIRONMENT_PREFIX + name.upper()
+
+
+def markdown_table() -> str:
+    """The table of options as the README shows it."""
+    rows = ["| Flag | Environment | Default | Unit | What it sets |", "|---|---|---|---|---|"]
+    rows += [
+        f"| `{flag_name(name)}` | `{environment_name(name)}` | {option.default_text} | {option.unit} | {option.help} |"
+        for name, option in options()
+    ]
+    return "\n".join(rows)
+
+
+def _option_of(item: Field[Any]) -> Option:
+    return item.metadata[_OPTION]
+
+
+if __name__ == "__main__":
+    print(markdown_table())

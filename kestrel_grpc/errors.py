@@ -1,0 +1,208 @@
+"""What can go wrong, and the one table from error to gRPC status. No text of an exception reaches a caller.
+
+    kestrel_runtime.errors            status                reason                   details beside ErrorInfo
+    KestrelError
+    ├── InvalidRequest                INVALID_ARGUMENT      INVALID_REQUEST          BadRequest
+    │   ├── ImageError                INVALID_ARGUMENT      IMAGE_DECODE_FAILED      BadRequest
+    │   │      … too large            INVALID_ARGUMENT      IMAGE_TOO_LARGE          BadRequest
+    │   └── ContextLengthExceeded     INVALID_ARGUMENT      CONTEXT_LENGTH_EXCEEDED  BadRequest
+    ├── ModelNotFound                 NOT_FOUND             MODEL_NOT_FOUND          ResourceInfo
+    ├── SkillUnsupported              FAILED_PRECONDITION   SKILL_UNSUPPORTED        PreconditionFailure
+    ├── Overloaded                    RESOURCE_EXHAUSTED    QUEUE_FULL               RetryInfo, QuotaFailure
+    ├── QueueTimeout                  UNAVAILABLE           QUEUE_TIMEOUT            RetryInfo, and pushback
+    ├── DeadlineExceeded              DEADLINE_EXCEEDED     DEADLINE_EXCEEDED        –
+    └── EngineUnavailable             UNAVAILABLE           ENGINE_UNAVAILABLE       RetryInfo
+           … while draining           UNAVAILABLE           DRAINING                 RetryInfo
+    anything else: our bug            INTERNAL              INTERNAL                 –
+
+Every status carries an ErrorInfo of domain `kestrel.dev` whose metadata names the request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import grpc
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from kestrel_grpc.call import REQUEST_ID_KEY
+from kestrel_runtime.errors import (
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    EngineUnavailable,
+    ImageError,
+    InvalidRequest,
+    ModelNotFound,
+    Overloaded,
+    QueueTimeout,
+    SkillUnsupported,
+)
+
+DOMAIN = "kestrel.dev"
+# Trailers must stay below the 8 KiB that peers accept, so what a caller or a list can make long is cut.
+MAX_VIOLATIONS = 20
+MAX_ECHO_CHARS = 128
+_RETRY_ELSEWHERE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class CallStatus(grpc.Status):
+    """How a call ends, as `ServicerContext.abort_with_status` takes it. `reason` is for the log."""
+
+    code: grpc.StatusCode
+    details: str
+    trailing_metadata: tuple[tuple[str, str | bytes], ...]
+    reason: str
+
+
+def to_status(error: Exception, request_id: str, *, is_draining: bool = False) -> CallStatus:
+    """The status for any exception; `is_draining` tells why an engine is unavailable."""
+    row = next((_TABLE[kind] for kind in type(error).__mro__ if kind in _TABLE), _BUG)
+    reason = row.reason if isinstance(row.reason, str) else row.reason(error)
+    if is_draining and isinstance(error, EngineUnavailable):
+        reason = "DRAINING"
+    retry_s = row.retry_s(error)
+    info = error_details_pb2.ErrorInfo(
+        reason=reason, domain=DOMAIN, metadata={"requestId": request_id, **row.facts(error)}
+    )
+    details = [info, *row.details(error)]
+    if retry_s is not None:
+        details.append(error_details_pb2.RetryInfo(retry_delay=_duration(retry_s)))
+    status = rpc_status.to_status(
+        status_pb2.Status(
+            code=row.code.value[0],
+            message=row.message(error),
+            details=[_packed(detail) for detail in details],
+        )
+    )
+    metadata = [*status.trailing_metadata, (REQUEST_ID_KEY, request_id)]
+    if retry_s is not None and row.has_pushback:
+        metadata.append(("grpc-retry-pushback-ms", str(round(retry_s * 1000))))
+    return CallStatus(row.code, status.details, tuple(metadata), reason)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One line of the table. The functions take the error; its type is that of the line."""
+
+    code: grpc.StatusCode
+    reason: str | Callable[[Any], str]
+    message: Callable[[Any], str]
+    details: Callable[[Any], Iterable[Message]] = lambda error: ()
+    facts: Callable[[Any], Mapping[str, str]] = lambda error: {}
+    retry_s: Callable[[Any], float | None] = lambda error: None
+    has_pushback: bool = False
+
+
+def _violations_text(error: InvalidRequest) -> str:
+    shown = "; ".join(f"{item.field}: {item.description}" for item in error.violations[:MAX_VIOLATIONS])
+    hidden = len(error.violations) - MAX_VIOLATIONS
+    return f"{shown}; and {hidden} more" if hidden > 0 else shown
+
+
+def _bad_request(error: InvalidRequest) -> Iterable[Message]:
+    yield error_details_pb2.BadRequest(
+        field_violations=[
+            error_details_pb2.BadRequest.FieldViolation(field=item.field, description=item.description)
+            for item in error.violations[:MAX_VIOLATIONS]
+        ]
+    )
+
+
+def _resource_info(error: ModelNotFound) -> Iterable[Message]:
+    yield error_details_pb2.ResourceInfo(resource_type="model", resource_name=error.model[:MAX_ECHO_CHARS])
+
+
+def _precondition_failure(error: SkillUnsupported) -> Iterable[Message]:
+    violation = error_details_pb2.PreconditionFailure.Violation(
+        type="SKILL", subject=error.skill, description=f"the model {error.model} has no such skill"
+    )
+    yield error_details_pb2.PreconditionFailure(violations=[violation])
+
+
+def _quota_failure(error: Overloaded) -> Iterable[Message]:
+    violation = error_details_pb2.QuotaFailure.Violation(
+        subject="queue", description=f"at most {error.max_queued_requests} requests may wait"
+    )
+    yield error_details_pb2.QuotaFailure(violations=[violation])
+
+
+def _duration(duration_s: float) -> Duration:
+    duration = Duration()
+    duration.FromNanoseconds(round(duration_s * 1e9))
+    return duration
+
+
+def _packed(detail: Message) -> AnyMessage:
+    packed = AnyMessage()
+    packed.Pack(detail)
+    return packed
+
+
+_INVALID = grpc.StatusCode.INVALID_ARGUMENT
+_BUG = _Row(grpc.StatusCode.INTERNAL, "INTERNAL", lambda error: "internal error")
+_TABLE: Mapping[type, _Row] = MappingProxyType(
+    {
+        InvalidRequest: _Row(_INVALID, "INVALID_REQUEST", _violations_text, _bad_request),
+        ImageError: _Row(
+            _INVALID,
+            lambda error: "IMAGE_TOO_LARGE" if error.too_large else "IMAGE_DECODE_FAILED",
+            _violations_text,
+            _bad_request,
+        ),
+        ContextLengthExceeded: _Row(
+            _INVALID,
+            "CONTEXT_LENGTH_EXCEEDED",
+            _violations_text,
+            _bad_request,
+            facts=lambda error: {
+                "promptTokenCount": str(error.num_prompt_tokens),
+                "maxContextTokenCount": str(error.max_context_tokens),
+            },
+        ),
+        ModelNotFound: _Row(
+            grpc.StatusCode.NOT_FOUND,
+            "MODEL_NOT_FOUND",
+            lambda error: f"no model named {error.model[:MAX_ECHO_CHARS]!r} is served",
+            _resource_info,
+        ),
+        SkillUnsupported: _Row(
+            grpc.StatusCode.FAILED_PRECONDITION,
+            "SKILL_UNSUPPORTED",
+            lambda error: f"the model {error.model} has no skill {error.skill!r}",
+            _precondition_failure,
+        ),
+        Overloaded: _Row(
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            "QUEUE_FULL",
+            lambda error: f"{error.max_queued_requests} requests are waiting already",
+            _quota_failure,
+            retry_s=lambda error: error.retry_after_s,
+        ),
+        QueueTimeout: _Row(
+            grpc.StatusCode.UNAVAILABLE,
+            "QUEUE_TIMEOUT",
+            lambda error: f"not started within {error.waited_s:.3f} s",
+            retry_s=lambda error: _RETRY_ELSEWHERE_S,
+            has_pushback=True,
+        ),
+        DeadlineExceeded: _Row(
+            grpc.StatusCode.DEADLINE_EXCEEDED,
+            "DEADLINE_EXCEEDED",
+            lambda error: "the deadline passed before the answer was complete",
+        ),
+        EngineUnavailable: _Row(
+            grpc.StatusCode.UNAVAILABLE,
+            "ENGINE_UNAVAILABLE",
+            lambda error: "the engine takes no requests now",
+            retry_s=lambda error: _RETRY_ELSEWHERE_S,
+        ),
+    }
+)

@@ -1,0 +1,76 @@
+"""grpc.health.v1, following the engine: `Check` for probes, `Watch` for balancers. Knows nothing of requests."""
+
+# ruff: noqa: N802 (methods bear the names of their RPCs)
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterable
+from typing import Any
+
+import grpc
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthServicer
+
+from kestrel_grpc.seam import EngineSeam
+from kestrel_runtime.engine import EngineStatus
+
+
+class Health(HealthServicer):
+    """All services serve, or none does. Belongs to the event loop that it was made on.
+
+    Watchers see the latest state; states that come and go between two of their looks are skipped. `close` ends
+    them all, since an open `Watch` would hold up the server's stop.
+    """
+
+    def __init__(self, engine: EngineSeam, services: Iterable[str]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._services = frozenset(("", *services))
+        self._is_serving = engine.status is EngineStatus.SERVING
+        self._is_closed = False
+        self._changed = asyncio.Event()
+        engine.on_status_change(self._follow)
+
+    async def Check(
+        self, request: HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> HealthCheckResponse:
+        if request.service not in self._services:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "unknown service")
+        return HealthCheckResponse(status=self._status(request.service))
+
+    async def Watch(
+        self, request: HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncGenerator[HealthCheckResponse, None]:
+        told = None
+        while True:
+            changed = self._changed
+            status = self._status(request.service)
+            if status != told:
+                yield HealthCheckResponse(status=status)
+                told = status
+            if self._is_closed:
+                return
+            await changed.wait()
+
+    def refuse(self) -> None:
+        """Report NOT_SERVING from now on, whatever the engine says."""
+        self._update(is_serving=False)
+
+    def close(self) -> None:
+        """Report NOT_SERVING and end every `Watch`."""
+        self._is_closed = True
+        self._update(is_serving=False)
+
+    def _follow(self, status: EngineStatus) -> None:
+        if not self._loop.is_closed():  # the engine may outlive the server, and calls from any thread
+            self._loop.call_soon_threadsafe(lambda: self._update(is_serving=status is EngineStatus.SERVING))
+
+    def _update(self, *, is_serving: bool) -> None:
+        self._is_serving = is_serving
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    def _status(self, service: str) -> HealthCheckResponse.ServingStatus:
+        if service not in self._services:
+            return HealthCheckResponse.SERVICE_UNKNOWN
+        return HealthCheckResponse.SERVING if self._is_serving else HealthCheckResponse.NOT_SERVING

@@ -1,0 +1,50 @@
+"""Server reflection in both versions, v1 and v1alpha: the same messages under two package names.
+
+The descriptors are served from a pool of our own, which holds the served services and nothing else of the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import grpc
+from google.protobuf import text_format
+from google.protobuf.descriptor import FileDescriptor
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
+from google.protobuf.descriptor_pool import DescriptorPool
+from grpc_reflection.v1alpha import reflection_pb2
+from grpc_reflection.v1alpha.reflection import aio
+
+V1 = "grpc.reflection.v1.ServerReflection"
+V1ALPHA = "grpc.reflection.v1alpha.ServerReflection"
+
+
+def add_reflection(server: grpc.aio.Server, files: Iterable[FileDescriptor]) -> None:
+    """Serve reflection about every service in `files`, and about itself."""
+    pool = DescriptorPool()
+    names = [V1, V1ALPHA]
+    for file in (*files, reflection_pb2.DESCRIPTOR):
+        _add(pool, file)
+        names += [service.full_name for service in file.services_by_name.values()]
+    pool.Add(_as_v1(reflection_pb2.DESCRIPTOR))
+    handler: Any = grpc.stream_stream_rpc_method_handler(
+        aio.ReflectionServicer(frozenset(names), pool).ServerReflectionInfo,
+        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
+        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    server.add_generic_rpc_handlers(
+        [grpc.method_handlers_generic_handler(name, {"ServerReflectionInfo": handler}) for name in (V1, V1ALPHA)]
+    )
+
+
+def _add(pool: DescriptorPool, file: FileDescriptor) -> None:
+    for dependency in file.dependencies:
+        _add(pool, dependency)
+    pool.AddSerializedFile(file.serialized_pb)
+
+
+def _as_v1(file: FileDescriptor) -> FileDescriptorProto:
+    """The same file under the package of version 1."""
+    text = str(FileDescriptorProto.FromString(file.serialized_pb))
+    return text_format.Parse(text.replace("v1alpha", "v1"), FileDescriptorProto())

@@ -1,0 +1,44 @@
+"""What the server asks of an engine. `kestrel_runtime.engine.Engine` is the real one, `tests/fakes.py` has another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from kestrel_runtime.engine import EngineInfo, EngineStatus, Load
+from kestrel_runtime.requests import Request
+from kestrel_runtime.stream import Stream
+
+
+class EngineSeam(Protocol):
+    """An engine that has been started."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """What is served. Never changes."""
+        ...
+
+    @property
+    def status(self) -> EngineStatus:
+        """Whether it takes requests now."""
+        ...
+
+    def on_status_change(self, callback: Callable[[EngineStatus], None]) -> None:
+        """Call `callback` at every change, in any thread."""
+        ...
+
+    def submit(self, request: Request, *, deadline_s: float | None = None) -> Stream:
+        """Admit a request that must end within `deadline_s` seconds from now, or raise why not."""
+        ...
+
+    def load(self) -> Load:
+        """How busy it is."""
+        ...
+
+    async def drain(self) -> None:
+        """Take no more requests, and return when those that run have ended."""
+        ...
+
+    def close(self) -> None:
+        """End everything. Blocks."""
+        ...

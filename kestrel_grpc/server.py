@@ -1,0 +1,213 @@
+"""The server's life: bind, serve, drain, stop. One event loop, one port, one engine. Knows no RPC."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import signal
+import socket
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Self
+
+import grpc
+from google.rpc import error_details_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kestrel_client.v1 import (
+    engine_service_pb2,
+    engine_service_pb2_grpc,
+    vision_service_pb2,
+    vision_service_pb2_grpc,
+)
+from kestrel_grpc.config import ServerConfig
+from kestrel_grpc.health import Health
+from kestrel_grpc.interceptors import CallScope
+from kestrel_grpc.reflection import add_reflection
+from kestrel_grpc.seam import EngineSeam
+from kestrel_grpc.services.engine import EngineService
+from kestrel_grpc.services.vision import VisionService
+from kestrel_runtime.engine import EngineStatus
+
+_FILES = (vision_service_pb2.DESCRIPTOR, engine_service_pb2.DESCRIPTOR)
+# After the last request has ended its last message may still be on its way out.
+_LAST_WORDS_S = 2.0
+
+_log = logging.getLogger(__name__)
+
+
+class PortUnavailable(Exception):
+    """The address cannot be listened on; the message says which and why."""
+
+
+class Server:
+    """Serves an engine that has been started. `stop` closes the engine too.
+
+    `async with` starts and stops it, as tests do; `serve` runs until a signal, as the command does. Belongs to the
+    event loop that it was made on.
+    """
+
+    def __init__(self, engine: EngineSeam, config: ServerConfig) -> None:
+        self.instance_id = secrets.token_hex(8)
+        self.port: int | None = None
+        """The port that is listened on; None before `start`."""
+        self._engine = engine
+        self._config = config
+        self._health = Health(
+            engine, [service.full_name for file in _FILES for service in file.services_by_name.values()]
+        )
+        self._server = self._build()
+
+    async def start(self) -> None:
+        """Open the port. Raises `PortUnavailable`."""
+        host, port = self._config.host, self._config.port
+        require_free_port(host, port)
+        try:
+            self.port = self._server.add_insecure_port(_address(host, port))
+        except RuntimeError as error:
+            raise PortUnavailable(f"cannot listen on {_address(host, port)}") from error
+        await self._server.start()
+        info = self._engine.info
+        print(
+            f"kestrel-grpc serves {info.model} on {_address(host, self.port)} ({info.device}, {info.dtype})",
+            flush=True,
+        )
+
+    async def serve(self) -> bool:
+        """Start, run until a signal or the engine's death, drain, stop. A second signal stops at once.
+
+        True after a signal, False where the engine died.
+        """
+        with _signals() as signals:
+            died = self._death()
+            await self.start()
+            await asyncio.wait((signals.first, died), return_when=asyncio.FIRST_COMPLETED)
+            if signals.first.done():
+                draining = asyncio.ensure_future(self.drain())
+                await asyncio.wait((draining, signals.second), return_when=asyncio.FIRST_COMPLETED)
+                if not draining.done():
+                    _log.warning("stopping at once")
+                    draining.cancel()
+            await self.stop()
+        return signals.first.done()
+
+    async def drain(self) -> None:
+        """Refuse new requests, and return when all running ones have ended or the drain timeout has passed."""
+        _log.info("draining, for at most %g s", self._config.drain_timeout)
+        self._health.refuse()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._config.drain_timeout):
+                await self._engine.drain()
+                return
+        _log.warning("the drain timeout has passed; what still runs is ended")
+
+    async def stop(self) -> None:
+        """Close port and engine. Requests that still run fail with UNAVAILABLE."""
+        self._health.close()
+        await asyncio.to_thread(self._engine.close)
+        await self._server.stop(_LAST_WORDS_S)
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.stop()
+
+    def _build(self) -> grpc.aio.Server:
+        server = grpc.aio.server(
+            interceptors=(CallScope(self._engine),),
+            options=(
+                ("grpc.max_receive_message_length", self._config.max_message_bytes),
+                ("grpc.max_send_message_length", -1),
+                # Two servers must not share a port by accident.
+                ("grpc.so_reuseport", 0),
+                # A long prefill sends nothing; clients that ping meanwhile must not be sent away.
+                ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+                ("grpc.keepalive_permit_without_calls", 1),
+                ("grpc.keepalive_time_ms", 60_000),
+                ("grpc.keepalive_timeout_ms", 20_000),
+            ),
+        )
+        vision_service_pb2_grpc.add_VisionServiceServicer_to_server(VisionService(self._engine), server)
+        engine_service_pb2_grpc.add_EngineServiceServicer_to_server(
+            EngineService(
+                self._engine,
+                instance_id=self.instance_id,
+                max_message_bytes=self._config.max_message_bytes,
+            ),
+            server,
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        if self._config.reflection:
+            # With the error details clients that learn the schema by reflection can show what was wrong.
+            add_reflection(server, (*_FILES, health_pb2.DESCRIPTOR, error_details_pb2.DESCRIPTOR))
+        return server
+
+    def _death(self) -> asyncio.Future[None]:
+        """Done when the engine dies."""
+        loop = asyncio.get_running_loop()
+        died: asyncio.Future[None] = loop.create_future()
+
+        def follow(status: EngineStatus) -> None:
+            if status is EngineStatus.DEAD and not loop.is_closed():
+                loop.call_soon_threadsafe(lambda: died.done() or died.set_result(None))
+
+        self._engine.on_status_change(follow)
+        if self._engine.status is EngineStatus.DEAD:
+            follow(EngineStatus.DEAD)
+        return died
+
+
+def require_free_port(host: str, port: int) -> None:
+    """Raise `PortUnavailable` where nobody could listen: cheap to ask before a model is loaded."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen(1)
+    except OSError as error:
+        raise PortUnavailable(f"cannot listen on {_address(host, port)}: {error.strerror}") from error
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+class _Signals:
+    """Futures for the first and the second request to stop."""
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.first: asyncio.Future[None] = loop.create_future()
+        self.second: asyncio.Future[None] = loop.create_future()
+
+    def note(self) -> None:
+        """A signal has come."""
+        for future in (self.first, self.second):
+            if not future.done():
+                future.set_result(None)
+                return
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[_Signals]:
+    loop = asyncio.get_running_loop()
+    signals = _Signals()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, signals.note)
+    try:
+        yield signals
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)

@@ -1,0 +1,66 @@
+"""`VisionService`: parse, submit, render. Statuses, headers and ids are made by `CallScope`."""
+
+# ruff: noqa: N802 (methods bear the names of their RPCs)
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
+
+from kestrel_client.v1 import vision_service_pb2 as wire
+from kestrel_grpc import parsing, rendering
+from kestrel_grpc.call import Call
+from kestrel_grpc.seam import EngineSeam
+from kestrel_runtime.requests import Request
+from kestrel_runtime.stream import Stream
+
+
+class VisionService:
+    """The five tasks. Each call is one request of the engine and ends with it."""
+
+    def __init__(self, engine: EngineSeam) -> None:
+        self._engine = engine
+        self._model = engine.info.model
+
+    async def Query(self, request: wire.QueryRequest, call: Call) -> AsyncGenerator[wire.QueryResponse, None]:
+        with self._submitted(parsing.query(request), call) as stream:
+            async for event in stream:
+                yield rendering.query_event(event, call.request_id, self._model)
+
+    async def Caption(self, request: wire.CaptionRequest, call: Call) -> AsyncGenerator[wire.CaptionResponse, None]:
+        with self._submitted(parsing.caption(request), call) as stream:
+            async for event in stream:
+                yield rendering.caption_event(event, call.request_id, self._model)
+
+    async def CompleteQuery(self, request: wire.CompleteQueryRequest, call: Call) -> wire.CompleteQueryResponse:
+        with self._submitted(parsing.query(request), call) as stream:
+            result = rendering.query_result(await stream.result(), call.request_id, self._model)
+            return wire.CompleteQueryResponse(result=result)
+
+    async def CompleteCaption(
+        self, request: wire.CompleteCaptionRequest, call: Call
+    ) -> wire.CompleteCaptionResponse:
+        with self._submitted(parsing.caption(request), call) as stream:
+            result = rendering.caption_result(await stream.result(), call.request_id, self._model)
+            return wire.CompleteCaptionResponse(result=result)
+
+    async def Point(self, request: wire.PointRequest, call: Call) -> wire.PointResponse:
+        with self._submitted(parsing.point(request), call) as stream:
+            return rendering.point_response(await stream.result(), call.request_id, self._model)
+
+    async def Detect(self, request: wire.DetectRequest, call: Call) -> wire.DetectResponse:
+        with self._submitted(parsing.detect(request), call) as stream:
+            return rendering.detect_response(await stream.result(), call.request_id, self._model)
+
+    async def Segment(self, request: wire.SegmentRequest, call: Call) -> wire.SegmentResponse:
+        with self._submitted(parsing.segment(request), call) as stream:
+            return rendering.segment_response(await stream.result(), call.request_id, self._model)
+
+    @contextmanager
+    def _submitted(self, request: Request, call: Call) -> Iterator[Stream]:
+        """The request's events. However the call ends, the request ends with it."""
+        stream = self._engine.submit(request, deadline_s=call.deadline_s)
+        try:
+            yield stream
+        finally:
+            stream.cancel()

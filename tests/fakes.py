@@ -1,0 +1,182 @@
+"""An engine without a model: the real streams, with scripted events. It honours cancel, deadlines and draining."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+from kestrel_runtime.config import EngineConfig
+from kestrel_runtime.engine import EngineInfo, EngineStatus, Load
+from kestrel_runtime.errors import (
+    DeadlineExceeded,
+    EngineUnavailable,
+    KestrelError,
+    ModelNotFound,
+    Overloaded,
+    SkillUnsupported,
+)
+from kestrel_runtime.events import (
+    Box,
+    CaptionOutput,
+    DetectOutput,
+    Event,
+    Finished,
+    FinishReason,
+    Grounding,
+    Location,
+    Output,
+    PointOutput,
+    QueryOutput,
+    Reasoning,
+    SegmentMask,
+    SegmentOutput,
+    Started,
+    TextChannel,
+    TextDelta,
+    Timing,
+    Usage,
+)
+from kestrel_runtime.requests import Caption, Detect, Point, Query, Request
+from kestrel_runtime.stream import Stream
+
+HOLD = object()
+"""In a script: wait here until `FakeEngine.release` or the end of the request."""
+
+Script = Callable[[Request], Iterable[object]]
+
+TIMING = Timing(queue_s=0.001, preprocess_s=0.002, prefill_s=0.5, time_to_first_token_s=1.5, decode_s=0.25)
+SKILLS = ("query", "caption", "point", "detect", "segment")
+
+
+def answers(request: Request) -> list[Event]:
+    """The default script: what a model might say, the same every time."""
+    usage = Usage(num_input_tokens=735, num_image_tokens=729, num_output_tokens=3)
+    output = _output(request)
+    deltas: list[Event] = []
+    if isinstance(output, QueryOutput | CaptionOutput):
+        text = output.answer if isinstance(output, QueryOutput) else output.caption
+        if isinstance(output, QueryOutput) and output.reasoning is not None:
+            deltas.append(TextDelta(output.reasoning.text, TextChannel.REASONING, 0, 2))
+        deltas += [TextDelta(text[:3], TextChannel.ANSWER, 0, 1), TextDelta(text[3:], TextChannel.ANSWER, 1, 2)]
+    return [Started(Usage(735, 729)), *deltas, Finished(output, FinishReason.STOP, usage, TIMING)]
+
+
+def fails(error: BaseException) -> Script:
+    """A script that fails before it starts."""
+    return lambda request: [error]
+
+
+class FakeEngine:
+    """Plays `script` for every request: events are sent, `HOLD` waits, an exception ends the stream with it.
+
+    Lives on one event loop. What it was asked is in `requests`; `deadlines_s` has the deadline of each.
+    """
+
+    def __init__(
+        self, script: Script = answers, *, skills: tuple[str, ...] = SKILLS, max_queued_requests: int = 256
+    ) -> None:
+        config = EngineConfig(model="fake", max_queued_requests=max_queued_requests)
+        self.info = EngineInfo("fake", None, "moondream3", skills, "cpu", "float32", 4096, 1_000_000, config)
+        self.status = EngineStatus.SERVING
+        self.requests: list[Request] = []
+        self.deadlines_s: list[float | None] = []
+        self.num_cancelled = 0
+        self.num_submitted = asyncio.Semaphore(0)
+        """Acquired once per request: waits until one has come."""
+        self.is_idle = asyncio.Event()
+        """Set while no request runs."""
+        self.is_idle.set()
+        self._script = script
+        self._released = asyncio.Event()
+        self._players: dict[Stream, asyncio.Task[None]] = {}
+        self._callbacks: list[Callable[[EngineStatus], None]] = []
+
+    def on_status_change(self, callback: Callable[[EngineStatus], None]) -> None:
+        self._callbacks.append(callback)
+
+    def submit(self, request: Request, *, deadline_s: float | None = None) -> Stream:
+        if self.status is not EngineStatus.SERVING:
+            raise EngineUnavailable("not serving")
+        if request.options.model not in ("", self.info.model):
+            raise ModelNotFound(request.options.model)
+        if request.skill not in self.info.skills:
+            raise SkillUnsupported(request.skill, self.info.model)
+        max_queued = self.info.config.max_queued_requests
+        if len(self._players) >= max_queued:
+            raise Overloaded(max_queued, retry_after_s=0.25)
+        self.requests.append(request)
+        self.deadlines_s.append(deadline_s)
+        stream = Stream()
+        stream.on_cancel(self._count_cancelled)
+        self.is_idle.clear()
+        player = asyncio.ensure_future(self._play(stream, list(self._script(request)), deadline_s))
+        self._players[stream] = player
+        stream.over.add_done_callback(lambda _: self._end(stream))
+        self.num_submitted.release()
+        return stream
+
+    def load(self) -> Load:
+        return Load(len(self._players), 2, 3, 40, 500, 123.5)
+
+    async def drain(self) -> None:
+        self.become(EngineStatus.DRAINING)
+        await self.is_idle.wait()
+
+    def close(self) -> None:
+        self.die()
+
+    def release(self) -> None:
+        """Let every `HOLD` pass, now and later."""
+        self._released.set()
+
+    def die(self) -> None:
+        """Fail what runs and refuse what comes. From any thread."""
+        self.become(EngineStatus.DEAD)
+        for stream in list(self._players):
+            stream.fail(EngineUnavailable("died"))
+
+    def become(self, status: EngineStatus) -> None:
+        if self.status in (status, EngineStatus.DEAD):
+            return
+        self.status = status
+        for callback in self._callbacks:
+            callback(status)
+
+    async def _play(self, stream: Stream, script: list[object], deadline_s: float | None) -> None:
+        try:
+            async with asyncio.timeout(deadline_s):
+                for item in script:
+                    if item is HOLD:
+                        await self._released.wait()
+                    elif isinstance(item, KestrelError):
+                        stream.deliver([], item)
+                        return
+                    elif isinstance(item, BaseException):
+                        raise item
+                    else:
+                        assert isinstance(item, Started | TextDelta | Finished)
+                        stream.deliver([item])
+        except TimeoutError:
+            stream.deliver([], DeadlineExceeded("the deadline passed"))
+
+    def _count_cancelled(self) -> None:
+        self.num_cancelled += 1
+
+    def _end(self, stream: Stream) -> None:
+        self._players.pop(stream).cancel()
+        if not self._players:
+            self.is_idle.set()
+
+
+def _output(request: Request) -> Output:
+    box = Box(0.125, 0.25, 0.5, 0.75)
+    if isinstance(request, Query):
+        thought = Reasoning("A bird.", (Grounding(2, 6, (Location(0.5, 0.25),)),))
+        return QueryOutput("a kestrel", thought if request.reasoning else None)
+    if isinstance(request, Caption):
+        return CaptionOutput(f"a {request.length} kestrel")
+    if isinstance(request, Point):
+        return PointOutput((Location(0.5, 0.25), Location(0.75, 0.5)))
+    if isinstance(request, Detect):
+        return DetectOutput((box,))
+    return SegmentOutput((SegmentMask("M 0 0 L 1 1 z", box),))
