@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import re
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+
+import pytest
 
 import kestrel_client
 
@@ -42,3 +45,17 @@ def test_type_checkers_find_the_types() -> None:
     assert (PACKAGE / "py.typed").exists()
     project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())
     assert project["tool"]["setuptools"]["package-data"]["kestrel_client"] == ["py.typed", "v1/*.pyi"]
+
+
+def test_the_examples_of_the_readme_run_as_written(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("bird.jpg").write_bytes(b"bird")
+    examples = re.findall("```python\n(.*?)```", (PACKAGE.parent / "README.md").read_text(), re.DOTALL)
+    # The second and third example go on inside the `with` of the first.
+    for example in ("".join(examples[:3]), examples[3]):
+        exec(example.replace("localhost:50051", address), {})
+    printed = capsys.readouterr().out
+    assert printed.startswith("A red kite – höher.")
+    assert len(examples) == 4
