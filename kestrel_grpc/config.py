@@ -94,7 +94,7 @@ _ENGINE = EngineConfig(model="")
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """How a server is set up. The field `max_queue` is the flag `--max-queue` and the variable KESTREL_MAX_QUEUE."""
+    """How a server is set up. `max_queue` is the flag `--max-queue` and the variable `KESTREL_MAX_QUEUE`."""
 
     model: str = _option("", some_text, "local folder or file, or hub name", default_text="required")
     revision: str | None = _option(None, some_text, "revision of a hub model", default_text="the published one")
@@ -158,7 +158,7 @@ class ServerConfig:
 
     @classmethod
     def parse(cls, flags: Mapping[str, str | None], environment: Mapping[str, str]) -> ServerConfig:
-        """From texts by field name, and the process's environment. Raises `ConfigurationError` with every problem."""
+        """From texts by field name and the environment. Raises `ConfigurationError` with every problem."""
         values: dict[str, Any] = {}
         problems: list[str] = []
         for item in fields(cls):
@@ -225,10 +225,9 @@ def environment_name(name: str) -> str:
 def markdown_table() -> str:
     """The table of options as the README shows it."""
     rows = ["| Flag | Environment | Default | Unit | What it sets |", "|---|---|---|---|---|"]
-    rows += [
-        f"| `{flag_name(name)}` | `{environment_name(name)}` | {option.default_text} | {option.unit} | {option.help} |"
-        for name, option in options()
-    ]
+    for name, option in options():
+        flag, variable = flag_name(name), environment_name(name)
+        rows.append(f"| `{flag}` | `{variable}` | {option.default_text} | {option.unit} | {option.help} |")
     return "\n".join(rows)
 
 

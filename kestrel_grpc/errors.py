@@ -30,7 +30,6 @@ from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
-from grpc_status import rpc_status
 
 from kestrel_grpc.call import REQUEST_ID_KEY
 from kestrel_runtime.errors import (
@@ -50,14 +49,15 @@ DOMAIN = "kestrel.dev"
 MAX_VIOLATIONS = 20
 MAX_ECHO_CHARS = 128
 _RETRY_ELSEWHERE_S = 1.0
+_DETAILS_KEY = "grpc-status-details-bin"
 
 
 @dataclass(frozen=True, slots=True)
-class CallStatus(grpc.Status):
-    """How a call ends, as `ServicerContext.abort_with_status` takes it. `reason` is for the log."""
+class CallStatus:
+    """How a call ends. `reason` is for the log; everything else goes to the caller."""
 
     code: grpc.StatusCode
-    details: str
+    message: str
     trailing_metadata: tuple[tuple[str, str | bytes], ...]
     reason: str
 
@@ -75,17 +75,16 @@ def to_status(error: Exception, request_id: str, *, is_draining: bool = False) -
     details = [info, *row.details(error)]
     if retry_s is not None:
         details.append(error_details_pb2.RetryInfo(retry_delay=_duration(retry_s)))
-    status = rpc_status.to_status(
-        status_pb2.Status(
-            code=row.code.value[0],
-            message=row.message(error),
-            details=[_packed(detail) for detail in details],
-        )
+    status = status_pb2.Status(
+        code=row.code.value[0], message=row.message(error), details=[_packed(detail) for detail in details]
     )
-    metadata = [*status.trailing_metadata, (REQUEST_ID_KEY, request_id)]
+    metadata: list[tuple[str, str | bytes]] = [
+        (REQUEST_ID_KEY, request_id),
+        (_DETAILS_KEY, status.SerializeToString()),
+    ]
     if retry_s is not None and row.has_pushback:
         metadata.append(("grpc-retry-pushback-ms", str(round(retry_s * 1000))))
-    return CallStatus(row.code, status.details, tuple(metadata), reason)
+    return CallStatus(row.code, status.message, tuple(metadata), reason)
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,9 +39,9 @@ class CallScope(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler | None]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler:
+    ) -> grpc.RpcMethodHandler | None:
         method = handler_call_details.method
         known = self._handlers.get(method)
         if known is not None:
@@ -127,7 +127,7 @@ class CallScope(grpc.aio.ServerInterceptor):
         if status.code is grpc.StatusCode.INTERNAL:
             _log.error("request_id=%s failed", call.request_id, exc_info=error)
         _note(method, call, status.reason)
-        await context.abort_with_status(status)
+        await context.abort(status.code, status.message, status.trailing_metadata)
 
 
 def _note(method: str, call: Call, outcome: str) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import grpc
 from google.protobuf import text_format
-from google.protobuf.descriptor import FileDescriptor
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_reflection.v1alpha import reflection_pb2
@@ -20,8 +19,8 @@ V1 = "grpc.reflection.v1.ServerReflection"
 V1ALPHA = "grpc.reflection.v1alpha.ServerReflection"
 
 
-def add_reflection(server: grpc.aio.Server, files: Iterable[FileDescriptor]) -> None:
-    """Serve reflection about every service in `files`, and about itself."""
+def add_reflection(server: grpc.aio.Server, files: Iterable[Any]) -> None:
+    """Serve reflection about the descriptors `files`, every service in them, and itself."""
     pool = DescriptorPool()
     names = [V1, V1ALPHA]
     for file in (*files, reflection_pb2.DESCRIPTOR):
@@ -38,13 +37,13 @@ def add_reflection(server: grpc.aio.Server, files: Iterable[FileDescriptor]) -> 
     )
 
 
-def _add(pool: DescriptorPool, file: FileDescriptor) -> None:
+def _add(pool: DescriptorPool, file: Any) -> None:
     for dependency in file.dependencies:
         _add(pool, dependency)
     pool.AddSerializedFile(file.serialized_pb)
 
 
-def _as_v1(file: FileDescriptor) -> FileDescriptorProto:
+def _as_v1(file: Any) -> FileDescriptorProto:
     """The same file under the package of version 1."""
     text = str(FileDescriptorProto.FromString(file.serialized_pb))
     return text_format.Parse(text.replace("v1alpha", "v1"), FileDescriptorProto())

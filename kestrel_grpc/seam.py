@@ -1,4 +1,4 @@
-"""What the server asks of an engine. `kestrel_runtime.engine.Engine` is the real one, `tests/fakes.py` has another."""
+"""What the server asks of an engine: `kestrel_runtime.engine.Engine`, or the scripted one of `tests/fakes.py`."""
 
 from __future__ import annotations
 
