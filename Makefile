@@ -8,6 +8,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 # newest build with everything for CUDA where a smaller one is at hand.
 TORCH ?= torch==2.13.0
 MODEL ?= tests/golden/md3-small
+DEMO_IMAGE ?= tests/golden/md3-small/image_0_500x400.png
 
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
@@ -41,6 +42,19 @@ test: check
 # MODEL is a folder, a file or a name on the hub; ARGS are further options of `kestrel-grpc serve`.
 serve: setup
 	$(BIN)/kestrel-grpc serve --model $(MODEL) $(ARGS)
+
+# A server on a free port, a question and a search put to it over gRPC, and the server stopped.
+demo: setup
+	@log=$$(mktemp); run() { echo "\$$ $$*"; "$$@"; }; \
+	$(BIN)/kestrel-grpc serve --model $(MODEL) --port 0 --log-level warning >"$$log" & server=$$!; \
+	trap 'kill $$server 2>/dev/null; wait $$server; rm -f "$$log"' EXIT; \
+	until grep '^kestrel-grpc serves' "$$log"; do kill -0 $$server || exit 1; sleep 0.1; done; \
+	address=$$(sed -n 's/^kestrel-grpc serves .* on \([^ ]*\) .*/\1/p' "$$log"); \
+	run $(BIN)/kestrel-grpc query $(DEMO_IMAGE) 'What is in this image?' --max-tokens 32 --address $$address && \
+	run $(BIN)/kestrel-grpc detect $(DEMO_IMAGE) square --max-objects 3 --draw demo.png --address $$address
+	@case $(MODEL) in tests/golden/*) \
+		echo "The weights of $(MODEL) are random, so these answers are noise; name a trained model with MODEL=…";; \
+	esac
 
 bench: setup
 	@for script in bench/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done

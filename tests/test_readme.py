@@ -1,0 +1,119 @@
+"""The README says what is so: its examples run as written, and its lists name what there is."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kestrel_grpc.config import markdown_table
+from tests.golden import CHECKOUT, MD3_SMALL, expected
+
+README = (CHECKOUT / "README.md").read_text(encoding="utf-8")
+COMMAND = [sys.executable, "-m", "kestrel_grpc"]
+ROOTS = {
+    "kestrel_grpc": CHECKOUT,
+    "kestrel_runtime": CHECKOUT / "runtime",
+    "kestrel_ops": CHECKOUT / "kernels",
+}
+
+
+def blocks(language: str, containing: str) -> list[str]:
+    found = re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    return [block for block in found if containing in block]
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """A server started as a reader would start it, but for its port."""
+    command = [*COMMAND, "serve", "--model", str(MD3_SMALL), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            line = server.stdout.readline()
+            found = re.search(r" on (\S+) ", line)
+            assert found is not None, line
+            yield found[1]
+        finally:
+            server.terminate()
+    assert server.returncode == 0
+
+
+def run(command: list[str], address: str) -> str:
+    """What a command prints, in the checkout, with the README's server standing at another address."""
+    parts = [part.replace("localhost:50051", address) for part in command]
+    done = subprocess.run(parts, cwd=CHECKOUT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_grpcurl_examples_run_as_written(address):
+    (block,) = blocks("sh", "grpcurl -plaintext")
+    printed = run(["bash", "-euc", block], address)
+    assert "kestrel.v1.VisionService" in printed
+    assert "rpc CompleteQuery" in printed
+    assert '"completed"' in printed
+
+
+def test_python_example_runs_as_written(address):
+    (block,) = blocks("python", "from kestrel_client import Client")
+    printed = run([sys.executable, "-c", block], address)
+    assert "Box(" in printed
+
+
+def test_command_line_examples_run_as_written(address, tmp_path):
+    (block,) = blocks("sh", "kestrel-grpc query")
+    drawing = tmp_path / "demo.png"
+    for line in block.splitlines():
+        command = line.replace("demo.png", str(drawing)) + f" --address {address}"
+        assert run(["bash", "-euc", command], address)
+    assert drawing.stat().st_size > 0
+
+
+def test_table_of_options_is_that_of_the_server():
+    table = re.search(r"<!-- options -->\n(.*?)\n<!-- /options -->", README, re.DOTALL)
+    assert table is not None
+    assert table[1] == markdown_table(), "write what `python -m kestrel_grpc.config` prints between the markers"
+
+
+def test_every_room_of_the_journey_is_there():
+    rooms = re.findall(r"`(kestrel_\w+)/([\w/]+\.py):([\w.]+)`", README)
+    assert len(rooms) >= 15
+    missing = [
+        f"{package}/{file}:{name}"
+        for package, file, name in rooms
+        if not defines(ROOTS[package] / package / file, name.split("."))
+    ]
+    assert missing == []
+
+
+def test_every_file_that_is_named_exists():
+    links = re.findall(r"\]\(([^)#:]+)\)", README)
+    examples = re.findall(r"tests/golden/\S+\.png", README)
+    assert examples
+    assert [path for path in {*links, *examples} if not (CHECKOUT / path).exists()] == []
+    assert Path(examples[0]).name in {case["image"] for case in expected(MD3_SMALL)["images"]}
+
+
+def defines(path: Path, names: list[str]) -> bool:
+    """Whether a module defines or imports the first name, and that the next, and so on."""
+    scope: ast.AST = ast.parse(path.read_text(encoding="utf-8"))
+    for name in names:
+        inner = [node for node in ast.iter_child_nodes(scope) if name in names_of(node)]
+        if not inner:
+            return False
+        scope = inner[0]
+    return True
+
+
+def names_of(node: ast.AST) -> set[str]:
+    if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+        return {node.name}
+    if isinstance(node, ast.ImportFrom):
+        return {alias.asname or alias.name for alias in node.names}
+    return set()
