@@ -1,0 +1,62 @@
+"""The true server over the true engine on a small golden model, and a stub to ask it."""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import grpc
+import pytest
+
+from kestrel_client.v1 import vision_service_pb2 as wire
+from kestrel_client.v1.vision_service_pb2_grpc import VisionServiceStub
+from kestrel_grpc.config import ServerConfig
+from kestrel_grpc.server import Server
+from kestrel_runtime.config import EngineConfig
+from kestrel_runtime.engine import Engine
+from kestrel_runtime.loading import LoadedModel
+from tests.golden import MD3_SMALL
+
+
+@dataclass(frozen=True)
+class House:
+    """A running server, with a look at the engine behind it."""
+
+    server: Server
+    engine: Engine
+    channel: grpc.aio.Channel
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.server.port}"
+
+    @property
+    def stub(self) -> VisionServiceStub:
+        return VisionServiceStub(self.channel)
+
+    def new_channel(self) -> grpc.aio.Channel:
+        """Another connection, apart from the shared one."""
+        return _channel(self.server)
+
+    async def empty(self) -> None:
+        """Return once the engine holds nothing; it must get there by itself."""
+        while True:
+            await self.stub.CompleteQuery(wire.CompleteQueryRequest(question="hi", sampling={"max_tokens": 1}))
+            load = self.engine.load()
+            if not (load.num_used_pages or load.num_running or load.num_waiting or load.num_preprocessing):
+                return
+
+
+@pytest.fixture(scope="session")
+def loaded() -> LoadedModel:
+    return LoadedModel.load(EngineConfig(model=str(MD3_SMALL), dtype="float32", device="cpu"))
+
+
+@pytest.fixture
+async def house(loaded: LoadedModel) -> AsyncIterator[House]:
+    config = ServerConfig(model=str(MD3_SMALL), port=0, max_batch_size=32)
+    engine = Engine(loaded, config.engine_config())
+    async with Server(engine, config) as server, _channel(server) as channel:
+        yield House(server, engine, channel)
+
+
+def _channel(server: Server) -> grpc.aio.Channel:
+    return grpc.aio.insecure_channel(f"127.0.0.1:{server.port}", options=(("grpc.use_local_subchannel_pool", 1),))

@@ -1,0 +1,75 @@
+"""Whole requests over the wire: right answers, alone and in company."""
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Any
+
+from kestrel_client.v1 import vision_service_pb2 as wire
+from tests.golden import MD3_SMALL
+from tests.journey.conftest import House
+
+SMALL_IMAGE = (MD3_SMALL / "image_1_64x64.png").read_bytes()
+TILED_IMAGE = (MD3_SMALL / "image_0_500x400.png").read_bytes()
+GREEDY = {"temperature": 0.0, "max_tokens": 12}
+
+
+def drawn(seed: int) -> dict[str, Any]:
+    return {"temperature": 1.0, "top_p": 0.9, "max_tokens": 12, "seed": seed}
+
+
+async def query(house: House, **fields: Any) -> wire.QueryResult:
+    """Ask, check the stream's shape, and return what completed it."""
+    responses = [response async for response in house.stub.Query(wire.QueryRequest(**fields))]
+    kinds = [response.WhichOneof("event") for response in responses]
+    assert kinds[0] == "started"
+    assert kinds[-1] == "completed"
+    assert set(kinds[1:-1]) <= {"delta"}
+    completed = responses[-1].completed
+    deltas = [response.delta for response in responses[1:-1]]
+    for channel, text in ((1, completed.answer), (2, completed.reasoning.text)):
+        assert "".join(delta.text for delta in deltas if delta.channel == channel) == text
+    return completed
+
+
+async def caption(house: House, **fields: Any) -> wire.CaptionResult:
+    responses = [response async for response in house.stub.Caption(wire.CaptionRequest(**fields))]
+    assert responses[-1].completed.caption == "".join(response.delta.text for response in responses)
+    return responses[-1].completed
+
+
+def ask(house: House, number: int) -> Awaitable[Any]:
+    """The request of this number, of every kind in turn."""
+    small, stub = {"data": SMALL_IMAGE}, house.stub
+    tiled = {"data": TILED_IMAGE}
+    refs = [{"point": {"x": 0.25, "y": 0.75}}, {"box": {"x_min": 0.1, "y_min": 0.2, "x_max": 0.6, "y_max": 0.9}}]
+    kinds = (
+        lambda: query(house, question="What is in this image?", image=small, sampling=GREEDY),
+        lambda: query(house, question="license", image=small, reasoning=True, sampling=drawn(number)),
+        lambda: query(house, question="Tell me about the oceans.", sampling=drawn(number)),
+        lambda: query(house, question="Here?", image=small, spatial_refs=refs, sampling=GREEDY),
+        lambda: caption(house, image=small, length="CAPTION_LENGTH_SHORT", sampling=GREEDY),
+        lambda: caption(house, image=tiled if number < 8 else small, sampling=drawn(number)),
+        lambda: stub.CompleteQuery(wire.CompleteQueryRequest(question="GNU", sampling=drawn(number))),
+        lambda: stub.CompleteCaption(wire.CompleteCaptionRequest(image=small, sampling=drawn(number))),
+        lambda: stub.Point(wire.PointRequest(object="copy", image=small, max_objects=5)),
+        lambda: stub.Detect(wire.DetectRequest(object="License", image=small, max_objects=4)),
+        lambda: stub.Segment(wire.SegmentRequest(object="copy", image=small, sampling=drawn(number))),
+    )
+    return kinds[number % len(kinds)]()
+
+
+def without_circumstances(message: Any) -> Any:
+    """An answer without its request id and its timing."""
+    message = getattr(message, "result", message)
+    answer = type(message)()
+    answer.CopyFrom(message)
+    answer.info.ClearField("request_id")
+    answer.info.ClearField("timing")
+    return answer
+
+
+async def test_thirty_two_mixed_requests_in_flight_answer_as_they_do_alone(house: House) -> None:
+    alone = [without_circumstances(await ask(house, number)) for number in range(32)]
+    together = await asyncio.gather(*(ask(house, number) for number in range(32)))
+    assert [without_circumstances(answer) for answer in together] == alone
+    await house.empty()
