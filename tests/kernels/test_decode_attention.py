@@ -22,7 +22,7 @@ class Batch:
         return decode_attention(self.queries, self.key_pages, self.value_pages, padded(self.tables), self.lengths)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     lengths=st.lists(st.integers(1, 23), min_size=1, max_size=5),
     heads=st.sampled_from(HEADS),
@@ -35,7 +35,7 @@ def test_every_row_is_attention_written_out(lengths, heads, page_size, seed):
     torch.testing.assert_close(batch.run(), torch.stack(wanted), rtol=1e-4, atol=1e-5)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     length=st.integers(1, 23),
     heads=st.sampled_from(HEADS),

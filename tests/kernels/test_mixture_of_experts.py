@@ -41,7 +41,7 @@ class Experts:
         return mixture_of_experts(self.hidden, self.logits, self.up, self.down, experts_per_token)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_it_is_the_weighted_sum_written_out(seed):
     draw = random.Random(seed)

@@ -20,7 +20,7 @@ def some_chunk(draw):
     return prefix_length, start, end
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 2**32 - 1), heads=st.sampled_from(HEADS), page_size=st.integers(1, 7))
 def test_every_row_is_attention_written_out(seed, heads, page_size):
     draw = random.Random(seed)

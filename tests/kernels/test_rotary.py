@@ -50,7 +50,7 @@ def test_position_zero_turns_nothing():
     assert torch.equal(rotated(heads, [0]), heads)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     query_at=st.integers(0, 300),
     key_at=st.integers(0, 300),

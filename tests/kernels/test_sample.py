@@ -75,7 +75,7 @@ def test_a_choice_before_which_exactly_top_p_was_spent_is_kept():
     assert frequencies(logs(0.5, 0.25, 0.25), top_p=0.5) == pytest.approx([2 / 3, 1 / 3, 0], abs=1e-3)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(some_probabilities, st.floats(0.05, 1.0))
 def test_choices_come_as_often_as_the_nucleus_says(probabilities, top_p):
     spent = [sum(sorted(probabilities, reverse=True)[:count]) for count in range(len(probabilities))]
