@@ -115,12 +115,13 @@ class Scheduler:
 
     def _admit(self) -> None:
         while self._waiting and len(self._active) < self._max_batch_size:
-            needed = self._pages.pages_for(self._waiting[0].length)
-            # A page in reserve for each active sequence keeps a newcomer from being sent back at once.
-            if needed + len(self._active) > self._pages.num_free:
+            sequence = self._waiting[0]
+            # Room for its next token, and a page in reserve for each active sequence, keep a newcomer from being
+            # sent back at once.
+            if self._pages.pages_for(sequence.length + 1) + len(self._active) > self._pages.num_free:
                 return
-            sequence = self._waiting.popleft()
-            sequence.pages = self._pages.allocate(needed)
+            self._waiting.popleft()
+            sequence.pages = self._pages.allocate(self._pages.pages_for(sequence.length))
             sequence.move_to(SequenceState.PREFILLING)
             self._active.append(sequence)
 

@@ -1,0 +1,63 @@
+"""Sequences made by hand: no image is decoded and no text is read."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+
+import numpy as np
+
+from kestrel_runtime.events import CaptionOutput, TextDelta
+from kestrel_runtime.images import Crops
+from kestrel_runtime.sequence import Sequence, SequenceClock
+from kestrel_runtime.skills.base import Reader
+from kestrel_runtime.tokens import Token, TokenRule
+
+_ids = itertools.count(1)
+
+
+class RuleReader(Reader):
+    """Never finishes; its rule is what the test says."""
+
+    def __init__(self, rule: TokenRule) -> None:
+        self.rule = rule
+
+    def read(self, token: Token) -> Iterator[TextDelta]:
+        return iter(())
+
+    def output(self) -> CaptionOutput:
+        return CaptionOutput("")
+
+
+def blank_crops(num_crops: int) -> Crops:
+    """An image's crops as far as a scheduler looks at them."""
+    return Crops(np.zeros((num_crops, 1, 1, 3), dtype=np.uint8), 1, num_crops - 1)
+
+
+def new_sequence(
+    prompt: list[Token] | int = 1,
+    *,
+    num_image_tokens: int = 0,
+    crops: Crops | None = None,
+    rule: TokenRule = TokenRule(),  # noqa: B008 - a rule is immutable
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    max_context: int = 10_000,
+) -> Sequence:
+    """A waiting sequence; a number as prompt stands for that many tokens."""
+    tokens = [Token(place % 100) for place in range(prompt)] if isinstance(prompt, int) else list(prompt)
+    return Sequence(
+        id=next(_ids),
+        tokens=tokens,
+        num_prompt_tokens=len(tokens),
+        num_image_tokens=num_image_tokens,
+        crops=crops,
+        reader=RuleReader(rule),
+        temperature=temperature,
+        top_p=top_p,
+        random=random.Random(seed),
+        max_context=max_context,
+        clock=SequenceClock(submitted=0.0),
+    )

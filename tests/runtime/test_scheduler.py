@@ -1,0 +1,457 @@
+"""I1 to I5 are the invariants in the docstring of `kestrel_runtime.scheduler`."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kestrel_runtime.pages import PagePool
+from kestrel_runtime.scheduler import Scheduler
+from kestrel_runtime.sequence import SequenceState
+from kestrel_runtime.tokens import Token
+from tests.runtime.sequences import blank_crops, new_sequence
+
+WAITING, PREFILLING, RUNNING, FINISHED = SequenceState
+
+
+class World:
+    """A scheduler and the rest of an engine as far as it matters here.
+
+    Its cache remembers whose position each slot holds; its token source answers by who asks and how often, so
+    that what a sequence gets can be told from what it should have got.
+    """
+
+    def __init__(self, num_pages=64, page_size=4, batch=8, prefill=1000, crops=100):
+        self.pool = PagePool(num_pages, page_size)
+        self.max_prefill_tokens, self.max_crops = prefill, crops
+        self.scheduler = Scheduler(
+            self.pool, max_batch_size=batch, max_prefill_tokens=prefill, max_crops_per_step=crops
+        )
+        self.max_batch_size = batch
+        self.slots = {}
+        self.to_generate = {}
+        self.finished = []
+        self.due = []
+
+    @property
+    def capacity(self):
+        return self.pool.num_pages * self.pool.page_size
+
+    def add(self, prompt=4, image=0, crops=0, generates=1000):
+        sequence = new_sequence(
+            prompt,
+            num_image_tokens=image,
+            crops=blank_crops(crops) if crops else None,
+            max_context=self.capacity,
+        )
+        self.to_generate[sequence] = generates
+        self.scheduler.add(sequence)
+        return sequence
+
+    def step(self):
+        """One turn: choose, run, commit, remove who is done. Returns the batch."""
+        batch = self.scheduler.next_batch()
+        self.run(batch)
+        self.due = batch.due
+        drawn = {sequence.id: Token(sequence.id, (float(sequence.num_generated),)) for sequence in self.due}
+        assert self.scheduler.commit(batch, drawn) == self.due
+        for sequence in self.due:
+            assert sequence.tokens[-1] == drawn[sequence.id]
+            if sequence.num_generated == self.to_generate[sequence] or sequence.length == sequence.max_context:
+                self.scheduler.remove(sequence)
+                self.finished.append(sequence)
+        return batch
+
+    def steps(self, count):
+        return [self.step() for _ in range(count)][-1]
+
+    def run(self, batch):
+        """Write and read the cache as the model would."""
+        for chunk in batch.prefill:
+            for position in range(chunk.start, chunk.end):
+                self.slots[self.slot(chunk.sequence, position)] = (chunk.sequence, position)
+        for sequence in batch.decode:
+            position = sequence.num_cached
+            self.slots[self.slot(sequence, position)] = (sequence, position)
+        for sequence in batch.due:
+            for position in range(sequence.length):
+                assert self.slots[self.slot(sequence, position)] == (sequence, position)
+
+    def slot(self, sequence, position):
+        page, place = divmod(position, self.pool.page_size)
+        return sequence.pages[page], place
+
+    def active(self):
+        return [sequence for sequence in self.scheduler.sequences() if sequence.state is not WAITING]
+
+
+# I1: pages
+
+
+def test_i1_a_waiting_sequence_holds_no_page():
+    world = World()
+    sequence = world.add()
+    assert (sequence.pages, world.pool.num_used, world.scheduler.num_waiting) == ([], 0, 1)
+
+
+@pytest.mark.parametrize("state", [WAITING, PREFILLING, RUNNING])
+def test_i1_a_removed_sequence_gives_all_its_pages_back(state):
+    world = World(num_pages=16, prefill=8)
+    other = world.add(4)
+    sequence = world.add(20)
+    while sequence.state is not state:
+        world.step()
+    held = len(sequence.pages)
+    assert (held > 0) == (state is not WAITING)
+    used = world.pool.num_used
+    world.scheduler.remove(sequence)
+    assert (sequence.state, sequence.pages) == (FINISHED, [])
+    assert world.pool.num_used == used - held
+    assert list(world.scheduler.sequences()) == [other]
+    world.scheduler.remove(other)
+    assert world.scheduler.is_idle
+    assert world.pool.num_used == 0
+
+
+def test_i1_a_preempted_sequence_holds_no_page_and_can_be_removed():
+    world = World(num_pages=4, page_size=2)
+    oldest, youngest = world.add(2), world.add(2)
+    while youngest.state is not WAITING or youngest.num_generated == 0:
+        world.step()
+    assert (youngest.pages, youngest.num_cached) == ([], 0)
+    world.scheduler.remove(youngest)
+    assert youngest.state is FINISHED
+    assert world.pool.num_used == len(oldest.pages)
+
+
+# I2: decoding
+
+
+def test_i2_whoever_runs_draws_a_token_in_every_step():
+    world = World(prefill=3)
+    running = [world.add(1), world.add(1), world.add(1)]
+    world.step()
+    world.add(50, image=10, crops=3)
+    for _ in range(20):
+        before = [sequence.num_generated for sequence in running]
+        assert world.step().decode[:3] == running
+        assert [sequence.num_generated for sequence in running] == [count + 1 for count in before]
+
+
+# I3: prefill while decoding
+
+
+def test_i3_prefill_beside_decoding_is_cut_into_chunks():
+    world = World(prefill=8)
+    world.add(1)
+    world.step()
+    sequence = world.add(20)
+    chunks = [world.step().prefill for _ in range(3)]
+    assert [[(chunk.start, chunk.end) for chunk in step] for step in chunks] == [[(0, 8)], [(8, 16)], [(16, 20)]]
+    assert sequence.num_generated == 1
+
+
+def test_i3_several_prompts_share_the_bound_oldest_first():
+    world = World(prefill=8)
+    world.add(1)
+    world.step()
+    first, second, third = world.add(5), world.add(5), world.add(5)
+    assert world.step().prefill == [(first, 0, 5), (second, 0, 3)]
+    assert world.step().prefill == [(second, 3, 5), (third, 0, 5)]
+
+
+def test_i3_an_image_prefix_goes_in_whole_and_alone_where_it_exceeds_the_bound():
+    world = World(prefill=8)
+    world.add(1)
+    world.step()
+    pictured = world.add(6, image=20)
+    beside = world.add(3)
+    assert world.step().prefill == [(pictured, 0, 21)]
+    assert world.step().prefill == [(pictured, 21, 26), (beside, 0, 3)]
+
+
+def test_i3_an_image_prefix_that_others_leave_no_room_for_waits_a_step():
+    world = World(prefill=8)
+    world.add(1)
+    world.step()
+    first, pictured, last = world.add(4), world.add(2, image=6), world.add(2)
+    assert world.step().prefill == [(first, 0, 4), (last, 0, 2)]
+    assert world.step().prefill == [(pictured, 0, 8)]
+
+
+def test_i3_crops_beside_decoding_are_bounded_and_prefill_waits_for_the_last():
+    world = World(crops=4)
+    world.add(1)
+    world.step()
+    first, second = world.add(2, image=5, crops=6), world.add(2, image=5, crops=3)
+    batch = world.step()
+    assert (batch.encode, batch.prefill) == ([(first, 0, 4)], [])
+    batch = world.step()
+    assert batch.encode == [(first, 4, 6), (second, 0, 2)]
+    assert batch.prefill == [(first, 0, 7)]
+    batch = world.step()
+    assert (batch.encode, batch.prefill) == ([(second, 2, 3)], [(second, 0, 7)])
+
+
+def test_without_decoding_an_image_is_encoded_and_prefilled_in_one_step():
+    world = World(crops=4)
+    sequence = world.add(2, image=5, crops=13)
+    batch = world.step()
+    assert (batch.encode, batch.prefill) == ([(sequence, 0, 13)], [(sequence, 0, 7)])
+    assert sequence.num_generated == 1
+
+
+# I4: pages under pressure
+
+
+def test_i4_pages_are_taken_one_by_one_as_tokens_need_them():
+    world = World(num_pages=8, page_size=4)
+    sequence = world.add(4)
+    held = []
+    for _ in range(9):
+        world.step()
+        held.append(len(sequence.pages))
+    assert held == [1, 2, 2, 2, 2, 3, 3, 3, 3]
+
+
+def test_i4_the_youngest_makes_room_and_the_oldest_never_stops():
+    world = World(num_pages=8, page_size=2)
+    oldest, middle, youngest = world.add(2), world.add(2), world.add(2)
+    gave_way = []
+    for _ in range(14):
+        states = {sequence: sequence.state for sequence in (oldest, middle, youngest)}
+        before = oldest.num_generated
+        world.step()
+        assert oldest.num_generated == before + 1
+        gave_way += [s for s in states if states[s] is RUNNING and s.state is WAITING]
+    assert gave_way[:2] == [youngest, middle]
+    assert oldest not in gave_way
+
+
+def test_i4_a_preempted_sequence_keeps_its_tokens_and_is_prefilled_with_them():
+    world = World(num_pages=6, page_size=2)
+    oldest, youngest = world.add(2), world.add(2)
+    while youngest.state is not WAITING or not youngest.num_generated:
+        world.step()
+    tokens = list(youngest.tokens)
+    assert len(tokens) > 3
+    world.scheduler.remove(oldest)
+    batch = world.step()
+    assert batch.prefill == [(youngest, 0, len(tokens))]
+    assert youngest.tokens[:-1] == tokens
+
+
+def test_i4_a_preempted_image_is_not_encoded_again():
+    world = World(num_pages=8, page_size=2)
+    oldest, pictured = world.add(4), world.add(1, image=3, crops=2)
+    while pictured.state is not WAITING or not pictured.num_generated:
+        world.step()
+    assert pictured.num_crops_to_encode == 0
+    world.scheduler.remove(oldest)
+    batch = world.step()
+    assert (batch.encode, batch.prefill[0].start) == ([], 0)
+
+
+def test_i4_a_lone_sequence_may_fill_the_whole_cache():
+    world = World(num_pages=3, page_size=2)
+    sequence = world.add(5)
+    world.step()
+    assert world.finished == [sequence]
+    assert sequence.length == world.capacity
+
+
+# I5: order
+
+
+def test_i5_sequences_start_in_the_order_they_came():
+    world = World(num_pages=4, page_size=4, batch=2)
+    large, small = world.add(13), world.add(1)
+    world.step()
+    assert (large.state, small.state) == (RUNNING, WAITING)  # there is room for `small` alone, not for both
+    third = world.add(1)
+    world.scheduler.remove(large)
+    assert world.step().prefill == [(small, 0, 1), (third, 0, 1)]
+
+
+def test_i5_a_small_sequence_does_not_pass_a_large_one():
+    world = World(num_pages=8, page_size=4)
+    world.add(8)
+    world.step()
+    large, small = world.add(24), world.add(1)
+    world.step()
+    assert (large.state, small.state) == (WAITING, WAITING)
+
+
+def test_i5_a_preempted_sequence_comes_back_before_whoever_came_later():
+    world = World(num_pages=6, page_size=2, batch=2)
+    oldest, preempted, later = world.add(2), world.add(2), world.add(1)
+    while preempted.state is not WAITING or not preempted.num_generated:
+        world.step()
+    assert list(world.scheduler.sequences()) == [oldest, preempted, later]
+
+
+# Admission
+
+
+def test_no_more_sequences_are_active_than_a_batch_holds():
+    world = World(batch=3)
+    for _ in range(5):
+        world.add(1)
+    assert len(world.step().prefill) == 3
+    assert (world.scheduler.num_active, world.scheduler.num_waiting) == (3, 2)
+
+
+def test_a_newcomer_waits_until_each_active_sequence_has_a_page_in_reserve():
+    world = World(num_pages=8, page_size=4)
+    world.add(4)
+    world.add(4)
+    world.step()
+    newcomer = world.add(11)  # needs three pages; four are free, two of them in reserve
+    world.step()
+    assert newcomer.state is WAITING
+    world.scheduler.remove(newcomer)
+    smaller = world.add(7)
+    world.step()
+    assert smaller.state is RUNNING
+
+
+@pytest.mark.parametrize("num_pages", range(6, 14))
+@pytest.mark.parametrize("num_steps", range(1, 6))
+@pytest.mark.parametrize("num_tokens", [3, 4, 5])
+def test_a_newcomer_is_not_sent_back_at_once(num_pages, num_steps, num_tokens):
+    world = World(num_pages=num_pages, page_size=4)
+    world.add(4)
+    world.add(8)
+    world.steps(num_steps)
+    newcomer = world.add(num_tokens)
+    if world.step().prefill:
+        world.step()
+        assert newcomer.state is RUNNING
+
+
+def test_a_prompt_that_leaves_no_room_for_a_token_is_a_bug():
+    world = World()
+    with pytest.raises(AssertionError, match="checked when the request was prepared"):
+        world.scheduler.add(new_sequence(10, max_context=10))
+
+
+def test_an_idle_scheduler_has_nothing_to_do():
+    world = World()
+    assert world.scheduler.is_idle
+    assert world.step().is_empty
+
+
+# All of it, at random
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Requests come, go and run in any order; the invariants hold after each step."""
+
+    @initialize(
+        num_pages=st.integers(4, 24),
+        page_size=st.integers(1, 4),
+        batch=st.integers(1, 5),
+        prefill=st.integers(1, 12),
+        crops=st.integers(1, 5),
+    )
+    def build(self, **sizes):
+        self.world = World(**sizes)
+        self.arrived = []
+
+    def still_here(self):
+        return [sequence for sequence in self.arrived if sequence.state is not FINISHED]
+
+    @rule(prompt=st.integers(1, 20), generates=st.integers(1, 25))
+    def a_question_comes(self, prompt, generates):
+        self.arrived.append(self.world.add(min(prompt, self.world.capacity - 1), generates=generates))
+
+    @rule(prompt=st.integers(1, 5), image=st.integers(1, 14), crops=st.integers(2, 7), generates=st.integers(1, 25))
+    def an_image_comes(self, prompt, image, crops, generates):
+        if prompt + image < self.world.capacity:
+            self.arrived.append(self.world.add(prompt, image, crops, generates))
+
+    @precondition(lambda self: self.still_here())
+    @rule(data=st.data())
+    def one_is_cancelled(self, data):
+        sequence = data.draw(st.sampled_from(self.still_here()))
+        self.world.scheduler.remove(sequence)
+        assert (sequence.state, sequence.pages) == (FINISHED, [])
+
+    @rule()
+    def a_step_is_taken(self):
+        self.take_step()
+
+    @rule(count=st.integers(5, 15))
+    def steps_are_taken(self, count):
+        for _ in range(count):
+            self.take_step()
+
+    def take_step(self):
+        world, here = self.world, self.still_here()
+        tokens = {sequence: list(sequence.tokens) for sequence in here}
+        encoded = {sequence: sequence.num_encoded_crops for sequence in here}
+        cached = {sequence: sequence.num_cached for sequence in here}
+        active_before = world.active()
+        running_before = [sequence for sequence in active_before if sequence.state is RUNNING]
+        batch = world.step()
+        working = {item.sequence for item in (*batch.encode, *batch.prefill)} | set(batch.decode)
+        # I2: whoever ran before decodes or has made room; nobody works twice.
+        for sequence in running_before:
+            assert sequence in batch.decode or sequence.state is WAITING
+        assert len({chunk.sequence for chunk in batch.prefill}) == len(batch.prefill)
+        assert not {chunk.sequence for chunk in batch.prefill} & set(batch.decode)
+        # I3
+        num_prefill = sum(chunk.end - chunk.start for chunk in batch.prefill)
+        if num_prefill > world.max_prefill_tokens:
+            ((pictured, start, end),) = batch.prefill
+            assert (start, end) == (0, pictured.prefix_length)
+        if batch.decode:
+            assert sum(part.end - part.start for part in batch.encode) <= world.max_crops
+        for sequence, start, end in batch.encode:
+            assert start == encoded[sequence] < end
+            assert sequence.num_encoded_crops == end
+        for sequence, start, end in batch.prefill:
+            assert start == (cached[sequence] if sequence in active_before else 0)
+            assert start >= sequence.prefix_length or end >= sequence.prefix_length  # never split
+            assert sequence.num_crops_to_encode == 0
+        # I4: the oldest advances, and preemption forgets nothing.
+        if here:
+            assert here[0] in working
+        for sequence in here:
+            new = [Token(sequence.id, (float(sequence.num_generated - 1),))] if sequence in world.due else []
+            assert sequence.tokens == tokens[sequence] + new
+
+    @invariant()
+    def i1_every_page_has_one_owner_who_may_have_it(self):
+        held = [page for sequence in self.arrived for page in sequence.pages]
+        assert len(held) == len(set(held)) == self.world.pool.num_used
+        for sequence in self.arrived:
+            assert (sequence.state in (PREFILLING, RUNNING)) == bool(sequence.pages)
+            assert self.world.pool.pages_for(sequence.num_cached) <= len(sequence.pages)
+            assert len(sequence.pages) <= self.world.pool.pages_for(sequence.length)
+
+    @invariant()
+    def i5_the_scheduler_keeps_the_order_of_arrival(self):
+        assert list(self.world.scheduler.sequences()) == self.still_here()
+        assert self.world.scheduler.num_active == len(self.world.active()) <= self.world.max_batch_size
+        assert self.world.scheduler.num_waiting == len(self.still_here()) - len(self.world.active())
+
+    @invariant()
+    def what_was_drawn_is_what_is_held(self):
+        for sequence in self.arrived:
+            drawn = sequence.tokens[sequence.num_prompt_tokens :]
+            assert drawn == [Token(sequence.id, (float(place),)) for place in range(len(drawn))]
+
+    def teardown(self):
+        if not hasattr(self, "world"):
+            return
+        for _ in range(2000):
+            if self.world.scheduler.is_idle:
+                break
+            self.take_step()
+        assert self.world.scheduler.is_idle, "somebody never finishes"
+        assert self.world.pool.num_used == 0
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(settings.get_profile("house"), max_examples=80, stateful_step_count=25)
