@@ -454,4 +454,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(settings.get_profile("house"), max_examples=80, stateful_step_count=25)
+TestScheduler.settings = settings(max_examples=80, stateful_step_count=25)
