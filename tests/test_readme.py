@@ -100,6 +100,11 @@ def test_every_file_that_is_named_exists():
     assert Path(examples[0]).name in {case["image"] for case in expected(MD3_SMALL)["images"]}
 
 
+def test_every_benchmark_is_listed():
+    listed = re.findall(r"^\| `(\w+\.py)` \|", (CHECKOUT / "bench" / "README.md").read_text(), re.MULTILINE)
+    assert listed == sorted(path.name for path in (CHECKOUT / "bench").glob("*.py"))
+
+
 def defines(path: Path, names: list[str]) -> bool:
     """Whether a module defines or imports the first name, and that the next, and so on."""
     scope: ast.AST = ast.parse(path.read_text(encoding="utf-8"))
