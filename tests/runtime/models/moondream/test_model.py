@@ -1,0 +1,143 @@
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from kestrel_runtime.images import decode_image, make_crops
+from kestrel_runtime.models.moondream.model import Moondream
+from kestrel_runtime.tokens import Token
+from tests.golden import MD2_SMALL, MD3_SMALL, expected, image_paths
+from tests.runtime.models.moondream.tiny import DenseAttend, random_model, tiny_config
+from tests.runtime.noise import noise
+
+CPU = torch.device("cpu")
+COORDINATE, SIZE = 5, 6
+
+
+# Embedding
+
+
+def test_text_is_looked_up_and_values_are_encoded():
+    model = random_model(tiny_config())
+    tokens = [
+        Token(17),
+        Token(COORDINATE, (0.25,)),
+        Token(SIZE, (0.5, 0.125)),
+        Token(300),
+        Token(COORDINATE, (0.75,)),
+    ]
+    wanted = torch.stack(
+        (
+            model.text.wte[17],
+            model.region.encode_coordinates(torch.tensor([0.25]))[0],
+            model.region.encode_sizes(torch.tensor([[0.5, 0.125]]))[0],
+            model.text.wte[300],
+            model.region.encode_coordinates(torch.tensor([0.75]))[0],
+        )
+    )
+    torch.testing.assert_close(model.embed(tokens), wanted)
+
+
+def test_a_place_without_a_value_is_a_token_like_any_other():
+    model = random_model(tiny_config())
+    embeddings = model.embed([Token(COORDINATE), Token(SIZE)])
+    assert torch.equal(embeddings, model.text.wte[[COORDINATE, SIZE]])
+
+
+def test_embedding_leaves_the_table_as_it_is():
+    model = random_model(tiny_config())
+    before = model.text.wte.clone()
+    model.embed([Token(COORDINATE, (0.5,)), Token(SIZE, (0.5, 0.5))])
+    assert torch.equal(model.text.wte, before)
+
+
+def test_tokens_are_embedded_in_the_type_of_the_model():
+    model = random_model(tiny_config()).bfloat16()
+    embeddings = model.embed([Token(1), Token(COORDINATE, (0.5,)), Token(SIZE, (0.5, 0.5))])
+    assert embeddings.dtype == model.dtype == torch.bfloat16
+
+
+# Loading
+
+
+@pytest.mark.parametrize("generation", [2, 3])
+def test_a_state_makes_the_model_it_came_from(generation):
+    config = tiny_config(generation)
+    model = random_model(config)
+    loaded = Moondream.from_state(config, dict(model.state_dict()), CPU, torch.float32)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+    assert not loaded.training
+    assert not any(parameter.requires_grad for parameter in loaded.parameters())
+    assert not any(tensor.is_meta for tensor in (*loaded.parameters(), *loaded.buffers()))
+
+
+def test_everything_takes_the_type_asked_for_but_float8_experts_and_their_scales():
+    config = tiny_config(3)
+    state = dict(random_model(config, fp8_experts=True).state_dict())
+    model = Moondream.from_state(config, state, CPU, torch.bfloat16)
+    for name, tensor in model.state_dict().items():
+        is_stack = name.endswith("weight") and tensor.ndim == 3
+        wanted = torch.float8_e4m3fn if is_stack else torch.float32 if name.endswith(".scale") else torch.bfloat16
+        assert tensor.dtype == wanted, name
+
+
+def test_a_state_is_emptied_as_it_is_taken():
+    config = tiny_config()
+    state = dict(random_model(config).state_dict())
+    Moondream.from_state(config, state, CPU, torch.float32)
+    assert state == {}
+
+
+@pytest.mark.parametrize("change", ["missing", "unknown"])
+def test_a_state_must_hold_exactly_the_models_tensors(change):
+    config = tiny_config()
+    state = dict(random_model(config).state_dict())
+    if change == "missing":
+        del state["text.post_ln.weight"]
+    else:
+        state["text.extra.weight"] = torch.zeros(1)
+    with pytest.raises(RuntimeError, match=r"text\.(post_ln|extra)\.weight"):
+        Moondream.from_state(config, state, CPU, torch.float32)
+
+
+# From pixels to logits
+
+
+@torch.inference_mode()
+def prompted(model, image, ids):
+    """What the model makes of BOS, an image and a prompt: the image's embeddings and the hidden states."""
+    crops = make_crops(image, model.config.vision)
+    features = model.vision.encode(torch.from_numpy(crops.pixels))
+    pictured = model.vision.project(features, crops.rows, crops.columns)
+    bos = model.embed([Token(model.config.tokenizer.bos_id)])
+    embeddings = torch.cat((bos, pictured, model.embed([Token(id) for id in ids])))
+    attend = DenseAttend(model.config.text.prefix_attn)
+    return pictured, model.text(embeddings, torch.arange(len(embeddings)), attend)
+
+
+@pytest.mark.parametrize("generation", [2, 3])
+@pytest.mark.parametrize("crop_size", [56, 196])
+def test_crops_of_other_sizes_work_from_pixels_to_logits(generation, crop_size):
+    model = random_model(tiny_config(generation, crop_size=crop_size))
+    pictured, hidden = prompted(model, noise(500, 300), [1, 17, 2, 3])
+    num_image_tokens = (crop_size // 14) ** 2
+    assert pictured.shape == (num_image_tokens, model.config.text.dim)
+    assert hidden.shape == (1 + num_image_tokens + 4, model.config.text.dim)
+    assert model.text.logits(hidden[-1:]).isfinite().all()
+    _, other = prompted(model, noise(500, 300, seed=1), [1, 17, 2, 3])
+    assert not torch.allclose(hidden[-1], other[-1])
+
+
+@pytest.mark.parametrize(
+    ("folder", "loaded"), [(MD2_SMALL, "moondream2"), (MD3_SMALL, "moondream3")], ids=["moondream2", "moondream3"]
+)
+def test_a_golden_model_sees_and_answers_as_the_reference(folder, loaded, request):
+    model = request.getfixturevalue(loaded).model
+    tensors, place = load_file(folder / "expected.safetensors"), 1  # the smallest image
+    image = decode_image(image_paths(folder)[place].read_bytes(), max_image_pixels=10**6)
+    pictured, hidden = prompted(model, image, expected(folder)["images"][place]["query_prompt_tokens"])
+    for name, tensor in (("image_embeddings_every_9th", pictured[::9]), ("query_prompt_last_hidden", hidden[-1])):
+        wanted = tensors[f"{place}.{name}"]
+        torch.testing.assert_close(tensor, wanted, rtol=0, atol=2e-4 * wanted.abs().max().item())
+    logits = model.text.logits(hidden[-1:])[0]
+    torch.testing.assert_close(logits, tensors[f"{place}.query_prompt_logits"], rtol=0, atol=1e-3)
