@@ -1,0 +1,1 @@
+"""Trains Moondream Nano: a world of drawn scenes, a small Moondream 3, and the recipe that joins them."""

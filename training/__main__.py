@@ -1,0 +1,58 @@
+"""`python -m training`: prepare, train, export, or all three."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from training.corpus import corpus
+from training.model import config_dict
+from training.tokens import train_tokenizer
+
+
+def main() -> None:
+    """Run what the command line asks for."""
+    parser = argparse.ArgumentParser(prog="python -m training", description=__doc__)
+    parser.add_argument("task", choices=("prepare", "train", "export", "all"))
+    parser.add_argument("--folder", type=Path, default=Path("build/nano"), help="where everything is kept")
+    parser.add_argument("--steps", type=int, help="steps of the whole run")
+    parser.add_argument("--scenes", type=int, help="new pictures per step")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="pause with a checkpoint after these")
+    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1))
+    parser.add_argument("--plain", action="store_true", help="do not compile")
+    parser.add_argument("--log-every", type=int, default=50)
+    parser.add_argument("--score-every", type=int, default=500)
+    arguments = parser.parse_args()
+    if arguments.task in ("prepare", "all"):
+        prepare(arguments.folder)
+    if arguments.task in ("train", "all"):
+        from training.train import Recipe, train
+
+        given = {"num_steps": arguments.steps, "num_scenes": arguments.scenes}
+        train(
+            arguments.folder,
+            replace(Recipe(), **{name: value for name, value in given.items() if value is not None}),
+            num_workers=arguments.workers,
+            seconds=arguments.seconds,
+            compiled=not arguments.plain,
+            log_every=arguments.log_every,
+            score_every=arguments.score_every,
+        )
+    if arguments.task in ("export", "all"):
+        from training.export import export
+
+        export(arguments.folder, arguments.folder / "export")
+
+
+def prepare(folder: Path) -> None:
+    """Write the tokenizer and the configuration."""
+    folder.mkdir(parents=True, exist_ok=True)
+    train_tokenizer(corpus(), folder / "tokenizer.json")
+    (folder / "config.json").write_text(json.dumps(config_dict(folder / "tokenizer.json"), indent=1))
+
+
+if __name__ == "__main__":
+    main()

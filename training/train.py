@@ -1,0 +1,218 @@
+"""The recipe: batches in a fixed order, a schedule, checkpoints that a run resumes from, curves."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from kestrel_runtime.tokenizer import Tokenizer
+from training.batches import Group, GroupMaker, Rows
+from training.curves import draw_curves
+from training.examples import Teacher
+from training.losses import loss, right_answers
+from training.model import new_model, read_config
+from training.muon import Muon, split_parameters
+from training.network import Network
+from training.progress import Progress
+from training.scenes import HELD_OUT_SEED
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Everything that decides what is learnt. Two runs of one recipe see the same batches in the same order."""
+
+    num_steps: int = 9000
+    num_scenes: int = 64
+    """New pictures per step."""
+    delays: tuple[int, ...] = (0, 24, 61)
+    """A step sees the new pictures and, with new examples, those of so many steps ago."""
+    muon_lr: float = 0.02
+    adam_lr: float = 0.003
+    weight_decay: float = 0.02
+    num_warmup_steps: int = 150
+    constant_share: float = 0.35
+    """Of the steps run at the full rate; then it falls to nothing."""
+    quantised_share: float = 0.2
+    """Of the steps, the last ones, run with experts as float8 has them."""
+    seed: int = 0
+
+    def rate(self, step: int) -> float:
+        """The learning rate's factor at a step."""
+        warm = min(1.0, (step + 1) / self.num_warmup_steps)
+        left = (self.num_steps - step) / (self.num_steps * (1 - self.constant_share))
+        return warm * min(1.0, left)
+
+
+class _Groups(Dataset[Group]):
+    def __init__(self, make: GroupMaker, first: int, end: int) -> None:
+        self._make, self._first, self._end = make, first, end
+
+    def __len__(self) -> int:
+        return self._end - self._first
+
+    def __getitem__(self, index: int) -> Group:
+        torch.set_num_threads(1)
+        return self._make(self._first + index)
+
+
+def _stream(make: GroupMaker, first: int, end: int, num_workers: int) -> Iterator[Group]:
+    loader = DataLoader(
+        _Groups(make, first, end),
+        batch_size=None,
+        num_workers=num_workers,
+        prefetch_factor=3 if num_workers else None,
+        multiprocessing_context="fork" if num_workers else None,
+    )
+    return iter(loader)
+
+
+def train(
+    folder: Path, recipe: Recipe, *, num_workers: int, seconds: float, compiled: bool, log_every: int, score_every: int
+) -> None:
+    """Train in `folder`, which holds config and tokenizer; go on from its checkpoint if it has one.
+
+    Stops after `seconds` with a checkpoint, or at the end with `weights.pt`.
+    """
+    started = time.monotonic()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.set_float32_matmul_precision("high")
+    config, tokenizer = read_config(folder), Tokenizer.from_file(folder / "tokenizer.json")
+    teacher = Teacher(tokenizer, config)
+    make = GroupMaker(teacher, recipe.seed * 100_000_000, recipe.num_scenes, len(recipe.delays))
+    state = _State(Network(new_model(config, recipe.seed)).to(device), recipe)
+    checkpoint = folder / "checkpoint.pt"
+    if checkpoint.exists():
+        state.load(torch.load(checkpoint, map_location=device, weights_only=False))
+    # The workers fork before anything runs on the device.
+    first = max(0, state.step - max(recipe.delays))
+    stream = _stream(make, first, recipe.num_steps, num_workers)
+    recent: deque[Group] = deque(maxlen=max(recipe.delays) + 1)
+    for index in range(first, state.step):
+        recent.append(_on(next(stream), device))
+        print(f"\rrecalling pictures {index + 1 - first}/{state.step - first}", end="", flush=True)
+    if compiled:
+        torch._dynamo.config.recompile_limit = 64
+        state.network.compile_blocks()
+    held_out = GroupMaker(teacher, HELD_OUT_SEED + 1_000_000, 96, 1, jitter=False)
+    tests = [_on(held_out(index), device) for index in range(4)] if score_every else []
+    progress = Progress(recipe.num_steps)
+    waited = 0.0
+    while state.step < recipe.num_steps and time.monotonic() - started < seconds:
+        if state.step == round(recipe.num_steps * (1 - recipe.quantised_share)):
+            state.network.quantise_experts()
+        asked = time.monotonic()
+        recent.append(_on(next(stream), device))
+        waited += time.monotonic() - asked
+        state.learn(_batch(recent, recipe.delays))
+        if state.step % log_every == 0:
+            value = state.note_loss()
+            progress.show(state.step, f"loss {value:.3f}, waited for data {waited:.0f} s")
+        if score_every and state.step % score_every == 0:
+            state.note_scores(tests)
+    is_done = state.step == recipe.num_steps
+    if tests:
+        print("\n" + state.note_scores(tests))
+    torch.save(state.save(), checkpoint)
+    (folder / "curves.json").write_text(json.dumps(state.curves))
+    draw_curves(state.curves, folder / "curves.png")
+    if is_done:
+        torch.save(state.network.model.state_dict(), folder / "weights.pt")
+    print(f"\n{'done' if is_done else 'paused'} at step {state.step}, {time.monotonic() - started:.0f} s, "
+          f"{waited:.0f} s of them waiting for data", flush=True)  # fmt: skip
+
+
+class _State:
+    """What a checkpoint holds, and how a step changes it."""
+
+    def __init__(self, network: Network, recipe: Recipe) -> None:
+        self.network, self._recipe = network, recipe
+        matrices, others = split_parameters(network.model)
+        self._optimizers: list[torch.optim.Optimizer] = [
+            Muon(matrices, recipe.muon_lr, recipe.weight_decay),
+            torch.optim.AdamW(others, recipe.adam_lr, betas=(0.9, 0.98), weight_decay=0.0),
+        ]
+        self._rates = (recipe.muon_lr, recipe.adam_lr)
+        self._others = others
+        self._losses: list[torch.Tensor] = []
+        self.step = 0
+        self.curves: dict[str, list[tuple[int, float]]] = {}
+
+    def learn(self, batch: tuple[torch.Tensor, list[tuple[int, int]], Rows]) -> None:
+        rate = self._recipe.rate(self.step)
+        for optimizer, full in zip(self._optimizers, self._rates, strict=True):
+            optimizer.param_groups[0]["lr"] = full * rate
+        crops, tilings, rows = batch
+        with torch.autocast(crops.device.type, torch.bfloat16, enabled=crops.is_cuda):
+            value = loss(self.network(crops, tilings, rows), rows)
+        value.backward()
+        torch.nn.utils.clip_grad_norm_(self._others, 1.0)
+        for optimizer in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        self._losses.append(value.detach())
+        self.step += 1
+
+    def note_loss(self) -> float:
+        value = torch.stack(self._losses).mean().item()
+        if not math.isfinite(value):
+            raise FloatingPointError(f"the loss is {value} at step {self.step}")
+        self._losses.clear()
+        self.curves.setdefault("loss", []).append((self.step, value))
+        return value
+
+    @torch.no_grad()
+    def note_scores(self, tests: list[Group]) -> str:
+        right: Counter[str] = Counter()
+        total: Counter[str] = Counter()
+        for group in tests:
+            rows = group.visits[0]
+            with torch.autocast(group.crops.device.type, torch.bfloat16, enabled=group.crops.is_cuda):
+                prediction = self.network(group.crops, group.tilings, rows)
+            for kind, (good, count) in right_answers(prediction, rows).items():
+                right[kind] += good
+                total[kind] += count
+        scores = {kind: right[kind] / total[kind] for kind in total if total[kind]}
+        for kind, score in scores.items():
+            self.curves.setdefault(kind, []).append((self.step, score))
+        line = ", ".join(f"{kind} {score:.2f}" for kind, score in scores.items())
+        print(f"\nstep {self.step}: {line}", flush=True)
+        return line
+
+    def save(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "model": self.network.model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
+            "curves": self.curves,
+        }
+
+    def load(self, saved: dict[str, Any]) -> None:
+        self.step, self.curves = saved["step"], saved["curves"]
+        self.network.model.load_state_dict(saved["model"])
+        for optimizer, state in zip(self._optimizers, saved["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
+        if self.step >= round(self._recipe.num_steps * (1 - self._recipe.quantised_share)):
+            self.network.quantise_experts()
+
+
+def _on(group: Group, device: torch.device) -> Group:
+    return Group(group.crops.to(device, non_blocking=True), group.tilings, [rows.to(device) for rows in group.visits])
+
+
+def _batch(recent: deque[Group], delays: tuple[int, ...]) -> tuple[torch.Tensor, list[tuple[int, int]], Rows]:
+    """The newest group and the older ones that are due, each on its next visit."""
+    due = [(recent[-1 - delay], visit) for visit, delay in enumerate(delays) if delay < len(recent)]
+    return (
+        torch.cat([group.crops for group, _ in due]),
+        [tiling for group, _ in due for tiling in group.tilings],
+        Rows.cat([group.visits[visit] for group, visit in due]),
+    )
