@@ -27,7 +27,7 @@ def long_caption(scene: Scene) -> str:
         if thing.is_text:
             sentences.append(f'The {thing.color} {thing.name} "{thing.text}" is {place_phrase(thing)}.')
         else:
-            sentences.append(_sentence(f"{with_article(f'{thing.size} {full_name(thing)}')} is {place_phrase(thing)}"))
+            sentences.append(_sentence(f"{with_article(f'{thing.size} {full_name(thing)}'.strip())} is {place_phrase(thing)}"))
     return " ".join(sentences)
 
 

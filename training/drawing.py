@@ -24,7 +24,7 @@ def draw_scene(scene: Scene, *, max_area_px: float = math.inf) -> Image.Image:
         if thing.is_text:
             _draw_text(image, thing)
         else:
-            _draw_shape(image, thing)
+            _draw_shape(image, thing, is_jagged=scene.wear.is_jagged)
     return _worn(image, scene, noise)
 
 
@@ -88,7 +88,7 @@ def _ramp(angle: float, size: tuple[int, int]) -> np.ndarray:
     return columns * math.cos(radians) + rows * math.sin(radians)
 
 
-def _draw_shape(image: Image.Image, thing: Thing) -> None:
+def _draw_shape(image: Image.Image, thing: Thing, *, is_jagged: bool) -> None:
     assert thing.outline is not None, "a shape has an outline"
     left, top, right, bottom = _pixels(thing, image.size)
     x0, y0 = math.floor(left), math.floor(top)
@@ -116,10 +116,15 @@ def _draw_shape(image: Image.Image, thing: Thing) -> None:
         if thing.is_hollow:
             fill = rim
         else:
-            image.paste(thing.rgb, (x0, y0), mask.reduce(_SUPERSAMPLING))
-            image.paste(thing.border_rgb, (x0, y0), rim.reduce(_SUPERSAMPLING))
+            image.paste(thing.rgb, (x0, y0), _stencil(mask, is_jagged))
+            image.paste(thing.border_rgb, (x0, y0), _stencil(rim, is_jagged))
             return
-    image.paste(thing.rgb, (x0, y0), fill.reduce(_SUPERSAMPLING))
+    image.paste(thing.rgb, (x0, y0), _stencil(fill, is_jagged))
+
+
+def _stencil(mask: Image.Image, is_jagged: bool) -> Image.Image:
+    small = mask.reduce(_SUPERSAMPLING)
+    return small.point(lambda value: 255 * (value > 127)) if is_jagged else small
 
 
 def _draw_text(image: Image.Image, thing: Thing) -> None:

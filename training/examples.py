@@ -102,6 +102,8 @@ class Teacher:
 
     def _caption(self, scene: Scene, rng: random.Random) -> Example:
         length = rng.choice(("short", "normal", "normal", "long"))
+        if length == "long" and scene.shapes and not scene.shapes[0].size:
+            length = "normal"
         write = {"short": short_caption, "normal": normal_caption, "long": long_caption}[length]
         return Example(Caption(_IMAGE, length), tuple(self._text(write(scene))), f"caption {length}")
 

@@ -104,9 +104,9 @@ def unique(scene: Scene, thing: Thing, rng: random.Random) -> str | None:
         options.append(thing.name)
     if len(meant_by(scene, name=thing.name, color=thing.color)) == 1:
         options.append(f"{thing.color} {thing.name}")
-    if len(meant_by(scene, name=thing.name, color=thing.color, size=thing.size)) == 1:
+    if thing.size and len(meant_by(scene, name=thing.name, color=thing.color, size=thing.size)) == 1:
         options.append(f"{thing.size} {thing.color} {thing.name}")
-    if len(meant_by(scene, name=thing.name, size=thing.size)) == 1 and rng.random() < 0.3:
+    if thing.size and len(meant_by(scene, name=thing.name, size=thing.size)) == 1 and rng.random() < 0.3:
         options.append(f"{thing.size} {thing.name}")
     if not options:
         return None
@@ -178,6 +178,8 @@ def extreme(pool: Sequence[Thing], word: str) -> Thing | None:
     if word in ("largest", "smallest"):
         # Bands of size are what the picture shows; two of one band are no clear order.
         bands = {"small": 0, "medium": 1, "large": 2}
+        if not all(thing.size for thing in pool):
+            return None
         ordered = sorted(pool, key=lambda thing: bands[thing.size], reverse=word == "largest")
         return ordered[0] if ordered[0].size != ordered[1].size else None
     axis, sign = (0 if word in ("leftmost", "rightmost") else 1), (1 if word in ("leftmost", "topmost") else -1)

@@ -80,7 +80,7 @@ def _color(scene: Scene, rng: random.Random) -> Exchange | None:
         one = unique(scene, thing, rng)
     elif len(phrases.meant_by(scene, name=thing.name)) == 1:
         one = thing.name
-    elif len(phrases.meant_by(scene, name=thing.name, size=thing.size)) == 1:
+    elif thing.size and len(phrases.meant_by(scene, name=thing.name, size=thing.size)) == 1:
         one = f"{thing.size} {thing.name}"
     else:
         word = rng.choice(("leftmost", "rightmost", "largest", "smallest", "topmost"))
@@ -100,7 +100,7 @@ def _shape(scene: Scene, rng: random.Random) -> Exchange | None:
     fitting = phrases.meant_by(scene, color=thing.color)
     if any(other.name != thing.name for other in fitting):
         fitting = phrases.meant_by(scene, color=thing.color, size=thing.size)
-        if any(other.name != thing.name for other in fitting):
+        if not thing.size or any(other.name != thing.name for other in fitting):
             return None
         words = f"{thing.size} {thing.color}"
     else:
@@ -194,7 +194,7 @@ def _relation(scene: Scene, rng: random.Random) -> Exchange | None:
 
 
 def _size(scene: Scene, rng: random.Random) -> Exchange | None:
-    if not scene.shapes:
+    if not scene.shapes or not scene.shapes[0].size:
         return None
     draw = rng.random()
     if draw < 0.4:

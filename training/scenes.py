@@ -21,6 +21,7 @@ HELD_OUT_SEED = 1_000_000_000
 
 MIN_SIDE_PX, MAX_SIDE_PX = 200, 1600
 _SIZE_BANDS = {"small": (0.10, 0.15), "medium": (0.2, 0.28), "large": (0.38, 0.52)}  # of the shorter side
+_ANY_SIZE = {"small": (0.075, 0.17), "medium": (0.15, 0.33), "large": (0.3, 0.55)}
 _MIN_CONTRAST = 125.0
 _MIN_OVERLAP_CONTRAST = 150.0
 _NUM_TRIES = 30
@@ -34,7 +35,7 @@ class Thing:
     color: str
     rgb: Rgb
     size: str
-    """small, medium or large; empty for a text."""
+    """small, medium or large; empty for a text, and in scenes where sizes fall anywhere and have no names."""
     box: tuple[float, float, float, float]
     outline: Outline | None = None
     text: str = ""
@@ -85,6 +86,8 @@ class Wear:
     noise: float = 0.0
     """Standard deviation in 8-bit steps."""
     jpeg_quality: int = 0
+    is_jagged: bool = False
+    """Edges of shapes are drawn without smoothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +117,7 @@ def make_scene(seed: int) -> Scene:
     background = _random_background(rng)
     colors = {name: rgb for name in COLORS if (rgb := _standing_out(name, background, rng)) is not None}
     plan = _random_plan(rng, list(colors))
-    overlapping = rng.random() < 0.2
+    overlapping, has_sizes = rng.random() < 0.2, rng.random() < 0.75
     things: list[Thing] = []
     if rng.random() < 0.4:
         for _ in range(rng.choice((1, 1, 2))):
@@ -123,7 +126,7 @@ def make_scene(seed: int) -> Scene:
         if things and rng.random() < 0.2:
             plan = []
     for name, color, size in plan:
-        thing = _random_shape(rng, name, color, size, width_px, height_px, background)
+        thing = _random_shape(rng, name, color, size, has_sizes, width_px, height_px, background)
         _add(things, thing, rng, overlapping, unit=min(width_px, height_px), size=(width_px, height_px))
     return Scene(seed, width_px, height_px, background, tuple(things), _random_wear(rng))
 
@@ -194,10 +197,18 @@ def _random_plan(rng: random.Random, colors: list[str]) -> list[tuple[str, str, 
 
 
 def _random_shape(
-    rng: random.Random, name: str, color: str, size: str, width_px: int, height_px: int, background: Background
+    rng: random.Random,
+    name: str,
+    color: str,
+    size: str,
+    has_size: bool,
+    width_px: int,
+    height_px: int,
+    background: Background,
 ) -> Thing:
     form = outline(name, rng)
-    longest = rng.uniform(*_SIZE_BANDS[size]) * min(width_px, height_px)
+    longest = rng.uniform(*(_SIZE_BANDS if has_size else _ANY_SIZE)[size]) * min(width_px, height_px)
+    size = size if has_size else ""
     width, height = (longest, longest / form.aspect) if form.aspect >= 1 else (longest * form.aspect, longest)
     rgb = _standing_out(color, background, rng) or sample_color(color, rng)
     border, is_hollow, border_rgb = 0.0, False, (0, 0, 0)
@@ -218,7 +229,7 @@ def _random_text_thing(
     face = rng.randrange(len(FACES)) if rng.random() < 0.9 else 0
     aspect = text_aspect(text, face)
     unit = min(width_px, height_px)
-    height = rng.uniform(0.1, 0.2 if len(text) > 1 else 0.3) * unit
+    height = rng.uniform(0.07, 0.2 if len(text) > 1 else 0.3) * unit
     width = height * aspect
     if width > 0.85 * width_px:
         width, height = 0.85 * width_px, 0.85 * width_px / aspect
@@ -277,9 +288,11 @@ def _is_clear(new: Thing, old: Thing, overlapping: bool, margin_x: float, margin
 
 
 def _random_wear(rng: random.Random) -> Wear:
+    is_jagged = rng.random() < 0.25
     if rng.random() < 0.4:
-        return Wear()
+        return Wear(is_jagged=is_jagged)
     return Wear(
+        is_jagged=is_jagged,
         blur=rng.uniform(0, 0.004) if rng.random() < 0.4 else 0.0,
         noise=rng.uniform(0, 14) if rng.random() < 0.4 else 0.0,
         jpeg_quality=rng.randint(25, 95) if rng.random() < 0.6 else 0,

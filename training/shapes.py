@@ -44,7 +44,7 @@ def _circle(rng: random.Random) -> Outline:
 
 
 def _ring(rng: random.Random) -> Outline:
-    inner = rng.uniform(0.45, 0.8)
+    inner = rng.uniform(0.42, 0.86)
     path = _circle_path(1.0, clockwise=True) + _circle_path(inner, clockwise=False)
     return Outline((_ellipse(1.0), _ellipse(inner)), path, 1.0, (0.5, (1 - inner) / 4))
 
@@ -72,7 +72,7 @@ def _star(rng: random.Random) -> Outline:
 
 
 def _cross(rng: random.Random) -> Outline:
-    arm = rng.uniform(0.2, 0.4)
+    arm = rng.uniform(0.14, 0.4)
     angle = rng.uniform(-15, 15) if rng.random() < 0.8 else 45 + rng.uniform(-10, 10)
     corners = [
         (-arm, -1), (arm, -1), (arm, -arm), (1, -arm), (1, arm), (arm, arm),
@@ -100,7 +100,7 @@ def _heart(rng: random.Random) -> Outline:
 
 def _crescent(rng: random.Random) -> Outline:
     # What a disc leaves of another: both arcs meet in the two tips.
-    radius, thickness = rng.uniform(0.85, 1.0), rng.uniform(0.45, 0.7)
+    radius, thickness = rng.uniform(0.85, 1.0), rng.uniform(0.4, 0.72)
     shift = radius - 1 + thickness
     x = (1 - radius**2 + shift**2) / (2 * shift)
     tip = math.degrees(math.acos(x))

@@ -30,7 +30,7 @@ from training.scenes import HELD_OUT_SEED
 class Recipe:
     """Everything that decides what is learnt. Two runs of one recipe see the same batches in the same order."""
 
-    num_steps: int = 9000
+    num_steps: int = 12000
     num_scenes: int = 64
     """New pictures per step."""
     delays: tuple[int, ...] = (0, 24, 61)
@@ -102,8 +102,9 @@ def train(
     if compiled:
         torch._dynamo.config.recompile_limit = 64
         state.network.compile_blocks()
-    held_out = GroupMaker(teacher, HELD_OUT_SEED + 1_000_000, 96, 1, jitter=False)
-    tests = [_on(held_out(index), device) for index in range(4)] if score_every else []
+    num_tests = recipe.num_scenes * len(recipe.delays)  # the shape of a batch, which is compiled already
+    held_out = GroupMaker(teacher, HELD_OUT_SEED + 1_000_000, num_tests, 1, jitter=False)
+    tests = [_on(held_out(index), device) for index in range(3)] if score_every else []
     progress = Progress(recipe.num_steps)
     waited = 0.0
     while state.step < recipe.num_steps and time.monotonic() - started < seconds:
@@ -118,6 +119,7 @@ def train(
             progress.show(state.step, f"loss {value:.3f}, waited for data {waited:.0f} s")
         if score_every and state.step % score_every == 0:
             state.note_scores(tests)
+            torch.save(state.save(), checkpoint)
     is_done = state.step == recipe.num_steps
     if tests:
         print("\n" + state.note_scores(tests))
