@@ -219,8 +219,8 @@ def undeclared(paths: list[Path], declared: set[str]) -> list[str]:
 
 def test_every_import_of_the_server_is_a_declared_dependency():
     project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
-    assert undeclared(SOURCES, requirements(project, "gpu", "otel")) == []
-    assert undeclared(WRITTEN, requirements(project, "gpu", "otel", "dev")) == []
+    assert undeclared(SOURCES, requirements(project, "gpu", "remote", "otel")) == []
+    assert undeclared(WRITTEN, requirements(project, "gpu", "remote", "otel", "dev")) == []
 
 
 def test_every_import_of_the_client_is_a_declared_dependency():

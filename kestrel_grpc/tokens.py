@@ -1,0 +1,133 @@
+"""The file of tokens: who may call, what, and how much. Knows no calls; `access.py` applies what it says.
+
+One line for each token, in TOML. The file holds hashes, so that who reads it cannot call:
+
+    alice = { sha256 = "2bb80d53…", scopes = ["infer"], rate = 10, burst = 20, concurrency = 4 }
+    operator = { sha256 = "9f86d081…", scopes = ["infer", "admin"] }
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import math
+import re
+import secrets
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_SETTINGS = ("sha256", "scopes", "rate", "burst", "concurrency")
+
+
+class Scope(Enum):
+    """What a token may be good for."""
+
+    INFER = "infer"
+    """Questions to the model, and which models there are."""
+    ADMIN = "admin"
+    """How the server fares."""
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One line of the file. `rate` is in requests per second and None means no limit, as for `concurrency`."""
+
+    name: str
+    sha256: bytes
+    scopes: frozenset[Scope]
+    rate: float | None = None
+    burst: int = 1
+    concurrency: int | None = None
+
+
+class TokenFileError(ValueError):
+    """The file breaks its rules; the message names every breach."""
+
+
+def read_tokens(path: Path) -> Mapping[bytes, Token]:
+    """The tokens of a file by their hash. Raises `OSError` or `TokenFileError`."""
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # not UTF-8, or not TOML
+        raise TokenFileError(str(error)) from error
+    problems: list[str] = []
+    tokens: dict[bytes, Token] = {}
+    for name, settings in table.items():
+        found = list(_problems(name, settings))
+        problems += (f"{name}: {problem}" for problem in found)
+        if found:
+            continue
+        token = _token(name, settings)
+        if token.sha256 in tokens:
+            problems.append(f"{name}: is the same token as {tokens[token.sha256].name}")
+        tokens[token.sha256] = token
+    if problems:
+        raise TokenFileError("; ".join(problems))
+    return tokens
+
+
+def hash_of(secret: str) -> bytes:
+    """What the file holds in place of the secret. Secrets are random and long, so a plain hash keeps them."""
+    return hashlib.sha256(secret.encode()).digest()
+
+
+def new_secret() -> str:
+    """A token that nobody can guess, with a head that tells scanners of leaked secrets what it is."""
+    return f"kestrel_{secrets.token_urlsafe(32)}"
+
+
+def line_for(name: str, secret: str, scopes: frozenset[Scope]) -> str:
+    """The line of the file that lets a secret in. Raises `ValueError` for a name that cannot stand there."""
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"a name is 1 to 64 letters, digits, underscores and hyphens, not {name!r}")
+    listed = ", ".join(f'"{scope.value}"' for scope in Scope if scope in scopes)
+    return f'{name} = {{ sha256 = "{hash_of(secret).hex()}", scopes = [{listed}] }}'
+
+
+def _token(name: str, settings: Mapping[str, Any]) -> Token:
+    rate = settings.get("rate")
+    return Token(
+        name=name,
+        sha256=bytes.fromhex(settings["sha256"]),
+        scopes=frozenset(Scope(word) for word in settings["scopes"]),
+        rate=rate,
+        # By default a second's worth may come at once.
+        burst=settings.get("burst", 1 if rate is None else max(1, math.ceil(rate))),
+        concurrency=settings.get("concurrency"),
+    )
+
+
+def _problems(name: str, settings: Any) -> Iterator[str]:
+    if not _NAME.fullmatch(name):
+        yield "a name is 1 to 64 letters, digits, underscores and hyphens"
+    if not isinstance(settings, dict):
+        yield 'must be like { sha256 = "…", scopes = ["infer"] }'
+        return
+    for key in settings:
+        if key not in _SETTINGS:
+            close = difflib.get_close_matches(key, _SETTINGS, n=1)
+            yield f"no setting is named {key}" + (f"; did you mean {close[0]}?" if close else "")
+    sha256, scopes, rate = settings.get("sha256"), settings.get("scopes"), settings.get("rate")
+    if not isinstance(sha256, str) or not _SHA256.fullmatch(sha256):
+        yield "sha256 must be 64 hexadecimal digits, in lower case"
+    words = [scope.value for scope in Scope]
+    if not isinstance(scopes, list) or not scopes or any(word not in words for word in scopes):
+        yield f"scopes must be a list of {' and '.join(words)}"
+    if rate is not None and not (_is_number(rate) and 0 < rate < math.inf):
+        yield "rate must be a number of requests per second above 0"
+    for key in ("burst", "concurrency"):
+        value = settings.get(key)
+        if value is not None and not (_is_number(value) and isinstance(value, int) and value >= 1):
+            yield f"{key} must be a whole number of requests from 1"
+    if "burst" in settings and rate is None:
+        yield "burst needs a rate"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
