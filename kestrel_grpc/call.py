@@ -1,4 +1,4 @@
-"""One call, as a servicer sees it: who it is and how long it may take. Knows no socket."""
+"""One call: who it is, how long it may take, what it asked and was answered, and how it ended. Knows no socket."""
 
 from __future__ import annotations
 
@@ -6,25 +6,61 @@ import re
 import secrets
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kestrel_runtime.events import Finished
+from kestrel_runtime.requests import Request
 
 REQUEST_ID_KEY = "x-request-id"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a call ended: the name of its status, and the reason that the caller was told."""
+
+    code: str
+    reason: str
+
+    @property
+    def is_ok(self) -> bool:
+        return self.code == "OK"
+
+
+OK = Outcome("OK", "OK")
+
+
 class Call:
-    """Made when a call arrives. `deadline_s` counts from then; None where the caller set no deadline."""
+    """Made when a call arrives. `deadline_s` counts from then; None where the caller set no deadline.
 
-    __slots__ = ("arrived", "deadline_s", "request_id")
+    The servicer notes `request` and `finished` for whoever counts and traces: None where it did not get so far.
+    """
 
-    def __init__(self, metadata: Iterable[tuple[str, str | bytes]], deadline_s: float | None) -> None:
+    __slots__ = ("arrived", "deadline_s", "finished", "metadata", "method", "request", "request_id", "trace_id")
+
+    def __init__(
+        self, metadata: Iterable[tuple[str, str | bytes]], deadline_s: float | None, method: str = ""
+    ) -> None:
         self.arrived = time.monotonic()
         self.deadline_s = deadline_s
+        self.metadata = metadata
+        self.method = method
+        """As `kestrel.v1.VisionService/Query`."""
         self.request_id = _request_id(metadata)
+        self.request: Request | None = None
+        self.finished: Finished | None = None
+        self.trace_id = ""
+        """The trace that the call belongs to, once it is known."""
+
+    @property
+    def duration_s(self) -> float:
+        """How long the call has taken so far."""
+        return time.monotonic() - self.arrived
 
     @property
     def duration_ms(self) -> float:
         """How long the call has taken so far."""
-        return (time.monotonic() - self.arrived) * 1000.0
+        return self.duration_s * 1000.0
 
 
 def _request_id(metadata: Iterable[tuple[str, str | bytes]]) -> str:
