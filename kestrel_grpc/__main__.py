@@ -19,7 +19,7 @@ from kestrel_grpc.logs import set_up_logging
 from kestrel_runtime.errors import CheckpointError
 
 # The engine's thread must give up the interpreter quickly, or every call waits for it.
-_SWITCH_INTERVAL_S = 0.0002
+SWITCH_INTERVAL_S = 0.0002
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,7 +71,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     async def run() -> bool:
         return await Server(engine, config).serve()
 
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
         require_free_port(config.host, config.port)
         engine = Engine.start(config.engine_config())

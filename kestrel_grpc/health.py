@@ -9,14 +9,14 @@ from collections.abc import AsyncGenerator, Iterable
 from typing import Any
 
 import grpc
+from grpc_health.v1.health import SERVICE_NAME
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
-from grpc_health.v1.health_pb2_grpc import HealthServicer
 
 from kestrel_grpc.seam import EngineSeam
 from kestrel_runtime.engine import EngineStatus
 
 
-class Health(HealthServicer):
+class Health:
     """All services serve, or none does. Belongs to the event loop that it was made on.
 
     Watchers see the latest state; states that come and go between two of their looks are skipped. `close` ends
@@ -30,6 +30,18 @@ class Health(HealthServicer):
         self._is_closed = False
         self._changed = asyncio.Event()
         engine.on_status_change(self._follow)
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Serve both methods."""
+        codec: Any = {
+            "request_deserializer": HealthCheckRequest.FromString,
+            "response_serializer": HealthCheckResponse.SerializeToString,
+        }
+        handlers: dict[str, grpc.RpcMethodHandler] = {
+            "Check": grpc.unary_unary_rpc_method_handler(self.Check, **codec),
+            "Watch": grpc.unary_stream_rpc_method_handler(self.Watch, **codec),
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
 
     async def Check(
         self, request: HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]

@@ -1,5 +1,5 @@
 """What every call of our own services goes through: a request id, a deadline, a log line, and the one place where
-an exception becomes a status. Health and reflection pass untouched.
+an exception becomes a status.
 
 Response headers carry the request id and leave with the first message: until then a refusal is a bare status,
 which clients may retry. Servicers take a `Call` in place of gRPC's context, so they can neither abort nor write.
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 import grpc
@@ -25,32 +25,31 @@ Context = grpc.aio.ServicerContext[bytes, bytes]
 Unary = Callable[[Message, Call], Awaitable[Message]]
 Streaming = Callable[[Message, Call], AsyncGenerator[Message, None]]
 
-_PREFIX = "/kestrel."
-
 _log = logging.getLogger("kestrel_grpc.calls")
 
 
-class CallScope(grpc.aio.ServerInterceptor):
-    """Wraps each of our methods once, when it is first called."""
+class CallScope:
+    """Stands in for the server where services are added: `add_…_to_server(servicer, scope)` adds wrapped methods.
 
-    def __init__(self, engine: EngineSeam) -> None:
+    It does the work of an interceptor once, at start. Methods go to the server as generic handlers only, since each
+    method that is registered by name slows down every call of all the others.
+    """
+
+    def __init__(self, server: grpc.aio.Server, engine: EngineSeam) -> None:
+        self._server = server
         self._engine = engine
-        self._handlers: dict[str, grpc.RpcMethodHandler] = {}
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler | None:
-        method = handler_call_details.method
-        known = self._handlers.get(method)
-        if known is not None:
-            return known
-        handler = await continuation(handler_call_details)
-        if handler is None or not method.startswith(_PREFIX):
-            return handler
-        self._handlers[method] = self._wrap(method, handler)
-        return self._handlers[method]
+    def add_registered_method_handlers(
+        self, service_name: str, method_handlers: Mapping[str, grpc.RpcMethodHandler]
+    ) -> None:
+        """Called by the generated code, with each method's handler."""
+        wrapped = {
+            name: self._wrap(f"/{service_name}/{name}", handler) for name, handler in method_handlers.items()
+        }
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service_name, wrapped),))
+
+    def add_generic_rpc_handlers(self, generic_rpc_handlers: Iterable[grpc.GenericRpcHandler]) -> None:
+        """Called by the generated code with the same methods unwrapped, which are not wanted."""
 
     def _wrap(self, method: str, handler: Any) -> grpc.RpcMethodHandler:
         # Bytes are parsed and written here: what gRPC itself says about a message that does not parse is INTERNAL.
@@ -72,7 +71,7 @@ class CallScope(grpc.aio.ServerInterceptor):
             call = Call(context.invocation_metadata() or (), context.time_remaining())
             try:
                 response = serialize(await serve(parse(request), call))
-                await context.send_initial_metadata(((REQUEST_ID_KEY, call.request_id),))
+                context.set_trailing_metadata(((REQUEST_ID_KEY, call.request_id),))
             except BaseException as error:
                 await self._fail(method, call, context, error)
                 raise

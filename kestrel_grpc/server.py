@@ -14,7 +14,7 @@ from typing import Self
 
 import grpc
 from google.rpc import error_details_pb2
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
 from kestrel_client.v1 import (
     engine_service_pb2,
@@ -123,7 +123,6 @@ class Server:
 
     def _build(self) -> grpc.aio.Server:
         server = grpc.aio.server(
-            interceptors=(CallScope(self._engine),),
             options=(
                 ("grpc.max_receive_message_length", self._config.max_message_bytes),
                 ("grpc.max_send_message_length", -1),
@@ -136,16 +135,17 @@ class Server:
                 ("grpc.keepalive_timeout_ms", 20_000),
             ),
         )
-        vision_service_pb2_grpc.add_VisionServiceServicer_to_server(VisionService(self._engine), server)
+        scope = CallScope(server, self._engine)
+        vision_service_pb2_grpc.add_VisionServiceServicer_to_server(VisionService(self._engine), scope)
         engine_service_pb2_grpc.add_EngineServiceServicer_to_server(
             EngineService(
                 self._engine,
                 instance_id=self.instance_id,
                 max_message_bytes=self._config.max_message_bytes,
             ),
-            server,
+            scope,
         )
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        self._health.add_to(server)
         if self._config.reflection:
             # With the error details clients that learn the schema by reflection can show what was wrong.
             add_reflection(server, (*_FILES, health_pb2.DESCRIPTOR, error_details_pb2.DESCRIPTOR))

@@ -11,6 +11,7 @@ from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_grpc import parsing, rendering
 from kestrel_grpc.call import Call
 from kestrel_grpc.seam import EngineSeam
+from kestrel_runtime.events import Finished
 from kestrel_runtime.requests import Request
 from kestrel_runtime.stream import Stream
 
@@ -33,28 +34,31 @@ class VisionService:
                 yield rendering.caption_event(event, call.request_id, self._model)
 
     async def CompleteQuery(self, request: wire.CompleteQueryRequest, call: Call) -> wire.CompleteQueryResponse:
-        with self._submitted(parsing.query(request), call) as stream:
-            result = rendering.query_result(await stream.result(), call.request_id, self._model)
-            return wire.CompleteQueryResponse(result=result)
+        finished = await self._finish(parsing.query(request), call)
+        return wire.CompleteQueryResponse(result=rendering.query_result(finished, call.request_id, self._model))
 
     async def CompleteCaption(
         self, request: wire.CompleteCaptionRequest, call: Call
     ) -> wire.CompleteCaptionResponse:
-        with self._submitted(parsing.caption(request), call) as stream:
-            result = rendering.caption_result(await stream.result(), call.request_id, self._model)
-            return wire.CompleteCaptionResponse(result=result)
+        finished = await self._finish(parsing.caption(request), call)
+        return wire.CompleteCaptionResponse(result=rendering.caption_result(finished, call.request_id, self._model))
 
     async def Point(self, request: wire.PointRequest, call: Call) -> wire.PointResponse:
-        with self._submitted(parsing.point(request), call) as stream:
-            return rendering.point_response(await stream.result(), call.request_id, self._model)
+        finished = await self._finish(parsing.point(request), call)
+        return rendering.point_response(finished, call.request_id, self._model)
 
     async def Detect(self, request: wire.DetectRequest, call: Call) -> wire.DetectResponse:
-        with self._submitted(parsing.detect(request), call) as stream:
-            return rendering.detect_response(await stream.result(), call.request_id, self._model)
+        finished = await self._finish(parsing.detect(request), call)
+        return rendering.detect_response(finished, call.request_id, self._model)
 
     async def Segment(self, request: wire.SegmentRequest, call: Call) -> wire.SegmentResponse:
-        with self._submitted(parsing.segment(request), call) as stream:
-            return rendering.segment_response(await stream.result(), call.request_id, self._model)
+        finished = await self._finish(parsing.segment(request), call)
+        return rendering.segment_response(finished, call.request_id, self._model)
+
+    async def _finish(self, request: Request, call: Call) -> Finished:
+        """The last of the request's events."""
+        with self._submitted(request, call) as stream:
+            return await stream.result()
 
     @contextmanager
     def _submitted(self, request: Request, call: Call) -> Iterator[Stream]:

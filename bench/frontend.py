@@ -1,0 +1,365 @@
+"""What the front end costs: our server with an empty engine against a bare grpc.aio servicer, in one run.
+
+Both send the same messages from a process of their own on one core; the load comes from another core. Rounds
+alternate between the two, and the table shows the median of each. Beside messages or calls per second it shows
+the processor time that the server spent on each, which a slow load generator cannot flatter. The front end alone
+has an engine that lives on the event loop; the rows `with a thread` add the engine's own hop to that loop.
+"""
+
+# ruff: noqa: N802 (the servicer's methods bear the names of their RPCs)
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import platform
+import statistics
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import grpc
+import uvloop
+
+from kestrel_client.v1 import vision_service_pb2 as wire
+from kestrel_client.v1.vision_service_pb2_grpc import add_VisionServiceServicer_to_server
+from kestrel_grpc import rendering
+from kestrel_grpc.__main__ import SWITCH_INTERVAL_S
+from kestrel_grpc.config import ServerConfig
+from kestrel_grpc.logs import set_up_logging
+from kestrel_grpc.server import Server
+from kestrel_runtime.config import EngineConfig
+from kestrel_runtime.engine import EngineInfo, EngineStatus, Load
+from kestrel_runtime.events import (
+    Event,
+    Finished,
+    FinishReason,
+    Location,
+    PointOutput,
+    QueryOutput,
+    Started,
+    TextChannel,
+    TextDelta,
+    Timing,
+    Usage,
+)
+from kestrel_runtime.requests import Point, Request
+from kestrel_runtime.stream import Outbox, Stream
+
+Serve = Callable[[Connection], Coroutine[Any, Any, None]]
+
+NUM_DELTAS = 64
+IMAGE_BYTES = 100_000
+TARGET_RATIO = 0.7
+EMPTY = "empty"
+
+_USAGE = Usage(735, 729, NUM_DELTAS)
+EVENTS: tuple[Event, ...] = (
+    Started(Usage(735, 729)),
+    *(TextDelta(" kestrel", TextChannel.ANSWER, index, 1) for index in range(NUM_DELTAS)),
+    Finished(
+        QueryOutput(" kestrel" * NUM_DELTAS, None), FinishReason.STOP, _USAGE, Timing(0.0, 0.0, 0.1, 0.1, 0.5)
+    ),
+)
+POINT_EVENTS: tuple[Event, ...] = (
+    Started(Usage(735, 729)),
+    Finished(PointOutput((Location(0.5, 0.25),)), FinishReason.STOP, _USAGE, Timing(0.0, 0.0, 0.1, 0.1, 0.0)),
+)
+
+
+class EmptyEngine:
+    """The real streams without a model: each step hands every request its next event, on the event loop itself."""
+
+    def __init__(self) -> None:
+        config = EngineConfig(model="empty")
+        self.info = EngineInfo("empty", None, "none", ("query", "point"), "cpu", "float32", 4096, 0, config)
+        self.status = EngineStatus.SERVING
+        self._running: list[tuple[Stream, list[Event]]] = []
+
+    def on_status_change(self, callback: Callable[[EngineStatus], None]) -> None:
+        pass  # it never changes
+
+    def submit(self, request: Request, *, deadline_s: float | None = None) -> Stream:
+        stream = Stream()
+        events = POINT_EVENTS if isinstance(request, Point) else EVENTS
+        self.add(stream, list(reversed(events)))
+        return stream
+
+    def add(self, stream: Stream, events: list[Event]) -> None:
+        """Take a request, whose last event comes first."""
+        if not self._running:
+            stream.loop.call_soon(self._step)
+        self._running.append((stream, events))
+
+    def load(self) -> Load:
+        return Load(0, 0, 0, 0, 0, 0.0)
+
+    async def drain(self) -> None:
+        pass  # nothing is ever worth waiting for
+
+    def close(self) -> None:
+        pass  # a thread dies with the process
+
+    def _step(self) -> None:
+        for stream, events in self._running:
+            stream.deliver([events.pop()])
+        self._running = [item for item in self._running if item[1] and not item[0].is_cancelled]
+        if self._running:
+            self._running[0][0].loop.call_soon(self._step)
+
+
+class ThreadedEmptyEngine(EmptyEngine):
+    """The same from a thread, as the real engine does it: with the hop to the loop, without the model's time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._arrivals: SimpleQueue[tuple[Stream, list[Event]]] = SimpleQueue()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def add(self, stream: Stream, events: list[Event]) -> None:
+        self._arrivals.put((stream, events))
+
+    def _run(self) -> None:
+        outbox = Outbox()
+        running: list[tuple[Stream, list[Event]]] = []
+        while True:
+            if not running:
+                running.append(self._arrivals.get())
+            while not self._arrivals.empty():
+                running.append(self._arrivals.get())
+            for stream, events in running:
+                outbox.put(stream, [events.pop()])
+            outbox.post()
+            running = [item for item in running if item[1] and not item[0].is_cancelled]
+
+
+class BareServicer:
+    """The same messages and nothing else."""
+
+    async def Query(self, request: wire.QueryRequest, context: Any) -> AsyncIterator[wire.QueryResponse]:
+        for event in EVENTS:
+            yield rendering.query_event(event, "0123456789abcdef0123456789abcdef", "empty")
+
+    async def Point(self, request: wire.PointRequest, context: Any) -> wire.PointResponse:
+        finished = POINT_EVENTS[-1]
+        assert isinstance(finished, Finished)
+        return rendering.point_response(finished, "0123456789abcdef0123456789abcdef", "empty")
+
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        """The methods that are registered and never called."""
+        return self.Point
+
+
+async def serve_ours(pipe: Connection) -> None:
+    """Our server, as the command sets it up."""
+    await serve_engine(pipe, EmptyEngine())
+
+
+async def serve_threaded(pipe: Connection) -> None:
+    """Our server, with the hop from an engine's thread."""
+    await serve_engine(pipe, ThreadedEmptyEngine())
+
+
+async def serve_engine(pipe: Connection, engine: EmptyEngine) -> None:
+    """Our server over an engine."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    set_up_logging("info")
+    async with Server(engine, ServerConfig(port=0)) as server:
+        await answer(pipe, server.port)
+
+
+async def serve_bare(pipe: Connection) -> None:
+    """The yardstick."""
+    server = grpc.aio.server(options=(("grpc.max_receive_message_length", 64 * 2**20),))
+    add_VisionServiceServicer_to_server(BareServicer(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    await answer(pipe, port)
+    await server.stop(None)
+
+
+async def answer(pipe: Connection, port: int | None) -> None:
+    """Tell the port, then the processor time at each question, until the pipe closes."""
+    loop = asyncio.get_running_loop()
+    closed = asyncio.Event()
+
+    def tell() -> None:
+        try:
+            pipe.recv()
+            pipe.send(time.process_time())
+        except EOFError:
+            loop.remove_reader(pipe.fileno())
+            closed.set()
+
+    pipe.send(port)
+    loop.add_reader(pipe.fileno(), tell)
+    await closed.wait()
+
+
+def run_server(serve: Serve, pipe: Connection, core: int | None) -> None:
+    """A server's process."""
+    pin(core)
+    # The lines that a server logs are part of its cost, their display is not.
+    with Path(os.devnull).open("w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+        os.dup2(nowhere.fileno(), 2)
+        uvloop.run(serve(pipe))
+
+
+def pin(core: int | None) -> None:
+    """Keep this process on one core, where the system can."""
+    if core is not None:
+        os.sched_setaffinity(0, {core})
+
+
+class Target:
+    """One of the two servers, in a process of its own."""
+
+    def __init__(self, name: str, serve: Serve, core: int | None) -> None:
+        self.name = name
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=run_server, args=(serve, theirs, core), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.channel = grpc.aio.insecure_channel(f"127.0.0.1:{self._pipe.recv()}")
+
+    def cpu_s(self) -> float:
+        """Processor time that the server has used so far."""
+        self._pipe.send(None)
+        return self._pipe.recv()
+
+    async def close(self) -> None:
+        await self.channel.close()
+        self._pipe.close()
+        self._process.join(10)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A kind of load."""
+
+    name: str
+    method: str
+    request: bytes
+    num_in_flight: int
+    is_streaming: bool
+
+
+WORKLOADS = (
+    Workload("streamed messages", "Query", wire.QueryRequest(question="?").SerializeToString(), 64, True),
+    Workload("streamed messages", "Query", wire.QueryRequest(question="?").SerializeToString(), 1, True),
+    Workload(
+        "unary calls with a 100 KB image",
+        "Point",
+        wire.PointRequest(object="?", image={"data": os.urandom(IMAGE_BYTES)}).SerializeToString(),
+        16,
+        False,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One round of one load on one server."""
+
+    per_s: float
+    server_cpu_us: float
+
+
+async def measure(target: Target, workload: Workload, duration_s: float) -> Reading:
+    """Keep `num_in_flight` calls running for a while."""
+    path = f"/kestrel.v1.VisionService/{workload.method}"
+    until = time.perf_counter() + duration_s
+    count = 0
+
+    async def stream() -> None:
+        nonlocal count
+        call = target.channel.unary_stream(path)
+        while time.perf_counter() < until:
+            async for _ in call(workload.request):
+                count += 1
+
+    async def unary() -> None:
+        nonlocal count
+        call = target.channel.unary_unary(path)
+        while time.perf_counter() < until:
+            await call(workload.request)
+            count += 1
+
+    started, cpu_s = time.perf_counter(), target.cpu_s()
+    await asyncio.gather(*((stream if workload.is_streaming else unary)() for _ in range(workload.num_in_flight)))
+    elapsed_s, cpu_s = time.perf_counter() - started, target.cpu_s() - cpu_s
+    return Reading(count / elapsed_s, cpu_s / count * 1e6)
+
+
+async def compare(workload: Workload, ours: Target, bare: Target, rounds: int, duration_s: float) -> dict[str, Any]:
+    """Alternate between the two; a short round of each goes before to warm up."""
+    readings: dict[str, list[Reading]] = {"ours": [], "bare": []}
+    for number in range(rounds + 1):
+        pair = [("ours", ours), ("bare", bare)]
+        for name, target in pair if number % 2 else reversed(pair):
+            reading = await measure(target, workload, duration_s if number else duration_s / 4)
+            if number:
+                readings[name].append(reading)
+    row: dict[str, Any] = {"load": workload.name, "engine": ours.name, "in_flight": workload.num_in_flight}
+    for name, items in readings.items():
+        row[f"{name}_per_s"] = statistics.median(item.per_s for item in items)
+        row[f"{name}_cpu_us"] = statistics.median(item.server_cpu_us for item in items)
+        row[f"{name}_rounds"] = [asdict(item) for item in items]
+    row["ratio"] = row["ours_per_s"] / row["bare_per_s"]
+    row["cpu_ratio"] = row["bare_cpu_us"] / row["ours_cpu_us"]
+    return row
+
+
+async def run(rounds: int, duration_s: float) -> list[dict[str, Any]]:
+    """Every load on every server."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    server_core, client_core = (cores[0], cores[1]) if len(cores) > 1 else (None, None)
+    bare = Target("bare", serve_bare, server_core)
+    targets = [Target(EMPTY, serve_ours, server_core), Target("with a thread", serve_threaded, server_core)]
+    pin(client_core)
+    try:
+        return [
+            await compare(workload, target, bare, rounds, duration_s)
+            for target in targets
+            for workload in WORKLOADS
+        ]
+    finally:
+        for target in (bare, *targets):
+            await target.close()
+
+
+def main() -> int:
+    """Print the table and write the JSON; exit 1 where the front end alone misses the target."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5, help="measured rounds per server and load (default: 5)")
+    parser.add_argument("--seconds", type=float, default=1.5, help="length of a round (default: 1.5)")
+    parser.add_argument("--json", type=Path, default=Path("bench/out/frontend.json"), help="default: %(default)s")
+    arguments = parser.parse_args()
+    results = uvloop.run(run(arguments.rounds, arguments.seconds))
+    head = ("load", "in flight", "engine", "ours/s", "bare/s", "ratio", "ours CPU µs", "bare CPU µs", "CPU ratio")
+    print("| " + " | ".join(head) + " |\n" + "|---" * len(head) + "|")
+    for row in results:
+        print(
+            f"| {row['load']} | {row['in_flight']} | {row['engine']} "
+            f"| {row['ours_per_s']:,.0f} | {row['bare_per_s']:,.0f} | {row['ratio']:.2f} "
+            f"| {row['ours_cpu_us']:.1f} | {row['bare_cpu_us']:.1f} | {row['cpu_ratio']:.2f} |"
+        )
+    facts = {"python": platform.python_version(), "grpcio": grpc.__version__, "cores": os.cpu_count()}
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    arguments.json.write_text(json.dumps({"machine": facts, "results": results}, indent=2) + "\n")
+    return 0 if all(row["ratio"] >= TARGET_RATIO for row in results if row["engine"] == EMPTY) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
