@@ -25,10 +25,10 @@ from training.words import with_article
 _IMAGE = b"-"  # stands for the picture, which reaches the model by another way
 _SKILL_WEIGHTS = {"query": 56, "caption": 8, "point": 11, "detect": 13, "segment": 12}
 _KIND_WEIGHTS = {
-    "count": 10, "color": 7, "shape": 7, "relation": 11, "size": 7, "reading": 10, "presence": 10,
+    "count": 10, "color": 7, "shape": 7, "relation": 11, "size": 7, "reading": 14, "presence": 10,
     "contents": 6, "place": 6, "background": 2, "pointed": 4,
 }  # fmt: skip
-_FACT_SHARE = 0.12
+_FACT_SHARE = 0.07
 _REASONING_SHARE = 0.12
 
 

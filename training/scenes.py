@@ -119,7 +119,7 @@ def make_scene(seed: int) -> Scene:
     plan = _random_plan(rng, list(colors))
     overlapping, has_sizes = rng.random() < 0.2, rng.random() < 0.75
     things: list[Thing] = []
-    if rng.random() < 0.4:
+    if rng.random() < 0.48:
         for _ in range(rng.choice((1, 1, 2))):
             text = _random_text_thing(rng, rng.choice(list(colors)), width_px, height_px, background)
             _add(things, text, rng, overlapping=False, unit=min(width_px, height_px), size=(width_px, height_px))

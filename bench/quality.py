@@ -1,0 +1,293 @@
+"""How right are a model's answers about 600 scenes that it never saw?
+
+Every skill is asked about every scene, at temperature 0, and answers are scored against the scene's truth. Prints a
+table with 95 % intervals and writes JSON. Takes any model that the engine takes, in any type.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import platform
+import random
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench import scoring
+from kestrel_grpc.svg_path import polylines
+from kestrel_runtime.config import EngineConfig
+from kestrel_runtime.engine import Engine
+from kestrel_runtime.events import CaptionOutput, DetectOutput, Output, PointOutput, QueryOutput, SegmentOutput
+from kestrel_runtime.requests import Caption, Detect, Point, PointRef, Query, Request, SamplingParams, Segment
+from training.captions import normal_caption
+from training.drawing import encode_scene
+from training.examples import object_phrase
+from training.facts import FACTS
+from training.palette import COLORS
+from training.phrases import absent, groups, present, unique
+from training.questions import KINDS, Exchange, ask
+from training.scenes import HELD_OUT_SEED, Scene, Thing, make_scene
+from training.shapes import SHAPES
+
+_GREEDY = SamplingParams(temperature=0.0, max_tokens=256)
+_QUESTIONS_PER_SCENE = 3
+_THRESHOLDS = tuple(0.5 + 0.05 * step for step in range(10))
+Ask = Callable[[Request], Awaitable[Output]]
+
+
+@dataclass(slots=True)
+class Tally:
+    """All that has been scored."""
+
+    shares: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    """By score: one number from 0 to 1 per answer."""
+    counts: Counter[str] = field(default_factory=Counter)
+    boxes: defaultdict[str, Counter[float]] = field(default_factory=lambda: defaultdict(Counter))
+    """By kind of object: matches by threshold, and under -1 and -2 how many were predicted and true."""
+    wrong: list[dict[str, Any]] = field(default_factory=list)
+
+    def note(self, score: str, value: float, **details: Any) -> None:
+        """Add one answer's share."""
+        self.shares[score].append(float(value))
+        if value < 0.5:
+            self.wrong.append({"score": score, **details})
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A request about a scene and what to do with its answer."""
+
+    request: Request
+    score: Callable[[Tally, Any], None]
+
+
+def tasks(seed: int) -> Iterator[Task]:
+    """What is asked about the scene of a seed."""
+    scene, rng = make_scene(seed), random.Random(f"quality {seed}")
+    image = encode_scene(scene)
+    kinds = [*KINDS]
+    rng.shuffle(kinds)
+    exchanges = [exchange for kind in kinds if (exchange := ask(scene, kind, rng)) is not None]
+    for exchange in exchanges[:_QUESTIONS_PER_SCENE]:
+        yield _question(exchange, image, seed)
+    yield _question(FACTS[sorted(FACTS)[seed % len(FACTS)]](rng), None, seed)
+    yield _caption(scene, image)
+    referent = present(scene, rng)
+    if referent is not None:
+        yield _point(object_phrase(referent, rng), referent.things, image, seed)
+        yield _detect(object_phrase(referent, rng), referent.things, image, seed)
+    solid = [thing for thing in scene.shapes if not thing.is_hollow and unique(scene, thing, rng) is not None]
+    if solid:
+        thing = rng.choice(solid)
+        yield _segment(unique(scene, thing, rng) or thing.name, thing, image, seed)
+    yield _absent(scene, image, rng)
+
+
+def _question(exchange: Exchange, image: bytes | None, seed: int) -> Task:
+    def score(tally: Tally, output: QueryOutput) -> None:
+        if exchange.kind == "contents":
+            texts = (exchange.answer, output.answer)
+            named = [sorted(part.removeprefix("and ") for part in text.replace(" and ", ", ").split(", ")) for text in texts]
+            right = named[0] == named[1]
+        else:
+            right = scoring.normalised(output.answer) == scoring.normalised(exchange.answer)
+        tally.note(
+            f"query {exchange.kind}", right, seed=seed, asked=exchange.question, truth=exchange.answer, got=output.answer
+        )
+
+    refs = tuple(PointRef(*point) for point in exchange.points)
+    return Task(Query(exchange.question, image, spatial_refs=refs, sampling=_GREEDY), score)
+
+
+def _caption(scene: Scene, image: bytes) -> Task:
+    truth = Counter({f"{thing.color} {thing.name}": count for count, thing in groups(scene.shapes)})
+
+    def score(tally: Tally, output: CaptionOutput) -> None:
+        named = scoring.inventory(output.caption, COLORS, SHAPES)
+        shared = scoring.shared_count(named, truth)
+        tally.counts.update(caption_shared=shared, caption_named=named.total(), caption_true=truth.total())
+        if named != truth:
+            details = {"truth": normal_caption(scene), "got": output.caption}
+            tally.wrong.append({"score": "caption", "seed": scene.seed, **details})
+        for text in scene.texts:
+            tally.note("caption text", text.text.lower() in output.caption.lower())
+
+    return Task(Caption(image, "normal", sampling=_GREEDY), score)
+
+
+def _point(phrase: str, things: tuple[Thing, ...], image: bytes, seed: int) -> Task:
+    def score(tally: Tally, output: PointOutput) -> None:
+        left = list(things)
+        num_inside = 0
+        for point in output.points:
+            hit = next((thing for thing in left if _covers(thing, point.x, point.y)), None)
+            if hit is not None:
+                left.remove(hit)
+                num_inside += 1
+        tally.counts.update(points=len(output.points), points_inside=num_inside)
+        right = num_inside == len(things) == len(output.points)
+        got = [(round(point.x, 3), round(point.y, 3)) for point in output.points]
+        tally.note("point", right, seed=seed, asked=phrase, truth=[thing.mark for thing in things], got=got)
+        tally.note("point count", len(output.points) == len(things))
+
+    return Task(Point(phrase, image, sampling=_GREEDY), score)
+
+
+def _detect(phrase: str, things: tuple[Thing, ...], image: bytes, seed: int) -> Task:
+    def score(tally: Tally, output: DetectOutput) -> None:
+        predicted = [(box.x_min, box.y_min, box.x_max, box.y_max) for box in output.boxes]
+        truth = [thing.box for thing in things]
+        names = {thing.name for thing in things}
+        kind = names.pop() if len(names) == 1 else "several"
+        tally.boxes[kind][-1] += len(predicted)
+        tally.boxes[kind][-2] += len(truth)
+        for threshold in _THRESHOLDS:
+            tally.boxes[kind][threshold] += scoring.matched(predicted, truth, threshold)
+        right = scoring.matched(predicted, truth, 0.5) == len(truth) == len(predicted)
+        tally.note("detect", right, seed=seed, asked=phrase, truth=truth, got=predicted)
+
+    return Task(Detect(phrase, image, sampling=_GREEDY), score)
+
+
+def _segment(phrase: str, thing: Thing, image: bytes, seed: int) -> Task:
+    def score(tally: Tally, output: SegmentOutput) -> None:
+        overlap = 0.0
+        if output.segments:
+            mask = output.segments[0]
+            box = (mask.box.x_min, mask.box.y_min, mask.box.x_max, mask.box.y_max)
+            lines = [[(point.real, point.imag) for point in line] for line in polylines(mask.svg_path)]
+            overlap = scoring.outline_iou([_placed(line, box) for line in lines], _contours(thing))
+        got = [segment.svg_path for segment in output.segments]
+        tally.note("segment", overlap, seed=seed, asked=phrase, truth=" ".join(thing.path), got=got)
+
+    return Task(Segment(phrase, image, sampling=_GREEDY), score)
+
+
+def _absent(scene: Scene, image: bytes, rng: random.Random) -> Task:
+    referent = absent(scene, rng)
+    phrase = object_phrase(referent, rng)
+    requests: tuple[Request, ...] = (
+        Query(f"Is there any {referent.singular} in the image?", image, sampling=_GREEDY),
+        Point(phrase, image, sampling=_GREEDY),
+        Detect(phrase, image, sampling=_GREEDY),
+        Segment(phrase, image, sampling=_GREEDY),
+    )
+    request = requests[scene.seed % len(requests)]
+
+    def score(tally: Tally, output: Output) -> None:
+        if isinstance(output, QueryOutput):
+            right, got = scoring.normalised(output.answer) == "no", output.answer
+        else:
+            found = getattr(output, {"point": "points", "detect": "boxes", "segment": "segments"}[request.skill])
+            right, got = not found, len(found)
+        for name in ("absent", f"absent {request.skill}"):
+            tally.note(name, right, seed=scene.seed, asked=phrase, got=got)
+
+    return Task(request, score)
+
+
+def _placed(points: Any, box: scoring.BoxTuple) -> list[tuple[float, float]]:
+    left, top, right, bottom = box
+    return [(left + x * (right - left), top + y * (bottom - top)) for x, y in points]
+
+
+def _contours(thing: Thing) -> list[list[tuple[float, float]]]:
+    corners = ((0, 0), (1, 0), (1, 1), (0, 1))
+    contours = (corners,) if thing.outline is None else thing.outline.contours
+    return [_placed(contour, thing.box) for contour in contours]
+
+
+def _covers(thing: Thing, x: float, y: float) -> bool:
+    return scoring.contains(_contours(thing), x, y)
+
+
+async def run(ask_model: Ask, num_scenes: int, num_at_once: int) -> Tally:
+    """Ask everything and score it."""
+    tally, gate = Tally(), asyncio.Semaphore(num_at_once)
+
+    async def one(task: Task) -> None:
+        async with gate:
+            task.score(tally, await ask_model(task.request))
+
+    for first in range(0, num_scenes, 20):  # pictures are made as they are needed
+        seeds = range(HELD_OUT_SEED + first, HELD_OUT_SEED + min(first + 20, num_scenes))
+        prepared = await asyncio.to_thread(lambda seeds=seeds: [task for seed in seeds for task in tasks(seed)])
+        await asyncio.gather(*map(one, prepared))
+        print(f"\r{first + len(seeds)}/{num_scenes} scenes", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    return tally
+
+
+def summary(tally: Tally) -> dict[str, dict[str, Any]]:
+    """Every score with its interval and what it counts."""
+    table: dict[str, dict[str, Any]] = {}
+
+    def share(name: str, right: float, total: int) -> None:
+        low, high = scoring.interval(right, total)
+        table[name] = {"value": right / max(total, 1), "low": low, "high": high, "of": total}
+
+    questions = {name: values for name, values in tally.shares.items() if name.startswith("query ")}
+    share("query", sum(map(sum, questions.values())), sum(map(len, questions.values())))
+    for name in sorted(questions):
+        share(name, sum(questions[name]), len(questions[name]))
+    counts = tally.counts
+    share("caption recall", counts["caption_shared"], counts["caption_true"])
+    share("caption precision", counts["caption_shared"], counts["caption_named"])
+    share("points inside", counts["points_inside"], counts["points"])
+    for name in ("caption text", "point", "point count", "detect", *sorted(n for n in tally.shares if n.startswith("absent"))):
+        share(name, sum(tally.shares[name]), len(tally.shares[name]))
+    by_threshold = [
+        sum(scoring.average_precision(b[t], int(b[-1]), int(b[-2])) for b in tally.boxes.values()) / max(len(tally.boxes), 1)
+        for t in _THRESHOLDS
+    ]
+    num_true = int(sum(b[-2] for b in tally.boxes.values()))
+    for name, value in (("mAP@0.5", by_threshold[0]), ("mAP@0.5:0.95", sum(by_threshold) / len(by_threshold))):
+        low, high = scoring.interval(value * num_true, num_true)
+        table[name] = {"value": value, "low": low, "high": high, "of": num_true}
+    overlaps = tally.shares["segment"]
+    low, high = scoring.mean_interval(overlaps)
+    mean = sum(overlaps) / max(len(overlaps), 1)
+    table["segment mean IoU"] = {"value": mean, "low": low, "high": high, "of": len(overlaps)}
+    return table
+
+
+def main() -> None:
+    """Score a model and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--scenes", type=int, default=600)
+    parser.add_argument("--at-once", type=int, default=16)
+    parser.add_argument("--out", type=Path, default=Path("bench/out/quality.json"))
+    arguments = parser.parse_args()
+    config = EngineConfig(
+        model=arguments.model, device=arguments.device, dtype=arguments.dtype, max_batch_size=arguments.at_once
+    )
+    engine = Engine.start(config)
+
+    async def ask_engine(request: Request) -> Output:
+        return (await engine.submit(request).result()).output
+
+    started = time.monotonic()
+    tally = asyncio.run(run(ask_engine, arguments.scenes, arguments.at_once))
+    engine.close()
+    table = summary(tally)
+    for name, row in table.items():
+        print(f"{name:24} {row['value']:.3f}  [{row['low']:.3f}, {row['high']:.3f}]  of {row['of']}")
+    print(f"{time.monotonic() - started:.0f} s")
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    machine = {"device": arguments.device, "dtype": arguments.dtype, "torch": torch.__version__, "cpu": platform.machine()}
+    arguments.out.write_text(json.dumps({"scores": table, "machine": machine, "wrong": tally.wrong}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
