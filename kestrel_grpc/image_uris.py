@@ -1,0 +1,119 @@
+"""Which images may be named by address: a list of hosts, and only addresses that the whole world can reach.
+
+Decides and fetches nothing; `remote_images.py` fetches what is allowed here.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from kestrel_runtime.errors import InvalidRequest, Violation
+
+MAX_URI_CHARS = 2048
+_FIELD = "image.uri"
+_PORTS = {"https": 443, "http": 80}
+# Addresses that carry one of IPv4 in their last 32 bits, which a gateway may turn into it.
+_TRANSLATED = ipaddress.IPv6Network("64:ff9b::/96")
+_TRANSLATED_LOCALLY = ipaddress.IPv6Network("64:ff9b:1::/48")
+
+
+class ImageUriNotAllowed(InvalidRequest):
+    """The server does not fetch images from there."""
+
+    def __init__(self, description: str) -> None:
+        super().__init__((Violation(_FIELD, description),))
+
+
+class ImageFetchFailed(InvalidRequest):
+    """The image is allowed to be fetched but could not be."""
+
+    def __init__(self, description: str) -> None:
+        super().__init__((Violation(_FIELD, description),))
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What to ask whom. `path` has the query too."""
+
+    scheme: str
+    host: str
+    port: int
+    path: str
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{self.scheme}://{host}:{self.port}{self.path}"
+
+
+@dataclass(frozen=True, slots=True)
+class AllowedHost:
+    """A host that images may come from. One that begins with a dot means every host below it, but not itself."""
+
+    scheme: str
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> AllowedHost:
+        """`example.com`, `.example.com`, `example.com:8443` or, without encryption, `http://example.com`."""
+        scheme, separator, rest = text.partition("://")
+        if not separator:
+            scheme, rest = "https", text
+        parts = urlsplit(f"//{rest}")
+        try:
+            host, port = parts.hostname, parts.port
+        except ValueError:
+            host, port = None, None
+        if scheme not in _PORTS or not host or not text.isascii() or parts.netloc != rest or "@" in rest:
+            raise ValueError(f"must name hosts such as example.com or .example.com, not {text!r}")
+        return cls(scheme, host, _PORTS[scheme] if port is None else port)
+
+    def matches(self, target: Target) -> bool:
+        """Whether the target is on this host."""
+        if (self.scheme, self.port) != (target.scheme, target.port):
+            return False
+        return target.host.endswith(self.host) if self.host.startswith(".") else target.host == self.host
+
+
+def parse_hosts(text: str) -> tuple[AllowedHost, ...]:
+    """A list of hosts, separated by commas. Raises `ValueError`."""
+    return tuple(AllowedHost.parse(part.strip()) for part in text.split(","))
+
+
+def allowed_target(uri: str, hosts: tuple[AllowedHost, ...]) -> Target:
+    """What a URI names. Raises `ImageUriNotAllowed` where it is not on one of the hosts."""
+    if len(uri) > MAX_URI_CHARS:
+        raise ImageUriNotAllowed(f"is longer than {MAX_URI_CHARS} characters")
+    # Parsers of URIs disagree about anything else than printable ASCII, and about backslashes.
+    if not uri.isascii() or not uri.isprintable() or " " in uri or "\\" in uri:
+        raise ImageUriNotAllowed("is not a well-formed URI")
+    try:
+        parts = urlsplit(uri)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        raise ImageUriNotAllowed("is not a well-formed URI") from None
+    if parts.scheme not in _PORTS or not host:
+        raise ImageUriNotAllowed("must begin with https:// and a host, or with data:")
+    if "@" in parts.netloc:
+        raise ImageUriNotAllowed("must hold no user name or password")
+    path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    target = Target(parts.scheme, host, _PORTS[parts.scheme] if port is None else port, path)
+    if not any(allowed.matches(target) for allowed in hosts):
+        raise ImageUriNotAllowed("is not on a host that this server fetches images from")
+    return target
+
+
+def is_public(address: str) -> bool:
+    """Whether an address of the internet protocol is one that everybody can reach, and not one inside a network."""
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(ip, ipaddress.IPv6Address):
+        if ip in _TRANSLATED_LOCALLY:
+            return False
+        inner = ip.ipv4_mapped or ip.sixtofour
+        if ip in _TRANSLATED:
+            inner = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
+        if inner is not None:
+            return is_public(str(inner))
+    return ip.is_global and not ip.is_multicast
