@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kestrel_grpc import __version__
 from kestrel_grpc.cli import add_client_commands
-from kestrel_grpc.config import ConfigurationError, ServerConfig, add_serve_arguments
+from kestrel_grpc.config import ConfigurationError, ServerConfig, add_serve_arguments, effective_values
 from kestrel_grpc.logs import set_up_logging
 from kestrel_runtime.errors import CheckpointError
 
@@ -37,11 +37,19 @@ def _parser() -> argparse.ArgumentParser:
     serve = commands.add_parser(
         "serve",
         help="serve a model",
-        description="Serve a model until SIGTERM. A flag wins over its environment variable.",
+        description="Serve a model until SIGTERM. A flag wins over its environment variable, which wins over the file.",
         allow_abbrev=False,
     )
     add_serve_arguments(serve)
     serve.set_defaults(run=_serve)
+    config = commands.add_parser(
+        "config",
+        help="show how a server would be set up",
+        description="Print the effective value of every option of `serve` and where it came from, as a file for --config.",
+        allow_abbrev=False,
+    )
+    add_serve_arguments(config)
+    config.set_defaults(run=_config)
     verify = commands.add_parser(
         "verify",
         help="check a machine against a golden folder",
@@ -57,15 +65,28 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _config(arguments: argparse.Namespace) -> int:
+    try:
+        print(effective_values(vars(arguments), os.environ))
+    except ConfigurationError as error:
+        return _refuse(error)
+    return 0
+
+
+def _refuse(error: ConfigurationError) -> int:
+    for problem in error.problems:
+        _complain(problem)
+    return 2
+
+
 def _serve(arguments: argparse.Namespace) -> int:
     try:
         config = ServerConfig.parse(vars(arguments), os.environ)
     except ConfigurationError as error:
-        for problem in error.problems:
-            _complain(problem)
-        return 2
-    set_up_logging(config.log_level)
+        return _refuse(error)
+    set_up_logging(config.log_level, line_format=config.log_format)
     from kestrel_grpc.server import PortUnavailable, Server, require_free_port
+    from kestrel_grpc.tracing import TracingUnavailable, require_tracing
     from kestrel_runtime.engine import Engine
 
     async def run() -> bool:
@@ -74,13 +95,17 @@ def _serve(arguments: argparse.Namespace) -> int:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
         require_free_port(config.host, config.port)
+        if config.metrics_port is not None:
+            require_free_port(config.metrics_host, config.metrics_port)
+        if config.tracing:
+            require_tracing(os.environ)
         engine = Engine.start(config.engine_config())
         try:
             with asyncio.Runner(loop_factory=_loop_factory()) as runner:
                 ended_by_signal = runner.run(run())
         finally:
             engine.close()
-    except (CheckpointError, PortUnavailable) as error:
+    except (CheckpointError, PortUnavailable, TracingUnavailable) as error:
         _complain(str(error))
         return 1
     except KeyboardInterrupt:  # while the model was being loaded

@@ -38,9 +38,7 @@ class Call:
 
     __slots__ = ("arrived", "deadline_s", "finished", "metadata", "method", "request", "request_id", "trace_id")
 
-    def __init__(
-        self, metadata: Iterable[tuple[str, str | bytes]], deadline_s: float | None, method: str = ""
-    ) -> None:
+    def __init__(self, metadata: Iterable[tuple[str, str | bytes]], deadline_s: float | None, method: str) -> None:
         self.arrived = time.monotonic()
         self.deadline_s = deadline_s
         self.metadata = metadata
@@ -56,6 +54,11 @@ class Call:
     def duration_s(self) -> float:
         """How long the call has taken so far."""
         return time.monotonic() - self.arrived
+
+    @property
+    def is_late(self) -> bool:
+        """Whether its deadline has passed."""
+        return self.deadline_s is not None and self.duration_s >= self.deadline_s
 
     @property
     def duration_ms(self) -> float:

@@ -1,22 +1,27 @@
 """Every option of the server, once: its flag, its environment variable, its default and its unit.
 
 `ServerConfig` is that list and the value it makes. A flag wins over its environment variable, which wins over the
-default. Knows nothing about sockets or models. `python -m kestrel_grpc.config` prints the table for the README.
+file of options, which wins over the default. Knows nothing about sockets or models. `python -m kestrel_grpc.config`
+prints the table for the README.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
+from types import MappingProxyType
 from typing import Any
 
+from kestrel_grpc.settings import Setting, collect, environment_name, flag_name
 from kestrel_runtime.config import EngineConfig
 
 MIB = 2**20
-ENVIRONMENT_PREFIX = "KESTREL_"
 _OPTION = "option"
+# Of the commands that ask a server, which may run in the same environment.
+_CLIENT_VARIABLES = frozenset(("KESTREL_TOKEN", "KESTREL_TLS_CA"))
 
 
 class ConfigurationError(Exception):
@@ -94,8 +99,10 @@ _ENGINE = EngineConfig(model="")
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """How a server is set up. `max_queue` is the flag `--max-queue` and the variable `KESTREL_MAX_QUEUE`."""
+    """How a server is set up. `max_queue` is the flag `--max-queue`, the variable `KESTREL_MAX_QUEUE`, and the key
+    `max_queue` of the file."""
 
+    config: str | None = _option(None, some_text, "file with options, in TOML", default_text="none")
     model: str = _option("", some_text, "local folder or file, or hub name", default_text="required")
     revision: str | None = _option(None, some_text, "revision of a hub model", default_text="the published one")
     device: str = _option("auto", one_of("auto", "cpu", "cuda"), "where the model runs: auto, cpu or cuda")
@@ -155,24 +162,39 @@ class ServerConfig:
         one_of("debug", "info", "warning", "error"),
         "least severe line to log: debug, info, warning or error",
     )
+    log_format: str = _option("text", one_of("text", "json"), "how lines are logged: text or json")
+    metrics_port: int | None = _option(
+        None,
+        whole_number(0, 65_535),
+        "port of `/metrics`, `/healthz` and `/readyz` over HTTP; 0 takes a free one and logs it",
+        default_text="none",
+    )
+    metrics_host: str = _option("127.0.0.1", some_text, "address to listen on for these")
+    tracing: bool = _option(
+        False,
+        on_or_off,
+        "whether calls are traced, to where `OTEL_EXPORTER_OTLP_ENDPOINT` says: on or off",
+        default_text="off",
+    )
+    trace_content: bool = _option(
+        False, on_or_off, "whether traces carry questions and answers: on or off", default_text="off"
+    )
 
     @classmethod
     def parse(cls, flags: Mapping[str, str | None], environment: Mapping[str, str]) -> ServerConfig:
-        """From texts by field name and the environment. Raises `ConfigurationError` with every problem."""
-        values: dict[str, Any] = {}
+        """From texts by field name, the environment and the file. Raises `ConfigurationError` with every problem."""
         problems: list[str] = []
-        for item in fields(cls):
-            source, text = flag_name(item.name), flags.get(item.name)
-            if text is None:
-                source = environment_name(item.name)
-                text = environment.get(source)
-            if text is not None:
+        settings = _settings(flags, environment, problems)
+        values: dict[str, Any] = {}
+        for name, option in options():
+            setting = settings.get(name)
+            if setting is not None:
                 try:
-                    values[item.name] = _option_of(item).parse(text)
+                    values[name] = option.parse(setting.text)
                 except ValueError as error:
-                    problems.append(f"{source}: {text!r} {error}")
-            elif item.name == "model":
-                problems.append(f"{flag_name('model')} or {environment_name('model')}: is required")
+                    problems.append(f"{setting.source}: {setting.text!r} {error}")
+        if "model" not in settings:
+            problems.append(f"{flag_name('model')} or {environment_name('model')}: is required")
         if problems:
             raise ConfigurationError(tuple(problems))
         return cls(**values)
@@ -212,14 +234,17 @@ def options() -> Iterator[tuple[str, Option]]:
         yield item.name, _option_of(item)
 
 
-def flag_name(name: str) -> str:
-    """`max_queue` → `--max-queue`."""
-    return "--" + name.replace("_", "-")
-
-
-def environment_name(name: str) -> str:
-    """`max_queue` → `KESTREL_MAX_QUEUE`."""
-    return ENVIRONMENT_PREFIX + name.upper()
+def effective_values(flags: Mapping[str, str | None], environment: Mapping[str, str]) -> str:
+    """Every option as a line of the file, with where it came from. Raises `ConfigurationError` as parsing does."""
+    config = ServerConfig.parse(flags, environment)
+    settings = _settings(flags, environment, [])
+    lines: list[str] = []
+    for name, option in options():
+        value = getattr(config, name)
+        line = f"# {name} = {option.default_text}" if value is None else f"{name} = {_toml(value)}"
+        source = settings[name].source if name in settings else "default"
+        lines.append(f"{line:<47} # {source}")
+    return "\n".join(lines)
 
 
 def markdown_table() -> str:
@@ -229,6 +254,20 @@ def markdown_table() -> str:
         flag, variable = flag_name(name), environment_name(name)
         rows.append(f"| `{flag}` | `{variable}` | {option.default_text} | {option.unit} | {option.help} |")
     return "\n".join(rows)
+
+
+def _settings(
+    flags: Mapping[str, str | None], environment: Mapping[str, str], problems: list[str]
+) -> Mapping[str, Setting]:
+    names = [name for name, _ in options()]
+    return MappingProxyType(collect(names, flags, environment, _CLIENT_VARIABLES, problems))
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(_toml(item) for item in value)}]"
+    # Texts, numbers and truth are written alike in both.
+    return json.dumps(value if isinstance(value, int | float) else str(value), ensure_ascii=False)
 
 
 def _option_of(item: Field[Any]) -> Option:

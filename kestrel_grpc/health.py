@@ -64,6 +64,11 @@ class Health:
                 return
             await changed.wait()
 
+    @property
+    def is_serving(self) -> bool:
+        """What probes are told."""
+        return self._is_serving
+
     def refuse(self) -> None:
         """Report NOT_SERVING from now on, whatever the engine says."""
         self._update(is_serving=False)

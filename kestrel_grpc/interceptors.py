@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from kestrel_grpc.call import REQUEST_ID_KEY, Call
+from kestrel_grpc.call import OK, REQUEST_ID_KEY, Call, Outcome
 from kestrel_grpc.errors import to_status
+from kestrel_grpc.logs import log_call
 from kestrel_grpc.seam import EngineSeam
 from kestrel_runtime.engine import EngineStatus
 from kestrel_runtime.errors import EngineUnavailable, InvalidRequest, Violation
@@ -24,6 +25,12 @@ from kestrel_runtime.errors import EngineUnavailable, InvalidRequest, Violation
 Context = grpc.aio.ServicerContext[bytes, bytes]
 Unary = Callable[[Message, Call], Awaitable[Message]]
 Streaming = Callable[[Message, Call], AsyncGenerator[Message, None]]
+Observer = Callable[[Call, Outcome], None]
+"""Told of each call when it has ended, on the event loop."""
+
+# What gRPC has told the caller already.
+_CANCELLED = Outcome("CANCELLED", "CANCELLED")
+_DEADLINE_EXCEEDED = Outcome("DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED")
 
 _log = logging.getLogger("kestrel_grpc.calls")
 
@@ -35,17 +42,16 @@ class CallScope:
     method that is registered by name slows down every call of all the others.
     """
 
-    def __init__(self, server: grpc.aio.Server, engine: EngineSeam) -> None:
+    def __init__(self, server: grpc.aio.Server, engine: EngineSeam, observers: Sequence[Observer] = ()) -> None:
         self._server = server
         self._engine = engine
+        self._observers = (*observers, log_call)
 
     def add_registered_method_handlers(
         self, service_name: str, method_handlers: Mapping[str, grpc.RpcMethodHandler]
     ) -> None:
         """Called by the generated code, with each method's handler."""
-        wrapped = {
-            name: self._wrap(f"/{service_name}/{name}", handler) for name, handler in method_handlers.items()
-        }
+        wrapped = {name: self._wrap(f"{service_name}/{name}", handler) for name, handler in method_handlers.items()}
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service_name, wrapped),))
 
     def add_generic_rpc_handlers(self, generic_rpc_handlers: Iterable[grpc.GenericRpcHandler]) -> None:
@@ -68,14 +74,14 @@ class CallScope:
         serialize: Callable[[Message], bytes],
     ) -> Callable[[bytes, Context], Awaitable[bytes]]:
         async def handle(request: bytes, context: Context) -> bytes:
-            call = Call(context.invocation_metadata() or (), context.time_remaining())
+            call = Call(context.invocation_metadata() or (), context.time_remaining(), method)
             try:
                 response = serialize(await serve(parse(request), call))
                 context.set_trailing_metadata(((REQUEST_ID_KEY, call.request_id),))
             except BaseException as error:
-                await self._fail(method, call, context, error)
+                await self._fail(call, context, error)
                 raise
-            _note(method, call, "OK")
+            self._end(call, OK)
             return response
 
         return handle
@@ -90,7 +96,7 @@ class CallScope:
         # A coroutine that writes, not a generator that yields: a cancelled call then always unwinds from here, and
         # the servicer's `finally` runs at once rather than whenever its generator is collected.
         async def handle(request: bytes, context: Context) -> None:
-            call = Call(context.invocation_metadata() or (), context.time_remaining())
+            call = Call(context.invocation_metadata() or (), context.time_remaining(), method)
             try:
                 messages = serve(parse(request), call)
                 try:
@@ -103,18 +109,18 @@ class CallScope:
                 finally:
                     await messages.aclose()
             except BaseException as error:
-                await self._fail(method, call, context, error)
+                await self._fail(call, context, error)
                 raise
-            _note(method, call, "OK")
+            self._end(call, OK)
 
         return handle
 
-    async def _fail(self, method: str, call: Call, context: Context, error: BaseException) -> None:
+    async def _fail(self, call: Call, context: Context, error: BaseException) -> None:
         """End the call with the status of `error`. Returns only where the caller has to raise it on."""
         if isinstance(error, asyncio.CancelledError):
             task = asyncio.current_task()
             if task is None or task.cancelling():
-                _note(method, call, "CANCELLED")
+                self._end(call, _DEADLINE_EXCEEDED if call.is_late else _CANCELLED)
                 return
             # Nobody cancelled this call: something it waited for was. gRPC would leave the caller waiting forever.
             error = EngineUnavailable("a part of the engine was cancelled")
@@ -124,13 +130,13 @@ class CallScope:
             return
         status = to_status(error, call.request_id, is_draining=self._engine.status is EngineStatus.DRAINING)
         if status.code is grpc.StatusCode.INTERNAL:
-            _log.error("request_id=%s failed", call.request_id, exc_info=error)
-        _note(method, call, status.reason)
+            _log.error("request_id=%(request_id)s failed", {"request_id": call.request_id}, exc_info=error)
+        self._end(call, Outcome(status.code.name, status.reason))
         await context.abort(status.code, status.message, status.trailing_metadata)
 
-
-def _note(method: str, call: Call, outcome: str) -> None:
-    """The one line per call."""
-    _log.info(
-        "request_id=%s method=%s outcome=%s duration_ms=%.1f", call.request_id, method, outcome, call.duration_ms
-    )
+    def _end(self, call: Call, outcome: Outcome) -> None:
+        for observe in self._observers:
+            try:
+                observe(call, outcome)
+            except Exception:  # our own bug, and no reason to fail a call that has gone well
+                _log.exception("cannot note the end of a call")

@@ -29,6 +29,7 @@ from kestrel_grpc.reflection import add_reflection
 from kestrel_grpc.seam import EngineSeam
 from kestrel_grpc.services.engine import EngineService
 from kestrel_grpc.services.vision import VisionService
+from kestrel_grpc.telemetry import Telemetry
 from kestrel_runtime.engine import EngineStatus
 
 _FILES = (vision_service_pb2.DESCRIPTOR, engine_service_pb2.DESCRIPTOR)
@@ -58,7 +59,15 @@ class Server:
         self._health = Health(
             engine, [service.full_name for file in _FILES for service in file.services_by_name.values()]
         )
+        self._telemetry = Telemetry(
+            engine, config, instance_id=self.instance_id, is_ready=lambda: self._health.is_serving
+        )
         self._server = self._build()
+
+    @property
+    def metrics_port(self) -> int | None:
+        """The port of metrics and probes; None where there is none, and before `start`."""
+        return self._telemetry.port
 
     async def start(self) -> None:
         """Open the port. Raises `PortUnavailable`."""
@@ -69,6 +78,11 @@ class Server:
         except RuntimeError as error:
             raise PortUnavailable(f"cannot listen on {_address(host, port)}") from error
         await self._server.start()
+        try:
+            self._telemetry.open()
+        except OSError as error:
+            address = _address(self._config.metrics_host, self._config.metrics_port or 0)
+            raise PortUnavailable(f"cannot listen on {address}: {error.strerror}") from error
         info = self._engine.info
         print(
             f"kestrel-grpc serves {info.model} on {_address(host, self.port)} ({info.device}, {info.dtype})",
@@ -108,6 +122,7 @@ class Server:
         self._health.close()
         await asyncio.to_thread(self._engine.close)
         await self._server.stop(_LAST_WORDS_S)
+        await asyncio.to_thread(self._telemetry.close)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -135,7 +150,7 @@ class Server:
                 ("grpc.keepalive_timeout_ms", 20_000),
             ),
         )
-        scope = CallScope(server, self._engine)
+        scope = CallScope(server, self._engine, self._telemetry.observers)
         vision_service_pb2_grpc.add_VisionServiceServicer_to_server(VisionService(self._engine), scope)
         engine_service_pb2_grpc.add_EngineServiceServicer_to_server(
             EngineService(

@@ -26,11 +26,15 @@ class VisionService:
     async def Query(self, request: wire.QueryRequest, call: Call) -> AsyncGenerator[wire.QueryResponse, None]:
         with self._submitted(parsing.query(request), call) as stream:
             async for event in stream:
+                if isinstance(event, Finished):
+                    call.finished = event
                 yield rendering.query_event(event, call.request_id, self._model)
 
     async def Caption(self, request: wire.CaptionRequest, call: Call) -> AsyncGenerator[wire.CaptionResponse, None]:
         with self._submitted(parsing.caption(request), call) as stream:
             async for event in stream:
+                if isinstance(event, Finished):
+                    call.finished = event
                 yield rendering.caption_event(event, call.request_id, self._model)
 
     async def CompleteQuery(self, request: wire.CompleteQueryRequest, call: Call) -> wire.CompleteQueryResponse:
@@ -58,11 +62,13 @@ class VisionService:
     async def _finish(self, request: Request, call: Call) -> Finished:
         """The last of the request's events."""
         with self._submitted(request, call) as stream:
-            return await stream.result()
+            call.finished = await stream.result()
+            return call.finished
 
     @contextmanager
     def _submitted(self, request: Request, call: Call) -> Iterator[Stream]:
         """The request's events. However the call ends, the request ends with it."""
+        call.request = request
         stream = self._engine.submit(request, deadline_s=call.deadline_s)
         try:
             yield stream
