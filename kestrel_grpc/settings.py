@@ -1,0 +1,100 @@
+"""Where the value of an option comes from: a flag, the environment, a file, or nowhere; the first that has it.
+
+Collects texts and names their sources; what the texts mean is for `config.py`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ENVIRONMENT_PREFIX = "KESTREL_"
+FILE_OPTION = "config"
+"""The option that names the file. It cannot stand in the file itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What was written for an option, and where, in words for people."""
+
+    text: str
+    source: str
+
+
+def flag_name(name: str) -> str:
+    """`max_queue` → `--max-queue`."""
+    return "--" + name.replace("_", "-")
+
+
+def environment_name(name: str) -> str:
+    """`max_queue` → `KESTREL_MAX_QUEUE`."""
+    return ENVIRONMENT_PREFIX + name.upper()
+
+
+def collect(
+    names: Collection[str],
+    flags: Mapping[str, str | None],
+    environment: Mapping[str, str],
+    other_variables: Collection[str],
+    problems: list[str],
+) -> dict[str, Setting]:
+    """The settings by option. Of the variables with our prefix all that are neither options nor others are wrong.
+
+    What is wrong is added to `problems`.
+    """
+    variables = {environment_name(name): name for name in names}
+    settings: dict[str, Setting] = {}
+    for variable, text in environment.items():
+        if variable in variables:
+            settings[variables[variable]] = Setting(text, variable)
+        elif variable.startswith(ENVIRONMENT_PREFIX) and variable not in other_variables:
+            problems.append(f"{variable}: is no variable of this server{_meant(variable, variables)}")
+    for name in names:
+        text = flags.get(name)
+        if text is not None:
+            settings[name] = Setting(text, flag_name(name))
+    file = settings.get(FILE_OPTION)
+    if file is not None:
+        in_file = [name for name in names if name != FILE_OPTION]
+        settings = {**dict(_read(Path(file.text), in_file, problems)), **settings}
+    return settings
+
+
+def _read(path: Path, names: Collection[str], problems: list[str]) -> Iterator[tuple[str, Setting]]:
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        problems.append(f"{path}: {error.strerror}")
+        return
+    except ValueError as error:  # not UTF-8, or not TOML
+        problems.append(f"{path}: {error}")
+        return
+    for key, value in table.items():
+        source = f"{path}: {key}"
+        text = _text(value)
+        if key not in names:
+            problems.append(f"{source}: is no option{_meant(key, names)}")
+        elif text is None:
+            problems.append(f"{source}: must be a text, a number, true or false, or a list of texts")
+        else:
+            yield key, Setting(text, source)
+
+
+def _text(value: Any) -> str | None:
+    """As it would stand on the command line; None for what could not."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, str | int | float):
+        return str(value)
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return ",".join(value)
+    return None
+
+
+def _meant(word: str, words: Collection[str]) -> str:
+    close = difflib.get_close_matches(word, words, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
