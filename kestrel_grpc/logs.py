@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -41,11 +42,20 @@ def log_call(call: Call, outcome: Outcome) -> None:
 
 def set_up_logging(level: str, stream: TextIO | None = None, *, line_format: str = "text") -> None:
     """Write lines of `level` and above to `stream`, by default standard error, as `text` or `json`."""
+    _claim_standard_error()
     # Nobody reads these, and collecting them for each line costs as much as writing it.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     handler = _LossyHandler(sys.stderr if stream is None else stream)
     handler.setFormatter(_JsonFormatter() if line_format == "json" else _LineFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler])
+
+
+def _claim_standard_error() -> None:
+    """Where it is closed, the next file or socket to be opened would bear its number, and be written to."""
+    try:
+        os.fstat(2)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 class _LossyHandler(logging.StreamHandler[TextIO]):
