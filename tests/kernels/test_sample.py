@@ -85,6 +85,11 @@ def test_choices_come_as_often_as_the_nucleus_says(probabilities, top_p):
     assert drawn == pytest.approx(nucleus(probabilities, top_p), abs=1e-3)
 
 
+def test_choices_share_the_unit_interval_without_gap_or_overlap():
+    quarters = [draw([0.0, 0.0, 0.0, 0.0], quarter / 4) for quarter in range(4)]
+    assert sorted(quarters) == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("temperature", [0.25, 0.5, 1.0, 2.0, 8.0])
 def test_temperature_sharpens_and_flattens(temperature):
     parts = [part ** (1 / temperature) for part in (0.6, 0.3, 0.1)]

@@ -140,8 +140,8 @@ def test_what_a_sequence_draws_does_not_depend_on_its_company():
                 new_sequence(rule=rules[(step + place) % 3], temperature=float(place % 2), seed=place)
                 for place in range(others)
             ]
-            states = hidden_states(1, step), hidden_states(others, 100 + step)
-            drawn.append(draw(torch.cat(states), own, *company)[0])
+            states = hidden_states(others, 100 + step), hidden_states(1, step)
+            drawn.append(draw(torch.cat(states), *company, own)[-1])
         return drawn
 
     assert run(0) == run(3) == run(5)
@@ -161,8 +161,21 @@ def test_a_row_spends_the_same_randomness_whatever_it_draws():
     assert len(spent) == 1
 
 
-def test_a_token_and_the_values_that_come_with_it_have_randomness_of_their_own():
-    """Equal logits for width and height must not tie one to the other."""
+def test_whether_an_object_comes_does_not_tell_where_it_is():
+    model = random_model(tiny_config())
+    model.text.lm_head.weight[[COORDINATE, EOS]] = 0  # an object or the end, as the coin falls
+    model.text.lm_head.bias[[COORDINATE, EOS]] = 0
+    model.region.get_parameter("coord_decoder.fc2.weight").zero_()
+    model.region.get_parameter("coord_decoder.fc2.bias").copy_(-1e-4 * torch.arange(1024))
+    sequences = [new_sequence(rule=X_OR_END, temperature=1.0, seed=s) for s in range(100)]
+    drawn = Sampler(model).draw(hidden_states(1).expand(100, -1), sequences).values()
+    places = [token.value[0] for token in drawn if token.id == COORDINATE]
+    assert 30 < len(places) < 70
+    assert min(places) < 0.1
+    assert max(places) > 0.9
+
+
+def test_width_and_height_are_drawn_apart():
     model = random_model(tiny_config())
     for name in ("size_decoder.fc2.weight", "size_decoder.fc2.bias"):
         model.region.get_parameter(name).zero_()
