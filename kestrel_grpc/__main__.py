@@ -16,6 +16,8 @@ from kestrel_grpc import __version__
 from kestrel_grpc.cli import add_client_commands
 from kestrel_grpc.config import ConfigurationError, ServerConfig, add_serve_arguments, effective_values
 from kestrel_grpc.logs import set_up_logging
+from kestrel_grpc.token_command import add_token_command
+from kestrel_grpc.tokens import TokenFileError, read_tokens
 from kestrel_runtime.errors import CheckpointError
 
 # The engine's thread must give up the interpreter quickly, or every call waits for it.
@@ -37,7 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     serve = commands.add_parser(
         "serve",
         help="serve a model",
-        description="Serve a model until SIGTERM. A flag wins over its environment variable, which wins over the file.",
+        description="Serve a model until SIGTERM. A flag wins over its environment variable, and that over the file.",
         allow_abbrev=False,
     )
     add_serve_arguments(serve)
@@ -45,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     config = commands.add_parser(
         "config",
         help="show how a server would be set up",
-        description="Print the effective value of every option of `serve` and where it came from, as a file for --config.",
+        description="Print the value of every option of `serve` and where it came from, as a file for --config.",
         allow_abbrev=False,
     )
     add_serve_arguments(config)
@@ -61,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="default: auto"
     )
     verify.set_defaults(run=_verify)
+    add_token_command(commands)
     add_client_commands(commands)
     return parser
 
@@ -99,12 +102,17 @@ def _serve(arguments: argparse.Namespace) -> int:
             require_free_port(config.metrics_host, config.metrics_port)
         if config.tracing:
             require_tracing(os.environ)
+        if config.tokens is not None:
+            read_tokens(Path(config.tokens))
         engine = Engine.start(config.engine_config())
         try:
             with asyncio.Runner(loop_factory=_loop_factory()) as runner:
                 ended_by_signal = runner.run(run())
         finally:
             engine.close()
+    except TokenFileError as error:
+        _complain(str(error))
+        return 2
     except (CheckpointError, PortUnavailable, TracingUnavailable) as error:
         _complain(str(error))
         return 1

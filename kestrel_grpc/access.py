@@ -34,11 +34,11 @@ _ADMIN = frozenset((Scope.ADMIN,))
 # By method or by service; one of the scopes is enough. What is not here needs the scope `admin`.
 SCOPES: Mapping[str, frozenset[Scope]] = MappingProxyType(
     {
-        "/kestrel.v1.VisionService/": _INFER,
-        "/kestrel.v1.EngineService/GetServerInfo": _ANY_SCOPE,
-        "/kestrel.v1.EngineService/ListModels": _ANY_SCOPE,
+        "kestrel.v1.VisionService/": _INFER,
+        "kestrel.v1.EngineService/GetServerInfo": _ANY_SCOPE,
+        "kestrel.v1.EngineService/ListModels": _ANY_SCOPE,
         # It tells what all callers together do.
-        "/kestrel.v1.EngineService/GetLoad": _ADMIN,
+        "kestrel.v1.EngineService/GetLoad": _ADMIN,
     }
 )
 
@@ -76,6 +76,10 @@ class Access(Protocol):
         """Entering admits a call or raises why not, and gives the name of who calls; leaving ends the call."""
         ...
 
+    async def watch(self) -> None:
+        """Follow what decides, until cancelled."""
+        ...
+
 
 class OpenAccess:
     """Everybody may call everything, and is nobody."""
@@ -87,9 +91,12 @@ class OpenAccess:
         """Admits."""
         return self._nobody
 
+    async def watch(self) -> None:
+        """Nothing changes."""
+
 
 class TokenAccess:
-    """Callers bear tokens from a file. Raises `OSError` or `TokenFileError` where that cannot be read at first.
+    """Callers bear tokens from a file. Raises `TokenFileError` where that cannot be read at first.
 
     `watch` follows the file. Belongs to one event loop.
     """

@@ -36,7 +36,17 @@ class Call:
     The servicer notes `request` and `finished` for whoever counts and traces: None where it did not get so far.
     """
 
-    __slots__ = ("arrived", "deadline_s", "finished", "metadata", "method", "request", "request_id", "trace_id")
+    __slots__ = (
+        "arrived",
+        "deadline_s",
+        "finished",
+        "metadata",
+        "method",
+        "request",
+        "request_id",
+        "tenant",
+        "trace_id",
+    )
 
     def __init__(self, metadata: Iterable[tuple[str, str | bytes]], deadline_s: float | None, method: str) -> None:
         self.arrived = time.monotonic()
@@ -47,6 +57,8 @@ class Call:
         self.request_id = _request_id(metadata)
         self.request: Request | None = None
         self.finished: Finished | None = None
+        self.tenant = ""
+        """The name on the caller's token; empty where none was needed, or none was good."""
         self.trace_id = ""
         """The trace that the call belongs to, once it is known."""
 

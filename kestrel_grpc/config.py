@@ -15,7 +15,7 @@ from dataclasses import Field, dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
 
-from kestrel_grpc.settings import Setting, collect, environment_name, flag_name
+from kestrel_grpc.settings import FILE_OPTION, Setting, collect, environment_name, flag_name
 from kestrel_runtime.config import EngineConfig
 
 MIB = 2**20
@@ -115,6 +115,9 @@ class ServerConfig:
         "127.0.0.1", some_text, "address to listen on; there is no encryption, so open it (0.0.0.0) with care"
     )
     port: int = _option(50051, whole_number(0, 65_535), "port to listen on; 0 takes a free one and prints it")
+    tokens: str | None = _option(
+        None, some_text, "file of the tokens that callers must bear, in TOML", default_text="none; anybody may call"
+    )
     max_batch_size: int = _option(
         _ENGINE.max_batch_size, whole_number(1), "requests that generate together", unit="requests"
     )
@@ -182,7 +185,7 @@ class ServerConfig:
 
     @classmethod
     def parse(cls, flags: Mapping[str, str | None], environment: Mapping[str, str]) -> ServerConfig:
-        """From texts by field name, the environment and the file. Raises `ConfigurationError` with every problem."""
+        """From texts by field name, the environment and a file. Raises `ConfigurationError` with every problem."""
         problems: list[str] = []
         settings = _settings(flags, environment, problems)
         values: dict[str, Any] = {}
@@ -241,7 +244,9 @@ def effective_values(flags: Mapping[str, str | None], environment: Mapping[str, 
     lines: list[str] = []
     for name, option in options():
         value = getattr(config, name)
-        line = f"# {name} = {option.default_text}" if value is None else f"{name} = {_toml(value)}"
+        line = f"{name} = {_toml(option.default_text if value is None else value)}"
+        if value is None or name == FILE_OPTION:
+            line = f"# {line}"
         source = settings[name].source if name in settings else "default"
         lines.append(f"{line:<47} # {source}")
     return "\n".join(lines)

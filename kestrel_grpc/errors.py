@@ -13,6 +13,12 @@
     ├── DeadlineExceeded              DEADLINE_EXCEEDED     DEADLINE_EXCEEDED        –
     └── EngineUnavailable             UNAVAILABLE           ENGINE_UNAVAILABLE       RetryInfo
            … while draining           UNAVAILABLE           DRAINING                 RetryInfo
+    kestrel_grpc.access
+    AccessRefused
+    ├── TokenInvalid                  UNAUTHENTICATED       TOKEN_INVALID            –
+    ├── ScopeRequired                 PERMISSION_DENIED     SCOPE_REQUIRED           –
+    └── RateLimited                   RESOURCE_EXHAUSTED    RATE_LIMITED             RetryInfo, QuotaFailure
+
     anything else: our bug            INTERNAL              INTERNAL                 –
 
 Every status carries an ErrorInfo of domain `kestrel.dev` whose metadata names the request.
@@ -31,6 +37,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
+from kestrel_grpc.access import RateLimited, ScopeRequired, TokenInvalid
 from kestrel_grpc.call import REQUEST_ID_KEY
 from kestrel_runtime.errors import (
     ContextLengthExceeded,
@@ -133,6 +140,11 @@ def _quota_failure(error: Overloaded) -> Iterable[Message]:
     yield error_details_pb2.QuotaFailure(violations=[violation])
 
 
+def _token_quota_failure(error: RateLimited) -> Iterable[Message]:
+    violation = error_details_pb2.QuotaFailure.Violation(subject=f"token:{error.name}", description=error.limit)
+    yield error_details_pb2.QuotaFailure(violations=[violation])
+
+
 def _duration(duration_s: float) -> Duration:
     duration = Duration()
     duration.FromNanoseconds(round(duration_s * 1e9))
@@ -196,6 +208,24 @@ _TABLE: Mapping[type, _Row] = MappingProxyType(
             grpc.StatusCode.DEADLINE_EXCEEDED,
             "DEADLINE_EXCEEDED",
             lambda error: "the deadline passed before the answer was complete",
+        ),
+        TokenInvalid: _Row(
+            grpc.StatusCode.UNAUTHENTICATED,
+            "TOKEN_INVALID",
+            lambda error: "the metadata must hold `authorization: Bearer …` with a token of this server",
+        ),
+        ScopeRequired: _Row(
+            grpc.StatusCode.PERMISSION_DENIED,
+            "SCOPE_REQUIRED",
+            lambda error: f"the token needs the scope {' or '.join(error.scopes)}",
+            facts=lambda error: {"scopes": ",".join(error.scopes)},
+        ),
+        RateLimited: _Row(
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            "RATE_LIMITED",
+            lambda error: f"the token allows {error.limit}",
+            _token_quota_failure,
+            retry_s=lambda error: error.retry_after_s,
         ),
         EngineUnavailable: _Row(
             grpc.StatusCode.UNAVAILABLE,

@@ -1,5 +1,5 @@
-"""What every call of our own services goes through: a request id, a deadline, a log line, and the one place where
-an exception becomes a status.
+"""What every call of our own services goes through: a request id, a deadline, the question who calls, a log line,
+and the one place where an exception becomes a status.
 
 Response headers carry the request id and leave with the first message: until then a refusal is a bare status,
 which clients may retry. Servicers take a `Call` in place of gRPC's context, so they can neither abort nor write.
@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError, Message
 
+from kestrel_grpc.access import Access
 from kestrel_grpc.call import OK, REQUEST_ID_KEY, Call, Outcome
 from kestrel_grpc.errors import to_status
 from kestrel_grpc.logs import log_call
@@ -42,9 +43,12 @@ class CallScope:
     method that is registered by name slows down every call of all the others.
     """
 
-    def __init__(self, server: grpc.aio.Server, engine: EngineSeam, observers: Sequence[Observer] = ()) -> None:
+    def __init__(
+        self, server: grpc.aio.Server, engine: EngineSeam, access: Access, observers: Sequence[Observer] = ()
+    ) -> None:
         self._server = server
         self._engine = engine
+        self._access = access
         self._observers = (*observers, log_call)
 
     def add_registered_method_handlers(
@@ -76,7 +80,8 @@ class CallScope:
         async def handle(request: bytes, context: Context) -> bytes:
             call = Call(context.invocation_metadata() or (), context.time_remaining(), method)
             try:
-                response = serialize(await serve(parse(request), call))
+                with self._access.admit(method, call.metadata) as call.tenant:
+                    response = serialize(await serve(parse(request), call))
                 context.set_trailing_metadata(((REQUEST_ID_KEY, call.request_id),))
             except BaseException as error:
                 await self._fail(call, context, error)
@@ -98,16 +103,17 @@ class CallScope:
         async def handle(request: bytes, context: Context) -> None:
             call = Call(context.invocation_metadata() or (), context.time_remaining(), method)
             try:
-                messages = serve(parse(request), call)
-                try:
-                    is_open = False
-                    async for message in messages:
-                        if not is_open:
-                            await context.send_initial_metadata(((REQUEST_ID_KEY, call.request_id),))
-                            is_open = True
-                        await context.write(serialize(message))
-                finally:
-                    await messages.aclose()
+                with self._access.admit(method, call.metadata) as call.tenant:
+                    messages = serve(parse(request), call)
+                    try:
+                        is_open = False
+                        async for message in messages:
+                            if not is_open:
+                                await context.send_initial_metadata(((REQUEST_ID_KEY, call.request_id),))
+                                is_open = True
+                            await context.write(serialize(message))
+                    finally:
+                        await messages.aclose()
             except BaseException as error:
                 await self._fail(call, context, error)
                 raise

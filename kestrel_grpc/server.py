@@ -9,6 +9,7 @@ import secrets
 import signal
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -22,6 +23,7 @@ from kestrel_client.v1 import (
     vision_service_pb2,
     vision_service_pb2_grpc,
 )
+from kestrel_grpc.access import Access, OpenAccess, TokenAccess
 from kestrel_grpc.config import ServerConfig
 from kestrel_grpc.health import Health
 from kestrel_grpc.interceptors import CallScope
@@ -62,6 +64,8 @@ class Server:
         self._telemetry = Telemetry(
             engine, config, instance_id=self.instance_id, is_ready=lambda: self._health.is_serving
         )
+        self._access = _access(config)
+        self._access_watch: asyncio.Task[None] | None = None
         self._server = self._build()
 
     @property
@@ -77,6 +81,7 @@ class Server:
             self.port = self._server.add_insecure_port(_address(host, port))
         except RuntimeError as error:
             raise PortUnavailable(f"cannot listen on {_address(host, port)}") from error
+        self._access_watch = asyncio.create_task(self._access.watch())
         await self._server.start()
         try:
             self._telemetry.open()
@@ -122,6 +127,8 @@ class Server:
         self._health.close()
         await asyncio.to_thread(self._engine.close)
         await self._server.stop(_LAST_WORDS_S)
+        if self._access_watch is not None:
+            self._access_watch.cancel()
         await asyncio.to_thread(self._telemetry.close)
 
     async def __aenter__(self) -> Self:
@@ -150,7 +157,7 @@ class Server:
                 ("grpc.keepalive_timeout_ms", 20_000),
             ),
         )
-        scope = CallScope(server, self._engine, self._telemetry.observers)
+        scope = CallScope(server, self._engine, self._access, self._telemetry.observers)
         vision_service_pb2_grpc.add_VisionServiceServicer_to_server(VisionService(self._engine), scope)
         engine_service_pb2_grpc.add_EngineServiceServicer_to_server(
             EngineService(
@@ -179,6 +186,10 @@ class Server:
         if self._engine.status is EngineStatus.DEAD:
             follow(EngineStatus.DEAD)
         return died
+
+
+def _access(config: ServerConfig) -> Access:
+    return OpenAccess() if config.tokens is None else TokenAccess(Path(config.tokens))
 
 
 def require_free_port(host: str, port: int) -> None:

@@ -47,15 +47,17 @@ class Token:
 
 
 class TokenFileError(ValueError):
-    """The file breaks its rules; the message names every breach."""
+    """The file cannot be read or breaks its rules; the message names every breach."""
 
 
 def read_tokens(path: Path) -> Mapping[bytes, Token]:
-    """The tokens of a file by their hash. Raises `OSError` or `TokenFileError`."""
+    """The tokens of a file by their hash. Raises `TokenFileError`."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise TokenFileError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:  # not UTF-8, or not TOML
-        raise TokenFileError(str(error)) from error
+        raise TokenFileError(f"{path}: {error}") from error
     problems: list[str] = []
     tokens: dict[bytes, Token] = {}
     for name, settings in table.items():
@@ -68,7 +70,7 @@ def read_tokens(path: Path) -> Mapping[bytes, Token]:
             problems.append(f"{name}: is the same token as {tokens[token.sha256].name}")
         tokens[token.sha256] = token
     if problems:
-        raise TokenFileError("; ".join(problems))
+        raise TokenFileError(f"{path}: {'; '.join(problems)}")
     return tokens
 
 

@@ -68,7 +68,7 @@ def test_a_file_without_tokens_lets_nobody_in(tmp_path):
     ],
 )
 def test_a_bad_line_is_named_with_its_problem(tmp_path, settings, problem):
-    with pytest.raises(TokenFileError, match=r"^alice: ") as caught:
+    with pytest.raises(TokenFileError, match=r"tokens\.toml: alice: ") as caught:
         read(tmp_path, f"alice = {settings}")
     assert problem in str(caught.value)
 
@@ -76,7 +76,8 @@ def test_a_bad_line_is_named_with_its_problem(tmp_path, settings, problem):
 def test_every_problem_is_told_at_once(tmp_path):
     with pytest.raises(TokenFileError) as caught:
         read(tmp_path, f'a = 1\nb = {{ sha256 = "{HASH}", scopes = [], rate = -1 }}\n"c d" = 2')
-    assert [part.split(": ")[0] for part in str(caught.value).split("; ")] == ["a", "b", "b", "c d", "c d"]
+    told = str(caught.value).removeprefix(f"{tmp_path / 'tokens.toml'}: ")
+    assert [part.split(": ")[0] for part in told.split("; ")] == ["a", "b", "b", "c d", "c d"]
 
 
 def test_two_lines_with_the_same_token_are_refused(tmp_path):
@@ -93,6 +94,11 @@ def test_what_is_not_toml_is_refused(tmp_path):
 def test_what_is_not_text_is_refused(tmp_path):
     (tmp_path / "tokens.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(TokenFileError):
+        read_tokens(tmp_path / "tokens.toml")
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(TokenFileError, match=r"cannot read .*tokens\.toml: No such file"):
         read_tokens(tmp_path / "tokens.toml")
 
 
