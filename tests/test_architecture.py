@@ -53,6 +53,7 @@ DISTRIBUTIONS = {
     "grpc_reflection": "grpcio-reflection",
     "grpc_status": "grpcio-status",
     "flashinfer": "flashinfer-python",
+    "yaml": "pyyaml",
     "opentelemetry.exporter.otlp.proto.http": "opentelemetry-exporter-otlp-proto-http",
     "opentelemetry.proto": "opentelemetry-proto",
     "opentelemetry.sdk": "opentelemetry-sdk",
