@@ -26,6 +26,8 @@ class EngineConfig:
     """Tokens in a page."""
     max_queued_requests: int = 256
     """Requests that may wait for a preprocessing worker or for pages."""
+    ageing_s: float = 10.0
+    """Waiting after which a request counts as one priority more urgent."""
     max_image_bytes: int = 32 * MIB
     max_image_pixels: int = 64_000_000
     num_preprocess_threads: int = 4

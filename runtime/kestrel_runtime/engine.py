@@ -95,6 +95,7 @@ class Engine:
             max_batch_size=config.max_batch_size,
             max_prefill_tokens=config.max_prefill_tokens,
             max_crops_per_step=config.max_crops_per_step,
+            ageing_s=config.ageing_s,
         )
         self._preprocessor = Preprocessor(
             model_config,
@@ -124,8 +125,10 @@ class Engine:
         """Have `callback` run, in whatever thread it happens, whenever the status changes."""
         self._callbacks.append(callback)
 
-    def submit(self, request: Request, *, deadline_s: float | None = None) -> Stream:
+    def submit(self, request: Request, *, deadline_s: float | None = None, tenant: str = "") -> Stream:
         """Queue a request; `deadline_s` seconds from now nobody waits for it any more.
+
+        Requests of different `tenant`s share the engine evenly; "" is a tenant like any other.
 
         Raises `EngineUnavailable`, `ModelNotFound`, `SkillUnsupported`, `ImageError` and `Overloaded` at once;
         what is found out later is raised by the stream.
@@ -143,7 +146,7 @@ class Engine:
         stream.over.add_done_callback(lambda _: self._streams.discard(stream))
         with self._lock:
             self._num_preprocessing += 1
-        preparation = self._preprocessor.submit(request, clock)
+        preparation = self._preprocessor.submit(request, clock, tenant)
         stream.on_cancel(lambda: self._cancel(preparation, stream))
         preparation.add_done_callback(lambda done: self._prepared(done, stream))
         return stream

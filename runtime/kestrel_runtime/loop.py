@@ -92,8 +92,9 @@ class EngineLoop:
     def step(self) -> None:
         """One turn of the ring."""
         self._take_inbox()
-        self._drop_unwanted(time.monotonic())
-        batch = self._scheduler.next_batch()
+        now = time.monotonic()
+        self._drop_unwanted(now)
+        batch = self._scheduler.next_batch(now)
         if not batch.is_empty:
             self._note_admissions(batch)
             drew = self._scheduler.commit(batch, self._runner.run(batch))

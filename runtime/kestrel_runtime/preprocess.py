@@ -39,11 +39,11 @@ class Preprocessor:
         self._ids = itertools.count(1)
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="kestrel-preprocess")
 
-    def submit(self, request: Request, clock: SequenceClock) -> Future[Sequence]:
+    def submit(self, request: Request, clock: SequenceClock, tenant: str = "") -> Future[Sequence]:
         """Have a worker `prepare` the request; the future can be cancelled until one does."""
-        return self._pool.submit(self.prepare, request, clock)
+        return self._pool.submit(self.prepare, request, clock, tenant)
 
-    def prepare(self, request: Request, clock: SequenceClock) -> Sequence:
+    def prepare(self, request: Request, clock: SequenceClock, tenant: str = "") -> Sequence:
         """Decode, tile and tokenise. Raises `InvalidRequest`, mostly as `ImageError` or `ContextLengthExceeded`."""
         clock.preprocess_started = time.monotonic()
         config, skill = self._config, SKILLS[request.skill]
@@ -70,6 +70,8 @@ class Preprocessor:
             random=random.Random(sampling.seed),
             max_context=self._max_context,
             clock=clock,
+            priority=request.options.priority,
+            tenant=tenant,
         )
 
     def close(self) -> None:

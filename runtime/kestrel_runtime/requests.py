@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import ClassVar
 
 from kestrel_runtime.errors import InvalidRequest, Violation
@@ -66,12 +67,23 @@ class SamplingParams:
             yield Violation("sampling.seed", "must not be negative")
 
 
+class Priority(IntEnum):
+    """How soon a request should start, compared with others that wait; the lower value goes first."""
+
+    INTERACTIVE = 0
+    """Somebody sits and waits."""
+    NORMAL = 1
+    BATCH = 2
+    """Nobody waits; it may take its time while others are served."""
+
+
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
     """What every skill shares. `model` "" takes the served model; `max_queue_s` None waits without bound."""
 
     model: str = ""
     max_queue_s: float | None = None
+    priority: Priority = Priority.NORMAL
 
     def violations(self) -> Iterator[Violation]:
         """Every breach, with paths below `options`."""

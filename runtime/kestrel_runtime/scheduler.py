@@ -7,30 +7,37 @@ Invariants
       which cannot be split) and `max_crops_per_step` crops.
   I4  A page is taken when a token needs it. Where none is left the youngest sequence goes back to waiting, keeps
       its tokens, and is prefilled again; so the oldest always advances.
-  I5  Sequences start in the order they came.
+  I5  Sequences start in the order of `WaitingQueue`: who was sent back, then by priority, tenant and age. Nobody
+      passes the one it names, not even where there is room for a smaller one.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 
 from kestrel_runtime.pages import PagePool
 from kestrel_runtime.sequence import Batch, Chunk, CropRange, Sequence, SequenceState
 from kestrel_runtime.tokens import Token
+from kestrel_runtime.waiting import WaitingQueue
 
 
 class Scheduler:
     """Waiting and active sequences; `next_batch` chooses, `commit` lands what the step produced."""
 
     def __init__(
-        self, pages: PagePool, *, max_batch_size: int, max_prefill_tokens: int, max_crops_per_step: int
+        self,
+        pages: PagePool,
+        *,
+        max_batch_size: int,
+        max_prefill_tokens: int,
+        max_crops_per_step: int,
+        ageing_s: float = 10.0,
     ) -> None:
         self._pages = pages
         self._max_batch_size = max_batch_size
         self._max_prefill_tokens = max_prefill_tokens
         self._max_crops_per_step = max_crops_per_step
-        self._waiting: deque[Sequence] = deque()
+        self._waiting = WaitingQueue(ageing_s=ageing_s)
         self._active: list[Sequence] = []  # PREFILLING and RUNNING, oldest first
 
     @property
@@ -51,15 +58,15 @@ class Scheduler:
         yield from self._waiting
 
     def add(self, sequence: Sequence) -> None:
-        """Put a prepared sequence at the end of the queue."""
+        """Have a prepared sequence wait for its start."""
         assert sequence.state is SequenceState.WAITING
         assert sequence.num_prompt_positions < sequence.max_context, "checked when the request was prepared"
-        self._waiting.append(sequence)
+        self._waiting.push(sequence)
 
-    def next_batch(self) -> Batch:
-        """Choose the work of the next step and take the pages it needs."""
+    def next_batch(self, now: float) -> Batch:
+        """Choose the work of the next step and take the pages it needs; `now` is a moment of the clocks' time."""
         self._grow_running()
-        self._admit()
+        self._admit(now)
         running = [sequence for sequence in self._active if sequence.state is SequenceState.RUNNING]
         encode, prefill = self._plan_prefill(bounded=bool(running))
         return Batch(encode, prefill, running)
@@ -80,6 +87,7 @@ class Scheduler:
             sequence.num_cached += 1
         for sequence in due:
             sequence.tokens.append(sampled[sequence.id])
+            self._waiting.serve(sequence)
         return due
 
     def remove(self, sequence: Sequence) -> None:
@@ -106,21 +114,20 @@ class Scheduler:
         self._active.remove(sequence)
         self._release(sequence)
         sequence.move_to(SequenceState.WAITING)
-        self._waiting.appendleft(sequence)
+        self._waiting.put_back(sequence)
 
     def _release(self, sequence: Sequence) -> None:
         self._pages.free(sequence.pages)
         sequence.pages = []
         sequence.num_cached = 0
 
-    def _admit(self) -> None:
-        while self._waiting and len(self._active) < self._max_batch_size:
-            sequence = self._waiting[0]
+    def _admit(self, now: float) -> None:
+        while len(self._active) < self._max_batch_size and (sequence := self._waiting.first(now)) is not None:
             # Room for its next token, and a page in reserve for each active sequence, keep a newcomer from being
             # sent back at once.
             if self._pages.pages_for(sequence.length + 1) + len(self._active) > self._pages.num_free:
                 return
-            self._waiting.popleft()
+            self._waiting.start(sequence)
             sequence.pages = self._pages.allocate(self._pages.pages_for(sequence.length))
             sequence.move_to(SequenceState.PREFILLING)
             self._active.append(sequence)

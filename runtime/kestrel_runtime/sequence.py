@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, NamedTuple
 
+from kestrel_runtime.requests import Priority
 from kestrel_runtime.tokens import Token
 
 if TYPE_CHECKING:
@@ -71,6 +72,9 @@ class Sequence:
     max_context: int
     """Positions after which the sequence must end."""
     clock: SequenceClock
+    priority: Priority = Priority.NORMAL
+    tenant: str = ""
+    """On whose behalf it runs; "" where tenants are not told apart."""
     state: SequenceState = SequenceState.WAITING
     pages: list[int] = field(default_factory=list)
     num_cached: int = 0

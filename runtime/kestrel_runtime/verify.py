@@ -161,7 +161,7 @@ class _Probe:
         )
         scheduler.add(self.sequence)
         self._runner = ModelRunner(loaded.model, self._cache)
-        self._batch = scheduler.next_batch()
+        self._batch = scheduler.next_batch(now=0.0)
 
     @torch.inference_mode()
     def tensors(self) -> Iterator[tuple[str, Tensor]]:

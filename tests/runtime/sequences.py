@@ -10,6 +10,7 @@ import numpy as np
 
 from kestrel_runtime.events import CaptionOutput, TextDelta
 from kestrel_runtime.images import Crops
+from kestrel_runtime.requests import Priority
 from kestrel_runtime.sequence import Sequence, SequenceClock
 from kestrel_runtime.skills.base import Reader
 from kestrel_runtime.tokens import Token, TokenRule
@@ -45,6 +46,9 @@ def new_sequence(
     top_p: float = 1.0,
     seed: int = 0,
     max_context: int = 10_000,
+    priority: Priority = Priority.NORMAL,
+    tenant: str = "",
+    submitted: float = 0.0,
 ) -> Sequence:
     """A waiting sequence; a number as prompt stands for that many tokens."""
     tokens = [Token(place % 100) for place in range(prompt)] if isinstance(prompt, int) else list(prompt)
@@ -59,5 +63,7 @@ def new_sequence(
         top_p=top_p,
         random=random.Random(seed),
         max_context=max_context,
-        clock=SequenceClock(submitted=0.0),
+        clock=SequenceClock(submitted=submitted),
+        priority=priority,
+        tenant=tenant,
     )

@@ -44,7 +44,7 @@ class Bench:
 
     def step(self):
         waiting = self.scheduler.num_waiting
-        batch = self.scheduler.next_batch()
+        batch = self.scheduler.next_batch(now=0.0)
         self.num_preemptions += max(0, self.scheduler.num_waiting - waiting)
         return self.scheduler.commit(batch, self.runner.run(batch))
 
@@ -148,7 +148,7 @@ def test_a_step_draws_for_whoever_is_due_and_nobody_else():
     running = bench.add(TEXT[:2])
     bench.step()
     begun = bench.add(TEXT)
-    batch = bench.scheduler.next_batch()
+    batch = bench.scheduler.next_batch(now=0.0)
     assert bench.runner.run(batch).keys() == {running.id}
     assert batch.prefill[0].sequence is begun
 
@@ -161,7 +161,7 @@ def test_a_step_that_only_encodes_crops_draws_nothing():
     bench.add(TEXT[:2])
     bench.step()
     sequence = bench.add(TEXT, noise(300, 120))
-    batch = bench.scheduler.next_batch()
+    batch = bench.scheduler.next_batch(now=0.0)
     assert [item.sequence for item in batch.encode] == [sequence]
     assert batch.prefill == []
     only = batch._replace(decode=[])

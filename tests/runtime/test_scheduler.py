@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kestrel_runtime.pages import PagePool
+from kestrel_runtime.requests import Priority
 from kestrel_runtime.scheduler import Scheduler
 from kestrel_runtime.sequence import SequenceState
 from kestrel_runtime.tokens import Token
@@ -37,12 +38,13 @@ class World:
     def capacity(self):
         return self.pool.num_pages * self.pool.page_size
 
-    def add(self, prompt=4, image=0, crops=0, generates=1000):
+    def add(self, prompt=4, image=0, crops=0, generates=1000, **standing):
         sequence = new_sequence(
             prompt,
             num_image_tokens=image,
             crops=blank_crops(crops) if crops else None,
             max_context=self.capacity,
+            **standing,
         )
         self.to_generate[sequence] = generates
         self.scheduler.add(sequence)
@@ -50,7 +52,7 @@ class World:
 
     def step(self):
         """One turn: choose, run, commit, remove who is done. Returns the batch."""
-        batch = self.scheduler.next_batch()
+        batch = self.scheduler.next_batch(now=0.0)
         self.run(batch)
         self.due = batch.due
         drawn = {sequence.id: Token(sequence.id, (float(sequence.num_generated),)) for sequence in self.due}
@@ -263,7 +265,30 @@ def test_i4_a_lone_sequence_may_fill_the_whole_cache():
 # I5: order
 
 
-def test_i5_sequences_start_in_the_order_they_came():
+def test_i5_the_urgent_start_first_and_whoever_was_sent_back_before_them():
+    world = World(num_pages=6, page_size=2, batch=2)
+    oldest, preempted = world.add(2), world.add(2)
+    normal, urgent = world.add(1), world.add(1, priority=Priority.INTERACTIVE)
+    while preempted.state is not WAITING or not preempted.num_generated:
+        world.step()
+    world.scheduler.remove(oldest)
+    assert [chunk.sequence for chunk in world.step().prefill] == [preempted, urgent]
+    assert normal.state is WAITING
+
+
+def test_i5_tokens_generated_count_for_their_tenant():
+    world = World(batch=1)
+    world.add(5, generates=20, tenant="talks")
+    world.add(5, generates=1, tenant="listens")
+    while world.finished == [] or world.scheduler.num_waiting:
+        world.step()
+    world.add(1, tenant="talks")
+    listener = world.add(1, tenant="listens")
+    world.steps(2)
+    assert listener.state is RUNNING
+
+
+def test_i5_equal_sequences_start_in_the_order_they_came():
     world = World(num_pages=4, page_size=4, batch=2)
     large, small = world.add(13), world.add(1)
     world.step()
