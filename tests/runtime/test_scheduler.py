@@ -268,6 +268,7 @@ def test_i4_a_lone_sequence_may_fill_the_whole_cache():
 def test_i5_the_urgent_start_first_and_whoever_was_sent_back_before_them():
     world = World(num_pages=6, page_size=2, batch=2)
     oldest, preempted = world.add(2), world.add(2)
+    world.step()
     normal, urgent = world.add(1), world.add(1, priority=Priority.INTERACTIVE)
     while preempted.state is not WAITING or not preempted.num_generated:
         world.step()
@@ -280,11 +281,11 @@ def test_i5_tokens_generated_count_for_their_tenant():
     world = World(batch=1)
     world.add(5, generates=20, tenant="talks")
     world.add(5, generates=1, tenant="listens")
-    while world.finished == [] or world.scheduler.num_waiting:
-        world.step()
+    world.steps(21)
+    assert world.scheduler.is_idle
     world.add(1, tenant="talks")
     listener = world.add(1, tenant="listens")
-    world.steps(2)
+    world.step()
     assert listener.state is RUNNING
 
 
