@@ -1,7 +1,11 @@
 """What holds for every test: generated examples are the same in every run, and no clock judges them."""
 
+import torch
 from hypothesis import settings
 
 # A red run then speaks of the change, not of the draw or of a busy machine.
 settings.register_profile("house", derandomize=True, deadline=None, database=None)
 settings.load_profile("house")
+
+# The models of the tests are so small that threads inside an operation cost more than they save.
+torch.set_num_threads(1)
