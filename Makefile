@@ -13,7 +13,7 @@ DEMO_IMAGE ?= tests/golden/md3-small/image_0_500x400.png
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: setup proto check test serve demo bench clean
+.PHONY: setup proto check test serve demo bench supply clean
 
 # Everything into .venv; nothing to do until pyproject.toml changes.
 setup: .venv/installed
@@ -58,6 +58,10 @@ demo: setup
 
 bench: setup
 	@for script in bench/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+# The versions a deployment runs, with their hashes and licences, and its bill of materials.
+supply: setup
+	PYTHON=$(BIN)/python sh deploy/supply.sh
 
 clean:
 	rm -rf .venv build bench/out *.egg-info

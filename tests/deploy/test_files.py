@@ -1,0 +1,135 @@
+"""What is under `deploy/`: each file to its own tool, and what one file says of another is so."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from kestrel_grpc.config import ServerConfig, environment_name, options
+from tests.golden import CHECKOUT
+
+DEPLOY = CHECKOUT / "deploy"
+VARIABLE = re.compile(r"\bKESTREL_[A-Z_]+")
+KNOWN_VARIABLES = {environment_name(name) for name, _ in options()}
+
+
+def tool(name: str) -> str:
+    """Where a checker is, beside this Python or on PATH; skips the test where it is not."""
+    found = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
+    if found is None:
+        pytest.skip(f"needs {name}")
+    return found
+
+
+def complaints(*command: str) -> str:
+    """What a checker has to say; nothing where it is content."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=CHECKOUT)
+    said = (done.stdout + done.stderr).strip()
+    return said or f"exit status {done.returncode}" if done.returncode else ""
+
+
+def document(*path: str) -> Any:
+    return yaml.safe_load(DEPLOY.joinpath(*path).read_text(encoding="utf-8"))
+
+
+def test_the_container_file_is_sound():
+    assert complaints(tool("hadolint"), "deploy/Containerfile") == ""
+
+
+def test_every_yaml_file_is_sound():
+    assert complaints(tool("yamllint"), "--strict", "--config-file", "deploy/.yamllint", "deploy") == ""
+
+
+def test_the_manifests_are_those_of_kubernetes():
+    manifests = sorted(str(path) for path in (DEPLOY / "kubernetes").glob("*.yaml"))
+    assert manifests
+    assert complaints(tool("kubernetes-validate"), "--strict", *manifests) == ""
+
+
+def test_the_compose_file_keeps_to_its_specification():
+    schema = ("--builtin-schema", "vendor.compose-spec")
+    assert complaints(tool("check-jsonschema"), *schema, "deploy/compose.yml") == ""
+
+
+def test_the_unit_is_sound_and_well_locked_up(tmp_path):
+    analyze = tool("systemd-analyze")
+    unit = tmp_path / "kestrel-grpc.service"
+    text = (DEPLOY / "systemd" / unit.name).read_text(encoding="utf-8")
+    unit.write_text(text.replace("/opt/kestrel/bin/kestrel-grpc", sys.executable))  # it must exist to be checked
+    assert complaints(analyze, "verify", str(unit)) == ""
+    assert complaints(analyze, "security", "--offline=true", "--threshold=25", str(unit)) == ""
+
+
+@pytest.mark.parametrize(
+    "path", sorted(path for path in DEPLOY.rglob("*") if path.is_file()), ids=lambda path: path.name
+)
+def test_every_option_that_a_file_sets_is_one(path):
+    assert set(VARIABLE.findall(path.read_text(encoding="utf-8"))) <= KNOWN_VARIABLES
+
+
+def test_whoever_stops_the_server_waits_until_it_has_drained():
+    drain_s = ServerConfig().drain_timeout
+    pod = document("kubernetes", "deployment.yaml")["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    withdrawal_s = float(container["lifecycle"]["preStop"]["exec"]["command"][1])
+    told_s = {item["name"]: item.get("value") for item in container["env"]}["KESTREL_DRAIN_TIMEOUT"]
+    assert pod["terminationGracePeriodSeconds"] >= withdrawal_s + float(told_s) + 5
+    assert (
+        float(document("compose.yml")["services"]["kestrel"]["stop_grace_period"].removesuffix("s")) >= drain_s + 5
+    )
+    unit = (DEPLOY / "systemd" / "kestrel-grpc.service").read_text(encoding="utf-8")
+    assert float(re.findall(r"^TimeoutStopSec=(\d+)s$", unit, re.MULTILINE)[0]) >= drain_s + 5
+
+
+def test_prometheus_scrapes_the_services_of_the_compose_file():
+    jobs = document("prometheus", "prometheus.yml")["scrape_configs"]
+    targets = {target.split(":")[0] for job in jobs for item in job["static_configs"] for target in item["targets"]}
+    assert targets <= set(document("compose.yml")["services"])
+
+
+def test_every_file_that_compose_mounts_is_there():
+    services = document("compose.yml")["services"].values()
+    mounted = [item.split(":")[0] for service in services for item in service.get("volumes", ())]
+    files = [DEPLOY / source for source in mounted if source.startswith(".")]
+    assert files
+    assert [path for path in files if not path.exists()] == []
+
+
+def locked() -> dict[str, str]:
+    """Version by name."""
+    text = (DEPLOY / "requirements.lock").read_text(encoding="utf-8")
+    return {
+        canonicalize_name(name): version
+        for name, version in re.findall(r"^([\w.-]+)==(\S+) \\$", text, re.MULTILINE)
+    }
+
+
+def test_every_version_in_the_lock_has_a_hash():
+    text = (DEPLOY / "requirements.lock").read_text(encoding="utf-8")
+    entries = re.split(r"\n(?=\S)", re.sub(r"^#.*\n", "", text, flags=re.MULTILINE).strip())
+    assert len(entries) == len(locked())
+    assert [entry for entry in entries if "--hash=sha256:" not in entry] == []
+
+
+def test_the_lock_holds_a_fitting_version_of_every_dependency():
+    project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    needed = [*project["dependencies"], *project["optional-dependencies"]["otel"]]
+    versions = locked()
+    unfit = [
+        line
+        for line, requirement in ((line, Requirement(line)) for line in needed)
+        if not requirement.specifier.contains(
+            versions.get(canonicalize_name(requirement.name), "0"), prereleases=True
+        )
+    ]
+    assert unfit == [], "lock anew: make supply"
