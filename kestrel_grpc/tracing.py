@@ -15,6 +15,7 @@ the library's, set up by the standard `OTEL_*` variables.
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
@@ -36,6 +37,7 @@ _SERVER_FAULTS = frozenset(
     ("UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS")
 )
 _ONLY_PROTOCOL = "http/protobuf"
+_LAST_SPANS_S = 3.0
 
 
 class TracingUnavailable(Exception):
@@ -168,8 +170,11 @@ class TraceExport:
         return self._provider.get_tracer("kestrel_grpc", __version__)
 
     def close(self) -> None:
-        """Send what is left. Blocks, for as long as `OTEL_EXPORTER_OTLP_TIMEOUT` where nobody takes it."""
-        self._provider.shutdown()
+        """Send what is left, if somebody takes it within a few seconds. Blocks until then."""
+        # The library tries again and again; a server that stops has no time for that.
+        sending = threading.Thread(target=self._provider.shutdown, name="kestrel-last-spans", daemon=True)
+        sending.start()
+        sending.join(_LAST_SPANS_S)
 
 
 def require_tracing(environment: Mapping[str, str]) -> None:
