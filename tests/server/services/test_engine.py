@@ -1,0 +1,65 @@
+"""`EngineService` over the wire."""
+
+from __future__ import annotations
+
+from kestrel_client.v1 import engine_service_pb2 as wire
+from kestrel_grpc import __version__
+from tests.fakes import FakeEngine
+from tests.server.serving import serving
+
+
+async def test_server_info_names_this_run_and_its_limits() -> None:
+    async with serving(max_message_bytes=1_000_000) as house:
+        info = await house.engine_service.GetServerInfo(wire.GetServerInfoRequest())
+        again = await house.engine_service.GetServerInfo(wire.GetServerInfoRequest())
+    async with serving() as other_house:
+        other = await other_house.engine_service.GetServerInfo(wire.GetServerInfoRequest())
+    config = house.engine.info.config
+    assert info.server_version == __version__
+    assert info.instance_id == again.instance_id != other.instance_id
+    assert info.limits == wire.Limits(
+        max_message_bytes=1_000_000,
+        max_image_bytes=config.max_image_bytes,
+        max_image_pixels=config.max_image_pixels,
+        max_queued_requests=config.max_queued_requests,
+        max_running_requests=config.max_batch_size,
+    )
+
+
+async def test_models_tell_their_skills_and_the_defaults_in_force() -> None:
+    async with serving() as house:
+        models = (await house.engine_service.ListModels(wire.ListModelsRequest())).models
+    assert [model.name for model in models] == ["fake"]
+    model, info = models[0], house.engine.info
+    assert (model.architecture, model.device, model.dtype) == (info.architecture, info.device, info.dtype)
+    assert (model.max_context_token_count, model.parameter_count) == (4096, 1_000_000)
+    assert tuple(model.skills) == info.skills
+    defaults = {item.skill: item for item in model.defaults}
+    assert set(defaults) == set(info.skills)
+    assert (round(defaults["query"].temperature, 6), round(defaults["query"].top_p, 6)) == (0.2, 0.9)
+    assert defaults["query"].max_tokens == 768
+    assert defaults["query"].HasField("reasoning")
+    assert not defaults["query"].reasoning
+    assert not defaults["caption"].HasField("reasoning")
+    assert defaults["point"].max_objects == defaults["detect"].max_objects == 150
+    assert not defaults["point"].HasField("max_tokens")
+    assert not defaults["segment"].HasField("max_objects")
+
+
+async def test_defaults_are_those_of_the_skills_that_are_served() -> None:
+    async with serving(FakeEngine(skills=("query", "point"))) as house:
+        models = (await house.engine_service.ListModels(wire.ListModelsRequest())).models
+    assert [item.skill for item in models[0].defaults] == ["query", "point"]
+
+
+async def test_load_is_that_of_the_engine() -> None:
+    async with serving() as house:
+        load = (await house.engine_service.GetLoad(wire.GetLoadRequest())).load
+    assert load == wire.Load(
+        running_request_count=0,
+        waiting_request_count=2,
+        preprocessing_request_count=3,
+        used_page_count=40,
+        page_count=500,
+        output_tokens_per_second=123.5,
+    )

@@ -1,0 +1,133 @@
+"""Options: flags, environment, defaults, and complaints."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import subprocess
+import sys
+from dataclasses import fields
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kestrel_grpc.config import (
+    ConfigurationError,
+    ServerConfig,
+    add_serve_arguments,
+    environment_name,
+    flag_name,
+    markdown_table,
+    options,
+)
+from kestrel_runtime.config import EngineConfig
+
+
+def parse(*arguments: str, **environment: str) -> ServerConfig:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_serve_arguments(parser)
+    return ServerConfig.parse(vars(parser.parse_args(arguments)), environment)
+
+
+def test_model_is_all_that_is_required() -> None:
+    assert parse("--model", "moondream2") == ServerConfig(model="moondream2")
+
+
+def test_defaults_of_the_engine_are_its_own() -> None:
+    assert ServerConfig(model="m").engine_config() == EngineConfig(model="m")
+
+
+def test_flag_wins_over_environment_which_wins_over_default() -> None:
+    assert parse("--model", "m", "--port", "1", KESTREL_PORT="2").port == 1
+    assert parse("--model", "m", KESTREL_PORT="2").port == 2
+    assert parse(KESTREL_MODEL="m").port == 50051
+
+
+def test_environment_that_a_flag_overrides_is_not_read() -> None:
+    assert parse("--model", "m", "--port", "1", KESTREL_PORT="tcp://10.0.0.1:50051").port == 1
+
+
+def test_every_problem_is_told_with_its_source() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        parse("--port", "many", "--device", "tpu", KESTREL_DTYPE="int3", KESTREL_DRAIN_TIMEOUT="nan")
+    assert [problem.split(":")[0] for problem in caught.value.problems] == [
+        "--model or KESTREL_MODEL",
+        "--device",
+        "KESTREL_DTYPE",
+        "--port",
+        "KESTREL_DRAIN_TIMEOUT",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--port", "65536"),
+        ("--port", "-1"),
+        ("--max-batch-size", "0"),
+        ("--kv-pages", "1.5"),
+        ("--page-size", "٣"),
+        ("--drain-timeout", "-1"),
+        ("--drain-timeout", "inf"),
+        ("--model", " "),
+        ("--reflection", "maybe"),
+        ("--log-level", "loud"),
+        ("--max-queue", ""),
+    ],
+)
+def test_ill_formed_value_is_refused(flag: str, value: str) -> None:
+    with pytest.raises(ConfigurationError, match=flag):
+        parse("--model", "m", f"{flag}={value}")
+
+
+@given(st.text(max_size=20))
+def test_no_text_makes_an_option_raise_anything_else(text: str) -> None:
+    for _, option in options():
+        with contextlib.suppress(ValueError):
+            option.parse(text)
+
+
+def test_each_option_of_the_engine_reaches_it() -> None:
+    config = parse(
+        *("--model", "m", "--revision", "main", "--device", "cpu", "--dtype", "float16"),
+        *("--max-batch-size", "1", "--kv-pages", "2", "--page-size", "3", "--max-queue", "4"),
+        *("--max-image-bytes", "5", "--max-image-pixels", "6", "--preprocess-threads", "7"),
+        *("--max-prefill-tokens", "8"),
+    ).engine_config()
+    assert (config.model, config.revision, config.device, config.dtype) == ("m", "main", "cpu", "float16")
+    assert (config.max_batch_size, config.num_kv_pages, config.page_size) == (1, 2, 3)
+    assert (config.max_queued_requests, config.max_image_bytes, config.max_image_pixels) == (4, 5, 6)
+    assert (config.num_preprocess_threads, config.max_prefill_tokens) == (7, 8)
+
+
+def test_switches_are_on_or_off() -> None:
+    assert parse("--model", "m").reflection
+    assert not parse("--model", "m", "--reflection", "off").reflection
+    assert not parse("--model", "m", KESTREL_REFLECTION="off").reflection
+
+
+def test_default_of_each_option_parses_to_itself() -> None:
+    """What the table shows as a default can be written as a value."""
+    for item in fields(ServerConfig):
+        option = dict(options())[item.name]
+        if item.default not in (None, "", True):
+            assert option.parse(option.default_text) == item.default
+
+
+def test_help_and_table_show_every_option() -> None:
+    parser = argparse.ArgumentParser()
+    add_serve_arguments(parser)
+    shown = " ".join(parser.format_help().split())
+    table = markdown_table()
+    for name, option in options():
+        assert flag_name(name) in shown
+        assert f"`{flag_name(name)}` | `{environment_name(name)}` | {option.default_text} " in table
+    assert len(table.splitlines()) == 2 + len(fields(ServerConfig))
+
+
+def test_module_prints_the_table() -> None:
+    printed = subprocess.run(
+        [sys.executable, "-m", "kestrel_grpc.config"], capture_output=True, text=True, check=True
+    )
+    assert printed.stdout == markdown_table() + "\n"

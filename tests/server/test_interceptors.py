@@ -1,0 +1,217 @@
+"""What every call goes through: ids, deadlines, hang-ups, and exceptions that nobody expected."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from typing import Any
+
+import grpc
+import pytest
+
+from kestrel_client.v1 import engine_service_pb2
+from kestrel_client.v1 import vision_service_pb2 as wire
+from kestrel_runtime.errors import EngineUnavailable
+from kestrel_runtime.events import Started, TextChannel, TextDelta, Usage
+from tests.fakes import HOLD, FakeEngine
+from tests.server.serving import Serving, details_of, open_channel, reason_of, serving
+
+QUERY = wire.QueryRequest(question="?")
+COMPLETE_QUERY = wire.CompleteQueryRequest(question="?")
+SECRET = "the password is swordfish"
+
+
+def stalls(request: object) -> list[object]:
+    """A script that starts, says a word and then waits."""
+    return [Started(Usage(1, 0)), TextDelta("a", TextChannel.ANSWER, 0, 1), HOLD]
+
+
+async def read(stream: Any, count: int) -> list[Any]:
+    return [await stream.read() for _ in range(count)]
+
+
+async def test_request_id_of_the_caller_comes_back_everywhere() -> None:
+    metadata = (("x-request-id", "my.id_1-A"),)
+    async with serving() as house:
+        stream = house.vision.Query(QUERY, metadata=metadata)
+        messages = [message async for message in stream]
+        assert dict(await stream.initial_metadata())["x-request-id"] == "my.id_1-A"
+        assert messages[0].started.request_id == "my.id_1-A"
+        assert messages[-1].completed.info.request_id == "my.id_1-A"
+        call = house.vision.CompleteQuery(COMPLETE_QUERY, metadata=metadata)
+        assert (await call).result.info.request_id == "my.id_1-A"
+        assert dict(await call.trailing_metadata())["x-request-id"] == "my.id_1-A"
+
+
+@pytest.mark.parametrize("unfit", [None, "", "with space", "a" * 129, "line%0Abreak"])
+async def test_request_without_a_fit_id_is_given_one(unfit: str | None) -> None:
+    async with serving() as house:
+        metadata = () if unfit is None else (("x-request-id", unfit),)
+        call = house.vision.CompleteQuery(COMPLETE_QUERY, metadata=metadata)
+        assert re.fullmatch("[0-9a-f]{32}", (await call).result.info.request_id)
+
+
+async def test_refusal_sends_no_headers_so_that_clients_may_retry() -> None:
+    async with serving(FakeEngine(max_queued_requests=0)) as house:
+        for call in (house.vision.Query(QUERY), house.vision.CompleteQuery(COMPLETE_QUERY)):
+            assert "x-request-id" not in dict(await call.initial_metadata())
+            assert "x-request-id" in dict(await call.trailing_metadata())
+
+
+async def test_deadline_of_the_caller_reaches_the_engine() -> None:
+    async with serving() as house:
+        await house.vision.CompleteQuery(COMPLETE_QUERY, timeout=30)
+        await house.vision.CompleteQuery(COMPLETE_QUERY)
+    bounded, unbounded = house.engine.deadlines_s
+    assert bounded is not None
+    assert 25 < bounded <= 30
+    assert unbounded is None
+
+
+@pytest.mark.parametrize("method", ["Query", "CompleteQuery"])
+async def test_passed_deadline_ends_the_request_in_the_engine(method: str) -> None:
+    async with serving(FakeEngine(stalls)) as house:
+        call = getattr(house.vision, method)(QUERY if method == "Query" else COMPLETE_QUERY, timeout=0.05)
+        assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await house.engine.is_idle.wait()
+
+
+@pytest.mark.parametrize("method", ["Query", "CompleteQuery"])
+async def test_cancelled_call_cancels_its_request(method: str) -> None:
+    async with serving(FakeEngine(stalls)) as house:
+        call = getattr(house.vision, method)(QUERY if method == "Query" else COMPLETE_QUERY)
+        await house.engine.num_submitted.acquire()
+        call.cancel()
+        await house.engine.is_idle.wait()
+        assert house.engine.num_cancelled == 1
+
+
+async def test_stream_cancelled_midway_cancels_its_request() -> None:
+    async with serving(FakeEngine(stalls)) as house:
+        stream = house.vision.Query(QUERY)
+        await read(stream, 2)
+        stream.cancel()
+        await house.engine.is_idle.wait()
+        assert house.engine.num_cancelled == 1
+
+
+async def test_client_that_vanishes_cancels_all_its_requests() -> None:
+    async with serving(FakeEngine(stalls)) as house:
+        async with open_channel(house.server) as channel:
+            other = Serving(house.server, house.engine, channel)
+            streams = [other.vision.Query(QUERY) for _ in range(8)]
+            for stream in streams:
+                await read(stream, 2)
+            await channel.close(None)
+        await house.engine.is_idle.wait()
+        assert house.engine.num_cancelled == 8
+
+
+async def test_finished_request_is_not_cancelled() -> None:
+    async with serving() as house:
+        _ = [message async for message in house.vision.Query(QUERY)]
+        await house.vision.CompleteQuery(COMPLETE_QUERY)
+        assert house.engine.num_cancelled == 0
+
+
+@pytest.mark.parametrize("method", ["Query", "CompleteQuery"])
+async def test_own_cancellation_does_not_hang_the_caller(method: str) -> None:
+    """Something that the handler waits for is cancelled, by nobody's wish: the caller must hear of it."""
+
+    def cancels(request: object) -> list[object]:
+        raise asyncio.CancelledError
+
+    async with serving(FakeEngine(cancels)) as house:
+        call = getattr(house.vision, method)(QUERY if method == "Query" else COMPLETE_QUERY, timeout=20)
+        assert await call.code() is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize("method", ["Query", "CompleteQuery"])
+async def test_bug_is_internal_and_its_text_is_for_the_log_alone(
+    method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def breaks(request: object) -> list[object]:
+        raise RuntimeError(SECRET)
+
+    async with serving(FakeEngine(breaks)) as house:
+        call = getattr(house.vision, method)(QUERY if method == "Query" else COMPLETE_QUERY)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await (call.read() if method == "Query" else call)
+    assert caught.value.code() is grpc.StatusCode.INTERNAL
+    assert SECRET not in str(caught.value)
+    assert SECRET in caplog.text
+    info: Any = details_of(caught.value)["ErrorInfo"]
+    assert info.metadata["requestId"] in caplog.text
+
+
+async def test_bytes_that_are_no_message_are_the_callers_fault() -> None:
+    async with serving() as house:
+        for kind, method in ((house.channel.unary_unary, "CompleteQuery"), (house.channel.unary_stream, "Query")):
+            call: Any = kind(f"/kestrel.v1.VisionService/{method}")(b"\xff\xff\xff")
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await (call if method == "CompleteQuery" else call.read())
+            assert (caught.value.code(), reason_of(caught.value)) == (
+                grpc.StatusCode.INVALID_ARGUMENT,
+                "INVALID_REQUEST",
+            )
+
+
+async def test_unknown_method_is_unimplemented() -> None:
+    async with serving() as house:
+        call: Any = house.channel.unary_unary("/kestrel.v1.VisionService/Fly")(b"")
+        assert await call.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_each_call_writes_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "kestrel_grpc.calls")
+    async with serving(FakeEngine()) as house:
+        await house.vision.CompleteQuery(COMPLETE_QUERY, metadata=(("x-request-id", "one"),))
+        _ = [message async for message in house.vision.Query(QUERY, metadata=(("x-request-id", "two"),))]
+        await house.engine_service.GetLoad(
+            engine_service_pb2.GetLoadRequest(), metadata=(("x-request-id", "three"),)
+        )
+    lines = [record.getMessage() for record in caplog.records if record.name == "kestrel_grpc.calls"]
+    assert len(lines) == 3
+    for line, name, method in zip(
+        lines,
+        ("one", "two", "three"),
+        ("VisionService/CompleteQuery", "VisionService/Query", "EngineService/GetLoad"),
+        strict=True,
+    ):
+        assert f"request_id={name} " in line
+        assert f"kestrel.v1.{method} " in line
+        assert re.search(r"duration_ms=\d", line)
+
+
+async def test_failed_call_logs_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "kestrel_grpc.calls")
+    async with serving(FakeEngine(max_queued_requests=0)) as house:
+        await house.vision.CompleteQuery(COMPLETE_QUERY).code()
+    assert "QUEUE_FULL" in caplog.text
+
+
+async def test_error_in_the_middle_of_a_stream_follows_what_was_said() -> None:
+    def breaks(request: object) -> list[object]:
+        return [Started(Usage(1, 0)), TextDelta("a", TextChannel.ANSWER, 0, 1), EngineUnavailable("gone")]
+
+    async with serving(FakeEngine(breaks)) as house:
+        stream = house.vision.Query(QUERY)
+        started, delta = await read(stream, 2)
+        assert (started.WhichOneof("event"), delta.delta.text) == ("started", "a")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stream.read()
+        assert reason_of(caught.value) == "ENGINE_UNAVAILABLE"
+
+
+async def test_hanging_up_at_any_moment_leaves_nothing_behind() -> None:
+    async with serving(FakeEngine(stalls)) as house:
+        for number in range(60):
+            stream = house.vision.Query(QUERY)
+            await read(stream, number % 3)
+            stream.cancel()
+        house.engine.release()
+        await house.engine.is_idle.wait()
+        assert (
+            await house.engine_service.GetLoad(engine_service_pb2.GetLoadRequest())
+        ).load.running_request_count == 0

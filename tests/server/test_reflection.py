@@ -1,0 +1,73 @@
+"""Both versions of reflection, through their own messages and through grpcurl."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
+from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest, ServerReflectionResponse
+
+from kestrel_grpc.reflection import V1, V1ALPHA
+from tests.server.serving import Serving, serving
+
+SERVICES = {V1, V1ALPHA, "grpc.health.v1.Health", "kestrel.v1.EngineService", "kestrel.v1.VisionService"}
+
+
+async def ask(house: Serving, version: str, **question: Any) -> ServerReflectionResponse:
+    call: Any = house.channel.stream_stream(
+        f"/{version}/ServerReflectionInfo",
+        request_serializer=ServerReflectionRequest.SerializeToString,
+        response_deserializer=ServerReflectionResponse.FromString,
+    )(iter([ServerReflectionRequest(**question)]))
+    return await call.read()
+
+
+@pytest.mark.parametrize("version", [V1, V1ALPHA])
+async def test_all_services_are_listed(version: str) -> None:
+    async with serving() as house:
+        answer = await ask(house, version, list_services="")
+        assert {service.name for service in answer.list_services_response.service} == SERVICES
+
+
+@pytest.mark.parametrize("version", [V1, V1ALPHA])
+@pytest.mark.parametrize("name", sorted(SERVICES))
+async def test_every_listed_service_is_described_with_all_it_needs(version: str, name: str) -> None:
+    async with serving() as house:
+        answer = await ask(house, version, file_containing_symbol=name)
+    files = [FileDescriptorProto.FromString(text) for text in answer.file_descriptor_response.file_descriptor_proto]
+    described = {f"{file.package}.{service.name}" for file in files for service in file.service}
+    assert name in described
+    assert {needed for file in files for needed in file.dependency} <= {file.name for file in files}
+
+
+async def test_unknown_symbol_is_not_found() -> None:
+    async with serving() as house:
+        answer = await ask(house, V1, file_containing_symbol="kestrel.v1.FlightService")
+        assert answer.error_response.error_code == grpc.StatusCode.NOT_FOUND.value[0]
+
+
+async def test_reflection_can_be_switched_off() -> None:
+    async with serving(reflection=False) as house:
+        for version in (V1, V1ALPHA):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await ask(house, version, list_services="")
+            assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_grpcurl_shows_what_is_wrong_with_a_request() -> None:
+    grpcurl = Path(sys.executable).parent / "grpcurl"
+    async with serving() as house:
+        process = await asyncio.create_subprocess_exec(
+            *(str(grpcurl), "-plaintext", "-d", "{}", house.address, "kestrel.v1.VisionService/Point"),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        _, shown = await process.communicate()
+    assert process.returncode != 0
+    for part in ("InvalidArgument", "INVALID_REQUEST", '"field":"image","description":"must not be empty"'):
+        assert part in shown.decode()

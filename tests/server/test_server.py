@@ -1,0 +1,216 @@
+"""The server's life: bind, serve, drain, stop; and what bad callers cannot do to it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+
+from kestrel_client.v1 import vision_service_pb2 as wire
+from kestrel_grpc.config import ServerConfig
+from kestrel_grpc.doors import PortUnavailable
+from kestrel_grpc.server import Server
+from kestrel_runtime.events import Started, TextChannel, TextDelta, Usage
+from tests.fakes import HOLD, FakeEngine, answers
+from tests.server.serving import EOF, IMAGE, Serving, open_channel, reason_of, serving
+
+QUERY = wire.QueryRequest(question="?")
+COMPLETE_QUERY = wire.CompleteQueryRequest(question="?")
+
+
+def pauses(request: Any) -> list[object]:
+    """A script that waits before its last event."""
+    *head, last = answers(request)
+    return [*head, HOLD, last]
+
+
+async def rest(stream: Any) -> list[Any]:
+    """What a stream has still to say."""
+    messages = []
+    while (message := await stream.read()) is not EOF:
+        messages.append(message)
+    return messages
+
+
+async def ending(stream: Any) -> grpc.StatusCode:
+    """How a stream fails; a status waits behind the messages before it."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await rest(stream)
+    return caught.value.code()
+
+
+def never_ends(request: Any) -> list[object]:
+    return [Started(Usage(1, 0)), TextDelta("a", TextChannel.ANSWER, 0, 1), HOLD]
+
+
+@asynccontextmanager
+async def serving_until_signal(
+    engine: FakeEngine, **options: Any
+) -> AsyncIterator[tuple[Serving, asyncio.Task[bool]]]:
+    """A server that runs `serve`, as the command does."""
+    server = Server(engine, ServerConfig(model="fake", port=0, **options))
+    started = asyncio.Event()
+    start = server.start
+
+    async def start_and_tell() -> None:
+        await start()
+        started.set()
+
+    server.start = start_and_tell  # type: ignore[method-assign]  # tells when the port is open
+    serve = asyncio.ensure_future(server.serve())
+    opened = asyncio.ensure_future(started.wait())
+    await asyncio.wait({serve, opened}, return_when=asyncio.FIRST_COMPLETED)
+    assert opened.done(), "the server has ended before it began"
+    async with open_channel(server) as channel:
+        yield Serving(server, engine, channel), serve
+
+
+async def test_port_zero_takes_a_free_one_and_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
+    async with serving() as house:
+        assert house.server.port
+        assert f"fake on 127.0.0.1:{house.server.port} (cpu, float32)\n" in capsys.readouterr().out
+
+
+async def test_port_in_use_is_one_clear_error() -> None:
+    async with serving() as house:
+        assert house.server.port is not None
+        other = Server(FakeEngine(), ServerConfig(model="fake", port=house.server.port))
+        with pytest.raises(PortUnavailable, match=rf"127\.0\.0\.1:{house.server.port}: Address already in use"):
+            await other.start()
+        await house.vision.CompleteQuery(COMPLETE_QUERY)
+
+
+async def test_address_that_is_not_ours_is_one_clear_error() -> None:
+    with pytest.raises(PortUnavailable, match=r"192\.0\.2\.1"):
+        await Server(FakeEngine(), ServerConfig(model="fake", host="192.0.2.1", port=0)).start()
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 here")
+async def test_addresses_of_version_six_are_fine() -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no IPv6 here")
+    async with (
+        Server(FakeEngine(), ServerConfig(model="fake", host="::1", port=0)) as server,
+        grpc.aio.insecure_channel(f"[::1]:{server.port}") as channel,
+    ):
+        await channel.channel_ready()
+
+
+async def test_drain_lets_running_requests_finish_and_refuses_new_ones() -> None:
+    async with serving(FakeEngine(pauses)) as house:
+        stream, unary = house.vision.Query(QUERY), house.vision.CompleteQuery(COMPLETE_QUERY)
+        assert (await stream.read()).HasField("started")
+        for _ in range(2):
+            await house.engine.num_submitted.acquire()
+        watch = house.health.Watch(HealthCheckRequest())
+        assert (await watch.read()).status == HealthCheckResponse.SERVING
+        drain = asyncio.ensure_future(house.server.drain())
+        assert (await watch.read()).status == HealthCheckResponse.NOT_SERVING
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await house.vision.CompleteQuery(COMPLETE_QUERY)
+        assert (caught.value.code(), reason_of(caught.value)) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+        assert not drain.done()
+        house.engine.release()
+        await drain
+        assert (await rest(stream))[-1].HasField("completed")
+        assert (await unary).result.answer == "a kestrel"
+
+
+async def test_drain_gives_up_after_its_timeout() -> None:
+    async with serving(FakeEngine(never_ends), drain_timeout=0.01) as house:
+        stream = house.vision.Query(QUERY)
+        await stream.read()
+        await house.server.drain()
+        await house.server.stop()
+        assert await ending(stream) is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_stop_fails_what_still_runs_rather_than_waiting_for_it() -> None:
+    async with serving(FakeEngine(never_ends)) as house:
+        stream, unary = house.vision.Query(QUERY), house.vision.CompleteQuery(COMPLETE_QUERY)
+        await stream.read()
+        await house.server.stop()
+        assert await ending(stream) is grpc.StatusCode.UNAVAILABLE
+        assert await unary.code() is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_signal_drains_and_ends_with_success(number: signal.Signals) -> None:
+    async with serving_until_signal(FakeEngine(pauses)) as (house, serve):
+        stream = house.vision.Query(QUERY)
+        await stream.read()
+        watch = house.health.Watch(HealthCheckRequest())
+        await watch.read()
+        os.kill(os.getpid(), number)
+        assert (await watch.read()).status == HealthCheckResponse.NOT_SERVING
+        house.engine.release()
+        assert (await rest(stream))[-1].HasField("completed")
+        assert await serve
+
+
+async def test_second_signal_stops_at_once() -> None:
+    async with serving_until_signal(FakeEngine(never_ends), drain_timeout=3600) as (house, serve):
+        stream = house.vision.Query(QUERY)
+        await stream.read()
+        watch = house.health.Watch(HealthCheckRequest())
+        await watch.read()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert (await watch.read()).status == HealthCheckResponse.NOT_SERVING
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await serve
+        assert await ending(stream) is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_dead_engine_ends_the_server_without_success() -> None:
+    async with serving_until_signal(FakeEngine(never_ends)) as (house, serve):
+        stream = house.vision.Query(QUERY)
+        await stream.read()
+        house.engine.die()
+        assert not await serve
+        assert await ending(stream) is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_message_beyond_the_limit_is_refused_and_the_server_goes_on() -> None:
+    async with serving() as house:
+        huge = wire.CompleteQueryRequest(question="?", image={"data": bytes(100_000_000)})
+        call = house.vision.CompleteQuery(huge)
+        assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert house.engine.requests == []
+        assert (await house.vision.CompleteQuery(COMPLETE_QUERY)).result.answer == "a kestrel"
+
+
+async def test_image_below_the_message_limit_arrives() -> None:
+    async with serving() as house:
+        data = os.urandom(20_000_000)
+        await house.vision.Caption(wire.CaptionRequest(image={"data": data})).read()
+        assert house.engine.requests[0].image == data
+
+
+async def test_bad_input_leaves_the_server_serving() -> None:
+    nonsense = (
+        wire.PointRequest(),
+        wire.PointRequest(object="bird", image=IMAGE, max_objects=-1),
+        wire.PointRequest(object="bird", image=IMAGE, sampling={"temperature": float("nan")}),
+        wire.PointRequest(object="bird", image=IMAGE, sampling={"top_p": float("inf")}),
+        wire.PointRequest(object="bird", image=IMAGE, sampling={"max_tokens": 2**31 - 1}),
+        wire.PointRequest(object="bird", image=IMAGE, spatial_refs=[{}] * 1000),
+    )
+    async with serving() as house:
+        for request in nonsense:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await house.vision.Point(request)
+            assert (caught.value.code(), reason_of(caught.value)) == (
+                grpc.StatusCode.INVALID_ARGUMENT,
+                "INVALID_REQUEST",
+            )
+        assert (await house.vision.CompleteQuery(COMPLETE_QUERY)).result.answer == "a kestrel"
