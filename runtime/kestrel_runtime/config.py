@@ -26,6 +26,10 @@ class EngineConfig:
     """Tokens in a page."""
     max_queued_requests: int = 256
     """Requests that may wait for a preprocessing worker or for pages."""
+    max_queued_image_bytes: int = 512 * MIB
+    """Bytes of their images together, encoded as they came."""
+    max_queued_tokens: int = 1_000_000
+    """Tokens of their prompts together, estimated from above: a byte of text counts as one."""
     ageing_s: float = 10.0
     """Waiting after which a request counts as one priority more urgent."""
     max_image_bytes: int = 32 * MIB

@@ -1,6 +1,7 @@
 """The engine: the only door into this package. Requests go in, streams of events come out.
 
-Knows the queue's bound and the engine's state; the work is done by `Preprocessor` and `EngineLoop`.
+Knows the engine's state and puts its parts together; the work is done by `Admission`, `Preprocessor` and
+`EngineLoop`.
 """
 
 from __future__ import annotations
@@ -13,21 +14,24 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from kestrel_runtime.admission import Admission, Burden, QueueLimits
 from kestrel_runtime.config import EngineConfig
+from kestrel_runtime.culprits import Culprits
 from kestrel_runtime.errors import (
     EngineUnavailable,
     ImageError,
     InternalError,
     KestrelError,
     ModelNotFound,
-    Overloaded,
     SkillUnsupported,
 )
 from kestrel_runtime.loading import LoadedModel
 from kestrel_runtime.loop import EngineLoop
 from kestrel_runtime.pages import PagePool
 from kestrel_runtime.preprocess import Preprocessor
-from kestrel_runtime.requests import Request
+from kestrel_runtime.probes import new_probes
+from kestrel_runtime.recovery import Recovery
+from kestrel_runtime.requests import Caption, Query, Request
 from kestrel_runtime.runner import ModelRunner
 from kestrel_runtime.scheduler import Scheduler
 from kestrel_runtime.sequence import Sequence, SequenceClock
@@ -40,8 +44,19 @@ class EngineStatus(Enum):
     SERVING = auto()
     DRAINING = auto()
     """Refuses new requests, finishes those it has."""
+    RECOVERING = auto()
+    """Refuses new requests while it restarts after a failure; those it has go on afterwards."""
     DEAD = auto()
     """Closed, or stopped by a failure."""
+
+
+_TRANSITIONS = {
+    EngineStatus.SERVING: {EngineStatus.DRAINING, EngineStatus.RECOVERING, EngineStatus.DEAD},
+    EngineStatus.RECOVERING: {EngineStatus.SERVING, EngineStatus.DRAINING, EngineStatus.DEAD},
+    EngineStatus.DRAINING: {EngineStatus.DEAD},
+    EngineStatus.DEAD: set[EngineStatus](),
+}
+_MAX_TOKENS_PER_REF = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,16 +112,37 @@ class Engine:
             max_crops_per_step=config.max_crops_per_step,
             ageing_s=config.ageing_s,
         )
+        culprits = Culprits()
+        self._admission = Admission(
+            QueueLimits(config.max_queued_requests, config.max_queued_image_bytes, config.max_queued_tokens)
+        )
+        self._num_image_tokens = model_config.vision.num_image_tokens
         self._preprocessor = Preprocessor(
             model_config,
             loaded.tokenizer,
+            culprits,
             max_context=max_context,
             max_image_pixels=config.max_image_pixels,
             num_threads=config.num_preprocess_threads,
         )
-        self._loop = EngineLoop(scheduler, ModelRunner(loaded.model, cache), on_death=self._die)
+        runner = ModelRunner(loaded.model, cache)
+        recovery = Recovery(
+            scheduler,
+            runner,
+            new_probes=lambda: new_probes(self._preprocessor),
+            on_restart=lambda: self._become(EngineStatus.RECOVERING),
+            on_restarted=lambda: self._become(EngineStatus.SERVING),
+        )
+        self._loop = EngineLoop(
+            scheduler,
+            runner,
+            recovery,
+            self._admission,
+            culprits,
+            on_death=lambda: self._become(EngineStatus.DEAD),
+        )
         self._status = EngineStatus.SERVING
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._num_preprocessing = 0
         self._streams: set[Stream] = set()
         self._callbacks: list[Callable[[EngineStatus], None]] = []
@@ -131,23 +167,28 @@ class Engine:
         Requests of different `tenant`s share the engine evenly; "" is a tenant like any other.
 
         Raises `EngineUnavailable`, `ModelNotFound`, `SkillUnsupported`, `ImageError` and `Overloaded` at once;
-        what is found out later is raised by the stream.
+        what is found out later is raised by the stream, `RequestRefused` before anything else.
         """
         self._check(request)
         now = time.monotonic()
         max_queue_s = request.options.max_queue_s
+        patience_s = min((limit for limit in (deadline_s, max_queue_s) if limit is not None), default=None)
         clock = SequenceClock(
             submitted=now,
             deadline=None if deadline_s is None else now + deadline_s,
             queue_deadline=None if max_queue_s is None else now + max_queue_s,
         )
         stream = Stream()
+        self._admission.enter(stream, self._burden(request, tenant), now, patience_s=patience_s)
         self._streams.add(stream)
         stream.over.add_done_callback(lambda _: self._streams.discard(stream))
         with self._lock:
             self._num_preprocessing += 1
         preparation = self._preprocessor.submit(request, clock, tenant)
         stream.on_cancel(lambda: self._cancel(preparation, stream))
+        if patience_s is not None:
+            timer = stream.loop.call_later(patience_s, self._expire, preparation, stream, clock)
+            stream.over.add_done_callback(lambda _: timer.cancel())
         preparation.add_done_callback(lambda done: self._prepared(done, stream))
         return stream
 
@@ -185,17 +226,24 @@ class Engine:
         max_image_bytes = self.info.config.max_image_bytes
         if request.image is not None and len(request.image) > max_image_bytes:
             raise ImageError(f"the image must not exceed {max_image_bytes} bytes", too_large=True)
-        max_queued = self.info.config.max_queued_requests
-        if self._num_preprocessing + self._loop.num_waiting >= max_queued:
-            raise Overloaded(max_queued, retry_after_s=1.0)
+
+    def _burden(self, request: Request, tenant: str) -> Burden:
+        num_tokens = 0 if request.image is None else self._num_image_tokens
+        if not isinstance(request, Caption):
+            text = request.question if isinstance(request, Query) else request.object
+            num_tokens += len(text.encode()) + _MAX_TOKENS_PER_REF * len(request.spatial_refs)
+        return Burden(tenant, request.options.priority, len(request.image or b""), num_tokens)
 
     def _prepared(self, preparation: Future[Sequence], stream: Stream) -> None:
         with self._lock:
             self._num_preprocessing -= 1
-        if preparation.cancelled():
-            stream.fail(EngineUnavailable("the engine has stopped"))  # ignored where the caller cancelled
-        elif (error := preparation.exception()) is None:
+        error = None if preparation.cancelled() else preparation.exception()
+        if error is None and not preparation.cancelled():
             self._loop.add(preparation.result(), stream)
+            return
+        self._admission.leave(stream)
+        if error is None:
+            stream.fail(EngineUnavailable("the engine has stopped"))  # ignored where the stream is over already
         elif isinstance(error, KestrelError):
             stream.fail(error)
         else:
@@ -205,12 +253,16 @@ class Engine:
         if not preparation.cancel():
             self._loop.cancel(stream)
 
-    def _die(self) -> None:
-        self._become(EngineStatus.DEAD)
+    def _expire(self, preparation: Future[Sequence], stream: Stream, clock: SequenceClock) -> None:
+        """The caller's patience is over. From the moment a worker has the request, worker and loop look at it."""
+        if preparation.cancel():
+            deadlines = (clock.deadline, clock.queue_deadline)
+            stream.deliver([], clock.lateness(min(moment for moment in deadlines if moment is not None)))
 
     def _become(self, status: EngineStatus) -> None:
-        if self._status in (status, EngineStatus.DEAD):
-            return
-        self._status = status
-        for callback in self._callbacks:
-            callback(status)
+        with self._lock:  # callbacks too, so that they come in the order of the changes
+            if status not in _TRANSITIONS[self._status]:
+                return
+            self._status = status
+            for callback in self._callbacks:
+                callback(status)

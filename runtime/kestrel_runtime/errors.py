@@ -6,7 +6,8 @@ KestrelError
 │   └── ContextLengthExceeded
 ├── ModelNotFound           no model of that name is served
 ├── SkillUnsupported        the model has no such skill
-├── Overloaded              no room in the queue
+├── Overloaded              no room in the queue, or none in time
+├── RequestRefused          this very request broke the engine before
 ├── QueueTimeout            waited longer than the caller allows
 ├── DeadlineExceeded        the caller's deadline passed
 ├── EngineUnavailable       starting, draining or dead
@@ -17,6 +18,7 @@ KestrelError
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +76,52 @@ class SkillUnsupported(KestrelError):
         self.model = model
 
 
-class Overloaded(KestrelError):
-    """The queue is full. `retry_after_s` estimates when room is likely."""
+class QueueBound(Enum):
+    """What keeps a request out of the queue; the value names it for people."""
 
-    def __init__(self, max_queued_requests: int, retry_after_s: float) -> None:
-        super().__init__(f"{max_queued_requests} requests are waiting already")
-        self.max_queued_requests = max_queued_requests
+    REQUESTS = "requests"
+    IMAGE_BYTES = "bytes of images"
+    TOKENS = "tokens"
+    WAIT = "seconds of waiting"
+    """The wait that is to be expected is longer than the caller's deadline or `max_queue_s`."""
+
+
+class Overloaded(KestrelError):
+    """No room in the queue. `bound` says for lack of what, `retry_after_s` estimates when room is likely.
+
+    `limit` is the bound's most: of everybody together, or, with `is_tenant_share`, what a tenant holds too large a
+    share of. For `QueueBound.WAIT` it is how long the caller would have waited, and `retry_after_s` the wait that
+    is to be expected.
+    """
+
+    def __init__(
+        self,
+        limit: float,
+        retry_after_s: float,
+        bound: QueueBound = QueueBound.REQUESTS,
+        *,
+        is_tenant_share: bool = False,
+    ) -> None:
+        if bound is QueueBound.WAIT:
+            text = f"the wait is about {retry_after_s:.1f} s, longer than the {limit:.1f} s allowed"
+        elif is_tenant_share:
+            text = f"the caller holds its share of the {limit:.0f} {bound.value} that may wait"
+        else:
+            text = f"there is room for {limit:.0f} {bound.value} to wait, and not for this request"
+        super().__init__(text)
+        self.limit = limit
         self.retry_after_s = retry_after_s
+        self.bound = bound
+        self.is_tenant_share = is_tenant_share
+
+    @property
+    def max_queued_requests(self) -> int:
+        """The limit where it counts requests."""
+        return int(self.limit)
+
+
+class RequestRefused(KestrelError):
+    """The request asks for the very work at which the engine failed before, and is not tried again."""
 
 
 class QueueTimeout(KestrelError):

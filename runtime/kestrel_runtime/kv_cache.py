@@ -26,6 +26,13 @@ class KVCache:
         self.key_pages = torch.zeros(shape, device=device, dtype=dtype)
         self.value_pages = torch.zeros(shape, device=device, dtype=dtype)
 
+    def renew(self) -> None:
+        """Let the tensors go and make them anew, zeroed."""
+        shape, dtype = self.key_pages.shape, self.key_pages.dtype
+        self.key_pages = self.value_pages = torch.empty(0)  # gone before their successors need the memory
+        self.key_pages = torch.zeros(shape, device=self.device, dtype=dtype)
+        self.value_pages = torch.zeros(shape, device=self.device, dtype=dtype)
+
     @staticmethod
     def bytes_per_page(config: TextConfig, page_size: int, dtype: torch.dtype) -> int:
         """Memory that one page takes over all layers, keys and values."""

@@ -4,7 +4,8 @@ A request's life in it:
   1. `add` puts a prepared sequence and its stream into the inbox; `cancel` puts a farewell there.
   2. A step empties the inbox, then drops whom nobody waits for any more (cancelled, past a deadline).
   3. `Scheduler.next_batch` chooses who runs and takes pages.
-  4. `ModelRunner.run` encodes crops, fills the cache and draws tokens.
+  4. `ModelRunner.run` encodes crops, fills the cache and draws tokens. Where it raises, `Recovery` finds out who
+     must end, and the next steps try them one by one.
   5. `Scheduler.commit` lands the tokens; each sequence's reader turns them into events.
   6. Who has finished gives its pages back; the outbox posts all events of the step at once.
 
@@ -22,12 +23,17 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from kestrel_runtime.errors import DeadlineExceeded, EngineUnavailable, KestrelError, QueueTimeout
+from kestrel_runtime.admission import Admission
+from kestrel_runtime.culprits import Culprits
+from kestrel_runtime.deadlines import Deadlines
+from kestrel_runtime.errors import EngineUnavailable, InternalError, KestrelError
 from kestrel_runtime.events import Event, Finished, Started, Timing, Usage
+from kestrel_runtime.recovery import Recovery
 from kestrel_runtime.runner import ModelRunner
 from kestrel_runtime.scheduler import Scheduler
 from kestrel_runtime.sequence import Batch, Sequence
 from kestrel_runtime.stream import Outbox, Stream
+from kestrel_runtime.tokens import Token
 
 _RATE_WINDOW_S = 5.0
 
@@ -40,14 +46,31 @@ class _Arrival(NamedTuple):
 
 
 class EngineLoop:
-    """Owns scheduler and runner; everything they hold is touched by its thread alone."""
+    """Owns scheduler and runner; everything they hold is touched by its thread alone.
 
-    def __init__(self, scheduler: Scheduler, runner: ModelRunner, *, on_death: Callable[[], None]) -> None:
+    Tells `admission` by stream who starts or leaves, and `culprits` who must not come again.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        recovery: Recovery,
+        admission: Admission,
+        culprits: Culprits,
+        *,
+        on_death: Callable[[], None],
+    ) -> None:
         self._scheduler = scheduler
         self._runner = runner
+        self._recovery = recovery
+        self._admission = admission
+        self._culprits = culprits
         self._on_death = on_death
         self._outbox = Outbox()
+        self._deadlines = Deadlines()
         self._streams: dict[Sequence, Stream] = {}
+        self._sequences: dict[Stream, Sequence] = {}
         self._inbox: deque[_Arrival | Stream] = deque()  # a bare stream is one that was cancelled
         self._work = threading.Condition()
         self._is_closing = False
@@ -97,11 +120,13 @@ class EngineLoop:
         batch = self._scheduler.next_batch(now)
         if not batch.is_empty:
             self._note_admissions(batch)
-            drew = self._scheduler.commit(batch, self._runner.run(batch))
-            now = time.monotonic()
-            self._count(now, len(drew))
-            for sequence in drew:
-                self._tell(sequence, now)
+            drawn = self._run_batch(batch)
+            if drawn is not None:
+                drew = self._scheduler.commit(batch, drawn)
+                now = time.monotonic()
+                self._count(now, len(drew))
+                for sequence in drew:
+                    self._tell(sequence, now)
         self._outbox.post()
 
     def _run(self) -> None:
@@ -109,7 +134,8 @@ class EngineLoop:
             while self._wait_for_work():
                 self.step()
         except Exception:
-            # A step that raises is our own bug or a broken device: the cache cannot be trusted any more.
+            # What the model raises is sorted out by `Recovery`. The rest is a broken device, or a bug of ours in
+            # the books of who owns what, which cannot be trusted any more.
             _log.exception("the engine stopped")
             self._on_death()
         with self._work:
@@ -129,32 +155,64 @@ class EngineLoop:
                 self._work.notify()
                 return
         if isinstance(item, _Arrival):
+            self._admission.leave(item.stream)
             item.stream.fail(EngineUnavailable("the engine has stopped"))
 
     def _take_inbox(self) -> None:
         while self._inbox:
             item = self._inbox.popleft()
-            if isinstance(item, _Arrival) and not item.stream.is_cancelled:
+            if isinstance(item, Stream):
+                if item in self._sequences:
+                    self._remove(self._sequences[item])
+            elif item.stream.is_cancelled:
+                self._admission.leave(item.stream)
+            else:
                 self._streams[item.sequence] = item.stream
+                self._sequences[item.stream] = item.sequence
+                self._deadlines.watch(item.sequence)
                 self._scheduler.add(item.sequence)
 
     def _drop_unwanted(self, now: float) -> None:
-        for sequence in list(self._scheduler.sequences()):
-            clock = sequence.clock
-            if self._streams[sequence].is_cancelled:
-                self._remove(sequence)
-            elif clock.deadline is not None and now >= clock.deadline:
-                self._fail(sequence, DeadlineExceeded("the deadline passed"))
-            elif clock.admitted is None and clock.queue_deadline is not None and now >= clock.queue_deadline:
-                self._fail(sequence, QueueTimeout(now - clock.submitted))
+        for sequence in self._deadlines.due(now):
+            lateness = sequence.clock.lateness(now)
+            if lateness is not None:
+                self._fail(sequence, lateness)
 
     def _note_admissions(self, batch: Batch) -> None:
         now = time.monotonic()
         for item in (*batch.encode, *batch.prefill):
             if item.sequence.clock.admitted is None:
                 item.sequence.clock.admitted = now
+                self._admission.start(self._streams[item.sequence], now)
+
+    def _run_batch(self, batch: Batch) -> dict[int, Token] | None:
+        """The new tokens by sequence id, or None where the step raised and the next one is to find out why."""
+        try:
+            drawn = self._runner.run(batch)
+        except Exception as error:
+            culprit = self._recovery.failed(batch, error)
+            if culprit is not None:
+                _log.error("%s fails by itself: it ends, and is refused from now on", culprit.fingerprint)
+                self._culprits.remember(culprit.fingerprint)
+                self._fail(culprit, InternalError(error))
+            return None
+        self._recovery.succeeded()
+        return drawn
 
     def _tell(self, sequence: Sequence, now: float) -> None:
+        try:
+            events = self._read(sequence, now)
+        except Exception as error:  # a reader's bug, met by what the model happened to say
+            _log.exception("the reader of %s failed", sequence.fingerprint)
+            self._fail(sequence, InternalError(error))
+            return
+        if events:
+            self._outbox.put(self._streams[sequence], events)
+        if sequence.reader.finish_reason is not None:
+            self._remove(sequence)
+
+    @staticmethod
+    def _read(sequence: Sequence, now: float) -> list[Event]:
         events: list[Event] = []
         reader = sequence.reader
         if sequence.clock.first_token is None:
@@ -166,10 +224,7 @@ class EngineLoop:
         if reader.finish_reason is not None:
             timing = _timing(sequence, now)
             events.append(Finished(reader.output(), reader.finish_reason, _usage(sequence), timing))
-        if events:
-            self._outbox.put(self._streams[sequence], events)
-        if reader.finish_reason is not None:
-            self._remove(sequence)
+        return events
 
     def _fail(self, sequence: Sequence, error: KestrelError) -> None:
         self._streams[sequence].fail(error)
@@ -178,7 +233,10 @@ class EngineLoop:
     def _remove(self, sequence: Sequence) -> None:
         self._scheduler.remove(sequence)
         self._runner.release(sequence)
-        del self._streams[sequence]
+        self._deadlines.forget(sequence)
+        stream = self._streams.pop(sequence)
+        del self._sequences[stream]
+        self._admission.leave(stream)
 
     def _fail_all(self) -> None:
         self._take_inbox()

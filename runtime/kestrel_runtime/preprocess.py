@@ -6,11 +6,12 @@ Knows skills, the tokenizer and images; knows no pages and no model.
 from __future__ import annotations
 
 import itertools
-import random
+import secrets
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from kestrel_runtime.errors import ContextLengthExceeded
+from kestrel_runtime.culprits import Culprits, fingerprint_of
+from kestrel_runtime.errors import ContextLengthExceeded, RequestRefused
 from kestrel_runtime.images import decode_image, make_crops
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.requests import Request
@@ -27,6 +28,7 @@ class Preprocessor:
         self,
         config: MoondreamConfig,
         tokenizer: Tokenizer,
+        culprits: Culprits,
         *,
         max_context: int,
         max_image_pixels: int,
@@ -34,6 +36,7 @@ class Preprocessor:
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
+        self._culprits = culprits
         self._max_context = max_context
         self._max_image_pixels = max_image_pixels
         self._ids = itertools.count(1)
@@ -44,8 +47,18 @@ class Preprocessor:
         return self._pool.submit(self.prepare, request, clock, tenant)
 
     def prepare(self, request: Request, clock: SequenceClock, tenant: str = "") -> Sequence:
-        """Decode, tile and tokenise. Raises `InvalidRequest`, mostly as `ImageError` or `ContextLengthExceeded`."""
+        """Decode, tile and tokenise.
+
+        Raises `InvalidRequest`, mostly as `ImageError` or `ContextLengthExceeded`; `RequestRefused`; and, before
+        any work is spent, `DeadlineExceeded` and `QueueTimeout`.
+        """
         clock.preprocess_started = time.monotonic()
+        lateness = clock.lateness(clock.preprocess_started)
+        if lateness is not None:
+            raise lateness
+        fingerprint = fingerprint_of(request)
+        if fingerprint in self._culprits:
+            raise RequestRefused(f"{fingerprint} has failed before")
         config, skill = self._config, SKILLS[request.skill]
         prompt = [Token(config.tokenizer.bos_id), *skill.prompt(request, self._tokenizer, config)]
         num_image_tokens = 0 if request.image is None else config.vision.num_image_tokens
@@ -67,9 +80,10 @@ class Preprocessor:
             reader=skill.reader(request, self._tokenizer, config),
             temperature=defaults.temperature if sampling.temperature is None else sampling.temperature,
             top_p=defaults.top_p if sampling.top_p is None else sampling.top_p,
-            random=random.Random(sampling.seed),
+            seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
             max_context=self._max_context,
             clock=clock,
+            fingerprint=fingerprint,
             priority=request.options.priority,
             tenant=tenant,
         )

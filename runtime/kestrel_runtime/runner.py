@@ -64,6 +64,22 @@ class ModelRunner:
         """Forget a sequence's image."""
         self._images.pop(sequence.id, None)
 
+    def forget_images(self) -> None:
+        """Forget everybody's images; they must be encoded again before they are prefilled."""
+        self._images.clear()
+
+    def empty_device_cache(self) -> None:
+        """Give memory that is held for reuse back to the device, in the hope of larger pieces."""
+        if self._model.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def restart(self) -> None:
+        """Begin anew with the same weights: no images, a fresh cache."""
+        self.forget_images()
+        self.empty_device_cache()
+        self._cache.renew()
+        self._sampler = Sampler(self._model)
+
     def _encode(self, ranges: list[CropRange]) -> None:
         pixels = [self._pixels(crop_range) for crop_range in ranges]
         features = self._model.vision.encode(torch.cat(pixels)).split([len(part) for part in pixels])

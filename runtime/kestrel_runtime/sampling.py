@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kestrel_ops import sample
 from kestrel_runtime.models.moondream.model import Moondream
-from kestrel_runtime.sequence import Sequence
+from kestrel_runtime.sequence import UNIFORMS_PER_TOKEN, Sequence
 from kestrel_runtime.tokens import Token
 
 
@@ -79,7 +79,7 @@ class _Settings:
         self._temperature = torch.tensor([sequence.temperature for sequence in sequences], device=device)
         self._top_p = torch.tensor([sequence.top_p for sequence in sequences], device=device)
         self._uniform = torch.tensor(
-            [[sequence.random.random() for _ in range(3)] for sequence in sequences], device=device
+            [[sequence.random.random() for _ in range(UNIFORMS_PER_TOKEN)] for sequence in sequences], device=device
         )
 
     def draw(self, logits: Tensor, column: int, places: list[int] | None = None) -> Tensor:

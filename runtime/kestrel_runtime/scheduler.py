@@ -9,16 +9,27 @@ Invariants
       its tokens, and is prefilled again; so the oldest always advances.
   I5  Sequences start in the order of `WaitingQueue`: who was sent back, then by priority, tenant and age. Nobody
       passes the one it names, not even where there is room for a smaller one.
+  I6  After a failed step each of its sequences does what it did there once more, alone, and draws a token; before
+      they all have, nobody else runs.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from kestrel_runtime.pages import PagePool
 from kestrel_runtime.sequence import Batch, Chunk, CropRange, Sequence, SequenceState
 from kestrel_runtime.tokens import Token
 from kestrel_runtime.waiting import WaitingQueue
+
+
+class _Suspect(NamedTuple):
+    """Took part in a failed step; `is_decoding` tells what it did there."""
+
+    sequence: Sequence
+    is_decoding: bool
 
 
 class Scheduler:
@@ -39,6 +50,7 @@ class Scheduler:
         self._max_crops_per_step = max_crops_per_step
         self._waiting = WaitingQueue(ageing_s=ageing_s)
         self._active: list[Sequence] = []  # PREFILLING and RUNNING, oldest first
+        self._suspects: deque[_Suspect] = deque()  # the first is on trial
 
     @property
     def num_waiting(self) -> int:
@@ -51,6 +63,15 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         return not self._waiting and not self._active
+
+    @property
+    def is_trying(self) -> bool:
+        """Whether the batch chosen last, or next, is a trial of one sequence alone."""
+        return bool(self._suspects)
+
+    def pages_for(self, sequence: Sequence) -> int:
+        """How many pages the sequence needs for the tokens it has."""
+        return self._pages.pages_for(sequence.length)
 
     def sequences(self) -> Iterator[Sequence]:
         """Every sequence in the scheduler, active ones first."""
@@ -65,6 +86,8 @@ class Scheduler:
 
     def next_batch(self, now: float) -> Batch:
         """Choose the work of the next step and take the pages it needs; `now` is a moment of the clocks' time."""
+        if self._suspects:
+            return self._trial(*self._suspects[0])
         self._grow_running()
         self._admit(now)
         running = [sequence for sequence in self._active if sequence.state is SequenceState.RUNNING]
@@ -88,7 +111,24 @@ class Scheduler:
         for sequence in due:
             sequence.tokens.append(sampled[sequence.id])
             self._waiting.serve(sequence)
+        if self._suspects and self._suspects[0].sequence in due:
+            self._suspects.popleft()
         return due
+
+    def put_all_back(self, batch: Batch) -> None:
+        """The batch failed and nothing of it has landed: all go back to waiting, without features of their images.
+
+        Its members are suspects from now on, unless this was a trial: then the suspects stay as they are.
+        """
+        if not self._suspects:
+            decoding = set(batch.decode)
+            members = set(batch.members)
+            self._suspects.extend(_Suspect(item, item in decoding) for item in self._active if item in members)
+        while self._active:
+            self._active[-1].rewind_random()
+            self._preempt(self._active[-1])
+        for sequence in self._waiting:
+            sequence.num_encoded_crops = 0
 
     def remove(self, sequence: Sequence) -> None:
         """Take a finished, cancelled or failed sequence out and give its pages back."""
@@ -98,6 +138,7 @@ class Scheduler:
             self._active.remove(sequence)
         self._release(sequence)
         sequence.move_to(SequenceState.FINISHED)
+        self._suspects = deque(suspect for suspect in self._suspects if suspect.sequence is not sequence)
 
     def _grow_running(self) -> None:
         for sequence in list(self._active):
@@ -127,10 +168,24 @@ class Scheduler:
             # sent back at once.
             if self._pages.pages_for(sequence.length + 1) + len(self._active) > self._pages.num_free:
                 return
-            self._waiting.start(sequence)
-            sequence.pages = self._pages.allocate(self._pages.pages_for(sequence.length))
-            sequence.move_to(SequenceState.PREFILLING)
-            self._active.append(sequence)
+            self._start(sequence)
+
+    def _start(self, sequence: Sequence) -> None:
+        self._waiting.start(sequence)
+        sequence.pages = self._pages.allocate(self.pages_for(sequence))
+        sequence.move_to(SequenceState.PREFILLING)
+        self._active.append(sequence)
+
+    def _trial(self, sequence: Sequence, is_decoding: bool) -> Batch:
+        """One sequence alone: its image and tokens in a step; where it was decoding, its last token in another."""
+        if sequence.state is SequenceState.PREFILLING:
+            sequence.move_to(SequenceState.RUNNING)
+            return Batch([], [], [sequence])
+        while self.pages_for(sequence) > self._pages.num_free:
+            self._preempt(self._active[-1])
+        self._start(sequence)
+        encode = [sequence.whole_image] if sequence.num_crops_to_encode else []
+        return Batch(encode, [Chunk(sequence, 0, sequence.length - is_decoding)], [])
 
     def _plan_prefill(self, *, bounded: bool) -> tuple[list[CropRange], list[Chunk]]:
         crops_left = self._max_crops_per_step

@@ -7,12 +7,16 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, NamedTuple
 
+from kestrel_runtime.errors import DeadlineExceeded, KestrelError, QueueTimeout
 from kestrel_runtime.requests import Priority
 from kestrel_runtime.tokens import Token
 
 if TYPE_CHECKING:
     from kestrel_runtime.images import Crops
     from kestrel_runtime.skills.base import Reader
+
+UNIFORMS_PER_TOKEN = 3
+"""Random numbers that every drawn token spends: its own, and two for the value of a place or size."""
 
 
 class SequenceState(Enum):
@@ -50,6 +54,14 @@ class SequenceClock:
     admitted: float | None = None
     first_token: float | None = None
 
+    def lateness(self, now: float) -> KestrelError | None:
+        """Why the request must end for want of time, if it must."""
+        if self.deadline is not None and now >= self.deadline:
+            return DeadlineExceeded("the deadline passed")
+        if self.admitted is None and self.queue_deadline is not None and now >= self.queue_deadline:
+            return QueueTimeout(now - self.submitted)
+        return None
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:
@@ -68,10 +80,13 @@ class Sequence:
     reader: Reader
     temperature: float
     top_p: float
-    random: random.Random
+    seed: int
+    """Where its random numbers begin."""
     max_context: int
     """Positions after which the sequence must end."""
     clock: SequenceClock
+    fingerprint: str = ""
+    """Names the work it asks for, without telling what it is."""
     priority: Priority = Priority.NORMAL
     tenant: str = ""
     """On whose behalf it runs; "" where tenants are not told apart."""
@@ -80,6 +95,11 @@ class Sequence:
     num_cached: int = 0
     """Positions whose keys and values are in the cache."""
     num_encoded_crops: int = 0
+    random: random.Random = field(init=False)
+    """Spends `UNIFORMS_PER_TOKEN` numbers with every token drawn."""
+
+    def __post_init__(self) -> None:
+        self.rewind_random()
 
     @property
     def length(self) -> int:
@@ -102,6 +122,18 @@ class Sequence:
     @property
     def num_generated(self) -> int:
         return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def whole_image(self) -> CropRange:
+        """The crops that are not encoded yet."""
+        assert self.crops is not None, "only sequences with an image have crops"
+        return CropRange(self, self.num_encoded_crops, self.crops.num_crops)
+
+    def rewind_random(self) -> None:
+        """Put the random numbers where they were when the last token in `tokens` had been drawn."""
+        self.random = random.Random(self.seed)
+        for _ in range(UNIFORMS_PER_TOKEN * self.num_generated):
+            self.random.random()
 
     def move_to(self, state: SequenceState) -> None:
         """Enter another state; an illegal transition is our own bug."""
@@ -141,6 +173,12 @@ class Batch(NamedTuple):
     def due(self) -> list[Sequence]:
         """Who gets a token in this step: prompts that are in whole, then everybody who decodes."""
         return [chunk.sequence for chunk in self.prefill if chunk.is_last] + self.decode
+
+    @property
+    def members(self) -> list[Sequence]:
+        """Everybody who takes part, once."""
+        parts = (*self.encode, *self.prefill)
+        return list(dict.fromkeys([*(part.sequence for part in parts), *self.decode]))
 
     @property
     def is_empty(self) -> bool:

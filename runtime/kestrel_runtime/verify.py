@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from kestrel_runtime.config import EngineConfig
+from kestrel_runtime.culprits import Culprits
 from kestrel_runtime.engine import Engine
 from kestrel_runtime.errors import CheckpointError, KestrelError
 from kestrel_runtime.events import (
@@ -150,6 +151,7 @@ class _Probe:
         preprocessor = Preprocessor(
             loaded.model.config,
             loaded.tokenizer,
+            Culprits(),
             max_context=loaded.model.config.text.max_context,
             max_image_pixels=config.max_image_pixels,
             num_threads=1,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Iterator
 
 import numpy as np
@@ -61,7 +60,7 @@ def new_sequence(
         reader=RuleReader(rule),
         temperature=temperature,
         top_p=top_p,
-        random=random.Random(seed),
+        seed=seed,
         max_context=max_context,
         clock=SequenceClock(submitted=submitted),
         priority=priority,

@@ -4,13 +4,17 @@ import time
 
 import pytest
 
+from kestrel_runtime.admission import Admission, Burden, QueueLimits
 from kestrel_runtime.config import EngineConfig
+from kestrel_runtime.culprits import Culprits
 from kestrel_runtime.events import Finished, Started, TextDelta
 from kestrel_runtime.loading import LoadedModel
 from kestrel_runtime.loop import EngineLoop
 from kestrel_runtime.pages import PagePool
 from kestrel_runtime.preprocess import Preprocessor
-from kestrel_runtime.requests import Caption, Query, Request, SamplingParams
+from kestrel_runtime.probes import new_probes
+from kestrel_runtime.recovery import Recovery
+from kestrel_runtime.requests import Caption, Priority, Query, Request, SamplingParams
 from kestrel_runtime.runner import ModelRunner
 from kestrel_runtime.scheduler import Scheduler
 from kestrel_runtime.sequence import SequenceClock
@@ -28,14 +32,27 @@ class Bench:
         cache = loaded.new_cache(config)
         self.pages = PagePool(cache.num_pages, config.page_size)
         scheduler = Scheduler(self.pages, max_batch_size=8, max_prefill_tokens=64, max_crops_per_step=3)
-        self.loop = EngineLoop(scheduler, ModelRunner(loaded.model, cache), on_death=lambda: None)
+        runner, culprits = ModelRunner(loaded.model, cache), Culprits()
+        self.statuses: list[str] = []
+        recovery = Recovery(
+            scheduler,
+            runner,
+            new_probes=lambda: new_probes(self._preprocessor),
+            on_restart=lambda: self.statuses.append("recovering"),
+            on_restarted=lambda: self.statuses.append("serving"),
+        )
+        self.admission = Admission(QueueLimits(100, 10**9, 10**6))
+        self.loop = EngineLoop(scheduler, runner, recovery, self.admission, culprits, on_death=lambda: None)
         self._preprocessor = Preprocessor(
-            loaded.model.config, loaded.tokenizer, max_context=4096, max_image_pixels=10**6, num_threads=1
+            loaded.model.config, loaded.tokenizer, culprits, max_context=4096, max_image_pixels=10**6, num_threads=1
         )
 
-    def add(self, request: Request, **clock: float) -> Stream:
+    def add(self, request: Request, deadline: float | None = None) -> Stream:
         stream = Stream()
-        sequence = self._preprocessor.prepare(request, SequenceClock(time.monotonic(), **clock))
+        sequence = self._preprocessor.prepare(request, SequenceClock(time.monotonic()))
+        sequence.clock.deadline = deadline
+        stream.on_cancel(lambda: self.loop.cancel(stream))
+        self.admission.enter(stream, Burden("", Priority.NORMAL, 0, 1), time.monotonic())
         self.loop.add(sequence, stream)
         return stream
 
@@ -65,6 +82,7 @@ async def test_a_step_draws_one_token_for_everybody(bench: Bench) -> None:
         finished = await stream.result()
         assert finished.usage.num_output_tokens == 3
     assert bench.pages.num_used == 0
+    assert len(bench.admission) == 0
 
 
 async def test_a_newcomer_joins_a_running_batch_and_leaves_it_first(bench: Bench) -> None:

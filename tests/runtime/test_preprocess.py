@@ -4,10 +4,18 @@ import time
 
 import pytest
 
-from kestrel_runtime.errors import ContextLengthExceeded, ImageError
+from kestrel_runtime.culprits import Culprits, fingerprint_of
+from kestrel_runtime.errors import (
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    ImageError,
+    KestrelError,
+    QueueTimeout,
+    RequestRefused,
+)
 from kestrel_runtime.loading import LoadedModel
 from kestrel_runtime.preprocess import Preprocessor
-from kestrel_runtime.requests import Caption, Point, Query, SamplingParams
+from kestrel_runtime.requests import Caption, Point, Priority, Query, RequestOptions, SamplingParams
 from kestrel_runtime.sequence import SequenceClock
 from tests.golden import MD3_SMALL
 
@@ -17,7 +25,12 @@ IMAGE = (MD3_SMALL / "image_0_500x400.png").read_bytes()
 @pytest.fixture
 def preprocessor(moondream3: LoadedModel):
     preprocessor = Preprocessor(
-        moondream3.model.config, moondream3.tokenizer, max_context=1000, max_image_pixels=10**6, num_threads=2
+        moondream3.model.config,
+        moondream3.tokenizer,
+        Culprits(),
+        max_context=1000,
+        max_image_pixels=10**6,
+        num_threads=2,
     )
     yield preprocessor
     preprocessor.close()
@@ -66,7 +79,12 @@ def test_a_prompt_that_leaves_no_room_is_refused_before_its_image_is_decoded(pre
 
 def test_an_image_over_the_pixel_limit_is_refused(moondream3: LoadedModel) -> None:
     strict = Preprocessor(
-        moondream3.model.config, moondream3.tokenizer, max_context=4096, max_image_pixels=1000, num_threads=1
+        moondream3.model.config,
+        moondream3.tokenizer,
+        Culprits(),
+        max_context=4096,
+        max_image_pixels=1000,
+        num_threads=1,
     )
     with pytest.raises(ImageError) as caught:
         strict.prepare(Caption(IMAGE), clock())
@@ -77,3 +95,31 @@ def test_an_image_over_the_pixel_limit_is_refused(moondream3: LoadedModel) -> No
 def test_a_workers_error_is_in_its_future(preprocessor: Preprocessor) -> None:
     assert isinstance(preprocessor.submit(Caption(b"not an image"), clock()).exception(), ImageError)
     assert preprocessor.submit(Query("hello"), clock()).result().num_prompt_tokens > 4
+
+
+@pytest.mark.parametrize(("late", "error"), [("deadline", DeadlineExceeded), ("queue_deadline", QueueTimeout)])
+def test_nobody_is_decoded_whose_time_is_over(
+    preprocessor: Preprocessor, late: str, error: type[KestrelError]
+) -> None:
+    now = time.monotonic()
+    with pytest.raises(error):  # and not an ImageError
+        preprocessor.prepare(Caption(b"not an image"), SequenceClock(now - 1, **{late: now}))
+
+
+def test_a_culprit_is_refused_before_its_image_is_decoded(moondream3: LoadedModel) -> None:
+    culprits = Culprits()
+    preprocessor = Preprocessor(
+        moondream3.model.config, moondream3.tokenizer, culprits, max_context=1000, max_image_pixels=1, num_threads=1
+    )
+    culprits.remember(fingerprint_of(Caption(b"not an image")))
+    with pytest.raises(RequestRefused):
+        preprocessor.prepare(Caption(b"not an image"), clock())
+    with pytest.raises(ImageError):
+        preprocessor.prepare(Caption(b"not that image"), clock())
+    preprocessor.close()
+
+
+def test_a_sequence_knows_its_tenant_and_priority(preprocessor: Preprocessor) -> None:
+    query = Query("hello", options=RequestOptions(priority=Priority.BATCH))
+    sequence = preprocessor.submit(query, clock(), "somebody").result()
+    assert (sequence.tenant, sequence.priority) == ("somebody", Priority.BATCH)

@@ -1,0 +1,54 @@
+"""Equal work has an equal fingerprint, and only so many are kept."""
+
+import pytest
+
+from kestrel_runtime.culprits import Culprits, fingerprint_of
+from kestrel_runtime.requests import (
+    Caption,
+    Detect,
+    Point,
+    Priority,
+    Query,
+    Request,
+    RequestOptions,
+    SamplingParams,
+)
+
+QUERY = Query("What?", b"image")
+
+
+def test_how_a_request_is_handled_does_not_change_its_fingerprint() -> None:
+    options = RequestOptions(max_queue_s=3.0, priority=Priority.BATCH)
+    assert fingerprint_of(Query("What?", b"image", options=options)) == fingerprint_of(QUERY)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Query("What", b"image"),
+        Query("What?", b"imagE"),
+        Query("What?"),
+        Query("What?", b"image", reasoning=True),
+        Query("What?", b"image", sampling=SamplingParams(max_tokens=3)),
+        Point("What?", b"image"),
+        Detect("What?", b"image"),
+        Caption(b"image"),
+    ],
+)
+def test_other_work_has_another_fingerprint(other: Request) -> None:
+    assert fingerprint_of(other) != fingerprint_of(QUERY)
+
+
+def test_a_fingerprint_names_the_skill_and_not_the_text() -> None:
+    assert fingerprint_of(QUERY).startswith("query-")
+    assert "What" not in fingerprint_of(QUERY)
+
+
+def test_the_oldest_of_too_many_are_forgotten() -> None:
+    culprits = Culprits()
+    for number in range(300):
+        culprits.remember(str(number))
+        culprits.remember("again and again")
+    assert "0" not in culprits
+    assert "299" in culprits
+    assert "again and again" in culprits
