@@ -66,7 +66,8 @@ async def serving(engine: FakeEngine | None = None, **options: Any) -> AsyncIter
 
 def details_of(error: grpc.aio.AioRpcError) -> dict[str, Message]:
     """The details of a failed call, by the name of their message."""
-    status: status_pb2.Status | None = rpc_status.from_call(error)  # type: ignore[arg-type]  # takes any failed call
+    call: Any = error
+    status: status_pb2.Status | None = rpc_status.from_call(call)
     assert status is not None, f"{error.code()} has no details"
     found: dict[str, Message] = {}
     for packed in status.details:

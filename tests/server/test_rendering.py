@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
 
 from kestrel_client.v1 import generation_pb2
 from kestrel_client.v1 import vision_service_pb2 as wire
@@ -52,8 +55,8 @@ def finished(output: Output, reason: FinishReason = FinishReason.STOP) -> Finish
     return Finished(output, reason, Usage(735, 729, 12), TIMING)
 
 
-def as_dict(message: object) -> object:
-    return MessageToDict(message, preserving_proto_field_name=True)  # type: ignore[arg-type]  # any message
+def as_dict(message: Message) -> dict[str, Any]:
+    return MessageToDict(message, preserving_proto_field_name=True)
 
 
 def test_query_result_has_answer_and_info() -> None:

@@ -56,15 +56,14 @@ async def serving_until_signal(
     engine: FakeEngine, **options: Any
 ) -> AsyncIterator[tuple[Serving, asyncio.Task[bool]]]:
     """A server that runs `serve`, as the command does."""
-    server = Server(engine, ServerConfig(model="fake", port=0, **options))
     started = asyncio.Event()
-    start = server.start
 
-    async def start_and_tell() -> None:
-        await start()
-        started.set()
+    class TellingServer(Server):
+        async def start(self) -> None:
+            await super().start()
+            started.set()
 
-    server.start = start_and_tell  # type: ignore[method-assign]  # tells when the port is open
+    server = TellingServer(engine, ServerConfig(model="fake", port=0, **options))
     serve = asyncio.ensure_future(server.serve())
     opened = asyncio.ensure_future(started.wait())
     await asyncio.wait({serve, opened}, return_when=asyncio.FIRST_COMPLETED)
