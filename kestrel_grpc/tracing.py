@@ -30,7 +30,7 @@ from kestrel_grpc.metrics import PROVIDER
 from kestrel_runtime.events import Finished, QueryOutput
 from kestrel_runtime.requests import Caption, Query, Request
 
-MAX_TRACED_PER_S = 100.0
+MAX_TRACED_PER_S = 50.0
 
 # The statuses that are the server's fault, as the convention has it.
 _SERVER_FAULTS = frozenset(
