@@ -5,18 +5,21 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 from training.corpus import corpus
+from training.export import export
 from training.model import config_dict
 from training.tokens import train_tokenizer
+from training.train import POLISH, Recipe, train
 
 
 def main() -> None:
     """Run what the command line asks for."""
     parser = argparse.ArgumentParser(prog="python -m training", description=__doc__)
-    parser.add_argument("task", choices=("prepare", "train", "export", "all"))
+    parser.add_argument("task", choices=("prepare", "train", "polish", "export", "all"))
     parser.add_argument("--folder", type=Path, default=Path("build/nano"), help="where everything is kept")
     parser.add_argument("--steps", type=int, help="steps of the whole run")
     parser.add_argument("--scenes", type=int, help="new pictures per step")
@@ -28,23 +31,32 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.task in ("prepare", "all"):
         prepare(arguments.folder)
+    polished = arguments.folder / "polished"
     if arguments.task in ("train", "all"):
-        from training.train import Recipe, train
-
-        given = {"num_steps": arguments.steps, "num_scenes": arguments.scenes}
-        train(
-            arguments.folder,
-            replace(Recipe(), **{name: value for name, value in given.items() if value is not None}),
-            num_workers=arguments.workers,
-            seconds=arguments.seconds,
-            compiled=not arguments.plain,
-            log_every=arguments.log_every,
-            score_every=arguments.score_every,
-        )
+        _train(arguments, arguments.folder, Recipe(), None)
+    if arguments.task in ("polish", "all"):
+        first = arguments.folder / "first"
+        export(arguments.folder, first)
+        polished.mkdir(exist_ok=True)
+        for name in ("config.json", "tokenizer.json"):
+            shutil.copy(first / name, polished / name)
+        _train(arguments, polished, POLISH, first / "model.safetensors")
     if arguments.task in ("export", "all"):
-        from training.export import export
+        export(polished, arguments.folder / "export")
 
-        export(arguments.folder, arguments.folder / "export")
+
+def _train(arguments: argparse.Namespace, folder: Path, recipe: Recipe, start: Path | None) -> None:
+    given = {"num_steps": arguments.steps, "num_scenes": arguments.scenes}
+    train(
+        folder,
+        replace(recipe, **{name: value for name, value in given.items() if value is not None}),
+        start=start,
+        num_workers=arguments.workers,
+        seconds=arguments.seconds,
+        compiled=not arguments.plain,
+        log_every=arguments.log_every,
+        score_every=arguments.score_every,
+    )
 
 
 def prepare(folder: Path) -> None:

@@ -28,6 +28,8 @@ _KIND_WEIGHTS = {
     "count": 10, "color": 7, "shape": 7, "relation": 11, "size": 7, "reading": 14, "presence": 10,
     "contents": 6, "place": 6, "background": 2, "pointed": 4,
 }  # fmt: skip
+_POLISHING_SKILL_WEIGHTS = {"query": 56, "caption": 16, "point": 8, "detect": 9, "segment": 11}
+_POLISHING_KIND_WEIGHTS = _KIND_WEIGHTS | {"reading": 20, "contents": 16, "relation": 15}
 _FACT_SHARE = 0.07
 _REASONING_SHARE = 0.12
 
@@ -47,10 +49,12 @@ class Teacher:
 
     tokenizer: Tokenizer
     config: MoondreamConfig
+    polishing: bool = False
 
     def examples(self, scene: Scene, rng: random.Random) -> Iterator[Example]:
         """Examples about a scene, without end."""
-        skills, weights = tuple(_SKILL_WEIGHTS), tuple(_SKILL_WEIGHTS.values())
+        shares = _POLISHING_SKILL_WEIGHTS if self.polishing else _SKILL_WEIGHTS
+        skills, weights = tuple(shares), tuple(shares.values())
         while True:
             skill = rng.choices(skills, weights)[0]
             example = getattr(self, f"_{skill}")(scene, rng)
@@ -66,7 +70,8 @@ class Teacher:
             exchange: Exchange | None = ask_fact(rng)
             image = None if rng.random() < 0.8 else _IMAGE
         else:
-            kind = rng.choices(tuple(_KIND_WEIGHTS), tuple(_KIND_WEIGHTS.values()))[0]
+            shares = _POLISHING_KIND_WEIGHTS if self.polishing else _KIND_WEIGHTS
+            kind = rng.choices(tuple(shares), tuple(shares.values()))[0]
             exchange, image = ask(scene, kind, rng), _IMAGE
         if exchange is None:
             return None

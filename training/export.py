@@ -38,3 +38,15 @@ def stored_tensors(state: dict[str, Tensor]) -> dict[str, Tensor]:
         else:
             stored[f"model.{name}"] = tensor.to(torch.bfloat16).contiguous()
     return stored
+
+
+def trainable_state(stored: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What `stored_tensors` made, back in float32 for training to go on from."""
+    state: dict[str, Tensor] = {}
+    for name, tensor in stored.items():
+        if name.endswith(".scale"):
+            continue
+        scale = stored.get(name.removesuffix("weight") + "scale")
+        values = tensor.float() if scale is None else tensor.float() * scale[..., None]
+        state[name.removeprefix("model.")] = values
+    return state

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch.utils.data import DataLoader, Dataset
 
 from kestrel_runtime.tokenizer import Tokenizer
 from training.batches import Group, GroupMaker, Rows
 from training.curves import draw_curves
 from training.examples import Teacher
+from training.export import trainable_state
 from training.losses import loss, right_answers
 from training.model import new_model, read_config
 from training.muon import Muon, split_parameters
@@ -44,12 +46,27 @@ class Recipe:
     quantised_share: float = 0.2
     """Of the steps, the last ones, run with experts as float8 has them."""
     seed: int = 0
+    polishing: bool = False
+    """Ask more of what is hardest: lists of everything, captions, reading."""
 
     def rate(self, step: int) -> float:
         """The learning rate's factor at a step."""
         warm = min(1.0, (step + 1) / self.num_warmup_steps)
         left = (self.num_steps - step) / (self.num_steps * (1 - self.constant_share))
         return warm * min(1.0, left)
+
+
+POLISH = Recipe(
+    num_steps=3200,
+    muon_lr=0.006,
+    adam_lr=0.0009,
+    num_warmup_steps=50,
+    constant_share=0.0,
+    quantised_share=1.0,
+    seed=1,
+    polishing=True,
+)
+"""A second, shorter run that starts from what the first one exported."""
 
 
 class _Groups(Dataset[Group]):
@@ -76,9 +93,19 @@ def _stream(make: GroupMaker, first: int, end: int, num_workers: int) -> Iterato
 
 
 def train(
-    folder: Path, recipe: Recipe, *, num_workers: int, seconds: float, compiled: bool, log_every: int, score_every: int
+    folder: Path,
+    recipe: Recipe,
+    *,
+    start: Path | None,
+    num_workers: int,
+    seconds: float,
+    compiled: bool,
+    log_every: int,
+    score_every: int,
 ) -> None:
     """Train in `folder`, which holds config and tokenizer; go on from its checkpoint if it has one.
+
+    Without one the weights are those exported to `start`, or random.
 
     Stops after `seconds` with a checkpoint, or at the end with `weights.pt`.
     """
@@ -86,9 +113,12 @@ def train(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_float32_matmul_precision("high")
     config, tokenizer = read_config(folder), Tokenizer.from_file(folder / "tokenizer.json")
-    teacher = Teacher(tokenizer, config)
+    teacher = Teacher(tokenizer, config, polishing=recipe.polishing)
     make = GroupMaker(teacher, recipe.seed * 100_000_000, recipe.num_scenes, len(recipe.delays))
-    state = _State(Network(new_model(config, recipe.seed)).to(device), recipe)
+    model = new_model(config, recipe.seed)
+    if start is not None:
+        model.load_state_dict(trainable_state(load_file(start)))
+    state = _State(Network(model).to(device), recipe)
     checkpoint = folder / "checkpoint.pt"
     if checkpoint.exists():
         state.load(torch.load(checkpoint, map_location=device, weights_only=False))
