@@ -88,7 +88,7 @@ class EmptyEngine:
     def on_status_change(self, callback: Callable[[EngineStatus], None]) -> None:
         pass  # it never changes
 
-    def submit(self, request: Request, *, deadline_s: float | None = None) -> Stream:
+    def submit(self, request: Request, *, deadline_s: float | None = None, tenant: str = "") -> Stream:
         stream = Stream()
         events = POINT_EVENTS if isinstance(request, Point) else EVENTS
         self.add(stream, list(reversed(events)))

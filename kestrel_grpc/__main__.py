@@ -15,9 +15,10 @@ from pathlib import Path
 from kestrel_grpc import __version__
 from kestrel_grpc.cli import add_client_commands
 from kestrel_grpc.config import ConfigurationError, ServerConfig, add_serve_arguments, effective_values
+from kestrel_grpc.health_command import add_health_command
 from kestrel_grpc.logs import set_up_logging
 from kestrel_grpc.token_command import add_token_command
-from kestrel_grpc.tokens import TokenFileError, read_tokens
+from kestrel_grpc.tokens import TokenFileError
 from kestrel_runtime.errors import CheckpointError
 
 # The engine's thread must give up the interpreter quickly, or every call waits for it.
@@ -39,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     serve = commands.add_parser(
         "serve",
         help="serve a model",
-        description="Serve a model until SIGTERM. A flag wins over its environment variable, and that over the file.",
+        description="Serve a model until SIGTERM. Flags win over environment variables, and these over the file.",
         allow_abbrev=False,
     )
     add_serve_arguments(serve)
@@ -65,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     verify.set_defaults(run=_verify)
     add_token_command(commands)
     add_client_commands(commands)
+    add_health_command(commands)
     return parser
 
 
@@ -88,7 +90,9 @@ def _serve(arguments: argparse.Namespace) -> int:
     except ConfigurationError as error:
         return _refuse(error)
     set_up_logging(config.log_level, line_format=config.log_format)
-    from kestrel_grpc.server import PortUnavailable, Server, require_free_port
+    from kestrel_grpc.doors import PortUnavailable
+    from kestrel_grpc.server import Server, require_usable
+    from kestrel_grpc.tls import CertificateError
     from kestrel_grpc.tracing import TracingUnavailable, require_tracing
     from kestrel_runtime.engine import Engine
 
@@ -97,20 +101,16 @@ def _serve(arguments: argparse.Namespace) -> int:
 
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
-        require_free_port(config.host, config.port)
-        if config.metrics_port is not None:
-            require_free_port(config.metrics_host, config.metrics_port)
+        require_usable(config)
         if config.tracing:
             require_tracing(os.environ)
-        if config.tokens is not None:
-            read_tokens(Path(config.tokens))
         engine = Engine.start(config.engine_config())
         try:
             with asyncio.Runner(loop_factory=_loop_factory()) as runner:
                 ended_by_signal = runner.run(run())
         finally:
             engine.close()
-    except TokenFileError as error:
+    except (TokenFileError, CertificateError) as error:
         _complain(str(error))
         return 2
     except (CheckpointError, PortUnavailable, TracingUnavailable) as error:

@@ -8,6 +8,7 @@ prints the table for the README.
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -112,9 +113,38 @@ class ServerConfig:
         "number format of the weights: auto, float32, bfloat16 or float16",
     )
     host: str = _option(
-        "127.0.0.1", some_text, "address to listen on; there is no encryption, so open it (0.0.0.0) with care"
+        "127.0.0.1", some_text, "address to listen on; one that others reach needs tokens or a certificate"
     )
     port: int = _option(50051, whole_number(0, 65_535), "port to listen on; 0 takes a free one and prints it")
+    insecure_public: bool = _option(
+        False,
+        on_or_off,
+        "whether others may reach the server although it asks for no token and encrypts nothing: on or off",
+        default_text="off",
+    )
+    unix_socket: str | None = _option(
+        None, some_text, "path of a socket to listen on besides, without encryption", default_text="none"
+    )
+    admin_port: int | None = _option(
+        None,
+        whole_number(0, 65_535),
+        "port for `EngineService`, which then is on no other, and health; not encrypted; 0 takes a free one",
+        default_text="none",
+    )
+    admin_host: str = _option("127.0.0.1", some_text, "address to listen on for these")
+    tls_certificate: str | None = _option(
+        None,
+        some_text,
+        "file of the server's certificate and those that vouch for it, in PEM",
+        default_text="none; no encryption",
+    )
+    tls_key: str | None = _option(None, some_text, "file of the certificate's key, in PEM", default_text="none")
+    tls_client_ca: str | None = _option(
+        None,
+        some_text,
+        "file of certificates, in PEM; clients then need one that these vouch for",
+        default_text="none; any client",
+    )
     tokens: str | None = _option(
         None, some_text, "file of the tokens that callers must bear, in TOML", default_text="none; anybody may call"
     )
@@ -196,11 +226,13 @@ class ServerConfig:
                     values[name] = option.parse(setting.text)
                 except ValueError as error:
                     problems.append(f"{setting.source}: {setting.text!r} {error}")
-        if "model" not in settings:
-            problems.append(f"{flag_name('model')} or {environment_name('model')}: is required")
+            elif name == "model":
+                problems.append(f"{flag_name('model')} or {environment_name('model')}: is required")
+        config = cls(**values)
+        problems += config._contradictions()
         if problems:
             raise ConfigurationError(tuple(problems))
-        return cls(**values)
+        return config
 
     def engine_config(self) -> EngineConfig:
         """The part that the engine needs."""
@@ -219,13 +251,38 @@ class ServerConfig:
             max_prefill_tokens=self.max_prefill_tokens,
         )
 
+    def _contradictions(self) -> Iterator[str]:
+        """What is wrong with options together that are right alone."""
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            yield "--tls-certificate and --tls-key: each needs the other"
+        elif self.tls_client_ca is not None and self.tls_certificate is None:
+            yield "--tls-client-ca: needs --tls-certificate"
+        if self.tokens is not None or self.insecure_public:
+            return
+        advice = "anybody could call; give --tokens{}, or say --insecure-public"
+        if self.tls_certificate is None and not _is_loopback(self.host):
+            yield f"--host {self.host}: {advice.format(' or --tls-certificate')}"
+        if self.admin_port is not None and not _is_loopback(self.admin_host):
+            yield f"--admin-host {self.admin_host}: {advice.format('')}"
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address. A name may stand for any, but for the one that is reserved."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
 
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     """Add every flag. Values stay texts: `ServerConfig.parse` checks them together with the environment's."""
     for name, option in options():
         unit = f", in {option.unit}" if option.unit else ""
+        # A switch that is named is on.
+        may_stand_alone: dict[str, Any] = {"nargs": "?", "const": "on"} if option.parse is on_or_off else {}
         parser.add_argument(
             flag_name(name),
+            **may_stand_alone,
             metavar=option.unit.upper() or name.rsplit("_", 1)[-1].upper(),
             help=f"{option.help}{unit} (default: {option.default_text}; {environment_name(name)})",
         )

@@ -27,8 +27,11 @@ class EngineSeam(Protocol):
         """Call `callback` at every change, in any thread."""
         ...
 
-    def submit(self, request: Request, *, deadline_s: float | None = None) -> Stream:
-        """Admit a request that must end within `deadline_s` seconds from now, or raise why not."""
+    def submit(self, request: Request, *, deadline_s: float | None = None, tenant: str = "") -> Stream:
+        """Admit a request that must end within `deadline_s` seconds from now, or raise why not.
+
+        Tenants share the engine evenly.
+        """
         ...
 
     def load(self) -> Load:

@@ -1,4 +1,4 @@
-"""The server's life: bind, serve, drain, stop. One event loop, one port, one engine. Knows no RPC."""
+"""The server's life: bind, serve, drain, stop. One event loop, one engine, and the doors to it. Knows no RPC."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import contextlib
 import logging
 import secrets
 import signal
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import grpc
 from google.rpc import error_details_pb2
@@ -25,6 +24,14 @@ from kestrel_client.v1 import (
 )
 from kestrel_grpc.access import Access, OpenAccess, TokenAccess
 from kestrel_grpc.config import ServerConfig
+from kestrel_grpc.doors import (
+    PortUnavailable,
+    address_of,
+    open_port,
+    open_unix_socket,
+    require_free_port,
+    require_free_socket,
+)
 from kestrel_grpc.health import Health
 from kestrel_grpc.interceptors import CallScope
 from kestrel_grpc.reflection import add_reflection
@@ -32,41 +39,43 @@ from kestrel_grpc.seam import EngineSeam
 from kestrel_grpc.services.engine import EngineService
 from kestrel_grpc.services.vision import VisionService
 from kestrel_grpc.telemetry import Telemetry
+from kestrel_grpc.tls import server_credentials
 from kestrel_runtime.engine import EngineStatus
 
-_FILES = (vision_service_pb2.DESCRIPTOR, engine_service_pb2.DESCRIPTOR)
+_VISION: Any = vision_service_pb2.DESCRIPTOR
+_ENGINE: Any = engine_service_pb2.DESCRIPTOR
 # After the last request has ended its last message may still be on its way out.
 _LAST_WORDS_S = 2.0
 
 _log = logging.getLogger(__name__)
 
 
-class PortUnavailable(Exception):
-    """The address cannot be listened on; the message says which and why."""
-
-
 class Server:
     """Serves an engine that has been started. `stop` closes the engine too.
 
     `async with` starts and stops it, as tests do; `serve` runs until a signal, as the command does. Belongs to the
-    event loop that it was made on.
+    event loop that it was made on. Raises `TokenFileError` or `CertificateError` where their files cannot be used.
     """
 
     def __init__(self, engine: EngineSeam, config: ServerConfig) -> None:
         self.instance_id = secrets.token_hex(8)
         self.port: int | None = None
         """The port that is listened on; None before `start`."""
+        self.admin_port: int | None = None
+        """The port for operators; None where there is none, and before `start`."""
         self._engine = engine
         self._config = config
         self._health = Health(
-            engine, [service.full_name for file in _FILES for service in file.services_by_name.values()]
+            engine,
+            [service.full_name for file in (_VISION, _ENGINE) for service in file.services_by_name.values()],
         )
         self._telemetry = Telemetry(
             engine, config, instance_id=self.instance_id, is_ready=lambda: self._health.is_serving
         )
         self._access = _access(config)
         self._access_watch: asyncio.Task[None] | None = None
-        self._server = self._build()
+        self._credentials = _credentials(config)
+        self._servers = self._build()
 
     @property
     def metrics_port(self) -> int | None:
@@ -74,25 +83,29 @@ class Server:
         return self._telemetry.port
 
     async def start(self) -> None:
-        """Open the port. Raises `PortUnavailable`."""
-        host, port = self._config.host, self._config.port
-        require_free_port(host, port)
-        try:
-            self.port = self._server.add_insecure_port(_address(host, port))
-        except RuntimeError as error:
-            raise PortUnavailable(f"cannot listen on {_address(host, port)}") from error
+        """Open the doors. Raises `PortUnavailable`."""
+        config = self._config
+        public, operators = self._servers[0], self._servers[-1]
+        self.port = open_port(public, config.host, config.port, self._credentials)
+        if config.unix_socket is not None:
+            open_unix_socket(public, Path(config.unix_socket))
+        if config.admin_port is not None:
+            self.admin_port = open_port(operators, config.admin_host, config.admin_port)
+        for server in self._servers:
+            await server.start()
         self._access_watch = asyncio.create_task(self._access.watch())
-        await self._server.start()
         try:
             self._telemetry.open()
         except OSError as error:
-            address = _address(self._config.metrics_host, self._config.metrics_port or 0)
+            address = address_of(config.metrics_host, config.metrics_port or 0)
             raise PortUnavailable(f"cannot listen on {address}: {error.strerror}") from error
         info = self._engine.info
-        print(
-            f"kestrel-grpc serves {info.model} on {_address(host, self.port)} ({info.device}, {info.dtype})",
-            flush=True,
-        )
+        address = address_of(config.host, self.port)
+        print(f"kestrel-grpc serves {info.model} on {address} ({info.device}, {info.dtype})", flush=True)
+        if config.unix_socket is not None:
+            _log.info("listening on the socket %s", config.unix_socket)
+        if self.admin_port is not None:
+            _log.info("operators are served on %s", address_of(config.admin_host, self.admin_port))
 
     async def serve(self) -> bool:
         """Start, run until a signal or the engine's death, drain, stop. A second signal stops at once.
@@ -126,7 +139,7 @@ class Server:
         """Close port and engine. Requests that still run fail with UNAVAILABLE."""
         self._health.close()
         await asyncio.to_thread(self._engine.close)
-        await self._server.stop(_LAST_WORDS_S)
+        await asyncio.gather(*(server.stop(_LAST_WORDS_S) for server in self._servers))
         if self._access_watch is not None:
             self._access_watch.cancel()
         await asyncio.to_thread(self._telemetry.close)
@@ -143,7 +156,14 @@ class Server:
     ) -> None:
         await self.stop()
 
-    def _build(self) -> grpc.aio.Server:
+    def _build(self) -> tuple[grpc.aio.Server, ...]:
+        """The server for everybody, and the one for operators where they have a port of their own."""
+        if self._config.admin_port is None:
+            return (self._serving(_VISION, _ENGINE),)
+        return self._serving(_VISION), self._serving(_ENGINE)
+
+    def _serving(self, *files: Any) -> grpc.aio.Server:
+        """A server of the services in `files`, of health and of reflection."""
         server = grpc.aio.server(
             options=(
                 ("grpc.max_receive_message_length", self._config.max_message_bytes),
@@ -158,19 +178,21 @@ class Server:
             ),
         )
         scope = CallScope(server, self._engine, self._access, self._telemetry.observers)
-        vision_service_pb2_grpc.add_VisionServiceServicer_to_server(VisionService(self._engine), scope)
-        engine_service_pb2_grpc.add_EngineServiceServicer_to_server(
-            EngineService(
-                self._engine,
-                instance_id=self.instance_id,
-                max_message_bytes=self._config.max_message_bytes,
-            ),
-            scope,
-        )
+        if _VISION in files:
+            vision_service_pb2_grpc.add_VisionServiceServicer_to_server(VisionService(self._engine), scope)
+        if _ENGINE in files:
+            engine_service_pb2_grpc.add_EngineServiceServicer_to_server(
+                EngineService(
+                    self._engine,
+                    instance_id=self.instance_id,
+                    max_message_bytes=self._config.max_message_bytes,
+                ),
+                scope,
+            )
         self._health.add_to(server)
         if self._config.reflection:
             # With the error details clients that learn the schema by reflection can show what was wrong.
-            add_reflection(server, (*_FILES, health_pb2.DESCRIPTOR, error_details_pb2.DESCRIPTOR))
+            add_reflection(server, (*files, health_pb2.DESCRIPTOR, error_details_pb2.DESCRIPTOR))
         return server
 
     def _death(self) -> asyncio.Future[None]:
@@ -192,22 +214,23 @@ def _access(config: ServerConfig) -> Access:
     return OpenAccess() if config.tokens is None else TokenAccess(Path(config.tokens))
 
 
-def require_free_port(host: str, port: int) -> None:
-    """Raise `PortUnavailable` where nobody could listen: cheap to ask before a model is loaded."""
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with socket.socket(family, kind) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-            probe.listen(1)
-    except OSError as error:
-        raise PortUnavailable(f"cannot listen on {_address(host, port)}: {error.strerror}") from error
+def _credentials(config: ServerConfig) -> grpc.ServerCredentials | None:
+    if config.tls_certificate is None or config.tls_key is None:
+        return None
+    client_ca = None if config.tls_client_ca is None else Path(config.tls_client_ca)
+    return server_credentials(Path(config.tls_certificate), Path(config.tls_key), client_ca)
 
 
-def _address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+def require_usable(config: ServerConfig) -> None:
+    """Raise what a `Server` would, as far as it shows before a model is loaded."""
+    _access(config)
+    _credentials(config)
+    require_free_port(config.host, config.port)
+    if config.unix_socket is not None:
+        require_free_socket(Path(config.unix_socket))
+    for host, port in ((config.admin_host, config.admin_port), (config.metrics_host, config.metrics_port)):
+        if port is not None:
+            require_free_port(host, port)
 
 
 class _Signals:

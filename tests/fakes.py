@@ -69,7 +69,8 @@ def fails(error: BaseException) -> Script:
 class FakeEngine:
     """Plays `script` for every request: events are sent, `HOLD` waits, an exception ends the stream with it.
 
-    Lives on one event loop. What it was asked is in `requests`; `deadlines_s` has the deadline of each.
+    Lives on one event loop. What it was asked is in `requests`; `deadlines_s` and `tenants` have the deadline
+    and the tenant of each.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class FakeEngine:
         self.status = EngineStatus.SERVING
         self.requests: list[Request] = []
         self.deadlines_s: list[float | None] = []
+        self.tenants: list[str] = []
         self.num_cancelled = 0
         self.num_submitted = asyncio.Semaphore(0)
         """Acquired once per request: waits until one has come."""
@@ -94,7 +96,7 @@ class FakeEngine:
     def on_status_change(self, callback: Callable[[EngineStatus], None]) -> None:
         self._callbacks.append(callback)
 
-    def submit(self, request: Request, *, deadline_s: float | None = None) -> Stream:
+    def submit(self, request: Request, *, deadline_s: float | None = None, tenant: str = "") -> Stream:
         if self.status is not EngineStatus.SERVING:
             raise EngineUnavailable("not serving")
         if request.options.model not in ("", self.info.model):
@@ -106,6 +108,7 @@ class FakeEngine:
             raise Overloaded(max_queued, retry_after_s=0.25)
         self.requests.append(request)
         self.deadlines_s.append(deadline_s)
+        self.tenants.append(tenant)
         stream = Stream()
         stream.on_cancel(self._count_cancelled)
         self.is_idle.clear()

@@ -69,7 +69,7 @@ class VisionService:
     def _submitted(self, request: Request, call: Call) -> Iterator[Stream]:
         """The request's events. However the call ends, the request ends with it."""
         call.request = request
-        stream = self._engine.submit(request, deadline_s=call.deadline_s)
+        stream = self._engine.submit(request, deadline_s=call.deadline_s, tenant=call.tenant)
         try:
             yield stream
         finally:

@@ -102,6 +102,13 @@ async def test_a_call_without_a_known_token_is_refused(path, metadata, method):
     assert house.engine.requests == []
 
 
+async def test_the_name_on_the_token_is_the_tenant_of_the_engine(path):
+    async with serving(tokens=str(path)) as house:
+        await house.vision.CompleteQuery(COMPLETE_QUERY, metadata=bearing("alice"))
+        assert [event async for event in house.vision.Query(QUERY, metadata=bearing("bob"))]
+    assert house.engine.tenants == ["alice", "bob"]
+
+
 async def test_a_token_is_checked_before_its_message_is_read(path):
     async with serving(tokens=str(path)) as house:
         call = house.channel.unary_unary("/kestrel.v1.VisionService/CompleteQuery")(b"\xff")

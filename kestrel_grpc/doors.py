@@ -1,0 +1,82 @@
+"""Where a server listens: TCP ports and a socket in the file system. Knows nothing of what is served there."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from pathlib import Path
+
+import grpc
+
+# Whoever may write to it may call, so only its owner and its group.
+_SOCKET_MODE = 0o660
+
+
+class PortUnavailable(Exception):
+    """The address cannot be listened on; the message says which and why."""
+
+
+def open_port(
+    server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None = None
+) -> int:
+    """Listen on a port, encrypted where there are credentials; 0 takes a free one. Raises `PortUnavailable`."""
+    require_free_port(host, port)
+    address = address_of(host, port)
+    try:
+        if credentials is None:
+            return server.add_insecure_port(address)
+        return server.add_secure_port(address, credentials)
+    except RuntimeError as error:
+        raise PortUnavailable(f"cannot listen on {address}") from error
+
+
+def require_free_port(host: str, port: int) -> None:
+    """Raise `PortUnavailable` where nobody could listen: cheap to ask before a model is loaded."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen(1)
+    except OSError as error:
+        raise PortUnavailable(f"cannot listen on {address_of(host, port)}: {error.strerror}") from error
+
+
+def address_of(host: str, port: int) -> str:
+    """As gRPC and people write it."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def open_unix_socket(server: grpc.aio.Server, path: Path) -> None:
+    """Listen on a socket at a path, which goes when the server stops. Raises `PortUnavailable`."""
+    require_free_socket(path)
+    try:
+        server.add_insecure_port(f"unix:{path}")
+        path.chmod(_SOCKET_MODE)
+    except (RuntimeError, OSError) as error:
+        raise PortUnavailable(f"cannot listen on {path}") from error
+
+
+def require_free_socket(path: Path) -> None:
+    """Raise `PortUnavailable` where something is in the way. What a dead server left is not; gRPC takes it over."""
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        if not path.parent.is_dir():
+            raise PortUnavailable(f"cannot listen on {path}: there is no folder {path.parent}") from None
+        return
+    except OSError as error:
+        raise PortUnavailable(f"cannot listen on {path}: {error.strerror}") from error
+    if not stat.S_ISSOCK(mode):
+        raise PortUnavailable(f"cannot listen on {path}: it is not a socket")
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            return
+        except OSError as error:
+            raise PortUnavailable(f"cannot listen on {path}: {error.strerror}") from error
+    raise PortUnavailable(f"cannot listen on {path}: another server does")
