@@ -219,7 +219,7 @@ def distribution_of(name: str) -> str | None:
 
 def undeclared(paths: list[Path], declared: set[str]) -> list[str]:
     needed = {distribution_of(name) for path in paths for name in imports(path)}
-    return sorted(needed - declared - {None, "tests"})  # pyright: ignore[reportArgumentType]
+    return sorted(needed - declared - {None, "tests", "bench", "training"})  # pyright: ignore[reportArgumentType]
 
 
 def test_every_import_of_the_server_is_a_declared_dependency():
