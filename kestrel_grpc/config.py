@@ -187,8 +187,8 @@ class ServerConfig:
     drain_timeout: float = _option(
         20.0, positive_seconds, "how long running requests may take to end after SIGTERM", unit="seconds"
     )
-    reflection: bool = _option(
-        True, on_or_off, "whether clients may ask for the schema: on or off", default_text="on"
+    reflection: str = _option(
+        "on", one_of("on", "off", "token"), "who may ask for the schema: on (anybody), off (nobody) or token"
     )
     log_level: str = _option(
         "info",
@@ -257,6 +257,8 @@ class ServerConfig:
             yield "--tls-certificate and --tls-key: each needs the other"
         elif self.tls_client_ca is not None and self.tls_certificate is None:
             yield "--tls-client-ca: needs --tls-certificate"
+        if self.reflection == "token" and self.tokens is None:
+            yield "--reflection token: needs --tokens"
         if self.tokens is not None or self.insecure_public:
             return
         advice = "anybody could call; give --tokens{}, or say --insecure-public"

@@ -190,9 +190,11 @@ class Server:
                 scope,
             )
         self._health.add_to(server)
-        if self._config.reflection:
+        reflection = self._config.reflection
+        if reflection != "off":
             # With the error details clients that learn the schema by reflection can show what was wrong.
-            add_reflection(server, (*files, health_pb2.DESCRIPTOR, error_details_pb2.DESCRIPTOR))
+            described = (*files, health_pb2.DESCRIPTOR, error_details_pb2.DESCRIPTOR)
+            add_reflection(server, described, self._access.require_token if reflection == "token" else None)
         return server
 
     def _death(self) -> asyncio.Future[None]:

@@ -13,17 +13,20 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest, ServerReflectionResponse
 
 from kestrel_grpc.reflection import V1, V1ALPHA
-from tests.server.serving import Serving, serving
+from kestrel_grpc.tokens import Scope, line_for
+from tests.server.serving import Serving, reason_of, serving
 
 SERVICES = {V1, V1ALPHA, "grpc.health.v1.Health", "kestrel.v1.EngineService", "kestrel.v1.VisionService"}
 
 
-async def ask(house: Serving, version: str, **question: Any) -> ServerReflectionResponse:
+async def ask(
+    house: Serving, version: str, metadata: tuple[tuple[str, str], ...] = (), **question: Any
+) -> ServerReflectionResponse:
     call: Any = house.channel.stream_stream(
         f"/{version}/ServerReflectionInfo",
         request_serializer=ServerReflectionRequest.SerializeToString,
         response_deserializer=ServerReflectionResponse.FromString,
-    )(iter([ServerReflectionRequest(**question)]))
+    )(iter([ServerReflectionRequest(**question)]), metadata=metadata)
     return await call.read()
 
 
@@ -52,7 +55,7 @@ async def test_unknown_symbol_is_not_found() -> None:
 
 
 async def test_reflection_can_be_switched_off() -> None:
-    async with serving(reflection=False) as house:
+    async with serving(reflection="off") as house:
         for version in (V1, V1ALPHA):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await ask(house, version, list_services="")
@@ -71,3 +74,23 @@ async def test_grpcurl_shows_what_is_wrong_with_a_request() -> None:
     assert process.returncode != 0
     for part in ("InvalidArgument", "INVALID_REQUEST", '"field":"image","description":"must not be empty"'):
         assert part in shown.decode()
+
+
+@pytest.mark.parametrize("version", [V1, V1ALPHA])
+async def test_reflection_can_ask_for_a_token_of_any_scope(version: str, tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens.toml"
+    tokens.write_text(line_for("alice", "secret", frozenset({Scope.INFER})))
+    async with serving(reflection="token", tokens=str(tokens)) as house:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await ask(house, version, list_services="")
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert reason_of(caught.value) == "TOKEN_INVALID"
+        answer = await ask(house, version, metadata=(("authorization", "Bearer secret"),), list_services="")
+        assert answer.list_services_response.service
+
+
+async def test_reflection_shows_to_whom_asks_a_port_what_is_served_there() -> None:
+    async with serving(admin_port=0) as house:
+        answer = await ask(house, V1, list_services="")
+        names = {service.name for service in answer.list_services_response.service}
+        assert names == SERVICES - {"kestrel.v1.EngineService"}

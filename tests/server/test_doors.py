@@ -1,0 +1,185 @@
+import socket
+import stat
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import trustme
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthStub
+
+from kestrel_client.v1 import engine_service_pb2 as engine_wire
+from kestrel_client.v1 import vision_service_pb2 as wire
+from kestrel_client.v1.engine_service_pb2_grpc import EngineServiceStub
+from kestrel_client.v1.vision_service_pb2_grpc import VisionServiceStub
+from kestrel_grpc.config import ServerConfig
+from kestrel_grpc.doors import PortUnavailable
+from kestrel_grpc.server import Server, require_usable
+from kestrel_grpc.tls import CertificateError
+from kestrel_grpc.tokens import Scope, TokenFileError, line_for
+from tests.fakes import FakeEngine
+from tests.server.certificates import Pair, trusting
+from tests.server.serving import reason_of, serving
+
+QUERY = wire.CompleteQueryRequest(question="?")
+LOAD = engine_wire.GetLoadRequest()
+
+
+async def ask(channel: grpc.aio.Channel, **options: Any) -> str:
+    stub: Any = VisionServiceStub(channel)
+    return (await stub.CompleteQuery(QUERY, timeout=20, **options)).result.answer
+
+
+async def load(channel: grpc.aio.Channel, **options: Any) -> int:
+    stub: Any = EngineServiceStub(channel)
+    return (await stub.GetLoad(LOAD, timeout=20, **options)).load.page_count
+
+
+async def is_healthy(channel: grpc.aio.Channel) -> bool:
+    stub: Any = HealthStub(channel)
+    answer = await stub.Check(HealthCheckRequest(), timeout=20)
+    return answer.status == HealthCheckResponse.SERVING
+
+
+async def refusal(call: Any) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value
+
+
+async def test_a_server_with_a_certificate_speaks_only_encrypted(tmp_path):
+    authority, pair = trustme.CA(), Pair.within(tmp_path)
+    pair.write(authority)
+    async with serving(tls_certificate=str(pair.certificate), tls_key=str(pair.key)) as house:
+        async with grpc.aio.secure_channel(house.address, trusting(authority)) as channel:
+            assert await ask(channel) == "a kestrel"
+            assert await is_healthy(channel)
+        error = await refusal(ask(house.channel))
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_server_may_ask_for_certificates_of_its_clients(tmp_path):
+    authority, pair = trustme.CA(), Pair.within(tmp_path)
+    pair.write(authority)
+    client_ca = tmp_path / "clients.pem"
+    authority.cert_pem.write_to_path(str(client_ca))
+    files: dict[str, Any] = {
+        "tls_certificate": str(pair.certificate),
+        "tls_key": str(pair.key),
+        "tls_client_ca": str(client_ca),
+    }
+    async with serving(**files) as house:
+        known = trusting(authority, authority.issue_cert("client"))
+        async with grpc.aio.secure_channel(house.address, known) as channel:
+            assert await ask(channel) == "a kestrel"
+        async with grpc.aio.secure_channel(house.address, trusting(authority)) as channel:
+            assert (await refusal(ask(channel))).code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_socket_serves_its_owner_and_its_group_and_goes_with_the_server(tmp_path):
+    path = tmp_path / "kestrel.sock"
+    async with serving(unix_socket=str(path)) as house:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o660
+        async with grpc.aio.insecure_channel(f"unix:{path}") as channel:
+            assert await ask(channel) == "a kestrel"
+            assert await load(channel) == 500
+        assert await ask(house.channel) == "a kestrel"
+    assert not path.exists()
+
+
+async def test_a_socket_asks_for_tokens_like_the_port(tmp_path):
+    tokens = tmp_path / "tokens.toml"
+    tokens.write_text("")
+    async with (
+        serving(unix_socket=str(tmp_path / "s"), tokens=str(tokens)),
+        grpc.aio.insecure_channel(f"unix:{tmp_path / 's'}") as channel,
+    ):
+        assert reason_of(await refusal(ask(channel))) == "TOKEN_INVALID"
+
+
+async def test_the_socket_of_a_server_that_runs_is_not_taken(tmp_path):
+    path = tmp_path / "kestrel.sock"
+    config = ServerConfig(model="fake", port=0, unix_socket=str(path))
+    async with serving(unix_socket=str(path)):
+        with pytest.raises(PortUnavailable, match="another server does"):
+            require_usable(config)
+        with pytest.raises(PortUnavailable, match="another server does"):
+            await Server(FakeEngine(), config).start()
+        async with grpc.aio.insecure_channel(f"unix:{path}") as channel:
+            assert await ask(channel) == "a kestrel"
+
+
+async def test_the_socket_of_a_server_that_died_is_taken_over(tmp_path):
+    path = tmp_path / "kestrel.sock"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    assert path.exists()
+    async with (
+        serving(unix_socket=str(path)),
+        grpc.aio.insecure_channel(f"unix:{path}") as channel,
+    ):
+        assert await ask(channel) == "a kestrel"
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_path_where_no_socket_can_be_is_told(tmp_path, is_there):
+    path = tmp_path / "file" if is_there else tmp_path / "folder" / "socket"
+    if is_there:
+        path.write_text("precious")
+    config = ServerConfig(model="fake", port=0, unix_socket=str(path))
+    with pytest.raises(PortUnavailable, match="not a socket" if is_there else "there is no folder"):
+        require_usable(config)
+    assert path.exists() is is_there
+
+
+async def test_operators_may_have_a_port_of_their_own(tmp_path):
+    async with (
+        serving(admin_port=0) as house,
+        grpc.aio.insecure_channel(f"127.0.0.1:{house.server.admin_port}") as operators,
+    ):
+        assert house.server.admin_port not in (None, 0, house.server.port)
+        assert await load(operators) == 500
+        assert await ask(house.channel) == "a kestrel"
+        for call in (load(house.channel), ask(operators)):
+            assert (await refusal(call)).code() is grpc.StatusCode.UNIMPLEMENTED
+        assert await is_healthy(operators)
+        assert await is_healthy(house.channel)
+
+
+async def test_without_a_port_of_their_own_operators_use_that_of_all():
+    async with serving() as house:
+        assert house.server.admin_port is None
+        assert await load(house.channel) == 500
+
+
+async def test_the_port_for_operators_is_not_encrypted_and_asks_for_tokens(tmp_path):
+    pair, tokens = Pair.within(tmp_path), tmp_path / "tokens.toml"
+    pair.write(trustme.CA())
+    tokens.write_text(line_for("operator", "secret", frozenset({Scope.ADMIN})))
+    files: dict[str, Any] = {
+        "tls_certificate": str(pair.certificate),
+        "tls_key": str(pair.key),
+        "tokens": str(tokens),
+    }
+    async with (
+        serving(admin_port=0, **files) as house,
+        grpc.aio.insecure_channel(f"127.0.0.1:{house.server.admin_port}") as operators,
+    ):
+        assert await load(operators, metadata=(("authorization", "Bearer secret"),)) == 500
+        assert reason_of(await refusal(load(operators))) == "TOKEN_INVALID"
+        assert await is_healthy(operators)
+
+
+def test_files_that_cannot_be_used_are_told_before_a_model_is_loaded(tmp_path: Path):
+    missing = str(tmp_path / "missing")
+    with pytest.raises(TokenFileError, match="cannot read"):
+        require_usable(ServerConfig(model="fake", port=0, tokens=missing))
+    with pytest.raises(CertificateError, match="cannot read"):
+        require_usable(ServerConfig(model="fake", port=0, tls_certificate=missing, tls_key=missing))
+
+
+async def test_a_port_of_operators_that_is_taken_is_told():
+    async with serving() as house:
+        with pytest.raises(PortUnavailable, match="Address already in use"):
+            require_usable(ServerConfig(model="fake", port=0, admin_port=house.server.port))
