@@ -146,6 +146,9 @@ PREPROCESSING = Definition("kestrel.scheduler.preprocessing", Kind.GAUGE, "1", "
 KV_USED = Definition("kestrel.kv_cache.used", Kind.GAUGE, "1", "Pages of the key-value cache in use.")
 KV_CAPACITY = Definition("kestrel.kv_cache.capacity", Kind.GAUGE, "1", "Pages of the key-value cache.")
 READY = Definition("kestrel.engine.ready", Kind.GAUGE, "1", "1 while the engine takes requests, else 0.")
+RESTARTS = Definition(
+    "kestrel.engine.restarts", Kind.COUNTER, "1", "How often the engine has restarted after a failure."
+)
 INFO = Definition(
     "kestrel.info",
     Kind.GAUGE,
@@ -157,7 +160,7 @@ INFO = Definition(
 METRICS = (
     *(CALL_DURATION, REQUEST_DURATION, TIME_TO_FIRST_TOKEN, TIME_PER_OUTPUT_TOKEN, TOKEN_USAGE),
     *(FAILED, QUEUE_DURATION, PREPROCESS_DURATION, PREFILL_DURATION, IMAGE_SIZE),
-    *(RUNNING, WAITING, PREPROCESSING, KV_USED, KV_CAPACITY, READY, INFO),
+    *(RUNNING, WAITING, PREPROCESSING, KV_USED, KV_CAPACITY, READY, RESTARTS, INFO),
 )
 
 _LOAD: tuple[tuple[Definition, Callable[[Load], int]], ...] = (
@@ -185,6 +188,7 @@ class ServerMetrics:
         self._failed = Counter(
             FAILED.prometheus_name, FAILED.help, FAILED.prometheus_labels, registry=self.registry
         )
+        self._restarts = Counter(RESTARTS.prometheus_name, RESTARTS.help, registry=self.registry)
         self._requests = self._histogram(REQUEST_DURATION)
         self._first_token = self._histogram(TIME_TO_FIRST_TOKEN)
         self._per_token = self._histogram(TIME_PER_OUTPUT_TOKEN)
@@ -197,6 +201,7 @@ class ServerMetrics:
         self._call_children: dict[tuple[str, str], Histogram] = {}
         self._request_children: dict[tuple[str, str], Histogram] = {}
         self._answer_children: dict[str, _AnswerChildren] = {}
+        engine.on_status_change(self._note_status)
 
     def record(self, call: Call, outcome: Outcome) -> None:
         """Count a call that has ended."""
@@ -212,6 +217,10 @@ class ServerMetrics:
             self._image_size.observe(len(request.image))
         if call.finished is not None:
             self._record_answer(request.skill, call.finished)
+
+    def _note_status(self, status: EngineStatus) -> None:
+        if status is EngineStatus.RECOVERING:
+            self._restarts.inc()
 
     def _record_answer(self, skill: str, finished: Finished) -> None:
         children = self._answer_children.get(skill)

@@ -119,6 +119,13 @@ async def test_the_engine_is_read_at_each_scrape(engine, metrics):
     assert value(metrics, "kestrel_engine_ready") == 0
 
 
+async def test_restarts_of_the_engine_are_counted(engine, metrics):
+    assert value(metrics, "kestrel_engine_restarts_total") == 0
+    for status in (EngineStatus.RECOVERING, EngineStatus.SERVING, EngineStatus.RECOVERING):
+        engine.become(status)
+    assert value(metrics, "kestrel_engine_restarts_total") == 2
+
+
 async def test_the_text_holds_every_metric_of_the_list_under_its_name_and_kind(metrics):
     metrics.record(answered_call(), OK)
     metrics.record(answered_call(), BUSY)
