@@ -104,14 +104,70 @@ def test_each_option_of_the_engine_reaches_it() -> None:
     assert (config.num_preprocess_threads, config.max_prefill_tokens) == (7, 8)
 
 
-def test_switches_are_on_or_off() -> None:
+def test_switches_are_on_or_off_and_on_where_they_are_only_named() -> None:
     assert not parse("--model", "m").tracing
+    assert parse("--model", "m", "--tracing").tracing
     assert parse("--model", "m", "--tracing", "on").tracing
+    assert not parse("--model", "m", "--tracing", "off", KESTREL_TRACING="on").tracing
     assert parse("--model", "m", KESTREL_TRACING="on").tracing
 
 
-def test_switch_that_is_named_is_on() -> None:
-    assert parse("--model", "m", "--tracing").tracing
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--tls-certificate", "a"], "--tls-certificate and --tls-key: each needs the other"),
+        (["--tls-key", "a"], "--tls-certificate and --tls-key: each needs the other"),
+        (["--tls-client-ca", "a"], "--tls-client-ca: needs --tls-certificate"),
+        (["--reflection", "token"], "--reflection token: needs --tokens"),
+    ],
+)
+def test_options_that_need_each_other_are_told(arguments: list[str], problem: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        parse("--model", "m", *arguments)
+    assert caught.value.problems == (problem,)
+
+
+TLS = ("--tls-certificate", "a", "--tls-key", "b")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.2", "example.com", "2606:4700::1"])
+def test_a_public_address_needs_tokens_or_a_certificate_or_a_word(host: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        parse("--model", "m", "--host", host)
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"--host {host}: anybody could call")
+    for remedy in (("--tokens", "t"), TLS, ("--insecure-public",)):
+        assert parse("--model", "m", "--host", host, *remedy).host == host
+
+
+def test_a_public_address_for_operators_needs_tokens_or_a_word() -> None:
+    public = ("--model", "m", "--admin-port", "0", "--admin-host", "0.0.0.0")
+    for arguments in (public, (*public, *TLS)):
+        with pytest.raises(ConfigurationError, match=r"--admin-host 0\.0\.0\.0: anybody could call"):
+            parse(*arguments)
+    for remedy in (("--tokens", "t"), ("--insecure-public",)):
+        assert parse(*public, *remedy).admin_port == 0
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])
+def test_an_address_of_this_machine_needs_nothing(host: str) -> None:
+    assert parse("--model", "m", "--host", host).host == host
+
+
+def test_effective_values_name_their_sources_and_make_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "kestrel.toml"
+    file.write_text('model = "m"\nport = 1\nmax_queue = 3\ntracing = true\n')
+    flags: dict[str, str | None] = {"config": str(file), "page_size": "8", "host": None}
+    environment = {"KESTREL_PORT": "2", "KESTREL_REVISION": 'a "b"', "HOME": "/root"}
+    printed = effective_values(flags, environment)
+    sources = dict(re.findall(r"^(\w+) = .*? # (.*)$", printed, re.MULTILINE))
+    assert sources["model"] == f"{file}: model"
+    assert (sources["port"], sources["page_size"], sources["host"]) == ("KESTREL_PORT", "--page-size", "default")
+    again = tmp_path / "again.toml"
+    again.write_text(printed)
+    read = ServerConfig.parse({"config": str(again)}, {})
+    assert read == replace(ServerConfig.parse(flags, environment), config=str(again))
+    assert (read.port, read.max_queue, read.page_size, read.revision) == (2, 3, 8, 'a "b"')
 
 
 def test_default_of_each_option_parses_to_itself() -> None:
