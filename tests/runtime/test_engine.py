@@ -18,6 +18,7 @@ from kestrel_runtime.errors import (
     KestrelError,
     ModelNotFound,
     Overloaded,
+    QueueBound,
     QueueTimeout,
     SkillUnsupported,
 )
@@ -28,6 +29,7 @@ from kestrel_runtime.requests import (
     Detect,
     Point,
     PointRef,
+    Priority,
     Query,
     Request,
     RequestOptions,
@@ -207,11 +209,113 @@ async def test_a_full_queue_refuses_at_once(moondream3: LoadedModel) -> None:
         waiting = [engine.submit(endless()) for _ in range(3)]
         with pytest.raises(Overloaded) as caught:
             engine.submit(endless())
-        assert caught.value.max_queued_requests == 3
+        assert (caught.value.bound, caught.value.limit) == (QueueBound.REQUESTS, 3)
         running.cancel()
         await anext(waiting[0])  # room again, though not for long
         assert isinstance(engine.submit(endless()), Stream)
     finally:
+        engine.close()
+
+
+async def test_queues_of_images_and_of_words_are_bounded_too(moondream3: LoadedModel) -> None:
+    config = EngineConfig(
+        model="", max_batch_size=1, max_queued_image_bytes=len(SMALL_IMAGE) + 10, max_queued_tokens=1000
+    )
+    engine = Engine(moondream3, config)
+    try:
+        running = engine.submit(endless())
+        await anext(running)
+        engine.submit(Caption(SMALL_IMAGE))
+        with pytest.raises(Overloaded) as caught:
+            engine.submit(Caption(SMALL_IMAGE))
+        assert caught.value.bound is QueueBound.IMAGE_BYTES
+        with pytest.raises(Overloaded) as caught:
+            engine.submit(Query("ä" * 140))  # 280 bytes beside the 729 tokens of the image
+        assert caught.value.bound is QueueBound.TOKENS
+        assert isinstance(engine.submit(Query("ä" * 130)), Stream)
+    finally:
+        engine.close()
+
+
+async def test_a_tenant_that_floods_the_queue_leaves_room_for_another(moondream3: LoadedModel) -> None:
+    engine = Engine(moondream3, EngineConfig(model="", max_batch_size=1, max_queued_requests=4))
+    try:
+        running = engine.submit(endless(), tenant="flood")
+        await anext(running)
+        for _ in range(2):
+            engine.submit(endless(), tenant="flood")
+        with pytest.raises(Overloaded) as caught:
+            engine.submit(endless(), tenant="flood")
+        assert caught.value.is_tenant_share
+        other = engine.submit(Query("hi", sampling=SamplingParams(max_tokens=1)), tenant="other")
+        running.cancel()
+        assert isinstance(await other.result(), Finished)  # before the flood, which has been served more
+    finally:
+        engine.close()
+
+
+async def test_the_urgent_are_answered_before_those_that_came_earlier(moondream3: LoadedModel) -> None:
+    engine = Engine(moondream3, EngineConfig(model="", max_batch_size=1))
+    order: list[Priority] = []
+
+    async def ask(priority: Priority) -> None:
+        options = RequestOptions(priority=priority)
+        await engine.submit(Query("hi", sampling=SamplingParams(max_tokens=2), options=options)).result()
+        order.append(priority)
+
+    try:
+        running = engine.submit(endless())
+        await anext(running)
+        asking = [asyncio.ensure_future(ask(priority)) for priority in reversed(Priority)]
+        while engine.load().num_waiting < 3:
+            await anext(running)
+        running.cancel()
+        await asyncio.gather(*asking)
+        assert order == list(Priority)
+    finally:
+        engine.close()
+
+
+async def test_who_would_wait_too_long_is_told_at_once(moondream3: LoadedModel) -> None:
+    engine = Engine(moondream3, EngineConfig(model="", max_batch_size=1))
+    try:
+        short = SamplingParams(temperature=50.0, max_tokens=5, seed=1)
+        waiting = [engine.submit(Query("hello", sampling=short)) for _ in range(80)]
+        for stream in waiting[:12]:
+            await stream.result()
+        with pytest.raises(Overloaded) as caught:
+            engine.submit(endless(), deadline_s=0.001)
+        assert caught.value.bound is QueueBound.WAIT
+        assert 0.001 < caught.value.retry_after_s < 60
+        assert isinstance(engine.submit(endless(), deadline_s=3600.0), Stream)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("limit", ["deadline", "max_queue_s"])
+async def test_patience_ends_while_no_worker_is_free(
+    moondream3: LoadedModel, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    is_blocked = threading.Event()
+
+    def blocking(*_: object, **__: object) -> None:
+        is_blocked.wait()
+        raise RuntimeError("never mind")
+
+    monkeypatch.setattr("kestrel_runtime.preprocess.decode_image", blocking)
+    engine = Engine(moondream3, EngineConfig(model="", num_preprocess_threads=1))
+    try:
+        blocked = engine.submit(Caption(SMALL_IMAGE))
+        if limit == "deadline":
+            error = await error_of(engine.submit(Query("hi"), deadline_s=0.02))
+            assert isinstance(error, DeadlineExceeded)
+        else:
+            query = Query("hi", options=RequestOptions(max_queue_s=0.02))
+            assert isinstance(await error_of(engine.submit(query)), QueueTimeout)
+        assert not blocked.over.done()
+        assert engine.load().num_preprocessing == 1
+    finally:
+        is_blocked.set()
         engine.close()
 
 
