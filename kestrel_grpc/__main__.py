@@ -91,6 +91,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         return _refuse(error)
     set_up_logging(config.log_level, line_format=config.log_format)
     from kestrel_grpc.doors import PortUnavailable
+    from kestrel_grpc.image_uris import RemoteImagesUnavailable
     from kestrel_grpc.server import Server, require_usable
     from kestrel_grpc.tls import CertificateError
     from kestrel_grpc.tracing import TracingUnavailable, require_tracing
@@ -113,7 +114,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     except (TokenFileError, CertificateError) as error:
         _complain(str(error))
         return 2
-    except (CheckpointError, PortUnavailable, TracingUnavailable) as error:
+    except (CheckpointError, PortUnavailable, RemoteImagesUnavailable, TracingUnavailable) as error:
         _complain(str(error))
         return 1
     except KeyboardInterrupt:  # while the model was being loaded

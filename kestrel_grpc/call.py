@@ -68,6 +68,11 @@ class Call:
         return time.monotonic() - self.arrived
 
     @property
+    def remaining_s(self) -> float | None:
+        """How long it may still take; None where the caller set no deadline."""
+        return None if self.deadline_s is None else max(0.0, self.deadline_s - self.duration_s)
+
+    @property
     def is_late(self) -> bool:
         """Whether its deadline has passed."""
         return self.deadline_s is not None and self.duration_s >= self.deadline_s

@@ -16,6 +16,7 @@ from dataclasses import Field, dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
 
+from kestrel_grpc.image_uris import AllowedHost, parse_hosts
 from kestrel_grpc.settings import FILE_OPTION, Setting, collect, environment_name, flag_name
 from kestrel_runtime.config import EngineConfig
 
@@ -171,6 +172,15 @@ class ServerConfig:
     max_image_bytes: int = _option(_ENGINE.max_image_bytes, whole_number(1), "largest encoded image", unit="bytes")
     max_image_pixels: int = _option(
         _ENGINE.max_image_pixels, whole_number(1), "largest image, width times height", unit="pixels"
+    )
+    image_hosts: tuple[AllowedHost, ...] | None = _option(
+        None,
+        parse_hosts,
+        "hosts that images may be fetched from, such as `example.com` or, for all below it, `.example.com`",
+        default_text="none; images come as bytes",
+    )
+    image_fetch_timeout: float = _option(
+        10.0, positive_seconds, "how long fetching an image may take", unit="seconds"
     )
     preprocess_threads: int = _option(
         _ENGINE.num_preprocess_threads,

@@ -5,7 +5,9 @@
     ├── InvalidRequest                INVALID_ARGUMENT      INVALID_REQUEST          BadRequest
     │   ├── ImageError                INVALID_ARGUMENT      IMAGE_DECODE_FAILED      BadRequest
     │   │      … too large            INVALID_ARGUMENT      IMAGE_TOO_LARGE          BadRequest
-    │   └── ContextLengthExceeded     INVALID_ARGUMENT      CONTEXT_LENGTH_EXCEEDED  BadRequest
+    │   ├── ContextLengthExceeded     INVALID_ARGUMENT      CONTEXT_LENGTH_EXCEEDED  BadRequest
+    │   ├── ImageUriNotAllowed        INVALID_ARGUMENT      IMAGE_URI_NOT_ALLOWED    BadRequest
+    │   └── ImageFetchFailed          INVALID_ARGUMENT      IMAGE_FETCH_FAILED       BadRequest
     ├── ModelNotFound                 NOT_FOUND             MODEL_NOT_FOUND          ResourceInfo
     ├── SkillUnsupported              FAILED_PRECONDITION   SKILL_UNSUPPORTED        PreconditionFailure
     ├── Overloaded                    RESOURCE_EXHAUSTED    QUEUE_FULL               RetryInfo, QuotaFailure
@@ -39,6 +41,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from kestrel_grpc.access import RateLimited, ScopeRequired, TokenInvalid
 from kestrel_grpc.call import REQUEST_ID_KEY
+from kestrel_grpc.image_uris import ImageFetchFailed, ImageUriNotAllowed
 from kestrel_runtime.errors import (
     ContextLengthExceeded,
     DeadlineExceeded,
@@ -178,6 +181,8 @@ _TABLE: Mapping[type, _Row] = MappingProxyType(
                 "maxContextTokenCount": str(error.max_context_tokens),
             },
         ),
+        ImageUriNotAllowed: _Row(_INVALID, "IMAGE_URI_NOT_ALLOWED", _violations_text, _bad_request),
+        ImageFetchFailed: _Row(_INVALID, "IMAGE_FETCH_FAILED", _violations_text, _bad_request),
         ModelNotFound: _Row(
             grpc.StatusCode.NOT_FOUND,
             "MODEL_NOT_FOUND",

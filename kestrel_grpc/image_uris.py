@@ -1,12 +1,13 @@
 """Which images may be named by address: a list of hosts, and only addresses that the whole world can reach.
 
-Decides and fetches nothing; `remote_images.py` fetches what is allowed here.
+Decides, and fetches nothing; `remote_images.py` fetches what is allowed here.
 """
 
 from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass
+from typing import Protocol
 from urllib.parse import urlsplit
 
 from kestrel_runtime.errors import InvalidRequest, Violation
@@ -31,6 +32,33 @@ class ImageFetchFailed(InvalidRequest):
 
     def __init__(self, description: str) -> None:
         super().__init__((Violation(_FIELD, description),))
+
+
+class RemoteImagesUnavailable(Exception):
+    """The libraries that fetching needs are not installed."""
+
+
+class ImageSource(Protocol):
+    """Where images come from that a request names by address."""
+
+    async def fetch(self, uri: str) -> bytes:
+        """The bytes of an image file, or an `InvalidRequest` that says why not."""
+        ...
+
+    async def close(self) -> None:
+        """End the connections."""
+        ...
+
+
+class NoRemoteImages:
+    """Images come as bytes only."""
+
+    async def fetch(self, uri: str) -> bytes:
+        """Refuses."""
+        raise ImageUriNotAllowed("this server takes images as bytes only")
+
+    async def close(self) -> None:
+        """There is nothing to end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +89,18 @@ class AllowedHost:
         scheme, separator, rest = text.partition("://")
         if not separator:
             scheme, rest = "https", text
-        parts = urlsplit(f"//{rest}")
         try:
-            host, port = parts.hostname, parts.port
+            parts = urlsplit(f"//{rest}")
+            netloc, host, port = parts.netloc, parts.hostname, parts.port
         except ValueError:
-            host, port = None, None
-        if scheme not in _PORTS or not host or not text.isascii() or parts.netloc != rest or "@" in rest:
-            raise ValueError(f"must name hosts such as example.com or .example.com, not {text!r}")
+            netloc, host, port = None, None, None
+        if scheme not in _PORTS or not host or not text.isascii() or netloc != rest or "@" in rest:
+            raise ValueError("must be hosts such as example.com or .example.com, separated by commas")
         return cls(scheme, host, _PORTS[scheme] if port is None else port)
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{self.scheme}://{host}:{self.port}"
 
     def matches(self, target: Target) -> bool:
         """Whether the target is on this host."""

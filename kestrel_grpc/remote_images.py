@@ -12,7 +12,7 @@ import binascii
 import socket
 import ssl
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import unquote_to_bytes, urljoin
 
 import httpcore2
@@ -129,14 +129,6 @@ class RemoteImages:
     def _require_fit(self, num_bytes: int) -> None:
         if num_bytes > self._max_bytes:
             raise ImageError(f"is larger than {self._max_bytes} bytes", too_large=True)
-
-
-class ImageSource(Protocol):
-    """Where the servicer takes images from that are named by address."""
-
-    async def fetch(self, uri: str) -> bytes:
-        """The bytes of an image file, or an `InvalidRequest` that says why not."""
-        ...
 
 
 class _CheckedNetwork(httpcore2.AsyncNetworkBackend):

@@ -33,6 +33,7 @@ from kestrel_grpc.doors import (
     require_free_socket,
 )
 from kestrel_grpc.health import Health
+from kestrel_grpc.image_uris import ImageSource, NoRemoteImages, RemoteImagesUnavailable
 from kestrel_grpc.interceptors import CallScope
 from kestrel_grpc.reflection import add_reflection
 from kestrel_grpc.seam import EngineSeam
@@ -54,10 +55,11 @@ class Server:
     """Serves an engine that has been started. `stop` closes the engine too.
 
     `async with` starts and stops it, as tests do; `serve` runs until a signal, as the command does. Belongs to the
-    event loop that it was made on. Raises `TokenFileError` or `CertificateError` where their files cannot be used.
+    event loop that it was made on. Images that are named by address come from `images`, or where that is None, from
+    where the configuration says. Raises `TokenFileError` or `CertificateError` where their files cannot be used.
     """
 
-    def __init__(self, engine: EngineSeam, config: ServerConfig) -> None:
+    def __init__(self, engine: EngineSeam, config: ServerConfig, *, images: ImageSource | None = None) -> None:
         self.instance_id = secrets.token_hex(8)
         self.port: int | None = None
         """The port that is listened on; None before `start`."""
@@ -75,6 +77,7 @@ class Server:
         self._access = _access(config)
         self._access_watch: asyncio.Task[None] | None = None
         self._credentials = _credentials(config)
+        self._images = images or _images(config)
         self._servers = self._build()
 
     @property
@@ -140,6 +143,7 @@ class Server:
         self._health.close()
         await asyncio.to_thread(self._engine.close)
         await asyncio.gather(*(server.stop(_LAST_WORDS_S) for server in self._servers))
+        await self._images.close()
         if self._access_watch is not None:
             self._access_watch.cancel()
         await asyncio.to_thread(self._telemetry.close)
@@ -179,7 +183,9 @@ class Server:
         )
         scope = CallScope(server, self._engine, self._access, self._telemetry.observers)
         if _VISION in files:
-            vision_service_pb2_grpc.add_VisionServiceServicer_to_server(VisionService(self._engine), scope)
+            vision_service_pb2_grpc.add_VisionServiceServicer_to_server(
+                VisionService(self._engine, self._images), scope
+            )
         if _ENGINE in files:
             engine_service_pb2_grpc.add_EngineServiceServicer_to_server(
                 EngineService(
@@ -216,6 +222,17 @@ def _access(config: ServerConfig) -> Access:
     return OpenAccess() if config.tokens is None else TokenAccess(Path(config.tokens))
 
 
+def _images(config: ServerConfig) -> ImageSource:
+    if config.image_hosts is None:
+        return NoRemoteImages()
+    try:
+        # Only here, since most servers do without it.
+        from kestrel_grpc.remote_images import RemoteImages
+    except ImportError as error:
+        raise RemoteImagesUnavailable("--image-hosts needs `pip install 'kestrel-grpc[remote]'`") from error
+    return RemoteImages(config.image_hosts, max_bytes=config.max_image_bytes, timeout_s=config.image_fetch_timeout)
+
+
 def _credentials(config: ServerConfig) -> grpc.ServerCredentials | None:
     if config.tls_certificate is None or config.tls_key is None:
         return None
@@ -227,6 +244,7 @@ def require_usable(config: ServerConfig) -> None:
     """Raise what a `Server` would, as far as it shows before a model is loaded."""
     _access(config)
     _credentials(config)
+    _images(config)
     require_free_port(config.host, config.port)
     if config.unix_socket is not None:
         require_free_socket(Path(config.unix_socket))

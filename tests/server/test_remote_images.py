@@ -4,13 +4,20 @@ import ssl
 from asyncio import StreamReader, StreamWriter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
+import grpc
 import pytest
 import trustme
 
+from kestrel_client.v1 import vision_service_pb2 as wire
+from kestrel_grpc.config import ServerConfig
 from kestrel_grpc.image_uris import ImageFetchFailed, ImageUriNotAllowed, parse_hosts
 from kestrel_grpc.remote_images import MAX_CONCURRENT_FETCHES, RemoteImages
+from kestrel_grpc.server import Server
 from kestrel_runtime.errors import ImageError
+from tests.fakes import FakeEngine
+from tests.server.serving import Serving, details_of, open_channel, reason_of, serving
 
 IMAGE = b"the bytes of an image"
 MAX_BYTES = 1000
@@ -315,3 +322,79 @@ async def test_data_above_the_limit_is_refused():
     async with images_from("example.com") as images:
         with pytest.raises(ImageError, match="larger than"):
             await images.fetch("data:," + "x" * (MAX_BYTES + 1))
+
+
+def asking(uri: str) -> wire.CompleteQueryRequest:
+    return wire.CompleteQueryRequest(question="?", image={"uri": uri})
+
+
+async def refused(house: Serving, uri: str) -> str:
+    """The reason that a request is refused with."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await house.vision.CompleteQuery(asking(uri))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    bad_request: Any = details_of(caught.value)["BadRequest"]
+    assert [item.field for item in bad_request.field_violations] == ["image.uri"]
+    assert house.engine.requests == []
+    return reason_of(caught.value)
+
+
+@pytest.mark.parametrize("uri", ["https://example.com/a.png", "data:,abc", "file:///etc/passwd", ""])
+async def test_no_server_fetches_images_unasked(uri):
+    async with serving() as house:
+        assert await refused(house, uri) == "IMAGE_URI_NOT_ALLOWED"
+
+
+async def test_a_server_with_hosts_refuses_all_others_and_those_inside_the_network():
+    async with serving(image_hosts=parse_hosts("example.com,localhost")) as house:
+        for uri in ("https://evil.org/a.png", "https://localhost/a.png", ""):
+            assert await refused(house, uri) == "IMAGE_URI_NOT_ALLOWED"
+
+
+async def test_every_task_takes_images_by_address():
+    async with plain() as (host, images, uri):
+        host.answers["/a.png"] = ok(IMAGE)
+        engine = FakeEngine()
+        async with (
+            Server(engine, ServerConfig(model="fake", port=0), images=images) as server,
+            open_channel(server) as channel,
+        ):
+            house = Serving(server, engine, channel)
+            image = {"uri": f"{uri}/a.png"}
+            assert [event async for event in house.vision.Query(wire.QueryRequest(question="?", image=image))]
+            assert [event async for event in house.vision.Caption(wire.CaptionRequest(image=image))]
+            await house.vision.CompleteQuery(asking(f"{uri}/a.png"), timeout=20)
+            await house.vision.CompleteCaption(wire.CompleteCaptionRequest(image=image))
+            await house.vision.Point(wire.PointRequest(object="bird", image=image))
+            await house.vision.Detect(wire.DetectRequest(object="bird", image=image))
+            await house.vision.Segment(wire.SegmentRequest(object="bird", image=image))
+            await house.vision.CompleteQuery(asking("data:,abc"))
+            host.answers["/a.png"] = b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n"
+            engine_requests, engine.requests = engine.requests, []
+            assert await refused(house, f"{uri}/a.png") == "IMAGE_FETCH_FAILED"
+    assert [request.image for request in engine_requests] == [IMAGE] * 7 + [b"abc"]
+
+
+async def test_a_caller_that_hangs_up_ends_the_fetching_of_its_image():
+    async with plain() as (host, images, uri):
+        has_begun, has_ended = asyncio.Event(), asyncio.Event()
+
+        async def pour(writer: StreamWriter) -> None:
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
+            has_begun.set()
+            try:
+                await asyncio.wait_for(writer.wait_closed(), 20)
+            finally:
+                has_ended.set()
+
+        host.answers["/a.png"] = pour
+        engine = FakeEngine()
+        async with (
+            Server(engine, ServerConfig(model="fake", port=0), images=images) as server,
+            open_channel(server) as channel,
+        ):
+            call = Serving(server, engine, channel).vision.CompleteQuery(asking(f"{uri}/a.png"))
+            await has_begun.wait()
+            call.cancel()
+            await has_ended.wait()
+    assert engine.requests == []

@@ -6,10 +6,12 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Image(_message.Message):
-    __slots__ = ("data",)
+    __slots__ = ("data", "uri")
     DATA_FIELD_NUMBER: _ClassVar[int]
+    URI_FIELD_NUMBER: _ClassVar[int]
     data: bytes
-    def __init__(self, data: _Optional[bytes] = ...) -> None: ...
+    uri: str
+    def __init__(self, data: _Optional[bytes] = ..., uri: _Optional[str] = ...) -> None: ...
 
 class NormalizedPoint(_message.Message):
     __slots__ = ("x", "y")
