@@ -1,6 +1,6 @@
 """After a step that raised: who must end, who goes on, and whether the device still works.
 
-     step raises ─▶ all go back to waiting, the step's sequences are tried alone, oldest first
+     step raises ─▶ all go back to waiting, and who was active is tried alone, oldest first
        a trial succeeds ─▶ the next one; after the last, everything goes on as before
        a trial raises ─▶ does a request of our own run?
            yes ─▶ the sequence is the culprit and ends; the others go on
@@ -8,7 +8,7 @@
                                                       it does not ─────────▶ DeviceLost
 
 Invariants
-  R1  A sequence ends only after it raised twice, the second time alone, on a device that still ran our request.
+  R1  A sequence ends only after it raised alone, on a device that still ran our request.
   R2  After several culprits in a row with no success between them the device is restarted all the same: our
       request may be too small to notice what is wrong.
   R3  Whoever goes on keeps its tokens, and draws what it would have drawn.
@@ -64,7 +64,7 @@ class Recovery:
         names = ", ".join(sequence.fingerprint for sequence in batch.members)
         is_trial = self._scheduler.is_trying
         _log.error("a step of %s failed%s", names, " in its trial" if is_trial else "", exc_info=error)
-        self._scheduler.put_all_back(batch)
+        self._scheduler.put_all_back()
         traceback.clear_frames(error.__traceback__)  # they hold tensors
         self._runner.forget_images()
         if isinstance(error, torch.OutOfMemoryError):

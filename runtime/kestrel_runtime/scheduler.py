@@ -9,8 +9,8 @@ Invariants
       its tokens, and is prefilled again; so the oldest always advances.
   I5  Sequences start in the order of `WaitingQueue`: who was sent back, then by priority, tenant and age. Nobody
       passes the one it names, not even where there is room for a smaller one.
-  I6  After a failed step each of its sequences does what it did there once more, alone, and draws a token; before
-      they all have, nobody else runs.
+  I6  After a failed step each sequence that was active does what it did once more, alone, and draws a token;
+      before they all have, nobody else runs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kestrel_runtime.waiting import WaitingQueue
 
 
 class _Suspect(NamedTuple):
-    """Took part in a failed step; `is_decoding` tells what it did there."""
+    """Was active when a step failed; `is_decoding` tells what it did."""
 
     sequence: Sequence
     is_decoding: bool
@@ -115,15 +115,14 @@ class Scheduler:
             self._suspects.popleft()
         return due
 
-    def put_all_back(self, batch: Batch) -> None:
+    def put_all_back(self) -> None:
         """The batch failed and nothing of it has landed: all go back to waiting, without features of their images.
 
-        Its members are suspects from now on, unless this was a trial: then the suspects stay as they are.
+        Whoever was active is a suspect from now on, those who have passed a trial too: so their order stays.
         """
-        if not self._suspects:
-            decoding = set(batch.decode)
-            members = set(batch.members)
-            self._suspects.extend(_Suspect(item, item in decoding) for item in self._active if item in members)
+        known = {suspect.sequence: suspect for suspect in self._suspects}
+        active = [known.pop(item, _Suspect(item, item.state is SequenceState.RUNNING)) for item in self._active]
+        self._suspects = deque((*active, *known.values()))
         while self._active:
             self._active[-1].rewind_random()
             self._preempt(self._active[-1])
@@ -181,9 +180,7 @@ class Scheduler:
         if sequence.state is SequenceState.PREFILLING:
             sequence.move_to(SequenceState.RUNNING)
             return Batch([], [], [sequence])
-        while self.pages_for(sequence) > self._pages.num_free:
-            self._preempt(self._active[-1])
-        self._start(sequence)
+        self._start(sequence)  # all suspects held pages together, so there are enough
         encode = [sequence.whole_image] if sequence.num_crops_to_encode else []
         return Batch(encode, [Chunk(sequence, 0, sequence.length - is_decoding)], [])
 

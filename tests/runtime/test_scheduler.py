@@ -1,4 +1,4 @@
-"""I1 to I5 are the invariants in the docstring of `kestrel_runtime.scheduler`."""
+"""I1 to I6 are the invariants in the docstring of `kestrel_runtime.scheduler`."""
 
 import pytest
 from hypothesis import settings
@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kestrel_runtime.pages import PagePool
 from kestrel_runtime.requests import Priority
 from kestrel_runtime.scheduler import Scheduler
-from kestrel_runtime.sequence import SequenceState
+from kestrel_runtime.sequence import UNIFORMS_PER_TOKEN, SequenceState
 from kestrel_runtime.tokens import Token
 from tests.runtime.sequences import blank_crops, new_sequence
 
@@ -62,6 +62,13 @@ class World:
             if sequence.num_generated == self.to_generate[sequence] or sequence.length == sequence.max_context:
                 self.scheduler.remove(sequence)
                 self.finished.append(sequence)
+        return batch
+
+    def fail(self):
+        """A step whose run raises after it has written. Returns the batch."""
+        batch = self.scheduler.next_batch(now=0.0)
+        self.run(batch)
+        self.scheduler.put_all_back()
         return batch
 
     def steps(self, count):
@@ -316,6 +323,88 @@ def test_i5_a_preempted_sequence_comes_back_before_whoever_came_later():
     assert list(world.scheduler.sequences()) == [oldest, preempted, later]
 
 
+# I6: after a failure
+
+
+def test_i6_after_a_failure_each_does_the_same_again_alone_oldest_first():
+    world = World()
+    decoding, other = world.add(3), world.add(2)
+    world.steps(3)
+    tokens = list(decoding.tokens)
+    pictured, late = world.add(2, image=5, crops=3), world.add(1)
+    failed = world.fail()
+    assert failed.members == [pictured, late, decoding, other]
+    assert (world.pool.num_used, world.scheduler.num_waiting, decoding.tokens) == (0, 4, tokens)
+    untouched = world.add(1, priority=Priority.INTERACTIVE)
+    trials = [world.step() for _ in range(6)]
+    # Who was decoding has everything but its last token put into the cache, and then decodes that.
+    assert (trials[0].prefill, trials[0].decode) == ([(decoding, 0, 5)], [])
+    assert (trials[1].prefill, trials[1].decode) == ([], [decoding])
+    assert (trials[2].members, trials[3].decode) == ([other], [other])
+    assert (trials[4].encode, trials[4].prefill) == ([(pictured, 0, 3)], [(pictured, 0, 7)])
+    assert trials[5].prefill == [(late, 0, 1)]
+    assert not world.scheduler.is_trying
+    assert world.step().members == [untouched, decoding, other, pictured, late]
+
+
+def test_i6_who_fails_its_trial_is_tried_again_unless_it_is_removed():
+    world = World()
+    first, second = world.add(2), world.add(2)
+    world.fail()
+    assert world.fail().members == [first]
+    assert world.fail().members == [first]
+    world.scheduler.remove(first)
+    assert world.step().members == [second]
+    assert not world.scheduler.is_trying
+    assert world.step().decode == [second]
+
+
+def test_i6_who_was_active_without_work_is_tried_too_and_keeps_its_place():
+    world = World(prefill=4)
+    decoding = world.add(1)
+    world.step()
+    first, second = world.add(4), world.add(4)
+    assert world.fail().members == [first, decoding]
+    assert [world.step().members for _ in range(4)] == [[decoding], [decoding], [first], [second]]
+    assert not world.scheduler.is_trying
+    assert list(world.scheduler.sequences()) == [decoding, first, second]
+
+
+def test_i6_who_has_passed_is_tried_anew_when_a_later_trial_fails():
+    world = World()
+    first, second, third = world.add(2), world.add(2), world.add(2)
+    world.fail()
+    assert world.step().members == [first]
+    assert world.fail().members == [second]
+    world.scheduler.remove(second)
+    assert [world.step().members for _ in range(3)] == [[first], [first], [third]]
+    assert world.step().decode == [first, third]
+
+
+def test_i6_trials_fit_where_the_failed_batch_filled_the_cache():
+    world = World(num_pages=8, page_size=2)
+    first, second = world.add(5), world.add(5)
+    world.steps(2)
+    world.fail()
+    while world.scheduler.is_trying:
+        assert len(world.step().members) == 1
+    assert first.num_generated == second.num_generated == 3
+    assert world.pool.num_free == 0
+
+
+def test_i6_random_numbers_go_back_to_where_they_were():
+    world = World()
+    sequence = world.add(2)
+    world.steps(3)
+    before = sequence.random.getstate()
+    for _ in range(UNIFORMS_PER_TOKEN * 3):  # `World` draws without them
+        sequence.random.random()
+    expected = sequence.random.getstate()
+    sequence.random.random()
+    world.fail()
+    assert sequence.random.getstate() == expected != before
+
+
 # Admission
 
 
@@ -407,6 +496,19 @@ class SchedulerMachine(RuleBasedStateMachine):
     def a_step_is_taken(self):
         self.take_step()
 
+    @rule()
+    def a_step_fails(self):
+        world = self.world
+        here, tokens = self.still_here(), {item: list(item.tokens) for item in self.arrived}
+        was_trying = world.scheduler.is_trying
+        batch = world.fail()
+        assert world.pool.num_used == 0
+        assert world.scheduler.num_waiting == len(here)
+        assert {item: list(item.tokens) for item in self.arrived} == tokens
+        assert world.scheduler.is_trying == bool(batch.members)
+        if was_trying:
+            assert len(batch.members) == 1
+
     @rule(count=st.integers(5, 15))
     def steps_are_taken(self, count):
         for _ in range(count):
@@ -419,7 +521,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         cached = {sequence: sequence.num_cached for sequence in here}
         active_before = world.active()
         running_before = [sequence for sequence in active_before if sequence.state is RUNNING]
+        is_trial = world.scheduler.is_trying
         batch = world.step()
+        if is_trial:  # I6, and no other invariant of who runs
+            assert len(batch.members) == 1
+            return
         working = {item.sequence for item in (*batch.encode, *batch.prefill)} | set(batch.decode)
         # I2: whoever ran before decodes or has made room; nobody works twice.
         for sequence in running_before:
