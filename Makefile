@@ -57,7 +57,7 @@ demo: setup
 	esac
 
 bench: setup
-	@for script in bench/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+	@for script in bench/*.py; do echo "== $$script"; PYTHONPATH=. $(BIN)/python $$script || exit 1; done
 
 # The versions a deployment runs, with their hashes and licences, and its bill of materials.
 supply: setup

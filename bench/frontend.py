@@ -232,7 +232,8 @@ class Target:
         self._process = context.Process(target=run_server, args=(serve, theirs, core), daemon=True)
         self._process.start()
         theirs.close()
-        self.channel = grpc.aio.insecure_channel(f"127.0.0.1:{self._pipe.recv()}")
+        self.address = f"127.0.0.1:{self._pipe.recv()}"
+        self.channel = grpc.aio.insecure_channel(self.address)
 
     def cpu_s(self) -> float:
         """Processor time that the server has used so far."""
