@@ -9,7 +9,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,6 +36,8 @@ PUBLISHED_REPOSITORIES: Mapping[str, tuple[str, str | None]] = {
     "moondream3-preview": ("moondream/moondream3-preview", None),
     "moondream3.1-9B-A2B": ("moondream/moondream3.1-9B-A2B", None),
 }
+BUILT_IN_MODEL = "moondream-nano"
+"""Ships inside the package: a model of a toy world, see its card in `nano/`."""
 TOKENIZER_REPOSITORY = "moondream/starmie-v1"
 
 _CONFIG = "config.json"
@@ -59,7 +61,7 @@ class Checkpoint:
 
 
 def find_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
-    """The checkpoint that `model` names: a folder, a .safetensors or .pt file, a published name or org/repo.
+    """What `model` names: a folder, a .safetensors or .pt file, the built-in model, a published name or org/repo.
 
     A local path wins over a hub name. Raises `CheckpointError` for whatever cannot be found or downloaded.
     """
@@ -68,9 +70,11 @@ def find_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
         if revision is not None:
             raise CheckpointError(f"{model} is a local path: a revision goes with a hub name only")
         return _local_checkpoint(path)
+    if model == BUILT_IN_MODEL and revision is None:
+        return replace(_local_checkpoint(Path(__file__).parent / "nano"), name=BUILT_IN_MODEL)
     repository, pinned = PUBLISHED_REPOSITORIES.get(model, (model, None))
     if not _HUB_NAME.fullmatch(repository):
-        known = ", ".join(PUBLISHED_REPOSITORIES)
+        known = ", ".join((BUILT_IN_MODEL, *PUBLISHED_REPOSITORIES))
         raise CheckpointError(f"no file or folder {model!r}, and no hub name either ({known}, or org/repo)")
     return _hub_checkpoint(model, repository, revision or pinned)
 

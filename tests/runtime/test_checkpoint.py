@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from kestrel_runtime.checkpoint import Checkpoint, find_checkpoint
+from kestrel_runtime.checkpoint import BUILT_IN_MODEL, Checkpoint, find_checkpoint
 from kestrel_runtime.errors import CheckpointError
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.models.moondream.weights import load_moondream_state
@@ -138,6 +138,17 @@ def test_a_file_is_a_checkpoint_with_what_lies_beside_it(tmp_path):
 
 def test_a_file_of_the_usual_name_is_called_after_its_folder():
     assert find_checkpoint(str(MD2_SMALL / "model.safetensors")).name == "md2-small"
+
+
+def test_the_built_in_model_is_found_by_its_name_and_has_no_revisions():
+    found = find_checkpoint(BUILT_IN_MODEL)
+    assert (found.name, found.revision) == ("moondream-nano", None)
+    config, _ = load_moondream_state(found)
+    assert config.generation == 3
+    assert config.skills == ("query", "caption", "point", "detect", "segment")
+    assert sum(file.stat().st_size for file in found.weight_files) <= 12 * 10**6
+    with pytest.raises(CheckpointError):
+        find_checkpoint(BUILT_IN_MODEL, "main")
 
 
 def test_a_home_folder_is_understood(monkeypatch):
