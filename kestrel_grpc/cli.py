@@ -13,6 +13,9 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+import grpc
 
 from kestrel_client import (
     Box,
@@ -26,9 +29,11 @@ from kestrel_client import (
     ServerError,
     TextChannel,
     TextDelta,
+    Unauthenticated,
     Unavailable,
 )
 from kestrel_client.channel import DEFAULT_ADDRESS, DEFAULT_TIMEOUT_S
+from kestrel_client.images import is_address
 
 NO_IMAGE = "-"
 """What stands in the place of IMAGE in a query about nothing."""
@@ -36,7 +41,7 @@ NO_IMAGE = "-"
 
 def add_client_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds the commands; each sets `run`, which takes the parsed arguments and returns the exit status."""
-    query = _add(subparsers, _query, "answer a question", f"an image file, or {NO_IMAGE} for none")
+    query = _add(subparsers, _query, "answer a question", f"an image file, its address, or {NO_IMAGE} for none")
     query.add_argument("question", metavar="QUESTION")
     query.add_argument("--reasoning", action="store_true", help="think first, and show the thoughts on stderr")
     caption = _add(subparsers, _caption, "describe an image")
@@ -60,7 +65,7 @@ def _add(
     subparsers: argparse._SubParsersAction[argparse.ArgumentParser],
     command: Command,
     summary: str,
-    image_help: str = "an image file",
+    image_help: str = "an image file, or its address",
 ) -> argparse.ArgumentParser:
     name = command.__name__.removeprefix("_")
     parser = subparsers.add_parser(
@@ -68,6 +73,18 @@ def _add(
     )
     parser.add_argument("image", metavar="IMAGE", help=image_help)
     parser.add_argument("--address", default=DEFAULT_ADDRESS, help="where the server is (%(default)s)")
+    parser.add_argument(
+        "--token",
+        default=os.environ.get("KESTREL_TOKEN"),
+        help="what lets you in, for servers that ask (KESTREL_TOKEN, which others on this machine do not see)",
+    )
+    parser.add_argument(
+        "--tls-ca",
+        metavar="FILE",
+        type=Path,
+        default=os.environ.get("KESTREL_TLS_CA"),
+        help="connect encrypted, to a server that the certificates in this file vouch for (KESTREL_TLS_CA)",
+    )
     parser.add_argument(
         "--timeout", metavar="SECONDS", type=float, default=DEFAULT_TIMEOUT_S, help="give up then (%(default)g)"
     )
@@ -82,7 +99,10 @@ def _add(
 
 def _run(command: Command, arguments: argparse.Namespace) -> int:
     try:
-        with Client(arguments.address, timeout_s=arguments.timeout) as client:
+        options: dict[str, Any] = {"timeout_s": arguments.timeout, "token": arguments.token}
+        if arguments.tls_ca is not None:
+            options["credentials"] = grpc.ssl_channel_credentials(arguments.tls_ca.read_bytes())
+        with Client(arguments.address, **options) as client:
             command(client, arguments)
     except BrokenPipeError:
         # Whoever reads stdout has seen enough; without this, Python complains again when it flushes at the end.
@@ -117,7 +137,7 @@ def _caption(client: Client, arguments: argparse.Namespace) -> None:
 
 
 def _point(client: Client, arguments: argparse.Namespace) -> None:
-    image = Path(arguments.image).read_bytes()
+    image = _image(arguments)
     options = _options(arguments)
     result = client.point(image, arguments.object, max_objects=arguments.max_objects, **options)
     _print_found(arguments, result, [_numbers(point) for point in result.points])
@@ -125,7 +145,7 @@ def _point(client: Client, arguments: argparse.Namespace) -> None:
 
 
 def _detect(client: Client, arguments: argparse.Namespace) -> None:
-    image = Path(arguments.image).read_bytes()
+    image = _image(arguments)
     options = _options(arguments)
     result = client.detect(image, arguments.object, max_objects=arguments.max_objects, **options)
     boxes = tuple(item.box for item in result.objects)
@@ -134,10 +154,19 @@ def _detect(client: Client, arguments: argparse.Namespace) -> None:
 
 
 def _segment(client: Client, arguments: argparse.Namespace) -> None:
-    image = Path(arguments.image).read_bytes()
+    image = _image(arguments)
     result = client.segment(image, arguments.object, **_options(arguments))
     _print_found(arguments, result, [f"{_numbers(item.box)} {item.svg_path}" for item in result.segments])
     _draw(arguments, image, segments=result.segments)
+
+
+def _image(arguments: argparse.Namespace) -> bytes | str:
+    """The bytes of an image file, which drawing needs too, or an address for the server."""
+    if not is_address(arguments.image):
+        return Path(arguments.image).read_bytes()
+    if arguments.draw is not None:
+        raise ValueError("--draw needs an image file, not an address")
+    return arguments.image
 
 
 def _options(arguments: argparse.Namespace) -> CallOptions:
@@ -181,13 +210,13 @@ def _numbers(place: Point | Box) -> str:
 
 def _draw(
     arguments: argparse.Namespace,
-    image: bytes,
+    image: bytes | str,
     *,
     points: tuple[Point, ...] = (),
     boxes: tuple[Box, ...] = (),
     segments: tuple[Segment, ...] = (),
 ) -> None:
-    if arguments.draw is None:
+    if arguments.draw is None or isinstance(image, str):
         return
     # Most calls draw nothing, and start faster without Pillow.
     from kestrel_grpc.drawing import draw, open_upright
@@ -199,6 +228,8 @@ def _explain(error: Exception, arguments: argparse.Namespace) -> str:
     """One line that says what to do about it, as far as anyone knows."""
     if isinstance(error, Unavailable) and not error.reason:
         return f"no server answers at {arguments.address}"
+    if isinstance(error, Unauthenticated):
+        return "the server asks for a token that it knows; give --token or KESTREL_TOKEN"
     if isinstance(error, DeadlineExceeded):
         return f"no answer within {arguments.timeout:g} s"
     if isinstance(error, ServerError) and error.request_id:

@@ -120,6 +120,24 @@ def test_a_request_id_travels_as_metadata(client: Client, vision: CannedVision) 
     assert "x-request-id" not in vision.metadata[1]
 
 
+def test_a_token_goes_with_every_call(address: str, vision: CannedVision) -> None:
+    with Client(address, token="secret") as client:
+        client.point(PICTURE, "kite", request_id="mine")
+        client.query(PICTURE, "q").result()
+    assert [metadata["authorization"] for metadata in vision.metadata] == ["Bearer secret"] * 2
+    assert vision.metadata[0]["x-request-id"] == "mine"
+
+
+def test_without_a_token_none_goes(client: Client, vision: CannedVision) -> None:
+    client.point(PICTURE, "kite")
+    assert "authorization" not in vision.metadata[0]
+
+
+def test_an_address_goes_in_place_of_an_image(client: Client, vision: CannedVision) -> None:
+    client.point("https://example.com/kite.png", "kite")
+    assert vision.requests[0].image.uri == "https://example.com/kite.png"
+
+
 def test_a_deadline_that_passes_is_told_as_such(client: Client, vision: CannedVision) -> None:
     vision.endless = True
     with pytest.raises(DeadlineExceeded):

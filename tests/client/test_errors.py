@@ -17,8 +17,10 @@ from kestrel_client import (
     KestrelClientError,
     ModelNotFound,
     Overloaded,
+    PermissionDenied,
     ServerError,
     SkillUnsupported,
+    Unauthenticated,
     Unavailable,
     Violation,
 )
@@ -48,7 +50,9 @@ def _refusal(client: Client, vision: CannedVision, *statuses: status_pb2.Status)
         (code_pb2.CANCELLED, "", Cancelled),
         (code_pb2.INTERNAL, "INTERNAL", ServerError),
         (code_pb2.UNIMPLEMENTED, "", ServerError),
-        (code_pb2.UNAUTHENTICATED, "TOKEN_INVALID", ServerError),
+        (code_pb2.UNAUTHENTICATED, "TOKEN_INVALID", Unauthenticated),
+        (code_pb2.PERMISSION_DENIED, "SCOPE_REQUIRED", PermissionDenied),
+        (code_pb2.RESOURCE_EXHAUSTED, "RATE_LIMITED", Overloaded),
     ],
 )
 def test_each_documented_status_is_its_own_error(

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from kestrel_client.images import image_bytes
+from kestrel_client.images import image_bytes, is_address, put_image
+from kestrel_client.v1 import media_pb2
 
 
 def test_bytes_of_any_kind_go_as_they_are() -> None:
@@ -50,3 +51,21 @@ def test_anything_else_is_refused_by_name() -> None:
     wrong: Any = 7
     with pytest.raises(TypeError, match="not int"):
         image_bytes(wrong)
+
+
+@pytest.mark.parametrize("address", ["https://example.com/a.png", "HTTP://example.com/a.png", "data:,abc"])
+def test_an_address_goes_as_one_for_the_server_to_fetch(address: str) -> None:
+    message = media_pb2.Image()
+    put_image(message, address)
+    assert (message.WhichOneof("source"), message.uri) == ("uri", address)
+
+
+@pytest.mark.parametrize("image", [b"https://example.com/a.png", Path("https://example.com/a.png"), "https.png"])
+def test_nothing_but_a_text_with_a_scheme_is_an_address(image: bytes | Path | str) -> None:
+    assert not is_address(image)
+
+
+def test_bytes_go_into_a_message_as_they_are() -> None:
+    message = media_pb2.Image()
+    put_image(message, b"abc")
+    assert (message.WhichOneof("source"), message.data) == ("data", b"abc")

@@ -1,5 +1,9 @@
+import asyncio
+import os
 import socket
 import stat
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +13,7 @@ import trustme
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
+from kestrel_client import AsyncClient, PermissionDenied, Unauthenticated
 from kestrel_client.v1 import engine_service_pb2 as engine_wire
 from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_client.v1.engine_service_pb2_grpc import EngineServiceStub
@@ -17,7 +22,7 @@ from kestrel_grpc.config import ServerConfig
 from kestrel_grpc.doors import PortUnavailable
 from kestrel_grpc.server import Server, require_usable
 from kestrel_grpc.tls import CertificateError
-from kestrel_grpc.tokens import Scope, TokenFileError, line_for
+from kestrel_grpc.tokens import Scope, TokenFileError, hash_of, line_for, read_tokens
 from tests.fakes import FakeEngine
 from tests.server.certificates import Pair, trusting
 from tests.server.serving import reason_of, serving
@@ -183,3 +188,76 @@ async def test_a_port_of_operators_that_is_taken_is_told():
     async with serving() as house:
         with pytest.raises(PortUnavailable, match="Address already in use"):
             require_usable(ServerConfig(model="fake", port=0, admin_port=house.server.port))
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, str]:
+    """A certificate and a token, as a server takes them; the authority of the former lies beside it."""
+    authority, pair, tokens = trustme.CA(), Pair.within(tmp_path), tmp_path / "tokens.toml"
+    pair.write(authority)
+    authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
+    tokens.write_text(line_for("alice", "secret", frozenset({Scope.INFER})))
+    return {"tls_certificate": str(pair.certificate), "tls_key": str(pair.key), "tokens": str(tokens)}
+
+
+async def test_the_client_brings_a_token_over_an_encrypted_connection(files, tmp_path):
+    credentials = grpc.ssl_channel_credentials((tmp_path / "ca.pem").read_bytes())
+    async with serving(**files) as house:
+        async with AsyncClient(house.address, token="secret", credentials=credentials) as client:
+            assert (await client.complete_query(None, "?")).answer == "a kestrel"
+            with pytest.raises(PermissionDenied, match="needs the scope admin"):
+                await client.load()
+        async with AsyncClient(house.address, credentials=credentials) as client:
+            with pytest.raises(Unauthenticated):
+                await client.complete_query(None, "?")
+            with pytest.raises(Unauthenticated):
+                await client.query(None, "?").result()
+
+
+def ask_on_the_command_line(address: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kestrel_grpc", "query", "-", "?", "--address", address, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | environment)
+
+
+async def test_the_command_line_brings_a_token_over_an_encrypted_connection(files, tmp_path):
+    authority = str(tmp_path / "ca.pem")
+    async with serving(**files) as house:
+        by_flag = await asyncio.to_thread(
+            ask_on_the_command_line, house.address, "--token", "secret", "--tls-ca", authority
+        )
+        by_environment = await asyncio.to_thread(
+            lambda: ask_on_the_command_line(house.address, KESTREL_TOKEN="secret", KESTREL_TLS_CA=authority)
+        )
+        without = await asyncio.to_thread(ask_on_the_command_line, house.address, "--tls-ca", authority)
+    assert (by_flag.stdout, by_flag.stderr) == ("a kestrel\n", "")
+    assert by_environment.stdout == "a kestrel\n"
+    assert without.returncode == 1
+    assert "give --token or KESTREL_TOKEN" in without.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--host", "0.0.0.0"], "--host 0.0.0.0: anybody could call"),
+        (["--tokens", "missing.toml"], "cannot read missing.toml"),
+        (["--tls-certificate", "missing.pem", "--tls-key", "missing.key"], "cannot read missing"),
+        (["--prot", "1"], "--prot"),
+    ],
+)
+def test_what_cannot_be_served_is_told_in_a_line_and_with_status_two(arguments, problem):
+    command = [sys.executable, "-m", "kestrel_grpc", "serve", "--model", "x", "--port", "0", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert problem in done.stderr.splitlines()[-1]
+
+
+def test_a_token_is_made_on_the_command_line(tmp_path):
+    command = [sys.executable, "-m", "kestrel_grpc", "token", "new"]
+    made = subprocess.run(
+        [*command, "alice", "--scope", "admin", "--scope", "infer"], capture_output=True, text=True, check=True
+    )
+    (tmp_path / "tokens.toml").write_text(made.stderr)
+    (token,) = read_tokens(tmp_path / "tokens.toml").values()
+    assert (token.name, token.scopes) == ("alice", frozenset(Scope))
+    assert hash_of(made.stdout.strip()) == token.sha256
+    assert subprocess.run([*command, "a b"], capture_output=True, check=False).returncode == 2

@@ -12,7 +12,7 @@ import grpc
 from kestrel_client import requests, results
 from kestrel_client.channel import DEFAULT_ADDRESS, DEFAULT_TIMEOUT_S, channel_options
 from kestrel_client.errors import from_rpc_error
-from kestrel_client.images import ImageInput, image_bytes
+from kestrel_client.images import ImageInput, put_image
 from kestrel_client.requests import CallOptions, Length, SpatialRef
 from kestrel_client.results import (
     CaptionResult,
@@ -39,6 +39,9 @@ class AsyncClient:
     Calls end after `timeout_s` at the latest, if they do not say otherwise themselves. With `wait_for_ready`
     a call waits that long for a server to come up; without it, it fails with `Unavailable` after a few short
     retries.
+
+    Calls bear the `token`, for servers that ask for one. With `credentials`, such as those of
+    `grpc.ssl_channel_credentials()`, the connection is encrypted.
     """
 
     def __init__(
@@ -47,10 +50,17 @@ class AsyncClient:
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         wait_for_ready: bool = False,
+        token: str | None = None,
+        credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
         self._timeout_s = timeout_s
         self._wait_for_ready = wait_for_ready
-        self._channel = grpc.aio.insecure_channel(address, channel_options())
+        self._token = token
+        self._channel = (
+            grpc.aio.insecure_channel(address, channel_options())
+            if credentials is None
+            else grpc.aio.secure_channel(address, credentials, channel_options())
+        )
         self._vision = VisionServiceStub(self._channel)
         self._engine = EngineServiceStub(self._channel)
 
@@ -178,11 +188,11 @@ class AsyncClient:
         """The call, begun; what comes of it is awaited by the caller."""
         if image is not None:
             # Reading a disk or compressing a picture takes long enough to be felt in an event loop.
-            message.image.data = await asyncio.to_thread(image_bytes, image)
+            await asyncio.to_thread(put_image, message.image, image)
         return rpc(
             message,
             timeout=requests.timeout_s(options, self._timeout_s),
-            metadata=requests.metadata(options),
+            metadata=requests.metadata(options, self._token),
             wait_for_ready=self._wait_for_ready,
         )
 

@@ -2,9 +2,11 @@
 
     KestrelClientError
     ├── InvalidRequest       the request breaks a rule; carries every violation
+    ├── Unauthenticated      the server asks for a token, and the call bears none that it knows
+    ├── PermissionDenied     the token is not good for this call
     ├── ModelNotFound        the server serves no model of that name
     ├── SkillUnsupported     the model has no such skill
-    ├── Overloaded           no room now; carries when to try again
+    ├── Overloaded           no room now, or too many calls with this token; carries when to try again
     ├── Unavailable          no server, or one that is starting or stopping; carries when to try again
     ├── DeadlineExceeded     no answer within `timeout_s`
     ├── Cancelled            the call was cancelled
@@ -74,6 +76,14 @@ class InvalidRequest(KestrelClientError):
         return listed or super().__str__()
 
 
+class Unauthenticated(KestrelClientError):
+    """The server asks for a token, and the call bears none that it knows."""
+
+
+class PermissionDenied(KestrelClientError):
+    """The token is not good for this call."""
+
+
 class ModelNotFound(KestrelClientError):
     """The server serves no model of that name."""
 
@@ -83,7 +93,7 @@ class SkillUnsupported(KestrelClientError):
 
 
 class Overloaded(KestrelClientError):
-    """The server has no room now. `retry_after_s` says when to try again, or None if the server did not."""
+    """The server has no room now, or the token is used up. `retry_after_s` says when to try again, if known."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure)
@@ -121,6 +131,8 @@ def from_rpc_error(error: grpc.RpcError) -> KestrelClientError:
 
 _KINDS: Mapping[grpc.StatusCode, type[KestrelClientError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDenied,
     grpc.StatusCode.NOT_FOUND: ModelNotFound,
     grpc.StatusCode.FAILED_PRECONDITION: SkillUnsupported,
     grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,

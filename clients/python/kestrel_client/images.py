@@ -6,13 +6,30 @@ import io
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, TypeGuard
+
+from kestrel_client.v1 import media_pb2
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 ImageInput: TypeAlias = "bytes | bytearray | memoryview | str | os.PathLike[str] | Image"
-"""The bytes of an image file, the path of one, or a PIL image."""
+"""The bytes of an image file, the path of one, its address (`https://…`), or a PIL image."""
+
+_SCHEMES = ("https://", "http://", "data:")
+
+
+def put_image(message: media_pb2.Image, image: ImageInput) -> None:
+    """Put an image into a message: its bytes, or its address for the server to fetch."""
+    if is_address(image):
+        message.uri = image
+    else:
+        message.data = image_bytes(image)
+
+
+def is_address(image: ImageInput) -> TypeGuard[str]:
+    """Whether an image is a text that only an address can be."""
+    return isinstance(image, str) and image.lower().startswith(_SCHEMES)
 
 
 def image_bytes(image: ImageInput) -> bytes:

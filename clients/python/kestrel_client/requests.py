@@ -89,10 +89,11 @@ def timeout_s(options: CallOptions, default_s: float) -> float:
     return default_s if asked_s is None else asked_s
 
 
-def metadata(options: CallOptions) -> tuple[tuple[str, str], ...]:
+def metadata(options: CallOptions, token: str | None) -> tuple[tuple[str, str], ...]:
     """What travels beside the message."""
     request_id = options.get("request_id")
-    return () if request_id is None else (("x-request-id", request_id),)
+    named = () if request_id is None else (("x-request-id", request_id),)
+    return named if token is None else (*named, ("authorization", f"Bearer {token}"))
 
 
 def _handling(options: CallOptions) -> dict[str, Any]:
