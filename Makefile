@@ -7,13 +7,11 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 # Anything pip takes. Installed first, and alone: a bare `torch` among the other requirements would bring its
 # newest build with everything for CUDA where a smaller one is at hand.
 TORCH ?= torch==2.13.0
-MODEL ?= tests/golden/md3-small
-DEMO_IMAGE ?= tests/golden/md3-small/image_0_500x400.png
 
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: setup proto check test serve demo bench supply clean
+.PHONY: setup proto check test serve demo quality train bench supply clean
 
 # Everything into .venv; nothing to do until pyproject.toml changes.
 setup: .venv/installed
@@ -39,22 +37,21 @@ check: setup
 test: check
 	$(BIN)/python -m pytest
 
-# MODEL is a folder, a file or a name on the hub; ARGS are further options of `kestrel-grpc serve`.
+# The built-in model unless ARGS says otherwise; ARGS are options of `kestrel-grpc serve`.
 serve: setup
-	$(BIN)/kestrel-grpc serve --model $(MODEL) $(ARGS)
+	$(BIN)/kestrel-grpc serve $(ARGS)
 
-# A server on a free port, a question and a search put to it over gRPC, and the server stopped.
+# A server on a free port, all five skills asked over gRPC about one picture, and what was found drawn on it.
 demo: setup
-	@log=$$(mktemp); run() { echo "\$$ $$*"; "$$@"; }; \
-	$(BIN)/kestrel-grpc serve --model $(MODEL) --port 0 --log-level warning >"$$log" & server=$$!; \
-	trap 'kill $$server 2>/dev/null; wait $$server; rm -f "$$log"' EXIT; \
-	until grep '^kestrel-grpc serves' "$$log"; do kill -0 $$server || exit 1; sleep 0.1; done; \
-	address=$$(sed -n 's/^kestrel-grpc serves .* on \([^ ]*\) .*/\1/p' "$$log"); \
-	run $(BIN)/kestrel-grpc query $(DEMO_IMAGE) 'What is in this image?' --max-tokens 32 --address $$address && \
-	run $(BIN)/kestrel-grpc detect $(DEMO_IMAGE) square --max-objects 3 --draw demo.png --address $$address
-	@case $(MODEL) in tests/golden/*) \
-		echo "The weights of $(MODEL) are random, so these answers are noise; name a trained model with MODEL=…";; \
-	esac
+	$(BIN)/kestrel-grpc demo
+
+# How well a model sees: held-out scenes asked over gRPC. ARGS are options of bench/quality.py.
+quality: setup
+	$(BIN)/python -m bench.quality $(ARGS)
+
+# The whole recipe of the built-in model, for one GPU; goes on where it stopped.
+train: setup
+	$(BIN)/python -m training all
 
 bench: setup
 	@for script in bench/*.py; do echo "== $$script"; PYTHONPATH=. $(BIN)/python $$script || exit 1; done

@@ -15,6 +15,7 @@ from pathlib import Path
 from kestrel_grpc import __version__
 from kestrel_grpc.cli import add_client_commands
 from kestrel_grpc.config import ConfigurationError, ServerConfig, add_serve_arguments, effective_values
+from kestrel_grpc.demo import add_demo_command
 from kestrel_grpc.health_command import add_health_command
 from kestrel_grpc.logs import set_up_logging
 from kestrel_grpc.token_command import add_token_command
@@ -64,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="default: auto"
     )
     verify.set_defaults(run=_verify)
+    add_demo_command(commands)
     add_token_command(commands)
     add_client_commands(commands)
     add_health_command(commands)

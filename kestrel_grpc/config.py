@@ -96,7 +96,7 @@ def _option(
     return field(default=default, metadata={_OPTION: Option(help, unit, parse, text)})
 
 
-_ENGINE = EngineConfig(model="")
+_ENGINE = EngineConfig()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,9 @@ class ServerConfig:
     `max_queue` of the file."""
 
     config: str | None = _option(None, some_text, "file with options, in TOML", default_text="none")
-    model: str = _option("", some_text, "local folder or file, or hub name", default_text="required")
+    model: str = _option(
+        _ENGINE.model, some_text, "the built-in toy model, a local folder or file, or a name on the hub"
+    )
     revision: str | None = _option(None, some_text, "revision of a hub model", default_text="the published one")
     device: str = _option("auto", one_of("auto", "cpu", "cuda"), "where the model runs: auto, cpu or cuda")
     dtype: str = _option(
@@ -236,8 +238,6 @@ class ServerConfig:
                     values[name] = option.parse(setting.text)
                 except ValueError as error:
                     problems.append(f"{setting.source}: {setting.text!r} {error}")
-            elif name == "model":
-                problems.append(f"{flag_name('model')} or {environment_name('model')}: is required")
         config = cls(**values)
         problems += config._contradictions()
         if problems:

@@ -23,6 +23,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from kestrel_runtime.config import BUILT_IN_MODEL
 from kestrel_runtime.errors import CheckpointError
 
 _Value = TypeVar("_Value")
@@ -36,8 +37,6 @@ PUBLISHED_REPOSITORIES: Mapping[str, tuple[str, str | None]] = {
     "moondream3-preview": ("moondream/moondream3-preview", None),
     "moondream3.1-9B-A2B": ("moondream/moondream3.1-9B-A2B", None),
 }
-BUILT_IN_MODEL = "moondream-nano"
-"""Ships inside the package: a model of a toy world, see its card in `nano/`."""
 TOKENIZER_REPOSITORY = "moondream/starmie-v1"
 
 _CONFIG = "config.json"

@@ -5,17 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MIB = 2**20
+BUILT_IN_MODEL = "moondream-nano"
+"""Ships inside the package: a small model of a toy world; its card lies in `nano/`."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Settings of one engine.
 
-    `model` is a local folder or file, or a hub name. `device` is auto, cpu or cuda; `dtype` is auto, float32,
+    `model` is the built-in one, a local folder or file, or a hub name. `device` is auto, cpu or cuda; `dtype` is auto, float32,
     bfloat16 or float16. `num_kv_pages` None sizes the cache by `max_batch_size` and free memory.
     """
 
-    model: str
+    model: str = BUILT_IN_MODEL
     revision: str | None = None
     device: str = "auto"
     dtype: str = "auto"

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from kestrel_runtime.checkpoint import BUILT_IN_MODEL, Checkpoint, find_checkpoint
+from kestrel_runtime.checkpoint import Checkpoint, find_checkpoint
+from kestrel_runtime.config import BUILT_IN_MODEL
 from kestrel_runtime.errors import CheckpointError
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.models.moondream.weights import load_moondream_state
