@@ -32,6 +32,8 @@ def log_call(call: Call, outcome: Outcome) -> None:
         "outcome": outcome.reason,
         "duration_ms": round(call.duration_ms, 1),
     }
+    if call.tenant:
+        facts["tenant"] = call.tenant
     if call.finished is not None:
         facts["input_tokens"] = call.finished.usage.num_input_tokens
         facts["output_tokens"] = call.finished.usage.num_output_tokens

@@ -63,10 +63,18 @@ def test_a_call_is_one_object_of_json_with_its_facts_as_fields():
         QueryOutput("a secret\nin two lines", None), FinishReason.STOP, Usage(735, 729, 3), Timing(0, 0, 0, 0, 0)
     )
     call.trace_id = "0af7"
+    call.tenant = "alice"
     log_call(call, OK)
     assert stream.getvalue().count("\n") == 1
     found = json.loads(stream.getvalue())
-    facts = {"request_id": "abc", "method": QUERY, "code": "OK", "outcome": "OK", "trace_id": "0af7"}
+    facts = {
+        "request_id": "abc",
+        "method": QUERY,
+        "code": "OK",
+        "outcome": "OK",
+        "trace_id": "0af7",
+        "tenant": "alice",
+    }
     assert facts.items() <= found.items()
     assert (found["input_tokens"], found["output_tokens"]) == (735, 3)
     assert (found["level"], found["logger"]) == ("info", "kestrel_grpc.calls")
