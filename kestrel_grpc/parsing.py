@@ -102,6 +102,7 @@ def point(message: wire.PointRequest) -> Point:
 def detect(message: wire.DetectRequest) -> Detect:
     """Boxes around objects."""
     violations: list[Violation] = []
+    refs = _spatial_refs(message.spatial_refs, violations)
     options = _options(message, violations)
     return _build(
         violations,
@@ -109,6 +110,7 @@ def detect(message: wire.DetectRequest) -> Detect:
             object=message.object,
             image=message.image.data,
             max_objects=_max_objects(message),
+            spatial_refs=refs,
             sampling=_sampling(message),
             options=options,
         ),

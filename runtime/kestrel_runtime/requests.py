@@ -176,14 +176,14 @@ class Point(_ObjectRequest):
 
 @dataclass(frozen=True, slots=True)
 class Detect(_ObjectRequest):
-    """A box around each object of a kind; `max_objects` None takes the default of 150. Takes no references."""
+    """A box around each object of a kind; `max_objects` None takes the default of 150."""
 
     skill: ClassVar[str] = "detect"
 
 
 @dataclass(frozen=True, slots=True)
 class Segment(_ObjectRequest):
-    """The outline of one object of a kind. Takes no `max_objects`."""
+    """The outline of one object of a kind; being one, it is not touched by `max_objects`."""
 
     skill: ClassVar[str] = "segment"
 

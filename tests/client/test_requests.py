@@ -34,9 +34,10 @@ def test_every_option_reaches_its_field() -> None:
     message = requests.detect(
         "kite",
         7,
+        [Point(0.5, 0.25)],
         {"temperature": 0.5, "top_p": 0.25, "max_tokens": 9, "seed": 3, "model": "tiny", "max_queue_s": 1.5},
     )
-    assert (message.object, message.max_objects) == ("kite", 7)
+    assert (message.object, message.max_objects, len(message.spatial_refs)) == ("kite", 7, 1)
     assert message.sampling == generation_pb2.SamplingParams(temperature=0.5, top_p=0.25, max_tokens=9, seed=3)
     assert message.options.model == "tiny"
     assert message.options.max_queue_duration.ToMilliseconds() == 1500

@@ -138,10 +138,11 @@ class AsyncClient:
         object: str,
         *,
         max_objects: int | None = None,
+        spatial_refs: Sequence[SpatialRef] = (),
         **options: Unpack[CallOptions],
     ) -> DetectResult:
         """Finds a box around each object of a kind."""
-        message = requests.detect(object, max_objects, options)
+        message = requests.detect(object, max_objects, spatial_refs, options)
         return results.detect_result(await self._call(self._vision.Detect, message, image, options))
 
     async def segment(

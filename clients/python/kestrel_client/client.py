@@ -132,10 +132,11 @@ class Client:
         object: str,
         *,
         max_objects: int | None = None,
+        spatial_refs: Sequence[SpatialRef] = (),
         **options: Unpack[CallOptions],
     ) -> DetectResult:
         """Finds a box around each object of a kind."""
-        message = requests.detect(object, max_objects, options)
+        message = requests.detect(object, max_objects, spatial_refs, options)
         return results.detect_result(self._call(self._vision.Detect, message, image, options))
 
     def segment(

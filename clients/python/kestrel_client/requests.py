@@ -69,9 +69,16 @@ def point(
     )
 
 
-def detect(object: str, max_objects: int | None, options: CallOptions) -> vision_service_pb2.DetectRequest:
+def detect(
+    object: str, max_objects: int | None, spatial_refs: Sequence[SpatialRef], options: CallOptions
+) -> vision_service_pb2.DetectRequest:
     """Objects to put a box around."""
-    return vision_service_pb2.DetectRequest(object=object, max_objects=max_objects, **_handling(options))
+    return vision_service_pb2.DetectRequest(
+        object=object,
+        max_objects=max_objects,
+        spatial_refs=_spatial_refs(spatial_refs),
+        **_handling(options),
+    )
 
 
 def segment(

@@ -151,18 +151,20 @@ class PointResponse(_message.Message):
     def __init__(self, points: _Optional[_Iterable[_Union[_media_pb2.NormalizedPoint, _Mapping]]] = ..., info: _Optional[_Union[_generation_pb2.ResponseInfo, _Mapping]] = ...) -> None: ...
 
 class DetectRequest(_message.Message):
-    __slots__ = ("object", "image", "max_objects", "sampling", "options")
+    __slots__ = ("object", "image", "max_objects", "spatial_refs", "sampling", "options")
     OBJECT_FIELD_NUMBER: _ClassVar[int]
     IMAGE_FIELD_NUMBER: _ClassVar[int]
     MAX_OBJECTS_FIELD_NUMBER: _ClassVar[int]
+    SPATIAL_REFS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
     object: str
     image: _media_pb2.Image
     max_objects: int
+    spatial_refs: _containers.RepeatedCompositeFieldContainer[_media_pb2.SpatialRef]
     sampling: _generation_pb2.SamplingParams
     options: _generation_pb2.RequestOptions
-    def __init__(self, object: _Optional[str] = ..., image: _Optional[_Union[_media_pb2.Image, _Mapping]] = ..., max_objects: _Optional[int] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., options: _Optional[_Union[_generation_pb2.RequestOptions, _Mapping]] = ...) -> None: ...
+    def __init__(self, object: _Optional[str] = ..., image: _Optional[_Union[_media_pb2.Image, _Mapping]] = ..., max_objects: _Optional[int] = ..., spatial_refs: _Optional[_Iterable[_Union[_media_pb2.SpatialRef, _Mapping]]] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., options: _Optional[_Union[_generation_pb2.RequestOptions, _Mapping]] = ...) -> None: ...
 
 class DetectedObject(_message.Message):
     __slots__ = ("box",)
