@@ -1,7 +1,9 @@
 """How right are a model's answers about 600 scenes that it never saw?
 
 Every skill is asked about every scene, at temperature 0, and answers are scored against the scene's truth. Prints a
-table with 95 % intervals and writes JSON. Takes any model that the engine takes, in any type.
+table with 95 % intervals and writes JSON. Asks over gRPC: the server at `--address`, or else one of its own on a
+free port with any model, device and type that the engine takes. Run as `python -m bench.quality`, with
+the training extra installed.
 """
 
 from __future__ import annotations
@@ -21,26 +23,27 @@ from typing import Any
 
 import torch
 
-from bench import scoring
+from kestrel_client import AsyncClient, CaptionResult, DetectResult, Point, PointResult, QueryResult, SegmentResult
+from kestrel_grpc.config import ServerConfig
+from kestrel_grpc.server import Server
 from kestrel_grpc.svg_path import polylines
-from kestrel_runtime.config import EngineConfig
+from kestrel_runtime.config import BUILT_IN_MODEL
 from kestrel_runtime.engine import Engine
-from kestrel_runtime.events import CaptionOutput, DetectOutput, Output, PointOutput, QueryOutput, SegmentOutput
-from kestrel_runtime.requests import Caption, Detect, Point, PointRef, Query, Request, SamplingParams, Segment
+from training import scoring
 from training.captions import normal_caption
 from training.drawing import encode_scene
 from training.examples import object_phrase
+from training.exchange import Exchange
 from training.facts import FACTS
 from training.palette import COLORS
 from training.phrases import absent, groups, present, unique
-from training.questions import KINDS, Exchange, ask
+from training.questions import KINDS, ask
 from training.scenes import HELD_OUT_SEED, Scene, Thing, make_scene
 from training.shapes import SHAPES
 
-_GREEDY = SamplingParams(temperature=0.0, max_tokens=256)
 _QUESTIONS_PER_SCENE = 3
 _THRESHOLDS = tuple(0.5 + 0.05 * step for step in range(10))
-Ask = Callable[[Request], Awaitable[Output]]
+Answer = Any  # one of the client's results, by the skill asked
 
 
 @dataclass(slots=True)
@@ -65,8 +68,8 @@ class Tally:
 class Task:
     """A request about a scene and what to do with its answer."""
 
-    request: Request
-    score: Callable[[Tally, Any], None]
+    ask: Callable[[AsyncClient], Awaitable[Answer]]
+    score: Callable[[Tally, Answer], None]
 
 
 def tasks(seed: int) -> Iterator[Task]:
@@ -92,25 +95,38 @@ def tasks(seed: int) -> Iterator[Task]:
 
 
 def _question(exchange: Exchange, image: bytes | None, seed: int) -> Task:
-    def score(tally: Tally, output: QueryOutput) -> None:
+    def score(tally: Tally, output: QueryResult) -> None:
         if exchange.kind == "contents":
             texts = (exchange.answer, output.answer)
-            named = [sorted(part.removeprefix("and ") for part in text.replace(" and ", ", ").split(", ")) for text in texts]
+            named = [
+                sorted(part.removeprefix("and ") for part in text.replace(" and ", ", ").split(", "))
+                for text in texts
+            ]
             right = named[0] == named[1]
         else:
             right = scoring.normalised(output.answer) == scoring.normalised(exchange.answer)
         tally.note(
-            f"query {exchange.kind}", right, seed=seed, asked=exchange.question, truth=exchange.answer, got=output.answer
+            f"query {exchange.kind}",
+            right,
+            seed=seed,
+            asked=exchange.question,
+            truth=exchange.answer,
+            got=output.answer,
         )
 
-    refs = tuple(PointRef(*point) for point in exchange.points)
-    return Task(Query(exchange.question, image, spatial_refs=refs, sampling=_GREEDY), score)
+    refs = [Point(*point) for point in exchange.points]
+    return Task(
+        lambda client: client.complete_query(
+            image, exchange.question, reasoning=False, spatial_refs=refs, temperature=0.0
+        ),
+        score,
+    )
 
 
 def _caption(scene: Scene, image: bytes) -> Task:
     truth = Counter({f"{thing.color} {thing.name}": count for count, thing in groups(scene.shapes)})
 
-    def score(tally: Tally, output: CaptionOutput) -> None:
+    def score(tally: Tally, output: CaptionResult) -> None:
         named = scoring.inventory(output.caption, COLORS, SHAPES)
         shared = scoring.shared_count(named, truth)
         tally.counts.update(caption_shared=shared, caption_named=named.total(), caption_true=truth.total())
@@ -120,11 +136,11 @@ def _caption(scene: Scene, image: bytes) -> Task:
         for text in scene.texts:
             tally.note("caption text", text.text.lower() in output.caption.lower())
 
-    return Task(Caption(image, "normal", sampling=_GREEDY), score)
+    return Task(lambda client: client.complete_caption(image, length="normal", temperature=0.0), score)
 
 
 def _point(phrase: str, things: tuple[Thing, ...], image: bytes, seed: int) -> Task:
-    def score(tally: Tally, output: PointOutput) -> None:
+    def score(tally: Tally, output: PointResult) -> None:
         left = list(things)
         num_inside = 0
         for point in output.points:
@@ -138,12 +154,12 @@ def _point(phrase: str, things: tuple[Thing, ...], image: bytes, seed: int) -> T
         tally.note("point", right, seed=seed, asked=phrase, truth=[thing.mark for thing in things], got=got)
         tally.note("point count", len(output.points) == len(things))
 
-    return Task(Point(phrase, image, sampling=_GREEDY), score)
+    return Task(lambda client: client.point(image, phrase), score)
 
 
 def _detect(phrase: str, things: tuple[Thing, ...], image: bytes, seed: int) -> Task:
-    def score(tally: Tally, output: DetectOutput) -> None:
-        predicted = [(box.x_min, box.y_min, box.x_max, box.y_max) for box in output.boxes]
+    def score(tally: Tally, output: DetectResult) -> None:
+        predicted = [(box.x_min, box.y_min, box.x_max, box.y_max) for box in (item.box for item in output.objects)]
         truth = [thing.box for thing in things]
         names = {thing.name for thing in things}
         kind = names.pop() if len(names) == 1 else "several"
@@ -154,11 +170,11 @@ def _detect(phrase: str, things: tuple[Thing, ...], image: bytes, seed: int) -> 
         right = scoring.matched(predicted, truth, 0.5) == len(truth) == len(predicted)
         tally.note("detect", right, seed=seed, asked=phrase, truth=truth, got=predicted)
 
-    return Task(Detect(phrase, image, sampling=_GREEDY), score)
+    return Task(lambda client: client.detect(image, phrase), score)
 
 
 def _segment(phrase: str, thing: Thing, image: bytes, seed: int) -> Task:
-    def score(tally: Tally, output: SegmentOutput) -> None:
+    def score(tally: Tally, output: SegmentResult) -> None:
         overlap = 0.0
         if output.segments:
             mask = output.segments[0]
@@ -168,30 +184,31 @@ def _segment(phrase: str, thing: Thing, image: bytes, seed: int) -> Task:
         got = [segment.svg_path for segment in output.segments]
         tally.note("segment", overlap, seed=seed, asked=phrase, truth=" ".join(thing.path), got=got)
 
-    return Task(Segment(phrase, image, sampling=_GREEDY), score)
+    return Task(lambda client: client.segment(image, phrase), score)
 
 
 def _absent(scene: Scene, image: bytes, rng: random.Random) -> Task:
     referent = absent(scene, rng)
     phrase = object_phrase(referent, rng)
-    requests: tuple[Request, ...] = (
-        Query(f"Is there any {referent.singular} in the image?", image, sampling=_GREEDY),
-        Point(phrase, image, sampling=_GREEDY),
-        Detect(phrase, image, sampling=_GREEDY),
-        Segment(phrase, image, sampling=_GREEDY),
-    )
-    request = requests[scene.seed % len(requests)]
+    question = f"Is there any {referent.singular} in the image?"
+    skill = ("query", "point", "detect", "segment")[scene.seed % 4]
+    asks: dict[str, Callable[[AsyncClient], Awaitable[Answer]]] = {
+        "query": lambda client: client.complete_query(image, question, reasoning=False, temperature=0.0),
+        "point": lambda client: client.point(image, phrase),
+        "detect": lambda client: client.detect(image, phrase),
+        "segment": lambda client: client.segment(image, phrase),
+    }
 
-    def score(tally: Tally, output: Output) -> None:
-        if isinstance(output, QueryOutput):
+    def score(tally: Tally, output: Answer) -> None:
+        if isinstance(output, QueryResult):
             right, got = scoring.normalised(output.answer) == "no", output.answer
         else:
-            found = getattr(output, {"point": "points", "detect": "boxes", "segment": "segments"}[request.skill])
+            found = getattr(output, {"point": "points", "detect": "objects", "segment": "segments"}[skill])
             right, got = not found, len(found)
-        for name in ("absent", f"absent {request.skill}"):
+        for name in ("absent", f"absent {skill}"):
             tally.note(name, right, seed=scene.seed, asked=phrase, got=got)
 
-    return Task(request, score)
+    return Task(asks[skill], score)
 
 
 def _placed(points: Any, box: scoring.BoxTuple) -> list[tuple[float, float]]:
@@ -209,13 +226,13 @@ def _covers(thing: Thing, x: float, y: float) -> bool:
     return scoring.contains(_contours(thing), x, y)
 
 
-async def run(ask_model: Ask, num_scenes: int, num_at_once: int) -> Tally:
+async def run(client: AsyncClient, num_scenes: int, num_at_once: int) -> Tally:
     """Ask everything and score it."""
     tally, gate = Tally(), asyncio.Semaphore(num_at_once)
 
     async def one(task: Task) -> None:
         async with gate:
-            task.score(tally, await ask_model(task.request))
+            task.score(tally, await task.ask(client))
 
     for first in range(0, num_scenes, 20):  # pictures are made as they are needed
         seeds = range(HELD_OUT_SEED + first, HELD_OUT_SEED + min(first + 20, num_scenes))
@@ -242,10 +259,17 @@ def summary(tally: Tally) -> dict[str, dict[str, Any]]:
     share("caption recall", counts["caption_shared"], counts["caption_true"])
     share("caption precision", counts["caption_shared"], counts["caption_named"])
     share("points inside", counts["points_inside"], counts["points"])
-    for name in ("caption text", "point", "point count", "detect", *sorted(n for n in tally.shares if n.startswith("absent"))):
+    for name in (
+        "caption text",
+        "point",
+        "point count",
+        "detect",
+        *sorted(n for n in tally.shares if n.startswith("absent")),
+    ):
         share(name, sum(tally.shares[name]), len(tally.shares[name]))
     by_threshold = [
-        sum(scoring.average_precision(b[t], int(b[-1]), int(b[-2])) for b in tally.boxes.values()) / max(len(tally.boxes), 1)
+        sum(scoring.average_precision(b[t], int(b[-1]), int(b[-2])) for b in tally.boxes.values())
+        / max(len(tally.boxes), 1)
         for t in _THRESHOLDS
     ]
     num_true = int(sum(b[-2] for b in tally.boxes.values()))
@@ -262,31 +286,48 @@ def summary(tally: Tally) -> dict[str, dict[str, Any]]:
 def main() -> None:
     """Score a model and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", required=True)
+    parser.add_argument("--address", help="a running server; without it one is started")
+    parser.add_argument("--model", default=BUILT_IN_MODEL, help="a folder, a file or a hub name (%(default)s)")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--scenes", type=int, default=600)
     parser.add_argument("--at-once", type=int, default=16)
     parser.add_argument("--out", type=Path, default=Path("bench/out/quality.json"))
     arguments = parser.parse_args()
-    config = EngineConfig(
-        model=arguments.model, device=arguments.device, dtype=arguments.dtype, max_batch_size=arguments.at_once
-    )
-    engine = Engine.start(config)
-
-    async def ask_engine(request: Request) -> Output:
-        return (await engine.submit(request).result()).output
-
     started = time.monotonic()
-    tally = asyncio.run(run(ask_engine, arguments.scenes, arguments.at_once))
-    engine.close()
+    tally, machine = asyncio.run(_score(arguments))
     table = summary(tally)
     for name, row in table.items():
         print(f"{name:24} {row['value']:.3f}  [{row['low']:.3f}, {row['high']:.3f}]  of {row['of']}")
-    print(f"{time.monotonic() - started:.0f} s")
+    print(f"{time.monotonic() - started:.0f} s, {machine}")
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    machine = {"device": arguments.device, "dtype": arguments.dtype, "torch": torch.__version__, "cpu": platform.machine()}
     arguments.out.write_text(json.dumps({"scores": table, "machine": machine, "wrong": tally.wrong}, indent=1))
+
+
+async def _score(arguments: argparse.Namespace) -> tuple[Tally, dict[str, Any]]:
+    if arguments.address:
+        async with AsyncClient(arguments.address) as client:
+            tally = await run(client, arguments.scenes, arguments.at_once)
+            info = await client.server_info()
+            return tally, {"address": arguments.address, "server": str(info)}
+    config = ServerConfig(
+        port=0,
+        model=arguments.model,
+        device=arguments.device,
+        dtype=arguments.dtype,
+        max_batch_size=arguments.at_once,
+    )
+    engine = await asyncio.to_thread(Engine.start, config.engine_config())
+    async with Server(engine, config) as server, AsyncClient(f"127.0.0.1:{server.port}", timeout_s=600) as client:
+        tally = await run(client, arguments.scenes, arguments.at_once)
+    info = engine.info
+    return tally, {
+        "model": info.model,
+        "device": info.device,
+        "dtype": info.dtype,
+        "torch": torch.__version__,
+        "cpu": platform.machine(),
+    }
 
 
 if __name__ == "__main__":

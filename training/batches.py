@@ -89,7 +89,9 @@ class GroupMaker:
     def __call__(self, index: int) -> Group:
         crops, tilings = [], []
         rows: list[list[dict[str, np.ndarray]]] = [[] for _ in range(self.num_visits)]
-        for seed in range(self.first_seed + index * self.num_scenes, self.first_seed + (index + 1) * self.num_scenes):
+        for seed in range(
+            self.first_seed + index * self.num_scenes, self.first_seed + (index + 1) * self.num_scenes
+        ):
             scene = make_scene(seed)
             pixels, tiling = scene_crops(scene, self.teacher.config.vision)
             crops.append(pixels)
@@ -141,7 +143,9 @@ class _Row:
         ids = config.tokenizer
         prompt = self._teacher.prompt(example.request)
         sees_image = example.request.image is not None
-        tokens = [*prompt, *example.answer] if sees_image else [type(prompt[0])(ids.bos_id), *prompt, *example.answer]
+        tokens = (
+            [*prompt, *example.answer] if sees_image else [type(prompt[0])(ids.bos_id), *prompt, *example.answer]
+        )
         num_given = len(tokens) - len(example.answer)
         start, end = self._length, self._length + len(tokens)
         if end > ROW_TOKENS or self._count == MAX_EXAMPLES:
@@ -192,7 +196,10 @@ def coord_bins(values: tuple[float, ...], num_bins: int) -> list[int]:
 def size_bins(values: tuple[float, ...], num_bins: int) -> list[int]:
     """Sizes to the nearest bins of the logarithmic scale."""
     return [
-        min(num_bins - 1, max(0, round((math.log2(max(value, 2**-SIZE_OCTAVES)) / SIZE_OCTAVES + 1) * (num_bins - 1))))
+        min(
+            num_bins - 1,
+            max(0, round((math.log2(max(value, 2**-SIZE_OCTAVES)) / SIZE_OCTAVES + 1) * (num_bins - 1))),
+        )
         for value in values
     ]
 

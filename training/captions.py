@@ -27,7 +27,9 @@ def long_caption(scene: Scene) -> str:
         if thing.is_text:
             sentences.append(f'The {thing.color} {thing.name} "{thing.text}" is {place_phrase(thing)}.')
         else:
-            sentences.append(_sentence(f"{with_article(f'{thing.size} {full_name(thing)}'.strip())} is {place_phrase(thing)}"))
+            sentences.append(
+                _sentence(f"{with_article(f'{thing.size} {full_name(thing)}'.strip())} is {place_phrase(thing)}")
+            )
     return " ".join(sentences)
 
 
@@ -43,7 +45,15 @@ def background_phrase(scene: Scene) -> str:
 def place_phrase(thing: Thing) -> str:
     """Where in the picture: "at the top left", "in the center"."""
     words = place_words(thing)
-    return "in the center" if words == "center" else f"at the {words}" if " " in words else f"on the {words}" if words in ("left", "right") else f"at the {words}"
+    return (
+        "in the center"
+        if words == "center"
+        else f"at the {words}"
+        if " " in words
+        else f"on the {words}"
+        if words in ("left", "right")
+        else f"at the {words}"
+    )
 
 
 def place_words(thing: Thing) -> str:
@@ -56,10 +66,14 @@ def place_words(thing: Thing) -> str:
 
 def _inventory(scene: Scene) -> list[str]:
     parts = [
-        with_article(full_name(thing)) if count == 1 else f"{NUMBER_WORDS[count]} {thing.color} {plural(thing.name)}"
+        with_article(full_name(thing))
+        if count == 1
+        else f"{NUMBER_WORDS[count]} {thing.color} {plural(thing.name)}"
         for count, thing in groups(scene.shapes)
     ]
-    parts += [f'the {thing.name} "{thing.text}"' for thing in sorted(scene.texts, key=lambda thing: thing.center[0])]
+    parts += [
+        f'the {thing.name} "{thing.text}"' for thing in sorted(scene.texts, key=lambda thing: thing.center[0])
+    ]
     return parts or ["nothing"]
 
 

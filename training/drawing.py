@@ -124,7 +124,7 @@ def _draw_shape(image: Image.Image, thing: Thing, *, is_jagged: bool) -> None:
 
 def _stencil(mask: Image.Image, is_jagged: bool) -> Image.Image:
     small = mask.reduce(_SUPERSAMPLING)
-    return small.point(lambda value: 255 * (value > 127)) if is_jagged else small
+    return small.point([0] * 128 + [255] * 128) if is_jagged else small
 
 
 def _draw_text(image: Image.Image, thing: Thing) -> None:

@@ -16,9 +16,10 @@ from kestrel_runtime.skills import SKILLS
 from kestrel_runtime.tokenizer import Tokenizer
 from kestrel_runtime.tokens import Token
 from training.captions import long_caption, normal_caption, short_caption
+from training.exchange import Exchange
 from training.facts import ask_fact
 from training.phrases import Referent, absent, present, unique
-from training.questions import KINDS, Exchange, ask
+from training.questions import ask
 from training.scenes import Scene, Thing
 from training.words import with_article
 
@@ -170,7 +171,9 @@ def _asked_for(
     """What a caller asks to find, what that is, and the places that the caller points at."""
     if scene.things and rng.random() < (0.25 if segment else 0.04):
         thing = rng.choice(scene.things)
-        phrase = rng.choice((thing.name, f"{thing.color} {thing.name}", "object", "shape" if not thing.is_text else "text"))
+        phrase = rng.choice(
+            (thing.name, f"{thing.color} {thing.name}", "object", "shape" if not thing.is_text else "text")
+        )
         return phrase, (thing,), (PointRef(*thing.mark),)
     if segment and scene.things and rng.random() < 0.5:
         thing = rng.choice(scene.things)
@@ -190,6 +193,3 @@ def object_phrase(referent: Referent, rng: random.Random) -> str:
         options += [many, many, f"the {many}", f"all {many}", f"all the {many}", f"every {one}", with_article(one)]
     phrase = rng.choice(options)
     return phrase if rng.random() < 0.95 else phrase[0].upper() + phrase[1:]
-
-
-__all__ = ["KINDS", "Example", "Teacher", "object_phrase", "word_ids"]

@@ -36,7 +36,9 @@ class DenseExperts(MixtureOfExperts):
         top = logits.topk(self.experts_per_token, dim=-1)
         chosen = one_hot(top.indices, experts).to(logits.dtype)  # [T, K, E]
         weights = (chosen * top.values.softmax(dim=-1)[..., None]).sum(dim=1)
-        self.balance = experts * (chosen.sum(dim=1).mean(dim=0) / self.experts_per_token * logits.softmax(-1).mean(0)).sum()
+        self.balance = (
+            experts * (chosen.sum(dim=1).mean(dim=0) / self.experts_per_token * logits.softmax(-1).mean(0)).sum()
+        )
         activated, gate = (hidden @ up.flatten(0, 1).T).unflatten(-1, (experts, width)).chunk(2, dim=-1)
         inner = gelu(activated) * (gate + 1) * weights.to(activated.dtype)[..., None]
         return inner.flatten(1) @ down.transpose(1, 2).flatten(0, 1)

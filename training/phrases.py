@@ -12,7 +12,21 @@ from training.scenes import Scene, Thing
 from training.shapes import SHAPES
 from training.words import DIGITS, LETTERS, PRINTED_WORDS, STRANGERS, plural
 
-NUMBER_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+NUMBER_WORDS = (
+    "zero",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+)
 _EXTREMES = ("leftmost", "rightmost", "topmost", "bottommost", "largest", "smallest")
 # How much further out an extreme thing must be than the next, as a share of the image or of its size.
 _EXTREME_LEAD, _SIZE_LEAD = 0.04, 1.2

@@ -4,35 +4,22 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from training import phrases
-from training.captions import place_words
-from training.phrases import NUMBER_WORDS, Referent, absent, full_name, groups, joined, present, unique
-from training.scenes import Scene, Thing
+from training.comparisons import place, relation, size
+from training.exchange import Exchange, any_thing, worded
+from training.phrases import NUMBER_WORDS, absent, full_name, groups, joined, present, unique
+from training.scenes import Scene
 from training.words import plural, with_article
-
-MAX_COUNT = 12
-
-
-@dataclass(frozen=True, slots=True)
-class Exchange:
-    """A question and its answer. `kind` names what is asked for; `points` are places that the question refers to."""
-
-    kind: str
-    question: str
-    answer: str
-    points: tuple[tuple[float, float], ...] = ()
-    evidence: tuple[tuple[str, tuple[Thing, ...]], ...] = ()
-    """What one looks at to answer: a phrase and the things it means, perhaps none."""
-
-
-_PICTURE = ("image", "image", "image", "picture", "photo", "scene")
 
 
 def _count(scene: Scene, rng: random.Random) -> Exchange | None:
     referent = present(scene, rng) if rng.random() < 0.85 else absent(scene, rng)
-    if referent is None or referent.kind == "extreme" or (referent.kind == "text" and referent.plural == referent.singular):
+    if (
+        referent is None
+        or referent.kind == "extreme"
+        or (referent.kind == "text" and referent.plural == referent.singular)
+    ):
         return None
     templates = (
         "How many {many} are there?",
@@ -50,7 +37,12 @@ def _count(scene: Scene, rng: random.Random) -> Exchange | None:
         "how many {many}?",
         "how many {many} are there",
     )
-    return Exchange("count", _worded(rng, templates, many=referent.plural), str(referent.count), evidence=((referent.plural, referent.things),))
+    return Exchange(
+        "count",
+        worded(rng, templates, many=referent.plural),
+        str(referent.count),
+        evidence=((referent.plural, referent.things),),
+    )
 
 
 def _color(scene: Scene, rng: random.Random) -> Exchange | None:
@@ -72,8 +64,10 @@ def _color(scene: Scene, rng: random.Random) -> Exchange | None:
         if missing.kind == "text" or any(word in missing.singular.split() for word in phrases.COLORS):
             return None
         answer = f"There is no {missing.singular} in the image."
-        return Exchange("color", _worded(rng, templates, one=missing.singular), answer, evidence=((missing.singular, ()),))
-    thing = _any_thing(scene, rng)
+        return Exchange(
+            "color", worded(rng, templates, one=missing.singular), answer, evidence=((missing.singular, ()),)
+        )
+    thing = any_thing(scene, rng)
     if thing is None:
         return None
     if thing.is_text:
@@ -90,7 +84,7 @@ def _color(scene: Scene, rng: random.Random) -> Exchange | None:
         thing, one = best, f"{word} {thing.name}"
     if one is None:
         return None
-    return Exchange("color", _worded(rng, templates, one=one), thing.color, evidence=((f"the {one}", (thing,)),))
+    return Exchange("color", worded(rng, templates, one=one), thing.color, evidence=((f"the {one}", (thing,)),))
 
 
 def _shape(scene: Scene, rng: random.Random) -> Exchange | None:
@@ -114,7 +108,9 @@ def _shape(scene: Scene, rng: random.Random) -> Exchange | None:
             "What are the {words} shapes?",
             "What shape do the {words} objects have?",
         )
-        return Exchange("shape", _worded(rng, templates, words=words), thing.name, evidence=((f"the {words} shapes", fitting),))
+        return Exchange(
+            "shape", worded(rng, templates, words=words), thing.name, evidence=((f"the {words} shapes", fitting),)
+        )
     templates = (
         "What shape is the {words} object?",
         "What shape is the {words} object?",
@@ -128,122 +124,9 @@ def _shape(scene: Scene, rng: random.Random) -> Exchange | None:
         "Name the {words} shape.",
         "what is the shape of the {words} object",
     )
-    return Exchange("shape", _worded(rng, templates, words=words), thing.name, evidence=((f"the {words} shape", fitting),))
-
-
-def _relation(scene: Scene, rng: random.Random) -> Exchange | None:
-    pair = _named_pair(scene, rng)
-    if pair is None:
-        return None
-    (first, one), (second, other) = pair
-    dx, dy = first.center[0] - second.center[0], first.center[1] - second.center[1]
-    horizontal = rng.random() < 0.5
-    # As far apart as anybody would say "left of".
-    gap = max((first.box[2 if horizontal else 3] - first.box[0 if horizontal else 1]) / 2, 0.06)
-    if abs(dx if horizontal else dy) < gap:
-        return None
-    word = ("left" if dx < 0 else "right") if horizontal else ("above" if dy < 0 else "below")
-    opposite = {"left": "right", "right": "left", "above": "below", "below": "above"}
-    evidence = ((f"the {one}", (first,)), (f"the {other}", (second,)))
-    draw = rng.random()
-    if draw < 0.4:
-        asked = word if rng.random() < 0.5 else opposite[word]
-        spoken = _relation_words(asked, rng)
-        templates = (
-            "Is the {one} {word} the {other}?",
-            "Is the {one} {word} the {other}?",
-            "Is the {one} located {word} the {other}?",
-            "Does the {one} lie {word} the {other}?",
-            "Is the {one} {word} the {other} in the {picture}?",
-        )
-        question = _worded(rng, templates, one=one, other=other, word=spoken)
-        return Exchange("relation", question, "Yes" if asked == word else "No", evidence=evidence)
-    if draw < 0.7:
-        templates = (
-            ("Is the {one} to the left or right of the {other}?", "Is the {one} left or right of the {other}?",
-             "Is the {one} on the left or the right of the {other}?", "Left or right of the {other}: where is the {one}?")
-            if horizontal
-            else ("Is the {one} above or below the {other}?", "Is the {one} above or below the {other} in the {picture}?",
-                  "Is the {one} higher or lower than the {other}?", "Above or below the {other}: where is the {one}?")
-        )  # fmt: skip
-        question = _worded(rng, templates, one=one, other=other)
-        if "higher" in question:
-            return Exchange("relation", question, "higher" if word == "above" else "lower", evidence=evidence)
-        return Exchange("relation", question, word, evidence=evidence)
-    if draw < 0.85:
-        # The one direction that clearly prevails.
-        far, near = (abs(dx), abs(dy)) if horizontal else (abs(dy), abs(dx))
-        if far < 2.2 * near:
-            return None
-        templates = (
-            "Where is the {one} relative to the {other}?",
-            "Where is the {one} compared to the {other}?",
-            "What is the position of the {one} relative to the {other}?",
-            "In which direction from the {other} is the {one}?",
-        )
-        return Exchange("relation", _worded(rng, templates, one=one, other=other), word, evidence=evidence)
-    templates = (
-        ("Which is further to the {side}, the {one} or the {other}?", "Which is more to the {side}: the {one} or the {other}?")
-        if horizontal
-        else ("Which is {high}, the {one} or the {other}?", "Which one is {high}: the {one} or the {other}?")
-    )  # fmt: skip
-    side, high = rng.choice(("left", "right")), rng.choice(("higher", "lower"))
-    first_wins = (side == word) if horizontal else ((high == "higher") == (word == "above"))
-    question = _worded(rng, templates, one=one, other=other, side=side, high=high)
-    return Exchange("relation", question, f"the {one if first_wins else other}", evidence=evidence)
-
-
-def _size(scene: Scene, rng: random.Random) -> Exchange | None:
-    if not scene.shapes or not scene.shapes[0].size:
-        return None
-    draw = rng.random()
-    if draw < 0.4:
-        thing = rng.choice(scene.shapes)
-        one = unique(scene, thing, rng)
-        if one is None or one.startswith(thing.size):
-            return None
-        templates = (
-            "What size is the {one}?",
-            "How big is the {one}?",
-            "How large is the {one}?",
-            "What is the size of the {one}?",
-            "Is the {one} small, medium or large?",
-        )
-        return Exchange("size", _worded(rng, templates, one=one), thing.size, evidence=((f"the {one}", (thing,)),))
-    if draw < 0.75:
-        pair = _named_pair(scene, rng)
-        if pair is None:
-            return None
-        (first, one), (second, other) = pair
-        if first.is_text or second.is_text or first.size == second.size:
-            return None
-        evidence = ((f"the {one}", (first,)), (f"the {other}", (second,)))
-        bands = {"small": 0, "medium": 1, "large": 2}
-        larger = rng.random() < 0.6
-        word = rng.choice(("larger", "bigger")) if larger else "smaller"
-        first_wins = (bands[first.size] > bands[second.size]) == larger
-        if rng.random() < 0.4:
-            question = _worded(rng, ("Is the {one} {word} than the {other}?",), one=one, other=other, word=word)
-            return Exchange("size", question, "Yes" if first_wins else "No", evidence=evidence)
-        templates = (
-            "Which is {word}, the {one} or the {other}?",
-            "Which one is {word}: the {one} or the {other}?",
-            "Is the {one} or the {other} {word}?",
-            "What is {word}, the {one} or the {other}?",
-        )
-        question = _worded(rng, templates, one=one, other=other, word=word)
-        return Exchange("size", question, f"the {one if first_wins else other}", evidence=evidence)
-    word = rng.choice(("largest", "smallest"))
-    best = phrases.extreme(scene.shapes, word)
-    if best is None:
-        return None
-    spoken = rng.choice(("largest", "biggest")) if word == "largest" else word
-    noun = rng.choice(("shape", "object") if not scene.texts else ("shape",))
-    if rng.random() < 0.4:
-        question = _worded(rng, ("What color is the {word} {noun}?", "What is the color of the {word} {noun}?"), word=spoken, noun=noun)
-        return Exchange("size", question, best.color, evidence=((f"the {spoken} {noun}", (best,)),))
-    templates = ("What is the {word} {noun}?", "Which {noun} is the {word}?", "What is the {word} {noun} in the {picture}?")
-    return Exchange("size", _worded(rng, templates, word=spoken, noun=noun), full_name(best), evidence=((f"the {spoken} {noun}", (best,)),))
+    return Exchange(
+        "shape", worded(rng, templates, words=words), thing.name, evidence=((f"the {words} shape", fitting),)
+    )
 
 
 def _reading(scene: Scene, rng: random.Random) -> Exchange | None:
@@ -251,11 +134,21 @@ def _reading(scene: Scene, rng: random.Random) -> Exchange | None:
         if rng.random() < 0.8:
             return None
         templates = (
-            "What does the text say?", "What text is in the {picture}?", "What is written in the {picture}?",
-            "Read the text.", "What word is shown?", "Is there any text in the {picture}?", "What letter is shown?",
-        )  # fmt: skip
-        question = _worded(rng, templates)
-        return Exchange("reading", question, "No" if question.startswith("Is") else "There is no text in the image.", evidence=(("text", ()),))
+            "What does the text say?",
+            "What text is in the {picture}?",
+            "What is written in the {picture}?",
+            "Read the text.",
+            "What word is shown?",
+            "Is there any text in the {picture}?",
+            "What letter is shown?",
+        )
+        question = worded(rng, templates)
+        return Exchange(
+            "reading",
+            question,
+            "No" if question.startswith("Is") else "There is no text in the image.",
+            evidence=(("text", ()),),
+        )
     thing = rng.choice(scene.texts)
     by_color = len({other.color for other in scene.texts}) == len(scene.texts) and rng.random() < 0.3
     name = rng.choice((thing.name, "text")) if by_color else unique(scene, thing, rng)
@@ -263,7 +156,11 @@ def _reading(scene: Scene, rng: random.Random) -> Exchange | None:
         if scene.texts[0].center[0] == scene.texts[1].center[0]:
             return None
         ordered = sorted(scene.texts, key=lambda text: text.center[0])
-        return Exchange("reading", _worded(rng, ("What does all the text say?", "Read all the text.", "List all the texts.")), joined([text.text for text in ordered]))
+        return Exchange(
+            "reading",
+            worded(rng, ("What does all the text say?", "Read all the text.", "List all the texts.")),
+            joined([text.text for text in ordered]),
+        )
     words = f"{thing.color} {name}" if by_color else name
     templates = (
         "What does the {words} say?",
@@ -278,10 +175,20 @@ def _reading(scene: Scene, rng: random.Random) -> Exchange | None:
         "Please read the {words}.",
         "What {words} is written?",
     )
-    plain = ("What is written in the {picture}?", "What is written?", "What text is in the {picture}?", "Read the text.", "What does it say?", "What does the text say?", "What does the {picture} say?")
+    plain = (
+        "What is written in the {picture}?",
+        "What is written?",
+        "What text is in the {picture}?",
+        "Read the text.",
+        "What does it say?",
+        "What does the text say?",
+        "What does the {picture} say?",
+    )
     if len(scene.texts) == 1 and rng.random() < 0.35:
-        return Exchange("reading", _worded(rng, plain), thing.text, evidence=((f"the {thing.name}", (thing,)),))
-    return Exchange("reading", _worded(rng, templates, words=words), thing.text, evidence=((f"the {thing.name}", (thing,)),))
+        return Exchange("reading", worded(rng, plain), thing.text, evidence=((f"the {thing.name}", (thing,)),))
+    return Exchange(
+        "reading", worded(rng, templates, words=words), thing.text, evidence=((f"the {thing.name}", (thing,)),)
+    )
 
 
 def _presence(scene: Scene, rng: random.Random) -> Exchange | None:
@@ -292,7 +199,17 @@ def _presence(scene: Scene, rng: random.Random) -> Exchange | None:
     if referent is None or referent.kind == "extreme":
         return None
     text = referent.singular
-    article = "any " if text == "text" else "" if referent.plural == text else ("the " if text.split()[0] in ("letter", "digit", "number", "word") and len(text.split()) > 1 else with_article(text)[: -len(text)])
+    article = (
+        "any "
+        if text == "text"
+        else ""
+        if referent.plural == text
+        else (
+            "the "
+            if text.split()[0] in ("letter", "digit", "number", "word") and len(text.split()) > 1
+            else with_article(text)[: -len(text)]
+        )
+    )
     one = article + text
     many = referent.plural
     templates = (
@@ -305,9 +222,23 @@ def _presence(scene: Scene, rng: random.Random) -> Exchange | None:
         "Does the {picture} show {one}?",
         "Is {one} visible?",
         "is there {one}",
-        *(() if many == text else ("Are there any {many}?", "Are there any {many} in the {picture}?", "Are there {many} here?", "Do you see any {many}?")),
+        *(
+            ()
+            if many == text
+            else (
+                "Are there any {many}?",
+                "Are there any {many} in the {picture}?",
+                "Are there {many} here?",
+                "Do you see any {many}?",
+            )
+        ),
     )
-    return Exchange("presence", _worded(rng, templates, one=one, many=many), "Yes" if is_there else "No", evidence=((text, referent.things),))
+    return Exchange(
+        "presence",
+        worded(rng, templates, one=one, many=many),
+        "Yes" if is_there else "No",
+        evidence=((text, referent.things),),
+    )
 
 
 def _attribute(scene: Scene, rng: random.Random) -> Exchange | None:
@@ -316,68 +247,95 @@ def _attribute(scene: Scene, rng: random.Random) -> Exchange | None:
     if one is None or thing.color in one or (thing.is_text and len(scene.texts) > 1):
         return None
     color = thing.color if rng.random() < 0.5 else rng.choice(phrases.COLORS)
-    templates = ("Is the {one} {color}?", "Is the {one} {color}?", "Is the color of the {one} {color}?", "Is the {one} in the {picture} {color}?")
-    return Exchange("presence", _worded(rng, templates, one=one, color=color), "Yes" if color == thing.color else "No", evidence=((f"the {one}", (thing,)),))
+    templates = (
+        "Is the {one} {color}?",
+        "Is the {one} {color}?",
+        "Is the color of the {one} {color}?",
+        "Is the {one} in the {picture} {color}?",
+    )
+    return Exchange(
+        "presence",
+        worded(rng, templates, one=one, color=color),
+        "Yes" if color == thing.color else "No",
+        evidence=((f"the {one}", (thing,)),),
+    )
 
 
 def _contents(scene: Scene, rng: random.Random) -> Exchange | None:
     draw = rng.random()
     if draw < 0.6:
         templates = (
-            "What is in this image?", "What is in the {picture}?", "What's in this {picture}?", "What do you see?",
-            "What can you see in the {picture}?", "What does the {picture} show?", "Describe the {picture}.",
-            "What objects are in the {picture}?", "Describe this {picture} briefly.", "List everything in the {picture}.",
-            "What is shown here?", "What is this?",
-        )  # fmt: skip
-        return Exchange("contents", _worded(rng, templates), _inventory_answer(scene))
+            "What is in this image?",
+            "What is in the {picture}?",
+            "What's in this {picture}?",
+            "What do you see?",
+            "What can you see in the {picture}?",
+            "What does the {picture} show?",
+            "Describe the {picture}.",
+            "What objects are in the {picture}?",
+            "Describe this {picture} briefly.",
+            "List everything in the {picture}.",
+            "What is shown here?",
+            "What is this?",
+        )
+        return Exchange("contents", worded(rng, templates), _inventory_answer(scene))
     if not scene.shapes:
         return None
     ordered = sorted(scene.shapes, key=lambda thing: thing.center[0])
     if draw < 0.8:
         names = list(dict.fromkeys(thing.name for thing in ordered))
-        templates = ("What shapes are there?", "What shapes do you see?", "Which shapes are in the {picture}?", "What kinds of shapes are in the {picture}?", "List the shapes.")
-        return Exchange("contents", _worded(rng, templates), joined(names))
+        templates = (
+            "What shapes are there?",
+            "What shapes do you see?",
+            "Which shapes are in the {picture}?",
+            "What kinds of shapes are in the {picture}?",
+            "List the shapes.",
+        )
+        return Exchange("contents", worded(rng, templates), joined(names))
     if scene.texts:
         return None
     colors = list(dict.fromkeys(thing.color for thing in ordered))
-    templates = ("What colors are the shapes?", "Which colors do the shapes have?", "What colors do you see on the shapes?", "List the colors of the shapes.")
-    return Exchange("contents", _worded(rng, templates), joined(colors))
-
-
-def _place(scene: Scene, rng: random.Random) -> Exchange | None:
-    thing = _any_thing(scene, rng)
-    one = thing and unique(scene, thing, rng)
-    if thing is None or one is None:
-        return None
-    # Near a line between two of the nine places nobody can say.
-    if any(abs(value - line) < 0.035 for value in thing.center for line in (1 / 3, 2 / 3)):
-        return None
     templates = (
-        "Where is the {one}?", "Where is the {one}?", "Where is the {one} in the {picture}?",
-        "In which part of the {picture} is the {one}?", "Where can I find the {one}?", "Where is the {one} located?",
-    )  # fmt: skip
-    return Exchange("place", _worded(rng, templates, one=one), place_words(thing), evidence=((f"the {one}", (thing,)),))
+        "What colors are the shapes?",
+        "Which colors do the shapes have?",
+        "What colors do you see on the shapes?",
+        "List the colors of the shapes.",
+    )
+    return Exchange("contents", worded(rng, templates), joined(colors))
 
 
 def _background(scene: Scene, rng: random.Random) -> Exchange | None:
     if not scene.background.name:
         return None
     templates = (
-        "What color is the background?", "What is the background color?", "What colour is the background?",
+        "What color is the background?",
+        "What is the background color?",
+        "What colour is the background?",
         "What color is the background of the {picture}?",
-    )  # fmt: skip
-    return Exchange("background", _worded(rng, templates), scene.background.name)
+    )
+    return Exchange("background", worded(rng, templates), scene.background.name)
 
 
 def _pointed(scene: Scene, rng: random.Random) -> Exchange | None:
-    thing = _any_thing(scene, rng)
+    thing = any_thing(scene, rng)
     if thing is None:
         return None
     points = (thing.mark,)
     draw = rng.random()
     if draw < 0.5:
-        templates = ("What is this?", "What is at this point?", "What is here?", "What object is this?", "Describe this object.")
-        return Exchange("pointed", rng.choice(templates), with_article(full_name(thing)) if not thing.is_text else f"the {full_name(thing)}", points)
+        templates = (
+            "What is this?",
+            "What is at this point?",
+            "What is here?",
+            "What object is this?",
+            "Describe this object.",
+        )
+        return Exchange(
+            "pointed",
+            rng.choice(templates),
+            with_article(full_name(thing)) if not thing.is_text else f"the {full_name(thing)}",
+            points,
+        )
     if draw < 0.75:
         templates = ("What color is this?", "What color is this object?", "What is the color here?")
         return Exchange("pointed", rng.choice(templates), thing.color, points)
@@ -390,12 +348,12 @@ KINDS: dict[str, Callable[[Scene, random.Random], Exchange | None]] = {
     "count": _count,
     "color": _color,
     "shape": _shape,
-    "relation": _relation,
-    "size": _size,
+    "relation": relation,
+    "size": size,
     "reading": _reading,
     "presence": _presence,
     "contents": _contents,
-    "place": _place,
+    "place": place,
     "background": _background,
     "pointed": _pointed,
 }
@@ -406,39 +364,12 @@ def ask(scene: Scene, kind: str, rng: random.Random) -> Exchange | None:
     return KINDS[kind](scene, rng) or None
 
 
-def _worded(rng: random.Random, templates: tuple[str, ...], **words: str) -> str:
-    return rng.choice(templates).format(picture=rng.choice(_PICTURE), **words)
-
-
-def _any_thing(scene: Scene, rng: random.Random) -> Thing | None:
-    return rng.choice(scene.things) if scene.things else None
-
-
-def _named_pair(scene: Scene, rng: random.Random) -> tuple[tuple[Thing, str], tuple[Thing, str]] | None:
-    things = list(scene.things)
-    rng.shuffle(things)
-    named = [(thing, name) for thing in things if (name := unique(scene, thing, rng)) is not None][:2]
-    return (named[0], named[1]) if len(named) == 2 and named[0][1] != named[1][1] else None
-
-
-def _relation_words(word: str, rng: random.Random) -> str:
-    return rng.choice(
-        {
-            "left": ("to the left of", "left of", "on the left of"),
-            "right": ("to the right of", "right of", "on the right of"),
-            "above": ("above", "higher than", "over"),
-            "below": ("below", "lower than", "under"),
-        }[word]
-    )
-
-
 def _inventory_answer(scene: Scene) -> str:
     parts = [
-        with_article(full_name(thing)) if count == 1 else f"{NUMBER_WORDS[count]} {thing.color} {plural(thing.name)}"
+        with_article(full_name(thing))
+        if count == 1
+        else f"{NUMBER_WORDS[count]} {thing.color} {plural(thing.name)}"
         for count, thing in groups(scene.shapes)
     ]
     parts += [f"the {full_name(thing)}" for thing in sorted(scene.texts, key=lambda thing: thing.center[0])]
     return joined(parts) if parts else "nothing"
-
-
-__all__ = ["KINDS", "Exchange", "Referent", "ask"]

@@ -147,7 +147,9 @@ def _random_background(rng: random.Random) -> Background:
         name, far = nearest_name(base)
         return Background(kind, (base,), name if far < 30 else "", scale, angle)
     spread = rng.uniform(10, 38) if kind != "gradient" else rng.uniform(20, 110)
-    other = tuple(min(255, max(0, round(value + rng.choice((-1, 1)) * rng.uniform(0.4, 1) * spread))) for value in base)
+    other = tuple(
+        min(255, max(0, round(value + rng.choice((-1, 1)) * rng.uniform(0.4, 1) * spread))) for value in base
+    )
     return Background(kind, (base, (other[0], other[1], other[2])), "", scale, angle)
 
 

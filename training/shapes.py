@@ -65,9 +65,7 @@ def _star(rng: random.Random) -> Outline:
     depth = rng.uniform(0.36, 0.52)
     points = rng.choice((5, 5, 5, 5, 6))
     angle = rng.uniform(-12, 12) if rng.random() < 0.7 else rng.uniform(-180, 180)
-    corners = [
-        _polar(1.0 if index % 2 == 0 else depth, -90 + 180 / points * index) for index in range(2 * points)
-    ]
+    corners = [_polar(1.0 if index % 2 == 0 else depth, -90 + 180 / points * index) for index in range(2 * points)]
     return _polygon(corners, angle, (0, 0))
 
 
@@ -161,9 +159,7 @@ def _polygon(
 
 
 def _ellipse(radius: float) -> tuple[Point, ...]:
-    return tuple(
-        (0.5 + x / 2, 0.5 + y / 2) for x, y in (_polar(radius, 360 * index / 72) for index in range(72))
-    )
+    return tuple((0.5 + x / 2, 0.5 + y / 2) for x, y in (_polar(radius, 360 * index / 72) for index in range(72)))
 
 
 def _circle_path(radius: float, *, clockwise: bool) -> tuple[str, ...]:

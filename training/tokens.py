@@ -1,4 +1,4 @@
-"""Moondream Nano's tokenizer: byte-level merges over the world's own sentences, and path numbers as whole tokens."""
+"""Moondream Nano's tokenizer: byte-level merges over the world's own sentences, path numbers as whole tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from training.shapes import STEP, UNITS_PER_SIDE
 VOCAB_SIZE = 1024
 NUM_SPECIAL = 16
 PATH_NUMBERS = tuple(str(number) for number in range(STEP, UNITS_PER_SIDE + 1, STEP))
-_TASK_WORDS = "query caption detect point segment short normal long".split()
+_TASK_WORDS = ["query", "caption", "detect", "point", "segment", "short", "normal", "long"]
 
 
 def train_tokenizer(texts: Iterable[str], file: Path) -> None:

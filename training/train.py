@@ -237,7 +237,9 @@ class _State:
 
 
 def _on(group: Group, device: torch.device) -> Group:
-    return Group(group.crops.to(device, non_blocking=True), group.tilings, [rows.to(device) for rows in group.visits])
+    return Group(
+        group.crops.to(device, non_blocking=True), group.tilings, [rows.to(device) for rows in group.visits]
+    )
 
 
 def _batch(recent: deque[Group], delays: tuple[int, ...]) -> tuple[torch.Tensor, list[tuple[int, int]], Rows]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 import string
 
-PRINTED_WORDS = tuple(
-    """
+_WORDS = """
     able acid army baby back ball band bank barn base bath beach bean bear bell belt bike bird blue boat body bold
     bone book boot born bowl bread bring brush build bus cake call camp card care cash cat chair chalk city clay
     clean clock close cloud club coat code coffee cold cook cool corn cow crab crown cup dance dark data date deep
@@ -24,19 +23,18 @@ PRINTED_WORDS = tuple(
     team tent test three tiger time toast today top town toy train tree truck true turn twin two under up vase view
     village voice walk wall warm wash water wave welcome west wheat wheel white wide wild wind window wine winter
     wolf wood word work world yard year yellow yes young zebra zero zone zoo
-    """.split()
-)
+    """
+PRINTED_WORDS = tuple(_WORDS.split())
 # Letters and digits that stand alone; those that look like one another are left out.
 LETTERS = tuple(letter for letter in string.ascii_uppercase if letter not in "IO")
 DIGITS = tuple(string.digits)
 
-STRANGERS = tuple(
-    """
+_STRANGERS = """
     dog cat car person house tree bicycle bus plane boat horse chair table flower apple banana cup phone book clock
     elephant giraffe pizza train man woman child bird fish bottle shoe hat umbrella guitar laptop keyboard robot
     mountain cloud bridge cow sheep truck sofa bed spoon fork knife key lamp window door face hand ball
-    """.split()
-)
+    """
+STRANGERS = tuple(_STRANGERS.split())
 """Things that people ask for and that no scene holds."""
 
 
