@@ -217,7 +217,7 @@ _TABLE: Mapping[type, _Row] = MappingProxyType(
         TokenInvalid: _Row(
             grpc.StatusCode.UNAUTHENTICATED,
             "TOKEN_INVALID",
-            lambda error: "the metadata must hold `authorization: Bearer <token>` with a token that this server knows",
+            lambda error: "`authorization: Bearer <token>` must bring a token that this server knows",
         ),
         ScopeRequired: _Row(
             grpc.StatusCode.PERMISSION_DENIED,

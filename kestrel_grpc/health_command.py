@@ -10,7 +10,6 @@ import sys
 
 import grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
-from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from kestrel_client.channel import DEFAULT_ADDRESS
 
@@ -31,9 +30,12 @@ def add_health_command(subparsers: argparse._SubParsersAction[argparse.ArgumentP
 def _run(arguments: argparse.Namespace) -> int:
     with grpc.insecure_channel(arguments.address) as channel:
         try:
-            response = HealthStub(channel).Check(
-                HealthCheckRequest(service=arguments.service), timeout=arguments.timeout
+            check = channel.unary_unary(
+                "/grpc.health.v1.Health/Check",
+                request_serializer=HealthCheckRequest.SerializeToString,
+                response_deserializer=HealthCheckResponse.FromString,
             )
+            response = check(HealthCheckRequest(service=arguments.service), timeout=arguments.timeout)
         except grpc.RpcError as error:
             # The stub raises only calls, which carry a status; the type does not say so.
             code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN

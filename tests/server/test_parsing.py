@@ -106,9 +106,9 @@ def test_skills_that_find_take_their_fields() -> None:
     assert parsing.point(wire.PointRequest(**shared, max_objects=3, spatial_refs=[POINT_REF])) == Point(
         **expected, max_objects=3, spatial_refs=refs
     )
-    refs = [{"point": {"x": 0.5, "y": 0.25}}]
-    referring = wire.DetectRequest(**shared, max_objects=3, spatial_refs=refs)
-    assert parsing.detect(referring) == Detect(**expected, max_objects=3, spatial_refs=(PointRef(0.5, 0.25),))
+    assert parsing.detect(wire.DetectRequest(**shared, max_objects=3, spatial_refs=[POINT_REF])) == Detect(
+        **expected, max_objects=3, spatial_refs=refs
+    )
     assert parsing.segment(wire.SegmentRequest(**shared, spatial_refs=[POINT_REF])) == Segment(
         **expected, spatial_refs=refs
     )
