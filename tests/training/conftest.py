@@ -1,0 +1,17 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from kestrel_runtime import checkpoint
+from kestrel_runtime.models.moondream.config import MoondreamConfig
+from kestrel_runtime.tokenizer import Tokenizer
+from training.examples import Teacher
+
+NANO = Path(checkpoint.__file__).parent / "nano"
+
+
+@pytest.fixture(scope="session")
+def teacher() -> Teacher:
+    config = MoondreamConfig.from_dict(json.loads((NANO / "config.json").read_text()))
+    return Teacher(Tokenizer.from_file(NANO / "tokenizer.json"), config)

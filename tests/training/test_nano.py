@@ -1,0 +1,139 @@
+"""The built-in model on pictures that plain Pillow draws, not the world that it was trained in."""
+
+import io
+import math
+from collections.abc import Iterator
+
+import pytest
+from PIL import Image, ImageDraw, ImageFont
+
+from kestrel_runtime.config import BUILT_IN_MODEL, EngineConfig
+from kestrel_runtime.engine import Engine
+from kestrel_runtime.events import CaptionOutput, DetectOutput, Output, PointOutput, QueryOutput, SegmentOutput
+from kestrel_runtime.requests import Caption, Detect, Point, Query, Request, SamplingParams, Segment
+from training.scoring import box_iou
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    engine = Engine.start(EngineConfig(model=BUILT_IN_MODEL, device="cpu", max_batch_size=4))
+    yield engine
+    engine.close()
+
+
+async def _ask(engine: Engine, request: Request) -> Output:
+    return (await engine.submit(request).result()).output
+
+
+def _star(x: float, y: float, radius: float) -> list[tuple[float, float]]:
+    turns = [(radius if corner % 2 == 0 else radius * 0.42, math.pi * corner / 5) for corner in range(10)]
+    return [(x + reach * math.sin(turn), y - reach * math.cos(turn)) for reach, turn in turns]
+
+
+def _encoded(image: Image.Image, kind: str) -> bytes:
+    data = io.BytesIO()
+    image.save(data, kind)
+    return data.getvalue()
+
+
+@pytest.fixture(scope="module")
+def four_shapes() -> bytes:
+    image = Image.new("RGB", (640, 480), "white")
+    pen = ImageDraw.Draw(image)
+    pen.ellipse((60, 60, 180, 180), fill="red")
+    pen.rectangle((300, 80, 420, 200), fill="blue", outline="black", width=4)
+    pen.polygon([(520, 300), (460, 420), (580, 420)], fill="green")
+    pen.polygon(_star(150, 350, 80), fill="orange")
+    return _encoded(image, "PNG")
+
+
+@pytest.fixture(scope="module")
+def word_and_circles() -> bytes:
+    image = Image.new("RGB", (800, 600), (240, 240, 225))
+    pen = ImageDraw.Draw(image)
+    for x, y in ((100, 100), (250, 300), (650, 120)):
+        pen.ellipse((x, y, x + 90, y + 90), fill="purple")
+    pen.line((600, 500, 760, 500), fill="gray", width=30)
+    pen.line((680, 420, 680, 580), fill="gray", width=30)
+    pen.text((80, 450), "HELLO", font=ImageFont.load_default(100), fill="black")
+    return _encoded(image, "JPEG")
+
+
+@pytest.mark.parametrize(
+    ("question", "answer"),
+    [
+        ("How many shapes are there?", "4"),
+        ("What color is the star?", "orange"),
+        ("What shape is the blue object?", "square"),
+        ("Is the triangle to the left or right of the star?", "right"),
+        ("Is there a purple heart?", "No"),
+    ],
+)
+async def test_it_answers_about_four_shapes(engine: Engine, four_shapes: bytes, question: str, answer: str):
+    output = await _ask(engine, Query(question, four_shapes, sampling=GREEDY))
+    assert isinstance(output, QueryOutput)
+    assert output.answer == answer
+
+
+@pytest.mark.parametrize(
+    ("question", "answer"),
+    [
+        ("How many purple circles are there?", "3"),
+        ("What does the text say?", "HELLO"),
+        ("What color is the cross?", "gray"),
+        ("Are there any stars?", "No"),
+    ],
+)
+async def test_it_reads_and_counts(engine: Engine, word_and_circles: bytes, question: str, answer: str):
+    output = await _ask(engine, Query(question, word_and_circles, sampling=GREEDY))
+    assert isinstance(output, QueryOutput)
+    assert output.answer == answer
+
+
+@pytest.mark.parametrize(
+    ("question", "answer"),
+    [("What is 7 + 8?", "15"), ("What is the opposite of hot?", "cold"), ("What is green in German?", "grün")],
+)
+async def test_it_answers_without_a_picture(engine: Engine, question: str, answer: str):
+    output = await _ask(engine, Query(question, sampling=GREEDY))
+    assert isinstance(output, QueryOutput)
+    assert output.answer == answer
+
+
+async def test_its_reasoning_points_at_what_it_counts(engine: Engine, word_and_circles: bytes):
+    question = "How many purple circles are there?"
+    output = await _ask(engine, Query(question, word_and_circles, reasoning=True, sampling=GREEDY))
+    assert isinstance(output, QueryOutput)
+    assert output.answer == "3"
+    assert output.reasoning is not None
+    (grounding,) = output.reasoning.groundings
+    assert len(grounding.points) == 3
+
+
+async def test_it_describes(engine: Engine, four_shapes: bytes):
+    output = await _ask(engine, Caption(four_shapes, "short", sampling=GREEDY))
+    assert isinstance(output, CaptionOutput)
+    assert all(words in output.caption for words in ("red circle", "orange star", "blue square", "green triangle"))
+
+
+async def test_it_finds_boxes_and_places(engine: Engine, four_shapes: bytes):
+    boxes = await _ask(engine, Detect("circle", four_shapes))
+    assert isinstance(boxes, DetectOutput)
+    (box,) = boxes.boxes
+    assert box_iou((box.x_min, box.y_min, box.x_max, box.y_max), (60 / 640, 60 / 480, 180 / 640, 180 / 480)) > 0.85
+    points = await _ask(engine, Point("shapes", four_shapes))
+    assert isinstance(points, PointOutput)
+    assert len(points.points) == 4
+
+
+async def test_it_outlines_what_is_there_and_nothing_else(engine: Engine, four_shapes: bytes):
+    there = await _ask(engine, Segment("star", four_shapes))
+    assert isinstance(there, SegmentOutput)
+    (mask,) = there.segments
+    assert mask.svg_path.startswith("M")
+    assert mask.svg_path.endswith("Z")
+    absent = await _ask(engine, Segment("dog", four_shapes))
+    assert isinstance(absent, SegmentOutput)
+    assert absent.segments == ()
