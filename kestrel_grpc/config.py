@@ -66,6 +66,14 @@ def positive_seconds(text: str) -> float:
     return value
 
 
+def seconds_above_zero(text: str) -> float:
+    """Parses a duration of more than zero seconds, at most a day."""
+    value = positive_seconds(text)
+    if value == 0.0:
+        raise ValueError("must be above 0")
+    return value
+
+
 def one_of(*choices: str) -> Callable[[str], str]:
     """Parses one of a few words."""
 
@@ -170,6 +178,21 @@ class ServerConfig:
         "requests that may wait; one more is refused",
         unit="requests",
     )
+    max_queue_image_bytes: int = _option(
+        _ENGINE.max_queued_image_bytes, whole_number(1), "images of waiting requests together", unit="bytes"
+    )
+    max_queue_tokens: int = _option(
+        _ENGINE.max_queued_tokens,
+        whole_number(1),
+        "prompts of waiting requests together; a byte of text counts as a token",
+        unit="tokens",
+    )
+    ageing: float = _option(
+        _ENGINE.ageing_s,
+        seconds_above_zero,
+        "waiting after which a request counts as one priority more urgent",
+        unit="seconds",
+    )
     max_message_bytes: int = _option(64 * MIB, whole_number(1), "largest message received", unit="bytes")
     max_image_bytes: int = _option(_ENGINE.max_image_bytes, whole_number(1), "largest encoded image", unit="bytes")
     max_image_pixels: int = _option(
@@ -255,6 +278,9 @@ class ServerConfig:
             num_kv_pages=self.kv_pages,
             page_size=self.page_size,
             max_queued_requests=self.max_queue,
+            max_queued_image_bytes=self.max_queue_image_bytes,
+            max_queued_tokens=self.max_queue_tokens,
+            ageing_s=self.ageing,
             max_image_bytes=self.max_image_bytes,
             max_image_pixels=self.max_image_pixels,
             num_preprocess_threads=self.preprocess_threads,

@@ -10,6 +10,7 @@
     │   └── ImageFetchFailed          INVALID_ARGUMENT      IMAGE_FETCH_FAILED       BadRequest
     ├── ModelNotFound                 NOT_FOUND             MODEL_NOT_FOUND          ResourceInfo
     ├── SkillUnsupported              FAILED_PRECONDITION   SKILL_UNSUPPORTED        PreconditionFailure
+    ├── RequestRefused                FAILED_PRECONDITION   REQUEST_REFUSED          PreconditionFailure
     ├── Overloaded                    RESOURCE_EXHAUSTED    QUEUE_FULL               RetryInfo, QuotaFailure
     ├── QueueTimeout                  UNAVAILABLE           QUEUE_TIMEOUT            RetryInfo, and pushback
     ├── DeadlineExceeded              DEADLINE_EXCEEDED     DEADLINE_EXCEEDED        –
@@ -50,7 +51,9 @@ from kestrel_runtime.errors import (
     InvalidRequest,
     ModelNotFound,
     Overloaded,
+    QueueBound,
     QueueTimeout,
+    RequestRefused,
     SkillUnsupported,
 )
 
@@ -136,10 +139,22 @@ def _precondition_failure(error: SkillUnsupported) -> Iterable[Message]:
     yield error_details_pb2.PreconditionFailure(violations=[violation])
 
 
-def _quota_failure(error: Overloaded) -> Iterable[Message]:
-    violation = error_details_pb2.QuotaFailure.Violation(
-        subject="queue", description=f"at most {error.max_queued_requests} requests may wait"
+def _refusal(error: RequestRefused) -> Iterable[Message]:
+    violation = error_details_pb2.PreconditionFailure.Violation(
+        type="REQUEST", subject="request", description="an equal request broke the engine before"
     )
+    yield error_details_pb2.PreconditionFailure(violations=[violation])
+
+
+def _overload_text(error: Overloaded) -> str:
+    if error.bound is QueueBound.WAIT:
+        return f"the wait would be about {error.retry_after_s:.1f} s, longer than this request may wait"
+    whose = "this caller's share of" if error.is_tenant_share else "all of"
+    return f"{whose} the {error.limit:.0f} {error.bound.value} that may wait is taken"
+
+
+def _quota_failure(error: Overloaded) -> Iterable[Message]:
+    violation = error_details_pb2.QuotaFailure.Violation(subject="queue", description=_overload_text(error))
     yield error_details_pb2.QuotaFailure(violations=[violation])
 
 
@@ -195,10 +210,16 @@ _TABLE: Mapping[type, _Row] = MappingProxyType(
             lambda error: f"the model {error.model} has no skill {error.skill!r}",
             _precondition_failure,
         ),
+        RequestRefused: _Row(
+            grpc.StatusCode.FAILED_PRECONDITION,
+            "REQUEST_REFUSED",
+            lambda error: "an equal request broke the engine before, and is not tried again",
+            _refusal,
+        ),
         Overloaded: _Row(
             grpc.StatusCode.RESOURCE_EXHAUSTED,
             "QUEUE_FULL",
-            lambda error: f"{error.max_queued_requests} requests are waiting already",
+            _overload_text,
             _quota_failure,
             retry_s=lambda error: error.retry_after_s,
         ),

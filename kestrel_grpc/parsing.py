@@ -22,6 +22,7 @@ from kestrel_runtime.requests import (
     Detect,
     Point,
     PointRef,
+    Priority,
     Query,
     RequestOptions,
     SamplingParams,
@@ -37,6 +38,14 @@ _CAPTION_LENGTHS: Mapping[int, str] = MappingProxyType(
         wire.CAPTION_LENGTH_SHORT: "short",
         wire.CAPTION_LENGTH_NORMAL: "normal",
         wire.CAPTION_LENGTH_LONG: "long",
+    }
+)
+_PRIORITIES: Mapping[int, Priority] = MappingProxyType(
+    {
+        generation_pb2.PRIORITY_UNSPECIFIED: Priority.NORMAL,
+        generation_pb2.PRIORITY_INTERACTIVE: Priority.INTERACTIVE,
+        generation_pb2.PRIORITY_NORMAL: Priority.NORMAL,
+        generation_pb2.PRIORITY_BATCH: Priority.BATCH,
     }
 )
 _MAX_DURATION_S = 315_576_000_000
@@ -172,7 +181,11 @@ def _options(message: _Generating, violations: list[Violation]) -> RequestOption
             max_queue_s = duration.seconds + duration.nanos * 1e-9
         else:
             violations.append(Violation("options.max_queue_duration", "is not a well-formed duration"))
-    return RequestOptions(model=options.model, max_queue_s=max_queue_s)
+    priority = _PRIORITIES.get(options.priority)
+    if priority is None:
+        violations.append(Violation("options.priority", f"{options.priority} is not a known value"))
+        priority = Priority.NORMAL
+    return RequestOptions(options.model, max_queue_s, priority)
 
 
 def _is_well_formed(duration: Duration) -> bool:

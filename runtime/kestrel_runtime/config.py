@@ -13,8 +13,8 @@ BUILT_IN_MODEL = "moondream-nano"
 class EngineConfig:
     """Settings of one engine.
 
-    `model` is the built-in one, a local folder or file, or a hub name. `device` is auto, cpu or cuda; `dtype` is auto, float32,
-    bfloat16 or float16. `num_kv_pages` None sizes the cache by `max_batch_size` and free memory.
+    `model` is the built-in one, a local folder or file, or a hub name. `device` is auto, cpu or cuda; `dtype` is
+    auto, float32, bfloat16 or float16. `num_kv_pages` None sizes the cache by `max_batch_size` and free memory.
     """
 
     model: str = BUILT_IN_MODEL

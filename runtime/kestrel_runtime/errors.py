@@ -114,11 +114,6 @@ class Overloaded(KestrelError):
         self.bound = bound
         self.is_tenant_share = is_tenant_share
 
-    @property
-    def max_queued_requests(self) -> int:
-        """The limit where it counts requests."""
-        return int(self.limit)
-
 
 class RequestRefused(KestrelError):
     """The request asks for the very work at which the engine failed before, and is not tried again."""

@@ -67,6 +67,7 @@ def test_every_problem_is_told_with_its_source() -> None:
     ("flag", "value"),
     [
         ("--port", "65536"),
+        ("--ageing", "0"),
         ("--port", "-1"),
         ("--max-batch-size", "0"),
         ("--kv-pages", "1.5"),
@@ -96,12 +97,22 @@ def test_each_option_of_the_engine_reaches_it() -> None:
         *("--model", "m", "--revision", "main", "--device", "cpu", "--dtype", "float16"),
         *("--max-batch-size", "1", "--kv-pages", "2", "--page-size", "3", "--max-queue", "4"),
         *("--max-image-bytes", "5", "--max-image-pixels", "6", "--preprocess-threads", "7"),
-        *("--max-prefill-tokens", "8"),
+        *(
+            "--max-prefill-tokens",
+            "8",
+            "--max-queue-image-bytes",
+            "9",
+            "--max-queue-tokens",
+            "10",
+            "--ageing",
+            "0.5",
+        ),
     ).engine_config()
     assert (config.model, config.revision, config.device, config.dtype) == ("m", "main", "cpu", "float16")
     assert (config.max_batch_size, config.num_kv_pages, config.page_size) == (1, 2, 3)
     assert (config.max_queued_requests, config.max_image_bytes, config.max_image_pixels) == (4, 5, 6)
     assert (config.num_preprocess_threads, config.max_prefill_tokens) == (7, 8)
+    assert (config.max_queued_image_bytes, config.max_queued_tokens, config.ageing_s) == (9, 10, 0.5)
 
 
 def test_switches_are_on_or_off_and_on_where_they_are_only_named() -> None:

@@ -22,7 +22,9 @@ from kestrel_runtime.errors import (
     KestrelError,
     ModelNotFound,
     Overloaded,
+    QueueBound,
     QueueTimeout,
+    RequestRefused,
     SkillUnsupported,
     Violation,
 )
@@ -72,6 +74,13 @@ async def failure(engine: FakeEngine, *, streaming: bool = False, **fields: Any)
             {"PreconditionFailure"},
         ),
         (Overloaded(7, 0.25), Code.RESOURCE_EXHAUSTED, "QUEUE_FULL", {"RetryInfo", "QuotaFailure"}),
+        (
+            Overloaded(9.0, 30.0, QueueBound.WAIT),
+            Code.RESOURCE_EXHAUSTED,
+            "QUEUE_FULL",
+            {"RetryInfo", "QuotaFailure"},
+        ),
+        (RequestRefused(SECRET), Code.FAILED_PRECONDITION, "REQUEST_REFUSED", {"PreconditionFailure"}),
         (QueueTimeout(1.5), Code.UNAVAILABLE, "QUEUE_TIMEOUT", {"RetryInfo"}),
         (DeadlineExceeded("late"), Code.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", set()),
         (EngineUnavailable("gone"), Code.UNAVAILABLE, "ENGINE_UNAVAILABLE", {"RetryInfo"}),

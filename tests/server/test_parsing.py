@@ -12,6 +12,7 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kestrel_client.v1 import generation_pb2
 from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_grpc import parsing
 from kestrel_runtime.errors import InvalidRequest
@@ -21,6 +22,7 @@ from kestrel_runtime.requests import (
     Detect,
     Point,
     PointRef,
+    Priority,
     Query,
     RequestOptions,
     SamplingParams,
@@ -92,6 +94,26 @@ def test_length_of_the_future_is_a_violation() -> None:
     message = wire.CaptionRequest.FromString(wire.CaptionRequest(image=IMAGE).SerializeToString() + b"\x10\x63")
     assert message.length == 99
     assert violations(parsing.caption, message) == ["length"]
+
+
+@pytest.mark.parametrize(
+    ("number", "priority"),
+    [
+        (generation_pb2.PRIORITY_UNSPECIFIED, Priority.NORMAL),
+        (generation_pb2.PRIORITY_INTERACTIVE, Priority.INTERACTIVE),
+        (generation_pb2.PRIORITY_NORMAL, Priority.NORMAL),
+        (generation_pb2.PRIORITY_BATCH, Priority.BATCH),
+    ],
+)
+def test_priority_is_that_of_the_runtime(number: generation_pb2.Priority, priority: Priority) -> None:
+    request = parsing.query(wire.QueryRequest(question="?", options={"priority": number}))
+    assert request.options.priority is priority
+
+
+def test_priority_of_the_future_is_a_violation() -> None:
+    options = generation_pb2.RequestOptions.FromString(b"\x18\x63")
+    assert options.priority == 99
+    assert violations(parsing.query, wire.QueryRequest(question="?", options=options)) == ["options.priority"]
 
 
 def test_skills_that_find_take_their_fields() -> None:
