@@ -118,7 +118,7 @@ def train(
     model = new_model(config, recipe.seed)
     if start is not None:
         model.load_state_dict(trainable_state(load_file(start)))
-    state = _State(Network(model).to(device), recipe)
+    state = State(Network(model).to(device), recipe)
     checkpoint = folder / "checkpoint.pt"
     if checkpoint.exists():
         state.load(torch.load(checkpoint, map_location=device, weights_only=False))
@@ -162,7 +162,7 @@ def train(
           f"{waited:.0f} s of them waiting for data", flush=True)  # fmt: skip
 
 
-class _State:
+class State:
     """What a checkpoint holds, and how a step changes it."""
 
     def __init__(self, network: Network, recipe: Recipe) -> None:
@@ -179,6 +179,7 @@ class _State:
         self.curves: dict[str, list[tuple[int, float]]] = {}
 
     def learn(self, batch: tuple[torch.Tensor, list[tuple[int, int]], Rows]) -> None:
+        """One step on one batch."""
         rate = self._recipe.rate(self.step)
         for optimizer, full in zip(self._optimizers, self._rates, strict=True):
             optimizer.param_groups[0]["lr"] = full * rate
@@ -194,6 +195,7 @@ class _State:
         self.step += 1
 
     def note_loss(self) -> float:
+        """The mean loss since the last note, kept for the curves. Raises `FloatingPointError` if it is none."""
         value = torch.stack(self._losses).mean().item()
         if not math.isfinite(value):
             raise FloatingPointError(f"the loss is {value} at step {self.step}")
@@ -203,6 +205,7 @@ class _State:
 
     @torch.no_grad()
     def note_scores(self, tests: list[Group]) -> str:
+        """Shares of right answers in `tests`, printed and kept for the curves."""
         right: Counter[str] = Counter()
         total: Counter[str] = Counter()
         for group in tests:
@@ -220,6 +223,7 @@ class _State:
         return line
 
     def save(self) -> dict[str, Any]:
+        """All that `load` needs to go on as if nothing had happened."""
         return {
             "step": self.step,
             "model": self.network.model.state_dict(),
@@ -228,6 +232,7 @@ class _State:
         }
 
     def load(self, saved: dict[str, Any]) -> None:
+        """Become what was saved."""
         self.step, self.curves = saved["step"], saved["curves"]
         self.network.model.load_state_dict(saved["model"])
         for optimizer, state in zip(self._optimizers, saved["optimizers"], strict=True):
