@@ -33,6 +33,10 @@ FORBIDDEN = {
 # without tensors.
 ASYNCIO_IN_RUNTIME = {"engine.py", "stream.py", "verify.py"}
 WITHOUT_TORCH = {
+    "admission.py",
+    "culprits.py",
+    "deadlines.py",
+    "waiting.py",
     "scheduler.py",
     "sequence.py",
     "pages.py",
