@@ -31,6 +31,7 @@ from kestrel_runtime.requests import (
 )
 
 RequestT = TypeVar("RequestT", Query, Caption, Point, Detect, Segment)
+ObjectRequestT = TypeVar("ObjectRequestT", Point, Detect, Segment)
 
 _CAPTION_LENGTHS: Mapping[int, str] = MappingProxyType(
     {
@@ -92,50 +93,33 @@ def caption(message: wire.CaptionRequest | wire.CompleteCaptionRequest) -> Capti
 
 def point(message: wire.PointRequest) -> Point:
     """Places of objects."""
-    violations: list[Violation] = []
-    refs = _spatial_refs(message.spatial_refs, violations)
-    options = _options(message, violations)
-    return _build(
-        violations,
-        lambda: Point(
-            object=message.object,
-            image=message.image.data,
-            max_objects=_max_objects(message),
-            spatial_refs=refs,
-            sampling=_sampling(message),
-            options=options,
-        ),
-    )
+    return _about_objects(Point, message, _max_objects(message))
 
 
 def detect(message: wire.DetectRequest) -> Detect:
     """Boxes around objects."""
-    violations: list[Violation] = []
-    refs = _spatial_refs(message.spatial_refs, violations)
-    options = _options(message, violations)
-    return _build(
-        violations,
-        lambda: Detect(
-            object=message.object,
-            image=message.image.data,
-            max_objects=_max_objects(message),
-            spatial_refs=refs,
-            sampling=_sampling(message),
-            options=options,
-        ),
-    )
+    return _about_objects(Detect, message, _max_objects(message))
 
 
 def segment(message: wire.SegmentRequest) -> Segment:
     """The outline of an object."""
+    return _about_objects(Segment, message, None)
+
+
+def _about_objects(
+    kind: type[ObjectRequestT],
+    message: wire.PointRequest | wire.DetectRequest | wire.SegmentRequest,
+    max_objects: int | None,
+) -> ObjectRequestT:
     violations: list[Violation] = []
     refs = _spatial_refs(message.spatial_refs, violations)
     options = _options(message, violations)
     return _build(
         violations,
-        lambda: Segment(
+        lambda: kind(
             object=message.object,
             image=message.image.data,
+            max_objects=max_objects,
             spatial_refs=refs,
             sampling=_sampling(message),
             options=options,

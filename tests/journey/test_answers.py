@@ -72,4 +72,4 @@ async def test_thirty_two_mixed_requests_in_flight_answer_as_they_do_alone(house
     alone = [without_circumstances(await ask(house, number)) for number in range(32)]
     together = await asyncio.gather(*(ask(house, number) for number in range(32)))
     assert [without_circumstances(answer) for answer in together] == alone
-    await house.empty()
+    await house.assert_empty()

@@ -39,7 +39,7 @@ async def test_two_hundred_cancelled_requests_leave_no_page_behind(house: House)
         await asyncio.gather(*(leave_midway(10 * batch + number) for number in range(10)))
     for call in background:
         call.cancel()
-    await house.empty()
+    await house.assert_empty()
 
 
 async def test_deadlines_at_every_stage_leave_no_page_behind(house: House) -> None:
@@ -50,7 +50,7 @@ async def test_deadlines_at_every_stage_leave_no_page_behind(house: House) -> No
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
     await asyncio.gather(*(wait_until_too_late(number) for number in range(60)))
-    await house.empty()
+    await house.assert_empty()
 
 
 async def test_a_client_that_closes_its_channel_leaves_no_page_behind(house: House) -> None:
@@ -61,7 +61,7 @@ async def test_a_client_that_closes_its_channel_leaves_no_page_behind(house: Hou
         await channel.close()
         for call in calls:
             call.cancel()
-    await house.empty()
+    await house.assert_empty()
 
 
 async def test_a_client_that_is_killed_leaves_no_page_behind(house: House) -> None:
@@ -81,4 +81,4 @@ async def test_a_client_that_is_killed_leaves_no_page_behind(house: House) -> No
     assert house.engine.load().num_used_pages > 0
     client.send_signal(signal.SIGKILL)
     await client.communicate()
-    await house.empty()
+    await house.assert_empty()
