@@ -226,19 +226,20 @@ def _covers(thing: Thing, x: float, y: float) -> bool:
     return scoring.contains(_contours(thing), x, y)
 
 
-async def run(client: AsyncClient, num_scenes: int, num_at_once: int) -> Tally:
+async def run(client: AsyncClient, num_passed_over: int, num_scenes: int, num_at_once: int) -> Tally:
     """Ask everything and score it."""
     tally, gate = Tally(), asyncio.Semaphore(num_at_once)
+    seeds = range(HELD_OUT_SEED + num_passed_over, HELD_OUT_SEED + num_passed_over + num_scenes)
 
     async def one(task: Task) -> None:
         async with gate:
             task.score(tally, await task.ask(client))
 
-    for first in range(0, num_scenes, 20):  # pictures are made as they are needed
-        seeds = range(HELD_OUT_SEED + first, HELD_OUT_SEED + min(first + 20, num_scenes))
-        prepared = await asyncio.to_thread(lambda seeds=seeds: [task for seed in seeds for task in tasks(seed)])
+    for place in range(0, num_scenes, 20):  # pictures are made as they are needed
+        some = seeds[place : place + 20]
+        prepared = await asyncio.to_thread(lambda some=some: [task for seed in some for task in tasks(seed)])
         await asyncio.gather(*map(one, prepared))
-        print(f"\r{first + len(seeds)}/{num_scenes} scenes", end="", file=sys.stderr, flush=True)
+        print(f"\r{place + len(some)}/{num_scenes} scenes", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     return tally
 
@@ -290,7 +291,8 @@ def main() -> None:
     parser.add_argument("--model", default=BUILT_IN_MODEL, help="a folder, a file or a hub name (%(default)s)")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--scenes", type=int, default=600)
+    parser.add_argument("--scenes", type=int, default=600, help="how many (%(default)s)")
+    parser.add_argument("--first", type=int, default=0, help="held-out scenes to pass over, for a fresh set (0)")
     parser.add_argument("--at-once", type=int, default=16)
     parser.add_argument("--out", type=Path, default=Path("bench/out/quality.json"))
     arguments = parser.parse_args()
@@ -307,7 +309,7 @@ def main() -> None:
 async def _score(arguments: argparse.Namespace) -> tuple[Tally, dict[str, Any]]:
     if arguments.address:
         async with AsyncClient(arguments.address) as client:
-            tally = await run(client, arguments.scenes, arguments.at_once)
+            tally = await run(client, arguments.first, arguments.scenes, arguments.at_once)
             info = await client.server_info()
             return tally, {"address": arguments.address, "server": str(info)}
     config = ServerConfig(
@@ -319,7 +321,7 @@ async def _score(arguments: argparse.Namespace) -> tuple[Tally, dict[str, Any]]:
     )
     engine = await asyncio.to_thread(Engine.start, config.engine_config())
     async with Server(engine, config) as server, AsyncClient(f"127.0.0.1:{server.port}", timeout_s=600) as client:
-        tally = await run(client, arguments.scenes, arguments.at_once)
+        tally = await run(client, arguments.first, arguments.scenes, arguments.at_once)
     info = engine.info
     return tally, {
         "model": info.model,
