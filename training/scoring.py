@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 from PIL import Image, ImageChops, ImageDraw
 
+from training.phrases import NUMBER_WORDS
+
 BoxTuple = tuple[float, float, float, float]
 _Z95 = 1.959964
 _MASK_SIDE_PX = 256
@@ -117,26 +119,7 @@ def shared_count(first: Counter[str], second: Counter[str]) -> int:
 
 def inventory(text: str, colors: Sequence[str], nouns: Sequence[str]) -> Counter[str]:
     """The coloured things that a description names, each as often as it counts them."""
-    numbers = {"a": 1, "an": 1, "the": 1, "one": 1} | {
-        word: value
-        for value, word in enumerate(
-            [
-                "zero",
-                "one",
-                "two",
-                "three",
-                "four",
-                "five",
-                "six",
-                "seven",
-                "eight",
-                "nine",
-                "ten",
-                "eleven",
-                "twelve",
-            ]
-        )
-    }
+    numbers = {"a": 1, "an": 1, "the": 1, "one": 1} | {word: value for value, word in enumerate(NUMBER_WORDS)}
     # Endings are any letters, so that plurals count under their singular.
     pattern = re.compile(
         rf"(?:\b(\w+) )?(?:(?:small|medium|large) )?\b({'|'.join(colors)}) ({'|'.join(nouns)})(e?s)?\b"
