@@ -1,7 +1,13 @@
 """What holds for every test: generated examples are the same in every run, and no clock judges them."""
 
+import os
+
 import torch
 from hypothesis import settings
+
+# Read when a kernel is defined, so before anything imports one.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # A red run then speaks of the change, not of the draw or of a busy machine.
 settings.register_profile("house", derandomize=True, deadline=None, database=None)

@@ -1,0 +1,1 @@
+"""Operations by a library that comes with torch, for CUDA devices."""
