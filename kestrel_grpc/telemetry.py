@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 from kestrel_grpc.call import Call, Outcome
 from kestrel_grpc.config import ServerConfig
+from kestrel_grpc.http_health import HealthPort
 from kestrel_grpc.metrics import ServerMetrics
-from kestrel_grpc.probes import ProbePort
 from kestrel_grpc.seam import EngineSeam
 from kestrel_grpc.tracing import CallTracer, TraceExport
 from kestrel_runtime.engine import EngineStatus
@@ -26,7 +26,7 @@ class Telemetry:
         """Raises `TracingUnavailable`."""
         self._config = config
         self._export = TraceExport(os.environ, instance_id=instance_id) if config.tracing else None
-        self._probes: ProbePort | None = None
+        self._health_port: HealthPort | None = None
         observers: list[Callable[[Call, Outcome], None]] = []
         if self._export is not None:
             # First, so that whoever comes after knows the call's trace.
@@ -40,7 +40,7 @@ class Telemetry:
         if config.metrics_port is not None:
             metrics = ServerMetrics(engine)
             observers.append(metrics.record)
-            self._probes = ProbePort(
+            self._health_port = HealthPort(
                 metrics.registry,
                 is_alive=lambda: engine.status is not EngineStatus.DEAD,
                 is_ready=is_ready,
@@ -50,17 +50,17 @@ class Telemetry:
     @property
     def port(self) -> int | None:
         """The port of metrics and probes; None where there is none, and before `open`."""
-        return None if self._probes is None else self._probes.port
+        return None if self._health_port is None else self._health_port.port
 
     def open(self) -> None:
         """Listen for who wants to read. Raises `OSError`."""
-        if self._probes is not None and self._config.metrics_port is not None:
-            self._probes.open(self._config.metrics_host, self._config.metrics_port)
-            _log.info("metrics and probes on http://%s:%d", self._config.metrics_host, self._probes.port)
+        if self._health_port is not None and self._config.metrics_port is not None:
+            self._health_port.open(self._config.metrics_host, self._config.metrics_port)
+            _log.info("metrics and probes on http://%s:%d", self._config.metrics_host, self._health_port.port)
 
     def close(self) -> None:
         """Close the port and send the last spans. Blocks."""
-        if self._probes is not None:
-            self._probes.close()
+        if self._health_port is not None:
+            self._health_port.close()
         if self._export is not None:
             self._export.close()

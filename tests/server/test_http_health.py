@@ -9,7 +9,7 @@ from http.client import HTTPConnection
 import pytest
 from prometheus_client import CollectorRegistry, Gauge
 
-from kestrel_grpc.probes import ProbePort
+from kestrel_grpc.http_health import HealthPort
 
 
 class Facts:
@@ -29,7 +29,7 @@ def facts() -> Facts:
 def port(facts) -> Iterator[int]:
     registry = CollectorRegistry()
     Gauge("answer", "of all", registry=registry).set(42)
-    probes = ProbePort(registry, is_alive=lambda: facts.is_alive, is_ready=lambda: facts.is_ready)
+    probes = HealthPort(registry, is_alive=lambda: facts.is_alive, is_ready=lambda: facts.is_ready)
     probes.open("127.0.0.1", 0)
     assert probes.port is not None
     yield probes.port
@@ -71,14 +71,14 @@ def test_who_connects_and_says_nothing_holds_up_nobody(port):
 
 
 def test_a_port_in_use_is_an_error(port):
-    second = ProbePort(CollectorRegistry(), is_alive=lambda: True, is_ready=lambda: True)
+    second = HealthPort(CollectorRegistry(), is_alive=lambda: True, is_ready=lambda: True)
     with pytest.raises(OSError, match="in use"):
         second.open("127.0.0.1", port)
     second.close()
 
 
 def test_a_closed_port_answers_no_more():
-    probes = ProbePort(CollectorRegistry(), is_alive=lambda: True, is_ready=lambda: True)
+    probes = HealthPort(CollectorRegistry(), is_alive=lambda: True, is_ready=lambda: True)
     probes.open("127.0.0.1", 0)
     assert probes.port is not None
     probes.close()

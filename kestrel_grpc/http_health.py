@@ -19,7 +19,7 @@ _CLIENT_TIMEOUT_S = 10.0
 WsgiApp = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
-class ProbePort:
+class HealthPort:
     """Opened by `open` and closed by `close`. `is_alive` and `is_ready` are asked from other threads."""
 
     def __init__(
@@ -36,7 +36,7 @@ class ProbePort:
         family = _ThreadingServerV6 if ":" in host else _ThreadingServer
         self._server = make_server(host, port, self._answer, family, _QuietHandler)
         self.port = self._server.server_port
-        threading.Thread(target=self._server.serve_forever, name="kestrel-probes", daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, name="kestrel-http-health", daemon=True).start()
 
     def close(self) -> None:
         """Close the port. Blocks for at most half a second; closing again does nothing."""
