@@ -86,7 +86,7 @@ class _Attention(nn.Module):
         self.head_dim = config.head_dim
         self.qkv = nn.Linear(config.dim, config.qkv_dim)
         self.proj = nn.Linear(config.n_heads * config.head_dim, config.dim)
-        self.tau = _Tau(config) if config.tau_attn else None
+        self.tau = Tau(config) if config.tau_attn else None
 
     def forward(
         self, normed: Tensor, positions: Tensor, cosine: Tensor, sine: Tensor, attend: Attend, layer: int
@@ -105,7 +105,7 @@ class _Attention(nn.Module):
         return self.proj(attended.flatten(1))
 
 
-class _Tau(nn.Module):
+class Tau(nn.Module):
     """Scales queries and values by what the token is and where it stands."""
 
     def __init__(self, config: TextConfig) -> None:

@@ -1,0 +1,85 @@
+"""The decoder's weights rearranged: two matrices a block, with the LayerNorm folded into the first.
+
+Attention and MLP of a block read the same normed tokens and add into the same stream, so their first matrices
+stack by rows and their second ones by columns. Knows nothing about tokens, pages or how products are computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from kestrel_runtime.models.moondream.moe import MixtureOfExperts
+from kestrel_runtime.models.moondream.text import Mlp, Tau, TextModel
+
+_LARGEST_FLOAT8 = torch.finfo(torch.float8_e4m3fn).max
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A linear layer y = x @ (weight * scale).T + bias, in the model's type or in float8 with a scale per row."""
+
+    weight: Tensor
+    """[N, K], the model's type or float8_e4m3fn."""
+    scale: Tensor | None
+    """[N] float32 where the weight is float8, else None."""
+    bias: Tensor
+    """[N] float32."""
+    row_sums: Tensor
+    """[N] float32: the sum of each row of weight * scale, as stored. A product with x - mean needs it."""
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor, dtype: torch.dtype) -> Matrix:
+        """Store a float32 weight and bias as `dtype`; a row whose weights are all 0 stays so in float8."""
+        if dtype != torch.float8_e4m3fn:
+            stored = weight.to(dtype)
+            return cls(stored, None, bias, stored.float().sum(dim=1))
+        scale = (weight.abs().amax(dim=1) / _LARGEST_FLOAT8).clamp_min(torch.finfo(torch.float32).tiny)
+        stored = (weight / scale[:, None]).clamp(-_LARGEST_FLOAT8, _LARGEST_FLOAT8).to(dtype)
+        return cls(stored, scale, bias, stored.float().sum(dim=1) * scale)
+
+
+@dataclass(frozen=True, slots=True)
+class FusedBlock:
+    """One block: hidden + down([attended | gelu(inner)]) where [qkv | inner] = up(normalised hidden).
+
+    A block with a mixture of experts has no inner part: its `experts` run by themselves on `ln(hidden)`.
+    """
+
+    up: Matrix
+    """Rows: query, key and value [qkv_dim], then the MLP's first layer [ff_dim]. Takes (x - mean) / deviation."""
+    down: Matrix
+    """Columns: the attention's output projection [H * D], then the MLP's second layer [ff_dim]."""
+    tau: Tau | None
+    """Scales of queries and values, which tau attention reads off the packed query, key and value."""
+    ln: nn.LayerNorm
+    """The norm whose weight and bias are folded into `up`; the experts take it whole."""
+    experts: MixtureOfExperts | None
+
+
+@torch.no_grad()
+def fused_blocks(text: TextModel, precision: Literal["model", "float8"]) -> tuple[FusedBlock, ...]:
+    """The blocks of a loaded model with their weights in its own type, or in float8. Experts stay as they are."""
+    dtype = text.wte.dtype if precision == "model" else torch.float8_e4m3fn
+    return tuple(_fused(block, dtype) for block in text.blocks)
+
+
+def _fused(block: Any, dtype: torch.dtype) -> FusedBlock:  # a block of `TextModel`
+    ln, attention, mlp = block.ln, block.attn, block.mlp
+    up_weight, up_bias = attention.qkv.weight.float(), attention.qkv.bias.float()
+    down_weight, down_bias = attention.proj.weight.float(), attention.proj.bias.float()
+    if isinstance(mlp, Mlp):
+        up_weight = torch.cat((up_weight, mlp.fc1.weight.float()))
+        up_bias = torch.cat((up_bias, mlp.fc1.bias.float()))
+        down_weight = torch.cat((down_weight, mlp.fc2.weight.float()), dim=1)
+        down_bias = down_bias + mlp.fc2.bias.float()
+    return FusedBlock(
+        up=Matrix.of(up_weight * ln.weight.float(), up_bias + up_weight @ ln.bias.float(), dtype),
+        down=Matrix.of(down_weight, down_bias, dtype),
+        tau=attention.tau,
+        ln=ln,
+        experts=mlp if isinstance(mlp, MixtureOfExperts) else None,
+    )
