@@ -1,0 +1,35 @@
+"""A linear layer by cuBLAS, in the operands' own type."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+
+def scaled_linear(
+    x: Tensor,  # [T, K]
+    x_scale: Tensor | None,  # [T, 1] float32 where `x` is float8_e4m3fn
+    weight: Tensor,  # [N, K], of the type of `x`
+    weight_scale: Tensor | None,  # [N] float32 where `weight` is float8_e4m3fn
+    bias: Tensor | None,  # [N]
+    out_dtype: torch.dtype,
+) -> Tensor:  # [T, N] out_dtype
+    """(x * x_scale) @ (weight * weight_scale).T + bias, as the definition says.
+
+    float8 products sum with the tensor cores' fast accumulation. Raises RuntimeError where K or N of a float8
+    product is no multiple of 16.
+    """
+    if x.dtype != torch.float8_e4m3fn:
+        return linear(x, weight, None if bias is None else bias.to(x.dtype)).to(out_dtype)
+    assert x_scale is not None and weight_scale is not None, "float8 operands come with their scales"
+    # A float32 output takes no bias inside the product.
+    inside = bias if out_dtype != torch.float32 else None
+    product = torch._scaled_mm(
+        x,
+        weight.t(),
+        scale_a=x_scale,
+        scale_b=weight_scale[None, :],
+        bias=None if inside is None else inside.to(out_dtype),
+        out_dtype=out_dtype,
+        use_fast_accum=True,
+    )
+    return product + bias if bias is not None and inside is None else product

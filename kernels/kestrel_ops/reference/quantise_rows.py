@@ -1,0 +1,17 @@
+"""Rows in eight bits: each row scaled so that its largest value fills the type."""
+
+import torch
+from torch import Tensor
+
+LARGEST_FLOAT8 = 448.0
+# A row of zeros keeps a scale that divides.
+_SMALLEST_MAGNITUDE = 1e-12
+
+
+def quantise_rows(
+    rows: Tensor,  # [T, dim]
+) -> tuple[Tensor, Tensor]:  # [T, dim] float8_e4m3fn, [T, 1] float32
+    """Scale each row by its largest magnitude / 448 and round: row = quantised * scale."""
+    wide = rows.float()
+    scale = wide.abs().amax(dim=-1, keepdim=True).clamp(min=_SMALLEST_MAGNITUDE) / LARGEST_FLOAT8
+    return (wide / scale).clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(torch.float8_e4m3fn), scale

@@ -1,0 +1,30 @@
+"""Every implementation of an operation that can run here, for tests that hold all of them to the definition."""
+
+import importlib
+import importlib.util
+
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FLOAT8 = torch.float8_e4m3fn
+
+
+def implementations(operation, names=("reference", "triton", "library")):
+    """Functions by implementation, as parameters of a test are."""
+    modules = (name for name in names if importlib.util.find_spec(f"kestrel_ops.{name}.{operation}") is not None)
+    return [getattr(importlib.import_module(f"kestrel_ops.{name}.{operation}"), operation) for name in modules]
+
+
+def implementation_name(function):
+    """`reference`, `triton` or `library`."""
+    return function.__module__.split(".")[1]
+
+
+def dequantised(rows, scale):
+    """Rows as float32, scaled back where they were scaled."""
+    return rows.float() if scale is None else rows.float() * scale
+
+
+def relative_error(got, wanted):
+    """‖got - wanted‖ / ‖wanted‖, in float64."""
+    return ((got.double() - wanted.double()).norm() / wanted.double().norm()).item()

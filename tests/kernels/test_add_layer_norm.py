@@ -1,0 +1,99 @@
+import pytest
+import torch
+from torch.nn.functional import layer_norm
+
+from tests.kernels.implementations import (
+    DEVICE,
+    FLOAT8,
+    dequantised,
+    implementation_name,
+    implementations,
+    relative_error,
+)
+
+EPSILON = 1e-5
+# A row is rounded to its type once; float8 has three bits of mantissa, and the interpreter rounds them down.
+TOLERANCES = {
+    torch.float32: 1e-6,
+    torch.bfloat16: 4e-3,
+    torch.float16: 5e-4,
+    FLOAT8: 0.04 if DEVICE == "cuda" else 0.08,
+}
+
+every_implementation = pytest.mark.parametrize(
+    "add_layer_norm", implementations("add_layer_norm"), ids=implementation_name
+)
+
+
+def some_rows(count, dim, dtype=torch.float32, seed=0):
+    torch.manual_seed(seed)
+    return (3 * torch.randn(count, dim) + torch.randn(count, 1)).to(DEVICE, dtype)
+
+
+@every_implementation
+@pytest.mark.parametrize("out_dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("count", "dim"), [(1, 16), (5, 72), (3, 1152)])
+def test_rows_are_added_and_normalised(add_layer_norm, count, dim, dtype, out_dtype):
+    hidden, delta = some_rows(count, dim, dtype), some_rows(count, dim, dtype, seed=1)
+    summed = hidden + delta
+    out, scale = add_layer_norm(hidden, delta, EPSILON, out_dtype)
+    assert torch.equal(hidden, summed)
+    assert out.dtype == out_dtype
+    assert out.shape == (count, dim)
+    wanted = layer_norm(summed.double(), (dim,), eps=EPSILON)
+    assert relative_error(dequantised(out, scale), wanted) < TOLERANCES[out_dtype]
+
+
+@every_implementation
+def test_without_a_delta_the_rows_stay_as_they_are(add_layer_norm):
+    hidden = some_rows(4, 48)
+    before = hidden.clone()
+    out, scale = add_layer_norm(hidden, None, EPSILON, torch.float32)
+    assert scale is None
+    assert torch.equal(hidden, before)
+    torch.testing.assert_close(out, layer_norm(hidden, (48,), eps=EPSILON))
+
+
+@every_implementation
+def test_a_delta_of_another_type_is_added_in_float32(add_layer_norm):
+    hidden, delta = some_rows(4, 48), some_rows(4, 48, torch.bfloat16, seed=1)
+    summed = hidden + delta.float()
+    add_layer_norm(hidden, delta, EPSILON, torch.bfloat16)
+    assert torch.equal(hidden, summed)
+
+
+@every_implementation
+def test_the_scale_of_a_row_is_its_largest_magnitude_over_448(add_layer_norm):
+    hidden = some_rows(6, 64)
+    out, scale = add_layer_norm(hidden, None, EPSILON, FLOAT8)
+    wanted = layer_norm(hidden, (64,), eps=EPSILON).abs().amax(dim=1, keepdim=True) / 448
+    assert scale.shape == (6, 1)
+    assert scale.dtype == torch.float32
+    torch.testing.assert_close(scale, wanted)
+    # The interpreter rounds down, so that the largest may land one step lower.
+    assert (out.float().abs().amax(dim=1) >= (448 if DEVICE == "cuda" else 416)).all()
+
+
+@every_implementation
+def test_a_row_far_from_zero_keeps_its_variance(add_layer_norm):
+    hidden = some_rows(4, 128) + 1000
+    out, _ = add_layer_norm(hidden, None, EPSILON, torch.float32)
+    wanted = layer_norm(hidden.double(), (128,), eps=EPSILON)
+    assert relative_error(out, wanted) < 1e-4
+
+
+@every_implementation
+def test_a_constant_row_becomes_zeros(add_layer_norm):
+    out, scale = add_layer_norm(torch.full((2, 32), 3.0, device=DEVICE), None, EPSILON, FLOAT8)
+    assert torch.equal(dequantised(out, scale), torch.zeros(2, 32, device=DEVICE))
+    assert scale.gt(0).all()
+
+
+@every_implementation
+def test_a_row_does_not_see_its_neighbours(add_layer_norm):
+    hidden = some_rows(9, 48)
+    together, _ = add_layer_norm(hidden, None, EPSILON, torch.float32)
+    for row in range(9):
+        alone, _ = add_layer_norm(hidden[row : row + 1].clone(), None, EPSILON, torch.float32)
+        torch.testing.assert_close(together[row], alone[0])

@@ -1,0 +1,45 @@
+import pytest
+import torch
+
+from kestrel_ops.reference.quantise_rows import quantise_rows
+from tests.kernels.implementations import DEVICE, implementation_name, implementations, relative_error
+
+TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
+# Fast accumulation keeps fewer bits of a float8 product's sum.
+FLOAT8_TOLERANCE = 1e-2 if DEVICE == "cuda" else 4e-3
+
+every_implementation = pytest.mark.parametrize(
+    "scaled_linear", implementations("scaled_linear"), ids=implementation_name
+)
+
+
+def some_matrix(rows, columns, seed):
+    torch.manual_seed(seed)
+    return torch.randn(rows, columns, device=DEVICE)
+
+
+@every_implementation
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_a_plain_product_with_its_bias(scaled_linear, dtype, with_bias):
+    x, weight = some_matrix(7, 48, 0).to(dtype), some_matrix(20, 48, 1).to(dtype)
+    bias = some_matrix(1, 20, 2)[0] if with_bias else None
+    out = scaled_linear(x, None, weight, None, bias, dtype)
+    assert out.dtype == dtype
+    wanted = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    assert relative_error(out, wanted) < TOLERANCES[dtype]
+
+
+@every_implementation
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("bias_dtype", [None, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("count", [1, 7, 40])
+def test_a_float8_product_is_that_of_the_scaled_operands(scaled_linear, count, bias_dtype, out_dtype):
+    x, x_scale = quantise_rows(some_matrix(count, 64, 0) * torch.arange(1, count + 1, device=DEVICE)[:, None])
+    weight, weight_scale = quantise_rows(some_matrix(32, 64, 1) * torch.arange(1, 33, device=DEVICE)[:, None])
+    bias = None if bias_dtype is None else some_matrix(1, 32, 2)[0].to(bias_dtype)
+    out = scaled_linear(x, x_scale, weight, weight_scale[:, 0].contiguous(), bias, out_dtype)
+    assert out.dtype == out_dtype
+    assert out.shape == (count, 32)
+    wanted = (x.double() * x_scale) @ (weight.double() * weight_scale).T + (0 if bias is None else bias.double())
+    assert relative_error(out, wanted) < FLOAT8_TOLERANCE
