@@ -20,10 +20,11 @@ def scaled_linear(
     """
     if x.dtype != torch.float8_e4m3fn:
         return linear(x, weight, None if bias is None else bias.to(x.dtype)).to(out_dtype)
-    assert x_scale is not None and weight_scale is not None, "float8 operands come with their scales"
+    assert x_scale is not None, "a float8 operand comes with its scale"
+    assert weight_scale is not None, "a float8 weight comes with its scale"
     # A float32 output takes no bias inside the product.
     inside = bias if out_dtype != torch.float32 else None
-    product = torch._scaled_mm(
+    product = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
         x,
         weight.t(),
         scale_a=x_scale,
