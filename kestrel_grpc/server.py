@@ -179,6 +179,8 @@ class Server:
                 ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.keepalive_time_ms", 60_000),
                 ("grpc.keepalive_timeout_ms", 20_000),
+                # The same for a peer whose kernel still acknowledges: by itself that waits a minute.
+                ("grpc.http2.ping_timeout_ms", 20_000),
             ),
         )
         scope = CallScope(server, self._engine, self._access, self._telemetry.observers)
