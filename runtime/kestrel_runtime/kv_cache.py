@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -13,18 +15,49 @@ from kestrel_runtime.models.moondream.config import TextConfig
 from kestrel_runtime.sequence import Chunk, Sequence
 
 
+@dataclass(frozen=True, slots=True)
+class LayerPages:
+    """What one layer's operations read and write; the scales stand where the pages are float8."""
+
+    key_pages: Tensor
+    """[pages, key/value heads, slots, head dimension]."""
+    value_pages: Tensor
+    """As the keys."""
+    key_scale: Tensor | None
+    """One float32: key = stored * scale."""
+    value_scale: Tensor | None
+    """One float32: value = stored * scale."""
+
+
 class KVCache:
-    """Keys and values of every layer: each [layers, pages, slots, key/value heads, head dimension]."""
+    """Keys and values of every layer: each [layers, pages, key/value heads, slots, head dimension].
+
+    With a float8 type a layer's keys are stored divided by its scale, and its values likewise. The scales are 1 at
+    first: what float8 holds well is wider than what keys and values usually are.
+    """
 
     def __init__(
         self, config: TextConfig, num_pages: int, page_size: int, device: torch.device, dtype: torch.dtype
     ) -> None:
-        shape = (config.n_layers, num_pages, page_size, config.n_kv_heads, config.head_dim)
+        shape = (config.n_layers, num_pages, config.n_kv_heads, page_size, config.head_dim)
         self.num_pages = num_pages
         self.page_size = page_size
         self.device = device
         self.key_pages = torch.zeros(shape, device=device, dtype=dtype)
         self.value_pages = torch.zeros(shape, device=device, dtype=dtype)
+        is_scaled = dtype == torch.float8_e4m3fn
+        self.key_scales = torch.ones(config.n_layers, device=device) if is_scaled else None
+        self.value_scales = torch.ones(config.n_layers, device=device) if is_scaled else None
+
+    def layer(self, index: int) -> LayerPages:
+        """The pages of one layer."""
+        own = slice(index, index + 1)
+        return LayerPages(
+            self.key_pages[index],
+            self.value_pages[index],
+            None if self.key_scales is None else self.key_scales[own],
+            None if self.value_scales is None else self.value_scales[own],
+        )
 
     def renew(self) -> None:
         """Let the tensors go and make them anew, zeroed."""
@@ -91,6 +124,8 @@ class DecodeAttention:
         self._slots = own_page * cache.page_size + self.positions % cache.page_size
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        key_pages, value_pages = self._cache.key_pages[layer], self._cache.value_pages[layer]
-        write_kv(key, value, key_pages, value_pages, self._slots)
-        return decode_attention(query, key_pages, value_pages, self._page_table, self.positions + 1)
+        pages = self._cache.layer(layer)
+        scales = (pages.key_scale, pages.value_scale)
+        write_kv(key, value, pages.key_pages, pages.value_pages, self._slots, *scales)
+        lengths = self.positions + 1
+        return decode_attention(query, pages.key_pages, pages.value_pages, self._page_table, lengths, *scales)

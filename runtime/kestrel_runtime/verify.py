@@ -176,7 +176,7 @@ class _Probe:
         }
         prefix = self.sequence.prefix_length
         for letter, pages in (("k", self._cache.key_pages), ("v", self._cache.value_pages)):
-            rows = pages[-1, self.sequence.pages].flatten(0, 1)[:prefix].transpose(0, 1)  # [heads, prefix, dim]
+            rows = pages[-1, self.sequence.pages].transpose(0, 1).flatten(1, 2)[:, :prefix]  # [heads, prefix, dim]
             if letter == "k":
                 rows = _interleaved(rows, self._model.config.text.rotary_dim)
             named[f"last_layer_{letter}_first8"] = rows[:, :8]

@@ -34,14 +34,15 @@ def paged(keys: list[Tensor], values: list[Tensor], page_size: int) -> tuple[Ten
     num_pages = sum(counts) + 2
     order = list(range(num_pages))
     random.Random(num_pages).shuffle(order)
-    shape = (num_pages, page_size, *keys[0].shape[1:])
+    num_groups, head_dim = keys[0].shape[1:]
+    shape = (num_pages, num_groups, page_size, head_dim)
     key_pages, value_pages = torch.full(shape, GARBAGE), torch.full(shape, GARBAGE)
     tables = []
     for count, key, value in zip(counts, keys, values, strict=True):
         table = [order.pop() for _ in range(count)]
         for position in range(len(key)):
             page, slot = table[position // page_size], position % page_size
-            key_pages[page, slot], value_pages[page, slot] = key[position], value[position]
+            key_pages[page, :, slot], value_pages[page, :, slot] = key[position], value[position]
         tables.append(torch.tensor(table))
     return key_pages, value_pages, tables
 

@@ -7,6 +7,8 @@ from tests.kernels.paged import GARBAGE, Heads, attend, padded, paged
 
 HEADS = (Heads(1, 1, 8), Heads(4, 4, 6), Heads(6, 2, 4), Heads(4, 1, 16))
 
+FLOAT8 = torch.float8_e4m3fn
+
 
 class Batch:
     """Random contexts of some lengths over pages, and one query for each."""
@@ -70,9 +72,9 @@ def test_what_lies_past_the_length_does_not_count():
     batch = Batch([7], HEADS[1], 4)
     before = batch.run()
     last_page = batch.tables[0][1]
-    assert (batch.key_pages[last_page, 3:] == GARBAGE).all()  # position 7 is nobody's
-    batch.key_pages[last_page, 3:] = -GARBAGE
-    batch.value_pages[last_page, 3:] = -GARBAGE
+    assert (batch.key_pages[last_page, :, 3:] == GARBAGE).all()  # position 7 is nobody's
+    batch.key_pages[last_page, :, 3:] = -GARBAGE
+    batch.value_pages[last_page, :, 3:] = -GARBAGE
     assert torch.equal(batch.run(), before)
     batch.lengths -= 1
     assert not torch.allclose(batch.run(), before)
@@ -82,3 +84,12 @@ def test_a_single_position_gives_its_value_back():
     batch = Batch([1, 1], HEADS[2], 2)
     wanted = torch.stack(batch.values)[:, 0].repeat_interleave(3, dim=1)  # three query heads share a group
     torch.testing.assert_close(batch.run(), wanted)
+
+
+def test_float8_pages_are_read_with_their_scales():
+    batch = Batch([7, 3], HEADS[2], 4)
+    wanted = batch.run()
+    key_pages, value_pages = (batch.key_pages / 0.5).to(FLOAT8), (batch.value_pages / 0.25).to(FLOAT8)
+    scales = torch.tensor([0.5]), torch.tensor([0.25])
+    attended = decode_attention(batch.queries, key_pages, value_pages, padded(batch.tables), batch.lengths, *scales)
+    assert (attended - wanted).norm() < 0.1 * wanted.norm()

@@ -38,13 +38,18 @@ class Rows:
         return DenseAttend(self.prefix_length)(layer, *self.of(layer, 0, self.length))
 
 
+def context(pages, own):
+    """The rows [positions, key/value heads, width] that lie in the pages `own`."""
+    return pages[own].transpose(1, 2).flatten(0, 1)
+
+
 def packed(parts):
     return tuple(torch.cat(rows) for rows in zip(*parts, strict=True))
 
 
 def test_a_cache_holds_keys_and_values_of_every_layer():
     cache = new_cache(5, 3, torch.bfloat16)
-    assert cache.key_pages.shape == cache.value_pages.shape == (CONFIG.n_layers, 5, 3, 2, WIDTH)
+    assert cache.key_pages.shape == cache.value_pages.shape == (CONFIG.n_layers, 5, 2, 3, WIDTH)
     assert cache.key_pages.dtype == cache.value_pages.dtype == torch.bfloat16
 
 
@@ -67,14 +72,14 @@ def test_a_prefill_writes_its_positions_and_attends(layer):
     attend = cache.prefill([Chunk(sequence, 0, 8)])
     assert attend.positions.tolist() == list(range(8))
     torch.testing.assert_close(attend(layer, *rows.of(layer, 0, 8)), rows.attended(layer))
-    assert torch.equal(cache.key_pages[layer, [9, 1, 4]].flatten(0, 1)[:8], rows.key[layer])
-    assert torch.equal(cache.value_pages[layer, [9, 1, 4]].flatten(0, 1)[:8], rows.value[layer])
+    assert torch.equal(context(cache.key_pages[layer], [9, 1, 4])[:8], rows.key[layer])
+    assert torch.equal(context(cache.value_pages[layer], [9, 1, 4])[:8], rows.value[layer])
 
 
 def test_nothing_is_written_anywhere_else():
     cache, rows = new_cache(), Rows(8)
     cache.prefill([Chunk(holder([9, 1, 4], 8), 0, 8)])(1, *rows.of(1, 0, 8))
-    written = cache.key_pages.abs().sum(dim=(-1, -2)).nonzero()
+    written = cache.key_pages.abs().sum(dim=(2, 4)).nonzero()
     assert {(layer, page) for layer, page, _ in written.tolist()} == {(1, 9), (1, 1), (1, 4)}
     assert len(written) == 8
 
@@ -113,4 +118,17 @@ def test_decoding_writes_the_newest_position_and_attends_to_all(lengths):
     wanted = torch.stack([rows.attended(0)[-1] for _, rows in everyone])
     torch.testing.assert_close(attended, wanted, rtol=1e-4, atol=1e-5)
     for sequence, rows in everyone:
-        assert torch.equal(cache.key_pages[0, sequence.pages].flatten(0, 1)[: rows.length], rows.key[0])
+        assert torch.equal(context(cache.key_pages[0], sequence.pages)[: rows.length], rows.key[0])
+
+
+def test_a_float8_cache_is_read_back_with_its_scales():
+    cache, rows = new_cache(dtype=torch.float8_e4m3fn), Rows(1, seed=3)
+    assert cache.key_scales is not None
+    assert cache.value_scales is not None
+    cache.key_scales[1], cache.value_scales[1] = 0.25, 4.0
+    attend = cache.decode([holder([2], 1)])
+    attended = attend(1, *rows.of(1, 0, 1))
+    torch.testing.assert_close(attended, rows.attended(1), rtol=0.07, atol=4 * 2**-9)
+    torch.testing.assert_close(
+        4 * cache.value_pages[1, 2, :, 0].float(), rows.value[1, 0], rtol=0.07, atol=4 * 2**-9
+    )

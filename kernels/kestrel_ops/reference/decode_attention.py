@@ -4,18 +4,22 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from kestrel_ops.reference.pages import gather_rows
+
 
 def decode_attention(
     query: Tensor,  # [B, H, D]
-    key_pages: Tensor,  # [P, S, G, D]
-    value_pages: Tensor,  # [P, S, G, D]
-    page_table: Tensor,  # [B, most pages of a sequence] int64; entries past a sequence's end are any valid page
+    key_pages: Tensor,  # [P, G, S, D]
+    value_pages: Tensor,  # [P, G, S, D]
+    page_table: Tensor,  # [B, most pages of a sequence] integers; entries past a sequence's end are any valid page
     lengths: Tensor,  # [B] int64: positions to attend to, the new token's own included
+    key_scale: Tensor | None = None,  # one element, float32, where the pages are float8: key = stored * scale
+    value_scale: Tensor | None = None,
 ) -> Tensor:  # [B, H, D]
     """Row b attends to the first `lengths[b]` positions of its pages, with scale 1 / sqrt(D)."""
     num_sequences, num_heads, head_dim = query.shape
-    key = key_pages[page_table].flatten(1, 2).transpose(1, 2)  # [B, G, context, D]
-    value = value_pages[page_table].flatten(1, 2).transpose(1, 2)
+    key = gather_rows(key_pages, page_table, key_scale, query.dtype)  # [B, G, context, D]
+    value = gather_rows(value_pages, page_table, value_scale, query.dtype)
     places = torch.arange(key.shape[2], device=query.device)
     mask = (places < lengths[:, None])[:, None, None, :]  # [B, 1, 1, context]
     attended = scaled_dot_product_attention(

@@ -7,8 +7,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 def prefill_attention(
     query: Tensor,  # [T, H, D]: the chunks of all sequences, one after the other
-    key_pages: Tensor,  # [P, S, G, D], the chunks' own keys already written
-    value_pages: Tensor,  # [P, S, G, D]
+    key_pages: Tensor,  # [P, G, S, D], the chunks' own keys already written
+    value_pages: Tensor,  # [P, G, S, D]
     page_tables: list[Tensor],  # per sequence [its pages] int64
     chunks: list[tuple[int, int]],  # per sequence: the positions [start, end) that its queries hold
     prefix_lengths: list[int],  # per sequence: positions that see each other both ways; 0 for plain causal
@@ -17,13 +17,13 @@ def prefill_attention(
 
     A chunk that begins inside the prefix must reach its end: the prefix is one indivisible block.
     """
-    num_groups = key_pages.shape[2]
+    num_groups = key_pages.shape[1]
     attended = torch.empty_like(query)
     offset = 0
     for pages, (start, end), prefix_length in zip(page_tables, chunks, prefix_lengths, strict=True):
         rows = slice(offset, offset + end - start)
-        key = key_pages[pages].flatten(0, 1)[:end].transpose(0, 1)[None]  # [1, G, end, D]
-        value = value_pages[pages].flatten(0, 1)[:end].transpose(0, 1)[None]
+        key = key_pages[pages].transpose(0, 1).flatten(1, 2)[None, :, :end]  # [1, G, end, D]
+        value = value_pages[pages].transpose(0, 1).flatten(1, 2)[None, :, :end]
         places = torch.arange(end, device=query.device)
         queries = places[start:, None]
         mask = (places <= queries) | ((places < prefix_length) & (queries < prefix_length))

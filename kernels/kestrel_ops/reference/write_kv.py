@@ -2,14 +2,18 @@
 
 from torch import Tensor
 
+from kestrel_ops.reference.pages import store_rows
+
 
 def write_kv(
     key: Tensor,  # [T, G, D]
     value: Tensor,  # [T, G, D]
-    key_pages: Tensor,  # [P, S, G, D], written in place
-    value_pages: Tensor,  # [P, S, G, D], written in place
+    key_pages: Tensor,  # [P, G, S, D], written in place
+    value_pages: Tensor,  # [P, G, S, D], written in place
     slots: Tensor,  # [T] int64: page * S + place in the page
+    key_scale: Tensor | None = None,  # one element, float32, where the pages are float8: stored = key / scale
+    value_scale: Tensor | None = None,
 ) -> None:
-    """Write row t of `key` and `value` to slot `slots[t]`."""
-    key_pages.view(-1, *key_pages.shape[2:])[slots] = key
-    value_pages.view(-1, *value_pages.shape[2:])[slots] = value
+    """Write row t of `key` and `value` to slot `slots[t]`; what float8 cannot hold becomes its largest number."""
+    store_rows(key, key_pages, slots, key_scale)
+    store_rows(value, value_pages, slots, value_scale)
