@@ -1,0 +1,209 @@
+"""The vision side at full speed: the plain `VisionModel` with its steps fused and, if wished, products in float8.
+
+Knows the weights and which kernels to call; nothing of requests, and nothing of who encodes which crops together.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import embedding_bag, layer_norm, scaled_dot_product_attention
+
+from kestrel_ops.dispatch import Kernels
+from kestrel_runtime.models.moondream.fused_weights import Matrix
+from kestrel_runtime.models.moondream.vision import VisionModel
+
+# cuDNN is the fastest at heads of 72 lanes; what it refuses, float32 above all, goes to the next.
+_ATTENTION_BACKENDS = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+# Products run fastest where every row starts at a multiple of 16 bytes; in float8 they need it.
+_PATCH_ALIGNMENT = 8
+_FLOAT8_ALIGNMENT = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Linear:
+    """A linear layer as the products take it."""
+
+    weight: Tensor  # [N, K] model dtype or float8_e4m3fn
+    scale: Tensor | None  # [N] float32 where the weight is float8
+    bias: Tensor  # [N] model dtype
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """The four products of a block; both LayerNorms' weights and biases are folded into `qkv` and `fc1`."""
+
+    qkv: _Linear
+    proj: _Linear
+    fc1: _Linear
+    fc2: _Linear
+
+
+@dataclass(frozen=True, slots=True)
+class _PoolingPlan:
+    """Which patches of an image's crops are averaged into which half row of the projector's input."""
+
+    patches: Tensor  # [entries] int64, counted from the image's first crop
+    starts: Tensor  # [2 * patches of a crop] int64: where each average begins in `patches`
+
+
+class FusedVision:
+    """Encoder and projector of a loaded `VisionModel`, for many crops and many images at a time."""
+
+    def __init__(self, vision: VisionModel, kernels: Kernels, precision: Literal["model", "float8"]) -> None:
+        """Copies the weights it rearranges; the model's own may be dropped afterwards, but its config is kept."""
+        self.config = vision.config
+        self._kernels = kernels
+        self._dtype = vision.patch_emb.weight.dtype
+        self._precision = precision
+        with torch.no_grad():
+            self._patch_weight, self._patch_offsets = self._fold_pixels(vision)
+            self._blocks = [self._fold_block(block) for block in vision.blocks]
+            self._projector = [self._linear(layer) for layer in (vision.proj_mlp.fc1, vision.proj_mlp.fc2)]
+        self._post_ln = vision.post_ln
+        self._epsilon = vision.post_ln.eps
+        self._plans: dict[tuple[int, int], _PoolingPlan] = {}
+
+    def encode(self, crops: Tensor) -> Tensor:
+        """uint8 crops [N, side, side, channels] → features [N, patches, enc_dim], those of `VisionModel.encode`."""
+        hidden = self._embed_patches(crops)
+        delta: Tensor | None = None
+        with sdpa_kernel(_ATTENTION_BACKENDS, set_priority=True):
+            for block in self._blocks:
+                delta = self._run_block(block, hidden, delta)
+        if delta is not None:
+            hidden += delta
+        features = layer_norm(hidden, hidden.shape[-1:], self._post_ln.weight, self._post_ln.bias, self._epsilon)
+        return features.view(len(crops), self.config.num_image_tokens, -1)
+
+    def project_all(self, features: Sequence[Tensor], tilings: Sequence[tuple[int, int]]) -> Tensor:
+        """Features of several images → their embeddings [images, patches, text dim].
+
+        Each image's are [1 + rows * columns, patches, enc_dim], the global crop first; its tiling is (rows, columns).
+        """
+        num_patches = self.config.num_image_tokens
+        plans = [self._plan(tiling, features[0].device) for tiling in tilings]
+        num_entries = itertools.accumulate((len(plan.patches) for plan in plans), initial=0)
+        num_rows = itertools.accumulate((len(image) * num_patches for image in features), initial=0)
+        patches = torch.cat([plan.patches + base for plan, base in zip(plans, num_rows, strict=False)])
+        starts = torch.cat([plan.starts + base for plan, base in zip(plans, num_entries, strict=False)])
+        rows = torch.cat([image.flatten(0, 1) for image in features])
+        # A row of the projector's input: a patch of the global crop, then an average of local ones.
+        joined = embedding_bag(patches, rows, starts, mode="mean").view(len(plans) * num_patches, -1)
+        fc1, fc2 = self._projector
+        inner = self._product(*self._quantised(joined, fc1, activate=False), fc1)
+        return self._product(*self._quantised(inner, fc2), fc2).view(len(plans), num_patches, -1)
+
+    def _embed_patches(self, crops: Tensor) -> Tensor:
+        config = self.config
+        size, side, channels = config.enc_patch_size, config.grid_size, config.in_channels
+        # Pixels as signed bytes, -128 to 127: exact in every type. A patch is ordered channel, row, column.
+        signed = (crops ^ 128).view(torch.int8).view(-1, side, size, side, size, channels)
+        padded = torch.zeros(
+            len(crops) * side * side, self._patch_weight.shape[1], dtype=self._dtype, device=crops.device
+        )
+        patches = padded[:, : channels * size * size].view(-1, side, side, channels, size, size)
+        patches.copy_(signed.permute(0, 1, 3, 5, 2, 4))
+        hidden = self._kernels.scaled_linear(padded, None, self._patch_weight, None, None, self._dtype)
+        hidden.view(len(crops), side * side, -1).add_(self._patch_offsets)
+        return hidden
+
+    def _run_block(self, block: _Block, hidden: Tensor, delta: Tensor | None) -> Tensor:
+        # Adds `delta` to `hidden` and hands back what is to be added next.
+        packed = self._product(*self._normed(hidden, delta, block.qkv), block.qkv)
+        attended = self._product(*self._quantised(self._attend(packed), block.proj, activate=False), block.proj)
+        inner = self._product(*self._normed(hidden, attended, block.fc1), block.fc1)
+        return self._product(*self._quantised(inner, block.fc2), block.fc2)
+
+    def _attend(self, packed: Tensor) -> Tensor:
+        config = self.config
+        query, key, value = packed.view(
+            -1, config.num_image_tokens, 3, config.enc_n_heads, config.enc_dim // config.enc_n_heads
+        ).permute(2, 0, 3, 1, 4)  # each [N, heads, patches, head dim], in place
+        return scaled_dot_product_attention(query, key, value).transpose(1, 2).reshape(len(packed), -1)
+
+    def _normed(self, hidden: Tensor, delta: Tensor | None, taker: _Linear) -> tuple[Tensor, Tensor | None]:
+        return self._kernels.add_layer_norm(hidden, delta, self._epsilon, taker.weight.dtype)
+
+    def _quantised(self, rows: Tensor, taker: _Linear, activate: bool = True) -> tuple[Tensor, Tensor | None]:
+        if not activate and rows.dtype == taker.weight.dtype:
+            return rows, None
+        return self._kernels.concat_gelu(None, rows, taker.weight.dtype, activate)
+
+    def _product(self, rows: Tensor, scale: Tensor | None, linear: _Linear) -> Tensor:
+        return self._kernels.scaled_linear(rows, scale, linear.weight, linear.scale, linear.bias, self._dtype)
+
+    def _fold_pixels(self, vision: VisionModel) -> tuple[Tensor, Tensor]:
+        # The model sees (2 * byte - 255) / 255 = (2 * signed + 1) / 255.
+        weight = vision.patch_emb.weight.float()
+        padding = -weight.shape[1] % _PATCH_ALIGNMENT
+        padded = torch.nn.functional.pad(weight * (2 / 255), (0, padding)).to(self._dtype)
+        offsets = vision.pos_emb[0].float() + vision.patch_emb.bias.float() + weight.sum(dim=1) / 255
+        return padded, offsets.to(self._dtype)
+
+    def _fold_block(self, block: Any) -> _Block:  # a block of `VisionModel`
+        return _Block(
+            qkv=self._linear(block.attn.qkv, block.ln1),
+            proj=self._linear(block.attn.proj),
+            fc1=self._linear(block.mlp.fc1, block.ln2),
+            fc2=self._linear(block.mlp.fc2),
+        )
+
+    def _linear(self, layer: nn.Linear, norm: nn.LayerNorm | None = None) -> _Linear:
+        weight, bias = layer.weight.float(), layer.bias.float()
+        if norm is not None:
+            weight, bias = weight * norm.weight.float(), bias + weight @ norm.bias.float()
+        fits = all(size % _FLOAT8_ALIGNMENT == 0 for size in weight.shape)
+        dtype = torch.float8_e4m3fn if self._precision == "float8" and fits else self._dtype
+        matrix = Matrix.of(weight, bias, dtype)
+        return _Linear(matrix.weight, matrix.scale, matrix.bias.to(self._dtype))
+
+    def _plan(self, tiling: tuple[int, int], device: torch.device) -> _PoolingPlan:
+        if tiling not in self._plans:
+            self._plans[tiling] = self._make_plan(*tiling, device)
+        return self._plans[tiling]
+
+    def _make_plan(self, rows: int, columns: int, device: torch.device) -> _PoolingPlan:
+        side = self.config.grid_size
+        stitched_rows, stitched_columns = self._stitched(rows), self._stitched(columns)
+        bags: list[list[int]] = []
+        for y, x in itertools.product(range(side), repeat=2):
+            bags.append([y * side + x])
+            bags.append(
+                [
+                    (1 + row * columns + column) * side * side + crop_y * side + crop_x
+                    for row, crop_y in _window(stitched_rows, y, side)
+                    for column, crop_x in _window(stitched_columns, x, side)
+                ]
+            )
+        starts = itertools.accumulate((len(bag) for bag in bags[:-1]), initial=0)
+        return _PoolingPlan(
+            patches=torch.tensor([patch for bag in bags for patch in bag], device=device),
+            starts=torch.tensor(list(starts), device=device),
+        )
+
+    def _stitched(self, count: int) -> list[tuple[int, int]]:
+        # Along one axis: crop and place within it of every patch that stitching keeps. Each crop gives its middle,
+        # and its margin only at the rim.
+        margin, side = self.config.overlap_margin, self.config.grid_size
+        return [
+            (crop, place)
+            for crop in range(count)
+            for place in range(0 if crop == 0 else margin, side if crop == count - 1 else side - margin)
+        ]
+
+
+def _window(places: list[tuple[int, int]], index: int, count: int) -> list[tuple[int, int]]:
+    # The window of an adaptive average pool from len(places) to `count`.
+    return places[index * len(places) // count : -(-(index + 1) * len(places) // count)]
