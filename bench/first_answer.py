@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -60,7 +61,7 @@ def measure(num_starts: int, num_requests: int) -> dict[str, list[float]]:
                         results[f"{method}, first token"] = [first_s for first_s, _ in times]
                         results[f"{method}, whole"] = [total_s for _, total_s in times]
         finally:
-            process.terminate()
+            process.send_signal(signal.SIGINT)
             process.wait()
     return results
 

@@ -219,8 +219,20 @@ class ServerConfig:
         "prompt tokens that one step may carry beside the decoding requests",
         unit="tokens",
     )
+    stream_idle_timeout: float = _option(
+        60.0,
+        seconds_above_zero,
+        "how long the reader of a stream may take none of its messages; then the call ends with ABORTED",
+        unit="seconds",
+    )
+    withdrawal_delay: float = _option(
+        5.0,
+        positive_seconds,
+        "how long calls are still taken after SIGTERM, while health says NOT_SERVING and balancers turn away",
+        unit="seconds",
+    )
     drain_timeout: float = _option(
-        20.0, positive_seconds, "how long running requests may take to end after SIGTERM", unit="seconds"
+        20.0, positive_seconds, "how long running requests may take to end after that", unit="seconds"
     )
     reflection: str = _option(
         "on", one_of("on", "off", "token"), "who may ask for the schema: on (anybody), off (nobody) or token"

@@ -16,11 +16,14 @@
     ├── DeadlineExceeded              DEADLINE_EXCEEDED     DEADLINE_EXCEEDED        –
     └── EngineUnavailable             UNAVAILABLE           ENGINE_UNAVAILABLE       RetryInfo
            … while draining           UNAVAILABLE           DRAINING                 RetryInfo
+           … while it restarts        UNAVAILABLE           RECOVERING               RetryInfo
     kestrel_grpc.access
     AccessRefused
     ├── TokenInvalid                  UNAUTHENTICATED       TOKEN_INVALID            –
     ├── ScopeRequired                 PERMISSION_DENIED     SCOPE_REQUIRED           –
     └── RateLimited                   RESOURCE_EXHAUSTED    RATE_LIMITED             RetryInfo, QuotaFailure
+    kestrel_grpc.reader_watch
+    StreamIdle                        ABORTED               STREAM_IDLE              –
 
     anything else: our bug            INTERNAL              INTERNAL                 –
 
@@ -43,6 +46,8 @@ from google.rpc import error_details_pb2, status_pb2
 from kestrel_grpc.access import RateLimited, ScopeRequired, TokenInvalid
 from kestrel_grpc.call import REQUEST_ID_KEY
 from kestrel_grpc.image_uris import ImageFetchFailed, ImageUriNotAllowed
+from kestrel_grpc.reader_watch import StreamIdle
+from kestrel_runtime.engine import EngineStatus
 from kestrel_runtime.errors import (
     ContextLengthExceeded,
     DeadlineExceeded,
@@ -63,6 +68,8 @@ MAX_VIOLATIONS = 20
 MAX_ECHO_CHARS = 128
 _RETRY_ELSEWHERE_S = 1.0
 _DETAILS_KEY = "grpc-status-details-bin"
+# Why an engine is unavailable that will be there again, here or elsewhere.
+_PASSING_STATES = MappingProxyType({EngineStatus.DRAINING: "DRAINING", EngineStatus.RECOVERING: "RECOVERING"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +82,12 @@ class CallStatus:
     reason: str
 
 
-def to_status(error: Exception, request_id: str, *, is_draining: bool = False) -> CallStatus:
-    """The status for any exception; `is_draining` tells why an engine is unavailable."""
+def to_status(error: Exception, request_id: str, engine_status: EngineStatus | None = None) -> CallStatus:
+    """The status for any exception; `engine_status` tells why an engine is unavailable."""
     row = next((_TABLE[kind] for kind in type(error).__mro__ if kind in _TABLE), _BUG)
     reason = row.reason if isinstance(row.reason, str) else row.reason(error)
-    if is_draining and isinstance(error, EngineUnavailable):
-        reason = "DRAINING"
+    if engine_status is not None and isinstance(error, EngineUnavailable):
+        reason = _PASSING_STATES.get(engine_status, reason)
     retry_s = row.retry_s(error)
     info = error_details_pb2.ErrorInfo(
         reason=reason, domain=DOMAIN, metadata={"requestId": request_id, **row.facts(error)}
@@ -252,6 +259,11 @@ _TABLE: Mapping[type, _Row] = MappingProxyType(
             lambda error: f"the token allows {error.limit}",
             _token_quota_failure,
             retry_s=lambda error: error.retry_after_s,
+        ),
+        StreamIdle: _Row(
+            grpc.StatusCode.ABORTED,
+            "STREAM_IDLE",
+            lambda error: f"no message of the stream was taken for {error.limit_s:g} s",
         ),
         EngineUnavailable: _Row(
             grpc.StatusCode.UNAVAILABLE,

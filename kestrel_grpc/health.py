@@ -27,6 +27,7 @@ class Health:
         self._loop = asyncio.get_running_loop()
         self._services = frozenset(("", *services))
         self._is_serving = engine.status is EngineStatus.SERVING
+        self._is_refusing = False
         self._is_closed = False
         self._changed = asyncio.Event()
         engine.on_status_change(self._follow)
@@ -71,19 +72,20 @@ class Health:
 
     def refuse(self) -> None:
         """Report NOT_SERVING from now on, whatever the engine says."""
+        self._is_refusing = True
         self._update(is_serving=False)
 
     def close(self) -> None:
         """Report NOT_SERVING and end every `Watch`."""
         self._is_closed = True
-        self._update(is_serving=False)
+        self.refuse()
 
     def _follow(self, status: EngineStatus) -> None:
         if not self._loop.is_closed():  # the engine may outlive the server, and calls from any thread
             self._loop.call_soon_threadsafe(lambda: self._update(is_serving=status is EngineStatus.SERVING))
 
     def _update(self, *, is_serving: bool) -> None:
-        self._is_serving = is_serving
+        self._is_serving = is_serving and not self._is_refusing
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 

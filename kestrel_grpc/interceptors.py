@@ -19,8 +19,8 @@ from kestrel_grpc.access import Access
 from kestrel_grpc.call import OK, REQUEST_ID_KEY, Call, Outcome
 from kestrel_grpc.errors import to_status
 from kestrel_grpc.logs import log_call
+from kestrel_grpc.reader_watch import ReaderWatch
 from kestrel_grpc.seam import EngineSeam
-from kestrel_runtime.engine import EngineStatus
 from kestrel_runtime.errors import EngineUnavailable, InvalidRequest, Violation
 
 Context = grpc.aio.ServicerContext[bytes, bytes]
@@ -44,9 +44,16 @@ class CallScope:
     """
 
     def __init__(
-        self, server: grpc.aio.Server, engine: EngineSeam, access: Access, observers: Sequence[Observer] = ()
+        self,
+        server: grpc.aio.Server,
+        engine: EngineSeam,
+        access: Access,
+        observers: Sequence[Observer] = (),
+        *,
+        stream_idle_timeout_s: float,
     ) -> None:
         self._server = server
+        self._stream_idle_timeout_s = stream_idle_timeout_s
         self._engine = engine
         self._access = access
         self._observers = (*observers, log_call)
@@ -107,11 +114,12 @@ class CallScope:
                     messages = serve(parse(request), call)
                     try:
                         is_open = False
-                        async for message in messages:
-                            if not is_open:
-                                await context.send_initial_metadata(((REQUEST_ID_KEY, call.request_id),))
-                                is_open = True
-                            await context.write(serialize(message))
+                        async with ReaderWatch(self._stream_idle_timeout_s) as reader:
+                            async for message in messages:
+                                if not is_open:
+                                    await context.send_initial_metadata(((REQUEST_ID_KEY, call.request_id),))
+                                    is_open = True
+                                await reader.wait_for(context.write(serialize(message)))
                     finally:
                         await messages.aclose()
             except BaseException as error:
@@ -130,11 +138,15 @@ class CallScope:
                 return
             # Nobody cancelled this call: something it waited for was. gRPC would leave the caller waiting forever.
             error = EngineUnavailable("a part of the engine was cancelled")
+        elif isinstance(error, grpc.aio.InternalError):
+            # A write to a caller who has hung up; sometimes it fails before gRPC cancels the call.
+            self._end(call, _DEADLINE_EXCEEDED if call.is_late else _CANCELLED)
+            return
         elif isinstance(error, DecodeError):
             error = InvalidRequest((Violation("", "the message cannot be parsed"),))
         elif not isinstance(error, Exception):
             return
-        status = to_status(error, call.request_id, is_draining=self._engine.status is EngineStatus.DRAINING)
+        status = to_status(error, call.request_id, self._engine.status)
         if status.code is grpc.StatusCode.INTERNAL:
             _log.error("request_id=%(request_id)s failed", {"request_id": call.request_id}, exc_info=error)
         self._end(call, Outcome(status.code.name, status.reason))

@@ -111,7 +111,7 @@ class Server:
             _log.info("operators are served on %s", address_of(config.admin_host, self.admin_port))
 
     async def serve(self) -> bool:
-        """Start, run until a signal or the engine's death, drain, stop. A second signal stops at once.
+        """Start, run until a signal or the engine's death, withdraw, drain, stop. A second signal stops at once.
 
         True after a signal, False where the engine died.
         """
@@ -120,21 +120,31 @@ class Server:
             await self.start()
             await asyncio.wait((signals.first, died), return_when=asyncio.FIRST_COMPLETED)
             if signals.first.done():
-                draining = asyncio.ensure_future(self.drain())
-                await asyncio.wait((draining, signals.second), return_when=asyncio.FIRST_COMPLETED)
-                if not draining.done():
+                # Who stops the server by hand has no balancer that needs time to turn away.
+                delay_s = self._config.withdrawal_delay if signals.first.result() is signal.SIGTERM else 0.0
+                leaving = asyncio.ensure_future(self._leave(died, delay_s))
+                await asyncio.wait((leaving, signals.second), return_when=asyncio.FIRST_COMPLETED)
+                if not leaving.done():
                     _log.warning("stopping at once")
-                    draining.cancel()
+                    leaving.cancel()
             await self.stop()
         return signals.first.done()
 
-    async def drain(self) -> None:
-        """Refuse new requests, and return when all running ones have ended or the drain timeout has passed."""
-        _log.info("draining, for at most %g s", self._config.drain_timeout)
+    def withdraw(self) -> None:
+        """Say on every way of asking for health that no calls should come any more; still take those that do."""
         self._health.refuse()
+
+    async def drain(self) -> None:
+        """Refuse new requests, and return when every call has ended or the drain timeout has passed."""
+        timeout_s = self._config.drain_timeout
+        _log.info("draining, for at most %g s", timeout_s)
+        self.withdraw()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._config.drain_timeout):
+            async with asyncio.timeout(timeout_s):
                 await self._engine.drain()
+                # What the engine has said may still be on its way to a slow reader.
+                self._health.close()
+                await self._close_doors(timeout_s)
                 return
         _log.warning("the drain timeout has passed; what still runs is ended")
 
@@ -142,11 +152,22 @@ class Server:
         """Close port and engine. Requests that still run fail with UNAVAILABLE."""
         self._health.close()
         await asyncio.to_thread(self._engine.close)
-        await asyncio.gather(*(server.stop(_LAST_WORDS_S) for server in self._servers))
+        await self._close_doors(_LAST_WORDS_S)
         await self._images.close()
         if self._access_watch is not None:
             self._access_watch.cancel()
         await asyncio.to_thread(self._telemetry.close)
+
+    async def _leave(self, died: asyncio.Future[None], delay_s: float) -> None:
+        """Withdraw, and after the delay drain. A dead engine waits for nothing."""
+        _log.info("withdrawing: calls are taken for another %g s", delay_s)
+        self.withdraw()
+        await asyncio.wait((died,), timeout=delay_s)
+        await self.drain()
+
+    async def _close_doors(self, grace_s: float) -> None:
+        """Take no connection and no call any more; those that run are cancelled after `grace_s`."""
+        await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -183,7 +204,13 @@ class Server:
                 ("grpc.http2.ping_timeout_ms", 20_000),
             ),
         )
-        scope = CallScope(server, self._engine, self._access, self._telemetry.observers)
+        scope = CallScope(
+            server,
+            self._engine,
+            self._access,
+            self._telemetry.observers,
+            stream_idle_timeout_s=self._config.stream_idle_timeout,
+        )
         if _VISION in files:
             vision_service_pb2_grpc.add_VisionServiceServicer_to_server(
                 VisionService(self._engine, self._images), scope
@@ -260,14 +287,14 @@ class _Signals:
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
-        self.first: asyncio.Future[None] = loop.create_future()
-        self.second: asyncio.Future[None] = loop.create_future()
+        self.first: asyncio.Future[signal.Signals] = loop.create_future()
+        self.second: asyncio.Future[signal.Signals] = loop.create_future()
 
-    def note(self) -> None:
+    def note(self, number: signal.Signals) -> None:
         """A signal has come."""
         for future in (self.first, self.second):
             if not future.done():
-                future.set_result(None)
+                future.set_result(number)
                 return
 
 
@@ -276,7 +303,7 @@ def _signals() -> Iterator[_Signals]:
     loop = asyncio.get_running_loop()
     signals = _Signals()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, signals.note)
+        loop.add_signal_handler(number, signals.note, number)
     try:
         yield signals
     finally:

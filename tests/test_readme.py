@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -40,7 +41,7 @@ def address() -> Iterator[str]:
             assert found is not None, line
             yield found[1]
         finally:
-            server.terminate()
+            server.send_signal(signal.SIGINT)
     assert server.returncode == 0
 
 

@@ -78,12 +78,13 @@ def test_every_option_that_a_file_sets_is_one(path):
 
 
 def test_whoever_stops_the_server_waits_until_it_has_drained():
-    drain_s = ServerConfig().drain_timeout
+    drain_s = ServerConfig().withdrawal_delay + ServerConfig().drain_timeout
     pod = document("kubernetes", "deployment.yaml")["spec"]["template"]["spec"]
     (container,) = pod["containers"]
-    withdrawal_s = float(container["lifecycle"]["preStop"]["exec"]["command"][1])
-    told_s = {item["name"]: item.get("value") for item in container["env"]}["KESTREL_DRAIN_TIMEOUT"]
-    assert pod["terminationGracePeriodSeconds"] >= withdrawal_s + float(told_s) + 5
+    before_s = float(container["lifecycle"]["preStop"]["exec"]["command"][1])
+    told = {item["name"]: item.get("value") for item in container["env"]}
+    told_s = float(told["KESTREL_WITHDRAWAL_DELAY"]) + float(told["KESTREL_DRAIN_TIMEOUT"])
+    assert pod["terminationGracePeriodSeconds"] >= before_s + told_s + 5
     assert (
         float(document("compose.yml")["services"]["kestrel"]["stop_grace_period"].removesuffix("s")) >= drain_s + 5
     )

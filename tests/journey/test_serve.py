@@ -16,7 +16,7 @@ from tests.golden import MD2_SMALL, expected
 from tests.hub import Hub, Repository
 from tests.runtime.models.moondream.layouts import save_shards
 
-COMMAND = (sys.executable, "-m", "kestrel_grpc", "serve", "--port", "0", "--model")
+COMMAND = (sys.executable, "-m", "kestrel_grpc", "serve", "--port", "0", "--withdrawal-delay", "0", "--model")
 CASE = expected(MD2_SMALL)["images"][1]
 QUERY = CASE["calls"][0]
 

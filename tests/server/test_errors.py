@@ -149,11 +149,13 @@ async def test_unsupported_skill_is_named() -> None:
     assert failed.violations[0].subject == "query"
 
 
-async def test_unavailability_while_draining_says_so() -> None:
+@pytest.mark.parametrize("engine_status", [EngineStatus.DRAINING, EngineStatus.RECOVERING])
+async def test_unavailability_that_passes_says_why(engine_status: EngineStatus) -> None:
     engine = FakeEngine()
-    engine.become(EngineStatus.DRAINING)
+    engine.become(engine_status)
     status = await failure(engine)
-    assert (status.code(), reason_of(status)) == (Code.UNAVAILABLE, "DRAINING")
+    assert (status.code(), reason_of(status)) == (Code.UNAVAILABLE, engine_status.name)
+    assert "RetryInfo" in details_of(status)
 
 
 def test_error_of_an_unknown_kind_is_internal_and_says_nothing() -> None:

@@ -8,6 +8,7 @@ import grpc
 import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
+from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_runtime.engine import EngineStatus
 from tests.fakes import FakeEngine
 from tests.server.serving import EOF, serving
@@ -72,6 +73,18 @@ async def test_engine_that_is_dead_from_the_start_is_not_serving() -> None:
     engine = FakeEngine()
     engine.die()
     async with serving(engine) as house:
+        assert (await house.health.Check(HealthCheckRequest())).status == NOT_SERVING
+
+
+async def test_an_engine_that_recovers_does_not_call_back_a_server_that_has_withdrawn() -> None:
+    engine = FakeEngine()
+    engine.become(EngineStatus.RECOVERING)
+    async with serving(engine) as house:
+        house.server.withdraw()
+        engine.become(EngineStatus.SERVING)
+        watch = house.health.Watch(HealthCheckRequest())
+        assert (await watch.read()).status == NOT_SERVING
+        await house.vision.CompleteQuery(wire.CompleteQueryRequest(question="?"))
         assert (await house.health.Check(HealthCheckRequest())).status == NOT_SERVING
 
 

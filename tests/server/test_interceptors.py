@@ -215,3 +215,20 @@ async def test_hanging_up_at_any_moment_leaves_nothing_behind() -> None:
         assert (
             await house.engine_service.GetLoad(engine_service_pb2.GetLoadRequest())
         ).load.running_request_count == 0
+
+
+def says_much(request: object) -> list[object]:
+    """More than the buffers between server and caller hold, and it does not end there."""
+    deltas = [TextDelta("a" * 2**20, TextChannel.ANSWER, index, 1) for index in range(16)]
+    return [Started(Usage(1, 0)), *deltas, HOLD]
+
+
+async def test_a_reader_that_takes_nothing_loses_its_request() -> None:
+    async with serving(FakeEngine(says_much), stream_idle_timeout=0.1) as house:
+        stream = house.vision.Query(QUERY)
+        await read(stream, 1)
+        await house.engine.is_idle.wait()
+        assert house.engine.num_cancelled == 1
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read(stream, 17)
+        assert (caught.value.code(), reason_of(caught.value)) == (grpc.StatusCode.ABORTED, "STREAM_IDLE")

@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -114,5 +115,5 @@ def test_a_full_disk_or_a_closed_stream_fails_no_request(errors):
                 for _ in range(2):
                     assert client.complete_query(None, "hi", max_tokens=2).usage.output_token_count > 0
         finally:
-            server.terminate()
+            server.send_signal(signal.SIGINT)
     assert server.returncode == 0

@@ -9,6 +9,8 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import grpc
 import pytest
@@ -47,6 +49,12 @@ async def ending(stream: Any) -> grpc.StatusCode:
     return caught.value.code()
 
 
+def says_much(request: Any) -> list[object]:
+    """More than the buffers between server and caller hold."""
+    started, *_, last = answers(request)
+    return [started, *(TextDelta("a" * 2**20, TextChannel.ANSWER, index, 1) for index in range(16)), last]
+
+
 def never_ends(request: Any) -> list[object]:
     return [Started(Usage(1, 0)), TextDelta("a", TextChannel.ANSWER, 0, 1), HOLD]
 
@@ -63,7 +71,7 @@ async def serving_until_signal(
             await super().start()
             started.set()
 
-    server = TellingServer(engine, ServerConfig(model="fake", port=0, **options))
+    server = TellingServer(engine, ServerConfig(model="fake", port=0, **{"withdrawal_delay": 0.0, **options}))
     serve = asyncio.ensure_future(server.serve())
     opened = asyncio.ensure_future(started.wait())
     await asyncio.wait({serve, opened}, return_when=asyncio.FIRST_COMPLETED)
@@ -143,9 +151,50 @@ async def test_stop_fails_what_still_runs_rather_than_waiting_for_it() -> None:
         assert await unary.code() is grpc.StatusCode.UNAVAILABLE
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_signal_drains_and_ends_with_success(number: signal.Signals) -> None:
-    async with serving_until_signal(FakeEngine(pauses)) as (house, serve):
+async def test_what_the_engine_has_said_reaches_a_slow_reader_before_the_server_ends() -> None:
+    async with serving(FakeEngine(says_much)) as house:
+        stream, watch = house.vision.Query(QUERY), house.health.Watch(HealthCheckRequest())
+        await house.engine.num_submitted.acquire()
+        await house.engine.is_idle.wait()
+        drain = asyncio.ensure_future(house.server.drain())
+        while await watch.read() is not EOF:  # watchers are sent away and hold nothing up
+            pass
+        assert not drain.done()
+        assert (await rest(stream))[-1].HasField("completed")
+        await drain
+
+
+async def test_sigterm_withdraws_before_it_refuses() -> None:
+    async with serving_until_signal(FakeEngine(pauses), withdrawal_delay=3600, metrics_port=0) as (house, serve):
+        watch = house.health.Watch(HealthCheckRequest())
+        await watch.read()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert (await watch.read()).status == HealthCheckResponse.NOT_SERVING
+        with pytest.raises(HTTPError, match="503"):
+            await asyncio.to_thread(urlopen, f"http://127.0.0.1:{house.server.metrics_port}/readyz", timeout=10)
+        late = house.vision.Query(QUERY)
+        assert (await late.read()).HasField("started")
+        house.engine.release()
+        assert (await rest(late))[-1].HasField("completed")
+        assert not serve.done()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await serve
+
+
+async def test_an_engine_that_dies_while_the_server_withdraws_ends_it() -> None:
+    async with serving_until_signal(FakeEngine(), withdrawal_delay=3600) as (house, serve):
+        watch = house.health.Watch(HealthCheckRequest())
+        await watch.read()
+        os.kill(os.getpid(), signal.SIGTERM)
+        await watch.read()
+        house.engine.die()
+        await serve
+
+
+@pytest.mark.parametrize(("number", "delay_s"), [(signal.SIGTERM, 0.05), (signal.SIGINT, 3600)])
+async def test_signal_drains_and_ends_with_success(number: signal.Signals, delay_s: float) -> None:
+    # By hand nothing is withdrawn from: the long delay does not count.
+    async with serving_until_signal(FakeEngine(pauses), withdrawal_delay=delay_s) as (house, serve):
         stream = house.vision.Query(QUERY)
         await stream.read()
         watch = house.health.Watch(HealthCheckRequest())
