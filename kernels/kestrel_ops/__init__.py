@@ -8,14 +8,17 @@ Shapes: T tokens, B sequences, H query heads, G key/value heads, D head dimensio
 from kestrel_ops.reference.decode_attention import decode_attention
 from kestrel_ops.reference.mixture_of_experts import mixture_of_experts
 from kestrel_ops.reference.prefill_attention import prefill_attention
+from kestrel_ops.reference.resample import RESAMPLE_WEIGHT_BITS, resample
 from kestrel_ops.reference.rotary import rotary
 from kestrel_ops.reference.sample import sample
 from kestrel_ops.reference.write_kv import write_kv
 
 __all__ = [
+    "RESAMPLE_WEIGHT_BITS",
     "decode_attention",
     "mixture_of_experts",
     "prefill_attention",
+    "resample",
     "rotary",
     "sample",
     "write_kv",

@@ -1,0 +1,24 @@
+"""Stretch or shrink 8-bit pixels along one axis, with weights given as whole numbers."""
+
+import torch
+from torch import Tensor
+
+RESAMPLE_WEIGHT_BITS = 22
+"""A weight of 1 is stored as 2 to this power: the widest whose sums over 255s still fit 32 bits."""
+
+
+def resample(
+    pixels: Tensor,  # [height, width, channels] uint8, contiguous
+    taps: Tensor,  # [1 + K, length] int32: first source places, then the weights of K places from there on
+    dim: int,  # 0 resamples rows, 1 columns
+) -> Tensor:  # uint8, contiguous: `length` rows or columns, the other axis as it was
+    """Place i becomes the sum over k of weight `taps[1 + k, i]` times source place `taps[0, i] + k`, as 8 bits.
+
+    It is rounded, halves up, and clipped. Every named source place must exist, those with weight 0 too. Whole
+    numbers make the result exact.
+    """
+    spread = (-1, 1, 1) if dim == 0 else (1, -1, 1)
+    total = torch.full((), 1 << (RESAMPLE_WEIGHT_BITS - 1), dtype=torch.int32, device=pixels.device)
+    for place, weights in enumerate(taps[1:]):
+        total = total + pixels.index_select(dim, taps[0] + place) * weights.view(spread)
+    return (total >> RESAMPLE_WEIGHT_BITS).clamp(0, 255).to(torch.uint8)

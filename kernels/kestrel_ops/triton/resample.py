@@ -1,0 +1,89 @@
+"""Stretching or shrinking 8-bit pixels along one axis, reading only the few source places of each result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kestrel_ops.reference.resample import RESAMPLE_WEIGHT_BITS
+
+_BLOCK = 512
+_ROWS = 4
+"""Rows that share the weights which a program has read."""
+
+
+def resample(
+    pixels: Tensor,  # [height, width, channels] uint8, contiguous
+    taps: Tensor,  # [1 + K, length] int32: first source places, then the weights of K places from there on
+    dim: int,  # 0 resamples rows, 1 columns
+) -> Tensor:  # uint8, contiguous: `length` rows or columns, the other axis as it was
+    """As the definition says. The result is cut into blocks of its bytes; a row's bytes lie side by side."""
+    height, width, channels = pixels.shape
+    num_weights, length = taps.shape[0] - 1, taps.shape[1]
+    assert pixels.is_contiguous()
+    assert taps.is_contiguous()
+    if dim == 0:
+        resampled = pixels.new_empty(length, width, channels)
+        rows, source_row, result_row, step = 1, 0, length * width * channels, width * channels
+    else:
+        resampled = pixels.new_empty(height, length, channels)
+        rows, source_row, result_row, step = height, width * channels, length * channels, channels
+    rows_per_program = min(_ROWS, triton.next_power_of_2(rows))
+    grid = (triton.cdiv(result_row, _BLOCK), triton.cdiv(rows, rows_per_program))
+    launch: Any = _resample[grid]
+    launch(
+        pixels,
+        taps,
+        resampled,
+        rows,
+        source_row,
+        result_row,
+        step,
+        length,
+        num_weights,
+        weight_bits=RESAMPLE_WEIGHT_BITS,
+        half=1 << (RESAMPLE_WEIGHT_BITS - 1),
+        rows_per_program=rows_per_program,
+        block=_BLOCK,
+    )
+    return resampled
+
+
+# Sizes of images take any value, and none of them is worth a compilation of its own.
+@triton.jit(do_not_specialize=["rows", "source_row", "result_row", "step", "length", "num_weights"])
+def _resample(
+    pixels,
+    taps,
+    resampled,
+    rows,
+    source_row,
+    result_row,
+    step,  # bytes from one source place to the next
+    length,
+    num_weights,
+    weight_bits: tl.constexpr,
+    half: tl.constexpr,
+    rows_per_program: tl.constexpr,
+    block: tl.constexpr,
+):
+    byte = tl.program_id(0) * block + tl.arange(0, block)
+    row = tl.program_id(1) * rows_per_program + tl.arange(0, rows_per_program)
+    in_row = byte < result_row
+    place = byte // step
+    first = tl.load(taps + place, mask=in_row, other=0)
+    inside = in_row[None, :] & (row < rows)[:, None]
+    source = pixels + row.to(tl.int64)[:, None] * source_row + (first * step + byte % step)[None, :]
+    weights = taps + length + place
+    total = tl.full((rows_per_program, block), half, tl.int32)
+    num_left = num_weights
+    while num_left > 0:
+        weight = tl.load(weights, mask=in_row, other=0)
+        total += tl.load(source, mask=inside, other=0).to(tl.int32) * weight[None, :]
+        weights += length
+        source += step
+        num_left -= 1
+    rounded = tl.minimum(tl.maximum(total >> weight_bits, 0), 255)
+    tl.store(resampled + row.to(tl.int64)[:, None] * result_row + byte[None, :], rounded.to(tl.uint8), mask=inside)

@@ -1,0 +1,49 @@
+"""The numbers of a Lanczos resize as Pillow does it: weights in whole numbers, and which axis goes first.
+
+Both passes end in 8 bits, so weights and order decide every pixel. Knows no pixels and no device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kestrel_ops import RESAMPLE_WEIGHT_BITS
+
+_LOBES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class LanczosAxis:
+    """One axis of a resize: `source` pixels become `target`."""
+
+    source: int
+    target: int
+
+    def taps(self) -> Tensor:
+        """int32 [1 + K, target]: first source places, then K weights, as the operation `resample` takes them.
+
+        Places where K pixels would reach past the end begin earlier, with weights of 0.
+        """
+        scale = self.source / self.target
+        stretch = max(scale, 1.0)  # shrinking widens the filter, growing leaves it as it is
+        centre = (torch.arange(self.target, dtype=torch.float64) + 0.5) * scale
+        reach = _LOBES * stretch
+        start = (centre - reach + 0.5).long().clamp(min=0)
+        end = (centre + reach + 0.5).long().clamp(max=self.source)
+        num_weights = int((end - start).max())
+        first = start.clamp(max=self.source - num_weights)
+        place = first + torch.arange(num_weights)[:, None]
+        distance = (place - centre + 0.5) / stretch
+        weights = torch.sinc(distance) * torch.sinc(distance / _LOBES)
+        weights.masked_fill_((place < start) | (place >= end) | (distance.abs() > _LOBES), 0.0)
+        weights *= (1 << RESAMPLE_WEIGHT_BITS) / weights.sum(dim=0)
+        return torch.cat((first[None], weights.round().long())).int()
+
+
+def shrinks_rows_first(height: LanczosAxis, width: LanczosAxis) -> bool:
+    """Whether rows are resampled before columns: where far more rows than columns go away."""
+    rows_gone, columns_gone = height.source - height.target, width.source - width.target
+    return rows_gone > max(0, 2 * columns_gone)
