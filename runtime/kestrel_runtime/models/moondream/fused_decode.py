@@ -1,0 +1,145 @@
+"""The decoder for one new token of each sequence: three operations a block, on buffers that stay where they are.
+
+Holds no pages and decides nothing about who runs. Every shape follows from the batch alone, so a step of a model
+without experts can be recorded once and replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kestrel_ops import Kernels
+from kestrel_runtime.kv_cache import KVCache
+from kestrel_runtime.models.moondream.fused_weights import FusedBlock
+from kestrel_runtime.models.moondream.rope import rotary_tables
+from kestrel_runtime.models.moondream.text import TextModel
+
+# Programs of attention that keep a large device busy: a small batch splits its contexts to reach as many.
+_PROGRAMS_OF_ATTENTION = 1024
+_MOST_PARTS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeWorkspace:
+    """Buffers for batches up to a size. A step uses the first rows; nothing is kept in them between steps."""
+
+    hidden: Tensor
+    """[most sequences, dim] float32: the residual stream."""
+    qkv: Tensor
+    """[most sequences, qkv_dim], float16 where the weights are float8, else the model's type."""
+    activations: Tensor
+    """[most sequences, H * D + ff_dim], likewise: what was attended beside the MLP's inner part."""
+    partials: Tensor
+    """Flat float32: attention over parts of contexts."""
+    counters: Tensor
+    """Flat int32, zeros: how many parts are done."""
+
+
+class FusedDecoder:
+    """Runs `fused_blocks` of a `TextModel`; equal to its `forward` over one token per sequence, up to rounding."""
+
+    def __init__(self, text: TextModel, blocks: Sequence[FusedBlock], kernels: Kernels) -> None:
+        self._config = text.config
+        self._blocks = tuple(blocks)
+        self._kernels = kernels
+        self._device = text.wte.device
+        is_float8 = self._blocks[0].up.scale is not None
+        self._dtype = torch.float16 if is_float8 else text.wte.dtype
+        config = text.config
+        self._cosine, self._sine = rotary_tables(
+            config.rotary_dim, config.max_context, config.rope_theta, self._device
+        )
+
+    def workspace(self, max_batch: int) -> DecodeWorkspace:
+        """Room for steps of up to `max_batch` sequences."""
+        config = self._config
+        widths = [block.down.weight.shape[1] for block in self._blocks]
+        rows = max(batch * self._num_parts(batch) for batch in range(1, max_batch + 1))
+
+        def empty(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.empty(shape, device=self._device, dtype=dtype)
+
+        return DecodeWorkspace(
+            hidden=empty(max_batch, config.dim, dtype=torch.float32),
+            qkv=empty(max_batch, config.qkv_dim, dtype=self._dtype),
+            activations=empty(max_batch, max(widths), dtype=self._dtype),
+            partials=empty(rows * config.n_heads * (config.head_dim + 2), dtype=torch.float32),
+            counters=torch.zeros(max_batch * config.n_kv_heads, device=self._device, dtype=torch.int32),
+        )
+
+    def forward(
+        self,
+        embeddings: Tensor,  # [B, dim], the model's type
+        positions: Tensor,  # [B] int32 or int64: each new token's position; negative where there is none
+        page_table: Tensor,  # [B, most pages of a sequence] int32
+        cache: KVCache,
+        workspace: DecodeWorkspace,
+    ) -> Tensor:  # [B, dim] float32, the first rows of the workspace: before the final LayerNorm
+        """Run the blocks, writing the tokens' keys and values. Rows without a token hold nothing of use."""
+        config, kernels = self._config, self._kernels
+        batch = len(embeddings)
+        num_parts = self._num_parts(batch)
+        hidden, qkv = workspace.hidden[:batch], workspace.qkv[:batch]
+        shape = (batch, config.n_heads, num_parts, config.head_dim + 2)
+        partials = workspace.partials[: torch.Size(shape).numel()].view(shape)
+        counters = workspace.counters[: batch * config.n_kv_heads].view(batch, config.n_kv_heads)
+        hidden.copy_(embeddings)
+        for layer, block in enumerate(self._blocks):
+            pages = cache.layer(layer)
+            up, down = block.up, block.down
+            activations = workspace.activations[:batch, : down.weight.shape[1]]
+            attended, inner = activations.tensor_split((config.n_heads * config.head_dim,), dim=1)
+            mixed = self._experts(block, hidden)
+            kernels.decode_expand(
+                hidden,
+                up.weight,
+                up.scale,
+                up.row_sums,
+                up.bias,
+                block.ln.eps,
+                config.qkv_dim,
+                qkv,
+                inner,
+            )
+            query_scale, value_factor = self._tau(block, qkv, positions)
+            kernels.rotary_decode_attention(
+                qkv,
+                positions,
+                self._cosine,
+                self._sine,
+                pages.key_pages,
+                pages.value_pages,
+                page_table,
+                attended,
+                pages.key_scale,
+                pages.value_scale,
+                query_scale,
+                value_factor,
+                partials,
+                counters,
+            )
+            kernels.decode_contract(activations, down.weight, down.scale, down.bias, hidden)
+            if mixed is not None:
+                hidden += mixed
+        return hidden
+
+    def _num_parts(self, batch: int) -> int:
+        """How many parts a context may be split into."""
+        wanted = _PROGRAMS_OF_ATTENTION // (batch * self._config.n_kv_heads)
+        return min(max(wanted, 1), _MOST_PARTS)
+
+    @staticmethod
+    def _experts(block: FusedBlock, hidden: Tensor) -> Tensor | None:
+        if block.experts is None:
+            return None
+        return block.experts(block.ln(hidden.to(block.ln.weight.dtype)))
+
+    @staticmethod
+    def _tau(block: FusedBlock, qkv: Tensor, positions: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        if block.tau is None:
+            return None, None
+        return block.tau(qkv.to(block.tau.wq.dtype), positions.clamp(min=0))

@@ -1,0 +1,98 @@
+from typing import Literal
+
+import pytest
+import torch
+
+from kestrel_ops import Kernels
+from kestrel_runtime.kv_cache import KVCache
+from kestrel_runtime.models.moondream.fused_decode import FusedDecoder
+from kestrel_runtime.models.moondream.fused_weights import fused_blocks
+from tests.runtime.models.moondream.tiny import DenseAttend, random_model, tiny_config
+
+CPU = torch.device("cpu")
+FLOAT8 = torch.float8_e4m3fn
+PAGE_SIZE, MOST_PAGES = 4, 4
+VARIANTS = [(2, 2, 2), (2, 4, 2), (3, 2, 2)]  # generation, query heads, key/value heads
+
+
+class Bench:
+    """A tiny decoder both ways: the plain model, and fused with pages of its own."""
+
+    def __init__(
+        self,
+        variant=VARIANTS[0],
+        precision: Literal["model", "float8"] = "model",
+        cache_dtype=torch.float32,
+        max_batch=4,
+    ):
+        generation, n_heads, n_kv_heads = variant
+        self.text = random_model(tiny_config(generation, n_heads=n_heads, n_kv_heads=n_kv_heads)).text
+        self.decoder = FusedDecoder(self.text, fused_blocks(self.text, precision), Kernels.select("cpu", {}))
+        self.cache = KVCache(self.text.config, 1 + max_batch * MOST_PAGES, PAGE_SIZE, CPU, cache_dtype)
+        pages = torch.randperm(max_batch * MOST_PAGES, generator=torch.Generator().manual_seed(1)) + 1
+        self.page_table = pages.view(max_batch, MOST_PAGES).int()
+        self.workspace = self.decoder.workspace(max_batch)
+
+    def step(self, embeddings, positions, rows):
+        """One step of the sequences that own the given rows of the page table."""
+        positions = torch.tensor(positions)
+        return self.decoder.forward(
+            embeddings, positions, self.page_table[rows], self.cache, self.workspace
+        ).clone()
+
+    def decoded(self, embeddings):
+        """Every position of one sequence, each in a step of its own: [length, dim]."""
+        return torch.cat([self.step(row[None], [place], [2]) for place, row in enumerate(embeddings)])
+
+    def plain(self, embeddings):
+        return self.text(embeddings, torch.arange(len(embeddings)), DenseAttend())
+
+    def embeddings(self, length, seed=0):
+        return torch.randn(length, self.text.config.dim, generator=torch.Generator().manual_seed(seed))
+
+
+def off_by(result, wanted):
+    return ((result - wanted).norm() / wanted.norm()).item()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("precision", "cache_dtype", "tolerance"),
+    [("model", torch.float32, 1e-5), ("float8", torch.float32, 0.1), ("model", FLOAT8, 0.1)],
+)
+def test_steps_give_what_the_plain_model_gives(variant, precision, cache_dtype, tolerance):
+    bench = Bench(variant, precision, cache_dtype)
+    embeddings = bench.embeddings(11)
+    assert off_by(bench.decoded(embeddings), bench.plain(embeddings)) < tolerance
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_sequences_of_several_lengths_step_together(variant):
+    bench = Bench(variant)
+    sequences = [bench.embeddings(length, seed=length) for length in (3, 1, 9)]
+    for row, sequence in enumerate(sequences):
+        for place, embedding in enumerate(sequence[:-1]):
+            bench.step(embedding[None], [place], [row])
+    last = torch.stack([sequence[-1] for sequence in sequences])
+    hidden = bench.step(last, [len(sequence) - 1 for sequence in sequences], [0, 1, 2])
+    wanted = torch.stack([bench.plain(sequence)[-1] for sequence in sequences])
+    torch.testing.assert_close(hidden, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_rows_without_a_token_change_nothing(variant):
+    bench, alone = Bench(variant), Bench(variant)
+    embeddings = bench.embeddings(6)
+    wanted = alone.decoded(embeddings)
+    for place, embedding in enumerate(embeddings):
+        rows = torch.stack((torch.full_like(embedding, 3.0), embedding, embedding))
+        hidden = bench.step(rows, [-1, place, -1], [0, 2, 0])
+        torch.testing.assert_close(hidden[1], wanted[place])
+    torch.testing.assert_close(bench.cache.key_pages, alone.cache.key_pages)
+    torch.testing.assert_close(bench.cache.value_pages, alone.cache.value_pages)
+
+
+def test_float8_weights_work_on_float16():
+    workspace = Bench(precision="float8").workspace
+    assert workspace.qkv.dtype == workspace.activations.dtype == torch.float16
+    assert workspace.hidden.dtype == torch.float32
