@@ -1,0 +1,133 @@
+"""A line plot as SVG text: axes from the data, linear or logarithmic, a legend, and each value as a tooltip."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+WIDTH, HEIGHT = 480, 310
+_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 58, 46
+# Okabe and Ito's colours, which the colour-blind tell apart, without the yellow that white swallows.
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
+_LETTER_WIDTH = 6.2
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """A line: points (x, y) in rising x. `is_dashed` for a limit or a goal."""
+
+    name: str
+    points: tuple[tuple[float, float], ...]
+    is_dashed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """What is counted, with its unit. A logarithmic axis shows values above 0 only."""
+
+    label: str
+    is_log: bool = False
+
+    def range_of(self, values: Sequence[float]) -> tuple[float, float]:
+        """The least and the greatest value shown."""
+        if self.is_log:
+            low, high = min(values), max(values)
+            return (low, high) if high > low else (low / 2, high * 2)
+        return 0.0, max(values) * 1.05 or 1.0
+
+    def ticks(self, low: float, high: float) -> list[float]:
+        """Round values from `low` to `high`."""
+        if self.is_log:
+            base = 2.0 if high / low <= 2**9 else 10.0
+            first, last = math.ceil(math.log(low, base) - 1e-9), math.floor(math.log(high, base) + 1e-9)
+            return [base**power for power in range(first, last + 1)]
+        step = 10 ** math.floor(math.log10((high - low) / 4))
+        step *= next(factor for factor in (1, 2, 2.5, 5, 10) if (high - low) / (step * factor) <= 5)
+        return [number * step for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+    def place(self, value: float, low: float, high: float) -> float:
+        """Where a value lies, from 0 to 1."""
+        if self.is_log:
+            return math.log(value / low) / math.log(high / low)
+        return (value - low) / (high - low)
+
+
+def line_plot(title: str, x_axis: Axis, y_axis: Axis, series: Sequence[Series]) -> str:
+    """An `<svg>` element; empty where there is nothing to show."""
+    shown = [
+        Series(line.name, points, line.is_dashed)
+        for line in series
+        if (points := tuple(point for point in line.points if _is_shown(point, x_axis, y_axis)))
+    ]
+    if not shown:
+        return ""
+    x_low, x_high = x_axis.range_of([x for line in shown for x, _ in line.points])
+    y_low, y_high = y_axis.range_of([y for line in shown for _, y in line.points])
+
+    def across(x: float) -> float:
+        return _LEFT + (WIDTH - _LEFT - _RIGHT) * x_axis.place(x, x_low, x_high)
+
+    def down(y: float) -> float:
+        return HEIGHT - _BOTTOM - (HEIGHT - _TOP - _BOTTOM) * y_axis.place(y, y_low, y_high)
+
+    parts = [
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" xmlns="http://www.w3.org/2000/svg" '
+        f'role="img" aria-label="{escape(title)}" font-family="system-ui, sans-serif" font-size="11">',
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
+        f'<text x="{_LEFT}" y="18" font-size="13" font-weight="600" fill="#111111">{escape(title)}</text>',
+    ]
+    for tick in y_axis.ticks(y_low, y_high):
+        y = down(tick)
+        parts.append(f'<line x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#e3e3e3"/>')
+        parts.append(_text(_LEFT - 6, y + 4, number(tick), "end"))
+    for tick in x_axis.ticks(x_low, x_high):
+        x = across(tick)
+        parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{HEIGHT - _BOTTOM}" stroke="#f0f0f0"/>')
+        parts.append(_text(x, HEIGHT - _BOTTOM + 15, number(tick), "middle"))
+    middle = (_TOP + HEIGHT - _BOTTOM) / 2
+    parts.append(_text((_LEFT + WIDTH - _RIGHT) / 2, HEIGHT - 10, x_axis.label, "middle"))
+    parts.append(
+        f'<text transform="translate(14 {middle:.0f}) rotate(-90)" text-anchor="middle" fill="#444444">'
+        f"{escape(y_axis.label)}</text>"
+    )
+    legend_x = float(_LEFT)
+    for index, line in enumerate(shown):
+        color = COLORS[index % len(COLORS)]
+        dashes = ' stroke-dasharray="5 4"' if line.is_dashed else ""
+        path = " ".join(f"{across(x):.1f},{down(y):.1f}" for x, y in line.points)
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"{dashes}/>')
+        for x, y in () if line.is_dashed else line.points:
+            parts.append(
+                f'<circle cx="{across(x):.1f}" cy="{down(y):.1f}" r="3" fill="{color}">'
+                f"<title>{escape(line.name)}: {number(y)} at {number(x)}</title></circle>"
+            )
+        parts.append(
+            f'<line x1="{legend_x:.0f}" x2="{legend_x + 16:.0f}" y1="36" y2="36" stroke="{color}" '
+            f'stroke-width="2"{dashes}/>'
+        )
+        parts.append(_text(legend_x + 20, 40, line.name, "start"))
+        legend_x += 34 + _LETTER_WIDTH * len(line.name)
+    parts.append("</svg>")
+    return "\n".join(parts)
+
+
+def number(value: float) -> str:
+    """For people: three digits that count."""
+    if value == 0:
+        return "0"
+    digits = max(0, 2 - math.floor(math.log10(abs(value))))
+    text = f"{value:,.{digits}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def _is_shown(point: tuple[float, float], x_axis: Axis, y_axis: Axis) -> bool:
+    return all(
+        math.isfinite(value) and (value > 0 or not axis.is_log)
+        for value, axis in zip(point, (x_axis, y_axis), strict=True)
+    )
+
+
+def _text(x: float, y: float, text: str, anchor: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="#444444">{escape(text)}</text>'

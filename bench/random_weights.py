@@ -1,0 +1,214 @@
+"""Full-size Moondreams of random weights: as fast and as large as the published ones, and free of any download.
+
+Weights are normal with a deviation of 0.02, norms are 1 and 0, so that nothing overflows; the end of an answer is
+out of reach, so that answers are exactly as long as asked. Made on the GPU in seconds. Moondream 2 and 3 have the
+hub's layout, Moondream 3 with float8 experts has the training layout, as it is published.
+
+    python -m bench.random_weights moondream2 /tmp/md2
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from bench.endless import END_BIAS
+from bench.tokenizer_file import write_tokenizer
+from bench.workload import vocabulary
+from kestrel_runtime.models.moondream.config import (
+    MoeConfig,
+    MoondreamConfig,
+    RegionConfig,
+    TextConfig,
+    TokenizerConfig,
+    VisionConfig,
+)
+from kestrel_runtime.models.moondream.published import MAX_CONTEXT, ROPE_THETA, infer_config
+from kestrel_runtime.models.moondream.weights import expected_tensors
+
+DEVIATION = 0.02
+KV_SCALE = 0.02
+"""Scale of each layer's keys and values where they are kept in float8: theirs deviate by about 1."""
+_FP8_DEVIATION = 64.0
+_FP8_LARGEST = 448.0
+
+_VISION = VisionConfig(
+    enc_dim=1152,
+    enc_patch_size=14,
+    enc_n_layers=27,
+    enc_ff_dim=4304,
+    enc_n_heads=16,
+    proj_out_dim=2048,
+    crop_size=378,
+    in_channels=3,
+    max_crops=12,
+    overlap_margin=4,
+    proj_inner_dim=8192,
+)
+_IDS = TokenizerConfig(0, 0, 3, 4, 5, 6, 7, 9, MappingProxyType({}))
+
+MOONDREAM_2 = MoondreamConfig(
+    TextConfig(
+        dim=2048,
+        ff_dim=8192,
+        n_layers=24,
+        vocab_size=51_200,
+        max_context=MAX_CONTEXT[2],
+        n_heads=32,
+        n_kv_heads=32,
+        prefix_attn=730,
+        rope_theta=ROPE_THETA[2],
+    ),
+    _VISION,
+    RegionConfig(
+        dim=2048, coord_feat_dim=256, coord_out_dim=1024, size_feat_dim=512, size_out_dim=2048, inner_dim=8192
+    ),
+    _IDS,
+)
+MOONDREAM_3 = MoondreamConfig(
+    replace(
+        MOONDREAM_2.text,
+        max_context=MAX_CONTEXT[3],
+        rope_theta=ROPE_THETA[3],
+        moe=MoeConfig(num_experts=64, start_layer=4, experts_per_token=8, expert_inner_dim=1024),
+        tau_attn=True,
+    ),
+    _VISION,
+    replace(MOONDREAM_2.region, inner_dim=None, decoder_arch="linear", use_ln=True),
+    _IDS,
+)
+# Name on the command line → dimensions, and whether the experts are float8.
+MODELS: Mapping[str, tuple[MoondreamConfig, bool]] = MappingProxyType(
+    {
+        "moondream2": (MOONDREAM_2, False),
+        "moondream3": (MOONDREAM_3, False),
+        "moondream3-fp8": (MOONDREAM_3, True),
+    }
+)
+
+_VISUAL = "vision_encoder.encoder.model.visual"
+# Canonical name → name in the training layout; the first that fits.
+_TRAINING_NAMES = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"text\.wte", "text_model.transformer.embd.wte.weight"),
+        (r"text\.post_ln\.", "text_model.lm_head.ln."),
+        (r"text\.lm_head\.", "text_model.lm_head.linear."),
+        (r"text\.blocks\.(\d+)\.ln\.", r"text_model.transformer.h.\1.ln."),
+        (r"text\.blocks\.(\d+)\.attn\.qkv\.", r"text_model.transformer.h.\1.mixer.Wqkv."),
+        (r"text\.blocks\.(\d+)\.attn\.proj\.", r"text_model.transformer.h.\1.mixer.out_proj."),
+        (r"text\.blocks\.(\d+)\.attn\.tau\.", r"text_model.transformer.h.\1.tau_"),
+        (r"text\.blocks\.(\d+)\.mlp\.router\.", r"text_model.transformer.h.\1.gate."),
+        (r"text\.blocks\.(\d+)\.mlp\.fc1\.scale", r"text_model.transformer.h.\1.moe_quant.up_scale"),
+        (r"text\.blocks\.(\d+)\.mlp\.fc2\.scale", r"text_model.transformer.h.\1.moe_quant.down_scale"),
+        (r"text\.blocks\.(\d+)\.mlp\.fc1\.experts", r"text_model.transformer.h.\1.mlp.experts.weight"),
+        (r"text\.blocks\.(\d+)\.mlp\.fc2\.experts", r"text_model.transformer.h.\1.mlp.output_experts.weight"),
+        (r"text\.blocks\.(\d+)\.mlp\.", r"text_model.transformer.h.\1.mlp."),
+        (r"vision\.patch_emb\.", f"{_VISUAL}.patch_embed.linear."),
+        (r"vision\.pos_emb", f"{_VISUAL}.pos_embed"),
+        (r"vision\.post_ln\.", f"{_VISUAL}.norm."),
+        (r"vision\.blocks\.(\d+)\.ln([12])\.", rf"{_VISUAL}.blocks.\1.norm\2."),
+        (r"vision\.blocks\.", f"{_VISUAL}.blocks."),
+        (r"vision\.proj_mlp\.", "vision_encoder.projection.mlp."),
+        (r"region\.coord_features", "region_model.coordinate_features.weight"),
+        (r"region\.size_features", "region_model.size_features.weight"),
+        (r"region\.coord_encoder\.", "region_model.coordinate_encoder."),
+        (r"region\.size_encoder\.", "region_model.size_encoder."),
+        (r"region\.coord_decoder\.", "region_model.coordinate_head."),
+        (r"region\.size_decoder\.", "region_model.size_head."),
+        (r"region\.ln\.", "region_model.ln."),
+    )
+]
+
+
+def write_random_model(
+    folder: Path, config: MoondreamConfig, device: torch.device, *, fp8_experts: bool = False, seed: int = 1
+) -> None:
+    """Write `config.json`, `tokenizer.json` and one weights file, bfloat16 but for float8 experts and scales."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shapes = expected_tensors(config, fp8_experts=fp8_experts)
+    (folder / "config.json").write_text(json.dumps(infer_config(shapes), indent=1))
+    write_tokenizer(folder / "tokenizer.json", config.text.vocab_size, vocabulary())
+    tensors = dict(_tensors(shapes, device, seed))
+    if fp8_experts:
+        tensors = {_training_name(name, tensor): tensor for name, tensor in tensors.items()}
+        tensors.update(kv_scales(config.text.n_layers))
+    else:
+        tensors = {f"model.{name}": tensor for name, tensor in tensors.items()}
+    save_file(tensors, folder / "model.safetensors")
+
+
+def kv_scales(num_layers: int) -> dict[str, Tensor]:
+    """The scales of a float8 cache of keys and values, by their published names."""
+    return {
+        f"text_model.transformer.h.{layer}.kv_quantizer.{part}_scale": torch.tensor(KV_SCALE)
+        for layer in range(num_layers)
+        for part in "kv"
+    }
+
+
+def _tensors(
+    shapes: Mapping[str, tuple[int, ...]], device: torch.device, seed: int
+) -> Iterator[tuple[str, Tensor]]:
+    chance = torch.Generator(device).manual_seed(seed)
+    for name, shape in shapes.items():
+        if name.endswith(".scale"):
+            yield name, torch.full(shape, DEVIATION / _FP8_DEVIATION)
+            continue
+        drawn = torch.empty(shape, dtype=torch.bfloat16, device=device)
+        if re.search(r"(^|[._])ln[12]?\.", name):
+            drawn.fill_(1.0 if name.endswith(".weight") else 0.0)
+        elif name.endswith(".weight") and f"{name.removesuffix('weight')}scale" in shapes:
+            drawn = drawn.normal_(0.0, _FP8_DEVIATION, generator=chance).clamp_(-_FP8_LARGEST, _FP8_LARGEST)
+            drawn = drawn.to(torch.float8_e4m3fn)
+        else:
+            drawn.normal_(0.0, DEVIATION, generator=chance)
+        if name == "text.lm_head.bias":
+            drawn[_IDS.eos_id] = END_BIAS
+        # Features of places stand the other way round in the training layout, with which float8 experts come.
+        is_turned = name in ("region.coord_features", "region.size_features") and _has_scales(shapes)
+        yield name, (drawn.T if is_turned else drawn).contiguous().cpu()
+
+
+def _has_scales(shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    return any(name.endswith(".scale") for name in shapes)
+
+
+def _training_name(name: str, tensor: Tensor) -> str:
+    if tensor.dtype is torch.float8_e4m3fn:
+        name = name.replace(".weight", ".experts")
+    for pattern, replacement in _TRAINING_NAMES:
+        match = pattern.match(name)
+        if match:
+            return match.expand(replacement) + name[match.end() :]
+    raise ValueError(f"{name} has no name in the training layout")
+
+
+def main() -> int:
+    """Write one model."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", choices=MODELS)
+    parser.add_argument("folder", type=Path)
+    arguments = parser.parse_args()
+    config, fp8_experts = MODELS[arguments.model]
+    started = time.perf_counter()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    write_random_model(arguments.folder, config, device, fp8_experts=fp8_experts)
+    size = sum(file.stat().st_size for file in arguments.folder.iterdir())
+    print(f"{arguments.folder}: {size / 1e9:.1f} GB in {time.perf_counter() - started:.1f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

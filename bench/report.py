@@ -1,0 +1,254 @@
+"""The results of a run: as JSON, as tables of text, and as one HTML page that needs nothing but itself.
+
+Beside the load's own rows it shows ours over the peer's, and the tables of other benches that have a size to plot
+against. Knows no server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from bench.plot import Axis, Series, line_plot, number
+from bench.summary import Objective, Row
+
+Table = list[list[str]]
+
+# Columns of other benches that a cost is plotted against, by what they are called there.
+SIZES: Mapping[str, str] = {
+    "batch": "requests in a batch",
+    "crops": "crops of an image",
+    "context": "tokens of context",
+    "prompt tokens": "tokens of a prompt",
+    "prompts": "prompts in a batch",
+    "tokens": "tokens",
+}
+_STYLE = """
+body { font: 14px/1.45 system-ui, sans-serif; max-width: 1080px; margin: 24px auto; padding: 0 16px; color: #111; }
+h1 { font-size: 22px; } h2 { font-size: 17px; margin-top: 32px; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: 3px 10px; text-align: right; border-bottom: 1px solid #e3e3e3; white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; }
+.wide { overflow-x: auto; } .plots { display: flex; flex-wrap: wrap; gap: 16px; } .plots svg { max-width: 100%; }
+p.note { color: #555; max-width: 75ch; }
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """Everything that a run found. `peer` and `parts` are what other commands wrote."""
+
+    machine: Mapping[str, Any]
+    server: Mapping[str, Any]
+    objective: Objective
+    rows: tuple[Row, ...]
+    client: tuple[Row, ...]
+    """The same load on a server without a model."""
+    peer: Mapping[str, Any] | None
+    parts: Mapping[str, Any]
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "machine": dict(self.machine),
+            "server": dict(self.server),
+            "objective": asdict(self.objective),
+            "rows": [row.as_json() for row in self.rows],
+            "client": [row.as_json() for row in self.client],
+            "over_peer": over_peer(self.rows, self.peer),
+        }
+
+    def as_text(self) -> str:
+        """Tables for a terminal."""
+        blocks = [", ".join(f"{name} {value}" for name, value in {**self.machine, **self.server}.items())]
+        blocks += [f"{title}\n\n{_markdown(table)}" for title, table in self.tables()]
+        return "\n\n".join(blocks)
+
+    def tables(self) -> Iterator[tuple[str, Table]]:
+        """Titles and tables, those without a row left out."""
+        closed, open_ = ([row for row in self.rows if row.is_open is is_open] for is_open in (False, True))
+        if closed:
+            yield "Closed loop: so many requests kept running", _row_table(closed, "at once")
+        if open_:
+            yield "Open loop: so many requests sent per second", _row_table(open_, "sent/s")
+        if ratios := over_peer(self.rows, self.peer):
+            head = ["workload", "at once", "what", "ours", "peer", "ours/peer"]
+            yield (
+                "Ours over the peer's",
+                [head] + [[_cell(item[key]) for key in _RATIO_KEYS] for item in ratios],
+            )
+        if self.client:
+            yield "The client alone, on a server without a model", _row_table(self.client, "at once")
+
+
+_RATIO_KEYS = ("workload", "load", "what", "ours", "peer", "ratio")
+_COMPARED: tuple[tuple[str, Callable[[Mapping[str, Any]], float | None]], ...] = (
+    ("requests/s", lambda row: row["requests_per_s"]),
+    ("tokens/s", lambda row: row["tokens_per_s"]),
+    ("total p50 ms", lambda row: row["total_ms"].get("p50")),
+    ("first token p50 ms", lambda row: row["first_token_ms"].get("p50")),
+    ("per token p50 ms", lambda row: row["per_token_ms"].get("p50")),
+)
+
+
+def over_peer(rows: Sequence[Row], peer: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """Every closed row that the peer has too, number by number. Above 1 we do more, or take longer."""
+    theirs = {(row["workload"], row["load"]): row for row in (peer or {}).get("rows", ())}
+    found: list[dict[str, Any]] = []
+    for row in rows:
+        other = None if row.is_open else theirs.get((row.workload, row.load))
+        if other is None:
+            continue
+        ours = row.as_json()
+        for what, value_of in _COMPARED:
+            a, b = value_of(ours), value_of(other)
+            if a and b:
+                found.append(
+                    {"workload": row.workload, "load": row.load, "what": what, "ours": a, "peer": b, "ratio": a / b}
+                )
+    return found
+
+
+def write_report(file: Path, results: Results) -> None:
+    """Write the page."""
+    facts = {**results.machine, **{f"server {name}": value for name, value in results.server.items()}}
+    body = [f"<h1>Load on {escape(str(results.server.get('model', 'a server')))}</h1>"]
+    body.append(f'<p class="note">{escape(", ".join(f"{name} {value}" for name, value in facts.items()))}</p>')
+    body.append(
+        f'<p class="note">Goodput counts answers whose first token came within '
+        f"{number(results.objective.first_token_ms)} ms and whose others took at most "
+        f"{number(results.objective.per_token_ms)} ms each, on average.</p>"
+    )
+    body.append(f'<div class="plots">{"".join(load_plots(results))}</div>')
+    for title, table in results.tables():
+        body.append(f'<h2>{escape(title)}</h2><div class="wide">{_html(table)}</div>')
+    for name, part in results.parts.items():
+        plots = list(part_plots(part))
+        if plots:
+            body.append(f'<h2>{escape(name)}</h2><div class="plots">{"".join(plots)}</div>')
+    page = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Load</title><style>{_STYLE}</style>'
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(f"{page}<body>{''.join(body)}</body></html>\n", encoding="utf-8")
+
+
+def load_plots(results: Results) -> Iterator[str]:
+    """Rates and times of both loops."""
+    at_once = Axis("requests at once", is_log=True)
+    closed = [row for row in results.rows if not row.is_open]
+    for title, label, value_of, is_log in (
+        ("Requests per second", "requests/s", lambda row: row.requests_per_s, False),
+        ("Tokens per second", "tokens/s", lambda row: row.tokens_per_s, False),
+        ("Time to first token, median", "ms", lambda row: row.first_token_ms.get("p50"), True),
+        ("Time to first token, 99th percentile", "ms", lambda row: row.first_token_ms.get("p99"), True),
+        ("Time per output token, median", "ms", lambda row: row.per_token_ms.get("p50"), False),
+        ("Between two pieces, 99th percentile", "ms", lambda row: row.inter_token_ms.get("p99"), True),
+        ("Whole answer, median", "ms", lambda row: row.total_ms.get("p50"), True),
+    ):
+        yield line_plot(title, at_once, Axis(label, is_log), _series(closed, value_of))
+    opened = [row for row in results.rows if row.is_open]
+    sent = Axis("requests sent per second")
+    rates = [
+        Series("answered", _points(opened, lambda row: row.requests_per_s)),
+        Series("answered in time", _points(opened, lambda row: row.goodput_per_s)),
+        Series("sent", _points(opened, lambda row: row.load), is_dashed=True),
+    ]
+    yield line_plot("Open loop: answered", sent, Axis("requests/s"), rates if opened else [])
+    for title, name in (("first token", "first_token_ms"), ("whole answer", "total_ms")):
+        lines = [
+            Series(rank, _points(opened, lambda row, rank=rank, name=name: getattr(row, name).get(rank)))
+            for rank in ("p50", "p90", "p99")
+        ]
+        yield line_plot(f"Open loop: {title}", sent, Axis("ms", is_log=True), lines)
+
+
+def part_plots(part: Mapping[str, Any]) -> Iterator[str]:
+    """A plot for every table of another bench that has a size and times in milliseconds."""
+    results = part.get("results", part)
+    tables = results.items() if isinstance(results, Mapping) else [("", results)]
+    for title, rows in tables:
+        if not isinstance(rows, list) or not all(isinstance(row, Mapping) for row in rows) or len(rows) < 2:
+            continue
+        size = next((name for name in SIZES if all(_is_number(row.get(name)) for row in rows)), None)
+        times = [name for name in rows[0] if _is_time(name) and any(_is_number(row.get(name)) for row in rows)]
+        if size is None or not times:
+            continue
+        lines = [
+            Series(name, tuple(sorted((row[size], row[name]) for row in rows if _is_number(row.get(name)))))
+            for name in times
+        ]
+        yield line_plot(title or size, Axis(SIZES[size]), Axis("ms"), lines)
+
+
+def _is_time(name: str) -> bool:
+    return name.endswith((" ms", "_ms")) or name == "ms"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _series(rows: Sequence[Row], value_of: Callable[[Row], float | None]) -> list[Series]:
+    names = dict.fromkeys(row.workload for row in rows)
+    return [Series(name, _points([row for row in rows if row.workload == name], value_of)) for name in names]
+
+
+def _points(rows: Sequence[Row], value_of: Callable[[Row], float | None]) -> tuple[tuple[float, float], ...]:
+    pairs = ((row.load, value_of(row)) for row in rows)
+    return tuple(sorted((load, value) for load, value in pairs if value is not None))
+
+
+def _row_table(rows: Sequence[Row], load: str) -> Table:
+    table = [
+        [
+            "workload",
+            load,
+            "requests/s",
+            "tokens/s",
+            "in time/s",
+            "first token p50/p90/p99 ms",
+            "between p50/p90/p99 ms",
+            "per token p50/p90/p99 ms",
+            "total p50/p90/p99 ms",
+            "requests",
+            "errors",
+            "client cores",
+            "client lag ms",
+        ]
+    ]
+    for row in rows:
+        errors = ", ".join(f"{count} {name}" for name, count in row.errors.items())
+        if row.wrong_lengths:
+            errors += f"{', ' if errors else ''}{row.wrong_lengths} of another length"
+        spreads = (row.first_token_ms, row.inter_token_ms, row.per_token_ms, row.total_ms)
+        table.append(
+            [
+                row.workload,
+                number(row.load),
+                *map(number, (row.requests_per_s, row.tokens_per_s, row.goodput_per_s)),
+                *(" / ".join(map(number, spread.values())) or "–" for spread in spreads),
+                str(row.num_requests),
+                errors or "0",
+                number(row.busiest_client),
+                number(row.client_lag_ms),
+            ]
+        )
+    return table
+
+
+def _cell(value: Any) -> str:
+    return number(value) if _is_number(value) else str(value)
+
+
+def _markdown(table: Table) -> str:
+    head, *rows = table
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
+
+
+def _html(table: Table) -> str:
+    head, *rows = table
+    lines = ["<tr>" + "".join(f"<th>{escape(cell)}</th>" for cell in head) + "</tr>"]
+    lines += ["<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows]
+    return f"<table>{''.join(lines)}</table>"

@@ -1,0 +1,1 @@
+"""Tests of the load harness and of the checkpoints it makes."""
