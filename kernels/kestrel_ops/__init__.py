@@ -5,6 +5,7 @@ models. Every operation has a plain-torch definition under `reference/`; that is
 Shapes: T tokens, B sequences, H query heads, G key/value heads, D head dimension, P pages, S slots in a page.
 """
 
+from kestrel_ops.dispatch import Kernels
 from kestrel_ops.reference.decode_attention import decode_attention
 from kestrel_ops.reference.mixture_of_experts import mixture_of_experts
 from kestrel_ops.reference.prefill_attention import prefill_attention
@@ -15,6 +16,7 @@ from kestrel_ops.reference.write_kv import write_kv
 
 __all__ = [
     "RESAMPLE_WEIGHT_BITS",
+    "Kernels",
     "decode_attention",
     "mixture_of_experts",
     "prefill_attention",
