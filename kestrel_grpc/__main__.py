@@ -98,8 +98,10 @@ def _serve(arguments: argparse.Namespace) -> int:
     from kestrel_grpc.tls import CertificateError
     from kestrel_grpc.tracing import TracingUnavailable, require_tracing
     from kestrel_runtime.engine import Engine
+    from kestrel_runtime.warm_up import WarmUpFailed, warm_up
 
     async def run() -> bool:
+        await warm_up(engine)
         return await Server(engine, config).serve()
 
     sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -116,10 +118,10 @@ def _serve(arguments: argparse.Namespace) -> int:
     except (TokenFileError, CertificateError) as error:
         _complain(str(error))
         return 2
-    except (CheckpointError, PortUnavailable, RemoteImagesUnavailable, TracingUnavailable) as error:
+    except (CheckpointError, PortUnavailable, RemoteImagesUnavailable, TracingUnavailable, WarmUpFailed) as error:
         _complain(str(error))
         return 1
-    except KeyboardInterrupt:  # while the model was being loaded
+    except KeyboardInterrupt:  # while the model was being loaded or warmed up
         return 130
     return 0 if ended_by_signal else 1
 
