@@ -49,7 +49,16 @@ def test_it_equals_the_last_row_of_a_prefill(length, heads, page_size, prefix_le
     batch = Batch([length], heads, page_size, seed=length)
     queries = torch.cat((heads.queries(length - 1), batch.queries))
     prefilled = prefill_attention(
-        queries, batch.key_pages, batch.value_pages, batch.tables, [(0, length)], [prefix_length]
+        queries,
+        batch.keys[0],
+        batch.values[0],
+        batch.key_pages,
+        batch.value_pages,
+        padded(batch.tables).int(),
+        torch.tensor([0, length], dtype=torch.int32),
+        torch.tensor([length], dtype=torch.int32),
+        torch.tensor([prefix_length], dtype=torch.int32),
+        length,
     )
     torch.testing.assert_close(batch.run()[0], prefilled[-1], rtol=1e-4, atol=1e-5)
 

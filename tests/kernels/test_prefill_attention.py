@@ -6,10 +6,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kestrel_ops import prefill_attention
-from tests.kernels.paged import Heads, attend_chunk, paged
+from tests.kernels.implementations import DEVICE, FLOAT8, implementation_name, implementations, relative_error
+from tests.kernels.paged import Heads, attend_chunk, padded, paged
 
 HEADS = (Heads(1, 1, 8), Heads(4, 4, 6), Heads(6, 2, 4), Heads(4, 1, 16))
+# Weights are rounded to the type of the queries once, results a second time.
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
+
+every_implementation = pytest.mark.parametrize(
+    "prefill_attention", implementations("prefill_attention"), ids=implementation_name
+)
 
 
 def some_chunk(draw):
@@ -20,100 +26,146 @@ def some_chunk(draw):
     return prefix_length, start, end
 
 
-@settings(max_examples=30)
+class Prompts:
+    """Random contexts over odd pages, of which chunks (prefix length, start, end) are asked.
+
+    What a chunk holds itself is garbage in the pages: it comes with the call.
+    """
+
+    def __init__(self, plans, heads, page_size, dtype=torch.float32, seed=0):
+        torch.manual_seed(seed)
+        self.plans, self.heads, self.page_size = plans, heads, page_size
+        self.keys = [heads.context(end).to(dtype) for _, _, end in plans]
+        self.values = [heads.context(end).to(dtype) for _, _, end in plans]
+        self.queries = [heads.queries(end - start).to(dtype) for _, start, end in plans]
+
+    def wanted(self):
+        """Every row over what it may see, written out."""
+        rows = [
+            attend_chunk(query.float(), key.float(), value.float(), (start, end), prefix_length)
+            for query, key, value, (prefix_length, start, end) in zip(
+                self.queries, self.keys, self.values, self.plans, strict=True
+            )
+        ]
+        return torch.cat(rows)
+
+    def run(self, prefill_attention, page_dtype=None, scales=(None, None)):
+        starts = [start for _, start, _ in self.plans]
+        key_pages, value_pages, tables = paged(
+            [key[:start] for key, start in zip(self.keys, starts, strict=True)],
+            [value[:start] for value, start in zip(self.values, starts, strict=True)],
+            self.page_size,
+        )
+        if scales[0] is not None:
+            key_pages, value_pages = key_pages.clamp(-9, 9) / scales[0], value_pages.clamp(-9, 9) / scales[1]
+        page_dtype = page_dtype or self.queries[0].dtype
+        # The packed rows of a product hold queries, keys and values side by side.
+        own_keys = torch.cat([key[start:] for key, (_, start, _) in zip(self.keys, self.plans, strict=True)])
+        own_values = torch.cat(
+            [value[start:] for value, (_, start, _) in zip(self.values, self.plans, strict=True)]
+        )
+        qkv = torch.cat((torch.cat(self.queries), own_keys, own_values), dim=1).to(DEVICE)
+        groups = self.heads.num_groups
+        counts = [end - start for _, start, end in self.plans]
+        attended = prefill_attention(
+            *qkv.split((self.heads.num_heads, groups, groups), dim=1),
+            key_pages.to(DEVICE, page_dtype),
+            value_pages.to(DEVICE, page_dtype),
+            padded([torch.cat((table, torch.zeros(1, dtype=torch.int64))) for table in tables]).int().to(DEVICE),
+            torch.tensor([0, *counts]).cumsum(0).int().to(DEVICE),
+            torch.tensor([end for _, _, end in self.plans]).int().to(DEVICE),
+            torch.tensor([prefix_length for prefix_length, _, _ in self.plans]).int().to(DEVICE),
+            max(counts),
+            *(None if scale is None else torch.tensor([scale], device=DEVICE) for scale in scales),
+        )
+        assert attended.is_contiguous()
+        return attended.cpu()
+
+
+def whole(prefix_length=5, length=13):
+    return Prompts([(prefix_length, 0, length)], HEADS[2], 3)
+
+
+@every_implementation
+@settings(max_examples=12)
 @given(seed=st.integers(0, 2**32 - 1), heads=st.sampled_from(HEADS), page_size=st.integers(1, 7))
-def test_every_row_is_attention_written_out(seed, heads, page_size):
+def test_every_row_is_attention_written_out(prefill_attention, seed, heads, page_size):
     draw = random.Random(seed)
-    torch.manual_seed(seed)
-    plans = [some_chunk(draw) for _ in range(draw.randint(1, 4))]
-    keys = [heads.context(end) for _, _, end in plans]
-    values = [heads.context(end) for _, _, end in plans]
-    queries = [heads.queries(end - start) for _, start, end in plans]
-    key_pages, value_pages, tables = paged(keys, values, page_size)
-    attended = prefill_attention(
-        torch.cat(queries),
-        key_pages,
-        value_pages,
-        tables,
-        [(start, end) for _, start, end in plans],
-        [prefix_length for prefix_length, _, _ in plans],
-    )
-    wanted = [
-        attend_chunk(query, key, value, (start, end), prefix_length)
-        for query, key, value, (prefix_length, start, end) in zip(queries, keys, values, plans, strict=True)
-    ]
-    torch.testing.assert_close(attended, torch.cat(wanted), rtol=1e-4, atol=1e-5)
+    prompts = Prompts([some_chunk(draw) for _ in range(draw.randint(1, 4))], heads, page_size, seed=seed)
+    torch.testing.assert_close(prompts.run(prefill_attention), prompts.wanted(), rtol=1e-4, atol=1e-5)
 
 
-class Prompt:
-    """One random context over odd pages; `run` attends to it in the chunks asked for."""
-
-    def __init__(self, length=13, page_size=3, heads=HEADS[2]):
-        torch.manual_seed(length)
-        self.keys, self.values = heads.context(length), heads.context(length)
-        self.queries = heads.queries(length)
-        self.page_size = page_size
-
-    def run(self, chunk, prefix_length):
-        key_pages, value_pages, tables = paged([self.keys], [self.values], self.page_size)
-        start, end = chunk
-        return prefill_attention(self.queries[start:end], key_pages, value_pages, tables, [chunk], [prefix_length])
+@every_implementation
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize(
+    "plan", [(0, 0, 75), (70, 0, 75), (70, 70, 75), (33, 40, 110), (0, 64, 129), (5, 128, 129)]
+)
+def test_contexts_of_many_tiles_are_attended_to(prefill_attention, plan, dtype):
+    prompts = Prompts([plan, (0, 0, 3)], Heads(2, 1, 64), 16, dtype)
+    attended = prompts.run(prefill_attention)
+    assert attended.dtype == dtype
+    assert relative_error(attended, prompts.wanted()) < TOLERANCES[dtype]
 
 
+@every_implementation
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_float8_pages_are_read_with_their_scales(prefill_attention, dtype):
+    prompts = Prompts([(5, 20, 30), (0, 0, 9), (0, 7, 8)], Heads(4, 2, 16), 4, dtype)
+    attended = prompts.run(prefill_attention, FLOAT8, (0.5, 0.25))
+    assert attended.dtype == dtype
+    assert 1e-4 < relative_error(attended, prompts.wanted()) < 0.06
+    alone = slice(10, 19)  # a chunk that begins at 0 reads no page
+    assert relative_error(attended[alone], prompts.wanted()[alone]) < TOLERANCES[dtype]
+
+
+@every_implementation
 @pytest.mark.parametrize("changed", [0, 4, 5, 9, 12])
-def test_without_a_prefix_a_position_sees_none_that_comes_later(changed):
-    prompt = Prompt()
-    before = prompt.run((0, 13), 0)
-    prompt.keys[changed] += 1
-    prompt.values[changed] -= 1
-    differs = (prompt.run((0, 13), 0) != before).flatten(1).any(dim=1)
+def test_without_a_prefix_a_position_sees_none_that_comes_later(prefill_attention, changed):
+    prompts = whole(prefix_length=0)
+    before = prompts.run(prefill_attention)
+    prompts.keys[0][changed] += 1
+    prompts.values[0][changed] -= 1
+    differs = (prompts.run(prefill_attention) != before).flatten(1).any(dim=1)
     assert differs.tolist() == [position >= changed for position in range(13)]
 
 
-def test_positions_of_the_prefix_see_all_of_it_and_nothing_behind_it():
-    prompt = Prompt()
-    before = prompt.run((0, 13), 5)
-    prompt.values[4] += 1  # the last of the prefix
-    assert (prompt.run((0, 13), 5) != before).flatten(1).any(dim=1).all()
-    before = prompt.run((0, 13), 5)
-    prompt.values[5] += 1  # the first behind it
-    differs = (prompt.run((0, 13), 5) != before).flatten(1).any(dim=1)
+@every_implementation
+def test_positions_of_the_prefix_see_all_of_it_and_nothing_behind_it(prefill_attention):
+    prompts = whole(prefix_length=5)
+    before = prompts.run(prefill_attention)
+    prompts.values[0][4] += 1  # the last of the prefix
+    assert (prompts.run(prefill_attention) != before).flatten(1).any(dim=1).all()
+    before = prompts.run(prefill_attention)
+    prompts.values[0][5] += 1  # the first behind it
+    differs = (prompts.run(prefill_attention) != before).flatten(1).any(dim=1)
     assert differs.tolist() == [False] * 5 + [True] * 8
 
 
+@every_implementation
 @pytest.mark.parametrize("cuts", [(0, 5, 13), (0, 6, 7, 13), (0, 12, 13)])
-def test_chunks_add_up_to_the_whole(cuts):
-    prompt = Prompt()
-    parts = [prompt.run((start, end), 5) for start, end in itertools.pairwise(cuts)]
-    torch.testing.assert_close(torch.cat(parts), prompt.run((0, 13), 5))
+def test_chunks_add_up_to_the_whole(prefill_attention, cuts):
+    prompts = whole()
+    wanted, queries = prompts.run(prefill_attention), prompts.queries[0]
+    parts = []
+    for start, end in itertools.pairwise(cuts):
+        prompts.plans, prompts.queries = [(5, start, end)], [queries[start:end]]
+        keys, values = prompts.keys, prompts.values
+        prompts.keys, prompts.values = [keys[0][:end]], [values[0][:end]]
+        parts.append(prompts.run(prefill_attention))
+        prompts.keys, prompts.values = keys, values
+    torch.testing.assert_close(torch.cat(parts), wanted)
 
 
-def test_a_sequence_attends_the_same_in_any_company():
-    heads = HEADS[1]
-    torch.manual_seed(0)
-    keys, values = [heads.context(n) for n in (7, 4, 11)], [heads.context(n) for n in (7, 4, 11)]
-    queries = [heads.queries(n) for n in (7, 2, 6)]
-    chunks, prefixes = [(0, 7), (2, 4), (5, 11)], [3, 0, 5]
-    key_pages, value_pages, tables = paged(keys, values, 4)
-    together = prefill_attention(torch.cat(queries), key_pages, value_pages, tables, chunks, prefixes)
-    alone = [
-        prefill_attention(query, key_pages, value_pages, [table], [chunk], [prefix])
-        for query, table, chunk, prefix in zip(queries, tables, chunks, prefixes, strict=True)
-    ]
-    torch.testing.assert_close(together, torch.cat(alone), rtol=0, atol=0)
-
-
-def test_the_type_of_the_queries_is_kept():
-    prompt = Prompt()
-    in_float32 = prompt.run((0, 13), 5)
-    prompt.keys, prompt.values, prompt.queries = (
-        prompt.keys.bfloat16(),
-        prompt.values.bfloat16(),
-        prompt.queries.bfloat16(),
-    )
-    key_pages, value_pages, tables = paged([prompt.keys], [prompt.values], prompt.page_size)
-    in_bfloat16 = prefill_attention(
-        prompt.queries, key_pages.bfloat16(), value_pages.bfloat16(), tables, [(0, 13)], [5]
-    )
-    assert in_bfloat16.dtype == torch.bfloat16
-    torch.testing.assert_close(in_bfloat16.float(), in_float32, rtol=0.05, atol=0.05)
+@every_implementation
+def test_a_sequence_attends_the_same_in_any_company(prefill_attention):
+    plans = [(3, 0, 7), (0, 2, 4), (5, 5, 11)]
+    prompts = Prompts(plans, HEADS[1], 4)
+    together = prompts.run(prefill_attention)
+    offset = 0
+    for row, plan in enumerate(plans):
+        alone = Prompts([plan], HEADS[1], 4)
+        alone.keys, alone.values = [prompts.keys[row]], [prompts.values[row]]
+        alone.queries = [prompts.queries[row]]
+        own = slice(offset, offset + len(prompts.queries[row]))
+        torch.testing.assert_close(together[own], alone.run(prefill_attention), rtol=0, atol=1e-6)
+        offset = own.stop

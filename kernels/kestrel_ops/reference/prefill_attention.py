@@ -1,38 +1,49 @@
-"""Attention of packed prompt chunks over the pages of their contexts."""
+"""Attention of packed prompt chunks over their own keys and the pages of what came before them."""
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from kestrel_ops.reference.pages import gather_rows
+
 
 def prefill_attention(
-    query: Tensor,  # [T, H, D]: the chunks of all sequences, one after the other
-    key_pages: Tensor,  # [P, G, S, D], the chunks' own keys already written
-    value_pages: Tensor,  # [P, G, S, D]
-    page_tables: list[Tensor],  # per sequence [its pages] int64
-    chunks: list[tuple[int, int]],  # per sequence: the positions [start, end) that its queries hold
-    prefix_lengths: list[int],  # per sequence: positions that see each other both ways; 0 for plain causal
-) -> Tensor:  # [T, H, D]
+    query: Tensor,  # [T, H, D]: the chunks of all sequences, one after the other; any strides over T
+    key: Tensor,  # [T, G, D]: the chunks' own keys
+    value: Tensor,  # [T, G, D]
+    key_pages: Tensor,  # [P, G, S, D] in the type of `query` or float8_e4m3fn; read before a chunk's start alone
+    value_pages: Tensor,  # [P, G, S, D], likewise
+    page_table: Tensor,  # [B, most pages] int32; entries past a sequence's end are any valid page
+    query_starts: Tensor,  # [B + 1] int32: where each chunk begins in the packed rows; the last is T
+    lengths: Tensor,  # [B] int32: positions of each sequence up to its chunk's end
+    prefix_lengths: Tensor,  # [B] int32: positions that see each other both ways; 0 for plain causal
+    max_chunk: int,  # tokens of the longest chunk
+    key_scale: Tensor | None = None,  # [1] float32: multiplies what `key_pages` holds
+    value_scale: Tensor | None = None,  # [1] float32
+) -> Tensor:  # [T, H, D], contiguous
     """Position i attends to every position up to i, and within the prefix to all of the prefix.
 
-    A chunk that begins inside the prefix must reach its end: the prefix is one indivisible block.
+    The last row of chunk b stands at position lengths[b] - 1. A chunk that begins inside the prefix must reach
+    its end: the prefix is one indivisible block. The scale of the scores is 1 / sqrt(D).
     """
-    num_groups = key_pages.shape[1]
-    attended = torch.empty_like(query)
-    offset = 0
-    for pages, (start, end), prefix_length in zip(page_tables, chunks, prefix_lengths, strict=True):
-        rows = slice(offset, offset + end - start)
-        key = key_pages[pages].transpose(0, 1).flatten(1, 2)[None, :, :end]  # [1, G, end, D]
-        value = value_pages[pages].transpose(0, 1).flatten(1, 2)[None, :, :end]
-        places = torch.arange(end, device=query.device)
+    attended = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    starts = query_starts.tolist()
+    for row, (length, prefix_length) in enumerate(zip(lengths.tolist(), prefix_lengths.tolist(), strict=True)):
+        rows = slice(starts[row], starts[row + 1])
+        start = length - (rows.stop - rows.start)
+        table = page_table[row : row + 1, : -(-start // key_pages.shape[2])]
+        before = gather_rows(key_pages, table, key_scale, key.dtype)[0, :, :start]
+        keys = torch.cat((before, key[rows].transpose(0, 1)), dim=1)  # [G, length, D]
+        before = gather_rows(value_pages, table, value_scale, value.dtype)[0, :, :start]
+        values = torch.cat((before, value[rows].transpose(0, 1)), dim=1)
+        places = torch.arange(length, device=query.device)
         queries = places[start:, None]
         mask = (places <= queries) | ((places < prefix_length) & (queries < prefix_length))
         attended[rows] = scaled_dot_product_attention(
             query[rows].transpose(0, 1)[None],
-            key,
-            value,
+            keys[None],
+            values[None],
             attn_mask=mask,
-            enable_gqa=query.shape[1] != num_groups,
+            enable_gqa=query.shape[1] != key.shape[1],
         )[0].transpose(0, 1)
-        offset = rows.stop
     return attended

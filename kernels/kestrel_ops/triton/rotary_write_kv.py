@@ -1,0 +1,160 @@
+"""Turning, scaling and storing queries, keys and values in one pass over the packed tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_NUM_WARPS = 4
+_LARGEST_FLOAT8 = tl.constexpr(448.0)
+
+
+def rotary_write_kv(
+    qkv: Tensor,  # [T, (H + 2 * G) * D], rows may be strided; turned in place
+    positions: Tensor,  # [T] int64
+    cosine: Tensor,  # [longest context, R / 2] float32
+    sine: Tensor,  # [longest context, R / 2] float32
+    key_pages: Tensor,  # [P, G, S, D] in the type of `qkv` or float8_e4m3fn, written in place
+    value_pages: Tensor,  # [P, G, S, D], likewise
+    slots: Tensor,  # [T] int64: page * S + place in the page
+    key_scale: Tensor | None = None,  # [1] float32: what a stored key is multiplied by when it is read
+    value_scale: Tensor | None = None,  # [1] float32
+    query_scale: Tensor | None = None,  # [T, H]: multiplies queries before they turn
+    value_factor: Tensor | None = None,  # [T, G]: multiplies values before they are stored
+) -> tuple[Tensor, Tensor, Tensor]:  # query [T, H, D], key [T, G, D], value [T, G, D]: views of `qkv`
+    """As the definition says; one program for each token. Lanes that do not change are not touched."""
+    num_tokens, num_groups, head_dim = len(qkv), key_pages.shape[1], key_pages.shape[3]
+    key_value = num_groups * head_dim
+    num_heads = qkv.shape[1] // head_dim - 2 * num_groups
+    half = cosine.shape[1]
+    assert qkv.stride(1) == 1
+    assert all(pages.is_contiguous() for pages in (key_pages, value_pages))
+    kernel: Any = _rotary_write_kv[(num_tokens,)]  # takes launch options beside its parameters
+    kernel(
+        qkv,
+        positions,
+        cosine,
+        sine,
+        key_pages,
+        value_pages,
+        slots,
+        key_scale,
+        value_scale,
+        query_scale,
+        value_factor,
+        qkv.stride(0),
+        num_heads=num_heads,
+        num_groups=num_groups,
+        page_size=key_pages.shape[2],
+        head_dim=head_dim,
+        half=half,
+        all_heads=triton.next_power_of_2(num_heads),
+        all_groups=triton.next_power_of_2(num_groups),
+        half_lanes=triton.next_power_of_2(half),
+        rest_lanes=triton.next_power_of_2(max(head_dim - 2 * half, 1)),
+        is_float8=key_pages.dtype == torch.float8_e4m3fn,
+        num_warps=_NUM_WARPS,
+    )
+    query, key, value = qkv.split((num_heads * head_dim, key_value, key_value), dim=1)
+    return query.unflatten(1, (-1, head_dim)), key.unflatten(1, (-1, head_dim)), value.unflatten(1, (-1, head_dim))
+
+
+@triton.jit
+def _stored(rows, inverse_scale, pages, is_float8: tl.constexpr):
+    rows = rows.to(tl.float32) * inverse_scale
+    if is_float8:
+        rows = tl.minimum(tl.maximum(rows, -_LARGEST_FLOAT8), _LARGEST_FLOAT8)
+    return rows.to(pages.dtype.element_ty)
+
+
+@triton.jit
+def _rotary_write_kv(
+    qkv,
+    positions,
+    cosine,
+    sine,
+    key_pages,
+    value_pages,
+    slots,
+    key_scale,
+    value_scale,
+    query_scale,
+    value_factor,
+    row_stride,
+    num_heads: tl.constexpr,
+    num_groups: tl.constexpr,
+    page_size: tl.constexpr,
+    head_dim: tl.constexpr,
+    half: tl.constexpr,
+    all_heads: tl.constexpr,
+    all_groups: tl.constexpr,
+    half_lanes: tl.constexpr,
+    rest_lanes: tl.constexpr,
+    is_float8: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    row = qkv + token * row_stride
+    lanes = tl.arange(0, half_lanes)
+    rest = 2 * half + tl.arange(0, rest_lanes)
+    angle = tl.load(positions + token) * half + lanes
+    turn_cosine = tl.load(cosine + angle, mask=lanes < half, other=0.0)[None, :]
+    turn_sine = tl.load(sine + angle, mask=lanes < half, other=0.0)[None, :]
+
+    heads = tl.arange(0, all_heads)
+    turned = (heads < num_heads)[:, None] & (lanes < half)[None, :]
+    first = row + heads[:, None] * head_dim + lanes[None, :]
+    left = tl.load(first, mask=turned, other=0.0).to(tl.float32)
+    right = tl.load(first + half, mask=turned, other=0.0).to(tl.float32)
+    if query_scale is not None:
+        scale = tl.load(query_scale + token * num_heads + heads, mask=heads < num_heads, other=0.0).to(tl.float32)
+        left *= scale[:, None]
+        right *= scale[:, None]
+        behind = row + heads[:, None] * head_dim + rest[None, :]
+        kept = (heads < num_heads)[:, None] & (rest < head_dim)[None, :]
+        scaled = tl.load(behind, mask=kept, other=0.0).to(tl.float32) * scale[:, None]
+        tl.store(behind, scaled.to(qkv.dtype.element_ty), mask=kept)
+    tl.store(first, (left * turn_cosine - right * turn_sine).to(qkv.dtype.element_ty), mask=turned)
+    tl.store(first + half, (left * turn_sine + right * turn_cosine).to(qkv.dtype.element_ty), mask=turned)
+
+    slot = tl.load(slots + token)
+    groups = tl.arange(0, all_groups)
+    held = (groups < num_groups)[:, None]
+    place = ((slot // page_size * num_groups + groups) * page_size + slot % page_size)[:, None] * head_dim
+    inverse_key = 1.0
+    inverse_value = 1.0
+    if key_scale is not None:
+        inverse_key = 1.0 / tl.load(key_scale)
+    if value_scale is not None:
+        inverse_value = 1.0 / tl.load(value_scale)
+
+    keys = row + (num_heads + groups)[:, None] * head_dim
+    turned = held & (lanes < half)[None, :]
+    first = keys + lanes[None, :]
+    left = tl.load(first, mask=turned, other=0.0).to(tl.float32)
+    right = tl.load(first + half, mask=turned, other=0.0).to(tl.float32)
+    left_turned = (left * turn_cosine - right * turn_sine).to(qkv.dtype.element_ty)
+    right_turned = (left * turn_sine + right * turn_cosine).to(qkv.dtype.element_ty)
+    tl.store(first, left_turned, mask=turned)
+    tl.store(first + half, right_turned, mask=turned)
+    stored = key_pages + place + lanes[None, :]
+    tl.store(stored, _stored(left_turned, inverse_key, key_pages, is_float8), mask=turned)
+    tl.store(stored + half, _stored(right_turned, inverse_key, key_pages, is_float8), mask=turned)
+    kept = held & (rest < head_dim)[None, :]
+    unturned = tl.load(keys + rest[None, :], mask=kept, other=0.0)
+    tl.store(key_pages + place + rest[None, :], _stored(unturned, inverse_key, key_pages, is_float8), mask=kept)
+
+    all_lanes: tl.constexpr = triton.next_power_of_2(head_dim)
+    lanes = tl.arange(0, all_lanes)
+    kept = held & (lanes < head_dim)[None, :]
+    values = row + (num_heads + num_groups + groups)[:, None] * head_dim + lanes[None, :]
+    value = tl.load(values, mask=kept, other=0.0)
+    if value_factor is not None:
+        factor = tl.load(value_factor + token * num_groups + groups, mask=groups < num_groups, other=0.0)
+        value = (value.to(tl.float32) * factor.to(tl.float32)[:, None]).to(qkv.dtype.element_ty)
+        tl.store(values, value, mask=kept)
+    stored = value_pages + place + lanes[None, :]
+    tl.store(stored, _stored(value, inverse_value, value_pages, is_float8), mask=kept)

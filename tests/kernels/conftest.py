@@ -1,0 +1,39 @@
+"""Mends Triton's interpreter, in which kernels run where there is no GPU, so that it can run what a GPU can."""
+
+import importlib
+from typing import Any
+
+import numpy as np
+
+
+def _let_scalars_be_indices(interpreter: Any) -> None:
+    # numpy 2.4 no longer turns an array of one element into an integer, as which the interpreter holds scalars.
+    patch = interpreter._patch_lang_tensor
+
+    def patch_with_index(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch_with_index
+
+
+def _multiply_bfloat16(interpreter: Any) -> None:
+    # numpy has no bfloat16: the interpreter holds its bits as integers, and would multiply those.
+    language = importlib.import_module("triton.language")
+    create_dot = interpreter.InterpreterBuilder.create_dot
+
+    def widened(operand: Any) -> Any:
+        if operand.dtype.scalar != language.bfloat16:
+            return operand
+        wide = (operand.data.astype(np.uint32) << 16).view(np.float32)
+        return interpreter.TensorHandle(wide, language.float32)
+
+    def create_wide_dot(self: Any, left: Any, right: Any, *more: Any) -> Any:
+        return create_dot(self, widened(left), widened(right), *more)
+
+    interpreter.InterpreterBuilder.create_dot = create_wide_dot
+
+
+_interpreter = importlib.import_module("triton.runtime.interpreter")
+_let_scalars_be_indices(_interpreter)
+_multiply_bfloat16(_interpreter)
