@@ -5,6 +5,7 @@ from torch.nn.functional import layer_norm
 from tests.kernels.implementations import (
     DEVICE,
     FLOAT8,
+    ROUNDING,
     dequantised,
     implementation_name,
     implementations,
@@ -12,13 +13,8 @@ from tests.kernels.implementations import (
 )
 
 EPSILON = 1e-5
-# A row is rounded to its type once; float8 has three bits of mantissa, and the interpreter rounds them down.
-TOLERANCES = {
-    torch.float32: 1e-6,
-    torch.bfloat16: 4e-3,
-    torch.float16: 5e-4,
-    FLOAT8: 0.04 if DEVICE == "cuda" else 0.08,
-}
+# The sum is rounded once, to the nearest; the interpreter may be one step of bfloat16 off.
+HIDDEN_STEP = {torch.float32: 0, torch.float16: 0, torch.bfloat16: 0 if DEVICE == "cuda" else 2**-7}
 
 every_implementation = pytest.mark.parametrize(
     "add_layer_norm", implementations("add_layer_norm"), ids=implementation_name
@@ -31,18 +27,18 @@ def some_rows(count, dim, dtype=torch.float32, seed=0):
 
 
 @every_implementation
-@pytest.mark.parametrize("out_dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("out_dtype", ROUNDING, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("count", "dim"), [(1, 16), (5, 72), (3, 1152)])
 def test_rows_are_added_and_normalised(add_layer_norm, count, dim, dtype, out_dtype):
     hidden, delta = some_rows(count, dim, dtype), some_rows(count, dim, dtype, seed=1)
     summed = hidden + delta
     out, scale = add_layer_norm(hidden, delta, EPSILON, out_dtype)
-    assert torch.equal(hidden, summed)
+    torch.testing.assert_close(hidden, summed, rtol=HIDDEN_STEP[dtype], atol=1e-6)
     assert out.dtype == out_dtype
     assert out.shape == (count, dim)
-    wanted = layer_norm(summed.double(), (dim,), eps=EPSILON)
-    assert relative_error(dequantised(out, scale), wanted) < TOLERANCES[out_dtype]
+    wanted = layer_norm(hidden.double(), (dim,), eps=EPSILON)
+    assert relative_error(dequantised(out, scale), wanted) < ROUNDING[out_dtype]
 
 
 @every_implementation

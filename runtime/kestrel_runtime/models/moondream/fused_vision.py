@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import embedding_bag, layer_norm, scaled_dot_product_attention
 
-from kestrel_ops.dispatch import Kernels
+from kestrel_ops import Kernels
 from kestrel_runtime.models.moondream.fused_weights import Matrix
 from kestrel_runtime.models.moondream.vision import VisionModel
 
@@ -90,7 +90,7 @@ class FusedVision:
     def project_all(self, features: Sequence[Tensor], tilings: Sequence[tuple[int, int]]) -> Tensor:
         """Features of several images → their embeddings [images, patches, text dim].
 
-        Each image's are [1 + rows * columns, patches, enc_dim], the global crop first; its tiling is (rows, columns).
+        Each image's are [1 + rows * columns, patches, enc_dim], the global crop first; a tiling is (rows, columns).
         """
         num_patches = self.config.num_image_tokens
         plans = [self._plan(tiling, features[0].device) for tiling in tilings]

@@ -1,0 +1,106 @@
+"""The residual addition, the normalisation and the rounding to eight bits in one pass over memory."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kestrel_ops.triton.rows import RowBlocks, load_piece, pieces, store_piece
+
+_LARGEST_FLOAT8 = tl.constexpr(448.0)
+_SMALLEST_MAGNITUDE = tl.constexpr(1e-12)
+
+
+def add_layer_norm(
+    hidden: Tensor,  # [T, dim], contiguous; changed in place where there is a delta
+    delta: Tensor | None,  # [T, dim], contiguous
+    epsilon: float,
+    out_dtype: torch.dtype,
+    blocks: RowBlocks | None = None,  # None: those that the width asks for
+) -> tuple[Tensor, Tensor | None]:  # [T, dim] out_dtype, and [T, 1] float32 where that is float8
+    """As the definition says; each row is read once and kept in registers."""
+    num_rows, width = hidden.shape
+    blocks = blocks or _blocks_for(width)
+    assert hidden.is_contiguous()
+    assert delta is None or delta.is_contiguous()
+    out = torch.empty(num_rows, width, dtype=out_dtype, device=hidden.device)
+    scale = None
+    if out_dtype == torch.float8_e4m3fn:
+        scale = torch.empty(num_rows, 1, dtype=torch.float32, device=hidden.device)
+    main, tail = pieces(width)
+    _add_layer_norm[(triton.cdiv(num_rows, blocks.rows),)](
+        hidden,
+        delta,
+        out,
+        scale,
+        num_rows,
+        epsilon,
+        width=width,
+        main=main,
+        tail=tail,
+        rows=blocks.rows,
+        num_warps=blocks.num_warps,  # pyright: ignore[reportCallIssue]
+    )
+    return out, scale
+
+
+def _blocks_for(width: int) -> RowBlocks:
+    return RowBlocks(rows=4, num_warps=4) if width <= 1536 else RowBlocks(rows=1, num_warps=4)
+
+
+@triton.jit
+def _sum_piece(hidden, delta, row_starts, in_range, begin: tl.constexpr, size: tl.constexpr, width: tl.constexpr):
+    values = load_piece(hidden, row_starts, in_range, begin, size, width)
+    if delta is not None:
+        values += load_piece(delta, row_starts, in_range, begin, size, width)
+        # What is normalised is what is stored.
+        values = values.to(hidden.dtype.element_ty).to(tl.float32)
+        store_piece(hidden, row_starts, in_range, values, begin, size, width)
+    return values
+
+
+@triton.jit
+def _centred_piece(values, mean, begin: tl.constexpr, size: tl.constexpr, width: tl.constexpr):
+    # Lanes beyond the row must stay 0: they take part in the sums.
+    return tl.where((begin + tl.arange(0, size) < width)[None, :], values - mean[:, None], 0.0)
+
+
+@triton.jit(do_not_specialize=["num_rows"])  # which differs from batch to batch
+def _add_layer_norm(
+    hidden,
+    delta,
+    out,
+    scale,
+    num_rows,
+    epsilon,
+    width: tl.constexpr,
+    main: tl.constexpr,
+    tail: tl.constexpr,
+    rows: tl.constexpr,
+):
+    row = tl.program_id(0) * rows + tl.arange(0, rows)
+    in_range = row < num_rows
+    row_starts = row.to(tl.int64) * width
+    values = _sum_piece(hidden, delta, row_starts, in_range, 0, main, width)
+    total = tl.sum(values, axis=1)
+    if tail > 0:
+        tail_values = _sum_piece(hidden, delta, row_starts, in_range, main, tail, width)
+        total += tl.sum(tail_values, axis=1)
+    mean = total / width
+    values = _centred_piece(values, mean, 0, main, width)
+    squares = tl.sum(values * values, axis=1)
+    largest = tl.max(tl.abs(values), axis=1)
+    if tail > 0:
+        tail_values = _centred_piece(tail_values, mean, main, tail, width)
+        squares += tl.sum(tail_values * tail_values, axis=1)
+        largest = tl.maximum(largest, tl.max(tl.abs(tail_values), axis=1))
+    factor = tl.rsqrt(squares / width + epsilon)
+    if scale is not None:
+        magnitude = tl.maximum(largest * factor, _SMALLEST_MAGNITUDE)
+        tl.store(scale + row, magnitude / _LARGEST_FLOAT8, mask=in_range)
+        factor *= _LARGEST_FLOAT8 / magnitude
+    store_piece(out, row_starts, in_range, values * factor[:, None], 0, main, width)
+    if tail > 0:
+        store_piece(out, row_starts, in_range, tail_values * factor[:, None], main, tail, width)

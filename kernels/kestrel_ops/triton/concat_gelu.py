@@ -1,0 +1,131 @@
+"""What a product takes in, put side by side, activated and rounded in one pass over memory."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kestrel_ops.triton.rows import RowBlocks, load_piece, pieces, store_piece
+
+_LARGEST_FLOAT8 = tl.constexpr(448.0)
+_SMALLEST_MAGNITUDE = tl.constexpr(1e-12)
+# The tanh form is x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 * x^3)); here with powers of two.
+_LINEAR = tl.constexpr(-2.3022081983)  # -2 * sqrt(2 / pi) * log2(e)
+_CUBIC = tl.constexpr(-2.3022081983 * 0.044715)
+
+
+def concat_gelu(
+    plain: Tensor | None,  # [T, A], rows at any distance
+    inner: Tensor,  # [T, F], rows at any distance
+    out_dtype: torch.dtype,
+    activate: bool = True,
+    blocks: RowBlocks | None = None,  # None: those that the width asks for
+) -> tuple[Tensor, Tensor | None]:  # [T, A + F] out_dtype, and [T, 1] float32 where that is float8
+    """As the definition says; each row is read once and kept in registers."""
+    num_rows, inner_width = inner.shape
+    plain_width = 0 if plain is None else plain.shape[1]
+    width = plain_width + inner_width
+    blocks = blocks or _blocks_for(width)
+    assert inner.stride(1) == 1
+    assert plain is None or plain.stride(1) == 1
+    out = torch.empty(num_rows, width, dtype=out_dtype, device=inner.device)
+    scale = None
+    if out_dtype == torch.float8_e4m3fn:
+        scale = torch.empty(num_rows, 1, dtype=torch.float32, device=inner.device)
+    plain_main, plain_tail = pieces(plain_width)
+    inner_main, inner_tail = pieces(inner_width)
+    _concat_gelu[(triton.cdiv(num_rows, blocks.rows),)](
+        plain,
+        inner,
+        out,
+        scale,
+        num_rows,
+        0 if plain is None else plain.stride(0),
+        inner.stride(0),
+        plain_width=plain_width,
+        plain_main=plain_main,
+        plain_tail=plain_tail,
+        inner_width=inner_width,
+        inner_main=inner_main,
+        inner_tail=inner_tail,
+        rows=blocks.rows,
+        activate=activate,
+        num_warps=blocks.num_warps,  # pyright: ignore[reportCallIssue]
+    )
+    return out, scale
+
+
+def _blocks_for(width: int) -> RowBlocks:
+    if width <= 1536:
+        return RowBlocks(rows=2, num_warps=4)
+    return RowBlocks(rows=1, num_warps=4 if width <= 5120 else 8)
+
+
+@triton.jit
+def _activated(values, activate: tl.constexpr):
+    if activate:
+        return values / (1.0 + tl.exp2(values * (_LINEAR + _CUBIC * values * values)))
+    return values
+
+
+@triton.jit
+def _largest(values):
+    return tl.max(tl.abs(values), axis=1)
+
+
+@triton.jit(do_not_specialize=["num_rows"])  # which differs from batch to batch
+def _concat_gelu(
+    plain,
+    inner,
+    out,
+    scale,
+    num_rows,
+    plain_stride,
+    inner_stride,
+    plain_width: tl.constexpr,
+    plain_main: tl.constexpr,
+    plain_tail: tl.constexpr,
+    inner_width: tl.constexpr,
+    inner_main: tl.constexpr,
+    inner_tail: tl.constexpr,
+    rows: tl.constexpr,
+    activate: tl.constexpr,
+):
+    row = tl.program_id(0) * rows + tl.arange(0, rows)
+    in_range = row < num_rows
+    row = row.to(tl.int64)
+    # Everything is loaded before anything is reduced, so that all of a row's loads are under way at once.
+    inner_values = load_piece(inner, row * inner_stride, in_range, 0, inner_main, inner_width)
+    if inner_tail > 0:
+        inner_rest = load_piece(inner, row * inner_stride, in_range, inner_main, inner_tail, inner_width)
+    if plain_main > 0:
+        plain_values = load_piece(plain, row * plain_stride, in_range, 0, plain_main, plain_width)
+    if plain_tail > 0:
+        plain_rest = load_piece(plain, row * plain_stride, in_range, plain_main, plain_tail, plain_width)
+    inner_values = _activated(inner_values, activate)
+    if inner_tail > 0:
+        inner_rest = _activated(inner_rest, activate)
+    factor = tl.full((rows,), 1.0, tl.float32)
+    if scale is not None:
+        magnitude = _largest(inner_values)
+        if inner_tail > 0:
+            magnitude = tl.maximum(magnitude, _largest(inner_rest))
+        if plain_main > 0:
+            magnitude = tl.maximum(magnitude, _largest(plain_values))
+        if plain_tail > 0:
+            magnitude = tl.maximum(magnitude, _largest(plain_rest))
+        magnitude = tl.maximum(magnitude, _SMALLEST_MAGNITUDE)
+        tl.store(scale + row, magnitude / _LARGEST_FLOAT8, mask=in_range)
+        factor = _LARGEST_FLOAT8 / magnitude
+    factor = factor[:, None]
+    starts = row * (plain_width + inner_width)
+    if plain_main > 0:
+        store_piece(out, starts, in_range, plain_values * factor, 0, plain_main, plain_width)
+    if plain_tail > 0:
+        store_piece(out, starts, in_range, plain_rest * factor, plain_main, plain_tail, plain_width)
+    starts += plain_width
+    store_piece(out, starts, in_range, inner_values * factor, 0, inner_main, inner_width)
+    if inner_tail > 0:
+        store_piece(out, starts, in_range, inner_rest * factor, inner_main, inner_tail, inner_width)
