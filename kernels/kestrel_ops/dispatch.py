@@ -23,6 +23,7 @@ _log = logging.getLogger(__name__)
 class Kernels:
     """One function for each operation; what they do stands with their definitions under `reference/`."""
 
+    resample: Callable[..., Any]
     add_layer_norm: Callable[..., Any]
     concat_gelu: Callable[..., Any]
     scaled_linear: Callable[..., Any]
@@ -31,6 +32,7 @@ class Kernels:
     decode_expand: Callable[..., Any]
     decode_contract: Callable[..., Any]
     rotary_decode_attention: Callable[..., Any]
+    mixture_of_experts: Callable[..., Any]
 
     @classmethod
     def select(cls, device_type: str, choices: Mapping[str, str]) -> Kernels:

@@ -1,0 +1,82 @@
+"""A mixture of gated experts by grouped products: tokens sorted by expert, nothing read back to the host."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu, linear, softmax
+
+from kestrel_ops.reference.quantise_rows import quantise_rows
+
+
+def mixture_of_experts(
+    hidden: Tensor,  # [T, dim]
+    router_logits: Tensor,  # [T, E]
+    up: Tensor,  # [E, 2 * inner, dim]: first the activated half, then the gate half
+    down: Tensor,  # [E, dim, inner]
+    experts_per_token: int,
+    up_scale: Tensor | None = None,  # [E, 2 * inner] float32, where `up` is float8
+    down_scale: Tensor | None = None,  # [E, dim] float32, where `down` is float8
+) -> Tensor:  # [T, dim]
+    """As the definition says, and fit for a CUDA graph. With float8 experts what they take in is rounded to
+    float8 too, where the device multiplies float8; elsewhere, and in float32, every expert takes every token."""
+    top = router_logits.float().topk(experts_per_token, dim=-1)
+    weights = softmax(top.values, dim=-1).to(hidden.dtype)
+    if not _has_grouped_products(hidden, up):
+        return _dense(hidden, top.indices, weights, (up, up_scale), (down, down_scale))
+    # Places (token, choice) in the order of their experts; the token of a place is its number / choices.
+    chosen = top.indices.flatten()
+    order = chosen.argsort(stable=True)
+    tokens = order // experts_per_token
+    numbers = torch.arange(up.shape[0], device=hidden.device)
+    ends = torch.searchsorted(chosen[order], numbers, right=True, out_int32=True)
+    activated, gate = _grouped(hidden[tokens], up, up_scale, ends).chunk(2, dim=-1)
+    output = _grouped(gelu(activated) * (gate + 1), down, down_scale, ends)
+    # Every token has as many places as every other, so undoing the order and summing needs no atomic addition.
+    places = torch.empty_like(output).index_copy_(0, order, output)
+    shares = places.unflatten(0, (-1, experts_per_token)).float() * weights[..., None].float()
+    return shares.sum(dim=1).to(hidden.dtype)
+
+
+def _has_grouped_products(hidden: Tensor, up: Tensor) -> bool:
+    if hidden.dtype != torch.bfloat16:
+        return False
+    if up.dtype != torch.float8_e4m3fn:
+        return True
+    return hidden.is_cuda and torch.cuda.get_device_capability(hidden.device) == (9, 0)
+
+
+def _grouped(rows: Tensor, stack: Tensor, scale: Tensor | None, ends: Tensor) -> Tensor:
+    """Rows up to ends[e] times the transpose of stack[e]."""
+    if scale is None:
+        return torch.ops.aten._grouped_mm(rows, stack.transpose(1, 2), offs=ends)
+    quantised, row_scale = quantise_rows(rows)
+    return torch.ops.aten._scaled_grouped_mm(
+        quantised,
+        stack.transpose(1, 2),
+        row_scale[:, 0],
+        scale,
+        offs=ends,
+        out_dtype=rows.dtype,
+        use_fast_accum=True,
+    )
+
+
+def _dense(
+    hidden: Tensor,
+    chosen: Tensor,  # [T, choices]
+    weights: Tensor,  # [T, choices]
+    up: tuple[Tensor, Tensor | None],
+    down: tuple[Tensor, Tensor | None],
+) -> Tensor:
+    """Every expert takes every token, and counts where it was chosen."""
+    total = torch.zeros_like(hidden)
+    for expert in range(up[0].shape[0]):
+        activated, gate = linear(hidden, _expert(*up, expert, hidden.dtype)).chunk(2, dim=-1)
+        output = linear(gelu(activated) * (gate + 1), _expert(*down, expert, hidden.dtype))
+        share = (weights * (chosen == expert)).sum(dim=-1, keepdim=True)
+        # An expert that was not chosen adds nothing, whatever it gives: infinity times 0 would be something.
+        total += torch.where(share > 0, output * share, 0)
+    return total
+
+
+def _expert(stack: Tensor, scale: Tensor | None, expert: int, dtype: torch.dtype) -> Tensor:
+    return stack[expert] if scale is None else (stack[expert].float() * scale[expert, :, None]).to(dtype)
