@@ -6,7 +6,7 @@ Knows the weights and which kernels to call; nothing of requests, and nothing of
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -77,8 +77,7 @@ class FusedVision:
 
     def encode(self, crops: Tensor) -> Tensor:
         """uint8 crops [N, side, side, channels] → features [N, patches, enc_dim], those of `VisionModel.encode`."""
-        hidden = self._embed_patches(crops)
-        delta: Tensor | None = None
+        hidden, delta = self._embed_patches(crops), None
         with sdpa_kernel(_ATTENTION_BACKENDS, set_priority=True):
             for block in self._blocks:
                 delta = self._run_block(block, hidden, delta)
@@ -86,6 +85,14 @@ class FusedVision:
             hidden += delta
         features = layer_norm(hidden, hidden.shape[-1:], self._post_ln.weight, self._post_ln.bias, self._epsilon)
         return features.view(len(crops), self.config.num_image_tokens, -1)
+
+    def states(self, crops: Tensor) -> Iterator[Tensor]:
+        """The stream [N * patches, enc_dim] after each block, for those who look into the encoder."""
+        hidden, delta = self._embed_patches(crops), None
+        for block in self._blocks:
+            with sdpa_kernel(_ATTENTION_BACKENDS, set_priority=True):
+                delta = self._run_block(block, hidden, delta)
+            yield hidden + delta
 
     def project_all(self, features: Sequence[Tensor], tilings: Sequence[tuple[int, int]]) -> Tensor:
         """Features of several images → their embeddings [images, patches, text dim].

@@ -59,6 +59,16 @@ def test_an_encoder_without_blocks_embeds_its_patches():
     torch.testing.assert_close(features, model.encode(crops), rtol=1e-4, atol=1e-4)
 
 
+def test_the_stream_can_be_read_after_each_block():
+    model, crops = some_model(), some_crops(2)
+    wanted = model.patch_emb(model._patches(crops)) + model.pos_emb
+    states = list(FusedVision(model, KERNELS, "model").states(crops))
+    assert len(states) == len(model.blocks)
+    for block, state in zip(model.blocks, states, strict=True):
+        wanted = block(wanted)
+        torch.testing.assert_close(state, wanted.flatten(0, 1), rtol=1e-4, atol=1e-4)
+
+
 def test_an_even_picture_keeps_its_colour_in_a_short_type():
     # In a short type what is left of large terms that cancel is noise: bytes must be centred before the product.
     model = some_model().bfloat16()
