@@ -37,6 +37,8 @@ class EngineConfig:
     max_image_bytes: int = 32 * MIB
     max_image_pixels: int = 64_000_000
     num_preprocess_threads: int = 4
+    resize_on_device: bool | None = None
+    """Whether images are resized and cut where the model runs, and not by preprocessing threads; None: on CUDA."""
     max_prefill_tokens: int = 1024
     """Prompt tokens that a step may carry."""
     max_crops_per_step: int = 4

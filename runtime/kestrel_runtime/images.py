@@ -1,8 +1,9 @@
 """An image's bytes in, overlapping crops out.
 
 `decode_image` turns an encoded file into 8-bit RGB, `make_crops` cuts that into the crops the vision encoder
-reads. Every size comes from the model's configuration. Knows nothing about tensors, models or requests, keeps
-no state, and may run in any number of threads.
+reads, and `leave_uncut` prepares it for being cut where the encoder runs. Every size comes from the model's
+configuration. Knows nothing about tensors, models or requests, keeps no state, and may run in any number of
+threads.
 """
 
 from __future__ import annotations
@@ -19,6 +20,11 @@ from kestrel_runtime.errors import ImageError
 from kestrel_runtime.models.moondream.config import VisionConfig
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
+
+# What waits uncut holds all its pixels: 24 MB at most, which a screen of 3840 × 2160 just about needs.
+_MAX_UNCUT_PIXELS = 2**23
+# The first pass of a resize may stretch a line of pixels into an image as wide as all crops side by side.
+_MAX_UNCUT_SIDE_PX = 2**14
 
 # Pillow warns from this many declared pixels on. Filters belong to the whole process, and changing them for
 # the time of a call is not safe in threads; so the warning is an error for good, and limits end here.
@@ -54,6 +60,19 @@ class Crops:
         return len(self.pixels)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class UncutImage:
+    """An image whose crops are yet to be made. `pixels` is uint8 [height, width, 3], not to be written to."""
+
+    pixels: np.ndarray
+    rows: int
+    columns: int
+
+    @property
+    def num_crops(self) -> int:
+        return 1 + self.rows * self.columns
+
+
 def decode_image(data: bytes, *, max_image_pixels: int) -> Image.Image:
     """Decode an encoded file to upright 8-bit RGB: the first frame, transparency over white.
 
@@ -77,7 +96,7 @@ def decode_image(data: bytes, *, max_image_pixels: int) -> Image.Image:
 
 def select_tiling(height_px: int, width_px: int, vision: VisionConfig) -> tuple[int, int]:
     """How many rows and columns of tiles cover an image of this size: at most `max_crops` together."""
-    margins = _margins(vision)
+    margins = crop_margins_px(vision)
     window = vision.crop_size - margins
     max_tiles = vision.max_crops
     height, width = max(1, height_px - margins), max(1, width_px - margins)
@@ -101,7 +120,7 @@ def select_tiling(height_px: int, width_px: int, vision: VisionConfig) -> tuple[
 def make_crops(image: Image.Image, vision: VisionConfig) -> Crops:
     """Cut an RGB image into the crops that the model reads. The shape is not kept: tiles are square."""
     rows, columns = select_tiling(image.height, image.width, vision)
-    size, margins = vision.crop_size, _margins(vision)
+    size, margins = vision.crop_size, crop_margins_px(vision)
     stride = size - margins
     pixels = np.empty((1 + rows * columns, size, size, 3), dtype=np.uint8)
     pixels[0] = _resize(image, size, size)
@@ -111,6 +130,18 @@ def make_crops(image: Image.Image, vision: VisionConfig) -> Crops:
             top, left = row * stride, column * stride
             pixels[1 + row * columns + column] = canvas[top : top + size, left : left + size]
     return Crops(pixels, rows, columns)
+
+
+def leave_uncut(image: Image.Image, vision: VisionConfig) -> UncutImage | Crops:
+    """Prepare an RGB image for being cut later; one that is much larger than its crops is cut at once."""
+    if image.width * image.height > _MAX_UNCUT_PIXELS or max(image.size) > _MAX_UNCUT_SIDE_PX:
+        return make_crops(image, vision)
+    return UncutImage(np.asarray(image), *select_tiling(image.height, image.width, vision))
+
+
+def crop_margins_px(vision: VisionConfig) -> int:
+    """Both margins of a crop together: the part that it shares with its neighbours."""
+    return 2 * vision.overlap_margin * vision.enc_patch_size
 
 
 def _too_large(max_image_pixels: int) -> ImageError:
@@ -139,11 +170,6 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         canvas.alpha_composite(layer)
         return canvas.convert("RGB")
     return image.convert("RGB")
-
-
-def _margins(vision: VisionConfig) -> int:
-    """Both margins of a crop in pixels: the part that it shares with its neighbours."""
-    return 2 * vision.overlap_margin * vision.enc_patch_size
 
 
 def _resize(image: Image.Image, height_px: int, width_px: int) -> np.ndarray:

@@ -5,6 +5,7 @@ Both passes end in 8 bits, so weights and order decide every pixel. Knows no pix
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from kestrel_ops import RESAMPLE_WEIGHT_BITS
 
-_LOBES = 3
+_LOBES = 3  # the formula below holds for three alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +37,13 @@ class LanczosAxis:
         num_weights = int((end - start).max())
         first = start.clamp(max=self.source - num_weights)
         place = first + torch.arange(num_weights)[:, None]
-        distance = (place - centre + 0.5) / stretch
-        weights = torch.sinc(distance) * torch.sinc(distance / _LOBES)
-        weights.masked_fill_((place < start) | (place >= end) | (distance.abs() > _LOBES), 0.0)
+        angle = (place - (centre - 0.5)) * (math.pi / _LOBES / stretch)
+        # sinc(x) sinc(x / 3) with one sine instead of two, since sin(3a) = 3 sin(a) - 4 sin(a)³; but for a factor,
+        # which goes when the weights are made to add up to one.
+        square = angle.sin().square_()
+        weights = square * (3 - 4 * square) / angle.square()
+        weights.masked_fill_(angle == 0, 3.0)
+        weights.masked_fill_((place < start) | (place >= end) | (angle.abs() > math.pi), 0.0)
         weights *= (1 << RESAMPLE_WEIGHT_BITS) / weights.sum(dim=0)
         return torch.cat((first[None], weights.round().long())).int()
 

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from kestrel_runtime.culprits import Culprits, fingerprint_of
 from kestrel_runtime.errors import ContextLengthExceeded, RequestRefused
-from kestrel_runtime.images import decode_image, make_crops
+from kestrel_runtime.images import decode_image, leave_uncut, make_crops
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.requests import Request
 from kestrel_runtime.sequence import Sequence, SequenceClock
@@ -33,12 +33,15 @@ class Preprocessor:
         max_context: int,
         max_image_pixels: int,
         num_threads: int,
+        cut_images: bool = True,
     ) -> None:
+        """cut_images: whether workers make the crops; otherwise whoever encodes them does."""
         self._config = config
         self._tokenizer = tokenizer
         self._culprits = culprits
         self._max_context = max_context
         self._max_image_pixels = max_image_pixels
+        self._make_crops = make_crops if cut_images else leave_uncut
         self._ids = itertools.count(1)
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="kestrel-preprocess")
 
@@ -47,7 +50,7 @@ class Preprocessor:
         return self._pool.submit(self.prepare, request, clock, tenant)
 
     def prepare(self, request: Request, clock: SequenceClock, tenant: str = "") -> Sequence:
-        """Decode, tile and tokenise.
+        """Decode, cut and tokenise.
 
         Raises `InvalidRequest`, mostly as `ImageError` or `ContextLengthExceeded`; `RequestRefused`; and, before
         any work is spent, `DeadlineExceeded` and `QueueTimeout`.
@@ -68,7 +71,7 @@ class Preprocessor:
         crops = None
         if request.image is not None:
             image = decode_image(request.image, max_image_pixels=self._max_image_pixels)
-            crops = make_crops(image, config.vision)
+            crops = self._make_crops(image, config.vision)
         sampling, defaults = request.sampling, skill.defaults
         clock.prepared = time.monotonic()
         return Sequence(

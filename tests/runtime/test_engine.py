@@ -137,6 +137,26 @@ async def test_a_cache_too_small_for_everybody_changes_no_answer(moondream3: Loa
         tight.close()
 
 
+async def test_an_answer_is_the_same_wherever_its_image_is_cut(moondream3: LoadedModel, engine: Engine) -> None:
+    requests = [
+        Caption(image, sampling=SamplingParams(temperature=0.0, max_tokens=20))
+        for image in (SMALL_IMAGE, TILED_IMAGE)
+    ]
+    cut_by_workers = [(await engine.submit(request).result()).output for request in requests]
+    on_device = Engine(
+        moondream3, EngineConfig(model="", max_batch_size=3, max_crops_per_step=2, resize_on_device=True)
+    )
+    try:
+        # Somebody decodes meanwhile, so that crops are encoded a few at a time.
+        company = on_device.submit(endless())
+        await anext(aiter(company))
+        finished = await asyncio.gather(*(on_device.submit(request).result() for request in requests))
+        assert [item.output for item in finished] == cut_by_workers
+        company.cancel()
+    finally:
+        on_device.close()
+
+
 async def test_an_equal_seed_gives_an_equal_answer_and_another_seed_another(engine: Engine) -> None:
     def drawn(seed: int | None) -> Query:
         return Query("hello", sampling=SamplingParams(temperature=5.0, max_tokens=30, seed=seed))

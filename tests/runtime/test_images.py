@@ -13,7 +13,7 @@ from PIL import Image
 from safetensors.numpy import load_file
 
 from kestrel_runtime.errors import ImageError
-from kestrel_runtime.images import Crops, decode_image, make_crops, select_tiling
+from kestrel_runtime.images import Crops, UncutImage, decode_image, leave_uncut, make_crops, select_tiling
 from kestrel_runtime.models.moondream.config import MoondreamConfig, VisionConfig
 from tests.golden import MD2_SMALL, expected, model_config, shared_folders
 
@@ -379,3 +379,24 @@ def test_neighbouring_crops_of_any_size_share_their_margins(vision, width, heigh
     np.testing.assert_array_equal(left, right)
     upper, lower = tiles[:-1, :, size - shared :], tiles[1:, :, :shared]
     np.testing.assert_array_equal(upper, lower)
+
+
+# Images that wait uncut
+
+
+@pytest.mark.parametrize(("width", "height"), [(800, 557), (1, 1), (3840, 2160), (16_384, 40)])
+def test_an_uncut_image_keeps_its_pixels_and_knows_its_tiling(width, height):
+    image = noise(width, height)
+    uncut = leave_uncut(image, VISION)
+    assert isinstance(uncut, UncutImage)
+    assert (uncut.rows, uncut.columns) == select_tiling(height, width, VISION)
+    assert uncut.num_crops == 1 + uncut.rows * uncut.columns
+    np.testing.assert_array_equal(uncut.pixels, np.asarray(image))
+
+
+@pytest.mark.parametrize(("width", "height"), [(4096, 2049), (16_385, 2), (2, 16_385)])
+def test_an_image_that_would_take_too_much_room_is_cut_at_once(width, height):
+    image = Image.new("RGB", (width, height), RED)
+    crops = leave_uncut(image, VISION)
+    assert isinstance(crops, Crops)
+    np.testing.assert_array_equal(crops.pixels, make_crops(image, VISION).pixels)

@@ -13,6 +13,7 @@ from kestrel_runtime.errors import (
     QueueTimeout,
     RequestRefused,
 )
+from kestrel_runtime.images import UncutImage
 from kestrel_runtime.loading import LoadedModel
 from kestrel_runtime.preprocess import Preprocessor
 from kestrel_runtime.requests import Caption, Point, Priority, Query, RequestOptions, SamplingParams
@@ -47,6 +48,23 @@ def test_a_prompt_is_bos_then_image_then_the_skills_tokens(preprocessor: Preproc
     assert sequence.length == sequence.num_prompt_positions == 8 + 729
     assert sequence.prefix_length == 730
     assert sequence.crops is not None
+    assert sequence.num_crops_to_encode == 9
+
+
+def test_images_may_be_left_uncut_for_who_encodes_them(moondream3: LoadedModel) -> None:
+    preprocessor = Preprocessor(
+        moondream3.model.config,
+        moondream3.tokenizer,
+        Culprits(),
+        max_context=1000,
+        max_image_pixels=10**6,
+        num_threads=1,
+        cut_images=False,
+    )
+    sequence = preprocessor.prepare(Caption(IMAGE), clock())
+    preprocessor.close()
+    assert isinstance(sequence.crops, UncutImage)
+    assert sequence.crops.pixels.shape == (400, 500, 3)
     assert sequence.num_crops_to_encode == 9
 
 

@@ -1,0 +1,47 @@
+"""Crops of images as the vision encoder takes them: a few at a time, on the device, whatever they come from.
+
+Images that are not cut yet are cut once and kept until their last crop has been taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kestrel_runtime.images import UncutImage
+from kestrel_runtime.sequence import CropRange, Sequence
+from kestrel_runtime.slots import to_device
+
+
+class CropSource:
+    """Gives crops out by sequence. Belongs to the engine's thread."""
+
+    def __init__(self, cut: Callable[[UncutImage], Tensor], device: torch.device) -> None:
+        """cut: makes all crops of an image, uint8 [crops, side, side, 3] on the device."""
+        self._cut = cut
+        self._device = device
+        self._cut_crops: dict[int, Tensor] = {}  # by sequence id
+
+    def take(self, crop_range: CropRange) -> Tensor:
+        """uint8 [end - start, side, side, 3] on the device."""
+        sequence, start, end = crop_range
+        image = sequence.crops
+        assert image is not None, "only sequences with an image have crops to encode"
+        if not isinstance(image, UncutImage):
+            return to_device(image.pixels[start:end], torch.uint8, self._device)
+        crops = self._cut_crops.get(sequence.id)
+        if crops is None:
+            crops = self._cut_crops[sequence.id] = self._cut(image)
+        if end == image.num_crops:
+            del self._cut_crops[sequence.id]
+        return crops[start:end]
+
+    def release(self, sequence: Sequence) -> None:
+        """Forget what is kept of a sequence's image."""
+        self._cut_crops.pop(sequence.id, None)
+
+    def clear(self) -> None:
+        """Forget what is kept of everybody's images; who needs it has it cut again."""
+        self._cut_crops.clear()
