@@ -25,31 +25,44 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """What is counted, with its unit. A logarithmic axis shows values above 0 only."""
+    """What is counted, with its unit. With `log_base` 2 or 10 it is logarithmic and shows values above 0 only."""
 
     label: str
-    is_log: bool = False
+    log_base: int | None = None
 
     def range_of(self, values: Sequence[float]) -> tuple[float, float]:
         """The least and the greatest value shown."""
-        if self.is_log:
-            low, high = min(values), max(values)
+        if self.log_base is None:
+            return 0.0, max(values) * 1.05 or 1.0
+        low, high = min(values), max(values)
+        if self.log_base == 2:
             return (low, high) if high > low else (low / 2, high * 2)
-        return 0.0, max(values) * 1.05 or 1.0
+        marks = self._decimal_marks(low / 10, high * 10)
+        bottom = max(mark for mark in marks if mark <= low * 1.001)
+        return bottom, min(mark for mark in marks if mark >= high and mark > bottom)
 
     def ticks(self, low: float, high: float) -> list[float]:
         """Round values from `low` to `high`."""
-        if self.is_log:
-            base = 2.0 if high / low <= 2**9 else 10.0
-            first, last = math.ceil(math.log(low, base) - 1e-9), math.floor(math.log(high, base) + 1e-9)
-            return [base**power for power in range(first, last + 1)]
+        if self.log_base == 2:
+            first, last = math.ceil(math.log2(low) - 1e-9), math.floor(math.log2(high) + 1e-9)
+            return [2.0**power for power in range(first, last + 1)]
+        if self.log_base is not None:
+            marks = self._decimal_marks(low, high)
+            return marks if len(marks) <= 9 else [mark for mark in marks if f"{mark:e}".startswith("1")]
         step = 10 ** math.floor(math.log10((high - low) / 4))
         step *= next(factor for factor in (1, 2, 2.5, 5, 10) if (high - low) / (step * factor) <= 5)
         return [number * step for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
+    @staticmethod
+    def _decimal_marks(low: float, high: float) -> list[float]:
+        """1, 2, 5, 10, 20 … from `low` to `high`."""
+        first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+        marks = (digit * 10.0**power for power in range(first, last + 1) for digit in (1, 2, 5))
+        return [mark for mark in marks if low * 0.999 <= mark <= high * 1.001]
+
     def place(self, value: float, low: float, high: float) -> float:
         """Where a value lies, from 0 to 1."""
-        if self.is_log:
+        if self.log_base is not None:
             return math.log(value / low) / math.log(high / low)
         return (value - low) / (high - low)
 
@@ -124,7 +137,7 @@ def number(value: float) -> str:
 
 def _is_shown(point: tuple[float, float], x_axis: Axis, y_axis: Axis) -> bool:
     return all(
-        math.isfinite(value) and (value > 0 or not axis.is_log)
+        math.isfinite(value) and (value > 0 or axis.log_base is None)
         for value, axis in zip(point, (x_axis, y_axis), strict=True)
     )
 

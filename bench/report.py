@@ -136,18 +136,18 @@ def write_report(file: Path, results: Results) -> None:
 
 def load_plots(results: Results) -> Iterator[str]:
     """Rates and times of both loops."""
-    at_once = Axis("requests at once", is_log=True)
+    at_once = Axis("requests at once", log_base=2)
     closed = [row for row in results.rows if not row.is_open]
-    for title, label, value_of, is_log in (
-        ("Requests per second", "requests/s", lambda row: row.requests_per_s, False),
-        ("Tokens per second", "tokens/s", lambda row: row.tokens_per_s, False),
-        ("Time to first token, median", "ms", lambda row: row.first_token_ms.get("p50"), True),
-        ("Time to first token, 99th percentile", "ms", lambda row: row.first_token_ms.get("p99"), True),
-        ("Time per output token, median", "ms", lambda row: row.per_token_ms.get("p50"), False),
-        ("Between two pieces, 99th percentile", "ms", lambda row: row.inter_token_ms.get("p99"), True),
-        ("Whole answer, median", "ms", lambda row: row.total_ms.get("p50"), True),
+    for title, label, value_of, log_base in (
+        ("Requests per second", "requests/s", lambda row: row.requests_per_s, None),
+        ("Tokens per second", "tokens/s", lambda row: row.tokens_per_s, None),
+        ("Time to first token, median", "ms", lambda row: row.first_token_ms.get("p50"), 10),
+        ("Time to first token, 99th percentile", "ms", lambda row: row.first_token_ms.get("p99"), 10),
+        ("Time per output token, median", "ms", lambda row: row.per_token_ms.get("p50"), None),
+        ("Between two pieces, 99th percentile", "ms", lambda row: row.inter_token_ms.get("p99"), 10),
+        ("Whole answer, median", "ms", lambda row: row.total_ms.get("p50"), 10),
     ):
-        yield line_plot(title, at_once, Axis(label, is_log), _series(closed, value_of))
+        yield line_plot(title, at_once, Axis(label, log_base), _series(closed, value_of))
     opened = [row for row in results.rows if row.is_open]
     sent = Axis("requests sent per second")
     rates = [
@@ -161,7 +161,7 @@ def load_plots(results: Results) -> Iterator[str]:
             Series(rank, _points(opened, lambda row, rank=rank, name=name: getattr(row, name).get(rank)))
             for rank in ("p50", "p90", "p99")
         ]
-        yield line_plot(f"Open loop: {title}", sent, Axis("ms", is_log=True), lines)
+        yield line_plot(f"Open loop: {title}", sent, Axis("ms", log_base=10), lines)
 
 
 def part_plots(part: Mapping[str, Any]) -> Iterator[str]:

@@ -68,13 +68,12 @@ class Plan:
 def measure(plan: Plan, address: str, progress: Progress) -> Iterator[Row]:
     """Every row of the closed loop, then of the open one."""
     best_rate_per_s = 0.0
-    with LoadProcesses(address, plan.num_processes) as load:
+    with LoadProcesses(address, plan.num_processes, plan.num_pictures) as load:
         for workload in plan.workloads:
-            load.prepare(workload, plan.num_pictures)
             for concurrency in plan.concurrencies_of(workload):
                 name = f"{workload.name}, {concurrency} at once"
                 progress.begin(name)
-                recording = load.closed(concurrency, plan.window_s, plan.warm_up_s)
+                recording = load.closed(workload, concurrency, plan.window_s, plan.warm_up_s)
                 row = summarise(
                     workload.name, concurrency, recording, workload.num_tokens, plan.objective, is_open=False
                 )
@@ -90,11 +89,10 @@ def ramp(
     plan: Plan, workload: Workload, load: LoadProcesses, rate_per_s: float, progress: Progress
 ) -> Iterator[Row]:
     """The open loop: more and more requests per second until too few are answered in time."""
-    load.prepare(workload, plan.num_pictures)
     for _ in range(MAX_RATES):
         name = f"{workload.name}, {rate_per_s:.1f} sent per second"
         progress.begin(name)
-        recording = load.open(rate_per_s, plan.open_window_s, PATIENCE_S)
+        recording = load.open(workload, rate_per_s, plan.open_window_s, PATIENCE_S)
         row = summarise(workload.name, rate_per_s, recording, workload.num_tokens, plan.objective, is_open=True)
         progress.end(f"{name}: {row.goodput_per_s:.1f} answered in time")
         yield row
@@ -106,11 +104,10 @@ def ramp(
 
 def measure_client(plan: Plan, progress: Progress) -> Iterator[Row]:
     """What the load processes get out of a server without a model, at the highest concurrency."""
-    with empty_server() as address, LoadProcesses(address, plan.num_processes) as load:
+    with empty_server() as address, LoadProcesses(address, plan.num_processes, plan.num_pictures) as load:
         for workload in plan.workloads:
             concurrency = plan.concurrencies_of(workload)[-1]
-            load.prepare(workload, min(plan.num_pictures, 16))
-            recording = load.closed(concurrency, 1.0, 1.0)
+            recording = load.closed(workload, concurrency, 1.0, 1.0)
             progress.end(f"the client alone, {workload.name}")
             yield summarise(
                 workload.name, concurrency, recording, workload.num_tokens, plan.objective, is_open=False
@@ -147,7 +144,7 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
         window_s=arguments.seconds or (2.0 if quick else 8.0),
         open_window_s=arguments.seconds or (2.0 if quick else 8.0),
         warm_up_s=3.0 if quick else 10.0,
-        num_pictures=arguments.pictures or (64 if quick else 1024),
+        num_pictures=arguments.pictures or (16 if quick else 128),
         objective=Objective(arguments.first_token_objective_ms, arguments.per_token_objective_ms),
         num_processes=arguments.processes,
     )
@@ -167,7 +164,7 @@ def parser() -> argparse.ArgumentParser:
         "--open", choices=(*WORKLOADS, "none"), default="direct", help="what the open loop sends (default: direct)"
     )
     result.add_argument("--seconds", type=float, help="length of each window (default: 8; quick: 2)")
-    result.add_argument("--pictures", type=int, help="different pictures (default: 1024; quick: 64)")
+    result.add_argument("--pictures", type=int, help="drawings to make (default: 128; quick: 16)")
     result.add_argument(
         "--processes",
         type=int,

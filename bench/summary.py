@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
-from bench.load import Recording, Sample, Window, gaps
+from bench.lanes import Sample, Window
+from bench.load import Recording
 
 PERCENTILES = (50, 90, 99)
 Percentiles = dict[str, float]
@@ -85,7 +86,7 @@ def summarise(
         tokens_per_s=_rate(recording.samples, window, lambda sample: float(sample.num_tokens)),
         goodput_per_s=_rate(recording.samples, window, lambda sample: float(objective.is_met(sample))),
         first_token_ms=percentiles(first_token_ms(sample) for sample in good if sample.arrivals),
-        inter_token_ms=percentiles(1e3 * gap for sample in good for gap in gaps(sample.arrivals)),
+        inter_token_ms=percentiles(1e3 * gap for sample in good for gap in np.diff(sample.arrivals)),
         per_token_ms=percentiles(value for sample in good if (value := per_token_ms(sample)) is not None),
         total_ms=percentiles(1e3 * (sample.ended - sample.started) for sample in good),
         busiest_client=recording.busiest_client,

@@ -1,6 +1,6 @@
 """What is asked: "chart-9" pictures with a question each, and text alone, in a few lengths of answer.
 
-Every picture is another one, drawn from its seed: 800 by 557 pixels, about 40 KB as JPEG, which a Moondream cuts
+Every picture is drawn from a seed: 800 by 557 pixels, about 40 KB as JPEG, which a Moondream cuts
 into 2 × 4 tiles and a global crop. A question has eleven tokens with the published tokenizer, as with the one that
 `tokenizer_file.py` makes. Knows no server.
 """
@@ -51,10 +51,6 @@ class Workload:
         questions = TEXT_QUESTIONS if self.picture is Picture.NONE else QUESTIONS
         return questions[number % len(questions)]
 
-    def picture_seed(self, number: int) -> int | None:
-        """What its picture is drawn from; None where it has none."""
-        return {Picture.NONE: None, Picture.SAME: 0, Picture.UNIQUE: number}[self.picture]
-
 
 WORKLOADS: Mapping[str, Workload] = MappingProxyType(
     {
@@ -97,6 +93,30 @@ def chart(seed: int, width_px: int = WIDTH_PX, height_px: int = HEIGHT_PX) -> by
     file = io.BytesIO()
     image.save(file, "JPEG", quality=JPEG_QUALITY)
     return file.getvalue()
+
+
+class Album:
+    """Pictures for any number of requests, of which so many are drawn; the same file never comes twice.
+
+    Drawing costs the client more than asking. So drawings come again, each time with another comment in the file:
+    whoever remembers files by their bytes has not seen it.
+    """
+
+    def __init__(self, num_drawn: int) -> None:
+        self._drawn = [chart(seed) for seed in range(num_drawn)]
+
+    def picture(self, workload: Workload, number: int) -> bytes | None:
+        """The picture of the request with this number; None where it has none."""
+        if workload.picture is Picture.NONE:
+            return None
+        if workload.picture is Picture.SAME:
+            return self._drawn[0]
+        return _with_comment(self._drawn[number % len(self._drawn)], number)
+
+
+def _with_comment(jpeg: bytes, number: int) -> bytes:
+    text = b"%016d" % number
+    return jpeg[:2] + b"\xff\xfe" + (2 + len(text)).to_bytes(2, "big") + text + jpeg[2:]
 
 
 def vocabulary() -> Iterator[str]:

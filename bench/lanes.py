@@ -1,0 +1,94 @@
+"""A closed loop: so many lanes, each of which asks again as soon as it is answered. Knows no server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from array import array
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+_PAUSE_AFTER_ERROR_S = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One request. Times are seconds of the monotonic clock; `error` is empty or names what it ended in."""
+
+    started: float
+    """When it was sent, or should have been."""
+    ended: float
+    num_tokens: int = 0
+    arrivals: array[float] = field(default_factory=lambda: array("d"))
+    """When each piece of the answer came."""
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A stretch of the monotonic clock."""
+
+    start: float
+    end: float
+
+    @property
+    def duration_s(self) -> float:
+        return self.end - self.start
+
+
+class Lanes:
+    """Keeps `num_lanes` requests running from the moment it is made. `ask` makes one, which began at a given time.
+
+    The load goes on until every request that a window overlaps has ended, so that none ends in a calm.
+    """
+
+    def __init__(self, ask: Callable[[float], Awaitable[Sample]], num_lanes: int) -> None:
+        self._ask = ask
+        self._started: dict[int, float] = {}
+        self._samples: list[Sample] = []
+        self._answered: set[int] = set()
+        self._is_closing = False
+        self._changed = asyncio.Event()
+        self._tasks = [asyncio.create_task(self._run(number)) for number in range(num_lanes)]
+
+    async def warm_up(self, longest_s: float) -> None:
+        """Return once every lane has had an answer, or after `longest_s`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(longest_s):
+                await self._until(lambda: len(self._answered) == len(self._tasks))
+
+    async def outlast(self, window: Window) -> None:
+        """Return once everything that began before the window's end has ended."""
+        await self._until(lambda: all(started >= window.end for started in self._started.values()))
+
+    async def cancel(self) -> None:
+        """End all lanes now, in the middle of their requests."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def finish(self) -> None:
+        """End each lane after its request."""
+        self._is_closing = True
+        await asyncio.gather(*self._tasks)
+
+    def overlapping(self, window: Window) -> tuple[Sample, ...]:
+        """The requests that were running in the window."""
+        return tuple(item for item in self._samples if item.ended > window.start and item.started < window.end)
+
+    async def _run(self, number: int) -> None:
+        while not self._is_closing:
+            self._started[number] = time.perf_counter()
+            sample = await self._ask(self._started[number])
+            self._samples.append(sample)
+            self._answered.add(number)
+            self._changed.set()
+            if sample.error:
+                # Whoever refuses at once would otherwise be asked without a pause.
+                await asyncio.sleep(_PAUSE_AFTER_ERROR_S)
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            self._changed.clear()
+            await self._changed.wait()

@@ -1,0 +1,90 @@
+"""The closed loop."""
+
+import asyncio
+import time
+
+from bench.lanes import Lanes, Sample, Window
+
+
+class Desk:
+    """Answers whom it is told to."""
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[float, asyncio.Future[str]]] = []
+        self.arrived = asyncio.Event()
+        self.most = 0
+
+    async def ask(self, started: float) -> Sample:
+        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.waiting.append((started, answer))
+        self.most = max(self.most, len(self.waiting))
+        self.arrived.set()
+        error = await answer
+        return Sample(started, time.perf_counter(), 1, error=error)
+
+    async def answer(self, error: str = "") -> None:
+        while not self.waiting:
+            self.arrived.clear()
+            await self.arrived.wait()
+        _, answer = self.waiting.pop(0)
+        answer.set_result(error)
+        await asyncio.sleep(0)
+
+
+async def test_so_many_requests_run_and_no_more():
+    desk = Desk()
+    lanes = Lanes(desk.ask, 3)
+    for _ in range(10):
+        await desk.answer()
+    assert desk.most == 3
+    await lanes.cancel()
+
+
+async def test_warm_is_when_every_lane_has_been_answered():
+    desk = Desk()
+    lanes = Lanes(desk.ask, 2)
+    warm = asyncio.create_task(lanes.warm_up(60.0))
+    await desk.answer()
+    await asyncio.sleep(0)
+    assert not warm.done()
+    await desk.answer()
+    await warm
+    await lanes.cancel()
+
+
+async def test_the_load_goes_on_until_the_windows_requests_have_ended():
+    desk = Desk()
+    lanes = Lanes(desk.ask, 2)
+    await asyncio.sleep(0)
+    window = Window(0.0, time.perf_counter())
+    outlasted = asyncio.create_task(lanes.outlast(window))
+    await desk.answer()
+    await asyncio.sleep(0)
+    assert not outlasted.done()
+    assert len(desk.waiting) == 2  # the lane that was answered asks again
+    await desk.answer()
+    await outlasted
+    assert len(lanes.overlapping(window)) == 2
+    await lanes.cancel()
+
+
+async def test_finishing_waits_for_what_runs_and_asks_nothing_more():
+    desk = Desk()
+    lanes = Lanes(desk.ask, 2)
+    await asyncio.sleep(0)
+    finished = asyncio.create_task(lanes.finish())
+    await desk.answer()
+    await asyncio.sleep(0)
+    assert not finished.done()
+    await desk.answer()
+    await finished
+    assert not desk.waiting
+
+
+async def test_a_failed_request_is_kept_with_what_it_ended_in():
+    desk = Desk()
+    lanes = Lanes(desk.ask, 1)
+    await desk.answer("UNAVAILABLE")
+    await desk.answer()
+    await lanes.cancel()
+    assert [sample.error for sample in lanes.overlapping(Window(0.0, time.perf_counter()))] == ["UNAVAILABLE", ""]

@@ -1,0 +1,65 @@
+"""Load processes on a server without a model."""
+
+from collections.abc import Iterator
+
+import grpc
+import pytest
+
+from bench.empty_server import empty_server
+from bench.load import LoadProcesses, Recording
+from bench.workload import WORKLOADS
+
+
+@pytest.fixture(scope="module")
+def load() -> Iterator[LoadProcesses]:
+    with empty_server() as address, LoadProcesses(address, 2, num_pictures=2) as processes:
+        yield processes
+
+
+def test_a_closed_loop_records_every_piece_of_every_answer(load: LoadProcesses):
+    recording = load.closed(WORKLOADS["direct"], 3, duration_s=0.2, warm_up_s=5.0)
+    assert recording.samples
+    assert {sample.error for sample in recording.samples} == {""}
+    assert {sample.num_tokens for sample in recording.samples} == {3}
+    assert {len(sample.arrivals) for sample in recording.samples} == {3}
+    assert all(
+        sample.started <= sample.arrivals[0] <= sample.arrivals[-1] <= sample.ended for sample in recording.samples
+    )
+    assert 0 < recording.busiest_client < 2
+
+
+def test_fewer_requests_than_processes_are_as_many_as_asked(load: LoadProcesses):
+    recording = load.closed(WORKLOADS["direct"], 1, duration_s=0.2, warm_up_s=5.0)
+    assert most_at_once(recording) == 1
+
+
+def test_an_open_loop_sends_at_its_rate_whatever_the_answers(load: LoadProcesses):
+    recording = load.open(WORKLOADS["text"], 60.0, duration_s=0.5, patience_s=10.0)
+    window = recording.window
+    assert all(window.start <= sample.started < window.end for sample in recording.samples)
+    # The moments follow from the processes' numbers, so their count is always the same.
+    again = load.open(WORKLOADS["text"], 60.0, duration_s=0.5, patience_s=10.0)
+    assert len(recording.samples) == len(again.samples) == pytest.approx(30, abs=12)
+
+
+def test_a_server_that_is_gone_is_an_error_of_every_request(unused_address: str):
+    with LoadProcesses(unused_address, 1, num_pictures=1) as load:
+        recording = load.closed(WORKLOADS["text"], 2, duration_s=0.1, warm_up_s=5.0)
+    assert {sample.error for sample in recording.samples} == {grpc.StatusCode.UNAVAILABLE.name}
+
+
+@pytest.fixture
+def unused_address() -> str:
+    with empty_server() as address:
+        pass
+    return address
+
+
+def most_at_once(recording: Recording) -> int:
+    moments = [(sample.started, 1) for sample in recording.samples]
+    moments += [(sample.ended, -1) for sample in recording.samples]
+    running = most = 0
+    for _, change in sorted(moments):
+        running += change
+        most = max(most, running)
+    return most

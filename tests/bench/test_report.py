@@ -1,0 +1,65 @@
+"""Reports."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.lanes import Sample, Window
+from bench.load import Recording
+from bench.report import Results, over_peer, part_plots, write_report
+from bench.summary import Objective, Row, summarise
+
+OBJECTIVE = Objective(1000.0, 50.0)
+
+
+def row(workload: str, load: float, duration_s: float, *, is_open: bool = False) -> Row:
+    recording = Recording(Window(0.0, 1.0), (Sample(0.0, duration_s, 3),), 0.1, 0.2)
+    return summarise(workload, load, recording, 3, OBJECTIVE, is_open=is_open)
+
+
+def results(*rows: Row, peer: dict[str, Any] | None = None, parts: dict[str, Any] | None = None) -> Results:
+    return Results({"cores": 2}, {"model": "<nano>"}, OBJECTIVE, rows, (), peer, parts or {})
+
+
+def test_ours_over_the_peers_pairs_rows_of_one_workload_and_batch():
+    ours = (row("direct", 4, 0.1), row("direct", 16, 0.1), row("direct", 4.0, 0.1, is_open=True))
+    theirs = {"rows": [row("direct", 4, 0.2).as_json(), row("cot", 16, 0.2).as_json()]}
+    found = {item["what"]: item["ratio"] for item in over_peer(ours, theirs)}
+    assert found["total p50 ms"] == pytest.approx(0.5)
+    assert {item["load"] for item in over_peer(ours, theirs)} == {4}
+
+
+def test_without_a_peer_there_is_nothing_to_compare():
+    assert over_peer((row("direct", 4, 0.1),), None) == []
+
+
+def test_a_page_holds_every_table_and_needs_nothing_else(tmp_path: Path):
+    parts = {"vision": {"results": {"Crops": [{"crops": 1, "eager ms": 2.0}, {"crops": 13, "eager ms": 9.0}]}}}
+    found = results(row("direct", 1, 0.1), row("direct", 2.0, 0.1, is_open=True), parts=parts)
+    write_report(tmp_path / "page.html", found)
+    page = (tmp_path / "page.html").read_text()
+    assert "&lt;nano&gt;" in page
+    assert all(title in page for title, _ in found.tables())
+    assert "eager ms: 9 at 13" in page
+    assert "src=" not in page
+    assert "href=" not in page
+
+
+def test_text_lists_rows_with_their_errors():
+    failed = Recording(Window(0.0, 1.0), (Sample(0.0, 0.5, error="UNAVAILABLE"),), 0.1, 0.2)
+    text = results(summarise("direct", 1, failed, 3, OBJECTIVE, is_open=False)).as_text()
+    assert "1 UNAVAILABLE" in text
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"results": {"Names": [{"name": "a", "x ms": 1.0}, {"name": "b", "x ms": 2.0}]}},
+        {"results": {"Single": [{"batch": 1, "x ms": 1.0}]}},
+        {"results": [{"batch": 1}, {"batch": 2}]},
+        {"results": "none"},
+    ],
+)
+def test_what_has_no_size_or_no_times_is_not_plotted(part: dict[str, Any]):
+    assert list(part_plots(part)) == []

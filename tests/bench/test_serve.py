@@ -1,0 +1,51 @@
+"""The whole harness: its ramp on a server without a model, and one run on the built-in model."""
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.empty_server import empty_server
+from bench.load import LoadProcesses
+from bench.progress import Progress
+from bench.serve import MAX_RATES, RATE_STEP, parser, plan_of, ramp
+from bench.summary import Row
+from bench.workload import WORKLOADS
+from tests.golden import CHECKOUT
+
+
+def ramped(*options: str) -> list[Row]:
+    plan = plan_of(parser().parse_args(("--seconds", "0.2", *options)))
+    with empty_server() as address, LoadProcesses(address, 1, num_pictures=1) as load:
+        return list(ramp(plan, WORKLOADS["direct"], load, 50.0, Progress(1, io.StringIO())))
+
+
+def test_a_server_that_keeps_up_is_asked_for_more_and_more():
+    rows = ramped("--first-token-objective-ms", "60000", "--per-token-objective-ms", "60000")
+    assert [row.load for row in rows] == pytest.approx([50.0 * RATE_STEP**step for step in range(MAX_RATES)])
+
+
+def test_a_server_that_answers_too_late_is_asked_for_no_more():
+    (row,) = ramped("--first-token-objective-ms", "0")
+    assert row.goodput_per_s == 0
+    assert row.requests_per_s > 0
+
+
+def test_a_short_run_leaves_numbers_and_a_page(tmp_path: Path):
+    command = (sys.executable, "-m", "bench.serve", "--quick", "--workloads", "direct", "--batches", "1,2")
+    answer = subprocess.run(
+        (*command, "--open", "none", "--seconds", "0.2", "--pictures", "2", "--json", str(tmp_path / "serve.json")),
+        cwd=CHECKOUT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert answer.returncode == 0, answer.stderr
+    found = json.loads((tmp_path / "serve.json").read_text())
+    assert [row["load"] for row in found["rows"]] == [1, 2]
+    assert all(row["wrong_lengths"] == 0 and row["tokens_per_s"] > 0 for row in found["rows"])
+    assert found["client"][0]["requests_per_s"] > found["rows"][0]["requests_per_s"]
+    assert (tmp_path / "serve.html").read_text().count("<svg") > 3
