@@ -1,0 +1,193 @@
+"""The first product of a decoder block for small batches: one read of the weight, the normalisation folded in."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kestrel_ops.triton.dependent_launch import (
+    has_dependent_launch,
+    launch,
+    let_next_start,
+    prefetch_rows,
+    wait_for_previous,
+)
+from kestrel_ops.triton.small_batch import (
+    SmallBatchPlan,
+    batch_block,
+    load_tokens,
+    load_weight,
+    operand,
+    operand_type,
+    triton_type,
+)
+
+# From this many tokens on they are normalised once, by a kernel of their own, instead of in every program.
+_NORMALISED_FIRST_FROM = 32
+
+
+def decode_expand(
+    hidden: Tensor,  # [B, K] float32, contiguous
+    weight: Tensor,  # [N, K], contiguous
+    weight_scale: Tensor | None,
+    row_sums: Tensor,
+    bias: Tensor,
+    epsilon: float,
+    num_plain: int,
+    plain_out: Tensor,  # [B, num_plain], contiguous
+    activated_out: Tensor,  # [B, N - num_plain], rows may be strided
+    plan: SmallBatchPlan | None = None,  # None: that which the batch asks for
+) -> None:
+    """As the definition says."""
+    batch, width = hidden.shape
+    num_rows = len(weight)
+    assert hidden.is_contiguous()
+    assert weight.is_contiguous()
+    assert plain_out.is_contiguous()
+    assert activated_out.stride(1) == 1
+    plan = plan or plan_for(batch, weight.dtype)
+    is_dependent = plan.dependent_launch and has_dependent_launch(weight)
+    block_b = batch_block(batch)
+    is_folded = batch < _NORMALISED_FIRST_FROM
+    operand_dtype = operand_type(weight.dtype)
+    tokens = hidden
+    if not is_folded:
+        tokens = torch.empty(batch, width, dtype=operand_dtype, device=hidden.device)
+        launch(
+            _normalise,
+            (batch,),
+            hidden,
+            tokens,
+            epsilon,
+            width=width,
+            block=triton.next_power_of_2(width),
+            is_dependent=is_dependent,
+            num_warps=8,
+            num_stages=1,
+        )
+    launch(
+        _expand,
+        (triton.cdiv(num_rows, plan.block_n), triton.cdiv(batch, block_b)),
+        tokens,
+        weight,
+        weight_scale,
+        row_sums,
+        bias,
+        plain_out,
+        activated_out,
+        batch,
+        num_rows,
+        activated_out.stride(0),
+        epsilon,
+        num_plain=num_plain,
+        width=width,
+        operand_dtype=triton_type(operand_dtype),
+        block_b=block_b,
+        block_n=plan.block_n,
+        block_k=plan.block_k,
+        is_folded=is_folded,
+        is_even=num_rows % plan.block_n == 0 and width % plan.block_k == 0,
+        prefetch=plan.prefetch,
+        is_dependent=is_dependent,
+        num_warps=plan.num_warps,
+        num_stages=plan.num_stages,
+    )
+
+
+def plan_for(batch: int, dtype: torch.dtype) -> SmallBatchPlan:
+    """The cut for a batch and the weight's type."""
+    if dtype == torch.float32:
+        return SmallBatchPlan(block_n=64, block_k=32, num_warps=4, num_stages=3)
+    block_k = 128 if dtype == torch.float8_e4m3fn else 64
+    if batch < _NORMALISED_FIRST_FROM:
+        return SmallBatchPlan(block_n=64, block_k=block_k, num_warps=4, num_stages=4)
+    if batch <= 64:
+        return SmallBatchPlan(block_n=64, block_k=block_k, num_warps=4, num_stages=4)
+    return SmallBatchPlan(block_n=128, block_k=64, num_warps=8, num_stages=4)
+
+
+@triton.jit
+def _normalise(hidden, out, epsilon, width: tl.constexpr, block: tl.constexpr, is_dependent: tl.constexpr):
+    if is_dependent:
+        let_next_start()
+        wait_for_previous()
+    row = tl.program_id(0)
+    columns = tl.arange(0, block)
+    inside = columns < width
+    values = tl.load(hidden + row * width + columns, mask=inside, other=0.0)
+    centred = tl.where(inside, values - tl.sum(values) / width, 0.0)
+    normed = centred * tl.rsqrt(tl.sum(centred * centred) / width + epsilon)
+    tl.store(out + row * width + columns, normed.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["batch"])
+def _expand(
+    tokens_in,
+    weight,
+    weight_scale,
+    row_sums,
+    bias,
+    plain_out,
+    activated_out,
+    batch,
+    num_rows,
+    activated_stride,
+    epsilon,
+    num_plain: tl.constexpr,
+    width: tl.constexpr,
+    operand_dtype: tl.constexpr,
+    block_b: tl.constexpr,
+    block_n: tl.constexpr,
+    block_k: tl.constexpr,
+    is_folded: tl.constexpr,
+    is_even: tl.constexpr,
+    prefetch: tl.constexpr,
+    is_dependent: tl.constexpr,
+):
+    first_row = tl.program_id(0) * block_n
+    if is_dependent:
+        let_next_start()
+        if prefetch:
+            prefetch_rows(weight, first_row, num_rows, 0, width, block_n, width)
+        wait_for_previous()
+    rows = first_row + tl.arange(0, block_n)
+    tokens = tl.program_id(1) * block_b + tl.arange(0, block_b)
+    product = tl.zeros((block_n, block_b), tl.float32)
+    # Summed lane by lane and over the lanes only at the end.
+    sums = tl.zeros((block_k, block_b), tl.float32)
+    squares = tl.zeros((block_k, block_b), tl.float32)
+    for begin in range(0, width, block_k):
+        columns = begin + tl.arange(0, block_k)
+        left = load_weight(weight, rows, columns, num_rows, width, is_even)
+        right = load_tokens(tokens_in, tokens, columns, batch, width, width, is_even)
+        if is_folded:
+            sums += right
+            squares += right * right
+        product = tl.dot(
+            operand(left, operand_dtype), operand(right, operand_dtype), product, input_precision="ieee"
+        )
+    in_range = rows < num_rows
+    if weight_scale is not None:
+        product *= tl.load(weight_scale + rows, mask=in_range, other=0.0)[:, None]
+    if is_folded:
+        mean = tl.sum(sums, axis=0) / width
+        variance = tl.maximum(tl.sum(squares, axis=0) / width - mean * mean, 0.0)
+        shift = tl.load(row_sums + rows, mask=in_range, other=0.0)
+        product = (product - shift[:, None] * mean[None, :]) * tl.rsqrt(variance + epsilon)[None, :]
+    product += tl.load(bias + rows, mask=in_range, other=0.0)[:, None]
+    present = (tokens < batch)[None, :]
+    if first_row < num_plain:
+        tl.store(
+            plain_out + tokens[None, :].to(tl.int64) * num_plain + rows[:, None],
+            operand(product, plain_out.dtype.element_ty),
+            mask=present & (rows < num_plain)[:, None],
+        )
+    if first_row + block_n > num_plain:
+        bent = 1.5957691216057308 * (product + 0.044715 * product * product * product)
+        tl.store(
+            activated_out + tokens[None, :].to(tl.int64) * activated_stride + (rows - num_plain)[:, None],
+            operand(product * tl.sigmoid(bent), activated_out.dtype.element_ty),
+            mask=present & (in_range & (rows >= num_plain))[:, None],
+        )
