@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import triton
@@ -10,15 +11,23 @@ from torch import Tensor
 
 from kestrel_ops.reference.resample import RESAMPLE_WEIGHT_BITS
 
-_BLOCK = 512
-_ROWS = 4
-"""Rows that share the weights which a program has read."""
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """What one program makes."""
+
+    num_bytes: int = 512
+    """Of each row."""
+    num_rows: int = 4
+    """Rows that share the weights which the program has read."""
+    num_warps: int = 4
 
 
 def resample(
     pixels: Tensor,  # [height, width, channels] uint8, contiguous
     taps: Tensor,  # [1 + K, length] int32: first source places, then the weights of K places from there on
     dim: int,  # 0 resamples rows, 1 columns
+    blocks: Blocks = Blocks(),
 ) -> Tensor:  # uint8, contiguous: `length` rows or columns, the other axis as it was
     """As the definition says. The result is cut into blocks of its bytes; a row's bytes lie side by side."""
     height, width, channels = pixels.shape
@@ -31,8 +40,8 @@ def resample(
     else:
         resampled = pixels.new_empty(height, length, channels)
         rows, source_row, result_row, step = height, width * channels, length * channels, channels
-    rows_per_program = min(_ROWS, triton.next_power_of_2(rows))
-    grid = (triton.cdiv(result_row, _BLOCK), triton.cdiv(rows, rows_per_program))
+    rows_per_program = min(blocks.num_rows, triton.next_power_of_2(rows))
+    grid = (triton.cdiv(result_row, blocks.num_bytes), triton.cdiv(rows, rows_per_program))
     launch: Any = _resample[grid]
     launch(
         pixels,
@@ -47,7 +56,8 @@ def resample(
         weight_bits=RESAMPLE_WEIGHT_BITS,
         half=1 << (RESAMPLE_WEIGHT_BITS - 1),
         rows_per_program=rows_per_program,
-        block=_BLOCK,
+        num_bytes=blocks.num_bytes,
+        num_warps=blocks.num_warps,
     )
     return resampled
 
@@ -67,9 +77,9 @@ def _resample(
     weight_bits: tl.constexpr,
     half: tl.constexpr,
     rows_per_program: tl.constexpr,
-    block: tl.constexpr,
+    num_bytes: tl.constexpr,
 ):
-    byte = tl.program_id(0) * block + tl.arange(0, block)
+    byte = tl.program_id(0) * num_bytes + tl.arange(0, num_bytes)
     row = tl.program_id(1) * rows_per_program + tl.arange(0, rows_per_program)
     in_row = byte < result_row
     place = byte // step
@@ -77,7 +87,7 @@ def _resample(
     inside = in_row[None, :] & (row < rows)[:, None]
     source = pixels + row.to(tl.int64)[:, None] * source_row + (first * step + byte % step)[None, :]
     weights = taps + length + place
-    total = tl.full((rows_per_program, block), half, tl.int32)
+    total = tl.full((rows_per_program, num_bytes), half, tl.int32)
     num_left = num_weights
     while num_left > 0:
         weight = tl.load(weights, mask=in_row, other=0)

@@ -35,14 +35,21 @@ class Tiler:
 
     def crops(self, image: UncutImage) -> Tensor:
         """uint8 [crops, side, side, 3]: first the whole image, then the tiles, row by row. Does not synchronise."""
+        return self.cut(self.upload(image.pixels), image.rows, image.columns)
+
+    def upload(self, pixels: np.ndarray) -> Tensor:
+        """uint8 [height, width, 3] on the device, copied in its turn while the host goes on."""
+        return self._upload(pixels, torch.uint8)
+
+    def cut(self, pixels: Tensor, rows: int, columns: int) -> Tensor:
+        """The crops of pixels that are on the device; [1 + rows * columns, side, side, 3]."""
         size, margins = self._vision.crop_size, crop_margins_px(self._vision)
         stride = size - margins
-        pixels = self._upload(image.pixels, torch.uint8)
-        canvas = self._resize(pixels, image.rows * stride + margins, image.columns * stride + margins)
+        canvas = self._resize(pixels, rows * stride + margins, columns * stride + margins)
         tiles = canvas.unfold(0, size, stride).unfold(1, size, stride)  # [rows, columns, 3, side, side]
-        crops = pixels.new_empty(image.num_crops, size, size, 3)
+        crops = pixels.new_empty(1 + rows * columns, size, size, 3)
         crops[0] = self._resize(pixels, size, size)
-        crops[1:].unflatten(0, (image.rows, image.columns)).copy_(tiles.permute(0, 1, 3, 4, 2))
+        crops[1:].unflatten(0, (rows, columns)).copy_(tiles.permute(0, 1, 3, 4, 2))
         return crops
 
     def _resize(self, pixels: Tensor, height: int, width: int) -> Tensor:
@@ -54,7 +61,7 @@ class Tiler:
         return pixels
 
     def _upload(self, array: np.ndarray, dtype: torch.dtype) -> Tensor:
-        # By way of pinned memory, so that the copy waits for its turn on the device while the host goes on.
+        # Only a copy from pinned memory leaves the host alone.
         staged = torch.empty(array.shape, dtype=dtype, pin_memory=self._device.type == "cuda")
         np.copyto(staged.numpy(), array)
         return staged.to(self._device, non_blocking=True)
