@@ -26,6 +26,8 @@ SIZES: Mapping[str, str] = {
     "prompts": "prompts in a batch",
     "tokens": "tokens",
 }
+# What the numbers in the keys of other benches' tables count.
+SIZES_OF_PARTS: Mapping[str, str] = {"vision": "crops", "decode_step": "requests in a batch", "prefill": "prompts"}
 _STYLE = """
 body { font: 14px/1.45 system-ui, sans-serif; max-width: 1080px; margin: 24px auto; padding: 0 16px; color: #111; }
 h1 { font-size: 22px; } h2 { font-size: 17px; margin-top: 32px; }
@@ -126,7 +128,7 @@ def write_report(file: Path, results: Results) -> None:
     for title, table in results.tables():
         body.append(f'<h2>{escape(title)}</h2><div class="wide">{_html(table)}</div>')
     for name, part in results.parts.items():
-        plots = list(part_plots(part))
+        plots = list(part_plots(name, part))
         if plots:
             body.append(f'<h2>{escape(name)}</h2><div class="plots">{"".join(plots)}</div>')
     page = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Load</title><style>{_STYLE}</style>'
@@ -164,26 +166,55 @@ def load_plots(results: Results) -> Iterator[str]:
         yield line_plot(f"Open loop: {title}", sent, Axis("ms", log_base=10), lines)
 
 
-def part_plots(part: Mapping[str, Any]) -> Iterator[str]:
-    """A plot for every table of another bench that has a size and times in milliseconds."""
+def part_plots(name: str, part: Mapping[str, Any]) -> Iterator[str]:
+    """A plot for every table of another bench that has a size and times: rows under the names of their columns, or
+    mappings whose keys end in a size, such as `float8 36`."""
     results = part.get("results", part)
-    tables = results.items() if isinstance(results, Mapping) else [("", results)]
-    for title, rows in tables:
-        if not isinstance(rows, list) or not all(isinstance(row, Mapping) for row in rows) or len(rows) < 2:
+    for title, table in results.items() if isinstance(results, Mapping) else [(name, results)]:
+        if isinstance(table, list):
+            label, lines = _lines_of_rows(table)
+        elif isinstance(table, Mapping):
+            label, lines = SIZES_OF_PARTS.get(name, "size"), _lines_of_sizes(table)
+        else:
             continue
-        size = next((name for name in SIZES if all(_is_number(row.get(name)) for row in rows)), None)
-        times = [name for name in rows[0] if _is_time(name) and any(_is_number(row.get(name)) for row in rows)]
-        if size is None or not times:
-            continue
-        lines = [
-            Series(name, tuple(sorted((row[size], row[name]) for row in rows if _is_number(row.get(name)))))
-            for name in times
-        ]
-        yield line_plot(title or size, Axis(SIZES[size]), Axis("ms"), lines)
+        if any(len(line.points) > 1 for line in lines):
+            yield line_plot(f"{name}: {title}", Axis(label), Axis("ms"), lines)
 
 
-def _is_time(name: str) -> bool:
-    return name.endswith((" ms", "_ms")) or name == "ms"
+def _lines_of_rows(rows: Sequence[Any]) -> tuple[str, list[Series]]:
+    if not all(isinstance(row, Mapping) for row in rows):
+        return "", []
+    size = next((size for size in SIZES if rows and all(_is_number(row.get(size)) for row in rows)), None)
+    if size is None:
+        return "", []
+    names = dict.fromkeys(name for row in rows for name, value in row.items() if _in_ms(name) and _is_number(value))
+    points = {
+        name: tuple(sorted((row[size], row[name] * _in_ms(name)) for row in rows if _is_number(row.get(name))))
+        for name in names
+    }
+    return SIZES[size], [Series(_without_unit(name), found) for name, found in points.items()]
+
+
+def _lines_of_sizes(table: Mapping[str, Any]) -> list[Series]:
+    points: dict[str, list[tuple[float, float]]] = {}
+    for key, row in table.items():
+        kind, _, size = key.rpartition(" ")
+        if size.isdecimal() and isinstance(row, Mapping):
+            for name, value in row.items():
+                if _in_ms(name) and _is_number(value):
+                    line = f"{kind} {_without_unit(name)}".strip()
+                    points.setdefault(line, []).append((float(size), value * _in_ms(name)))
+    return [Series(name, tuple(sorted(found))) for name, found in points.items()]
+
+
+def _in_ms(name: str) -> float:
+    """What a value of this name is to be multiplied by to be milliseconds; 0 where it is no time."""
+    unit = name.replace("_", " ").rpartition(" ")[2]
+    return {"ms": 1.0, "us": 1e-3, "µs": 1e-3}.get(unit, 0.0)
+
+
+def _without_unit(name: str) -> str:
+    return name.replace("_", " ").rpartition(" ")[0] or name
 
 
 def _is_number(value: Any) -> bool:

@@ -36,6 +36,7 @@ FIRST_RATE, RATE_STEP, MAX_RATES = 0.4, 1.25, 9
 OVERLOADED = 0.9
 """Answering in time less than this share of what is sent is overload."""
 PATIENCE_S = 10.0
+FIRST_ANSWERS_S = 90.0
 ALONE = ("cached",)
 """Workloads that are asked one request at a time, whatever the batch."""
 
@@ -69,6 +70,9 @@ def measure(plan: Plan, address: str, progress: Progress) -> Iterator[Row]:
     """Every row of the closed loop, then of the open one."""
     best_rate_per_s = 0.0
     with LoadProcesses(address, plan.num_processes, plan.num_pictures) as load:
+        # What is compiled or captured at its first use is no row's business.
+        progress.begin("first answers")
+        load.closed(plan.workloads[0], max(plan.concurrencies), 0.1, FIRST_ANSWERS_S)
         for workload in plan.workloads:
             for concurrency in plan.concurrencies_of(workload):
                 name = f"{workload.name}, {concurrency} at once"

@@ -41,7 +41,7 @@ def test_a_page_holds_every_table_and_needs_nothing_else(tmp_path: Path):
     page = (tmp_path / "page.html").read_text()
     assert "&lt;nano&gt;" in page
     assert all(title in page for title, _ in found.tables())
-    assert "eager ms: 9 at 13" in page
+    assert "eager: 9 at 13" in page
     assert "src=" not in page
     assert "href=" not in page
 
@@ -62,4 +62,12 @@ def test_text_lists_rows_with_their_errors():
     ],
 )
 def test_what_has_no_size_or_no_times_is_not_plotted(part: dict[str, Any]):
-    assert list(part_plots(part)) == []
+    assert list(part_plots("part", part)) == []
+
+
+def test_keys_that_end_in_a_size_are_plotted_by_kind():
+    whole = {"bf16 36": {"encode_us": 41_000.0, "images": 4}, "bf16 9": {"encode_us": 11_000.0, "images": 1}}
+    (svg,) = part_plots("vision", {"whole": whole, "seconds": 3.0})
+    assert "bf16 encode: 11 at 9" in svg
+    assert "bf16 encode: 41 at 36" in svg
+    assert "images" not in svg
