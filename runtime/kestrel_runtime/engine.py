@@ -117,6 +117,9 @@ class Engine:
             QueueLimits(config.max_queued_requests, config.max_queued_image_bytes, config.max_queued_tokens)
         )
         self._num_image_tokens = model_config.vision.num_image_tokens
+        resize_on_device = config.resize_on_device
+        if resize_on_device is None:
+            resize_on_device = loaded.model.device.type == "cuda"
         self._preprocessor = Preprocessor(
             model_config,
             loaded.tokenizer,
@@ -124,8 +127,9 @@ class Engine:
             max_context=max_context,
             max_image_pixels=config.max_image_pixels,
             num_threads=config.num_preprocess_threads,
+            cut_images=not resize_on_device,
         )
-        runner = ModelRunner(loaded.model, cache)
+        runner = ModelRunner(loaded.model, cache, max_batch_size=config.max_batch_size)
         recovery = Recovery(
             scheduler,
             runner,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kestrel_ops import decode_attention, prefill_attention, write_kv
 from kestrel_runtime.models.moondream.config import TextConfig
-from kestrel_runtime.sequence import Chunk, Sequence
+from kestrel_runtime.prefill_plan import PrefillPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,61 +71,57 @@ class KVCache:
         """Memory that one page takes over all layers, keys and values."""
         return 2 * config.n_layers * page_size * config.n_kv_heads * config.head_dim * dtype.itemsize
 
-    def prefill(self, chunks: list[Chunk]) -> PrefillAttention:
-        """How the packed tokens of `chunks` attend."""
-        return PrefillAttention(self, chunks)
+    def prefill(self, plan: PrefillPlan) -> PrefillAttention:
+        """How packed tokens that stand as `plan` says attend."""
+        return PrefillAttention(self, plan)
 
-    def decode(self, sequences: list[Sequence]) -> DecodeAttention:
-        """How the newest token of each of `sequences` attends."""
-        return DecodeAttention(self, sequences)
-
-    def slots(self, pages: Tensor, positions: Tensor) -> Tensor:
-        """Places of `positions` in a sequence that owns `pages`: page * slots + place, int64."""
-        return pages[positions // self.page_size] * self.page_size + positions % self.page_size
+    def decode(self, positions: Tensor, page_table: Tensor) -> DecodeAttention:
+        """How one new token of each sequence attends; see there."""
+        return DecodeAttention(self, positions, page_table)
 
 
 class PrefillAttention:
     """Attention of prompt chunks of several sequences, packed one after the other."""
 
-    def __init__(self, cache: KVCache, chunks: list[Chunk]) -> None:
+    def __init__(self, cache: KVCache, plan: PrefillPlan) -> None:
         self._cache = cache
-        self._ranges = [(chunk.start, chunk.end) for chunk in chunks]
-        self._prefix_lengths = [chunk.sequence.prefix_length for chunk in chunks]
-        self._pages: list[Tensor] = []
-        positions, slots = [], []
-        for chunk in chunks:
-            pages = torch.tensor(chunk.sequence.pages, device=cache.device)
-            self._pages.append(pages[: -(-chunk.end // cache.page_size)])
-            chunk_positions = torch.arange(chunk.start, chunk.end, device=cache.device)
-            positions.append(chunk_positions)
-            slots.append(cache.slots(pages, chunk_positions))
-        self.positions = torch.cat(positions)
-        self._slots = torch.cat(slots)
+        self._plan = plan
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        key_pages, value_pages = self._cache.key_pages[layer], self._cache.value_pages[layer]
-        write_kv(key, value, key_pages, value_pages, self._slots)
-        return prefill_attention(query, key_pages, value_pages, self._pages, self._ranges, self._prefix_lengths)
+        plan, pages = self._plan, self._cache.layer(layer)
+        scales = (pages.key_scale, pages.value_scale)
+        write_kv(key, value, pages.key_pages, pages.value_pages, plan.slots, *scales)
+        return prefill_attention(
+            query,
+            key,
+            value,
+            pages.key_pages,
+            pages.value_pages,
+            plan.page_table,
+            plan.query_starts,
+            plan.lengths,
+            plan.prefix_lengths,
+            plan.max_chunk,
+            *scales,
+        )
 
 
 class DecodeAttention:
-    """Attention of one new token per sequence."""
+    """Attention of one new token per sequence.
 
-    def __init__(self, cache: KVCache, sequences: list[Sequence]) -> None:
+    positions: [B] int64, where the tokens stand: as far as the cache is filled; page_table: [B, most pages] int32,
+    any valid page past a sequence's end.
+    """
+
+    def __init__(self, cache: KVCache, positions: Tensor, page_table: Tensor) -> None:
         self._cache = cache
-        most_pages = max(len(sequence.pages) for sequence in sequences)
-        table = [
-            sequence.pages + [sequence.pages[0]] * (most_pages - len(sequence.pages)) for sequence in sequences
-        ]
-        self._page_table = torch.tensor(table, device=cache.device)
-        # The newest token is not in the cache yet; its position is the number of those that are.
-        self.positions = torch.tensor([sequence.num_cached for sequence in sequences], device=cache.device)
-        own_page = self._page_table.gather(1, (self.positions // cache.page_size)[:, None])[:, 0]
-        self._slots = own_page * cache.page_size + self.positions % cache.page_size
+        self._page_table = page_table.long()
+        self._lengths = positions + 1
+        own_page = self._page_table.gather(1, (positions // cache.page_size)[:, None])[:, 0]
+        self._slots = own_page * cache.page_size + positions % cache.page_size
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         pages = self._cache.layer(layer)
         scales = (pages.key_scale, pages.value_scale)
         write_kv(key, value, pages.key_pages, pages.value_pages, self._slots, *scales)
-        lengths = self.positions + 1
-        return decode_attention(query, pages.key_pages, pages.value_pages, self._page_table, lengths, *scales)
+        return decode_attention(query, pages.key_pages, pages.value_pages, self._page_table, self._lengths, *scales)

@@ -4,14 +4,23 @@ A request's life in it:
   1. `add` puts a prepared sequence and its stream into the inbox; `cancel` puts a farewell there.
   2. A step empties the inbox, then drops whom nobody waits for any more (cancelled, past a deadline).
   3. `Scheduler.next_batch` chooses who runs and takes pages.
-  4. `ModelRunner.run` encodes crops, fills the cache and draws tokens. Where it raises, `Recovery` finds out who
-     must end, and the next steps try them one by one.
-  5. `Scheduler.commit` lands the tokens; each sequence's reader turns them into events.
-  6. Who has finished gives its pages back; the outbox posts all events of the step at once.
+  4. `ModelRunner.launch` has the device encode crops, fill the cache and draw tokens; `Scheduler.commit` counts
+     that as done. Where it raises, `Recovery` finds out who must end, and the next steps try them one by one.
+  5. `Scheduler.land` takes the tokens of the step before, once they are there; each sequence's reader turns them
+     into events.
+  6. Who has finished gives its pages back; the outbox posts all events of the turn at once.
 
-     inbox ─▶ drop ─▶ choose ─▶ run ─▶ commit ─▶ read ─▶ post
-       ▲                                                  │
-       └────────── waits here while there is no work ◀────┘
+     inbox ─▶ drop ─▶ choose ─▶ launch ─▶ land the step before ─▶ read ─▶ post
+       ▲                                                                   │
+       └───────────── waits here while there is no work ◀──────────────────┘
+
+A device that works by itself has its next step before it is through with one: it never waits for readers.
+
+     device   │ step 1 ││ step 2 ││ step 3 │
+     thread   │launch 1│launch 2│ land 1, launch 3 │ land 2, …
+
+What a sequence has drawn after its end, which a step under way could not know, is dropped. Its pages may have a
+new owner by then: steps run in order, so what the old one writes there comes before anything that the new one does.
 """
 
 from __future__ import annotations
@@ -29,15 +38,22 @@ from kestrel_runtime.deadlines import Deadlines
 from kestrel_runtime.errors import EngineUnavailable, InternalError, KestrelError
 from kestrel_runtime.events import Event, Finished, Started, Timing, Usage
 from kestrel_runtime.recovery import Recovery
-from kestrel_runtime.runner import ModelRunner
+from kestrel_runtime.runner import Launch, ModelRunner
 from kestrel_runtime.scheduler import Scheduler
 from kestrel_runtime.sequence import Batch, Sequence
 from kestrel_runtime.stream import Outbox, Stream
-from kestrel_runtime.tokens import Token
 
 _RATE_WINDOW_S = 5.0
 
 _log = logging.getLogger(__name__)
+
+
+class _Flight(NamedTuple):
+    """A step under way."""
+
+    batch: Batch
+    drew: list[Sequence]
+    launch: Launch
 
 
 class _Arrival(NamedTuple):
@@ -75,6 +91,7 @@ class EngineLoop:
         self._work = threading.Condition()
         self._is_closing = False
         self._is_over = False
+        self._flight: _Flight | None = None
         self._rate: deque[tuple[float, int]] = deque()  # (moment, tokens) of recent steps
         self._thread = threading.Thread(target=self._run, name="kestrel-engine", daemon=True)
 
@@ -117,16 +134,15 @@ class EngineLoop:
         self._take_inbox()
         now = time.monotonic()
         self._drop_unwanted(now)
+        if not self._scheduler.can_look_ahead:
+            self._land()
         batch = self._scheduler.next_batch(now)
-        if not batch.is_empty:
-            self._note_admissions(batch)
-            drawn = self._run_batch(batch)
-            if drawn is not None:
-                drew = self._scheduler.commit(batch, drawn)
-                now = time.monotonic()
-                self._count(now, len(drew))
-                for sequence in drew:
-                    self._tell(sequence, now)
+        launched = None if batch.is_empty else self._launch(batch)
+        if not self._land():
+            launched = None
+        self._flight = launched
+        if not self._runner.is_asynchronous:
+            self._land()
         self._outbox.post()
 
     def _run(self) -> None:
@@ -144,9 +160,13 @@ class EngineLoop:
 
     def _wait_for_work(self) -> bool:
         with self._work:
-            while self._scheduler.is_idle and not self._inbox and not self._is_closing:
+            while self._is_idle and not self._is_closing:
                 self._work.wait()
             return not self._is_closing
+
+    @property
+    def _is_idle(self) -> bool:
+        return self._scheduler.is_idle and self._flight is None and not self._inbox
 
     def _send(self, item: _Arrival | Stream) -> None:
         with self._work:
@@ -185,19 +205,41 @@ class EngineLoop:
                 item.sequence.clock.admitted = now
                 self._admission.start(self._streams[item.sequence], now)
 
-    def _run_batch(self, batch: Batch) -> dict[int, Token] | None:
-        """The new tokens by sequence id, or None where the step raised and the next one is to find out why."""
+    def _launch(self, batch: Batch) -> _Flight | None:
+        """Begin a step; None where that raised, and the next ones are to find out why."""
+        self._note_admissions(batch)
         try:
-            drawn = self._runner.run(batch)
+            launch = self._runner.launch(batch)
         except Exception as error:
-            culprit = self._recovery.failed(batch, error)
-            if culprit is not None:
-                _log.error("%s fails by itself: it ends, and is refused from now on", culprit.fingerprint)
-                self._culprits.remember(culprit.fingerprint)
-                self._fail(culprit, InternalError(error))
+            if self._land():
+                self._recover(batch, error)
             return None
+        return _Flight(batch, self._scheduler.commit(batch), launch)
+
+    def _land(self) -> bool:
+        """Tell what the step under way has drawn, if there is one. False where it failed, and all went back."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return True
+        try:
+            drawn = flight.launch.land()
+        except Exception as error:
+            self._recover(flight.batch, error)
+            return False
         self._recovery.succeeded()
-        return drawn
+        now = time.monotonic()
+        here = self._scheduler.land(flight.drew, drawn)
+        self._count(now, len(here))
+        for sequence in here:
+            self._tell(sequence, now)
+        return True
+
+    def _recover(self, batch: Batch, error: Exception) -> None:
+        culprit = self._recovery.failed(batch, error)
+        if culprit is not None:
+            _log.error("%s fails by itself: it ends, and is refused from now on", culprit.fingerprint)
+            self._culprits.remember(culprit.fingerprint)
+            self._fail(culprit, InternalError(error))
 
     def _tell(self, sequence: Sequence, now: float) -> None:
         try:
@@ -219,7 +261,7 @@ class EngineLoop:
             sequence.clock.first_token = now
             events.append(Started(_usage(sequence)))
         events += reader.read(sequence.tokens[-1])
-        if reader.finish_reason is None and sequence.length >= sequence.max_context:
+        if reader.finish_reason is None and sequence.is_full:
             events += reader.cut()
         if reader.finish_reason is not None:
             timing = _timing(sequence, now)

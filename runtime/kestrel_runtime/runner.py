@@ -1,6 +1,6 @@
 """Runs one step's batch on the model: crops to features, prompts into the cache, a new token for whoever is due.
 
-Knows tensors and the model; decides nothing about who runs.
+Knows tensors and the model; decides nothing about who runs. Nothing here waits for the device but `Launch.land`.
 """
 
 from __future__ import annotations
@@ -10,11 +10,21 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from kestrel_ops import Kernels
+from kestrel_runtime.crop_source import CropSource
 from kestrel_runtime.kv_cache import KVCache
 from kestrel_runtime.models.moondream.model import Moondream
+from kestrel_runtime.models.moondream.tiling import Tiler
+from kestrel_runtime.prefill_plan import PrefillPlan
+from kestrel_runtime.rule_table import RuleTable
 from kestrel_runtime.sampling import Sampler
 from kestrel_runtime.sequence import Batch, Chunk, CropRange, Sequence
+from kestrel_runtime.slots import Slots, to_device
+from kestrel_runtime.text_path import PlainText
 from kestrel_runtime.tokens import Token
+
+_NUM_SPARE_SLOTS = 1
+"""For a request of our own beside those of callers."""
 
 
 @dataclass(slots=True)
@@ -25,34 +35,73 @@ class _Image:
     embeddings: Tensor | None = None
 
 
-class ModelRunner:
-    """Model and cache behind one method. Holds a sequence's image embeddings until `release`."""
+class Launch:
+    """A step on its way: what it draws is on the device until `land`."""
 
-    def __init__(self, model: Moondream, cache: KVCache) -> None:
+    def __init__(self, sequences: list[Sequence], drawn: Tensor | None) -> None:
+        """drawn: float32 [sequences, 4], as the sampler returns it; None where nobody was due."""
+        self._sequences = sequences
+        self._drawn = drawn
+        self._done: torch.cuda.Event | None = None
+        if drawn is not None and drawn.is_cuda:
+            self._drawn = torch.empty(drawn.shape, pin_memory=True).copy_(drawn, non_blocking=True)
+            self._done = torch.cuda.Event()
+            self._done.record()
+
+    def land(self) -> dict[int, Token]:
+        """Wait for the step; the new token of each sequence that was due one, by sequence id."""
+        if self._drawn is None:
+            return {}
+        if self._done is not None:
+            self._done.synchronize()
+        return {
+            sequence.id: Token(int(id), tuple(values[: int(kind)]))
+            for sequence, (id, kind, *values) in zip(self._sequences, self._drawn.tolist(), strict=True)
+        }
+
+
+class ModelRunner:
+    """Model and cache behind one method. Holds a sequence's slot and image embeddings until `release`."""
+
+    def __init__(self, model: Moondream, cache: KVCache, *, max_batch_size: int) -> None:
         self._model = model
         self._cache = cache
-        self._sampler = Sampler(model)
+        self._max_batch_size = max_batch_size
         self._images: dict[int, _Image] = {}
+        resample = Kernels.select(model.device.type, {}).resample
+        self._crops = CropSource(Tiler(model.config.vision, model.device, resample).crops, model.device)
+        self._set_up()
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether a launched step runs while the caller goes on."""
+        return self._model.device.type == "cuda"
+
+    def run(self, batch: Batch) -> dict[int, Token]:
+        """Run a step to its end; returns the new token of each sequence that is due one, by sequence id."""
+        return self.launch(batch).land()
 
     @torch.inference_mode()
-    def run(self, batch: Batch) -> dict[int, Token]:
-        """Run a step; returns the new token of each sequence that is due one, by sequence id."""
-        hidden = self.last_hidden(batch)
-        return self._sampler.draw(hidden, batch.due) if batch.due else {}
-
-    def last_hidden(self, batch: Batch) -> Tensor:
-        """Run a step up to the drawing: [sequences in `batch.due`, dim], before the final LayerNorm."""
+    def launch(self, batch: Batch) -> Launch:
+        """Begin a step; it comes after all that were begun before."""
         if batch.encode:
             self._encode(batch.encode)
-        rows: list[Tensor] = []
+        drawn: list[Tensor] = []
         if batch.prefill:
             hidden = self._prefill(batch.prefill)
-            ends = torch.tensor([chunk.end - chunk.start for chunk in batch.prefill]).cumsum(0) - 1
-            last = [place for place, chunk in enumerate(batch.prefill) if chunk.is_last]
-            rows.append(hidden[ends[last].to(hidden.device)])
+            due = [chunk.sequence for chunk in batch.prefill if chunk.is_last]
+            if due:
+                drawn.append(self._draw(hidden, due))
         if batch.decode:
-            rows.append(self._decode(batch.decode))
-        return torch.cat(rows) if rows else torch.empty(0)
+            drawn.append(self._decode(batch.decode))
+        return Launch(batch.due, torch.cat(drawn) if drawn else None)
+
+    @torch.inference_mode()
+    def last_hidden(self, batch: Batch) -> Tensor:
+        """Run a step of crops and prompts and draw nothing: [prompts that end, dim], before the final LayerNorm."""
+        if batch.encode:
+            self._encode(batch.encode)
+        return self._prefill(batch.prefill)
 
     def image_embeddings(self, sequence: Sequence) -> Tensor:
         """The embeddings [image tokens, dim] of a sequence whose crops are all encoded."""
@@ -61,12 +110,15 @@ class ModelRunner:
         return embeddings
 
     def release(self, sequence: Sequence) -> None:
-        """Forget a sequence's image."""
+        """Forget a sequence."""
+        self._slots.close(sequence)
         self._images.pop(sequence.id, None)
+        self._crops.release(sequence)
 
     def forget_images(self) -> None:
         """Forget everybody's images; they must be encoded again before they are prefilled."""
         self._images.clear()
+        self._crops.clear()
 
     def empty_device_cache(self) -> None:
         """Give memory that is held for reuse back to the device, in the hope of larger pieces."""
@@ -74,38 +126,70 @@ class ModelRunner:
             torch.cuda.empty_cache()
 
     def restart(self) -> None:
-        """Begin anew with the same weights: no images, a fresh cache."""
+        """Begin anew with the same weights: no images, a fresh cache. Sequences must begin their prompts again."""
         self.forget_images()
         self.empty_device_cache()
         self._cache.renew()
-        self._sampler = Sampler(self._model)
+        self._set_up()
+
+    def _set_up(self) -> None:
+        device, text = self._model.device, self._model.config.text
+        rules = RuleTable(text.vocab_size, device)
+        most_pages = -(-text.max_context // self._cache.page_size)
+        self._slots = Slots(self._max_batch_size + _NUM_SPARE_SLOTS, most_pages, rules, device)
+        self._sampler = Sampler(self._model, rules, self._slots)
+        self._text = PlainText(self._model.text, self._cache)
+        self._vision = self._model.vision
 
     def _encode(self, ranges: list[CropRange]) -> None:
-        pixels = [self._pixels(crop_range) for crop_range in ranges]
-        features = self._model.vision.encode(torch.cat(pixels)).split([len(part) for part in pixels])
+        pixels = [self._crops.take(crop_range) for crop_range in ranges]
+        features = self._vision.encode(torch.cat(pixels)).split([len(part) for part in pixels])
+        whole: list[tuple[_Image, Tensor, tuple[int, int]]] = []
         for crop_range, part in zip(ranges, features, strict=True):
             image = self._images.setdefault(crop_range.sequence.id, _Image())
             image.features.append(part)
             crops = crop_range.sequence.crops
             assert crops is not None, "only sequences with an image have crops to encode"
             if crop_range.end == crops.num_crops:
-                image.embeddings = self._model.vision.project(torch.cat(image.features), crops.rows, crops.columns)
+                whole.append((image, torch.cat(image.features), (crops.rows, crops.columns)))
                 image.features.clear()
-
-    def _pixels(self, crop_range: CropRange) -> Tensor:
-        crops = crop_range.sequence.crops
-        assert crops is not None, "only sequences with an image have crops to encode"
-        return torch.from_numpy(crops.pixels[crop_range.start : crop_range.end]).to(self._model.device)
+        if whole:
+            images, features, tilings = zip(*whole, strict=True)
+            for image, embeddings in zip(images, self._vision.project_all(features, tilings), strict=True):
+                image.embeddings = embeddings
 
     def _prefill(self, chunks: list[Chunk]) -> Tensor:
-        attend = self._cache.prefill(chunks)
+        """Fill the cache; the hidden states of the prompts that end, in order."""
+        for chunk in chunks:
+            if chunk.start == 0:
+                self._slots.open(chunk.sequence)
+        plan = PrefillPlan.of(chunks, self._cache.page_size, self._cache.device)
         embeddings = torch.cat([part for chunk in chunks for part in self._embeddings(chunk)])
-        return self._model.text(embeddings, attend.positions, attend)
+        ends = plan.query_starts[1:].long() - 1
+        last = [place for place, chunk in enumerate(chunks) if chunk.is_last]
+        if len(last) < len(chunks):
+            ends = ends[to_device(last, torch.int64, self._cache.device)]
+        return self._text.prefill(embeddings, plan, ends)
+
+    def _draw(self, hidden: Tensor, sequences: list[Sequence]) -> Tensor:
+        device = self._model.device
+        slots = to_device(self._slots.of(sequences), torch.int64, device)
+        settings = to_device(self._sampler.settings(sequences), torch.float32, device)
+        return self._sampler.draw(hidden, slots, settings, self._sampler.needs(sequences))
 
     def _decode(self, sequences: list[Sequence]) -> Tensor:
-        attend = self._cache.decode(sequences)
-        embeddings = self._model.embed([sequence.tokens[-1] for sequence in sequences])
-        return self._model.text(embeddings, attend.positions, attend)
+        device, needs = self._model.device, self._sampler.needs(sequences)
+        slots = to_device(self._slots.of(sequences), torch.int64, device)
+        # The newest token is not in the cache yet; its position is the number of those that are.
+        positions = to_device([sequence.num_cached for sequence in sequences], torch.int64, device)
+        page_table = to_device(self._slots.page_table(sequences), torch.int32, device)
+        ids, kinds = self._slots.numbers[slots, :2].unbind(1)
+        embeddings = self._model.embed_drawn(
+            ids, kinds, self._slots.values[slots], with_coordinates=needs.coordinates, with_sizes=needs.sizes
+        )
+        hidden = self._text.decode(embeddings, positions, page_table)
+        settings = to_device(self._sampler.settings(sequences), torch.float32, device)
+        return self._sampler.draw(hidden, slots, settings, needs)
 
     def _embeddings(self, chunk: Chunk) -> list[Tensor]:
         sequence, start, end = chunk

@@ -1,87 +1,101 @@
-"""From hidden states to tokens: rules, temperatures and randomness of each row, and the values of places.
+"""Draws next tokens on the device: under the rule of each sequence's state, with the values of places and sizes.
 
-Wraps `kestrel_ops.sample`, which does the drawing.
+Nothing here waits for the device.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from kestrel_ops import sample
 from kestrel_runtime.models.moondream.model import Moondream
+from kestrel_runtime.rule_table import RuleTable
 from kestrel_runtime.sequence import UNIFORMS_PER_TOKEN, Sequence
-from kestrel_runtime.tokens import Token
+from kestrel_runtime.slots import COORDINATE, SIZE, Slots
+
+SETTINGS_PER_SEQUENCE = 2 + UNIFORMS_PER_TOKEN
+"""Numbers that a draw takes of each sequence: temperature, top-p and fresh randomness."""
+
+
+class DrawNeeds(NamedTuple):
+    """What a batch's draws may come to; what cannot come is not computed."""
+
+    coordinates: bool
+    sizes: bool
+    randomness: bool
+
+    @classmethod
+    def of(cls, sequences: Iterable[Sequence], coordinate_id: int, size_id: int) -> Self:
+        """What the grammars and settings of `sequences` leave possible."""
+        rules = {rule for sequence in sequences for rule in sequence.reader.grammar.rules if rule.is_spatial}
+        return cls(
+            any(rule.lets_pass(coordinate_id) for rule in rules),
+            any(rule.lets_pass(size_id) for rule in rules),
+            any(sequence.temperature > 0 for sequence in sequences),
+        )
 
 
 class Sampler:
-    """Draws the next token of each sequence; coordinate and size tokens come with their values."""
+    """Draws the next token of each sequence and writes it to its slot."""
 
-    def __init__(self, model: Moondream) -> None:
+    def __init__(self, model: Moondream, rules: RuleTable, slots: Slots) -> None:
         self._text = model.text
         self._region = model.region
-        self._coord_id = model.config.tokenizer.coord_id
+        self._coordinate_id = model.config.tokenizer.coord_id
         self._size_id = model.config.tokenizer.size_id
+        self._rules = rules
+        self._slots = slots
 
-    def draw(self, hidden: Tensor, sequences: list[Sequence]) -> dict[int, Token]:
-        """hidden: [B, dim] of each sequence's newest token, before the final LayerNorm → token by sequence id.
+    def needs(self, sequences: list[Sequence]) -> DrawNeeds:
+        """What draws of `sequences` may come to."""
+        return DrawNeeds.of(sequences, self._coordinate_id, self._size_id)
 
-        Each sequence spends the same randomness per step in any batch, so its draws do not depend on company.
+    def settings(self, sequences: list[Sequence]) -> list[tuple[float, ...]]:
+        """Temperature, top-p and the randomness of the next token of each sequence, which is spent by this.
+
+        Each sequence spends the same per token in any batch, so its draws do not depend on company.
         """
-        settings = _Settings(sequences, hidden.device)
-        ids = settings.draw(self._masked_logits(hidden, sequences), 0).tolist()
-        values: list[tuple[float, ...]] = [()] * len(ids)
-        spatial = [place for place, sequence in enumerate(sequences) if sequence.reader.rule.is_spatial]
-        self._read_coordinates(hidden, settings, [p for p in spatial if ids[p] == self._coord_id], values)
-        self._read_sizes(hidden, settings, [p for p in spatial if ids[p] == self._size_id], values)
-        return {
-            sequence.id: Token(token, value) for sequence, token, value in zip(sequences, ids, values, strict=True)
-        }
+        return [
+            (sequence.temperature, sequence.top_p, *(sequence.random.random() for _ in range(UNIFORMS_PER_TOKEN)))
+            for sequence in sequences
+        ]
 
-    def _masked_logits(self, hidden: Tensor, sequences: list[Sequence]) -> Tensor:
+    def draw(self, hidden: Tensor, slots: Tensor, settings: Tensor, needs: DrawNeeds) -> Tensor:
+        """Draw a token for each slot and write it there.
+
+        hidden: [B, dim] of each sequence's newest token, before the final LayerNorm; slots: [B] int64; settings:
+        [B, SETTINGS_PER_SEQUENCE] float32. Returns float32 [B, 4]: id, kind and two values.
+        """
+        rows = self._slots.numbers[slots, 2]
+        hidden = hidden.to(self._text.wte.dtype)
         logits = self._text.logits(hidden).float()
-        for row, sequence in enumerate(sequences):
-            rule = sequence.reader.rule
-            if rule.allowed is not None:
-                allowed = torch.tensor(rule.allowed, device=logits.device)
-                kept = logits[row, allowed]
-                logits[row] = float("-inf")
-                logits[row, allowed] = kept
-            if rule.suppressed:
-                logits[row, list(rule.suppressed)] = float("-inf")
-        return logits
+        ids = self._pick(logits.masked_fill(self._rules.forbidden[rows], float("-inf")), settings, 0, needs)
+        kinds = torch.zeros_like(ids)
+        values = torch.zeros(len(ids), 2, device=hidden.device)
+        is_spatial = self._rules.is_spatial[rows]
+        if needs.coordinates:
+            logits = self._region.coordinate_logits(hidden).float()
+            found = self._region.coordinates(self._pick(logits, settings, 1, needs), logits.shape[-1])
+            is_coordinate = is_spatial & (ids == self._coordinate_id)
+            kinds = torch.where(is_coordinate, COORDINATE, kinds)
+            values[:, 0] = torch.where(is_coordinate, found, values[:, 0])
+        if needs.sizes:
+            logits = self._region.size_logits(hidden).float()
+            bins = [self._pick(logits[:, axis], settings, 1 + axis, needs) for axis in range(2)]
+            found = self._region.sizes(torch.stack(bins, dim=1), logits.shape[-1])
+            is_size = is_spatial & (ids == self._size_id)
+            kinds = torch.where(is_size, SIZE, kinds)
+            values = torch.where(is_size[:, None], found, values)
+        self._slots.advance(slots, ids, kinds, values)
+        # Ids lie far below 2^24, up to where float32 holds every whole number.
+        return torch.cat((torch.stack((ids, kinds), dim=1).float(), values), dim=1)
 
-    def _read_coordinates(
-        self, hidden: Tensor, settings: _Settings, places: list[int], values: list[tuple[float, ...]]
-    ) -> None:
-        if places:
-            logits = self._region.coordinate_logits(hidden[places])
-            bins = settings.draw(logits, 1, places)
-            for place, value in zip(places, self._region.coordinates(bins, logits.shape[-1]).tolist(), strict=True):
-                values[place] = (value,)
-
-    def _read_sizes(
-        self, hidden: Tensor, settings: _Settings, places: list[int], values: list[tuple[float, ...]]
-    ) -> None:
-        if places:
-            logits = self._region.size_logits(hidden[places])
-            bins = torch.stack(
-                (settings.draw(logits[:, 0], 1, places), settings.draw(logits[:, 1], 2, places)), dim=1
-            )
-            for place, size in zip(places, self._region.sizes(bins, logits.shape[-1]).tolist(), strict=True):
-                values[place] = tuple(size)
-
-
-class _Settings:
-    """Sampling settings and fresh randomness of a batch: a column for the token and two for its value."""
-
-    def __init__(self, sequences: list[Sequence], device: torch.device) -> None:
-        self._temperature = torch.tensor([sequence.temperature for sequence in sequences], device=device)
-        self._top_p = torch.tensor([sequence.top_p for sequence in sequences], device=device)
-        self._uniform = torch.tensor(
-            [[sequence.random.random() for _ in range(UNIFORMS_PER_TOKEN)] for sequence in sequences], device=device
-        )
-
-    def draw(self, logits: Tensor, column: int, places: list[int] | None = None) -> Tensor:
-        rows = slice(None) if places is None else places
-        return sample(logits, self._temperature[rows], self._top_p[rows], self._uniform[rows, column])
+    @staticmethod
+    def _pick(logits: Tensor, settings: Tensor, column: int, needs: DrawNeeds) -> Tensor:
+        if not needs.randomness:
+            return logits.argmax(dim=-1)
+        return sample(logits, settings[:, 0], settings[:, 1], settings[:, 2 + column])

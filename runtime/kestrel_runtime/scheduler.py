@@ -2,7 +2,8 @@
 
 Invariants
   I1  Only PREFILLING and RUNNING sequences hold pages; a sequence that leaves those states gives all of them back.
-  I2  Every RUNNING sequence is in every decode batch, so nobody's next token waits for more than one step.
+  I2  Every RUNNING sequence with room for a token is in every decode batch, so nobody's next token waits for more
+      than one step.
   I3  While somebody is decoding, a step carries at most `max_prefill_tokens` prompt tokens (or one image prefix,
       which cannot be split) and `max_crops_per_step` crops.
   I4  A page is taken when a token needs it. Where none is left the youngest sequence goes back to waiting, keeps
@@ -11,6 +12,8 @@ Invariants
       passes the one it names, not even where there is room for a smaller one.
   I6  After a failed step each sequence that was active does what it did once more, alone, and draws a token;
       before they all have, nobody else runs.
+  I7  A step may be chosen while the tokens of the one before are being drawn, except where that takes their values:
+      nobody is sent back, and no failed step is sorted out, while a token is pending.
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ class _Suspect(NamedTuple):
 
 
 class Scheduler:
-    """Waiting and active sequences; `next_batch` chooses, `commit` lands what the step produced."""
+    """Waiting and active sequences. `next_batch` chooses a step, `commit` counts it as done, `land` takes the tokens
+    that it drew."""
 
     def __init__(
         self,
@@ -69,6 +73,12 @@ class Scheduler:
         """Whether the batch chosen last, or next, is a trial of one sequence alone."""
         return bool(self._suspects)
 
+    @property
+    def can_look_ahead(self) -> bool:
+        """Whether the next batch can be chosen while tokens are pending."""
+        needed = sum(self._needs_page(sequence) for sequence in self._active if self._has_room(sequence))
+        return not self._suspects and needed <= self._pages.num_free
+
     def pages_for(self, sequence: Sequence) -> int:
         """How many pages the sequence needs for the tokens it has."""
         return self._pages.pages_for(sequence.length)
@@ -90,16 +100,13 @@ class Scheduler:
             return self._trial(*self._suspects[0])
         self._grow_running()
         self._admit(now)
-        running = [sequence for sequence in self._active if sequence.state is SequenceState.RUNNING]
+        running = [sequence for sequence in self._active if self._has_room(sequence)]
         encode, prefill = self._plan_prefill(bounded=bool(running))
         return Batch(encode, prefill, running)
 
-    def commit(self, batch: Batch, sampled: dict[int, Token]) -> list[Sequence]:
-        """Land a step: `sampled` holds the new token of every sequence that drew one, by sequence id.
-
-        Returns the sequences that drew a token, now holding it as their last.
-        """
-        due = batch.due  # before tokens land: they move the end of their sequences
+    def commit(self, batch: Batch) -> list[Sequence]:
+        """Count a step as done. Returns the sequences that draw a token in it, which is pending from now on."""
+        due = batch.due  # before tokens are pending: they move the end of their sequences
         for crop_range in batch.encode:
             crop_range.sequence.num_encoded_crops = crop_range.end
         for chunk in batch.prefill:
@@ -109,11 +116,22 @@ class Scheduler:
         for sequence in batch.decode:
             sequence.num_cached += 1
         for sequence in due:
-            sequence.tokens.append(sampled[sequence.id])
-            self._waiting.serve(sequence)
-        if self._suspects and self._suspects[0].sequence in due:
-            self._suspects.popleft()
+            sequence.num_pending += 1
         return due
+
+    def land(self, drew: list[Sequence], drawn: dict[int, Token]) -> list[Sequence]:
+        """Take the tokens that a committed step drew, by sequence id.
+
+        Returns those of `drew` that are still here, each with its new token as the last.
+        """
+        here = [sequence for sequence in drew if sequence.state is not SequenceState.FINISHED]
+        for sequence in here:
+            sequence.num_pending -= 1
+            sequence.tokens.append(drawn[sequence.id])
+            self._waiting.serve(sequence)
+        if self._suspects and self._suspects[0].sequence in here:
+            self._suspects.popleft()
+        return here
 
     def put_all_back(self) -> None:
         """The batch failed and nothing of it has landed: all go back to waiting, without features of their images.
@@ -124,6 +142,7 @@ class Scheduler:
         active = [known.pop(item, _Suspect(item, item.state is SequenceState.RUNNING)) for item in self._active]
         self._suspects = deque((*active, *known.values()))
         while self._active:
+            self._active[-1].num_pending = 0
             self._active[-1].rewind_random()
             self._preempt(self._active[-1])
         for sequence in self._waiting:
@@ -141,16 +160,22 @@ class Scheduler:
 
     def _grow_running(self) -> None:
         for sequence in list(self._active):
-            while sequence.state is SequenceState.RUNNING and self._needs_page(sequence):
+            while self._has_room(sequence) and self._needs_page(sequence):
                 if self._pages.num_free:
                     sequence.pages += self._pages.allocate(1)
                 else:
                     self._preempt(self._active[-1])  # may be `sequence` itself, and then the loop ends
 
+    @staticmethod
+    def _has_room(sequence: Sequence) -> bool:
+        """Whether the sequence decodes, and its context has room beyond what is known and pending."""
+        return sequence.state is SequenceState.RUNNING and sequence.length < sequence.max_context
+
     def _needs_page(self, sequence: Sequence) -> bool:
         return self._pages.pages_for(sequence.length) > len(sequence.pages)
 
     def _preempt(self, sequence: Sequence) -> None:
+        assert not sequence.num_pending, "only a sequence whose tokens are known can be prefilled again"
         self._active.remove(sequence)
         self._release(sequence)
         sequence.move_to(SequenceState.WAITING)

@@ -12,7 +12,7 @@ from kestrel_runtime.requests import Priority
 from kestrel_runtime.tokens import Token
 
 if TYPE_CHECKING:
-    from kestrel_runtime.images import Crops
+    from kestrel_runtime.images import Crops, UncutImage
     from kestrel_runtime.skills.base import Reader
 
 UNIFORMS_PER_TOKEN = 3
@@ -76,7 +76,7 @@ class Sequence:
     num_prompt_tokens: int
     """How many of `tokens` are prompt."""
     num_image_tokens: int
-    crops: Crops | None
+    crops: Crops | UncutImage | None
     reader: Reader
     temperature: float
     top_p: float
@@ -95,6 +95,8 @@ class Sequence:
     num_cached: int = 0
     """Positions whose keys and values are in the cache."""
     num_encoded_crops: int = 0
+    num_pending: int = 0
+    """Tokens that steps under way are drawing: they have places and pages, and are not in `tokens` yet."""
     random: random.Random = field(init=False)
     """Spends `UNIFORMS_PER_TOKEN` numbers with every token drawn."""
 
@@ -103,8 +105,13 @@ class Sequence:
 
     @property
     def length(self) -> int:
-        """Positions of all tokens and the image."""
-        return len(self.tokens) + self.num_image_tokens
+        """Positions of the image and all tokens, pending ones too."""
+        return len(self.tokens) + self.num_pending + self.num_image_tokens
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the tokens that are known fill the context."""
+        return len(self.tokens) + self.num_image_tokens >= self.max_context
 
     @property
     def prefix_length(self) -> int:

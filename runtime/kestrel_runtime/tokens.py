@@ -20,3 +20,7 @@ class TokenRule(NamedTuple):
     allowed: tuple[int, ...] | None = None
     suppressed: tuple[int, ...] = ()
     is_spatial: bool = False
+
+    def lets_pass(self, token_id: int) -> bool:
+        """Whether the token may come."""
+        return token_id not in self.suppressed and (self.allowed is None or token_id in self.allowed)

@@ -162,7 +162,7 @@ class _Probe:
             pages, max_batch_size=1, max_prefill_tokens=self.sequence.length, max_crops_per_step=1
         )
         scheduler.add(self.sequence)
-        self._runner = ModelRunner(loaded.model, self._cache)
+        self._runner = ModelRunner(loaded.model, self._cache, max_batch_size=1)
         self._batch = scheduler.next_batch(now=0.0)
 
     @torch.inference_mode()

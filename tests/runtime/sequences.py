@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from kestrel_runtime.events import CaptionOutput, TextDelta
+from kestrel_runtime.grammar import Grammar, GrammarState
 from kestrel_runtime.images import Crops
 from kestrel_runtime.requests import Priority
 from kestrel_runtime.sequence import Sequence, SequenceClock
@@ -21,9 +22,9 @@ class RuleReader(Reader):
     """Never finishes; its rule is what the test says."""
 
     def __init__(self, rule: TokenRule) -> None:
-        self.rule = rule
+        self.grammar = Grammar((GrammarState(rule, 0),))
 
-    def read(self, token: Token) -> Iterator[TextDelta]:
+    def take(self, token: Token) -> Iterator[TextDelta]:
         return iter(())
 
     def output(self) -> CaptionOutput:

@@ -36,6 +36,7 @@ from kestrel_runtime.requests import (
     SamplingParams,
     Segment,
 )
+from kestrel_runtime.runner import ModelRunner
 from kestrel_runtime.stream import Stream
 from tests.golden import MD2_SMALL, MD3_SMALL
 
@@ -120,6 +121,23 @@ async def test_thirty_two_mixed_requests_answer_as_they_do_alone(engine: Engine)
     alone = {id(request): (await engine.submit(request).result()).output for request in set(requests)}
     together = await asyncio.gather(*(engine.submit(request).result() for request in requests))
     assert [finished.output for finished in together] == [alone[id(request)] for request in requests]
+
+
+async def test_looking_ahead_changes_no_answer(
+    moondream3: LoadedModel, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = [*mixed_requests()[:9], Query("why?", reasoning=True, sampling=SamplingParams(max_tokens=4, seed=5))]
+    one_by_one = await asyncio.gather(*(engine.submit(request).result() for request in requests))
+    monkeypatch.setattr(ModelRunner, "is_asynchronous", True)
+    # Room for a few at a time, so that some are sent back while others look ahead.
+    ahead = Engine(moondream3, EngineConfig(model="", num_kv_pages=150))
+    try:
+        overlapped = await asyncio.gather(*(ahead.submit(request).result() for request in requests))
+        assert [finished.output for finished in overlapped] == [finished.output for finished in one_by_one]
+        assert [finished.usage for finished in overlapped] == [finished.usage for finished in one_by_one]
+        assert ahead.load().num_used_pages == 0
+    finally:
+        ahead.close()
 
 
 async def test_a_cache_too_small_for_everybody_changes_no_answer(moondream3: LoadedModel, engine: Engine) -> None:

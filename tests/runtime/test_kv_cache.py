@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from kestrel_runtime.kv_cache import KVCache
+from kestrel_runtime.prefill_plan import PrefillPlan
 from kestrel_runtime.sequence import Chunk
 from tests.runtime.models.moondream.tiny import DenseAttend, tiny_config
 from tests.runtime.sequences import new_sequence
@@ -38,6 +39,10 @@ class Rows:
         return DenseAttend(self.prefix_length)(layer, *self.of(layer, 0, self.length))
 
 
+def prefill(cache, *chunks):
+    return cache.prefill(PrefillPlan.of(chunks, cache.page_size, CPU))
+
+
 def context(pages, own):
     """The rows [positions, key/value heads, width] that lie in the pages `own`."""
     return pages[own].transpose(1, 2).flatten(0, 1)
@@ -60,17 +65,11 @@ def test_the_size_of_a_page_is_told_in_bytes(dtype):
     assert KVCache.bytes_per_page(CONFIG, 3, dtype) * 5 == taken
 
 
-def test_a_position_lies_in_its_page_at_its_place():
-    slots = new_cache(page_size=3).slots(torch.tensor([7, 2, 4]), torch.tensor([0, 2, 3, 8]))
-    assert slots.tolist() == [21, 23, 6, 14]
-
-
 @pytest.mark.parametrize("layer", range(CONFIG.n_layers))
 def test_a_prefill_writes_its_positions_and_attends(layer):
     cache, rows = new_cache(), Rows(8, prefix_length=5)
     sequence = holder([9, 1, 4], 8, num_image_tokens=4)
-    attend = cache.prefill([Chunk(sequence, 0, 8)])
-    assert attend.positions.tolist() == list(range(8))
+    attend = prefill(cache, Chunk(sequence, 0, 8))
     torch.testing.assert_close(attend(layer, *rows.of(layer, 0, 8)), rows.attended(layer))
     assert torch.equal(context(cache.key_pages[layer], [9, 1, 4])[:8], rows.key[layer])
     assert torch.equal(context(cache.value_pages[layer], [9, 1, 4])[:8], rows.value[layer])
@@ -78,7 +77,7 @@ def test_a_prefill_writes_its_positions_and_attends(layer):
 
 def test_nothing_is_written_anywhere_else():
     cache, rows = new_cache(), Rows(8)
-    cache.prefill([Chunk(holder([9, 1, 4], 8), 0, 8)])(1, *rows.of(1, 0, 8))
+    prefill(cache, Chunk(holder([9, 1, 4], 8), 0, 8))(1, *rows.of(1, 0, 8))
     written = cache.key_pages.abs().sum(dim=(2, 4)).nonzero()
     assert {(layer, page) for layer, page, _ in written.tolist()} == {(1, 9), (1, 1), (1, 4)}
     assert len(written) == 8
@@ -88,9 +87,8 @@ def test_chunks_of_several_sequences_are_packed_one_after_the_other():
     cache = new_cache()
     first, second = Rows(7, prefix_length=4, seed=1), Rows(6, seed=2)
     pictured, plain = holder([3, 8, 0], 7, num_image_tokens=3), holder([5, 2], 6)
-    cache.prefill([Chunk(pictured, 0, 4)])(0, *first.of(0, 0, 4))
-    attend = cache.prefill([Chunk(pictured, 4, 7), Chunk(plain, 0, 6)])
-    assert attend.positions.tolist() == [4, 5, 6, 0, 1, 2, 3, 4, 5]
+    prefill(cache, Chunk(pictured, 0, 4))(0, *first.of(0, 0, 4))
+    attend = prefill(cache, Chunk(pictured, 4, 7), Chunk(plain, 0, 6))
     attended = attend(0, *packed([first.of(0, 4, 7), second.of(0, 0, 6)]))
     torch.testing.assert_close(attended, torch.cat((first.attended(0)[4:], second.attended(0))))
 
@@ -99,7 +97,7 @@ def test_a_chunk_ignores_pages_that_are_held_for_later():
     cache, rows = new_cache(), Rows(4)
     sequence = holder([6, 7, 8, 9], 12)
     cache.key_pages[:, 8:] = 1e4
-    attended = cache.prefill([Chunk(sequence, 0, 4)])(0, *rows.of(0, 0, 4))
+    attended = prefill(cache, Chunk(sequence, 0, 4))(0, *rows.of(0, 0, 4))
     torch.testing.assert_close(attended, rows.attended(0))
 
 
@@ -110,10 +108,9 @@ def test_decoding_writes_the_newest_position_and_attends_to_all(lengths):
     everyone = [(holder(p, n), Rows(n, seed=n)) for p, n in zip(pages, lengths, strict=True)]
     for sequence, rows in everyone:
         if rows.length > 1:
-            cache.prefill([Chunk(sequence, 0, rows.length - 1)])(0, *rows.of(0, 0, rows.length - 1))
-        sequence.num_cached = rows.length - 1
-    attend = cache.decode([sequence for sequence, _ in everyone])
-    assert attend.positions.tolist() == [length - 1 for length in lengths]
+            prefill(cache, Chunk(sequence, 0, rows.length - 1))(0, *rows.of(0, 0, rows.length - 1))
+    table = torch.tensor([own + own[:1] * (3 - len(own)) for own in pages], dtype=torch.int32)
+    attend = cache.decode(torch.tensor(lengths) - 1, table)
     attended = attend(0, *packed([rows.of(0, rows.length - 1, rows.length) for _, rows in everyone]))
     wanted = torch.stack([rows.attended(0)[-1] for _, rows in everyone])
     torch.testing.assert_close(attended, wanted, rtol=1e-4, atol=1e-5)
@@ -126,7 +123,7 @@ def test_a_float8_cache_is_read_back_with_its_scales():
     assert cache.key_scales is not None
     assert cache.value_scales is not None
     cache.key_scales[1], cache.value_scales[1] = 0.25, 4.0
-    attend = cache.decode([holder([2], 1)])
+    attend = cache.decode(torch.tensor([0]), torch.tensor([[2]], dtype=torch.int32))
     attended = attend(1, *rows.of(1, 0, 1))
     torch.testing.assert_close(attended, rows.attended(1), rtol=0.07, atol=4 * 2**-9)
     torch.testing.assert_close(

@@ -32,7 +32,7 @@ class Bench:
         cache = loaded.new_cache(config)
         self.pages = PagePool(cache.num_pages, config.page_size)
         scheduler = Scheduler(self.pages, max_batch_size=8, max_prefill_tokens=64, max_crops_per_step=3)
-        runner, culprits = ModelRunner(loaded.model, cache), Culprits()
+        runner, culprits = ModelRunner(loaded.model, cache, max_batch_size=8), Culprits()
         self.statuses: list[str] = []
         recovery = Recovery(
             scheduler,

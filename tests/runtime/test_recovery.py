@@ -31,7 +31,7 @@ Stage = tuple[type, str]
 ENCODE: Stage = (ModelRunner, "_encode")
 PREFILL: Stage = (ModelRunner, "_prefill")
 DECODE: Stage = (ModelRunner, "_decode")
-SAMPLING: Stage = (Sampler, "draw")
+SAMPLING: Stage = (Sampler, "settings")
 
 
 def bystanders() -> list[Request]:
@@ -119,6 +119,7 @@ def alone(moondream3: LoadedModel) -> list[object]:
     return answers
 
 
+@pytest.mark.parametrize("looks_ahead", [False, True], ids=["", "looking ahead"])
 @pytest.mark.parametrize(
     ("stage", "error", "after"),
     [
@@ -139,7 +140,9 @@ async def test_r1_the_culprit_ends_alone_and_is_refused_the_second_time(
     stage: Stage,
     error: Exception,
     after: int,
+    looks_ahead: bool,
 ) -> None:
+    monkeypatch.setattr(ModelRunner, "is_asynchronous", looks_ahead)
     poison(monkeypatch, stage, error, after=after)
     statuses = statuses_of(engine)
     requests = bystanders()

@@ -31,7 +31,7 @@ class Bench:
             max_prefill_tokens=prefill,
             max_crops_per_step=crops,
         )
-        self.model, self.runner = model, ModelRunner(model, cache)
+        self.model, self.runner = model, ModelRunner(model, cache, max_batch_size=batch)
         self.num_preemptions = 0
 
     def add(self, tokens, image=None, **settings):
@@ -46,7 +46,8 @@ class Bench:
         waiting = self.scheduler.num_waiting
         batch = self.scheduler.next_batch(now=0.0)
         self.num_preemptions += max(0, self.scheduler.num_waiting - waiting)
-        return self.scheduler.commit(batch, self.runner.run(batch))
+        launch = self.runner.launch(batch)
+        return self.scheduler.land(self.scheduler.commit(batch), launch.land())
 
     def generate(self, count, *sequences):
         """Run until each has `count` tokens; returns them."""

@@ -1,10 +1,12 @@
 import pytest
 import torch
 
-from kestrel_runtime.sampling import Sampler
-from kestrel_runtime.tokens import TokenRule
+from kestrel_runtime.rule_table import RuleTable
+from kestrel_runtime.sampling import DrawNeeds, Sampler
+from kestrel_runtime.slots import Slots
+from kestrel_runtime.tokens import Token, TokenRule
 from tests.runtime.models.moondream.tiny import random_model, tiny_config
-from tests.runtime.sequences import new_sequence
+from tests.runtime.sequences import RuleReader, new_sequence
 
 COORDINATE, SIZE, EOS = 5, 6, 0
 MODEL = random_model(tiny_config())
@@ -20,9 +22,18 @@ def hidden_states(count, seed=0):
 
 def draw(hidden, *sequences):
     """The tokens drawn, in the order of the sequences."""
-    drawn = Sampler(MODEL).draw(hidden, list(sequences))
-    assert drawn.keys() == {sequence.id for sequence in sequences}
-    return [drawn[sequence.id] for sequence in sequences]
+    return draw_from(MODEL, hidden, list(sequences))
+
+
+def draw_from(model, hidden, sequences):
+    rules = RuleTable(model.config.text.vocab_size, hidden.device)
+    slots = Slots(len(sequences), 1, rules, hidden.device)
+    for sequence in sequences:
+        slots.open(sequence)
+    sampler, rows = Sampler(model, rules, slots), torch.tensor(slots.of(sequences))
+    settings = torch.tensor(sampler.settings(sequences))
+    drawn = sampler.draw(hidden, rows, settings, sampler.needs(sequences))
+    return [Token(int(id), tuple(values[: int(kind)])) for id, kind, *values in drawn.tolist()]
 
 
 def best(logits):
@@ -135,7 +146,7 @@ def test_what_a_sequence_draws_does_not_depend_on_its_company():
         """What one sequence draws over some steps, beside `others` sequences of changing kinds."""
         own, drawn = new_sequence(temperature=2.0, seed=7), []
         for step in range(12):
-            own.reader.rule = rules[step % 3]
+            own.reader = RuleReader(rules[step % 3])
             company = [
                 new_sequence(rule=rules[(step + place) % 3], temperature=float(place % 2), seed=place)
                 for place in range(others)
@@ -168,7 +179,7 @@ def test_whether_an_object_comes_does_not_tell_where_it_is():
     model.region.get_parameter("coord_decoder.fc2.weight").zero_()
     model.region.get_parameter("coord_decoder.fc2.bias").copy_(-1e-4 * torch.arange(1024))
     sequences = [new_sequence(rule=X_OR_END, temperature=1.0, seed=s) for s in range(100)]
-    drawn = Sampler(model).draw(hidden_states(1).expand(100, -1), sequences).values()
+    drawn = draw_from(model, hidden_states(1).expand(100, -1), sequences)
     places = [token.value[0] for token in drawn if token.id == COORDINATE]
     assert 30 < len(places) < 70
     assert min(places) < 0.1
@@ -180,5 +191,20 @@ def test_width_and_height_are_drawn_apart():
     for name in ("size_decoder.fc2.weight", "size_decoder.fc2.bias"):
         model.region.get_parameter(name).zero_()
     sequences = [new_sequence(rule=TokenRule((SIZE,), (), True), temperature=1.0, seed=s) for s in range(50)]
-    drawn = Sampler(model).draw(hidden_states(1).expand(50, -1), sequences).values()
+    drawn = draw_from(model, hidden_states(1).expand(50, -1), sequences)
     assert sum(token.value[0] == token.value[1] for token in drawn) < 5
+
+
+@pytest.mark.parametrize(
+    ("rule", "temperature", "needs"),
+    [
+        (FREE, 0.0, DrawNeeds(False, False, False)),
+        (FREE, 0.5, DrawNeeds(False, False, True)),
+        (X_OR_END, 0.0, DrawNeeds(True, False, False)),
+        (TokenRule(suppressed=(SIZE,), is_spatial=True), 0.0, DrawNeeds(True, False, False)),
+        (TokenRule((SIZE,), (), True), 0.0, DrawNeeds(False, True, False)),
+    ],
+)
+def test_a_draw_computes_what_its_rules_leave_possible(rule, temperature, needs):
+    sequences = [new_sequence(rule=rule, temperature=temperature), new_sequence()]
+    assert DrawNeeds.of(sequences, COORDINATE, SIZE) == needs

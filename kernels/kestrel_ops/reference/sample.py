@@ -16,8 +16,6 @@ def sample(
     probability has been spent, so at least one; the draw inverts its cumulative distribution at `uniform`.
     """
     greedy = logits.argmax(dim=-1)
-    if not bool((temperature > 0).any()):
-        return greedy
     scale = torch.where(temperature > 0, temperature, 1.0)[:, None]
     # The largest goes to 0 first: divided by a tiny temperature it would be infinite, and the softmax undefined.
     below = logits.float() - logits.amax(dim=-1, keepdim=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from kestrel_runtime.events import FinishReason, Output, TextChannel, TextDelta
+from kestrel_runtime.grammar import Grammar
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.requests import BoxRef, SpatialRef
 from kestrel_runtime.tokenizer import Tokenizer
@@ -26,17 +27,34 @@ class SamplingDefaults:
 
 
 class Reader(ABC):
-    """Reads one sequence's generated tokens. `rule` says what may come next, `read` takes what came.
+    """Reads one sequence's generated tokens. `grammar` says what may come, `read` takes what came.
 
     After `finish_reason` is set no further token is read, and `output` is the whole answer.
     """
 
-    rule: TokenRule
+    grammar: Grammar
+    budget: int | None = None
+    """Tokens after which the grammar's exhausted states apply; None for never."""
+    state: int = 0
+    """Where in the grammar the sequence stands."""
+    num_read: int = 0
     finish_reason: FinishReason | None = None
 
-    @abstractmethod
+    @property
+    def rule(self) -> TokenRule:
+        """What may come next."""
+        return self.grammar.states[self.state].rule
+
     def read(self, token: Token) -> Iterator[TextDelta]:
         """Take the next token; yields the text that it completes. Must be run to its end."""
+        self.num_read += 1
+        is_exhausted = self.budget is not None and self.num_read >= self.budget
+        self.state = self.grammar.after(self.state, token.id, is_exhausted=is_exhausted)
+        return self.take(token)
+
+    @abstractmethod
+    def take(self, token: Token) -> Iterator[TextDelta]:
+        """Make sense of the next token; yields the text that it completes. Must be run to its end."""
 
     def cut(self) -> Iterator[TextDelta]:
         """End here for want of room; yields the text still held back."""

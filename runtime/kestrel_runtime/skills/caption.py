@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from kestrel_runtime.errors import InvalidRequest, Violation
 from kestrel_runtime.events import CaptionOutput, FinishReason, TextChannel, TextDelta
+from kestrel_runtime.grammar import Grammar, GrammarState
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.requests import Caption
 from kestrel_runtime.skills.base import (
@@ -37,6 +38,14 @@ class CaptionSkill(Skill):
         return _CaptionReader(tokenizer, config, request.sampling.max_tokens or DEFAULT_MAX_TOKENS)
 
 
+def answer_states(config: MoondreamConfig, start: int = 0) -> tuple[GrammarState, ...]:
+    """Text to the end, as states from `start` on."""
+    # Moondream 2 must not open a second answer, but its very first token is free.
+    suppressed = (config.tokenizer.answer_id,) if config.generation == 2 else ()
+    later = start + 1
+    return (GrammarState(TokenRule(), later), GrammarState(TokenRule(suppressed=suppressed), later))
+
+
 class AnswerReader:
     """Reads text until the end token or `max_tokens`."""
 
@@ -44,10 +53,6 @@ class AnswerReader:
         self._text = TextReader(tokenizer, TextChannel.ANSWER)
         self._eos_id = config.tokenizer.eos_id
         self._max_tokens = max_tokens
-        # Moondream 2 must not open a second answer, but its very first token is free.
-        suppressed = (config.tokenizer.answer_id,) if config.generation == 2 else ()
-        self._later_rule = TokenRule(suppressed=suppressed)
-        self.rule = TokenRule()
         self.finish_reason: FinishReason | None = None
 
     @property
@@ -61,7 +66,6 @@ class AnswerReader:
             self.finish_reason = FinishReason.STOP
             return
         yield from self._text.push(token.id)
-        self.rule = self._later_rule
         if self._text.num_tokens >= self._max_tokens:
             yield from self.cut()
 
@@ -75,12 +79,12 @@ class _CaptionReader(Reader):
     """An answer reader whose text is the caption."""
 
     def __init__(self, tokenizer: Tokenizer, config: MoondreamConfig, max_tokens: int) -> None:
+        self.grammar = Grammar(answer_states(config))
         self._answer = AnswerReader(tokenizer, config, max_tokens)
-        self.rule = self._answer.rule
 
-    def read(self, token: Token) -> Iterator[TextDelta]:
+    def take(self, token: Token) -> Iterator[TextDelta]:
         yield from self._answer.read(token)
-        self.rule, self.finish_reason = self._answer.rule, self._answer.finish_reason
+        self.finish_reason = self._answer.finish_reason
 
     def cut(self) -> Iterator[TextDelta]:
         yield from self._answer.cut()

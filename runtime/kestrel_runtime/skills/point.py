@@ -10,6 +10,7 @@ from abc import abstractmethod
 from collections.abc import Iterator
 
 from kestrel_runtime.events import FinishReason, Location, PointOutput, TextDelta
+from kestrel_runtime.grammar import Grammar, GrammarState
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.requests import Detect, Point
 from kestrel_runtime.skills.base import (
@@ -62,25 +63,29 @@ class ObjectReader(Reader):
         self._num_tokens = 0
         self._num_objects = 0
         self._values: list[tuple[float, ...]] = []
-        decision = TokenRule(allowed=(value_ids[0], ids.eos_id), is_spatial=True)
-        self._rules = [decision, *(TokenRule(allowed=(value,), is_spatial=True) for value in value_ids[1:])]
-        self.rule = decision
+        self._values_per_object = len(value_ids)
+        choices = [(value_ids[0], ids.eos_id), *((value,) for value in value_ids[1:])]
+        self.grammar = Grammar(
+            tuple(
+                GrammarState(TokenRule(allowed=allowed, is_spatial=True), (place + 1) % len(choices))
+                for place, allowed in enumerate(choices)
+            )
+        )
 
     @abstractmethod
     def add(self, values: list[tuple[float, ...]]) -> None:
         """Keep one complete object."""
 
-    def read(self, token: Token) -> Iterator[TextDelta]:
+    def take(self, token: Token) -> Iterator[TextDelta]:
         if token.id == self._eos_id:
             self.finish_reason = FinishReason.STOP
             return iter(())
         self._num_tokens += 1
         self._values.append(token.value)
-        if len(self._values) == len(self._rules):
+        if len(self._values) == self._values_per_object:
             self.add(self._values)
             self._num_objects += 1
             self._values = []
-        self.rule = self._rules[len(self._values)]
         if self._num_objects == self._max_objects:
             self.finish_reason = FinishReason.MAX_OBJECTS
         elif self._num_tokens == self._max_tokens:

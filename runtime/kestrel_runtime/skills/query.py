@@ -18,6 +18,7 @@ from kestrel_runtime.events import (
     TextChannel,
     TextDelta,
 )
+from kestrel_runtime.grammar import Grammar, GrammarState
 from kestrel_runtime.models.moondream.config import MoondreamConfig, TokenizerConfig
 from kestrel_runtime.requests import Query
 from kestrel_runtime.skills.base import (
@@ -29,7 +30,7 @@ from kestrel_runtime.skills.base import (
     spatial_tokens,
     text_tokens,
 )
-from kestrel_runtime.skills.caption import AnswerReader
+from kestrel_runtime.skills.caption import AnswerReader, answer_states
 from kestrel_runtime.tokenizer import Tokenizer
 from kestrel_runtime.tokens import Token, TokenRule
 
@@ -64,19 +65,18 @@ class _QueryReader(Reader):
 
     def __init__(self, request: Query, tokenizer: Tokenizer, config: MoondreamConfig) -> None:
         max_tokens = request.sampling.max_tokens or DEFAULT_MAX_TOKENS
-        self._reasoning = _ReasoningReader(tokenizer, config, max_tokens) if request.reasoning else None
+        self._reasoning = _ReasoningReader(tokenizer, config) if request.reasoning else None
         self._answer = AnswerReader(tokenizer, config, max_tokens)
         self._is_reasoning = request.reasoning
-        self.rule = self._answer.rule if self._reasoning is None else self._reasoning.rule
+        self.grammar = Grammar(_reasoning_states(config) if request.reasoning else answer_states(config))
+        self.budget = max_tokens if request.reasoning else None
 
-    def read(self, token: Token) -> Iterator[TextDelta]:
+    def take(self, token: Token) -> Iterator[TextDelta]:
         if self._is_reasoning and self._reasoning is not None:
             yield from self._reasoning.read(token)
             self._is_reasoning = not self._reasoning.is_over
-            self.rule = self._reasoning.rule if self._is_reasoning else self._answer.rule
         else:
             yield from self._answer.read(token)
-            self.rule = self._answer.rule
             self.finish_reason = self._answer.finish_reason
 
     def cut(self) -> Iterator[TextDelta]:
@@ -90,20 +90,29 @@ class _QueryReader(Reader):
         return QueryOutput(self._answer.text, reasoning)
 
 
+def _reasoning_states(config: MoondreamConfig) -> tuple[GrammarState, ...]:
+    """Reasoning until the answer id, which the budget forces, and then the answer."""
+    ids = config.tokenizer
+    later, last, answer = 1, 2, 3
+    opens_answer = (ids.answer_id, answer)
+    suppressed = (ids.eos_id, ids.size_id) if config.generation == 2 else ()
+    return (
+        GrammarState(TokenRule(is_spatial=True), later, opens_answer, last),
+        GrammarState(TokenRule(suppressed=suppressed, is_spatial=True), later, opens_answer, last),
+        GrammarState(TokenRule(allowed=(ids.answer_id,)), answer),
+        *answer_states(config, answer),
+    )
+
+
 class _ReasoningReader:
     """Reads text and grounded points until the answer begins."""
 
-    def __init__(self, tokenizer: Tokenizer, config: MoondreamConfig, max_tokens: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, config: MoondreamConfig) -> None:
         self._ids: TokenizerConfig = config.tokenizer
         self._text = TextReader(tokenizer, TextChannel.REASONING)
-        self._max_tokens = max_tokens
         self._coordinates: list[float] = []
         self._passage_start = 0
         self._groundings: list[Grounding] = []
-        suppressed = (self._ids.eos_id, self._ids.size_id) if config.generation == 2 else ()
-        self._later_rule = TokenRule(suppressed=suppressed, is_spatial=True)
-        self._last_rule = TokenRule(allowed=(self._ids.answer_id,))
-        self.rule = TokenRule(is_spatial=True)
         self.is_over = False
 
     def read(self, token: Token) -> Iterator[TextDelta]:
@@ -115,7 +124,6 @@ class _ReasoningReader:
         elif token.id == self._ids.coord_id and token.value:
             self._coordinates.append(token.value[0])
         yield from self._text.push(token.id)
-        self.rule = self._later_rule if self._text.num_tokens < self._max_tokens else self._last_rule
 
     def end(self) -> Iterator[TextDelta]:
         """Close the last passage; the answer comes next."""

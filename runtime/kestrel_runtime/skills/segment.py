@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kestrel_runtime.events import FinishReason, SegmentMask, SegmentOutput, TextDelta
+from kestrel_runtime.grammar import Grammar, GrammarState
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.requests import Segment
 from kestrel_runtime.skills.base import (
@@ -49,7 +50,7 @@ class SegmentSkill(Skill):
 class _SegmentReader(Reader):
     """Reads the first two coordinates, the first size and every text token."""
 
-    rule = TokenRule(is_spatial=True)
+    grammar = Grammar((GrammarState(TokenRule(is_spatial=True), 0),))
 
     def __init__(self, tokenizer: Tokenizer, config: MoondreamConfig, max_tokens: int) -> None:
         self._tokenizer = tokenizer
@@ -60,7 +61,7 @@ class _SegmentReader(Reader):
         self._size: tuple[float, ...] = ()
         self._words: list[str] = []
 
-    def read(self, token: Token) -> Iterator[TextDelta]:
+    def take(self, token: Token) -> Iterator[TextDelta]:
         if token.id == self._eos_id:
             self.finish_reason = FinishReason.STOP
             return iter(())

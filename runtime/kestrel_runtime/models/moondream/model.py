@@ -64,3 +64,19 @@ class Moondream(nn.Module):
             values = torch.tensor([tokens[place].value for place in sizes], device=self.device)
             embeddings[sizes] = self.region.encode_sizes(values)
         return embeddings
+
+    def embed_drawn(
+        self, ids: Tensor, kinds: Tensor, values: Tensor, *, with_coordinates: bool, with_sizes: bool
+    ) -> Tensor:
+        """Embeddings [B, dim] of tokens that stand on the device: ids and kinds int64 [B], values float32 [B, 2].
+
+        A token's kind is the number of its values. Without `with_coordinates` or `with_sizes` none of that kind
+        may be there.
+        """
+        embeddings = self.text.wte[ids]
+        if with_coordinates:
+            found = self.region.encode_coordinates(values[:, 0])
+            embeddings = torch.where((kinds == 1)[:, None], found, embeddings)
+        if with_sizes:
+            embeddings = torch.where((kinds == 2)[:, None], self.region.encode_sizes(values), embeddings)
+        return embeddings

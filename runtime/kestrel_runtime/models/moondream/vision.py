@@ -5,6 +5,8 @@ Source: the public reference's `vision.py` and `image_crops.py`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import adaptive_avg_pool2d, scaled_dot_product_attention
@@ -32,6 +34,11 @@ class VisionModel(nn.Module):
         for block in self.blocks:
             features = block(features)
         return self.post_ln(features)
+
+    def project_all(self, features: Iterable[Tensor], tilings: Iterable[tuple[int, int]]) -> Tensor:
+        """Features of several images and their (rows, columns) → embeddings [images, patches, text dim]."""
+        pairs = zip(features, tilings, strict=True)
+        return torch.stack([self.project(image, rows, columns) for image, (rows, columns) in pairs])
 
     def project(self, features: Tensor, rows: int, columns: int) -> Tensor:
         """Features of the global crop and then rows * columns local ones → embeddings [patches, text dim]."""
