@@ -141,7 +141,7 @@ class CallScope:
         elif isinstance(error, grpc.aio.InternalError):
             # A write to a caller who has hung up; sometimes it fails before gRPC cancels the call.
             self._end(call, _DEADLINE_EXCEEDED if call.is_late else _CANCELLED)
-            return
+            raise asyncio.CancelledError from error
         elif isinstance(error, DecodeError):
             error = InvalidRequest((Violation("", "the message cannot be parsed"),))
         elif not isinstance(error, Exception):
