@@ -19,7 +19,7 @@ def has_dependent_launch(tensor: Tensor) -> bool:
 
 def launch(
     kernel: Any,
-    grid: tuple[int, ...],
+    grid: tuple[Any, ...],
     *arguments: Any,
     num_warps: int,
     num_stages: int,

@@ -68,7 +68,7 @@ class FusedDecoder:
             qkv=empty(max_batch, config.qkv_dim, dtype=self._dtype),
             activations=empty(max_batch, max(widths), dtype=self._dtype),
             partials=empty(rows * config.n_heads * (config.head_dim + 2), dtype=torch.float32),
-            counters=torch.zeros(max_batch * config.n_kv_heads, device=self._device, dtype=torch.int32),
+            counters=torch.zeros(max_batch * config.n_heads, device=self._device, dtype=torch.int32),
         )
 
     def forward(
@@ -86,7 +86,7 @@ class FusedDecoder:
         hidden, qkv = workspace.hidden[:batch], workspace.qkv[:batch]
         shape = (batch, config.n_heads, num_parts, config.head_dim + 2)
         partials = workspace.partials[: torch.Size(shape).numel()].view(shape)
-        counters = workspace.counters[: batch * config.n_kv_heads].view(batch, config.n_kv_heads)
+        counters = workspace.counters[: batch * config.n_heads].view(batch, config.n_heads)
         hidden.copy_(embeddings)
         for layer, block in enumerate(self._blocks):
             pages = cache.layer(layer)
@@ -129,7 +129,7 @@ class FusedDecoder:
 
     def _num_parts(self, batch: int) -> int:
         """How many parts a context may be split into."""
-        wanted = _PROGRAMS_OF_ATTENTION // (batch * self._config.n_kv_heads)
+        wanted = _PROGRAMS_OF_ATTENTION // (batch * self._config.n_heads)
         return min(max(wanted, 1), _MOST_PARTS)
 
     @staticmethod

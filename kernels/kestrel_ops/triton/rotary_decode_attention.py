@@ -1,0 +1,270 @@
+"""Attention of one token per sequence in one launch: turned, stored and attended, long contexts in parts.
+
+A program takes one query head of one sequence, and of a small batch one part of its context. Each lane of a tile
+keeps a softmax of its own over the positions that fall to it; they meet at the end. Parts meet where the last of
+them to finish adds them up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kestrel_ops.triton.dependent_launch import has_dependent_launch, launch, let_next_start, wait_for_previous
+from kestrel_ops.triton.small_batch import operand
+
+_LOWEST = tl.constexpr(-1e30)  # finite, so that the difference of two of them is 0
+_LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """How a program goes through its positions."""
+
+    tile: int
+    """Positions per turn of its loop."""
+    num_warps: int
+    num_stages: int
+    """Turns whose loads are under way at once."""
+    dependent_launch: bool = True
+    """Whether it starts before the kernel before has ended, where the device can do that."""
+
+
+def rotary_decode_attention(
+    qkv: Tensor,  # [B, (H + 2 * G) * D], contiguous
+    positions: Tensor,
+    cosine: Tensor,
+    sine: Tensor,
+    key_pages: Tensor,  # [P, G, S, D], contiguous
+    value_pages: Tensor,  # [P, G, S, D], contiguous
+    page_table: Tensor,  # [B, most pages of a sequence], rows may be strided
+    out: Tensor,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
+    query_scale: Tensor | None,  # [B, H], contiguous
+    value_factor: Tensor | None,  # [B, G], contiguous
+    partials: Tensor,  # [B, H, most parts, D + 2], contiguous
+    counters: Tensor,  # [B, H], contiguous
+    plan: AttentionPlan | None = None,  # None: that which the batch asks for
+) -> None:
+    """As the definition says."""
+    num_groups, page_size, head_dim = key_pages.shape[1:]
+    batch, num_heads, num_parts, _ = partials.shape
+    assert key_pages.is_contiguous()
+    assert value_pages.is_contiguous()
+    assert partials.is_contiguous()
+    assert counters.is_contiguous()
+    assert query_scale is None or query_scale.is_contiguous()
+    assert value_factor is None or value_factor.is_contiguous()
+    assert qkv.stride(1) == out.stride(1) == page_table.stride(1) == 1
+    plan = plan or plan_for(key_pages.dtype)
+    launch(
+        _attend,
+        (num_heads, batch, num_parts),
+        qkv,
+        positions,
+        cosine,
+        sine,
+        key_pages,
+        value_pages,
+        page_table,
+        out,
+        key_scale,
+        value_scale,
+        query_scale,
+        value_factor,
+        partials,
+        counters,
+        qkv.stride(0),
+        page_table.stride(0),
+        out.stride(0),
+        _LOG2_E / head_dim**0.5,
+        num_heads=num_heads,
+        num_groups=num_groups,
+        head_dim=head_dim,
+        page_size=page_size,
+        half=cosine.shape[1],
+        num_parts=num_parts,
+        block_d=triton.next_power_of_2(head_dim),
+        block_parts=triton.next_power_of_2(num_parts),
+        tile=plan.tile,
+        tile_stages=plan.num_stages,
+        is_dependent=plan.dependent_launch and has_dependent_launch(qkv),
+        num_warps=plan.num_warps,
+        num_stages=plan.num_stages,
+    )
+
+
+def plan_for(dtype: torch.dtype) -> AttentionPlan:
+    """The cut for a cache's type."""
+    if dtype == torch.float32:
+        return AttentionPlan(tile=32, num_warps=4, num_stages=2)
+    return AttentionPlan(tile=64, num_warps=4, num_stages=2)
+
+
+@triton.jit
+def _turned(row, position, cosine, sine, half: tl.constexpr, head_dim: tl.constexpr, block_d: tl.constexpr):
+    """One head's vector at `row`, its first 2 * half lanes turned by the position's angles, in float32."""
+    lanes = tl.arange(0, block_d)
+    angles = tl.where(lanes < half, lanes, lanes - half)
+    partners = tl.where(lanes < half, lanes + half, lanes - half)
+    is_turned = lanes < 2 * half
+    own = tl.load(row + lanes, mask=lanes < head_dim, other=0.0).to(tl.float32)
+    other = tl.load(row + partners, mask=is_turned, other=0.0).to(tl.float32)
+    cosines = tl.load(cosine + position * half + angles, mask=is_turned, other=1.0)
+    sines = tl.load(sine + position * half + angles, mask=is_turned, other=0.0)
+    return own * cosines + tl.where(lanes < half, -other, other) * sines
+
+
+@triton.jit
+def _as_stored(values, scale, dtype: tl.constexpr):
+    """What the cache holds of a key or a value, in its own type."""
+    if scale is not None:
+        values = tl.minimum(tl.maximum(values / tl.load(scale), -448.0), 448.0)
+    return values.to(dtype)
+
+
+@triton.jit
+def _attend(
+    qkv,
+    positions,
+    cosine,
+    sine,
+    key_pages,
+    value_pages,
+    page_table,
+    out,
+    key_scale,
+    value_scale,
+    query_scale,
+    value_factor,
+    partials,
+    counters,
+    qkv_stride,
+    table_stride,
+    out_stride,
+    softmax_scale,
+    num_heads: tl.constexpr,
+    num_groups: tl.constexpr,
+    head_dim: tl.constexpr,
+    page_size: tl.constexpr,
+    half: tl.constexpr,
+    num_parts: tl.constexpr,
+    block_d: tl.constexpr,
+    block_parts: tl.constexpr,
+    tile: tl.constexpr,
+    tile_stages: tl.constexpr,
+    is_dependent: tl.constexpr,
+):
+    head, sequence, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if is_dependent:
+        let_next_start()
+        wait_for_previous()
+    lanes = tl.arange(0, block_d)
+    in_head = lanes < head_dim
+    out_row = out + sequence.to(tl.int64) * out_stride + head * head_dim
+    position = tl.load(positions + sequence).to(tl.int32)
+    if position < 0:
+        if part == 0:
+            tl.store(out_row + lanes, tl.zeros((block_d,), out.dtype.element_ty), mask=in_head)
+        return
+    # The tokens before this one are shared out; part 0 also takes the token itself, so it is there even alone.
+    tiles_per_part = tl.maximum(tl.cdiv(tl.cdiv(position, tile), num_parts), 1)
+    num_active = tl.maximum(tl.cdiv(position, tiles_per_part * tile), 1)
+    if part >= num_active:
+        return
+
+    group = head // (num_heads // num_groups)
+    table_row = page_table + sequence.to(tl.int64) * table_stride
+    row = qkv + sequence.to(tl.int64) * qkv_stride
+    query = _turned(row + head * head_dim, position, cosine, sine, half, head_dim, block_d) * softmax_scale
+    if query_scale is not None:
+        query *= tl.load(query_scale + sequence * num_heads + head).to(tl.float32)
+    if key_scale is not None:
+        query *= tl.load(key_scale)
+
+    begin = part * tiles_per_part * tile
+    end = tl.minimum(position, begin + tiles_per_part * tile)
+    highest = tl.full((tile,), _LOWEST, tl.float32)
+    weight = tl.zeros((tile,), tl.float32)
+    total = tl.zeros((tile, block_d), tl.float32)
+    for start in tl.range(begin, end, tile, num_stages=tile_stages):
+        places = start + tl.arange(0, tile)
+        inside = places < end
+        page = tl.load(table_row + places // page_size, mask=inside, other=0).to(tl.int64)
+        slots = (page * num_groups + group) * page_size + places % page_size
+        addresses = slots[:, None] * head_dim + lanes[None, :]
+        present = inside[:, None] & in_head[None, :]
+        key = tl.load(key_pages + addresses, mask=present, other=0.0)
+        value = tl.load(value_pages + addresses, mask=present, other=0.0)
+        scores = tl.sum(key.to(tl.float32) * query[None, :], axis=1)
+        scores = tl.where(inside, scores, float("-inf"))
+        higher = tl.maximum(highest, scores)
+        decay = tl.exp2(highest - higher)
+        share = tl.exp2(scores - higher)
+        weight = weight * decay + share
+        total = total * decay[:, None] + value.to(tl.float32) * share[:, None]
+        highest = higher
+    top = tl.max(highest, axis=0)
+    lane_share = tl.exp2(highest - top)
+    sum_of_weights = tl.sum(weight * lane_share, axis=0)
+    attended = tl.sum(total * lane_share[:, None], axis=0)
+
+    if part == 0:
+        key_row = row + (num_heads + group) * head_dim
+        value_row = row + (num_heads + num_groups + group) * head_dim
+        new_key = _turned(key_row, position, cosine, sine, half, head_dim, block_d)
+        new_key = _as_stored(new_key, key_scale, key_pages.dtype.element_ty)
+        new_value = tl.load(value_row + lanes, mask=in_head, other=0.0).to(tl.float32)
+        if value_factor is not None:
+            new_value *= tl.load(value_factor + sequence * num_groups + group).to(tl.float32)
+        new_value = _as_stored(new_value, value_scale, value_pages.dtype.element_ty)
+        if head % (num_heads // num_groups) == 0:
+            own_page = tl.load(table_row + position // page_size).to(tl.int64)
+            own_slot = (own_page * num_groups + group) * page_size + position % page_size
+            tl.store(key_pages + own_slot * head_dim + lanes, new_key, mask=in_head)
+            tl.store(value_pages + own_slot * head_dim + lanes, new_value, mask=in_head)
+        score = tl.sum(new_key.to(tl.float32) * query, axis=0)
+        higher_top = tl.maximum(top, score)
+        decay_of_top = tl.exp2(top - higher_top)
+        own_share = tl.exp2(score - higher_top)
+        sum_of_weights = sum_of_weights * decay_of_top + own_share
+        attended = attended * decay_of_top + new_value.to(tl.float32) * own_share
+        top = higher_top
+
+    if num_parts > 1:
+        row_of_parts = partials + (sequence * num_heads + head).to(tl.int64) * num_parts * (head_dim + 2)
+        if num_active > 1:
+            own_part = row_of_parts + part * (head_dim + 2)
+            tl.store(own_part + lanes, attended, mask=in_head)
+            tl.store(own_part + head_dim, top)
+            tl.store(own_part + head_dim + 1, sum_of_weights)
+            counter = counters + sequence * num_heads + head
+            tl.debug_barrier()  # every thread's part is stored before one of them counts it
+            if tl.atomic_add(counter, 1, sem="acq_rel") < num_active - 1:
+                return
+            tl.debug_barrier()
+            tl.store(counter, 0)
+            parts = tl.arange(0, block_parts)
+            is_part = parts < num_active
+            part_rows = row_of_parts + parts * (head_dim + 2)
+            # Past the L1 cache, which does not see what other multiprocessors write.
+            tops = tl.load(part_rows + head_dim, mask=is_part, other=_LOWEST, cache_modifier=".cg")
+            sums = tl.load(part_rows + head_dim + 1, mask=is_part, other=0.0, cache_modifier=".cg")
+            rows = tl.load(
+                part_rows[:, None] + lanes[None, :],
+                mask=is_part[:, None] & in_head[None, :],
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            part_shares = tl.exp2(tops - tl.max(tops, axis=0))
+            sum_of_weights = tl.sum(sums * part_shares, axis=0)
+            attended = tl.sum(rows * part_shares[:, None], axis=0)
+    attended /= sum_of_weights
+    if value_scale is not None:
+        attended *= tl.load(value_scale)
+    tl.store(out_row + lanes, operand(attended, out.dtype.element_ty), mask=in_head)
