@@ -27,8 +27,8 @@ import torch
 from PIL import Image
 
 from bench.device_timing import attempted, time_us
+from bench.harness.workload import chart
 from bench.random_weights import MOONDREAM_2
-from bench.workload import chart
 from kestrel_ops import Kernels, resample
 from kestrel_ops.triton.resample import Blocks
 from kestrel_ops.triton.resample import resample as triton_resample
@@ -93,7 +93,7 @@ def images_per_s(
 def worker_rates(threads: list[int], duration_s: float) -> list[dict[str, float]]:
     """Images per second by number of threads, with Pillow's resizing and without."""
     files = [chart(seed) for seed in range(NUM_DRAWN)]
-    decode = partial(decode_image, max_image_pixels=EngineConfig.max_image_pixels)
+    decode = partial(decode_image, max_image_pixels=EngineConfig().max_image_pixels)
     rows = []
     print(f"\n{'threads':>7} {'Pillow cuts /s':>15} {'decoded alone /s':>17}")
     for count in threads:

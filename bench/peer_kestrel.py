@@ -25,12 +25,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from bench.lanes import Lanes, Sample, Window
-from bench.progress import Progress
+from bench.harness.lanes import Lanes, Sample, Window
+from bench.harness.progress import Progress
+from bench.harness.serving import machine_facts, write_json
+from bench.harness.summary import Objective, Recording, Row, summarise
+from bench.harness.workload import WORKLOADS, Album, Workload
 from bench.serve import ALONE
-from bench.serving import machine_facts, write_json
-from bench.summary import Objective, Recording, Row, summarise
-from bench.workload import WORKLOADS, Album, Workload
 
 PEER_FILE = "peer.safetensors"
 _TRAINING_LAYOUT = "text_model.transformer."

@@ -23,9 +23,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from bench.endless import END_BIAS
-from bench.tokenizer_file import write_tokenizer
-from bench.workload import vocabulary
+from bench.harness.endless import END_BIAS
+from bench.harness.tokenizer_file import write_tokenizer
+from bench.harness.workload import vocabulary
 from kestrel_runtime.models.moondream.config import (
     MoeConfig,
     MoondreamConfig,

@@ -22,14 +22,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.empty_server import empty_server
-from bench.endless import write_endless
-from bench.load import LoadProcesses
-from bench.progress import Progress
-from bench.report import Results, write_report
-from bench.serving import RunningServer, machine_facts, started_server, write_json
-from bench.summary import Objective, Row, summarise
-from bench.workload import WORKLOADS, Workload
+from bench.harness.empty_server import empty_server
+from bench.harness.endless import write_endless
+from bench.harness.load import LoadProcesses
+from bench.harness.progress import Progress
+from bench.harness.report import Results, write_report
+from bench.harness.serving import RunningServer, machine_facts, started_server, write_json
+from bench.harness.summary import Objective, Row, summarise
+from bench.harness.workload import WORKLOADS, Workload
 
 FIRST_RATE, RATE_STEP, MAX_RATES = 0.4, 1.25, 9
 """The open loop starts at this share of the closed loop's best rate, and asks for so much more each time."""

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
-from bench.empty_server import empty_server
-from bench.load import LoadProcesses, Recording
-from bench.workload import WORKLOADS
+from bench.harness.empty_server import empty_server
+from bench.harness.load import LoadProcesses, Recording
+from bench.harness.workload import WORKLOADS
 
 
 @pytest.fixture(scope="module")

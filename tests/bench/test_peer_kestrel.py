@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from bench.harness.workload import WORKLOADS, Album
 from bench.peer_kestrel import PeerEngine, peer_model, write_peer_file
 from bench.random_weights import write_random_model
-from bench.workload import WORKLOADS, Album
 from kestrel_runtime.checkpoint import find_checkpoint
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from tests.bench.small import SMALL_2, SMALL_3

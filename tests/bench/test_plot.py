@@ -4,7 +4,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from bench.plot import Axis, Series, line_plot, number
+from bench.harness.plot import Axis, Series, line_plot, number
 
 SVG = "{http://www.w3.org/2000/svg}"
 

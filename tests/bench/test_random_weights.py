@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from bench.harness.workload import QUESTIONS, TEXT_QUESTIONS, chart
 from bench.random_weights import MODELS, write_random_model
-from bench.workload import QUESTIONS, TEXT_QUESTIONS, chart
 from kestrel_runtime.config import EngineConfig
 from kestrel_runtime.engine import Engine
 from kestrel_runtime.events import FinishReason

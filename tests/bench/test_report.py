@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from bench.lanes import Sample, Window
-from bench.load import Recording
-from bench.report import Results, over_peer, part_plots, write_report
-from bench.summary import Objective, Row, summarise
+from bench.harness.lanes import Sample, Window
+from bench.harness.load import Recording
+from bench.harness.report import Results, over_peer, part_plots, write_report
+from bench.harness.summary import Objective, Row, summarise
 
 OBJECTIVE = Objective(1000.0, 50.0)
 

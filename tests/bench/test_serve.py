@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from bench.empty_server import empty_server
-from bench.load import LoadProcesses
-from bench.progress import Progress
+from bench.harness.empty_server import empty_server
+from bench.harness.load import LoadProcesses
+from bench.harness.progress import Progress
+from bench.harness.summary import Row
+from bench.harness.workload import WORKLOADS
 from bench.serve import MAX_RATES, RATE_STEP, parser, plan_of, ramp
-from bench.summary import Row
-from bench.workload import WORKLOADS
 from tests.golden import CHECKOUT
 
 

@@ -4,9 +4,9 @@ from array import array
 
 import pytest
 
-from bench.lanes import Sample, Window
-from bench.load import Recording
-from bench.summary import Objective, Row, percentiles, summarise
+from bench.harness.lanes import Sample, Window
+from bench.harness.load import Recording
+from bench.harness.summary import Objective, Row, percentiles, summarise
 
 OBJECTIVE = Objective(first_token_ms=500.0, per_token_ms=100.0)
 

@@ -5,7 +5,7 @@ import io
 import pytest
 from PIL import Image
 
-from bench.workload import HEIGHT_PX, WIDTH_PX, WORKLOADS, Album, chart
+from bench.harness.workload import HEIGHT_PX, WIDTH_PX, WORKLOADS, Album, chart
 from kestrel_runtime.images import select_tiling
 from tests.bench.small import SMALL_2
 

@@ -12,8 +12,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from bench.plot import Axis, Series, line_plot, number
-from bench.summary import Objective, Row
+from bench.harness.plot import Axis, Series, line_plot, number
+from bench.harness.summary import Objective, Row
 
 Table = list[list[str]]
 

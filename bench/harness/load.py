@@ -22,8 +22,8 @@ from typing import Any, Self
 
 import grpc
 
-from bench.lanes import Lanes, Sample, Window
-from bench.workload import Album, Workload
+from bench.harness.lanes import Lanes, Sample, Window
+from bench.harness.workload import Album, Workload
 from kestrel_client.v1 import generation_pb2, media_pb2, vision_service_pb2
 
 METHOD = "/kestrel.v1.VisionService/Query"

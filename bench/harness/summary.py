@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
-from bench.lanes import Sample, Window
-from bench.load import Recording
+from bench.harness.lanes import Sample, Window
+from bench.harness.load import Recording
 
 PERCENTILES = (50, 90, 99)
 Percentiles = dict[str, float]
