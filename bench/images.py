@@ -223,9 +223,9 @@ def main() -> int:
 
 
 def _candidates() -> Iterator[Blocks]:
-    for num_bytes in (128, 256, 512, 1024, 2048):
-        for num_rows in (1, 2, 4, 8):
-            for num_warps in (2, 4, 8):
+    for num_bytes in (256, 512, 1024):
+        for num_rows in (1, 4, 8):
+            for num_warps in (4, 8):
                 yield Blocks(num_bytes, num_rows, num_warps)
 
 

@@ -40,7 +40,7 @@ def resample(
     else:
         resampled = pixels.new_empty(height, length, channels)
         rows, source_row, result_row, step = height, width * channels, length * channels, channels
-    rows_per_program = min(blocks.num_rows, triton.next_power_of_2(rows))
+    rows_per_program = 1 if rows == 1 else blocks.num_rows  # and nothing between, which would be compiled anew
     grid = (triton.cdiv(result_row, blocks.num_bytes), triton.cdiv(rows, rows_per_program))
     launch: Any = _resample[grid]
     launch(
