@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bench import prefill
-from bench.prefill_inputs import Prompts
+from bench.harness.prefill_inputs import Prompts
 
 CPU = torch.device("cpu")
 

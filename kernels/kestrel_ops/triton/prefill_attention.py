@@ -25,9 +25,7 @@ def tiling(max_chunk: int, dtype: torch.dtype) -> Tiling:
     """What serves chunks of this length best."""
     if dtype == torch.float32:
         return Tiling(32, 32, 4, 2)
-    if max_chunk <= 16:  # the last rows of prompts, or a word behind a cached image
-        return Tiling(16, 64, 4, 3)
-    if max_chunk <= 64:
+    if max_chunk <= 64:  # the last rows of prompts, text alone, or a question behind a cached image
         return Tiling(64, 64, 4, 3)
     return Tiling(128, 64, 8, 3)
 
@@ -137,7 +135,8 @@ def _add_tile(queries, keys, values, visible, places, state, score_scale, masked
     return new_highest, total, weighted
 
 
-@triton.jit
+# What depends on a batch or a layer does not choose among kernels: one compiled at start serves all.
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["key_scale", "value_scale"])
 def _prefill_attention(
     query,
     key,

@@ -71,7 +71,8 @@ def _stored(rows, inverse_scale, pages, is_float8: tl.constexpr):
     return rows.to(pages.dtype.element_ty)
 
 
-@triton.jit
+# A layer's scales may lie anywhere in those of all layers: one kernel, compiled at start, serves them.
+@triton.jit(do_not_specialize_on_alignment=["key_scale", "value_scale"])
 def _rotary_write_kv(
     qkv,
     positions,
