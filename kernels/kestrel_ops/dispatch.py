@@ -27,6 +27,8 @@ class Kernels:
     add_layer_norm: Callable[..., Any]
     concat_gelu: Callable[..., Any]
     scaled_linear: Callable[..., Any]
+    scaled_linear_gelu: Callable[..., Any]
+    scaled_linear_add: Callable[..., Any]
     rotary_write_kv: Callable[..., Any]
     prefill_attention: Callable[..., Any]
     decode_expand: Callable[..., Any]

@@ -93,3 +93,20 @@ def test_a_row_does_not_see_its_neighbours(add_layer_norm):
     for row in range(9):
         alone, _ = add_layer_norm(hidden[row : row + 1].clone(), None, EPSILON, torch.float32)
         torch.testing.assert_close(together[row], alone[0])
+
+
+@every_implementation
+def test_a_given_scale_is_that_of_all_rows(add_layer_norm):
+    hidden = some_rows(6, 64)
+    out, scale = add_layer_norm(hidden, None, EPSILON, FLOAT8, out_scale=8 / 448)
+    assert scale is None
+    wanted = layer_norm(hidden.double(), (64,), eps=EPSILON)
+    assert relative_error(out.double() * 8 / 448, wanted) < ROUNDING[FLOAT8]
+
+
+@every_implementation
+def test_what_a_given_scale_does_not_hold_is_cut(add_layer_norm):
+    hidden = some_rows(6, 64)
+    out, _ = add_layer_norm(hidden, None, EPSILON, FLOAT8, out_scale=0.5 / 448)
+    wanted = layer_norm(hidden, (64,), eps=EPSILON)
+    assert torch.equal(out.float()[wanted.abs() > 0.51], 448 * wanted.sign()[wanted.abs() > 0.51])

@@ -78,3 +78,19 @@ def test_large_values_pass_and_large_negative_ones_vanish(concat_gelu):
 def test_a_row_of_zeros_stays_one(concat_gelu):
     out, scale = concat_gelu(None, torch.zeros(2, 32, device=DEVICE), FLOAT8)
     assert torch.equal(dequantised(out, scale), torch.zeros(2, 32, device=DEVICE))
+
+
+@every_implementation
+@pytest.mark.parametrize("activate", [True, False])
+def test_a_given_scale_is_that_of_all_rows(concat_gelu, activate):
+    plain, inner = some_rows(6, 16, seed=1), some_rows(6, 48)
+    out, scale = concat_gelu(plain, inner, FLOAT8, activate, out_scale=10 / 448)
+    assert scale is None
+    assert relative_error(out.double() * 10 / 448, written_out(plain, inner, activate)) < ROUNDING[FLOAT8]
+
+
+@every_implementation
+def test_what_a_given_scale_does_not_hold_is_cut(concat_gelu):
+    inner = some_rows(6, 48)
+    out, _ = concat_gelu(None, inner, FLOAT8, False, out_scale=0.5 / 448)
+    assert torch.equal(out.float()[inner.abs() > 0.51], 448 * inner.sign()[inner.abs() > 0.51])

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from kestrel_ops.reference.quantise_rows import quantise_rows
-from tests.kernels.implementations import DEVICE, implementation_name, implementations, relative_error
+from tests.kernels.implementations import DEVICE, FLOAT8, implementation_name, implementations, relative_error
 
 TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 # Fast accumulation keeps fewer bits of a float8 product's sum.
@@ -42,4 +42,13 @@ def test_a_float8_product_is_that_of_the_scaled_operands(scaled_linear, count, b
     assert out.dtype == out_dtype
     assert out.shape == (count, 32)
     wanted = (x.double() * x_scale) @ (weight.double() * weight_scale).T + (0 if bias is None else bias.double())
+    assert relative_error(out, wanted) < FLOAT8_TOLERANCE
+
+
+@every_implementation
+def test_one_scale_of_each_operand_is_enough(scaled_linear):
+    x, weight = (some_matrix(rows, 64, rows).mul(20).to(FLOAT8) for rows in (40, 32))
+    scales = torch.tensor([[0.05]], device=DEVICE), torch.tensor([0.003], device=DEVICE)
+    out = scaled_linear(x, scales[0], weight, scales[1], None, torch.bfloat16)
+    wanted = (x.double() * scales[0]) @ (weight.double() * scales[1]).T
     assert relative_error(out, wanted) < FLOAT8_TOLERANCE

@@ -7,9 +7,9 @@ from torch.nn.functional import linear
 
 def scaled_linear(
     x: Tensor,  # [T, K]
-    x_scale: Tensor | None,  # [T, 1] float32 where `x` is float8_e4m3fn
+    x_scale: Tensor | None,  # [T, 1] or [1, 1] float32 where `x` is float8_e4m3fn
     weight: Tensor,  # [N, K], of the type of `x`
-    weight_scale: Tensor | None,  # [N] float32 where `weight` is float8_e4m3fn
+    weight_scale: Tensor | None,  # [N] or, with one scale of `x`, [1] float32 where `weight` is float8_e4m3fn
     bias: Tensor | None,  # [N]
     out_dtype: torch.dtype,
 ) -> Tensor:  # [T, N] out_dtype

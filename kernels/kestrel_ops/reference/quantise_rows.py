@@ -14,4 +14,9 @@ def quantise_rows(
     """Scale each row by its largest magnitude / 448 and round: row = quantised * scale."""
     wide = rows.float()
     scale = wide.abs().amax(dim=-1, keepdim=True).clamp(min=_SMALLEST_MAGNITUDE) / LARGEST_FLOAT8
-    return (wide / scale).clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(torch.float8_e4m3fn), scale
+    return rounded_to_float8(wide / scale), scale
+
+
+def rounded_to_float8(values: Tensor) -> Tensor:
+    """float8_e4m3fn values, those beyond its range at its ends."""
+    return values.clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(torch.float8_e4m3fn)

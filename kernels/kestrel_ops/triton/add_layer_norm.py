@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kestrel_ops.triton.rows import RowBlocks, load_piece, pieces, store_piece
+from kestrel_ops.triton.rows import RowBlocks, cut_to_float8, load_piece, pieces, store_piece
 
 _LARGEST_FLOAT8 = tl.constexpr(448.0)
 _SMALLEST_MAGNITUDE = tl.constexpr(1e-12)
@@ -18,6 +18,7 @@ def add_layer_norm(
     delta: Tensor | None,  # [T, dim], contiguous
     epsilon: float,
     out_dtype: torch.dtype,
+    out_scale: float | None = None,
     blocks: RowBlocks | None = None,  # None: those that the width asks for
 ) -> tuple[Tensor, Tensor | None]:  # [T, dim] out_dtype, and [T, 1] float32 where that is float8
     """As the definition says; each row is read once and kept in registers."""
@@ -27,7 +28,7 @@ def add_layer_norm(
     assert delta is None or delta.is_contiguous()
     out = torch.empty(num_rows, width, dtype=out_dtype, device=hidden.device)
     scale = None
-    if out_dtype == torch.float8_e4m3fn:
+    if out_dtype == torch.float8_e4m3fn and out_scale is None:
         scale = torch.empty(num_rows, 1, dtype=torch.float32, device=hidden.device)
     main, tail = pieces(width)
     _add_layer_norm[(triton.cdiv(num_rows, blocks.rows),)](
@@ -37,6 +38,7 @@ def add_layer_norm(
         scale,
         num_rows,
         epsilon,
+        None if out_scale is None else 1 / out_scale,
         width=width,
         main=main,
         tail=tail,
@@ -75,6 +77,7 @@ def _add_layer_norm(
     scale,
     num_rows,
     epsilon,
+    out_factor,
     width: tl.constexpr,
     main: tl.constexpr,
     tail: tl.constexpr,
@@ -101,6 +104,18 @@ def _add_layer_norm(
         magnitude = tl.maximum(largest * factor, _SMALLEST_MAGNITUDE)
         tl.store(scale + row, magnitude / _LARGEST_FLOAT8, mask=in_range)
         factor *= _LARGEST_FLOAT8 / magnitude
-    store_piece(out, row_starts, in_range, values * factor[:, None], 0, main, width)
+    if out_factor is not None:
+        factor *= out_factor
+    store_piece(
+        out, row_starts, in_range, cut_to_float8(values * factor[:, None], out_factor is not None), 0, main, width
+    )
     if tail > 0:
-        store_piece(out, row_starts, in_range, tail_values * factor[:, None], main, tail, width)
+        store_piece(
+            out,
+            row_starts,
+            in_range,
+            cut_to_float8(tail_values * factor[:, None], out_factor is not None),
+            main,
+            tail,
+            width,
+        )

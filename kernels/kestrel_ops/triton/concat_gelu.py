@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kestrel_ops.triton.rows import RowBlocks, load_piece, pieces, store_piece
+from kestrel_ops.triton.rows import RowBlocks, cut_to_float8, load_piece, pieces, store_piece
 
 _LARGEST_FLOAT8 = tl.constexpr(448.0)
 _SMALLEST_MAGNITUDE = tl.constexpr(1e-12)
@@ -21,6 +21,7 @@ def concat_gelu(
     inner: Tensor,  # [T, F], rows at any distance
     out_dtype: torch.dtype,
     activate: bool = True,
+    out_scale: float | None = None,
     blocks: RowBlocks | None = None,  # None: those that the width asks for
 ) -> tuple[Tensor, Tensor | None]:  # [T, A + F] out_dtype, and [T, 1] float32 where that is float8
     """As the definition says; each row is read once and kept in registers."""
@@ -32,7 +33,7 @@ def concat_gelu(
     assert plain is None or plain.stride(1) == 1
     out = torch.empty(num_rows, width, dtype=out_dtype, device=inner.device)
     scale = None
-    if out_dtype == torch.float8_e4m3fn:
+    if out_dtype == torch.float8_e4m3fn and out_scale is None:
         scale = torch.empty(num_rows, 1, dtype=torch.float32, device=inner.device)
     plain_main, plain_tail = pieces(plain_width)
     inner_main, inner_tail = pieces(inner_width)
@@ -44,6 +45,7 @@ def concat_gelu(
         num_rows,
         0 if plain is None else plain.stride(0),
         inner.stride(0),
+        None if out_scale is None else 1 / out_scale,
         plain_width=plain_width,
         plain_main=plain_main,
         plain_tail=plain_tail,
@@ -84,6 +86,7 @@ def _concat_gelu(
     num_rows,
     plain_stride,
     inner_stride,
+    out_factor,
     plain_width: tl.constexpr,
     plain_main: tl.constexpr,
     plain_tail: tl.constexpr,
@@ -119,13 +122,47 @@ def _concat_gelu(
         magnitude = tl.maximum(magnitude, _SMALLEST_MAGNITUDE)
         tl.store(scale + row, magnitude / _LARGEST_FLOAT8, mask=in_range)
         factor = _LARGEST_FLOAT8 / magnitude
+    if out_factor is not None:
+        factor *= out_factor
     factor = factor[:, None]
     starts = row * (plain_width + inner_width)
     if plain_main > 0:
-        store_piece(out, starts, in_range, plain_values * factor, 0, plain_main, plain_width)
+        store_piece(
+            out,
+            starts,
+            in_range,
+            cut_to_float8(plain_values * factor, out_factor is not None),
+            0,
+            plain_main,
+            plain_width,
+        )
     if plain_tail > 0:
-        store_piece(out, starts, in_range, plain_rest * factor, plain_main, plain_tail, plain_width)
+        store_piece(
+            out,
+            starts,
+            in_range,
+            cut_to_float8(plain_rest * factor, out_factor is not None),
+            plain_main,
+            plain_tail,
+            plain_width,
+        )
     starts += plain_width
-    store_piece(out, starts, in_range, inner_values * factor, 0, inner_main, inner_width)
+    store_piece(
+        out,
+        starts,
+        in_range,
+        cut_to_float8(inner_values * factor, out_factor is not None),
+        0,
+        inner_main,
+        inner_width,
+    )
     if inner_tail > 0:
-        store_piece(out, starts, in_range, inner_rest * factor, inner_main, inner_tail, inner_width)
+        store_piece(
+            out,
+            starts,
+            in_range,
+            cut_to_float8(inner_rest * factor, out_factor is not None),
+            inner_main,
+            inner_tail,
+            inner_width,
+        )

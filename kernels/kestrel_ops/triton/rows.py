@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
+_LARGEST_FLOAT8 = tl.constexpr(448.0)
+
 
 @dataclass(frozen=True, slots=True)
 class RowBlocks:
@@ -43,3 +45,11 @@ def store_piece(
     lanes = begin + tl.arange(0, size)
     inside = in_range[:, None] & (lanes < width)[None, :]
     tl.store(pointer + row_starts[:, None] + lanes[None, :], values.to(pointer.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def cut_to_float8(values, is_needed: tl.constexpr) -> tl.tensor:
+    """Values beyond the range of float8_e4m3fn at its ends; needed where their scale was not measured on them."""
+    if is_needed:
+        values = tl.minimum(tl.maximum(values, -_LARGEST_FLOAT8), _LARGEST_FLOAT8)
+    return values

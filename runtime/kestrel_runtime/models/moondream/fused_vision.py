@@ -17,6 +17,7 @@ from torch.nn.functional import embedding_bag, layer_norm, scaled_dot_product_at
 
 from kestrel_ops import Kernels
 from kestrel_runtime.models.moondream.fused_weights import Matrix
+from kestrel_runtime.models.moondream.pooling import PoolingPlan
 from kestrel_runtime.models.moondream.vision import VisionModel
 
 # cuDNN is the fastest at heads of 72 lanes; what it refuses, float32 above all, goes to the next.
@@ -50,12 +51,12 @@ class _Block:
     fc2: _Linear
 
 
-@dataclass(frozen=True, slots=True)
-class _PoolingPlan:
-    """Which patches of an image's crops are averaged into which half row of the projector's input."""
-
-    patches: Tensor  # [entries] int64, counted from the image's first crop
-    starts: Tensor  # [2 * patches of a crop] int64: where each average begins in `patches`
+def folded(layer: nn.Linear, norm: nn.LayerNorm | None) -> tuple[Tensor, Tensor]:
+    """Float32 weight [N, K] and bias [N] of a layer that takes rows as they are before a gain and a shift."""
+    weight, bias = layer.weight.float(), layer.bias.float()
+    if norm is None:
+        return weight, bias
+    return weight * norm.weight.float(), bias + weight @ norm.bias.float()
 
 
 class FusedVision:
@@ -73,14 +74,15 @@ class FusedVision:
             self._projector = [self._linear(layer) for layer in (vision.proj_mlp.fc1, vision.proj_mlp.fc2)]
         self._post_ln = vision.post_ln
         self._epsilon = vision.post_ln.eps
-        self._plans: dict[tuple[int, int], _PoolingPlan] = {}
+        self._plans: dict[tuple[int, int], PoolingPlan] = {}
 
     def encode(self, crops: Tensor) -> Tensor:
         """uint8 crops [N, side, side, channels] → features [N, patches, enc_dim], those of `VisionModel.encode`."""
-        hidden, delta = self._embed_patches(crops), None
+        hidden = self._embed_patches(crops)
+        delta: Tensor | None = None
         with sdpa_kernel(_ATTENTION_BACKENDS, set_priority=True):
-            for block in self._blocks:
-                delta = self._run_block(block, hidden, delta)
+            for layer in range(self.config.enc_n_layers):
+                delta = self._run_block(layer, hidden, delta)
         if delta is not None:
             hidden += delta
         features = layer_norm(hidden, hidden.shape[-1:], self._post_ln.weight, self._post_ln.bias, self._epsilon)
@@ -88,11 +90,12 @@ class FusedVision:
 
     def states(self, crops: Tensor) -> Iterator[Tensor]:
         """The stream [N * patches, enc_dim] after each block, for those who look into the encoder."""
-        hidden, delta = self._embed_patches(crops), None
-        for block in self._blocks:
+        hidden = self._embed_patches(crops)
+        delta: Tensor | None = None
+        for layer in range(self.config.enc_n_layers):
             with sdpa_kernel(_ATTENTION_BACKENDS, set_priority=True):
-                delta = self._run_block(block, hidden, delta)
-            yield hidden + delta
+                delta = self._run_block(layer, hidden, delta)
+            yield hidden.clone() if delta is None else hidden + delta
 
     def project_all(self, features: Sequence[Tensor], tilings: Sequence[tuple[int, int]]) -> Tensor:
         """Features of several images → their embeddings [images, patches, text dim].
@@ -100,7 +103,7 @@ class FusedVision:
         Each image's are [1 + rows * columns, patches, enc_dim], the global crop first; a tiling is (rows, columns).
         """
         num_patches = self.config.num_image_tokens
-        plans = [self._plan(tiling, features[0].device) for tiling in tilings]
+        plans = [self._plan(tiling, image.device) for image, tiling in zip(features, tilings, strict=True)]
         num_entries = itertools.accumulate((len(plan.patches) for plan in plans), initial=0)
         num_rows = itertools.accumulate((len(image) * num_patches for image in features), initial=0)
         patches = torch.cat([plan.patches + base for plan, base in zip(plans, num_rows, strict=False)])
@@ -126,8 +129,9 @@ class FusedVision:
         hidden.view(len(crops), side * side, -1).add_(self._patch_offsets)
         return hidden
 
-    def _run_block(self, block: _Block, hidden: Tensor, delta: Tensor | None) -> Tensor:
+    def _run_block(self, layer: int, hidden: Tensor, delta: Tensor | None) -> Tensor | None:
         # Adds `delta` to `hidden` and hands back what is to be added next.
+        block = self._blocks[layer]
         packed = self._product(*self._normed(hidden, delta, block.qkv), block.qkv)
         attended = self._product(*self._quantised(self._attend(packed), block.proj, activate=False), block.proj)
         inner = self._product(*self._normed(hidden, attended, block.fc1), block.fc1)
@@ -168,49 +172,13 @@ class FusedVision:
         )
 
     def _linear(self, layer: nn.Linear, norm: nn.LayerNorm | None = None) -> _Linear:
-        weight, bias = layer.weight.float(), layer.bias.float()
-        if norm is not None:
-            weight, bias = weight * norm.weight.float(), bias + weight @ norm.bias.float()
+        weight, bias = folded(layer, norm)
         fits = all(size % _FLOAT8_ALIGNMENT == 0 for size in weight.shape)
         dtype = torch.float8_e4m3fn if self._precision == "float8" and fits else self._dtype
         matrix = Matrix.of(weight, bias, dtype)
         return _Linear(matrix.weight, matrix.scale, matrix.bias.to(self._dtype))
 
-    def _plan(self, tiling: tuple[int, int], device: torch.device) -> _PoolingPlan:
+    def _plan(self, tiling: tuple[int, int], device: torch.device) -> PoolingPlan:
         if tiling not in self._plans:
-            self._plans[tiling] = self._make_plan(*tiling, device)
+            self._plans[tiling] = PoolingPlan.of(self.config, *tiling, device)
         return self._plans[tiling]
-
-    def _make_plan(self, rows: int, columns: int, device: torch.device) -> _PoolingPlan:
-        side = self.config.grid_size
-        stitched_rows, stitched_columns = self._stitched(rows), self._stitched(columns)
-        bags: list[list[int]] = []
-        for y, x in itertools.product(range(side), repeat=2):
-            bags.append([y * side + x])
-            bags.append(
-                [
-                    (1 + row * columns + column) * side * side + crop_y * side + crop_x
-                    for row, crop_y in _window(stitched_rows, y, side)
-                    for column, crop_x in _window(stitched_columns, x, side)
-                ]
-            )
-        starts = itertools.accumulate((len(bag) for bag in bags[:-1]), initial=0)
-        return _PoolingPlan(
-            patches=torch.tensor([patch for bag in bags for patch in bag], device=device),
-            starts=torch.tensor(list(starts), device=device),
-        )
-
-    def _stitched(self, count: int) -> list[tuple[int, int]]:
-        # Along one axis: crop and place within it of every patch that stitching keeps. Each crop gives its middle,
-        # and its margin only at the rim.
-        margin, side = self.config.overlap_margin, self.config.grid_size
-        return [
-            (crop, place)
-            for crop in range(count)
-            for place in range(0 if crop == 0 else margin, side if crop == count - 1 else side - margin)
-        ]
-
-
-def _window(places: list[tuple[int, int]], index: int, count: int) -> list[tuple[int, int]]:
-    # The window of an adaptive average pool from len(places) to `count`.
-    return places[index * len(places) // count : -(-(index + 1) * len(places) // count)]

@@ -1,0 +1,206 @@
+"""The products of cuBLASLt that torch does not reach: a GELU or a residual addition inside a float8 product.
+
+Binds the library that torch itself has loaded. cuBLASLt counts by columns, so that it sees every matrix of ours
+transposed: out.T [N, T] = weight [N, K] @ x.T [K, T].
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from ctypes import byref, c_float, c_int, c_int8, c_int32, c_int64, c_size_t, c_uint64, c_void_p, sizeof
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# cudaDataType
+_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14, torch.float8_e4m3fn: 28}
+_COMPUTE_FLOAT32 = 68  # CUBLAS_COMPUTE_32F
+# cublasLtMatmulDescAttributes_t
+_TRANSPOSE_A, _TRANSPOSE_B, _EPILOGUE, _BIAS = 3, 4, 7, 8
+_SCALE_A, _SCALE_B, _SCALE_D, _FAST_ACCUMULATION, _BIAS_TYPE = 17, 18, 20, 25, 26
+# cublasLtEpilogue_t
+_ADD_BIAS, _ADD_BIAS_THEN_GELU = 4, 36
+_MOST_WORKSPACE_BYTES = 1  # cublasLtMatmulPreferenceAttributes_t
+_WORKSPACE_BYTES = 32 << 20
+
+_SIGNATURES = {
+    "cublasLtCreate": [c_void_p],
+    "cublasLtMatmulDescCreate": [c_void_p, c_int, c_int],
+    "cublasLtMatmulDescSetAttribute": [c_void_p, c_int, c_void_p, c_size_t],
+    "cublasLtMatrixLayoutCreate": [c_void_p, c_int, c_uint64, c_uint64, c_int64],
+    "cublasLtMatmulPreferenceCreate": [c_void_p],
+    "cublasLtMatmulPreferenceSetAttribute": [c_void_p, c_int, c_void_p, c_size_t],
+    "cublasLtMatmulAlgoGetHeuristic": [*[c_void_p] * 7, c_int, c_void_p, c_void_p],
+    "cublasLtMatmul": [*[c_void_p] * 14, c_size_t, c_void_p],
+}
+
+
+class _Heuristic(ctypes.Structure):
+    # cublasLtMatmulHeuristicResult_t
+    _fields_ = (
+        ("algorithm", c_uint64 * 8),
+        ("workspace_bytes", c_size_t),
+        ("state", c_int),
+        ("waves", c_float),
+        ("reserved", c_int * 4),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """One shape of product: how its operands lie, and the way to compute it that cuBLASLt thinks best."""
+
+    description: c_void_p
+    weight: c_void_p
+    x: c_void_p
+    added: c_void_p
+    out: c_void_p
+    heuristic: _Heuristic
+
+
+class CublasLt:
+    """A handle of the library and the products planned so far, which are few. For one thread at a time."""
+
+    def __init__(self) -> None:
+        """Raises OSError where torch was built without CUDA."""
+        version = torch.version.cuda
+        if version is None:
+            raise OSError("this torch was built without CUDA")
+        self._library = ctypes.CDLL(f"libcublasLt.so.{version.split('.')[0]}")
+        for name, types in _SIGNATURES.items():
+            function = getattr(self._library, name)
+            function.argtypes, function.restype = types, c_int
+        self._library.cublasLtGetStatusString.argtypes = [c_int]
+        self._library.cublasLtGetStatusString.restype = ctypes.c_char_p
+        self._handle = c_void_p()
+        self._call("cublasLtCreate", byref(self._handle))
+        self._plans: dict[tuple[object, ...], _Plan] = {}
+
+    def multiply(
+        self,
+        x: Tensor,  # [T, K] float8_e4m3fn, contiguous
+        x_scale: Tensor,  # [1] float32
+        weight: Tensor,  # [N, K] float8_e4m3fn, contiguous
+        weight_scale: Tensor,  # [1] float32
+        bias: Tensor,  # [N] bfloat16 or float16
+        out: Tensor,  # [T, N], float8_e4m3fn or the type of `bias`, contiguous
+        *,
+        out_factor: Tensor | None = None,  # [1] float32, where `out` is float8
+        gelu: bool = False,
+        accumulate: bool = False,
+    ) -> None:
+        """out = out_factor * gelu((x * x_scale) @ (weight * weight_scale).T + bias), or out += with `accumulate`.
+
+        Raises RuntimeError where cuBLASLt has no such product.
+        """
+        assert x.is_contiguous()
+        assert weight.is_contiguous()
+        assert out.is_contiguous()
+        beta = c_float(1.0 if accumulate else 0.0)
+        key = (*x.shape, len(weight), out.dtype, bias.dtype, gelu)
+        plan = self._plans.get(key)
+        if plan is None:
+            # Alignment counts in the choice, so the plan is made with the operands at hand.
+            plan = self._plans[key] = self._plan(x, x_scale, weight, weight_scale, bias, out, out_factor, gelu)
+        self._set_pointers(plan.description, x_scale, weight_scale, bias, out_factor)
+        workspace = torch.empty(plan.heuristic.workspace_bytes, dtype=torch.uint8, device=x.device)
+        self._call(
+            "cublasLtMatmul",
+            self._handle,
+            plan.description,
+            byref(c_float(1.0)),
+            weight.data_ptr(),
+            plan.weight,
+            x.data_ptr(),
+            plan.x,
+            byref(beta),
+            out.data_ptr(),
+            plan.added,
+            out.data_ptr(),
+            plan.out,
+            byref(plan.heuristic),
+            workspace.data_ptr(),
+            plan.heuristic.workspace_bytes,
+            torch.cuda.current_stream(x.device).cuda_stream,
+        )
+
+    def _plan(
+        self,
+        x: Tensor,
+        x_scale: Tensor,
+        weight: Tensor,
+        weight_scale: Tensor,
+        bias: Tensor,
+        out: Tensor,
+        out_factor: Tensor | None,
+        gelu: bool,
+    ) -> _Plan:
+        (num_rows, in_dim), out_dim = x.shape, len(weight)
+        description = c_void_p()
+        self._call("cublasLtMatmulDescCreate", byref(description), _COMPUTE_FLOAT32, _TYPES[torch.float32])
+        self._set(description, _TRANSPOSE_A, c_int32(1))
+        self._set(description, _TRANSPOSE_B, c_int32(0))
+        self._set(description, _EPILOGUE, c_int32(_ADD_BIAS_THEN_GELU if gelu else _ADD_BIAS))
+        self._set(description, _BIAS_TYPE, c_int32(_TYPES[bias.dtype]))
+        self._set(description, _FAST_ACCUMULATION, c_int8(1))
+        self._set_pointers(description, x_scale, weight_scale, bias, out_factor)
+        weight_layout = self._layout(weight.dtype, in_dim, out_dim)
+        x_layout = self._layout(x.dtype, in_dim, num_rows)
+        added_layout = self._layout(bias.dtype, out_dim, num_rows)  # what is added is never float8
+        out_layout = self._layout(out.dtype, out_dim, num_rows)
+        preference, num_found, heuristic = c_void_p(), c_int(), _Heuristic()
+        self._call("cublasLtMatmulPreferenceCreate", byref(preference))
+        workspace_bytes = c_uint64(_WORKSPACE_BYTES)
+        self._call(
+            "cublasLtMatmulPreferenceSetAttribute", preference, _MOST_WORKSPACE_BYTES, byref(workspace_bytes), 8
+        )
+        self._call(
+            "cublasLtMatmulAlgoGetHeuristic",
+            self._handle,
+            description,
+            weight_layout,
+            x_layout,
+            added_layout,
+            out_layout,
+            preference,
+            1,
+            byref(heuristic),
+            byref(num_found),
+        )
+        if num_found.value == 0:
+            raise RuntimeError(
+                f"cuBLASLt has no product of {tuple(x.shape)} and {tuple(weight.shape)} in {out.dtype}"
+            )
+        return _Plan(description, weight_layout, x_layout, added_layout, out_layout, heuristic)
+
+    def _layout(self, dtype: torch.dtype, rows: int, columns: int) -> c_void_p:
+        layout = c_void_p()
+        self._call("cublasLtMatrixLayoutCreate", byref(layout), _TYPES[dtype], rows, columns, rows)
+        return layout
+
+    def _set_pointers(
+        self, description: c_void_p, x_scale: Tensor, weight_scale: Tensor, bias: Tensor, out_factor: Tensor | None
+    ) -> None:
+        self._set(description, _SCALE_A, c_void_p(weight_scale.data_ptr()))
+        self._set(description, _SCALE_B, c_void_p(x_scale.data_ptr()))
+        self._set(description, _BIAS, c_void_p(bias.data_ptr()))
+        if out_factor is not None:
+            self._set(description, _SCALE_D, c_void_p(out_factor.data_ptr()))
+
+    def _set(self, description: c_void_p, attribute: int, value: ctypes._SimpleCData[Any]) -> None:
+        self._call("cublasLtMatmulDescSetAttribute", description, attribute, byref(value), sizeof(value))
+
+    def _call(self, name: str, *arguments: object) -> None:
+        status = getattr(self._library, name)(*arguments)
+        if status != 0:
+            message = self._library.cublasLtGetStatusString(status).decode()
+            raise RuntimeError(f"{name} failed: {message}")
+
+
+@functools.cache
+def cublas_lt() -> CublasLt:
+    """The handle of this process. Raises OSError where torch was built without CUDA."""
+    return CublasLt()

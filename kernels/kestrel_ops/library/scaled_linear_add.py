@@ -1,0 +1,17 @@
+"""A linear layer in eight bits that adds into the residual stream inside the product, by cuBLASLt."""
+
+from torch import Tensor
+
+from kestrel_ops.library.cublas_lt import cublas_lt
+
+
+def scaled_linear_add(
+    x: Tensor,  # [T, K] float8_e4m3fn
+    x_scale: Tensor,  # [1] float32
+    weight: Tensor,  # [N, K] float8_e4m3fn
+    weight_scale: Tensor,  # [1] float32
+    bias: Tensor,  # [N], of the type of `hidden`
+    hidden: Tensor,  # [T, N] bfloat16 or float16, contiguous, changed in place
+) -> None:
+    """As the definition says. Raises RuntimeError where cuBLASLt has no such product."""
+    cublas_lt().multiply(x, x_scale, weight, weight_scale, bias, hidden, accumulate=True)

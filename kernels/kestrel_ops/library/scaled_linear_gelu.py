@@ -1,0 +1,20 @@
+"""A linear layer in eight bits with its GELU and its rounding inside the product, by cuBLASLt."""
+
+import torch
+from torch import Tensor
+
+from kestrel_ops.library.cublas_lt import cublas_lt
+
+
+def scaled_linear_gelu(
+    x: Tensor,  # [T, K] float8_e4m3fn
+    x_scale: Tensor,  # [1] float32
+    weight: Tensor,  # [N, K] float8_e4m3fn
+    weight_scale: Tensor,  # [1] float32
+    bias: Tensor,  # [N] bfloat16 or float16
+    out_factor: Tensor,  # [1] float32: what the result is multiplied by before it is rounded
+) -> Tensor:  # [T, N] float8_e4m3fn
+    """As the definition says. Raises RuntimeError where cuBLASLt has no such product."""
+    out = torch.empty(len(x), len(weight), dtype=torch.float8_e4m3fn, device=x.device)
+    cublas_lt().multiply(x, x_scale, weight, weight_scale, bias, out, out_factor=out_factor, gelu=True)
+    return out

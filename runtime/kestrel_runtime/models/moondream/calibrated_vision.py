@@ -1,0 +1,139 @@
+"""The vision side in float8 with scales found beforehand, so that rounding happens inside the products.
+
+A scale that is known before the values are lets a product round, activate and add what it computes; scales that
+are measured on every row need the rows written and read once more.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kestrel_ops import Kernels
+from kestrel_runtime.models.moondream.fused_vision import FusedVision, folded
+from kestrel_runtime.models.moondream.vision import VisionModel
+
+# float8 keeps its relative precision over fifteen powers of two, so that room above costs nothing.
+_MARGIN = 8
+_LARGEST_FLOAT8 = torch.finfo(torch.float8_e4m3fn).max
+
+
+@dataclass(frozen=True, slots=True)
+class _Linear:
+    """A linear layer with one scale."""
+
+    weight: Tensor  # [N, K] float8_e4m3fn
+    scale: Tensor  # [1] float32
+    bias: Tensor  # [N] model dtype
+
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    """What stored values are multiplied by when they are read."""
+
+    number: float
+    tensor: Tensor  # [1] float32
+    inverse: Tensor  # [1] float32
+
+    @classmethod
+    def of(cls, largest: float, device: torch.device) -> _Scale:
+        number = max(largest, 1e-6) / _LARGEST_FLOAT8
+        tensor = torch.tensor([number], device=device)
+        return cls(number, tensor, 1 / tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    qkv: _Linear
+    proj: _Linear
+    fc1: _Linear
+    fc2: _Linear
+    attended: _Scale
+    activated: _Scale
+
+
+class CalibratedVision(FusedVision):
+    """A `FusedVision` in float8 whose blocks round by scales that some crops have shown to fit."""
+
+    def __init__(self, vision: VisionModel, kernels: Kernels, crops: Tensor) -> None:
+        """Encodes uint8 crops [N, side, side, channels] to see how large values grow; others may be 8 times larger.
+
+        Raises ValueError where a dimension of the blocks is no multiple of 16.
+        """
+        if vision.config.enc_dim % 16 or vision.config.enc_ff_dim % 16:
+            raise ValueError("float8 products need vision.enc_dim and vision.enc_ff_dim to be multiples of 16")
+        super().__init__(vision, kernels, "float8")
+        with torch.no_grad():
+            largest = self._measure(crops)
+            self._blocks = []  # which have a scale for every row
+            # No value of a normalised row is above the root of the row's length.
+            self._normed_scale = _Scale.of(math.sqrt(self.config.enc_dim), crops.device)
+            self._calibrated = [
+                self._calibrate(block, *pair) for block, pair in zip(vision.blocks, largest, strict=True)
+            ]
+
+    def _run_block(self, layer: int, hidden: Tensor, delta: Tensor | None) -> None:
+        block, kernels, normed_scale = self._calibrated[layer], self._kernels, self._normed_scale
+        normed = self._normed_by_scale(hidden)
+        packed = kernels.scaled_linear(
+            normed, normed_scale.tensor[:, None], block.qkv.weight, block.qkv.scale, block.qkv.bias, self._dtype
+        )
+        attended, _ = kernels.concat_gelu(
+            None, self._attend(packed), torch.float8_e4m3fn, False, out_scale=block.attended.number
+        )
+        self._add(attended, block.attended, block.proj, hidden)
+        activated = kernels.scaled_linear_gelu(
+            self._normed_by_scale(hidden),
+            normed_scale.tensor,
+            block.fc1.weight,
+            block.fc1.scale,
+            block.fc1.bias,
+            block.activated.inverse,
+        )
+        self._add(activated, block.activated, block.fc2, hidden)
+
+    def _normed_by_scale(self, hidden: Tensor) -> Tensor:
+        normed, _ = self._kernels.add_layer_norm(
+            hidden, None, self._epsilon, torch.float8_e4m3fn, out_scale=self._normed_scale.number
+        )
+        return normed
+
+    def _add(self, rows: Tensor, scale: _Scale, linear: _Linear, hidden: Tensor) -> None:
+        self._kernels.scaled_linear_add(rows, scale.tensor, linear.weight, linear.scale, linear.bias, hidden)
+
+    def _measure(self, crops: Tensor) -> list[tuple[float, float]]:
+        # The largest magnitudes of each block that go into its second and its last product.
+        hidden = self._embed_patches(crops)
+        delta: Tensor | None = None
+        largest = []
+        for block in self._blocks:
+            packed = self._product(*self._normed(hidden, delta, block.qkv), block.qkv)
+            attended = self._attend(packed)
+            delta = self._product(*self._quantised(attended, block.proj, activate=False), block.proj)
+            inner = self._product(*self._normed(hidden, delta, block.fc1), block.fc1)
+            activated, scale = self._quantised(inner, block.fc2)
+            assert scale is not None, "float8 rows come with their scales"
+            delta = self._product(activated, scale, block.fc2)
+            largest.append((attended.abs().amax(), scale.amax() * _LARGEST_FLOAT8))
+        return [(first.item(), second.item()) for first, second in largest]
+
+    def _calibrate(self, block: Any, attended: float, activated: float) -> _Block:  # a block of `VisionModel`
+        device = block.ln1.weight.device
+        return _Block(
+            qkv=self._rounded(block.attn.qkv, block.ln1),
+            proj=self._rounded(block.attn.proj, None),
+            fc1=self._rounded(block.mlp.fc1, block.ln2),
+            fc2=self._rounded(block.mlp.fc2, None),
+            attended=_Scale.of(attended * _MARGIN, device),
+            activated=_Scale.of(activated * _MARGIN, device),
+        )
+
+    def _rounded(self, layer: nn.Linear, norm: nn.LayerNorm | None) -> _Linear:
+        weight, bias = folded(layer, norm)
+        scale = (weight.abs().amax() / _LARGEST_FLOAT8).clamp_min(torch.finfo(torch.float32).tiny)
+        stored = (weight / scale).clamp(-_LARGEST_FLOAT8, _LARGEST_FLOAT8).to(torch.float8_e4m3fn)
+        return _Linear(stored, scale[None], bias.to(self._dtype))

@@ -1,0 +1,61 @@
+"""Which patches of an image's crops are averaged into which row of the projector's input.
+
+Stitching the crops and pooling the whole are averages over fixed patches, so a tiling's are listed once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kestrel_runtime.models.moondream.config import VisionConfig
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingPlan:
+    """Averages in the order: patch 0 of the global crop, place 0 of the pooled whole, patch 1, place 1 …"""
+
+    patches: Tensor
+    """[entries] int64: what is averaged, counted from the image's first crop."""
+    starts: Tensor
+    """[2 * patches of a crop] int64: where each average begins in `patches`."""
+
+    @classmethod
+    def of(cls, config: VisionConfig, rows: int, columns: int, device: torch.device) -> PoolingPlan:
+        """The plan of a tiling, equal to stitching and then an adaptive average pool to the size of a crop."""
+        side = config.grid_size
+        stitched_rows, stitched_columns = _stitched(config, rows), _stitched(config, columns)
+        averages: list[list[int]] = []
+        for y, x in itertools.product(range(side), repeat=2):
+            averages.append([y * side + x])
+            averages.append(
+                [
+                    (1 + row * columns + column) * side * side + crop_y * side + crop_x
+                    for row, crop_y in _window(stitched_rows, y, side)
+                    for column, crop_x in _window(stitched_columns, x, side)
+                ]
+            )
+        starts = itertools.accumulate((len(average) for average in averages[:-1]), initial=0)
+        return cls(
+            patches=torch.tensor([patch for average in averages for patch in average], device=device),
+            starts=torch.tensor(list(starts), device=device),
+        )
+
+
+def _stitched(config: VisionConfig, count: int) -> list[tuple[int, int]]:
+    # Along one axis: crop and place within it of every patch that stitching keeps. Each crop gives its middle, and
+    # its margin only at the rim.
+    margin, side = config.overlap_margin, config.grid_size
+    return [
+        (crop, place)
+        for crop in range(count)
+        for place in range(0 if crop == 0 else margin, side if crop == count - 1 else side - margin)
+    ]
+
+
+def _window(places: list[tuple[int, int]], index: int, count: int) -> list[tuple[int, int]]:
+    # The window of an adaptive average pool from len(places) to `count`.
+    return places[index * len(places) // count : -(-(index + 1) * len(places) // count)]
