@@ -157,7 +157,7 @@ async def test_a_cache_too_small_for_everybody_changes_no_answer(moondream3: Loa
 
 async def test_an_answer_is_the_same_wherever_its_image_is_cut(moondream3: LoadedModel, engine: Engine) -> None:
     requests = [
-        Caption(image, sampling=SamplingParams(temperature=0.0, max_tokens=20))
+        Caption(image, sampling=SamplingParams(temperature=0.0, max_tokens=5))
         for image in (SMALL_IMAGE, TILED_IMAGE)
     ]
     cut_by_workers = [(await engine.submit(request).result()).output for request in requests]
