@@ -26,7 +26,7 @@ class AttentionPlan:
     """How a program goes through its positions."""
 
     tile: int
-    """Positions per turn of its loop."""
+    """Half the positions per turn of its loop."""
     num_warps: int
     num_stages: int
     """Turns whose loads are under way at once."""
@@ -102,8 +102,8 @@ def rotary_decode_attention(
 def plan_for(dtype: torch.dtype) -> AttentionPlan:
     """The cut for a cache's type."""
     if dtype == torch.float32:
-        return AttentionPlan(tile=32, num_warps=4, num_stages=2)
-    return AttentionPlan(tile=64, num_warps=4, num_stages=2)
+        return AttentionPlan(tile=16, num_warps=4, num_stages=1)
+    return AttentionPlan(tile=32, num_warps=4, num_stages=1)
 
 
 @triton.jit
@@ -126,6 +126,20 @@ def _as_stored(values, scale, dtype: tl.constexpr):
     if scale is not None:
         values = tl.minimum(tl.maximum(values / tl.load(scale), -448.0), 448.0)
     return values.to(dtype)
+
+
+@triton.jit
+def _slots(table_row, places, end, group, num_groups: tl.constexpr, page_size: tl.constexpr):
+    """Which rows of the pages hold a head's keys and values at the places."""
+    page = tl.load(table_row + places // page_size, mask=places < end, other=0).to(tl.int64)
+    return (page * num_groups + group) * page_size + places % page_size
+
+
+@triton.jit
+def _rows(pages, slots, is_there, head_dim: tl.constexpr, block_d: tl.constexpr):
+    lanes = tl.arange(0, block_d)
+    mask = is_there[:, None] & (lanes < head_dim)[None, :]
+    return tl.load(pages + slots[:, None] * head_dim + lanes[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -173,8 +187,9 @@ def _attend(
             tl.store(out_row + lanes, tl.zeros((block_d,), out.dtype.element_ty), mask=in_head)
         return
     # The tokens before this one are shared out; part 0 also takes the token itself, so it is there even alone.
-    tiles_per_part = tl.maximum(tl.cdiv(tl.cdiv(position, tile), num_parts), 1)
-    num_active = tl.maximum(tl.cdiv(position, tiles_per_part * tile), 1)
+    turn: tl.constexpr = 2 * tile
+    part_length = tl.maximum(tl.cdiv(tl.cdiv(position, turn), num_parts), 1) * turn
+    num_active = tl.maximum(tl.cdiv(position, part_length), 1)
     if part >= num_active:
         return
 
@@ -187,27 +202,31 @@ def _attend(
     if key_scale is not None:
         query *= tl.load(key_scale)
 
-    begin = part * tiles_per_part * tile
-    end = tl.minimum(position, begin + tiles_per_part * tile)
+    begin = part * part_length
+    end = tl.minimum(position, begin + part_length)
     highest = tl.full((tile,), _LOWEST, tl.float32)
     weight = tl.zeros((tile,), tl.float32)
     total = tl.zeros((tile, block_d), tl.float32)
-    for start in tl.range(begin, end, tile, num_stages=tile_stages):
+    for start in tl.range(begin, end, turn, num_stages=tile_stages):
+        # Two tiles a turn: what was summed before is scaled down once for both.
         places = start + tl.arange(0, tile)
-        inside = places < end
-        page = tl.load(table_row + places // page_size, mask=inside, other=0).to(tl.int64)
-        slots = (page * num_groups + group) * page_size + places % page_size
-        addresses = slots[:, None] * head_dim + lanes[None, :]
-        present = inside[:, None] & in_head[None, :]
-        key = tl.load(key_pages + addresses, mask=present, other=0.0)
-        value = tl.load(value_pages + addresses, mask=present, other=0.0)
+        slots = _slots(table_row, places, end, group, num_groups, page_size)
+        more_slots = _slots(table_row, places + tile, end, group, num_groups, page_size)
+        key = _rows(key_pages, slots, places < end, head_dim, block_d)
+        more_keys = _rows(key_pages, more_slots, places + tile < end, head_dim, block_d)
+        value = _rows(value_pages, slots, places < end, head_dim, block_d)
+        more_values = _rows(value_pages, more_slots, places + tile < end, head_dim, block_d)
         scores = tl.sum(key.to(tl.float32) * query[None, :], axis=1)
-        scores = tl.where(inside, scores, float("-inf"))
-        higher = tl.maximum(highest, scores)
+        scores = tl.where(places < end, scores, float("-inf"))
+        more_scores = tl.sum(more_keys.to(tl.float32) * query[None, :], axis=1)
+        more_scores = tl.where(places + tile < end, more_scores, float("-inf"))
+        higher = tl.maximum(highest, tl.maximum(scores, more_scores))
         decay = tl.exp2(highest - higher)
         share = tl.exp2(scores - higher)
-        weight = weight * decay + share
+        more_share = tl.exp2(more_scores - higher)
+        weight = weight * decay + share + more_share
         total = total * decay[:, None] + value.to(tl.float32) * share[:, None]
+        total += more_values.to(tl.float32) * more_share[:, None]
         highest = higher
     top = tl.max(highest, axis=0)
     lane_share = tl.exp2(highest - top)
