@@ -41,6 +41,9 @@ def channel_options() -> tuple[tuple[str, str | int], ...]:
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 20_000),
         ("grpc.http2.max_pings_without_data", 0),
+        # While servers are replaced one after the other, each new one must be found before the next old one goes.
+        ("grpc.max_reconnect_backoff_ms", 3_000),
+        ("grpc.dns_min_time_between_resolutions_ms", 5_000),
         ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
         # A request that does not fit in this buffer is never retried; by default no large image would.
         ("grpc.per_rpc_retry_buffer_size", _MAX_MESSAGE_BYTES),

@@ -1,0 +1,205 @@
+"""Servers in processes of their own that are told to go: nothing accepted is lost, and no caller sees a gap."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import grpc
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthStub
+
+from kestrel_client import AsyncClient
+from kestrel_client.v1 import vision_service_pb2 as wire
+from kestrel_client.v1.vision_service_pb2_grpc import VisionServiceStub
+
+EOF: Any = vars(grpc.aio)["EOF"]
+"""What `read` returns at the end of a stream; the type stubs do not list it."""
+COMMAND = (sys.executable, "-m", "kestrel_grpc", "serve", "--log-format", "json")
+
+
+class Replica:
+    """A server in a process of its own, followed through what it logs."""
+
+    def __init__(self, process: asyncio.subprocess.Process, address: str) -> None:
+        self.address = address
+        self.outcomes: Counter[str] = Counter()
+        """How calls have ended, by the reason that the server logged."""
+        self._process = process
+        self._has_answered = asyncio.Event()
+        self._following = asyncio.ensure_future(self._follow())
+
+    @classmethod
+    @asynccontextmanager
+    async def start(cls, *options: str, port: str = "0") -> AsyncIterator[Replica]:
+        """Serve the built-in model; killed at the end of the block where it has not ended by itself."""
+        process = await asyncio.create_subprocess_exec(
+            *COMMAND, "--port", port, *options, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        try:
+            assert process.stdout is not None
+            line = (await process.stdout.readline()).decode()
+            assert " on " in line, "the server did not start"
+            replica = cls(process, line.split(" on ")[1].split()[0])
+            yield replica
+        finally:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+
+    @property
+    def port(self) -> str:
+        return self.address.split(":")[1]
+
+    def tell_to_go(self) -> None:
+        self._process.send_signal(signal.SIGTERM)
+
+    async def end(self) -> int:
+        """Its exit status, once it has ended."""
+        await self._following
+        return await self._process.wait()
+
+    async def has_answered(self) -> None:
+        """Returns once it has answered somebody."""
+        await self._has_answered.wait()
+
+    async def _follow(self) -> None:
+        assert self._process.stderr is not None
+        async for line in self._process.stderr:
+            outcome = json.loads(line).get("outcome")
+            if outcome is not None:
+                self.outcomes[outcome] += 1
+            if outcome == "OK":
+                self._has_answered.set()
+
+
+def long_question(seed: int, max_tokens: int = 64) -> wire.QueryRequest:
+    """The answer goes on until it has that many tokens."""
+    sampling = {"temperature": 50.0, "top_p": 1.0, "max_tokens": max_tokens, "seed": seed}
+    return wire.QueryRequest(question="hello", sampling=sampling)
+
+
+async def told(stream: Any, on_begin: Callable[[], None] = lambda: None) -> tuple[list[str], grpc.StatusCode]:
+    """The kinds of a stream's messages, and how it ends; a status waits behind the messages before it."""
+    kinds: list[str] = []
+    try:
+        while (message := await stream.read()) is not EOF:
+            kinds.append(message.WhichOneof("event"))
+            if len(kinds) == 1:
+                on_begin()
+    except grpc.aio.AioRpcError as error:
+        return kinds, error.code()
+    return kinds, grpc.StatusCode.OK
+
+
+async def ask_until_refused(stub: Any, seed: int, on_begin: Callable[[], None]) -> int:
+    """One stream after the other; how many were answered. Those that begin must be."""
+    for number in itertools.count():
+        kinds, code = await told(stub.Query(long_question(seed)), on_begin)
+        if code is not grpc.StatusCode.OK:
+            assert (kinds, code) == ([], grpc.StatusCode.UNAVAILABLE)
+            return number
+        assert kinds[-1] == "completed"
+    raise AssertionError("counting has an end")
+
+
+async def test_sigterm_under_load_loses_nothing_that_was_accepted() -> None:
+    num_callers = 8
+    begun = asyncio.Semaphore(0)
+    async with AsyncExitStack() as stack:
+        replica = await stack.enter_async_context(
+            Replica.start("--withdrawal-delay", "0.5", "--max-batch-size", "4", "--drain-timeout", "60")
+        )
+        # No retries and no balancing: each call meets this server, and its own fate.
+        options = (("grpc.enable_retries", 0),)
+        channel = await stack.enter_async_context(grpc.aio.insecure_channel(replica.address, options))
+        stub: Any = VisionServiceStub(channel)
+        callers = [
+            asyncio.ensure_future(ask_until_refused(stub, seed, begun.release)) for seed in range(num_callers)
+        ]
+        for _ in range(num_callers + 4):  # everybody has begun, and the load goes on
+            await begun.acquire()
+        replica.tell_to_go()
+        num_answered = sum(await asyncio.gather(*callers))
+        assert await replica.end() == 0
+    assert num_answered >= num_callers
+    assert replica.outcomes["OK"] == num_answered
+    assert set(replica.outcomes) <= {"OK", "DRAINING"}
+
+
+async def test_a_second_sigterm_ends_the_process_now() -> None:
+    async with AsyncExitStack() as stack:
+        replica = await stack.enter_async_context(
+            Replica.start("--withdrawal-delay", "3600", "--drain-timeout", "3600")
+        )
+        channel = await stack.enter_async_context(grpc.aio.insecure_channel(replica.address))
+        stub: Any = VisionServiceStub(channel)
+        streams = [stub.Query(long_question(seed, max_tokens=3000)) for seed in range(8)]
+        for stream in streams:
+            assert (await stream.read()).HasField("started")
+        health: Any = HealthStub(channel)
+        watch = health.Watch(HealthCheckRequest())
+        assert (await watch.read()).status == HealthCheckResponse.SERVING
+        replica.tell_to_go()
+        assert (await watch.read()).status == HealthCheckResponse.NOT_SERVING
+        replica.tell_to_go()
+        assert await replica.end() == 0
+        for stream in streams:
+            assert (await told(stream))[1] is grpc.StatusCode.UNAVAILABLE
+
+
+async def keep_asking(client: AsyncClient, is_over: asyncio.Event, seed: int) -> int:
+    """Streamed and whole answers in turn; how many came. Any failure is raised."""
+    number = 0
+    drawn: dict[str, Any] = {"temperature": 50.0, "top_p": 1.0, "seed": seed}
+    while not is_over.is_set():
+        if number % 2:
+            await client.complete_query(None, "hello", max_tokens=8, **drawn)
+        else:
+            await client.query(None, "hello", max_tokens=64, **drawn).result()
+        number += 1
+    return number
+
+
+async def test_a_rolling_restart_of_two_replicas_fails_no_call() -> None:
+    options = ("--withdrawal-delay", "1")
+    is_over = asyncio.Event()
+    async with AsyncExitStack() as stack:
+
+        async def start(port: str = "0") -> Replica:
+            return await stack.enter_async_context(Replica.start(*options, port=port))
+
+        replicas: list[Replica] = list(await asyncio.gather(start(), start()))
+        addresses = "ipv4:" + ",".join(replica.address for replica in replicas)
+        client = await stack.enter_async_context(AsyncClient(addresses))
+        callers = [asyncio.ensure_future(keep_asking(client, is_over, seed)) for seed in range(2)]
+        for replica in replicas:
+            await unless_failed(callers, replica.has_answered())
+        for replica in list(replicas):
+            replica.tell_to_go()
+            assert await unless_failed(callers, replica.end()) == 0
+            successor = await unless_failed(callers, start(replica.port))
+            await unless_failed(callers, successor.has_answered())
+            replicas.append(successor)
+        is_over.set()
+        counts = await asyncio.gather(*callers)
+    assert min(counts) > 10
+    assert all(replica.outcomes["OK"] for replica in replicas)
+
+
+async def unless_failed(callers: Sequence[asyncio.Future[int]], step: Awaitable[Any]) -> Any:
+    """The step's result. A caller that fails meanwhile fails the test at once."""
+    doing = asyncio.ensure_future(step)
+    await asyncio.wait((doing, *callers), return_when=asyncio.FIRST_COMPLETED)
+    for caller in callers:
+        if caller.done():
+            caller.result()
+    return await doing
