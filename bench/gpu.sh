@@ -37,10 +37,11 @@ fi
 for stage in $stages; do
     case $stage in
     parts)
-        for part in decode_step vision prefill; do
-            if [ -e "bench/$part.py" ]; then
+        for part in "decode_step" "vision --crops 1 3 5 7 9 11 13 18 36" "prefill" "images --json $out/images.json"; do
+            read -r -a command <<<"$part"
+            if [ -e "bench/${command[0]}.py" ]; then
                 say "$part"
-                timeout 90 python3 -m "bench.$part" || echo "$part failed: $?"
+                timeout 90 python3 -m "bench.${command[0]}" "${command[@]:1}" || echo "${command[0]} failed: $?"
             fi
         done
         ;;

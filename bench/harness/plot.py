@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT = 480, 310
-_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 58, 46
+"""Pixels of a plot whose legend has one line."""
+_LEFT, _RIGHT, _BOTTOM = 62, 14, 46
+_LEGEND_TOP, _LINE_HEIGHT = 40, 18
 # Okabe and Ito's colours, which the colour-blind tell apart, without the yellow that white swallows.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
 _LETTER_WIDTH = 6.2
@@ -78,17 +80,21 @@ def line_plot(title: str, x_axis: Axis, y_axis: Axis, series: Sequence[Series]) 
         return ""
     x_low, x_high = x_axis.range_of([x for line in shown for x, _ in line.points])
     y_low, y_high = y_axis.range_of([y for line in shown for _, y in line.points])
+    places = _legend_places([line.name for line in shown])
+    top = places[-1][1] + _LINE_HEIGHT
+    bottom = top + HEIGHT - _BOTTOM - _LEGEND_TOP - _LINE_HEIGHT
+    height = bottom + _BOTTOM
 
     def across(x: float) -> float:
         return _LEFT + (WIDTH - _LEFT - _RIGHT) * x_axis.place(x, x_low, x_high)
 
     def down(y: float) -> float:
-        return HEIGHT - _BOTTOM - (HEIGHT - _TOP - _BOTTOM) * y_axis.place(y, y_low, y_high)
+        return bottom - (bottom - top) * y_axis.place(y, y_low, y_high)
 
     parts = [
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" xmlns="http://www.w3.org/2000/svg" '
+        f'<svg viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" xmlns="http://www.w3.org/2000/svg" '
         f'role="img" aria-label="{escape(title)}" font-family="system-ui, sans-serif" font-size="11">',
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
+        f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>',
         f'<text x="{_LEFT}" y="18" font-size="13" font-weight="600" fill="#111111">{escape(title)}</text>',
     ]
     for tick in y_axis.ticks(y_low, y_high):
@@ -97,31 +103,28 @@ def line_plot(title: str, x_axis: Axis, y_axis: Axis, series: Sequence[Series]) 
         parts.append(_text(_LEFT - 6, y + 4, number(tick), "end"))
     for tick in x_axis.ticks(x_low, x_high):
         x = across(tick)
-        parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{HEIGHT - _BOTTOM}" stroke="#f0f0f0"/>')
-        parts.append(_text(x, HEIGHT - _BOTTOM + 15, number(tick), "middle"))
-    middle = (_TOP + HEIGHT - _BOTTOM) / 2
-    parts.append(_text((_LEFT + WIDTH - _RIGHT) / 2, HEIGHT - 10, x_axis.label, "middle"))
+        parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{bottom}" stroke="#f0f0f0"/>')
+        parts.append(_text(x, bottom + 15, number(tick), "middle"))
+    middle = (top + bottom) / 2
+    parts.append(_text((_LEFT + WIDTH - _RIGHT) / 2, height - 10, x_axis.label, "middle"))
     parts.append(
         f'<text transform="translate(14 {middle:.0f}) rotate(-90)" text-anchor="middle" fill="#444444">'
         f"{escape(y_axis.label)}</text>"
     )
-    legend_x = float(_LEFT)
-    for index, line in enumerate(shown):
+    for index, (line, (legend_x, legend_y)) in enumerate(zip(shown, places, strict=True)):
         color = COLORS[index % len(COLORS)]
-        dashes = ' stroke-dasharray="5 4"' if line.is_dashed else ""
+        dashes = "5 4" if line.is_dashed else "none"
+        stroke = f'stroke="{color}" stroke-width="2" stroke-dasharray="{dashes}"'
         path = " ".join(f"{across(x):.1f},{down(y):.1f}" for x, y in line.points)
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"{dashes}/>')
+        parts.append(f'<polyline points="{path}" fill="none" {stroke}/>')
         for x, y in () if line.is_dashed else line.points:
             parts.append(
                 f'<circle cx="{across(x):.1f}" cy="{down(y):.1f}" r="3" fill="{color}">'
                 f"<title>{escape(line.name)}: {number(y)} at {number(x)}</title></circle>"
             )
-        parts.append(
-            f'<line x1="{legend_x:.0f}" x2="{legend_x + 16:.0f}" y1="36" y2="36" stroke="{color}" '
-            f'stroke-width="2"{dashes}/>'
-        )
-        parts.append(_text(legend_x + 20, 40, line.name, "start"))
-        legend_x += 34 + _LETTER_WIDTH * len(line.name)
+        y = legend_y - 4
+        parts.append(f'<line x1="{legend_x:.0f}" x2="{legend_x + 16:.0f}" y1="{y}" y2="{y}" {stroke}/>')
+        parts.append(_text(legend_x + 20, legend_y, line.name, "start"))
     parts.append("</svg>")
     return "\n".join(parts)
 
@@ -133,6 +136,19 @@ def number(value: float) -> str:
     digits = max(0, 2 - math.floor(math.log10(abs(value))))
     text = f"{value:,.{digits}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def _legend_places(names: Sequence[str]) -> list[tuple[float, int]]:
+    """Where each name stands, one after another, on as many lines as they need."""
+    places: list[tuple[float, int]] = []
+    x, y = float(_LEFT), _LEGEND_TOP
+    for name in names:
+        width = 34 + _LETTER_WIDTH * len(name)
+        if x > _LEFT and x + width > WIDTH:
+            x, y = float(_LEFT), y + _LINE_HEIGHT
+        places.append((x, y))
+        x += width
+    return places
 
 
 def _is_shown(point: tuple[float, float], x_axis: Axis, y_axis: Axis) -> bool:

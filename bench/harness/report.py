@@ -77,16 +77,11 @@ class Results:
         if open_:
             yield "Open loop: so many requests sent per second", _row_table(open_, "sent/s")
         if ratios := over_peer(self.rows, self.peer):
-            head = ["workload", "at once", "what", "ours", "peer", "ours/peer"]
-            yield (
-                "Ours over the peer's",
-                [head] + [[_cell(item[key]) for key in _RATIO_KEYS] for item in ratios],
-            )
+            yield "Ours, the peer's, and ours over the peer's", _ratio_table(ratios)
         if self.client:
             yield "The client alone, on a server without a model", _row_table(self.client, "at once")
 
 
-_RATIO_KEYS = ("workload", "load", "what", "ours", "peer", "ratio")
 _COMPARED: tuple[tuple[str, Callable[[Mapping[str, Any]], float | None]], ...] = (
     ("requests/s", lambda row: row["requests_per_s"]),
     ("tokens/s", lambda row: row["tokens_per_s"]),
@@ -192,7 +187,7 @@ def _lines_of_rows(rows: Sequence[Any]) -> tuple[str, list[Series]]:
         name: tuple(sorted((row[size], row[name] * _in_ms(name)) for row in rows if _is_number(row.get(name))))
         for name in names
     }
-    return SIZES[size], [Series(_without_unit(name), found) for name, found in points.items()]
+    return SIZES[size], [Series(_without_unit(name) or name, found) for name, found in points.items()]
 
 
 def _lines_of_sizes(table: Mapping[str, Any]) -> list[Series]:
@@ -201,7 +196,8 @@ def _lines_of_sizes(table: Mapping[str, Any]) -> list[Series]:
         kind, _, size = key.rpartition(" ")
         if size.isdecimal() and isinstance(row, Mapping):
             for name, value in row.items():
-                if _in_ms(name) and _is_number(value):
+                # What the host spends on launching is hidden by a graph, and dwarfs the rest.
+                if _in_ms(name) and _is_number(value) and "launch" not in name:
                     line = f"{kind} {_without_unit(name)}".strip()
                     points.setdefault(line, []).append((float(size), value * _in_ms(name)))
     return [Series(name, tuple(sorted(found))) for name, found in points.items()]
@@ -214,7 +210,7 @@ def _in_ms(name: str) -> float:
 
 
 def _without_unit(name: str) -> str:
-    return name.replace("_", " ").rpartition(" ")[0] or name
+    return name.replace("_", " ").rpartition(" ")[0]
 
 
 def _is_number(value: Any) -> bool:
@@ -269,8 +265,16 @@ def _row_table(rows: Sequence[Row], load: str) -> Table:
     return table
 
 
-def _cell(value: Any) -> str:
-    return number(value) if _is_number(value) else str(value)
+def _ratio_table(ratios: Sequence[Mapping[str, Any]]) -> Table:
+    lines: dict[tuple[str, float], dict[str, str]] = {}
+    for item in ratios:
+        cell = f"{number(item['ours'])} / {number(item['peer'])} = {item['ratio']:.2f}"
+        lines.setdefault((item["workload"], item["load"]), {})[item["what"]] = cell
+    whats = [what for what, _ in _COMPARED]
+    rows = [
+        [name, number(load), *(cells.get(what, "–") for what in whats)] for (name, load), cells in lines.items()
+    ]
+    return [["workload", "at once", *whats], *rows]
 
 
 def _markdown(table: Table) -> str:

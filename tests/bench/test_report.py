@@ -66,8 +66,12 @@ def test_what_has_no_size_or_no_times_is_not_plotted(part: dict[str, Any]):
 
 
 def test_keys_that_end_in_a_size_are_plotted_by_kind():
-    whole = {"bf16 36": {"encode_us": 41_000.0, "images": 4}, "bf16 9": {"encode_us": 11_000.0, "images": 1}}
+    whole = {
+        "bf16 36": {"encode_us": 41_000.0, "us": 45_000.0, "images": 4},
+        "bf16 9": {"encode_us": 11_000.0, "us": 12_000.0, "images": 1},
+    }
     (svg,) = part_plots("vision", {"whole": whole, "seconds": 3.0})
     assert "bf16 encode: 11 at 9" in svg
     assert "bf16 encode: 41 at 36" in svg
+    assert "bf16: 45 at 36" in svg
     assert "images" not in svg
