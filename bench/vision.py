@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -25,22 +25,22 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from bench.device_timing import Limits, attempted, launch_us, measure_limits, time_us
+from bench.harness.vision_checks import check_kernels, check_layers, random_crops
 from bench.random_weights import MOONDREAM_2
 from kestrel_ops import Kernels
-from kestrel_ops.reference.add_layer_norm import add_layer_norm as add_layer_norm_definition
-from kestrel_ops.reference.concat_gelu import concat_gelu as concat_gelu_definition
 from kestrel_ops.reference.quantise_rows import quantise_rows
-from kestrel_ops.reference.scaled_linear import scaled_linear as scaled_linear_definition
 from kestrel_ops.triton.add_layer_norm import add_layer_norm as triton_add_layer_norm
 from kestrel_ops.triton.concat_gelu import concat_gelu as triton_concat_gelu
 from kestrel_ops.triton.rows import RowBlocks
+from kestrel_runtime.models.moondream.calibrated_vision import CalibratedVision
 from kestrel_runtime.models.moondream.config import VisionConfig
 from kestrel_runtime.models.moondream.fused_vision import FusedVision
 from kestrel_runtime.models.moondream.vision import VisionModel
 
-Precision = Literal["model", "float8"]
+Precision = Literal["model", "float8", "calibrated"]
 FLOAT8 = torch.float8_e4m3fn
 EPSILON = 1e-5
+PRECISIONS = ("model", "float8", "calibrated")
 CROPS_OF_AN_IMAGE, TILING = 9, (2, 4)
 BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -83,126 +83,6 @@ def random_vision(config: VisionConfig, device: torch.device) -> VisionModel:
     return model.eval().requires_grad_(False)
 
 
-def random_crops(count: int, config: VisionConfig, device: torch.device) -> Tensor:
-    """Blocks of colour with noise, so that patches differ as those of pictures do."""
-    side = config.crop_size
-    coarse = torch.rand(count, 3, side // 14, side // 14, device=device)
-    even = torch.nn.functional.interpolate(coarse, size=(side, side)).permute(0, 2, 3, 1)
-    return (255 * (0.8 * even + 0.2 * torch.rand_like(even))).to(torch.uint8).contiguous()
-
-
-def relative_error(got: Tensor, wanted: Tensor) -> float:
-    """‖got - wanted‖ / ‖wanted‖."""
-    return ((got.double() - wanted.double()).norm() / wanted.double().norm()).item()
-
-
-# Correctness
-
-
-def check_kernels(kernels: Kernels, config: VisionConfig, device: torch.device) -> dict[str, float]:
-    """Each chosen kernel against its definition, at the encoder's widths."""
-    rows, dim, inner = config.num_image_tokens + 5, config.enc_dim, config.enc_ff_dim
-    torch.manual_seed(2)
-    hidden, delta = (torch.randn(rows, dim, device=device).bfloat16() for _ in range(2))
-    wide = 2 * torch.randn(rows, inner, device=device).bfloat16()
-    weight, weight_scale = quantise_rows(0.02 * torch.randn(dim, inner, device=device))
-    bias = torch.randn(dim, device=device).bfloat16()
-    errors: dict[str, float] = {}
-
-    def compare(name: str, fast: Callable[[], Any], definition: Callable[[], Any]) -> None:
-        with attempted(f"kernel {name}"):
-            got, wanted = fast(), definition()
-            got, wanted = (_dequantised(value) for value in (got, wanted))
-            errors[name] = relative_error(got, wanted)
-            print(f"  {name:<52}{errors[name]:.2e}", flush=True)
-
-    for out_dtype in (torch.bfloat16, FLOAT8):
-        for with_delta in (True, False):
-            arguments = (delta if with_delta else None, EPSILON, out_dtype)
-            compare(
-                f"add_layer_norm {_name(out_dtype)}{' with delta' if with_delta else ''}",
-                lambda arguments=arguments: kernels.add_layer_norm(hidden.clone(), *arguments),
-                lambda arguments=arguments: add_layer_norm_definition(hidden.clone(), *arguments),
-            )
-        for plain, activate in ((None, True), (None, False), (hidden, True)):
-            compare(
-                f"concat_gelu {_name(out_dtype)} plain={plain is not None} activate={activate}",
-                partial(kernels.concat_gelu, plain, wide, out_dtype, activate),
-                partial(concat_gelu_definition, plain, wide, out_dtype, activate),
-            )
-    eight, eight_scale = quantise_rows(wide)
-    for arguments in (
-        (eight, eight_scale, weight, weight_scale[:, 0].contiguous(), bias, torch.bfloat16),
-        (wide, None, weight.bfloat16(), None, bias, torch.bfloat16),
-    ):
-        compare(
-            f"scaled_linear {_name(arguments[0].dtype)}",
-            partial(kernels.scaled_linear, *arguments),
-            partial(scaled_linear_definition, *arguments),
-        )
-    return errors
-
-
-def _dequantised(value: Tensor | tuple[Tensor, Tensor | None]) -> Tensor:
-    if isinstance(value, Tensor):
-        return value
-    rows, scale = value
-    return rows.float() if scale is None else rows.float() * scale
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.").removesuffix("_e4m3fn")
-
-
-@torch.no_grad()
-def check_layers(
-    model: VisionModel, fused: Mapping[Precision, FusedVision], device: torch.device
-) -> dict[str, list[float]]:
-    """Relative errors after each block, of the features and of the embeddings, against float32."""
-    crops = random_crops(3, model.config, device)
-    wanted = _plain_states(model, crops)
-    features = model.encode(crops)
-    embeddings = model.project(features, 1, 2)
-    short = VisionModel(model.config).to(device).bfloat16()
-    short.load_state_dict(model.state_dict())
-    columns: dict[str, list[float]] = {}
-    with attempted("plain bfloat16"):
-        short_features = short.encode(crops)
-        columns["plain bf16"] = [
-            *map(relative_error, _plain_states(short, crops), wanted),
-            relative_error(short_features, features),
-            relative_error(short.project(short_features, 1, 2), embeddings),
-        ]
-    for precision, vision in fused.items():
-        with attempted(f"layers of {precision}"):
-            fused_features = vision.encode(crops)
-            columns[precision] = [
-                *(
-                    relative_error(got.view_as(want), want)
-                    for got, want in zip(vision.states(crops), wanted, strict=True)
-                ),
-                relative_error(fused_features, features),
-                relative_error(vision.project_all([fused_features], [(1, 2)])[0], embeddings),
-            ]
-    names = [*(f"block {layer}" for layer in range(len(wanted))), "features", "embeddings"]
-    print(f"\nRelative error against float32\n  {'':<12}" + "".join(f"{name:>14}" for name in columns))
-    for place, name in enumerate(names):
-        print(f"  {name:<12}" + "".join(f"{errors[place]:>14.2e}" for errors in columns.values()), flush=True)
-    return columns
-
-
-def _plain_states(model: VisionModel, crops: Tensor) -> list[Tensor]:
-    state = model.patch_emb(model._patches(crops)) + model.pos_emb
-    states = []
-    for block in model.blocks:
-        state = block(state)
-        states.append(state)
-    return states
-
-
-# Time
-
-
 def time_parts(
     kernels: Kernels,
     config: VisionConfig,
@@ -214,7 +94,9 @@ def time_parts(
     """Every launch of the encoder's blocks alone."""
     rows, dim, inner = num_crops * config.num_image_tokens, config.enc_dim, config.enc_ff_dim
     heads, layers = config.enc_n_heads, config.enc_n_layers
-    dtype = FLOAT8 if precision == "float8" else torch.bfloat16
+    dtype = torch.bfloat16 if precision == "model" else FLOAT8
+    # Scales that are known need not be measured.
+    known: dict[str, Any] = {"out_scale": 0.05} if precision == "calibrated" else {}
     parts: list[Part] = []
 
     def time_part(
@@ -228,7 +110,7 @@ def time_parts(
         with attempted(f"{name}, {precision}, {num_crops} crops"), torch.no_grad():
             sets = [inputs() for _ in range(NUM_INPUT_SETS)]
             us = time_us([partial(call, *values) for values in sets])
-            rate = limits.product_flops_per_s["model" if "attention" in name else precision]
+            rate = limits.product_flops_per_s["model" if "attention" in name or precision == "model" else "float8"]
             limit_us = max(flops / rate, size / limits.copy_bytes_per_s) * 1e6
             parts.append(Part(name, us, calls, limit_us))
             print(
@@ -249,10 +131,32 @@ def time_parts(
         size = element * in_dim * (rows + out_dim) + 2 * rows * out_dim
         time_part(f"product {name}", kernels.scaled_linear, inputs, layers, 2.0 * rows * in_dim * out_dim, size)
 
-    product("qkv", 3 * dim, dim)
-    product("proj", dim, dim)
-    product("fc1", inner, dim)
-    product("fc2", dim, inner)
+    def known_product(name: str, operation: Callable[..., Any], out_dim: int, in_dim: int) -> None:
+        weight, _, bias = _random_linear(out_dim, in_dim, FLOAT8, device)
+        one = torch.full((1,), 0.01, device=device)
+
+        def inputs() -> tuple[Any, ...]:
+            x = torch.randn(rows, in_dim, device=device).mul(50).to(FLOAT8)
+            if operation is kernels.scaled_linear_gelu:
+                return x, one, weight, one, bias, one
+            if operation is kernels.scaled_linear_add:
+                return x, one, weight, one, bias, torch.zeros(rows, out_dim, device=device, dtype=torch.bfloat16)
+            return x, one[:, None], weight, one, bias, torch.bfloat16
+
+        out_bytes = {kernels.scaled_linear_gelu: 1, kernels.scaled_linear_add: 4}.get(operation, 2)
+        size = in_dim * (rows + out_dim) + out_bytes * rows * out_dim
+        time_part(f"product {name}", operation, inputs, layers, 2.0 * rows * in_dim * out_dim, size)
+
+    if precision == "calibrated":
+        known_product("qkv", kernels.scaled_linear, 3 * dim, dim)
+        known_product("proj, added", kernels.scaled_linear_add, dim, dim)
+        known_product("fc1, activated", kernels.scaled_linear_gelu, inner, dim)
+        known_product("fc2, added", kernels.scaled_linear_add, dim, inner)
+    else:
+        product("qkv", 3 * dim, dim)
+        product("proj", dim, dim)
+        product("fc1", inner, dim)
+        product("fc2", dim, inner)
 
     def short(width: int) -> Tensor:
         return torch.randn(rows, width, device=device).bfloat16()
@@ -260,19 +164,25 @@ def time_parts(
     out_size = 1 if dtype == FLOAT8 else 2
     time_part(
         "add_layer_norm",
-        kernels.add_layer_norm,
-        lambda: (short(dim), short(dim), EPSILON, dtype),
+        partial(kernels.add_layer_norm, **known),
+        lambda: (short(dim), None if known else short(dim), EPSILON, dtype),
         2 * layers,
         0,
-        rows * dim * (6 + out_size),
+        rows * dim * ((2 if known else 6) + out_size),
     )
-    time_part(
-        "gelu", kernels.concat_gelu, lambda: (None, short(inner), dtype), layers, 0, rows * inner * (2 + out_size)
-    )
+    if not known:
+        time_part(
+            "gelu",
+            kernels.concat_gelu,
+            lambda: (None, short(inner), dtype),
+            layers,
+            0,
+            rows * inner * (2 + out_size),
+        )
     if dtype == FLOAT8:
         time_part(
             "quantise attended",
-            kernels.concat_gelu,
+            partial(kernels.concat_gelu, **known),
             lambda: (None, short(dim), dtype, False),
             layers,
             0,
@@ -377,7 +287,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--crops", type=int, nargs="+", default=[9, 18, 27, 36])
     parser.add_argument("--parts", type=int, nargs="*", default=[9, 36], help="crop counts to take apart")
-    parser.add_argument("--precision", nargs="+", choices=["model", "float8"], default=["model", "float8"])
+    parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=PRECISIONS)
     parser.add_argument("--kernels", type=parse_choices, default={}, help="operation=implementation,…")
     parser.add_argument("--check", action="store_true", help="compare with float32 block by block")
     parser.add_argument("--tune", action="store_true", help="time row kernels over block sizes")
@@ -402,7 +312,10 @@ def main() -> int:
     fused: dict[Precision, FusedVision] = {}
     for precision in arguments.precision:
         with attempted(f"building {precision}"):
-            fused[precision] = FusedVision(short, kernels, precision)
+            if precision == "calibrated":
+                fused[precision] = CalibratedVision(short, kernels, random_crops(3, config, device))
+            else:
+                fused[precision] = FusedVision(short, kernels, precision)
     if arguments.check:
         result["layer_errors"] = check_layers(exact, fused, device)
     if arguments.tune and device.type == "cuda":
