@@ -56,18 +56,19 @@ TINY = replace(
     MOONDREAM_2.text, dim=64, ff_dim=128, n_layers=3, n_heads=4, n_kv_heads=4, vocab_size=64, max_context=128
 )
 TILINGS = (
-    Tiling(64, 64, 4, 2),
+    Tiling(64, 64, 4, 2, 128),
     Tiling(64, 64, 4, 3),
+    Tiling(64, 64, 4, 3, 128),
+    Tiling(64, 64, 4, 4, 128),
+    Tiling(64, 128, 4, 2, 168),
     Tiling(64, 128, 4, 2),
-    Tiling(64, 128, 4, 3),
-    Tiling(128, 64, 4, 2),
     Tiling(128, 64, 4, 3),
-    Tiling(128, 64, 8, 2),
+    Tiling(128, 64, 8, 2, 128),
     Tiling(128, 64, 8, 3),
-    Tiling(128, 64, 8, 4),
+    Tiling(128, 64, 8, 3, 128),
+    Tiling(128, 64, 8, 4, 128),
+    Tiling(128, 128, 8, 2, 128),
     Tiling(128, 128, 8, 2),
-    Tiling(128, 128, 8, 3),
-    Tiling(256, 64, 8, 3),
 )
 
 
@@ -363,7 +364,7 @@ def tune(
         sets = [PagedAttention(config, replace(prompts, count=count), device, torch.bfloat16) for _ in range(2)]
         times = table.setdefault(f"{count} prompts", {})
         for tiles in TILINGS:
-            name = f"{tiles.queries}x{tiles.keys} w{tiles.num_warps} s{tiles.num_stages}"
+            name = f"{tiles.queries}x{tiles.keys} w{tiles.num_warps} s{tiles.num_stages} r{tiles.max_registers}"
             with attempted(f"attention {name}"):
                 times[name] = time_us([partial(inputs.attend_tiled, tiles) for inputs in sets])
         line = "  ".join(f"{name} {us:.1f}" for name, us in sorted(times.items(), key=lambda item: item[1]))
@@ -413,7 +414,7 @@ def main() -> int:
         with attempted("the check against float32"):
             result["layer_errors"] = check_layers(text, blocks, kernels, prompts, device)
     if arguments.tune and device.type == "cuda":
-        print("\nAttention: queries x keys, warps, stages")
+        print("\nAttention: queries x keys, warps, stages, registers")
         result["tuning"] = tune(config, [1, 8], prompts, device)
     if arguments.experts:
         result["experts"] = time_experts(kernels, limits, device)

@@ -13,12 +13,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How one program's work is cut, and how many warps and pipeline stages it gets."""
+    """How one program's work is cut, and what it gets."""
 
     queries: int
     keys: int
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
+    """Of a thread. Fewer than the compiler would take let more programs share a multiprocessor."""
 
 
 def tiling(max_chunk: int, dtype: torch.dtype) -> Tiling:
@@ -26,8 +28,8 @@ def tiling(max_chunk: int, dtype: torch.dtype) -> Tiling:
     if dtype == torch.float32:
         return Tiling(32, 32, 4, 2)
     if max_chunk <= 64:  # the last rows of prompts, text alone, or a question behind a cached image
-        return Tiling(64, 64, 4, 3)
-    return Tiling(128, 64, 8, 3)
+        return Tiling(64, 64, 4, 3, 128)
+    return Tiling(128, 64, 8, 3, 128)
 
 
 def prefill_attention(
@@ -103,6 +105,7 @@ def attend(
         num_keys=tiles.keys,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        maxnreg=tiles.max_registers,
     )
     return attended
 

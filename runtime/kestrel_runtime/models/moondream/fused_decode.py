@@ -1,7 +1,7 @@
 """The decoder for one new token of each sequence: three operations a block, on buffers that stay where they are.
 
-Holds no pages and decides nothing about who runs. Every shape follows from the batch alone, so a step of a model
-without experts can be recorded once and replayed.
+Holds no pages and decides nothing about who runs. Every shape follows from the batch alone, so a step can be
+recorded once and replayed, unless it mixes experts as the definition does, which waits for the device.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kestrel_ops import Kernels
 from kestrel_runtime.kv_cache import KVCache
-from kestrel_runtime.models.moondream.fused_weights import FusedBlock
+from kestrel_runtime.models.moondream.fused_weights import FusedBlock, Matrix
 from kestrel_runtime.models.moondream.rope import rotary_tables
 from kestrel_runtime.models.moondream.text import TextModel
 
@@ -47,6 +47,7 @@ class FusedDecoder:
         self._blocks = tuple(blocks)
         self._kernels = kernels
         self._device = text.wte.device
+        self._final_epsilon = text.post_ln.eps
         is_float8 = self._blocks[0].up.scale is not None
         self._dtype = torch.float16 if is_float8 else text.wte.dtype
         config = text.config
@@ -127,16 +128,36 @@ class FusedDecoder:
                 hidden += mixed
         return hidden
 
+    def logits(
+        self,
+        hidden: Tensor,  # [B, dim] float32, from `forward`
+        head: Matrix,  # from `fused_head`
+        out: Tensor,  # [B, vocabulary] of any floating type, written
+    ) -> None:
+        """What `TextModel.logits` gives, by the product that small batches have of their own."""
+        nothing = out[:, out.shape[1] :]
+        self._kernels.decode_expand(
+            hidden,
+            head.weight,
+            head.scale,
+            head.row_sums,
+            head.bias,
+            self._final_epsilon,
+            out.shape[1],
+            out,
+            nothing,
+        )
+
     def _num_parts(self, batch: int) -> int:
         """How many parts a context may be split into."""
         wanted = _PROGRAMS_OF_ATTENTION // (batch * self._config.n_heads)
         return min(max(wanted, 1), _MOST_PARTS)
 
-    @staticmethod
-    def _experts(block: FusedBlock, hidden: Tensor) -> Tensor | None:
+    def _experts(self, block: FusedBlock, hidden: Tensor) -> Tensor | None:
         if block.experts is None:
             return None
-        return block.experts(block.ln(hidden.to(block.ln.weight.dtype)))
+        normed = block.ln(hidden.to(block.ln.weight.dtype))
+        return block.experts(normed, self._kernels.mixture_of_experts)
 
     @staticmethod
     def _tau(block: FusedBlock, qkv: Tensor, positions: Tensor) -> tuple[Tensor | None, Tensor | None]:
