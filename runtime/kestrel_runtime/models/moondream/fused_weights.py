@@ -67,6 +67,15 @@ def fused_blocks(text: TextModel, precision: Literal["model", "float8"]) -> tupl
     return tuple(_fused(block, dtype) for block in text.blocks)
 
 
+@torch.no_grad()
+def fused_head(text: TextModel, precision: Literal["model", "float8"]) -> Matrix:
+    """The head [vocabulary, dim] with the final LayerNorm folded in: it takes (x - mean) / deviation."""
+    dtype = text.wte.dtype if precision == "model" else torch.float8_e4m3fn
+    weight, bias = text.lm_head.weight.float(), text.lm_head.bias.float()
+    norm = text.post_ln
+    return Matrix.of(weight * norm.weight.float(), bias + weight @ norm.bias.float(), dtype)
+
+
 def _fused(block: Any, dtype: torch.dtype) -> FusedBlock:  # a block of `TextModel`
     ln, attention, mlp = block.ln, block.attn, block.mlp
     up_weight, up_bias = attention.qkv.weight.float(), attention.qkv.bias.float()

@@ -6,7 +6,7 @@ import torch
 from kestrel_ops import Kernels
 from kestrel_runtime.kv_cache import KVCache
 from kestrel_runtime.models.moondream.fused_decode import FusedDecoder
-from kestrel_runtime.models.moondream.fused_weights import fused_blocks
+from kestrel_runtime.models.moondream.fused_weights import fused_blocks, fused_head
 from tests.runtime.models.moondream.tiny import DenseAttend, random_model, tiny_config
 
 CPU = torch.device("cpu")
@@ -96,3 +96,12 @@ def test_float8_weights_work_on_float16():
     workspace = Bench(precision="float8").workspace
     assert workspace.qkv.dtype == workspace.activations.dtype == torch.float16
     assert workspace.hidden.dtype == torch.float32
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("model", 1e-5), ("float8", 0.05)])
+def test_the_head_gives_the_logits_of_the_plain_model(precision, tolerance):
+    bench = Bench()
+    hidden = bench.embeddings(3)
+    logits = torch.full((3, bench.text.config.vocab_size), torch.nan)
+    bench.decoder.logits(hidden, fused_head(bench.text, precision), logits)
+    assert off_by(logits, bench.text.logits(hidden)) < tolerance
