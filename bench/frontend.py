@@ -82,7 +82,7 @@ class EmptyEngine:
 
     def __init__(self) -> None:
         config = EngineConfig(model="empty")
-        self.info = EngineInfo("empty", None, "none", ("query", "point"), "cpu", "float32", 4096, 0, config)
+        self.info = EngineInfo("empty", None, "none", ("query", "point"), "cpu", "float32", 4096, 16, 0, config)
         self.status = EngineStatus.SERVING
         self._running: list[tuple[Stream, list[Event]]] = []
 

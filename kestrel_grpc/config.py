@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
@@ -90,6 +91,25 @@ def on_or_off(text: str) -> bool:
     return one_of("on", "off")(text) == "on"
 
 
+def fraction(text: str) -> float:
+    """Parses a part of a whole: above 0, at most 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= 1:
+        raise ValueError("must be a number above 0 and at most 1")
+    return value
+
+
+def parse_kernels(text: str) -> tuple[tuple[str, str], ...]:
+    """Parses `operation=implementation`, several parted by commas."""
+    pairs = [tuple(part.strip() for part in item.split("=")) for item in text.split(",")]
+    if not all(len(pair) == 2 and all(pair) for pair in pairs):
+        raise ValueError("must be operation=implementation, several parted by commas")
+    return tuple((operation, implementation) for operation, implementation in pairs)
+
+
 def some_text(text: str) -> str:
     """Parses anything but nothing."""
     if not text.strip():
@@ -159,15 +179,51 @@ class ServerConfig:
     tokens: str | None = _option(
         None, some_text, "file of the tokens that callers must bear, in TOML", default_text="none; anybody may call"
     )
-    max_batch_size: int = _option(
-        _ENGINE.max_batch_size, whole_number(1), "requests that generate together", unit="requests"
+    text_path: str = _option(
+        "auto",
+        one_of("auto", "plain", "fused", "fused-float8"),
+        "how the decoder runs: plain, fused, fused-float8 (weights of 8 bits), or auto: fused on a GPU",
+    )
+    vision_path: str = _option(
+        "auto",
+        one_of("auto", "plain", "fused", "fused-float8"),
+        "how images are encoded: plain, fused, fused-float8 (products of 8 bits), or auto: fused on a GPU",
+    )
+    kv_dtype: str = _option(
+        "auto",
+        one_of("auto", "float8"),
+        "number format of the key-value cache: float8, or auto: that of the weights",
+    )
+    cuda_graphs: bool | None = _option(
+        None,
+        on_or_off,
+        "whether decode steps are recorded once and replayed: on or off",
+        default_text="on with a fused text path on a GPU",
+    )
+    kernels: tuple[tuple[str, str], ...] | None = _option(
+        None,
+        parse_kernels,
+        "implementations of single operations, such as `concat_gelu=reference`, parted by commas",
+        default_text="the fastest",
+    )
+    max_batch_size: int | None = _option(
+        None,
+        whole_number(1),
+        "requests that generate together",
+        unit="requests",
+        default_text="64 on a GPU, else 16",
     )
     kv_pages: int | None = _option(
         None,
         whole_number(1),
         "size of the key-value cache",
         unit="pages",
-        default_text="from batch size and memory",
+        default_text="from memory",
+    )
+    kv_fraction: float = _option(
+        _ENGINE.kv_fraction,
+        fraction,
+        "part of the memory that is free once the model is loaded which the key-value cache may take",
     )
     page_size: int = _option(
         _ENGINE.page_size, whole_number(1), "size of a page of the key-value cache", unit="tokens"
@@ -213,11 +269,25 @@ class ServerConfig:
         "threads that decode images and build prompts",
         unit="threads",
     )
-    max_prefill_tokens: int = _option(
-        _ENGINE.max_prefill_tokens,
+    resize_on_device: bool | None = _option(
+        None,
+        on_or_off,
+        "whether images are resized where the model runs, and not by preprocessing threads: on or off",
+        default_text="on with a GPU",
+    )
+    max_prefill_tokens: int | None = _option(
+        None,
         whole_number(1),
         "prompt tokens that one step may carry beside the decoding requests",
         unit="tokens",
+        default_text="4096 on a GPU, else 1024",
+    )
+    max_crops: int | None = _option(
+        None,
+        whole_number(1),
+        "pieces of images that one step may encode while others decode; bounds the wait for their next token",
+        unit="crops",
+        default_text="36 on a GPU, else 4",
     )
     stream_idle_timeout: float = _option(
         60.0,
@@ -286,8 +356,14 @@ class ServerConfig:
             revision=self.revision,
             device=self.device,
             dtype=self.dtype,
+            text_path=self.text_path,
+            vision_path=self.vision_path,
+            kv_dtype=self.kv_dtype,
+            cuda_graphs=self.cuda_graphs,
+            kernels=self.kernels or (),
             max_batch_size=self.max_batch_size,
             num_kv_pages=self.kv_pages,
+            kv_fraction=self.kv_fraction,
             page_size=self.page_size,
             max_queued_requests=self.max_queue,
             max_queued_image_bytes=self.max_queue_image_bytes,
@@ -296,7 +372,9 @@ class ServerConfig:
             max_image_bytes=self.max_image_bytes,
             max_image_pixels=self.max_image_pixels,
             num_preprocess_threads=self.preprocess_threads,
+            resize_on_device=self.resize_on_device,
             max_prefill_tokens=self.max_prefill_tokens,
+            max_crops_per_step=self.max_crops,
         )
 
     def _contradictions(self) -> Iterator[str]:

@@ -77,7 +77,7 @@ class FakeEngine:
         self, script: Script = answers, *, skills: tuple[str, ...] = SKILLS, max_queued_requests: int = 256
     ) -> None:
         config = EngineConfig(model="fake", max_queued_requests=max_queued_requests)
-        self.info = EngineInfo("fake", None, "moondream3", skills, "cpu", "float32", 4096, 1_000_000, config)
+        self.info = EngineInfo("fake", None, "moondream3", skills, "cpu", "float32", 4096, 16, 1_000_000, config)
         self.status = EngineStatus.SERVING
         self.requests: list[Request] = []
         self.deadlines_s: list[float | None] = []

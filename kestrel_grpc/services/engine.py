@@ -51,7 +51,7 @@ class EngineService:
                 max_image_bytes=config.max_image_bytes,
                 max_image_pixels=config.max_image_pixels,
                 max_queued_requests=config.max_queued_requests,
-                max_running_requests=config.max_batch_size,
+                max_running_requests=self._engine.info.max_batch_size,
             ),
         )
 

@@ -14,16 +14,29 @@ class EngineConfig:
     """Settings of one engine.
 
     `model` is the built-in one, a local folder or file, or a hub name. `device` is auto, cpu or cuda; `dtype` is
-    auto, float32, bfloat16 or float16. `num_kv_pages` None sizes the cache by `max_batch_size` and free memory.
+    auto, float32, bfloat16 or float16. `num_kv_pages` None: as many as `kv_fraction` gives; beside a CPU no more
+    than a full batch needs.
     """
 
     model: str = BUILT_IN_MODEL
     revision: str | None = None
     device: str = "auto"
     dtype: str = "auto"
-    max_batch_size: int = 16
-    """Sequences that hold pages together, prefilling or decoding."""
+    text_path: str = "auto"
+    """How the decoder runs: plain, fused, fused-float8 (weights in float8), or auto: fused on CUDA, else plain."""
+    vision_path: str = "auto"
+    """How images are encoded: as `text_path`."""
+    kv_dtype: str = "auto"
+    """The type of cached keys and values: float8, or auto: the model's."""
+    cuda_graphs: bool | None = None
+    """Whether decode steps are recorded once and replayed; None: on CUDA with a fused text path."""
+    kernels: tuple[tuple[str, str], ...] = ()
+    """(operation, implementation) of fused operations, where it shall not be the fastest there is."""
+    max_batch_size: int | None = None
+    """Sequences that hold pages together, prefilling or decoding; None: 64 on CUDA, else 16."""
     num_kv_pages: int | None = None
+    kv_fraction: float = 0.5
+    """Part of the memory that is free after loading the model which pages may take."""
     page_size: int = 16
     """Tokens in a page."""
     max_queued_requests: int = 256
@@ -39,7 +52,7 @@ class EngineConfig:
     num_preprocess_threads: int = 4
     resize_on_device: bool | None = None
     """Whether images are resized and cut where the model runs, and not by preprocessing threads; None: on CUDA."""
-    max_prefill_tokens: int = 1024
-    """Prompt tokens that a step may carry."""
-    max_crops_per_step: int = 4
-    """Image crops that a step may encode while other requests are decoding."""
+    max_prefill_tokens: int | None = None
+    """Prompt tokens that a step may carry; None: 4096 on CUDA, else 1024."""
+    max_crops_per_step: int | None = None
+    """Image crops that a step may encode while other requests are decoding; None: 36 on CUDA, else 4."""

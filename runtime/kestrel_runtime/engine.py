@@ -25,6 +25,7 @@ from kestrel_runtime.errors import (
     ModelNotFound,
     SkillUnsupported,
 )
+from kestrel_runtime.fast_paths import FastPaths
 from kestrel_runtime.loading import LoadedModel
 from kestrel_runtime.loop import EngineLoop
 from kestrel_runtime.pages import PagePool
@@ -35,6 +36,7 @@ from kestrel_runtime.requests import Caption, Query, Request
 from kestrel_runtime.runner import ModelRunner
 from kestrel_runtime.scheduler import Scheduler
 from kestrel_runtime.sequence import Sequence, SequenceClock
+from kestrel_runtime.step_bounds import StepBounds
 from kestrel_runtime.stream import Stream
 
 
@@ -70,6 +72,7 @@ class EngineInfo:
     device: str
     dtype: str
     max_context_tokens: int
+    max_batch_size: int
     num_parameters: int
     config: EngineConfig
 
@@ -94,6 +97,7 @@ class Engine:
         model_config = loaded.model.config
         self._pages = PagePool(cache.num_pages, config.page_size)
         max_context = min(model_config.text.max_context, cache.num_pages * config.page_size)
+        bounds = StepBounds.of(config, loaded.model.device.type)
         self.info = EngineInfo(
             model=loaded.checkpoint.name,
             revision=loaded.checkpoint.revision,
@@ -102,14 +106,15 @@ class Engine:
             device=loaded.model.device.type,
             dtype=str(loaded.model.dtype).removeprefix("torch."),
             max_context_tokens=max_context,
+            max_batch_size=bounds.max_batch_size,
             num_parameters=loaded.num_parameters,
             config=config,
         )
         scheduler = Scheduler(
             self._pages,
-            max_batch_size=config.max_batch_size,
-            max_prefill_tokens=config.max_prefill_tokens,
-            max_crops_per_step=config.max_crops_per_step,
+            max_batch_size=bounds.max_batch_size,
+            max_prefill_tokens=bounds.max_prefill_tokens,
+            max_crops_per_step=bounds.max_crops,
             ageing_s=config.ageing_s,
         )
         culprits = Culprits()
@@ -129,7 +134,12 @@ class Engine:
             num_threads=config.num_preprocess_threads,
             cut_images=not resize_on_device,
         )
-        runner = ModelRunner(loaded.model, cache, max_batch_size=config.max_batch_size)
+        runner = ModelRunner(
+            loaded.model,
+            cache,
+            FastPaths.of(config, loaded.model.device.type),
+            max_batch_size=bounds.max_batch_size,
+        )
         recovery = Recovery(
             scheduler,
             runner,

@@ -14,10 +14,10 @@ from kestrel_runtime.errors import CheckpointError
 from kestrel_runtime.kv_cache import KVCache
 from kestrel_runtime.models.moondream.model import Moondream
 from kestrel_runtime.models.moondream.weights import load_moondream_state
+from kestrel_runtime.step_bounds import StepBounds
 from kestrel_runtime.tokenizer import Tokenizer
 
 _TYPICAL_CONTEXT_TOKENS = 2048
-_MEMORY_FRACTION = 0.4
 
 _log = logging.getLogger(__name__)
 
@@ -50,16 +50,18 @@ class LoadedModel:
         return cls(model, tokenizer, checkpoint, sum(tensor.numel() for tensor in weights))
 
     def new_cache(self, config: EngineConfig) -> KVCache:
-        """A cache of the configured size; by default room for a full batch, within a part of free memory."""
+        """A cache of the configured size, or of what memory allows."""
         text, model = self.model.config.text, self.model
+        dtype = torch.float8_e4m3fn if config.kv_dtype == "float8" else model.dtype
         num_pages = config.num_kv_pages
         if num_pages is None:
-            context = min(text.max_context, _TYPICAL_CONTEXT_TOKENS)
-            bytes_per_page = KVCache.bytes_per_page(text, config.page_size, model.dtype)
-            affordable = int(_free_bytes(model.device) * _MEMORY_FRACTION) // bytes_per_page
-            wanted = config.max_batch_size * -(-context // config.page_size)
-            num_pages = max(min(wanted, affordable), -(-context // config.page_size))
-        return KVCache(text, num_pages, config.page_size, model.device, model.dtype)
+            context_pages = -(-min(text.max_context, _TYPICAL_CONTEXT_TOKENS) // config.page_size)
+            bytes_per_page = KVCache.bytes_per_page(text, config.page_size, dtype)
+            num_pages = int(_free_bytes(model.device) * config.kv_fraction) // bytes_per_page
+            if model.device.type != "cuda":  # memory of the host is everybody's
+                num_pages = min(num_pages, StepBounds.of(config, model.device.type).max_batch_size * context_pages)
+            num_pages = max(num_pages, context_pages)
+        return KVCache(text, num_pages, config.page_size, model.device, dtype)
 
 
 def _device(name: str) -> torch.device:

@@ -6,23 +6,32 @@ Knows tensors and the model; decides nothing about who runs. Nothing here waits 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from kestrel_ops import Kernels
 from kestrel_runtime.crop_source import CropSource
+from kestrel_runtime.fast_paths import FastPaths
+from kestrel_runtime.graphs import DecodeGraphs
 from kestrel_runtime.kv_cache import KVCache
+from kestrel_runtime.models.moondream.fused_vision import FusedVision
 from kestrel_runtime.models.moondream.model import Moondream
 from kestrel_runtime.models.moondream.tiling import Tiler
+from kestrel_runtime.models.moondream.vision import VisionModel
 from kestrel_runtime.prefill_plan import PrefillPlan
 from kestrel_runtime.rule_table import RuleTable
-from kestrel_runtime.sampling import Sampler
+from kestrel_runtime.sampling import SETTINGS_PER_SEQUENCE, DrawNeeds, Sampler
 from kestrel_runtime.sequence import Batch, Chunk, CropRange, Sequence
 from kestrel_runtime.slots import Slots, to_device
-from kestrel_runtime.text_path import PlainText
+from kestrel_runtime.text_path import FusedText, PlainText, TextPath
 from kestrel_runtime.tokens import Token
 
+# Columns of a decode step's inputs: small numbers, then floats by their bits, then pages.
+_SLOT, _POSITION, _SETTINGS = 0, 1, slice(2, 2 + SETTINGS_PER_SEQUENCE)
+_NUM_COLUMNS = _SETTINGS.stop
+_PRECISIONS: dict[str, Literal["model", "float8"]] = {"fused": "model", "fused-float8": "float8"}
 _NUM_SPARE_SLOTS = 1
 """For a request of our own beside those of callers."""
 
@@ -63,13 +72,23 @@ class Launch:
 class ModelRunner:
     """Model and cache behind one method. Holds a sequence's slot and image embeddings until `release`."""
 
-    def __init__(self, model: Moondream, cache: KVCache, *, max_batch_size: int) -> None:
+    def __init__(self, model: Moondream, cache: KVCache, paths: FastPaths, *, max_batch_size: int) -> None:
         self._model = model
         self._cache = cache
         self._max_batch_size = max_batch_size
+        self._with_graphs = paths.with_graphs
         self._images: dict[int, _Image] = {}
-        resample = Kernels.select(model.device.type, {}).resample
-        self._crops = CropSource(Tiler(model.config.vision, model.device, resample).crops, model.device)
+        self._crops = CropSource(
+            Tiler(model.config.vision, model.device, paths.kernels.resample).crops, model.device
+        )
+        self._text: TextPath = PlainText(model.text, cache)
+        if paths.text != "plain":
+            self._text = FusedText(
+                model.text, cache, paths.kernels, _PRECISIONS[paths.text], max_batch_size=max_batch_size
+            )
+        self._vision: VisionModel | FusedVision = model.vision
+        if paths.vision != "plain":
+            self._vision = FusedVision(model.vision, paths.kernels, _PRECISIONS[paths.vision])
         self._set_up()
 
     @property
@@ -135,11 +154,14 @@ class ModelRunner:
     def _set_up(self) -> None:
         device, text = self._model.device, self._model.config.text
         rules = RuleTable(text.vocab_size, device)
-        most_pages = -(-text.max_context // self._cache.page_size)
-        self._slots = Slots(self._max_batch_size + _NUM_SPARE_SLOTS, most_pages, rules, device)
+        self._most_pages = -(-text.max_context // self._cache.page_size)
+        self._slots = Slots(self._max_batch_size + _NUM_SPARE_SLOTS, self._most_pages, rules, device)
         self._sampler = Sampler(self._model, rules, self._slots)
-        self._text = PlainText(self._model.text, self._cache)
-        self._vision = self._model.vision
+        self._graphs: DecodeGraphs | None = None
+        if self._with_graphs:
+            nobody = torch.zeros(_NUM_COLUMNS + self._most_pages, dtype=torch.int32, device=device)
+            nobody[_SLOT], nobody[_POSITION] = self._slots.nobody, -1
+            self._graphs = DecodeGraphs(self._decode_rows, nobody, max_batch_size=self._max_batch_size)
 
     def _encode(self, ranges: list[CropRange]) -> None:
         pixels = [self._crops.take(crop_range) for crop_range in ranges]
@@ -178,17 +200,28 @@ class ModelRunner:
         return self._sampler.draw(hidden, slots, settings, self._sampler.needs(sequences))
 
     def _decode(self, sequences: list[Sequence]) -> Tensor:
-        device, needs = self._model.device, self._sampler.needs(sequences)
-        slots = to_device(self._slots.of(sequences), torch.int64, device)
+        needs = self._sampler.needs(sequences)
+        width = None if self._graphs is None else self._most_pages
+        page_table = self._slots.page_table(sequences, width)
+        rows = np.empty((len(sequences), _NUM_COLUMNS + page_table.shape[1]), dtype=np.int32)
+        rows[:, _SLOT] = self._slots.of(sequences)
         # The newest token is not in the cache yet; its position is the number of those that are.
-        positions = to_device([sequence.num_cached for sequence in sequences], torch.int64, device)
-        page_table = to_device(self._slots.page_table(sequences), torch.int32, device)
+        rows[:, _POSITION] = [sequence.num_cached for sequence in sequences]
+        rows[:, _SETTINGS] = np.array(self._sampler.settings(sequences), dtype=np.float32).view(np.int32)
+        rows[:, _NUM_COLUMNS:] = page_table
+        if self._graphs is None:
+            return self._decode_rows(to_device(rows, torch.int32, self._model.device), needs)
+        return self._graphs.replay(torch.from_numpy(rows).pin_memory(), needs)
+
+    def _decode_rows(self, rows: Tensor, needs: DrawNeeds) -> Tensor:
+        """Everything of a decode step that happens on the device: int32 [B, columns and pages] → what is drawn."""
+        slots, positions = rows[:, _SLOT].long(), rows[:, _POSITION].long()
         ids, kinds = self._slots.numbers[slots, :2].unbind(1)
         embeddings = self._model.embed_drawn(
             ids, kinds, self._slots.values[slots], with_coordinates=needs.coordinates, with_sizes=needs.sizes
         )
-        hidden = self._text.decode(embeddings, positions, page_table)
-        settings = to_device(self._sampler.settings(sequences), torch.float32, device)
+        hidden = self._text.decode(embeddings, positions, rows[:, _NUM_COLUMNS:].contiguous())
+        settings = rows[:, _SETTINGS].contiguous().view(torch.float32)
         return self._sampler.draw(hidden, slots, settings, needs)
 
     def _embeddings(self, chunk: Chunk) -> list[Tensor]:

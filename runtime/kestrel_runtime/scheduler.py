@@ -36,8 +36,10 @@ class _Suspect(NamedTuple):
 
 
 class Scheduler:
-    """Waiting and active sequences. `next_batch` chooses a step, `commit` counts it as done, `land` takes the tokens
-    that it drew."""
+    """Waiting and active sequences.
+
+    `next_batch` chooses a step, `commit` counts it as done, `land` takes the tokens that it drew.
+    """
 
     def __init__(
         self,

@@ -1,12 +1,16 @@
-"""The ways through the decoder: plain, as the model defines it. Each writes the cache and returns hidden states."""
+"""The ways through the decoder: plain, as the model defines it, and fused. Each writes the cache."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
 
+from kestrel_ops import Kernels
 from kestrel_runtime.kv_cache import KVCache
+from kestrel_runtime.models.moondream.fused_decode import FusedDecoder
+from kestrel_runtime.models.moondream.fused_prefill import FusedPrefill
+from kestrel_runtime.models.moondream.fused_weights import fused_blocks
 from kestrel_runtime.models.moondream.text import TextModel
 from kestrel_runtime.prefill_plan import PrefillPlan
 
@@ -35,3 +39,29 @@ class PlainText:
 
     def decode(self, embeddings: Tensor, positions: Tensor, page_table: Tensor) -> Tensor:
         return self._text(embeddings, positions, self._cache.decode(positions, page_table))
+
+
+class FusedText:
+    """The decoder on fused operations. `decode` never waits for the host, so that it may be recorded."""
+
+    def __init__(
+        self,
+        text: TextModel,
+        cache: KVCache,
+        kernels: Kernels,
+        precision: Literal["model", "float8"],
+        *,
+        max_batch_size: int,
+    ) -> None:
+        blocks = fused_blocks(text, precision)
+        self._cache = cache
+        self._prefill = FusedPrefill(text, blocks, kernels)
+        self._decoder = FusedDecoder(text, blocks, kernels)
+        self._workspace = self._decoder.workspace(max_batch_size)
+
+    def prefill(self, embeddings: Tensor, plan: PrefillPlan, rows: Tensor) -> Tensor:
+        return self._prefill.forward(embeddings, plan, self._cache, rows)
+
+    def decode(self, embeddings: Tensor, positions: Tensor, page_table: Tensor) -> Tensor:
+        """A negative position is that of nobody: nothing is written, and its hidden state is of no use."""
+        return self._decoder.forward(embeddings, positions, page_table, self._cache, self._workspace)

@@ -32,6 +32,7 @@ from kestrel_runtime.events import (
     PointOutput,
     QueryOutput,
 )
+from kestrel_runtime.fast_paths import FastPaths
 from kestrel_runtime.images import decode_image, make_crops
 from kestrel_runtime.loading import LoadedModel
 from kestrel_runtime.pages import PagePool
@@ -162,7 +163,9 @@ class _Probe:
             pages, max_batch_size=1, max_prefill_tokens=self.sequence.length, max_crops_per_step=1
         )
         scheduler.add(self.sequence)
-        self._runner = ModelRunner(loaded.model, self._cache, max_batch_size=1)
+        self._runner = ModelRunner(
+            loaded.model, self._cache, FastPaths.of(config, loaded.model.device.type), max_batch_size=1
+        )
         self._batch = scheduler.next_batch(now=0.0)
 
     @torch.inference_mode()

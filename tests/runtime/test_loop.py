@@ -8,6 +8,7 @@ from kestrel_runtime.admission import Admission, Burden, QueueLimits
 from kestrel_runtime.config import EngineConfig
 from kestrel_runtime.culprits import Culprits
 from kestrel_runtime.events import Finished, Started, TextDelta
+from kestrel_runtime.fast_paths import FastPaths
 from kestrel_runtime.loading import LoadedModel
 from kestrel_runtime.loop import EngineLoop
 from kestrel_runtime.pages import PagePool
@@ -32,7 +33,10 @@ class Bench:
         cache = loaded.new_cache(config)
         self.pages = PagePool(cache.num_pages, config.page_size)
         scheduler = Scheduler(self.pages, max_batch_size=8, max_prefill_tokens=64, max_crops_per_step=3)
-        runner, culprits = ModelRunner(loaded.model, cache, max_batch_size=8), Culprits()
+        runner, culprits = (
+            ModelRunner(loaded.model, cache, FastPaths.of(config, "cpu"), max_batch_size=8),
+            Culprits(),
+        )
         self.statuses: list[str] = []
         recovery = Recovery(
             scheduler,

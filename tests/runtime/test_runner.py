@@ -1,6 +1,8 @@
 import pytest
 import torch
 
+from kestrel_runtime.config import EngineConfig
+from kestrel_runtime.fast_paths import FastPaths
 from kestrel_runtime.images import make_crops
 from kestrel_runtime.kv_cache import KVCache
 from kestrel_runtime.pages import PagePool
@@ -22,7 +24,7 @@ REFERENCES = [Token(0), Token(1), Token(5, (0.25,)), Token(5, (0.75,)), Token(6,
 class Bench:
     """Scheduler, cache and runner of a tiny model, turned step by step without readers."""
 
-    def __init__(self, model, *, num_pages=200, page_size=4, batch=8, prefill=1000, crops=100):
+    def __init__(self, model, *, num_pages=200, page_size=4, batch=8, prefill=1000, crops=100, **paths):
         config = model.config.text
         cache = KVCache(config, num_pages, page_size, CPU, torch.float32)
         self.scheduler = Scheduler(
@@ -31,7 +33,10 @@ class Bench:
             max_prefill_tokens=prefill,
             max_crops_per_step=crops,
         )
-        self.model, self.runner = model, ModelRunner(model, cache, max_batch_size=batch)
+        self.model, self.runner = (
+            model,
+            ModelRunner(model, cache, FastPaths.of(EngineConfig(**paths), "cpu"), max_batch_size=batch),
+        )
         self.num_preemptions = 0
 
     def add(self, tokens, image=None, **settings):
@@ -92,6 +97,16 @@ def test_what_is_generated_is_what_the_model_says_from_the_start(generation, cas
     bench = Bench(model)
     (generated,) = bench.generate(6, bench.add(tokens, image))
     assert generated == written_out(model, 6, tokens, image)
+
+
+@GENERATIONS
+@pytest.mark.parametrize("case", CASES)
+def test_fused_paths_say_what_the_plain_ones_say(generation, case):
+    tokens, image = CASES[case]
+    plain, fused = Bench(MODELS[generation]), Bench(MODELS[generation], text_path="fused", vision_path="fused")
+    (wanted,) = plain.generate(6, plain.add(tokens, image))
+    (actual,) = fused.generate(6, fused.add(tokens, image))
+    assert actual == wanted
 
 
 @GENERATIONS

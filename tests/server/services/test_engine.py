@@ -22,7 +22,7 @@ async def test_server_info_names_this_run_and_its_limits() -> None:
         max_image_bytes=config.max_image_bytes,
         max_image_pixels=config.max_image_pixels,
         max_queued_requests=config.max_queued_requests,
-        max_running_requests=config.max_batch_size,
+        max_running_requests=house.engine.info.max_batch_size,
     )
 
 

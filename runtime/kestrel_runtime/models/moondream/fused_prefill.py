@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from kestrel_ops import Kernels
-from kestrel_runtime.kv_cache import KVCache
-from kestrel_runtime.models.moondream.fused_weights import FusedBlock
+from kestrel_runtime.kv_cache import KVCache, LayerPages
+from kestrel_runtime.models.moondream.fused_weights import FusedBlock, Matrix
 from kestrel_runtime.models.moondream.rope import rotary_tables
 from kestrel_runtime.models.moondream.text import TextModel
 from kestrel_runtime.prefill_plan import PrefillPlan
@@ -60,46 +60,43 @@ class FusedPrefill:
 
     def _block(self, layer: int, hidden: Tensor, delta: Tensor | None, plan: PrefillPlan, cache: KVCache) -> Tensor:
         """Add `delta` to the stream and return what the block adds next."""
-        normed, scale = self._normed(layer, hidden, delta)
-        product = self._up(layer, normed, scale, slice(None))
+        block, pages = self._blocks[layer], cache.layer(layer)
+        normed, scale = self._normed(block, hidden, delta)
+        product = self._product(block.up, normed, scale)
         qkv, inner = product.tensor_split((self._config.qkv_dim,), dim=1)
-        query, key, value = self._turned(layer, qkv, plan, cache)
-        attended = self._attended(layer, query, key, value, plan, cache)
-        return self._down(layer, hidden, attended, inner)
+        query, key, value = self._turned(block, qkv, plan, pages)
+        attended = self._attended(query, key, value, plan, pages)
+        return self._down(block, hidden, attended, inner)
 
     def _last_block(
         self, hidden: Tensor, delta: Tensor | None, plan: PrefillPlan, cache: KVCache, rows: Tensor
     ) -> Tensor:
         """Write all keys and values of the last block, but go on with `rows` alone: their final hidden states."""
-        layer, qkv_dim = len(self._blocks) - 1, self._config.qkv_dim
-        normed, scale = self._normed(layer, hidden, delta)
-        qkv = self._up(layer, normed, scale, slice(qkv_dim))
-        query, key, value = self._turned(layer, qkv, plan, cache)
+        block, pages, qkv_dim = self._blocks[-1], cache.layer(len(self._blocks) - 1), self._config.qkv_dim
+        normed, scale = self._normed(block, hidden, delta)
+        qkv = self._product(_part(block.up, slice(qkv_dim)), normed, scale)
+        query, key, value = self._turned(block, qkv, plan, pages)
         hidden = hidden[rows]
         if not len(rows):
             return hidden
-        normed, scale = _rows(normed, rows), None if scale is None else scale[rows]
-        inner = self._up(layer, normed, scale, slice(qkv_dim, None))
-        attended = self._attended(layer, query[rows], key[rows], value[rows], _single_rows(plan, rows), cache)
-        return hidden + self._down(layer, hidden, attended, inner)
+        inner = qkv[rows, :0]
+        if block.experts is None:
+            own_scale = None if scale is None else scale[rows]
+            inner = self._product(_part(block.up, slice(qkv_dim, None)), _rows(normed, rows), own_scale)
+        attended = self._attended(query[rows], key[rows], value[rows], _single_rows(plan, rows), pages)
+        return hidden + self._down(block, hidden, attended, inner)
 
-    def _normed(self, layer: int, hidden: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        block = self._blocks[layer]
+    def _normed(self, block: FusedBlock, hidden: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor | None]:
         return self._kernels.add_layer_norm(hidden, delta, block.ln.eps, block.up.weight.dtype)
 
-    def _up(self, layer: int, normed: Tensor, scale: Tensor | None, part: slice) -> Tensor:
-        """Those of the first matrix's columns that `part` names; none where experts replace the MLP."""
-        up = self._blocks[layer].up
-        weight, bias = up.weight[part], up.bias[part]
-        if not len(weight):
-            return normed.new_empty((len(normed), 0), dtype=self._dtype)
-        weight_scale = None if up.scale is None else up.scale[part]
-        return self._kernels.scaled_linear(normed, scale, weight, weight_scale, bias, self._dtype)
+    def _product(self, matrix: Matrix, rows: Tensor, scale: Tensor | None) -> Tensor:
+        return self._kernels.scaled_linear(rows, scale, matrix.weight, matrix.scale, matrix.bias, self._dtype)
 
-    def _turned(self, layer: int, qkv: Tensor, plan: PrefillPlan, cache: KVCache) -> tuple[Tensor, Tensor, Tensor]:
+    def _turned(
+        self, block: FusedBlock, qkv: Tensor, plan: PrefillPlan, pages: LayerPages
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value, of which the latter two are in the cache too."""
-        pages, tau = cache.layer(layer), self._blocks[layer].tau
-        factors = (None, None) if tau is None else tau(qkv, plan.positions)
+        factors = (None, None) if block.tau is None else block.tau(qkv, plan.positions)
         return self._kernels.rotary_write_kv(
             qkv,
             plan.positions,
@@ -113,10 +110,7 @@ class FusedPrefill:
             *factors,
         )
 
-    def _attended(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, plan: PrefillPlan, cache: KVCache
-    ) -> Tensor:
-        pages = cache.layer(layer)
+    def _attended(self, query: Tensor, key: Tensor, value: Tensor, plan: PrefillPlan, pages: LayerPages) -> Tensor:
         attended = self._kernels.prefill_attention(
             query,
             key,
@@ -133,19 +127,24 @@ class FusedPrefill:
         )
         return attended.flatten(1)
 
-    def _down(self, layer: int, hidden: Tensor, attended: Tensor, inner: Tensor) -> Tensor:
+    def _down(self, block: FusedBlock, hidden: Tensor, attended: Tensor, inner: Tensor) -> Tensor:
         """What a block adds to the stream."""
-        block, down = self._blocks[layer], self._blocks[layer].down
-        operand = down.weight.dtype
+        operand = block.down.weight.dtype
         if block.experts is None:
-            activations, scale = self._kernels.concat_gelu(attended, inner, operand)
-        else:
-            activations, scale = self._kernels.concat_gelu(None, attended, operand, activate=False)
-        delta = self._kernels.scaled_linear(activations, scale, down.weight, down.scale, down.bias, self._dtype)
-        if block.experts is not None:
-            normed = block.ln(hidden.to(block.ln.weight.dtype))
-            delta = delta + block.experts(normed, self._kernels.mixture_of_experts)
-        return delta
+            return self._product(block.down, *self._kernels.concat_gelu(attended, inner, operand))
+        rows, scale = self._kernels.concat_gelu(None, attended, operand, activate=False)
+        normed = block.ln(hidden.to(block.ln.weight.dtype))
+        return self._product(block.down, rows, scale) + block.experts(normed, self._kernels.mixture_of_experts)
+
+
+def _part(matrix: Matrix, part: slice) -> Matrix:
+    """Some of a matrix's outputs."""
+    return Matrix(
+        weight=matrix.weight[part],
+        scale=None if matrix.scale is None else matrix.scale[part],
+        bias=matrix.bias[part],
+        row_sums=matrix.row_sums[part],
+    )
 
 
 def _single_rows(plan: PrefillPlan, rows: Tensor) -> PrefillPlan:

@@ -1,0 +1,38 @@
+"""Which of the ways to the same answers an engine takes: resolved once, at start. Knows settings, no tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, cast
+
+from kestrel_ops import Kernels
+from kestrel_runtime.config import EngineConfig
+from kestrel_runtime.errors import CheckpointError
+
+Path = Literal["plain", "fused", "fused-float8"]
+
+
+@dataclass(frozen=True, slots=True)
+class FastPaths:
+    """How text and images go through the model, and whether decode steps are recorded and replayed."""
+
+    text: Path
+    vision: Path
+    with_graphs: bool
+    kernels: Kernels
+
+    @classmethod
+    def of(cls, config: EngineConfig, device_type: str) -> FastPaths:
+        """What `config` asks for on this kind of device. Raises `CheckpointError` where it cannot be had."""
+        is_cuda = device_type == "cuda"
+        default = "fused" if is_cuda else "plain"
+        text = cast("Path", default if config.text_path == "auto" else config.text_path)
+        vision = cast("Path", default if config.vision_path == "auto" else config.vision_path)
+        could_record = is_cuda and text != "plain"
+        if config.cuda_graphs and not could_record:
+            raise CheckpointError("CUDA graphs need a CUDA device and a fused text path")
+        try:
+            kernels = Kernels.select(device_type, dict(config.kernels))
+        except ValueError as error:
+            raise CheckpointError(str(error)) from error
+        return cls(text, vision, could_record if config.cuda_graphs is None else config.cuda_graphs, kernels)

@@ -1,0 +1,76 @@
+"""Decode steps recorded as CUDA graphs: one for each of a few batch sizes and each kind of draw, then replayed.
+
+A graph reads and writes where it did when it was recorded. Batches between the sizes are padded with nobody.
+Recording waits for the device; replaying does not.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kestrel_runtime.sampling import DrawNeeds
+
+_NUM_WARM_UPS = 2
+
+_log = logging.getLogger(__name__)
+
+
+class DecodeGraphs:
+    """Records `step` when a size and kind is first met, and replays it."""
+
+    def __init__(self, step: Callable[[Tensor, DrawNeeds], Tensor], nobody: Tensor, *, max_batch_size: int) -> None:
+        """`step` takes int32 inputs [B, width] and returns [B, …]; `nobody` [width] is the row that pads."""
+        self._step = step
+        self._nobody = nobody
+        self._sizes = batch_sizes(max_batch_size)
+        self._inputs = {size: nobody.repeat(size, 1) for size in self._sizes}
+        self._recorded: dict[tuple[int, DrawNeeds], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def replay(self, rows: Tensor, needs: DrawNeeds) -> Tensor:
+        """rows: pinned int32 [B, width] on the host → what `step` returns, [B, …]: valid until the next replay."""
+        size = next(size for size in self._sizes if size >= len(rows))
+        graph, result = self._graph(size, needs)
+        inputs = self._inputs[size]
+        inputs[: len(rows)].copy_(rows, non_blocking=True)
+        inputs[len(rows) :] = self._nobody
+        graph.replay()
+        return result[: len(rows)]
+
+    def record_all(self, needs: DrawNeeds) -> None:
+        """Record every size for draws of one kind, the largest first: the others fit into its memory."""
+        for size in reversed(self._sizes):
+            self._graph(size, needs)
+
+    def _graph(self, size: int, needs: DrawNeeds) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        recorded = self._recorded.get((size, needs))
+        if recorded is None:
+            started = time.monotonic()
+            recorded = self._recorded[size, needs] = self._record(size, needs)
+            _log.info("recorded decode steps of %d, %s, in %.2f s", size, needs, time.monotonic() - started)
+        return recorded
+
+    def _record(self, size: int, needs: DrawNeeds) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        inputs = self._inputs[size]
+        inputs[:] = self._nobody  # what a rehearsal draws for nobody is lost on nobody
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):  # compilers and libraries allocate on first use, which no recording allows
+            for _ in range(_NUM_WARM_UPS):
+                self._step(inputs, needs)
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            result = self._step(inputs, needs)
+        return graph, result
+
+
+def batch_sizes(max_batch_size: int) -> list[int]:
+    """1, 2, 4, 8, then by half as much: near enough above every batch, and few."""
+    sizes = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256]
+    return [size for size in sizes if size < max_batch_size] + [max_batch_size]
