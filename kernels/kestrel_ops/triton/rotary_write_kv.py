@@ -32,7 +32,8 @@ def rotary_write_kv(
     num_heads = qkv.shape[1] // head_dim - 2 * num_groups
     half = cosine.shape[1]
     assert qkv.stride(1) == 1
-    assert all(pages.is_contiguous() for pages in (key_pages, value_pages))
+    whole = (key_pages, value_pages, cosine, sine, query_scale, value_factor)
+    assert all(tensor is None or tensor.is_contiguous() for tensor in whole)
     kernel: Any = _rotary_write_kv[(num_tokens,)]  # takes launch options beside its parameters
     kernel(
         qkv,
