@@ -1,7 +1,8 @@
 """What a recording amounts to: rates, percentiles of times, errors, goodput; and ours beside the peer's.
 
 Rates count a request by the part of its life that lies in the window: half of it, half a request. So a window is
-fair to requests that are nearly as long as itself. Percentiles are of the requests that began in the window.
+fair to requests that are nearly as long as itself. Percentiles are of the requests that began in the window, and so
+is the goodput of an open loop, which sets out with nothing running: of what was sent, how much came in time.
 """
 
 from __future__ import annotations
@@ -73,6 +74,10 @@ def summarise(
     began = [sample for sample in recording.samples if window.start <= sample.started < window.end]
     # A window shorter than one answer has none that began in it; what it overlaps has to do.
     counted = began or list(recording.samples)
+    if is_open:
+        goodput_per_s = sum(objective.is_met(sample) for sample in began) / window.duration_s
+    else:
+        goodput_per_s = _rate(recording.samples, window, lambda sample: float(objective.is_met(sample)))
     good = [sample for sample in counted if not sample.error]
     return Row(
         workload=workload,
@@ -84,7 +89,7 @@ def summarise(
         wrong_lengths=sum(sample.num_tokens != num_tokens for sample in good),
         requests_per_s=_rate(recording.samples, window, lambda sample: 1.0),
         tokens_per_s=_rate(recording.samples, window, lambda sample: float(sample.num_tokens)),
-        goodput_per_s=_rate(recording.samples, window, lambda sample: float(objective.is_met(sample))),
+        goodput_per_s=goodput_per_s,
         first_token_ms=percentiles(first_token_ms(sample) for sample in good if sample.arrivals),
         inter_token_ms=percentiles(1e3 * gap for sample in good for gap in np.diff(sample.arrivals)),
         per_token_ms=percentiles(value for sample in good if (value := per_token_ms(sample)) is not None),

@@ -15,9 +15,9 @@ def answer(started: float, ended: float, *arrivals: float, num_tokens: int = 3, 
     return Sample(started, ended, num_tokens, array("d", arrivals or (ended,)), error)
 
 
-def row_of(*samples: Sample, start: float = 0.0, end: float = 10.0) -> Row:
-    recording = Recording(Window(start, end), samples, 0.25, 1.5)
-    return summarise("direct", 4, recording, 3, OBJECTIVE, is_open=False)
+def row_of(*samples: Sample, is_open: bool = False) -> Row:
+    recording = Recording(Window(0.0, 10.0), samples, 0.25, 1.5)
+    return summarise("direct", 4, recording, 3, OBJECTIVE, is_open=is_open)
 
 
 def test_a_request_counts_by_its_part_in_the_window():
@@ -51,6 +51,11 @@ def test_only_answers_within_the_objective_are_good():
     slow = answer(0.0, 1.0, 0.4, num_tokens=3)
     row = row_of(in_time, late_start, slow)
     assert row.requests_per_s == pytest.approx(0.3)
+    assert row.goodput_per_s == pytest.approx(0.1)
+
+
+def test_in_an_open_loop_what_was_sent_in_the_window_is_good_wherever_it_ends():
+    row = row_of(answer(9.7, 10.1), answer(9.8, 10.9), is_open=True)
     assert row.goodput_per_s == pytest.approx(0.1)
 
 
