@@ -11,6 +11,7 @@ tilings; `--experts` times the mixture of experts of a Moondream 3.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import sys
@@ -149,8 +150,7 @@ def check_layers(
     plan = prompts.plan(device)
     embeddings = torch.randn(prompts.num_rows, config.dim, device=device).bfloat16()
     last = plan.query_starts[1:].long() - 1
-    exact = TextModel(config).to(device).requires_grad_(False)
-    exact.load_state_dict(short.state_dict())
+    exact = copy.deepcopy(short).float()
     wanted = _plain_states(
         exact, embeddings.float(), plan, new_cache(config, prompts.num_pages(), device, torch.float32)
     )

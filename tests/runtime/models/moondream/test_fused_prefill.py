@@ -128,6 +128,20 @@ def test_float8_stays_within_a_few_percent(variant, precision, cache_dtype, last
     assert 1e-4 < off_by(hidden, torch.cat(wanted)) < 0.1
 
 
+@every_variant
+def test_a_short_type_is_rounded_less_than_by_the_plain_model(variant):
+    prompts = Prompts((24, 30), variant, pictured=(1,))
+    prompts.embeddings = [rows.bfloat16().float() for rows in prompts.embeddings]
+    prompts.text.load_state_dict({name: value.bfloat16() for name, value in prompts.text.state_dict().items()})
+    wanted = torch.cat([prompts.plain(row)[0] for row in range(2)])
+    prompts.text.bfloat16()
+    prompts.embeddings = [rows.bfloat16() for rows in prompts.embeddings]
+    plain = torch.cat([prompts.plain(row)[0] for row in range(2)])
+    prompts.fused = FusedPrefill(prompts.text, fused_blocks(prompts.text, "model"), Kernels.select("cpu", {}))
+    prompts.cache = KVCache(prompts.text.config, 64, 4, CPU, torch.bfloat16)
+    assert off_by(prompts.run((0, 0, 24), (1, 0, 30)), wanted) < off_by(plain, wanted) < 0.05
+
+
 def test_embeddings_are_left_as_they_are():
     prompts = Prompts((5,))
     before = prompts.embeddings[0].clone()
