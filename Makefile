@@ -11,7 +11,7 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: setup proto check test serve demo quality train bench supply clean
+.PHONY: setup proto check test fuzz serve demo quality train bench supply clean
 
 # Everything into .venv; nothing to do until pyproject.toml changes.
 setup: .venv/installed
@@ -36,6 +36,11 @@ check: setup
 
 test: check
 	$(BIN)/python -m pytest
+
+# Ten minutes of CPU for requests, images and frames that nobody meant well; another length with CPU_SECONDS=…
+CPU_SECONDS ?= 600
+fuzz: setup
+	$(BIN)/python -m tests.fuzzing $(CPU_SECONDS)
 
 # The built-in model unless ARGS says otherwise; ARGS are options of `kestrel-grpc serve`.
 serve: setup

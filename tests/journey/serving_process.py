@@ -27,6 +27,12 @@ class ServingProcess:
         return pages * os.sysconf("SC_PAGE_SIZE")
 
     @property
+    def cpu_s(self) -> float:
+        """Processor time spent so far."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    @property
     def num_descriptors(self) -> int:
         """Open files and sockets."""
         return len(os.listdir(f"/proc/{self.pid}/fd"))

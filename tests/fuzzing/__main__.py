@@ -1,0 +1,74 @@
+"""`python -m tests.fuzzing CPU_SECONDS`: draw for that long, a third each for images, requests and frames.
+
+Every run draws anew. Prints what came out how often; stops at the first thing that must not be, and shows it.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.fuzzing import UNHURRIED
+from tests.fuzzing.frames import Target, conversations
+from tests.fuzzing.images import decode, images
+from tests.fuzzing.requests import methods, parse, requests
+
+_BATCH = 500
+_MIB = 2**20
+
+
+def main() -> None:
+    """Run all three."""
+    cpu_s = float(sys.argv[1]) / 3
+    asked = st.sampled_from(methods()).flatmap(lambda method: st.tuples(st.just(method), requests(method)))
+    _draw("images", images, decode, cpu_s)
+    _draw("requests", asked, lambda call: parse(*call), cpu_s)
+    with Target.running() as target:
+        _draw("frames", conversations, target.hear, cpu_s, lambda: target.server.cpu_s)
+        target.assert_well()
+        print(f"  the server has {target.server.rss_bytes / _MIB:.0f} MiB, and answers", flush=True)
+
+
+def _draw(
+    name: str,
+    strategy: st.SearchStrategy[Any],
+    check: Callable[[Any], str],
+    cpu_s: float,
+    others_cpu_s: Callable[[], float] = lambda: 0.0,
+) -> None:
+    outcomes: Counter[str] = Counter()
+    slowest_s = 0.0
+
+    @settings(
+        max_examples=_BATCH,
+        database=None,
+        deadline=None,
+        derandomize=False,
+        suppress_health_check=UNHURRIED,
+    )
+    @given(strategy)
+    def one(drawn: Any) -> None:
+        nonlocal slowest_s
+        began = time.monotonic()
+        outcomes[check(drawn)] += 1
+        slowest_s = max(slowest_s, time.monotonic() - began)
+
+    began = time.process_time() + others_cpu_s()
+    used_s = 0.0
+    while used_s < cpu_s:
+        one()
+        used_s = time.process_time() + others_cpu_s() - began
+    told = ", ".join(f"{count:,} {outcome}" for outcome, count in outcomes.most_common())
+    print(
+        f"{name}: {outcomes.total():,} in {used_s:.0f} s of CPU, the slowest {slowest_s:.2f} s: {told}", flush=True
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""HTTP/2 and gRPC spoken badly to an open port. `Target.hear` is what must hold for each conversation."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Self
+
+from hpack import Encoder
+from hyperframe.frame import (
+    ContinuationFrame,
+    DataFrame,
+    Frame,
+    GoAwayFrame,
+    HeadersFrame,
+    PingFrame,
+    PriorityFrame,
+    PushPromiseFrame,
+    RstStreamFrame,
+    SettingsFrame,
+    WindowUpdateFrame,
+)
+from hypothesis import strategies as st
+
+from kestrel_client import Client
+from tests.fuzzing.images import damaged
+from tests.fuzzing.requests import methods, requests
+from tests.journey.serving_process import ServingProcess, serving_process
+
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+_PATIENCE_S = 30.0
+_HEADER_NAMES = (
+    *("grpc-timeout", "grpc-encoding", "grpc-accept-encoding", "authorization", "x-request-id", "some-bin"),
+    *("traceparent", "tracestate", "content-type", "te", ":path", "connection", "cookie"),
+)
+
+
+class Target:
+    """A server of its own, and whether it still stands."""
+
+    def __init__(self, server: ServingProcess) -> None:
+        self.server = server
+        host, port = server.address.rsplit(":", 1)
+        self._at = (host, int(port))
+
+    @classmethod
+    @contextmanager
+    def running(cls) -> Iterator[Self]:
+        """A server that must still end as told when all is over."""
+        with serving_process() as server:
+            yield cls(server)
+
+    def hear(self, said: bytes) -> str:
+        """Say it all on a connection of its own; the server must let go of the connection once we have."""
+        with socket.create_connection(self._at, timeout=_PATIENCE_S) as connection:
+            try:
+                connection.sendall(said)
+                connection.shutdown(socket.SHUT_WR)
+                num_bytes = sum(len(data) for data in iter(lambda: connection.recv(65_536), b""))
+            except TimeoutError:
+                raise
+            except OSError:
+                return "cut off"
+        return "answered" if num_bytes > 100 else "greeted" if num_bytes else "ignored"
+
+    def assert_well(self) -> None:
+        """The server answers a call as if nothing had been."""
+        with Client(self.server.address) as client:
+            assert client.complete_query(None, "hi", max_tokens=2).usage.output_token_count > 0
+
+
+def _head(path: str, extra: Iterable[tuple[str, str]] = (), **changed: str) -> bytes:
+    """The headers of a call, compressed."""
+    fields = {":method": "POST", ":scheme": "http", ":path": path, ":authority": "x", "te": "trailers"}
+    fields |= {
+        "content-type": "application/grpc",
+        **{name.replace("_", "-"): text for name, text in changed.items()},
+    }
+    return Encoder().encode([*fields.items(), *extra])
+
+
+def _framed(data: bytes, compressed: int, length_off_by: int) -> bytes:
+    return struct.pack(">BI", compressed, max(0, len(data) + length_off_by) & 0xFFFFFFFF) + data
+
+
+_ids = st.one_of(st.sampled_from((0, 1, 3, 5, 7, 2)), st.integers(0, 2**31 - 1))
+_paths = st.one_of(
+    st.sampled_from([f"/kestrel.v1.VisionService/{name}" for name in methods()]), st.text(max_size=30)
+)
+_flag_names = ("END_STREAM", "END_HEADERS", "PADDED", "PRIORITY", "ACK")
+_header_values = st.one_of(
+    st.sampled_from(("1S", "0n", "99999999H", "-1S", "1", "gzip", "identity", "deflate", "x" * 9_000)),
+    st.text(st.characters(max_codepoint=255), max_size=30),
+)
+_headers = st.lists(
+    st.tuples(
+        st.one_of(
+            st.sampled_from(_HEADER_NAMES),
+            st.text(st.characters(max_codepoint=127), max_size=12),
+        ),
+        _header_values,
+    ),
+    max_size=6,
+)
+_messages = st.builds(
+    _framed,
+    st.sampled_from(methods()).flatmap(requests),
+    st.sampled_from((0, 0, 0, 1, 2, 255)),
+    st.sampled_from((0, 0, 0, -1, 1, -10_000, 1_000, 2**26, 2**31)),
+)
+
+
+@st.composite
+def _calls(draw: st.DrawFn) -> bytes:
+    """A call as it should be, but for what is in it."""
+    stream = draw(st.sampled_from((1, 1, 3, 5)))
+    head = HeadersFrame(stream, data=_head(draw(_paths), draw(_headers)), flags=["END_HEADERS"])
+    data = DataFrame(stream, data=draw(_messages), flags=["END_STREAM"] if draw(st.booleans()) else [])
+    return head.serialize() + data.serialize()
+
+
+@st.composite
+def _frames(draw: st.DrawFn) -> bytes:
+    """One frame of any kind, with any flags, on any stream."""
+    kind = draw(st.sampled_from(_KINDS))
+    frame: Any = kind(0 if kind.stream_association == "no-stream" else 1)  # the library is strict, we are not
+    frame.stream_id = draw(_ids)
+    payload = draw(st.binary(max_size=64))
+    if isinstance(frame, SettingsFrame):
+        frame.settings = draw(st.dictionaries(st.integers(0, 10), st.integers(0, 2**32 - 1), max_size=5))
+    elif isinstance(frame, WindowUpdateFrame):
+        frame.window_increment = draw(st.integers(1, 2**31 - 1))
+    elif isinstance(frame, RstStreamFrame | GoAwayFrame):
+        frame.error_code = draw(st.integers(0, 2**32 - 1))
+    elif isinstance(frame, PingFrame):
+        frame.opaque_data = payload[:8]
+    elif isinstance(frame, PriorityFrame):
+        frame.stream_weight = draw(st.integers(0, 255))
+    elif isinstance(frame, PushPromiseFrame):
+        frame.promised_stream_id, frame.data = 2, payload
+    else:
+        frame.data = payload
+    for name in draw(st.sets(st.sampled_from(_flag_names))):
+        if name in {flag.name for flag in frame.defined_flags}:
+            frame.flags.add(name)
+    return frame.serialize() * draw(st.sampled_from((1, 1, 1, 2, 50)))
+
+
+@st.composite
+def _made_up_frames(draw: st.DrawFn) -> bytes:
+    """A frame's header with anything in it, and a body that need not be as long as it says."""
+    body = draw(st.binary(max_size=64))
+    length = draw(st.one_of(st.just(len(body)), st.integers(0, 2**24 - 1)))
+    kind, flags = draw(st.one_of(st.integers(0, 10), st.integers(0, 255))), draw(st.integers(0, 255))
+    return struct.pack(">I", length)[1:] + struct.pack(">BBI", kind, flags, draw(st.integers(0, 2**32 - 1))) + body
+
+
+def _bomb(num_references: int, num_continuations: int) -> bytes:
+    """A header of 4 KB that is said once and then referred to, a byte for each time."""
+    path = "/kestrel.v1.VisionService/Query"
+    block = _head(path, [("bomb", "x" * 4_000)]) + b"\xbe" * num_references
+    frames = [HeadersFrame(1, data=block[:16_000]).serialize()]
+    frames += [ContinuationFrame(1, data=b"\xbe" * 1_000).serialize() for _ in range(num_continuations)]
+    return b"".join((*frames, ContinuationFrame(1, data=b"", flags=["END_HEADERS"]).serialize()))
+
+
+_KINDS: tuple[type[Frame], ...] = (
+    DataFrame,
+    HeadersFrame,
+    PriorityFrame,
+    RstStreamFrame,
+    SettingsFrame,
+    PushPromiseFrame,
+    PingFrame,
+    GoAwayFrame,
+    WindowUpdateFrame,
+    ContinuationFrame,
+)
+_said = st.one_of(
+    _calls(),
+    _calls(),
+    _frames(),
+    _made_up_frames(),
+    st.builds(_bomb, st.integers(0, 10_000), st.integers(0, 50)),
+)
+_prefaces = st.one_of(
+    st.just(_PREFACE + SettingsFrame(0).serialize()),
+    st.just(_PREFACE + SettingsFrame(0).serialize()),
+    damaged(st.just(_PREFACE + SettingsFrame(0).serialize())),
+    st.just(b""),
+)
+conversations = st.builds(lambda preface, said: preface + b"".join(said), _prefaces, st.lists(_said, max_size=8))
+"""All that is said on one connection."""

@@ -1,0 +1,142 @@
+"""Messages with anything in their fields, and bytes that are hardly any. `parse` is what must hold for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import DecodeError, Message
+from hypothesis import strategies as st
+
+from kestrel_client.v1 import vision_service_pb2
+from kestrel_grpc import parsing
+from kestrel_grpc.errors import to_status
+from kestrel_grpc.image_uris import allowed_target, parse_hosts
+from kestrel_runtime.config import EngineConfig
+from kestrel_runtime.culprits import Culprits
+from kestrel_runtime.errors import InvalidRequest
+from kestrel_runtime.loading import LoadedModel
+from kestrel_runtime.preprocess import Preprocessor
+from kestrel_runtime.requests import Request
+from kestrel_runtime.sequence import SequenceClock
+from tests.fuzzing.images import damaged, images
+
+# As the table of errors promises them for input that is no good.
+REASONS = frozenset(
+    (
+        "INVALID_REQUEST",
+        "IMAGE_DECODE_FAILED",
+        "IMAGE_TOO_LARGE",
+        "IMAGE_URI_NOT_ALLOWED",
+        "CONTEXT_LENGTH_EXCEEDED",
+    )
+)
+# What gRPC carries at most in the headers of a call, with room for those that are not ours.
+_MAX_TRAILER_BYTES = 8_192
+_HOSTS = parse_hosts("example.com,.example.org")
+_MAX_CONTEXT = 256
+_MAX_PIXELS = 250_000
+_METHODS: Any = vision_service_pb2.DESCRIPTOR.services_by_name["VisionService"].methods_by_name
+
+PARSERS: Mapping[str, Callable[[Any], Request]] = MappingProxyType(
+    {
+        "Query": parsing.query,
+        "CompleteQuery": parsing.query,
+        "Caption": parsing.caption,
+        "CompleteCaption": parsing.caption,
+        "Point": parsing.point,
+        "Detect": parsing.detect,
+        "Segment": parsing.segment,
+    }
+)
+
+
+def methods() -> list[str]:
+    """Every RPC that takes a request of the engine's."""
+    return sorted(_METHODS)
+
+
+def parse(method: str, data: bytes) -> str:
+    """Take a request as far as the engine's queue, or to the status that its caller is told; returns which."""
+    try:
+        message: Any = message_type(method).FromString(data)
+    except DecodeError:
+        return "no message"
+    try:
+        if message.image.WhichOneof("source") == "uri":
+            allowed_target(message.image.uri, _HOSTS)
+        _preprocessor().prepare(PARSERS[method](message), SequenceClock(submitted=0.0))
+    except InvalidRequest as error:
+        return _told(error)
+    return "prepared"
+
+
+def _told(error: InvalidRequest) -> str:
+    assert error.violations
+    status = to_status(error, "a-request")
+    assert status.reason in REASONS, status.reason
+    assert sum(len(key) + len(value) for key, value in status.trailing_metadata) < _MAX_TRAILER_BYTES
+    return status.reason
+
+
+def message_type(method: str) -> type[Message]:
+    """The request of an RPC."""
+    return _METHODS[method].input_type._concrete_class
+
+
+def requests(method: str) -> st.SearchStrategy[bytes]:
+    """What may arrive as the request of an RPC."""
+    well_formed = _messages(message_type(method)).map(lambda message: message.SerializeToString())
+    return st.one_of(well_formed, damaged(well_formed), st.binary(max_size=200))
+
+
+def _messages(kind: type[Message]) -> st.SearchStrategy[Message]:
+    """Messages of a kind with any of their fields set to anything that the field can carry."""
+    descriptor: Any = kind.DESCRIPTOR
+    values = {field.name: _values(field) for field in descriptor.fields}
+    return st.fixed_dictionaries({}, optional=values).map(lambda fields: kind(**fields))
+
+
+def _values(field: Any) -> st.SearchStrategy[Any]:
+    if field.type == FieldDescriptor.TYPE_MESSAGE:
+        value = st.deferred(lambda: _messages(field.message_type._concrete_class))
+    else:
+        value = _SCALARS[field.type]
+    return st.lists(value, max_size=30) if field.is_repeated else value
+
+
+_TEXTS = st.one_of(
+    st.text(max_size=40),
+    st.text(max_size=600),
+    st.sampled_from(
+        ("What is this?", "", " ", "\x00", "<|endoftext|>", "e\u0301" * 9, "\u202e", "\U0001f985" * 30)
+    ),
+    st.sampled_from(("https://example.com/a.png", "http://[::1", "data:;base64,AAAA", "https://a:b@example.org/")),
+)
+_SCALARS: Mapping[int, st.SearchStrategy[Any]] = MappingProxyType(
+    {
+        FieldDescriptor.TYPE_STRING: _TEXTS,
+        FieldDescriptor.TYPE_BYTES: images,
+        FieldDescriptor.TYPE_BOOL: st.booleans(),
+        FieldDescriptor.TYPE_FLOAT: st.one_of(st.floats(0, 1, width=32), st.floats(width=32)),
+        FieldDescriptor.TYPE_ENUM: st.one_of(st.integers(0, 4), st.integers(-(2**31), 2**31 - 1)),
+        FieldDescriptor.TYPE_INT32: st.one_of(st.integers(-2, 200), st.integers(-(2**31), 2**31 - 1)),
+        FieldDescriptor.TYPE_INT64: st.one_of(st.integers(-2, 200), st.integers(-(2**63), 2**63 - 1)),
+    }
+)
+
+
+@lru_cache
+def _preprocessor() -> Preprocessor:
+    loaded = LoadedModel.load(EngineConfig())
+    return Preprocessor(
+        loaded.model.config,
+        loaded.tokenizer,
+        Culprits(),
+        max_context=_MAX_CONTEXT + loaded.model.config.vision.num_image_tokens,
+        max_image_pixels=_MAX_PIXELS,
+        num_threads=1,
+    )
