@@ -41,7 +41,7 @@ for stage in $stages; do
             read -r -a command <<<"$part"
             if [ -e "bench/${command[0]}.py" ]; then
                 say "$part"
-                timeout 90 python3 -m "bench.${command[0]}" "${command[@]:1}" || echo "${command[0]} failed: $?"
+                timeout 120 python3 -m "bench.${command[0]}" "${command[@]:1}" || echo "${command[0]} failed: $?"
             fi
         done
         ;;

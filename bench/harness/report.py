@@ -123,7 +123,7 @@ def write_report(file: Path, results: Results) -> None:
     for title, table in results.tables():
         body.append(f'<h2>{escape(title)}</h2><div class="wide">{_html(table)}</div>')
     for name, part in results.parts.items():
-        plots = list(part_plots(name, part))
+        plots = [plot for plot in part_plots(name, part) if plot]
         if plots:
             body.append(f'<h2>{escape(name)}</h2><div class="plots">{"".join(plots)}</div>')
     page = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Load</title><style>{_STYLE}</style>'
@@ -162,32 +162,47 @@ def load_plots(results: Results) -> Iterator[str]:
 
 
 def part_plots(name: str, part: Mapping[str, Any]) -> Iterator[str]:
-    """A plot for every table of another bench that has a size and times: rows under the names of their columns, or
-    mappings whose keys end in a size, such as `float8 36`."""
+    """Plots for every table of another bench that has a size and times: rows under the names of their columns, one
+    plot for each combination of words in them, or mappings whose keys end in a size, such as `float8 36`."""
     results = part.get("results", part)
-    for title, table in results.items() if isinstance(results, Mapping) else [(name, results)]:
-        if isinstance(table, list):
-            label, lines = _lines_of_rows(table)
+    for title, table in results.items() if isinstance(results, Mapping) else [("", results)]:
+        heading = f"{name}: {title}" if title else name
+        if isinstance(table, list) and all(isinstance(row, Mapping) for row in table):
+            kinds = dict.fromkeys(_kind(row) for row in table)
+            for kind in kinds:
+                size, lines = _lines_of_rows([row for row in table if _kind(row) == kind])
+                yield _part_plot(f"{heading}, {kind}" if kind else heading, size, lines)
         elif isinstance(table, Mapping):
-            label, lines = SIZES_OF_PARTS.get(name, "size"), _lines_of_sizes(table)
-        else:
-            continue
-        if any(len(line.points) > 1 for line in lines):
-            yield line_plot(f"{name}: {title}", Axis(label), Axis("ms"), lines)
+            yield _part_plot(heading, SIZES_OF_PARTS.get(name, "size"), _lines_of_sizes(table))
 
 
-def _lines_of_rows(rows: Sequence[Any]) -> tuple[str, list[Series]]:
-    if not all(isinstance(row, Mapping) for row in rows):
-        return "", []
-    size = next((size for size in SIZES if rows and all(_is_number(row.get(size)) for row in rows)), None)
+def _part_plot(title: str, size: str, lines: Sequence[Series]) -> str:
+    """A plot, or nothing where there is no line that goes anywhere."""
+    if not any(len(line.points) > 1 for line in lines):
+        return ""
+    return line_plot(title, Axis(size), Axis("ms"), lines)
+
+
+def _kind(row: Mapping[str, Any]) -> str:
+    """What a row says in words, or in ranges of numbers."""
+    words = (value for value in row.values() if isinstance(value, str | list))
+    return " ".join(value if isinstance(value, str) else " to ".join(map(str, value)) for value in words)
+
+
+def _lines_of_rows(rows: Sequence[Mapping[str, Any]]) -> tuple[str, list[Series]]:
+    size = next((size for size in SIZES if all(_is_number(row.get(size)) for row in rows)), None)
     if size is None:
         return "", []
     names = dict.fromkeys(name for row in rows for name, value in row.items() if _in_ms(name) and _is_number(value))
-    points = {
-        name: tuple(sorted((row[size], row[name] * _in_ms(name)) for row in rows if _is_number(row.get(name))))
+    lines = [
+        Series(
+            _without_unit(name) or "time",
+            tuple(sorted((row[size], row[name] * _in_ms(name)) for row in rows if _is_number(row.get(name)))),
+            is_dashed=name.startswith("limit"),
+        )
         for name in names
-    }
-    return SIZES[size], [Series(_without_unit(name) or name, found) for name, found in points.items()]
+    ]
+    return SIZES[size], lines
 
 
 def _lines_of_sizes(table: Mapping[str, Any]) -> list[Series]:

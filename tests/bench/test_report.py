@@ -62,7 +62,7 @@ def test_text_lists_rows_with_their_errors():
     ],
 )
 def test_what_has_no_size_or_no_times_is_not_plotted(part: dict[str, Any]):
-    assert list(part_plots("part", part)) == []
+    assert not any(part_plots("part", part))
 
 
 def test_keys_that_end_in_a_size_are_plotted_by_kind():
@@ -70,8 +70,21 @@ def test_keys_that_end_in_a_size_are_plotted_by_kind():
         "bf16 36": {"encode_us": 41_000.0, "us": 45_000.0, "images": 4},
         "bf16 9": {"encode_us": 11_000.0, "us": 12_000.0, "images": 1},
     }
-    (svg,) = part_plots("vision", {"whole": whole, "seconds": 3.0})
+    (svg,) = filter(None, part_plots("vision", {"whole": whole, "limits": {"copy": 4e12}, "seconds": 3.0}))
     assert "bf16 encode: 11 at 9" in svg
     assert "bf16 encode: 41 at 36" in svg
     assert "bf16: 45 at 36" in svg
     assert "images" not in svg
+
+
+def test_rows_of_several_kinds_are_plotted_one_by_one_beside_their_limits():
+    steps = [
+        {"precision": kind, "contexts": [13, 313], "batch": batch, "us": 700.0 * batch, "limit_us": 600.0}
+        for kind in ("bf16", "float8")
+        for batch in (1, 128)
+    ]
+    first, second = part_plots("decode_step", {"steps": steps})
+    assert "decode_step: steps, bf16 13 to 313" in first
+    assert "decode_step: steps, float8 13 to 313" in second
+    assert "time: 89.6 at 128" in first
+    assert "5 4" in first
