@@ -13,7 +13,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -28,9 +29,12 @@ from bench.device_timing import Limits, attempted, launch_us, measure_limits, ti
 from bench.harness.vision_checks import check_kernels, check_layers, random_crops
 from bench.random_weights import MOONDREAM_2
 from kestrel_ops import Kernels
+from kestrel_ops.library.crop_attention import crop_attention as library_crop_attention
 from kestrel_ops.reference.quantise_rows import quantise_rows
 from kestrel_ops.triton.add_layer_norm import add_layer_norm as triton_add_layer_norm
 from kestrel_ops.triton.concat_gelu import concat_gelu as triton_concat_gelu
+from kestrel_ops.triton.crop_attention import AttentionBlocks
+from kestrel_ops.triton.crop_attention import crop_attention as triton_crop_attention
 from kestrel_ops.triton.rows import RowBlocks
 from kestrel_runtime.models.moondream.calibrated_vision import CalibratedVision
 from kestrel_runtime.models.moondream.config import VisionConfig
@@ -47,6 +51,23 @@ BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
+ROW_CANDIDATES = [
+    RowBlocks(rows, num_warps)
+    for rows, num_warps in ((1, 1), (1, 2), (1, 4), (1, 8), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8))
+]
+ATTENTION_CANDIDATES = [
+    AttentionBlocks(*sizes)
+    for sizes in (
+        (64, 64, 4, 2),
+        (64, 64, 4, 3),
+        (64, 32, 4, 3),
+        (64, 128, 4, 2),
+        (128, 32, 8, 3),
+        (128, 64, 8, 2),
+        (128, 64, 8, 3),
+        (128, 128, 8, 2),
+    )
+]
 NUM_INPUT_SETS = 3  # taken in turns, so that the cache does not hold them all
 TINY = replace(
     MOONDREAM_2.vision,
@@ -179,32 +200,44 @@ def time_parts(
             0,
             rows * inner * (2 + out_size),
         )
-    if dtype == FLOAT8:
+    if precision == "float8":
         time_part(
             "quantise attended",
-            partial(kernels.concat_gelu, **known),
+            kernels.concat_gelu,
             lambda: (None, short(dim), dtype, False),
             layers,
             0,
-            rows * dim * (2 + out_size),
+            rows * dim * 3,
         )
-    for name, backend in BACKENDS.items() if device.type == "cuda" else {"math": SDPBackend.MATH}.items():
-        with sdpa_kernel(backend):
+
+    def attention(name: str, operation: Callable[..., Any], backend: SDPBackend | None) -> None:
+        rounded = known.get("out_scale")
+        is_chosen = operation is kernels.crop_attention
+        with sdpa_kernel(backend) if backend is not None else nullcontext():
             time_part(
-                f"attention {name}",
-                partial(_attend, heads=heads),
-                lambda: (short(3 * dim).view(num_crops, -1, 3 * dim),),
-                layers if name in ("cudnn", "math") else 0,
+                f"attention {name}{', chosen' if is_chosen else ''}",
+                operation,
+                lambda: (short(3 * dim), config.num_image_tokens, heads, rounded if backend is None else None),
+                layers if is_chosen else 0,
                 4.0 * num_crops * config.num_image_tokens**2 * dim,
-                2 * 4 * rows * dim,
+                rows * dim * 8,
             )
+
+    attention("by " + kernels.crop_attention.__module__.split(".")[1], kernels.crop_attention, None)
+    if device.type == "cuda":
+        for other in (library_crop_attention, triton_crop_attention):
+            if other is not kernels.crop_attention:
+                attention("by " + other.__module__.split(".")[1], other, None)
+        for name, backend in BACKENDS.items():
+            attention(f"by {name}", _attend, backend)
     return parts
 
 
-def _attend(packed: Tensor, heads: int) -> Tensor:
-    query, key, value = packed.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
-    attended = scaled_dot_product_attention(query, key, value).transpose(1, 2)
-    return attended.reshape(*attended.shape[:2], -1)
+def _attend(packed: Tensor, num_patches: int, heads: int, _: float | None) -> Tensor:
+    query, key, value = packed.view(-1, num_patches, 3, heads, packed.shape[1] // (3 * heads)).permute(
+        2, 0, 3, 1, 4
+    )
+    return scaled_dot_product_attention(query, key, value).transpose(1, 2).reshape(len(packed), -1)
 
 
 def _random_linear(
@@ -240,22 +273,27 @@ def tune(num_rows: int, device: torch.device) -> dict[str, dict[str, float]]:
     """Row kernels over candidate blocks: times in microseconds by case and candidate."""
     table: dict[str, dict[str, float]] = {}
 
-    def case(name: str, function: Callable[..., Any], inputs: Callable[[], tuple[Any, ...]]) -> None:
-        table[name] = {}
+    def case(
+        name: str,
+        function: Callable[..., Any],
+        inputs: Callable[[], tuple[Any, ...]],
+        candidates: Sequence[RowBlocks | AttentionBlocks] = ROW_CANDIDATES,
+    ) -> None:
+        times = table[name] = {}
         sets = [inputs() for _ in range(NUM_INPUT_SETS)]
-        for rows, num_warps in ((1, 1), (1, 2), (1, 4), (1, 8), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8)):
-            with attempted(f"{name} with {rows} rows and {num_warps} warps"):
-                call = partial(function, blocks=RowBlocks(rows, num_warps))
-                table[name][f"{rows}x{num_warps}"] = time_us([partial(call, *values) for values in sets])
+        for blocks in candidates:
+            with attempted(f"{name} with {blocks}"):
+                label = "x".join(map(str, asdict(blocks).values()))
+                times[label] = time_us([partial(function, *values, blocks=blocks) for values in sets])
         chosen = time_us([partial(function, *values) for values in sets])
-        best = min(table[name], key=lambda candidate: table[name][candidate])
-        line = "  ".join(f"{candidate} {us:.1f}" for candidate, us in table[name].items())
-        print(f"  {name:<32} best {best} {table[name][best]:.1f} us, chosen {chosen:.1f} us | {line}", flush=True)
+        best = min(times, key=lambda candidate: times[candidate])
+        line = "  ".join(f"{candidate} {us:.1f}" for candidate, us in times.items())
+        print(f"  {name:<26} best {best} {times[best]:.1f} us, chosen {chosen:.1f} us | {line}", flush=True)
 
     def short(width: int) -> Tensor:
         return torch.randn(num_rows, width, device=device).bfloat16()
 
-    print(f"\nBlocks (rows x warps), {num_rows} rows, float8 out")
+    print(f"\nBlocks (rows x warps, or queries x keys x warps x stages), {num_rows} rows, float8 out")
     for width in (1152, 2048):
         case(
             f"add_layer_norm {width}",
@@ -272,6 +310,13 @@ def tune(num_rows: int, device: torch.device) -> dict[str, dict[str, float]]:
                 FLOAT8,
                 activate,
             ),
+        )
+    for out_scale in (None, 0.05):
+        case(
+            f"crop_attention{'' if out_scale is None else ' to float8'}",
+            triton_crop_attention,
+            lambda out_scale=out_scale: (short(3 * 1152), 729, 16, out_scale),
+            ATTENTION_CANDIDATES,
         )
     return table
 

@@ -11,12 +11,15 @@ from torch import Tensor
 
 from bench.device_timing import attempted
 from kestrel_ops import Kernels
+from kestrel_ops.library.crop_attention import crop_attention as library_crop_attention
 from kestrel_ops.reference.add_layer_norm import add_layer_norm as add_layer_norm_definition
 from kestrel_ops.reference.concat_gelu import concat_gelu as concat_gelu_definition
+from kestrel_ops.reference.crop_attention import crop_attention as crop_attention_definition
 from kestrel_ops.reference.quantise_rows import quantise_rows
 from kestrel_ops.reference.scaled_linear import scaled_linear as scaled_linear_definition
 from kestrel_ops.reference.scaled_linear_add import scaled_linear_add as scaled_linear_add_definition
 from kestrel_ops.reference.scaled_linear_gelu import scaled_linear_gelu as scaled_linear_gelu_definition
+from kestrel_ops.triton.crop_attention import crop_attention as triton_crop_attention
 from kestrel_runtime.models.moondream.config import VisionConfig
 from kestrel_runtime.models.moondream.fused_vision import FusedVision
 from kestrel_runtime.models.moondream.vision import VisionModel
@@ -79,6 +82,20 @@ def check_kernels(kernels: Kernels, config: VisionConfig, device: torch.device) 
             partial(kernels.scaled_linear, *arguments),
             partial(scaled_linear_definition, *arguments),
         )
+    packed = torch.randn(2 * config.num_image_tokens, 3 * dim, device=device).bfloat16()
+    for name, operation in (
+        ("chosen", kernels.crop_attention),
+        ("library", library_crop_attention),
+        ("triton", triton_crop_attention),
+    ):
+        for out_scale in (None, 0.005):
+            if name == "chosen" or device.type == "cuda":
+                arguments = (packed, config.num_image_tokens, config.enc_n_heads, out_scale)
+                compare(
+                    f"crop_attention {name}{'' if out_scale is None else ' to float8'}",
+                    partial(operation, *arguments),
+                    partial(crop_attention_definition, *arguments),
+                )
     one = torch.tensor([0.02], device=device)
     narrow = torch.randn(rows, dim, device=device).mul(50).to(FLOAT8)
     widening, _ = quantise_rows(torch.randn(inner, dim, device=device))
@@ -112,7 +129,7 @@ def check_kernels(kernels: Kernels, config: VisionConfig, device: torch.device) 
 
 def _dequantised(value: Tensor | tuple[Tensor, Tensor | None]) -> Tensor:
     if isinstance(value, Tensor):
-        return value
+        return value.float()
     rows, scale = value
     return rows.float() if scale is None else rows.float() * scale
 

@@ -82,10 +82,7 @@ class CalibratedVision(FusedVision):
         packed = kernels.scaled_linear(
             normed, normed_scale.tensor[:, None], block.qkv.weight, block.qkv.scale, block.qkv.bias, self._dtype
         )
-        attended, _ = kernels.concat_gelu(
-            None, self._attend(packed), torch.float8_e4m3fn, False, out_scale=block.attended.number
-        )
-        self._add(attended, block.attended, block.proj, hidden)
+        self._add(self._attend(packed, block.attended.number), block.attended, block.proj, hidden)
         activated = kernels.scaled_linear_gelu(
             self._normed_by_scale(hidden),
             normed_scale.tensor,

@@ -12,21 +12,13 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import embedding_bag, layer_norm, scaled_dot_product_attention
+from torch.nn.functional import embedding_bag, layer_norm
 
 from kestrel_ops import Kernels
 from kestrel_runtime.models.moondream.fused_weights import Matrix
 from kestrel_runtime.models.moondream.pooling import PoolingPlan
 from kestrel_runtime.models.moondream.vision import VisionModel
 
-# cuDNN is the fastest at heads of 72 lanes; what it refuses, float32 above all, goes to the next.
-_ATTENTION_BACKENDS = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
 # Products run fastest where every row starts at a multiple of 16 bytes; in float8 they need it.
 _PATCH_ALIGNMENT = 8
 _FLOAT8_ALIGNMENT = 16
@@ -80,9 +72,8 @@ class FusedVision:
         """uint8 crops [N, side, side, channels] → features [N, patches, enc_dim], those of `VisionModel.encode`."""
         hidden = self._embed_patches(crops)
         delta: Tensor | None = None
-        with sdpa_kernel(_ATTENTION_BACKENDS, set_priority=True):
-            for layer in range(self.config.enc_n_layers):
-                delta = self._run_block(layer, hidden, delta)
+        for layer in range(self.config.enc_n_layers):
+            delta = self._run_block(layer, hidden, delta)
         if delta is not None:
             hidden += delta
         features = layer_norm(hidden, hidden.shape[-1:], self._post_ln.weight, self._post_ln.bias, self._epsilon)
@@ -93,8 +84,7 @@ class FusedVision:
         hidden = self._embed_patches(crops)
         delta: Tensor | None = None
         for layer in range(self.config.enc_n_layers):
-            with sdpa_kernel(_ATTENTION_BACKENDS, set_priority=True):
-                delta = self._run_block(layer, hidden, delta)
+            delta = self._run_block(layer, hidden, delta)
             yield hidden.clone() if delta is None else hidden + delta
 
     def project_all(self, features: Sequence[Tensor], tilings: Sequence[tuple[int, int]]) -> Tensor:
@@ -137,12 +127,9 @@ class FusedVision:
         inner = self._product(*self._normed(hidden, attended, block.fc1), block.fc1)
         return self._product(*self._quantised(inner, block.fc2), block.fc2)
 
-    def _attend(self, packed: Tensor) -> Tensor:
+    def _attend(self, packed: Tensor, out_scale: float | None = None) -> Tensor:
         config = self.config
-        query, key, value = packed.view(
-            -1, config.num_image_tokens, 3, config.enc_n_heads, config.enc_dim // config.enc_n_heads
-        ).permute(2, 0, 3, 1, 4)  # each [N, heads, patches, head dim], in place
-        return scaled_dot_product_attention(query, key, value).transpose(1, 2).reshape(len(packed), -1)
+        return self._kernels.crop_attention(packed, config.num_image_tokens, config.enc_n_heads, out_scale)
 
     def _normed(self, hidden: Tensor, delta: Tensor | None, taker: _Linear) -> tuple[Tensor, Tensor | None]:
         return self._kernels.add_layer_norm(hidden, delta, self._epsilon, taker.weight.dtype)

@@ -6,6 +6,7 @@ import torch
 from kestrel_ops import Kernels
 from kestrel_ops.reference.add_layer_norm import add_layer_norm
 from kestrel_ops.reference.concat_gelu import concat_gelu
+from kestrel_ops.reference.crop_attention import crop_attention
 from kestrel_ops.reference.scaled_linear import scaled_linear
 from kestrel_runtime.models.moondream.fused_vision import FusedVision
 from kestrel_runtime.models.moondream.vision import VisionModel
@@ -25,6 +26,7 @@ KERNELS = dataclasses.replace(
     Kernels(*[unused] * len(dataclasses.fields(Kernels))),
     add_layer_norm=add_layer_norm,
     concat_gelu=concat_gelu,
+    crop_attention=crop_attention,
     scaled_linear=scaled_linear,
 )
 TILINGS = [(1, 1), (1, 2), (2, 1), (2, 4), (3, 4), (4, 3), (12, 1), (1, 12)]

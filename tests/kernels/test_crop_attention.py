@@ -1,0 +1,61 @@
+import pytest
+import torch
+
+from tests.kernels.implementations import (
+    DEVICE,
+    FLOAT8,
+    ROUNDING,
+    implementation_name,
+    implementations,
+    relative_error,
+)
+
+every_implementation = pytest.mark.parametrize(
+    "crop_attention", implementations("crop_attention"), ids=implementation_name
+)
+
+
+def some_packed(crops, patches, heads, head_dim, dtype=torch.float32):
+    torch.manual_seed(0)
+    return torch.randn(crops * patches, 3 * heads * head_dim).to(DEVICE, dtype)
+
+
+def written_out(packed, patches, heads):
+    dim = packed.shape[1] // 3
+    width = dim // heads
+    out = torch.empty(len(packed), dim, dtype=torch.float64, device=packed.device)
+    for first in range(0, len(packed), patches):
+        rows = slice(first, first + patches)
+        for head in range(heads):
+            query, key, value = (packed[rows, part * dim + head * width :][:, :width].double() for part in range(3))
+            weights = (query @ key.T / width**0.5).softmax(dim=1)
+            out[rows, head * width : (head + 1) * width] = weights @ value
+    return out
+
+
+@every_implementation
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("patches", "head_dim"), [(9, 72), (16, 16), (49, 24), (33, 64), (20, 4)])
+def test_patches_attend_within_their_crop_and_head(crop_attention, patches, head_dim, dtype):
+    packed = some_packed(2, patches, 3, head_dim, dtype)
+    out = crop_attention(packed, patches, 3)
+    assert out.dtype == dtype
+    assert out.shape == (2 * patches, 3 * head_dim)
+    # Weights are rounded to the type as well.
+    assert relative_error(out, written_out(packed, patches, 3)) < 2 * ROUNDING[dtype]
+
+
+@every_implementation
+def test_large_scores_do_not_overflow(crop_attention):
+    packed = 30 * some_packed(1, 20, 2, 24)
+    assert relative_error(crop_attention(packed, 20, 2), written_out(packed, 20, 2)) < 1e-4
+
+
+@every_implementation
+@pytest.mark.parametrize("scale", [2 / 448, 0.1 / 448])
+def test_a_scale_rounds_the_result_to_eight_bits(crop_attention, scale):
+    packed = some_packed(2, 20, 2, 24)
+    out = crop_attention(packed, 20, 2, scale)
+    assert out.dtype == FLOAT8
+    wanted = written_out(packed, 20, 2).clamp(-448 * scale, 448 * scale)
+    assert relative_error(out.double() * scale, wanted) < ROUNDING[FLOAT8]
