@@ -7,19 +7,29 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kestrel_grpc import __version__
 from kestrel_grpc.cli import add_client_commands
-from kestrel_grpc.config import ConfigurationError, ServerConfig, add_serve_arguments, effective_values
+from kestrel_grpc.config import (
+    ConfigurationError,
+    ServerConfig,
+    add_serve_arguments,
+    effective_values,
+    options,
+)
 from kestrel_grpc.demo import add_demo_command
 from kestrel_grpc.health_command import add_health_command
 from kestrel_grpc.logs import set_up_logging
+from kestrel_grpc.settings import flag_name
 from kestrel_grpc.token_command import add_token_command
 from kestrel_grpc.tokens import TokenFileError
+from kestrel_runtime.config import EngineConfig
 from kestrel_runtime.errors import CheckpointError
 
 # The engine's thread must give up the interpreter quickly, or every call waits for it.
@@ -63,6 +73,13 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
     verify.add_argument(
         "--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="default: auto"
+    )
+    verify.add_argument(
+        "--set",
+        metavar="OPTION=VALUE",
+        action="append",
+        default=[],
+        help="an option of serve that says how the engine computes, such as text-path=fused; may be repeated",
     )
     verify.set_defaults(run=_verify)
     add_demo_command(commands)
@@ -109,12 +126,13 @@ def _serve(arguments: argparse.Namespace) -> int:
         require_usable(config)
         if config.tracing:
             require_tracing(os.environ)
-        engine = Engine.start(config.engine_config())
-        try:
-            with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-                ended_by_signal = runner.run(run())
-        finally:
-            engine.close()
+        with _ending_at_sigterm():
+            engine = Engine.start(config.engine_config())
+            try:
+                with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+                    ended_by_signal = runner.run(run())
+            finally:
+                engine.close()
     except (TokenFileError, CertificateError) as error:
         _complain(str(error))
         return 2
@@ -124,6 +142,16 @@ def _serve(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:  # while the model was being loaded or warmed up
         return 130
     return 0 if ended_by_signal else 1
+
+
+@contextlib.contextmanager
+def _ending_at_sigterm() -> Iterator[None]:
+    """Until the server listens for signals itself. The first process of a container gets none that nobody handles."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
@@ -139,13 +167,27 @@ def _verify(arguments: argparse.Namespace) -> int:
     from kestrel_runtime.verify import GoldenFolder
 
     try:
-        folder = GoldenFolder(arguments.folder, device=arguments.device, dtype=arguments.dtype)
+        config = _engine_options(arguments)
+        folder = GoldenFolder(arguments.folder, config)
         num_passed, num_failed = folder.run(lambda line: print(line, flush=True))
+    except ConfigurationError as error:
+        return _refuse(error)
     except CheckpointError as error:
         _complain(str(error))
         return 1
     print(f"{num_passed} passed, {num_failed} failed")
     return 1 if num_failed else 0
+
+
+def _engine_options(arguments: argparse.Namespace) -> EngineConfig:
+    """Device, type and what is `--set`; raises `ConfigurationError`."""
+    pairs = [item.partition("=") for item in arguments.set]
+    given = {name.removeprefix("--").replace("-", "_"): value for name, _, value in pairs}
+    known = {name for name, _ in options()}
+    if unknown := [flag_name(name) for name in given if name not in known]:
+        raise ConfigurationError(tuple(f"--set {name}: is no option" for name in unknown))
+    given |= {"device": arguments.device, "dtype": arguments.dtype}
+    return ServerConfig.parse(given, {}).engine_config()
 
 
 def _complain(text: str) -> None:

@@ -11,6 +11,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,31 +55,35 @@ from kestrel_runtime.scheduler import Scheduler
 from kestrel_runtime.sequence import SequenceClock
 
 _COORDINATE_TOLERANCE = 1e-5
-_HIDDEN_TOLERANCE = {"float32": 2e-4, "float16": 1e-2, "bfloat16": 6e-2}
+_HIDDEN_TOLERANCE = {"float32": 2e-4, "float16": 1e-2, "bfloat16": 6e-2, "float8": 3e-1}
 """Largest error of embeddings, hidden states, keys and values, relative to the tensor's largest value."""
-_LOGIT_TOLERANCE = {"float32": 1e-3, "float16": 5e-2, "bfloat16": 3e-1}
+_LOGIT_TOLERANCE = {"float32": 1e-3, "float16": 5e-2, "bfloat16": 3e-1, "float8": 2.0}
 """Largest absolute error of a logit."""
 
 
 class GoldenFolder:
     """One folder of cases, loaded; `run` goes through them."""
 
-    def __init__(self, folder: Path, *, device: str, dtype: str) -> None:
-        """Load the checkpoint. Raises `CheckpointError` where the folder is not a golden one."""
+    def __init__(self, folder: Path, config: EngineConfig) -> None:
+        """Load the checkpoint, for the device, types and paths of `config`.
+
+        Raises `CheckpointError` where the folder is not a golden one.
+        """
         try:
             self._expected = json.loads((folder / "expected.json").read_text())
             self._tensors = load_file(folder / "expected.safetensors")
         except FileNotFoundError as error:
             raise CheckpointError(f"{folder} is no golden folder: {Path(error.filename).name} is missing") from None
         self._folder = folder
-        self._config = EngineConfig(
+        self._config = replace(
+            config,
             model=str(folder),
-            device=device,
-            dtype=dtype,
             max_queued_requests=len(self._expected["images"]) * 100 + 100,
         )
         self._loaded = LoadedModel.load(self._config)
-        self._dtype = str(self._loaded.model.dtype).removeprefix("torch.")
+        types = (config.text_path, config.vision_path, config.kv_dtype)
+        is_float8 = any(name.endswith("float8") for name in types)
+        self._precision = "float8" if is_float8 else str(self._loaded.model.dtype).removeprefix("torch.")
 
     def run(self, print_line: Callable[[str], None]) -> tuple[int, int]:
         """Print a line per case; returns how many passed and how many failed."""
@@ -92,7 +97,7 @@ class GoldenFolder:
     def _cases(self) -> Iterator[tuple[str, str | None]]:
         for index, image in enumerate(self._expected["images"]):
             yield from self._image_cases(index, image)
-        if self._dtype == "float32":
+        if self._precision == "float32":
             yield from asyncio.run(self._call_cases())
 
     def _image_cases(self, index: int, expected: dict[str, Any]) -> Iterator[tuple[str, str | None]]:
@@ -113,7 +118,7 @@ class GoldenFolder:
         probe = _Probe(self._loaded, self._config, Query(call["args"]["question"], data))
         ids = [token.id for token in probe.sequence.tokens[1:]]
         yield f"{name} query_prompt_tokens", _differs(ids, expected["query_prompt_tokens"])
-        relative, absolute = _HIDDEN_TOLERANCE[self._dtype], _LOGIT_TOLERANCE[self._dtype]
+        relative, absolute = _HIDDEN_TOLERANCE[self._precision], _LOGIT_TOLERANCE[self._precision]
         for key, actual in probe.tensors():
             if (tensor := self._tensors.get(f"{index}.{key}")) is None:
                 continue

@@ -2,19 +2,22 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
 
+from kestrel_runtime.config import EngineConfig
 from kestrel_runtime.errors import CheckpointError
 from kestrel_runtime.verify import GoldenFolder
 from tests.golden import MD2_SMALL, MD3_SMALL
 
 
-def verify(folder: Path, dtype: str = "float32") -> tuple[int, int, list[str]]:
+def verify(folder: Path, dtype: str = "float32", **paths: str) -> tuple[int, int, list[str]]:
     lines: list[str] = []
-    passed, failed = GoldenFolder(folder, device="cpu", dtype=dtype).run(lines.append)
+    config = replace(EngineConfig(device="cpu", dtype=dtype), **paths)
+    passed, failed = GoldenFolder(folder, config).run(lines.append)
     return passed, failed, lines
 
 
@@ -71,6 +74,23 @@ def test_a_shorter_type_is_held_to_its_own_tolerance_in_numbers_alone(copy: Path
     assert not any("query(" in line for line in lines)
 
 
+@pytest.mark.parametrize("paths", [{"text_path": "fused"}, {"vision_path": "fused"}], ids=["text", "vision"])
+def test_fused_paths_pass_as_the_plain_ones_do(copy: Path, paths: dict[str, str]) -> None:
+    passed, failed, lines = verify(copy, **paths)
+    assert [line for line in lines if line.startswith("FAILED")] == []
+    assert (passed, failed) == (len(lines), 0)
+
+
+@pytest.mark.parametrize(
+    "paths", [{"text_path": "fused-float8"}, {"kv_dtype": "float8"}], ids=["text", "keys and values"]
+)
+def test_float8_is_held_to_its_own_tolerance_in_numbers_alone(copy: Path, paths: dict[str, str]) -> None:
+    passed, _, lines = verify(copy, **paths)
+    assert [line for line in lines if line.startswith("FAILED")] == []
+    assert passed == len(lines)
+    assert not any("query(" in line for line in lines)
+
+
 def test_a_folder_without_answers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no golden folder: expected\.json is missing"):
-        GoldenFolder(tmp_path, device="cpu", dtype="float32")
+        GoldenFolder(tmp_path, EngineConfig())
