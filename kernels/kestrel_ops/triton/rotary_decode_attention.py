@@ -18,6 +18,7 @@ from kestrel_ops.triton.dependent_launch import has_dependent_launch, launch, le
 from kestrel_ops.triton.small_batch import operand
 
 _LOWEST = tl.constexpr(-1e30)  # finite, so that the difference of two of them is 0
+_USUAL_PARTS = 32  # up to so many, one compiled kernel serves any number
 _LOG2_E = 1.4426950408889634
 
 
@@ -83,14 +84,15 @@ def rotary_decode_attention(
         page_table.stride(0),
         out.stride(0),
         _LOG2_E / head_dim**0.5,
+        num_parts,
         num_heads=num_heads,
         num_groups=num_groups,
         head_dim=head_dim,
         page_size=page_size,
         half=cosine.shape[1],
-        num_parts=num_parts,
+        is_split=num_parts > 1,
         block_d=triton.next_power_of_2(head_dim),
-        block_parts=triton.next_power_of_2(num_parts),
+        block_parts=max(_USUAL_PARTS, triton.next_power_of_2(num_parts)),
         tile=plan.tile,
         tile_stages=plan.num_stages,
         is_dependent=plan.dependent_launch and has_dependent_launch(qkv),
@@ -142,7 +144,7 @@ def _rows(pages, slots, is_there, head_dim: tl.constexpr, block_d: tl.constexpr)
     return tl.load(pages + slots[:, None] * head_dim + lanes[None, :], mask=mask, other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_parts"])
 def _attend(
     qkv,
     positions,
@@ -162,12 +164,13 @@ def _attend(
     table_stride,
     out_stride,
     softmax_scale,
+    num_parts,
     num_heads: tl.constexpr,
     num_groups: tl.constexpr,
     head_dim: tl.constexpr,
     page_size: tl.constexpr,
     half: tl.constexpr,
-    num_parts: tl.constexpr,
+    is_split: tl.constexpr,
     block_d: tl.constexpr,
     block_parts: tl.constexpr,
     tile: tl.constexpr,
@@ -255,7 +258,7 @@ def _attend(
         attended = attended * decay_of_top + new_value.to(tl.float32) * own_share
         top = higher_top
 
-    if num_parts > 1:
+    if is_split:
         row_of_parts = partials + (sequence * num_heads + head).to(tl.int64) * num_parts * (head_dim + 2)
         if num_active > 1:
             own_part = row_of_parts + part * (head_dim + 2)

@@ -1,7 +1,7 @@
 """The decoder for one new token of each sequence: three operations a block, on buffers that stay where they are.
 
 Holds no pages and decides nothing about who runs. Every shape follows from the batch alone, so a step can be
-recorded once and replayed; with experts, where their mixture does not wait for the device, as its definition does.
+recorded once and replayed, unless it mixes experts as the definition does, which waits for the device.
 """
 
 from __future__ import annotations

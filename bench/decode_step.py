@@ -1,0 +1,467 @@
+"""How long does one step take that gives every sequence its next token, and where does the time go?
+
+Full-size random weights of a Moondream 2. The whole step (blocks, head, the largest logit) and every operation in
+it are captured in graphs; limits are the bytes that must be read over the rate of a copy, measured in the same run.
+Before that, every kernel is compared with its definition. `--check` compares keys and values of every layer and the
+logits with the plain decoder in float32; `--tune` times the kernels over other cuts, compiled by many processes at
+once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from bench.device_timing import Limits, attempted, measure_limits, time_us
+from bench.harness.decode_cuts import CUTS, Cut
+from bench.harness.decode_inputs import FLOAT8, AttentionInputs, Contexts, dequantised
+from bench.harness.prefill_inputs import random_text
+from bench.random_weights import MOONDREAM_2
+from kestrel_ops import Kernels
+from kestrel_runtime.kv_cache import KVCache
+from kestrel_runtime.models.moondream.config import TextConfig
+from kestrel_runtime.models.moondream.fused_decode import FusedDecoder
+from kestrel_runtime.models.moondream.fused_weights import FusedBlock, Matrix, fused_blocks, fused_head
+from kestrel_runtime.models.moondream.text import TextModel
+
+Precision = Literal["model", "float8"]
+OPERATIONS: tuple[str, ...] = ("decode_expand", "decode_contract", "rotary_decode_attention")
+TINY = replace(
+    MOONDREAM_2.text, dim=64, ff_dim=128, n_layers=2, n_heads=4, n_kv_heads=4, vocab_size=96, max_context=128
+)
+_EPSILON = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """One decoder in one precision."""
+
+    config: TextConfig
+    text: TextModel
+    blocks: tuple[FusedBlock, ...]
+    head: Matrix
+    precision: Precision
+
+    @classmethod
+    def of(cls, text: TextModel, precision: Precision) -> Model:
+        return cls(text.config, text, fused_blocks(text, precision), fused_head(text, precision), precision)
+
+    @property
+    def activation_dtype(self) -> torch.dtype:
+        return torch.float16 if self.precision == "float8" else self.text.wte.dtype
+
+    def weight_bytes(self) -> int:
+        matrices = [matrix for block in self.blocks for matrix in (block.up, block.down)]
+        return sum(matrix.weight.nbytes for matrix in [*matrices, self.head])
+
+
+def relative_error(got: Tensor, wanted: Tensor) -> float:
+    """‖got - wanted‖ / ‖wanted‖; anything undefined counts as infinite."""
+    error = ((got.double() - wanted.double()).norm() / wanted.double().norm()).item()
+    return error if error == error else float("inf")
+
+
+def definition(operation: str) -> Callable[..., Any]:
+    """The operation in plain torch."""
+    return getattr(importlib.import_module(f"kestrel_ops.reference.{operation}"), operation)
+
+
+def with_dependent_launch(kernels: Kernels, is_on: bool) -> Kernels:
+    """The same kernels, those in Triton with dependent launch or without."""
+
+    def wrapped(operation: str) -> Callable[..., Any]:
+        function = getattr(kernels, operation)
+        module = sys.modules[function.__module__]
+        if "triton" not in function.__module__:
+            return function
+
+        def launched(*arguments: Any) -> None:
+            if operation == "rotary_decode_attention":
+                plan = module.plan_for(arguments[4].dtype)
+            else:
+                plan = module.plan_for(len(arguments[0]), arguments[1].dtype)
+            function(*arguments, plan=replace(plan, dependent_launch=is_on))
+
+        return launched
+
+    return replace(kernels, **{operation: wrapped(operation) for operation in OPERATIONS})
+
+
+# One operation of one layer
+
+
+def expand_call(model: Model, batch: int) -> Callable[..., Any]:
+    """`call(operation, layer)` → plain and activated columns."""
+    device, config = model.text.wte.device, model.config
+    torch.manual_seed(batch)
+    hidden = torch.randn(batch, config.dim, device=device) + 0.1
+    plain = torch.empty(batch, config.qkv_dim, device=device, dtype=model.activation_dtype)
+    room = torch.empty(batch, config.dim + config.ff_dim, device=device, dtype=model.activation_dtype)
+
+    def call(operation: Callable[..., Any], layer: int, **options: Any) -> tuple[Tensor, ...]:
+        up = model.blocks[layer].up
+        inner = room[:, config.dim :]
+        operation(
+            hidden, up.weight, up.scale, up.row_sums, up.bias, _EPSILON, config.qkv_dim, plain, inner, **options
+        )
+        return plain, inner
+
+    return call
+
+
+def contract_call(model: Model, batch: int) -> Callable[..., Any]:
+    """`call(operation, layer)` → what is added to a stream of zeros."""
+    device, config = model.text.wte.device, model.config
+    torch.manual_seed(batch)
+    activations = torch.randn(batch, config.dim + config.ff_dim, device=device).to(model.activation_dtype)
+    hidden = torch.zeros(batch, config.dim, device=device)
+
+    def call(operation: Callable[..., Any], layer: int, **options: Any) -> tuple[Tensor, ...]:
+        down = model.blocks[layer].down
+        operation(activations, down.weight, down.scale, down.bias, hidden, **options)
+        return (hidden,)
+
+    return call
+
+
+def attention_call(model: Model, contexts: Contexts, cache: KVCache, num_parts: int) -> Callable[..., Any]:
+    """`call(operation, layer)` → what is attended to."""
+    torch.manual_seed(contexts.batch)
+    return AttentionInputs(model.config, contexts, cache, model.activation_dtype, num_parts).run
+
+
+# Correctness
+
+
+@torch.no_grad()
+def check_kernels(kernels: Kernels, model: Model, batches: list[int], longest: int) -> dict[str, float]:
+    """Each kernel against its definition with the weights of one layer."""
+    errors: dict[str, float] = {}
+    device, config = model.text.wte.device, model.config
+
+    def compare(name: str, operation: str, make: Callable[[], Callable[..., Any]]) -> None:
+        with attempted(name):
+            fast = getattr(kernels, operation)
+            got, again, wanted = (
+                torch.cat([part.flatten().double() for part in make()(function, 0)])
+                for function in (fast, fast, definition(operation))
+            )
+            errors[name] = relative_error(got, wanted)
+            note = "" if relative_error(again, got) < 1e-5 else "   AND TWO RUNS DIFFER"
+            print(f"  {name:<66}{errors[name]:.2e}{note}", flush=True)
+
+    for batch in batches:
+        suffix = f"{model.precision}, batch {batch}"
+        compare(f"decode_expand {suffix}", "decode_expand", lambda batch=batch: expand_call(model, batch))
+        compare(f"decode_contract {suffix}", "decode_contract", lambda batch=batch: contract_call(model, batch))
+        contexts = Contexts(batch, 0, longest)
+        for dtype in (torch.bfloat16, FLOAT8):
+            for num_parts in (1, 8):
+
+                def attention(
+                    dtype: torch.dtype = dtype, num_parts: int = num_parts, contexts: Contexts = contexts
+                ) -> Callable[..., Any]:
+                    cache = contexts.filled_cache(replace(config, n_layers=1), device, dtype)
+                    return attention_call(model, contexts, cache, num_parts)
+
+                what = f"rotary_decode_attention {str(dtype)[6:]} pages, {num_parts} parts, {suffix}"
+                compare(what, "rotary_decode_attention", attention)
+    return errors
+
+
+@torch.no_grad()
+def check_layers(kernels: Kernels, model: Model, contexts: Contexts, cache_dtype: torch.dtype) -> dict[str, Any]:
+    """New keys and values of every layer, and the logits, against the plain decoder in float32."""
+    device, config = model.text.wte.device, model.config
+    cache = contexts.filled_cache(config, device, cache_dtype)
+    wide = dequantised(cache, config)
+    exact = TextModel(config).to(device)
+    exact.load_state_dict(model.text.state_dict())
+    positions, table = contexts.positions(device), contexts.page_table(device)
+    embeddings = torch.randn(contexts.batch, config.dim, device=device).bfloat16()
+    decoder = FusedDecoder(model.text, model.blocks, kernels)
+    hidden = decoder.forward(embeddings, positions, table, cache, decoder.workspace(contexts.batch))
+    wanted_hidden = exact(embeddings.float(), positions, wide.decode(positions, table))
+    places = positions % cache.page_size
+    pages = table.long().gather(1, (positions // cache.page_size)[:, None])[:, 0]
+    rows = []
+    for layer in range(config.n_layers):
+        got, wanted = cache.layer(layer), wide.layer(layer)
+        pairs = (
+            (got.key_pages, got.key_scale, wanted.key_pages),
+            (got.value_pages, got.value_scale, wanted.value_pages),
+        )
+        rows.append(
+            [
+                relative_error(
+                    stored[pages, :, places].float() * (1.0 if scale is None else scale), right[pages, :, places]
+                )
+                for stored, scale, right in pairs
+            ]
+        )
+    logits = torch.empty(contexts.batch, config.vocab_size, device=device)
+    decoder.logits(hidden, model.head, logits)
+    exact_logits = exact.logits(wanted_hidden)
+    result = {
+        "layers": rows,
+        "hidden": relative_error(hidden, wanted_hidden),
+        "logits": relative_error(logits, exact_logits),
+        "same_best": (logits.argmax(1) == exact_logits.argmax(1)).float().mean().item(),
+    }
+    keys, values = zip(*rows, strict=True)
+    print(f"  {model.precision} weights, {str(cache_dtype)[6:]} cache, batch {contexts.batch}")
+    print("    new keys, by layer   " + " ".join(f"{error:.3f}" for error in keys))
+    print("    new values, by layer " + " ".join(f"{error:.3f}" for error in values))
+    print(
+        "    " + "  ".join(f"{name} {result[name]:.4f}" for name in ("hidden", "logits", "same_best")), flush=True
+    )
+    return result
+
+
+# Time
+
+
+@torch.no_grad()
+def time_step(kernels: Kernels, model: Model, contexts: Contexts, cache: KVCache, has_own_head: bool) -> float:
+    """Microseconds of a whole step: blocks, head and the largest logit."""
+    device, config = model.text.wte.device, model.config
+    decoder = FusedDecoder(model.text, model.blocks, kernels)
+    workspace = decoder.workspace(contexts.batch)
+    embeddings = torch.randn(contexts.batch, config.dim, device=device).bfloat16()
+    positions, table = contexts.positions(device), contexts.page_table(device)
+    logits = torch.empty(contexts.batch, config.vocab_size, device=device, dtype=torch.bfloat16)
+    chosen = torch.empty(contexts.batch, dtype=torch.int64, device=device)
+
+    def step() -> None:
+        hidden = decoder.forward(embeddings, positions, table, cache, workspace)
+        if has_own_head:
+            decoder.logits(hidden, model.head, logits)
+            torch.argmax(logits, dim=1, out=chosen)
+        else:
+            torch.argmax(model.text.logits(hidden.bfloat16()), dim=1, out=chosen)
+
+    return time_us([step], rounds=4)
+
+
+def time_steps(
+    kernels: Kernels, model: Model, limits: Limits, ranges: list[tuple[int, int]], batches: list[int]
+) -> list[dict[str, Any]]:
+    """A table of whole steps over batches, contexts and types of cache."""
+    rows: list[dict[str, Any]] = []
+    config, device = model.config, model.text.wte.device
+    print(f"\nWhole steps, {model.precision} weights: ms (plain head | no dependent launch), limit, tokens/s")
+    for shortest, longest in ranges:
+        for cache_dtype in (torch.bfloat16, FLOAT8):
+            for batch in batches:
+                contexts = Contexts(batch, shortest, longest)
+                name = f"{model.precision} {str(cache_dtype)[6:]} {shortest}..{longest} batch {batch}"
+                with attempted(f"step {name}"):
+                    cache = contexts.filled_cache(config, device, cache_dtype)
+                    us = time_step(kernels, model, contexts, cache, True)
+                    plain_head = time_step(kernels, model, contexts, cache, False)
+                    alone = None
+                    if batch in (1, 64):  # two are enough to see what it gives, and compiling takes its time
+                        alone = time_step(with_dependent_launch(kernels, False), model, contexts, cache, True)
+                    per_position = 2 * config.n_layers * config.n_kv_heads * config.head_dim * cache_dtype.itemsize
+                    size = model.weight_bytes() + contexts.num_positions() * per_position
+                    limit = size / limits.copy_bytes_per_s * 1e6
+                    rows.append(
+                        {
+                            "precision": model.precision,
+                            "cache": str(cache_dtype)[6:],
+                            "contexts": [shortest, longest],
+                            "batch": batch,
+                            "us": us,
+                            "plain_head_us": plain_head,
+                            "without_dependent_launch_us": alone,
+                            "limit_us": limit,
+                        }
+                    )
+                    others = f"{plain_head / 1e3:.3f} | " + ("-" if alone is None else f"{alone / 1e3:.3f}")
+                    print(
+                        f"  {name:<44}{us / 1e3:>8.3f} ({others})"
+                        f"  limit {limit / 1e3:.3f}  {us / limit:.2f}x  {batch / us * 1e6:>8.0f}",
+                        flush=True,
+                    )
+    return rows
+
+
+def time_kernels(
+    kernels: Kernels, model: Model, limits: Limits, ranges: list[tuple[int, int]], batches: list[int]
+) -> list[dict[str, Any]]:
+    """Every operation alone, layer after layer so that no weight stays in the cache."""
+    rows: list[dict[str, Any]] = []
+    config, device = model.config, model.text.wte.device
+    layers = range(config.n_layers)
+
+    def row(name: str, batch: int, call: Callable[..., Any], operation: Callable[..., Any], size: float) -> None:
+        with attempted(f"{name}, batch {batch}"), torch.no_grad():
+            us = time_us([partial(call, operation, layer) for layer in layers])
+            limit = size / limits.copy_bytes_per_s * 1e6
+            rows.append({"name": name, "batch": batch, "us": us, "limit_us": limit})
+            line = f"  {name:<60} batch {batch:>3}{us:>9.2f} us   limit {limit:>7.2f} us   {us / limit:>5.2f}x"
+            print(line, flush=True)
+
+    print(f"\nOperations alone, {model.precision} weights")
+    block = model.blocks[0]
+    for batch in batches:
+        size = block.up.weight.nbytes
+        row(f"expand {model.precision}", batch, expand_call(model, batch), kernels.decode_expand, size)
+        size = block.down.weight.nbytes
+        row(f"contract {model.precision}", batch, contract_call(model, batch), kernels.decode_contract, size)
+        for shortest, longest in ranges:
+            for cache_dtype in (torch.bfloat16, FLOAT8):
+                contexts = Contexts(batch, shortest, longest)
+                cache = contexts.filled_cache(config, device, cache_dtype)
+                num_parts = min(max(1024 // (batch * config.n_heads), 1), 32)
+                call = attention_call(model, contexts, cache, num_parts)
+                width = 2 * config.n_kv_heads * config.head_dim * cache_dtype.itemsize
+                size = contexts.num_positions() * width
+                name = f"attention {str(cache_dtype)[6:]} {shortest}..{longest}"
+                row(name, batch, call, kernels.rotary_decode_attention, size)
+    return rows
+
+
+# Other cuts
+
+
+def run_cut(cut: Cut, model: Model, caches: dict[tuple[int, torch.dtype], KVCache]) -> list[Callable[[], Any]]:
+    """The calls of one cut, layer after layer."""
+    operation = getattr(importlib.import_module(f"kestrel_ops.triton.{cut.operation}"), cut.operation)
+    if cut.operation == "rotary_decode_attention":
+        contexts = Contexts(cut.batch, *cut.contexts)
+        cache = caches.setdefault(
+            (cut.batch, cut.dtype),
+            contexts.filled_cache(model.config, model.text.wte.device, cut.dtype),
+        )
+        call = attention_call(model, contexts, cache, cut.num_parts)
+    else:
+        make = expand_call if cut.operation == "decode_expand" else contract_call
+        call = make(model, cut.batch)
+    return [partial(call, operation, layer, plan=cut.plan) for layer in range(model.config.n_layers)]
+
+
+@torch.no_grad()
+def compile_cuts(cuts: list[Cut]) -> None:
+    """Run each cut once on one layer, in a process of its own, so that the compiled kernel is found later."""
+    device = torch.device("cuda")
+    config = replace(MOONDREAM_2.text, n_layers=1, vocab_size=1024)
+    text = random_text(config, device)
+    models = {precision: Model.of(text, precision) for precision in ("model", "float8")}
+    for cut in cuts:
+        try:
+            for call in run_cut(cut, models[cut.precision], {}):
+                call()
+        except Exception as failure:
+            print(f"  {cut.name()} does not compile: {str(failure).splitlines()[0][:160]}", flush=True)
+    torch.cuda.synchronize()
+
+
+@torch.no_grad()
+def tune(models: dict[Precision, Model], num_processes: int = 14) -> dict[str, dict[str, float]]:
+    """Every kernel over its cuts: microseconds by case and cut, the best first."""
+    started = time.perf_counter()
+    with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) as pool:
+        list(pool.map(compile_cuts, [list(CUTS[share::num_processes]) for share in range(num_processes)]))
+    print(
+        f"\nOther cuts, {len(CUTS)} compiled in {time.perf_counter() - started:.0f} s; us, best first", flush=True
+    )
+    table: dict[str, dict[str, float]] = {}
+    caches: dict[tuple[int, torch.dtype], KVCache] = {}
+    for cut in CUTS:
+        if cut.precision not in models:
+            continue
+        try:
+            us = time_us(run_cut(cut, models[cut.precision], caches), replays=5, rounds=1)
+        except Exception:  # said when it was compiled
+            continue
+        table.setdefault(cut.case(), {})[cut.name()] = us
+    for case, times in table.items():
+        ranked = sorted(times.items(), key=lambda item: item[1])
+        print(f"  {case}")
+        for name, us in ranked[:6]:
+            print(f"    {us:>8.2f}  {name}", flush=True)
+    return table
+
+
+def main() -> int:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64, 128])
+    parser.add_argument("--precision", nargs="+", choices=["model", "float8"], default=["float8", "model"])
+    parser.add_argument("--check", action="store_true", help="compare with float32 layer by layer")
+    parser.add_argument("--tune", action="store_true", help="time the kernels over other cuts, and nothing else")
+    parser.add_argument("--kernels", choices=["fastest", "triton", "reference"], default="fastest")
+    parser.add_argument("--tiny", action="store_true", help="a few thousand weights, to see that it runs")
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device)
+    config = TINY if arguments.tiny else MOONDREAM_2.text
+    ranges = [(3, 40)] if arguments.tiny else [(13, 300), (746, 1002)]
+    batches = arguments.batches
+    started = time.perf_counter()
+
+    limits = measure_limits(device)
+    print(f"copy {limits.copy_bytes_per_s / 1e12:.2f} TB/s")
+    chosen = {} if arguments.kernels == "fastest" else dict.fromkeys(OPERATIONS, str(arguments.kernels))
+    kernels = Kernels.select(device.type, chosen)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    result: dict[str, Any] = {"device": name, "torch": torch.__version__, "limits": asdict(limits)}
+    result["kernels"] = {field.name: getattr(kernels, field.name).__module__ for field in fields(kernels)}
+    text = random_text(config, device)
+    models: dict[Precision, Model] = {precision: Model.of(text, precision) for precision in arguments.precision}
+    folder = Path(os.environ.get("OUT", "bench/out"))
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / ("decode_tuning.json" if arguments.tune else "decode_step.json")
+
+    def write() -> None:
+        """What is known so far, lest a time limit take it."""
+        result["seconds"] = time.perf_counter() - started
+        target.write_text(json.dumps(result, indent=1) + "\n")
+
+    if arguments.tune:
+        result["tuning"] = tune(models)
+        write()
+        return 0
+    print("\nKernels against their definitions, relative error")
+    checked = [batch for batch in batches if batch in (1, 16, 64)] or batches
+    result["kernel_errors"] = {}
+    for model in models.values():
+        result["kernel_errors"] |= check_kernels(kernels, model, checked, ranges[0][1])
+        write()
+    if arguments.check:
+        print("\nAgainst the plain decoder in float32, relative error")
+        result["layer_errors"] = {}
+        for model in models.values():
+            for dtype in (torch.bfloat16, FLOAT8):
+                with attempted(f"the check of {model.precision}, {dtype}"):
+                    contexts = Contexts(min(8, max(batches)), *ranges[0])
+                    errors = check_layers(kernels, model, contexts, dtype)
+                    result["layer_errors"][f"{model.precision} {str(dtype)[6:]}"] = errors
+        write()
+    result["steps"], result["operations"] = [], []
+    for model in models.values():
+        result["steps"] += time_steps(kernels, model, limits, ranges, batches)
+        write()
+        result["operations"] += time_kernels(kernels, model, limits, ranges, batches)
+        write()
+    print(f"\n{result['seconds']:.0f} s; {target}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

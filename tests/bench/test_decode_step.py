@@ -1,0 +1,41 @@
+"""The timing of a decode step: it runs anywhere, and what it measures is what it says."""
+
+import json
+import sys
+
+import torch
+
+from bench import decode_step
+from bench.harness.decode_cuts import CUTS
+from bench.harness.decode_inputs import Contexts
+
+CPU = torch.device("cpu")
+
+
+def test_it_measures_steps_and_operations_and_checks_them(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("OUT", str(tmp_path))
+    switches = ["--device", "cpu", "--tiny", "--check", "--batches", "1", "3", "--precision", "float8"]
+    monkeypatch.setattr(sys, "argv", ["decode_step", *switches])
+    assert decode_step.main() == 0
+    assert "failed" not in capsys.readouterr().out
+    result = json.loads((tmp_path / "decode_step.json").read_text())
+    assert {(row["cache"], row["batch"]) for row in result["steps"]} == {
+        (cache, batch) for cache in ("bfloat16", "float8_e4m3fn") for batch in (1, 3)
+    }
+    assert {row["name"].split()[0] for row in result["operations"]} == {"expand", "contract", "attention"}
+    assert max(result["kernel_errors"].values()) == 0  # without a device, what runs are the definitions
+    for errors in result["layer_errors"].values():
+        assert 0 < errors["logits"] < 0.05
+
+
+def test_contexts_lie_between_the_two_lengths_on_pages_of_their_own():
+    contexts = Contexts(5, 3, 40)
+    positions, table = contexts.positions(CPU), contexts.page_table(CPU)
+    assert (positions[0], positions[-1]) == (3, 40)
+    assert contexts.num_positions() == positions.sum() + 5
+    assert len(table.unique()) == table.numel() == 5 * 3
+    assert Contexts(1, 3, 40).positions(CPU).tolist() == [21]
+
+
+def test_no_cut_is_tried_twice():
+    assert len(set(CUTS)) == len(CUTS)
