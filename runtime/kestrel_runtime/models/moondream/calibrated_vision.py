@@ -62,7 +62,8 @@ class CalibratedVision(FusedVision):
     def __init__(self, vision: VisionModel, kernels: Kernels, crops: Tensor) -> None:
         """Encodes uint8 crops [N, side, side, channels] to see how large values grow; others may be 8 times larger.
 
-        Raises ValueError where a dimension of the blocks is no multiple of 16.
+        Raises ValueError where a dimension of the blocks is no multiple of 16, and RuntimeError where the device
+        has no such products.
         """
         if vision.config.enc_dim % 16 or vision.config.enc_ff_dim % 16:
             raise ValueError("float8 products need vision.enc_dim and vision.enc_ff_dim to be multiples of 16")
@@ -75,6 +76,7 @@ class CalibratedVision(FusedVision):
             self._calibrated = [
                 self._calibrate(block, *pair) for block, pair in zip(vision.blocks, largest, strict=True)
             ]
+            self.encode(crops)  # what the device cannot do should show now
 
     def _run_block(self, layer: int, hidden: Tensor, delta: Tensor | None) -> None:
         block, kernels, normed_scale = self._calibrated[layer], self._kernels, self._normed_scale
