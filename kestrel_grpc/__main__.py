@@ -146,7 +146,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _ending_at_sigterm() -> Iterator[None]:
-    """Until the server listens for signals itself. The first process of a container gets none that nobody handles."""
+    """Until the server listens for signals itself: a container's first process gets only those that it handles."""
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
     try:
         yield

@@ -47,7 +47,7 @@ def _requests() -> Iterator[Request]:
     file = io.BytesIO()
     Image.new("RGB", (_SIDE_PX, _SIDE_PX), "grey").save(file, "PNG")
     image = file.getvalue()
-    yield Query("hello", image, reasoning=True, sampling=_SAMPLING)
+    yield Query("hello", image, sampling=_SAMPLING)
     yield Caption(image, sampling=_SAMPLING)
     yield Point("thing", image, max_objects=1, sampling=_SAMPLING)
     yield Detect("thing", image, max_objects=1, sampling=_SAMPLING)

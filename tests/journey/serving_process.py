@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-_COMMAND = (sys.executable, "-m", "kestrel_grpc", "serve", "--port", "0")
+_COMMAND = (sys.executable, "-m", "kestrel_grpc", "serve", "--port", "0", "--withdrawal-delay", "0")
 
 
 @dataclass(frozen=True)

@@ -203,3 +203,14 @@ async def unless_failed(callers: Sequence[asyncio.Future[int]], step: Awaitable[
         if caller.done():
             caller.result()
     return await doing
+
+
+async def test_a_server_that_does_not_serve_yet_goes_at_once() -> None:
+    process = await asyncio.create_subprocess_exec(
+        *COMMAND, "--port", "0", stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stderr is not None
+    assert b"loaded moondream-nano" in await process.stderr.readline()
+    process.send_signal(signal.SIGTERM)
+    printed, logged = await process.communicate()
+    assert (process.returncode, printed, logged) == (0, b"", b"")
