@@ -194,11 +194,15 @@ class Engine:
         )
         stream = Stream()
         self._admission.enter(stream, self._burden(request, tenant), now, patience_s=patience_s)
+        try:
+            preparation = self._preprocessor.submit(request, clock, tenant)
+        except RuntimeError as error:  # closed at this very moment, or the system has no thread left for us
+            self._admission.leave(stream)
+            raise EngineUnavailable("no worker can take the request") from error
         self._streams.add(stream)
         stream.over.add_done_callback(lambda _: self._streams.discard(stream))
         with self._lock:
             self._num_preprocessing += 1
-        preparation = self._preprocessor.submit(request, clock, tenant)
         stream.on_cancel(lambda: self._cancel(preparation, stream))
         if patience_s is not None:
             timer = stream.loop.call_later(patience_s, self._expire, preparation, stream, clock)

@@ -1,0 +1,92 @@
+"""Something of ours raises, at each stage that a request goes through: that request ends, and no other notices."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import pytest
+import torch
+
+from kestrel_client.v1 import vision_service_pb2 as wire
+from kestrel_runtime import preprocess
+from kestrel_runtime.admission import Admission
+from kestrel_runtime.preprocess import Preprocessor
+from kestrel_runtime.skills.query import QuerySkill
+from tests.golden import MD3_SMALL
+from tests.journey.conftest import House
+from tests.journey.test_bad_input import error_of
+from tests.runtime import test_recovery as recovery
+
+IMAGE = (MD3_SMALL / "image_1_64x64.png").read_bytes()
+# As `recovery.POISON`, which stages of the engine are made to fail for.
+POISON = wire.CompleteQueryRequest(
+    question="poison", image={"data": IMAGE}, sampling={"temperature": 5.0, "max_tokens": 40, "seed": 9}
+)
+Break = Callable[[pytest.MonkeyPatch], None]
+
+
+def fails_once(owner: Any, name: str, error: Exception) -> Break:
+    """The first call of a function raises."""
+
+    def apply(monkeypatch: pytest.MonkeyPatch) -> None:
+        original = getattr(owner, name)
+
+        def raising(*arguments: Any, **options: Any) -> Any:
+            monkeypatch.setattr(owner, name, original)
+            raise error
+
+        monkeypatch.setattr(owner, name, raising)
+
+    return apply
+
+
+def fails_for_poison(stage: recovery.Stage, error: Exception, after: int = 0) -> Break:
+    return lambda monkeypatch: recovery.poison(monkeypatch, stage, error, after=after)
+
+
+def fails_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_reader = QuerySkill.reader
+
+    def reader(self: QuerySkill, request: Any, *context: Any) -> Any:
+        made = make_reader(self, request, *context)
+        if request == recovery.POISON:
+            monkeypatch.setattr(made, "read", lambda token: 1 / 0)
+        return made
+
+    monkeypatch.setattr(QuerySkill, "reader", reader)
+
+
+INTERNAL, UNAVAILABLE = grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE
+STAGES: dict[str, tuple[Break, grpc.StatusCode]] = {
+    "queue": (fails_once(Admission, "enter", ValueError("secret")), INTERNAL),
+    "no thread": (fails_once(Preprocessor, "submit", RuntimeError("can't start new thread")), UNAVAILABLE),
+    "preprocess": (fails_once(preprocess, "decode_image", RuntimeError("secret")), INTERNAL),
+    "preprocess, out of memory": (fails_once(preprocess, "decode_image", MemoryError()), INTERNAL),
+    "encode": (fails_for_poison(recovery.ENCODE, RuntimeError("secret")), INTERNAL),
+    "prefill": (fails_for_poison(recovery.PREFILL, RuntimeError("secret")), INTERNAL),
+    "prefill, out of memory": (fails_for_poison(recovery.PREFILL, torch.OutOfMemoryError("secret")), INTERNAL),
+    "decode": (fails_for_poison(recovery.DECODE, RuntimeError("secret"), 5), INTERNAL),
+    "decode, out of memory": (fails_for_poison(recovery.DECODE, torch.OutOfMemoryError("secret"), 5), INTERNAL),
+    "read": (fails_to_read, INTERNAL),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+async def test_an_exception_at_any_stage_ends_its_own_request_alone(
+    house: House, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    fail, expected_code = STAGES[stage]
+    # They run all the while; the one that fails joins them midway.
+    request = wire.QueryRequest(question="hello", sampling={"temperature": 5.0, "max_tokens": 60, "seed": 3})
+    others = [aiter(house.stub.Query(request)) for _ in range(3)]
+    await asyncio.gather(*(anext(events) for events in others))
+    fail(monkeypatch)
+    code, reason, _ = await error_of(house.stub.CompleteQuery(POISON))
+    assert code is expected_code
+    assert reason == ("INTERNAL" if code is INTERNAL else "ENGINE_UNAVAILABLE")
+    answers = [[event async for event in events][-1].completed.answer for events in others]
+    assert len(set(answers)) == 1
+    assert answers[0]
+    monkeypatch.undo()
+    await house.assert_empty()
