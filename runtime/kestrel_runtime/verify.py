@@ -180,7 +180,7 @@ class _Probe:
         named = {
             "image_embeddings_every_9th": self._runner.image_embeddings(self.sequence)[::9],
             "query_prompt_last_hidden": hidden[-1],
-            "query_prompt_logits": self._model.text.logits(hidden)[-1],
+            "query_prompt_logits": self._model.text.logits(hidden.to(self._model.dtype))[-1],
         }
         prefix = self.sequence.prefix_length
         for letter, pages in (("k", self._cache.key_pages), ("v", self._cache.value_pages)):

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-_FEWEST_ROWS = 16
-"""cuBLAS has no float8 product of wide operands for fewer."""
+_FEWEST_ROWS_WITH_BIAS = 64
 
 
 def scaled_linear(
@@ -25,12 +24,8 @@ def scaled_linear(
         return linear(x, weight, None if bias is None else bias.to(x.dtype)).to(out_dtype)
     assert x_scale is not None, "a float8 operand comes with its scale"
     assert weight_scale is not None, "a float8 weight comes with its scale"
-    num_rows = len(x)
-    if num_rows < _FEWEST_ROWS:
-        x = _padded(x.view(torch.uint8)).view(torch.float8_e4m3fn)
-        x_scale = _padded(x_scale) if len(x_scale) == num_rows else x_scale
-    # A float32 output takes no bias inside the product.
-    inside = bias if out_dtype != torch.float32 else None
+    # A float32 output takes no bias inside the product, and few rows of wide operands do not either.
+    inside = bias if out_dtype != torch.float32 and len(x) >= _FEWEST_ROWS_WITH_BIAS else None
     product = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
         x,
         weight.t(),
@@ -40,9 +35,4 @@ def scaled_linear(
         out_dtype=out_dtype,
         use_fast_accum=True,
     )
-    product = product[:num_rows]
-    return product + bias if bias is not None and inside is None else product
-
-
-def _padded(rows: Tensor) -> Tensor:
-    return torch.cat((rows, rows.new_zeros(_FEWEST_ROWS - len(rows), rows.shape[1])))
+    return (product + bias).to(out_dtype) if bias is not None and inside is None else product
