@@ -80,8 +80,8 @@ def definition(operation: str) -> Callable[..., Any]:
     return getattr(importlib.import_module(f"kestrel_ops.reference.{operation}"), operation)
 
 
-def with_dependent_launch(kernels: Kernels, is_on: bool) -> Kernels:
-    """The same kernels, those in Triton with dependent launch or without."""
+def launched_otherwise(kernels: Kernels, **settings: bool) -> Kernels:
+    """The same kernels, those in Triton with other settings of their plans, as far as they have them."""
 
     def wrapped(operation: str) -> Callable[..., Any]:
         function = getattr(kernels, operation)
@@ -94,7 +94,8 @@ def with_dependent_launch(kernels: Kernels, is_on: bool) -> Kernels:
                 plan = module.plan_for(arguments[4].dtype)
             else:
                 plan = module.plan_for(len(arguments[0]), arguments[1].dtype)
-            function(*arguments, plan=replace(plan, dependent_launch=is_on))
+            known = {name: value for name, value in settings.items() if hasattr(plan, name)}
+            function(*arguments, plan=replace(plan, **known))
 
         return launched
 
@@ -263,7 +264,7 @@ def time_steps(
     """A table of whole steps over batches, contexts and types of cache."""
     rows: list[dict[str, Any]] = []
     config, device = model.config, model.text.wte.device
-    print(f"\nWhole steps, {model.precision} weights: ms (plain head | no dependent launch), limit, tokens/s")
+    print(f"\nWhole steps, {model.precision} weights: ms, limit, tokens/s")
     for shortest, longest in ranges:
         for cache_dtype in (torch.bfloat16, FLOAT8):
             for batch in batches:
@@ -272,10 +273,15 @@ def time_steps(
                 with attempted(f"step {name}"):
                     cache = contexts.filled_cache(config, device, cache_dtype)
                     us = time_step(kernels, model, contexts, cache, True)
-                    plain_head = time_step(kernels, model, contexts, cache, False)
-                    alone = None
-                    if batch in (1, 64):  # two are enough to see what it gives, and compiling takes its time
-                        alone = time_step(with_dependent_launch(kernels, False), model, contexts, cache, True)
+                    # Two batches are enough to see what it gives, and compiling takes its time.
+                    others = {"plain head": time_step(kernels, model, contexts, cache, False)}
+                    if batch in (1, 64) and model.precision == "float8":
+                        for what, kind in (
+                            ("no prefetch", "prefetch"),
+                            ("no dependent launch", "dependent_launch"),
+                        ):
+                            other = launched_otherwise(kernels, **{kind: False})
+                            others[what] = time_step(other, model, contexts, cache, True)
                     per_position = 2 * config.n_layers * config.n_kv_heads * config.head_dim * cache_dtype.itemsize
                     size = model.weight_bytes() + contexts.num_positions() * per_position
                     limit = size / limits.copy_bytes_per_s * 1e6
@@ -286,15 +292,14 @@ def time_steps(
                             "contexts": [shortest, longest],
                             "batch": batch,
                             "us": us,
-                            "plain_head_us": plain_head,
-                            "without_dependent_launch_us": alone,
+                            "others_us": others,
                             "limit_us": limit,
                         }
                     )
-                    others = f"{plain_head / 1e3:.3f} | " + ("-" if alone is None else f"{alone / 1e3:.3f}")
                     print(
-                        f"  {name:<44}{us / 1e3:>8.3f} ({others})"
-                        f"  limit {limit / 1e3:.3f}  {us / limit:.2f}x  {batch / us * 1e6:>8.0f}",
+                        f"  {name:<44}{us / 1e3:>8.3f}  limit {limit / 1e3:.3f}  {us / limit:.2f}x"
+                        f"  {batch / us * 1e6:>8.0f}   "
+                        + ", ".join(f"{what} {other / 1e3:.3f}" for what, other in others.items()),
                         flush=True,
                     )
     return rows

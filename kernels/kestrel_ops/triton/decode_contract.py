@@ -101,10 +101,10 @@ def _contract(
     first_row = tl.program_id(0) * block_n
     split = tl.program_id(1)
     if is_dependent:
-        let_next_start()
         if prefetch:
             prefetch_rows(weight, first_row, num_rows, split * share, width, block_n, share)
         wait_for_previous()
+        let_next_start()
     rows = first_row + tl.arange(0, block_n)
     tokens = tl.program_id(2) * block_b + tl.arange(0, block_b)
     product = tl.zeros((block_n, block_b), tl.float32)

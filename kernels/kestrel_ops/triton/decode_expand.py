@@ -111,8 +111,8 @@ def plan_for(batch: int, dtype: torch.dtype) -> SmallBatchPlan:
 @triton.jit
 def _normalise(hidden, out, epsilon, width: tl.constexpr, block: tl.constexpr, is_dependent: tl.constexpr):
     if is_dependent:
-        let_next_start()
         wait_for_previous()
+        let_next_start()
     row = tl.program_id(0)
     columns = tl.arange(0, block)
     inside = columns < width
@@ -148,10 +148,10 @@ def _expand(
 ):
     first_row = tl.program_id(0) * block_n
     if is_dependent:
-        let_next_start()
         if prefetch:
             prefetch_rows(weight, first_row, num_rows, 0, width, block_n, width)
         wait_for_previous()
+        let_next_start()
     rows = first_row + tl.arange(0, block_n)
     tokens = tl.program_id(1) * block_b + tl.arange(0, block_b)
     product = tl.zeros((block_n, block_b), tl.float32)

@@ -179,8 +179,8 @@ def _attend(
 ):
     head, sequence, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if is_dependent:
-        let_next_start()
         wait_for_previous()
+        let_next_start()
     lanes = tl.arange(0, block_d)
     in_head = lanes < head_dim
     out_row = out + sequence.to(tl.int64) * out_stride + head * head_dim
