@@ -42,7 +42,7 @@ def test_any_message_is_a_request_or_is_refused_as_documented(call: tuple[str, b
     parse(*call)
 
 
-@settings(anyhow, max_examples=600)
+@settings(anyhow, max_examples=300)
 @given(conversations)
 def test_no_conversation_holds_a_connection_open(target: Target, said: bytes) -> None:
     target.hear(said)
@@ -51,7 +51,7 @@ def test_no_conversation_holds_a_connection_open(target: Target, said: bytes) ->
 def test_after_all_that_the_server_answers_and_is_no_larger(target: Target) -> None:
     before_bytes = target.server.rss_bytes
 
-    @settings(anyhow, max_examples=300)
+    @settings(anyhow, max_examples=200)
     @given(conversations)
     def speak(said: bytes) -> None:
         target.hear(said)

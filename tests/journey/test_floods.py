@@ -19,7 +19,7 @@ NUM_ACCEPTED = 4 * CAPACITY
 MAX_SLOWDOWN = 3.0
 MAX_REFUSAL_S = 0.05
 # Of so many tries one must do: what disturbs them comes from outside.
-NUM_TRIES = 3
+NUM_TRIES = 5
 
 
 @dataclass
