@@ -91,7 +91,7 @@ def launched_otherwise(kernels: Kernels, **settings: bool) -> Kernels:
 
         def launched(*arguments: Any) -> None:
             if operation == "rotary_decode_attention":
-                plan = module.plan_for(arguments[4].dtype)
+                plan = module.plan_for(len(arguments[0]), arguments[4].dtype)
             else:
                 plan = module.plan_for(len(arguments[0]), arguments[1].dtype)
             known = {name: value for name, value in settings.items() if hasattr(plan, name)}

@@ -186,8 +186,9 @@ class ServerConfig:
     )
     vision_path: str = _option(
         "auto",
-        one_of("auto", "plain", "fused", "fused-float8"),
-        "how images are encoded: plain, fused, fused-float8 (products of 8 bits), or auto: fused on a GPU",
+        one_of("auto", "plain", "fused", "fused-float8", "calibrated-float8"),
+        "how images are encoded: plain, fused, fused-float8 (products of 8 bits), calibrated-float8 (the same with "
+        "scales measured at the start), or auto: fused on a GPU",
     )
     kv_dtype: str = _option(
         "auto",

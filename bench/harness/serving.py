@@ -58,7 +58,7 @@ def started_server(options: Sequence[str]) -> Iterator[RunningServer]:
             raise RuntimeError(f"the server did not start: {' '.join(command)}")
         yield RunningServer(line.split(" on ")[1].split()[0], time.perf_counter() - started)
     finally:
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGINT)  # which, unlike SIGTERM, is not announced to balancers first
         try:
             process.wait(_STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:

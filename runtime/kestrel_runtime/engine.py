@@ -140,6 +140,7 @@ class Engine:
             FastPaths.of(config, loaded.model.device.type),
             max_batch_size=bounds.max_batch_size,
         )
+        runner.record()
         recovery = Recovery(
             scheduler,
             runner,

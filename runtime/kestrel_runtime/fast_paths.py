@@ -9,15 +9,16 @@ from kestrel_ops import Kernels
 from kestrel_runtime.config import EngineConfig
 from kestrel_runtime.errors import CheckpointError
 
-Path = Literal["plain", "fused", "fused-float8"]
+TextPathName = Literal["plain", "fused", "fused-float8"]
+VisionPathName = Literal["plain", "fused", "fused-float8", "calibrated-float8"]
 
 
 @dataclass(frozen=True, slots=True)
 class FastPaths:
     """How text and images go through the model, and whether decode steps are recorded and replayed."""
 
-    text: Path
-    vision: Path
+    text: TextPathName
+    vision: VisionPathName
     with_graphs: bool
     kernels: Kernels
 
@@ -26,8 +27,8 @@ class FastPaths:
         """What `config` asks for on this kind of device. Raises `CheckpointError` where it cannot be had."""
         is_cuda = device_type == "cuda"
         default = "fused" if is_cuda else "plain"
-        text = cast("Path", default if config.text_path == "auto" else config.text_path)
-        vision = cast("Path", default if config.vision_path == "auto" else config.vision_path)
+        text = cast("TextPathName", default if config.text_path == "auto" else config.text_path)
+        vision = cast("VisionPathName", default if config.vision_path == "auto" else config.vision_path)
         could_record = is_cuda and text != "plain"
         if config.cuda_graphs and not could_record:
             raise CheckpointError("CUDA graphs need a CUDA device and a fused text path")

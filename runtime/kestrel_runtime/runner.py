@@ -16,6 +16,8 @@ from kestrel_runtime.crop_source import CropSource
 from kestrel_runtime.fast_paths import FastPaths
 from kestrel_runtime.graphs import DecodeGraphs
 from kestrel_runtime.kv_cache import KVCache
+from kestrel_runtime.models.moondream.calibrated_vision import CalibratedVision
+from kestrel_runtime.models.moondream.calibration import calibration_crops
 from kestrel_runtime.models.moondream.fused_vision import FusedVision
 from kestrel_runtime.models.moondream.model import Moondream
 from kestrel_runtime.models.moondream.tiling import Tiler
@@ -32,6 +34,7 @@ from kestrel_runtime.tokens import Token
 _SLOT, _POSITION, _SETTINGS = 0, 1, slice(2, 2 + SETTINGS_PER_SEQUENCE)
 _NUM_COLUMNS = _SETTINGS.stop
 _PRECISIONS: dict[str, Literal["model", "float8"]] = {"fused": "model", "fused-float8": "float8"}
+_USUAL_NEEDS = (DrawNeeds(False, False, True), DrawNeeds(False, False, False))  # text, drawn or greedy
 _NUM_SPARE_SLOTS = 1
 """For a request of our own beside those of callers."""
 
@@ -87,7 +90,10 @@ class ModelRunner:
                 model.text, cache, paths.kernels, _PRECISIONS[paths.text], max_batch_size=max_batch_size
             )
         self._vision: VisionModel | FusedVision = model.vision
-        if paths.vision != "plain":
+        if paths.vision == "calibrated-float8":
+            crops = calibration_crops(model.config.vision, model.device)
+            self._vision = CalibratedVision(model.vision, paths.kernels, crops)
+        elif paths.vision != "plain":
             self._vision = FusedVision(model.vision, paths.kernels, _PRECISIONS[paths.vision])
         self._set_up()
 
@@ -95,6 +101,13 @@ class ModelRunner:
     def is_asynchronous(self) -> bool:
         """Whether a launched step runs while the caller goes on."""
         return self._model.device.type == "cuda"
+
+    @torch.inference_mode()
+    def record(self) -> None:
+        """Record the decode steps that most requests need, where steps are recorded; others are when first met."""
+        if self._graphs is not None:
+            for needs in _USUAL_NEEDS:
+                self._graphs.record_all(needs)
 
     def run(self, batch: Batch) -> dict[int, Token]:
         """Run a step to its end; returns the new token of each sequence that is due one, by sequence id."""

@@ -117,7 +117,8 @@ class CublasLt:
             x.data_ptr(),
             plan.x,
             byref(beta),
-            out.data_ptr(),
+            # The same matrix twice must be laid out alike, which a float8 one and what is added to it are not.
+            out.data_ptr() if accumulate else None,
             plan.added,
             out.data_ptr(),
             plan.out,

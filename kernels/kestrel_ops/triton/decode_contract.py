@@ -15,6 +15,7 @@ from kestrel_ops.triton.dependent_launch import (
     wait_for_previous,
 )
 from kestrel_ops.triton.small_batch import (
+    DEPENDENT_LAUNCH_FROM,
     SmallBatchPlan,
     batch_block,
     load_tokens,
@@ -72,10 +73,16 @@ def plan_for(batch: int, dtype: torch.dtype) -> SmallBatchPlan:
     """The cut for a batch and the weight's type."""
     if dtype == torch.float32:
         return SmallBatchPlan(block_n=64, block_k=32, num_warps=4, num_stages=3, num_splits=4)
-    block_k = 128 if dtype == torch.float8_e4m3fn else 64
+    is_dependent = batch >= DEPENDENT_LAUNCH_FROM
+    if dtype == torch.float8_e4m3fn:
+        if batch < DEPENDENT_LAUNCH_FROM:
+            return SmallBatchPlan(64, 128, num_warps=4, num_stages=3, num_splits=16)
+        num_stages = 4 if batch <= 64 else 3
+        return SmallBatchPlan(64, 128, 4, num_stages, num_splits=8, dependent_launch=is_dependent)
     if batch <= 64:
-        return SmallBatchPlan(block_n=64, block_k=block_k, num_warps=4, num_stages=4, num_splits=8)
-    return SmallBatchPlan(block_n=128, block_k=64, num_warps=8, num_stages=4, num_splits=8)
+        num_stages = 4 if batch < DEPENDENT_LAUNCH_FROM else 3
+        return SmallBatchPlan(64, 128, 4, num_stages, num_splits=8, dependent_launch=is_dependent)
+    return SmallBatchPlan(128, 64, num_warps=8, num_stages=4, num_splits=8, dependent_launch=is_dependent)
 
 
 @triton.jit(do_not_specialize=["batch"])

@@ -15,10 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 from kestrel_ops.triton.dependent_launch import has_dependent_launch, launch, let_next_start, wait_for_previous
-from kestrel_ops.triton.small_batch import operand
+from kestrel_ops.triton.small_batch import DEPENDENT_LAUNCH_FROM, operand
 
 _LOWEST = tl.constexpr(-1e30)  # finite, so that the difference of two of them is 0
 _USUAL_PARTS = 32  # up to so many, one compiled kernel serves any number
+_FEW_PROGRAMS_BELOW = 8  # tokens
 _LOG2_E = 1.4426950408889634
 
 
@@ -31,7 +32,7 @@ class AttentionPlan:
     num_warps: int
     num_stages: int
     """Turns whose loads are under way at once."""
-    dependent_launch: bool = True
+    dependent_launch: bool = False
     """Whether it starts before the kernel before has ended, where the device can do that."""
 
 
@@ -62,7 +63,7 @@ def rotary_decode_attention(
     assert query_scale is None or query_scale.is_contiguous()
     assert value_factor is None or value_factor.is_contiguous()
     assert qkv.stride(1) == out.stride(1) == page_table.stride(1) == 1
-    plan = plan or plan_for(key_pages.dtype)
+    plan = plan or plan_for(batch, key_pages.dtype)
     launch(
         _attend,
         (num_heads, batch, num_parts),
@@ -101,11 +102,17 @@ def rotary_decode_attention(
     )
 
 
-def plan_for(dtype: torch.dtype) -> AttentionPlan:
-    """The cut for a cache's type."""
+def plan_for(batch: int, dtype: torch.dtype) -> AttentionPlan:
+    """The cut for a batch and the cache's type."""
     if dtype == torch.float32:
         return AttentionPlan(tile=16, num_warps=4, num_stages=1)
-    return AttentionPlan(tile=32, num_warps=4, num_stages=1)
+    is_float8 = dtype == torch.float8_e4m3fn
+    if batch >= DEPENDENT_LAUNCH_FROM:
+        num_warps, num_stages = (2, 1) if is_float8 else (4, 3)
+        return AttentionPlan(32, num_warps, num_stages, dependent_launch=True)
+    if batch >= _FEW_PROGRAMS_BELOW:
+        return AttentionPlan(32, num_warps=4, num_stages=3 if is_float8 else 2)
+    return AttentionPlan(64, num_warps=4, num_stages=1) if is_float8 else AttentionPlan(32, 2, 1)
 
 
 @triton.jit

@@ -25,10 +25,15 @@ class SmallBatchPlan:
     """Turns whose loads are under way at once, one more than that."""
     num_splits: int = 1
     """Programs that share the columns of one block of rows."""
-    prefetch: bool = True
+    prefetch: bool = False
     """Whether a program that waits for the kernel before brings its weights into the L2 cache."""
-    dependent_launch: bool = True
+    dependent_launch: bool = False
     """Whether it starts before the kernel before has ended, where the device can do that."""
+
+
+DEPENDENT_LAUNCH_FROM = 32
+"""Tokens from which on starting before the kernel before has ended pays: with fewer it is that one's own loads
+which suffer."""
 
 
 def batch_block(batch: int) -> int:

@@ -19,7 +19,7 @@ from kestrel_runtime.models.moondream.rope import rotary_tables
 from kestrel_runtime.models.moondream.text import TextModel
 
 # Programs of attention that keep a large device busy: a small batch splits its contexts to reach as many.
-_PROGRAMS_OF_ATTENTION = 1024
+_PROGRAMS_OF_ATTENTION = 512
 _MOST_PARTS = 32
 
 
