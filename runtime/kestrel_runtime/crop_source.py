@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kestrel_runtime.images import UncutImage
 from kestrel_runtime.sequence import CropRange, Sequence
-from kestrel_runtime.slots import to_device
+from kestrel_runtime.transfer import to_device
 
 
 class CropSource:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kestrel_runtime.sequence import Chunk
+from kestrel_runtime.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +48,11 @@ class PrefillPlan:
         prefixes = [chunk.sequence.prefix_length for chunk in chunks]
         # Laid out on the host, where tiny operations cost less, and sent without waiting for the device.
         return cls(
-            positions=_sent(positions, device),
-            slots=_sent(slots, device),
-            page_table=_sent(table.int(), device),
-            query_starts=_sent(torch.tensor([0, *counts]).cumsum(0).int(), device),
-            lengths=_sent(torch.tensor(ends).int(), device),
-            prefix_lengths=_sent(torch.tensor(prefixes).int(), device),
+            positions=to_device(positions, torch.int64, device),
+            slots=to_device(slots, torch.int64, device),
+            page_table=to_device(table, torch.int32, device),
+            query_starts=to_device(torch.tensor([0, *counts]).cumsum(0), torch.int32, device),
+            lengths=to_device(ends, torch.int32, device),
+            prefix_lengths=to_device(prefixes, torch.int32, device),
             max_chunk=max(counts),
         )
-
-
-def _sent(tensor: Tensor, device: torch.device) -> Tensor:
-    if device.type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)

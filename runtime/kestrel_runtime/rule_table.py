@@ -15,7 +15,8 @@ _NEVER = -1
 class RuleTable:
     """One row per state of every grammar met so far; rows stay where they are."""
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, coordinate_id: int, size_id: int, device: torch.device) -> None:
+        self._value_ids = (coordinate_id, size_id)
         self._first_row: dict[Grammar, int] = {}
         self._num_rows = 0
         self.forbidden = torch.zeros(_MAX_STATES, vocab_size, dtype=torch.bool, device=device)
@@ -30,6 +31,13 @@ class RuleTable:
         if grammar not in self._first_row:
             self._add(grammar)
         return self._first_row[grammar] + state
+
+    def may_draw(self, grammar: Grammar) -> tuple[bool, bool]:
+        """Whether some state lets a coordinate come that is read as one, and whether some lets a size."""
+        coordinates, sizes = (
+            any(rule.is_spatial and rule.lets_pass(id) for rule in grammar.rules) for id in self._value_ids
+        )
+        return coordinates, sizes
 
     def after(self, rows: Tensor, ids: Tensor, is_exhausted: Tensor) -> Tensor:
         """The rows that follow: rows, ids int64 [B], is_exhausted bool [B] → int64 [B]."""

@@ -5,6 +5,7 @@ Knows tensors and the model; decides nothing about who runs. Nothing here waits 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kestrel_runtime.crop_source import CropSource
+from kestrel_runtime.encode_graphs import EncodeGraphs
 from kestrel_runtime.fast_paths import FastPaths
 from kestrel_runtime.graphs import DecodeGraphs
 from kestrel_runtime.kv_cache import KVCache
@@ -26,9 +28,10 @@ from kestrel_runtime.prefill_plan import PrefillPlan
 from kestrel_runtime.rule_table import RuleTable
 from kestrel_runtime.sampling import SETTINGS_PER_SEQUENCE, DrawNeeds, Sampler
 from kestrel_runtime.sequence import Batch, Chunk, CropRange, Sequence
-from kestrel_runtime.slots import Slots, to_device
+from kestrel_runtime.slots import Slots
 from kestrel_runtime.text_path import FusedText, PlainText, TextPath
 from kestrel_runtime.tokens import Token
+from kestrel_runtime.transfer import to_device
 
 # Columns of a decode step's inputs: small numbers, then floats by their bits, then pages.
 _SLOT, _POSITION, _SETTINGS = 0, 1, slice(2, 2 + SETTINGS_PER_SEQUENCE)
@@ -95,6 +98,9 @@ class ModelRunner:
             self._vision = CalibratedVision(model.vision, paths.kernels, crops)
         elif paths.vision != "plain":
             self._vision = FusedVision(model.vision, paths.kernels, _PRECISIONS[paths.vision])
+        self._encode_crops: Callable[[Tensor], Tensor] = self._vision.encode
+        if paths.with_graphs and paths.vision != "plain":
+            self._encode_crops = EncodeGraphs(self._vision.encode, max_crops=1 + model.config.vision.max_crops)
         self._set_up()
 
     @property
@@ -166,7 +172,8 @@ class ModelRunner:
 
     def _set_up(self) -> None:
         device, text = self._model.device, self._model.config.text
-        rules = RuleTable(text.vocab_size, device)
+        ids = self._model.config.tokenizer
+        rules = RuleTable(text.vocab_size, ids.coord_id, ids.size_id, device)
         self._most_pages = -(-text.max_context // self._cache.page_size)
         self._slots = Slots(self._max_batch_size + _NUM_SPARE_SLOTS, self._most_pages, rules, device)
         self._sampler = Sampler(self._model, rules, self._slots)
@@ -178,7 +185,7 @@ class ModelRunner:
 
     def _encode(self, ranges: list[CropRange]) -> None:
         pixels = [self._crops.take(crop_range) for crop_range in ranges]
-        features = self._vision.encode(torch.cat(pixels)).split([len(part) for part in pixels])
+        features = self._encode_crops(torch.cat(pixels)).split([len(part) for part in pixels])
         whole: list[tuple[_Image, Tensor, tuple[int, int]]] = []
         for crop_range, part in zip(ranges, features, strict=True):
             image = self._images.setdefault(crop_range.sequence.id, _Image())
@@ -199,7 +206,7 @@ class ModelRunner:
             if chunk.start == 0:
                 self._slots.open(chunk.sequence)
         plan = PrefillPlan.of(chunks, self._cache.page_size, self._cache.device)
-        embeddings = torch.cat([part for chunk in chunks for part in self._embeddings(chunk)])
+        embeddings = self._embeddings(chunks)
         ends = plan.query_starts[1:].long() - 1
         last = [place for place, chunk in enumerate(chunks) if chunk.is_last]
         if len(last) < len(chunks):
@@ -237,15 +244,25 @@ class ModelRunner:
         settings = rows[:, _SETTINGS].contiguous().view(torch.float32)
         return self._sampler.draw(hidden, slots, settings, needs)
 
-    def _embeddings(self, chunk: Chunk) -> list[Tensor]:
-        sequence, start, end = chunk
-        num_image = sequence.num_image_tokens
+    def _embeddings(self, chunks: list[Chunk]) -> Tensor:
+        """[tokens of all chunks, dim]."""
+        texts = [_text_of(chunk) for chunk in chunks]
+        embedded = self._model.embed([token for text in texts for token in text])
         parts: list[Tensor] = []
-        if start == 0:
-            parts.append(self._model.embed(sequence.tokens[:1]))
-            if num_image:
-                parts.append(self.image_embeddings(sequence))
-        first, last = max(start - num_image, 1), end - num_image
-        if last > first:
-            parts.append(self._model.embed(sequence.tokens[first:last]))
-        return parts
+        first = 0
+        for chunk, text in zip(chunks, texts, strict=True):
+            end = first + len(text)
+            if chunk.start == 0 and chunk.sequence.num_image_tokens:
+                parts += [embedded[first : first + 1], self.image_embeddings(chunk.sequence)]
+                first += 1
+            parts.append(embedded[first:end])
+            first = end
+        return torch.cat(parts)
+
+
+def _text_of(chunk: Chunk) -> list[Token]:
+    """The chunk's tokens but for the image, which stands behind the first of the sequence."""
+    sequence, start, end = chunk
+    num_image = sequence.num_image_tokens
+    first = 0 if start == 0 else start - num_image
+    return sequence.tokens[first : max(end - num_image, 1)]

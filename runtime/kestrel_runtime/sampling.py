@@ -5,8 +5,7 @@ Nothing here waits for the device.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from kestrel_runtime.slots import COORDINATE, SIZE, Slots
 
 SETTINGS_PER_SEQUENCE = 2 + UNIFORMS_PER_TOKEN
 """Numbers that a draw takes of each sequence: temperature, top-p and fresh randomness."""
+_GREEDY = (0.0, 1.0, *[0.0] * UNIFORMS_PER_TOKEN)
 
 
 class DrawNeeds(NamedTuple):
@@ -27,16 +27,6 @@ class DrawNeeds(NamedTuple):
     coordinates: bool
     sizes: bool
     randomness: bool
-
-    @classmethod
-    def of(cls, sequences: Iterable[Sequence], coordinate_id: int, size_id: int) -> Self:
-        """What the grammars and settings of `sequences` leave possible."""
-        rules = {rule for sequence in sequences for rule in sequence.reader.grammar.rules if rule.is_spatial}
-        return cls(
-            any(rule.lets_pass(coordinate_id) for rule in rules),
-            any(rule.lets_pass(size_id) for rule in rules),
-            any(sequence.temperature > 0 for sequence in sequences),
-        )
 
 
 class Sampler:
@@ -52,15 +42,23 @@ class Sampler:
 
     def needs(self, sequences: list[Sequence]) -> DrawNeeds:
         """What draws of `sequences` may come to."""
-        return DrawNeeds.of(sequences, self._coordinate_id, self._size_id)
+        is_random = any(sequence.temperature > 0 for sequence in sequences)
+        return DrawNeeds(*self._slots.may_draw(sequences), is_random)
 
     def settings(self, sequences: list[Sequence]) -> list[tuple[float, ...]]:
         """Temperature, top-p and the randomness of the next token of each sequence, which is spent by this.
 
-        Each sequence spends the same per token in any batch, so its draws do not depend on company.
+        A sequence spends the same per token in any batch, so its draws do not depend on company; at temperature 0
+        it needs none.
         """
         return [
-            (sequence.temperature, sequence.top_p, *(sequence.random.random() for _ in range(UNIFORMS_PER_TOKEN)))
+            (
+                sequence.temperature,
+                sequence.top_p,
+                *[sequence.random.random() for _ in range(UNIFORMS_PER_TOKEN)],
+            )
+            if sequence.temperature > 0
+            else _GREEDY
             for sequence in sequences
         ]
 

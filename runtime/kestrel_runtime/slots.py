@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kestrel_runtime.rule_table import RuleTable
 from kestrel_runtime.sequence import Sequence
+from kestrel_runtime.transfer import to_device
 
 TEXT, COORDINATE, SIZE = 0, 1, 2
 """Kinds of tokens: without a value, with one, with two."""
@@ -32,6 +33,7 @@ class Slots:
         self.values = torch.zeros(num_slots + 1, 2, device=device)
         self._pages = np.zeros((num_slots + 1, max_pages), dtype=np.int32)
         self._num_pages = [0] * (num_slots + 1)
+        self._may_draw = np.zeros((num_slots + 1, 2), dtype=np.bool_)
 
     def open(self, sequence: Sequence) -> None:
         """Give a sequence that begins its prompt a slot, or write its own anew."""
@@ -44,6 +46,7 @@ class Slots:
         self.numbers[slot] = to_device(numbers, torch.int64, self._device)
         self.values[slot] = to_device((*token.value, 0.0, 0.0)[:2], torch.float32, self._device)
         self._num_pages[slot] = 0
+        self._may_draw[slot] = self._rules.may_draw(reader.grammar)
 
     def close(self, sequence: Sequence) -> None:
         """Take the slot back, if the sequence has one."""
@@ -54,6 +57,11 @@ class Slots:
     def of(self, sequences: list[Sequence]) -> list[int]:
         """The slots of sequences that have one."""
         return [self._slot_of[sequence.id] for sequence in sequences]
+
+    def may_draw(self, sequences: list[Sequence]) -> tuple[bool, bool]:
+        """Whether any of them may draw a coordinate, and whether any may draw a size."""
+        possible = self._may_draw[self.of(sequences)]
+        return bool(possible[:, 0].any()), bool(possible[:, 1].any())
 
     def page_table(self, sequences: list[Sequence], width: int | None = None) -> np.ndarray:
         """int32 [B, width], by default as wide as the longest: each sequence's pages.
@@ -77,9 +85,3 @@ class Slots:
         rows = self._rules.after(rows, ids, num_drawn >= budget)
         self.numbers[slots] = torch.stack((ids, kinds, rows, num_drawn, budget), dim=1)
         self.values[slots] = values
-
-
-def to_device(data: object, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of numbers on the host, copied without making the host wait for the device's earlier work."""
-    tensor = torch.as_tensor(data, dtype=dtype)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

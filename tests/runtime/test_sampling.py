@@ -26,7 +26,7 @@ def draw(hidden, *sequences):
 
 
 def draw_from(model, hidden, sequences):
-    rules = RuleTable(model.config.text.vocab_size, hidden.device)
+    rules = RuleTable(model.config.text.vocab_size, COORDINATE, SIZE, hidden.device)
     slots = Slots(len(sequences), 1, rules, hidden.device)
     for sequence in sequences:
         slots.open(sequence)
@@ -167,7 +167,7 @@ def test_a_row_spends_the_same_randomness_whatever_it_draws():
     spent = {
         state_after(rule, temperature)
         for rule in (FREE, TokenRule((COORDINATE,), (), True), TokenRule((SIZE,), (), True))
-        for temperature in (0.0, 1.0)
+        for temperature in (0.5, 1.0)
     }
     assert len(spent) == 1
 
@@ -207,4 +207,8 @@ def test_width_and_height_are_drawn_apart():
 )
 def test_a_draw_computes_what_its_rules_leave_possible(rule, temperature, needs):
     sequences = [new_sequence(rule=rule, temperature=temperature), new_sequence()]
-    assert DrawNeeds.of(sequences, COORDINATE, SIZE) == needs
+    rules = RuleTable(MODEL.config.text.vocab_size, COORDINATE, SIZE, torch.device("cpu"))
+    slots = Slots(2, 1, rules, torch.device("cpu"))
+    for item in sequences:
+        slots.open(item)
+    assert Sampler(MODEL, rules, slots).needs(sequences) == needs

@@ -10,7 +10,7 @@ ONLY_3 = TokenRule(allowed=(3,))
 
 
 def new_slots(count=4):
-    return Slots(count, 6, RuleTable(30, CPU), CPU)
+    return Slots(count, 6, RuleTable(30, 5, 6, CPU), CPU)
 
 
 def holder(pages, *tokens, rule=ONLY_3):

@@ -12,6 +12,7 @@ from kestrel_runtime.models.moondream.region import RegionModel
 from kestrel_runtime.models.moondream.text import TextModel
 from kestrel_runtime.models.moondream.vision import VisionModel
 from kestrel_runtime.tokens import Token
+from kestrel_runtime.transfer import to_device
 
 
 class Moondream(nn.Module):
@@ -53,17 +54,15 @@ class Moondream(nn.Module):
 
     def embed(self, tokens: Sequence[Token]) -> Tensor:
         """Tokens → embeddings [tokens, dim]; one that carries a value is embedded by that value."""
-        ids = torch.tensor([token.id for token in tokens], device=self.device)
-        embeddings = self.text.wte[ids]
-        coordinates = [place for place, token in enumerate(tokens) if len(token.value) == 1]
-        sizes = [place for place, token in enumerate(tokens) if len(token.value) == 2]
-        if coordinates:
-            values = torch.tensor([tokens[place].value[0] for place in coordinates], device=self.device)
-            embeddings[coordinates] = self.region.encode_coordinates(values)
-        if sizes:
-            values = torch.tensor([tokens[place].value for place in sizes], device=self.device)
-            embeddings[sizes] = self.region.encode_sizes(values)
-        return embeddings
+        kinds = [len(token.value) for token in tokens]
+        device = self.device
+        return self.embed_drawn(
+            to_device([token.id for token in tokens], torch.int64, device),
+            to_device(kinds, torch.int64, device),
+            to_device([(*token.value, 0.0, 0.0)[:2] for token in tokens], torch.float32, device),
+            with_coordinates=1 in kinds,
+            with_sizes=2 in kinds,
+        )
 
     def embed_drawn(
         self, ids: Tensor, kinds: Tensor, values: Tensor, *, with_coordinates: bool, with_sizes: bool

@@ -1,0 +1,20 @@
+import pytest
+import torch
+
+from kestrel_runtime.encode_graphs import EncodeGraphs
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@needs_cuda
+def test_replayed_encodings_are_those_of_the_encoder():
+    def encode(crops):
+        return crops.float().flatten(1).cumsum(1)
+
+    graphs = EncodeGraphs(encode, max_crops=3)
+    kept = []
+    for count in (1, 3, 2, 3, 1, 5):
+        crops = torch.randint(0, 256, (count, 4, 4, 3), dtype=torch.uint8, device="cuda")
+        kept.append((graphs(crops), encode(crops)))
+    for features, wanted in kept:  # none was overwritten by a later one
+        assert torch.equal(features, wanted)
