@@ -1,0 +1,61 @@
+"""The options that name an engine, the same for every tool that runs one in its own process. Starts nothing."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import kestrel_runtime
+from bench.harness.endless import write_endless
+from kestrel_grpc.config import ConfigurationError, ServerConfig, options
+from kestrel_grpc.settings import flag_name
+from kestrel_runtime.config import BUILT_IN_MODEL, EngineConfig
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Add the model, and how it is to be computed."""
+    parser.add_argument(
+        "--model", default=BUILT_IN_MODEL, help="the built-in one or a checkpoint folder (%(default)s)"
+    )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="%(default)s")
+    parser.add_argument(
+        "--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="%(default)s"
+    )
+    parser.add_argument(
+        "--set",
+        metavar="OPTION=VALUE",
+        action="append",
+        default=[],
+        help="an option of `kestrel-grpc serve` that says how the engine computes, such as text-path=fused; "
+        "may be repeated",
+    )
+
+
+def engine_config(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> EngineConfig:
+    """The engine that the options ask for; ends the program with a complaint where they make no sense."""
+    pairs = [item.partition("=") for item in arguments.set]
+    given = {name.removeprefix("--").replace("-", "_"): value for name, _, value in pairs}
+    known = {name for name, _ in options()}
+    if unknown := [name for name in given if name not in known]:
+        parser.error(f"--set {flag_name(unknown[0])}: is no option")
+    given |= {"model": arguments.model, "device": arguments.device, "dtype": arguments.dtype}
+    try:
+        return ServerConfig.parse(given, {}).engine_config()
+    except ConfigurationError as error:
+        parser.error(str(error))
+
+
+@contextlib.contextmanager
+def endless(config: EngineConfig) -> Iterator[EngineConfig]:
+    """The same engine where it has a checkpoint; instead of the built-in model a copy that never ends an answer."""
+    if config.model != BUILT_IN_MODEL:
+        yield config
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "nano-endless"
+        write_endless(Path(kestrel_runtime.__path__[0]) / "nano", target)
+        yield replace(config, model=str(target))

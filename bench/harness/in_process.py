@@ -1,0 +1,27 @@
+"""Requests to an engine in the same process: so many run at all times until all are answered."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+from kestrel_runtime.engine import Engine
+from kestrel_runtime.errors import KestrelError
+from kestrel_runtime.events import Finished
+from kestrel_runtime.requests import Request
+
+Answered = Callable[[int, "Finished | KestrelError"], None]
+
+
+async def closed_loop(engine: Engine, requests: Iterable[Request], num_at_once: int, answered: Answered) -> None:
+    """Ask all of `requests`, each as soon as there is room; `answered` is called with its place and what came."""
+    queue = enumerate(requests)
+
+    async def lane() -> None:
+        for number, request in queue:
+            try:
+                answered(number, await engine.submit(request).result())
+            except KestrelError as error:
+                answered(number, error)
+
+    await asyncio.gather(*(lane() for _ in range(num_at_once)))
