@@ -1,0 +1,268 @@
+"""Does the server stay as it is? Half an hour of mixed traffic, and whether anything grows or is left behind.
+
+Starts `kestrel-grpc serve`, asks it from this process for all that it can do, and for some that it refuses;
+callers cancel, miss deadlines and come and go, and each minute ends with a pause. Every few seconds it looks at
+the server's memory, descriptors, threads, pages and requests. In the end nothing may be left of all that: no
+page, and no more descriptors, threads or tasks than after the warm-up; memory may not have risen in the second
+half; no call may have failed that was not meant to. Leaves a table, the numbers as JSON, plots and the server's
+log. Options after `--` go to the server. Wants Linux.
+
+    python -m bench.soak
+    python -m bench.soak --minutes 5 --callers 12 -- --max-batch-size 4
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.harness.mixed_traffic import MixedTraffic, Tally
+from bench.harness.plot import Axis, Series, line_plot
+from bench.harness.serving import machine_facts, write_json
+from bench.harness.trend import Trend, means
+from bench.harness.watched_server import Holdings, Vitals, WatchedServer, watched_server
+
+CYCLE_S, IDLE_SHARE = 60.0, 0.2
+"""Callers come for a cycle, and are gone for this last share of it."""
+LARGEST_SLOPE_MIB_PER_HOUR = 10.0
+SHORTEST_HALF_CYCLES = 10
+"""Over less than so many cycles memory may well rise: it still fills what it will reuse."""
+NUM_BURST_CALLS = 32
+SETTLE_TIMEOUT_S = 120.0
+_MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """The server at a moment, in seconds since the warm-up."""
+
+    time_s: float
+    vitals: Vitals
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """The server while nobody asks anything."""
+
+    vitals: Vitals
+    holdings: Holdings
+
+
+@dataclass(frozen=True, slots=True)
+class Soak:
+    """All that was seen."""
+
+    duration_s: float
+    cycle_s: float
+    before: Rest
+    after: Rest
+    looks: tuple[Look, ...]
+    tally: Tally
+    troubles: tuple[str, ...]
+    """What the server's log complains of."""
+    exit_status: int
+
+    @property
+    def trend(self) -> Trend | None:
+        """Of memory over the second half, from each cycle's mean: MiB per hour."""
+        points = [(look.time_s, look.vitals.rss_bytes / _MIB) for look in self.looks]
+        late = [(x / 3600, y) for x, y in means(points, self.cycle_s) if x >= self.duration_s / 2]
+        return Trend.of(late)
+
+    def complaints(self) -> list[str]:
+        """What is not as it should be."""
+        found: list[str] = []
+        if self.tally.num_errors:
+            found.append(f"{self.tally.num_errors} errors that were not injected")
+        if self.after.vitals.num_used_pages:
+            found.append(f"{self.after.vitals.num_used_pages} pages in use")
+        for name, before, after in self._levels():
+            if after > before:
+                found.append(f"{name}: {before} after the warm-up, {after} in the end")
+        if self.troubles:
+            found.append(f"{len(self.troubles)} warnings or errors in the server's log")
+        if self.exit_status:
+            found.append(f"the server ended with status {self.exit_status}")
+        trend = self.trend
+        is_long = self.duration_s / 2 >= SHORTEST_HALF_CYCLES * CYCLE_S
+        if is_long and trend is not None and trend.slope > LARGEST_SLOPE_MIB_PER_HOUR:
+            found.append(f"memory rises by {trend.slope:.1f} MiB per hour")
+        return found
+
+    def as_text(self) -> str:
+        """The table."""
+        before, after, tally = self.before, self.after, self.tally
+        rows: list[tuple[str, Any, Any, Any]] = [
+            (name, first, max(getattr(look.vitals, field) for look in self.looks), last)
+            for (name, first, last), field in zip(
+                self._levels()[:2], ("num_descriptors", "num_threads"), strict=True
+            )
+        ]
+        rows.append(("tasks", before.holdings.num_tasks, "", after.holdings.num_tasks))
+        rows.append(("objects", before.holdings.objects.total(), "", after.holdings.objects.total()))
+        for name, field in (("pages", "num_used_pages"), ("running", "num_running"), ("waiting", "num_waiting")):
+            peak = max(getattr(look.vitals, field) for look in self.looks)
+            rows.append((name, getattr(before.vitals, field), peak, getattr(after.vitals, field)))
+        resident = [round(vitals.rss_bytes / _MIB) for vitals in (before.vitals, after.vitals)]
+        highest = max(round(look.vitals.rss_bytes / _MIB) for look in self.looks)
+        rows.append(("memory, MiB", resident[0], highest, resident[1]))
+        lines = ["| | after the warm-up | most | in the end |", "|---|---|---|---|"]
+        lines += [f"| {name} | {first} | {most} | {last} |" for name, first, most, last in rows]
+        trend = self.trend
+        cores = (after.vitals.cpu_s - before.vitals.cpu_s) / (self.looks[-1].time_s or 1.0)
+        lines += ["", f"{self.duration_s / 60:.3g} minutes, {cores:.2f} cores busy in the server"]
+        lines.append(
+            "memory over the second half: "
+            + (
+                "too few means"
+                if trend is None
+                else f"{trend.slope:+.2f} ± {trend.standard_error:.2f} MiB per hour"
+            )
+        )
+        lines.append(f"{tally.answered.total():,} answered: {_listed(tally.answered)}")
+        lines.append(f"{tally.injected.total():,} injected: {_listed(tally.injected)}")
+        lines += [f"not injected: {error}" for error in tally.errors]
+        lines += [f"log: {line}" for line in self.troubles[:20]]
+        lines += [f"NOT AS IT SHOULD BE: {complaint}" for complaint in self.complaints()]
+        return "\n".join(lines)
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, and what objects there are more of than after the warm-up."""
+        trend = self.trend
+        grown = self.after.holdings.objects - self.before.holdings.objects
+        return {
+            "machine": machine_facts(),
+            "duration_s": self.duration_s,
+            "complaints": self.complaints(),
+            "trend_mib_per_hour": None if trend is None else asdict(trend),
+            "before": {**asdict(self.before.vitals), "num_tasks": self.before.holdings.num_tasks},
+            "after": {**asdict(self.after.vitals), "num_tasks": self.after.holdings.num_tasks},
+            "objects_grown": dict(grown.most_common(40)),
+            "answered": dict(self.tally.answered),
+            "injected": dict(self.tally.injected),
+            "num_errors": self.tally.num_errors,
+            "errors": self.tally.errors,
+            "troubles": list(self.troubles),
+            "looks": [{"time_s": look.time_s, **asdict(look.vitals)} for look in self.looks],
+        }
+
+    def plots(self) -> dict[str, str]:
+        """SVG files by name."""
+
+        def series(name: str, field: str, unit: float = 1.0) -> Series:
+            points = ((look.time_s / 60, getattr(look.vitals, field) / unit) for look in self.looks)
+            return Series(name, tuple(points))
+
+        minutes = Axis("minutes since the warm-up")
+        memory = (series("resident", "rss_bytes", _MIB),)
+        held = (series("descriptors", "num_descriptors"), series("threads", "num_threads"))
+        return {
+            "memory": line_plot("Memory of the server", minutes, Axis("MiB"), memory),
+            "held": line_plot("Descriptors and threads of the server", minutes, Axis("number"), held),
+        }
+
+    def _levels(self) -> tuple[tuple[str, int, int], ...]:
+        before, after = self.before, self.after
+        return (
+            ("descriptors", before.vitals.num_descriptors, after.vitals.num_descriptors),
+            ("threads", before.vitals.num_threads, after.vitals.num_threads),
+            ("tasks", before.holdings.num_tasks, after.holdings.num_tasks),
+        )
+
+
+async def soak(server: WatchedServer, duration_s: float, num_callers: int, every_s: float) -> Soak:
+    """Warm up, look on for so long, and stop the server."""
+    cycle_s = min(CYCLE_S, duration_s / 6)
+    traffic = MixedTraffic(server.address)
+    await traffic.burst(NUM_BURST_CALLS)
+    await traffic.run(num_callers, cycle_s)
+    before = await _rest(server, None)
+    start, looks = time.monotonic(), list[Look]()
+    watching = asyncio.create_task(_watch(server, start, every_s, looks))
+    while (left_s := duration_s - (time.monotonic() - start)) > 0:
+        await traffic.run(num_callers, min(left_s, (1 - IDLE_SHARE) * cycle_s))
+        _say(
+            f"{(time.monotonic() - start) / 60:.1f} min, {traffic.tally.answered.total():,} answered, {_now(looks)}"
+        )
+        await asyncio.sleep(IDLE_SHARE * cycle_s)
+    watching.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await watching
+    after = await _rest(server, before)
+    troubles = tuple(server.troubles())
+    status = await asyncio.to_thread(server.stop)
+    return Soak(duration_s, cycle_s, before, after, tuple(looks), traffic.tally, troubles, status)
+
+
+async def _watch(server: WatchedServer, start: float, every_s: float, looks: list[Look]) -> None:
+    while True:
+        vitals = await asyncio.to_thread(server.vitals)
+        looks.append(Look(time.monotonic() - start, vitals))
+        await asyncio.sleep(every_s)
+
+
+async def _rest(server: WatchedServer, level: Rest | None) -> Rest:
+    """The server once it holds no more than `level`, or changes no more; or after a while, whatever it holds.
+
+    Idle threads of pools end some time after their last work, and connections after their client.
+    """
+    deadline = time.monotonic() + SETTLE_TIMEOUT_S
+    last: tuple[int, ...] = ()
+    num_equal = 0
+    while True:
+        vitals = await asyncio.to_thread(server.vitals)
+        now = (vitals.num_descriptors, vitals.num_threads, vitals.num_used_pages)
+        num_equal = num_equal + 1 if now == last else 0
+        last = now
+        if level is None:
+            is_settled = num_equal >= 5
+        else:
+            goal = (level.vitals.num_descriptors, level.vitals.num_threads, 0)
+            is_settled = all(here <= there for here, there in zip(now, goal, strict=True))
+        if is_settled or time.monotonic() > deadline:
+            return Rest(vitals, await asyncio.to_thread(server.holdings))
+        await asyncio.sleep(0.5)
+
+
+def _now(looks: Sequence[Look]) -> str:
+    if not looks:
+        return ""
+    vitals = looks[-1].vitals
+    return f"{vitals.rss_bytes / _MIB:.0f} MiB, {vitals.num_descriptors} descriptors, {vitals.num_threads} threads"
+
+
+def _listed(counts: dict[str, int]) -> str:
+    return ", ".join(f"{name} {count:,}" for name, count in sorted(counts.items()))
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    """Soak, print the table, write the files; 1 if anything is not as it should be."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=30.0, help="after the warm-up (default: %(default)g)")
+    parser.add_argument("--callers", type=int, default=6, help="calls at a time (default: %(default)s)")
+    parser.add_argument("--every", type=float, default=5.0, help="seconds between looks (default: %(default)g)")
+    parser.add_argument("--json", type=Path, default=Path("bench/out/soak.json"), help="default: %(default)s")
+    parser.add_argument("server_options", nargs="*", metavar="-- OPTION", help="options of `kestrel-grpc serve`")
+    arguments = parser.parse_args()
+    with watched_server(arguments.json.with_suffix(".log"), arguments.server_options) as server:
+        outcome = asyncio.run(soak(server, 60 * arguments.minutes, arguments.callers, arguments.every))
+    write_json(arguments.json, outcome.as_json())
+    for name, svg in outcome.plots().items():
+        arguments.json.with_name(f"{arguments.json.stem}-{name}.svg").write_text(svg + "\n")
+    print(outcome.as_text())
+    return 1 if outcome.complaints() else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""A soak of a few seconds, and what a longer one would complain of."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bench.harness.mixed_traffic import Tally
+from bench.harness.watched_server import Holdings, Vitals
+from bench.soak import Look, Rest, Soak
+from tests.golden import CHECKOUT
+
+MIB = 2**20
+VITALS = Vitals(500 * MIB, 20, 18, 1.0, num_used_pages=0, num_running=0, num_waiting=0)
+REST = Rest(VITALS, Holdings(3, Counter({"builtins.dict": 9})))
+
+
+def half_an_hour(mib_per_hour: float = 0.0) -> Soak:
+    looks = (
+        Look(5.0 * number, replace(VITALS, rss_bytes=round((500 + mib_per_hour * number / 720) * MIB)))
+        for number in range(360)
+    )
+    return Soak(1800.0, 60.0, REST, REST, tuple(looks), Tally(), (), 0)
+
+
+def with_error(soak: Soak) -> Soak:
+    tally = Tally()
+    tally.add_error("Point", ValueError("nothing there"))
+    return replace(soak, tally=tally)
+
+
+def after(**changes: int) -> Rest:
+    return replace(REST, vitals=replace(VITALS, **changes))
+
+
+def test_a_server_that_stays_as_it_is_gives_no_cause_for_complaint():
+    soak = half_an_hour()
+    assert soak.complaints() == []
+    assert "+0.00 ± 0.00 MiB per hour" in soak.as_text()
+
+
+@pytest.mark.parametrize(
+    ("soak", "complaint"),
+    [
+        (half_an_hour(mib_per_hour=20.0), "memory rises by 20.0 MiB per hour"),
+        (with_error(half_an_hour()), "1 errors that were not injected"),
+        (replace(half_an_hour(), after=after(num_used_pages=2)), "2 pages in use"),
+        (
+            replace(half_an_hour(), after=after(num_descriptors=21)),
+            "descriptors: 20 after the warm-up, 21 in the end",
+        ),
+        (replace(half_an_hour(), after=after(num_threads=19)), "threads: 18 after the warm-up, 19 in the end"),
+        (
+            replace(half_an_hour(), after=replace(REST, holdings=Holdings(4, Counter()))),
+            "tasks: 3 after the warm-up, 4 in the end",
+        ),
+        (replace(half_an_hour(), troubles=("ERROR",)), "1 warnings or errors in the server's log"),
+        (replace(half_an_hour(), exit_status=1), "the server ended with status 1"),
+    ],
+)
+def test_whatever_is_left_behind_is_named(soak: Soak, complaint: str):
+    assert soak.complaints() == [complaint]
+    assert complaint in soak.as_text()
+
+
+def test_a_few_seconds_leave_nothing_behind(tmp_path: Path):
+    command = (sys.executable, "-m", "bench.soak", "--minutes", "0.05", "--callers", "3", "--every", "0.3")
+    done = subprocess.run(
+        (*command, "--json", str(tmp_path / "soak.json")), cwd=CHECKOUT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "soak.json").read_text())
+    assert found["complaints"] == []
+    assert sum(found["answered"].values()) >= 32
+    assert found["looks"][-1]["cpu_s"] > found["looks"][0]["cpu_s"] > 0
+    assert found["after"]["num_tasks"] > 0
+    assert (tmp_path / "soak-memory.svg").read_text().startswith("<svg")
