@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from kestrel_client import AsyncClient, CaptionResult, DetectResult, Point, PointResult, QueryResult, SegmentResult
-from kestrel_grpc.config import ServerConfig
+from kestrel_grpc.config import ServerConfig, named_values
 from kestrel_grpc.server import Server
 from kestrel_grpc.svg_path import polylines
 from kestrel_runtime.config import BUILT_IN_MODEL
@@ -291,6 +291,13 @@ def main() -> None:
     parser.add_argument("--model", default=BUILT_IN_MODEL, help="a folder, a file or a hub name (%(default)s)")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument(
+        "--set",
+        metavar="OPTION=VALUE",
+        action="append",
+        default=[],
+        help="another option of serve, such as text-path=fused; may be repeated",
+    )
     parser.add_argument("--scenes", type=int, default=600, help="how many (%(default)s)")
     parser.add_argument("--first", type=int, default=0, help="held-out scenes to pass over, for a fresh set (0)")
     parser.add_argument("--at-once", type=int, default=16)
@@ -312,13 +319,9 @@ async def _score(arguments: argparse.Namespace) -> tuple[Tally, dict[str, Any]]:
             tally = await run(client, arguments.first, arguments.scenes, arguments.at_once)
             info = await client.server_info()
             return tally, {"address": arguments.address, "server": str(info)}
-    config = ServerConfig(
-        port=0,
-        model=arguments.model,
-        device=arguments.device,
-        dtype=arguments.dtype,
-        max_batch_size=arguments.at_once,
-    )
+    given = {"model": arguments.model, "device": arguments.device, "dtype": arguments.dtype, "port": "0"}
+    given["max_batch_size"] = str(arguments.at_once)
+    config = ServerConfig.parse({**given, **named_values(arguments.set)}, {})
     engine = await asyncio.to_thread(Engine.start, config.engine_config())
     async with Server(engine, config) as server, AsyncClient(f"127.0.0.1:{server.port}", timeout_s=600) as client:
         tally = await run(client, arguments.first, arguments.scenes, arguments.at_once)

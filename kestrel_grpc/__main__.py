@@ -21,12 +21,11 @@ from kestrel_grpc.config import (
     ServerConfig,
     add_serve_arguments,
     effective_values,
-    options,
+    named_values,
 )
 from kestrel_grpc.demo import add_demo_command
 from kestrel_grpc.health_command import add_health_command
 from kestrel_grpc.logs import set_up_logging
-from kestrel_grpc.settings import flag_name
 from kestrel_grpc.token_command import add_token_command
 from kestrel_grpc.tokens import TokenFileError
 from kestrel_runtime.config import EngineConfig
@@ -181,12 +180,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def _engine_options(arguments: argparse.Namespace) -> EngineConfig:
     """Device, type and what is `--set`; raises `ConfigurationError`."""
-    pairs = [item.partition("=") for item in arguments.set]
-    given = {name.removeprefix("--").replace("-", "_"): value for name, _, value in pairs}
-    known = {name for name, _ in options()}
-    if unknown := [flag_name(name) for name in given if name not in known]:
-        raise ConfigurationError(tuple(f"--set {name}: is no option" for name in unknown))
-    given |= {"device": arguments.device, "dtype": arguments.dtype}
+    given = {**named_values(arguments.set), "device": arguments.device, "dtype": arguments.dtype}
     return ServerConfig.parse(given, {}).engine_config()
 
 

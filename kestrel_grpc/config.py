@@ -12,7 +12,7 @@ import ipaddress
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
@@ -393,6 +393,16 @@ class ServerConfig:
             yield f"--host {self.host}: {advice.format(' or --tls-certificate')}"
         if self.admin_port is not None and not _is_loopback(self.admin_host):
             yield f"--admin-host {self.admin_host}: {advice.format('')}"
+
+
+def named_values(items: Iterable[str]) -> dict[str, str | None]:
+    """`option=value` texts as `ServerConfig.parse` takes flags. Raises `ConfigurationError` on others."""
+    pairs = [item.partition("=") for item in items]
+    given: dict[str, str | None] = {name.removeprefix("--").replace("-", "_"): value for name, _, value in pairs}
+    unknown = given.keys() - {name for name, _ in options()}
+    if unknown:
+        raise ConfigurationError(tuple(f"{flag_name(name)}: is no option" for name in sorted(unknown)))
+    return given
 
 
 def _is_loopback(host: str) -> bool:

@@ -41,7 +41,7 @@ class Preprocessor:
         self._culprits = culprits
         self._max_context = max_context
         self._max_image_pixels = max_image_pixels
-        self._make_crops = make_crops if cut_images else leave_uncut
+        self._cut_images = cut_images
         self._ids = itertools.count(1)
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="kestrel-preprocess")
 
@@ -71,7 +71,7 @@ class Preprocessor:
         crops = None
         if request.image is not None:
             image = decode_image(request.image, max_image_pixels=self._max_image_pixels)
-            crops = self._make_crops(image, config.vision)
+            crops = (make_crops if self._cut_images else leave_uncut)(image, config.vision)
         sampling, defaults = request.sampling, skill.defaults
         clock.prepared = time.monotonic()
         return Sequence(

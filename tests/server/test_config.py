@@ -22,6 +22,7 @@ from kestrel_grpc.config import (
     environment_name,
     flag_name,
     markdown_table,
+    named_values,
     options,
 )
 from kestrel_runtime.config import EngineConfig
@@ -212,3 +213,10 @@ def test_module_prints_the_table() -> None:
         [sys.executable, "-m", "kestrel_grpc.config"], capture_output=True, text=True, check=True
     )
     assert printed.stdout == markdown_table() + "\n"
+
+
+def test_named_values_are_taken_as_flags_and_what_is_no_option_is_refused() -> None:
+    assert named_values(["kv-dtype=float8", "--port=0"]) == {"kv_dtype": "float8", "port": "0"}
+    with pytest.raises(ConfigurationError) as caught:
+        named_values(["ports=0", "x=1"])
+    assert caught.value.problems == ("--ports: is no option", "--x: is no option")
