@@ -1,0 +1,112 @@
+"""One request at a time taken through a model by hand, token by token, to look at what each step leaves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kestrel_runtime.config import EngineConfig
+from kestrel_runtime.culprits import Culprits
+from kestrel_runtime.fast_paths import FastPaths
+from kestrel_runtime.loading import LoadedModel
+from kestrel_runtime.preprocess import Preprocessor
+from kestrel_runtime.requests import Request
+from kestrel_runtime.runner import ModelRunner
+from kestrel_runtime.sequence import Batch, Chunk, Sequence, SequenceClock
+from kestrel_runtime.tokens import Token
+
+
+def plain_float32(config: EngineConfig) -> EngineConfig:
+    """The same model and device by the plain path in float32, which defines what is right."""
+    return replace(
+        config,
+        dtype="float32",
+        text_path="plain",
+        vision_path="plain",
+        kv_dtype="auto",
+        cuda_graphs=None,
+        kernels=(),
+    )
+
+
+class PromptRun:
+    """A runner of one sequence with a cache for its whole context. `begin` a request before all else."""
+
+    def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
+        text = loaded.model.config.text
+        self.model = loaded.model
+        num_pages = -(-text.max_context // config.page_size)
+        self._cache = loaded.new_cache(replace(config, num_kv_pages=num_pages))
+        paths = FastPaths.of(config, loaded.model.device.type)
+        self._runner = ModelRunner(loaded.model, self._cache, paths, max_batch_size=1)
+        self._preprocessor = Preprocessor(
+            loaded.model.config,
+            loaded.tokenizer,
+            Culprits(),
+            max_context=text.max_context,
+            max_image_pixels=config.max_image_pixels,
+            num_threads=1,
+        )
+        self._sequence: Sequence | None = None
+
+    @property
+    def sequence(self) -> Sequence:
+        """The request that was begun last."""
+        assert self._sequence is not None, "begin a request first"
+        return self._sequence
+
+    def begin(self, request: Request) -> None:
+        """Forget the last request and prepare another."""
+        if self._sequence is not None:
+            self._runner.release(self._sequence)
+        self._sequence = self._preprocessor.prepare(request, SequenceClock(submitted=time.monotonic()))
+        self._sequence.pages = list(range(self._cache.num_pages))
+
+    def prefill(self) -> Token:
+        """Put the prompt into the cache, whole; returns the token that is drawn after it."""
+        (token,) = self._runner.run(self._whole()).values()
+        self.sequence.num_cached = self.sequence.length
+        return token
+
+    def decode(self, token: Token) -> Token:
+        """Have `token` be what was drawn last, whatever was, and put it into the cache; returns the next one."""
+        sequence = self.sequence
+        for _ in sequence.reader.read(token):
+            pass
+        sequence.tokens.append(token)
+        # A sequence that begins its prompt has its last token written where the next step looks for it. What that
+        # puts into the cache once more is what was there.
+        self._runner.run(Batch([], [Chunk(sequence, 0, max(sequence.prefix_length, 1))], []))
+        (drawn,) = self._runner.run(Batch([], [], [sequence])).values()
+        sequence.num_cached += 1
+        return drawn
+
+    def hidden_after(self, tokens: Iterable[Token]) -> Tensor:
+        """Put the prompt and `tokens` after it into the cache, whole: what the next is drawn from, [1, dim]."""
+        self.sequence.tokens += tokens
+        return self._runner.last_hidden(self._whole())
+
+    def cached(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer, float32 [heads, positions, head dimension] on the host."""
+        pages = self._cache.layer(layer)
+        both = ((pages.key_pages, pages.key_scale), (pages.value_pages, pages.value_scale))
+        keys, values = (self._rows(stored, scale) for stored, scale in both)
+        return keys, values
+
+    def close(self) -> None:
+        """End the thread that prepares requests."""
+        self._preprocessor.close()
+
+    def _whole(self) -> Batch:
+        sequence = self.sequence
+        encode = [sequence.whole_image] if sequence.crops is not None else []
+        return Batch(encode, [Chunk(sequence, 0, sequence.length)], [])
+
+    @torch.inference_mode()
+    def _rows(self, stored: Tensor, scale: Tensor | None) -> Tensor:
+        rows = stored[self.sequence.pages].float().transpose(0, 1).flatten(1, 2)[:, : self.sequence.num_cached]
+        return (rows if scale is None else rows * scale).cpu()
