@@ -92,6 +92,8 @@ def launched_otherwise(kernels: Kernels, **settings: bool) -> Kernels:
         def launched(*arguments: Any) -> None:
             if operation == "rotary_decode_attention":
                 plan = module.plan_for(len(arguments[0]), arguments[4].dtype)
+            elif operation == "decode_expand":
+                plan = module.plan_for(len(arguments[0]), arguments[1].dtype, arguments[1].shape[1])
             else:
                 plan = module.plan_for(len(arguments[0]), arguments[1].dtype)
             known = {name: value for name, value in settings.items() if hasattr(plan, name)}

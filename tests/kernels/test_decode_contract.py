@@ -18,9 +18,9 @@ every_implementation = pytest.mark.parametrize(
 
 
 @every_implementation
-@pytest.mark.parametrize("batch", [1, 5, 64, 130])
+@pytest.mark.parametrize("batch", [1, 2, 4, 5, 64, 130])
 @pytest.mark.parametrize(("dtype", "weight_dtype", "tolerance"), TYPES, ids=str)
-@pytest.mark.parametrize(("num_rows", "width"), [(64, 1024), (48, 72)])
+@pytest.mark.parametrize(("num_rows", "width"), [(64, 1024), (48, 72), (6, 4104)])
 def test_the_product_is_added_to_the_stream(
     decode_contract, batch, dtype, weight_dtype, tolerance, num_rows, width
 ):

@@ -56,7 +56,7 @@ class Layer:
 
 
 @every_implementation
-@pytest.mark.parametrize("batch", [1, 3, 16, 33])
+@pytest.mark.parametrize("batch", [1, 2, 3, 4, 16, 33])
 @pytest.mark.parametrize(("weight_dtype", "out_dtype", "tolerance"), TYPES, ids=str)
 def test_tokens_are_normalised_multiplied_and_activated(decode_expand, batch, weight_dtype, out_dtype, tolerance):
     layer = Layer(batch, weight_dtype=weight_dtype, out_dtype=out_dtype)
@@ -68,7 +68,7 @@ def test_tokens_are_normalised_multiplied_and_activated(decode_expand, batch, we
 
 
 @every_implementation
-@pytest.mark.parametrize("batch", [2, 130])
+@pytest.mark.parametrize("batch", [1, 2, 130])
 @pytest.mark.parametrize(("width", "num_plain", "num_activated"), [(16, 24, 8), (256, 128, 64), (40, 7, 13)])
 def test_any_width_and_any_split_will_do(decode_expand, batch, width, num_plain, num_activated):
     layer = Layer(batch, width, num_plain, num_activated)
@@ -79,7 +79,19 @@ def test_any_width_and_any_split_will_do(decode_expand, batch, width, num_plain,
 
 
 @every_implementation
-@pytest.mark.parametrize("batch", [2, 40])
+@pytest.mark.parametrize("width", [2048, 2056])
+@pytest.mark.parametrize("weight_dtype", [torch.float32, FLOAT8], ids=str)
+def test_a_single_token_may_be_wide(decode_expand, width, weight_dtype):
+    layer = Layer(1, width, num_plain=6, num_activated=10, weight_dtype=weight_dtype, out_dtype=torch.float32)
+    layer.run(decode_expand)
+    plain, activated = layer.wanted()
+    tolerance = 1e-5 if weight_dtype == torch.float32 else 2e-3
+    assert relative_error(layer.plain, plain) < tolerance
+    assert relative_error(layer.activated, activated) < tolerance
+
+
+@every_implementation
+@pytest.mark.parametrize("batch", [1, 2, 40])
 def test_a_product_may_have_no_activated_part(decode_expand, batch):
     layer = Layer(batch, num_activated=0)
     layer.run(decode_expand)

@@ -14,6 +14,7 @@ from kestrel_ops.triton.dependent_launch import (
     prefetch_rows,
     wait_for_previous,
 )
+from kestrel_ops.triton.single_token import SingleTokenPlan, contract_one
 from kestrel_ops.triton.small_batch import (
     DEPENDENT_LAUNCH_FROM,
     SmallBatchPlan,
@@ -32,7 +33,7 @@ def decode_contract(
     weight_scale: Tensor | None,
     bias: Tensor,
     hidden: Tensor,  # [B, N] float32, contiguous
-    plan: SmallBatchPlan | None = None,  # None: that which the batch asks for
+    plan: SmallBatchPlan | SingleTokenPlan | None = None,  # None: that which the batch asks for
 ) -> None:
     """As the definition says; the shares of a sum are added in the order in which programs end."""
     batch, width = activations.shape
@@ -41,6 +42,9 @@ def decode_contract(
     assert weight.is_contiguous()
     assert hidden.is_contiguous()
     plan = plan or plan_for(batch, weight.dtype)
+    if isinstance(plan, SingleTokenPlan):
+        contract_one(activations, weight, weight_scale, bias, hidden, plan)
+        return
     is_dependent = plan.dependent_launch and has_dependent_launch(weight)
     block_b = batch_block(batch)
     turns = triton.cdiv(triton.cdiv(width, plan.block_k), plan.num_splits)
@@ -69,8 +73,10 @@ def decode_contract(
     )
 
 
-def plan_for(batch: int, dtype: torch.dtype) -> SmallBatchPlan:
+def plan_for(batch: int, dtype: torch.dtype) -> SmallBatchPlan | SingleTokenPlan:
     """The cut for a batch and the weight's type."""
+    if batch == 1:
+        return SingleTokenPlan(4, num_warps=4) if dtype == torch.float8_e4m3fn else SingleTokenPlan(2, num_warps=2)
     if dtype == torch.float32:
         return SmallBatchPlan(block_n=64, block_k=32, num_warps=4, num_stages=3, num_splits=4)
     is_dependent = batch >= DEPENDENT_LAUNCH_FROM

@@ -14,6 +14,7 @@ from kestrel_ops.triton.dependent_launch import (
     prefetch_rows,
     wait_for_previous,
 )
+from kestrel_ops.triton.single_token import WIDEST_TILE, SingleTokenPlan, expand_one
 from kestrel_ops.triton.small_batch import (
     DEPENDENT_LAUNCH_FROM,
     SmallBatchPlan,
@@ -39,7 +40,7 @@ def decode_expand(
     num_plain: int,
     plain_out: Tensor,  # [B, num_plain], contiguous
     activated_out: Tensor,  # [B, N - num_plain], rows may be strided
-    plan: SmallBatchPlan | None = None,  # None: that which the batch asks for
+    plan: SmallBatchPlan | SingleTokenPlan | None = None,  # None: that which the batch asks for
 ) -> None:
     """As the definition says."""
     batch, width = hidden.shape
@@ -48,7 +49,21 @@ def decode_expand(
     assert weight.is_contiguous()
     assert plain_out.is_contiguous()
     assert activated_out.stride(1) == 1
-    plan = plan or plan_for(batch, weight.dtype)
+    plan = plan or plan_for(batch, weight.dtype, width)
+    if isinstance(plan, SingleTokenPlan):
+        expand_one(
+            hidden,
+            weight,
+            weight_scale,
+            row_sums,
+            bias,
+            epsilon,
+            num_plain,
+            plain_out,
+            activated_out,
+            plan,
+        )
+        return
     is_dependent = plan.dependent_launch and has_dependent_launch(weight)
     block_b = batch_block(batch)
     is_folded = batch < _NORMALISED_FIRST_FROM
@@ -97,8 +112,10 @@ def decode_expand(
     )
 
 
-def plan_for(batch: int, dtype: torch.dtype) -> SmallBatchPlan:
-    """The cut for a batch and the weight's type."""
+def plan_for(batch: int, dtype: torch.dtype, width: int) -> SmallBatchPlan | SingleTokenPlan:
+    """The cut for a batch and the weight's type and width."""
+    if batch == 1 and width <= WIDEST_TILE:
+        return SingleTokenPlan(4, num_warps=1) if dtype == torch.float8_e4m3fn else SingleTokenPlan(8, num_warps=4)
     if dtype == torch.float32:
         return SmallBatchPlan(block_n=64, block_k=32, num_warps=4, num_stages=3)
     is_dependent = batch >= DEPENDENT_LAUNCH_FROM
