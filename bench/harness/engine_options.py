@@ -11,8 +11,7 @@ from pathlib import Path
 
 import kestrel_runtime
 from bench.harness.endless import write_endless
-from kestrel_grpc.config import ConfigurationError, ServerConfig, options
-from kestrel_grpc.settings import flag_name
+from kestrel_grpc.config import ConfigurationError, ServerConfig, named_values
 from kestrel_runtime.config import BUILT_IN_MODEL, EngineConfig
 
 
@@ -37,14 +36,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 def engine_config(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> EngineConfig:
     """The engine that the options ask for; ends the program with a complaint where they make no sense."""
-    pairs = [item.partition("=") for item in arguments.set]
-    given = {name.removeprefix("--").replace("-", "_"): value for name, _, value in pairs}
-    known = {name for name, _ in options()}
-    if unknown := [name for name in given if name not in known]:
-        parser.error(f"--set {flag_name(unknown[0])}: is no option")
-    given |= {"model": arguments.model, "device": arguments.device, "dtype": arguments.dtype}
+    own = {"model": arguments.model, "device": arguments.device, "dtype": arguments.dtype}
     try:
-        return ServerConfig.parse(given, {}).engine_config()
+        return ServerConfig.parse({**named_values(arguments.set), **own}, {}).engine_config()
     except ConfigurationError as error:
         parser.error(str(error))
 

@@ -75,9 +75,7 @@ class PromptRun:
     def decode(self, token: Token) -> Token:
         """Have `token` be what was drawn last, whatever was, and put it into the cache; returns the next one."""
         sequence = self.sequence
-        for _ in sequence.reader.read(token):
-            pass
-        sequence.tokens.append(token)
+        self._append(token)
         # A sequence that begins its prompt has its last token written where the next step looks for it. What that
         # puts into the cache once more is what was there.
         self._runner.run(Batch([], [Chunk(sequence, 0, max(sequence.prefix_length, 1))], []))
@@ -87,7 +85,8 @@ class PromptRun:
 
     def hidden_after(self, tokens: Iterable[Token]) -> Tensor:
         """Put the prompt and `tokens` after it into the cache, whole: what the next is drawn from, [1, dim]."""
-        self.sequence.tokens += tokens
+        for token in tokens:
+            self._append(token)
         return self._runner.last_hidden(self._whole())
 
     def cached(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -100,6 +99,11 @@ class PromptRun:
     def close(self) -> None:
         """End the thread that prepares requests."""
         self._preprocessor.close()
+
+    def _append(self, token: Token) -> None:
+        self.sequence.tokens.append(token)
+        for _ in self.sequence.reader.read(token):
+            pass
 
     def _whole(self) -> Batch:
         sequence = self.sequence

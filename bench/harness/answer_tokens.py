@@ -1,0 +1,32 @@
+"""The tokens of answers, which an engine in the same process does not tell: only what they mean."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+
+from bench.harness.wrapping import Method, wrapped
+from kestrel_runtime.runner import ModelRunner
+from kestrel_runtime.sequence import Sequence
+from kestrel_runtime.tokens import Token
+
+
+@contextlib.contextmanager
+def noted_tokens() -> Iterator[dict[int, list[Token]]]:
+    """Until the block ends, what every request has generated, by its seed, before its stream tells its end.
+
+    Whoever asks gives each request a seed of its own, and takes out what has been read.
+    """
+    tokens: dict[int, list[Token]] = {}
+
+    def noting(release: Method) -> Method:
+        @functools.wraps(release)
+        def note(runner: ModelRunner, sequence: Sequence) -> None:
+            tokens[sequence.seed] = sequence.tokens[sequence.num_prompt_tokens :]
+            release(runner, sequence)
+
+        return note
+
+    with wrapped(ModelRunner, "release", noting):
+        yield tokens

@@ -1,0 +1,115 @@
+"""Requests of every skill about pictures of every number of crops and many formats, with answers of a few tokens.
+
+The same seed makes the same requests. Knows no engine.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import random
+from collections.abc import Iterable, Iterator
+
+from PIL import Image
+
+from bench.harness.workload import QUESTIONS, TEXT_QUESTIONS, chart
+from kestrel_runtime.images import crop_margins_px, select_tiling
+from kestrel_runtime.models.moondream.config import MoondreamConfig, VisionConfig
+from kestrel_runtime.requests import (
+    BoxRef,
+    Caption,
+    Detect,
+    Point,
+    PointRef,
+    Query,
+    Request,
+    SamplingParams,
+    Segment,
+)
+
+FORMATS = (
+    ("JPEG", "RGB"),
+    ("PNG", "RGBA"),
+    ("WEBP", "RGB"),
+    ("GIF", "P"),
+    ("JPEG", "L"),
+    ("BMP", "RGB"),
+    ("TIFF", "RGB"),
+)
+"""Formats with the kind of their pixels."""
+OBJECTS = ("bar", "tallest bar", "label", "red bar", "number")
+_LONGEST_SIDE_TILES = 25
+
+
+def sizes_by_crops(vision: VisionConfig) -> dict[int, tuple[int, int]]:
+    """The least width and height in pixels of a picture of so many crops, for every number that there is."""
+    window = vision.crop_size - crop_margins_px(vision)
+    sides = [window * quarters // 4 for quarters in range(1, 4 * _LONGEST_SIDE_TILES)]
+    found: dict[int, tuple[int, int]] = {}
+    for width, height in sorted(itertools.product(sides, sides), key=lambda size: size[0] * size[1]):
+        rows, columns = select_tiling(height, width, vision)
+        found.setdefault(1 + rows * columns, (width, height))
+    return dict(sorted(found.items()))
+
+
+def mixed_requests(count: int, config: MoondreamConfig, *, seed: int = 0) -> list[Request]:
+    """So many different ones, greedy, of 2 to 8 tokens where the model does not end them before."""
+    chance = random.Random(seed)
+    kinds = itertools.cycle(_kinds(config))
+    pictures = _pictures(config.vision, chance)
+    return [_request(next(kinds), chance, pictures) for _ in range(count)]
+
+
+def _kinds(config: MoondreamConfig) -> list[str]:
+    """Skills, and what else there is to ask of them."""
+    kinds = [*config.skills]
+    if "query" in kinds:
+        kinds += ["text", "reasoning", "refs"]
+    if "caption" in kinds:
+        kinds.remove("caption")
+        kinds += [f"caption {length}" for length in config.tokenizer.templates["caption"]]
+    return kinds
+
+
+def _pictures(vision: VisionConfig, chance: random.Random) -> Iterator[bytes]:
+    """One after another: each number of crops in turn, upright and lying, in each format in turn."""
+    sizes = [*sizes_by_crops(vision).values()]
+    formats = itertools.cycle(FORMATS)
+    for width, height in itertools.cycle(sizes):
+        size = (width, height) if chance.random() < 0.5 else (height, width)
+        yield _converted(chart(chance.randrange(2**32), *size), *next(formats))
+
+
+def _converted(jpeg: bytes, image_format: str, mode: str) -> bytes:
+    file = io.BytesIO()
+    Image.open(io.BytesIO(jpeg)).convert(mode).save(file, image_format)
+    return file.getvalue()
+
+
+def _request(kind: str, chance: random.Random, pictures: Iterable[bytes]) -> Request:
+    sampling = SamplingParams(temperature=0.0, max_tokens=chance.randint(3, 8))
+    question, name = chance.choice(QUESTIONS), chance.choice(OBJECTS)
+    if kind == "text":
+        return Query(chance.choice(TEXT_QUESTIONS), sampling=sampling)
+    image = next(iter(pictures))
+    if kind == "reasoning":
+        return Query(question, image, reasoning=True, sampling=SamplingParams(temperature=0.0, max_tokens=3))
+    if kind == "refs":
+        box = _box(chance)
+        return Query(
+            question, image, spatial_refs=(PointRef(chance.random(), chance.random()), box), sampling=sampling
+        )
+    if kind.startswith("caption "):
+        return Caption(image, kind.removeprefix("caption "), sampling)
+    if kind == "point":
+        return Point(name, image, chance.randint(1, 4), sampling=SamplingParams(temperature=0.0))
+    if kind == "detect":
+        return Detect(name, image, chance.randint(1, 2), sampling=SamplingParams(temperature=0.0))
+    if kind == "segment":
+        return Segment(name, image, sampling=sampling)
+    return Query(question, image, sampling=sampling)
+
+
+def _box(chance: random.Random) -> BoxRef:
+    (left, right), (top, bottom) = (sorted((chance.random(), chance.random())) for _ in range(2))
+    return BoxRef(left, top, right, bottom)

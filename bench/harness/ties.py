@@ -1,0 +1,75 @@
+"""Whether two greedy answers to one request part at a tie: what the plain path in float32 makes of both tokens."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from bench.harness.prompt_run import PromptRun, plain_float32
+from kestrel_runtime.config import EngineConfig
+from kestrel_runtime.loading import LoadedModel
+from kestrel_runtime.requests import Request
+from kestrel_runtime.tokens import Token
+
+
+def first_difference(one: Sequence[Token], other: Sequence[Token]) -> int | None:
+    """Where two answers part; None where they do not."""
+    for place, (left, right) in enumerate(itertools.zip_longest(one, other)):
+        if left != right:
+            return place
+    return None
+
+
+class TieJudge:
+    """A second copy of the model, in float32 and on the plain path, that is led along an answer."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Load the model that `config` names."""
+        plain = plain_float32(config)
+        self._run = PromptRun(LoadedModel.load(plain), plain)
+
+    def close(self) -> None:
+        """End its thread."""
+        self._run.close()
+
+    @torch.inference_mode()
+    def margin(self, request: Request, common: Sequence[Token], one: Token | None, other: Token | None) -> float:
+        """How far the logit of either token lies below the best there is, after the `common` tokens of an answer.
+
+        Tokens of one id differ by their values, and the logits are those of the values. Infinite where one answer
+        goes on and the other does not.
+        """
+        if one is None or other is None:
+            return math.inf
+        self._run.begin(request)
+        hidden = self._run.hidden_after(common)
+        model = self._run.model
+        if one.id != other.id:
+            logits = model.text.logits(hidden)[0]
+            rule = self._run.sequence.reader.rule
+            if rule.allowed is not None:
+                logits = torch.full_like(logits, -math.inf).index_copy_(
+                    0, torch.tensor(rule.allowed, device=logits.device), logits[list(rule.allowed)]
+                )
+            logits[list(rule.suppressed)] = -math.inf
+            return _margin(logits, one.id, other.id)
+        region = model.region
+        if len(one.value) == 1:
+            rows, values_of = region.coordinate_logits(hidden), region.coordinates
+        else:
+            rows, values_of = region.size_logits(hidden)[0], region.sizes
+        values = values_of(torch.arange(rows.shape[-1], device=rows.device), rows.shape[-1])
+        pairs = zip(rows, one.value, other.value, strict=True)
+        return max(_margin(row, _bin(values, left), _bin(values, right)) for row, left, right in pairs)
+
+
+def _margin(logits: Tensor, one: int, other: int) -> float:
+    return (logits.max() - torch.minimum(logits[one], logits[other])).item() if one != other else 0.0
+
+
+def _bin(values: Tensor, value: float) -> int:
+    return int((values - value).abs().argmin())

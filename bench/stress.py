@@ -1,0 +1,343 @@
+"""Do 10,000 mixed requests at once leave nothing behind, and does each get the answer that a quiet engine gives?
+
+Runs the engine in this process. First every distinct request is asked alone; then they are drawn at random, so
+many at once, all greedy: every skill, pictures of every number of crops, several formats, answers of a few tokens.
+In the end no request may have failed and no page may be taken, memory of host and device may not have risen in the
+second half, and every answer must be, token for token, that of the quiet engine. Batches of other sizes round
+otherwise; so where an answer parts from its quiet one, the plain path in float32 is led along to that place: it is
+a tie if neither token's logit lies further below the best one than the tolerance, else a real difference.
+
+    python -m bench.stress --model /tmp/md2
+    python -m bench.stress --requests 60 --distinct 12 --at-once 8
+
+Wants Linux.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from bench.harness.answer_tokens import noted_tokens
+from bench.harness.engine_options import add_engine_options, engine_config
+from bench.harness.in_process import closed_loop
+from bench.harness.mixed_requests import mixed_requests
+from bench.harness.progress import Progress
+from bench.harness.serving import machine_facts, write_json
+from bench.harness.ties import TieJudge, first_difference
+from bench.harness.trend import Trend
+from kestrel_grpc.__main__ import SWITCH_INTERVAL_S
+from kestrel_runtime.config import EngineConfig
+from kestrel_runtime.engine import Engine
+from kestrel_runtime.errors import KestrelError
+from kestrel_runtime.events import Finished
+from kestrel_runtime.loading import LoadedModel
+from kestrel_runtime.requests import Request
+from kestrel_runtime.tokens import Token
+
+TOLERANCES: Mapping[str, float] = MappingProxyType(
+    {"float32": 1e-3, "float16": 2e-2, "bfloat16": 0.125, "float8": 0.5}
+)
+"""How far below the best logit a token may lie that rounding makes the best, by the shortest type that computes."""
+LARGEST_SLOPE_MIB = 4.0
+"""What memory may rise by per 1,000 requests."""
+FEWEST_JUDGED = 2000
+"""Over fewer requests memory may well rise: it still fills what it will reuse."""
+NUM_LOOKS = 100
+_MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Memory after so many requests, in MiB."""
+
+    requests: int
+    host: float
+    device_in_use: float
+    """Of the whole device, by the driver."""
+    device_allocated: float
+    """By tensors."""
+
+    @classmethod
+    def now(cls, requests: int) -> Look:
+        """What this process takes."""
+        resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
+        host = resident_pages * os.sysconf("SC_PAGE_SIZE") / _MIB
+        if not torch.cuda.is_available():
+            return cls(requests, host, 0.0, 0.0)
+        free, total = torch.cuda.mem_get_info()
+        return cls(requests, host, (total - free) / _MIB, torch.cuda.memory_allocated() / _MIB)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """An answer that is not the quiet one."""
+
+    request: int
+    """Its place among the distinct ones."""
+    place: int
+    """Of the first token that differs."""
+    quiet: Token | None
+    loaded: Token | None
+    """None where that answer had ended."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of the loaded engine's requests."""
+
+    seconds: float = 0.0
+    num_tokens: int = 0
+    errors: Counter[str] = field(default_factory=Counter)
+    differences: Counter[Difference] = field(default_factory=Counter)
+    looks: list[Look] = field(default_factory=list)
+    num_used_pages: int = 0
+    num_left: int = 0
+    """Requests that the engine still holds."""
+
+
+class Stress:
+    """The distinct requests, asked by one engine: alone first, then many at once."""
+
+    def __init__(self, engine: Engine, requests: Sequence[Request], tokens: dict[int, list[Token]]) -> None:
+        """tokens: what requests have generated, by their seeds."""
+        self._engine = engine
+        self._requests = requests
+        self._tokens = tokens
+        self._num_asked = 0
+        self.quiet: list[list[Token] | None] = [None] * len(requests)
+        self.outcome = Outcome()
+
+    def ask_alone(self) -> None:
+        """Ask each once, one after the other."""
+        first_seed = self._num_asked
+
+        def note(number: int, answer: Finished | KestrelError) -> None:
+            if isinstance(answer, Finished):
+                self.quiet[number] = self._tokens.pop(first_seed + number)
+            else:
+                self.outcome.errors[f"alone: {type(answer).__name__}: {answer}"] += 1
+
+        asyncio.run(closed_loop(self._engine, self._with_seeds(range(len(self._requests))), 1, note))
+
+    def ask_many(self, count: int, num_at_once: int, progress: Progress) -> None:
+        """Ask `count`, drawn at random from the distinct ones."""
+        outcome, first_seed, num_done = self.outcome, self._num_asked, 0
+        chance = random.Random(1)
+        drawn = [chance.randrange(len(self._requests)) for _ in range(count)]
+        stride = max(count // NUM_LOOKS, 1)
+        outcome.looks.append(Look.now(0))
+
+        def note(number: int, answer: Finished | KestrelError) -> None:
+            nonlocal num_done
+            num_done += 1
+            if isinstance(answer, Finished):
+                outcome.num_tokens += answer.usage.num_output_tokens
+                self._compare(drawn[number], self._tokens.pop(first_seed + number))
+            else:
+                outcome.errors[f"{type(answer).__name__}: {answer}"] += 1
+            if num_done % stride == 0:
+                outcome.looks.append(Look.now(num_done))
+            if num_done % (stride * 10) == 0:
+                progress.end(f"{num_done} requests")
+
+        started = time.perf_counter()
+        asyncio.run(closed_loop(self._engine, self._with_seeds(drawn), num_at_once, note))
+        outcome.seconds = time.perf_counter() - started
+        load = self._engine.load()
+        outcome.num_used_pages = load.num_used_pages
+        outcome.num_left = load.num_running + load.num_waiting + load.num_preprocessing
+
+    def _with_seeds(self, places: Sequence[int]) -> Iterator[Request]:
+        for place in places:
+            request = self._requests[place]
+            seed, self._num_asked = self._num_asked, self._num_asked + 1
+            yield replace(request, sampling=replace(request.sampling, seed=seed))
+
+    def _compare(self, request: int, loaded: list[Token]) -> None:
+        quiet = self.quiet[request]
+        if quiet is None:
+            return
+        place = first_difference(quiet, loaded)
+        if place is not None:
+            ours, theirs = (answer[place] if place < len(answer) else None for answer in (loaded, quiet))
+            self.outcome.differences[Difference(request, place, theirs, ours)] += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A difference, how often it came, and how far the lower of both tokens lies below the best."""
+
+    difference: Difference
+    count: int
+    margin: float
+
+
+def judge(config: EngineConfig, stress: Stress, requests: Sequence[Request]) -> list[Judged]:
+    """Every difference, the widest margin first."""
+    if not stress.outcome.differences:
+        return []
+    judge, found = TieJudge(config), []
+    try:
+        for item, count in stress.outcome.differences.items():
+            quiet = stress.quiet[item.request]
+            assert quiet is not None, "only answers with a quiet one are compared"
+            margin = judge.margin(requests[item.request], quiet[: item.place], item.quiet, item.loaded)
+            found.append(Judged(item, count, margin))
+    finally:
+        judge.close()
+    return sorted(found, key=lambda item: -item.margin)
+
+
+def slopes(looks: Sequence[Look]) -> dict[str, Trend]:
+    """By kind of memory, MiB per 1,000 requests over the second half; empty where there are too few looks."""
+    half = [look for look in looks if look.requests >= looks[-1].requests / 2]
+    found = {
+        name: Trend.of([(look.requests / 1000, getattr(look, name)) for look in half])
+        for name in ("host", "device_in_use", "device_allocated")
+    }
+    return {name: trend for name, trend in found.items() if trend is not None}
+
+
+def is_flat(trends: Mapping[str, Trend]) -> bool:
+    """Whether no kind of memory rises, for all that its looks can tell."""
+    return all(trend.slope - 2 * trend.standard_error <= LARGEST_SLOPE_MIB for trend in trends.values())
+
+
+def verdicts(outcome: Outcome, num_real: int, trends: Mapping[str, Trend]) -> dict[str, bool | None]:
+    """What had to hold, and whether it does; None where it cannot be told."""
+    is_long = bool(outcome.looks) and outcome.looks[-1].requests >= FEWEST_JUDGED
+    return {
+        "no error": not outcome.errors,
+        "no page left": not outcome.num_used_pages and not outcome.num_left,
+        "memory flat": is_flat(trends) if is_long else None,
+        "answers equal": not num_real,
+    }
+
+
+def print_summary(
+    outcome: Outcome, judged: Sequence[Judged], tolerance: float, trends: Mapping[str, Trend], num_requests: int
+) -> None:
+    """What was seen, in words."""
+    print(
+        f"\n{num_requests} requests in {outcome.seconds:.1f} s: {num_requests / outcome.seconds:.1f} per second",
+        end="",
+    )
+    print(f", {outcome.num_tokens} tokens")
+    for error, count in outcome.errors.most_common():
+        print(f"{count} failed: {error}")
+    print(f"{outcome.num_used_pages} pages and {outcome.num_left} requests left")
+    for name, trend in trends.items():
+        last = getattr(outcome.looks[-1], name)
+        slope = f"{trend.slope:+.2f} ± {trend.standard_error:.2f} per 1,000 requests"
+        print(f"memory, {name:<17}{last:>10.1f} MiB, {slope}")
+    ties = [item for item in judged if item.margin <= tolerance]
+    num_ties, num_real = (sum(item.count for item in some) for some in (ties, judged[: len(judged) - len(ties)]))
+    widest = max((item.margin for item in ties), default=0.0)
+    print(
+        f"{num_ties} answers part at a tie ({len(ties)} places, margins to {widest:.2g} of {tolerance:g}), ", end=""
+    )
+    print(f"{num_real} differ")
+    for item in judged[:10]:
+        if item.margin > tolerance:
+            print(f"  margin {item.margin:.3g}, {item.count} times: {item.difference}")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_engine_options(result)
+    result.add_argument("--requests", type=int, default=10_000, help="under load (%(default)s)")
+    result.add_argument("--at-once", type=int, default=64, help="that run at all times (%(default)s)")
+    result.add_argument("--distinct", type=int, default=120, help="different ones among them (%(default)s)")
+    described = ", ".join(f"{name} {value:g}" for name, value in TOLERANCES.items())
+    result.add_argument("--tolerance", type=float, help=f"of a tie, in logits (default: {described})")
+    result.add_argument(
+        "--json", type=Path, default=Path(os.environ.get("OUT", "bench/out")) / "stress.json", help="%(default)s"
+    )
+    return result
+
+
+def main() -> int:
+    """Run, print the summary, write the JSON; 1 if something does not hold."""
+    options = parser()
+    arguments = options.parse_args()
+    config = engine_config(options, arguments)
+    config = replace(config, max_queued_requests=max(config.max_queued_requests, arguments.at_once))
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    loaded = LoadedModel.load(config)
+    requests = mixed_requests(arguments.distinct, loaded.model.config)
+    progress = Progress(11)
+    with noted_tokens() as tokens:
+        engine = Engine(loaded, config)
+        try:
+            stress = Stress(engine, requests, tokens)
+            progress.begin("each alone")
+            stress.ask_alone()
+            progress.end("each alone")
+            stress.ask_many(arguments.requests, arguments.at_once, progress)
+        finally:
+            engine.close()
+    progress.close()
+    types = (config.text_path, config.vision_path, config.kv_dtype)
+    precision = "float8" if any(name.endswith("float8") for name in types) else engine.info.dtype
+    tolerance = TOLERANCES[precision] if arguments.tolerance is None else arguments.tolerance
+    judged = judge(config, stress, requests)
+    outcome, trends = stress.outcome, slopes(stress.outcome.looks)
+    num_real = sum(item.count for item in judged if item.margin > tolerance)
+    found = verdicts(outcome, num_real, trends)
+    print_summary(outcome, judged, tolerance, trends, arguments.requests)
+    print(", ".join(f"{name}: {_WORDS[value]}" for name, value in found.items()))
+    write_json(arguments.json, {"verdicts": found} | as_json(arguments, engine, outcome, judged, tolerance, trends))
+    print(arguments.json)
+    return 1 if False in found.values() else 0
+
+
+_WORDS: Mapping[bool | None, str] = MappingProxyType({True: "yes", False: "NO", None: "too few requests to tell"})
+
+
+def as_json(
+    arguments: argparse.Namespace,
+    engine: Engine,
+    outcome: Outcome,
+    judged: Sequence[Judged],
+    tolerance: float,
+    trends: Mapping[str, Trend],
+) -> dict[str, Any]:
+    """All that was seen."""
+    info = engine.info
+    return {
+        "machine": machine_facts(),
+        "engine": {"model": info.model, "device": info.device, "dtype": info.dtype, "set": arguments.set},
+        "requests": arguments.requests,
+        "at_once": arguments.at_once,
+        "distinct": arguments.distinct,
+        "seconds": outcome.seconds,
+        "requests_per_s": arguments.requests / outcome.seconds,
+        "tokens": outcome.num_tokens,
+        "errors": dict(outcome.errors),
+        "pages_left": outcome.num_used_pages,
+        "requests_left": outcome.num_left,
+        "tolerance": tolerance,
+        "ties": sum(item.count for item in judged if item.margin <= tolerance),
+        "real_differences": sum(item.count for item in judged if item.margin > tolerance),
+        "differences": [asdict(item) for item in judged],
+        "mib_per_1000_requests": {name: asdict(trend) for name, trend in trends.items()},
+        "memory_mib": [asdict(look) for look in outcome.looks],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
