@@ -34,8 +34,6 @@ from kestrel_ops.library.crop_attention import crop_attention as library_crop_at
 from kestrel_ops.reference.quantise_rows import quantise_rows
 from kestrel_ops.triton.add_layer_norm import add_layer_norm as triton_add_layer_norm
 from kestrel_ops.triton.concat_gelu import concat_gelu as triton_concat_gelu
-from kestrel_ops.triton.crop_attention import AttentionBlocks
-from kestrel_ops.triton.crop_attention import crop_attention as triton_crop_attention
 from kestrel_ops.triton.rows import RowBlocks
 from kestrel_runtime.models.moondream.calibrated_vision import CalibratedVision
 from kestrel_runtime.models.moondream.config import VisionConfig
@@ -55,19 +53,6 @@ BACKENDS = {
 ROW_CANDIDATES = [
     RowBlocks(rows, num_warps)
     for rows, num_warps in ((1, 1), (1, 2), (1, 4), (1, 8), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8))
-]
-ATTENTION_CANDIDATES = [
-    AttentionBlocks(*sizes)
-    for sizes in (
-        (64, 64, 4, 2),
-        (64, 64, 4, 3),
-        (64, 32, 4, 3),
-        (64, 128, 4, 2),
-        (128, 32, 8, 3),
-        (128, 64, 8, 2),
-        (128, 64, 8, 3),
-        (128, 128, 8, 2),
-    )
 ]
 _MOST_VALUES_OF_A_WARP = 4096  # more do not stay in registers
 NUM_INPUT_SETS = 3  # taken in turns, so that the cache does not hold them all
@@ -227,9 +212,8 @@ def time_parts(
 
     attention("by " + kernels.crop_attention.__module__.split(".")[1], kernels.crop_attention, None)
     if device.type == "cuda":
-        for other in (library_crop_attention, triton_crop_attention):
-            if other is not kernels.crop_attention:
-                attention("by " + other.__module__.split(".")[1], other, None)
+        if kernels.crop_attention is not library_crop_attention:
+            attention("by library", library_crop_attention, None)
         for name, backend in BACKENDS.items():
             attention(f"by {name}", _attend, backend)
     return parts
@@ -283,7 +267,7 @@ def tune(num_rows: int, device: torch.device) -> dict[str, dict[str, float]]:
         name: str,
         function: Callable[..., Any],
         inputs: Callable[[], tuple[Any, ...]],
-        candidates: Sequence[RowBlocks | AttentionBlocks] = ROW_CANDIDATES,
+        candidates: Sequence[RowBlocks] = ROW_CANDIDATES,
     ) -> None:
         times = table[name] = {}
         sets = [inputs() for _ in range(NUM_INPUT_SETS)]
@@ -302,7 +286,7 @@ def tune(num_rows: int, device: torch.device) -> dict[str, dict[str, float]]:
     def short(width: int) -> Tensor:
         return torch.randn(num_rows, width, device=device).bfloat16()
 
-    print(f"\nBlocks (rows x warps, or queries x keys x warps x stages), {num_rows} rows, float8 out")
+    print(f"\nBlocks (rows x warps), {num_rows} rows, float8 out")
     for width in (1152, 2048):
         case(
             f"add_layer_norm {width}",
@@ -319,13 +303,6 @@ def tune(num_rows: int, device: torch.device) -> dict[str, dict[str, float]]:
                 FLOAT8,
                 activate,
             ),
-        )
-    for out_scale in (None, 0.05):
-        case(
-            f"crop_attention{'' if out_scale is None else ' to float8'}",
-            triton_crop_attention,
-            lambda out_scale=out_scale: (short(3 * 1152), 729, 16, out_scale),
-            ATTENTION_CANDIDATES,
         )
     return table
 

@@ -19,7 +19,6 @@ from kestrel_ops.reference.quantise_rows import quantise_rows
 from kestrel_ops.reference.scaled_linear import scaled_linear as scaled_linear_definition
 from kestrel_ops.reference.scaled_linear_add import scaled_linear_add as scaled_linear_add_definition
 from kestrel_ops.reference.scaled_linear_gelu import scaled_linear_gelu as scaled_linear_gelu_definition
-from kestrel_ops.triton.crop_attention import crop_attention as triton_crop_attention
 from kestrel_runtime.models.moondream.config import VisionConfig
 from kestrel_runtime.models.moondream.fused_vision import FusedVision
 from kestrel_runtime.models.moondream.vision import VisionModel
@@ -86,7 +85,6 @@ def check_kernels(kernels: Kernels, config: VisionConfig, device: torch.device) 
     for name, operation in (
         ("chosen", kernels.crop_attention),
         ("library", library_crop_attention),
-        ("triton", triton_crop_attention),
     ):
         for out_scale in (None, 0.005):
             if name == "chosen" or device.type == "cuda":

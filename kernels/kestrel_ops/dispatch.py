@@ -11,13 +11,10 @@ import importlib.util
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from types import MappingProxyType
 from typing import Any
 
 _FASTEST_FIRST = ("triton", "library")
 _REFERENCE = "reference"
-# Where the first of these is there but has not been seen to be faster.
-_INSTEAD: Mapping[str, str] = MappingProxyType({"crop_attention": "library"})
 
 _log = logging.getLogger(__name__)
 
@@ -63,8 +60,7 @@ class Kernels:
 def _default(device_type: str, operation: str) -> str:
     if device_type != "cuda":
         return _REFERENCE
-    preferred = (_INSTEAD[operation],) if operation in _INSTEAD else _FASTEST_FIRST
-    return next((name for name in preferred if _exists(name, operation)), _REFERENCE)
+    return next((name for name in _FASTEST_FIRST if _exists(name, operation)), _REFERENCE)
 
 
 def _exists(implementation: str, operation: str) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kestrel_runtime.crop_source import CropSource
 from kestrel_runtime.encode_graphs import EncodeGraphs
+from kestrel_runtime.errors import CheckpointError
 from kestrel_runtime.fast_paths import FastPaths
 from kestrel_runtime.graphs import DecodeGraphs
 from kestrel_runtime.kv_cache import KVCache
@@ -95,7 +96,10 @@ class ModelRunner:
         self._vision: VisionModel | FusedVision = model.vision
         if paths.vision == "calibrated-float8":
             crops = calibration_crops(model.config.vision, model.device)
-            self._vision = CalibratedVision(model.vision, paths.kernels, crops)
+            try:
+                self._vision = CalibratedVision(model.vision, paths.kernels, crops)
+            except ValueError as error:  # dimensions that float8 products do not have
+                raise CheckpointError(f"vision path calibrated-float8: {error}") from error
         elif paths.vision != "plain":
             self._vision = FusedVision(model.vision, paths.kernels, _PRECISIONS[paths.vision])
         self._encode_crops: Callable[[Tensor], Tensor] = self._vision.encode

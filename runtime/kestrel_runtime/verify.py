@@ -59,6 +59,8 @@ _HIDDEN_TOLERANCE = {"float32": 2e-4, "float16": 1e-2, "bfloat16": 6e-2, "float8
 """Largest error of embeddings, hidden states, keys and values, relative to the tensor's largest value."""
 _LOGIT_TOLERANCE = {"float32": 1e-3, "float16": 5e-2, "bfloat16": 3e-1, "float8": 2.0}
 """Largest absolute error of a logit."""
+_KV_FRACTION = 0.02
+"""Of free memory: the prompts are few, and several folders may be checked side by side."""
 _EXPERTS_FACTOR = 3
 """So much more a mixture of experts may be off where numbers are rounded: a near tie may choose another one."""
 
@@ -80,6 +82,7 @@ class GoldenFolder:
         self._config = replace(
             config,
             model=str(folder),
+            kv_fraction=_KV_FRACTION,
             max_queued_requests=len(self._expected["images"]) * 100 + 100,
         )
         self._loaded = LoadedModel.load(self._config)

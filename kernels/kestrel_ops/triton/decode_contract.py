@@ -76,7 +76,7 @@ def decode_contract(
 def plan_for(batch: int, dtype: torch.dtype) -> SmallBatchPlan | SingleTokenPlan:
     """The cut for a batch and the weight's type."""
     if batch == 1:
-        return SingleTokenPlan(4, num_warps=4) if dtype == torch.float8_e4m3fn else SingleTokenPlan(2, num_warps=2)
+        return SingleTokenPlan(block_n=4 if dtype == torch.float8_e4m3fn else 8, num_warps=4)
     if dtype == torch.float32:
         return SmallBatchPlan(block_n=64, block_k=32, num_warps=4, num_stages=3, num_splits=4)
     is_dependent = batch >= DEPENDENT_LAUNCH_FROM

@@ -115,7 +115,7 @@ def decode_expand(
 def plan_for(batch: int, dtype: torch.dtype, width: int) -> SmallBatchPlan | SingleTokenPlan:
     """The cut for a batch and the weight's type and width."""
     if batch == 1 and width <= WIDEST_TILE:
-        return SingleTokenPlan(4, num_warps=1) if dtype == torch.float8_e4m3fn else SingleTokenPlan(8, num_warps=4)
+        return SingleTokenPlan(block_n=8, num_warps=4)
     if dtype == torch.float32:
         return SmallBatchPlan(block_n=64, block_k=32, num_warps=4, num_stages=3)
     is_dependent = batch >= DEPENDENT_LAUNCH_FROM

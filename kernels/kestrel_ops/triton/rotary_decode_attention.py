@@ -7,7 +7,7 @@ them to finish adds them up.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -34,6 +34,8 @@ class AttentionPlan:
     """Turns whose loads are under way at once."""
     dependent_launch: bool = False
     """Whether it starts before the kernel before has ended, where the device can do that."""
+    lets_next_start: bool = True
+    """Whether then the next kernel may do so too."""
 
 
 def rotary_decode_attention(
@@ -96,6 +98,7 @@ def rotary_decode_attention(
         block_parts=max(_USUAL_PARTS, triton.next_power_of_2(num_parts)),
         tile=plan.tile,
         tile_stages=plan.num_stages,
+        lets_next_start=plan.lets_next_start,
         is_dependent=plan.dependent_launch and has_dependent_launch(qkv),
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
@@ -112,7 +115,11 @@ def plan_for(batch: int, dtype: torch.dtype) -> AttentionPlan:
         return AttentionPlan(32, num_warps, num_stages, dependent_launch=True)
     if batch >= _FEW_PROGRAMS_BELOW:
         return AttentionPlan(32, num_warps=4, num_stages=3 if is_float8 else 2)
-    return AttentionPlan(64, num_warps=4, num_stages=1) if is_float8 else AttentionPlan(32, 2, 1)
+    plan = AttentionPlan(64, num_warps=4, num_stages=1) if is_float8 else AttentionPlan(32, 2, 1)
+    if batch > 1:
+        return plan
+    # The weights that the next kernel asks for early would delay its few loads, each of which waits for another.
+    return replace(plan, dependent_launch=True, lets_next_start=False)
 
 
 @triton.jit
@@ -182,12 +189,14 @@ def _attend(
     block_parts: tl.constexpr,
     tile: tl.constexpr,
     tile_stages: tl.constexpr,
+    lets_next_start: tl.constexpr,
     is_dependent: tl.constexpr,
 ):
     head, sequence, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if is_dependent:
         wait_for_previous()
-        let_next_start()
+        if lets_next_start:
+            let_next_start()
     lanes = tl.arange(0, block_d)
     in_head = lanes < head_dim
     out_row = out + sequence.to(tl.int64) * out_stride + head * head_dim

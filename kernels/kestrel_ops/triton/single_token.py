@@ -4,6 +4,9 @@ Tensor cores would want the weight in shared memory and converted there, for six
 program takes a tile of a few rows, asks for all of it before it does anything else, even before it waits for the
 kernel before, and multiplies and adds up in float32. A second token would double that arithmetic, which already
 takes as long as reading the weight does.
+
+A tile is [rows, turns, columns of a turn]. A turn is what one warp reads at once, 16 bytes a lane, so that the warps
+share out the rows: a sum stays within a warp, and little is done by all of them.
 """
 
 from __future__ import annotations
@@ -15,10 +18,11 @@ import triton.language as tl
 from torch import Tensor
 
 from kestrel_ops.triton.dependent_launch import has_dependent_launch, launch, let_next_start, wait_for_previous
-from kestrel_ops.triton.small_batch import load_weight, operand
+from kestrel_ops.triton.small_batch import operand
 
 WIDEST_TILE = 2048
 """Columns of the weight in a tile at most, a power of two: with more there are too few rows to share the token."""
+_TURN_BYTES = 512  # 32 lanes, 16 bytes each
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +53,7 @@ def expand_one(
     num_rows = len(weight)
     assert num_tokens == 1
     assert width <= WIDEST_TILE
-    block_k = triton.next_power_of_2(width)
+    num_turns, turn = _turns(width, weight)
     launch(
         _expand,
         (triton.cdiv(num_rows, plan.block_n),),
@@ -65,8 +69,9 @@ def expand_one(
         num_plain=num_plain,
         width=width,
         block_n=plan.block_n,
-        block_k=block_k,
-        is_even=num_rows % plan.block_n == 0 and width == block_k,
+        num_turns=num_turns,
+        turn=turn,
+        is_even=num_rows % plan.block_n == 0 and width == num_turns * turn,
         is_dependent=plan.dependent_launch and has_dependent_launch(weight),
         num_warps=plan.num_warps,
         num_stages=1,
@@ -85,8 +90,8 @@ def contract_one(
     num_tokens, width = activations.shape
     num_rows = len(weight)
     assert num_tokens == 1
-    block_k = min(triton.next_power_of_2(width), WIDEST_TILE)
-    num_shares = triton.cdiv(width, block_k)
+    num_turns, turn = _turns(min(width, WIDEST_TILE), weight)
+    num_shares = triton.cdiv(width, num_turns * turn)
     launch(
         _contract,
         (triton.cdiv(num_rows, plan.block_n), num_shares),
@@ -98,12 +103,47 @@ def contract_one(
         num_rows,
         width=width,
         block_n=plan.block_n,
-        block_k=block_k,
-        is_even=num_rows % plan.block_n == 0 and width == num_shares * block_k,
+        num_turns=num_turns,
+        turn=turn,
+        is_even=num_rows % plan.block_n == 0 and width == num_shares * num_turns * turn,
         is_dependent=plan.dependent_launch and has_dependent_launch(weight),
         num_warps=plan.num_warps,
         num_stages=1,
     )
+
+
+def _turns(num_columns: int, weight: Tensor) -> tuple[int, int]:
+    """In how many turns of how many columns a tile is read, both powers of two."""
+    block_k: int = triton.next_power_of_2(num_columns)
+    turn = min(_TURN_BYTES // weight.itemsize, block_k)
+    return block_k // turn, turn
+
+
+@triton.jit
+def _load_tile(pointer, rows, columns, num_rows, width: tl.constexpr, is_even: tl.constexpr):
+    """A tile of the weight, 0 beyond its edges. Every byte is used once in a step."""
+    addresses = pointer + rows[:, None, None].to(tl.int64) * width + columns[None, :, :]
+    if is_even:
+        return tl.load(addresses, eviction_policy="evict_first")
+    inside = (rows < num_rows)[:, None, None] & (columns < width)[None, :, :]
+    return tl.load(addresses, mask=inside, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _columns(begin, num_turns: tl.constexpr, turn: tl.constexpr):
+    return begin + tl.arange(0, num_turns)[:, None] * turn + tl.arange(0, turn)[None, :]
+
+
+@triton.jit
+def _multiply(tile, token):
+    """A sum for each row."""
+    products = tile.to(tl.float32) * token.to(tl.float32)[None, :, :]
+    return tl.sum(tl.sum(products, axis=1), axis=1)
+
+
+@triton.jit
+def _add_pairs(left, left_more, right, right_more):
+    return left + right, left_more + right_more
 
 
 @triton.jit
@@ -120,15 +160,16 @@ def _expand(
     num_plain: tl.constexpr,
     width: tl.constexpr,
     block_n: tl.constexpr,
-    block_k: tl.constexpr,
+    num_turns: tl.constexpr,
+    turn: tl.constexpr,
     is_even: tl.constexpr,
     is_dependent: tl.constexpr,
 ):
     first_row = tl.program_id(0) * block_n
     rows = first_row + tl.arange(0, block_n)
-    columns = tl.arange(0, block_k)
+    columns = _columns(0, num_turns, turn)
     in_range = rows < num_rows
-    tile = load_weight(weight, rows, columns, num_rows, width, is_even)
+    tile = _load_tile(weight, rows, columns, num_rows, width, is_even)
     shift = tl.load(row_sums + rows, mask=in_range, other=0.0)
     offset = tl.load(bias + rows, mask=in_range, other=0.0)
     scale = 1.0
@@ -138,9 +179,13 @@ def _expand(
         wait_for_previous()
         let_next_start()
     token = tl.load(hidden + columns, mask=columns < width, other=0.0)
-    mean = tl.sum(token, axis=0) / width
-    variance = tl.maximum(tl.sum(token * token, axis=0) / width - mean * mean, 0.0)
-    product = tl.sum(tile.to(tl.float32) * token[None, :], axis=1) * scale
+    # Once more, each value by one thread only, where those of the product are with every warp.
+    lanes = tl.arange(0, num_turns * turn)
+    values = tl.load(hidden + lanes, mask=lanes < width, other=0.0)
+    total, squares = tl.reduce((values, values * values), 0, _add_pairs)
+    mean = total / width
+    variance = tl.maximum(squares / width - mean * mean, 0.0)
+    product = _multiply(tile, token) * scale
     product = (product - shift * mean) * tl.rsqrt(variance + epsilon) + offset
     if first_row < num_plain:
         is_plain = in_range & (rows < num_plain)
@@ -161,15 +206,16 @@ def _contract(
     num_rows,
     width: tl.constexpr,
     block_n: tl.constexpr,
-    block_k: tl.constexpr,
+    num_turns: tl.constexpr,
+    turn: tl.constexpr,
     is_even: tl.constexpr,
     is_dependent: tl.constexpr,
 ):
     share = tl.program_id(1)
     rows = tl.program_id(0) * block_n + tl.arange(0, block_n)
-    columns = share * block_k + tl.arange(0, block_k)
+    columns = _columns(share * num_turns * turn, num_turns, turn)
     in_range = rows < num_rows
-    tile = load_weight(weight, rows, columns, num_rows, width, is_even)
+    tile = _load_tile(weight, rows, columns, num_rows, width, is_even)
     # One of the programs that share a row adds its bias.
     offset = tl.load(bias + rows, mask=in_range & (share == 0), other=0.0)
     scale = 1.0
@@ -178,6 +224,6 @@ def _contract(
     if is_dependent:
         wait_for_previous()
         let_next_start()
-    token = tl.load(activations + columns, mask=columns < width, other=0.0).to(tl.float32)
-    product = tl.sum(tile.to(tl.float32) * token[None, :], axis=1) * scale + offset
+    token = tl.load(activations + columns, mask=columns < width, other=0.0)
+    product = _multiply(tile, token) * scale + offset
     tl.atomic_add(hidden + rows, product, mask=in_range, sem="relaxed")
