@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from kestrel_ops.triton.rotary_decode_attention import AttentionPlan
+from kestrel_ops.triton.single_token import SingleTokenPlan
 from kestrel_ops.triton.small_batch import SmallBatchPlan
 
 _FLOAT8 = torch.float8_e4m3fn
@@ -22,7 +23,7 @@ class Cut:
     operation: str
     precision: Literal["model", "float8"]
     batch: int
-    plan: SmallBatchPlan | AttentionPlan
+    plan: SmallBatchPlan | SingleTokenPlan | AttentionPlan
     dtype: torch.dtype = torch.bfloat16
     """The cache's type, for attention."""
     contexts: tuple[int, int] = (0, 0)
@@ -41,6 +42,8 @@ class Cut:
         plan = self.plan
         if isinstance(plan, AttentionPlan):
             return f"tile {plan.tile} warps {plan.num_warps} stages {plan.num_stages} parts {self.num_parts}"
+        if isinstance(plan, SingleTokenPlan):
+            return f"n {plan.block_n} warps {plan.num_warps} in registers"
         return (
             f"n {plan.block_n} k {plan.block_k} warps {plan.num_warps} stages {plan.num_stages}"
             f" splits {plan.num_splits}"
@@ -70,6 +73,11 @@ def _products() -> Iterator[Cut]:
             (128, 64, 4, 4),
         ),
     }
+    for precision in shapes:
+        for block_n, warps in ((4, 4), (8, 4), (8, 8), (16, 4), (16, 8)):
+            plan = SingleTokenPlan(block_n, warps)
+            yield Cut("decode_expand", precision, 1, plan)
+            yield Cut("decode_contract", precision, 1, plan)
     for precision, cuts in shapes.items():
         for batch in (1, 16, 64, 128):
             for block_n, block_k, warps, stages in cuts:

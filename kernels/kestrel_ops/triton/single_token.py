@@ -5,8 +5,8 @@ program takes a tile of a few rows, asks for all of it before it does anything e
 kernel before, and multiplies and adds up in float32. A second token would double that arithmetic, which already
 takes as long as reading the weight does.
 
-A tile is [rows, turns, columns of a turn]. A turn is what one warp reads at once, 16 bytes a lane, so that the warps
-share out the rows: a sum stays within a warp, and little is done by all of them.
+A tile is [rows, turns, columns of a turn]. A turn is what one warp reads at once, 16 bytes a lane, so that the
+warps share out the rows: a sum stays within a warp, and little is done by all of them.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def contract_one(
 
 def _turns(num_columns: int, weight: Tensor) -> tuple[int, int]:
     """In how many turns of how many columns a tile is read, both powers of two."""
-    block_k: int = triton.next_power_of_2(num_columns)
+    block_k = 1 << (num_columns - 1).bit_length()
     turn = min(_TURN_BYTES // weight.itemsize, block_k)
     return block_k // turn, turn
 
