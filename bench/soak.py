@@ -59,6 +59,7 @@ class Rest:
 class Soak:
     """All that was seen."""
 
+    machine: dict[str, Any]
     duration_s: float
     cycle_s: float
     before: Rest
@@ -138,7 +139,7 @@ class Soak:
         trend = self.trend
         grown = self.after.holdings.objects - self.before.holdings.objects
         return {
-            "machine": machine_facts(),
+            "machine": self.machine,
             "duration_s": self.duration_s,
             "complaints": self.complaints(),
             "trend_mib_per_hour": None if trend is None else asdict(trend),
@@ -180,6 +181,7 @@ class Soak:
 async def soak(server: WatchedServer, duration_s: float, num_callers: int, every_s: float) -> Soak:
     """Warm up, look on for so long, and stop the server."""
     cycle_s = min(CYCLE_S, duration_s / 6)
+    machine = machine_facts()  # now: half an hour later the checkout may be another
     traffic = MixedTraffic(server.address)
     await traffic.burst(NUM_BURST_CALLS)
     await traffic.run(num_callers, cycle_s)
@@ -198,7 +200,7 @@ async def soak(server: WatchedServer, duration_s: float, num_callers: int, every
     after = await _rest(server, before)
     troubles = tuple(server.troubles())
     status = await asyncio.to_thread(server.stop)
-    return Soak(duration_s, cycle_s, before, after, tuple(looks), traffic.tally, troubles, status)
+    return Soak(machine, duration_s, cycle_s, before, after, tuple(looks), traffic.tally, troubles, status)
 
 
 async def _watch(server: WatchedServer, start: float, every_s: float, looks: list[Look]) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kestrel_grpc import __version__
+from kestrel_grpc.allocator import return_large_blocks
 from kestrel_grpc.cli import add_client_commands
 from kestrel_grpc.config import (
     ConfigurationError,
@@ -121,6 +122,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         return await Server(engine, config).serve()
 
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    return_large_blocks()
     try:
         require_usable(config)
         if config.tracing:

@@ -24,7 +24,7 @@ def half_an_hour(mib_per_hour: float = 0.0) -> Soak:
         Look(5.0 * number, replace(VITALS, rss_bytes=round((500 + mib_per_hour * number / 720) * MIB)))
         for number in range(360)
     )
-    return Soak(1800.0, 60.0, REST, REST, tuple(looks), Tally(), (), 0)
+    return Soak({}, 1800.0, 60.0, REST, REST, tuple(looks), Tally(), (), 0)
 
 
 def with_error(soak: Soak) -> Soak:
