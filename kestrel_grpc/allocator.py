@@ -15,7 +15,9 @@ MAPPED_FROM_BYTES = 2 * 2**20
 """Blocks from this size on go back to the system at once; a smaller limit would have steps wait for fresh pages."""
 KEPT_BYTES = 8 * 2**20
 """Free memory that stays at the end of a heap."""
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+HEAPS = 2
+"""For all threads together: each heap keeps holes of its own, and the interpreter lets one thread run at a time."""
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
 
 def return_large_blocks(environment: Mapping[str, str] = os.environ) -> bool:
@@ -29,5 +31,5 @@ def return_large_blocks(environment: Mapping[str, str] = os.environ) -> bool:
     if "glibc.malloc" in environment.get("GLIBC_TUNABLES", ""):
         return False
     library = ctypes.CDLL(None)
-    limits = ((_M_MMAP_THRESHOLD, MAPPED_FROM_BYTES), (_M_TRIM_THRESHOLD, KEPT_BYTES))
+    limits = ((_M_MMAP_THRESHOLD, MAPPED_FROM_BYTES), (_M_TRIM_THRESHOLD, KEPT_BYTES), (_M_ARENA_MAX, HEAPS))
     return all(library.mallopt(name, value) for name, value in limits)

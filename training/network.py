@@ -7,6 +7,7 @@ everything has a fixed shape and a gradient. Tests hold both against the runtime
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +28,9 @@ class DenseExperts(MixtureOfExperts):
     balance: Tensor | None = None
     """How unevenly the last batch's tokens went to the experts: 1 is even."""
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, operation: Callable[..., Tensor] | None = None) -> Tensor:
+        """[T, dim] → [T, dim], by arithmetic of its own, which gradients pass."""
+        assert operation is None, "training has one way"
         up, down = self.fc1.weight, self.fc2.weight
         if self.quantised:
             up, down = fake_quantised(up), fake_quantised(down)
