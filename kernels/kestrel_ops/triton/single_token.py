@@ -217,7 +217,7 @@ def _contract(
     in_range = rows < num_rows
     tile = _load_tile(weight, rows, columns, num_rows, width, is_even)
     # One of the programs that share a row adds its bias.
-    offset = tl.load(bias + rows, mask=in_range & (share == 0), other=0.0)
+    offset = tl.load(bias + rows, mask=rows < tl.where(share == 0, num_rows, 0), other=0.0)
     scale = 1.0
     if weight_scale is not None:
         scale = tl.load(weight_scale + rows, mask=in_range, other=0.0)
