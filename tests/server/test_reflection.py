@@ -22,11 +22,12 @@ SERVICES = {V1, V1ALPHA, "grpc.health.v1.Health", "kestrel.v1.EngineService", "k
 async def ask(
     house: Serving, version: str, metadata: tuple[tuple[str, str], ...] = (), **question: Any
 ) -> ServerReflectionResponse:
-    call: Any = house.channel.stream_stream(
+    # On the wire a stream of one question; asked as one, since a write that comes after the refusal hides it.
+    call: Any = house.channel.unary_stream(
         f"/{version}/ServerReflectionInfo",
         request_serializer=ServerReflectionRequest.SerializeToString,
         response_deserializer=ServerReflectionResponse.FromString,
-    )(iter([ServerReflectionRequest(**question)]), metadata=metadata)
+    )(ServerReflectionRequest(**question), metadata=metadata)
     return await call.read()
 
 
