@@ -278,12 +278,8 @@ def time_steps(
                     # Two batches are enough to see what it gives, and compiling takes its time.
                     others = {"plain head": time_step(kernels, model, contexts, cache, False)}
                     if batch in (1, 64) and model.precision == "float8":
-                        for what, kind in (
-                            ("no prefetch", "prefetch"),
-                            ("no dependent launch", "dependent_launch"),
-                        ):
-                            other = launched_otherwise(kernels, **{kind: False})
-                            others[what] = time_step(other, model, contexts, cache, True)
+                        other = launched_otherwise(kernels, dependent_launch=False)
+                        others["no dependent launch"] = time_step(other, model, contexts, cache, True)
                     per_position = 2 * config.n_layers * config.n_kv_heads * config.head_dim * cache_dtype.itemsize
                     size = model.weight_bytes() + contexts.num_positions() * per_position
                     limit = size / limits.copy_bytes_per_s * 1e6

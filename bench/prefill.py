@@ -37,6 +37,7 @@ from bench.harness.prefill_inputs import (
     random_text,
 )
 from bench.random_weights import MOONDREAM_2, MOONDREAM_3
+from kestrel_grpc.config import parse_kernels
 from kestrel_ops import Kernels
 from kestrel_ops.reference.mixture_of_experts import mixture_of_experts as mixture_definition
 from kestrel_ops.reference.prefill_attention import prefill_attention as attention_definition
@@ -372,11 +373,6 @@ def tune(
     return table
 
 
-def parse_choices(text: str) -> dict[str, str]:
-    """`operation=implementation,…` → a mapping."""
-    return dict(pair.split("=", 1) for pair in text.split(",") if pair)
-
-
 def main() -> int:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -384,7 +380,7 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--parts", type=int, nargs="*", default=[1, 8], help="numbers of prompts to take apart")
     parser.add_argument("--precision", nargs="+", choices=["model", "float8"], default=["model", "float8"])
-    parser.add_argument("--kernels", type=parse_choices, default={}, help="operation=implementation,…")
+    parser.add_argument("--kernels", type=parse_kernels, default=(), help="operation=implementation,…")
     parser.add_argument("--check", action="store_true", help="compare with float32 block by block")
     parser.add_argument("--tune", action="store_true", help="time the attention over tilings")
     parser.add_argument("--experts", action="store_true", help="time the mixture of experts of a Moondream 3")
@@ -398,7 +394,7 @@ def main() -> int:
     limits = measure_limits(device)
     print(f"copy {limits.copy_bytes_per_s / 1e12:.2f} TB/s, products", end="")
     print("".join(f"  {name} {rate / 1e12:.0f} TFLOP/s" for name, rate in limits.product_flops_per_s.items()))
-    kernels = Kernels.select(device.type, arguments.kernels)
+    kernels = Kernels.select(device.type, dict(arguments.kernels))
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     result: dict[str, Any] = {"device": name, "torch": torch.__version__, "limits": asdict(limits)}
     result["kernels"] = {field.name: getattr(kernels, field.name).__module__ for field in fields(kernels)}

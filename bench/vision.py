@@ -29,6 +29,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from bench.device_timing import Limits, attempted, launch_us, measure_limits, time_us
 from bench.harness.vision_checks import check_kernels, check_layers, random_crops
 from bench.random_weights import MOONDREAM_2
+from kestrel_grpc.config import parse_kernels
 from kestrel_ops import Kernels
 from kestrel_ops.library.crop_attention import crop_attention as library_crop_attention
 from kestrel_ops.reference.quantise_rows import quantise_rows
@@ -307,11 +308,6 @@ def tune(num_rows: int, device: torch.device) -> dict[str, dict[str, float]]:
     return table
 
 
-def parse_choices(text: str) -> dict[str, str]:
-    """`operation=implementation,…` → a mapping."""
-    return dict(pair.split("=", 1) for pair in text.split(",") if pair)
-
-
 def main() -> int:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -319,7 +315,7 @@ def main() -> int:
     parser.add_argument("--crops", type=int, nargs="+", default=[9, 18, 27, 36])
     parser.add_argument("--parts", type=int, nargs="*", default=[9, 36], help="crop counts to take apart")
     parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=PRECISIONS)
-    parser.add_argument("--kernels", type=parse_choices, default={}, help="operation=implementation,…")
+    parser.add_argument("--kernels", type=parse_kernels, default=(), help="operation=implementation,…")
     parser.add_argument("--check", action="store_true", help="compare with float32 block by block")
     parser.add_argument("--tune", action="store_true", help="time row kernels over block sizes")
     parser.add_argument("--tiny", action="store_true", help="a few thousand weights, to see that it runs")
@@ -331,7 +327,7 @@ def main() -> int:
     limits = measure_limits(device)
     print(f"copy {limits.copy_bytes_per_s / 1e12:.2f} TB/s, products", end="")
     print("".join(f"  {name} {rate / 1e12:.0f} TFLOP/s" for name, rate in limits.product_flops_per_s.items()))
-    kernels = Kernels.select(device.type, arguments.kernels)
+    kernels = Kernels.select(device.type, dict(arguments.kernels))
     result: dict[str, Any] = {"device": _device_name(device), "torch": torch.__version__, "limits": asdict(limits)}
     result["kernels"] = {field.name: getattr(kernels, field.name).__module__ for field in fields(kernels)}
 

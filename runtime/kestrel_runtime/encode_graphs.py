@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-_NUM_REHEARSALS = 2
+from kestrel_runtime.recording import Recording
 
 
 class EncodeGraphs:
@@ -21,7 +21,7 @@ class EncodeGraphs:
         """`encode` takes uint8 crops [N, side, side, channels]; more than `max_crops` are not recorded."""
         self._encode = encode
         self._max_crops = max_crops
-        self._recorded: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
+        self._recorded: dict[int, tuple[Tensor, Recording]] = {}  # where it reads the crops, and the rest
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, crops: Tensor) -> Tensor:
@@ -30,21 +30,9 @@ class EncodeGraphs:
         if count > self._max_crops:
             return self._encode(crops)
         if count not in self._recorded:
-            self._recorded[count] = self._record(crops)
-        graph, inputs, features = self._recorded[count]
+            own = crops.clone()
+            self._recorded[count] = own, Recording.of(lambda: self._encode(own), self._pool)
+        inputs, recording = self._recorded[count]
         inputs.copy_(crops)
-        graph.replay()
-        return features.clone()  # its place is written again by the next replay
-
-    def _record(self, crops: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
-        inputs = crops.clone()
-        aside = torch.cuda.Stream()
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):  # compilers and libraries allocate on first use, which no recording allows
-            for _ in range(_NUM_REHEARSALS):
-                self._encode(inputs)
-        torch.cuda.current_stream().wait_stream(aside)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            features = self._encode(inputs)
-        return graph, inputs, features
+        recording.graph.replay()
+        return recording.result.clone()  # its place is written again by the next replay

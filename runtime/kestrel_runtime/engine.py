@@ -122,9 +122,7 @@ class Engine:
             QueueLimits(config.max_queued_requests, config.max_queued_image_bytes, config.max_queued_tokens)
         )
         self._num_image_tokens = model_config.vision.num_image_tokens
-        resize_on_device = config.resize_on_device
-        if resize_on_device is None:
-            resize_on_device = loaded.model.device.type == "cuda"
+        paths = FastPaths.of(config, loaded.model.device.type)
         self._preprocessor = Preprocessor(
             model_config,
             loaded.tokenizer,
@@ -132,14 +130,9 @@ class Engine:
             max_context=max_context,
             max_image_pixels=config.max_image_pixels,
             num_threads=config.num_preprocess_threads,
-            cut_images=not resize_on_device,
+            cut_images=not paths.resizes_images,
         )
-        runner = ModelRunner(
-            loaded.model,
-            cache,
-            FastPaths.of(config, loaded.model.device.type),
-            max_batch_size=bounds.max_batch_size,
-        )
+        runner = ModelRunner(loaded.model, cache, paths, max_batch_size=bounds.max_batch_size)
         runner.record()
         recovery = Recovery(
             scheduler,

@@ -15,11 +15,13 @@ VisionPathName = Literal["plain", "fused", "fused-float8", "calibrated-float8"]
 
 @dataclass(frozen=True, slots=True)
 class FastPaths:
-    """How text and images go through the model, and whether decode steps are recorded and replayed."""
+    """How text and images go through the model, and whether what can be is recorded and replayed."""
 
     text: TextPathName
     vision: VisionPathName
     with_graphs: bool
+    resizes_images: bool
+    """Whether images are resized and cut on the device, and not before they come to it."""
     kernels: Kernels
 
     @classmethod
@@ -36,4 +38,10 @@ class FastPaths:
             kernels = Kernels.select(device_type, dict(config.kernels))
         except ValueError as error:
             raise CheckpointError(str(error)) from error
-        return cls(text, vision, could_record if config.cuda_graphs is None else config.cuda_graphs, kernels)
+        return cls(
+            text=text,
+            vision=vision,
+            with_graphs=could_record if config.cuda_graphs is None else config.cuda_graphs,
+            resizes_images=is_cuda if config.resize_on_device is None else config.resize_on_device,
+            kernels=kernels,
+        )

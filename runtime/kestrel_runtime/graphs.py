@@ -13,9 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from kestrel_runtime.recording import Recording
 from kestrel_runtime.sampling import DrawNeeds
-
-_NUM_WARM_UPS = 2
 
 _log = logging.getLogger(__name__)
 
@@ -29,7 +28,7 @@ class DecodeGraphs:
         self._nobody = nobody
         self._sizes = batch_sizes(max_batch_size)
         self._inputs = {size: nobody.repeat(size, 1) for size in self._sizes}
-        self._recorded: dict[tuple[int, DrawNeeds], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._recorded: dict[tuple[int, DrawNeeds], Recording] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
     def replay(self, rows: Tensor, needs: DrawNeeds) -> Tensor:
@@ -47,7 +46,7 @@ class DecodeGraphs:
         for size in reversed(self._sizes):
             self._graph(size, needs)
 
-    def _graph(self, size: int, needs: DrawNeeds) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    def _graph(self, size: int, needs: DrawNeeds) -> Recording:
         recorded = self._recorded.get((size, needs))
         if recorded is None:
             started = time.monotonic()
@@ -55,19 +54,10 @@ class DecodeGraphs:
             _log.info("recorded decode steps of %d, %s, in %.2f s", size, needs, time.monotonic() - started)
         return recorded
 
-    def _record(self, size: int, needs: DrawNeeds) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    def _record(self, size: int, needs: DrawNeeds) -> Recording:
         inputs = self._inputs[size]
         inputs[:] = self._nobody  # what a rehearsal draws for nobody is lost on nobody
-        aside = torch.cuda.Stream()
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):  # compilers and libraries allocate on first use, which no recording allows
-            for _ in range(_NUM_WARM_UPS):
-                self._step(inputs, needs)
-        torch.cuda.current_stream().wait_stream(aside)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            result = self._step(inputs, needs)
-        return graph, result
+        return Recording.of(lambda: self._step(inputs, needs), self._pool)
 
 
 def batch_sizes(max_batch_size: int) -> list[int]:

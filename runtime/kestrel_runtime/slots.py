@@ -14,8 +14,8 @@ from kestrel_runtime.rule_table import RuleTable
 from kestrel_runtime.sequence import Sequence
 from kestrel_runtime.transfer import to_device
 
-TEXT, COORDINATE, SIZE = 0, 1, 2
-"""Kinds of tokens: without a value, with one, with two."""
+COORDINATE, SIZE = 1, 2
+"""Kinds of tokens with a value, by how many numbers that has; text is of kind 0."""
 _UNLIMITED = 2**62
 
 

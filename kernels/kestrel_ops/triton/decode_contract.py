@@ -11,7 +11,6 @@ from kestrel_ops.triton.dependent_launch import (
     has_dependent_launch,
     launch,
     let_next_start,
-    prefetch_rows,
     wait_for_previous,
 )
 from kestrel_ops.triton.single_token import SingleTokenPlan, contract_one
@@ -66,7 +65,6 @@ def decode_contract(
         block_k=plan.block_k,
         operand_dtype=triton_type(operand_type(weight.dtype)),
         is_even=num_rows % plan.block_n == 0 and width == turns * plan.block_k * plan.num_splits,
-        prefetch=plan.prefetch,
         is_dependent=is_dependent,
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
@@ -108,14 +106,11 @@ def _contract(
     block_k: tl.constexpr,
     operand_dtype: tl.constexpr,
     is_even: tl.constexpr,
-    prefetch: tl.constexpr,
     is_dependent: tl.constexpr,
 ):
     first_row = tl.program_id(0) * block_n
     split = tl.program_id(1)
     if is_dependent:
-        if prefetch:
-            prefetch_rows(weight, first_row, num_rows, split * share, width, block_n, share)
         wait_for_previous()
         let_next_start()
     rows = first_row + tl.arange(0, block_n)

@@ -11,7 +11,6 @@ from kestrel_ops.triton.dependent_launch import (
     has_dependent_launch,
     launch,
     let_next_start,
-    prefetch_rows,
     wait_for_previous,
 )
 from kestrel_ops.triton.single_token import WIDEST_TILE, SingleTokenPlan, expand_one
@@ -105,7 +104,6 @@ def decode_expand(
         block_k=plan.block_k,
         is_folded=is_folded,
         is_even=num_rows % plan.block_n == 0 and width % plan.block_k == 0,
-        prefetch=plan.prefetch,
         is_dependent=is_dependent,
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
@@ -165,13 +163,10 @@ def _expand(
     block_k: tl.constexpr,
     is_folded: tl.constexpr,
     is_even: tl.constexpr,
-    prefetch: tl.constexpr,
     is_dependent: tl.constexpr,
 ):
     first_row = tl.program_id(0) * block_n
     if is_dependent:
-        if prefetch:
-            prefetch_rows(weight, first_row, num_rows, 0, width, block_n, width)
         wait_for_previous()
         let_next_start()
     rows = first_row + tl.arange(0, block_n)

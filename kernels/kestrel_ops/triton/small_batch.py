@@ -25,8 +25,6 @@ class SmallBatchPlan:
     """Turns whose loads are under way at once, one more than that."""
     num_splits: int = 1
     """Programs that share the columns of one block of rows."""
-    prefetch: bool = False
-    """Whether a program that waits for the kernel before brings its weights into the L2 cache."""
     dependent_launch: bool = False
     """Whether it starts before the kernel before has ended, where the device can do that."""
 
