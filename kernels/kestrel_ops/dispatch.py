@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-_FASTEST_FIRST = ("triton", "library")
+_FASTEST_FIRST = ("cuda", "triton", "library")
 _REFERENCE = "reference"
 
 _log = logging.getLogger(__name__)

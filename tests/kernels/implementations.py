@@ -13,14 +13,14 @@ if DEVICE == "cpu":
     ROUNDING |= {torch.bfloat16: 6e-3, FLOAT8: 0.1}
 
 
-def implementations(operation, names=("reference", "triton", "library")):
+def implementations(operation, names=("reference", "triton", "cuda", "library")):
     """Functions by implementation, as parameters of a test are."""
     modules = (name for name in names if importlib.util.find_spec(f"kestrel_ops.{name}.{operation}") is not None)
     return [getattr(importlib.import_module(f"kestrel_ops.{name}.{operation}"), operation) for name in modules]
 
 
 def implementation_name(function):
-    """`reference`, `triton` or `library`."""
+    """`reference`, `triton`, `cuda` or `library`."""
     return function.__module__.split(".")[1]
 
 

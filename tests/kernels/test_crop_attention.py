@@ -46,6 +46,29 @@ def test_patches_attend_within_their_crop_and_head(crop_attention, patches, head
 
 
 @every_implementation
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("crops", "patches", "heads", "head_dim"), [(1, 97, 3, 16), (2, 200, 2, 72), (3, 192, 1, 24)]
+)
+def test_crops_of_several_tiles_are_attended_whole(crop_attention, crops, patches, heads, head_dim, dtype):
+    packed = some_packed(crops, patches, heads, head_dim, dtype)
+    wanted = written_out(packed, patches, heads)
+    assert relative_error(crop_attention(packed, patches, heads), wanted) < 2 * ROUNDING[dtype]
+    rounded = crop_attention(packed, patches, heads, 1 / 448)
+    assert relative_error(rounded.double() / 448, wanted.clamp(-1, 1)) < ROUNDING[FLOAT8]
+
+
+@every_implementation
+@pytest.mark.skipif(DEVICE == "cpu", reason="full size takes a CUDA device")
+@pytest.mark.parametrize("crops", [1, 9, 40])
+def test_full_size_crops_give_the_same_every_time(crop_attention, crops):
+    packed = some_packed(crops, 729, 16, 72, torch.bfloat16)
+    first = crop_attention(packed, 729, 16)
+    assert relative_error(first, written_out(packed, 729, 16)) < 2 * ROUNDING[torch.bfloat16]
+    assert all(torch.equal(crop_attention(packed, 729, 16), first) for _ in range(5))
+
+
+@every_implementation
 def test_large_scores_do_not_overflow(crop_attention):
     packed = 30 * some_packed(1, 20, 2, 24)
     assert relative_error(crop_attention(packed, 20, 2), written_out(packed, 20, 2)) < 1e-4

@@ -16,7 +16,7 @@ def test_a_cpu_takes_the_definitions(operation):
 def test_a_cuda_device_takes_what_is_faster():
     kernels = Kernels.select("cuda", {})
     modules = {getattr(kernels, operation).__module__.split(".")[1] for operation in OPERATIONS}
-    assert modules == {"triton", "library"}
+    assert modules == {"cuda", "triton", "library"}
 
 
 def test_a_choice_goes_first():

@@ -1,0 +1,126 @@
+"""Attention within crops on Hopper, where keys and values of a head stay in shared memory without padding."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from ctypes import c_float, c_int, c_void_p
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kestrel_ops.cuda.program import Program
+from kestrel_ops.cuda.warpgroup_products import product_source
+from kestrel_ops.library.crop_attention import crop_attention as library_crop_attention
+
+_ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "f16"}
+_HOPPER = (9, 0)
+# Of all that the registers of a multiprocessor have room for, the fastest with heads of 72 lanes.
+_TILE, _WARPGROUPS, _WIDEST_HEAD = 96, 3, 80
+_SHARED_BYTES = 227 * 1024
+# Pieces of one row are to lie in different banks.
+_PAD_BYTES = 16
+
+_log = logging.getLogger(__name__)
+
+
+def crop_attention(
+    packed: Tensor,  # [N * patches, 3 * H * D]: queries, keys and values side by side
+    num_patches: int,
+    num_heads: int,
+    out_scale: float | None = None,
+) -> Tensor:  # [N * patches, H * D] in the type of `packed`, or float8_e4m3fn with an `out_scale`
+    """As the definition says; sizes, types and devices that the kernel is not for are left to the library."""
+    head_dim = packed.shape[1] // (3 * num_heads)
+    program = None
+    if _fits(packed, num_patches, head_dim):
+        program = _program(packed.device, packed.dtype, num_patches, num_heads, head_dim, out_scale is not None)
+    if program is None:
+        return library_crop_attention(packed, num_patches, num_heads, out_scale)
+    out = torch.empty(
+        len(packed),
+        num_heads * head_dim,
+        dtype=packed.dtype if out_scale is None else torch.float8_e4m3fn,
+        device=packed.device,
+    )
+    all_heads = len(packed) // num_patches * num_heads
+    num_rounds = all_heads * math.ceil(num_patches / (64 * _WARPGROUPS))
+    program.launch(
+        min(num_rounds, torch.cuda.get_device_properties(packed.device).multi_processor_count),
+        (_WARPGROUPS + 1) * 128,
+        c_void_p(packed.data_ptr()),
+        c_void_p(out.data_ptr()),
+        c_int(all_heads),
+        c_float(head_dim**-0.5 * math.log2(math.e)),
+        c_float(1.0 if out_scale is None else 1 / out_scale),
+    )
+    return out
+
+
+def _fits(packed: Tensor, num_patches: int, head_dim: int) -> bool:
+    return (
+        packed.is_cuda
+        and torch.cuda.get_device_capability(packed.device) == _HOPPER
+        and packed.dtype in _ELEMENTS
+        and packed.is_contiguous()
+        and head_dim % 8 == 0
+        and 16 <= head_dim <= _WIDEST_HEAD
+        and num_patches > _TILE
+        and _operand_bytes(num_patches, head_dim) <= _SHARED_BYTES
+    )
+
+
+@functools.cache
+def _program(
+    device: torch.device, dtype: torch.dtype, num_patches: int, num_heads: int, head_dim: int, is_float8: bool
+) -> Program | None:
+    # For `device` alone: a program is loaded onto the one that is current.
+    try:
+        with torch.cuda.device(device):
+            source = _source(_ELEMENTS[dtype], num_patches, num_heads, head_dim, is_float8)
+            return Program(source, "crop_attention", architecture="sm_90a", shared_bytes=_SHARED_BYTES)
+    except (OSError, RuntimeError) as error:
+        _log.warning("attention within crops is left to cuDNN: %s", error)
+        return None
+
+
+def _source(element: str, num_patches: int, num_heads: int, head_dim: int, is_float8: bool) -> str:
+    """CUDA source for crops of these sizes; `element` is bf16 or f16."""
+    definitions = {
+        "DIM": head_dim,
+        "HEADS": num_heads,
+        "PATCHES": num_patches,
+        "TILE": _TILE,
+        "WARPGROUPS": _WARPGROUPS,
+        "PIECE_BYTES": _piece_bytes(num_patches),
+        "SHARED_BYTES": _SHARED_BYTES,
+        "ELEMENT": f'"{element}"',
+        "IS_FLOAT8": int(is_float8),
+    }
+    return "\n".join(
+        [
+            *(f"#define {name} {value}" for name, value in definitions.items()),
+            *(
+                product_source("multiply_keys", columns, element, transposed=False, accumulates=False)
+                for columns in {_TILE, _tail(num_patches)}
+            ),
+            product_source("multiply_values", head_dim, element, transposed=True, accumulates=True),
+            Path(__file__).with_suffix(".cu").read_text(),
+        ]
+    )
+
+
+def _tail(num_patches: int) -> int:
+    # Keys of the last tile, as products take them: sixteen at a time.
+    return math.ceil(((num_patches - 1) % _TILE + 1) / 16) * 16
+
+
+def _piece_bytes(num_patches: int) -> int:
+    return ((num_patches - 1) // _TILE * _TILE + _tail(num_patches)) * 16 + _PAD_BYTES
+
+
+def _operand_bytes(num_patches: int, head_dim: int) -> int:
+    # Keys and values, and three barriers for each tile.
+    return 2 * head_dim // 8 * _piece_bytes(num_patches) + 3 * 8 * math.ceil(num_patches / _TILE)
