@@ -26,6 +26,7 @@ from kestrel_runtime.models.moondream.model import Moondream
 from kestrel_runtime.models.moondream.tiling import Tiler
 from kestrel_runtime.models.moondream.vision import VisionModel
 from kestrel_runtime.prefill_plan import PrefillPlan
+from kestrel_runtime.prompt_graphs import PromptGraphs, PromptInputs
 from kestrel_runtime.rule_table import RuleTable
 from kestrel_runtime.sampling import SETTINGS_PER_SEQUENCE, DrawNeeds, Sampler
 from kestrel_runtime.sequence import Batch, Chunk, CropRange, Sequence
@@ -84,12 +85,13 @@ class ModelRunner:
         self._cache = cache
         self._max_batch_size = max_batch_size
         self._with_graphs = paths.with_graphs
+        self._is_fused = paths.text != "plain"
         self._images: dict[int, _Image] = {}
         self._crops = CropSource(
             Tiler(model.config.vision, model.device, paths.kernels.resample).crops, model.device
         )
         self._text: TextPath = PlainText(model.text, cache)
-        if paths.text != "plain":
+        if self._is_fused:
             self._text = FusedText(
                 model.text, cache, paths.kernels, _PRECISIONS[paths.text], max_batch_size=max_batch_size
             )
@@ -186,6 +188,10 @@ class ModelRunner:
             nobody = torch.zeros(_NUM_COLUMNS + self._most_pages, dtype=torch.int32, device=device)
             nobody[_SLOT], nobody[_POSITION] = self._slots.nobody, -1
             self._graphs = DecodeGraphs(self._decode_rows, nobody, max_batch_size=self._max_batch_size)
+        self._prefill_text: Callable[[Tensor, PrefillPlan, Tensor], Tensor] = self._text.prefill
+        if self._with_graphs and self._is_fused:
+            inputs = PromptInputs(text.dim, self._most_pages, self._model.text.wte.dtype, device)
+            self._prefill_text = PromptGraphs(self._text.prefill, inputs)
 
     def _encode(self, ranges: list[CropRange]) -> None:
         pixels = [self._crops.take(crop_range) for crop_range in ranges]
@@ -215,7 +221,7 @@ class ModelRunner:
         last = [place for place, chunk in enumerate(chunks) if chunk.is_last]
         if len(last) < len(chunks):
             ends = ends[to_device(last, torch.int64, self._cache.device)]
-        return self._text.prefill(embeddings, plan, ends)
+        return self._prefill_text(embeddings, plan, ends)
 
     def _draw(self, hidden: Tensor, sequences: list[Sequence]) -> Tensor:
         device = self._model.device

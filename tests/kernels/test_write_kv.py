@@ -41,3 +41,9 @@ def test_a_float8_cache_holds_rows_over_their_scale_and_saturates():
     write_kv(key, value, pages[0], pages[1], torch.tensor([2]), torch.tensor([0.5]), torch.tensor([2.0]))
     assert pages[0].float().sum() == 4 * 6
     assert pages[1, 1, 0, 0].float().tolist() == [-448.0] * 4
+
+
+def test_nobodys_rows_are_not_written():
+    pages = torch.zeros(2, 3, 1, 2, 4)
+    write_kv(torch.ones(3, 1, 4), torch.ones(3, 1, 4), pages[0], pages[1], torch.tensor([-1, 4, -7]))
+    assert pages[0].nonzero()[:, :3].unique(dim=0).tolist() == [[2, 0, 0]]

@@ -13,7 +13,7 @@ def rotary_write_kv(
     sine: Tensor,  # [longest context, R / 2] float32
     key_pages: Tensor,  # [P, G, S, D] in the type of `qkv` or float8_e4m3fn, written in place
     value_pages: Tensor,  # [P, G, S, D], likewise
-    slots: Tensor,  # [T] int64: page * S + place in the page
+    slots: Tensor,  # [T] int64: page * S + place in the page; of a negative one nothing is stored
     key_scale: Tensor | None = None,  # [1] float32: what a stored key is multiplied by when it is read
     value_scale: Tensor | None = None,  # [1] float32
     query_scale: Tensor | None = None,  # [T, H]: multiplies queries before they turn

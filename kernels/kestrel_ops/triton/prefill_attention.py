@@ -39,7 +39,7 @@ def prefill_attention(
     key_pages: Tensor,  # [P, G, S, D] in the type of `query` or float8_e4m3fn; read before a chunk's start alone
     value_pages: Tensor,  # [P, G, S, D], likewise
     page_table: Tensor,  # [B, most pages] int32; entries past a sequence's end are any valid page
-    query_starts: Tensor,  # [B + 1] int32: where each chunk begins in the packed rows; the last is T
+    query_starts: Tensor,  # [B + 1] int32: where each chunk begins in the packed rows; what follows is nobody's
     lengths: Tensor,  # [B] int32: positions of each sequence up to its chunk's end
     prefix_lengths: Tensor,  # [B] int32: positions that see each other both ways; 0 for plain causal
     max_chunk: int,  # tokens of the longest chunk

@@ -20,7 +20,7 @@ def rotary_write_kv(
     sine: Tensor,  # [longest context, R / 2] float32
     key_pages: Tensor,  # [P, G, S, D] in the type of `qkv` or float8_e4m3fn, written in place
     value_pages: Tensor,  # [P, G, S, D], likewise
-    slots: Tensor,  # [T] int64: page * S + place in the page
+    slots: Tensor,  # [T] int64: page * S + place in the page; of a negative one nothing is stored
     key_scale: Tensor | None = None,  # [1] float32: what a stored key is multiplied by when it is read
     value_scale: Tensor | None = None,  # [1] float32
     query_scale: Tensor | None = None,  # [T, H]: multiplies queries before they turn
@@ -135,6 +135,7 @@ def _rotary_write_kv(
 
     keys = row + (num_heads + groups)[:, None] * head_dim
     turned = held & (lanes < half)[None, :]
+    stays = slot >= 0  # what is stored: nobody's is not
     first = keys + lanes[None, :]
     left = tl.load(first, mask=turned, other=0.0).to(tl.float32)
     right = tl.load(first + half, mask=turned, other=0.0).to(tl.float32)
@@ -143,11 +144,12 @@ def _rotary_write_kv(
     tl.store(first, left_turned, mask=turned)
     tl.store(first + half, right_turned, mask=turned)
     stored = key_pages + place + lanes[None, :]
-    tl.store(stored, _stored(left_turned, inverse_key, key_pages, is_float8), mask=turned)
-    tl.store(stored + half, _stored(right_turned, inverse_key, key_pages, is_float8), mask=turned)
+    tl.store(stored, _stored(left_turned, inverse_key, key_pages, is_float8), mask=turned & stays)
+    tl.store(stored + half, _stored(right_turned, inverse_key, key_pages, is_float8), mask=turned & stays)
     kept = held & (rest < head_dim)[None, :]
     unturned = tl.load(keys + rest[None, :], mask=kept, other=0.0)
-    tl.store(key_pages + place + rest[None, :], _stored(unturned, inverse_key, key_pages, is_float8), mask=kept)
+    behind = key_pages + place + rest[None, :]
+    tl.store(behind, _stored(unturned, inverse_key, key_pages, is_float8), mask=kept & stays)
 
     all_lanes: tl.constexpr = triton.next_power_of_2(head_dim)
     lanes = tl.arange(0, all_lanes)
@@ -159,4 +161,4 @@ def _rotary_write_kv(
         value = (value.to(tl.float32) * factor.to(tl.float32)[:, None]).to(qkv.dtype.element_ty)
         tl.store(values, value, mask=kept)
     stored = value_pages + place + lanes[None, :]
-    tl.store(stored, _stored(value, inverse_value, value_pages, is_float8), mask=kept)
+    tl.store(stored, _stored(value, inverse_value, value_pages, is_float8), mask=kept & stays)
