@@ -34,8 +34,11 @@ check: setup
 	$(BIN)/pyright --warnings
 	BUF=$(BIN)/buf PYTHON=$(BIN)/python sh proto/check.sh
 
+# What measures time runs alone, after the rest; more at a time with WORKERS=…
+WORKERS ?= 2
 test: check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m 'not alone'
+	$(BIN)/python -m pytest -m alone
 
 # Ten minutes of CPU for requests, images and frames that nobody meant well; another length with CPU_SECONDS=…
 CPU_SECONDS ?= 600

@@ -7,8 +7,11 @@ tests that can use more take `shared_folders()`. Knows where the files are, not 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
+
+from safetensors.torch import load_file, save_file
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 GOLDEN = CHECKOUT / "tests" / "golden"
@@ -22,6 +25,20 @@ def shared_folders() -> tuple[Path, ...]:
     beside = CHECKOUT.parent / "shared" / "golden"
     found = tuple(sorted(folder.parent for folder in beside.glob("*/expected.json")))
     return found or SMALL_FOLDERS
+
+
+def copy_with_one_image(folder: Path, copy: Path) -> Path:
+    """A copy of a folder that asks only for two skills, about its second image alone; returns `copy`."""
+    shutil.copytree(folder, copy)
+    answers = expected(copy)
+    image = answers["images"][1]
+    image["calls"] = [call for call in image["calls"] if call["skill"] in ("query", "point")]
+    answers["images"] = [image]
+    (copy / "expected.json").write_text(json.dumps(answers), encoding="utf-8")
+    tensors = load_file(copy / "expected.safetensors")
+    kept = {name.replace("1.", "0.", 1): tensor for name, tensor in tensors.items() if name.startswith("1.")}
+    save_file(kept, copy / "expected.safetensors")
+    return copy
 
 
 def expected(folder: Path) -> dict[str, Any]:

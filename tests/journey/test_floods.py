@@ -7,6 +7,7 @@ from statistics import median, quantiles
 from typing import Any
 
 import grpc
+import pytest
 
 from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_client.v1.vision_service_pb2_grpc import VisionServiceStub
@@ -105,6 +106,7 @@ async def compare(stub: Any) -> Comparison:
     return Comparison(median(calm.accepted), median(flood.accepted), flood.refusal_p99_s, len(flood.refused))
 
 
+@pytest.mark.alone
 async def test_ten_times_the_capacity_slows_down_nobody_who_is_let_in() -> None:
     options = ("--max-batch-size", str(NUM_RUNNING), "--max-queue", str(NUM_WAITING))
     with serving_process(*options) as server:

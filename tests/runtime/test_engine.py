@@ -83,7 +83,8 @@ def text_of(events: list[Event], channel: TextChannel) -> str:
 
 
 async def test_a_stream_starts_tells_and_finishes_in_that_order(engine: Engine) -> None:
-    events = [event async for event in engine.submit(Query("license", SMALL_IMAGE, reasoning=True))]
+    query = Query("license", SMALL_IMAGE, reasoning=True, sampling=SamplingParams(max_tokens=40))
+    events = [event async for event in engine.submit(query)]
     assert isinstance(events[0], Started)
     assert len(events) > 3
     assert all(isinstance(event, TextDelta) for event in events[1:-1])

@@ -1,7 +1,6 @@
 """The acceptance of a checkpoint: the small golden folders pass, and a wrong number or answer is found."""
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from kestrel_runtime.config import EngineConfig
 from kestrel_runtime.errors import CheckpointError
 from kestrel_runtime.verify import GoldenFolder
-from tests.golden import MD2_SMALL, MD3_SMALL
+from tests.golden import MD2_SMALL, MD3_SMALL, copy_with_one_image
 
 
 def verify(folder: Path, dtype: str = "float32", **paths: str) -> tuple[int, int, list[str]]:
@@ -24,19 +23,7 @@ def verify(folder: Path, dtype: str = "float32", **paths: str) -> tuple[int, int
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
     """The Moondream 3 folder with one image, to be spoiled."""
-    folder = tmp_path / "golden"
-    shutil.copytree(MD3_SMALL, folder)
-    expected = json.loads((folder / "expected.json").read_text())
-    image = expected["images"][1]
-    image["calls"] = [call for call in image["calls"] if call["skill"] in ("query", "point")]
-    expected["images"] = [image]
-    (folder / "expected.json").write_text(json.dumps(expected))
-    tensors = load_file(folder / "expected.safetensors")
-    save_file(
-        {name.replace("1.", "0.", 1): tensor for name, tensor in tensors.items() if name.startswith("1.")},
-        folder / "expected.safetensors",
-    )
-    return folder
+    return copy_with_one_image(MD3_SMALL, tmp_path / "golden")
 
 
 @pytest.mark.parametrize(("folder", "num_cases"), [(MD2_SMALL, 53), (MD3_SMALL, 42)], ids=["md2", "md3"])
