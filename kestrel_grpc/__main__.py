@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kestrel_grpc import __version__
-from kestrel_grpc.allocator import return_large_blocks
+from kestrel_grpc.allocator import return_free_memory, return_large_blocks, set_apart_what_stays
 from kestrel_grpc.cli import add_client_commands
 from kestrel_grpc.config import (
     ConfigurationError,
@@ -119,10 +119,11 @@ def _serve(arguments: argparse.Namespace) -> int:
 
     async def run() -> bool:
         await warm_up(engine)
-        return await Server(engine, config).serve()
+        set_apart_what_stays()
+        return await Server(engine, config, at_rest=at_rest).serve()
 
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    return_large_blocks()
+    at_rest = return_free_memory if return_large_blocks() else None
     try:
         require_usable(config)
         if config.tracing:

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import secrets
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -34,7 +34,8 @@ from kestrel_grpc.doors import (
 )
 from kestrel_grpc.health import Health
 from kestrel_grpc.image_uris import ImageSource, NoRemoteImages, RemoteImagesUnavailable
-from kestrel_grpc.interceptors import CallScope
+from kestrel_grpc.interceptors import CallScope, Observer
+from kestrel_grpc.maintenance import Maintenance
 from kestrel_grpc.reflection import add_reflection
 from kestrel_grpc.seam import EngineSeam
 from kestrel_grpc.services.engine import EngineService
@@ -56,10 +57,18 @@ class Server:
 
     `async with` starts and stops it, as tests do; `serve` runs until a signal, as the command does. Belongs to the
     event loop that it was made on. Images that are named by address come from `images`, or where that is None, from
-    where the configuration says. Raises `TokenFileError` or `CertificateError` where their files cannot be used.
+    where the configuration says. `at_rest` is done in a thread of its own when calls have ended and none runs.
+    Raises `TokenFileError` or `CertificateError` where their files cannot be used.
     """
 
-    def __init__(self, engine: EngineSeam, config: ServerConfig, *, images: ImageSource | None = None) -> None:
+    def __init__(
+        self,
+        engine: EngineSeam,
+        config: ServerConfig,
+        *,
+        images: ImageSource | None = None,
+        at_rest: Callable[[], object] | None = None,
+    ) -> None:
         self.instance_id = secrets.token_hex(8)
         self.port: int | None = None
         """The port that is listened on; None before `start`."""
@@ -74,6 +83,7 @@ class Server:
         self._telemetry = Telemetry(
             engine, config, instance_id=self.instance_id, is_ready=lambda: self._health.is_serving
         )
+        self._maintenance = None if at_rest is None else Maintenance(engine, at_rest)
         self._access = _access(config)
         self._access_watch: asyncio.Task[None] | None = None
         self._credentials = _credentials(config)
@@ -156,6 +166,8 @@ class Server:
         await self._images.close()
         if self._access_watch is not None:
             self._access_watch.cancel()
+        if self._maintenance is not None:
+            self._maintenance.close()
         await asyncio.to_thread(self._telemetry.close)
 
     async def _leave(self, died: asyncio.Future[None], delay_s: float) -> None:
@@ -208,7 +220,7 @@ class Server:
             server,
             self._engine,
             self._access,
-            self._telemetry.observers,
+            self._observers(),
             stream_idle_timeout_s=self._config.stream_idle_timeout,
         )
         if _VISION in files:
@@ -231,6 +243,11 @@ class Server:
             described = (*files, health_pb2.DESCRIPTOR, error_details_pb2.DESCRIPTOR)
             add_reflection(server, described, self._access.require_token if reflection == "token" else None)
         return server
+
+    def _observers(self) -> Sequence[Observer]:
+        """Who is told of each call that has ended."""
+        observers = self._telemetry.observers
+        return observers if self._maintenance is None else (*observers, self._maintenance.note)
 
     def _death(self) -> asyncio.Future[None]:
         """Done when the engine dies."""

@@ -2,13 +2,14 @@
 
 import subprocess
 import sys
+import weakref
 
-from kestrel_grpc.allocator import return_large_blocks
+from kestrel_grpc.allocator import return_free_memory, return_large_blocks
 
-RETURNED = """
+RESIDENT = """
 import ctypes
 import os
-from kestrel_grpc.allocator import return_large_blocks
+from kestrel_grpc.allocator import return_free_memory, return_large_blocks
 
 MIB = 2**20
 library = ctypes.CDLL(None)
@@ -17,7 +18,8 @@ library.free.argtypes = (ctypes.c_void_p,)
 
 def resident_bytes():
     return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
+"""
+RETURNED = """
 if {is_set_up}:
     assert return_large_blocks()
 library.free(library.malloc(30 * MIB))  # from which the C library learns, unless it was told
@@ -29,16 +31,54 @@ library.free(large)
 print((before - resident_bytes()) // MIB)
 """
 
+HOLES = """
+assert return_large_blocks()
+blocks = [library.malloc(64 * 2**10) for _ in range(1_000)]
+for block in blocks:
+    ctypes.memset(block, 1, 64 * 2**10)
+for block in blocks[::2]:
+    library.free(block)
+before = resident_bytes()
+return_free_memory()
+print((before - resident_bytes()) // MIB)
+"""
+
+
+def printed(code: str) -> int:
+    """The number that the code prints, in a process of its own."""
+    command = (sys.executable, "-c", RESIDENT + code)
+    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
 
 def returned_mib(*, is_set_up: bool) -> int:
-    """What comes back of 20 MiB, in a process of its own."""
-    code = RETURNED.format(is_set_up=is_set_up)
-    return int(subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, check=True).stdout)
+    """What comes back of 20 MiB."""
+    return printed(RETURNED.format(is_set_up=is_set_up))
 
 
 def test_a_large_block_goes_back_to_the_system_when_it_is_freed() -> None:
     assert returned_mib(is_set_up=False) <= 1
     assert returned_mib(is_set_up=True) >= 19
+
+
+def test_holes_between_blocks_in_use_go_back_when_that_is_asked_for() -> None:
+    assert printed(HOLES) >= 25  # of 31
+
+
+def test_garbage_goes_too() -> None:
+    class Holder:
+        itself: object = None
+
+    holder = Holder()
+    holder.itself = holder
+    held = weakref.ref(holder)
+    del holder
+    return_free_memory()
+    assert held() is None
+
+
+def test_the_collector_passes_over_what_was_there_at_the_start() -> None:
+    code = "import gc\nfrom kestrel_grpc.allocator import set_apart_what_stays\nset_apart_what_stays()\n"
+    assert printed(f"{code}print(len(gc.get_objects()))") < 100
 
 
 def test_what_an_operator_has_set_up_stays() -> None:
