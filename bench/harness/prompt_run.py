@@ -102,8 +102,7 @@ class PromptRun:
 
     def _append(self, token: Token) -> None:
         self.sequence.tokens.append(token)
-        for _ in self.sequence.reader.read(token):
-            pass
+        self.sequence.reader.read(token)
 
     def _whole(self) -> Batch:
         sequence = self.sequence

@@ -255,12 +255,11 @@ class EngineLoop:
 
     @staticmethod
     def _read(sequence: Sequence, now: float) -> list[Event]:
-        events: list[Event] = []
         reader = sequence.reader
+        events: list[Event] = [*reader.read(sequence.tokens[-1])]
         if sequence.clock.first_token is None:
             sequence.clock.first_token = now
-            events.append(Started(_usage(sequence)))
-        events += reader.read(sequence.tokens[-1])
+            events.insert(0, Started(_usage(sequence)))
         if reader.finish_reason is None and sequence.is_full:
             events += reader.cut()
         if reader.finish_reason is not None:

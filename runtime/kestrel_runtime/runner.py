@@ -237,7 +237,7 @@ class ModelRunner:
         rows[:, _SLOT] = self._slots.of(sequences)
         # The newest token is not in the cache yet; its position is the number of those that are.
         rows[:, _POSITION] = [sequence.num_cached for sequence in sequences]
-        rows[:, _SETTINGS] = np.array(self._sampler.settings(sequences), dtype=np.float32).view(np.int32)
+        rows[:, _SETTINGS] = self._sampler.settings(sequences).view(np.int32)
         rows[:, _NUM_COLUMNS:] = page_table
         if self._graphs is None:
             return self._decode_rows(to_device(rows, torch.int32, self._model.device), needs)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,7 +19,6 @@ from kestrel_runtime.slots import COORDINATE, SIZE, Slots
 
 SETTINGS_PER_SEQUENCE = 2 + UNIFORMS_PER_TOKEN
 """Numbers that a draw takes of each sequence: temperature, top-p and fresh randomness."""
-_GREEDY = (0.0, 1.0, *[0.0] * UNIFORMS_PER_TOKEN)
 
 
 class DrawNeeds(NamedTuple):
@@ -45,22 +45,19 @@ class Sampler:
         is_random = any(sequence.temperature > 0 for sequence in sequences)
         return DrawNeeds(*self._slots.may_draw(sequences), is_random)
 
-    def settings(self, sequences: list[Sequence]) -> list[tuple[float, ...]]:
+    def settings(self, sequences: list[Sequence]) -> np.ndarray:
         """Temperature, top-p and the randomness of the next token of each sequence, which is spent by this.
 
         A sequence spends the same per token in any batch, so its draws do not depend on company; at temperature 0
-        it needs none.
+        it needs none. Returns float32 [B, SETTINGS_PER_SEQUENCE].
         """
-        return [
-            (
-                sequence.temperature,
-                sequence.top_p,
-                *[sequence.random.random() for _ in range(UNIFORMS_PER_TOKEN)],
-            )
-            if sequence.temperature > 0
-            else _GREEDY
-            for sequence in sequences
-        ]
+        settings = np.zeros((len(sequences), SETTINGS_PER_SEQUENCE), dtype=np.float32)
+        settings[:, 1] = 1
+        for row, sequence in enumerate(sequences):
+            if sequence.temperature > 0:
+                uniforms = [sequence.random.random() for _ in range(UNIFORMS_PER_TOKEN)]
+                settings[row] = (sequence.temperature, sequence.top_p, *uniforms)
+        return settings
 
     def draw(self, hidden: Tensor, slots: Tensor, settings: Tensor, needs: DrawNeeds) -> Tensor:
         """Draw a token for each slot and write it there.

@@ -78,8 +78,12 @@ class Scheduler:
     @property
     def can_look_ahead(self) -> bool:
         """Whether the next batch can be chosen while tokens are pending."""
+        if self._suspects:
+            return False
+        if len(self._active) <= self._pages.num_free:  # a step needs at most a page for each
+            return True
         needed = sum(self._needs_page(sequence) for sequence in self._active if self._has_room(sequence))
-        return not self._suspects and needed <= self._pages.num_free
+        return needed <= self._pages.num_free
 
     def pages_for(self, sequence: Sequence) -> int:
         """How many pages the sequence needs for the tokens it has."""
@@ -162,7 +166,7 @@ class Scheduler:
 
     def _grow_running(self) -> None:
         for sequence in list(self._active):
-            while self._has_room(sequence) and self._needs_page(sequence):
+            while self._needs_page(sequence) and self._has_room(sequence):
                 if self._pages.num_free:
                     sequence.pages += self._pages.allocate(1)
                 else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 
 import numpy as np
 
@@ -24,8 +23,8 @@ class RuleReader(Reader):
     def __init__(self, rule: TokenRule) -> None:
         self.grammar = Grammar((GrammarState(rule, 0),))
 
-    def take(self, token: Token) -> Iterator[TextDelta]:
-        return iter(())
+    def take(self, token: Token) -> list[TextDelta]:
+        return []
 
     def output(self) -> CaptionOutput:
         return CaptionOutput("")

@@ -31,7 +31,7 @@ def draw_from(model, hidden, sequences):
     for sequence in sequences:
         slots.open(sequence)
     sampler, rows = Sampler(model, rules, slots), torch.tensor(slots.of(sequences))
-    settings = torch.tensor(sampler.settings(sequences))
+    settings = torch.from_numpy(sampler.settings(sequences))
     drawn = sampler.draw(hidden, rows, settings, sampler.needs(sequences))
     return [Token(int(id), tuple(values[: int(kind)])) for id, kind, *values in drawn.tolist()]
 

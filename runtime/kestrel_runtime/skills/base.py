@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -45,21 +44,21 @@ class Reader(ABC):
         """What may come next."""
         return self.grammar.states[self.state].rule
 
-    def read(self, token: Token) -> Iterator[TextDelta]:
-        """Take the next token; yields the text that it completes. Must be run to its end."""
+    def read(self, token: Token) -> list[TextDelta]:
+        """Take the next token; returns the text that it completes."""
         self.num_read += 1
         is_exhausted = self.budget is not None and self.num_read >= self.budget
         self.state = self.grammar.after(self.state, token.id, is_exhausted=is_exhausted)
         return self.take(token)
 
     @abstractmethod
-    def take(self, token: Token) -> Iterator[TextDelta]:
-        """Make sense of the next token; yields the text that it completes. Must be run to its end."""
+    def take(self, token: Token) -> list[TextDelta]:
+        """Make sense of the next token; returns the text that it completes."""
 
-    def cut(self) -> Iterator[TextDelta]:
-        """End here for want of room; yields the text still held back."""
+    def cut(self) -> list[TextDelta]:
+        """End here for want of room; returns the text still held back."""
         self.finish_reason = FinishReason.LENGTH
-        return iter(())
+        return []
 
     @abstractmethod
     def output(self) -> Output:
@@ -84,7 +83,7 @@ class Skill(ABC):
 
 
 class TextReader:
-    """Turns text tokens into deltas on one channel; what it yields adds up to `text`."""
+    """Turns text tokens into deltas on one channel; what it returns adds up to `text`."""
 
     def __init__(self, tokenizer: Tokenizer, channel: TextChannel) -> None:
         self._tokenizer = tokenizer
@@ -99,22 +98,24 @@ class TextReader:
     def text(self) -> str:
         return "".join(self._parts)
 
-    def push(self, token_id: int) -> Iterator[TextDelta]:
-        """Take a token; yields a delta if characters are complete."""
+    def push(self, token_id: int) -> list[TextDelta]:
+        """Take a token; returns a delta if characters are complete."""
         self.num_tokens += 1
-        yield from self._emit(self._decoder.push(token_id))
+        return self._tell(self._decoder.push(token_id))
 
-    def flush(self) -> Iterator[TextDelta]:
+    def flush(self) -> list[TextDelta]:
         """End a run of text: broken bytes become U+FFFD, and nothing later joins them."""
-        yield from self._emit(self._decoder.flush())
+        text = self._decoder.flush()
         self._decoder = self._tokenizer.text_decoder()
+        return self._tell(text)
 
-    def _emit(self, text: str) -> Iterator[TextDelta]:
-        if text:
-            self._parts.append(text)
-            self.num_chars += len(text)
-            told, self._num_told = self._num_told, self.num_tokens
-            yield TextDelta(text, self._channel, told, self.num_tokens - told)
+    def _tell(self, text: str) -> list[TextDelta]:
+        if not text:
+            return []
+        self._parts.append(text)
+        self.num_chars += len(text)
+        told, self._num_told = self._num_told, self.num_tokens
+        return [TextDelta(text, self._channel, told, self.num_tokens - told)]
 
 
 def spatial_tokens(refs: tuple[SpatialRef, ...], config: MoondreamConfig) -> list[Token]:

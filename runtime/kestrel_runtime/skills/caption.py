@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from kestrel_runtime.errors import InvalidRequest, Violation
 from kestrel_runtime.events import CaptionOutput, FinishReason, TextChannel, TextDelta
 from kestrel_runtime.grammar import Grammar, GrammarState
@@ -59,20 +57,18 @@ class AnswerReader:
     def text(self) -> str:
         return self._text.text
 
-    def read(self, token: Token) -> Iterator[TextDelta]:
+    def read(self, token: Token) -> list[TextDelta]:
         """Take the next token."""
         if token.id == self._eos_id:
-            yield from self._text.flush()
             self.finish_reason = FinishReason.STOP
-            return
-        yield from self._text.push(token.id)
-        if self._text.num_tokens >= self._max_tokens:
-            yield from self.cut()
+            return self._text.flush()
+        deltas = self._text.push(token.id)
+        return deltas + self.cut() if self._text.num_tokens >= self._max_tokens else deltas
 
-    def cut(self) -> Iterator[TextDelta]:
+    def cut(self) -> list[TextDelta]:
         """End here."""
-        yield from self._text.flush()
         self.finish_reason = FinishReason.LENGTH
+        return self._text.flush()
 
 
 class _CaptionReader(Reader):
@@ -82,13 +78,15 @@ class _CaptionReader(Reader):
         self.grammar = Grammar(answer_states(config))
         self._answer = AnswerReader(tokenizer, config, max_tokens)
 
-    def take(self, token: Token) -> Iterator[TextDelta]:
-        yield from self._answer.read(token)
+    def take(self, token: Token) -> list[TextDelta]:
+        deltas = self._answer.read(token)
         self.finish_reason = self._answer.finish_reason
+        return deltas
 
-    def cut(self) -> Iterator[TextDelta]:
-        yield from self._answer.cut()
+    def cut(self) -> list[TextDelta]:
+        deltas = self._answer.cut()
         self.finish_reason = self._answer.finish_reason
+        return deltas
 
     def output(self) -> CaptionOutput:
         return CaptionOutput(self._answer.text)

@@ -7,7 +7,6 @@ reference's `_generate_points`.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
 
 from kestrel_runtime.events import FinishReason, Location, PointOutput, TextDelta
 from kestrel_runtime.grammar import Grammar, GrammarState
@@ -76,10 +75,10 @@ class ObjectReader(Reader):
     def add(self, values: list[tuple[float, ...]]) -> None:
         """Keep one complete object."""
 
-    def take(self, token: Token) -> Iterator[TextDelta]:
+    def take(self, token: Token) -> list[TextDelta]:
         if token.id == self._eos_id:
             self.finish_reason = FinishReason.STOP
-            return iter(())
+            return []
         self._num_tokens += 1
         self._values.append(token.value)
         if len(self._values) == self._values_per_object:
@@ -90,7 +89,7 @@ class ObjectReader(Reader):
             self.finish_reason = FinishReason.MAX_OBJECTS
         elif self._num_tokens == self._max_tokens:
             self.finish_reason = FinishReason.LENGTH
-        return iter(())
+        return []
 
 
 class _PointReader(ObjectReader):

@@ -7,8 +7,6 @@ Source: the public reference's `_generate_reasoning` and `_generate_answer`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from kestrel_runtime.events import (
     FinishReason,
     Grounding,
@@ -71,19 +69,19 @@ class _QueryReader(Reader):
         self.grammar = Grammar(_reasoning_states(config) if request.reasoning else answer_states(config))
         self.budget = max_tokens if request.reasoning else None
 
-    def take(self, token: Token) -> Iterator[TextDelta]:
+    def take(self, token: Token) -> list[TextDelta]:
         if self._is_reasoning and self._reasoning is not None:
-            yield from self._reasoning.read(token)
+            deltas = self._reasoning.read(token)
             self._is_reasoning = not self._reasoning.is_over
-        else:
-            yield from self._answer.read(token)
-            self.finish_reason = self._answer.finish_reason
+            return deltas
+        deltas = self._answer.read(token)
+        self.finish_reason = self._answer.finish_reason
+        return deltas
 
-    def cut(self) -> Iterator[TextDelta]:
-        if self._is_reasoning and self._reasoning is not None:
-            yield from self._reasoning.end()
-        yield from self._answer.cut()
+    def cut(self) -> list[TextDelta]:
+        deltas = self._reasoning.end() if self._is_reasoning and self._reasoning is not None else []
         self.finish_reason = FinishReason.LENGTH
+        return deltas + self._answer.cut()
 
     def output(self) -> QueryOutput:
         reasoning = None if self._reasoning is None else self._reasoning.output()
@@ -115,29 +113,30 @@ class _ReasoningReader:
         self._groundings: list[Grounding] = []
         self.is_over = False
 
-    def read(self, token: Token) -> Iterator[TextDelta]:
+    def read(self, token: Token) -> list[TextDelta]:
         if token.id == self._ids.answer_id:
-            yield from self.end()
-            return
+            return self.end()
+        deltas: list[TextDelta] = []
         if token.id in (self._ids.start_ground_points_id, self._ids.end_ground_id):
-            yield from self._end_passage()
+            deltas = self._end_passage()
         elif token.id == self._ids.coord_id and token.value:
             self._coordinates.append(token.value[0])
-        yield from self._text.push(token.id)
+        return deltas + self._text.push(token.id)
 
-    def end(self) -> Iterator[TextDelta]:
+    def end(self) -> list[TextDelta]:
         """Close the last passage; the answer comes next."""
-        yield from self._end_passage()
         self.is_over = True
+        return self._end_passage()
 
     def output(self) -> Reasoning:
         return Reasoning(self._text.text, tuple(self._groundings))
 
-    def _end_passage(self) -> Iterator[TextDelta]:
-        yield from self._text.flush()
+    def _end_passage(self) -> list[TextDelta]:
+        deltas = self._text.flush()
         pairs = zip(self._coordinates[::2], self._coordinates[1::2], strict=False)  # a lone last x is dropped
         points = tuple(Location(x, y) for x, y in pairs)
         if points:
             self._groundings.append(Grounding(self._passage_start, self._text.num_chars, points))
         self._passage_start = self._text.num_chars
         self._coordinates.clear()
+        return deltas

@@ -7,8 +7,6 @@ from 0 to 960 over the box. Source: the peer engine's description of the format 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from kestrel_runtime.events import FinishReason, SegmentMask, SegmentOutput, TextDelta
 from kestrel_runtime.grammar import Grammar, GrammarState
 from kestrel_runtime.models.moondream.config import MoondreamConfig
@@ -61,10 +59,10 @@ class _SegmentReader(Reader):
         self._size: tuple[float, ...] = ()
         self._words: list[str] = []
 
-    def take(self, token: Token) -> Iterator[TextDelta]:
+    def take(self, token: Token) -> list[TextDelta]:
         if token.id == self._eos_id:
             self.finish_reason = FinishReason.STOP
-            return iter(())
+            return []
         self._num_tokens += 1
         if len(token.value) == 1:
             self._coordinates.append(token.value[0])
@@ -74,7 +72,7 @@ class _SegmentReader(Reader):
             self._words.append(word)
         if self._num_tokens == self._max_tokens:
             self.finish_reason = FinishReason.LENGTH
-        return iter(())
+        return []
 
     def output(self) -> SegmentOutput:
         if len(self._coordinates) < 2 or not self._size:
