@@ -1,8 +1,8 @@
 """Every metric, once: its name, kind, unit, help, labels and buckets; and the store that calls are counted in.
 
 Names follow the OpenTelemetry conventions for RPC and generative AI where those have one, else they are ours and
-begin with `kestrel`. Counts live in Prometheus' own client: one observation costs about two microseconds, nothing
-runs between scrapes, and a collector that wants OTLP scrapes the same text. Knows no socket.
+begin with `kestrel`. Counts live in a registry of Prometheus' own client: nothing runs between scrapes, and a
+collector that wants OTLP scrapes the same text. Knows no socket.
 `python -m kestrel_grpc.metrics` prints the table for the documentation.
 """
 
@@ -14,12 +14,13 @@ from enum import Enum
 from types import MappingProxyType
 from typing import NamedTuple
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, disable_created_metrics
+from prometheus_client import CollectorRegistry, Counter, ProcessCollector, disable_created_metrics
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kestrel_grpc import __version__
 from kestrel_grpc.call import Call, Outcome
+from kestrel_grpc.histograms import Histogram, Series
 from kestrel_grpc.seam import EngineSeam
 from kestrel_runtime.engine import EngineStatus, Load
 from kestrel_runtime.events import Finished
@@ -193,26 +194,25 @@ class ServerMetrics:
         self._first_token = self._histogram(TIME_TO_FIRST_TOKEN)
         self._per_token = self._histogram(TIME_PER_OUTPUT_TOKEN)
         self._tokens = self._histogram(TOKEN_USAGE)
-        self._queue = self._histogram(QUEUE_DURATION)
-        self._preprocess = self._histogram(PREPROCESS_DURATION)
-        self._prefill = self._histogram(PREFILL_DURATION)
-        self._image_size = self._histogram(IMAGE_SIZE)
-        # Finding a child by its labels costs as much as the observation, and there are few.
-        self._call_children: dict[tuple[str, str], Histogram] = {}
-        self._request_children: dict[tuple[str, str], Histogram] = {}
-        self._answer_children: dict[str, _AnswerChildren] = {}
+        self._queue = self._histogram(QUEUE_DURATION).series()
+        self._preprocess = self._histogram(PREPROCESS_DURATION).series()
+        self._prefill = self._histogram(PREFILL_DURATION).series()
+        self._image_size = self._histogram(IMAGE_SIZE).series()
+        # Finding all of an answer's series by their labels would cost as much as the observations.
+        self._answer_series: dict[str, _AnswerSeries] = {}
         engine.on_status_change(self._note_status)
 
     def record(self, call: Call, outcome: Outcome) -> None:
         """Count a call that has ended."""
         duration_s = call.duration_s
-        self._call_child(call.method, outcome.code).observe(duration_s)
+        self._calls.series(call.method, outcome.code).observe(duration_s)
         if not outcome.is_ok:
             self._failed.labels(call.method, outcome.reason).inc()
         request = call.request
         if request is None:
             return
-        self._request_child(request.skill, "" if outcome.is_ok else outcome.code).observe(duration_s)
+        error_type = "" if outcome.is_ok else outcome.code
+        self._requests.series(request.skill, PROVIDER, self._model, error_type).observe(duration_s)
         if request.image is not None:
             self._image_size.observe(len(request.image))
         if call.finished is not None:
@@ -223,15 +223,15 @@ class ServerMetrics:
             self._restarts.inc()
 
     def _record_answer(self, skill: str, finished: Finished) -> None:
-        children = self._answer_children.get(skill)
-        if children is None:
-            children = self._answer_children[skill] = self._new_answer_children(skill)
+        series = self._answer_series.get(skill)
+        if series is None:
+            series = self._answer_series[skill] = self._new_answer_series(skill)
         usage, timing = finished.usage, finished.timing
-        children.input_tokens.observe(usage.num_input_tokens)
-        children.output_tokens.observe(usage.num_output_tokens)
-        children.first_token.observe(timing.time_to_first_token_s)
+        series.input_tokens.observe(usage.num_input_tokens)
+        series.output_tokens.observe(usage.num_output_tokens)
+        series.first_token.observe(timing.time_to_first_token_s)
         if usage.num_output_tokens > 1:
-            children.per_token.observe(timing.decode_s / (usage.num_output_tokens - 1))
+            series.per_token.observe(timing.decode_s / (usage.num_output_tokens - 1))
         self._queue.observe(timing.queue_s)
         self._preprocess.observe(timing.preprocess_s)
         self._prefill.observe(timing.prefill_s)
@@ -241,40 +241,27 @@ class ServerMetrics:
             definition.prometheus_name,
             definition.help,
             definition.prometheus_labels,
-            buckets=definition.buckets,
-            registry=self.registry,
+            definition.buckets,
+            self.registry,
         )
 
-    def _call_child(self, method: str, code: str) -> Histogram:
-        child = self._call_children.get((method, code))
-        if child is None:
-            child = self._call_children[method, code] = self._calls.labels(method, code)
-        return child
-
-    def _request_child(self, skill: str, error_type: str) -> Histogram:
-        child = self._request_children.get((skill, error_type))
-        if child is None:
-            child = self._requests.labels(skill, PROVIDER, self._model, error_type)
-            self._request_children[skill, error_type] = child
-        return child
-
-    def _new_answer_children(self, skill: str) -> _AnswerChildren:
+    def _new_answer_series(self, skill: str) -> _AnswerSeries:
         labels = (skill, PROVIDER, self._model)
-        return _AnswerChildren(
-            input_tokens=self._tokens.labels(*labels, "input"),
-            output_tokens=self._tokens.labels(*labels, "output"),
-            first_token=self._first_token.labels(*labels),
-            per_token=self._per_token.labels(*labels),
+        return _AnswerSeries(
+            input_tokens=self._tokens.series(*labels, "input"),
+            output_tokens=self._tokens.series(*labels, "output"),
+            first_token=self._first_token.series(*labels),
+            per_token=self._per_token.series(*labels),
         )
 
 
-class _AnswerChildren(NamedTuple):
+class _AnswerSeries(NamedTuple):
     """What is observed of each answer of one skill."""
 
-    input_tokens: Histogram
-    output_tokens: Histogram
-    first_token: Histogram
-    per_token: Histogram
+    input_tokens: Series
+    output_tokens: Series
+    first_token: Series
+    per_token: Series
 
 
 class _EngineCollector(Collector):
