@@ -86,6 +86,10 @@ class _LineFormatter(logging.Formatter):
 class _JsonFormatter(_LineFormatter):
     """One object a line. What a message was given by name stands as fields of its own."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._encode = json.JSONEncoder(ensure_ascii=False, default=str).encode
+
     def format(self, record: logging.LogRecord) -> str:
         facts: dict[str, Any] = {
             "time": self.formatTime(record),
@@ -97,4 +101,4 @@ class _JsonFormatter(_LineFormatter):
             facts |= record.args
         if record.exc_info:
             facts["exception"] = self.formatException(record.exc_info)
-        return json.dumps(facts, ensure_ascii=False, default=str)
+        return self._encode(facts)

@@ -32,6 +32,7 @@ class Telemetry:
             # First, so that whoever comes after knows the call's trace.
             tracer = CallTracer(
                 self._export.tracer,
+                self._export.add_part,
                 model=engine.info.model,
                 address=(config.host, config.port),
                 has_content=config.trace_content,

@@ -50,7 +50,8 @@ def trace(receiver, monkeypatch) -> Trace:
     def trace(call: Call, outcome: Outcome = OK, **options: Any) -> None:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint)
         export = TraceExport(os.environ, instance_id="here")
-        CallTracer(export.tracer, model="fake", address=("127.0.0.1", 50051), **options).record(call, outcome)
+        address = ("127.0.0.1", 50051)
+        CallTracer(export.tracer, export.add_part, model="fake", address=address, **options).record(call, outcome)
         export.close()
 
     return trace
@@ -153,7 +154,7 @@ def test_a_busy_server_traces_so_many_calls_a_second_and_no_more(receiver, monke
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint)
     export = TraceExport(os.environ, instance_id="here")
     now_s = 0.0
-    tracer = CallTracer(export.tracer, model="fake", clock=lambda: now_s)
+    tracer = CallTracer(export.tracer, export.add_part, model="fake", clock=lambda: now_s)
     calls = [new_call() for _ in range(300)]
     for call in calls[:200]:
         tracer.record(call, OK)
@@ -169,7 +170,7 @@ def test_a_receiver_that_is_away_costs_no_call(monkeypatch, caplog):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
     export = TraceExport(os.environ, instance_id="here")
-    CallTracer(export.tracer, model="fake").record(answered_call(), OK)
+    CallTracer(export.tracer, export.add_part, model="fake").record(answered_call(), OK)
     export.close()
     assert "export" in caplog.text
 
