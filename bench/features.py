@@ -27,6 +27,7 @@ import uvloop
 
 from bench.frontend import WORKLOADS, EmptyEngine, Target, answer, compare, pin
 from kestrel_grpc.__main__ import SWITCH_INTERVAL_S
+from kestrel_grpc.allocator import return_free_memory, set_apart_what_stays
 from kestrel_grpc.config import ServerConfig
 from kestrel_grpc.logs import set_up_logging
 from kestrel_grpc.server import Server
@@ -58,8 +59,9 @@ def receive_traces(pipe: Connection) -> None:
 async def serve(config: ServerConfig, pipe: Connection) -> None:
     """Our server, as the command sets it up."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    set_apart_what_stays()
     set_up_logging(config.log_level, line_format=config.log_format)
-    async with Server(EmptyEngine(), config) as server:
+    async with Server(EmptyEngine(), config, at_rest=return_free_memory) as server:
         await answer(pipe, server.port)
 
 

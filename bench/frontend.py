@@ -35,6 +35,7 @@ from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_client.v1.vision_service_pb2_grpc import add_VisionServiceServicer_to_server
 from kestrel_grpc import rendering
 from kestrel_grpc.__main__ import SWITCH_INTERVAL_S
+from kestrel_grpc.allocator import return_free_memory, set_apart_what_stays
 from kestrel_grpc.config import ServerConfig
 from kestrel_grpc.logs import set_up_logging
 from kestrel_grpc.server import Server
@@ -173,8 +174,9 @@ async def serve_threaded(pipe: Connection) -> None:
 async def serve_engine(pipe: Connection, engine: EmptyEngine) -> None:
     """Our server over an engine."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    set_apart_what_stays()
     set_up_logging("info")
-    async with Server(engine, ServerConfig(port=0)) as server:
+    async with Server(engine, ServerConfig(port=0), at_rest=return_free_memory) as server:
         await answer(pipe, server.port)
 
 
