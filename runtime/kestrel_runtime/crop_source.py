@@ -1,6 +1,6 @@
 """Crops of images as the vision encoder takes them: a few at a time, on the device, whatever they come from.
 
-Images that are not cut yet are cut once and kept until their last crop has been taken.
+Images that were not cut ahead are cut once; crops are kept until the last one has been taken.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from kestrel_runtime.ahead import CutImage
 from kestrel_runtime.images import UncutImage
 from kestrel_runtime.sequence import CropRange, Sequence
 from kestrel_runtime.transfer import to_device
@@ -33,7 +34,8 @@ class CropSource:
             return to_device(image.pixels[start:end], torch.uint8, self._device)
         crops = self._cut_crops.get(sequence.id)
         if crops is None:
-            crops = self._cut_crops[sequence.id] = self._cut(image)
+            ahead = image.ahead.claim() if isinstance(image, CutImage) else None
+            crops = self._cut_crops[sequence.id] = self._cut(image) if ahead is None else ahead
         if end == image.num_crops:
             del self._cut_crops[sequence.id]
         return crops[start:end]

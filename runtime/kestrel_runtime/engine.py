@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from kestrel_runtime.admission import Admission, Burden, QueueLimits
+from kestrel_runtime.ahead import AheadCutter
 from kestrel_runtime.config import EngineConfig
 from kestrel_runtime.culprits import Culprits
 from kestrel_runtime.errors import (
@@ -26,8 +27,10 @@ from kestrel_runtime.errors import (
     SkillUnsupported,
 )
 from kestrel_runtime.fast_paths import FastPaths
+from kestrel_runtime.images import make_crops
 from kestrel_runtime.loading import LoadedModel
 from kestrel_runtime.loop import EngineLoop
+from kestrel_runtime.models.moondream.tiling import Tiler
 from kestrel_runtime.pages import PagePool
 from kestrel_runtime.preprocess import Preprocessor
 from kestrel_runtime.probes import new_probes
@@ -130,7 +133,7 @@ class Engine:
             max_context=max_context,
             max_image_pixels=config.max_image_pixels,
             num_threads=config.num_preprocess_threads,
-            cut_images=not paths.resizes_images,
+            cut=self._cutter(loaded, paths, bounds.max_batch_size) if paths.resizes_images else make_crops,
         )
         runner = ModelRunner(loaded.model, cache, paths, max_batch_size=bounds.max_batch_size)
         runner.record()
@@ -203,6 +206,12 @@ class Engine:
             stream.over.add_done_callback(lambda _: timer.cancel())
         preparation.add_done_callback(lambda done: self._prepared(done, stream))
         return stream
+
+    @staticmethod
+    def _cutter(loaded: LoadedModel, paths: FastPaths, most_images: int) -> AheadCutter:
+        model = loaded.model
+        tiler = Tiler(model.config.vision, model.device, paths.kernels.resample)
+        return AheadCutter(tiler.crops, model.device, most_images=most_images)
 
     def load(self) -> Load:
         """How busy the engine is now."""

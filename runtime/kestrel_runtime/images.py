@@ -169,7 +169,8 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         canvas = Image.new("RGBA", layer.size, "white")
         canvas.alpha_composite(layer)
         return canvas.convert("RGB")
-    return image.convert("RGB")
+    # A conversion to what it is already would be a copy, which takes longer than decoding a JPEG.
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def _resize(image: Image.Image, height_px: int, width_px: int) -> np.ndarray:

@@ -8,12 +8,15 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+
+from PIL import Image
 
 from kestrel_runtime.culprits import Culprits, fingerprint_of
 from kestrel_runtime.errors import ContextLengthExceeded, RequestRefused
-from kestrel_runtime.images import decode_image, leave_uncut, make_crops
-from kestrel_runtime.models.moondream.config import MoondreamConfig
+from kestrel_runtime.images import Crops, UncutImage, decode_image, make_crops
+from kestrel_runtime.models.moondream.config import MoondreamConfig, VisionConfig
 from kestrel_runtime.requests import Request
 from kestrel_runtime.sequence import Sequence, SequenceClock
 from kestrel_runtime.skills import SKILLS
@@ -33,15 +36,15 @@ class Preprocessor:
         max_context: int,
         max_image_pixels: int,
         num_threads: int,
-        cut_images: bool = True,
+        cut: Callable[[Image.Image, VisionConfig], Crops | UncutImage] = make_crops,
     ) -> None:
-        """cut_images: whether workers make the crops; otherwise whoever encodes them does."""
+        """`cut` makes of an RGB image what the engine takes; it is called by all the threads."""
         self._config = config
         self._tokenizer = tokenizer
         self._culprits = culprits
         self._max_context = max_context
         self._max_image_pixels = max_image_pixels
-        self._cut_images = cut_images
+        self._cut = cut
         self._ids = itertools.count(1)
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="kestrel-preprocess")
 
@@ -71,7 +74,7 @@ class Preprocessor:
         crops = None
         if request.image is not None:
             image = decode_image(request.image, max_image_pixels=self._max_image_pixels)
-            crops = (make_crops if self._cut_images else leave_uncut)(image, config.vision)
+            crops = self._cut(image, config.vision)
         sampling, defaults = request.sampling, skill.defaults
         clock.prepared = time.monotonic()
         return Sequence(

@@ -8,7 +8,7 @@ import numpy as np
 
 from kestrel_runtime.events import CaptionOutput, TextDelta
 from kestrel_runtime.grammar import Grammar, GrammarState
-from kestrel_runtime.images import Crops
+from kestrel_runtime.images import Crops, UncutImage
 from kestrel_runtime.requests import Priority
 from kestrel_runtime.sequence import Sequence, SequenceClock
 from kestrel_runtime.skills.base import Reader
@@ -39,7 +39,7 @@ def new_sequence(
     prompt: list[Token] | int = 1,
     *,
     num_image_tokens: int = 0,
-    crops: Crops | None = None,
+    crops: Crops | UncutImage | None = None,
     rule: TokenRule = TokenRule(),  # noqa: B008 - a rule is immutable
     temperature: float = 0.0,
     top_p: float = 1.0,

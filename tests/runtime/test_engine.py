@@ -449,7 +449,7 @@ async def test_a_bug_in_preparing_a_request_fails_that_request_alone(
         raise RuntimeError("secret")
 
     with monkeypatch.context() as patched:
-        patched.setattr("kestrel_runtime.preprocess.make_crops", broken)
+        patched.setattr("kestrel_runtime.preprocess.decode_image", broken)
         error = await error_of(engine.submit(Caption(SMALL_IMAGE)))
     assert isinstance(error, InternalError)
     assert "secret" not in str(error)

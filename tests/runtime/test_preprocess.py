@@ -13,7 +13,7 @@ from kestrel_runtime.errors import (
     QueueTimeout,
     RequestRefused,
 )
-from kestrel_runtime.images import UncutImage
+from kestrel_runtime.images import UncutImage, leave_uncut
 from kestrel_runtime.loading import LoadedModel
 from kestrel_runtime.preprocess import Preprocessor
 from kestrel_runtime.requests import Caption, Point, Priority, Query, RequestOptions, SamplingParams
@@ -59,7 +59,7 @@ def test_images_may_be_left_uncut_for_who_encodes_them(moondream3: LoadedModel) 
         max_context=1000,
         max_image_pixels=10**6,
         num_threads=1,
-        cut_images=False,
+        cut=leave_uncut,
     )
     sequence = preprocessor.prepare(Caption(IMAGE), clock())
     preprocessor.close()
