@@ -3,7 +3,7 @@
 By default glibc learns from each large block that is freed to take the next one from its heaps, up to 32 MiB.
 Images and activations of all sizes then leave holes there, and a server under mixed load grows by what nobody uses.
 Python looks for old objects that hold only each other when there are a quarter more than the last time: beside all
-that a model's libraries have, that takes thousands of requests, and each may hold an image.
+that a model's libraries have, that takes long, and each request may have left an image.
 """
 
 from __future__ import annotations
