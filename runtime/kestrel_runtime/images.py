@@ -20,6 +20,8 @@ from kestrel_runtime.errors import ImageError
 from kestrel_runtime.models.moondream.config import VisionConfig
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
+MAX_SIDE_PX = 65_536
+"""A resize keeps weights for every pixel along a side: those of a line of 64 million would take gigabytes."""
 
 # What waits uncut holds all its pixels: 24 MB at most, which a screen of 3840 × 2160 just about needs.
 _MAX_UNCUT_PIXELS = 2**23
@@ -83,6 +85,8 @@ def decode_image(data: bytes, *, max_image_pixels: int) -> Image.Image:
             num_pixels = image.width * image.height
             if num_pixels > max_image_pixels:
                 raise _too_large(max_image_pixels)
+            if max(image.size) > MAX_SIDE_PX:
+                raise ImageError(f"must be at most {MAX_SIDE_PX} pixels wide and high", too_large=True)
             image.load()
             return _to_rgb(_upright(image))
     except ImageError:

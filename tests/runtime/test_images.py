@@ -13,7 +13,15 @@ from PIL import Image
 from safetensors.numpy import load_file
 
 from kestrel_runtime.errors import ImageError
-from kestrel_runtime.images import Crops, UncutImage, decode_image, leave_uncut, make_crops, select_tiling
+from kestrel_runtime.images import (
+    MAX_SIDE_PX,
+    Crops,
+    UncutImage,
+    decode_image,
+    leave_uncut,
+    make_crops,
+    select_tiling,
+)
 from kestrel_runtime.models.moondream.config import MoondreamConfig, VisionConfig
 from tests.golden import MD2_SMALL, expected, model_config, shared_folders
 
@@ -186,6 +194,24 @@ def test_declared_size_over_the_limit_is_refused_before_decoding(width, height):
         decode(png_header(width, height))
     assert caught.value.too_large
     assert caught.value.violations[0].description == "must have at most 64000000 pixels"
+
+
+@pytest.mark.parametrize("size", [(MAX_SIDE_PX + 1, 1), (1, MAX_SIDE_PX + 1)])
+def test_a_line_of_pixels_is_refused_however_few_they_are(size):
+    with pytest.raises(ImageError) as caught:
+        decode(encode(Image.new("RGB", size), "PNG"))
+    assert caught.value.too_large
+    assert caught.value.violations[0].description == "must be at most 65536 pixels wide and high"
+
+
+def test_a_side_may_be_as_long_as_the_limit():
+    assert decode(encode(Image.new("L", (MAX_SIDE_PX, 2)), "PNG")).size == (MAX_SIDE_PX, 2)
+
+
+def test_an_image_that_is_rgb_already_is_not_copied(monkeypatch):
+    data = encode(noise(20, 10), "PNG")
+    monkeypatch.setattr(Image.Image, "copy", None)
+    assert decode(data).mode == "RGB"
 
 
 def test_limit_is_what_the_caller_says():
