@@ -17,11 +17,11 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,44 +29,18 @@ from torch import Tensor
 from bench.device_timing import Limits, attempted, measure_limits, time_us
 from bench.harness.decode_cuts import CUTS, Cut
 from bench.harness.decode_inputs import FLOAT8, AttentionInputs, Contexts, dequantised
+from bench.harness.decode_steps import OPERATIONS, Model, Precision, time_contexts, time_steps
 from bench.harness.prefill_inputs import random_text
 from bench.random_weights import MOONDREAM_2
 from kestrel_ops import Kernels
 from kestrel_runtime.kv_cache import KVCache
-from kestrel_runtime.models.moondream.config import TextConfig
 from kestrel_runtime.models.moondream.fused_decode import FusedDecoder
-from kestrel_runtime.models.moondream.fused_weights import FusedBlock, Matrix, fused_blocks, fused_head
 from kestrel_runtime.models.moondream.text import TextModel
 
-Precision = Literal["model", "float8"]
-OPERATIONS: tuple[str, ...] = ("decode_expand", "decode_contract", "rotary_decode_attention")
 TINY = replace(
     MOONDREAM_2.text, dim=64, ff_dim=128, n_layers=2, n_heads=4, n_kv_heads=4, vocab_size=96, max_context=128
 )
 _EPSILON = 1e-5
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """One decoder in one precision."""
-
-    config: TextConfig
-    text: TextModel
-    blocks: tuple[FusedBlock, ...]
-    head: Matrix
-    precision: Precision
-
-    @classmethod
-    def of(cls, text: TextModel, precision: Precision) -> Model:
-        return cls(text.config, text, fused_blocks(text, precision), fused_head(text, precision), precision)
-
-    @property
-    def activation_dtype(self) -> torch.dtype:
-        return torch.float16 if self.precision == "float8" else self.text.wte.dtype
-
-    def weight_bytes(self) -> int:
-        matrices = [matrix for block in self.blocks for matrix in (block.up, block.down)]
-        return sum(matrix.weight.nbytes for matrix in [*matrices, self.head])
 
 
 def relative_error(got: Tensor, wanted: Tensor) -> float:
@@ -78,30 +52,6 @@ def relative_error(got: Tensor, wanted: Tensor) -> float:
 def definition(operation: str) -> Callable[..., Any]:
     """The operation in plain torch."""
     return getattr(importlib.import_module(f"kestrel_ops.reference.{operation}"), operation)
-
-
-def launched_otherwise(kernels: Kernels, **settings: bool) -> Kernels:
-    """The same kernels, those in Triton with other settings of their plans, as far as they have them."""
-
-    def wrapped(operation: str) -> Callable[..., Any]:
-        function = getattr(kernels, operation)
-        module = sys.modules[function.__module__]
-        if "triton" not in function.__module__:
-            return function
-
-        def launched(*arguments: Any) -> None:
-            if operation == "rotary_decode_attention":
-                plan = module.plan_for(len(arguments[0]), arguments[4].dtype)
-            elif operation == "decode_expand":
-                plan = module.plan_for(len(arguments[0]), arguments[1].dtype, arguments[1].shape[1])
-            else:
-                plan = module.plan_for(len(arguments[0]), arguments[1].dtype)
-            known = {name: value for name, value in settings.items() if hasattr(plan, name)}
-            function(*arguments, plan=replace(plan, **known))
-
-        return launched
-
-    return replace(kernels, **{operation: wrapped(operation) for operation in OPERATIONS})
 
 
 # One operation of one layer
@@ -238,71 +188,6 @@ def check_layers(kernels: Kernels, model: Model, contexts: Contexts, cache_dtype
 # Time
 
 
-@torch.no_grad()
-def time_step(kernels: Kernels, model: Model, contexts: Contexts, cache: KVCache, has_own_head: bool) -> float:
-    """Microseconds of a whole step: blocks, head and the largest logit."""
-    device, config = model.text.wte.device, model.config
-    decoder = FusedDecoder(model.text, model.blocks, kernels)
-    workspace = decoder.workspace(contexts.batch)
-    embeddings = torch.randn(contexts.batch, config.dim, device=device).bfloat16()
-    positions, table = contexts.positions(device), contexts.page_table(device)
-    logits = torch.empty(contexts.batch, config.vocab_size, device=device, dtype=torch.bfloat16)
-    chosen = torch.empty(contexts.batch, dtype=torch.int64, device=device)
-
-    def step() -> None:
-        hidden = decoder.forward(embeddings, positions, table, cache, workspace)
-        if has_own_head:
-            decoder.logits(hidden, model.head, logits)
-            torch.argmax(logits, dim=1, out=chosen)
-        else:
-            torch.argmax(model.text.logits(hidden.bfloat16()), dim=1, out=chosen)
-
-    return time_us([step], rounds=4)
-
-
-def time_steps(
-    kernels: Kernels, model: Model, limits: Limits, ranges: list[tuple[int, int]], batches: list[int]
-) -> list[dict[str, Any]]:
-    """A table of whole steps over batches, contexts and types of cache."""
-    rows: list[dict[str, Any]] = []
-    config, device = model.config, model.text.wte.device
-    print(f"\nWhole steps, {model.precision} weights: ms, limit, tokens/s")
-    for shortest, longest in ranges:
-        for cache_dtype in (torch.bfloat16, FLOAT8):
-            for batch in batches:
-                contexts = Contexts(batch, shortest, longest)
-                name = f"{model.precision} {str(cache_dtype)[6:]} {shortest}..{longest} batch {batch}"
-                with attempted(f"step {name}"):
-                    cache = contexts.filled_cache(config, device, cache_dtype)
-                    us = time_step(kernels, model, contexts, cache, True)
-                    # Two batches are enough to see what it gives, and compiling takes its time.
-                    others = {"plain head": time_step(kernels, model, contexts, cache, False)}
-                    if batch in (1, 64) and model.precision == "float8":
-                        other = launched_otherwise(kernels, dependent_launch=False)
-                        others["no dependent launch"] = time_step(other, model, contexts, cache, True)
-                    per_position = 2 * config.n_layers * config.n_kv_heads * config.head_dim * cache_dtype.itemsize
-                    size = model.weight_bytes() + contexts.num_positions() * per_position
-                    limit = size / limits.copy_bytes_per_s * 1e6
-                    rows.append(
-                        {
-                            "precision": model.precision,
-                            "cache": str(cache_dtype)[6:],
-                            "contexts": [shortest, longest],
-                            "batch": batch,
-                            "us": us,
-                            "others_us": others,
-                            "limit_us": limit,
-                        }
-                    )
-                    print(
-                        f"  {name:<44}{us / 1e3:>8.3f}  limit {limit / 1e3:.3f}  {us / limit:.2f}x"
-                        f"  {batch / us * 1e6:>8.0f}   "
-                        + ", ".join(f"{what} {other / 1e3:.3f}" for what, other in others.items()),
-                        flush=True,
-                    )
-    return rows
-
-
 def time_kernels(
     kernels: Kernels, model: Model, limits: Limits, ranges: list[tuple[int, int]], batches: list[int]
 ) -> list[dict[str, Any]]:
@@ -415,6 +300,8 @@ def main() -> int:
     device = torch.device(arguments.device)
     config = TINY if arguments.tiny else MOONDREAM_2.text
     ranges = [(3, 40)] if arguments.tiny else [(13, 300), (746, 1002)]
+    # The step adds a token, so that the last of these fills the context.
+    lengths = [step * config.max_context // 8 - 1 for step in (1, 2, 4, 6, 8)]
     batches = arguments.batches
     started = time.perf_counter()
 
@@ -456,9 +343,13 @@ def main() -> int:
                     errors = check_layers(kernels, model, contexts, dtype)
                     result["layer_errors"][f"{model.precision} {str(dtype)[6:]}"] = errors
         write()
-    result["steps"], result["operations"] = [], []
+    result["steps"], result["contexts"], result["operations"] = [], [], []
     for model in models.values():
         result["steps"] += time_steps(kernels, model, limits, ranges, batches)
+        write()
+        result["contexts"] += time_contexts(
+            kernels, model, limits, lengths, [batch for batch in batches if batch <= 64]
+        )
         write()
         result["operations"] += time_kernels(kernels, model, limits, ranges, batches)
         write()

@@ -22,6 +22,9 @@ def test_it_measures_steps_and_operations_and_checks_them(tmp_path, monkeypatch,
     assert {(row["cache"], row["batch"]) for row in result["steps"]} == {
         (cache, batch) for cache in ("bfloat16", "float8_e4m3fn") for batch in (1, 3)
     }
+    assert {(row["at_once"], row["context"]) for row in result["contexts"]} == {
+        (batch, context) for batch in ("batch 1", "batch 3") for context in (15, 31, 63, 95, 127)
+    }
     assert {row["name"].split()[0] for row in result["operations"]} == {"expand", "contract", "attention"}
     assert max(result["kernel_errors"].values()) == 0  # without a device, what runs are the definitions
     for errors in result["layer_errors"].values():

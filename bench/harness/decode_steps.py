@@ -1,0 +1,167 @@
+"""Whole decode steps of random weights, timed: over batches, contexts, and types of weights and cache."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from bench.device_timing import Limits, attempted, time_us
+from bench.harness.decode_inputs import FLOAT8, Contexts
+from kestrel_ops import Kernels
+from kestrel_runtime.kv_cache import KVCache
+from kestrel_runtime.models.moondream.config import TextConfig
+from kestrel_runtime.models.moondream.fused_decode import FusedDecoder
+from kestrel_runtime.models.moondream.fused_weights import FusedBlock, Matrix, fused_blocks, fused_head
+from kestrel_runtime.models.moondream.text import TextModel
+
+Precision = Literal["model", "float8"]
+OPERATIONS: tuple[str, ...] = ("decode_expand", "decode_contract", "rotary_decode_attention")
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """One decoder in one precision."""
+
+    config: TextConfig
+    text: TextModel
+    blocks: tuple[FusedBlock, ...]
+    head: Matrix
+    precision: Precision
+
+    @classmethod
+    def of(cls, text: TextModel, precision: Precision) -> Model:
+        return cls(text.config, text, fused_blocks(text, precision), fused_head(text, precision), precision)
+
+    @property
+    def activation_dtype(self) -> torch.dtype:
+        return torch.float16 if self.precision == "float8" else self.text.wte.dtype
+
+    def weight_bytes(self) -> int:
+        matrices = [matrix for block in self.blocks for matrix in (block.up, block.down)]
+        return sum(matrix.weight.nbytes for matrix in [*matrices, self.head])
+
+
+def launched_otherwise(kernels: Kernels, **settings: bool) -> Kernels:
+    """The same kernels, those in Triton with other settings of their plans, as far as they have them."""
+
+    def wrapped(operation: str) -> Callable[..., Any]:
+        function = getattr(kernels, operation)
+        module = sys.modules[function.__module__]
+        if "triton" not in function.__module__:
+            return function
+
+        def launched(*arguments: Any) -> None:
+            if operation == "rotary_decode_attention":
+                plan = module.plan_for(len(arguments[0]), arguments[4].dtype)
+            elif operation == "decode_expand":
+                plan = module.plan_for(len(arguments[0]), arguments[1].dtype, arguments[1].shape[1])
+            else:
+                plan = module.plan_for(len(arguments[0]), arguments[1].dtype)
+            known = {name: value for name, value in settings.items() if hasattr(plan, name)}
+            function(*arguments, plan=replace(plan, **known))
+
+        return launched
+
+    return replace(kernels, **{operation: wrapped(operation) for operation in OPERATIONS})
+
+
+@torch.no_grad()
+def time_step(kernels: Kernels, model: Model, contexts: Contexts, cache: KVCache, has_own_head: bool) -> float:
+    """Microseconds of a whole step: blocks, head and the largest logit."""
+    device, config = model.text.wte.device, model.config
+    decoder = FusedDecoder(model.text, model.blocks, kernels)
+    workspace = decoder.workspace(contexts.batch)
+    embeddings = torch.randn(contexts.batch, config.dim, device=device).bfloat16()
+    positions, table = contexts.positions(device), contexts.page_table(device)
+    logits = torch.empty(contexts.batch, config.vocab_size, device=device, dtype=torch.bfloat16)
+    chosen = torch.empty(contexts.batch, dtype=torch.int64, device=device)
+
+    def step() -> None:
+        hidden = decoder.forward(embeddings, positions, table, cache, workspace)
+        if has_own_head:
+            decoder.logits(hidden, model.head, logits)
+            torch.argmax(logits, dim=1, out=chosen)
+        else:
+            torch.argmax(model.text.logits(hidden.bfloat16()), dim=1, out=chosen)
+
+    return time_us([step], rounds=4)
+
+
+def time_steps(
+    kernels: Kernels, model: Model, limits: Limits, ranges: list[tuple[int, int]], batches: list[int]
+) -> list[dict[str, Any]]:
+    """A table of whole steps over batches, contexts and types of cache."""
+    rows: list[dict[str, Any]] = []
+    config, device = model.config, model.text.wte.device
+    print(f"\nWhole steps, {model.precision} weights: ms, limit, tokens/s")
+    for shortest, longest in ranges:
+        for cache_dtype in (torch.bfloat16, FLOAT8):
+            for batch in batches:
+                contexts = Contexts(batch, shortest, longest)
+                name = f"{model.precision} {str(cache_dtype)[6:]} {shortest}..{longest} batch {batch}"
+                with attempted(f"step {name}"):
+                    cache = contexts.filled_cache(config, device, cache_dtype)
+                    us = time_step(kernels, model, contexts, cache, True)
+                    # Two batches are enough to see what it gives, and compiling takes its time.
+                    others = {"plain head": time_step(kernels, model, contexts, cache, False)}
+                    if batch in (1, 64) and model.precision == "float8":
+                        other = launched_otherwise(kernels, dependent_launch=False)
+                        others["no dependent launch"] = time_step(other, model, contexts, cache, True)
+                    limit = step_limit_us(model, contexts, cache_dtype, limits)
+                    rows.append(
+                        {
+                            "precision": model.precision,
+                            "cache": str(cache_dtype)[6:],
+                            "contexts": [shortest, longest],
+                            "batch": batch,
+                            "us": us,
+                            "others_us": others,
+                            "limit_us": limit,
+                        }
+                    )
+                    print(
+                        f"  {name:<44}{us / 1e3:>8.3f}  limit {limit / 1e3:.3f}  {us / limit:.2f}x"
+                        f"  {batch / us * 1e6:>8.0f}   "
+                        + ", ".join(f"{what} {other / 1e3:.3f}" for what, other in others.items()),
+                        flush=True,
+                    )
+    return rows
+
+
+def step_limit_us(model: Model, contexts: Contexts, cache_dtype: torch.dtype, limits: Limits) -> float:
+    """Microseconds that a copy of a step's weights, keys and values takes."""
+    config = model.config
+    per_position = 2 * config.n_layers * config.n_kv_heads * config.head_dim * cache_dtype.itemsize
+    size = model.weight_bytes() + contexts.num_positions() * per_position
+    return size / limits.copy_bytes_per_s * 1e6
+
+
+def time_contexts(
+    kernels: Kernels, model: Model, limits: Limits, lengths: list[int], batches: list[int]
+) -> list[dict[str, Any]]:
+    """Whole steps of sequences that are all equally long, with keys and values in float8."""
+    rows: list[dict[str, Any]] = []
+    print(f"\nOver contexts, {model.precision} weights, float8 cache: ms, limit")
+    for batch in batches:
+        for length in lengths:
+            contexts = Contexts(batch, length, length)
+            name = f"{model.precision} batch {batch} context {length}"
+            with attempted(f"step {name}"):
+                cache = contexts.filled_cache(model.config, model.text.wte.device, FLOAT8)
+                us = time_step(kernels, model, contexts, cache, False)
+                limit = step_limit_us(model, contexts, FLOAT8, limits)
+                rows.append(
+                    {
+                        "precision": model.precision,
+                        "at_once": f"batch {batch}",
+                        "context": length,
+                        "us": us,
+                        "limit_us": limit,
+                    }
+                )
+                print(f"  {name:<44}{us / 1e3:>8.3f}  limit {limit / 1e3:.3f}  {us / limit:.2f}x", flush=True)
+    return rows
