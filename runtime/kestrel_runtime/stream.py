@@ -60,9 +60,10 @@ class Stream:
         if self.over.done():
             return
         self.is_cancelled = True
+        on_cancel = self._on_cancel
         self._end()
-        if self._on_cancel is not None:
-            self._on_cancel()
+        if on_cancel is not None:
+            on_cancel()
 
     def deliver(self, events: list[Event], error: KestrelError | None = None) -> None:
         """On the event loop: take what the engine sent."""
@@ -82,6 +83,8 @@ class Stream:
 
     def _end(self) -> None:
         self.over.set_result(None)
+        # It knows the stream and the request's image: held any longer, they would wait for the garbage collector.
+        self._on_cancel = None
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 

@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import gc
 import random
 import threading
+import weakref
 
 import pytest
 
@@ -102,6 +104,21 @@ async def test_the_deltas_of_each_channel_add_up_to_the_final_text(engine: Engin
         assert finished.output.reasoning is not None
         assert text_of(events, TextChannel.REASONING) == finished.output.reasoning.text != ""
         assert text_of(events, TextChannel.ANSWER) == finished.output.answer
+
+
+async def test_nothing_of_a_request_waits_for_the_garbage_collector(engine: Engine) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        stream = engine.submit(Query("hi", SMALL_IMAGE, sampling=SamplingParams(max_tokens=1)))
+        await stream.result()
+        await settled(engine)
+        gone = weakref.ref(stream)
+        del stream
+        await settled(engine)
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 async def test_usage_and_timing_tell_what_was_spent(engine: Engine) -> None:

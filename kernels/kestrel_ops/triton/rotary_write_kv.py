@@ -135,7 +135,7 @@ def _rotary_write_kv(
 
     keys = row + (num_heads + groups)[:, None] * head_dim
     turned = held & (lanes < half)[None, :]
-    stays = slot >= 0  # what is stored: nobody's is not
+    stays = (groups < tl.where(slot >= 0, num_groups, 0))[:, None]  # what is stored: nobody's is not
     first = keys + lanes[None, :]
     left = tl.load(first, mask=turned, other=0.0).to(tl.float32)
     right = tl.load(first + half, mask=turned, other=0.0).to(tl.float32)
