@@ -133,6 +133,7 @@ class Engine:
             max_context=max_context,
             max_image_pixels=config.max_image_pixels,
             num_threads=config.num_preprocess_threads,
+            ageing_s=config.ageing_s,
             cut=self._cutter(loaded, paths, bounds.max_batch_size) if paths.resizes_images else make_crops,
         )
         runner = ModelRunner(loaded.model, cache, paths, max_batch_size=bounds.max_batch_size)

@@ -9,7 +9,8 @@ import itertools
 import secrets
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 
 from PIL import Image
 
@@ -22,6 +23,7 @@ from kestrel_runtime.sequence import Sequence, SequenceClock
 from kestrel_runtime.skills import SKILLS
 from kestrel_runtime.tokenizer import Tokenizer
 from kestrel_runtime.tokens import Token
+from kestrel_runtime.workers import Workers
 
 
 class Preprocessor:
@@ -36,6 +38,7 @@ class Preprocessor:
         max_context: int,
         max_image_pixels: int,
         num_threads: int,
+        ageing_s: float = 10.0,
         cut: Callable[[Image.Image, VisionConfig], Crops | UncutImage] = make_crops,
     ) -> None:
         """`cut` makes of an RGB image what the engine takes; it is called by all the threads."""
@@ -46,11 +49,16 @@ class Preprocessor:
         self._max_image_pixels = max_image_pixels
         self._cut = cut
         self._ids = itertools.count(1)
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="kestrel-preprocess")
+        self._ageing_s = ageing_s
+        self._workers = Workers(num_threads, "kestrel-preprocess")
 
     def submit(self, request: Request, clock: SequenceClock, tenant: str = "") -> Future[Sequence]:
-        """Have a worker `prepare` the request; the future can be cancelled until one does."""
-        return self._pool.submit(self.prepare, request, clock, tenant)
+        """Have a worker `prepare` the request; the future can be cancelled until one does.
+
+        Who waits for a worker goes by priority and age, as who waits for pages does.
+        """
+        urgency = clock.submitted + self._ageing_s * request.options.priority
+        return self._workers.submit(partial(self.prepare, request, clock, tenant), urgency)
 
     def prepare(self, request: Request, clock: SequenceClock, tenant: str = "") -> Sequence:
         """Decode, cut and tokenise.
@@ -96,4 +104,4 @@ class Preprocessor:
 
     def close(self) -> None:
         """Drop what has not begun and wait for the workers."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._workers.close()

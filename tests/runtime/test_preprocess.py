@@ -1,8 +1,11 @@
 """Preparing requests on worker threads."""
 
+import io
+import threading
 import time
 
 import pytest
+from PIL import Image
 
 from kestrel_runtime.culprits import Culprits, fingerprint_of
 from kestrel_runtime.errors import (
@@ -21,6 +24,7 @@ from kestrel_runtime.sequence import SequenceClock
 from tests.golden import MD3_SMALL
 
 IMAGE = (MD3_SMALL / "image_0_500x400.png").read_bytes()
+MAX_WAIT_S = 30
 
 
 @pytest.fixture
@@ -141,3 +145,61 @@ def test_a_sequence_knows_its_tenant_and_priority(preprocessor: Preprocessor) ->
     query = Query("hello", options=RequestOptions(priority=Priority.BATCH))
     sequence = preprocessor.submit(query, clock(), "somebody").result()
     assert (sequence.tenant, sequence.priority) == ("somebody", Priority.BATCH)
+
+
+class OneWorker:
+    """A preprocessor with one thread, which notes the widths of images in the order in which it takes them."""
+
+    def __init__(self, moondream3: LoadedModel) -> None:
+        self.widths: list[int] = []
+        self._has_begun, self._may_go_on = threading.Event(), threading.Event()
+        config, tokenizer = moondream3.model.config, moondream3.tokenizer
+        self.preprocessor = Preprocessor(
+            config,
+            tokenizer,
+            Culprits(),
+            max_context=1000,
+            max_image_pixels=10**6,
+            num_threads=1,
+            ageing_s=10.0,
+            cut=self._cut,
+        )
+
+    def after(self, *waiting: tuple[Priority, float]) -> list[int]:
+        """The order in which requests of these priorities and ages in seconds are taken, by their places here."""
+        now = time.monotonic()
+        first = self.preprocessor.submit(Caption(picture(100)), SequenceClock(now))
+        assert self._has_begun.wait(MAX_WAIT_S)
+        futures = [
+            self.preprocessor.submit(
+                Caption(picture(width), options=RequestOptions(priority=priority)), SequenceClock(now - age_s)
+            )
+            for width, (priority, age_s) in enumerate(waiting, start=1)
+        ]
+        self._may_go_on.set()
+        for future in (first, *futures):
+            future.result(MAX_WAIT_S)
+        self.preprocessor.close()
+        return [width - 1 for width in self.widths[1:]]
+
+    def _cut(self, image, vision):
+        self.widths.append(image.width)
+        self._has_begun.set()
+        assert self._may_go_on.wait(MAX_WAIT_S)
+        return leave_uncut(image, vision)
+
+
+def picture(width_px: int) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (width_px, 8)).save(file, "PNG")
+    return file.getvalue()
+
+
+def test_workers_take_the_most_urgent_first(moondream3: LoadedModel) -> None:
+    waiting = [(Priority.BATCH, 0.0), (Priority.NORMAL, 0.0), (Priority.INTERACTIVE, 0.0), (Priority.NORMAL, 1.0)]
+    assert OneWorker(moondream3).after(*waiting) == [2, 3, 1, 0]
+
+
+def test_who_has_waited_long_enough_is_no_less_urgent(moondream3: LoadedModel) -> None:
+    waiting = [(Priority.INTERACTIVE, 0.0), (Priority.BATCH, 19.0), (Priority.BATCH, 21.0)]
+    assert OneWorker(moondream3).after(*waiting) == [2, 0, 1]
