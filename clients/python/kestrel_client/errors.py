@@ -10,6 +10,7 @@
     ├── Unavailable          no server, or one that is starting or stopping; carries when to try again
     ├── DeadlineExceeded     no answer within `timeout_s`
     ├── Cancelled            the call was cancelled
+    ├── StreamIdle           nobody took the stream's messages
     └── ServerError          anything else; the server's log knows more
 
 Every one carries the status `code`, the server's stable `reason`, its `metadata` and the `request_id` to look for
@@ -119,6 +120,10 @@ class Cancelled(KestrelClientError):
     """The call was cancelled, here or by the server."""
 
 
+class StreamIdle(KestrelClientError):
+    """The server ended a stream of which nothing was taken for too long: iterate over it, or cancel it."""
+
+
 class ServerError(KestrelClientError):
     """The server failed, or answered what this client does not understand."""
 
@@ -139,6 +144,7 @@ _KINDS: Mapping[grpc.StatusCode, type[KestrelClientError]] = {
     grpc.StatusCode.UNAVAILABLE: Unavailable,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
     grpc.StatusCode.CANCELLED: Cancelled,
+    grpc.StatusCode.ABORTED: StreamIdle,
 }
 
 
