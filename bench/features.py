@@ -25,12 +25,8 @@ import grpc
 import trustme
 import uvloop
 
-from bench.frontend import WORKLOADS, EmptyEngine, Target, answer, compare, pin
-from kestrel_grpc.__main__ import SWITCH_INTERVAL_S
-from kestrel_grpc.allocator import return_free_memory, set_apart_what_stays
+from bench.frontend import WORKLOADS, EmptyEngine, Target, compare, pin, serve_engine
 from kestrel_grpc.config import ServerConfig
-from kestrel_grpc.logs import set_up_logging
-from kestrel_grpc.server import Server
 from kestrel_grpc.tokens import Scope, line_for, new_secret
 
 TARGET_RATIO = 0.8
@@ -58,11 +54,7 @@ def receive_traces(pipe: Connection) -> None:
 
 async def serve(config: ServerConfig, pipe: Connection) -> None:
     """Our server, as the command sets it up."""
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
-    set_apart_what_stays()
-    set_up_logging(config.log_level, line_format=config.log_format)
-    async with Server(EmptyEngine(), config, at_rest=return_free_memory) as server:
-        await answer(pipe, server.port)
+    await serve_engine(pipe, EmptyEngine(), config)
 
 
 @dataclass(frozen=True)

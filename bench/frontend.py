@@ -171,12 +171,13 @@ async def serve_threaded(pipe: Connection) -> None:
     await serve_engine(pipe, ThreadedEmptyEngine())
 
 
-async def serve_engine(pipe: Connection, engine: EmptyEngine) -> None:
-    """Our server over an engine."""
+async def serve_engine(pipe: Connection, engine: EmptyEngine, config: ServerConfig | None = None) -> None:
+    """Our server over an engine, by default as the command sets it up when it is told nothing."""
+    config = config or ServerConfig(port=0)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     set_apart_what_stays()
-    set_up_logging("info")
-    async with Server(engine, ServerConfig(port=0), at_rest=return_free_memory) as server:
+    set_up_logging(config.log_level, line_format=config.log_format)
+    async with Server(engine, config, at_rest=return_free_memory) as server:
         await answer(pipe, server.port)
 
 

@@ -45,8 +45,8 @@ class Model:
         return sum(matrix.weight.nbytes for matrix in [*matrices, self.head])
 
 
-def launched_otherwise(kernels: Kernels, **settings: bool) -> Kernels:
-    """The same kernels, those in Triton with other settings of their plans, as far as they have them."""
+def without_dependent_launch(kernels: Kernels) -> Kernels:
+    """The same kernels, those in Triton each started only when the one before has ended."""
 
     def wrapped(operation: str) -> Callable[..., Any]:
         function = getattr(kernels, operation)
@@ -61,8 +61,9 @@ def launched_otherwise(kernels: Kernels, **settings: bool) -> Kernels:
                 plan = module.plan_for(len(arguments[0]), arguments[1].dtype, arguments[1].shape[1])
             else:
                 plan = module.plan_for(len(arguments[0]), arguments[1].dtype)
-            known = {name: value for name, value in settings.items() if hasattr(plan, name)}
-            function(*arguments, plan=replace(plan, **known))
+            if hasattr(plan, "dependent_launch"):
+                plan = replace(plan, dependent_launch=False)
+            function(*arguments, plan=plan)
 
         return launched
 
@@ -106,10 +107,10 @@ def time_steps(
                 with attempted(f"step {name}"):
                     cache = contexts.filled_cache(config, device, cache_dtype)
                     us = time_step(kernels, model, contexts, cache, True)
-                    # Two batches are enough to see what it gives, and compiling takes its time.
                     others = {"plain head": time_step(kernels, model, contexts, cache, False)}
+                    # Two batches are enough to see what it gives, and compiling takes its time.
                     if batch in (1, 64) and model.precision == "float8":
-                        other = launched_otherwise(kernels, dependent_launch=False)
+                        other = without_dependent_launch(kernels)
                         others["no dependent launch"] = time_step(other, model, contexts, cache, True)
                     limit = step_limit_us(model, contexts, cache_dtype, limits)
                     rows.append(

@@ -34,5 +34,4 @@ class EncodeGraphs:
             self._recorded[count] = own, Recording.of(lambda: self._encode(own), self._pool)
         inputs, recording = self._recorded[count]
         inputs.copy_(crops)
-        recording.graph.replay()
-        return recording.result.clone()  # its place is written again by the next replay
+        return recording.replayed()

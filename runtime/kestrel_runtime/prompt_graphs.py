@@ -93,8 +93,7 @@ class PromptGraphs:
         size = padded_length(len(embeddings))
         recording = self._recorded.get(size) or self._record(size)
         self._inputs.fill(embeddings, plan, rows)
-        recording.graph.replay()
-        return recording.result.clone()  # its place is written again by the next replay
+        return recording.replayed()
 
     def _record(self, size: int) -> Recording:
         started = time.monotonic()
