@@ -14,6 +14,11 @@ from kestrel_runtime.requests import Request
 REQUEST_ID_KEY = "x-request-id"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
+# A deadline passes on the caller's clock first, and all that comes of it here is that the caller hangs up: earlier
+# than the deadline known here by the call's time on its way, and by what gRPC rounded up when it wrote it.
+_ON_THE_WAY_S = 0.02
+_ROUNDED_UP = 0.01
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -74,8 +79,10 @@ class Call:
 
     @property
     def is_late(self) -> bool:
-        """Whether its deadline has passed."""
-        return self.deadline_s is not None and self.duration_s >= self.deadline_s
+        """Whether its deadline has passed on the caller's clock, as far as can be told from here."""
+        if self.deadline_s is None:
+            return False
+        return self.duration_s >= self.deadline_s * (1.0 - _ROUNDED_UP) - _ON_THE_WAY_S
 
     @property
     def duration_ms(self) -> float:

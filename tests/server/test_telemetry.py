@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections.abc import AsyncIterator, Iterator
 from http.client import HTTPConnection
@@ -87,25 +88,45 @@ async def test_streams_and_single_answers_are_counted_alike(house):
     assert await house.counted("gen_ai_client_token_usage_sum", **tokens) == 6
 
 
-async def test_a_caller_who_hangs_up_is_counted_as_such():
+@pytest.fixture
+def ended_calls() -> Iterator[asyncio.Semaphore]:
+    """Acquired once per call that has ended: waits until one has been counted."""
+    ended = asyncio.Semaphore(0)
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            ended.release()
+
+    log, handler = logging.getLogger("kestrel_grpc.calls"), Handler()
+    level = log.level
+    log.setLevel(logging.INFO)
+    log.addHandler(handler)
+    yield ended
+    log.removeHandler(handler)
+    log.setLevel(level)
+
+
+async def test_a_caller_who_hangs_up_is_counted_as_such(ended_calls):
     engine = FakeEngine(lambda request: [*answers(request)[:2], HOLD])
     async with Server(engine, WATCHED) as server, grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         house = House(server, channel)
         call = house.stub.Query(wire.QueryRequest(question="?"))
         await call.read()
         call.cancel()
-        await engine.is_idle.wait()
+        await ended_calls.acquire()
         assert await house.ended(QUERY, "CANCELLED") == 1
 
 
-async def test_a_deadline_that_passes_is_told_from_hanging_up():
+async def test_a_deadline_that_passes_is_told_from_hanging_up(ended_calls):
     engine = FakeEngine(lambda request: [HOLD])
     async with Server(engine, WATCHED) as server, grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         house = House(server, channel)
+        # As `timeout` writes it, but the caller's own clock is not set: it could run out before the call arrives.
+        deadline = (("grpc-timeout", "200m"),)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await house.stub.CompleteQuery(wire.CompleteQueryRequest(question="?"), timeout=0.2)
+            await house.stub.CompleteQuery(wire.CompleteQueryRequest(question="?"), metadata=deadline)
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        await engine.is_idle.wait()
+        await ended_calls.acquire()
         assert await house.ended(COMPLETE_QUERY, "DEADLINE_EXCEEDED") == 1
 
 
