@@ -65,9 +65,12 @@ TARGET_RATIO = 0.7
 EMPTY = "empty"
 
 _USAGE = Usage(735, 729, NUM_DELTAS)
+# Each piece goes on with another channel than the one before: pieces of one would be joined while they wait, and
+# what is measured is the cost of a message.
+_CHANNELS = (TextChannel.REASONING, TextChannel.ANSWER)
 EVENTS: tuple[Event, ...] = (
     Started(Usage(735, 729)),
-    *(TextDelta(" kestrel", TextChannel.ANSWER, index, 1) for index in range(NUM_DELTAS)),
+    *(TextDelta(" kestrel", _CHANNELS[index % 2], index // 2, 1) for index in range(NUM_DELTAS)),
     Finished(
         QueryOutput(" kestrel" * NUM_DELTAS, None), FinishReason.STOP, _USAGE, Timing(0.0, 0.0, 0.1, 0.1, 0.5)
     ),

@@ -61,6 +61,12 @@ def answers(request: Request) -> list[Event]:
     return [Started(Usage(735, 729)), *deltas, Finished(output, FinishReason.STOP, usage, TIMING)]
 
 
+def much_text() -> list[Event]:
+    """16 MiB, in pieces that no stream joins: each goes on with another channel than the one before."""
+    channels = (TextChannel.REASONING, TextChannel.ANSWER)
+    return [TextDelta("a" * 2**20, channels[index % 2], index // 2, 1) for index in range(16)]
+
+
 def fails(error: BaseException) -> Script:
     """A script that fails before it starts."""
     return lambda request: [error]

@@ -23,6 +23,8 @@ class Sample:
     arrivals: array[float] = field(default_factory=lambda: array("d"))
     """When each piece of the answer came."""
     error: str = ""
+    num_first_tokens: int = 1
+    """How many of the tokens came with the first piece."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -206,12 +206,14 @@ class _Load:
             sampling=generation_pb2.SamplingParams(temperature=0.0, max_tokens=workload.num_tokens),
         )
         arrivals: array[float] = array("d")
-        num_tokens = 0
+        num_tokens, num_first_tokens = 0, 1
         error = ""
         call = self._call(message.SerializeToString(), timeout=timeout_s)
         try:
             while isinstance(response := await call.read(), vision_service_pb2.QueryResponse):  # else the end
                 if response.HasField("delta"):
+                    if not arrivals:
+                        num_first_tokens = response.delta.token_count
                     arrivals.append(time.perf_counter())
                 elif response.HasField("completed"):
                     num_tokens = response.completed.info.usage.output_token_count
@@ -219,4 +221,4 @@ class _Load:
             error = failure.code().name
         finally:
             call.cancel()
-        return Sample(started, time.perf_counter(), num_tokens, arrivals, error)
+        return Sample(started, time.perf_counter(), num_tokens, arrivals, error, num_first_tokens)

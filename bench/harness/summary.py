@@ -105,10 +105,11 @@ def first_token_ms(sample: Sample) -> float:
 
 
 def per_token_ms(sample: Sample) -> float | None:
-    """The average over the tokens after the first; None where there is none."""
-    if sample.num_tokens < 2 or not sample.arrivals:
+    """The average over the tokens after the first piece; None where there is none."""
+    num_tokens = sample.num_tokens - sample.num_first_tokens
+    if num_tokens < 1 or not sample.arrivals:
         return None
-    return 1e3 * (sample.ended - sample.arrivals[0]) / (sample.num_tokens - 1)
+    return 1e3 * (sample.ended - sample.arrivals[0]) / num_tokens
 
 
 def percentiles(values: Iterable[float]) -> Percentiles:

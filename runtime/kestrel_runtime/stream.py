@@ -12,12 +12,14 @@ from collections import deque
 from collections.abc import Callable
 
 from kestrel_runtime.errors import KestrelError
-from kestrel_runtime.events import Event, Finished
+from kestrel_runtime.events import Event, Finished, TextDelta
 
 
 class Stream:
     """One request's events, in order: `Started`, `TextDelta`s, `Finished`; or an error, raised by the iteration.
 
+    A caller who is slower than the engine finds the text that has come since as one piece: what a piece costs to
+    pass on does not depend on its length, so falling behind is how to catch up.
     Lives on the event loop it was made on; only `fail` may be called from elsewhere.
     """
 
@@ -42,7 +44,8 @@ class Stream:
                 raise StopAsyncIteration
             self._waiter = self.loop.create_future()
             await self._waiter
-        return self._events.popleft()
+        event = self._events.popleft()
+        return self._joined(event) if isinstance(event, TextDelta) else event
 
     async def result(self) -> Finished:
         """Skip to the end. Raises what the iteration raises."""
@@ -80,6 +83,17 @@ class Stream:
         """From any thread: end with an error."""
         with contextlib.suppress(RuntimeError):  # the caller's loop is closed: nobody listens any more
             self.loop.call_soon_threadsafe(self.deliver, [], error)
+
+    def _joined(self, piece: TextDelta) -> TextDelta:
+        """A piece of text, with those of the same channel that wait right behind it."""
+        pieces = [piece]
+        while self._events and isinstance(later := self._events[0], TextDelta) and later.channel is piece.channel:
+            pieces.append(later)
+            self._events.popleft()
+        if len(pieces) == 1:
+            return piece
+        text = "".join(each.text for each in pieces)
+        return TextDelta(text, piece.channel, piece.token_index, sum(each.num_tokens for each in pieces))
 
     def _end(self) -> None:
         self.over.set_result(None)

@@ -45,6 +45,11 @@ def test_times_are_those_to_the_first_piece_between_pieces_and_per_token():
     assert row.per_token_ms["p50"] == pytest.approx(100)
 
 
+def test_tokens_that_came_with_the_first_piece_took_no_time_after_it():
+    sample = Sample(1.0, 1.5, 5, array("d", (1.2, 1.5)), num_first_tokens=2)
+    assert row_of(sample).per_token_ms["p50"] == pytest.approx(100)
+
+
 def test_only_answers_within_the_objective_are_good():
     in_time = answer(0.0, 1.0, 0.5, 0.55, num_tokens=6)
     late_start = answer(0.0, 1.0, 0.6, num_tokens=6)

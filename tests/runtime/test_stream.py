@@ -18,7 +18,7 @@ from kestrel_runtime.stream import Outbox, Stream
 
 USAGE = Usage(735, 729, 2)
 STARTED = Started(USAGE)
-DELTAS = [TextDelta(text, TextChannel.ANSWER, place, 1) for place, text in enumerate("ab")]
+DELTAS = [TextDelta("a", TextChannel.REASONING, 0, 1), TextDelta("b", TextChannel.ANSWER, 0, 1)]
 FINISHED = Finished(CaptionOutput("ab"), FinishReason.STOP, USAGE, Timing(0.0, 0.0, 0.0, 0.0, 0.0))
 
 
@@ -85,6 +85,61 @@ async def test_nothing_comes_after_the_end():
     stream.deliver([FINISHED])
     stream.deliver([DELTAS[0]], EngineUnavailable("too late"))
     assert await collected(stream) == [FINISHED]
+
+
+# Text
+
+
+def pieces(text, channel=TextChannel.ANSWER, first=0):
+    return [TextDelta(part, channel, first + place, 1) for place, part in enumerate(text)]
+
+
+async def test_a_caller_who_comes_late_takes_the_text_that_waits_as_one_piece():
+    stream = Stream()
+    stream.deliver([STARTED])
+    for piece in pieces("abc"):
+        stream.deliver([piece])
+    stream.deliver([FINISHED])
+    assert await collected(stream) == [STARTED, TextDelta("abc", TextChannel.ANSWER, 0, 3), FINISHED]
+
+
+async def test_a_caller_who_keeps_up_takes_each_piece_by_itself():
+    stream, taken = Stream(), []
+    for piece in pieces("abc"):
+        stream.deliver([piece])
+        taken.append(await anext(stream))
+    assert taken == pieces("abc")
+
+
+async def test_text_of_different_channels_is_not_joined():
+    thought, answer = pieces("ab", TextChannel.REASONING), pieces("cd")
+    stream = Stream()
+    stream.deliver([*thought, *answer, FINISHED])
+    assert await collected(stream) == [
+        TextDelta("ab", TextChannel.REASONING, 0, 2),
+        TextDelta("cd", TextChannel.ANSWER, 0, 2),
+        FINISHED,
+    ]
+
+
+async def test_a_joined_piece_counts_on_from_the_pieces_before_it():
+    stream = Stream()
+    stream.deliver([TextDelta("a", TextChannel.ANSWER, 0, 2)])
+    first = await anext(stream)
+    stream.deliver([TextDelta("b", TextChannel.ANSWER, 2, 1), TextDelta("c", TextChannel.ANSWER, 3, 4)])
+    assert [first, await anext(stream)] == [
+        TextDelta("a", TextChannel.ANSWER, 0, 2),
+        TextDelta("bc", TextChannel.ANSWER, 2, 5),
+    ]
+
+
+async def test_text_that_waits_comes_before_the_error_that_ended_it():
+    stream = Stream()
+    stream.deliver(pieces("ab"))
+    stream.deliver([], DeadlineExceeded("late"))
+    assert await anext(stream) == TextDelta("ab", TextChannel.ANSWER, 0, 2)
+    with pytest.raises(DeadlineExceeded):
+        await anext(stream)
 
 
 # The result

@@ -14,7 +14,7 @@ from kestrel_client.v1 import engine_service_pb2
 from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_runtime.errors import EngineUnavailable
 from kestrel_runtime.events import Started, TextChannel, TextDelta, Usage
-from tests.fakes import HOLD, FakeEngine
+from tests.fakes import HOLD, FakeEngine, much_text
 from tests.server.serving import Serving, details_of, open_channel, reason_of, serving
 
 QUERY = wire.QueryRequest(question="?")
@@ -224,8 +224,7 @@ async def test_hanging_up_at_any_moment_leaves_nothing_behind() -> None:
 
 def says_much(request: object) -> list[object]:
     """More than the buffers between server and caller hold, and it does not end there."""
-    deltas = [TextDelta("a" * 2**20, TextChannel.ANSWER, index, 1) for index in range(16)]
-    return [Started(Usage(1, 0)), *deltas, HOLD]
+    return [Started(Usage(1, 0)), *much_text(), HOLD]
 
 
 async def test_a_reader_that_takes_nothing_loses_its_request() -> None:

@@ -21,7 +21,7 @@ from kestrel_grpc.config import ServerConfig
 from kestrel_grpc.doors import PortUnavailable
 from kestrel_grpc.server import Server
 from kestrel_runtime.events import Started, TextChannel, TextDelta, Usage
-from tests.fakes import HOLD, FakeEngine, answers
+from tests.fakes import HOLD, FakeEngine, answers, much_text
 from tests.server.serving import EOF, IMAGE, Serving, open_channel, reason_of, serving
 
 QUERY = wire.QueryRequest(question="?")
@@ -52,7 +52,7 @@ async def ending(stream: Any) -> grpc.StatusCode:
 def says_much(request: Any) -> list[object]:
     """More than the buffers between server and caller hold."""
     started, *_, last = answers(request)
-    return [started, *(TextDelta("a" * 2**20, TextChannel.ANSWER, index, 1) for index in range(16)), last]
+    return [started, *much_text(), last]
 
 
 def never_ends(request: Any) -> list[object]:
