@@ -230,7 +230,13 @@ class ModelRunner:
         return self._sampler.draw(hidden, slots, settings, self._sampler.needs(sequences))
 
     def _decode(self, sequences: list[Sequence]) -> Tensor:
-        needs = self._sampler.needs(sequences)
+        needs, rows = self._sampler.needs(sequences), self._decode_inputs(sequences)
+        if self._graphs is None:
+            return self._decode_rows(to_device(rows, torch.int32, self._model.device), needs)
+        return self._graphs.replay(torch.from_numpy(rows).pin_memory(), needs)
+
+    def _decode_inputs(self, sequences: list[Sequence]) -> np.ndarray:
+        """int32 [B, columns and pages]: a row for each sequence's next step."""
         width = None if self._graphs is None else self._most_pages
         page_table = self._slots.page_table(sequences, width)
         rows = np.empty((len(sequences), _NUM_COLUMNS + page_table.shape[1]), dtype=np.int32)
@@ -239,9 +245,7 @@ class ModelRunner:
         rows[:, _POSITION] = [sequence.num_cached for sequence in sequences]
         rows[:, _SETTINGS] = self._sampler.settings(sequences).view(np.int32)
         rows[:, _NUM_COLUMNS:] = page_table
-        if self._graphs is None:
-            return self._decode_rows(to_device(rows, torch.int32, self._model.device), needs)
-        return self._graphs.replay(torch.from_numpy(rows).pin_memory(), needs)
+        return rows
 
     def _decode_rows(self, rows: Tensor, needs: DrawNeeds) -> Tensor:
         """Everything of a decode step that happens on the device: int32 [B, columns and pages] → what is drawn."""

@@ -1,0 +1,148 @@
+"""`kestrel-grpc serve` over a device that takes time and does no work: what the host costs, without a GPU.
+
+A step takes as long as Moondream 2 takes on one H200 with everything in float8 (`results/README.md`), computes
+nothing and draws the same token for everybody; the server around it is the real one. Where it sustains less than
+the device would, that is the host's doing; when it stops it tells how long the device had nothing to do.
+
+    python -m bench.timed_server --slower 2.5 -- --port 50052 --max-batch-size 64 --max-crops 56
+    python -m bench.serve --target localhost:50052 --workloads cot,long --batches 64 --open none
+
+Every image costs what nine crops do; the built-in model cuts a chart into seven, of which eight charts make a step.
+`--slower` stretches the device's times where this machine's cores are slower than those beside a GPU: requests and
+tokens per second are then to be multiplied by it. Options after `--` go to the server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from kestrel_grpc.__main__ import main as kestrel_grpc
+from kestrel_runtime.images import leave_uncut
+from kestrel_runtime.runner import ModelRunner
+from kestrel_runtime.sequence import Batch, CropRange, Sequence
+from kestrel_runtime.tokens import Token
+
+_LETTER = Token(70)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Milliseconds of a part of a step: what the device takes, and what the host takes to launch it."""
+
+    device_ms: float
+    each_ms: float
+    """For each image, prompt or sequence."""
+    launch_ms: float
+
+
+ENCODE, PREFILL, DECODE = Cost(0.3, 6.6, 4.3), Cost(0.5, 2.0, 4.6), Cost(1.1, 0.022, 0.1)
+
+
+class Device:
+    """Does one thing after the other, and keeps count."""
+
+    def __init__(self, slower: float) -> None:
+        self._slower = slower
+        self._began: float | None = None
+        self._free = self._busy_s = 0.0
+
+    @property
+    def idle_share(self) -> float:
+        """Of the time from the first work to the end of the last."""
+        return 0.0 if self._began is None else 1.0 - self._busy_s / (self._free - self._began)
+
+    def take(self, cost: Cost, count: float) -> float:
+        """Take the time of `count` images, prompts or sequences when all before is done; returns when that is over.
+
+        Comes back when the host has launched it.
+        """
+        now = time.perf_counter()
+        self._began = now if self._began is None else self._began
+        duration_s = 1e-3 * self._slower * (cost.device_ms + count * cost.each_ms)
+        self._busy_s += duration_s
+        self._free = max(now, self._free) + duration_s
+        launched, number = now + 1e-3 * self._slower * cost.launch_ms, torch.zeros(1)
+        while time.perf_counter() < launched:
+            torch.add(number, 1)  # which lets go of the interpreter as a launch does
+        return self._free
+
+
+class TimedLaunch:
+    """A step under way."""
+
+    def __init__(self, sequences: list[Sequence], values: Mapping[int, tuple[float, ...]], over: float) -> None:
+        """values: what tokens that are places stand for, by token id; over: the moment when the step is."""
+        self._sequences = sequences
+        self._values = values
+        self._over = over
+
+    def land(self) -> dict[int, Token]:
+        """Wait for the step, as `Launch.land` does."""
+        time.sleep(max(0.0, self._over - time.perf_counter()))
+        return {sequence.id: self._draw(sequence) for sequence in self._sequences}
+
+    def _draw(self, sequence: Sequence) -> Token:
+        allowed = sequence.reader.rule.allowed
+        return _LETTER if allowed is None else Token(allowed[-1], self._values.get(allowed[-1], ()))
+
+
+class TimedRunner(ModelRunner):
+    """Lays out a step's inputs and has a device of its own take the time of them."""
+
+    device: Device
+
+    @property
+    def is_asynchronous(self) -> bool:
+        return True
+
+    def launch(self, batch: Batch) -> Any:
+        """Begin a step."""
+        over = 0.0
+        if batch.encode:
+            over = self.device.take(ENCODE, sum(_share(part) for part in batch.encode))
+        if batch.prefill:
+            for chunk in batch.prefill:
+                if chunk.start == 0:
+                    self._slots.open(chunk.sequence)
+            over = self.device.take(PREFILL, len(batch.prefill))
+        if batch.decode:
+            self._decode_inputs(batch.decode)
+            over = self.device.take(DECODE, len(batch.decode))
+        ids = self._model.config.tokenizer
+        return TimedLaunch(batch.due, {ids.coord_id: (0.5,), ids.size_id: (0.5, 0.5)}, over)
+
+
+def _share(part: CropRange) -> float:
+    """How much of its image a range of crops is."""
+    assert part.sequence.crops is not None, "only sequences with an image have crops"
+    return (part.end - part.start) / part.sequence.crops.num_crops
+
+
+def main() -> int:
+    """Serve until a signal, then say how busy the device was."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--slower", type=float, default=1.0, help="stretch the device's times (default: 1)")
+    parser.add_argument("options", nargs="*", metavar="-- OPTION", help="options of `kestrel-grpc serve`")
+    arguments = parser.parse_args()
+    device = Device(arguments.slower)
+    TimedRunner.device = device
+    # Its images are cut on the device, and so by nobody.
+    with (
+        patch("kestrel_runtime.engine.ModelRunner", TimedRunner),
+        patch("kestrel_runtime.engine.make_crops", leave_uncut),
+    ):
+        status = kestrel_grpc(["serve", *arguments.options])
+    print(f"the device was idle for {device.idle_share:.1%} of the time")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
