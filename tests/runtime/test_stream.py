@@ -135,7 +135,7 @@ async def test_a_joined_piece_counts_on_from_the_pieces_before_it():
 
 async def test_text_that_waits_comes_before_the_error_that_ended_it():
     stream = Stream()
-    stream.deliver(pieces("ab"))
+    stream.deliver([*pieces("ab")])
     stream.deliver([], DeadlineExceeded("late"))
     assert await anext(stream) == TextDelta("ab", TextChannel.ANSWER, 0, 2)
     with pytest.raises(DeadlineExceeded):
