@@ -48,10 +48,12 @@ class Stream:
         return self._joined(event) if isinstance(event, TextDelta) else event
 
     async def result(self) -> Finished:
-        """Skip to the end. Raises what the iteration raises."""
-        async for event in self:
-            if isinstance(event, Finished):
-                return event
+        """Wait for the end, woken by nothing before it. Raises what the iteration raises."""
+        await asyncio.wait((self.over,))
+        if self._error is not None:
+            raise self._error
+        if self._events and isinstance(last := self._events[-1], Finished):
+            return last
         raise asyncio.CancelledError("the stream was cancelled before its end")
 
     def on_cancel(self, callback: Callable[[], None]) -> None:
