@@ -92,9 +92,10 @@ def write_json(file: Path, data: Any) -> None:
 
 
 def _commit() -> str:
+    """The checkout's commit, with `-dirty` where the files are not those of it."""
     try:
         answer = subprocess.run(
-            ("git", "rev-parse", "--short", "HEAD"),
+            ("git", "describe", "--always", "--dirty", "--exclude", "*"),
             capture_output=True,
             text=True,
             cwd=Path(__file__).parent,
