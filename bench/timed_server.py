@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -28,6 +29,7 @@ import torch
 
 from kestrel_grpc.__main__ import main as kestrel_grpc
 from kestrel_runtime.images import leave_uncut
+from kestrel_runtime.models.moondream.model import Moondream
 from kestrel_runtime.runner import ModelRunner
 from kestrel_runtime.sequence import Batch, CropRange, Sequence
 from kestrel_runtime.tokens import Token
@@ -80,10 +82,10 @@ class Device:
 class TimedLaunch:
     """A step under way."""
 
-    def __init__(self, sequences: list[Sequence], values: Mapping[int, tuple[float, ...]], over: float) -> None:
-        """values: what tokens that are places stand for, by token id; over: the moment when the step is."""
+    def __init__(self, sequences: list[Sequence], places: Mapping[int, tuple[float, ...]], over: float) -> None:
+        """places: what tokens that are places stand for, by token id; over: the moment when the step is."""
         self._sequences = sequences
-        self._values = values
+        self._places = places
         self._over = over
 
     def land(self) -> dict[int, Token]:
@@ -93,13 +95,18 @@ class TimedLaunch:
 
     def _draw(self, sequence: Sequence) -> Token:
         allowed = sequence.reader.rule.allowed
-        return _LETTER if allowed is None else Token(allowed[-1], self._values.get(allowed[-1], ()))
+        return _LETTER if allowed is None else Token(allowed[-1], self._places.get(allowed[-1], ()))
 
 
 class TimedRunner(ModelRunner):
     """Lays out a step's inputs and has a device of its own take the time of them."""
 
-    device: Device
+    def __init__(self, device: Device, model: Moondream, *arguments: Any, **options: Any) -> None:
+        """The arguments of a `ModelRunner`, behind the device that takes its steps."""
+        super().__init__(model, *arguments, **options)
+        ids = model.config.tokenizer
+        self._device = device
+        self._places = {ids.coord_id: (0.5,), ids.size_id: (0.5, 0.5)}
 
     @property
     def is_asynchronous(self) -> bool:
@@ -109,17 +116,16 @@ class TimedRunner(ModelRunner):
         """Begin a step."""
         over = 0.0
         if batch.encode:
-            over = self.device.take(ENCODE, sum(_share(part) for part in batch.encode))
+            over = self._device.take(ENCODE, sum(_share(part) for part in batch.encode))
         if batch.prefill:
             for chunk in batch.prefill:
                 if chunk.start == 0:
                     self._slots.open(chunk.sequence)
-            over = self.device.take(PREFILL, len(batch.prefill))
+            over = self._device.take(PREFILL, len(batch.prefill))
         if batch.decode:
             self._decode_inputs(batch.decode)
-            over = self.device.take(DECODE, len(batch.decode))
-        ids = self._model.config.tokenizer
-        return TimedLaunch(batch.due, {ids.coord_id: (0.5,), ids.size_id: (0.5, 0.5)}, over)
+            over = self._device.take(DECODE, len(batch.decode))
+        return TimedLaunch(batch.due, self._places, over)
 
 
 def _share(part: CropRange) -> float:
@@ -135,10 +141,9 @@ def main() -> int:
     parser.add_argument("options", nargs="*", metavar="-- OPTION", help="options of `kestrel-grpc serve`")
     arguments = parser.parse_args()
     device = Device(arguments.slower)
-    TimedRunner.device = device
     # Its images are cut on the device, and so by nobody.
     with (
-        patch("kestrel_runtime.engine.ModelRunner", TimedRunner),
+        patch("kestrel_runtime.engine.ModelRunner", partial(TimedRunner, device)),
         patch("kestrel_runtime.engine.make_crops", leave_uncut),
     ):
         status = kestrel_grpc(["serve", *arguments.options])

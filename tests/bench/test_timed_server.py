@@ -44,15 +44,17 @@ def test_a_device_that_had_no_work_at_all_was_not_idle():
 
 def test_it_answers_as_the_server_does_and_tells_how_idle_the_device_was():
     command = (sys.executable, "-m", "bench.timed_server", "--slower", "0.1", "--", "--port", "0")
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=CHECKOUT)
-    assert process.stdout is not None
-    address = process.stdout.readline().split(" on ")[1].split()[0]
-    with Client(address) as client:
-        answer = client.query(chart(1), "What is shown here?", max_tokens=5).result()
-        places = client.point(chart(2), "bar")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=CHECKOUT) as process:
+        assert process.stdout is not None
+        try:
+            address = process.stdout.readline().split(" on ")[1].split()[0]
+            with Client(address) as client:
+                answer = client.query(chart(1), "What is shown here?", max_tokens=5).result()
+                places = client.point(chart(2), "bar")
+        finally:
+            process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=60)
     assert (len(answer.answer), answer.usage.output_token_count) == (5, 5)
     assert not places.points
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
     assert process.returncode == 0
     assert re.fullmatch(r"the device was idle for \d+\.\d% of the time\n", output)
