@@ -64,6 +64,14 @@ async def serving(engine: FakeEngine | None = None, **options: Any) -> AsyncIter
         yield Serving(server, engine, channel)
 
 
+def server_deadline(milliseconds: int) -> tuple[tuple[str, str], ...]:
+    """Metadata that sets a deadline as `timeout` does, but for the server alone.
+
+    The caller's own clock could run out before the call arrives.
+    """
+    return (("grpc-timeout", f"{milliseconds}m"),)
+
+
 def details_of(error: grpc.aio.AioRpcError) -> dict[str, Message]:
     """The details of a failed call, by the name of their message."""
     call: Any = error

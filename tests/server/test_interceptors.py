@@ -15,7 +15,7 @@ from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_runtime.errors import EngineUnavailable
 from kestrel_runtime.events import Started, TextChannel, TextDelta, Usage
 from tests.fakes import HOLD, FakeEngine, much_text
-from tests.server.serving import Serving, details_of, open_channel, reason_of, serving
+from tests.server.serving import Serving, details_of, open_channel, reason_of, server_deadline, serving
 
 QUERY = wire.QueryRequest(question="?")
 COMPLETE_QUERY = wire.CompleteQueryRequest(question="?")
@@ -72,9 +72,8 @@ async def test_deadline_of_the_caller_reaches_the_engine() -> None:
 @pytest.mark.parametrize("method", ["Query", "CompleteQuery"])
 async def test_passed_deadline_ends_the_request_in_the_engine(method: str) -> None:
     async with serving(FakeEngine(stalls)) as house:
-        # As `timeout` writes it, but the caller's own clock is not set: it could run out before the call arrives.
-        deadline = (("grpc-timeout", "50m"),)
-        call = getattr(house.vision, method)(QUERY if method == "Query" else COMPLETE_QUERY, metadata=deadline)
+        request = QUERY if method == "Query" else COMPLETE_QUERY
+        call = getattr(house.vision, method)(request, metadata=server_deadline(50))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await (read(call, 3) if method == "Query" else call)
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED

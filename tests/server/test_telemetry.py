@@ -22,6 +22,7 @@ from kestrel_runtime.errors import Overloaded
 from tests.fakes import HOLD, FakeEngine, answers, fails
 from tests.golden import MD3_SMALL
 from tests.server.otlp import Receiver, attributes, receiving
+from tests.server.serving import server_deadline
 
 QUERY = "kestrel.v1.VisionService/Query"
 COMPLETE_QUERY = "kestrel.v1.VisionService/CompleteQuery"
@@ -89,7 +90,7 @@ async def test_streams_and_single_answers_are_counted_alike(house):
 
 
 @pytest.fixture
-def ended_calls() -> Iterator[asyncio.Semaphore]:
+def ended_calls(caplog) -> Iterator[asyncio.Semaphore]:
     """Acquired once per call that has ended: waits until one has been counted."""
     ended = asyncio.Semaphore(0)
 
@@ -98,12 +99,10 @@ def ended_calls() -> Iterator[asyncio.Semaphore]:
             ended.release()
 
     log, handler = logging.getLogger("kestrel_grpc.calls"), Handler()
-    level = log.level
-    log.setLevel(logging.INFO)
+    caplog.set_level(logging.INFO, log.name)
     log.addHandler(handler)
     yield ended
     log.removeHandler(handler)
-    log.setLevel(level)
 
 
 async def test_a_caller_who_hangs_up_is_counted_as_such(ended_calls):
@@ -121,10 +120,8 @@ async def test_a_deadline_that_passes_is_told_from_hanging_up(ended_calls):
     engine = FakeEngine(lambda request: [HOLD])
     async with Server(engine, WATCHED) as server, grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         house = House(server, channel)
-        # As `timeout` writes it, but the caller's own clock is not set: it could run out before the call arrives.
-        deadline = (("grpc-timeout", "200m"),)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await house.stub.CompleteQuery(wire.CompleteQueryRequest(question="?"), metadata=deadline)
+            await house.stub.CompleteQuery(wire.CompleteQueryRequest(question="?"), metadata=server_deadline(200))
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         await ended_calls.acquire()
         assert await house.ended(COMPLETE_QUERY, "DEADLINE_EXCEEDED") == 1
