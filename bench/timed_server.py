@@ -118,9 +118,7 @@ class TimedRunner(ModelRunner):
         if batch.encode:
             over = self._device.take(ENCODE, sum(_share(part) for part in batch.encode))
         if batch.prefill:
-            for chunk in batch.prefill:
-                if chunk.start == 0:
-                    self._slots.open(chunk.sequence)
+            self._slots.open(*(chunk.sequence for chunk in batch.prefill if chunk.start == 0))
             over = self._device.take(PREFILL, len(batch.prefill))
         if batch.decode:
             self._decode_inputs(batch.decode)

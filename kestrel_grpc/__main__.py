@@ -32,8 +32,9 @@ from kestrel_grpc.tokens import TokenFileError
 from kestrel_runtime.config import EngineConfig
 from kestrel_runtime.errors import CheckpointError
 
-# The engine's thread must give up the interpreter quickly, or every call waits for it.
-SWITCH_INTERVAL_S = 0.0002
+# The engine's thread and the event loop's both have many short turns with the interpreter: who has given it up for
+# a launch or a write waits at most so long until it is asked back.
+SWITCH_INTERVAL_S = 0.00002
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -17,6 +17,7 @@ from kestrel_runtime.preprocess import Preprocessor
 from kestrel_runtime.requests import Request
 from kestrel_runtime.runner import ModelRunner
 from kestrel_runtime.sequence import Batch, Chunk, Sequence, SequenceClock
+from kestrel_runtime.step_bounds import StepBounds
 from kestrel_runtime.tokens import Token
 
 
@@ -42,7 +43,8 @@ class PromptRun:
         num_pages = -(-text.max_context // config.page_size)
         self._cache = loaded.new_cache(replace(config, num_kv_pages=num_pages))
         paths = FastPaths.of(config, loaded.model.device.type)
-        self._runner = ModelRunner(loaded.model, self._cache, paths, max_batch_size=1)
+        bounds = StepBounds(max_batch_size=1, max_prefill_tokens=text.max_context, max_crops=1)
+        self._runner = ModelRunner(loaded.model, self._cache, paths, bounds)
         self._preprocessor = Preprocessor(
             loaded.model.config,
             loaded.tokenizer,

@@ -1,8 +1,4 @@
-"""The encoding of few crops recorded as CUDA graphs, one for each number of them, and replayed.
-
-One image keeps the device busy for about as long as the host takes to launch its hundreds of kernels; replaying
-takes the host no time. Larger batches keep it busy for longer and run as they are.
-"""
+"""The encoding of crops recorded as CUDA graphs, one for each number of them, and replayed."""
 
 from __future__ import annotations
 
@@ -11,27 +7,35 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kestrel_runtime.recording import Recording
+from kestrel_runtime.recording import Recordings
 
 
 class EncodeGraphs:
-    """Records `encode` when a number of crops is first met. Stands in for it."""
+    """Records `encode`: the crops of one image at once, those of several when so many come again."""
 
-    def __init__(self, encode: Callable[[Tensor], Tensor], *, max_crops: int) -> None:
+    def __init__(self, encode: Callable[[Tensor], Tensor], *, max_crops: int, max_crops_of_image: int) -> None:
         """`encode` takes uint8 crops [N, side, side, channels]; more than `max_crops` are not recorded."""
         self._encode = encode
-        self._max_crops = max_crops
-        self._recorded: dict[int, tuple[Tensor, Recording]] = {}  # where it reads the crops, and the rest
-        self._pool = torch.cuda.graph_pool_handle()
+        self._max_crops = max(max_crops, max_crops_of_image)
+        self._max_crops_of_image = max_crops_of_image
+        self._recordings = Recordings("encodings")
+        # Where all recordings read and write, one at a time.
+        self._crops: Tensor | None = None
+        self._features: Tensor | None = None
 
     def __call__(self, crops: Tensor) -> Tensor:
         """What `encode` returns for `crops`."""
         count = len(crops)
         if count > self._max_crops:
             return self._encode(crops)
-        if count not in self._recorded:
-            own = crops.clone()
-            self._recorded[count] = own, Recording.of(lambda: self._encode(own), self._pool)
-        inputs, recording = self._recorded[count]
-        inputs.copy_(crops)
-        return recording.replayed()
+        if self._crops is None:
+            self._crops = torch.empty(self._max_crops, *crops.shape[1:], dtype=crops.dtype, device=crops.device)
+        own = self._crops[:count]
+        own.copy_(crops)
+        return self._recordings.run(count, lambda: self._stored(own), at_once=count <= self._max_crops_of_image)
+
+    def _stored(self, crops: Tensor) -> Tensor:
+        features = self._encode(crops)
+        if self._features is None:  # which a rehearsal makes, and no recording
+            self._features = features.new_empty(self._max_crops, *features.shape[1:])
+        return self._features[: len(crops)].copy_(features)

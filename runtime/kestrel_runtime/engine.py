@@ -136,7 +136,7 @@ class Engine:
             ageing_s=config.ageing_s,
             cut=self._cutter(loaded, paths, bounds.max_batch_size) if paths.resizes_images else make_crops,
         )
-        runner = ModelRunner(loaded.model, cache, paths, max_batch_size=bounds.max_batch_size)
+        runner = ModelRunner(loaded.model, cache, paths, bounds)
         runner.record()
         recovery = Recovery(
             scheduler,

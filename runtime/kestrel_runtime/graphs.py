@@ -1,4 +1,4 @@
-"""Decode steps recorded as CUDA graphs: one for each of a few batch sizes and each kind of draw, then replayed.
+"""Whatever draws tokens recorded as CUDA graphs: one for each of a few batch sizes and each kind of draw.
 
 A graph reads and writes where it did when it was recorded. Batches between the sizes are padded with nobody.
 Recording waits for the device; replaying does not.
@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,25 +20,36 @@ from kestrel_runtime.sampling import DrawNeeds
 _log = logging.getLogger(__name__)
 
 
-class DecodeGraphs:
-    """Records `step` when a size and kind is first met, and replays it."""
+class DrawGraphs:
+    """Records `step`, which ends in a draw, when a size and kind is first met, and replays it."""
 
-    def __init__(self, step: Callable[[Tensor, DrawNeeds], Tensor], nobody: Tensor, *, max_batch_size: int) -> None:
-        """`step` takes int32 inputs [B, width] and returns [B, …]; `nobody` [width] is the row that pads."""
+    def __init__(
+        self, kind: str, step: Callable[[Tensor, DrawNeeds], Tensor], nobody: Tensor, *, max_batch_size: int
+    ) -> None:
+        """`step` takes int32 inputs [B, width] and returns [B, …]; `nobody` [width] is the row that pads.
+
+        `kind` names the steps in the log.
+        """
+        self._kind = kind
         self._step = step
         self._nobody = nobody
+        self._nobody_on_host = nobody.cpu().numpy()
         self._sizes = batch_sizes(max_batch_size)
         self._inputs = {size: nobody.repeat(size, 1) for size in self._sizes}
         self._recorded: dict[tuple[int, DrawNeeds], Recording] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
-    def replay(self, rows: Tensor, needs: DrawNeeds) -> Tensor:
-        """rows: pinned int32 [B, width] on the host → what `step` returns, [B, …]: valid until the next replay."""
+    def replay(self, rows: np.ndarray, needs: DrawNeeds) -> Tensor:
+        """rows: int32 [B, width] → what `step` returns, [B, …]: valid until the next replay."""
         size = next(size for size in self._sizes if size >= len(rows))
         graph, result = self._graph(size, needs)
         inputs = self._inputs[size]
-        inputs[: len(rows)].copy_(rows, non_blocking=True)
-        inputs[len(rows) :] = self._nobody
+        # Padded on the host: every operation here may cost the thread its turn with the interpreter.
+        padded = torch.empty(inputs.shape, dtype=torch.int32, pin_memory=True)
+        on_host = padded.numpy()
+        on_host[: len(rows)] = rows
+        on_host[len(rows) :] = self._nobody_on_host
+        inputs.copy_(padded, non_blocking=True)
         graph.replay()
         return result[: len(rows)]
 
@@ -51,7 +63,7 @@ class DecodeGraphs:
         if recorded is None:
             started = time.monotonic()
             recorded = self._recorded[size, needs] = self._record(size, needs)
-            _log.info("recorded decode steps of %d, %s, in %.2f s", size, needs, time.monotonic() - started)
+            _log.info("recorded %s of %d, %s, in %.2f s", self._kind, size, needs, time.monotonic() - started)
         return recorded
 
     def _record(self, size: int, needs: DrawNeeds) -> Recording:

@@ -5,14 +5,18 @@ Knows positions, pages and rows; no keys, no model.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kestrel_runtime.sequence import Chunk
 from kestrel_runtime.transfer import to_device
+
+_ALIGNMENT = 4
+"""Elements of int32. Kernels are compiled anew for operands that do not begin at a multiple of 16 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,22 +41,42 @@ class PrefillPlan:
     @classmethod
     def of(cls, chunks: Collection[Chunk], page_size: int, device: torch.device) -> PrefillPlan:
         """Lay out `chunks` one after the other; their sequences own the pages they need."""
+        # Laid out on the host, where tiny operations cost less, and sent without waiting for the device.
         counts = [chunk.end - chunk.start for chunk in chunks]
         own_pages = [chunk.sequence.pages for chunk in chunks]
         most_pages = max(map(len, own_pages))
-        table = torch.tensor([pages + pages[:1] * (most_pages - len(pages)) for pages in own_pages])
-        positions = torch.cat([torch.arange(chunk.start, chunk.end) for chunk in chunks])
-        own_row = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+        table = np.array([pages + pages[:1] * (most_pages - len(pages)) for pages in own_pages])
+        positions = np.concatenate([np.arange(chunk.start, chunk.end) for chunk in chunks])
+        own_row = np.repeat(np.arange(len(counts)), counts)
         slots = table[own_row, positions // page_size] * page_size + positions % page_size
         ends = [chunk.end for chunk in chunks]
         prefixes = [chunk.sequence.prefix_length for chunk in chunks]
-        # Laid out on the host, where tiny operations cost less, and sent without waiting for the device.
+        num_tokens = len(positions)
+        places = np.zeros((2, num_tokens + num_tokens % 2), dtype=np.int64)
+        places[:, :num_tokens] = positions, slots
+        sent = to_device(places, torch.int64, device)[:, :num_tokens]
+        page_table, query_starts, lengths, prefix_lengths = _sent_together(
+            [table, np.cumsum([0, *counts]), np.array(ends), np.array(prefixes)], device
+        )
         return cls(
-            positions=to_device(positions, torch.int64, device),
-            slots=to_device(slots, torch.int64, device),
-            page_table=to_device(table, torch.int32, device),
-            query_starts=to_device(torch.tensor([0, *counts]).cumsum(0), torch.int32, device),
-            lengths=to_device(ends, torch.int32, device),
-            prefix_lengths=to_device(prefixes, torch.int32, device),
+            positions=sent[0],
+            slots=sent[1],
+            page_table=page_table,
+            query_starts=query_starts,
+            lengths=lengths,
+            prefix_lengths=prefix_lengths,
             max_chunk=max(counts),
         )
+
+
+def _sent_together(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+    """Small arrays as int32 on the device, by one copy."""
+    room = [-(-array.size // _ALIGNMENT) * _ALIGNMENT for array in arrays]
+    packed = np.zeros(sum(room), dtype=np.int32)
+    starts = np.cumsum([0, *room])
+    for start, array in zip(starts, arrays, strict=False):
+        packed[start : start + array.size] = array.ravel()
+    sent = to_device(packed, torch.int32, device)
+    return [
+        sent[start : start + array.size].view(array.shape) for start, array in zip(starts, arrays, strict=False)
+    ]

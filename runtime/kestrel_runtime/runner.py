@@ -17,7 +17,7 @@ from kestrel_runtime.crop_source import CropSource
 from kestrel_runtime.encode_graphs import EncodeGraphs
 from kestrel_runtime.errors import CheckpointError
 from kestrel_runtime.fast_paths import FastPaths
-from kestrel_runtime.graphs import DecodeGraphs
+from kestrel_runtime.graphs import DrawGraphs
 from kestrel_runtime.kv_cache import KVCache
 from kestrel_runtime.models.moondream.calibrated_vision import CalibratedVision
 from kestrel_runtime.models.moondream.calibration import calibration_crops
@@ -31,6 +31,7 @@ from kestrel_runtime.rule_table import RuleTable
 from kestrel_runtime.sampling import SETTINGS_PER_SEQUENCE, DrawNeeds, Sampler
 from kestrel_runtime.sequence import Batch, Chunk, CropRange, Sequence
 from kestrel_runtime.slots import Slots
+from kestrel_runtime.step_bounds import StepBounds
 from kestrel_runtime.text_path import FusedText, PlainText, TextPath
 from kestrel_runtime.tokens import Token
 from kestrel_runtime.transfer import to_device
@@ -80,10 +81,10 @@ class Launch:
 class ModelRunner:
     """Model and cache behind one method. Holds a sequence's slot and image embeddings until `release`."""
 
-    def __init__(self, model: Moondream, cache: KVCache, paths: FastPaths, *, max_batch_size: int) -> None:
+    def __init__(self, model: Moondream, cache: KVCache, paths: FastPaths, bounds: StepBounds) -> None:
         self._model = model
         self._cache = cache
-        self._max_batch_size = max_batch_size
+        self._bounds = bounds
         self._with_graphs = paths.with_graphs
         self._is_fused = paths.text != "plain"
         self._images: dict[int, _Image] = {}
@@ -93,7 +94,7 @@ class ModelRunner:
         self._text: TextPath = PlainText(model.text, cache)
         if self._is_fused:
             self._text = FusedText(
-                model.text, cache, paths.kernels, _PRECISIONS[paths.text], max_batch_size=max_batch_size
+                model.text, cache, paths.kernels, _PRECISIONS[paths.text], max_batch_size=bounds.max_batch_size
             )
         self._vision: VisionModel | FusedVision = model.vision
         if paths.vision == "calibrated-float8":
@@ -106,7 +107,11 @@ class ModelRunner:
             self._vision = FusedVision(model.vision, paths.kernels, _PRECISIONS[paths.vision])
         self._encode_crops: Callable[[Tensor], Tensor] = self._vision.encode
         if paths.with_graphs and paths.vision != "plain":
-            self._encode_crops = EncodeGraphs(self._vision.encode, max_crops=1 + model.config.vision.max_crops)
+            self._encode_crops = EncodeGraphs(
+                self._vision.encode,
+                max_crops=bounds.max_crops,
+                max_crops_of_image=1 + model.config.vision.max_crops,
+            )
         self._set_up()
 
     @property
@@ -116,10 +121,11 @@ class ModelRunner:
 
     @torch.inference_mode()
     def record(self) -> None:
-        """Record the decode steps that most requests need, where steps are recorded; others are when first met."""
-        if self._graphs is not None:
+        """Record the steps that most requests need, where steps are recorded; others are when first met."""
+        for graphs in (self._decode_graphs, self._draw_graphs):
             for needs in _USUAL_NEEDS:
-                self._graphs.record_all(needs)
+                if graphs is not None:
+                    graphs.record_all(needs)
 
     def run(self, batch: Batch) -> dict[int, Token]:
         """Run a step to its end; returns the new token of each sequence that is due one, by sequence id."""
@@ -138,7 +144,7 @@ class ModelRunner:
                 drawn.append(self._draw(hidden, due))
         if batch.decode:
             drawn.append(self._decode(batch.decode))
-        return Launch(batch.due, torch.cat(drawn) if drawn else None)
+        return Launch(batch.due, torch.cat(drawn) if len(drawn) > 1 else next(iter(drawn), None))
 
     @torch.inference_mode()
     def last_hidden(self, batch: Batch) -> Tensor:
@@ -181,16 +187,31 @@ class ModelRunner:
         ids = self._model.config.tokenizer
         rules = RuleTable(text.vocab_size, ids.coord_id, ids.size_id, device)
         self._most_pages = -(-text.max_context // self._cache.page_size)
-        self._slots = Slots(self._max_batch_size + _NUM_SPARE_SLOTS, self._most_pages, rules, device)
+        max_batch_size = self._bounds.max_batch_size
+        self._slots = Slots(max_batch_size + _NUM_SPARE_SLOTS, self._most_pages, rules, device)
         self._sampler = Sampler(self._model, rules, self._slots)
-        self._graphs: DecodeGraphs | None = None
+        self._hidden = torch.zeros(max_batch_size, text.dim, device=device)  # of prompts, for whose tokens to draw
+        self._decode_graphs: DrawGraphs | None = None
+        self._draw_graphs: DrawGraphs | None = None
         if self._with_graphs:
             nobody = torch.zeros(_NUM_COLUMNS + self._most_pages, dtype=torch.int32, device=device)
             nobody[_SLOT], nobody[_POSITION] = self._slots.nobody, -1
-            self._graphs = DecodeGraphs(self._decode_rows, nobody, max_batch_size=self._max_batch_size)
+            self._decode_graphs = DrawGraphs(
+                "decode steps", self._decode_rows, nobody, max_batch_size=max_batch_size
+            )
+            self._draw_graphs = DrawGraphs(
+                "first tokens", self._draw_rows, nobody[:_NUM_COLUMNS], max_batch_size=max_batch_size
+            )
         self._prefill_text: Callable[[Tensor, PrefillPlan, Tensor], Tensor] = self._text.prefill
         if self._with_graphs and self._is_fused:
-            inputs = PromptInputs(text.dim, self._most_pages, self._model.text.wte.dtype, device)
+            inputs = PromptInputs(
+                text.dim,
+                self._most_pages,
+                self._model.text.wte.dtype,
+                device,
+                max_tokens=self._bounds.max_prefill_tokens,
+                max_chunks=max_batch_size,
+            )
             self._prefill_text = PromptGraphs(self._text.prefill, inputs)
 
     def _encode(self, ranges: list[CropRange]) -> None:
@@ -212,9 +233,7 @@ class ModelRunner:
 
     def _prefill(self, chunks: list[Chunk]) -> Tensor:
         """Fill the cache; the hidden states of the prompts that end, in order."""
-        for chunk in chunks:
-            if chunk.start == 0:
-                self._slots.open(chunk.sequence)
+        self._slots.open(*(chunk.sequence for chunk in chunks if chunk.start == 0))
         plan = PrefillPlan.of(chunks, self._cache.page_size, self._cache.device)
         embeddings = self._embeddings(chunks)
         ends = plan.query_starts[1:].long() - 1
@@ -224,28 +243,39 @@ class ModelRunner:
         return self._prefill_text(embeddings, plan, ends)
 
     def _draw(self, hidden: Tensor, sequences: list[Sequence]) -> Tensor:
-        device = self._model.device
-        slots = to_device(self._slots.of(sequences), torch.int64, device)
-        settings = to_device(self._sampler.settings(sequences), torch.float32, device)
-        return self._sampler.draw(hidden, slots, settings, self._sampler.needs(sequences))
+        """Draw the tokens that follow prompts: hidden [B, dim] → [B, 4], valid until the next."""
+        needs, rows = self._sampler.needs(sequences), np.empty((len(sequences), _NUM_COLUMNS), dtype=np.int32)
+        self._fill_columns(rows, sequences)
+        self._hidden[: len(hidden)] = hidden
+        if self._draw_graphs is None:
+            return self._draw_rows(to_device(rows, torch.int32, self._model.device), needs)
+        return self._draw_graphs.replay(rows, needs)
+
+    def _draw_rows(self, rows: Tensor, needs: DrawNeeds) -> Tensor:
+        """What a draw is on the device: int32 [B, columns] → what is drawn after the first B hidden states."""
+        slots, settings = rows[:, _SLOT].long(), rows[:, _SETTINGS].contiguous().view(torch.float32)
+        return self._sampler.draw(self._hidden[: len(rows)], slots, settings, needs)
 
     def _decode(self, sequences: list[Sequence]) -> Tensor:
         needs, rows = self._sampler.needs(sequences), self._decode_inputs(sequences)
-        if self._graphs is None:
+        if self._decode_graphs is None:
             return self._decode_rows(to_device(rows, torch.int32, self._model.device), needs)
-        return self._graphs.replay(torch.from_numpy(rows).pin_memory(), needs)
+        return self._decode_graphs.replay(rows, needs)
 
     def _decode_inputs(self, sequences: list[Sequence]) -> np.ndarray:
         """int32 [B, columns and pages]: a row for each sequence's next step."""
-        width = None if self._graphs is None else self._most_pages
+        width = None if self._decode_graphs is None else self._most_pages
         page_table = self._slots.page_table(sequences, width)
         rows = np.empty((len(sequences), _NUM_COLUMNS + page_table.shape[1]), dtype=np.int32)
+        self._fill_columns(rows, sequences)
+        rows[:, _NUM_COLUMNS:] = page_table
+        return rows
+
+    def _fill_columns(self, rows: np.ndarray, sequences: list[Sequence]) -> None:
         rows[:, _SLOT] = self._slots.of(sequences)
         # The newest token is not in the cache yet; its position is the number of those that are.
         rows[:, _POSITION] = [sequence.num_cached for sequence in sequences]
         rows[:, _SETTINGS] = self._sampler.settings(sequences).view(np.int32)
-        rows[:, _NUM_COLUMNS:] = page_table
-        return rows
 
     def _decode_rows(self, rows: Tensor, needs: DrawNeeds) -> Tensor:
         """Everything of a decode step that happens on the device: int32 [B, columns and pages] → what is drawn."""

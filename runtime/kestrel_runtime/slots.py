@@ -6,6 +6,8 @@ device; the host writes one when a sequence begins its prompt.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -35,18 +37,23 @@ class Slots:
         self._num_pages = [0] * (num_slots + 1)
         self._may_draw = np.zeros((num_slots + 1, 2), dtype=np.bool_)
 
-    def open(self, sequence: Sequence) -> None:
-        """Give a sequence that begins its prompt a slot, or write its own anew."""
-        if sequence.id not in self._slot_of:
-            self._slot_of[sequence.id] = self._free.pop()
-        slot, reader, token = self._slot_of[sequence.id], sequence.reader, sequence.tokens[-1]
-        budget = _UNLIMITED if reader.budget is None else reader.budget
-        row = self._rules.row(reader.grammar, reader.state)
-        numbers = (token.id, len(token.value), row, reader.num_read, budget)
-        self.numbers[slot] = to_device(numbers, torch.int64, self._device)
-        self.values[slot] = to_device((*token.value, 0.0, 0.0)[:2], torch.float32, self._device)
-        self._num_pages[slot] = 0
-        self._may_draw[slot] = self._rules.may_draw(reader.grammar)
+    def open(self, *sequences: Sequence) -> None:
+        """Give sequences that begin their prompts slots, or write their own anew."""
+        numbers, values = [], []
+        for sequence in sequences:
+            if sequence.id not in self._slot_of:
+                self._slot_of[sequence.id] = self._free.pop()
+            slot, reader, token = self._slot_of[sequence.id], sequence.reader, sequence.tokens[-1]
+            budget = _UNLIMITED if reader.budget is None else reader.budget
+            row = self._rules.row(reader.grammar, reader.state)
+            numbers.append((token.id, len(token.value), row, reader.num_read, budget))
+            values.append((*token.value, 0.0, 0.0)[:2])
+            self._num_pages[slot] = 0
+            self._may_draw[slot] = self._rules.may_draw(reader.grammar)
+        if sequences:
+            slots = to_device(self.of(sequences), torch.int64, self._device)
+            self.numbers[slots] = to_device(numbers, torch.int64, self._device)
+            self.values[slots] = to_device(values, torch.float32, self._device)
 
     def close(self, sequence: Sequence) -> None:
         """Take the slot back, if the sequence has one."""
@@ -54,7 +61,7 @@ class Slots:
         if slot is not None:
             self._free.append(slot)
 
-    def of(self, sequences: list[Sequence]) -> list[int]:
+    def of(self, sequences: Iterable[Sequence]) -> list[int]:
         """The slots of sequences that have one."""
         return [self._slot_of[sequence.id] for sequence in sequences]
 

@@ -53,6 +53,7 @@ from kestrel_runtime.requests import (
 from kestrel_runtime.runner import ModelRunner
 from kestrel_runtime.scheduler import Scheduler
 from kestrel_runtime.sequence import SequenceClock
+from kestrel_runtime.step_bounds import StepBounds
 
 _COORDINATE_TOLERANCE = 1e-5
 _HIDDEN_TOLERANCE = {"float32": 2e-4, "float16": 1e-2, "bfloat16": 6e-2, "float8": 3e-1}
@@ -172,13 +173,16 @@ class _Probe:
         )
         self.sequence = preprocessor.prepare(request, SequenceClock(submitted=time.monotonic()))
         preprocessor.close()
+        bounds = StepBounds(max_batch_size=1, max_prefill_tokens=self.sequence.length, max_crops=1)
         scheduler = Scheduler(
-            pages, max_batch_size=1, max_prefill_tokens=self.sequence.length, max_crops_per_step=1
+            pages,
+            max_batch_size=bounds.max_batch_size,
+            max_prefill_tokens=bounds.max_prefill_tokens,
+            max_crops_per_step=bounds.max_crops,
         )
         scheduler.add(self.sequence)
-        self._runner = ModelRunner(
-            loaded.model, self._cache, FastPaths.of(config, loaded.model.device.type), max_batch_size=1
-        )
+        paths = FastPaths.of(config, loaded.model.device.type)
+        self._runner = ModelRunner(loaded.model, self._cache, paths, bounds)
         self._batch = scheduler.next_batch(now=0.0)
 
     @torch.inference_mode()

@@ -19,6 +19,7 @@ from kestrel_runtime.requests import Caption, Priority, Query, Request, Sampling
 from kestrel_runtime.runner import ModelRunner
 from kestrel_runtime.scheduler import Scheduler
 from kestrel_runtime.sequence import SequenceClock
+from kestrel_runtime.step_bounds import StepBounds
 from kestrel_runtime.stream import Stream
 from tests.golden import MD3_SMALL
 
@@ -34,7 +35,7 @@ class Bench:
         self.pages = PagePool(cache.num_pages, config.page_size)
         scheduler = Scheduler(self.pages, max_batch_size=8, max_prefill_tokens=64, max_crops_per_step=3)
         runner, culprits = (
-            ModelRunner(loaded.model, cache, FastPaths.of(config, "cpu"), max_batch_size=8),
+            ModelRunner(loaded.model, cache, FastPaths.of(config, "cpu"), StepBounds(8, 64, 3)),
             Culprits(),
         )
         self.statuses: list[str] = []

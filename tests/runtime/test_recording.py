@@ -1,13 +1,53 @@
 import pytest
 import torch
 
-from kestrel_runtime.recording import Recording
+from kestrel_runtime.recording import Recording, Recordings
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+class Work:
+    """Doubles what stands in `source`, and counts how often it was really run."""
+
+    def __init__(self):
+        self.source = torch.zeros(3, device="cuda")
+        self.num_runs = 0
+
+    def __call__(self):
+        self.num_runs += 1
+        return self.source * 2
+
+
+@needs_cuda
 def test_a_replay_does_the_work_again_on_what_stands_there_now():
-    source = torch.zeros(3, device="cuda")
-    recording = Recording.of(lambda: source * 2, torch.cuda.graph_pool_handle())
-    source += 4
-    recording.graph.replay()
-    assert recording.result.tolist() == [8, 8, 8]
+    work = Work()
+    recording = Recording.of(work, torch.cuda.graph_pool_handle())
+    work.source += 4
+    assert recording.replayed().tolist() == [8, 8, 8]
+
+
+@needs_cuda
+def test_rare_work_is_run_and_work_that_comes_again_is_replayed():
+    recordings, rare, frequent = Recordings("works"), Work(), Work()
+    results = []
+    for number in range(5):
+        frequent.source.fill_(number)
+        results.append(recordings.run("frequent", frequent, at_once=False))
+    assert [result.tolist() for result in results] == [[2.0 * number] * 3 for number in range(5)]
+    assert frequent.num_runs == 2  # the second time for the recording
+    recordings.run("rare", rare, at_once=False)
+    assert rare.num_runs == 1
+
+
+@needs_cuda
+def test_what_finds_no_memory_runs_as_it_is():
+    recordings, work = Recordings("works"), Work()
+
+    def too_large():
+        if torch.cuda.is_current_stream_capturing():
+            torch.empty(2**50, device="cuda")
+        return work()
+
+    for _ in range(5):
+        assert recordings.run("large", too_large, at_once=False).tolist() == [0, 0, 0]
+    assert work.num_runs == 5

@@ -8,6 +8,7 @@ from kestrel_runtime.kv_cache import KVCache
 from kestrel_runtime.pages import PagePool
 from kestrel_runtime.runner import ModelRunner
 from kestrel_runtime.scheduler import Scheduler
+from kestrel_runtime.step_bounds import StepBounds
 from kestrel_runtime.tokens import Token, TokenRule
 from tests.runtime.models.moondream.tiny import DenseAttend, random_model, tiny_config
 from tests.runtime.noise import noise
@@ -35,7 +36,9 @@ class Bench:
         )
         self.model, self.runner = (
             model,
-            ModelRunner(model, cache, FastPaths.of(EngineConfig(**paths), "cpu"), max_batch_size=batch),
+            ModelRunner(
+                model, cache, FastPaths.of(EngineConfig(**paths), "cpu"), StepBounds(batch, prefill, crops)
+            ),
         )
         self.num_preemptions = 0
 

@@ -24,7 +24,8 @@ class Program:
         Every program of a launch has `shared_bytes` of dynamic shared memory. Raises OSError where NVRTC or the
         driver cannot be found, and RuntimeError where one of them refuses.
         """
-        self._driver = ctypes.CDLL("libcuda.so.1")
+        # Launching is short: to give up the interpreter's lock for it, and wait for it, would take longer.
+        self._driver = ctypes.PyDLL("libcuda.so.1")
         binary = _compiled(source, architecture)
         module, self._function = c_void_p(), c_void_p()
         self._call("cuModuleLoadData", byref(module), binary)

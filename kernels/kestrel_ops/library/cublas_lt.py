@@ -69,7 +69,8 @@ class CublasLt:
         version = torch.version.cuda
         if version is None:
             raise OSError("this torch was built without CUDA")
-        self._library = ctypes.CDLL(f"libcublasLt.so.{version.split('.')[0]}")
+        # Calls are short: to give up the interpreter's lock for each, and wait for it, would take longer.
+        self._library = ctypes.PyDLL(f"libcublasLt.so.{version.split('.')[0]}")
         for name, types in _SIGNATURES.items():
             function = getattr(self._library, name)
             function.argtypes, function.restype = types, c_int
