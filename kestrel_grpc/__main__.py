@@ -34,7 +34,7 @@ from kestrel_runtime.errors import CheckpointError
 
 # The engine's thread and the event loop's both have many short turns with the interpreter: who has given it up for
 # a launch or a write waits at most so long until it is asked back.
-SWITCH_INTERVAL_S = 0.00002
+SWITCH_INTERVAL_S = 0.00005
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,18 +7,20 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kestrel_runtime.recording import Recordings
+from kestrel_runtime.recording import Recorder, Recordings
 
 
 class EncodeGraphs:
     """Records `encode`: the crops of one image at once, those of several when so many come again."""
 
-    def __init__(self, encode: Callable[[Tensor], Tensor], *, max_crops: int, max_crops_of_image: int) -> None:
+    def __init__(
+        self, encode: Callable[[Tensor], Tensor], recorder: Recorder, *, max_crops: int, max_crops_of_image: int
+    ) -> None:
         """`encode` takes uint8 crops [N, side, side, channels]; more than `max_crops` are not recorded."""
         self._encode = encode
         self._max_crops = max(max_crops, max_crops_of_image)
         self._max_crops_of_image = max_crops_of_image
-        self._recordings = Recordings("encodings")
+        self._recordings = Recordings("encodings", recorder)
         # Where all recordings read and write, one at a time.
         self._crops: Tensor | None = None
         self._features: Tensor | None = None

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kestrel_runtime.recording import Recording
+from kestrel_runtime.recording import Recorder, Recording
 from kestrel_runtime.sampling import DrawNeeds
 
 _log = logging.getLogger(__name__)
@@ -24,7 +24,13 @@ class DrawGraphs:
     """Records `step`, which ends in a draw, when a size and kind is first met, and replays it."""
 
     def __init__(
-        self, kind: str, step: Callable[[Tensor, DrawNeeds], Tensor], nobody: Tensor, *, max_batch_size: int
+        self,
+        kind: str,
+        step: Callable[[Tensor, DrawNeeds], Tensor],
+        nobody: Tensor,
+        recorder: Recorder,
+        *,
+        max_batch_size: int,
     ) -> None:
         """`step` takes int32 inputs [B, width] and returns [B, …]; `nobody` [width] is the row that pads.
 
@@ -32,6 +38,7 @@ class DrawGraphs:
         """
         self._kind = kind
         self._step = step
+        self._recorder = recorder
         self._nobody = nobody
         self._nobody_on_host = nobody.cpu().numpy()
         self._sizes = batch_sizes(max_batch_size)
@@ -69,7 +76,7 @@ class DrawGraphs:
     def _record(self, size: int, needs: DrawNeeds) -> Recording:
         inputs = self._inputs[size]
         inputs[:] = self._nobody  # what a rehearsal draws for nobody is lost on nobody
-        return Recording.of(lambda: self._step(inputs, needs), self._pool)
+        return self._recorder.record(lambda: self._step(inputs, needs), self._pool)
 
 
 def batch_sizes(max_batch_size: int) -> list[int]:

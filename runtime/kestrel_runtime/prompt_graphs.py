@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kestrel_runtime.prefill_plan import PrefillPlan
-from kestrel_runtime.recording import Recordings
+from kestrel_runtime.recording import Recorder, Recordings
 
 _STEP_TOKENS, _LARGE_STEP_TOKENS = 64, 128
 _LARGE_FROM_TOKENS = 1024
@@ -103,11 +103,11 @@ class PromptInputs:
 class PromptGraphs:
     """Records `prefill`: a prompt alone at once, several together when their size comes again."""
 
-    def __init__(self, prefill: _Prefill, inputs: PromptInputs) -> None:
+    def __init__(self, prefill: _Prefill, inputs: PromptInputs, recorder: Recorder) -> None:
         """`prefill` takes packed tokens, their plan and the rows asked for, as a `TextPath` does."""
         self._prefill = prefill
         self._inputs = inputs
-        self._recordings = Recordings("prompts")
+        self._recordings = Recordings("prompts", recorder)
 
     def __call__(self, embeddings: Tensor, plan: PrefillPlan, rows: Tensor) -> Tensor:
         """What `prefill` returns for them."""

@@ -21,28 +21,41 @@ _log = logging.getLogger(__name__)
 
 
 class Recording(NamedTuple):
-    """A graph that does `run` again when replayed, and where its result then stands."""
+    """A graph that does its work again when replayed, and where the result then stands."""
 
     graph: torch.cuda.CUDAGraph
     result: Tensor
 
-    @classmethod
-    def of(cls, run: Callable[[], Tensor], pool: Any) -> Recording:
+    def replayed(self) -> Tensor:
+        """Do it again; a copy of the result, whose place the next replay writes."""
+        self.graph.replay()
+        return self.result.clone()
+
+
+class Recorder:
+    """Records on a stream of its own: what others launched there meanwhile would be recorded too.
+
+    A process wants one of them. torch has 32 streams to hand out and begins again after the last, so that of many
+    recorders one would sooner or later have somebody else's.
+    """
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()
+
+    def record(self, run: Callable[[], Tensor], pool: Any) -> Recording:
         """Rehearse `run`, then record it with memory from `pool`, as torch hands it out. Waits for the device."""
-        aside = torch.cuda.Stream()
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
             for _ in range(_NUM_REHEARSALS):
                 run()
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # what the rehearsals took belongs to their stream, which nobody uses again
-        return cls.of_rehearsed(run, pool)
+        torch.cuda.empty_cache()  # what the rehearsals took belongs to their stream
+        return self.record_rehearsed(run, pool)
 
-    @classmethod
-    def of_rehearsed(cls, run: Callable[[], Tensor], pool: Any) -> Recording:
+    def record_rehearsed(self, run: Callable[[], Tensor], pool: Any) -> Recording:
         """Record `run`, which has run with the same sizes before. Does not wait for the device."""
-        graph, aside = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-        with torch.cuda.stream(aside):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 result = run()
@@ -51,32 +64,28 @@ class Recording(NamedTuple):
                     graph.capture_end()
                 raise
             graph.capture_end()
-        return cls(graph, result)
-
-    def replayed(self) -> Tensor:
-        """Do it again; a copy of the result, whose place the next replay writes."""
-        self.graph.replay()
-        return self.result.clone()
+        return Recording(graph, result)
 
 
 class Recordings:
     """Works of one kind, each under a key. They always read their inputs from the same places."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, recorder: Recorder) -> None:
         """`kind` names them in the log."""
         self._kind = kind
+        self._recorder = recorder
         self._pool = torch.cuda.graph_pool_handle()
         self._recorded: dict[Hashable, Recording] = {}
         self._met: set[Hashable] = set()
-        self._too_large: set[Hashable] = set()
+        self._unrecorded: set[Hashable] = set()
 
     def run(self, key: Hashable, work: Callable[[], Tensor], *, at_once: bool) -> Tensor:
         """A copy of what `work` returns, by a replay where it is recorded.
 
         With `at_once` it is recorded when first met, for which the device has to wait; else the second time, so
-        that what comes once is not recorded at all. What finds no memory for that is not tried again.
+        that what comes once is not recorded at all. What cannot be recorded, for want of memory say, runs as it is.
         """
-        if key not in self._recorded and key not in self._too_large and (at_once or key in self._met):
+        if key not in self._recorded and key not in self._unrecorded and (at_once or key in self._met):
             self._record(key, work)
         recording = self._recorded.get(key)
         if recording is not None:
@@ -86,11 +95,11 @@ class Recordings:
 
     def _record(self, key: Hashable, work: Callable[[], Tensor]) -> None:
         started = time.monotonic()
-        record = Recording.of_rehearsed if key in self._met else Recording.of
+        record = self._recorder.record_rehearsed if key in self._met else self._recorder.record
         try:
             self._recorded[key] = record(work, self._pool)
-        except torch.OutOfMemoryError:
-            self._too_large.add(key)
-            _log.warning("no memory to record %s of %s; they run as they are", self._kind, key)
+        except RuntimeError as error:  # of the work itself too, which then raises again where it runs as it is
+            self._unrecorded.add(key)
+            _log.warning("%s of %s cannot be recorded and run as they are: %s", self._kind, key, error)
         else:
             _log.info("recorded %s of %s in %.2f s", self._kind, key, time.monotonic() - started)

@@ -27,6 +27,7 @@ from kestrel_runtime.models.moondream.tiling import Tiler
 from kestrel_runtime.models.moondream.vision import VisionModel
 from kestrel_runtime.prefill_plan import PrefillPlan
 from kestrel_runtime.prompt_graphs import PromptGraphs, PromptInputs
+from kestrel_runtime.recording import Recorder
 from kestrel_runtime.rule_table import RuleTable
 from kestrel_runtime.sampling import SETTINGS_PER_SEQUENCE, DrawNeeds, Sampler
 from kestrel_runtime.sequence import Batch, Chunk, CropRange, Sequence
@@ -85,7 +86,7 @@ class ModelRunner:
         self._model = model
         self._cache = cache
         self._bounds = bounds
-        self._with_graphs = paths.with_graphs
+        self._recorder = Recorder() if paths.with_graphs else None
         self._is_fused = paths.text != "plain"
         self._images: dict[int, _Image] = {}
         self._crops = CropSource(
@@ -106,9 +107,10 @@ class ModelRunner:
         elif paths.vision != "plain":
             self._vision = FusedVision(model.vision, paths.kernels, _PRECISIONS[paths.vision])
         self._encode_crops: Callable[[Tensor], Tensor] = self._vision.encode
-        if paths.with_graphs and paths.vision != "plain":
+        if self._recorder is not None and paths.vision != "plain":
             self._encode_crops = EncodeGraphs(
                 self._vision.encode,
+                self._recorder,
                 max_crops=bounds.max_crops,
                 max_crops_of_image=1 + model.config.vision.max_crops,
             )
@@ -193,17 +195,18 @@ class ModelRunner:
         self._hidden = torch.zeros(max_batch_size, text.dim, device=device)  # of prompts, for whose tokens to draw
         self._decode_graphs: DrawGraphs | None = None
         self._draw_graphs: DrawGraphs | None = None
-        if self._with_graphs:
+        if self._recorder is not None:
             nobody = torch.zeros(_NUM_COLUMNS + self._most_pages, dtype=torch.int32, device=device)
             nobody[_SLOT], nobody[_POSITION] = self._slots.nobody, -1
             self._decode_graphs = DrawGraphs(
-                "decode steps", self._decode_rows, nobody, max_batch_size=max_batch_size
+                "decode steps", self._decode_rows, nobody, self._recorder, max_batch_size=max_batch_size
             )
+            nobody = nobody[:_NUM_COLUMNS]
             self._draw_graphs = DrawGraphs(
-                "first tokens", self._draw_rows, nobody[:_NUM_COLUMNS], max_batch_size=max_batch_size
+                "first tokens", self._draw_rows, nobody, self._recorder, max_batch_size=max_batch_size
             )
         self._prefill_text: Callable[[Tensor, PrefillPlan, Tensor], Tensor] = self._text.prefill
-        if self._with_graphs and self._is_fused:
+        if self._recorder is not None and self._is_fused:
             inputs = PromptInputs(
                 text.dim,
                 self._most_pages,
@@ -212,7 +215,7 @@ class ModelRunner:
                 max_tokens=self._bounds.max_prefill_tokens,
                 max_chunks=max_batch_size,
             )
-            self._prefill_text = PromptGraphs(self._text.prefill, inputs)
+            self._prefill_text = PromptGraphs(self._text.prefill, inputs, self._recorder)
 
     def _encode(self, ranges: list[CropRange]) -> None:
         pixels = [self._crops.take(crop_range) for crop_range in ranges]

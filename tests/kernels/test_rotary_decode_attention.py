@@ -1,3 +1,6 @@
+import importlib.util
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -18,6 +21,22 @@ CACHES = [
 every_implementation = pytest.mark.parametrize(
     "rotary_decode_attention", implementations("rotary_decode_attention"), ids=implementation_name
 )
+
+
+def triton_plans():
+    """The kernel with plans as two tiles and in steps."""
+    if importlib.util.find_spec("triton") is None:
+        return []
+    module = importlib.import_module("kestrel_ops.triton.rotary_decode_attention")
+    plans = [module.AttentionPlan(16, 2, 1)]
+    plans += [module.AttentionPlan(*cut, in_steps=True) for cut in ((32, 1, 1), (16, 2, 3), (16, 1, 4))]
+    return [
+        pytest.param(
+            partial(module.rotary_decode_attention, plan=plan),
+            id=f"{plan.tile}x{plan.num_warps}x{plan.num_stages}{' in steps' if plan.in_steps else ''}",
+        )
+        for plan in plans
+    ]
 
 
 class Step:
@@ -165,3 +184,40 @@ def test_a_long_score_does_not_overflow(rotary_decode_attention):
     step = Step([150])
     step.qkv *= 1e3
     assert relative_error(step.run(rotary_decode_attention)[0], step.wanted(0)) < 1e-4
+
+
+every_plan = pytest.mark.parametrize("rotary_decode_attention", triton_plans())
+
+
+@every_plan
+@pytest.mark.parametrize("heads", [HEADS[1], Heads(4, 2, 64)], ids=str)
+@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16, FLOAT8], ids=str)
+@pytest.mark.parametrize(("page_size", "num_parts"), [(16, 1), (32, 2), (3, 2)])
+def test_every_plan_gives_what_the_usual_one_gives(
+    rotary_decode_attention, heads, cache_dtype, page_size, num_parts
+):
+    step = Step([0, 33, 143, 64, -1], heads, page_size, cache_dtype)
+    attended, usual = (step.run(way, num_parts) for way in (rotary_decode_attention, rotary_decode_attention.func))
+    assert (attended[4] == 0).all()
+    assert relative_error(attended, usual) < 1e-5
+
+
+@every_plan
+@pytest.mark.parametrize("factor", [1e-6, 1e6])
+def test_no_plan_overflows_with_scores_of_any_size(rotary_decode_attention, factor):
+    step = Step([150], Heads(2, 2, 64), cache_dtype=FLOAT8)
+    step.query_scale = torch.full((1, 2), factor, device=DEVICE)
+    attended = step.run(rotary_decode_attention)
+    assert relative_error(attended, step.run(rotary_decode_attention.func)) < 1e-3
+
+
+@every_plan
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, FLOAT8], ids=str)
+def test_what_an_owner_before_left_in_a_page_is_not_seen(rotary_decode_attention, cache_dtype):
+    position, page_size = 37, 16
+    step = Step([position], Heads(2, 2, 64), page_size, cache_dtype)
+    attended = step.run(rotary_decode_attention)
+    last = step.tables[0][position // page_size]
+    for pages in (step.key_pages, step.value_pages):
+        pages[last].view(torch.uint8).view(2, page_size, -1)[:, position % page_size + 1 :] = 0xFF  # not a number
+    assert torch.equal(step.run(rotary_decode_attention), attended)

@@ -46,9 +46,12 @@ def test_a_float8_product_is_that_of_the_scaled_operands(scaled_linear, count, b
 
 
 @every_implementation
-def test_one_scale_of_each_operand_is_enough(scaled_linear):
-    x, weight = (some_matrix(rows, 64, rows).mul(20).to(FLOAT8) for rows in (40, 32))
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("count", [40, 729])
+def test_one_scale_of_each_operand_is_enough(scaled_linear, count, with_bias):
+    x, weight = (some_matrix(rows, 64, rows).mul(20).to(FLOAT8) for rows in (count, 32))
     scales = torch.tensor([[0.05]], device=DEVICE), torch.tensor([0.003], device=DEVICE)
-    out = scaled_linear(x, scales[0], weight, scales[1], None, torch.bfloat16)
-    wanted = (x.double() * scales[0]) @ (weight.double() * scales[1]).T
+    bias = some_matrix(1, 32, 2)[0].bfloat16() if with_bias else None
+    out = scaled_linear(x, scales[0], weight, scales[1], bias, torch.bfloat16)
+    wanted = (x.double() * scales[0]) @ (weight.double() * scales[1]).T + (0 if bias is None else bias.double())
     assert relative_error(out, wanted) < FLOAT8_TOLERANCE

@@ -7,6 +7,7 @@ from kestrel_runtime.models.moondream.fused_prefill import FusedPrefill
 from kestrel_runtime.models.moondream.fused_weights import fused_blocks
 from kestrel_runtime.prefill_plan import PrefillPlan
 from kestrel_runtime.prompt_graphs import PromptGraphs, PromptInputs, PromptSize
+from kestrel_runtime.recording import Recorder
 from kestrel_runtime.sequence import Chunk
 from tests.runtime.models.moondream.tiny import random_model, tiny_config
 from tests.runtime.sequences import new_sequence
@@ -89,7 +90,7 @@ def test_rows_that_are_not_asked_for_change_nothing():
 @pytest.mark.parametrize("generation", [2, 3])
 def test_replayed_prompts_are_those_that_were_run(generation):
     prompts = Prompts(generation)
-    graphs = PromptGraphs(prompts.prefill, prompts.inputs())
+    graphs = PromptGraphs(prompts.prefill, prompts.inputs(), Recorder())
     for lengths in ((40,), (23,), (20, 30), (31, 18), (25, 24), (19, 28), (17, 70)):
         assert_same(prompts, graphs, prompts.pack(*lengths))
         prompts.free_pages = list(range(NUM_PAGES))

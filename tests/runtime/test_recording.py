@@ -1,7 +1,9 @@
+import threading
+
 import pytest
 import torch
 
-from kestrel_runtime.recording import Recording, Recordings
+from kestrel_runtime.recording import Recorder, Recordings
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -21,14 +23,14 @@ class Work:
 @needs_cuda
 def test_a_replay_does_the_work_again_on_what_stands_there_now():
     work = Work()
-    recording = Recording.of(work, torch.cuda.graph_pool_handle())
+    recording = Recorder().record(work, torch.cuda.graph_pool_handle())
     work.source += 4
     assert recording.replayed().tolist() == [8, 8, 8]
 
 
 @needs_cuda
 def test_rare_work_is_run_and_work_that_comes_again_is_replayed():
-    recordings, rare, frequent = Recordings("works"), Work(), Work()
+    recordings, rare, frequent = Recordings("works", Recorder()), Work(), Work()
     results = []
     for number in range(5):
         frequent.source.fill_(number)
@@ -41,13 +43,35 @@ def test_rare_work_is_run_and_work_that_comes_again_is_replayed():
 
 @needs_cuda
 def test_what_finds_no_memory_runs_as_it_is():
-    recordings, work = Recordings("works"), Work()
+    recordings, work = Recordings("works", Recorder()), Work()
 
     def too_large():
+        result = work()
         if torch.cuda.is_current_stream_capturing():
             torch.empty(2**50, device="cuda")
-        return work()
+        return result
 
     for _ in range(5):
         assert recordings.run("large", too_large, at_once=False).tolist() == [0, 0, 0]
-    assert work.num_runs == 5
+    assert work.num_runs == 6  # one of them for a recording that came to nothing
+
+
+@needs_cuda
+def test_what_others_launch_meanwhile_is_not_recorded():
+    recordings, work, others = Recordings("works", Recorder()), Work(), torch.zeros(1, device="cuda")
+    aside = torch.cuda.Stream()
+
+    def launch_aside():
+        with torch.cuda.stream(aside):
+            others.add_(1)
+
+    def disturbed():
+        thread = threading.Thread(target=launch_aside)
+        thread.start()
+        thread.join()
+        return work()
+
+    for _ in range(4):
+        recordings.run("disturbed", disturbed, at_once=False)
+    torch.cuda.synchronize()
+    assert others.item() == work.num_runs == 2

@@ -4,7 +4,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from kestrel_ops.library.cublas_lt import cublas_lt
+
 _FEWEST_ROWS_WITH_BIAS = 64
+_SHORT = (torch.bfloat16, torch.float16)
 
 
 def scaled_linear(
@@ -24,6 +27,12 @@ def scaled_linear(
         return linear(x, weight, None if bias is None else bias.to(x.dtype)).to(out_dtype)
     assert x_scale is not None, "a float8 operand comes with its scale"
     assert weight_scale is not None, "a float8 weight comes with its scale"
+    has_one_scale = x_scale.numel() == weight_scale.numel() == 1
+    is_large = x.is_cuda and len(x) >= _FEWEST_ROWS_WITH_BIAS
+    if has_one_scale and is_large and bias is not None and bias.dtype == out_dtype in _SHORT:
+        out = torch.empty(len(x), len(weight), dtype=out_dtype, device=x.device)
+        cublas_lt().multiply(x, x_scale, weight, weight_scale, bias, out)
+        return out
     # A float32 output takes no bias inside the product, and few rows of wide operands do not either.
     inside = bias if out_dtype != torch.float32 and len(x) >= _FEWEST_ROWS_WITH_BIAS else None
     product = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]

@@ -8,7 +8,6 @@ them to finish adds them up.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 import triton
@@ -22,7 +21,6 @@ _LOWEST = tl.constexpr(-1e30)  # finite, so that the difference of two of them i
 _USUAL_PARTS = 32  # up to so many, one compiled kernel serves any number
 _FEW_PROGRAMS_BELOW = 8  # tokens
 _WARP_BYTES = 512  # that it reads at once, 16 a lane
-_RUN = tl.constexpr(16)  # positions of one page that tensor cores take together
 _LOG2_E = 1.4426950408889634
 
 
@@ -39,9 +37,9 @@ class AttentionPlan:
     """Whether it starts before the kernel before has ended, where the device can do that."""
     lets_next_start: bool = True
     """Whether then the next kernel may do so too."""
-    way: Literal["tiles", "steps", "tensor cores"] = "tiles"
-    """How the positions of a turn are multiplied: as two tiles; in steps of what the program reads at once, so that
-    a softmax and a page last longer; or on tensor cores, which only some pages suit (others go in steps)."""
+    in_steps: bool = False
+    """Whether a turn goes in steps of what the program reads at once, and not as two tiles: fewer instructions and
+    more loads under way where there are many programs."""
 
 
 def rotary_decode_attention(
@@ -73,9 +71,6 @@ def rotary_decode_attention(
     assert qkv.stride(1) == out.stride(1) == page_table.stride(1) == 1
     plan = plan or plan_for(batch, key_pages.dtype)
     block_d = triton.next_power_of_2(head_dim)
-    way = plan.way
-    if way == "tensor cores" and not _suits_tensor_cores(key_pages):
-        way = "steps"
     launch(
         _attend,
         (num_heads, batch, num_parts),
@@ -108,7 +103,7 @@ def rotary_decode_attention(
         block_parts=max(_USUAL_PARTS, triton.next_power_of_2(num_parts)),
         tile=plan.tile,
         tile_stages=plan.num_stages,
-        way=way,
+        in_steps=plan.in_steps,
         step=min(max(plan.num_warps * _WARP_BYTES // (block_d * key_pages.itemsize), 1), 2 * plan.tile),
         lets_next_start=plan.lets_next_start,
         is_dependent=plan.dependent_launch and has_dependent_launch(qkv),
@@ -123,8 +118,8 @@ def plan_for(batch: int, dtype: torch.dtype) -> AttentionPlan:
         return AttentionPlan(tile=16, num_warps=4, num_stages=1)
     is_float8 = dtype == torch.float8_e4m3fn
     if batch >= DEPENDENT_LAUNCH_FROM:
-        num_warps, num_stages = (2, 1) if is_float8 else (4, 3)
-        return AttentionPlan(32, num_warps, num_stages, dependent_launch=True)
+        tile, num_warps, num_stages = (16, 1, 4) if is_float8 else (32, 2, 3)
+        return AttentionPlan(tile, num_warps, num_stages, dependent_launch=True, in_steps=True)
     if batch >= _FEW_PROGRAMS_BELOW:
         return AttentionPlan(32, num_warps=4, num_stages=3 if is_float8 else 2)
     plan = AttentionPlan(64, num_warps=4, num_stages=1) if is_float8 else AttentionPlan(32, 2, 1)
@@ -132,12 +127,6 @@ def plan_for(batch: int, dtype: torch.dtype) -> AttentionPlan:
         return plan
     # The weights that the next kernel asks for early would delay its few loads, each of which waits for another.
     return replace(plan, dependent_launch=True, lets_next_start=False)
-
-
-def _suits_tensor_cores(pages: Tensor) -> bool:
-    """Whether a quarter of a row is what a lane reads at once, and pages hold whole runs."""
-    _, _, page_size, head_dim = pages.shape
-    return pages.dtype == torch.float8_e4m3fn and head_dim == 64 and page_size % 16 == 0
 
 
 @triton.jit
@@ -182,18 +171,18 @@ def _run_slots(
     start,
     end,
     group,
+    index,
     run: tl.constexpr,
     runs: tl.constexpr,
     num_groups: tl.constexpr,
     page_size: tl.constexpr,
 ):
-    """Which rows of the pages hold what is at the first place of each run, and a run is within one page.
+    """Which row of the pages holds the first place of the run that `index` says; a run is within one page.
 
-    Of a page beyond the end the last is taken again. Each page is looked up by itself: a vector of them would have
-    to be exchanged between lanes.
+    Of a run beyond the end the last is taken again. Each page is looked up by itself: a vector of them would have
+    to be exchanged between lanes, while which run a register belongs to is known when this is compiled.
     """
-    index = tl.arange(0, runs)
-    slots = tl.zeros((runs,), tl.int64)
+    slots = tl.zeros(index.shape, tl.int64)
     for each in tl.static_range(runs):
         place = tl.minimum(start + each * run, (end - 1) // run * run)
         page = tl.load(table_row + place // page_size).to(tl.int64)
@@ -220,108 +209,42 @@ def _attend_in_steps(
 ):
     """Highest score, weights and weighted values of each row of a step, over the places from `begin` to `end`.
 
-    A tile is [rows of a step, steps, lanes]: in that order Triton spreads a step over the lanes of the warps and
-    keeps the steps in registers, where they meet without a word between lanes.
+    A tile is loaded as [rows of a turn, lanes]: Triton spreads a step, its first rows, over the lanes of the warps,
+    so that what the steps have in common stays in a lane's registers.
     """
     steps: tl.constexpr = turn // step
     is_shared: tl.constexpr = page_size % step == 0  # a step then lies within one page
-    is_finite: tl.constexpr = value_pages.dtype.element_ty == tl.float8e4nv  # whatever was ever stored
     lanes = tl.arange(0, block_d)
-    in_head = (lanes < head_dim)[None, None, :]
-    rows = tl.arange(0, step)
-    last = end - 1
+    rows = tl.arange(0, turn)
     highest = tl.full((step,), _LOWEST, tl.float32)
     weight = tl.zeros((step,), tl.float32)
     total = tl.zeros((step, block_d), tl.float32)
     for start in tl.range(begin, end, turn, num_stages=stages):
-        places = start + rows[:, None] + (tl.arange(0, steps) * step)[None, :]
+        # Instead of what lies beyond the end, which may be anything, the last one is read: its share is 0 there.
+        places = start + rows
+        places_there = tl.minimum(places, end - 1)
         if is_shared:
-            # Within the last page, what lies beyond the end may be read where it is finite, as its share is 0.
-            slots = _run_slots(table_row, start, end, group, step, steps, num_groups, page_size)
-            if is_finite:
-                offsets = slots[None, :] * head_dim + rows[:, None] * head_dim
-            else:
-                firsts = tl.minimum(start + tl.arange(0, steps) * step, last // step * step)
-                offsets = (slots[None, :] + tl.minimum(rows[:, None], (last - firsts)[None, :])) * head_dim
+            slots = _run_slots(table_row, start, end, group, rows // step, step, steps, num_groups, page_size)
+            slots += places_there % step
         else:
-            offsets = _slots(table_row, tl.minimum(places, last), end, group, num_groups, page_size) * head_dim
-        addresses = offsets[:, :, None] + lanes[None, None, :]
+            slots = _slots(table_row, places_there, end, group, num_groups, page_size)
+        addresses = slots[:, None] * head_dim + lanes[None, :]
         if head_dim == block_d:
             keys = tl.load(key_pages + addresses)
             values = tl.load(value_pages + addresses)
         else:
+            in_head = (lanes < head_dim)[None, :]
             keys = tl.load(key_pages + addresses, mask=in_head, other=0.0)
             values = tl.load(value_pages + addresses, mask=in_head, other=0.0)
-        scores = tl.sum(keys.to(tl.float32) * query[None, None, :], axis=2)
-        scores = tl.where(places < end, scores, float("-inf"))
-        higher = tl.maximum(highest, tl.max(scores, axis=1))
+        scores = tl.sum(keys.to(tl.float32) * query[None, :], axis=1)
+        scores = tl.reshape(tl.where(places < end, scores, float("-inf")), (steps, step))
+        values = tl.reshape(values, (steps, step, block_d))
+        higher = tl.maximum(highest, tl.max(scores, axis=0))
         decay = tl.exp2(highest - higher)
-        shares = tl.exp2(scores - higher[:, None])
-        weight = weight * decay + tl.sum(shares, axis=1)
-        total = total * decay[:, None] + tl.sum(values.to(tl.float32) * shares[:, :, None], axis=1)
+        shares = tl.exp2(scores - higher[None, :])
+        weight = weight * decay + tl.sum(shares, axis=0)
+        total = total * decay[:, None] + tl.sum(values.to(tl.float32) * shares[:, :, None], axis=0)
         highest = higher
-    return highest, weight, total
-
-
-@triton.jit
-def _attend_on_tensor_cores(
-    query,
-    key_pages,
-    value_pages,
-    table_row,
-    begin,
-    end,
-    group,
-    num_groups: tl.constexpr,
-    page_size: tl.constexpr,
-    turn: tl.constexpr,
-    stages: tl.constexpr,
-):
-    """Highest score, weight and weighted values of float8 pages with heads of 64 lanes, [1], [1] and [1, 64].
-
-    Products take lanes and positions in any order, as long as both operands agree. The orders here are those in
-    which what a lane of the warp reads at once is what it holds of an operand, so that nothing is exchanged: of a
-    product's operand [K, N], lane t holds the columns t / 4 and of every sixteen rows K four from 4 * (t % 4) on.
-    """
-    head_dim: tl.constexpr = 64
-    runs: tl.constexpr = turn // _RUN
-    # Scores: a quarter of the row, 16 lanes, for each of the four that share a column. Scaled to fit into float16.
-    largest = tl.maximum(tl.max(tl.abs(query), axis=0), 1e-30)
-    left = (query / largest).to(tl.float16)
-    left = tl.reshape(tl.permute(tl.reshape(left, (1, 4, 2, 2, 4)), (0, 2, 3, 1, 4)), (1, head_dim))
-    # What is stored of one run: rows of keys in such an order that a column's score lands where the shares' product
-    # wants it, and values by (position % 4, eighth of the row, run, position / 4, lane of the eighth).
-    columns = tl.arange(0, _RUN)
-    key_rows = columns // 8 * 8 + columns % 2 * 4 + columns % 8 // 2
-    key_tile = key_rows[:, None, None] * head_dim + tl.arange(0, head_dim)[None, None, :]
-    value_rows = tl.arange(0, 4)[:, None, None, None, None] + tl.arange(0, _RUN // 4)[None, None, None, :, None] * 4
-    value_lanes = tl.arange(0, 8)[None, :, None, None, None] * 8 + tl.arange(0, 8)[None, None, None, None, :]
-    value_tile = value_rows * head_dim + value_lanes
-    places = tl.arange(0, turn)
-    places = places // 8 * 8 + places % 2 * 4 + places % 8 // 2
-    highest = tl.full((1,), _LOWEST, tl.float32)
-    weight = tl.zeros((1,), tl.float32)
-    total = tl.zeros((1, head_dim), tl.float32)
-    for start in tl.range(begin, end, turn, num_stages=stages):
-        # What lies beyond the end is read as well: what was ever stored in float8 is finite, and its share 0.
-        offsets = _run_slots(table_row, start, end, group, _RUN, runs, num_groups, page_size) * head_dim
-        keys = tl.load(key_pages + (offsets[None, :, None] + key_tile))
-        values = tl.load(value_pages + (offsets[None, None, :, None, None] + value_tile))
-        right = tl.reshape(tl.permute(keys.to(tl.float16), (1, 0, 2)), (turn, 4, 2, 2, 4))
-        right = tl.reshape(tl.permute(right, (0, 2, 3, 1, 4)), (turn, head_dim))
-        scores = tl.dot(left, tl.trans(right)) * largest
-        scores = tl.where((start + places < end)[None, :], scores, float("-inf"))
-        higher = tl.maximum(highest, tl.max(scores, axis=1))
-        decay = tl.exp2(highest - higher)
-        shares = tl.exp2(scores - higher[:, None])
-        weight = weight * decay + tl.sum(shares, axis=1)
-        shares = tl.reshape(shares.to(tl.float16), (1, turn // 16, 2, 4, 2))
-        shares = tl.reshape(tl.permute(shares, (0, 1, 3, 2, 4)), (1, turn))
-        values = tl.reshape(values.to(tl.float16), (4, 8, turn // 16, 4, 8))
-        values = tl.reshape(tl.permute(values, (2, 0, 3, 4, 1)), (turn, head_dim))
-        total = tl.dot(shares, values, total * decay[:, None])
-        highest = higher
-    total = tl.reshape(tl.permute(tl.reshape(total, (1, 8, 8)), (0, 2, 1)), (1, head_dim))
     return highest, weight, total
 
 
@@ -356,7 +279,7 @@ def _attend(
     block_parts: tl.constexpr,
     tile: tl.constexpr,
     tile_stages: tl.constexpr,
-    way: tl.constexpr,
+    in_steps: tl.constexpr,
     step: tl.constexpr,
     lets_next_start: tl.constexpr,
     is_dependent: tl.constexpr,
@@ -392,21 +315,7 @@ def _attend(
 
     begin = part * part_length
     end = tl.minimum(position, begin + part_length)
-    if way == "tensor cores":
-        highest, weight, total = _attend_on_tensor_cores(
-            query,
-            key_pages,
-            value_pages,
-            table_row,
-            begin,
-            end,
-            group,
-            num_groups,
-            page_size,
-            turn,
-            tile_stages,
-        )
-    elif way == "steps":
+    if in_steps:
         highest, weight, total = _attend_in_steps(
             query,
             key_pages,
