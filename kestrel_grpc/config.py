@@ -198,7 +198,7 @@ class ServerConfig:
     cuda_graphs: bool | None = _option(
         None,
         on_or_off,
-        "whether decode steps are recorded once and replayed: on or off",
+        "whether work on the device is recorded once and replayed: on or off",
         default_text="on with a fused text path on a GPU",
     )
     kernels: tuple[tuple[str, str], ...] | None = _option(

@@ -29,7 +29,7 @@ class EngineConfig:
     kv_dtype: str = "auto"
     """The type of cached keys and values: float8, or auto: the model's."""
     cuda_graphs: bool | None = None
-    """Whether decode steps are recorded once and replayed; None: on CUDA with a fused text path."""
+    """Whether work on the device is recorded once and replayed; None: on CUDA with a fused text path."""
     kernels: tuple[tuple[str, str], ...] = ()
     """(operation, implementation) of fused operations, where it shall not be the fastest there is."""
     max_batch_size: int | None = None
