@@ -17,6 +17,9 @@ from torch import Tensor
 
 _NUM_REHEARSALS = 2  # compilers and libraries allocate on first use, which no recording allows
 
+_MOST_RECORDINGS = 256
+"""Of one kind. What comes often comes early, and a recording of hundreds of kernels takes memory of its own."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -83,9 +86,11 @@ class Recordings:
         """A copy of what `work` returns, by a replay where it is recorded.
 
         With `at_once` it is recorded when first met, for which the device has to wait; else the second time, so
-        that what comes once is not recorded at all. What cannot be recorded, for want of memory say, runs as it is.
+        that what comes once is not recorded at all. What cannot be recorded, for want of memory say, runs as it is,
+        and so does what comes when there are many recordings.
         """
-        if key not in self._recorded and key not in self._unrecorded and (at_once or key in self._met):
+        has_room = len(self._recorded) < _MOST_RECORDINGS
+        if key not in self._recorded and key not in self._unrecorded and has_room and (at_once or key in self._met):
             self._record(key, work)
         recording = self._recorded.get(key)
         if recording is not None:

@@ -123,11 +123,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def record(self) -> None:
-        """Record the steps that most requests need, where steps are recorded; others are when first met."""
-        for graphs in (self._decode_graphs, self._draw_graphs):
+        """Record the decode steps that most requests need, where any are; the rest is recorded when met."""
+        if self._decode_graphs is not None:
             for needs in _USUAL_NEEDS:
-                if graphs is not None:
-                    graphs.record_all(needs)
+                self._decode_graphs.record_all(needs)
 
     def run(self, batch: Batch) -> dict[int, Token]:
         """Run a step to its end; returns the new token of each sequence that is due one, by sequence id."""

@@ -57,6 +57,18 @@ def test_what_finds_no_memory_runs_as_it_is():
 
 
 @needs_cuda
+def test_recordings_do_not_grow_without_end():
+    recordings, late = Recordings("works", Recorder()), Work()
+    works = [Work() for _ in range(256)]
+    for _ in range(2):
+        for number, work in enumerate(works):
+            recordings.run(number, work, at_once=False)
+    for _ in range(3):
+        recordings.run("late", late, at_once=False)
+    assert late.num_runs == 3
+
+
+@needs_cuda
 def test_what_others_launch_meanwhile_is_not_recorded():
     recordings, work, others = Recordings("works", Recorder()), Work(), torch.zeros(1, device="cuda")
     aside = torch.cuda.Stream()
