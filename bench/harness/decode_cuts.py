@@ -41,7 +41,8 @@ class Cut:
         """How this one does it."""
         plan = self.plan
         if isinstance(plan, AttentionPlan):
-            return f"tile {plan.tile} warps {plan.num_warps} stages {plan.num_stages} parts {self.num_parts}"
+            way = " in steps" if plan.in_steps else ""
+            return f"tile {plan.tile} warps {plan.num_warps} stages {plan.num_stages} parts {self.num_parts}{way}"
         if isinstance(plan, SingleTokenPlan):
             return f"n {plan.block_n} warps {plan.num_warps} in registers"
         return (
@@ -88,12 +89,13 @@ def _products() -> Iterator[Cut]:
 
 
 def _attentions() -> Iterator[Cut]:
-    shapes = ((16, 2, 1), (32, 2, 1), (32, 4, 1), (32, 4, 2), (32, 4, 3), (64, 4, 1), (64, 8, 1))
+    tiles = ((16, 2, 1), (32, 2, 1), (32, 4, 1), (32, 4, 2), (32, 4, 3), (64, 4, 1), (64, 8, 1))
+    steps = ((16, 1, 3), (16, 1, 4), (16, 2, 4), (32, 1, 1), (32, 2, 3), (32, 2, 4), (32, 4, 3))
+    plans = [AttentionPlan(*shape) for shape in tiles] + [AttentionPlan(*shape, in_steps=True) for shape in steps]
     for dtype in (_FLOAT8, torch.bfloat16):
         for batch, all_parts in ((1, (16, 32)), (16, (1, 2, 4)), (64, (1, 2))):
             for num_parts in all_parts:
-                for tile, warps, stages in shapes:
-                    plan = AttentionPlan(tile, warps, stages)
+                for plan in plans:
                     yield Cut("rotary_decode_attention", "float8", batch, plan, dtype, _LONG, num_parts)
 
 
