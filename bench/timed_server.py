@@ -9,9 +9,8 @@ the device would, that is the host's doing; when it stops it tells how long the 
 
 Every image costs what nine crops do; the built-in model cuts a chart into seven, of which eight charts make a step.
 `--slower` stretches the device's times where this machine's cores are slower than those beside a GPU: requests and
-tokens per second are then to be multiplied by it. Launching costs the host what it costs for several images at
-once, so a single request takes longer here than on a GPU, where it is replayed. Options after `--` go to the
-server.
+tokens per second are then to be multiplied by it. Launching costs the host what it costs to replay a step of some
+images. Options after `--` go to the server.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class Cost:
     launch_ms: float
 
 
-ENCODE, PREFILL, DECODE = Cost(0.3, 6.6, 4.3), Cost(0.5, 2.0, 4.6), Cost(1.1, 0.022, 0.1)
+ENCODE, PREFILL, DECODE = Cost(0.3, 6.6, 2.5), Cost(0.5, 2.0, 1.4), Cost(1.1, 0.022, 0.1)
 
 
 class Device:
