@@ -15,8 +15,8 @@ from torch import Tensor
 from kestrel_runtime.sequence import Chunk
 from kestrel_runtime.transfer import to_device
 
-_ALIGNMENT = 4
-"""Elements of int32. Kernels are compiled anew for operands that do not begin at a multiple of 16 bytes."""
+_ALIGNMENT_BYTES = 16
+"""Kernels are compiled anew for operands that do not begin at a multiple of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +51,13 @@ class PrefillPlan:
         slots = table[own_row, positions // page_size] * page_size + positions % page_size
         ends = [chunk.end for chunk in chunks]
         prefixes = [chunk.sequence.prefix_length for chunk in chunks]
-        num_tokens = len(positions)
-        places = np.zeros((2, num_tokens + num_tokens % 2), dtype=np.int64)
-        places[:, :num_tokens] = positions, slots
-        sent = to_device(places, torch.int64, device)[:, :num_tokens]
+        own_positions, own_slots = _sent_together([positions, slots], torch.int64, device)
         page_table, query_starts, lengths, prefix_lengths = _sent_together(
-            [table, np.cumsum([0, *counts]), np.array(ends), np.array(prefixes)], device
+            [table, np.cumsum([0, *counts]), np.array(ends), np.array(prefixes)], torch.int32, device
         )
         return cls(
-            positions=sent[0],
-            slots=sent[1],
+            positions=own_positions,
+            slots=own_slots,
             page_table=page_table,
             query_starts=query_starts,
             lengths=lengths,
@@ -69,14 +66,15 @@ class PrefillPlan:
         )
 
 
-def _sent_together(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Small arrays as int32 on the device, by one copy."""
-    room = [-(-array.size // _ALIGNMENT) * _ALIGNMENT for array in arrays]
-    packed = np.zeros(sum(room), dtype=np.int32)
+def _sent_together(arrays: Sequence[np.ndarray], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Small arrays of whole numbers on the device, by one copy."""
+    alignment = _ALIGNMENT_BYTES // dtype.itemsize
+    room = [-(-array.size // alignment) * alignment for array in arrays]
+    packed = np.zeros(sum(room), dtype=np.int64)
     starts = np.cumsum([0, *room])
     for start, array in zip(starts, arrays, strict=False):
         packed[start : start + array.size] = array.ravel()
-    sent = to_device(packed, torch.int32, device)
+    sent = to_device(packed, dtype, device)
     return [
         sent[start : start + array.size].view(array.shape) for start, array in zip(starts, arrays, strict=False)
     ]

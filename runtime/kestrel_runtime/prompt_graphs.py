@@ -30,7 +30,7 @@ class PromptSize(NamedTuple):
         """The size for the chunks of `plan`."""
         num_tokens, num_chunks = len(plan.positions), len(plan.lengths)
         step = _STEP_TOKENS if num_tokens <= _LARGE_FROM_TOKENS else _LARGE_STEP_TOKENS
-        padded = -(-num_tokens // step) * step
+        padded = _rounded_up(num_tokens, step)
         if num_chunks == 1:
             return cls(padded, 1, padded)
         return cls(padded, _power_of_two(num_chunks), max(_power_of_two(plan.max_chunk), _STEP_TOKENS))
@@ -50,12 +50,12 @@ class PromptInputs:
         max_chunks: int,
     ) -> None:
         """For `max_tokens` tokens [T, dim] in `max_chunks` chunks of sequences of `most_pages` pages, or less."""
-        self._max_chunks = _power_of_two(max_chunks)
-        self._embeddings = torch.zeros(_padded(max_tokens), dim, dtype=dtype, device=device)
+        self._max_chunks, max_tokens = _power_of_two(max_chunks), _rounded_up(max_tokens, _LARGE_STEP_TOKENS)
+        self._embeddings = torch.zeros(max_tokens, dim, dtype=dtype, device=device)
         self._rows = torch.zeros(self._max_chunks, dtype=torch.int64, device=device)
         self._plan = PrefillPlan(
-            positions=torch.zeros(_padded(max_tokens), dtype=torch.int64, device=device),
-            slots=torch.full((_padded(max_tokens),), -1, dtype=torch.int64, device=device),
+            positions=torch.zeros(max_tokens, dtype=torch.int64, device=device),
+            slots=torch.full((max_tokens,), -1, dtype=torch.int64, device=device),
             page_table=torch.zeros(self._max_chunks, most_pages, dtype=torch.int32, device=device),
             query_starts=torch.zeros(self._max_chunks + 1, dtype=torch.int32, device=device),
             lengths=torch.zeros(self._max_chunks, dtype=torch.int32, device=device),
@@ -120,8 +120,8 @@ class PromptGraphs:
         return hidden[: len(rows)]
 
 
-def _padded(num_tokens: int) -> int:
-    return -(-num_tokens // _LARGE_STEP_TOKENS) * _LARGE_STEP_TOKENS
+def _rounded_up(count: int, step: int) -> int:
+    return -(-count // step) * step
 
 
 def _power_of_two(count: int) -> int:

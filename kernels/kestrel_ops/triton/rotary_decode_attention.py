@@ -152,10 +152,16 @@ def _as_stored(values, scale, dtype: tl.constexpr):
 
 
 @triton.jit
+def _slot(page, place, group, num_groups: tl.constexpr, page_size: tl.constexpr):
+    """Which row of the pages holds a head's key or value at a place of the page."""
+    return (page.to(tl.int64) * num_groups + group) * page_size + place % page_size
+
+
+@triton.jit
 def _slots(table_row, places, end, group, num_groups: tl.constexpr, page_size: tl.constexpr):
     """Which rows of the pages hold a head's keys and values at the places."""
-    page = tl.load(table_row + places // page_size, mask=places < end, other=0).to(tl.int64)
-    return (page * num_groups + group) * page_size + places % page_size
+    page = tl.load(table_row + places // page_size, mask=places < end, other=0)
+    return _slot(page, places, group, num_groups, page_size)
 
 
 @triton.jit
@@ -185,8 +191,8 @@ def _run_slots(
     slots = tl.zeros(index.shape, tl.int64)
     for each in tl.static_range(runs):
         place = tl.minimum(start + each * run, (end - 1) // run * run)
-        page = tl.load(table_row + place // page_size).to(tl.int64)
-        slots = tl.where(index == each, (page * num_groups + group) * page_size + place % page_size, slots)
+        page = tl.load(table_row + place // page_size)
+        slots = tl.where(index == each, _slot(page, place, group, num_groups, page_size), slots)
     return slots
 
 
@@ -372,8 +378,8 @@ def _attend(
             new_value *= tl.load(value_factor + sequence * num_groups + group).to(tl.float32)
         new_value = _as_stored(new_value, value_scale, value_pages.dtype.element_ty)
         if head % (num_heads // num_groups) == 0:
-            own_page = tl.load(table_row + position // page_size).to(tl.int64)
-            own_slot = (own_page * num_groups + group) * page_size + position % page_size
+            own_page = tl.load(table_row + position // page_size)
+            own_slot = _slot(own_page, position, group, num_groups, page_size)
             tl.store(key_pages + own_slot * head_dim + lanes, new_key, mask=in_head)
             tl.store(value_pages + own_slot * head_dim + lanes, new_value, mask=in_head)
         score = tl.sum(new_key.to(tl.float32) * query, axis=0)
