@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +30,7 @@ import torch
 from kestrel_grpc.__main__ import main as kestrel_grpc
 from kestrel_runtime.images import leave_uncut
 from kestrel_runtime.models.moondream.model import Moondream
-from kestrel_runtime.runner import ModelRunner
+from kestrel_runtime.runner import Launch, ModelRunner
 from kestrel_runtime.sequence import Batch, CropRange, Sequence
 from kestrel_runtime.tokens import Token
 
@@ -47,50 +48,96 @@ class Cost:
 
 
 ENCODE, PREFILL, DECODE = Cost(0.3, 6.6, 2.5), Cost(0.5, 2.0, 1.4), Cost(1.1, 0.022, 0.1)
+BESIDE_MS = 4.3
+"""What a step of decoding takes beside prompts, at least."""
+HOLDS_UP = Cost(0.35, 0.032, 0.0)
+"""How much longer the prompts take then."""
+
+
+@dataclass(slots=True)
+class Work:
+    """Something that the device does until a moment, which others may put off."""
+
+    ends: float
 
 
 class Device:
-    """Does one thing after the other, and keeps count."""
+    """Does prompts one after the other, and steps of decoding beside them, and keeps count."""
 
     def __init__(self, slower: float) -> None:
         self._slower = slower
         self._began: float | None = None
-        self._free = self._busy_s = 0.0
+        self._prompts: deque[Work] = deque()
+        self._decoding = Work(0.0)
+        self._busy_until = self._busy_s = 0.0
 
     @property
     def idle_share(self) -> float:
         """Of the time from the first work to the end of the last."""
-        return 0.0 if self._began is None else 1.0 - self._busy_s / (self._free - self._began)
+        return 0.0 if self._began is None else 1.0 - self._busy_s / (self._busy_until - self._began)
 
-    def take(self, cost: Cost, count: float) -> float:
-        """Take the time of `count` images, prompts or sequences when all before is done; returns when that is over.
+    def take_in(self, cost: Cost, count: float, after: Work | None = None) -> Work:
+        """Take the time of `count` images or prompts. Comes back when the host has launched it."""
+        start = self._start(self._prompts[-1] if self._prompts else None, after)
+        while self._prompts and self._prompts[0].ends <= start:
+            self._prompts.popleft()
+        work = Work(start + self._seconds(cost, count))
+        self._prompts.append(work)
+        self._be_busy(start, work.ends)
+        self._launch(cost)
+        return work
 
-        Comes back when the host has launched it.
-        """
+    def decode(self, count: int, after: Work | None = None) -> Work:
+        """Take the time of a step for `count` sequences. Comes back when the host has launched it."""
+        start = self._start(self._decoding, after)
+        duration = self._seconds(DECODE, count)
+        held_up = [work for work in self._prompts if work.ends > start]
+        if held_up:
+            duration = max(duration, 1e-3 * self._slower * BESIDE_MS)
+            self._be_busy(self._busy_until, self._busy_until + self._seconds(HOLDS_UP, count))
+        for work in held_up:
+            work.ends += self._seconds(HOLDS_UP, count)
+        self._decoding = Work(start + duration)
+        self._be_busy(start, self._decoding.ends)
+        self._launch(DECODE)
+        return self._decoding
+
+    def _start(self, *before: Work | None) -> float:
         now = time.perf_counter()
         self._began = now if self._began is None else self._began
-        duration_s = 1e-3 * self._slower * (cost.device_ms + count * cost.each_ms)
-        self._busy_s += duration_s
-        self._free = max(now, self._free) + duration_s
-        launched, number = now + 1e-3 * self._slower * cost.launch_ms, torch.zeros(1)
+        return max([now, *(work.ends for work in before if work is not None)])
+
+    def _seconds(self, cost: Cost, count: float) -> float:
+        return 1e-3 * self._slower * (cost.device_ms + count * cost.each_ms)
+
+    def _be_busy(self, start: float, end: float) -> None:
+        # What was there before is counted already.
+        self._busy_s += max(0.0, end - max(start, self._busy_until))
+        self._busy_until = max(end, self._busy_until)
+
+    def _launch(self, cost: Cost) -> None:
+        launched, number = time.perf_counter() + 1e-3 * self._slower * cost.launch_ms, torch.zeros(1)
         while time.perf_counter() < launched:
             torch.add(number, 1)  # which lets go of the interpreter as a launch does
-        return self._free
 
 
-class TimedLaunch:
+class TimedLaunch(Launch):
     """A step under way."""
 
-    def __init__(self, sequences: list[Sequence], places: Mapping[int, tuple[float, ...]], over: float) -> None:
-        """places: what tokens that are places stand for, by token id; over: the moment when the step is."""
-        self._sequences = sequences
+    def __init__(self, sequences: list[Sequence], places: Mapping[int, tuple[float, ...]], work: Work) -> None:
+        """places: what tokens that are places stand for, by token id."""
+        self._drawing = sequences
         self._places = places
-        self._over = over
+        self.work = work
+
+    @property
+    def is_over(self) -> bool:
+        return self.work.ends <= time.perf_counter()
 
     def land(self) -> dict[int, Token]:
-        """Wait for the step, as `Launch.land` does."""
-        time.sleep(max(0.0, self._over - time.perf_counter()))
-        return {sequence.id: self._draw(sequence) for sequence in self._sequences}
+        while not self.is_over:
+            time.sleep(self.work.ends - time.perf_counter())
+        return {sequence.id: self._draw(sequence) for sequence in self._drawing}
 
     def _draw(self, sequence: Sequence) -> Token:
         allowed = sequence.reader.rule.allowed
@@ -111,18 +158,19 @@ class TimedRunner(ModelRunner):
     def is_asynchronous(self) -> bool:
         return True
 
-    def launch(self, batch: Batch) -> Any:
-        """Begin a step."""
-        over = 0.0
-        if batch.encode:
-            over = self._device.take(ENCODE, sum(_share(part) for part in batch.encode))
-        if batch.prefill:
-            self._slots.open(*(chunk.sequence for chunk in batch.prefill if chunk.start == 0))
-            over = self._device.take(PREFILL, len(batch.prefill))
+    def launch(self, batch: Batch, after: Launch | None = None) -> Launch:
+        before = after.work if isinstance(after, TimedLaunch) else None
         if batch.decode:
             self._decode_inputs(batch.decode)
-            over = self._device.take(DECODE, len(batch.decode))
-        return TimedLaunch(batch.due, self._places, over)
+            return TimedLaunch(batch.due, self._places, self._device.decode(len(batch.decode), before))
+        work = None
+        if batch.encode:
+            work = self._device.take_in(ENCODE, sum(_share(part) for part in batch.encode), before)
+        if batch.prefill:
+            self._slots.open(*(chunk.sequence for chunk in batch.prefill if chunk.start == 0))
+            work = self._device.take_in(PREFILL, len(batch.prefill), before)
+        assert work is not None, "the loop launches no empty steps"
+        return TimedLaunch(batch.due, self._places, work)
 
 
 def _share(part: CropRange) -> float:

@@ -9,7 +9,6 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from kestrel_runtime.images import Crops, UncutImage, leave_uncut
+from kestrel_runtime.lane import Lane
 from kestrel_runtime.models.moondream.config import VisionConfig
 
 _log = logging.getLogger(__name__)
@@ -52,12 +52,12 @@ class CutImage(UncutImage):
 
 
 class AheadCutter:
-    """Cuts images for worker threads, one at a time, on a stream of its own."""
+    """Cuts images for worker threads, one at a time, in a lane of its own."""
 
     def __init__(self, cut: Callable[[UncutImage], Tensor], device: torch.device, *, most_images: int) -> None:
         """`cut` makes all crops of an image on the device; `most_images` is how many may have theirs unclaimed."""
         self._cut = cut
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._lane = Lane(device)
         self._most_images = most_images
         self._kept: weakref.WeakSet[CutAhead] = weakref.WeakSet()  # until their requests are over
         self._turn = threading.Lock()
@@ -71,13 +71,10 @@ class AheadCutter:
             if sum(not ahead.is_claimed for ahead in self._kept) >= self._most_images:
                 return prepared
             try:
-                with torch.inference_mode(), self._on_stream():
+                with torch.inference_mode(), self._lane.entered():
                     ahead = CutAhead(self._cut(prepared))
             except RuntimeError as error:  # out of memory, or worse: the engine's thread will meet it, and can act
                 _log.warning("an image could not be cut ahead: %s", error)
                 return prepared
             self._kept.add(ahead)
         return CutImage(prepared.pixels, prepared.rows, prepared.columns, ahead=ahead)
-
-    def _on_stream(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

@@ -1,30 +1,38 @@
-"""The engine's thread: one step after the other, the same order every time.
+"""The engine's thread: one turn after the other, the same order every time.
 
 A request's life in it:
   1. `add` puts a prepared sequence and its stream into the inbox; `cancel` puts a farewell there.
-  2. A step empties the inbox, then drops whom nobody waits for any more (cancelled, past a deadline).
+  2. A turn empties the inbox, then drops whom nobody waits for any more (cancelled, past a deadline).
   3. `Scheduler.next_batch` chooses who runs and takes pages.
   4. `ModelRunner.launch` has the device encode crops, fill the cache and draw tokens; `Scheduler.commit` counts
-     that as done. Where it raises, `Recovery` finds out who must end, and the next steps try them one by one.
-  5. `Scheduler.land` takes the tokens of the step before, once they are there; each sequence's reader turns them
-     into events.
+     that as done. Where it raises, `Recovery` finds out who must end, and the next turns try them one by one.
+  5. `Scheduler.land` takes the tokens of steps that are over; each sequence's reader turns them into events.
   6. Who has finished gives its pages back; the outbox posts all events of the turn at once.
 
-     inbox ─▶ drop ─▶ choose ─▶ launch ─▶ land the step before ─▶ read ─▶ post
-       ▲                                                                   │
-       └───────────── waits here while there is no work ◀──────────────────┘
+     inbox ─▶ drop ─▶ choose ─▶ launch ─▶ land what came before ─▶ read ─▶ post
+       ▲                                                                    │
+       └──────────────── waits here while there is no work ◀────────────────┘
 
-A device that works by itself has its next step before it is through with one: it never waits for readers.
+A turn launches up to two steps: one of images and prompts, one of decoding. They run beside each other, so a long
+prompt holds nobody's next token up; whoever's prompt is in decodes with the others from the next turn on. A device
+that works by itself has its next steps before it is through with those under way: it never waits for readers.
 
-     device   │ step 1 ││ step 2 ││ step 3 │
-     thread   │launch 1│launch 2│ land 1, launch 3 │ land 2, …
+     prompts  │      step 1      ││      step 3      ││      step 7      │
+     decoding                     │ 2 ││ 4 ││ 5 ││ 6 │ …
+     thread   │launch 1│launch 3,2│land 1│launch 4, land 2│launch 5, land 4│ …
+
+While somebody decodes, prompts are waited for by looking whether they are over; while nobody does, the next step of
+decoding is launched behind them at once. Launching prompts takes the thread longer than the device takes to decode,
+so that before it some more steps of decoding are launched ahead.
 
 What a sequence has drawn after its end, which a step under way could not know, is dropped. Its pages may have a
-new owner by then: steps run in order, so what the old one writes there comes before anything that the new one does.
+new owner by then: what steps of decoding write there comes before all that later ones and later prompts do, and
+pages that prompts write to are kept until those have landed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -44,6 +52,10 @@ from kestrel_runtime.sequence import Batch, Sequence
 from kestrel_runtime.stream import Outbox, Stream
 
 _RATE_WINDOW_S = 5.0
+_MOST_STEPS_OF_PROMPTS = 2
+"""Under way at once: one that runs, and one that begins when it ends."""
+_STEPS_AHEAD, _STEPS_AHEAD_OF_PROMPTS = 1, 4
+"""Of decoding, behind the one that runs."""
 
 _log = logging.getLogger(__name__)
 
@@ -54,6 +66,8 @@ class _Flight(NamedTuple):
     batch: Batch
     drew: list[Sequence]
     launch: Launch
+    behind: _Flight | None
+    """The step of prompts that it waits for, which is told before it."""
 
 
 class _Arrival(NamedTuple):
@@ -91,7 +105,9 @@ class EngineLoop:
         self._work = threading.Condition()
         self._is_closing = False
         self._is_over = False
-        self._flight: _Flight | None = None
+        self._prompts: deque[_Flight] = deque()
+        self._decoding: deque[_Flight] = deque()
+        self._followed: _Flight | None = None  # the step of prompts that decoding waits for
         self._rate: deque[tuple[float, int]] = deque()  # (moment, tokens) of recent steps
         self._thread = threading.Thread(target=self._run, name="kestrel-engine", daemon=True)
 
@@ -134,15 +150,22 @@ class EngineLoop:
         self._take_inbox()
         now = time.monotonic()
         self._drop_unwanted(now)
-        if not self._scheduler.can_look_ahead:
-            self._land()
-        batch = self._scheduler.next_batch(now)
-        launched = None if batch.is_empty else self._launch(batch)
-        if not self._land():
-            launched = None
-        self._flight = launched
+        if self._scheduler.can_look_ahead:
+            self._land_prompts_that_are_over()
+        else:
+            self._land_all()
+        follows = self._follow_prompts()
+        # Those whose pages prompts may have from now on were in this one, at the latest.
+        last = self._decoding[-1].launch if self._decoding else None
+        batch = self._scheduler.next_batch(now, takes_prompts=len(self._prompts) < _MOST_STEPS_OF_PROMPTS)
+        if self._decode(batch, now):
+            self._launch(batch.prompting, self._prompts, last)
         if not self._runner.is_asynchronous:
-            self._land()
+            self._land_all()
+        if last is not None and self._decoding:
+            self._land(self._decoding)
+        if self._prompts and (follows or (last is None and batch.is_empty)):
+            self._land(self._prompts)
         self._outbox.post()
 
     def _run(self) -> None:
@@ -166,7 +189,7 @@ class EngineLoop:
 
     @property
     def _is_idle(self) -> bool:
-        return self._scheduler.is_idle and self._flight is None and not self._inbox
+        return self._scheduler.is_idle and not (self._prompts or self._decoding or self._inbox)
 
     def _send(self, item: _Arrival | Stream) -> None:
         with self._work:
@@ -205,34 +228,84 @@ class EngineLoop:
                 item.sequence.clock.admitted = now
                 self._admission.start(self._streams[item.sequence], now)
 
-    def _launch(self, batch: Batch) -> _Flight | None:
-        """Begin a step; None where that raised, and the next ones are to find out why."""
+    def _follow_prompts(self) -> bool:
+        """Where nobody decodes, have those do it whose prompts are the next to be in. Returns whether it did."""
+        if not self._prompts or not self._prompts[0].drew or self._scheduler.is_decoding:
+            return False
+        self._followed = self._prompts[0]
+        self._scheduler.follow(self._followed.batch)
+        return True
+
+    def _decode(self, batch: Batch, now: float) -> bool:
+        """Begin steps of decoding, the batch's first, until enough are under way. False where one raised."""
+        num_ahead = 0
+        if self._runner.is_asynchronous:
+            num_ahead = _STEPS_AHEAD if batch.prompting.is_empty else _STEPS_AHEAD_OF_PROMPTS
+        behind = self._followed
+        while batch.decode and len(self._decoding) <= num_ahead:
+            if not self._launch(batch.decoding, self._decoding, None if behind is None else behind.launch):
+                return False
+            if not self._scheduler.can_look_ahead:
+                break
+            batch = self._scheduler.next_batch(now, takes_prompts=False)
+        return True
+
+    def _launch(self, batch: Batch, flights: deque[_Flight], after: Launch | None) -> bool:
+        """Begin a step, if there is one. False where that raised, and the next turns are to find out why."""
+        if batch.is_empty:
+            return True
         self._note_admissions(batch)
         try:
-            launch = self._runner.launch(batch)
+            launch = self._runner.launch(batch, after)
         except Exception as error:
-            if self._land():
+            if self._land_all():
                 self._recover(batch, error)
-            return None
-        return _Flight(batch, self._scheduler.commit(batch), launch)
+            return False
+        flights.append(_Flight(batch, self._scheduler.commit(batch), launch, self._followed))
+        return True
 
-    def _land(self) -> bool:
-        """Tell what the step under way has drawn, if there is one. False where it failed, and all went back."""
-        flight, self._flight = self._flight, None
-        if flight is None:
-            return True
+    def _land_prompts_that_are_over(self) -> None:
+        while self._prompts and self._prompts[0].launch.is_over:
+            self._land(self._prompts)
+
+    def _land_all(self) -> bool:
+        """False where a step failed, and all went back."""
+        is_well = True
+        while is_well and (self._prompts or self._decoding):
+            is_well = self._land(self._decoding if self._decoding else self._prompts)
+        return is_well
+
+    def _land(self, flights: deque[_Flight]) -> bool:
+        """Wait for the first of the steps and tell what it has drawn. False where it failed, and all went back."""
+        if flights is self._decoding:
+            while any(flight is flights[0].behind for flight in self._prompts):
+                if not self._land(self._prompts):
+                    return False
+        flight = flights.popleft()
         try:
             drawn = flight.launch.land()
         except Exception as error:
+            self._abandon_flights()
             self._recover(flight.batch, error)
             return False
+        if flight is self._followed:
+            self._followed = None
         self._recovery.succeeded()
         now = time.monotonic()
-        here = self._scheduler.land(flight.drew, drawn)
+        here = self._scheduler.land(flight.batch, flight.drew, drawn)
         self._count(now, len(here))
         for sequence in here:
             self._tell(sequence, now)
         return True
+
+    def _abandon_flights(self) -> None:
+        """Let what else is under way come to its end, untold."""
+        for flight in (*self._prompts, *self._decoding):
+            with contextlib.suppress(Exception):
+                flight.launch.land()
+        self._prompts.clear()
+        self._decoding.clear()
+        self._followed = None
 
     def _recover(self, batch: Batch, error: Exception) -> None:
         culprit = self._recovery.failed(batch, error)

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kestrel_runtime.lane import Lane
+
 _NUM_REHEARSALS = 2  # compilers and libraries allocate on first use, which no recording allows
 
 _MOST_RECORDINGS = 256
@@ -36,29 +38,28 @@ class Recording(NamedTuple):
 
 
 class Recorder:
-    """Records on a stream of its own: what others launched there meanwhile would be recorded too.
+    """Records in the lane that replays: kernels keep its priority, and libraries the memory that they have for it.
 
-    A process wants one of them. torch has 32 streams to hand out and begins again after the last, so that of many
-    recorders one would sooner or later have somebody else's.
+    What other threads launched there meanwhile would be recorded too.
     """
 
-    def __init__(self) -> None:
-        self._stream = torch.cuda.Stream()
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
 
     def record(self, run: Callable[[], Tensor], pool: Any) -> Recording:
         """Rehearse `run`, then record it with memory from `pool`, as torch hands it out. Waits for the device."""
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        torch.cuda.synchronize()  # what `run` reads may have been written anywhere
+        with self._lane.entered():
             for _ in range(_NUM_REHEARSALS):
                 run()
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # what the rehearsals took belongs to their stream
+        torch.cuda.empty_cache()  # what the rehearsals took is of no use to the recording
         return self.record_rehearsed(run, pool)
 
     def record_rehearsed(self, run: Callable[[], Tensor], pool: Any) -> Recording:
         """Record `run`, which has run with the same sizes before. Does not wait for the device."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
+        with self._lane.entered():
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 result = run()

@@ -1,6 +1,9 @@
-"""Runs one step's batch on the model: crops to features, prompts into the cache, a new token for whoever is due.
+"""Runs steps on the model: crops to features, prompts into the cache, a new token for whoever is due.
 
 Knows tensors and the model; decides nothing about who runs. Nothing here waits for the device but `Launch.land`.
+
+Images and prompts have a lane of the device, decoding another, more urgent one. They share weights, pages of the
+cache and slots, and nothing else: neither memory of steps nor recordings.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from kestrel_runtime.errors import CheckpointError
 from kestrel_runtime.fast_paths import FastPaths
 from kestrel_runtime.graphs import DrawGraphs
 from kestrel_runtime.kv_cache import KVCache
+from kestrel_runtime.lane import Lane
 from kestrel_runtime.models.moondream.calibrated_vision import CalibratedVision
 from kestrel_runtime.models.moondream.calibration import calibration_crops
 from kestrel_runtime.models.moondream.fused_vision import FusedVision
@@ -57,22 +61,25 @@ class _Image:
 class Launch:
     """A step on its way: what it draws is on the device until `land`."""
 
-    def __init__(self, sequences: list[Sequence], drawn: Tensor | None) -> None:
-        """drawn: float32 [sequences, 4], as the sampler returns it; None where nobody was due."""
+    def __init__(self, sequences: list[Sequence], drawn: Tensor | None, lane: Lane) -> None:
+        """drawn: float32 [sequences, 4], as the sampler returns it in the lane; None where nobody was due."""
         self._sequences = sequences
         self._drawn = drawn
-        self._done: torch.cuda.Event | None = None
         if drawn is not None and drawn.is_cuda:
             self._drawn = torch.empty(drawn.shape, pin_memory=True).copy_(drawn, non_blocking=True)
-            self._done = torch.cuda.Event()
-            self._done.record()
+        self.over = lane.mark()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether `land` need not wait."""
+        return self.over is None or self.over.query()
 
     def land(self) -> dict[int, Token]:
         """Wait for the step; the new token of each sequence that was due one, by sequence id."""
+        if self.over is not None:
+            self.over.synchronize()
         if self._drawn is None:
             return {}
-        if self._done is not None:
-            self._done.synchronize()
         return {
             sequence.id: Token(int(id), tuple(values[: int(kind)]))
             for sequence, (id, kind, *values) in zip(self._sequences, self._drawn.tolist(), strict=True)
@@ -86,7 +93,9 @@ class ModelRunner:
         self._model = model
         self._cache = cache
         self._bounds = bounds
-        self._recorder = Recorder() if paths.with_graphs else None
+        self._prompting = Lane(model.device)
+        self._decoding = Lane(model.device, is_urgent=True)
+        self._with_graphs = paths.with_graphs
         self._is_fused = paths.text != "plain"
         self._images: dict[int, _Image] = {}
         self._crops = CropSource(
@@ -107,10 +116,10 @@ class ModelRunner:
         elif paths.vision != "plain":
             self._vision = FusedVision(model.vision, paths.kernels, _PRECISIONS[paths.vision])
         self._encode_crops: Callable[[Tensor], Tensor] = self._vision.encode
-        if self._recorder is not None and paths.vision != "plain":
+        if self._with_graphs and paths.vision != "plain":
             self._encode_crops = EncodeGraphs(
                 self._vision.encode,
-                self._recorder,
+                Recorder(self._prompting),
                 max_crops=bounds.max_crops,
                 max_crops_of_image=1 + model.config.vision.max_crops,
             )
@@ -129,30 +138,31 @@ class ModelRunner:
                 self._decode_graphs.record_all(needs)
 
     def run(self, batch: Batch) -> dict[int, Token]:
-        """Run a step to its end; returns the new token of each sequence that is due one, by sequence id."""
-        return self.launch(batch).land()
+        """Run a batch to its end; returns the new token of each sequence that is due one, by sequence id."""
+        steps = [part for part in (batch.prompting, batch.decoding) if not part.is_empty]
+        return {id: token for step in steps for id, token in self.launch(step).land().items()}
 
     @torch.inference_mode()
-    def launch(self, batch: Batch) -> Launch:
-        """Begin a step; it comes after all that were begun before."""
-        if batch.encode:
-            self._encode(batch.encode)
-        drawn: list[Tensor] = []
-        if batch.prefill:
-            hidden = self._prefill(batch.prefill)
-            due = [chunk.sequence for chunk in batch.prefill if chunk.is_last]
-            if due:
-                drawn.append(self._draw(hidden, due))
-        if batch.decode:
-            drawn.append(self._decode(batch.decode))
-        return Launch(batch.due, torch.cat(drawn) if len(drawn) > 1 else next(iter(drawn), None))
+    def launch(self, batch: Batch, after: Launch | None = None) -> Launch:
+        """Begin a step, of images and prompts or of decoding.
+
+        It comes after all of its kind that were begun before, and after `after`, which is of the other.
+        """
+        assert batch in (batch.decoding, batch.prompting), "a step is of one kind"
+        lane = self._decoding if batch.decode else self._prompting
+        with lane.entered():
+            lane.wait_for(None if after is None else after.over)
+            return Launch(batch.due, self._decode(batch.decode) if batch.decode else self._take_in(batch), lane)
 
     @torch.inference_mode()
     def last_hidden(self, batch: Batch) -> Tensor:
         """Run a step of crops and prompts and draw nothing: [prompts that end, dim], before the final LayerNorm."""
-        if batch.encode:
-            self._encode(batch.encode)
-        return self._prefill(batch.prefill)
+        with self._prompting.entered():
+            if batch.encode:
+                self._encode(batch.encode)
+            hidden = self._prefill(batch.prefill)
+        self._prompting.synchronize()  # for whoever reads it elsewhere
+        return hidden
 
     def image_embeddings(self, sequence: Sequence) -> Tensor:
         """The embeddings [image tokens, dim] of a sequence whose crops are all encoded."""
@@ -194,18 +204,26 @@ class ModelRunner:
         self._hidden = torch.zeros(max_batch_size, text.dim, device=device)  # of prompts, for whose tokens to draw
         self._decode_graphs: DrawGraphs | None = None
         self._draw_graphs: DrawGraphs | None = None
-        if self._recorder is not None:
+        if self._with_graphs:
             nobody = torch.zeros(_NUM_COLUMNS + self._most_pages, dtype=torch.int32, device=device)
             nobody[_SLOT], nobody[_POSITION] = self._slots.nobody, -1
             self._decode_graphs = DrawGraphs(
-                "decode steps", self._decode_rows, nobody, self._recorder, max_batch_size=max_batch_size
+                "decode steps",
+                self._decode_rows,
+                nobody,
+                Recorder(self._decoding),
+                max_batch_size=max_batch_size,
             )
             nobody = nobody[:_NUM_COLUMNS]
             self._draw_graphs = DrawGraphs(
-                "first tokens", self._draw_rows, nobody, self._recorder, max_batch_size=max_batch_size
+                "first tokens",
+                self._draw_rows,
+                nobody,
+                Recorder(self._prompting),
+                max_batch_size=max_batch_size,
             )
         self._prefill_text: Callable[[Tensor, PrefillPlan, Tensor], Tensor] = self._text.prefill
-        if self._recorder is not None and self._is_fused:
+        if self._with_graphs and self._is_fused:
             inputs = PromptInputs(
                 text.dim,
                 self._most_pages,
@@ -214,7 +232,18 @@ class ModelRunner:
                 max_tokens=self._bounds.max_prefill_tokens,
                 max_chunks=max_batch_size,
             )
-            self._prefill_text = PromptGraphs(self._text.prefill, inputs, self._recorder)
+            self._prefill_text = PromptGraphs(self._text.prefill, inputs, Recorder(self._prompting))
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # what was laid out here was so in no lane
+
+    def _take_in(self, batch: Batch) -> Tensor | None:
+        """Encode and prefill; the tokens that follow prompts, if there are any."""
+        if batch.encode:
+            self._encode(batch.encode)
+        if not batch.prefill:
+            return None
+        hidden, due = self._prefill(batch.prefill), batch.due
+        return self._draw(hidden, due) if due else None
 
     def _encode(self, ranges: list[CropRange]) -> None:
         pixels = [self._crops.take(crop_range) for crop_range in ranges]

@@ -1,7 +1,8 @@
 """Who runs in the next step, and who owns which page. Pure decisions: no torch, no threads, no clock.
 
 Invariants
-  I1  Only PREFILLING and RUNNING sequences hold pages; a sequence that leaves those states gives all of them back.
+  I1  Only PREFILLING, PREFILLED and RUNNING sequences hold pages; a sequence that leaves those states gives all of
+      them back, at once or, where steps under way still write its prompt to them, when those have landed.
   I2  Every RUNNING sequence with room for a token is in every decode batch, so nobody's next token waits for more
       than one step.
   I3  While somebody is decoding, a step carries at most `max_prefill_tokens` prompt tokens (or one image prefix,
@@ -12,8 +13,10 @@ Invariants
       passes the one it names, not even where there is room for a smaller one.
   I6  After a failed step each sequence that was active does what it did once more, alone, and draws a token;
       before they all have, nobody else runs.
-  I7  A step may be chosen while the tokens of the one before are being drawn, except where that takes their values:
+  I7  Steps may be chosen while the tokens of those before are being drawn, except where that takes their values:
       nobody is sent back, and no failed step is sorted out, while a token is pending.
+  I8  Who is PREFILLED decodes when its prompt has landed, or earlier where `follow` says that the steps to come
+      wait for it: so those who decode need not wait for the prompts of others.
 """
 
 from __future__ import annotations
@@ -55,7 +58,8 @@ class Scheduler:
         self._max_prefill_tokens = max_prefill_tokens
         self._max_crops_per_step = max_crops_per_step
         self._waiting = WaitingQueue(ageing_s=ageing_s)
-        self._active: list[Sequence] = []  # PREFILLING and RUNNING, oldest first
+        self._active: list[Sequence] = []  # PREFILLING, PREFILLED and RUNNING, oldest first
+        self._leaving: list[Sequence] = []  # FINISHED, with pages that steps under way write to
         self._suspects: deque[_Suspect] = deque()  # the first is on trial
 
     @property
@@ -85,6 +89,11 @@ class Scheduler:
         needed = sum(self._needs_page(sequence) for sequence in self._active if self._has_room(sequence))
         return needed <= self._pages.num_free
 
+    @property
+    def is_decoding(self) -> bool:
+        """Whether anybody decodes in the next step."""
+        return any(self._has_room(sequence) for sequence in self._active)
+
     def pages_for(self, sequence: Sequence) -> int:
         """How many pages the sequence needs for the tokens it has."""
         return self._pages.pages_for(sequence.length)
@@ -100,36 +109,52 @@ class Scheduler:
         assert sequence.num_prompt_positions < sequence.max_context, "checked when the request was prepared"
         self._waiting.push(sequence)
 
-    def next_batch(self, now: float) -> Batch:
-        """Choose the work of the next step and take the pages it needs; `now` is a moment of the clocks' time."""
+    def next_batch(self, now: float, *, takes_prompts: bool = True) -> Batch:
+        """Choose what comes next and take the pages it needs; `now` is a moment of the clocks' time.
+
+        Without `takes_prompts` that is decoding alone.
+        """
         if self._suspects:
             return self._trial(*self._suspects[0])
         self._grow_running()
-        self._admit(now)
         running = [sequence for sequence in self._active if self._has_room(sequence)]
+        if not takes_prompts:
+            return Batch([], [], running)
+        self._admit(now)
         encode, prefill = self._plan_prefill(bounded=bool(running))
         return Batch(encode, prefill, running)
 
     def commit(self, batch: Batch) -> list[Sequence]:
-        """Count a step as done. Returns the sequences that draw a token in it, which is pending from now on."""
+        """Count a batch as done. Returns the sequences that draw a token in it, which is pending from now on."""
         due = batch.due  # before tokens are pending: they move the end of their sequences
         for crop_range in batch.encode:
             crop_range.sequence.num_encoded_crops = crop_range.end
         for chunk in batch.prefill:
             chunk.sequence.num_cached = chunk.end
+            chunk.sequence.num_chunks_under_way += 1
             if chunk.is_last:
-                chunk.sequence.move_to(SequenceState.RUNNING)
+                chunk.sequence.move_to(SequenceState.PREFILLED)
         for sequence in batch.decode:
             sequence.num_cached += 1
         for sequence in due:
             sequence.num_pending += 1
         return due
 
-    def land(self, drew: list[Sequence], drawn: dict[int, Token]) -> list[Sequence]:
-        """Take the tokens that a committed step drew, by sequence id.
+    def follow(self, batch: Batch) -> None:
+        """From now on whoever ends its prompt in a committed batch decodes, in steps that wait for it."""
+        for chunk in batch.prefill:
+            if chunk.sequence.state is SequenceState.PREFILLED:
+                chunk.sequence.move_to(SequenceState.RUNNING)
+
+    def land(self, batch: Batch, drew: list[Sequence], drawn: dict[int, Token]) -> list[Sequence]:
+        """A committed batch is over: take the tokens that it drew, by sequence id, for those that `commit` named.
 
         Returns those of `drew` that are still here, each with its new token as the last.
         """
+        self.follow(batch)
+        for chunk in batch.prefill:
+            chunk.sequence.num_chunks_under_way -= 1
+        self._release_leaving()
         here = [sequence for sequence in drew if sequence.state is not SequenceState.FINISHED]
         for sequence in here:
             sequence.num_pending -= 1
@@ -140,28 +165,31 @@ class Scheduler:
         return here
 
     def put_all_back(self) -> None:
-        """The batch failed and nothing of it has landed: all go back to waiting, without features of their images.
+        """A batch failed, and none is under way: all go back to waiting, without features of their images.
 
         Whoever was active is a suspect from now on, those who have passed a trial too: so their order stays.
         """
         known = {suspect.sequence: suspect for suspect in self._suspects}
         active = [known.pop(item, _Suspect(item, item.state is SequenceState.RUNNING)) for item in self._active]
         self._suspects = deque((*active, *known.values()))
+        for sequence in (*self._active, *self._leaving):
+            sequence.num_pending = sequence.num_chunks_under_way = 0
+        self._release_leaving()
         while self._active:
-            self._active[-1].num_pending = 0
             self._active[-1].rewind_random()
             self._preempt(self._active[-1])
         for sequence in self._waiting:
             sequence.num_encoded_crops = 0
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a finished, cancelled or failed sequence out and give its pages back."""
+        """Take a finished, cancelled or failed sequence out and give its pages back, as I1 says."""
         if sequence.state is SequenceState.WAITING:
             self._waiting.remove(sequence)
         else:
             self._active.remove(sequence)
-        self._release(sequence)
         sequence.move_to(SequenceState.FINISHED)
+        self._leaving.append(sequence)
+        self._release_leaving()
         self._suspects = deque(suspect for suspect in self._suspects if suspect.sequence is not sequence)
 
     def _grow_running(self) -> None:
@@ -186,6 +214,12 @@ class Scheduler:
         self._release(sequence)
         sequence.move_to(SequenceState.WAITING)
         self._waiting.put_back(sequence)
+
+    def _release_leaving(self) -> None:
+        for sequence in self._leaving:
+            if not sequence.num_chunks_under_way:
+                self._release(sequence)
+        self._leaving = [sequence for sequence in self._leaving if sequence.num_chunks_under_way]
 
     def _release(self, sequence: Sequence) -> None:
         self._pages.free(sequence.pages)

@@ -25,16 +25,24 @@ class SequenceState(Enum):
     WAITING = auto()
     """Prepared, holds no page."""
     PREFILLING = auto()
-    """Holds pages; its prompt is on the way into the cache."""
+    """Holds pages; its prompt goes into the cache, step by step."""
+    PREFILLED = auto()
+    """The step that carries the last of its prompt is under way."""
     RUNNING = auto()
-    """Its prompt is in the cache; each step adds a token."""
+    """It decodes: each step adds a token."""
     FINISHED = auto()
-    """Done, cancelled or failed; holds no page."""
+    """Done, cancelled or failed; holds no page, but while steps under way still write its prompt there."""
 
 
 _TRANSITIONS = {
     SequenceState.WAITING: {SequenceState.PREFILLING, SequenceState.FINISHED},
-    SequenceState.PREFILLING: {SequenceState.RUNNING, SequenceState.WAITING, SequenceState.FINISHED},
+    SequenceState.PREFILLING: {
+        SequenceState.PREFILLED,
+        SequenceState.RUNNING,
+        SequenceState.WAITING,
+        SequenceState.FINISHED,
+    },
+    SequenceState.PREFILLED: {SequenceState.RUNNING, SequenceState.WAITING, SequenceState.FINISHED},
     SequenceState.RUNNING: {SequenceState.WAITING, SequenceState.FINISHED},
     SequenceState.FINISHED: set(),
 }
@@ -97,6 +105,8 @@ class Sequence:
     num_encoded_crops: int = 0
     num_pending: int = 0
     """Tokens that steps under way are drawing: they have places and pages, and are not in `tokens` yet."""
+    num_chunks_under_way: int = 0
+    """Parts of its prompt that steps under way are writing to its pages."""
     random: random.Random = field(init=False)
     """Spends `UNIFORMS_PER_TOKEN` numbers with every token drawn."""
 
@@ -170,11 +180,21 @@ class CropRange(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """The work of one step. A sequence in `encode` may be in `prefill` too; one in `decode` is nowhere else."""
+    """The work of a turn. A sequence in `encode` may be in `prefill` too; one in `decode` is nowhere else."""
 
     encode: list[CropRange]
     prefill: list[Chunk]
     decode: list[Sequence]
+
+    @property
+    def decoding(self) -> Batch:
+        """Its step of decoding."""
+        return Batch([], [], self.decode)
+
+    @property
+    def prompting(self) -> Batch:
+        """Its step of images and prompts."""
+        return Batch(self.encode, self.prefill, [])
 
     @property
     def due(self) -> list[Sequence]:

@@ -17,24 +17,44 @@ COST = Cost(device_ms=1.0, each_ms=2.0, launch_ms=0.0)
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Seconds that pass when the test says so."""
+    """Seconds that pass when the test says so, launches included."""
+    monkeypatch.setattr(Device, "_launch", lambda device, cost: None)
     now = [100.0]
     monkeypatch.setattr("bench.timed_server.time.perf_counter", lambda: now[0])
     return now
 
 
-def test_work_waits_for_the_work_before_it(clock):
+def test_prompts_wait_for_those_before_them(clock):
     device = Device(slower=1.0)
-    assert device.take(COST, 2) == pytest.approx(100.005)
-    assert device.take(COST, 0.5) == pytest.approx(100.007)
+    assert device.take_in(COST, 2).ends == pytest.approx(100.005)
+    assert device.take_in(COST, 0.5).ends == pytest.approx(100.007)
     assert device.idle_share == pytest.approx(0.0, abs=1e-9)
+
+
+def test_decoding_beside_prompts_takes_longer_and_puts_them_off(clock):
+    device = Device(slower=1.0)
+    alone = device.decode(10).ends - 100.0
+    clock[0] += 1.0
+    prompts = device.take_in(COST, 50)
+    beside = device.decode(10)
+    assert alone < 0.0043
+    assert beside.ends - 101.0 == pytest.approx(0.0043)
+    assert prompts.ends - 101.101 == pytest.approx(0.00067)
+
+
+def test_decoding_waits_for_the_prompts_that_it_is_to_follow(clock):
+    device = Device(slower=1.0)
+    prompts = device.take_in(COST, 50)
+    ends = prompts.ends
+    assert device.decode(10, after=prompts).ends > ends
+    assert prompts.ends == ends
 
 
 def test_a_device_without_work_is_idle(clock):
     device = Device(slower=2.0)
-    device.take(COST, 2)
+    device.take_in(COST, 2)
     clock[0] += 0.030
-    assert device.take(COST, 2) == pytest.approx(100.040)
+    assert device.take_in(COST, 2).ends == pytest.approx(100.040)
     assert device.idle_share == pytest.approx(0.5)
 
 

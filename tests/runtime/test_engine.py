@@ -6,6 +6,8 @@ import gc
 import random
 import threading
 import weakref
+from collections.abc import Iterator
+from itertools import cycle, repeat
 
 import pytest
 
@@ -38,7 +40,7 @@ from kestrel_runtime.requests import (
     SamplingParams,
     Segment,
 )
-from kestrel_runtime.runner import ModelRunner
+from kestrel_runtime.runner import Launch, ModelRunner
 from kestrel_runtime.stream import Stream
 from tests.golden import MD2_SMALL, MD3_SMALL
 
@@ -141,12 +143,16 @@ async def test_thirty_two_mixed_requests_answer_as_they_do_alone(engine: Engine)
     assert [finished.output for finished in together] == [alone[id(request)] for request in requests]
 
 
+@pytest.mark.parametrize(
+    "is_over", [repeat(True), repeat(False), cycle([False, False, True])], ids=["soon", "late", "now and then"]
+)
 async def test_looking_ahead_changes_no_answer(
-    moondream3: LoadedModel, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    moondream3: LoadedModel, engine: Engine, monkeypatch: pytest.MonkeyPatch, is_over: Iterator[bool]
 ) -> None:
     requests = [*mixed_requests()[:9], Query("why?", reasoning=True, sampling=SamplingParams(max_tokens=4, seed=5))]
     one_by_one = await asyncio.gather(*(engine.submit(request).result() for request in requests))
     monkeypatch.setattr(ModelRunner, "is_asynchronous", True)
+    monkeypatch.setattr(Launch, "is_over", property(lambda _: next(is_over)))
     # Room for a few at a time, so that some are sent back while others look ahead.
     ahead = Engine(moondream3, EngineConfig(model="", num_kv_pages=150))
     try:

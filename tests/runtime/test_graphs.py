@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from kestrel_runtime.graphs import DrawGraphs, batch_sizes
+from kestrel_runtime.lane import Lane
 from kestrel_runtime.recording import Recorder
 from kestrel_runtime.sampling import DrawNeeds
 
@@ -28,7 +29,11 @@ def test_a_replayed_step_is_the_step():
         return rows.float() * 2
 
     graphs = DrawGraphs(
-        "steps", step, torch.tensor([9, 0], dtype=torch.int32, device=device), Recorder(), max_batch_size=6
+        "steps",
+        step,
+        torch.tensor([9, 0], dtype=torch.int32, device=device),
+        Recorder(Lane(torch.device("cuda"))),
+        max_batch_size=6,
     )
     for count in (3, 5, 1, 6):
         rows = torch.stack((torch.arange(count), torch.randint(1, 100, (count,))), dim=1).int()

@@ -3,6 +3,7 @@ import torch
 
 from kestrel_ops import Kernels
 from kestrel_runtime.kv_cache import KVCache
+from kestrel_runtime.lane import Lane
 from kestrel_runtime.models.moondream.fused_prefill import FusedPrefill
 from kestrel_runtime.models.moondream.fused_weights import fused_blocks
 from kestrel_runtime.prefill_plan import PrefillPlan
@@ -90,7 +91,7 @@ def test_rows_that_are_not_asked_for_change_nothing():
 @pytest.mark.parametrize("generation", [2, 3])
 def test_replayed_prompts_are_those_that_were_run(generation):
     prompts = Prompts(generation)
-    graphs = PromptGraphs(prompts.prefill, prompts.inputs(), Recorder())
+    graphs = PromptGraphs(prompts.prefill, prompts.inputs(), Recorder(Lane(torch.device("cuda"))))
     for lengths in ((40,), (23,), (20, 30), (31, 18), (25, 24), (19, 28), (17, 70)):
         assert_same(prompts, graphs, prompts.pack(*lengths))
         prompts.free_pages = list(range(NUM_PAGES))

@@ -3,6 +3,7 @@ import threading
 import pytest
 import torch
 
+from kestrel_runtime.lane import Lane
 from kestrel_runtime.recording import Recorder, Recordings
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -23,14 +24,14 @@ class Work:
 @needs_cuda
 def test_a_replay_does_the_work_again_on_what_stands_there_now():
     work = Work()
-    recording = Recorder().record(work, torch.cuda.graph_pool_handle())
+    recording = Recorder(Lane(torch.device("cuda"))).record(work, torch.cuda.graph_pool_handle())
     work.source += 4
     assert recording.replayed().tolist() == [8, 8, 8]
 
 
 @needs_cuda
 def test_rare_work_is_run_and_work_that_comes_again_is_replayed():
-    recordings, rare, frequent = Recordings("works", Recorder()), Work(), Work()
+    recordings, rare, frequent = Recordings("works", Recorder(Lane(torch.device("cuda")))), Work(), Work()
     results = []
     for number in range(5):
         frequent.source.fill_(number)
@@ -43,7 +44,7 @@ def test_rare_work_is_run_and_work_that_comes_again_is_replayed():
 
 @needs_cuda
 def test_what_finds_no_memory_runs_as_it_is():
-    recordings, work = Recordings("works", Recorder()), Work()
+    recordings, work = Recordings("works", Recorder(Lane(torch.device("cuda")))), Work()
 
     def too_large():
         result = work()
@@ -58,7 +59,7 @@ def test_what_finds_no_memory_runs_as_it_is():
 
 @needs_cuda
 def test_recordings_do_not_grow_without_end():
-    recordings, late = Recordings("works", Recorder()), Work()
+    recordings, late = Recordings("works", Recorder(Lane(torch.device("cuda")))), Work()
     works = [Work() for _ in range(256)]
     for _ in range(2):
         for number, work in enumerate(works):
@@ -70,7 +71,11 @@ def test_recordings_do_not_grow_without_end():
 
 @needs_cuda
 def test_what_others_launch_meanwhile_is_not_recorded():
-    recordings, work, others = Recordings("works", Recorder()), Work(), torch.zeros(1, device="cuda")
+    recordings, work, others = (
+        Recordings("works", Recorder(Lane(torch.device("cuda")))),
+        Work(),
+        torch.zeros(1, device="cuda"),
+    )
     aside = torch.cuda.Stream()
 
     def launch_aside():

@@ -54,8 +54,8 @@ class Bench:
         waiting = self.scheduler.num_waiting
         batch = self.scheduler.next_batch(now=0.0)
         self.num_preemptions += max(0, self.scheduler.num_waiting - waiting)
-        launch = self.runner.launch(batch)
-        return self.scheduler.land(self.scheduler.commit(batch), launch.land())
+        drawn = self.runner.run(batch)
+        return self.scheduler.land(batch, self.scheduler.commit(batch), drawn)
 
     def generate(self, count, *sequences):
         """Run until each has `count` tokens; returns them."""

@@ -7,7 +7,7 @@ from kestrel_runtime.sequence import UNIFORMS_PER_TOKEN, SequenceState
 from tests.runtime.sequences import new_sequence
 from tests.runtime.world import World
 
-WAITING, PREFILLING, RUNNING, FINISHED = SequenceState
+WAITING, PREFILLING, PREFILLED, RUNNING, FINISHED = SequenceState
 
 
 # I1: pages

@@ -8,7 +8,7 @@ from kestrel_runtime.sequence import SequenceState
 from kestrel_runtime.tokens import Token
 from tests.runtime.world import World
 
-WAITING, PREFILLING, RUNNING, FINISHED = SequenceState
+WAITING, PREFILLING, PREFILLED, RUNNING, FINISHED = SequenceState
 
 
 class SchedulerMachine(RuleBasedStateMachine):

@@ -6,13 +6,17 @@ from kestrel_runtime.sequence import Batch, Chunk, CropRange, SequenceState
 from kestrel_runtime.tokens import Token
 from tests.runtime.sequences import blank_crops, new_sequence
 
-WAITING, PREFILLING, RUNNING, FINISHED = SequenceState
+WAITING, PREFILLING, PREFILLED, RUNNING, FINISHED = SequenceState
 LEGAL = {
     (WAITING, PREFILLING),
     (WAITING, FINISHED),
+    (PREFILLING, PREFILLED),
     (PREFILLING, RUNNING),
     (PREFILLING, WAITING),
     (PREFILLING, FINISHED),
+    (PREFILLED, RUNNING),
+    (PREFILLED, WAITING),
+    (PREFILLED, FINISHED),
     (RUNNING, WAITING),
     (RUNNING, FINISHED),
 }

@@ -48,7 +48,7 @@ class World:
         self.run(batch)
         self.due = batch.due
         drawn = {sequence.id: Token(sequence.id, (float(sequence.num_generated),)) for sequence in self.due}
-        assert self.scheduler.land(self.scheduler.commit(batch), drawn) == self.due
+        assert self.scheduler.land(batch, self.scheduler.commit(batch), drawn) == self.due
         for sequence in self.due:
             assert sequence.tokens[-1] == drawn[sequence.id]
             if sequence.num_generated == self.to_generate[sequence] or sequence.length == sequence.max_context:

@@ -1,0 +1,46 @@
+"""Lanes of work on the device: what is launched in one runs in order, beside what is launched in others."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+_URGENT = -5
+"""Priorities go from 0 down to this; where a device has fewer, its own last one is meant."""
+
+
+class Lane:
+    """A stream on a CUDA device; elsewhere nothing, since there everything is over when it returns.
+
+    A process wants few of them: torch has 32 streams of a priority to hand out and begins again after the last, so
+    that of many lanes some would be the same.
+    """
+
+    def __init__(self, device: torch.device, *, is_urgent: bool = False) -> None:
+        """Where the device has no room for both, work of an urgent lane starts before that of others."""
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device, priority=_URGENT if is_urgent else 0)
+
+    def entered(self) -> AbstractContextManager[object]:
+        """What the thread launches in the context goes into this lane. Its memory belongs to the lane."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def mark(self) -> torch.cuda.Event | None:
+        """An event that comes to pass when all that was launched here until now is over; None where it is."""
+        if self._stream is None:
+            return None
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event
+
+    def wait_for(self, event: torch.cuda.Event | None) -> None:
+        """What is launched here from now on starts when the event has come to pass."""
+        if self._stream is not None and event is not None:
+            self._stream.wait_event(event)
+
+    def synchronize(self) -> None:
+        """Have the host wait until all is over."""
+        if self._stream is not None:
+            self._stream.synchronize()
