@@ -136,7 +136,7 @@ class TimedLaunch(Launch):
 
     def land(self) -> dict[int, Token]:
         while not self.is_over:
-            time.sleep(self.work.ends - time.perf_counter())
+            time.sleep(max(0.0, self.work.ends - time.perf_counter()))
         return {sequence.id: self._draw(sequence) for sequence in self._drawing}
 
     def _draw(self, sequence: Sequence) -> Token:

@@ -26,7 +26,7 @@ from kestrel_ops.triton.small_batch import (
 )
 
 # From this many tokens on they are normalised once, by a kernel of their own, instead of in every program.
-_NORMALISED_FIRST_FROM = 32
+_NORMALISED_FIRST_FROM = 17
 
 
 def decode_expand(

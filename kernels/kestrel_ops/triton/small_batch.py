@@ -29,9 +29,9 @@ class SmallBatchPlan:
     """Whether it starts before the kernel before has ended, where the device can do that."""
 
 
-DEPENDENT_LAUNCH_FROM = 32
-"""Tokens from which on starting before the kernel before has ended pays: with fewer it is that one's own loads
-which suffer."""
+DEPENDENT_LAUNCH_FROM = 17
+"""Tokens from which on it pays for a product to start before the kernel before has ended: with fewer it is that
+one's own loads which suffer."""
 
 
 def batch_block(batch: int) -> int:
