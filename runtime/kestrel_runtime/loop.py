@@ -245,9 +245,10 @@ class EngineLoop:
         while batch.decode and len(self._decoding) <= num_ahead:
             if not self._launch(batch.decoding, self._decoding, None if behind is None else behind.launch):
                 return False
-            if not self._scheduler.can_look_ahead:
+            if len(self._decoding) <= num_ahead and self._scheduler.can_look_ahead:
+                batch = self._scheduler.next_batch(now, takes_prompts=False)
+            else:
                 break
-            batch = self._scheduler.next_batch(now, takes_prompts=False)
         return True
 
     def _launch(self, batch: Batch, flights: deque[_Flight], after: Launch | None) -> bool:
