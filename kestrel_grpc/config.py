@@ -279,16 +279,17 @@ class ServerConfig:
     max_prefill_tokens: int | None = _option(
         None,
         whole_number(1),
-        "prompt tokens that one step may carry beside the decoding requests",
+        "prompt tokens that one step may carry while others decode",
         unit="tokens",
-        default_text="4096 on a GPU, else 1024",
+        default_text="8192 on a GPU, else 1024",
     )
     max_crops: int | None = _option(
         None,
         whole_number(1),
-        "pieces of images that one step may encode while others decode; bounds the wait for their next token",
+        "pieces of images that one step may encode while others decode; newcomers wait for such a step, and"
+        " without a GPU the next tokens of the others do",
         unit="crops",
-        default_text="36 on a GPU, else 4",
+        default_text="72 on a GPU, else 4",
     )
     stream_idle_timeout: float = _option(
         60.0,

@@ -53,6 +53,6 @@ class EngineConfig:
     resize_on_device: bool | None = None
     """Whether images are resized and cut where the model runs, and not by preprocessing threads; None: on CUDA."""
     max_prefill_tokens: int | None = None
-    """Prompt tokens that a step may carry; None: 4096 on CUDA, else 1024."""
+    """Prompt tokens that a step may carry; None: 8192 on CUDA, else 1024."""
     max_crops_per_step: int | None = None
-    """Image crops that a step may encode while other requests are decoding; None: 36 on CUDA, else 4."""
+    """Image crops that a step may encode while other requests are decoding; None: 72 on CUDA, else 4."""

@@ -19,7 +19,7 @@ class StepBounds:
     @classmethod
     def of(cls, config: EngineConfig, device_type: str) -> StepBounds:
         """The configured bounds, or those that suit the device."""
-        batch_size, prefill_tokens, crops = (64, 4096, 36) if device_type == "cuda" else (16, 1024, 4)
+        batch_size, prefill_tokens, crops = (64, 8192, 72) if device_type == "cuda" else (16, 1024, 4)
         return cls(
             batch_size if config.max_batch_size is None else config.max_batch_size,
             prefill_tokens if config.max_prefill_tokens is None else config.max_prefill_tokens,

@@ -16,7 +16,7 @@ from kestrel_runtime.preprocess import Preprocessor
 from kestrel_runtime.probes import new_probes
 from kestrel_runtime.recovery import Recovery
 from kestrel_runtime.requests import Caption, Priority, Query, Request, SamplingParams
-from kestrel_runtime.runner import ModelRunner
+from kestrel_runtime.runner import Launch, ModelRunner
 from kestrel_runtime.scheduler import Scheduler
 from kestrel_runtime.sequence import SequenceClock
 from kestrel_runtime.step_bounds import StepBounds
@@ -115,6 +115,46 @@ async def test_a_long_prefill_does_not_hold_up_those_who_decode(bench: Bench) ->
     assert isinstance((await picture.result()), Finished)
     assert sum(delta.num_tokens for delta in drawn) >= 5  # one a step, but for bytes of unfinished characters
     assert not long.over.done()  # its prompt is longer than two steps may carry
+
+
+async def test_beside_a_prompt_on_its_way_others_get_their_tokens(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ModelRunner, "is_asynchronous", True)
+    monkeypatch.setattr(Launch, "is_over", False)
+    decoding = bench.add(tell(40))
+    for _ in range(3):
+        bench.loop.step()
+    young = bench.add(tell(5))
+    for _ in range(20):
+        bench.loop.step()
+    drawn = [event for event in await bench.events(decoding) if isinstance(event, TextDelta)]
+    assert sum(delta.num_tokens for delta in drawn) > 10
+    monkeypatch.setattr(Launch, "is_over", True)
+    for _ in range(20):
+        bench.loop.step()
+    assert (await young.result()).usage.num_output_tokens == 5
+
+
+async def test_a_prompt_that_nobody_waits_for_any_more_keeps_its_pages_until_it_has_landed(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ModelRunner, "is_asynchronous", True)
+    monkeypatch.setattr(Launch, "is_over", False)
+    bench.add(tell(40))
+    for _ in range(3):
+        bench.loop.step()
+    others = bench.pages.num_used
+    young = bench.add(tell(5, "word " * 20))
+    bench.loop.step()
+    held = bench.pages.num_used - others
+    young.cancel()
+    bench.loop.step()
+    assert bench.loop.num_active == 1
+    assert bench.pages.num_used >= others + held > others
+    monkeypatch.setattr(Launch, "is_over", True)
+    bench.loop.step()
+    assert bench.pages.num_used < others + held
 
 
 async def test_whom_nobody_waits_for_is_dropped_before_the_next_step(bench: Bench) -> None:

@@ -187,6 +187,17 @@ def test_a_step_that_only_encodes_crops_draws_nothing():
     assert bench.runner.run(only) == {}
 
 
+def test_a_launched_step_is_of_one_kind():
+    bench = Bench(MODELS[2])
+    bench.add(TEXT[:2])
+    bench.step()
+    bench.add(TEXT)
+    batch = bench.scheduler.next_batch(now=0.0)
+    with pytest.raises(AssertionError, match="one kind"):
+        bench.runner.launch(batch)
+    assert len(bench.runner.launch(batch.decoding).land()) == len(bench.runner.launch(batch.prompting).land()) == 1
+
+
 def test_an_image_is_kept_until_its_sequence_is_released():
     bench = Bench(MODELS[2])
     sequence = bench.add(TEXT, noise(40, 40))

@@ -38,6 +38,27 @@ def test_i1_a_removed_sequence_gives_all_its_pages_back(state):
     assert world.pool.num_used == 0
 
 
+def test_i1_pages_that_a_step_under_way_still_writes_to_are_given_back_when_it_has_landed():
+    world = World(prefill=8)
+    sequence = world.add(20)
+    steps = [world.begin(), world.begin()]
+    world.scheduler.remove(sequence)
+    assert (sequence.state, world.pool.num_used) == (FINISHED, 5)
+    assert world.end(*steps[0]) == []
+    assert world.pool.num_used == 5
+    assert world.end(*steps[1]) == []
+    assert (sequence.pages, world.pool.num_used) == ([], 0)
+
+
+def test_i1_a_failure_gives_back_the_pages_of_those_who_left_too():
+    world = World()
+    sequence = world.add(20)
+    world.begin()
+    world.scheduler.remove(sequence)
+    world.scheduler.put_all_back()
+    assert world.pool.num_used == 0
+
+
 def test_i1_a_preempted_sequence_holds_no_page_and_can_be_removed():
     world = World(num_pages=4, page_size=2)
     oldest, youngest = world.add(2), world.add(2)
@@ -319,6 +340,48 @@ def test_i6_random_numbers_go_back_to_where_they_were():
     sequence.random.random()
     world.fail()
     assert sequence.random.getstate() == expected != before
+
+
+# I8: prompts on their way
+
+
+def test_i8_who_decodes_does_not_wait_for_the_prompts_of_others():
+    world = World()
+    decoding = world.add(3)
+    world.step()
+    newcomer = world.add(5)
+    prompts = world.begin()
+    assert newcomer.state is PREFILLED
+    for _ in range(3):
+        batch, drew = world.begin(takes_prompts=False)
+        assert batch.decode == [decoding]
+        world.end(batch, drew)
+    assert (decoding.num_generated, newcomer.num_generated) == (4, 0)
+    assert newcomer in world.end(*prompts)
+    assert newcomer.state is RUNNING
+    assert world.step().decode == [decoding, newcomer]
+
+
+def test_i8_who_follows_its_prompt_decodes_before_that_has_landed():
+    world = World()
+    sequence = world.add(5)
+    prompts = world.begin()
+    assert not world.scheduler.is_decoding
+    world.scheduler.follow(prompts[0])
+    assert world.scheduler.is_decoding
+    second = world.begin()
+    assert second[0].decode == [sequence]
+    world.end(*prompts)
+    world.end(*second)
+    assert sequence.num_generated == 2
+
+
+def test_a_batch_of_decoding_alone_starts_nobody():
+    world = World()
+    waiting = world.add(3)
+    batch, _ = world.begin(takes_prompts=False)
+    assert batch.is_empty
+    assert waiting.state is WAITING
 
 
 # Admission

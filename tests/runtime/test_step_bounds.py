@@ -5,7 +5,7 @@ from kestrel_runtime.step_bounds import StepBounds
 def test_a_gpu_takes_more_in_a_step_than_a_cpu():
     cpu, gpu = (StepBounds.of(EngineConfig(), device) for device in ("cpu", "cuda"))
     assert cpu == StepBounds(16, 1024, 4)
-    assert gpu == StepBounds(64, 4096, 36)
+    assert gpu == StepBounds(64, 8192, 72)
 
 
 def test_what_is_configured_holds_on_every_device():

@@ -56,6 +56,17 @@ class World:
                 self.finished.append(sequence)
         return batch
 
+    def begin(self, *, takes_prompts=True):
+        """Choose, run and commit, and leave it under way. Returns what `end` wants, the batch first."""
+        batch = self.scheduler.next_batch(now=0.0, takes_prompts=takes_prompts)
+        self.run(batch)
+        return batch, self.scheduler.commit(batch)
+
+    def end(self, batch, drew):
+        """Land what was begun. Returns who got a token."""
+        drawn = {sequence.id: Token(sequence.id, (float(sequence.num_generated),)) for sequence in drew}
+        return self.scheduler.land(batch, drew, drawn)
+
     def fail(self):
         """A step whose run raises after it has written. Returns the batch."""
         batch = self.scheduler.next_batch(now=0.0)

@@ -19,7 +19,7 @@ from kestrel_ops.triton.small_batch import operand
 
 _LOWEST = tl.constexpr(-1e30)  # finite, so that the difference of two of them is 0
 _USUAL_PARTS = 32  # up to so many, one compiled kernel serves any number
-_FEW_PROGRAMS_BELOW, _MANY_PROGRAMS_FROM = 8, 17  # tokens
+_FEW_PROGRAMS_BELOW = 8  # tokens
 _WARP_BYTES = 512  # that it reads at once, 16 a lane
 _LOG2_E = 1.4426950408889634
 
@@ -117,12 +117,10 @@ def plan_for(batch: int, dtype: torch.dtype) -> AttentionPlan:
     if dtype == torch.float32:
         return AttentionPlan(tile=16, num_warps=4, num_stages=1)
     is_float8 = dtype == torch.float8_e4m3fn
-    if batch >= _MANY_PROGRAMS_FROM:
+    if batch >= _FEW_PROGRAMS_BELOW:
         # Started before the product before has ended, it makes steps of 24 to 48 tokens a quarter longer.
         tile, num_warps, num_stages = (16, 1, 4) if is_float8 else (32, 2, 3)
         return AttentionPlan(tile, num_warps, num_stages, in_steps=True)
-    if batch >= _FEW_PROGRAMS_BELOW:
-        return AttentionPlan(32, num_warps=4, num_stages=3 if is_float8 else 2)
     plan = AttentionPlan(64, num_warps=4, num_stages=1) if is_float8 else AttentionPlan(32, 2, 1)
     if batch > 1:
         return plan
