@@ -150,11 +150,10 @@ class EngineLoop:
         self._take_inbox()
         now = time.monotonic()
         self._drop_unwanted(now)
-        if self._scheduler.can_look_ahead:
-            self._land_prompts_that_are_over()
-        else:
-            self._land_all()
+        self._land_prompts_that_are_over()
         follows = self._follow_prompts()
+        if not self._scheduler.can_look_ahead:  # asked when it is known who decodes
+            self._land_all()
         # Those whose pages prompts may have from now on were in this one, at the latest.
         last = self._decoding[-1].launch if self._decoding else None
         batch = self._scheduler.next_batch(now, takes_prompts=len(self._prompts) < _MOST_STEPS_OF_PROMPTS)

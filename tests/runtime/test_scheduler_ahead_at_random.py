@@ -60,15 +60,14 @@ class LookingAhead(RuleBasedStateMachine):
 
     def take_turn(self, *, prompts_are_over):
         scheduler = self.world.scheduler
-        if scheduler.can_look_ahead:
-            if prompts_are_over and self.prompts:
-                self.end(self.prompts)
-        else:
-            while self.decoding or self.prompts:
-                self.end(self.decoding or self.prompts)
+        if prompts_are_over and self.prompts:
+            self.end(self.prompts)
         follows = bool(self.prompts) and bool(self.prompts[0][1]) and not scheduler.is_decoding
         if follows:
             scheduler.follow(self.prompts[0][0])
+        if not scheduler.can_look_ahead:
+            while self.decoding or self.prompts:
+                self.end(self.decoding or self.prompts)
         running = [sequence for sequence in self.still_here() if sequence.state is SequenceState.RUNNING]
         is_trial, was_decoding = scheduler.is_trying, bool(self.decoding)
         batch = scheduler.next_batch(0.0, takes_prompts=len(self.prompts) < 2)
@@ -81,7 +80,7 @@ class LookingAhead(RuleBasedStateMachine):
                 line.append((step, scheduler.commit(step)))
         if was_decoding:
             self.end(self.decoding)
-        if follows:
+        if follows and self.prompts:
             self.end(self.prompts)
 
     @staticmethod
@@ -125,4 +124,4 @@ class LookingAhead(RuleBasedStateMachine):
 
 
 TestLookingAhead = LookingAhead.TestCase
-TestLookingAhead.settings = settings(max_examples=80, stateful_step_count=25)
+TestLookingAhead.settings = settings(max_examples=200, stateful_step_count=25)
