@@ -56,12 +56,12 @@ class Health:
     ) -> AsyncGenerator[HealthCheckResponse, None]:
         told = None
         while True:
-            changed = self._changed
-            status = self._status(request.service)
+            # Of one moment: while a state is being sent the next may come, and `close` with it.
+            changed, is_last, status = self._changed, self._is_closed, self._status(request.service)
             if status != told:
                 yield HealthCheckResponse(status=status)
                 told = status
-            if self._is_closed:
+            if is_last:
                 return
             await changed.wait()
 

@@ -158,9 +158,7 @@ class ModelRunner:
     def last_hidden(self, batch: Batch) -> Tensor:
         """Run a step of crops and prompts and draw nothing: [prompts that end, dim], before the final LayerNorm."""
         with self._prompting.entered():
-            if batch.encode:
-                self._encode(batch.encode)
-            hidden = self._prefill(batch.prefill)
+            hidden = self._fill(batch)
         self._prompting.synchronize()  # for whoever reads it elsewhere
         return hidden
 
@@ -238,12 +236,14 @@ class ModelRunner:
 
     def _take_in(self, batch: Batch) -> Tensor | None:
         """Encode and prefill; the tokens that follow prompts, if there are any."""
+        hidden, due = self._fill(batch), batch.due
+        return self._draw(hidden, due) if due else None
+
+    def _fill(self, batch: Batch) -> Tensor:
+        """Encode and prefill; the hidden states of the prompts that end, in order."""
         if batch.encode:
             self._encode(batch.encode)
-        if not batch.prefill:
-            return None
-        hidden, due = self._prefill(batch.prefill), batch.due
-        return self._draw(hidden, due) if due else None
+        return self._prefill(batch.prefill) if batch.prefill else self._hidden[:0]
 
     def _encode(self, ranges: list[CropRange]) -> None:
         pixels = [self._crops.take(crop_range) for crop_range in ranges]

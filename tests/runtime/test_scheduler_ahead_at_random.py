@@ -8,13 +8,14 @@ from collections import deque
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from kestrel_runtime.sequence import SequenceState
+from tests.runtime.arrivals import Arrivals
 from tests.runtime.world import World
 
 
-class LookingAhead(RuleBasedStateMachine):
+class LookingAhead(Arrivals):
     """Turns as the engine's thread takes them: up to two steps of prompts under way, and two of decoding."""
 
     @initialize(
@@ -28,18 +29,6 @@ class LookingAhead(RuleBasedStateMachine):
         self.world = World(**sizes)
         self.arrived = []
         self.prompts, self.decoding = deque(), deque()
-
-    def still_here(self):
-        return [sequence for sequence in self.arrived if sequence.state is not SequenceState.FINISHED]
-
-    @rule(prompt=st.integers(1, 20), generates=st.integers(1, 25))
-    def a_question_comes(self, prompt, generates):
-        self.arrived.append(self.world.add(min(prompt, self.world.capacity - 1), generates=generates))
-
-    @rule(prompt=st.integers(1, 5), image=st.integers(1, 14), crops=st.integers(2, 7), generates=st.integers(1, 25))
-    def an_image_comes(self, prompt, image, crops, generates):
-        if prompt + image < self.world.capacity:
-            self.arrived.append(self.world.add(prompt, image, crops, generates))
 
     @precondition(lambda self: self.still_here())
     @rule(data=st.data())

@@ -2,16 +2,17 @@
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from kestrel_runtime.sequence import SequenceState
 from kestrel_runtime.tokens import Token
+from tests.runtime.arrivals import Arrivals
 from tests.runtime.world import World
 
 WAITING, PREFILLING, PREFILLED, RUNNING, FINISHED = SequenceState
 
 
-class SchedulerMachine(RuleBasedStateMachine):
+class SchedulerMachine(Arrivals):
     """Requests come, go and run in any order; the invariants hold after each step."""
 
     @initialize(
@@ -24,18 +25,6 @@ class SchedulerMachine(RuleBasedStateMachine):
     def build(self, **sizes):
         self.world = World(**sizes)
         self.arrived = []
-
-    def still_here(self):
-        return [sequence for sequence in self.arrived if sequence.state is not FINISHED]
-
-    @rule(prompt=st.integers(1, 20), generates=st.integers(1, 25))
-    def a_question_comes(self, prompt, generates):
-        self.arrived.append(self.world.add(min(prompt, self.world.capacity - 1), generates=generates))
-
-    @rule(prompt=st.integers(1, 5), image=st.integers(1, 14), crops=st.integers(2, 7), generates=st.integers(1, 25))
-    def an_image_comes(self, prompt, image, crops, generates):
-        if prompt + image < self.world.capacity:
-            self.arrived.append(self.world.add(prompt, image, crops, generates))
 
     @precondition(lambda self: self.still_here())
     @rule(data=st.data())

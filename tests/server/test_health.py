@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from typing import Any, cast
 
 import grpc
 import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from kestrel_client.v1 import vision_service_pb2 as wire
+from kestrel_grpc.health import Health
 from kestrel_runtime.engine import EngineStatus
 from tests.fakes import FakeEngine
 from tests.server.serving import EOF, serving
@@ -67,6 +69,14 @@ async def test_stop_ends_open_watches_with_a_last_word() -> None:
         assert (await watch.read()).status == NOT_SERVING
         assert await watch.read() is EOF
         assert await watch.code() is grpc.StatusCode.OK
+
+
+async def test_watch_has_its_last_word_even_where_the_word_before_is_still_being_sent() -> None:
+    health, nobody = Health(FakeEngine(), []), cast("Any", None)
+    watch = health.Watch(HealthCheckRequest(), nobody)
+    assert (await anext(watch)).status == SERVING
+    health.close()
+    assert [answer.status async for answer in watch] == [NOT_SERVING]
 
 
 async def test_engine_that_is_dead_from_the_start_is_not_serving() -> None:
