@@ -113,6 +113,7 @@ def cost_of(width: int, height: int, new_tiler: Callable[[], Tiler]) -> Cost:
     pixels = tiler.upload(uncut.pixels)
     device_us = time_us([lambda: tiler.cut(pixels, uncut.rows, uncut.columns)])
     staged = torch.empty(uncut.pixels.shape, dtype=torch.uint8, pin_memory=pixels.is_cuda)
+    uploaded = staged.to(pixels.device)
     return Cost(
         width,
         height,
@@ -120,7 +121,7 @@ def cost_of(width: int, height: int, new_tiler: Callable[[], Tiler]) -> Cost:
         pillow_ms=median_ms(lambda: make_crops(image, VISION)),
         uncut_ms=median_ms(lambda: leave_uncut(image, VISION)),
         device_us=device_us,
-        upload_us=time_us([lambda: pixels.copy_(staged, non_blocking=True)]),
+        upload_us=time_us([lambda: uploaded.copy_(staged, non_blocking=True)]),
         host_us=median_ms(lambda: tiler.crops(uncut)) * 1e3,
         host_first_us=median_ms(lambda: new_tiler().crops(uncut)) * 1e3,
     )

@@ -18,6 +18,7 @@ from PIL import ExifTags, Image
 
 from kestrel_runtime.errors import ImageError
 from kestrel_runtime.models.moondream.config import VisionConfig
+from kestrel_runtime.pixels_in_place import pixels_in_place
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 MAX_SIDE_PX = 65_536
@@ -64,7 +65,10 @@ class Crops:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UncutImage:
-    """An image whose crops are yet to be made. `pixels` is uint8 [height, width, 3], not to be written to."""
+    """An image whose crops are yet to be made.
+
+    `pixels` is uint8 [height, width, 3 or 4], not to be written to; a fourth lane is padding.
+    """
 
     pixels: np.ndarray
     rows: int
@@ -140,7 +144,11 @@ def leave_uncut(image: Image.Image, vision: VisionConfig) -> UncutImage | Crops:
     """Prepare an RGB image for being cut later; one that is much larger than its crops is cut at once."""
     if image.width * image.height > _MAX_UNCUT_PIXELS or max(image.size) > _MAX_UNCUT_SIDE_PX:
         return make_crops(image, vision)
-    return UncutImage(np.asarray(image), *select_tiling(image.height, image.width, vision))
+    try:
+        pixels = pixels_in_place(image)
+    except ValueError:
+        pixels = np.asarray(image)
+    return UncutImage(pixels, *select_tiling(image.height, image.width, vision))
 
 
 def crop_margins_px(vision: VisionConfig) -> int:

@@ -417,7 +417,7 @@ def test_an_uncut_image_keeps_its_pixels_and_knows_its_tiling(width, height):
     assert isinstance(uncut, UncutImage)
     assert (uncut.rows, uncut.columns) == select_tiling(height, width, VISION)
     assert uncut.num_crops == 1 + uncut.rows * uncut.columns
-    np.testing.assert_array_equal(uncut.pixels, np.asarray(image))
+    np.testing.assert_array_equal(uncut.pixels[:, :, :3], np.asarray(image))
 
 
 @pytest.mark.parametrize(("width", "height"), [(4096, 2049), (16_385, 2), (2, 16_385)])

@@ -38,8 +38,8 @@ class Tiler:
         return self.cut(self.upload(image.pixels), image.rows, image.columns)
 
     def upload(self, pixels: np.ndarray) -> Tensor:
-        """uint8 [height, width, 3] on the device, copied in its turn while the host goes on."""
-        return self._upload(pixels, torch.uint8)
+        """Of uint8 [height, width, 3 or 4] the first three lanes, on the device; copied while the host goes on."""
+        return self._upload(pixels, torch.uint8)[:, :, :3].contiguous()
 
     def cut(self, pixels: Tensor, rows: int, columns: int) -> Tensor:
         """The crops of pixels that are on the device; [1 + rows * columns, side, side, 3]."""

@@ -1,0 +1,50 @@
+"""An image's pixels where Pillow keeps them, without a copy, by the Arrow C data interface.
+
+https://arrow.apache.org/docs/format/CDataInterface.html. Knows no crops and no models.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+from PIL import Image
+
+
+class _Array(ctypes.Structure):
+    # struct ArrowArray
+    _fields_ = (
+        ("length", ctypes.c_int64),
+        ("null_count", ctypes.c_int64),
+        ("offset", ctypes.c_int64),
+        ("n_buffers", ctypes.c_int64),
+        ("n_children", ctypes.c_int64),
+        ("buffers", ctypes.POINTER(ctypes.c_void_p)),
+        ("children", ctypes.POINTER(ctypes.c_void_p)),
+        ("dictionary", ctypes.c_void_p),
+        ("release", ctypes.c_void_p),
+        ("private_data", ctypes.c_void_p),
+    )
+
+
+def pixels_in_place(image: Image.Image) -> np.ndarray:
+    """uint8 [height, width, 4] of an RGB image, not to be written to: red, green, blue and padding.
+
+    Raises ValueError where Pillow keeps the pixels in several blocks of memory, as it does with many.
+    """
+    assert image.mode == "RGB"
+    image.load()
+    _, capsule = image.__arrow_c_array__()
+    pixels = _array_in(capsule)  # a list for each pixel, and behind it the bytes of all
+    assert pixels.n_children == 1
+    assert pixels.length == image.width * image.height
+    data = _Array.from_address(pixels.children[0]).buffers[1]
+    memory = (ctypes.c_ubyte * (4 * pixels.length)).from_address(data)
+    memory.owner = capsule  # which gives the pixels back when nobody needs it any more
+    return np.frombuffer(memory, np.uint8).reshape(image.height, image.width, 4)
+
+
+def _array_in(capsule: object) -> _Array:
+    get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    get_pointer.argtypes, get_pointer.restype = [ctypes.py_object, ctypes.c_char_p], ctypes.c_void_p
+    return _Array.from_address(get_pointer(capsule, b"arrow_array"))
