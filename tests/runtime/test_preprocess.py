@@ -68,7 +68,7 @@ def test_images_may_be_left_uncut_for_who_encodes_them(moondream3: LoadedModel) 
     sequence = preprocessor.prepare(Caption(IMAGE), clock())
     preprocessor.close()
     assert isinstance(sequence.crops, UncutImage)
-    assert sequence.crops.pixels.shape == (400, 500, 3)
+    assert sequence.crops.pixels.shape[:2] == (400, 500)
     assert sequence.num_crops_to_encode == 9
 
 
