@@ -209,6 +209,8 @@ class Server:
                 ("grpc.so_reuseport", 0),
                 # A long prefill sends nothing; clients that ping meanwhile must not be sent away.
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+                # Nor where pings of a minute come in at once, because this process or theirs had stood still.
+                ("grpc.http2.max_ping_strikes", 0),
                 ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.keepalive_time_ms", 60_000),
                 ("grpc.keepalive_timeout_ms", 20_000),

@@ -62,6 +62,11 @@ class Http2Client:
         await self._flush()
         return stream
 
+    async def ping(self) -> None:
+        """Ask for a sign of life, without waiting for it."""
+        self._http2.ping(b"kestrel?")
+        await self._flush()
+
     async def events(self) -> AsyncIterator[h2.events.Event]:
         """What the server says, until it closes the connection; its windows are left as they are."""
         while True:

@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import grpc
+import h2.events
 import pytest
 from google.protobuf.message import Message
 
@@ -17,7 +18,7 @@ from kestrel_runtime.events import TextChannel, TextDelta
 from kestrel_runtime.requests import Query
 from tests.fakes import HOLD, FakeEngine, answers
 from tests.journey.conftest import House
-from tests.journey.http2 import QUERY, Http2Client, messages_in
+from tests.journey.http2 import COMPLETE_QUERY, QUERY, Http2Client, messages_in
 from tests.journey.serving_process import ServingProcess, serving_process
 from tests.journey.test_farewells import endless
 from tests.server.serving import serving
@@ -131,6 +132,22 @@ async def test_a_slow_reader_keeps_nobody_waiting_and_gets_its_whole_answer(hous
     events = [wire.QueryResponse.FromString(message) for message in messages_in((first.data or b"") + body)]
     assert events[-1].completed.answer == expected[-1].completed.answer
     assert len(body) > 10 * 64
+
+
+async def test_pings_that_come_all_at_once_end_no_call() -> None:
+    # As after a minute in which one side had stood still.
+    async with serving(FakeEngine(lambda request: [HOLD, *answers(request)])) as house:
+        async with Http2Client.connected(house.address) as client:
+            stream = await client.ask(COMPLETE_QUERY, QUICK)
+            await house.engine.num_submitted.acquire()
+            for _ in range(20):
+                await client.ping()
+            async for event in client.events():
+                if isinstance(event, h2.events.PingAckReceived):
+                    break
+            house.engine.release()
+            _, trailers = await client.read(stream)
+    assert trailers["grpc-status"] == "0"
 
 
 async def test_readers_that_never_read_hold_no_page(house: House) -> None:
