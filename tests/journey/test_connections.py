@@ -136,17 +136,19 @@ async def test_a_slow_reader_keeps_nobody_waiting_and_gets_its_whole_answer(hous
 
 async def test_pings_that_come_all_at_once_end_no_call() -> None:
     # As after a minute in which one side had stood still.
-    async with serving(FakeEngine(lambda request: [HOLD, *answers(request)])) as house:
-        async with Http2Client.connected(house.address) as client:
-            stream = await client.ask(COMPLETE_QUERY, QUICK)
-            await house.engine.num_submitted.acquire()
-            for _ in range(20):
-                await client.ping()
-            async for event in client.events():
-                if isinstance(event, h2.events.PingAckReceived):
-                    break
-            house.engine.release()
-            _, trailers = await client.read(stream)
+    async with (
+        serving(FakeEngine(lambda request: [HOLD, *answers(request)])) as house,
+        Http2Client.connected(house.address) as client,
+    ):
+        stream = await client.ask(COMPLETE_QUERY, QUICK)
+        await house.engine.num_submitted.acquire()
+        for _ in range(20):
+            await client.ping()
+        async for event in client.events():
+            if isinstance(event, h2.events.PingAckReceived):
+                break
+        house.engine.release()
+        _, trailers = await client.read(stream)
     assert trailers["grpc-status"] == "0"
 
 
