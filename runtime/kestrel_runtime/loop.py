@@ -244,10 +244,9 @@ class EngineLoop:
         while batch.decode and len(self._decoding) <= num_ahead:
             if not self._launch(batch.decoding, self._decoding, None if behind is None else behind.launch):
                 return False
-            if len(self._decoding) <= num_ahead and self._scheduler.can_look_ahead:
-                batch = self._scheduler.next_batch(now, takes_prompts=False)
-            else:
+            if len(self._decoding) > num_ahead or not self._scheduler.can_look_ahead:
                 break
+            batch = self._scheduler.next_batch(now, takes_prompts=False)
         return True
 
     def _launch(self, batch: Batch, flights: deque[_Flight], after: Launch | None) -> bool:
@@ -272,15 +271,14 @@ class EngineLoop:
         """False where a step failed, and all went back."""
         is_well = True
         while is_well and (self._prompts or self._decoding):
-            is_well = self._land(self._decoding if self._decoding else self._prompts)
+            is_well = self._land(self._decoding or self._prompts)
         return is_well
 
     def _land(self, flights: deque[_Flight]) -> bool:
         """Wait for the first of the steps and tell what it has drawn. False where it failed, and all went back."""
-        if flights is self._decoding:
-            while any(flight is flights[0].behind for flight in self._prompts):
-                if not self._land(self._prompts):
-                    return False
+        while any(flight is flights[0].behind for flight in self._prompts):
+            if not self._land(self._prompts):
+                return False
         flight = flights.popleft()
         try:
             drawn = flight.launch.land()

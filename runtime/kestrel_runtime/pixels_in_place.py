@@ -10,6 +10,11 @@ import ctypes
 import numpy as np
 from PIL import Image
 
+# A function of our own, since what `ctypes.pythonapi` hands out is everybody's.
+_pointer_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+
 
 class _Array(ctypes.Structure):
     # struct ArrowArray
@@ -45,6 +50,4 @@ def pixels_in_place(image: Image.Image) -> np.ndarray:
 
 
 def _array_in(capsule: object) -> _Array:
-    get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
-    get_pointer.argtypes, get_pointer.restype = [ctypes.py_object, ctypes.c_char_p], ctypes.c_void_p
-    return _Array.from_address(get_pointer(capsule, b"arrow_array"))
+    return _Array.from_address(_pointer_of(capsule, b"arrow_array"))

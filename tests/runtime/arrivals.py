@@ -1,17 +1,26 @@
-"""Requests that come to a `World` at random."""
+"""Requests that come at random to a `World` of random size, and what holds whoever serves them."""
 
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kestrel_runtime.sequence import Sequence, SequenceState
+from kestrel_runtime.sequence import SequenceState
+from kestrel_runtime.tokens import Token
 from tests.runtime.world import World
 
 
 class Arrivals(RuleBasedStateMachine):
-    """Whoever inherits it makes both."""
+    """Whoever inherits it takes the steps."""
 
-    world: World
-    arrived: list[Sequence]
+    @initialize(
+        num_pages=st.integers(4, 30),
+        page_size=st.integers(1, 4),
+        batch=st.integers(1, 5),
+        prefill=st.integers(1, 12),
+        crops=st.integers(1, 5),
+    )
+    def build(self, **sizes):
+        self.world = World(**sizes)
+        self.arrived = []
 
     def still_here(self):
         return [sequence for sequence in self.arrived if sequence.state is not SequenceState.FINISHED]
@@ -24,3 +33,14 @@ class Arrivals(RuleBasedStateMachine):
     def an_image_comes(self, prompt, image, crops, generates):
         if prompt + image < self.world.capacity:
             self.arrived.append(self.world.add(prompt, image, crops, generates))
+
+    @invariant()
+    def i1_every_page_has_one_owner(self):
+        held = [page for sequence in self.arrived for page in sequence.pages]
+        assert len(held) == len(set(held)) == self.world.pool.num_used
+
+    @invariant()
+    def what_was_drawn_is_what_is_held(self):
+        for sequence in self.arrived:
+            drawn = sequence.tokens[sequence.num_prompt_tokens :]
+            assert drawn == [Token(sequence.id, (float(place),)) for place in range(len(drawn))]

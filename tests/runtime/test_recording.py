@@ -21,17 +21,25 @@ class Work:
         return self.source * 2
 
 
+def new_recorder():
+    return Recorder(Lane(torch.device("cuda")))
+
+
+def new_recordings():
+    return Recordings("works", new_recorder())
+
+
 @needs_cuda
 def test_a_replay_does_the_work_again_on_what_stands_there_now():
     work = Work()
-    recording = Recorder(Lane(torch.device("cuda"))).record(work, torch.cuda.graph_pool_handle())
+    recording = new_recorder().record(work, torch.cuda.graph_pool_handle())
     work.source += 4
     assert recording.replayed().tolist() == [8, 8, 8]
 
 
 @needs_cuda
 def test_rare_work_is_run_and_work_that_comes_again_is_replayed():
-    recordings, rare, frequent = Recordings("works", Recorder(Lane(torch.device("cuda")))), Work(), Work()
+    recordings, rare, frequent = new_recordings(), Work(), Work()
     results = []
     for number in range(5):
         frequent.source.fill_(number)
@@ -44,7 +52,7 @@ def test_rare_work_is_run_and_work_that_comes_again_is_replayed():
 
 @needs_cuda
 def test_what_finds_no_memory_runs_as_it_is():
-    recordings, work = Recordings("works", Recorder(Lane(torch.device("cuda")))), Work()
+    recordings, work = new_recordings(), Work()
 
     def too_large():
         result = work()
@@ -59,7 +67,7 @@ def test_what_finds_no_memory_runs_as_it_is():
 
 @needs_cuda
 def test_recordings_do_not_grow_without_end():
-    recordings, late = Recordings("works", Recorder(Lane(torch.device("cuda")))), Work()
+    recordings, late = new_recordings(), Work()
     works = [Work() for _ in range(256)]
     for _ in range(2):
         for number, work in enumerate(works):
@@ -71,11 +79,7 @@ def test_recordings_do_not_grow_without_end():
 
 @needs_cuda
 def test_what_others_launch_meanwhile_is_not_recorded():
-    recordings, work, others = (
-        Recordings("works", Recorder(Lane(torch.device("cuda")))),
-        Work(),
-        torch.zeros(1, device="cuda"),
-    )
+    recordings, work, others = new_recordings(), Work(), torch.zeros(1, device="cuda")
     aside = torch.cuda.Stream()
 
     def launch_aside():

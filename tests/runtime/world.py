@@ -44,28 +44,32 @@ class World:
 
     def step(self):
         """One turn: choose, run, commit, remove who is done. Returns the batch."""
-        batch = self.scheduler.next_batch(now=0.0)
-        self.run(batch)
-        self.due = batch.due
-        drawn = {sequence.id: Token(sequence.id, (float(sequence.num_generated),)) for sequence in self.due}
-        assert self.scheduler.land(batch, self.scheduler.commit(batch), drawn) == self.due
-        for sequence in self.due:
-            assert sequence.tokens[-1] == drawn[sequence.id]
-            if sequence.num_generated == self.to_generate[sequence] or sequence.length == sequence.max_context:
-                self.scheduler.remove(sequence)
-                self.finished.append(sequence)
+        batch, self.due = self.begin()
+        assert self.end(batch, self.due) == self.due
         return batch
 
     def begin(self, *, takes_prompts=True):
         """Choose, run and commit, and leave it under way. Returns what `end` wants, the batch first."""
         batch = self.scheduler.next_batch(now=0.0, takes_prompts=takes_prompts)
+        return batch, self.run_and_commit(batch)
+
+    def run_and_commit(self, batch):
+        """Returns who draws a token."""
         self.run(batch)
-        return batch, self.scheduler.commit(batch)
+        due = batch.due
+        assert self.scheduler.commit(batch) == due
+        return due
 
     def end(self, batch, drew):
-        """Land what was begun. Returns who got a token."""
+        """Land what was begun, remove who is done. Returns who got a token."""
         drawn = {sequence.id: Token(sequence.id, (float(sequence.num_generated),)) for sequence in drew}
-        return self.scheduler.land(batch, drew, drawn)
+        here = self.scheduler.land(batch, drew, drawn)
+        for sequence in here:
+            assert sequence.tokens[-1] == drawn[sequence.id]
+            if sequence.num_generated == self.to_generate[sequence] or sequence.is_full:
+                self.scheduler.remove(sequence)
+                self.finished.append(sequence)
+        return here
 
     def fail(self):
         """A step whose run raises after it has written. Returns the batch."""
@@ -79,15 +83,18 @@ class World:
 
     def run(self, batch):
         """Write and read the cache as the model would."""
-        for chunk in batch.prefill:
-            for position in range(chunk.start, chunk.end):
-                self.slots[self.slot(chunk.sequence, position)] = (chunk.sequence, position)
+        self.write_prompts(batch)
         for sequence in batch.decode:
             position = sequence.num_cached
             self.slots[self.slot(sequence, position)] = (sequence, position)
         for sequence in batch.due:
             for position in range(sequence.length):
                 assert self.slots[self.slot(sequence, position)] == (sequence, position)
+
+    def write_prompts(self, batch):
+        for chunk in batch.prefill:
+            for position in range(chunk.start, chunk.end):
+                self.slots[self.slot(chunk.sequence, position)] = (chunk.sequence, position)
 
     def slot(self, sequence, position):
         page, place = divmod(position, self.pool.page_size)
