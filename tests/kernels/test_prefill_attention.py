@@ -108,6 +108,19 @@ def test_contexts_of_many_tiles_are_attended_to(prefill_attention, plan, dtype):
 
 
 @every_implementation
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("heads", [Heads(2, 2, 64), Heads(4, 2, 32)], ids=str)
+@pytest.mark.parametrize(
+    "plans",
+    [[(74, 0, 80)], [(193, 0, 250), (0, 0, 1), (0, 0, 100), (193, 0, 193)], [(730, 0, 741), (300, 0, 400)]],
+    ids=["short", "several", "long"],
+)
+def test_whole_prompts_are_attended_to(prefill_attention, plans, heads, dtype):
+    prompts = Prompts(plans, heads, 16, dtype)
+    assert relative_error(prompts.run(prefill_attention), prompts.wanted()) < TOLERANCES[dtype]
+
+
+@every_implementation
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_float8_pages_are_read_with_their_scales(prefill_attention, dtype):
     prompts = Prompts([(5, 20, 30), (0, 0, 9), (0, 7, 8)], Heads(4, 2, 16), 4, dtype)

@@ -15,8 +15,8 @@ def architecture():
 
 @needs_cuda
 def test_a_kernel_runs_on_the_arguments_it_is_given():
+    out = torch.zeros(4, dtype=torch.int32, device="cuda")  # and with it a context for programs
     program = Program(SOURCE, "count", architecture=architecture(), shared_bytes=0)
-    out = torch.zeros(4, dtype=torch.int32, device="cuda")
     program.launch(1, 3, c_void_p(out.data_ptr()), c_int(5))
     assert out.tolist() == [5, 6, 7, 0]
 

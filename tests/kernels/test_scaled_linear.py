@@ -55,3 +55,16 @@ def test_one_scale_of_each_operand_is_enough(scaled_linear, count, with_bias):
     out = scaled_linear(x, scales[0], weight, scales[1], bias, torch.bfloat16)
     wanted = (x.double() * scales[0]) @ (weight.double() * scales[1]).T + (0 if bias is None else bias.double())
     assert relative_error(out, wanted) < FLOAT8_TOLERANCE
+
+
+@every_implementation
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("rows", "in_dim", "out_dim"), [(729, 144, 16), (1000, 384, 304), (2187, 1152, 432)])
+def test_with_one_scale_each_sizes_need_not_be_whole_tiles(scaled_linear, rows, in_dim, out_dim, dtype):
+    x, weight = (some_matrix(count, in_dim, count).mul(40).to(FLOAT8) for count in (rows, out_dim))
+    x_scale, weight_scale = torch.tensor([[0.02]], device=DEVICE), torch.tensor([0.004], device=DEVICE)
+    bias = some_matrix(1, out_dim, 2)[0].to(dtype)
+    out = scaled_linear(x, x_scale, weight, weight_scale, bias, dtype)
+    wanted = (x.double() * x_scale) @ (weight.double() * weight_scale).T + bias.double()
+    assert out.dtype == dtype
+    assert relative_error(out, wanted) < FLOAT8_TOLERANCE

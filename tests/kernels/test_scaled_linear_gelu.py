@@ -35,6 +35,14 @@ def test_the_activated_product_is_rounded_by_the_factor(scaled_linear_gelu, rows
 
 
 @every_implementation
+@pytest.mark.parametrize(("rows", "in_dim", "out_dim"), [(729, 144, 16), (1000, 384, 304), (2187, 1152, 432)])
+def test_sizes_need_not_be_whole_tiles(scaled_linear_gelu, rows, in_dim, out_dim):
+    operands = some_operands(rows, in_dim, out_dim)
+    out = scaled_linear_gelu(*operands, torch.tensor([20.0], device=DEVICE))
+    assert relative_error(out.double() / 20, written_out(*operands)) < 0.04
+
+
+@every_implementation
 def test_what_does_not_fit_is_cut(scaled_linear_gelu):
     operands = some_operands()
     out = scaled_linear_gelu(*operands, torch.tensor([1e5], device=DEVICE)).float()
