@@ -58,12 +58,15 @@ from kestrel_runtime.step_bounds import StepBounds
 _COORDINATE_TOLERANCE = 1e-5
 _HIDDEN_TOLERANCE = {"float32": 2e-4, "float16": 1e-2, "bfloat16": 6e-2, "float8": 3e-1}
 """Largest error of embeddings, hidden states, keys and values, relative to the tensor's largest value."""
-_LOGIT_TOLERANCE = {"float32": 1e-3, "float16": 5e-2, "bfloat16": 3e-1, "float8": 2.0}
-"""Largest absolute error of a logit."""
+_LOGIT_TOLERANCE = {"float32": 1e-3, "float16": 5e-2, "bfloat16": 3e-1, "float8": 3.0}
+"""Largest absolute error of a logit, where the largest logits are about 10. In float8 the plain definitions of the
+operations are off by up to 2.2: a quarter of the logits' standard deviation, and the worst of 1,536."""
+_LOGIT_TOLERANCE_WITH_EXPERTS = {"float32": 1e-3, "float16": 3e-1, "bfloat16": 1.8, "float8": 6.0}
+"""Of a mixture of experts, where rounding may turn a near tie and so choose another expert."""
 _KV_FRACTION = 0.02
 """Of free memory: the prompts are few, and several folders may be checked side by side."""
 _EXPERTS_FACTOR = 3
-"""So much more a mixture of experts may be off where numbers are rounded: a near tie may choose another one."""
+"""So much more the other tensors of a mixture of experts may be off where numbers are rounded."""
 
 
 class GoldenFolder:
@@ -127,7 +130,7 @@ class GoldenFolder:
         has_experts = self._loaded.model.config.text.moe is not None
         factor = _EXPERTS_FACTOR if has_experts and self._precision != "float32" else 1
         relative = factor * _HIDDEN_TOLERANCE[self._precision]
-        absolute = factor * _LOGIT_TOLERANCE[self._precision]
+        absolute = (_LOGIT_TOLERANCE_WITH_EXPERTS if has_experts else _LOGIT_TOLERANCE)[self._precision]
         for key, actual in probe.tensors():
             if (tensor := self._tensors.get(f"{index}.{key}")) is None:
                 continue
