@@ -17,7 +17,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from bench.device_timing import Limits, attempted, launch_us, measure_limits, time_us
+from bench.harness.parts import Part, PartTimer
 from bench.harness.prefill_inputs import (
     FLOAT8,
     PagedAttention,
@@ -41,7 +42,6 @@ from kestrel_grpc.config import parse_kernels
 from kestrel_ops import Kernels
 from kestrel_ops.reference.mixture_of_experts import mixture_of_experts as mixture_definition
 from kestrel_ops.reference.prefill_attention import prefill_attention as attention_definition
-from kestrel_ops.reference.quantise_rows import quantise_rows
 from kestrel_ops.reference.rotary_write_kv import rotary_write_kv as rotary_definition
 from kestrel_ops.triton.prefill_attention import Tiling
 from kestrel_runtime.kv_cache import KVCache
@@ -53,7 +53,6 @@ from kestrel_runtime.models.moondream.text import TextModel
 from kestrel_runtime.prefill_plan import PrefillPlan
 
 Precision = Literal["model", "float8"]
-NUM_INPUT_SETS = 3  # taken in turns, so that the cache does not hold them all
 TINY = replace(
     MOONDREAM_2.text, dim=64, ff_dim=128, n_layers=3, n_heads=4, n_kv_heads=4, vocab_size=64, max_context=128
 )
@@ -72,16 +71,6 @@ TILINGS = (
     Tiling(128, 128, 8, 2, 128),
     Tiling(128, 128, 8, 2),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One kind of launch: what it costs once, how often it runs in a prefill, and its limit."""
-
-    name: str
-    us: float
-    calls: int
-    limit_us: float
 
 
 def relative_error(got: Tensor, wanted: Tensor) -> float:
@@ -215,61 +204,27 @@ def time_parts(
     width, layers = config.n_heads * config.head_dim, config.n_layers
     dtype = FLOAT8 if precision == "float8" else torch.bfloat16
     element = dtype.itemsize
-    parts: list[Part] = []
-
-    def time_part(
-        name: str,
-        call: Callable[..., Any],
-        inputs: Callable[[], tuple[Any, ...]],
-        flops: float,
-        size: float,
-        calls: int = layers,
-    ) -> None:
-        with attempted(f"{name}, {precision}, {prompts.count} prompts"), torch.no_grad():
-            sets = [inputs() for _ in range(NUM_INPUT_SETS)]
-            us = time_us([partial(call, *values) for values in sets])
-            rate = limits.product_flops_per_s[precision if name.startswith("product") else "model"]
-            limit_us = max(flops / rate, size / limits.copy_bytes_per_s) * 1e6
-            parts.append(Part(name, us, calls, limit_us))
-            print(
-                f"  {name:<28}{us:>9.1f} us  x{calls:<3}{us * calls / 1e3 / prompts.count:>8.3f} ms a prompt"
-                f"   limit {limit_us:>7.1f} us   {us / limit_us:>5.2f}x",
-                flush=True,
-            )
-
-    def product(name: str, out_dim: int, in_dim: int) -> None:
-        wide = 0.02 * torch.randn(out_dim, in_dim, device=device)
-        weight, scale = quantise_rows(wide) if dtype == FLOAT8 else (wide.bfloat16(), None)
-        scale = None if scale is None else scale[:, 0].contiguous()
-        bias = torch.randn(out_dim, device=device).bfloat16()
-
-        def inputs() -> tuple[Any, ...]:
-            x = torch.randn(rows, in_dim, device=device)
-            x, x_scale = quantise_rows(x) if dtype == FLOAT8 else (x.bfloat16(), None)
-            return x, x_scale, weight, scale, bias, torch.bfloat16
-
-        size = element * in_dim * (rows + out_dim) + 2 * rows * out_dim
-        time_part(f"product {name}", kernels.scaled_linear, inputs, 2.0 * rows * in_dim * out_dim, size)
-
-    product("up", qkv_dim + inner, dim)
-    product("down", dim, width + inner)
+    of = f"{precision}, {prompts.count} prompts"
+    timer = PartTimer(device, limits, precision, of, shares=prompts.count, share=" a prompt")
+    timer.time_product("up", kernels.scaled_linear, rows, qkv_dim + inner, dim, calls=layers)
+    timer.time_product("down", kernels.scaled_linear, rows, dim, width + inner, calls=layers)
 
     def short(columns: int) -> Tensor:
         return torch.randn(rows, columns, device=device).bfloat16()
 
-    time_part(
+    timer.time(
         "add_layer_norm",
         kernels.add_layer_norm,
         lambda: (torch.randn(rows, dim, device=device), short(dim), 1e-5, dtype),
-        0,
-        rows * dim * (4 + 4 + 2 + element),
+        calls=layers,
+        size=rows * dim * (4 + 4 + 2 + element),
     )
-    time_part(
+    timer.time(
         "concat_gelu",
         kernels.concat_gelu,
         lambda: (short(width), short(qkv_dim + inner)[:, qkv_dim:], dtype),
-        0,
-        rows * (width + inner) * (2 + element),
+        calls=layers,
+        size=rows * (width + inner) * (2 + element),
     )
     for page_dtype in (torch.bfloat16, FLOAT8):
         suffix = ", fp8 pages" if page_dtype == FLOAT8 else ""
@@ -278,32 +233,32 @@ def time_parts(
             rows * config.head_dim * (config.n_heads + config.n_kv_heads) * 2
         )  # half of the lanes, there and back
         copied = rows * config.n_kv_heads * config.head_dim * (3 + 2 * page_dtype.itemsize)
-        time_part(
+        timer.time(
             f"rotary_write_kv{suffix}",
             lambda inputs: inputs.write(kernels.rotary_write_kv),
             lambda page_dtype=page_dtype: (PagedAttention(config, prompts, device, page_dtype),),
-            0,
-            turned + copied,
-            layers if is_whole else 0,
+            calls=layers if is_whole else 0,
+            size=turned + copied,
         )
-    time_part(
+    timer.time(
         "attention",
         lambda inputs: inputs.attend(kernels.prefill_attention),
         lambda: (PagedAttention(config, prompts, device, torch.bfloat16),),
-        4.0 * prompts.num_scores() * config.n_heads * config.head_dim,
-        2 * rows * (qkv_dim + width),
+        calls=layers,
+        flops=4.0 * prompts.num_scores() * config.n_heads * config.head_dim,
+        size=2 * rows * (qkv_dim + width),
     )
     for what, start in (("behind the prefix", prompts.prefix_length), ("last rows", prompts.num_tokens - 1)):
         count = prompts.count * (prompts.num_tokens - start)
-        time_part(
+        timer.time(
             f"attention {what}",
             lambda inputs: inputs.attend(kernels.prefill_attention),
             lambda start=start: (PagedAttention(config, prompts, device, dtype, start),),
-            4.0 * count * prompts.num_tokens * config.n_heads * config.head_dim,
-            2 * rows * config.n_kv_heads * config.head_dim * element,
-            0,
+            calls=0,
+            flops=4.0 * count * prompts.num_tokens * config.n_heads * config.head_dim,
+            size=2 * rows * config.n_kv_heads * config.head_dim * element,
         )
-    time_part(
+    timer.time(
         "torch's attention, no mask",
         scaled_dot_product_attention,
         lambda: tuple(
@@ -312,11 +267,11 @@ def time_parts(
             ).bfloat16()
             for _ in range(3)
         ),
-        4.0 * prompts.count * prompts.num_tokens**2 * config.n_heads * config.head_dim,
-        2 * 4 * rows * width,
-        0,
+        calls=0,
+        flops=4.0 * prompts.count * prompts.num_tokens**2 * config.n_heads * config.head_dim,
+        size=2 * 4 * rows * width,
     )
-    return parts
+    return timer.parts
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -27,12 +27,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from bench.device_timing import Limits, attempted, launch_us, measure_limits, time_us
+from bench.harness.parts import NUM_INPUT_SETS, Part, PartTimer, random_linear
 from bench.harness.vision_checks import check_kernels, check_layers, random_crops
 from bench.random_weights import MOONDREAM_2
 from kestrel_grpc.config import parse_kernels
 from kestrel_ops import Kernels
 from kestrel_ops.library.crop_attention import crop_attention as library_crop_attention
-from kestrel_ops.reference.quantise_rows import quantise_rows
 from kestrel_ops.triton.add_layer_norm import add_layer_norm as triton_add_layer_norm
 from kestrel_ops.triton.concat_gelu import concat_gelu as triton_concat_gelu
 from kestrel_ops.triton.rows import RowBlocks
@@ -56,7 +56,6 @@ ROW_CANDIDATES = [
     for rows, num_warps in ((1, 1), (1, 2), (1, 4), (1, 8), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8))
 ]
 _MOST_VALUES_OF_A_WARP = 4096  # more do not stay in registers
-NUM_INPUT_SETS = 3  # taken in turns, so that the cache does not hold them all
 TINY = replace(
     MOONDREAM_2.vision,
     enc_dim=32,
@@ -68,16 +67,6 @@ TINY = replace(
     crop_size=56,
     overlap_margin=1,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One kind of launch: what it costs once, how often it runs in an encoding, and its limit."""
-
-    name: str
-    us: float
-    calls: int
-    limit_us: float
 
 
 def random_vision(config: VisionConfig, device: torch.device) -> VisionModel:
@@ -106,42 +95,11 @@ def time_parts(
     dtype = torch.bfloat16 if precision == "model" else FLOAT8
     # Scales that are known need not be measured.
     known: dict[str, Any] = {"out_scale": 0.05} if precision == "calibrated" else {}
-    parts: list[Part] = []
-
-    def time_part(
-        name: str,
-        call: Callable[..., Any],
-        inputs: Callable[[], tuple[Any, ...]],
-        calls: int,
-        flops: float,
-        size: float,
-    ) -> None:
-        with attempted(f"{name}, {precision}, {num_crops} crops"), torch.no_grad():
-            sets = [inputs() for _ in range(NUM_INPUT_SETS)]
-            us = time_us([partial(call, *values) for values in sets])
-            rate = limits.product_flops_per_s["model" if "attention" in name or precision == "model" else "float8"]
-            limit_us = max(flops / rate, size / limits.copy_bytes_per_s) * 1e6
-            parts.append(Part(name, us, calls, limit_us))
-            print(
-                f"  {name:<28}{us:>9.1f} us  x{calls:<3}{us * calls / 1e3:>8.2f} ms   limit {limit_us:>7.1f} us"
-                f"   {us / limit_us:>5.2f}x",
-                flush=True,
-            )
-
-    def product(name: str, out_dim: int, in_dim: int) -> None:
-        weight, weight_scale, bias = _random_linear(out_dim, in_dim, dtype, device)
-        element = 1 if dtype == FLOAT8 else 2
-
-        def inputs() -> tuple[Any, ...]:
-            wide = torch.randn(rows, in_dim, device=device)
-            x, x_scale = quantise_rows(wide) if dtype == FLOAT8 else (wide.bfloat16(), None)
-            return x, x_scale, weight, weight_scale, bias, torch.bfloat16
-
-        size = element * in_dim * (rows + out_dim) + 2 * rows * out_dim
-        time_part(f"product {name}", kernels.scaled_linear, inputs, layers, 2.0 * rows * in_dim * out_dim, size)
+    of = f"{precision}, {num_crops} crops"
+    timer = PartTimer(device, limits, "model" if precision == "model" else "float8", of)
 
     def known_product(name: str, operation: Callable[..., Any], out_dim: int, in_dim: int) -> None:
-        weight, _, bias = _random_linear(out_dim, in_dim, FLOAT8, device)
+        weight, _, bias = random_linear(out_dim, in_dim, "float8", device)
         one = torch.full((1,), 0.01, device=device)
 
         def inputs() -> tuple[Any, ...]:
@@ -154,7 +112,8 @@ def time_parts(
 
         out_bytes = {kernels.scaled_linear_gelu: 1, kernels.scaled_linear_add: 4}.get(operation, 2)
         size = in_dim * (rows + out_dim) + out_bytes * rows * out_dim
-        time_part(f"product {name}", operation, inputs, layers, 2.0 * rows * in_dim * out_dim, size)
+        flops = 2.0 * rows * in_dim * out_dim
+        timer.time(f"product {name}", operation, inputs, calls=layers, flops=flops, size=size)
 
     if precision == "calibrated":
         known_product("qkv", kernels.scaled_linear, 3 * dim, dim)
@@ -162,53 +121,53 @@ def time_parts(
         known_product("fc1, activated", kernels.scaled_linear_gelu, inner, dim)
         known_product("fc2, added", kernels.scaled_linear_add, dim, inner)
     else:
-        product("qkv", 3 * dim, dim)
-        product("proj", dim, dim)
-        product("fc1", inner, dim)
-        product("fc2", dim, inner)
+        for name, out_dim, in_dim in (
+            ("qkv", 3 * dim, dim),
+            ("proj", dim, dim),
+            ("fc1", inner, dim),
+            ("fc2", dim, inner),
+        ):
+            timer.time_product(name, kernels.scaled_linear, rows, out_dim, in_dim, calls=layers)
 
     def short(width: int) -> Tensor:
         return torch.randn(rows, width, device=device).bfloat16()
 
     out_size = 1 if dtype == FLOAT8 else 2
-    time_part(
+    timer.time(
         "add_layer_norm",
         partial(kernels.add_layer_norm, **known),
         lambda: (short(dim), None if known else short(dim), EPSILON, dtype),
-        2 * layers,
-        0,
-        rows * dim * ((2 if known else 6) + out_size),
+        calls=2 * layers,
+        size=rows * dim * ((2 if known else 6) + out_size),
     )
     if not known:
-        time_part(
+        timer.time(
             "gelu",
             kernels.concat_gelu,
             lambda: (None, short(inner), dtype),
-            layers,
-            0,
-            rows * inner * (2 + out_size),
+            calls=layers,
+            size=rows * inner * (2 + out_size),
         )
     if precision == "float8":
-        time_part(
+        timer.time(
             "quantise attended",
             kernels.concat_gelu,
             lambda: (None, short(dim), dtype, False),
-            layers,
-            0,
-            rows * dim * 3,
+            calls=layers,
+            size=rows * dim * 3,
         )
 
     def attention(name: str, operation: Callable[..., Any], backend: SDPBackend | None) -> None:
         rounded = known.get("out_scale")
         is_chosen = operation is kernels.crop_attention
         with sdpa_kernel(backend) if backend is not None else nullcontext():
-            time_part(
+            timer.time(
                 f"attention {name}{', chosen' if is_chosen else ''}",
                 operation,
                 lambda: (short(3 * dim), config.num_image_tokens, heads, rounded if backend is None else None),
-                layers if is_chosen else 0,
-                4.0 * num_crops * config.num_image_tokens**2 * dim,
-                rows * dim * 8,
+                calls=layers if is_chosen else 0,
+                flops=4.0 * num_crops * config.num_image_tokens**2 * dim,
+                size=rows * dim * 8,
             )
 
     attention("by " + kernels.crop_attention.__module__.split(".")[1], kernels.crop_attention, None)
@@ -217,7 +176,7 @@ def time_parts(
             attention("by library", library_crop_attention, None)
         for name, backend in BACKENDS.items():
             attention(f"by {name}", _attend, backend)
-    return parts
+    return timer.parts
 
 
 def _attend(packed: Tensor, num_patches: int, heads: int, _: float | None) -> Tensor:
@@ -225,17 +184,6 @@ def _attend(packed: Tensor, num_patches: int, heads: int, _: float | None) -> Te
         2, 0, 3, 1, 4
     )
     return scaled_dot_product_attention(query, key, value).transpose(1, 2).reshape(len(packed), -1)
-
-
-def _random_linear(
-    out_dim: int, in_dim: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    weight = 0.02 * torch.randn(out_dim, in_dim, device=device)
-    bias = torch.randn(out_dim, device=device).bfloat16()
-    if dtype != FLOAT8:
-        return weight.to(dtype), None, bias
-    eight, scale = quantise_rows(weight)
-    return eight, scale[:, 0].contiguous(), bias
 
 
 @torch.no_grad()
