@@ -142,9 +142,10 @@ class Scheduler:
 
     def follow(self, batch: Batch) -> None:
         """From now on whoever ends its prompt in a committed batch decodes, in steps that wait for it."""
-        for chunk in batch.prefill:
-            if chunk.sequence.state is SequenceState.PREFILLED:
-                chunk.sequence.move_to(SequenceState.RUNNING)
+        for sequence, _, end in batch.prefill:
+            # Its prompt may end in a later batch that is under way too.
+            if sequence.state is SequenceState.PREFILLED and end == sequence.num_cached:
+                sequence.move_to(SequenceState.RUNNING)
 
     def land(self, batch: Batch, drew: list[Sequence], drawn: dict[int, Token]) -> list[Sequence]:
         """A committed batch is over: take the tokens that it drew, by sequence id, for those that `commit` named.

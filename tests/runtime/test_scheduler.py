@@ -376,6 +376,21 @@ def test_i8_who_follows_its_prompt_decodes_before_that_has_landed():
     assert sequence.num_generated == 2
 
 
+def test_i8_the_first_part_of_a_prompt_lets_nobody_decode():
+    world = World(prefill=8)
+    other, sequence = world.add(3), world.add(10)
+    first = world.begin()
+    second = world.begin()
+    assert [(chunk.sequence, chunk.end) for chunk in first[0].prefill] == [(other, 3), (sequence, 5)]
+    assert [(chunk.sequence, chunk.end) for chunk in second[0].prefill] == [(sequence, 10)]
+    world.scheduler.follow(first[0])
+    assert world.begin(takes_prompts=False)[0].decode == [other]
+    world.end(*first)
+    assert sequence.state is PREFILLED
+    world.end(*second)
+    assert world.begin(takes_prompts=False)[0].decode == [other, sequence]
+
+
 def test_a_batch_of_decoding_alone_starts_nobody():
     world = World()
     waiting = world.add(3)

@@ -53,6 +53,8 @@ class LookingAhead(Arrivals):
             for sequence in running:
                 has_room = sequence.length < sequence.max_context
                 assert sequence in batch.decode or sequence.state is SequenceState.WAITING or not has_room
+        for step, _ in list(self.prompts)[1 if follows else 0 :]:  # I8: those that decoding does not wait for
+            assert not {chunk.sequence for chunk in step.prefill} & set(batch.decode)
         for step, line in ((batch.decoding, self.decoding), (batch.prompting, self.prompts)):
             if not step.is_empty:
                 line.append((step, self.world.run_and_commit(step)))
