@@ -1,4 +1,8 @@
-"""Whether two greedy answers to one request part at a tie: what the plain path in float32 makes of both tokens."""
+"""Whether two greedy answers to one request part at a tie: what the engine's own paths make of both tokens.
+
+What rounding to eight bits does to a logit is many times what company does to it, so the plain path in float32
+could not tell a tie from a wrong answer.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bench.harness.prompt_run import PromptRun, plain_float32
+from bench.harness.prompt_run import PromptRun
 from kestrel_runtime.config import EngineConfig
 from kestrel_runtime.loading import LoadedModel
 from kestrel_runtime.requests import Request
@@ -25,12 +29,11 @@ def first_difference(one: Sequence[Token], other: Sequence[Token]) -> int | None
 
 
 class TieJudge:
-    """A second copy of the model, in float32 and on the plain path, that is led along an answer."""
+    """A second copy of the model, on the paths that `config` names and all alone, that is led along an answer."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Load the model that `config` names."""
-        plain = plain_float32(config)
-        self._run = PromptRun(LoadedModel.load(plain), plain)
+        """Load the model."""
+        self._run = PromptRun(LoadedModel.load(config), config)
 
     def close(self) -> None:
         """End its thread."""
@@ -40,14 +43,15 @@ class TieJudge:
     def margin(self, request: Request, common: Sequence[Token], one: Token | None, other: Token | None) -> float:
         """How far the logit of either token lies below the best there is, after the `common` tokens of an answer.
 
+        As a share of the best, since some heads have logits of 4 and others of 40, and rounding goes by their size.
         Tokens of one id differ by their values, and the logits are those of the values. Infinite where one answer
         goes on and the other does not.
         """
         if one is None or other is None:
             return math.inf
         self._run.begin(request)
-        hidden = self._run.hidden_after(common)
         model = self._run.model
+        hidden = self._run.hidden_after(common).to(model.dtype)
         if one.id != other.id:
             logits = model.text.logits(hidden)[0]
             rule = self._run.sequence.reader.rule
@@ -68,7 +72,10 @@ class TieJudge:
 
 
 def _margin(logits: Tensor, one: int, other: int) -> float:
-    return (logits.max() - torch.minimum(logits[one], logits[other])).item() if one != other else 0.0
+    if one == other:
+        return 0.0
+    best = logits.max().item()
+    return (best - min(logits[one].item(), logits[other].item())) / max(abs(best), 1.0)
 
 
 def _bin(values: Tensor, value: float) -> int:

@@ -1,11 +1,12 @@
-"""Whether a curve rises: a straight line by least squares, and how far its slope is to be trusted."""
+"""Whether a curve rises: by a straight line, and how far its slope is to be trusted, or by the median of slopes."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean, linear_regression
+from statistics import fmean, linear_regression, median
 
 MIN_POINTS = 3
 """Through fewer a line tells nothing of its own error."""
@@ -29,6 +30,16 @@ class Trend:
         spread = sum((x - middle) ** 2 for x in xs)
         rest = sum((y - intercept - slope * x) ** 2 for x, y in points)
         return Trend(slope, math.sqrt(rest / (len(points) - 2) / spread))
+
+
+def median_slope(points: Sequence[tuple[float, float]]) -> float | None:
+    """The median of the slopes between any two points (Theil and Sen), which a single step does not move.
+
+    None for fewer than `MIN_POINTS`. No two points may have the same x.
+    """
+    if len(points) < MIN_POINTS:
+        return None
+    return median((y2 - y1) / (x2 - x1) for (x1, y1), (x2, y2) in itertools.combinations(points, 2))
 
 
 def means(points: Sequence[tuple[float, float]], width: float) -> list[tuple[float, float]]:

@@ -139,8 +139,9 @@ def test_answers_part_at_their_first_difference():
 
 def test_memory_is_flat_where_it_rises_only_at_first():
     assert is_flat(slopes(looks(*range(0, 200, 10), *[200, 201, 200, 199] * 6)))
+    assert is_flat(slopes(looks(*[200] * 35, *[400] * 5)))
     trends = slopes(looks(*(0.5 * place for place in range(40))))
-    assert trends["host"].slope == pytest.approx(5.0)
+    assert trends["host"] == pytest.approx(5.0)
     assert not is_flat(trends)
 
 

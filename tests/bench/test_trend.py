@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from bench.harness.trend import Trend, means
+from bench.harness.trend import Trend, means, median_slope
 
 
 def test_a_straight_line_is_found_without_error():
@@ -23,6 +23,12 @@ def test_the_error_is_that_of_the_textbook():
 
 def test_two_points_tell_nothing_of_their_error():
     assert Trend.of([(0.0, 0.0), (1.0, 1.0)]) is None
+
+
+def test_a_step_moves_no_median_of_slopes():
+    assert median_slope([(x, 7.0 if x >= 8 else 5.0) for x in range(10)]) == 0.0
+    assert median_slope([(x, 0.5 * x + (100.0 if x == 4 else 0.0)) for x in range(10)]) == pytest.approx(0.5)
+    assert median_slope([(0.0, 0.0), (1.0, 1.0)]) is None
 
 
 def test_neighbours_become_one_point():
