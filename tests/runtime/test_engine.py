@@ -153,8 +153,8 @@ async def test_looking_ahead_changes_no_answer(
     one_by_one = await asyncio.gather(*(engine.submit(request).result() for request in requests))
     monkeypatch.setattr(ModelRunner, "is_asynchronous", True)
     monkeypatch.setattr(Launch, "is_over", property(lambda _: next(is_over)))
-    # Room for a few at a time, so that some are sent back while others look ahead.
-    ahead = Engine(moondream3, EngineConfig(model="", num_kv_pages=150))
+    # Room for a few at a time, so that some are sent back while others look ahead; prompts go in by parts.
+    ahead = Engine(moondream3, EngineConfig(model="", num_kv_pages=150, max_prefill_tokens=8))
     try:
         overlapped = await asyncio.gather(*(ahead.submit(request).result() for request in requests))
         assert [finished.output for finished in overlapped] == [finished.output for finished in one_by_one]
