@@ -15,8 +15,8 @@ Invariants
       before they all have, nobody else runs.
   I7  Steps may be chosen while the tokens of those before are being drawn, except where that takes their values:
       nobody is sent back, and no failed step is sorted out, while a token is pending.
-  I8  Who is PREFILLED decodes when its prompt has landed, or earlier where `follow` says that the steps to come
-      wait for it: so those who decode need not wait for the prompts of others.
+  I8  Who is PREFILLED decodes when the end of its prompt has landed, or earlier where `follow` says that the steps
+      to come wait for it: so those who decode need not wait for the prompts of others.
 """
 
 from __future__ import annotations
