@@ -1,8 +1,10 @@
 """Connections that misbehave: vanished, stuck, slow, mute, or too many. None holds a page or holds up others."""
 
 import asyncio
+import itertools
 import logging
 import resource
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -16,6 +18,7 @@ from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_client.v1.vision_service_pb2_grpc import VisionServiceStub
 from kestrel_runtime.events import TextChannel, TextDelta
 from kestrel_runtime.requests import Query
+from kestrel_runtime.runner import Launch, ModelRunner
 from tests.fakes import HOLD, FakeEngine, answers
 from tests.journey.conftest import House
 from tests.journey.http2 import COMPLETE_QUERY, QUERY, Http2Client, messages_in
@@ -104,9 +107,24 @@ class Wire:
             writer.write(data)
 
 
+@pytest.fixture
+def standstill(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """After ten steps the engine's thread stands still, until this is set."""
+    goes_on, num_steps, launch = threading.Event(), itertools.count(), ModelRunner.launch
+
+    def held(*arguments: Any) -> Launch:
+        if next(num_steps) >= 10:
+            goes_on.wait()
+        return launch(*arguments)
+
+    monkeypatch.setattr(ModelRunner, "launch", held)
+    yield goes_on
+    goes_on.set()
+
+
 @pytest.mark.usefixtures("impatient")
 async def test_a_peer_that_vanishes_without_a_word_is_noticed_and_its_pages_come_back(
-    house: House, outcomes: Outcomes
+    house: House, outcomes: Outcomes, standstill: threading.Event
 ) -> None:
     assert house.server.port is not None
     line = Wire(house.server.port)
@@ -114,7 +132,8 @@ async def test_a_peer_that_vanishes_without_a_word_is_noticed_and_its_pages_come
         call = VisionServiceStub(channel).Query(endless(1))
         await call.read()
         line.cut()
-        assert await outcomes.next() == "CANCELLED"  # long before its answer would have been complete
+        assert await outcomes.next() == "CANCELLED"  # before its answer can be complete
+        standstill.set()
     await house.assert_empty()
 
 

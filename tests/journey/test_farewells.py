@@ -47,7 +47,9 @@ async def test_deadlines_at_every_stage_leave_no_page_behind(house: House) -> No
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             async for _ in house.stub.Query(endless(number), timeout=0.002 * number + 0.001):
                 pass
-        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        # Or turned away at once, where half are in and the others can tell that they would come too late.
+        is_hopeless = "longer than this request may wait" in (caught.value.details() or "")
+        assert is_hopeless or caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
     await asyncio.gather(*(wait_until_too_late(number) for number in range(60)))
     await house.assert_empty()
