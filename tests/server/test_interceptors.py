@@ -65,7 +65,7 @@ async def test_deadline_of_the_caller_reaches_the_engine() -> None:
         await house.vision.CompleteQuery(COMPLETE_QUERY)
     bounded, unbounded = house.engine.deadlines_s
     assert bounded is not None
-    assert 25 < bounded <= 30
+    assert 25 < bounded <= 30.3  # gRPC rounds up what it writes, by at most a hundredth
     assert unbounded is None
 
 
