@@ -30,6 +30,7 @@ from kestrel_grpc.server import Server
 from kestrel_grpc.svg_path import polylines
 from kestrel_runtime.config import BUILT_IN_MODEL
 from kestrel_runtime.engine import Engine
+from kestrel_runtime.skills import SKILLS
 from training import scoring
 from training.captions import normal_caption
 from training.drawing import encode_scene
@@ -42,7 +43,6 @@ from training.questions import KINDS, ask
 from training.scenes import HELD_OUT_SEED, Scene, Thing, make_scene
 from training.shapes import SHAPES
 
-SKILLS = ("query", "caption", "point", "detect", "segment")
 _QUESTIONS_PER_SCENE = 3
 _THRESHOLDS = tuple(0.5 + 0.05 * step for step in range(10))
 Answer = Any  # one of the client's results, by the skill asked
@@ -305,7 +305,9 @@ def main() -> None:
         help="another option of serve, such as text-path=fused; may be repeated",
     )
     parser.add_argument("--scenes", type=int, default=600, help="how many (%(default)s)")
-    parser.add_argument("--only", nargs="+", choices=SKILLS, default=SKILLS, help="skills to ask (default: all)")
+    parser.add_argument(
+        "--only", nargs="+", choices=list(SKILLS), default=list(SKILLS), help="skills to ask (default: all)"
+    )
     parser.add_argument("--first", type=int, default=0, help="held-out scenes to pass over, for a fresh set (0)")
     parser.add_argument("--at-once", type=int, default=16)
     parser.add_argument("--out", type=Path, default=Path("bench/out/quality.json"))

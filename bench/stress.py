@@ -220,24 +220,24 @@ def slopes(looks: Sequence[Look]) -> dict[str, float]:
     return {name: slope for name, slope in found.items() if slope is not None}
 
 
-def is_flat(trends: Mapping[str, float]) -> bool:
+def is_flat(rises: Mapping[str, float]) -> bool:
     """Whether no kind of memory rises."""
-    return all(slope <= LARGEST_SLOPE_MIB for slope in trends.values())
+    return all(slope <= LARGEST_SLOPE_MIB for slope in rises.values())
 
 
-def verdicts(outcome: Outcome, num_real: int, trends: Mapping[str, float]) -> dict[str, bool | None]:
+def verdicts(outcome: Outcome, num_real: int, rises: Mapping[str, float]) -> dict[str, bool | None]:
     """What had to hold, and whether it does; None where it cannot be told."""
     is_long = bool(outcome.looks) and outcome.looks[-1].requests >= FEWEST_JUDGED
     return {
         "no error": not outcome.errors,
         "no page left": not outcome.num_used_pages and not outcome.num_left,
-        "memory flat": is_flat(trends) if is_long else None,
+        "memory flat": is_flat(rises) if is_long else None,
         "answers equal": not num_real,
     }
 
 
 def print_summary(
-    outcome: Outcome, judged: Sequence[Judged], tolerance: float, trends: Mapping[str, float], num_requests: int
+    outcome: Outcome, judged: Sequence[Judged], tolerance: float, rises: Mapping[str, float], num_requests: int
 ) -> None:
     """What was seen, in words."""
     print(
@@ -248,7 +248,7 @@ def print_summary(
     for error, count in outcome.errors.most_common():
         print(f"{count} failed: {error}")
     print(f"{outcome.num_used_pages} pages and {outcome.num_left} requests left")
-    for name, slope in trends.items():
+    for name, slope in rises.items():
         last = getattr(outcome.looks[-1], name)
         print(f"memory, {name:<17}{last:>10.1f} MiB, {slope:+.2f} per 1,000 requests")
     ties = [item for item in judged if item.margin <= tolerance]
@@ -305,12 +305,12 @@ def main() -> int:
     precision = "float8" if any(name.endswith("float8") for name in types) else engine.info.dtype
     tolerance = TOLERANCES[precision] if arguments.tolerance is None else arguments.tolerance
     judged = judge(config, stress, requests)
-    outcome, trends = stress.outcome, slopes(stress.outcome.looks)
+    outcome, rises = stress.outcome, slopes(stress.outcome.looks)
     num_real = sum(item.count for item in judged if item.margin > tolerance)
-    found = verdicts(outcome, num_real, trends)
-    print_summary(outcome, judged, tolerance, trends, arguments.requests)
+    found = verdicts(outcome, num_real, rises)
+    print_summary(outcome, judged, tolerance, rises, arguments.requests)
     print(", ".join(f"{name}: {_WORDS[value]}" for name, value in found.items()))
-    write_json(arguments.json, {"verdicts": found} | as_json(arguments, engine, outcome, judged, tolerance, trends))
+    write_json(arguments.json, {"verdicts": found} | as_json(arguments, engine, outcome, judged, tolerance, rises))
     print(arguments.json)
     return 1 if False in found.values() else 0
 
@@ -324,7 +324,7 @@ def as_json(
     outcome: Outcome,
     judged: Sequence[Judged],
     tolerance: float,
-    trends: Mapping[str, float],
+    rises: Mapping[str, float],
 ) -> dict[str, Any]:
     """All that was seen."""
     info = engine.info
@@ -344,7 +344,7 @@ def as_json(
         "ties": sum(item.count for item in judged if item.margin <= tolerance),
         "real_differences": sum(item.count for item in judged if item.margin > tolerance),
         "differences": [asdict(item) for item in judged],
-        "mib_per_1000_requests": dict(trends),
+        "mib_per_1000_requests": dict(rises),
         "memory_mib": [asdict(look) for look in outcome.looks],
     }
 

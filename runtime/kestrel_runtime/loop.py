@@ -232,7 +232,7 @@ class EngineLoop:
         if not self._prompts or not self._prompts[0].drew or self._scheduler.is_decoding:
             return False
         self._followed = self._prompts[0]
-        self._scheduler.follow(self._followed.batch)
+        self._scheduler.follow(self._followed.drew)
         return True
 
     def _decode(self, batch: Batch, now: float) -> bool:

@@ -140,11 +140,12 @@ class Scheduler:
             sequence.num_pending += 1
         return due
 
-    def follow(self, batch: Batch) -> None:
-        """From now on whoever ends its prompt in a committed batch decodes, in steps that wait for it."""
-        for sequence, _, end in batch.prefill:
-            # Its prompt may end in a later batch that is under way too.
-            if sequence.state is SequenceState.PREFILLED and end == sequence.num_cached:
+    def follow(self, drew: list[Sequence]) -> None:
+        """From now on those who draw a token in a batch of prompts, as `commit` named them, decode, in steps that
+        wait for it. Who has a part of its prompt there, and not the end, draws none.
+        """
+        for sequence in drew:
+            if sequence.state is SequenceState.PREFILLED:
                 sequence.move_to(SequenceState.RUNNING)
 
     def land(self, batch: Batch, drew: list[Sequence], drawn: dict[int, Token]) -> list[Sequence]:
@@ -152,7 +153,7 @@ class Scheduler:
 
         Returns those of `drew` that are still here, each with its new token as the last.
         """
-        self.follow(batch)
+        self.follow(drew)
         for chunk in batch.prefill:
             chunk.sequence.num_chunks_under_way -= 1
         self._release_leaving()

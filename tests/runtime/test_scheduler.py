@@ -367,7 +367,7 @@ def test_i8_who_follows_its_prompt_decodes_before_that_has_landed():
     sequence = world.add(5)
     prompts = world.begin()
     assert not world.scheduler.is_decoding
-    world.scheduler.follow(prompts[0])
+    world.scheduler.follow(prompts[1])
     assert world.scheduler.is_decoding
     second = world.begin()
     assert second[0].decode == [sequence]
@@ -383,7 +383,7 @@ def test_i8_the_first_part_of_a_prompt_lets_nobody_decode():
     second = world.begin()
     assert [(chunk.sequence, chunk.end) for chunk in first[0].prefill] == [(other, 3), (sequence, 5)]
     assert [(chunk.sequence, chunk.end) for chunk in second[0].prefill] == [(sequence, 10)]
-    world.scheduler.follow(first[0])
+    world.scheduler.follow(first[1])
     assert world.begin(takes_prompts=False)[0].decode == [other]
     world.end(*first)
     assert sequence.state is PREFILLED

@@ -43,7 +43,7 @@ class LookingAhead(Arrivals):
             self.end(self.prompts)
         follows = bool(self.prompts) and bool(self.prompts[0][1]) and not scheduler.is_decoding
         if follows:
-            scheduler.follow(self.prompts[0][0])
+            scheduler.follow(self.prompts[0][1])
         if not scheduler.can_look_ahead:
             self.end_all()
         running = [sequence for sequence in self.still_here() if sequence.state is SequenceState.RUNNING]
