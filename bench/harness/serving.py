@@ -20,6 +20,7 @@ import grpc
 from kestrel_client import Client
 
 _STOP_TIMEOUT_S = 40
+_SOURCE_ROOTS = ("", "runtime", "kernels", "clients/python")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +47,18 @@ class RunningServer:
 
 
 @contextlib.contextmanager
-def started_server(options: Sequence[str]) -> Iterator[RunningServer]:
-    """`kestrel-grpc serve` with these options on a free port, until the block ends."""
+def started_server(options: Sequence[str], tree: Path | None = None) -> Iterator[RunningServer]:
+    """`kestrel-grpc serve` with these options on a free port, until the block ends.
+
+    With a `tree`, the code of that checkout is served instead of the code that runs.
+    """
     command = (sys.executable, "-m", "kestrel_grpc", "serve", "--port", "0", "--log-level", "warning", *options)
     started = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    environment = dict(os.environ)
+    if tree is not None:
+        sources = (str(tree.resolve() / folder) for folder in _SOURCE_ROOTS)
+        environment["PYTHONPATH"] = os.pathsep.join((*sources, environment.get("PYTHONPATH", "")))
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tree, env=environment)
     try:
         assert process.stdout is not None, "asked for a pipe"
         line = process.stdout.readline()

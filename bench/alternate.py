@@ -1,0 +1,188 @@
+"""Is one checkout slower than another? Serves both at once on one device and loads them in turns: A B A B A B.
+
+The servers idle while the other is loaded, so that they share the machine's state but not its time, and no start or
+compilation lies between two measurements. Each row is a workload of `workload.py` at a number of requests at once.
+The ratio of a row is the median over the rounds of the second tree's value over the first tree's in the same round;
+the spread is the largest deviation of a round's ratio from it. `text` rows time decode steps, in ms per token.
+
+    python -m bench.alternate before=/tmp/before after=. --model /tmp/md2 -- --kv-pages 12000
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from bench.harness.load import LoadProcesses
+from bench.harness.progress import Progress
+from bench.harness.serving import machine_facts, started_server, write_json
+from bench.harness.summary import Objective, Row, summarise
+from bench.harness.workload import WORKLOADS, Workload
+
+ROWS = "direct:64,cot:64,long:64,direct:1,text:1,text:64"
+FIRST_ANSWERS_S = 90.0
+_OBJECTIVE = Objective(first_token_ms=1000.0, per_token_ms=50.0)
+
+
+class Load(NamedTuple):
+    """A row of the table: what is asked, and how many requests run at once."""
+
+    workload: Workload
+    concurrency: int
+
+    @classmethod
+    def of(cls, text: str) -> Load:
+        """From `workload:concurrency`. Raises ValueError or KeyError."""
+        name, concurrency = text.split(":")
+        return cls(WORKLOADS[name], int(concurrency))
+
+    @property
+    def measure(self) -> str:
+        """What is compared: times where requests run alone and for steps of text, else rates."""
+        if self.workload.name == "text":
+            return "ms/token"
+        return "p50 ms" if self.concurrency == 1 else "requests/s"
+
+    def value(self, row: Row) -> float:
+        """The measure of a row."""
+        if self.measure == "ms/token":
+            return row.per_token_ms["p50"]
+        return row.total_ms["p50"] if self.measure == "p50 ms" else row.requests_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One load on both trees, round by round."""
+
+    name: str
+    measure: str
+    first: tuple[float, ...]
+    second: tuple[float, ...]
+
+    @property
+    def ratios(self) -> tuple[float, ...]:
+        """The second over the first, by round."""
+        return tuple(b / a for a, b in zip(self.first, self.second, strict=True))
+
+    @property
+    def ratio(self) -> float:
+        """Their median."""
+        return statistics.median(self.ratios)
+
+    @property
+    def slowdown(self) -> float:
+        """How much more time the second takes: 0.03 is three percent slower, below 0 is faster."""
+        return 1 / self.ratio - 1 if self.measure == "requests/s" else self.ratio - 1
+
+    @property
+    def spread(self) -> float:
+        """The largest deviation of a round's ratio from the median."""
+        return max(abs(ratio - self.ratio) for ratio in self.ratios)
+
+
+def measure(
+    loads: Sequence[Load],
+    processes: Mapping[str, LoadProcesses],
+    num_rounds: int,
+    window_s: float,
+    warm_up_s: float,
+) -> Iterator[Comparison]:
+    """Load by load, both trees in turns. `processes` by tree, the first and the second."""
+    progress = Progress(len(loads) * num_rounds * len(processes))
+    for load in loads:
+        for own in processes.values():  # what is compiled or captured at its first use belongs to no row
+            own.closed(load.workload, load.concurrency, 0.1, FIRST_ANSWERS_S)
+    for load in loads:
+        values: dict[str, list[float]] = {tree: [] for tree in processes}
+        name = f"{load.workload.name}, {load.concurrency} at once"
+        for _ in range(num_rounds):
+            for tree, own in processes.items():
+                recording = own.closed(load.workload, load.concurrency, window_s, warm_up_s)
+                row = summarise(
+                    load.workload.name,
+                    load.concurrency,
+                    recording,
+                    load.workload.num_tokens,
+                    _OBJECTIVE,
+                    is_open=False,
+                )
+                if row.errors:
+                    raise RuntimeError(f"{tree}, {name}: {row.errors}")
+                values[tree].append(load.value(row))
+                progress.end(f"{name}, {tree}: {values[tree][-1]:.4g} {load.measure}")
+        first, second = values.values()
+        yield Comparison(name, load.measure, tuple(first), tuple(second))
+    progress.close()
+
+
+def as_text(comparisons: Sequence[Comparison], names: Sequence[str]) -> str:
+    """A Markdown table."""
+    first, second = names
+    lines = [f"| load | measure | {first} | {second} | {second} takes | spread |", "|---|---|---|---|---|---|"]
+    for each in comparisons:
+        lists = (", ".join(f"{value:.4g}" for value in values) for values in (each.first, each.second))
+        change = f"{100 * each.slowdown:+.1f}% time"
+        lines.append(
+            "| " + " | ".join((each.name, each.measure, *lists, change, f"±{100 * each.spread:.1f}%")) + " |"
+        )
+    return "\n".join(lines)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result.add_argument("trees", nargs=2, metavar="NAME=FOLDER", help="the two checkouts, the older one first")
+    result.add_argument("--model", required=True, help="folder of the model; its answers must never end early")
+    result.add_argument("--rows", default=ROWS, help="workload:requests at once, … (default: %(default)s)")
+    result.add_argument(
+        "--rounds", type=int, default=3, help="turns of each tree in each row (default: %(default)s)"
+    )
+    result.add_argument("--seconds", type=float, default=5.0, help="length of each window (default: %(default)s)")
+    result.add_argument(
+        "--warm-up", type=float, default=2.0, help="before each window, at most (default: %(default)s)"
+    )
+    result.add_argument("--pictures", type=int, default=128, help="drawings to make (default: %(default)s)")
+    result.add_argument(
+        "--processes", type=int, default=4, help="load processes of each tree (default: %(default)s)"
+    )
+    result.add_argument(
+        "--most-slower", type=float, default=0.03, help="exit with 1 beyond this share (default: %(default)s)"
+    )
+    result.add_argument("--json", type=Path, default=Path("bench/out/alternate.json"), help="default: %(default)s")
+    result.add_argument("server_options", nargs="*", metavar="-- OPTION", help="options of both servers")
+    return result
+
+
+def main() -> int:
+    """Measure, print and write; 1 if a row of the second tree takes more time than allowed."""
+    arguments = parser().parse_args()
+    loads = [Load.of(text) for text in arguments.rows.split(",")]
+    trees = {name: Path(folder) for name, folder in (text.split("=", 1) for text in arguments.trees)}
+    most = max(load.concurrency for load in loads)
+    options = ("--model", arguments.model, "--max-batch-size", str(most), *arguments.server_options)
+    with contextlib.ExitStack() as stack:
+        servers = {name: stack.enter_context(started_server(options, tree)) for name, tree in trees.items()}
+        for name, server in servers.items():
+            print(f"{name} serves {server.address} after {server.ready_s:.1f} s", flush=True)
+        processes = {
+            name: stack.enter_context(LoadProcesses(server.address, arguments.processes, arguments.pictures))
+            for name, server in servers.items()
+        }
+        comparisons: list[Comparison] = []
+        for comparison in measure(loads, processes, arguments.rounds, arguments.seconds, arguments.warm_up):
+            comparisons.append(comparison)
+            rows = [asdict(each) | {"slowdown": each.slowdown, "spread": each.spread} for each in comparisons]
+            ready = {name: server.ready_s for name, server in servers.items()}
+            write_json(arguments.json, {"machine": machine_facts(), "ready_s": ready, "rows": rows})
+    print(as_text(comparisons, list(trees)))
+    return 1 if any(each.slowdown > arguments.most_slower for each in comparisons) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

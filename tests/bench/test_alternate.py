@@ -1,0 +1,55 @@
+"""The comparison of two trees: its arithmetic, and one run of this checkout against itself."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.alternate import Comparison, Load
+from bench.harness.endless import write_endless
+from tests.golden import CHECKOUT
+
+
+def test_a_lower_rate_and_a_longer_time_are_both_slower():
+    rates = Comparison("direct, 64 at once", "requests/s", (100.0, 100.0, 100.0), (80.0, 81.0, 79.0))
+    times = Comparison("direct, 1 at once", "p50 ms", (10.0, 10.0, 10.0), (12.5, 12.6, 12.4))
+    assert rates.slowdown == pytest.approx(0.25)
+    assert times.slowdown == pytest.approx(0.25)
+    assert rates.spread == pytest.approx(0.01)
+
+
+def test_each_round_is_compared_with_itself():
+    # The machine became half as fast in the last round, for both.
+    comparison = Comparison("cot, 64 at once", "requests/s", (100.0, 100.0, 50.0), (102.0, 102.0, 51.0))
+    assert comparison.ratio == pytest.approx(1.02)
+    assert comparison.spread == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "measure"), [("direct:64", "requests/s"), ("direct:1", "p50 ms"), ("text:64", "ms/token")]
+)
+def test_rows_compare_what_matters_for_them(text, measure):
+    assert Load.of(text).measure == measure
+
+
+def test_a_tree_is_compared_with_itself(tmp_path: Path):
+    import kestrel_runtime
+
+    model = tmp_path / "endless"
+    write_endless(Path(kestrel_runtime.__path__[0]) / "nano", model)
+    command = (sys.executable, "-m", "bench.alternate", f"a={CHECKOUT}", f"b={CHECKOUT}", "--model", str(model))
+    short = ("--rows", "direct:1", "--rounds", "1", "--seconds", "0.2", "--warm-up", "0.1", "--most-slower", "100")
+    answer = subprocess.run(
+        (*command, *short, "--pictures", "1", "--processes", "1", "--json", str(tmp_path / "result.json")),
+        cwd=CHECKOUT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert answer.returncode == 0, answer.stderr
+    (row,) = json.loads((tmp_path / "result.json").read_text())["rows"]
+    assert row["first"][0] > 0
+    assert row["second"][0] > 0
+    assert "direct, 1 at once" in answer.stdout
