@@ -14,6 +14,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+# gRPC's core writes lines of its own form to standard error, and reads this only while it is being imported. What
+# they say about a call is in its status, and what they say about the peers of a server is for whoever asks for it.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
 from kestrel_grpc import __version__
 from kestrel_grpc.allocator import return_free_memory, return_large_blocks, set_apart_what_stays
 from kestrel_grpc.cli import add_client_commands

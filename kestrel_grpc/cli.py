@@ -13,9 +13,6 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-import grpc
 
 from kestrel_client import (
     Box,
@@ -34,6 +31,8 @@ from kestrel_client import (
 )
 from kestrel_client.channel import DEFAULT_ADDRESS, DEFAULT_TIMEOUT_S
 from kestrel_client.images import is_address
+from kestrel_grpc.connection import add_connection_arguments, tls_of
+from kestrel_grpc.diagnosis import why_no_answer
 
 NO_IMAGE = "-"
 """What stands in the place of IMAGE in a query about nothing."""
@@ -72,21 +71,16 @@ def _add(
         name, help=summary, description=f"{summary.capitalize()}, asking a running server."
     )
     parser.add_argument("image", metavar="IMAGE", help=image_help)
-    parser.add_argument("--address", default=DEFAULT_ADDRESS, help="where the server is (%(default)s)")
+    add_connection_arguments(
+        parser,
+        address=DEFAULT_ADDRESS,
+        address_help="where the server is (%(default)s)",
+        timeout_s=DEFAULT_TIMEOUT_S,
+    )
     parser.add_argument(
         "--token",
-        default=os.environ.get("KESTREL_TOKEN"),
-        help="what lets you in, for servers that ask (KESTREL_TOKEN, which others on this machine do not see)",
-    )
-    parser.add_argument(
-        "--tls-ca",
-        metavar="FILE",
-        type=Path,
-        default=os.environ.get("KESTREL_TLS_CA"),
-        help="connect encrypted, to a server that the certificates in this file vouch for (KESTREL_TLS_CA)",
-    )
-    parser.add_argument(
-        "--timeout", metavar="SECONDS", type=float, default=DEFAULT_TIMEOUT_S, help="give up then (%(default)g)"
+        default=os.environ.get("KESTREL_TOKEN") or None,
+        help="API token, for servers that ask for one (KESTREL_TOKEN, which others on this machine do not see)",
     )
     parser.add_argument("--temperature", metavar="T", type=float, help="0 always takes the likeliest token")
     parser.add_argument("--top-p", metavar="P", type=float, help="draw from the likeliest tokens that add up to P")
@@ -99,10 +93,11 @@ def _add(
 
 def _run(command: Command, arguments: argparse.Namespace) -> int:
     try:
-        options: dict[str, Any] = {"timeout_s": arguments.timeout, "token": arguments.token}
-        if arguments.tls_ca is not None:
-            options["credentials"] = grpc.ssl_channel_credentials(arguments.tls_ca.read_bytes())
-        with Client(arguments.address, **options) as client:
+        tls = tls_of(arguments)
+        credentials = None if tls is None else tls.credentials()
+        with Client(
+            arguments.address, timeout_s=arguments.timeout, token=arguments.token, credentials=credentials
+        ) as client:
             command(client, arguments)
     except BrokenPipeError:
         # Whoever reads stdout has seen enough; without this, Python complains again when it flushes at the end.
@@ -227,9 +222,12 @@ def _draw(
 def _explain(error: Exception, arguments: argparse.Namespace) -> str:
     """One line that says what to do about it, as far as anyone knows."""
     if isinstance(error, Unavailable) and not error.reason:
-        return f"no server answers at {arguments.address}"
+        why = why_no_answer(arguments.address, tls_of(arguments))
+        return why or f"no server answers at {arguments.address}: {error}"
     if isinstance(error, Unauthenticated):
-        return "the server asks for a token that it knows; give --token or KESTREL_TOKEN"
+        if arguments.token is None:
+            return "the server asks for a token; give --token or KESTREL_TOKEN"
+        return "the server does not know the token of --token or KESTREL_TOKEN"
     if isinstance(error, DeadlineExceeded):
         return f"no answer within {arguments.timeout:g} s"
     if isinstance(error, ServerError) and error.request_id:

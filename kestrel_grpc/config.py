@@ -24,7 +24,9 @@ from kestrel_runtime.config import EngineConfig
 MIB = 2**20
 _OPTION = "option"
 # Of the commands that ask a server, which may run in the same environment.
-_CLIENT_VARIABLES = frozenset(("KESTREL_TOKEN", "KESTREL_TLS_CA"))
+_CLIENT_VARIABLES = frozenset(
+    ("KESTREL_TOKEN", "KESTREL_TLS_CA", "KESTREL_TLS_CLIENT_CERTIFICATE", "KESTREL_TLS_CLIENT_KEY")
+)
 
 
 class ConfigurationError(Exception):

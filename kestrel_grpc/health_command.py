@@ -1,17 +1,21 @@
 """The command `kestrel-grpc health`: asks a server whether it takes requests, for containers and scripts.
 
-Speaks `grpc.health.v1` without encryption: where the server's port is encrypted, ask its port for operators.
+Speaks `grpc.health.v1`, which asks for no token.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 import grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
-from kestrel_client.channel import DEFAULT_ADDRESS
+from kestrel_grpc.config import ConfigurationError
+from kestrel_grpc.connection import ClientTls, add_connection_arguments, tls_of
+from kestrel_grpc.diagnosis import why_no_answer
+from kestrel_grpc.own_server import OwnServer, own_server
 
 
 def add_health_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -21,14 +25,36 @@ def add_health_command(subparsers: argparse._SubParsersAction[argparse.ArgumentP
         help="ask whether a server takes requests",
         description="Print the state of a server, SERVING or another; exit 0 only if it is SERVING.",
     )
-    parser.add_argument("--address", default=DEFAULT_ADDRESS, help="where the server is (%(default)s)")
+    add_connection_arguments(
+        parser,
+        address=None,
+        address_help="where the server is (the server that KESTREL_… variables of this environment set up)",
+        timeout_s=5.0,
+    )
     parser.add_argument("--service", default="", help="the service to ask about (all of them)")
-    parser.add_argument("--timeout", metavar="SECONDS", type=float, default=5.0, help="give up then (%(default)g)")
     parser.set_defaults(run=_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    with grpc.insecure_channel(arguments.address) as channel:
+    try:
+        target = _target(arguments)
+        return _ask(target, arguments)
+    except ConfigurationError as error:
+        for problem in error.problems:
+            _complain(problem)
+        return 2
+    except (OSError, ValueError) as error:
+        _complain(f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error))
+        return 1
+
+
+def _target(arguments: argparse.Namespace) -> OwnServer:
+    tls = tls_of(arguments)
+    return own_server(os.environ, tls) if arguments.address is None else OwnServer(arguments.address, tls)
+
+
+def _ask(target: OwnServer, arguments: argparse.Namespace) -> int:
+    with _channel(target.address, target.tls) as channel:
         try:
             check = channel.unary_unary(
                 "/grpc.health.v1.Health/Check",
@@ -39,7 +65,24 @@ def _run(arguments: argparse.Namespace) -> int:
         except grpc.RpcError as error:
             # The stub raises only calls, which carry a status; the type does not say so.
             code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
-            print(f"kestrel-grpc: {arguments.address} answers {code.name}", file=sys.stderr)
+            _complain(_explain(code, target, arguments.timeout))
             return 1
     print(HealthCheckResponse.ServingStatus.Name(response.status))
     return 0 if response.status == HealthCheckResponse.SERVING else 1
+
+
+def _channel(address: str, tls: ClientTls | None) -> grpc.Channel:
+    if tls is None:
+        return grpc.insecure_channel(address)
+    return grpc.secure_channel(address, tls.credentials(), tls.channel_options())
+
+
+def _explain(code: grpc.StatusCode, target: OwnServer, timeout_s: float) -> str:
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return f"no answer from {target.address} within {timeout_s:g} s"
+    why = why_no_answer(target.address, target.tls) if code is grpc.StatusCode.UNAVAILABLE else None
+    return why or f"{target.address} answers {code.name}"
+
+
+def _complain(text: str) -> None:
+    print(f"kestrel-grpc: {text}", file=sys.stderr)

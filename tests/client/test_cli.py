@@ -142,7 +142,32 @@ def test_a_missing_server_is_named(picture: str, capsys: pytest.CaptureFixture[s
         unused.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{unused.getsockname()[1]}"
         assert _run("caption", picture, "--address", address) == 1
-    assert capsys.readouterr().err == f"kestrel-grpc: no server answers at {address}\n"
+    assert capsys.readouterr().err == f"kestrel-grpc: no server listens at {address}: connection refused\n"
+
+
+def test_a_name_that_nobody_knows_is_told_from_a_server_that_is_not_there(
+    picture: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _run("caption", picture, "--address", "no-such-host.invalid:50051") == 1
+    complaint = capsys.readouterr().err
+    assert complaint.startswith("kestrel-grpc: the name no-such-host.invalid cannot be resolved: ")
+    assert complaint.count("\n") == 1
+
+
+def test_a_wrong_token_is_told_from_a_missing_one(
+    address: str, vision: CannedVision, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusal = canned.status(code_pb2.UNAUTHENTICATED, "x", canned.error_info("TOKEN_INVALID"))
+    vision.failures = [refusal] * 3
+    query = ("query", "-", "q", "--address", address)
+    assert _run(*query) == 1
+    assert capsys.readouterr().err == "kestrel-grpc: the server asks for a token; give --token or KESTREL_TOKEN\n"
+    monkeypatch.setenv("KESTREL_TOKEN", "")
+    assert _run(*query) == 1
+    assert "asks for a token" in capsys.readouterr().err
+    assert _run(*query, "--token", "wrong") == 1
+    complaint = capsys.readouterr().err
+    assert complaint == "kestrel-grpc: the server does not know the token of --token or KESTREL_TOKEN\n"
 
 
 def test_a_server_that_takes_too_long_is_given_up(

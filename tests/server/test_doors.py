@@ -229,10 +229,53 @@ async def test_the_command_line_brings_a_token_over_an_encrypted_connection(file
             lambda: ask_on_the_command_line(house.address, KESTREL_TOKEN="secret", KESTREL_TLS_CA=authority)
         )
         without = await asyncio.to_thread(ask_on_the_command_line, house.address, "--tls-ca", authority)
+        wrong_token = await asyncio.to_thread(
+            ask_on_the_command_line, house.address, "--tls-ca", authority, "--token", "wrong"
+        )
     assert (by_flag.stdout, by_flag.stderr) == ("a kestrel\n", "")
     assert by_environment.stdout == "a kestrel\n"
     assert without.returncode == 1
     assert "give --token or KESTREL_TOKEN" in without.stderr
+    assert "does not know the token" in wrong_token.stderr
+
+
+async def test_the_command_line_says_in_one_line_what_is_wrong_with_the_encryption(files, tmp_path):
+    stranger = tmp_path / "stranger.pem"
+    trustme.CA().cert_pem.write_to_path(str(stranger))
+    async with serving(**files) as house:
+        plain = await asyncio.to_thread(ask_on_the_command_line, house.address)
+        untrusted = await asyncio.to_thread(ask_on_the_command_line, house.address, "--tls-ca", str(stranger))
+        told_more = await asyncio.to_thread(
+            lambda: ask_on_the_command_line(house.address, "--tls-ca", str(stranger), GRPC_VERBOSITY="INFO")
+        )
+    async with serving() as house:
+        encrypted = await asyncio.to_thread(ask_on_the_command_line, house.address, "--tls-ca", str(stranger))
+        address = house.address
+    assert "speaks TLS only; give --tls-ca" in plain.stderr
+    assert "is not trusted: " in untrusted.stderr
+    assert encrypted.stderr == f"kestrel-grpc: {address} speaks no TLS; leave out --tls-ca and KESTREL_TLS_CA\n"
+    for done in (plain, untrusted, encrypted):
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert "Handshake failed" in told_more.stderr, "lines of gRPC's core are there for whoever asks for them"
+
+
+async def test_the_command_line_shows_a_certificate_to_a_server_that_asks_for_one(files, tmp_path):
+    clients, authority = trustme.CA(), str(tmp_path / "ca.pem")
+    clients.cert_pem.write_to_path(str(tmp_path / "clients.pem"))
+    leaf = clients.issue_cert("someone")
+    certificate, key = str(tmp_path / "client.pem"), str(tmp_path / "client.key")
+    leaf.cert_chain_pems[0].write_to_path(certificate)
+    leaf.private_key_pem.write_to_path(key)
+    connection = ("--token", "secret", "--tls-ca", authority)
+    async with serving(**files, tls_client_ca=str(tmp_path / "clients.pem")) as house:
+        with_it = await asyncio.to_thread(
+            ask_on_the_command_line,
+            house.address,
+            *(*connection, "--tls-client-certificate", certificate, "--tls-client-key", key),
+        )
+        without = await asyncio.to_thread(ask_on_the_command_line, house.address, *connection)
+    assert (with_it.stdout, with_it.stderr) == ("a kestrel\n", "")
+    assert "give --tls-client-certificate and --tls-client-key" in without.stderr
 
 
 @pytest.mark.parametrize(
