@@ -219,14 +219,15 @@ class ServerConfig:
     kv_pages: int | None = _option(
         None,
         whole_number(1),
-        "size of the key-value cache",
+        "size of the key-value cache; one too small for a request with an image is refused",
         unit="pages",
         default_text="from memory",
     )
     kv_fraction: float = _option(
         _ENGINE.kv_fraction,
         fraction,
-        "part of the memory that is free once the model is loaded which the key-value cache may take",
+        "part of the memory that the loaded model leaves, on the GPU or within the limits of the container, "
+        "which the key-value cache may take",
     )
     page_size: int = _option(
         _ENGINE.page_size, whole_number(1), "size of a page of the key-value cache", unit="tokens"

@@ -36,7 +36,7 @@ class EngineConfig:
     """Sequences that hold pages together, prefilling or decoding; None: 64 on CUDA, else 16."""
     num_kv_pages: int | None = None
     kv_fraction: float = 0.5
-    """Part of the memory that is free after loading the model which pages may take."""
+    """Part of the memory that the loaded model leaves, within limits of control groups, which pages may take."""
     page_size: int = 16
     """Tokens in a page."""
     max_queued_requests: int = 256

@@ -7,6 +7,7 @@ Knows the engine's state and puts its parts together; the work is done by `Admis
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -30,6 +31,8 @@ from kestrel_runtime.fast_paths import FastPaths
 from kestrel_runtime.images import make_crops
 from kestrel_runtime.loading import LoadedModel
 from kestrel_runtime.loop import EngineLoop
+from kestrel_runtime.memory_plan import check_cache
+from kestrel_runtime.model_paths import ModelPaths
 from kestrel_runtime.models.moondream.tiling import Tiler
 from kestrel_runtime.pages import PagePool
 from kestrel_runtime.preprocess import Preprocessor
@@ -62,6 +65,8 @@ _TRANSITIONS = {
     EngineStatus.DEAD: set[EngineStatus](),
 }
 _MAX_TOKENS_PER_REF = 3
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +101,23 @@ class Engine:
     """One model, one thread, one page pool. `submit` belongs to an event loop; the rest may be called anywhere."""
 
     def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
-        cache = loaded.new_cache(config)
+        """Raises `CheckpointError` where the model cannot be served as `config` says."""
         model_config = loaded.model.config
+        paths = FastPaths.of(config, loaded.model.device.type)
+        bounds = StepBounds.of(config, loaded.model.device.type)
+        # Before the cache, which takes a part of the memory that they leave.
+        model_paths = ModelPaths.of(loaded.model, paths, max_batch_size=bounds.max_batch_size)
+        cache = loaded.new_cache(config)
+        check_cache(model_config, cache)
         self._pages = PagePool(cache.num_pages, config.page_size)
         max_context = min(model_config.text.max_context, cache.num_pages * config.page_size)
-        bounds = StepBounds.of(config, loaded.model.device.type)
+        _log.info(
+            "KV cache: %s tokens, %.1f GiB, %.1f requests of full length (%s tokens)",
+            f"{cache.num_pages * config.page_size:,}",
+            cache.num_bytes / 2**30,
+            cache.num_pages * config.page_size / model_config.text.max_context,
+            f"{model_config.text.max_context:,}",
+        )
         self.info = EngineInfo(
             model=loaded.checkpoint.name,
             revision=loaded.checkpoint.revision,
@@ -125,7 +142,6 @@ class Engine:
             QueueLimits(config.max_queued_requests, config.max_queued_image_bytes, config.max_queued_tokens)
         )
         self._num_image_tokens = model_config.vision.num_image_tokens
-        paths = FastPaths.of(config, loaded.model.device.type)
         self._preprocessor = Preprocessor(
             model_config,
             loaded.tokenizer,
@@ -136,7 +152,7 @@ class Engine:
             ageing_s=config.ageing_s,
             cut=self._cutter(loaded, paths, bounds.max_batch_size) if paths.resizes_images else make_crops,
         )
-        runner = ModelRunner(loaded.model, cache, paths, bounds)
+        runner = ModelRunner(loaded.model, cache, paths, bounds, model_paths)
         runner.record()
         recovery = Recovery(
             scheduler,

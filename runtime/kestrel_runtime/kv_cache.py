@@ -49,6 +49,11 @@ class KVCache:
         self.key_scales = torch.ones(config.n_layers, device=device) if is_scaled else None
         self.value_scales = torch.ones(config.n_layers, device=device) if is_scaled else None
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory that keys and values take together."""
+        return self.key_pages.nbytes + self.value_pages.nbytes
+
     def layer(self, index: int) -> LayerPages:
         """The pages of one layer."""
         own = slice(index, index + 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass
 
 import torch
@@ -11,13 +10,12 @@ import torch
 from kestrel_runtime.checkpoint import Checkpoint, find_checkpoint
 from kestrel_runtime.config import EngineConfig
 from kestrel_runtime.errors import CheckpointError
+from kestrel_runtime.host_limits import available_processors
 from kestrel_runtime.kv_cache import KVCache
+from kestrel_runtime.memory_plan import new_cache
 from kestrel_runtime.models.moondream.model import Moondream
 from kestrel_runtime.models.moondream.weights import load_moondream_state
-from kestrel_runtime.step_bounds import StepBounds
 from kestrel_runtime.tokenizer import Tokenizer
-
-_TYPICAL_CONTEXT_TOKENS = 2048
 
 _log = logging.getLogger(__name__)
 
@@ -36,6 +34,8 @@ class LoadedModel:
     def load(cls, config: EngineConfig) -> LoadedModel:
         """Find, read and place the checkpoint. Raises `CheckpointError`."""
         device, dtype = _device(config.device), config.dtype
+        # More threads than a container's quota has processors would be stopped together, again and again.
+        torch.set_num_threads(min(torch.get_num_threads(), available_processors()))
         checkpoint = find_checkpoint(config.model, config.revision)
         model_config, state = load_moondream_state(checkpoint)
         model = Moondream.from_state(model_config, state, device, _dtype(dtype, device))
@@ -50,18 +50,8 @@ class LoadedModel:
         return cls(model, tokenizer, checkpoint, sum(tensor.numel() for tensor in weights))
 
     def new_cache(self, config: EngineConfig) -> KVCache:
-        """A cache of the configured size, or of what memory allows."""
-        text, model = self.model.config.text, self.model
-        dtype = torch.float8_e4m3fn if config.kv_dtype == "float8" else model.dtype
-        num_pages = config.num_kv_pages
-        if num_pages is None:
-            context_pages = -(-min(text.max_context, _TYPICAL_CONTEXT_TOKENS) // config.page_size)
-            bytes_per_page = KVCache.bytes_per_page(text, config.page_size, dtype)
-            num_pages = int(_free_bytes(model.device) * config.kv_fraction) // bytes_per_page
-            if model.device.type != "cuda":  # memory of the host is everybody's
-                num_pages = min(num_pages, StepBounds.of(config, model.device.type).max_batch_size * context_pages)
-            num_pages = max(num_pages, context_pages)
-        return KVCache(text, num_pages, config.page_size, model.device, dtype)
+        """A cache of the configured size, or of what memory allows now. Raises `CheckpointError`."""
+        return new_cache(config, self.model.config, self.model.device, self.model.dtype)
 
 
 def _device(name: str) -> torch.device:
@@ -76,9 +66,3 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

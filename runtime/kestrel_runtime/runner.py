@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 import torch
@@ -18,17 +17,13 @@ from torch import Tensor
 
 from kestrel_runtime.crop_source import CropSource
 from kestrel_runtime.encode_graphs import EncodeGraphs
-from kestrel_runtime.errors import CheckpointError
 from kestrel_runtime.fast_paths import FastPaths
 from kestrel_runtime.graphs import DrawGraphs
 from kestrel_runtime.kv_cache import KVCache
 from kestrel_runtime.lane import Lane
-from kestrel_runtime.models.moondream.calibrated_vision import CalibratedVision
-from kestrel_runtime.models.moondream.calibration import calibration_crops
-from kestrel_runtime.models.moondream.fused_vision import FusedVision
+from kestrel_runtime.model_paths import ModelPaths
 from kestrel_runtime.models.moondream.model import Moondream
 from kestrel_runtime.models.moondream.tiling import Tiler
-from kestrel_runtime.models.moondream.vision import VisionModel
 from kestrel_runtime.prefill_plan import PrefillPlan
 from kestrel_runtime.prompt_graphs import PromptGraphs, PromptInputs
 from kestrel_runtime.recording import Recorder
@@ -37,14 +32,12 @@ from kestrel_runtime.sampling import SETTINGS_PER_SEQUENCE, DrawNeeds, Sampler
 from kestrel_runtime.sequence import Batch, Chunk, CropRange, Sequence
 from kestrel_runtime.slots import Slots
 from kestrel_runtime.step_bounds import StepBounds
-from kestrel_runtime.text_path import FusedText, PlainText, TextPath
 from kestrel_runtime.tokens import Token
 from kestrel_runtime.transfer import to_device
 
 # Columns of a decode step's inputs: small numbers, then floats by their bits, then pages.
 _SLOT, _POSITION, _SETTINGS = 0, 1, slice(2, 2 + SETTINGS_PER_SEQUENCE)
 _NUM_COLUMNS = _SETTINGS.stop
-_PRECISIONS: dict[str, Literal["model", "float8"]] = {"fused": "model", "fused-float8": "float8"}
 _USUAL_NEEDS = (DrawNeeds(False, False, True), DrawNeeds(False, False, False))  # text, drawn or greedy
 _NUM_SPARE_SLOTS = 1
 """For a request of our own beside those of callers."""
@@ -89,7 +82,15 @@ class Launch:
 class ModelRunner:
     """Model and cache behind one method. Holds a sequence's slot and image embeddings until `release`."""
 
-    def __init__(self, model: Moondream, cache: KVCache, paths: FastPaths, bounds: StepBounds) -> None:
+    def __init__(
+        self,
+        model: Moondream,
+        cache: KVCache,
+        paths: FastPaths,
+        bounds: StepBounds,
+        model_paths: ModelPaths | None = None,
+    ) -> None:
+        """`model_paths`, built by `paths` for the model, where they were built before the cache."""
         self._model = model
         self._cache = cache
         self._bounds = bounds
@@ -101,20 +102,9 @@ class ModelRunner:
         self._crops = CropSource(
             Tiler(model.config.vision, model.device, paths.kernels.resample).crops, model.device
         )
-        self._text: TextPath = PlainText(model.text, cache)
-        if self._is_fused:
-            self._text = FusedText(
-                model.text, cache, paths.kernels, _PRECISIONS[paths.text], max_batch_size=bounds.max_batch_size
-            )
-        self._vision: VisionModel | FusedVision = model.vision
-        if paths.vision == "calibrated-float8":
-            crops = calibration_crops(model.config.vision, model.device)
-            try:
-                self._vision = CalibratedVision(model.vision, paths.kernels, crops)
-            except ValueError as error:  # dimensions that float8 products do not have
-                raise CheckpointError(f"vision path calibrated-float8: {error}") from error
-        elif paths.vision != "plain":
-            self._vision = FusedVision(model.vision, paths.kernels, _PRECISIONS[paths.vision])
+        if model_paths is None:
+            model_paths = ModelPaths.of(model, paths, max_batch_size=bounds.max_batch_size)
+        self._text, self._vision = model_paths.text, model_paths.vision
         self._encode_crops: Callable[[Tensor], Tensor] = self._vision.encode
         if self._with_graphs and paths.vision != "plain":
             self._encode_crops = EncodeGraphs(
@@ -220,7 +210,7 @@ class ModelRunner:
                 Recorder(self._prompting),
                 max_batch_size=max_batch_size,
             )
-        self._prefill_text: Callable[[Tensor, PrefillPlan, Tensor], Tensor] = self._text.prefill
+        self._prefill_text: Callable[[Tensor, PrefillPlan, Tensor], Tensor] = self._run_prompts
         if self._with_graphs and self._is_fused:
             inputs = PromptInputs(
                 text.dim,
@@ -230,7 +220,7 @@ class ModelRunner:
                 max_tokens=self._bounds.max_prefill_tokens,
                 max_chunks=max_batch_size,
             )
-            self._prefill_text = PromptGraphs(self._text.prefill, inputs, Recorder(self._prompting))
+            self._prefill_text = PromptGraphs(self._run_prompts, inputs, Recorder(self._prompting))
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # what was laid out here was so in no lane
 
@@ -272,6 +262,9 @@ class ModelRunner:
         if len(last) < len(chunks):
             ends = ends[to_device(last, torch.int64, self._cache.device)]
         return self._prefill_text(embeddings, plan, ends)
+
+    def _run_prompts(self, embeddings: Tensor, plan: PrefillPlan, rows: Tensor) -> Tensor:
+        return self._text.prefill(embeddings, plan, rows, self._cache)
 
     def _draw(self, hidden: Tensor, sequences: list[Sequence]) -> Tensor:
         """Draw the tokens that follow prompts: hidden [B, dim] → [B, 4], valid until the next."""
@@ -315,7 +308,7 @@ class ModelRunner:
         embeddings = self._model.embed_drawn(
             ids, kinds, self._slots.values[slots], with_coordinates=needs.coordinates, with_sizes=needs.sizes
         )
-        hidden = self._text.decode(embeddings, positions, rows[:, _NUM_COLUMNS:].contiguous())
+        hidden = self._text.decode(embeddings, positions, rows[:, _NUM_COLUMNS:].contiguous(), self._cache)
         settings = rows[:, _SETTINGS].contiguous().view(torch.float32)
         return self._sampler.draw(hidden, slots, settings, needs)
 

@@ -18,11 +18,11 @@ from kestrel_runtime.prefill_plan import PrefillPlan
 class TextPath(Protocol):
     """What the runner asks of the decoder. Hidden states are the last block's, before the final LayerNorm."""
 
-    def prefill(self, embeddings: Tensor, plan: PrefillPlan, rows: Tensor) -> Tensor:
+    def prefill(self, embeddings: Tensor, plan: PrefillPlan, rows: Tensor, cache: KVCache) -> Tensor:
         """Packed tokens [T, dim] → hidden states of `rows` [n] int64: [n, dim]."""
         ...
 
-    def decode(self, embeddings: Tensor, positions: Tensor, page_table: Tensor) -> Tensor:
+    def decode(self, embeddings: Tensor, positions: Tensor, page_table: Tensor, cache: KVCache) -> Tensor:
         """One token of each sequence [B, dim], at positions [B] int64, pages [B, most pages] int32 → [B, dim]."""
         ...
 
@@ -30,15 +30,14 @@ class TextPath(Protocol):
 class PlainText:
     """The decoder block by block, one operation after the other."""
 
-    def __init__(self, text: TextModel, cache: KVCache) -> None:
+    def __init__(self, text: TextModel) -> None:
         self._text = text
-        self._cache = cache
 
-    def prefill(self, embeddings: Tensor, plan: PrefillPlan, rows: Tensor) -> Tensor:
-        return self._text(embeddings, plan.positions, self._cache.prefill(plan))[rows]
+    def prefill(self, embeddings: Tensor, plan: PrefillPlan, rows: Tensor, cache: KVCache) -> Tensor:
+        return self._text(embeddings, plan.positions, cache.prefill(plan))[rows]
 
-    def decode(self, embeddings: Tensor, positions: Tensor, page_table: Tensor) -> Tensor:
-        return self._text(embeddings, positions, self._cache.decode(positions, page_table))
+    def decode(self, embeddings: Tensor, positions: Tensor, page_table: Tensor, cache: KVCache) -> Tensor:
+        return self._text(embeddings, positions, cache.decode(positions, page_table))
 
 
 class FusedText:
@@ -47,21 +46,19 @@ class FusedText:
     def __init__(
         self,
         text: TextModel,
-        cache: KVCache,
         kernels: Kernels,
         precision: Literal["model", "float8"],
         *,
         max_batch_size: int,
     ) -> None:
         blocks = fused_blocks(text, precision)
-        self._cache = cache
         self._prefill = FusedPrefill(text, blocks, kernels)
         self._decoder = FusedDecoder(text, blocks, kernels)
         self._workspace = self._decoder.workspace(max_batch_size)
 
-    def prefill(self, embeddings: Tensor, plan: PrefillPlan, rows: Tensor) -> Tensor:
-        return self._prefill.forward(embeddings, plan, self._cache, rows)
+    def prefill(self, embeddings: Tensor, plan: PrefillPlan, rows: Tensor, cache: KVCache) -> Tensor:
+        return self._prefill.forward(embeddings, plan, cache, rows)
 
-    def decode(self, embeddings: Tensor, positions: Tensor, page_table: Tensor) -> Tensor:
+    def decode(self, embeddings: Tensor, positions: Tensor, page_table: Tensor, cache: KVCache) -> Tensor:
         """A negative position is that of nobody: nothing is written, and its hidden state is of no use."""
-        return self._decoder.forward(embeddings, positions, page_table, self._cache, self._workspace)
+        return self._decoder.forward(embeddings, positions, page_table, cache, self._workspace)

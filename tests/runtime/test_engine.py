@@ -7,6 +7,7 @@ import random
 import threading
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import cycle, repeat
 
 import pytest
@@ -382,12 +383,13 @@ async def test_patience_ends_while_no_worker_is_free(
 
 
 async def test_an_answer_ends_where_the_context_does(moondream3: LoadedModel) -> None:
-    engine = Engine(moondream3, EngineConfig(model="", num_kv_pages=4, page_size=16))
+    engine = Engine(moondream3, EngineConfig(model="", num_kv_pages=48, page_size=16))
     try:
-        assert engine.info.max_context_tokens == 64
-        finished = await engine.submit(endless()).result()
+        assert engine.info.max_context_tokens == 768
+        endless_after_much = replace(endless(), question="word " * 230)
+        finished = await engine.submit(endless_after_much).result()
         assert finished.finish_reason is FinishReason.LENGTH
-        assert finished.usage.num_input_tokens + finished.usage.num_output_tokens == 64
+        assert finished.usage.num_input_tokens + finished.usage.num_output_tokens == 768
     finally:
         engine.close()
 

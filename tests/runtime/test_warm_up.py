@@ -37,7 +37,7 @@ async def test_every_skill_of_the_model_is_asked_for_once_and_nothing_is_left_be
     assert engine.load().num_used_pages == 0
 
 
-@pytest.mark.parametrize("bound", [{"num_kv_pages": 4}, {"max_image_bytes": 10}, {"max_image_pixels": 10}])
+@pytest.mark.parametrize("bound", [{"max_image_bytes": 10}, {"max_image_pixels": 10}])
 async def test_what_would_be_refused_to_everybody_is_passed_over(moondream3, bound, caplog):
     engine = Engine(moondream3, EngineConfig(model=str(MD3_SMALL), **bound))
     with caplog.at_level(logging.WARNING):

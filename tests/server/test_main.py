@@ -9,6 +9,7 @@ import pytest
 
 from kestrel_grpc import __version__
 from kestrel_grpc.__main__ import main
+from tests.golden import MD3_SMALL
 from tests.server.serving import serving
 
 
@@ -41,6 +42,13 @@ def test_model_that_is_not_there_is_one_clear_line(capsys: pytest.CaptureFixture
     error = capsys.readouterr().err
     assert "/nowhere" in error
     assert error.count("\n") == 1
+
+
+def test_a_cache_too_small_to_serve_with_is_one_clear_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--model", str(MD3_SMALL), "--port", "0", "--kv-pages", "1"]) == 1
+    refusals = [line for line in capsys.readouterr().err.splitlines() if line.startswith("kestrel-grpc: ")]
+    assert len(refusals) == 1
+    assert "47 pages (752 tokens) are the least" in refusals[0]
 
 
 def test_no_command_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
