@@ -45,6 +45,14 @@ WITHOUT_TORCH = {
     "events.py",
     "errors.py",
 }
+# Inside the kernels: the packages of implementations that each of them may build upon. What needs a compiler or a
+# device is thus never imported for a definition.
+IMPLEMENTATIONS = {
+    "reference": set[str](),
+    "triton": {"reference"},
+    "library": {"reference", "triton"},
+    "cuda": {"reference", "triton", "library"},
+}
 MAX_LINES = 500
 
 # The distribution that each import comes from, where the names differ.
@@ -87,6 +95,27 @@ def imports(path: Path) -> Iterator[str]:
             assert node.level == 0, f"{name_of(path)}: a relative import"
             assert node.module is not None
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def all_imports(path: Path) -> Iterator[str]:
+    """The same, and what is imported by a call, as far as the name is a constant."""
+    yield from imports(path)
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Call) and is_import(node.func):
+            yield from (name for name in (constant_start(argument) for argument in node.args[:1]) if name)
+
+
+def is_import(function: ast.expr) -> bool:
+    return ast.unparse(function).rpartition(".")[2] in {"import_module", "__import__"}
+
+
+def constant_start(expression: ast.expr) -> str:
+    """What a text starts with, up to the first part that is only known when it runs."""
+    if isinstance(expression, ast.JoinedStr):
+        expression = expression.values[0]
+    if isinstance(expression, ast.Constant) and isinstance(expression.value, str):
+        return expression.value.rstrip(".")
+    return ""
 
 
 def is_within(name: str, parents: set[str]) -> bool:
@@ -133,14 +162,74 @@ def test_decisions_are_taken_without_tensors():
 
 
 def test_only_the_public_face_of_the_kernels_is_imported():
+    kernels = PACKAGES["kestrel_ops"]
+    inner = {f"kestrel_ops.{path.relative_to(kernels).parts[0].removesuffix('.py')}" for path in modules(kernels)}
+    assert {f"kestrel_ops.{name}" for name in (*IMPLEMENTATIONS, "dispatch")} <= inner
     breaches = [
         f"{name_of(path)}: {name}"
-        for package in ("kestrel_grpc", "kestrel_runtime")
+        for package in PACKAGES.keys() - {"kestrel_ops"}
         for path in modules(PACKAGES[package])
-        for name in imports(path)
-        if name.startswith("kestrel_ops.") and (PACKAGES["kestrel_ops"] / f"{name.split('.')[1]}.py").exists()
+        for name in all_imports(path)
+        if is_within(name, inner)
     ]
     assert breaches == []
+
+
+def test_every_package_of_kernels_is_an_implementation():
+    packages = {path.parent.name for path in PACKAGES["kestrel_ops"].glob("*/__init__.py")}
+    assert packages == IMPLEMENTATIONS.keys()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_implementations_of_kernels_build_upon_simpler_ones(implementation):
+    allowed = IMPLEMENTATIONS[implementation] | {implementation}
+    forbidden = {f"kestrel_ops.{other}" for other in IMPLEMENTATIONS.keys() - allowed} | {"kestrel_ops.dispatch"}
+    if "triton" not in allowed:
+        forbidden.add("triton")
+    breaches = [
+        f"{name_of(path)}: {name}"
+        for path in modules(PACKAGES["kestrel_ops"] / implementation)
+        for name in all_imports(path)
+        if is_within(name, forbidden)
+    ]
+    assert breaches == []
+
+
+def test_importing_the_kernels_imports_their_definitions_alone():
+    forbidden = {f"kestrel_ops.{name}." for name in IMPLEMENTATIONS.keys() - {"reference"}} | {"triton."}
+    breaches = [
+        f"{name_of(path)}: {name}"
+        for path in PACKAGES["kestrel_ops"].glob("*.py")
+        for name in all_imports(path)
+        if f"{name}.".startswith(tuple(forbidden))
+    ]
+    assert breaches == []
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("import kestrel_ops.triton.rows", "kestrel_ops.triton.rows"),
+        ("from kestrel_ops.library import cublas_lt", "kestrel_ops.library.cublas_lt"),
+        ("from kestrel_ops import cuda", "kestrel_ops.cuda"),
+        ("def f(): import kestrel_ops.cuda", "kestrel_ops.cuda"),
+        ("importlib.import_module('kestrel_ops.triton')", "kestrel_ops.triton"),
+        ("import_module(f'kestrel_ops.triton.{name}')", "kestrel_ops.triton"),
+        ("__import__('kestrel_ops.cuda')", "kestrel_ops.cuda"),
+    ],
+)
+def test_an_import_is_found_however_it_is_written(line, name, tmp_path):
+    path = tmp_path / "module.py"
+    path.write_text(line)
+    assert list(all_imports(path)) == [name]
+
+
+def test_every_module_of_the_checkout_belongs_to_a_package_that_is_checked():
+    folders = {*PACKAGES.values(), CHECKOUT / "tests", CHECKOUT / "bench", CHECKOUT / "training"}
+    # Hidden folders hold environments, and `build` what setuptools leaves.
+    tops = [path for path in CHECKOUT.iterdir() if path.is_dir() and not path.name.startswith((".", "build"))]
+    written = [path for top in tops for path in top.rglob("*.py") if "build" not in path.parts]
+    assert [name_of(path) for path in written if folders.isdisjoint(path.parents)] == []
 
 
 def test_every_module_opens_with_what_it_does():

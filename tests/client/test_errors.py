@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import pickle
+import re
+from collections.abc import Iterator
 
 import grpc
 import pytest
@@ -18,6 +22,7 @@ from kestrel_client import (
     ModelNotFound,
     Overloaded,
     PermissionDenied,
+    RequestRefused,
     ServerError,
     SkillUnsupported,
     StreamIdle,
@@ -26,6 +31,7 @@ from kestrel_client import (
     Violation,
 )
 from kestrel_client.errors import Failure, from_rpc_error
+from kestrel_grpc import errors as server_errors
 from tests.client import canned
 from tests.client.canned import CannedVision
 
@@ -45,11 +51,15 @@ def _refusal(client: Client, vision: CannedVision, *statuses: status_pb2.Status)
         (code_pb2.INVALID_ARGUMENT, "IMAGE_TOO_LARGE", InvalidRequest),
         (code_pb2.INVALID_ARGUMENT, "CONTEXT_LENGTH_EXCEEDED", InvalidRequest),
         (code_pb2.NOT_FOUND, "MODEL_NOT_FOUND", ModelNotFound),
+        (code_pb2.NOT_FOUND, "OTHER_NOT_FOUND", ServerError),
         (code_pb2.FAILED_PRECONDITION, "SKILL_UNSUPPORTED", SkillUnsupported),
+        (code_pb2.FAILED_PRECONDITION, "REQUEST_REFUSED", RequestRefused),
+        (code_pb2.FAILED_PRECONDITION, "OTHER", ServerError),
         (code_pb2.RESOURCE_EXHAUSTED, "QUEUE_FULL", Overloaded),
         (code_pb2.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", DeadlineExceeded),
         (code_pb2.CANCELLED, "", Cancelled),
         (code_pb2.ABORTED, "STREAM_IDLE", StreamIdle),
+        (code_pb2.ABORTED, "", ServerError),
         (code_pb2.INTERNAL, "INTERNAL", ServerError),
         (code_pb2.UNIMPLEMENTED, "", ServerError),
         (code_pb2.UNAUTHENTICATED, "TOKEN_INVALID", Unauthenticated),
@@ -65,6 +75,65 @@ def test_each_documented_status_is_its_own_error(
     assert type(error) is kind
     assert (error.reason, error.message, str(error)) == (reason, "why", "why")
     assert error.metadata == ({"model": "tiny"} if reason else {})
+
+
+KINDS_BY_REASON = {
+    "INVALID_REQUEST": InvalidRequest,
+    "IMAGE_DECODE_FAILED": InvalidRequest,
+    "IMAGE_TOO_LARGE": InvalidRequest,
+    "IMAGE_URI_NOT_ALLOWED": InvalidRequest,
+    "IMAGE_FETCH_FAILED": InvalidRequest,
+    "CONTEXT_LENGTH_EXCEEDED": InvalidRequest,
+    "MODEL_NOT_FOUND": ModelNotFound,
+    "SKILL_UNSUPPORTED": SkillUnsupported,
+    "REQUEST_REFUSED": RequestRefused,
+    "QUEUE_FULL": Overloaded,
+    "RATE_LIMITED": Overloaded,
+    "QUEUE_TIMEOUT": Unavailable,
+    "ENGINE_UNAVAILABLE": Unavailable,
+    "DRAINING": Unavailable,
+    "RECOVERING": Unavailable,
+    "DEADLINE_EXCEEDED": DeadlineExceeded,
+    "TOKEN_INVALID": Unauthenticated,
+    "SCOPE_REQUIRED": PermissionDenied,
+    "STREAM_IDLE": StreamIdle,
+    "INTERNAL": ServerError,
+}
+
+
+def _statuses_of_the_server() -> Iterator[tuple[grpc.StatusCode, str]]:
+    """Code and reason of every row of the server's table, from its source: reasons may stand inside functions."""
+    source = ast.parse(inspect.getsource(server_errors))
+    for node in ast.walk(source):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "_Row":
+            code = eval(ast.unparse(node.args[0]), dict(vars(server_errors)))
+            yield from ((code, reason) for reason in _reasons_in(node.args[1]))
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_PASSING_STATES":
+            yield from ((grpc.StatusCode.UNAVAILABLE, reason) for reason in _reasons_in(node.value))
+
+
+def _reasons_in(expression: ast.expr) -> Iterator[str]:
+    for node in ast.walk(expression):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_the_servers_table_is_drawn_as_it_is() -> None:
+    codes = "|".join(code.name for code in grpc.StatusCode)
+    drawn = re.findall(rf"\s({codes}) +([A-Z_]+)(?: |$)", inspect.getdoc(server_errors) or "", re.MULTILINE)
+    assert {(grpc.StatusCode[code], reason) for code, reason in drawn} == set(_statuses_of_the_server())
+
+
+def test_every_reason_of_the_server_has_an_error_here() -> None:
+    assert KINDS_BY_REASON.keys() == {reason for _, reason in _statuses_of_the_server()}
+
+
+@pytest.mark.parametrize(("code", "reason"), sorted(set(_statuses_of_the_server()), key=str))
+def test_each_reason_of_the_server_becomes_its_error(code: grpc.StatusCode, reason: str) -> None:
+    rich = canned.status(code.value[0], "why", canned.error_info(reason))
+    trailers = grpc.aio.Metadata(("grpc-status-details-bin", rich.SerializeToString()))
+    error = from_rpc_error(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailers, "why"))
+    assert (type(error), error.reason) == (KINDS_BY_REASON[reason], reason)
 
 
 def test_an_invalid_request_lists_every_violation(client: Client, vision: CannedVision) -> None:

@@ -41,6 +41,16 @@ def test_importing_loads_neither_torch_nor_pillow_nor_the_server_and_warns_of_no
     assert not {"torch", "numpy", "PIL", "kestrel_grpc", "kestrel_runtime"} & set(run.stdout.split())
 
 
+def test_the_readme_lists_every_error() -> None:
+    errors = {
+        name
+        for name in kestrel_client.__all__
+        if inspect.isclass(value := getattr(kestrel_client, name)) and issubclass(value, Exception)
+    }
+    listed = re.findall(r"^\| `([A-Z]\w+)` \|", (PACKAGE.parent / "README.md").read_text(), re.MULTILINE)
+    assert set(listed) == errors - {"KestrelClientError"}
+
+
 def test_type_checkers_find_the_types() -> None:
     assert (PACKAGE / "py.typed").exists()
     project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())

@@ -6,6 +6,7 @@
     ├── PermissionDenied     the token is not good for this call
     ├── ModelNotFound        the server serves no model of that name
     ├── SkillUnsupported     the model has no such skill
+    ├── RequestRefused       an equal request made the server fail before; it does not try again
     ├── Overloaded           no room now, or too many calls with this token; carries when to try again
     ├── Unavailable          no server, or one that is starting or stopping; carries when to try again
     ├── DeadlineExceeded     no answer within `timeout_s`
@@ -93,6 +94,10 @@ class SkillUnsupported(KestrelClientError):
     """The model has no such skill."""
 
 
+class RequestRefused(KestrelClientError):
+    """An equal request made the server fail before, so it does not try this one. Waiting is of no use."""
+
+
 class Overloaded(KestrelClientError):
     """The server has no room now, or the token is used up. `retry_after_s` says when to try again, if known."""
 
@@ -138,13 +143,17 @@ _KINDS: Mapping[grpc.StatusCode, type[KestrelClientError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
     grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
     grpc.StatusCode.PERMISSION_DENIED: PermissionDenied,
-    grpc.StatusCode.NOT_FOUND: ModelNotFound,
-    grpc.StatusCode.FAILED_PRECONDITION: SkillUnsupported,
     grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
     grpc.StatusCode.UNAVAILABLE: Unavailable,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
     grpc.StatusCode.CANCELLED: Cancelled,
-    grpc.StatusCode.ABORTED: StreamIdle,
+}
+# Codes that stand for several failures are told apart by the server's reason.
+_KINDS_BY_REASON: Mapping[tuple[grpc.StatusCode, str], type[KestrelClientError]] = {
+    (grpc.StatusCode.NOT_FOUND, "MODEL_NOT_FOUND"): ModelNotFound,
+    (grpc.StatusCode.FAILED_PRECONDITION, "SKILL_UNSUPPORTED"): SkillUnsupported,
+    (grpc.StatusCode.FAILED_PRECONDITION, "REQUEST_REFUSED"): RequestRefused,
+    (grpc.StatusCode.ABORTED, "STREAM_IDLE"): StreamIdle,
 }
 
 
@@ -153,7 +162,8 @@ def _kind(failure: Failure) -> type[KestrelClientError]:
     # not make that request fit.
     if failure.code is grpc.StatusCode.RESOURCE_EXHAUSTED and not failure.reason:
         return InvalidRequest
-    return _KINDS.get(failure.code, ServerError)
+    kind = _KINDS_BY_REASON.get((failure.code, failure.reason))
+    return kind or _KINDS.get(failure.code, ServerError)
 
 
 def _failure(error: grpc.RpcError) -> Failure:
