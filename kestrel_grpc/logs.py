@@ -1,4 +1,4 @@
-"""Logging, set up once at start, as text or as JSON; and the one line that each call writes.
+"""Logging, set up once at start, as text or as JSON; the one line that each call writes, and the one on stdout.
 
 A line that cannot be written, because the disk is full or the stream closed, is lost: no call fails for its log.
 """
@@ -19,6 +19,7 @@ _CALL = "request_id=%(request_id)s method=%(method)s outcome=%(outcome)s duratio
 _TRACED_CALL = f"{_CALL} trace_id=%(trace_id)s"
 
 _calls = logging.getLogger("kestrel_grpc.calls")
+_log = logging.getLogger(__name__)
 
 
 def log_call(call: Call, outcome: Outcome) -> None:
@@ -40,6 +41,17 @@ def log_call(call: Call, outcome: Outcome) -> None:
     if call.trace_id:
         facts["trace_id"] = call.trace_id
     _calls.info(_TRACED_CALL if call.trace_id else _CALL, facts)
+
+
+def announce(line: str) -> None:
+    """Print a line for whoever started the server; where standard output cannot be written, log it."""
+    try:
+        print(line, flush=True)
+    except OSError as error:
+        _log.warning("standard output cannot be written: %s", error.strerror)
+        _log.info("%s", line)
+        # What is left in the buffer is written once more at the end of the process, and would fail it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def set_up_logging(level: str, stream: TextIO | None = None, *, line_format: str = "text") -> None:

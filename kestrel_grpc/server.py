@@ -35,6 +35,7 @@ from kestrel_grpc.doors import (
 from kestrel_grpc.health import Health
 from kestrel_grpc.image_uris import ImageSource, NoRemoteImages, RemoteImagesUnavailable
 from kestrel_grpc.interceptors import CallScope, Observer
+from kestrel_grpc.logs import announce
 from kestrel_grpc.maintenance import Maintenance
 from kestrel_grpc.reflection import add_reflection
 from kestrel_grpc.seam import EngineSeam
@@ -114,7 +115,7 @@ class Server:
             raise PortUnavailable(f"cannot listen on {address}: {error.strerror}") from error
         info = self._engine.info
         address = address_of(config.host, self.port)
-        print(f"kestrel-grpc serves {info.model} on {address} ({info.device}, {info.dtype})", flush=True)
+        announce(f"kestrel-grpc serves {info.model} on {address} ({info.device}, {info.dtype})")
         if config.unix_socket is not None:
             _log.info("listening on the socket %s", config.unix_socket)
         if self.admin_port is not None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 import re
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -117,3 +119,34 @@ def test_a_full_disk_or_a_closed_stream_fails_no_request(errors):
         finally:
             server.send_signal(signal.SIGINT)
     assert server.returncode == 0
+
+
+@contextmanager
+def full_disk() -> Iterator[int]:
+    with Path("/dev/full").open("wb") as file:
+        yield file.fileno()
+
+
+@contextmanager
+def reader_that_has_gone() -> Iterator[int]:
+    reader, writer = os.pipe()
+    os.close(reader)
+    yield writer
+    os.close(writer)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("output", [full_disk, reader_that_has_gone])
+def test_standard_output_that_cannot_be_written_keeps_no_server_from_starting(output):
+    command = [*SERVE, "--log-level", "info"]
+    with output() as stdout, subprocess.Popen(command, stdout=stdout, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        try:
+            found = next(match for line in server.stderr if (match := re.search(r"serves \S+ on (\S+) ", line)))
+            with Client(found[1]) as client:
+                assert client.complete_query(None, "hi", max_tokens=2).usage.output_token_count > 0
+        finally:
+            server.send_signal(signal.SIGINT)
+        _, rest = server.communicate()
+    assert server.returncode == 0
+    assert "Exception" not in rest
