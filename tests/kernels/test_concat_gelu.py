@@ -31,8 +31,8 @@ def written_out(plain, inner, activate):
 @pytest.mark.parametrize("out_dtype", ROUNDING, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("activate", [True, False])
-@pytest.mark.parametrize("plain_dim", [None, 16, 40])
-@pytest.mark.parametrize(("count", "inner_dim"), [(1, 16), (3, 264)])
+@pytest.mark.parametrize("plain_dim", [None, 16, 77])
+@pytest.mark.parametrize(("count", "inner_dim"), [(1, 16), (3, 264), (2, 104), (5, 1)])
 def test_plain_columns_stand_before_activated_ones(
     concat_gelu, count, inner_dim, plain_dim, activate, dtype, out_dtype
 ):

@@ -56,7 +56,9 @@ class Tokens:
 @every_implementation
 @every_type
 @pytest.mark.parametrize(
-    ("heads", "half"), [((3, 3, 16), 4), ((4, 2, 8), 4), ((2, 1, 64), 16), ((1, 1, 12), 3)], ids=str
+    ("heads", "half"),
+    [((3, 3, 16), 4), ((4, 2, 8), 4), ((2, 1, 64), 16), ((1, 1, 12), 3), ((2, 2, 24), 6), ((5, 1, 20), 10)],
+    ids=str,
 )
 def test_queries_and_keys_turn_and_values_stay(rotary_write_kv, heads, half, dtype):
     tokens = Tokens(heads, half, dtype)
@@ -100,10 +102,11 @@ def test_the_results_are_the_rows_themselves(rotary_write_kv):
 
 @every_implementation
 @every_type
-def test_tau_scales_queries_and_values(rotary_write_kv, dtype):
-    tokens = Tokens(dtype=dtype)
+@pytest.mark.parametrize(("heads", "half"), [((3, 3, 16), 4), ((6, 1, 20), 10), ((2, 2, 24), 6)], ids=str)
+def test_tau_scales_queries_and_values(rotary_write_kv, heads, half, dtype):
+    tokens = Tokens(heads, half, dtype=dtype)
     query, key, value = tokens.parts()
-    query_scale, value_factor = torch.randn(2, 5, 3).to(DEVICE, dtype)
+    query_scale, value_factor = (torch.randn(5, count).to(DEVICE, dtype) for count in heads[:2])
     turned = tokens.run(rotary_write_kv, None, None, query_scale, value_factor)
     wanted = (
         tokens.turned(query * query_scale[..., None].float()),
@@ -147,3 +150,23 @@ def test_of_nobodys_tokens_nothing_is_stored(rotary_write_kv, page_dtype):
     for pages, earlier in zip(tokens.pages, before, strict=True):
         changed = (pages.float() != earlier.float()).any(dim=3).any(dim=1).flatten().nonzero().flatten()
         assert set(changed.tolist()) == {slot for row, slot in enumerate(everybody.tolist()) if row not in (1, 3)}
+
+
+@every_implementation
+@pytest.mark.skipif(DEVICE == "cpu", reason="threads run one after the other without a CUDA device")
+@pytest.mark.parametrize("heads", [(2, 1, 24), (1, 1, 12), (6, 2, 20)], ids=str)
+def test_two_hundred_runs_all_turn_once(rotary_write_kv, heads):
+    tokens = Tokens(heads, heads[2] // 4, page_dtype=FLOAT8, count=19)
+    factors = [torch.randn(19, count).to(DEVICE) for count in heads[:2]]
+    before, results = tokens.rows.clone(), []
+    for _ in range(200):
+        tokens.rows.copy_(before)
+        tokens.run(rotary_write_kv, *torch.ones(2, 1, device=DEVICE), *factors)
+        results.append((tokens.rows.clone(), *tokens.stored()))
+    turned = tokens.parts()
+    tokens.rows.copy_(before)
+    own = tokens.parts()
+    wanted = (tokens.turned(own[0] * factors[0][..., None]), tokens.turned(own[1]), own[2] * factors[1][..., None])
+    for got, part in zip(turned, wanted, strict=True):
+        assert relative_error(got, part) < ROUNDING[torch.float32]
+    assert all(torch.equal(one, other) for result in results for one, other in zip(result, results[0], strict=True))

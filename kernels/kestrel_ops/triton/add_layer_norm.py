@@ -1,4 +1,7 @@
-"""The residual addition, the normalisation and the rounding to eight bits in one pass over memory."""
+"""The residual addition, the normalisation and the rounding to eight bits in one pass over memory.
+
+`hidden` is read and written in place: everything is loaded before anything is stored, see `rows`.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ def add_layer_norm(
     scale = None
     if out_dtype == torch.float8_e4m3fn and out_scale is None:
         scale = torch.empty(num_rows, 1, dtype=torch.float32, device=hidden.device)
-    main, tail = pieces(width)
+    main, tail = pieces(width, blocks)
     _add_layer_norm[(triton.cdiv(num_rows, blocks.rows),)](
         hidden,
         delta,
@@ -53,14 +56,9 @@ def _blocks_for(width: int) -> RowBlocks:
 
 
 @triton.jit
-def _sum_piece(hidden, delta, row_starts, in_range, begin: tl.constexpr, size: tl.constexpr, width: tl.constexpr):
-    values = load_piece(hidden, row_starts, in_range, begin, size, width)
-    if delta is not None:
-        values += load_piece(delta, row_starts, in_range, begin, size, width)
-        # What is normalised is what is stored.
-        values = values.to(hidden.dtype.element_ty).to(tl.float32)
-        store_piece(hidden, row_starts, in_range, values, begin, size, width)
-    return values
+def _rounded_sum(values, delta, dtype: tl.constexpr):
+    # What is normalised is what is stored.
+    return (values + delta).to(dtype).to(tl.float32)
 
 
 @triton.jit
@@ -86,10 +84,21 @@ def _add_layer_norm(
     row = tl.program_id(0) * rows + tl.arange(0, rows)
     in_range = row < num_rows
     row_starts = row.to(tl.int64) * width
-    values = _sum_piece(hidden, delta, row_starts, in_range, 0, main, width)
+    values = load_piece(hidden, row_starts, in_range, 0, main, width)
+    if tail > 0:
+        tail_values = load_piece(hidden, row_starts, in_range, main, tail, width)
+    if delta is not None:
+        added = load_piece(delta, row_starts, in_range, 0, main, width)
+        if tail > 0:
+            tail_added = load_piece(delta, row_starts, in_range, main, tail, width)
+        tl.debug_barrier()  # no thread writes the sum before every thread has read what it is added to
+        values = _rounded_sum(values, added, hidden.dtype.element_ty)
+        store_piece(hidden, row_starts, in_range, values, 0, main, width)
+        if tail > 0:
+            tail_values = _rounded_sum(tail_values, tail_added, hidden.dtype.element_ty)
+            store_piece(hidden, row_starts, in_range, tail_values, main, tail, width)
     total = tl.sum(values, axis=1)
     if tail > 0:
-        tail_values = _sum_piece(hidden, delta, row_starts, in_range, main, tail, width)
         total += tl.sum(tail_values, axis=1)
     mean = total / width
     values = _centred_piece(values, mean, 0, main, width)

@@ -35,8 +35,8 @@ def concat_gelu(
     scale = None
     if out_dtype == torch.float8_e4m3fn and out_scale is None:
         scale = torch.empty(num_rows, 1, dtype=torch.float32, device=inner.device)
-    plain_main, plain_tail = pieces(plain_width)
-    inner_main, inner_tail = pieces(inner_width)
+    plain_main, plain_tail = pieces(plain_width, blocks)
+    inner_main, inner_tail = pieces(inner_width, blocks)
     _concat_gelu[(triton.cdiv(num_rows, blocks.rows),)](
         plain,
         inner,

@@ -1,4 +1,7 @@
-"""Turning, scaling and storing queries, keys and values in one pass over the packed tokens."""
+"""Turning, scaling and storing queries, keys and values in one pass over the packed tokens.
+
+`qkv` is read and written in place: everything is loaded before anything is stored, see `rows`.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from kestrel_ops.triton.rows import RowBlocks, block_lanes
 
 _NUM_WARPS = 4
 _LARGEST_FLOAT8 = tl.constexpr(448.0)
@@ -34,6 +39,8 @@ def rotary_write_kv(
     assert qkv.stride(1) == 1
     whole = (key_pages, value_pages, cosine, sine, query_scale, value_factor)
     assert all(tensor is None or tensor.is_contiguous() for tensor in whole)
+    all_heads, all_groups = triton.next_power_of_2(num_heads), triton.next_power_of_2(num_groups)
+    blocks = RowBlocks(rows=min(all_heads, all_groups), num_warps=_NUM_WARPS)
     kernel: Any = _rotary_write_kv[(num_tokens,)]  # takes launch options beside its parameters
     kernel(
         qkv,
@@ -53,10 +60,11 @@ def rotary_write_kv(
         page_size=key_pages.shape[2],
         head_dim=head_dim,
         half=half,
-        all_heads=triton.next_power_of_2(num_heads),
-        all_groups=triton.next_power_of_2(num_groups),
-        half_lanes=triton.next_power_of_2(half),
-        rest_lanes=triton.next_power_of_2(max(head_dim - 2 * half, 1)),
+        all_heads=all_heads,
+        all_groups=all_groups,
+        half_lanes=block_lanes(half, blocks),
+        rest_lanes=block_lanes(head_dim - 2 * half, blocks) if head_dim > 2 * half else 0,
+        all_lanes=block_lanes(head_dim, blocks),
         is_float8=key_pages.dtype == torch.float8_e4m3fn,
         num_warps=_NUM_WARPS,
     )
@@ -96,36 +104,56 @@ def _rotary_write_kv(
     all_groups: tl.constexpr,
     half_lanes: tl.constexpr,
     rest_lanes: tl.constexpr,
+    all_lanes: tl.constexpr,
     is_float8: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     row = qkv + token * row_stride
+    heads = tl.arange(0, all_heads)
+    groups = tl.arange(0, all_groups)
     lanes = tl.arange(0, half_lanes)
-    rest = 2 * half + tl.arange(0, rest_lanes)
+    value_lanes = tl.arange(0, all_lanes)
+    is_head = (heads < num_heads)[:, None]
+    is_group = (groups < num_groups)[:, None]
+    in_half = (lanes < half)[None, :]
+    is_value = is_group & (value_lanes < head_dim)[None, :]
+
+    # Everything that is read of `qkv`, which is then written in place.
+    queries = row + heads[:, None] * head_dim + lanes[None, :]
+    query_left = tl.load(queries, mask=is_head & in_half, other=0.0).to(tl.float32)
+    query_right = tl.load(queries + half, mask=is_head & in_half, other=0.0).to(tl.float32)
+    keys = row + (num_heads + groups)[:, None] * head_dim
+    key_left = tl.load(keys + lanes[None, :], mask=is_group & in_half, other=0.0).to(tl.float32)
+    key_right = tl.load(keys + half + lanes[None, :], mask=is_group & in_half, other=0.0).to(tl.float32)
+    values = row + (num_heads + num_groups + groups)[:, None] * head_dim + value_lanes[None, :]
+    value = tl.load(values, mask=is_value, other=0.0)
+    if rest_lanes > 0:
+        rest = 2 * half + tl.arange(0, rest_lanes)
+        in_rest = (rest < head_dim)[None, :]
+        key_rest = tl.load(keys + rest[None, :], mask=is_group & in_rest, other=0.0)
+        if query_scale is not None:
+            query_rests = row + heads[:, None] * head_dim + rest[None, :]
+            query_rest = tl.load(query_rests, mask=is_head & in_rest, other=0.0).to(tl.float32)
+    tl.debug_barrier()  # no thread writes before every thread has read
+
     angle = tl.load(positions + token) * half + lanes
     turn_cosine = tl.load(cosine + angle, mask=lanes < half, other=0.0)[None, :]
     turn_sine = tl.load(sine + angle, mask=lanes < half, other=0.0)[None, :]
-
-    heads = tl.arange(0, all_heads)
-    turned = (heads < num_heads)[:, None] & (lanes < half)[None, :]
-    first = row + heads[:, None] * head_dim + lanes[None, :]
-    left = tl.load(first, mask=turned, other=0.0).to(tl.float32)
-    right = tl.load(first + half, mask=turned, other=0.0).to(tl.float32)
     if query_scale is not None:
         scale = tl.load(query_scale + token * num_heads + heads, mask=heads < num_heads, other=0.0).to(tl.float32)
-        left *= scale[:, None]
-        right *= scale[:, None]
-        behind = row + heads[:, None] * head_dim + rest[None, :]
-        kept = (heads < num_heads)[:, None] & (rest < head_dim)[None, :]
-        scaled = tl.load(behind, mask=kept, other=0.0).to(tl.float32) * scale[:, None]
-        tl.store(behind, scaled.to(qkv.dtype.element_ty), mask=kept)
-    tl.store(first, (left * turn_cosine - right * turn_sine).to(qkv.dtype.element_ty), mask=turned)
-    tl.store(first + half, (left * turn_sine + right * turn_cosine).to(qkv.dtype.element_ty), mask=turned)
+        query_left *= scale[:, None]
+        query_right *= scale[:, None]
+        if rest_lanes > 0:
+            scaled = (query_rest * scale[:, None]).to(qkv.dtype.element_ty)
+            tl.store(query_rests, scaled, mask=is_head & in_rest)
+    left = query_left * turn_cosine - query_right * turn_sine
+    right = query_left * turn_sine + query_right * turn_cosine
+    tl.store(queries, left.to(qkv.dtype.element_ty), mask=is_head & in_half)
+    tl.store(queries + half, right.to(qkv.dtype.element_ty), mask=is_head & in_half)
 
     slot = tl.load(slots + token)
-    groups = tl.arange(0, all_groups)
-    held = (groups < num_groups)[:, None]
     place = ((slot // page_size * num_groups + groups) * page_size + slot % page_size)[:, None] * head_dim
+    stays = (groups < tl.where(slot >= 0, num_groups, 0))[:, None]  # what has a place in the cache
     inverse_key = 1.0
     inverse_value = 1.0
     if key_scale is not None:
@@ -133,32 +161,20 @@ def _rotary_write_kv(
     if value_scale is not None:
         inverse_value = 1.0 / tl.load(value_scale)
 
-    keys = row + (num_heads + groups)[:, None] * head_dim
-    turned = held & (lanes < half)[None, :]
-    stays = (groups < tl.where(slot >= 0, num_groups, 0))[:, None]  # what is stored: nobody's is not
-    first = keys + lanes[None, :]
-    left = tl.load(first, mask=turned, other=0.0).to(tl.float32)
-    right = tl.load(first + half, mask=turned, other=0.0).to(tl.float32)
-    left_turned = (left * turn_cosine - right * turn_sine).to(qkv.dtype.element_ty)
-    right_turned = (left * turn_sine + right * turn_cosine).to(qkv.dtype.element_ty)
-    tl.store(first, left_turned, mask=turned)
-    tl.store(first + half, right_turned, mask=turned)
+    left = (key_left * turn_cosine - key_right * turn_sine).to(qkv.dtype.element_ty)
+    right = (key_left * turn_sine + key_right * turn_cosine).to(qkv.dtype.element_ty)
+    tl.store(keys + lanes[None, :], left, mask=is_group & in_half)
+    tl.store(keys + half + lanes[None, :], right, mask=is_group & in_half)
     stored = key_pages + place + lanes[None, :]
-    tl.store(stored, _stored(left_turned, inverse_key, key_pages, is_float8), mask=turned & stays)
-    tl.store(stored + half, _stored(right_turned, inverse_key, key_pages, is_float8), mask=turned & stays)
-    kept = held & (rest < head_dim)[None, :]
-    unturned = tl.load(keys + rest[None, :], mask=kept, other=0.0)
-    behind = key_pages + place + rest[None, :]
-    tl.store(behind, _stored(unturned, inverse_key, key_pages, is_float8), mask=kept & stays)
+    tl.store(stored, _stored(left, inverse_key, key_pages, is_float8), mask=stays & in_half)
+    tl.store(stored + half, _stored(right, inverse_key, key_pages, is_float8), mask=stays & in_half)
+    if rest_lanes > 0:
+        stored = key_pages + place + rest[None, :]
+        tl.store(stored, _stored(key_rest, inverse_key, key_pages, is_float8), mask=stays & in_rest)
 
-    all_lanes: tl.constexpr = triton.next_power_of_2(head_dim)
-    lanes = tl.arange(0, all_lanes)
-    kept = held & (lanes < head_dim)[None, :]
-    values = row + (num_heads + num_groups + groups)[:, None] * head_dim + lanes[None, :]
-    value = tl.load(values, mask=kept, other=0.0)
     if value_factor is not None:
         factor = tl.load(value_factor + token * num_groups + groups, mask=groups < num_groups, other=0.0)
         value = (value.to(tl.float32) * factor.to(tl.float32)[:, None]).to(qkv.dtype.element_ty)
-        tl.store(values, value, mask=kept)
-    stored = value_pages + place + lanes[None, :]
-    tl.store(stored, _stored(value, inverse_value, value_pages, is_float8), mask=kept & stays)
+        tl.store(values, value, mask=is_value)
+    stored = value_pages + place + value_lanes[None, :]
+    tl.store(stored, _stored(value, inverse_value, value_pages, is_float8), mask=is_value & stays)
