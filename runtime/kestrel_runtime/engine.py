@@ -44,6 +44,7 @@ from kestrel_runtime.scheduler import Scheduler
 from kestrel_runtime.sequence import Sequence, SequenceClock
 from kestrel_runtime.step_bounds import StepBounds
 from kestrel_runtime.stream import Stream
+from kestrel_runtime.tracebacks import clear_locals, drop_tracebacks
 
 
 class EngineStatus(Enum):
@@ -282,9 +283,12 @@ class Engine:
         self._admission.leave(stream)
         if error is None:
             stream.fail(EngineUnavailable("the engine has stopped"))  # ignored where the stream is over already
-        elif isinstance(error, KestrelError):
+            return
+        if isinstance(error, KestrelError):  # its message says all
+            drop_tracebacks(error)
             stream.fail(error)
         else:
+            clear_locals(error)
             stream.fail(InternalError(error))
 
     def _cancel(self, preparation: Future[Sequence], stream: Stream) -> None:

@@ -33,6 +33,7 @@ pages that prompts write to are kept until those have landed.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import threading
 import time
@@ -43,31 +44,22 @@ from typing import NamedTuple
 from kestrel_runtime.admission import Admission
 from kestrel_runtime.culprits import Culprits
 from kestrel_runtime.deadlines import Deadlines
+from kestrel_runtime.emission import events_after
 from kestrel_runtime.errors import EngineUnavailable, InternalError, KestrelError
-from kestrel_runtime.events import Event, Finished, Started, Timing, Usage
+from kestrel_runtime.in_flight import InFlightStep, StepId
 from kestrel_runtime.recovery import Recovery
 from kestrel_runtime.runner import Launch, ModelRunner
 from kestrel_runtime.scheduler import Scheduler
 from kestrel_runtime.sequence import Batch, Sequence
 from kestrel_runtime.stream import Outbox, Stream
+from kestrel_runtime.token_rate import TokenRate
 
-_RATE_WINDOW_S = 5.0
 _MOST_STEPS_OF_PROMPTS = 2
 """Under way at once: one that runs, and one that begins when it ends."""
 _STEPS_AHEAD, _STEPS_AHEAD_OF_PROMPTS = 1, 4
 """Of decoding, behind the one that runs."""
 
 _log = logging.getLogger(__name__)
-
-
-class _Flight(NamedTuple):
-    """A step under way."""
-
-    batch: Batch
-    drew: list[Sequence]
-    launch: Launch
-    behind: _Flight | None
-    """The step of prompts that it waits for, which is told before it."""
 
 
 class _Arrival(NamedTuple):
@@ -105,10 +97,11 @@ class EngineLoop:
         self._work = threading.Condition()
         self._is_closing = False
         self._is_over = False
-        self._prompts: deque[_Flight] = deque()
-        self._decoding: deque[_Flight] = deque()
-        self._followed: _Flight | None = None  # the step of prompts that decoding waits for
-        self._rate: deque[tuple[float, int]] = deque()  # (moment, tokens) of recent steps
+        self._step_ids = itertools.count(1)
+        self._prompts: deque[InFlightStep] = deque()
+        self._decoding: deque[InFlightStep] = deque()
+        self._followed: InFlightStep | None = None  # the prefill step in flight that decode steps depend on
+        self._rate = TokenRate()
         self._thread = threading.Thread(target=self._run, name="kestrel-engine", daemon=True)
 
     def start(self) -> None:
@@ -135,8 +128,7 @@ class EngineLoop:
 
     def tokens_per_second(self) -> float:
         """Tokens drawn over the last seconds, per second."""
-        since = time.monotonic() - _RATE_WINDOW_S
-        return sum(count for moment, count in list(self._rate) if moment >= since) / _RATE_WINDOW_S
+        return self._rate.per_second(time.monotonic())
 
     def close(self) -> None:
         """Stop after the current step; what is left fails with `EngineUnavailable`."""
@@ -155,7 +147,7 @@ class EngineLoop:
         if not self._scheduler.can_look_ahead:  # asked when it is known who decodes
             self._land_all()
         # Those whose pages prompts may have from now on were in this one, at the latest.
-        last = self._decoding[-1].launch if self._decoding else None
+        last = self._decoding[-1].handle if self._decoding else None
         batch = self._scheduler.next_batch(now, takes_prompts=len(self._prompts) < _MOST_STEPS_OF_PROMPTS)
         if self._decode(batch, now):
             self._launch(batch.prompting, self._prompts, last)
@@ -229,10 +221,10 @@ class EngineLoop:
 
     def _follow_prompts(self) -> bool:
         """Where nobody decodes, have those do it whose prompts are the next to be in. Returns whether it did."""
-        if not self._prompts or not self._prompts[0].drew or self._scheduler.is_decoding:
+        if not self._prompts or not self._prompts[0].sampled or self._scheduler.is_decoding:
             return False
         self._followed = self._prompts[0]
-        self._scheduler.follow(self._followed.drew)
+        self._scheduler.follow(self._followed.sampled)
         return True
 
     def _decode(self, batch: Batch, now: float) -> bool:
@@ -240,31 +232,33 @@ class EngineLoop:
         num_ahead = 0
         if self._runner.is_asynchronous:
             num_ahead = _STEPS_AHEAD if batch.prompting.is_empty else _STEPS_AHEAD_OF_PROMPTS
-        behind = self._followed
+        prefill = self._followed
         while batch.decode and len(self._decoding) <= num_ahead:
-            if not self._launch(batch.decoding, self._decoding, None if behind is None else behind.launch):
+            if not self._launch(batch.decoding, self._decoding, None if prefill is None else prefill.handle):
                 return False
             if len(self._decoding) > num_ahead or not self._scheduler.can_look_ahead:
                 break
             batch = self._scheduler.next_batch(now, takes_prompts=False)
         return True
 
-    def _launch(self, batch: Batch, flights: deque[_Flight], after: Launch | None) -> bool:
+    def _launch(self, batch: Batch, steps: deque[InFlightStep], after: Launch | None) -> bool:
         """Begin a step, if there is one. False where that raised, and the next turns are to find out why."""
         if batch.is_empty:
             return True
         self._note_admissions(batch)
         try:
-            launch = self._runner.launch(batch, after)
+            handle = self._runner.launch(batch, after)
         except Exception as error:
             if self._land_all():
                 self._recover(batch, error)
             return False
-        flights.append(_Flight(batch, self._scheduler.commit(batch), launch, self._followed))
+        depends_on = self._followed.id if batch.decode and self._followed is not None else None
+        sampled = self._scheduler.commit(batch)
+        steps.append(InFlightStep(StepId(next(self._step_ids)), batch, sampled, handle, depends_on))
         return True
 
     def _land_prompts_that_are_over(self) -> None:
-        while self._prompts and self._prompts[0].launch.is_over:
+        while self._prompts and self._prompts[0].handle.is_over:
             self._land(self._prompts)
 
     def _land_all(self) -> bool:
@@ -274,33 +268,33 @@ class EngineLoop:
             is_well = self._land(self._decoding or self._prompts)
         return is_well
 
-    def _land(self, flights: deque[_Flight]) -> bool:
+    def _land(self, steps: deque[InFlightStep]) -> bool:
         """Wait for the first of the steps and tell what it has drawn. False where it failed, and all went back."""
-        while any(flight is flights[0].behind for flight in self._prompts):
+        while any(prefill.id == steps[0].depends_on for prefill in self._prompts):
             if not self._land(self._prompts):
                 return False
-        flight = flights.popleft()
+        step = steps.popleft()
         try:
-            drawn = flight.launch.land()
+            drawn = step.handle.land()
         except Exception as error:
             self._abandon_flights()
-            self._recover(flight.batch, error)
+            self._recover(step.batch, error)
             return False
-        if flight is self._followed:
+        if step is self._followed:
             self._followed = None
         self._recovery.succeeded()
         now = time.monotonic()
-        here = self._scheduler.land(flight.batch, flight.drew, drawn)
-        self._count(now, len(here))
+        here = self._scheduler.land(step.batch, step.sampled, drawn)
+        self._rate.add(now, len(here))
         for sequence in here:
             self._tell(sequence, now)
         return True
 
     def _abandon_flights(self) -> None:
         """Let what else is under way come to its end, untold."""
-        for flight in (*self._prompts, *self._decoding):
+        for step in (*self._prompts, *self._decoding):
             with contextlib.suppress(Exception):
-                flight.launch.land()
+                step.handle.land()
         self._prompts.clear()
         self._decoding.clear()
         self._followed = None
@@ -314,7 +308,7 @@ class EngineLoop:
 
     def _tell(self, sequence: Sequence, now: float) -> None:
         try:
-            events = self._read(sequence, now)
+            events = events_after(sequence, now)
         except Exception as error:  # a reader's bug, met by what the model happened to say
             _log.exception("the reader of %s failed", sequence.fingerprint)
             self._fail(sequence, InternalError(error))
@@ -323,20 +317,6 @@ class EngineLoop:
             self._outbox.put(self._streams[sequence], events)
         if sequence.reader.finish_reason is not None:
             self._remove(sequence)
-
-    @staticmethod
-    def _read(sequence: Sequence, now: float) -> list[Event]:
-        reader = sequence.reader
-        events: list[Event] = [*reader.read(sequence.tokens[-1])]
-        if sequence.clock.first_token is None:
-            sequence.clock.first_token = now
-            events.insert(0, Started(_usage(sequence)))
-        if reader.finish_reason is None and sequence.is_full:
-            events += reader.cut()
-        if reader.finish_reason is not None:
-            timing = _timing(sequence, now)
-            events.append(Finished(reader.output(), reader.finish_reason, _usage(sequence), timing))
-        return events
 
     def _fail(self, sequence: Sequence, error: KestrelError) -> None:
         self._streams[sequence].fail(error)
@@ -354,25 +334,3 @@ class EngineLoop:
         self._take_inbox()
         for sequence in list(self._scheduler.sequences()):
             self._fail(sequence, EngineUnavailable("the engine has stopped"))
-
-    def _count(self, now: float, num_tokens: int) -> None:
-        self._rate.append((now, num_tokens))
-        while self._rate[0][0] < now - _RATE_WINDOW_S:
-            self._rate.popleft()
-
-
-def _usage(sequence: Sequence) -> Usage:
-    return Usage(sequence.num_prompt_positions, sequence.num_image_tokens, sequence.num_generated)
-
-
-def _timing(sequence: Sequence, now: float) -> Timing:
-    clock = sequence.clock
-    moments = (clock.preprocess_started, clock.prepared, clock.admitted, clock.first_token)
-    started, prepared, admitted, first_token = (now if moment is None else moment for moment in moments)
-    return Timing(
-        queue_s=(started - clock.submitted) + (admitted - prepared),
-        preprocess_s=prepared - started,
-        prefill_s=first_token - admitted,
-        time_to_first_token_s=first_token - clock.submitted,
-        decode_s=now - first_token,
-    )

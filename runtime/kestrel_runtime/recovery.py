@@ -17,7 +17,6 @@ Invariants
 from __future__ import annotations
 
 import logging
-import traceback
 from collections.abc import Callable, Iterable
 
 import torch
@@ -25,6 +24,7 @@ import torch
 from kestrel_runtime.runner import ModelRunner
 from kestrel_runtime.scheduler import Scheduler
 from kestrel_runtime.sequence import Batch, Chunk, Sequence
+from kestrel_runtime.tracebacks import clear_locals
 
 _MAX_CULPRITS_IN_A_ROW = 3
 
@@ -65,7 +65,7 @@ class Recovery:
         is_trial = self._scheduler.is_trying
         _log.error("a step of %s failed%s", names, " in its trial" if is_trial else "", exc_info=error)
         self._scheduler.put_all_back()
-        traceback.clear_frames(error.__traceback__)  # they hold tensors
+        clear_locals(error)  # they hold tensors
         self._runner.forget_images()
         if isinstance(error, torch.OutOfMemoryError):
             _log.error("out of memory: the features of all images are dropped, and made anew when needed")

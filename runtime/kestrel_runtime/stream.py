@@ -39,7 +39,7 @@ class Stream:
     async def __anext__(self) -> Event:
         while not self._events:
             if self._error is not None:
-                raise self._error
+                raise self._take_error()
             if self.over.done():
                 raise StopAsyncIteration
             self._waiter = self.loop.create_future()
@@ -48,13 +48,13 @@ class Stream:
         return self._joined(event) if isinstance(event, TextDelta) else event
 
     async def result(self) -> Finished:
-        """Wait for the end, woken by nothing before it. Raises what the iteration raises."""
+        """Wait for the end, woken by nothing before it. Raises what the iteration raises, once."""
         await asyncio.wait((self.over,))
         if self._error is not None:
-            raise self._error
+            raise self._take_error()
         if self._events and isinstance(last := self._events[-1], Finished):
             return last
-        raise asyncio.CancelledError("the stream was cancelled before its end")
+        raise asyncio.CancelledError("the stream was cancelled before its end, or has raised its error before")
 
     def on_cancel(self, callback: Callable[[], None]) -> None:
         """Have `callback` run, on the event loop, if the caller cancels."""
@@ -85,6 +85,12 @@ class Stream:
         """From any thread: end with an error."""
         with contextlib.suppress(RuntimeError):  # the caller's loop is closed: nobody listens any more
             self.loop.call_soon_threadsafe(self.deliver, [], error)
+
+    def _take_error(self) -> KestrelError:
+        """Hand the error out, once: its traceback refers to frames of the caller, which refer to this stream."""
+        error, self._error = self._error, None
+        assert error is not None, "asked for where there is one"
+        return error
 
     def _joined(self, piece: TextDelta) -> TextDelta:
         """A piece of text, with those of the same channel that wait right behind it."""

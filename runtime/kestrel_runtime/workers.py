@@ -67,3 +67,5 @@ class Workers:
             job.future.set_result(job.work())
         except BaseException as error:
             job.future.set_exception(error)
+        finally:
+            del job  # the error's traceback refers to this frame, and the job to the error
