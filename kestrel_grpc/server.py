@@ -33,6 +33,7 @@ from kestrel_grpc.doors import (
     require_free_socket,
 )
 from kestrel_grpc.health import Health
+from kestrel_grpc.http2 import server_options
 from kestrel_grpc.image_uris import ImageSource, NoRemoteImages, RemoteImagesUnavailable
 from kestrel_grpc.interceptors import CallScope, Observer
 from kestrel_grpc.logs import announce
@@ -202,23 +203,7 @@ class Server:
 
     def _serving(self, *files: Any) -> grpc.aio.Server:
         """A server of the services in `files`, of health and of reflection."""
-        server = grpc.aio.server(
-            options=(
-                ("grpc.max_receive_message_length", self._config.max_message_bytes),
-                ("grpc.max_send_message_length", -1),
-                # Two servers must not share a port by accident.
-                ("grpc.so_reuseport", 0),
-                # A long prefill sends nothing; clients that ping meanwhile must not be sent away.
-                ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
-                # Nor where pings of a minute come in at once, because this process or theirs had stood still.
-                ("grpc.http2.max_ping_strikes", 0),
-                ("grpc.keepalive_permit_without_calls", 1),
-                ("grpc.keepalive_time_ms", 60_000),
-                ("grpc.keepalive_timeout_ms", 20_000),
-                # The same for a peer whose kernel still acknowledges: by itself that waits a minute.
-                ("grpc.http2.ping_timeout_ms", 20_000),
-            ),
-        )
+        server = grpc.aio.server(options=server_options(self._config.max_message_bytes))
         scope = CallScope(
             server,
             self._engine,

@@ -10,6 +10,7 @@ from typing import Self
 
 import h2.config
 import h2.connection
+import h2.errors
 import h2.events
 import h2.settings
 from google.protobuf.message import Message
@@ -54,13 +55,41 @@ class Http2Client:
 
     async def ask(self, method: str, message: Message, **headers: str) -> int:
         """Send a whole call; returns its stream. `grpc_timeout="2S"` is the header grpc-timeout."""
+        stream = await self.begin(method, **headers)
+        await self.send(stream, framed(message), ends=True)
+        return stream
+
+    async def begin(self, method: str, **headers: str) -> int:
+        """Send the headers of a call; returns its stream."""
         stream = self._http2.get_next_available_stream_id()
         usual = {":method": "POST", ":scheme": "http", ":path": method, ":authority": "test", "te": "trailers"}
         more = {name.replace("_", "-"): value for name, value in headers.items()}
         self._http2.send_headers(stream, [*usual.items(), ("content-type", "application/grpc"), *more.items()])
-        self._http2.send_data(stream, framed(message), end_stream=True)
         await self._flush()
         return stream
+
+    async def send(self, stream: int, data: bytes, *, ends: bool = False) -> None:
+        """Send bytes of a call's messages, which must fit into the windows as far as they are known."""
+        size = self._http2.max_outbound_frame_size
+        for start in range(0, len(data), size):
+            self._http2.send_data(stream, data[start : start + size])
+        if ends:
+            self._http2.end_stream(stream)
+        await self._flush()
+
+    def window_bytes(self, stream: int) -> int:
+        """What may be sent now of a call's messages, as far as the server's announcements have been read."""
+        return self._http2.local_flow_control_window(stream)
+
+    async def reset(self, stream: int) -> None:
+        """Cancel a call."""
+        self._http2.reset_stream(stream, h2.errors.ErrorCodes.CANCEL)
+        await self._flush()
+
+    @property
+    def max_concurrent_streams(self) -> int:
+        """What the server allows, as far as its settings have been read."""
+        return self._http2.remote_settings.max_concurrent_streams
 
     async def ping(self) -> None:
         """Ask for a sign of life, without waiting for it."""

@@ -1,0 +1,47 @@
+"""The channel arguments of every gRPC server that this package opens. Knows no service and no configuration file.
+
+gRPC ignores an argument whose name it does not know, so a test holds the effect of each one that is set here.
+"""
+
+from __future__ import annotations
+
+MAX_CONCURRENT_STREAMS = 100
+"""Calls that one connection may have open. Further ones wait in the client, which is told the number at first."""
+UNREAD_BYTES = 256 * 1024
+"""What a peer may send of a call's message before the server reads it."""
+MAX_PING_STRIKES = 100
+"""Pings that may come too early in a row. A peer that pings every 10 seconds and whose pings were held up for a
+minute sends seven at once; one that sends a hundred is a flood, and its connection is closed."""
+_MIN_PING_INTERVAL_MS = 10_000
+_IDENTITY_ONLY = 1
+
+
+def server_options(max_message_bytes: int) -> tuple[tuple[str, int], ...]:
+    """Arguments for `grpc.aio.server`; `max_message_bytes` is the largest request message accepted."""
+    return (
+        # A longer message is refused when its length has arrived, before its content is.
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", -1),
+        # Two servers must not share a port by accident.
+        ("grpc.so_reuseport", 0),
+        # Without it one connection can open and reset calls faster than the event loop can end them.
+        ("grpc.max_concurrent_streams", MAX_CONCURRENT_STREAMS),
+        # It counts calls until their memory is freed, and refuses those that an honest client with many calls under
+        # way makes in the meantime.
+        ("grpc.http.overload_protection", 0),
+        # With it gRPC widens the window of every call to what the network carries, whether the call is read or not:
+        # on a fast network whole messages would be held for callers that have not been let in.
+        ("grpc.http2.bdp_probe", 0),
+        ("grpc.http2.lookahead_bytes", UNREAD_BYTES),
+        # A compressed message can be a thousand times larger once it is decompressed, which gRPC does before the
+        # length is checked. Images are compressed already. Compressed messages are refused with UNIMPLEMENTED.
+        ("grpc.compression_enabled_algorithms_bitset", _IDENTITY_ONLY),
+        # A long prefill sends nothing; clients that ping meanwhile must not be sent away.
+        ("grpc.http2.min_ping_interval_without_data_ms", _MIN_PING_INTERVAL_MS),
+        ("grpc.http2.max_ping_strikes", MAX_PING_STRIKES),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.keepalive_time_ms", 60_000),
+        ("grpc.keepalive_timeout_ms", 20_000),
+        # The same for a peer whose kernel still acknowledges: by itself that waits a minute.
+        ("grpc.http2.ping_timeout_ms", 20_000),
+    )
