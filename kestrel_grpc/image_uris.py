@@ -15,9 +15,11 @@ from kestrel_runtime.errors import InvalidRequest, Violation
 MAX_URI_CHARS = 2048
 _FIELD = "image.uri"
 _PORTS = {"https": 443, "http": 80}
-# Addresses that carry one of IPv4 in their last 32 bits, which a gateway may turn into it.
+# Public addresses of IPv6 have been allocated here only. Those outside belong to a single network, or embed an IPv4
+# address in one of several ways (::a.b.c.d, ::ffff:0:a.b.c.d, 64:ff9b:1::/48).
+_GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
+# The exception: gateways that everybody may run turn these into the IPv4 address in the last 32 bits.
 _TRANSLATED = ipaddress.IPv6Network("64:ff9b::/96")
-_TRANSLATED_LOCALLY = ipaddress.IPv6Network("64:ff9b:1::/48")
 
 
 class ImageUriNotAllowed(InvalidRequest):
@@ -141,11 +143,11 @@ def is_public(address: str) -> bool:
     """Whether an address of the internet protocol is one that everybody can reach, and not one inside a network."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
-        if ip in _TRANSLATED_LOCALLY:
-            return False
         inner = ip.ipv4_mapped or ip.sixtofour
         if ip in _TRANSLATED:
             inner = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
         if inner is not None:
             return is_public(str(inner))
+        if ip not in _GLOBAL_UNICAST:
+            return False
     return ip.is_global and not ip.is_multicast
