@@ -75,7 +75,7 @@ def _products() -> Iterator[Cut]:
         ),
     }
     for precision in shapes:
-        for block_n, warps in ((4, 4), (8, 4), (8, 8), (16, 4), (16, 8)):
+        for block_n, warps in ((2, 4), (4, 4), (4, 8), (8, 4), (8, 8), (16, 4), (16, 8)):
             plan = SingleTokenPlan(block_n, warps)
             yield Cut("decode_expand", precision, 1, plan)
             yield Cut("decode_contract", precision, 1, plan)

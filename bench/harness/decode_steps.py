@@ -54,7 +54,7 @@ def without_dependent_launch(kernels: Kernels) -> Kernels:
         if "triton" not in function.__module__:
             return function
 
-        def launched(*arguments: Any) -> None:
+        def launched(*arguments: Any) -> Any:
             if operation == "rotary_decode_attention":
                 plan = module.plan_for(len(arguments[0]), arguments[4].dtype)
             elif operation == "decode_expand":
@@ -63,7 +63,7 @@ def without_dependent_launch(kernels: Kernels) -> Kernels:
                 plan = module.plan_for(len(arguments[0]), arguments[1].dtype)
             if hasattr(plan, "dependent_launch"):
                 plan = replace(plan, dependent_launch=False)
-            function(*arguments, plan=plan)
+            return function(*arguments, plan=plan)
 
         return launched
 

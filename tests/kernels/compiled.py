@@ -81,8 +81,12 @@ def launches(calls: list[tuple[str, list[Any]]], cache: str) -> list[list[Launch
     ]
 
 
-def compiled(function: Any, given: dict[str, Any], options: dict[str, int]) -> Any:
-    """A kernel of Triton, compiled for arguments by name; raises Triton's own errors."""
+class _Compiled(Exception):
+    """Ends a compilation; the argument is Triton's GPU code."""
+
+
+def gpu_code(function: Any, given: dict[str, Any], options: dict[str, int]) -> str:
+    """Triton's code of a kernel with given arguments, by name, with its layouts; no machine code is made of it."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -101,7 +105,11 @@ def compiled(function: Any, given: dict[str, Any], options: dict[str, int]) -> A
         if is_divisible:
             attributes[(place,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
-    return triton.compile(source, target=GPUTarget("cuda", _ARCHITECTURE, 32), options=options)
+    try:
+        triton.compile(source, target=GPUTarget("cuda", _ARCHITECTURE, 32), options=options)
+    except _Compiled as done:
+        return done.args[0]
+    raise AssertionError("the compilation did not come to Triton's GPU code")
 
 
 def accesses(code: str) -> Iterator[Access]:
@@ -130,15 +138,25 @@ def accesses(code: str) -> Iterator[Access]:
 
 def _main() -> None:
     jit = importlib.import_module("triton.runtime.jit")
+    backend = importlib.import_module("triton.backends.nvidia.compiler").CUDABackend
     launched = importlib.import_module("tests.kernels.launched")
     found: list[tuple[str, list[dict[str, Any]]]] = []
 
     def record(function: Any, *arguments: Any, **more: Any) -> None:
         given = dict(zip(function.arg_names, arguments, strict=False)) | more
         options = {name: more[name] for name in ("num_warps", "num_stages", "maxnreg") if more.get(name)}
-        code = compiled(function, given, options).asm["ttgir"]
+        code = gpu_code(function, given, options)
         found.append((function.fn.__name__, [asdict(access) for access in accesses(code)]))
 
+    def stop(module: Any, metadata: Any) -> None:
+        raise _Compiled(str(module))
+
+    def add_stages(self: Any, stages: dict[str, Any], *more: Any) -> None:
+        all_stages(self, stages, *more)
+        stages["llir"] = stop
+
+    all_stages = backend.add_stages
+    backend.add_stages = add_stages
     jit.JITFunction.run = record
     results = []
     for name, arguments in json.load(sys.stdin):

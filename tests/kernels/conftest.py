@@ -4,6 +4,7 @@ import importlib
 from typing import Any
 
 import numpy as np
+import pytest
 
 
 def _let_scalars_be_indices(interpreter: Any) -> None:
@@ -37,3 +38,15 @@ def _multiply_bfloat16(interpreter: Any) -> None:
 _interpreter = importlib.import_module("triton.runtime.interpreter")
 _let_scalars_be_indices(_interpreter)
 _multiply_bfloat16(_interpreter)
+
+
+@pytest.fixture
+def last_program_first(monkeypatch):
+    """Runs the programs of a kernel in the interpreter from the last to the first."""
+    builder = _interpreter.interpreter_builder
+    set_index = builder.set_grid_idx
+
+    def set_opposite(*index: int) -> None:
+        set_index(*(size - 1 - place for size, place in zip(builder.grid_dim, index, strict=True)))
+
+    monkeypatch.setattr(builder, "set_grid_idx", set_opposite)

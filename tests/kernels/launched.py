@@ -33,3 +33,29 @@ def rotary_write_kv(heads: int, groups: int, head_dim: int, dtype: str, pages: s
     qkv = _empty(3, (heads + 2 * groups) * head_dim, dtype=dtype)
     numbers = torch.zeros(3, dtype=torch.int64)
     _triton("rotary_write_kv")(qkv, numbers, angles, angles, room, room.clone(), numbers, scale, scale, *factors)
+
+
+def decode_contract(batch: int, width: int, num_rows: int, weight: str) -> None:
+    """`batch` tokens, whose activations are float16 where the weight is float8."""
+    scale = _empty(num_rows) if weight == "fp8" else None
+    activations = _empty(batch, width, dtype="fp16" if weight == "fp8" else weight)
+    _triton("decode_contract")(
+        activations, _empty(num_rows, width, dtype=weight), scale, _empty(num_rows), _empty(batch, num_rows)
+    )
+
+
+def decode_expand(batch: int, width: int, num_plain: int, num_activated: int, weight: str, num_shares: int) -> None:
+    """`batch` tokens, with so many shares pending."""
+    num_rows, out = num_plain + num_activated, "fp16" if weight == "fp8" else weight
+    _triton("decode_expand")(
+        _empty(batch, width),
+        _empty(num_rows, width, dtype=weight),
+        _empty(num_rows) if weight == "fp8" else None,
+        _empty(num_rows),
+        _empty(num_rows),
+        1e-5,
+        num_plain,
+        _empty(batch, num_plain, dtype=out),
+        _empty(batch, num_activated, dtype=out),
+        _empty(num_shares, batch, width) if num_shares else None,
+    )

@@ -12,20 +12,39 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 # Widths, heads and types of which some leave blocks smaller than the threads of a program.
 ROWS = [("add_layer_norm", [5, width, delta, "bf16"]) for width in (17, 48, 77, 1152) for delta in ("fp32", "bf16")]
-HEADS = [(2, 2, 24), (6, 1, 20), (4, 4, 12), (32, 32, 64)]
-TURNS = [("rotary_write_kv", [*heads, "bf16", "fp8", True]) for heads in HEADS]
+HEADS = [("rotary_write_kv", [*heads, "bf16", "fp8", True]) for heads in ((2, 2, 24), (6, 1, 20), (32, 32, 64))]
+SUMS = [
+    *(("decode_contract", [batch, width, 48, "fp8"]) for batch in (1, 5) for width in (152, 4096)),
+    *(("decode_expand", [5, width, 40, 24, "bf16", 3]) for width in (48, 77)),
+]
 
 
-def test_what_is_written_in_place_was_read_by_every_thread_before(tmp_path):
-    calls = ROWS + TURNS
-    for call, launched in zip(calls, launches(calls, str(tmp_path)), strict=True):
-        assert len(launched) > 0
-        for launch in launched:
-            assert len(launch.in_place()) == 1, (call, launch)
-            (pointer,) = launch.in_place()
-            own = [access for access in launch.accesses if access.pointer == pointer or access.kind == "barrier"]
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory):
+    """Calls, and what they launch."""
+    calls = [*ROWS, *HEADS, *SUMS]
+    return list(zip(calls, launches(calls, str(tmp_path_factory.mktemp("triton"))), strict=True))
+
+
+def test_what_is_written_in_place_was_read_by_every_thread_before(launched):
+    for call, kernels in launched:
+        in_place = [(kernel, pointer) for kernel in kernels for pointer in kernel.in_place()]
+        assert len(in_place) == 1, (call, kernels)
+        for kernel, pointer in in_place:
+            own = [access for access in kernel.accesses if access.pointer == pointer or access.kind == "barrier"]
             kinds = [access.kind for access in own]
             first_store = kinds.index("store")
             assert "load" not in kinds[first_store:], (call, own)
             assert kinds[first_store - 1] == "barrier", (call, own)
-            assert [access for access in own if access.replicas > 1] == [], call
+
+
+def test_no_thread_holds_what_another_one_holds_of_rows_written_in_place(launched):
+    for call, kernels in launched:
+        for kernel in kernels:
+            own = [access for access in kernel.accesses if access.pointer in kernel.in_place()]
+            assert [access for access in own if len(access.shape) > 1 and access.replicas > 1] == [], call
+
+
+def test_no_sum_is_made_by_atomic_additions(launched):
+    kinds = {access.kind for _, kernels in launched for kernel in kernels for access in kernel.accesses}
+    assert kinds == {"load", "store", "barrier"}

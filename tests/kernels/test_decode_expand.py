@@ -35,7 +35,7 @@ class Layer:
         self.row = torch.full((batch, 16 + num_activated), torch.nan, device=DEVICE, dtype=out_dtype)
         self.activated = self.row[:, 16:]
 
-    def run(self, decode_expand):
+    def run(self, decode_expand, pending=None):
         decode_expand(
             self.hidden,
             self.weight,
@@ -46,6 +46,7 @@ class Layer:
             self.num_plain,
             self.plain,
             self.activated,
+            pending,
         )
 
     def wanted(self):
@@ -69,7 +70,9 @@ def test_tokens_are_normalised_multiplied_and_activated(decode_expand, batch, we
 
 @every_implementation
 @pytest.mark.parametrize("batch", [1, 2, 130])
-@pytest.mark.parametrize(("width", "num_plain", "num_activated"), [(16, 24, 8), (256, 128, 64), (40, 7, 13)])
+@pytest.mark.parametrize(
+    ("width", "num_plain", "num_activated"), [(16, 24, 8), (256, 128, 64), (40, 7, 13), (77, 60, 104), (1, 3, 2)]
+)
 def test_any_width_and_any_split_will_do(decode_expand, batch, width, num_plain, num_activated):
     layer = Layer(batch, width, num_plain, num_activated)
     layer.run(decode_expand)
@@ -107,3 +110,35 @@ def test_what_float16_cannot_hold_becomes_its_largest(decode_expand, batch):
     assert (layer.plain[:, 0] == 65504).all()
     assert (layer.plain[:, 1] == -65504).all()
     assert (layer.activated[:, -1] == 65504).all()
+
+
+@every_implementation
+@pytest.mark.parametrize("batch", [1, 2, 33])
+@pytest.mark.parametrize("width", [16, 48, 77, 300])
+def test_what_is_pending_is_added_to_the_stream_first(decode_expand, batch, width):
+    layer = Layer(batch, width)
+    pending = torch.randn(5, batch, width, device=DEVICE)
+    summed = layer.hidden.clone()
+    for share in pending:
+        summed += share
+    layer.run(decode_expand, pending)
+    assert torch.equal(layer.hidden, summed)
+    plain, activated = layer.wanted()  # of the stream as it is now
+    assert relative_error(layer.plain, plain) < 1e-5
+    assert relative_error(layer.activated, activated) < 1e-5
+
+
+@every_implementation
+@pytest.mark.skipif(DEVICE == "cpu", reason="threads run one after the other without a CUDA device")
+@pytest.mark.parametrize("batch", [1, 5, 64])
+@pytest.mark.parametrize("width", [48, 77, 2048])
+def test_two_hundred_runs_add_what_is_pending_once(decode_expand, batch, width):
+    layer = Layer(batch, width)
+    hidden, pending = layer.hidden.clone(), torch.randn(8, batch, width, device=DEVICE)
+    results = []
+    for _ in range(200):
+        layer.hidden.copy_(hidden)
+        layer.run(decode_expand, pending)
+        results.append((layer.hidden.clone(), layer.plain.clone(), layer.activated.clone()))
+    assert relative_error(layer.plain, layer.wanted()[0]) < 1e-5
+    assert all(torch.equal(one, other) for result in results for one, other in zip(result, results[0], strict=True))

@@ -1,3 +1,4 @@
+import importlib
 import math
 
 import pytest
@@ -6,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kestrel_ops import sample
+from tests.kernels.implementations import DEVICE
 
 NEAR_ONE = 1 - 2**-53  # the largest a random number can be; 1 when rounded to float32
 FORBIDDEN = float("-inf")
@@ -138,3 +140,37 @@ def test_logits_of_a_short_type_are_drawn_in_float32():
         sample(logits.bfloat16().expand(64, -1), one, one, uniform),
         sample(logits.expand(64, -1), one, one, uniform),
     )
+
+
+@pytest.mark.parametrize("vocabulary", [1, 77, 1024, 1025, 5000])
+def test_running_sums_are_those_of_a_row_in_any_company(vocabulary):
+    module = importlib.import_module("kestrel_ops.reference.sample")
+    rows = torch.rand(5, vocabulary, device=DEVICE).sort(dim=-1, descending=True).values
+    together = module._running_sums(rows)
+    torch.testing.assert_close(together, rows.double().cumsum(dim=-1).float(), rtol=1e-5, atol=0)
+    assert (together.diff(dim=-1) >= 0).all()
+    for row in range(5):
+        assert torch.equal(module._running_sums(rows[row : row + 1])[0], together[row])
+
+
+def test_no_long_row_is_summed_by_itself(monkeypatch):
+    # A CUDA device sums the parts of one row that is longer than a part in the order in which they are ready.
+    summed, cumsum = [], torch.Tensor.cumsum
+
+    def recorded(rows, dim):
+        summed.append(rows.shape)
+        return cumsum(rows, dim)
+
+    monkeypatch.setattr(torch.Tensor, "cumsum", recorded)
+    given_settings = (torch.full((1,), value, device=DEVICE) for value in (0.7, 0.9, 0.5))
+    sample(torch.randn(1, 51_200, device=DEVICE), *given_settings)
+    assert len(summed) > 0
+    assert all(shape.numel() > shape[-1] or shape[-1] <= 1024 for shape in summed), summed
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+def test_fifty_draws_from_one_long_row_are_the_same():
+    module = importlib.import_module("kestrel_ops.reference.sample")
+    row = torch.rand(1, 51_200, device=DEVICE)
+    first = module._running_sums(row)
+    assert all(torch.equal(module._running_sums(row), first) for _ in range(50))

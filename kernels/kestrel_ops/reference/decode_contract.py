@@ -10,7 +10,13 @@ def decode_contract(
     weight_scale: Tensor | None,  # [N] float32 where the weight is float8: weight * scale is meant
     bias: Tensor,  # [N] float32
     hidden: Tensor,  # [B, N] float32, changed in place
-) -> None:
-    """hidden += activations @ weight.T + bias. The order of the sum over K is left open."""
+    may_defer: bool = False,
+) -> Tensor | None:  # [S, B, N] float32
+    """hidden += activations @ weight.T + bias. The order of the sum over K is left open, but the same in every run.
+
+    With `may_defer` an implementation may leave `hidden` as it is and return what is to be added to it, in the
+    order of S; `decode_expand` takes that. None: nothing is left to do. The definition defers nothing.
+    """
     wide = weight.float() if weight_scale is None else weight.float() * weight_scale[:, None]
     hidden += linear(activations.float(), wide, bias)
+    return None

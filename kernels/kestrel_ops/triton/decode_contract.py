@@ -1,4 +1,8 @@
-"""The second product of a decoder block for small batches: many programs add their shares into the stream."""
+"""The second product of a decoder block for small batches, its columns shared out among programs.
+
+No sum depends on which program ends first: for one token each row is the work of one program, and for more tokens
+each share is a sum of its own; the kernel behind adds them up.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kestrel_ops.triton.dependent_launch import (
-    has_dependent_launch,
-    launch,
-    let_next_start,
-    wait_for_previous,
-)
+from kestrel_ops.triton.dependent_launch import has_dependent_launch, launch, let_next_start, wait_for_previous
+from kestrel_ops.triton.pending_sums import add_pending
 from kestrel_ops.triton.single_token import SingleTokenPlan, contract_one
 from kestrel_ops.triton.small_batch import (
     DEPENDENT_LAUNCH_FROM,
@@ -32,9 +32,10 @@ def decode_contract(
     weight_scale: Tensor | None,
     bias: Tensor,
     hidden: Tensor,  # [B, N] float32, contiguous
+    may_defer: bool = False,
     plan: SmallBatchPlan | SingleTokenPlan | None = None,  # None: that which the batch asks for
-) -> None:
-    """As the definition says; the shares of a sum are added in the order in which programs end."""
+) -> Tensor | None:  # [S, B, N] float32
+    """As the definition says; what is deferred is the sum of each share of the columns."""
     batch, width = activations.shape
     num_rows = len(weight)
     assert activations.stride(1) == 1
@@ -43,44 +44,50 @@ def decode_contract(
     plan = plan or plan_for(batch, weight.dtype)
     if isinstance(plan, SingleTokenPlan):
         contract_one(activations, weight, weight_scale, bias, hidden, plan)
-        return
-    is_dependent = plan.dependent_launch and has_dependent_launch(weight)
+        return None
     block_b = batch_block(batch)
     turns = triton.cdiv(triton.cdiv(width, plan.block_k), plan.num_splits)
+    num_shares = triton.cdiv(width, turns * plan.block_k)
+    pending = torch.empty(num_shares, batch, num_rows, dtype=torch.float32, device=hidden.device)
     launch(
         _contract,
-        (triton.cdiv(num_rows, plan.block_n), plan.num_splits, triton.cdiv(batch, block_b)),
+        (triton.cdiv(num_rows, plan.block_n), num_shares, triton.cdiv(batch, block_b)),
         activations,
         weight,
         weight_scale,
         bias,
-        hidden,
+        pending,
         batch,
         num_rows,
         activations.stride(0),
         width=width,
-        share=turns * plan.block_k,
+        share_columns=turns * plan.block_k,
         block_b=block_b,
         block_n=plan.block_n,
         block_k=plan.block_k,
         operand_dtype=triton_type(operand_type(weight.dtype)),
-        is_even=num_rows % plan.block_n == 0 and width == turns * plan.block_k * plan.num_splits,
-        is_dependent=is_dependent,
+        is_even=num_rows % plan.block_n == 0 and width == turns * plan.block_k * num_shares,
+        is_dependent=plan.dependent_launch and has_dependent_launch(weight),
+        lets_next_start=has_dependent_launch(weight),
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
     )
+    if may_defer:
+        return pending
+    add_pending(hidden, pending)
+    return None
 
 
 def plan_for(batch: int, dtype: torch.dtype) -> SmallBatchPlan | SingleTokenPlan:
     """The cut for a batch and the weight's type."""
     if batch == 1:
-        return SingleTokenPlan(block_n=4 if dtype == torch.float8_e4m3fn else 8, num_warps=4)
+        return SingleTokenPlan(block_n=4, num_warps=4)
     if dtype == torch.float32:
         return SmallBatchPlan(block_n=64, block_k=32, num_warps=4, num_stages=3, num_splits=4)
     is_dependent = batch >= DEPENDENT_LAUNCH_FROM
     if dtype == torch.float8_e4m3fn:
         if batch < DEPENDENT_LAUNCH_FROM:
-            return SmallBatchPlan(64, 128, num_warps=4, num_stages=3, num_splits=16)
+            return SmallBatchPlan(64, 128, num_warps=4, num_stages=4, num_splits=8)
         num_stages = 4 if 32 < batch <= 64 else 3
         return SmallBatchPlan(64, 128, 4, num_stages, num_splits=8, dependent_launch=is_dependent)
     if batch <= 64:
@@ -95,29 +102,31 @@ def _contract(
     weight,
     weight_scale,
     bias,
-    hidden,
+    pending,
     batch,
     num_rows,
     stride,
     width: tl.constexpr,
-    share: tl.constexpr,
+    share_columns: tl.constexpr,
     block_b: tl.constexpr,
     block_n: tl.constexpr,
     block_k: tl.constexpr,
     operand_dtype: tl.constexpr,
     is_even: tl.constexpr,
     is_dependent: tl.constexpr,
+    lets_next_start: tl.constexpr,
 ):
     first_row = tl.program_id(0) * block_n
-    split = tl.program_id(1)
+    share = tl.program_id(1)
     if is_dependent:
         wait_for_previous()
+    if lets_next_start:  # the kernel behind adds up what is pending, and asks for nothing before this one has ended
         let_next_start()
     rows = first_row + tl.arange(0, block_n)
     tokens = tl.program_id(2) * block_b + tl.arange(0, block_b)
     product = tl.zeros((block_n, block_b), tl.float32)
-    for begin in range(0, share, block_k):
-        columns = split * share + begin + tl.arange(0, block_k)
+    for begin in range(0, share_columns, block_k):
+        columns = share * share_columns + begin + tl.arange(0, block_k)
         left = load_weight(weight, rows, columns, num_rows, width, is_even)
         right = load_tokens(activations, tokens, columns, batch, stride, width, is_even)
         product = tl.dot(
@@ -126,11 +135,11 @@ def _contract(
     in_range = rows < num_rows
     if weight_scale is not None:
         product *= tl.load(weight_scale + rows, mask=in_range, other=0.0)[:, None]
-    if split == 0:
+    if share == 0:
         product += tl.load(bias + rows, mask=in_range, other=0.0)[:, None]
-    tl.atomic_add(
-        hidden + tokens[None, :].to(tl.int64) * num_rows + rows[:, None],
+    place = (share * batch + tokens).to(tl.int64) * num_rows
+    tl.store(
+        pending + place[None, :] + rows[:, None],
         product,
         mask=in_range[:, None] & (tokens < batch)[None, :],
-        sem="relaxed",
     )

@@ -1,4 +1,8 @@
-"""The first product of a decoder block for small batches: one read of the weight, the normalisation folded in."""
+"""The first product of a decoder block for small batches: one read of the weight.
+
+One token is normalised by every program for itself; more are normalised once, by a kernel before the product, which
+also adds to the stream what the layer before has left pending.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kestrel_ops.triton.dependent_launch import (
-    has_dependent_launch,
-    launch,
-    let_next_start,
-    wait_for_previous,
-)
+from kestrel_ops.triton.dependent_launch import has_dependent_launch, launch, let_next_start, wait_for_previous
+from kestrel_ops.triton.pending_sums import add_and_normalise, add_pending
 from kestrel_ops.triton.single_token import WIDEST_TILE, SingleTokenPlan, expand_one
 from kestrel_ops.triton.small_batch import (
     DEPENDENT_LAUNCH_FROM,
@@ -25,9 +25,6 @@ from kestrel_ops.triton.small_batch import (
     triton_type,
 )
 
-# From this many tokens on they are normalised once, by a kernel of their own, instead of in every program.
-_NORMALISED_FIRST_FROM = 17
-
 
 def decode_expand(
     hidden: Tensor,  # [B, K] float32, contiguous
@@ -39,6 +36,7 @@ def decode_expand(
     num_plain: int,
     plain_out: Tensor,  # [B, num_plain], contiguous
     activated_out: Tensor,  # [B, N - num_plain], rows may be strided
+    pending: Tensor | None = None,  # [S, B, K] float32, contiguous
     plan: SmallBatchPlan | SingleTokenPlan | None = None,  # None: that which the batch asks for
 ) -> None:
     """As the definition says."""
@@ -50,6 +48,8 @@ def decode_expand(
     assert activated_out.stride(1) == 1
     plan = plan or plan_for(batch, weight.dtype, width)
     if isinstance(plan, SingleTokenPlan):
+        if pending is not None:
+            add_pending(hidden, pending)
         expand_one(
             hidden,
             weight,
@@ -63,46 +63,28 @@ def decode_expand(
             plan,
         )
         return
-    is_dependent = plan.dependent_launch and has_dependent_launch(weight)
     block_b = batch_block(batch)
-    is_folded = batch < _NORMALISED_FIRST_FROM
     operand_dtype = operand_type(weight.dtype)
-    tokens = hidden
-    if not is_folded:
-        tokens = torch.empty(batch, width, dtype=operand_dtype, device=hidden.device)
-        launch(
-            _normalise,
-            (batch,),
-            hidden,
-            tokens,
-            epsilon,
-            width=width,
-            block=triton.next_power_of_2(width),
-            is_dependent=is_dependent,
-            num_warps=8,
-            num_stages=1,
-        )
+    is_dependent = plan.dependent_launch and has_dependent_launch(weight)
+    tokens = add_and_normalise(hidden, pending, epsilon, operand_dtype, is_dependent=is_dependent)
     launch(
         _expand,
         (triton.cdiv(num_rows, plan.block_n), triton.cdiv(batch, block_b)),
         tokens,
         weight,
         weight_scale,
-        row_sums,
         bias,
         plain_out,
         activated_out,
         batch,
         num_rows,
         activated_out.stride(0),
-        epsilon,
         num_plain=num_plain,
         width=width,
         operand_dtype=triton_type(operand_dtype),
         block_b=block_b,
         block_n=plan.block_n,
         block_k=plan.block_k,
-        is_folded=is_folded,
         is_even=num_rows % plan.block_n == 0 and width % plan.block_k == 0,
         is_dependent=is_dependent,
         num_warps=plan.num_warps,
@@ -116,30 +98,16 @@ def plan_for(batch: int, dtype: torch.dtype, width: int) -> SmallBatchPlan | Sin
         return SingleTokenPlan(block_n=8, num_warps=4)
     if dtype == torch.float32:
         return SmallBatchPlan(block_n=64, block_k=32, num_warps=4, num_stages=3)
-    is_dependent = batch >= DEPENDENT_LAUNCH_FROM
+    # The kernel before normalises the tokens: few programs, whose loads nothing can hold up.
     if dtype == torch.float8_e4m3fn:
-        if batch < _NORMALISED_FIRST_FROM:
-            return SmallBatchPlan(block_n=128, block_k=128, num_warps=8, num_stages=3)
+        if batch < DEPENDENT_LAUNCH_FROM:
+            return SmallBatchPlan(128, 128, num_warps=8, num_stages=3, dependent_launch=True)
         num_stages = 4 if batch <= 64 else 3
-        return SmallBatchPlan(64, 128, num_warps=4, num_stages=num_stages, dependent_launch=is_dependent)
+        return SmallBatchPlan(64, 128, num_warps=4, num_stages=num_stages, dependent_launch=True)
     if batch <= 64:
-        num_stages = 4 if batch < _NORMALISED_FIRST_FROM else 3
-        return SmallBatchPlan(64, 128, num_warps=4, num_stages=num_stages, dependent_launch=is_dependent)
-    return SmallBatchPlan(128, 64, num_warps=8, num_stages=4, dependent_launch=is_dependent)
-
-
-@triton.jit
-def _normalise(hidden, out, epsilon, width: tl.constexpr, block: tl.constexpr, is_dependent: tl.constexpr):
-    if is_dependent:
-        wait_for_previous()
-        let_next_start()
-    row = tl.program_id(0)
-    columns = tl.arange(0, block)
-    inside = columns < width
-    values = tl.load(hidden + row * width + columns, mask=inside, other=0.0)
-    centred = tl.where(inside, values - tl.sum(values) / width, 0.0)
-    normed = centred * tl.rsqrt(tl.sum(centred * centred) / width + epsilon)
-    tl.store(out + row * width + columns, normed.to(out.dtype.element_ty), mask=inside)
+        num_stages = 4 if batch < DEPENDENT_LAUNCH_FROM else 3
+        return SmallBatchPlan(64, 128, num_warps=4, num_stages=num_stages, dependent_launch=True)
+    return SmallBatchPlan(128, 64, num_warps=8, num_stages=4, dependent_launch=True)
 
 
 @triton.jit(do_not_specialize=["batch"])
@@ -147,21 +115,18 @@ def _expand(
     tokens_in,
     weight,
     weight_scale,
-    row_sums,
     bias,
     plain_out,
     activated_out,
     batch,
     num_rows,
     activated_stride,
-    epsilon,
     num_plain: tl.constexpr,
     width: tl.constexpr,
     operand_dtype: tl.constexpr,
     block_b: tl.constexpr,
     block_n: tl.constexpr,
     block_k: tl.constexpr,
-    is_folded: tl.constexpr,
     is_even: tl.constexpr,
     is_dependent: tl.constexpr,
 ):
@@ -172,27 +137,14 @@ def _expand(
     rows = first_row + tl.arange(0, block_n)
     tokens = tl.program_id(1) * block_b + tl.arange(0, block_b)
     product = tl.zeros((block_n, block_b), tl.float32)
-    # Summed lane by lane and over the lanes only at the end.
-    sums = tl.zeros((block_k, block_b), tl.float32)
-    squares = tl.zeros((block_k, block_b), tl.float32)
     for begin in range(0, width, block_k):
         columns = begin + tl.arange(0, block_k)
         left = load_weight(weight, rows, columns, num_rows, width, is_even)
         right = load_tokens(tokens_in, tokens, columns, batch, width, width, is_even)
-        if is_folded:
-            sums += right
-            squares += right * right
-        product = tl.dot(
-            operand(left, operand_dtype), operand(right, operand_dtype), product, input_precision="ieee"
-        )
+        product = tl.dot(operand(left, operand_dtype), right, product, input_precision="ieee")
     in_range = rows < num_rows
     if weight_scale is not None:
         product *= tl.load(weight_scale + rows, mask=in_range, other=0.0)[:, None]
-    if is_folded:
-        mean = tl.sum(sums, axis=0) / width
-        variance = tl.maximum(tl.sum(squares, axis=0) / width - mean * mean, 0.0)
-        shift = tl.load(row_sums + rows, mask=in_range, other=0.0)
-        product = (product - shift[:, None] * mean[None, :]) * tl.rsqrt(variance + epsilon)[None, :]
     product += tl.load(bias + rows, mask=in_range, other=0.0)[:, None]
     present = (tokens < batch)[None, :]
     if first_row < num_plain:

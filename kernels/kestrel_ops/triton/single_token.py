@@ -7,6 +7,9 @@ takes as long as reading the weight does.
 
 A tile is [rows, turns, columns of a turn]. A turn is what one warp reads at once, 16 bytes a lane, so that the
 warps share out the rows: a sum stays within a warp, and little is done by all of them.
+
+A row that is wider than a tile is read tile by tile by one program, which has the next tile under way while it
+multiplies one: a sum is made by one program in one order, so that it is the same in every run.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from kestrel_ops.triton.small_batch import operand
 WIDEST_TILE = 2048
 """Columns of the weight in a tile at most, a power of two: with more there are too few rows to share the token."""
 _TURN_BYTES = 512  # 32 lanes, 16 bytes each
+_TILE_ROW_BYTES = 2048  # of a row that is read tile by tile: two of them are in registers
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +94,11 @@ def contract_one(
     num_tokens, width = activations.shape
     num_rows = len(weight)
     assert num_tokens == 1
-    num_turns, turn = _turns(min(width, WIDEST_TILE), weight)
-    num_shares = triton.cdiv(width, num_turns * turn)
+    num_turns, turn = _turns(min(width, _TILE_ROW_BYTES // weight.itemsize), weight)
+    num_tiles = triton.cdiv(width, num_turns * turn)
     launch(
         _contract,
-        (triton.cdiv(num_rows, plan.block_n), num_shares),
+        (triton.cdiv(num_rows, plan.block_n),),
         activations,
         weight,
         weight_scale,
@@ -103,9 +107,10 @@ def contract_one(
         num_rows,
         width=width,
         block_n=plan.block_n,
+        num_tiles=num_tiles,
         num_turns=num_turns,
         turn=turn,
-        is_even=num_rows % plan.block_n == 0 and width == num_shares * num_turns * turn,
+        is_even=num_rows % plan.block_n == 0 and width == num_tiles * num_turns * turn,
         is_dependent=plan.dependent_launch and has_dependent_launch(weight),
         num_warps=plan.num_warps,
         num_stages=1,
@@ -206,18 +211,17 @@ def _contract(
     num_rows,
     width: tl.constexpr,
     block_n: tl.constexpr,
+    num_tiles: tl.constexpr,
     num_turns: tl.constexpr,
     turn: tl.constexpr,
     is_even: tl.constexpr,
     is_dependent: tl.constexpr,
 ):
-    share = tl.program_id(1)
     rows = tl.program_id(0) * block_n + tl.arange(0, block_n)
-    columns = _columns(share * num_turns * turn, num_turns, turn)
     in_range = rows < num_rows
+    columns = _columns(0, num_turns, turn)
     tile = _load_tile(weight, rows, columns, num_rows, width, is_even)
-    # One of the programs that share a row adds its bias.
-    offset = tl.load(bias + rows, mask=rows < tl.where(share == 0, num_rows, 0), other=0.0)
+    offset = tl.load(bias + rows, mask=in_range, other=0.0)
     scale = 1.0
     if weight_scale is not None:
         scale = tl.load(weight_scale + rows, mask=in_range, other=0.0)
@@ -225,5 +229,15 @@ def _contract(
         wait_for_previous()
         let_next_start()
     token = tl.load(activations + columns, mask=columns < width, other=0.0)
-    product = _multiply(tile, token) * scale + offset
-    tl.atomic_add(hidden + rows, product, mask=in_range, sem="relaxed")
+    before = tl.load(hidden + rows, mask=in_range, other=0.0)
+    sums = tl.zeros((block_n, turn), tl.float32)
+    for each in tl.static_range(num_tiles):
+        this_tile, this_token = tile, token
+        if each + 1 < num_tiles:
+            columns = _columns((each + 1) * num_turns * turn, num_turns, turn)
+            tile = _load_tile(weight, rows, columns, num_rows, width, is_even)
+            token = tl.load(activations + columns, mask=columns < width, other=0.0)
+        sums += tl.sum(this_tile.to(tl.float32) * this_token.to(tl.float32)[None, :, :], axis=1)
+    product = tl.sum(sums, axis=1) * scale + offset
+    tl.debug_barrier()  # `hidden` is written in place, and a row of it is with many threads
+    tl.store(hidden + rows, before + product, mask=in_range)

@@ -30,8 +30,8 @@ class SmallBatchPlan:
 
 
 DEPENDENT_LAUNCH_FROM = 17
-"""Tokens from which on it pays for a product to start before the kernel before has ended: with fewer it is that
-one's own loads which suffer."""
+"""Tokens from which on it pays for a product to start before attention has ended: with fewer it is the loads of
+attention which suffer."""
 
 
 def batch_block(batch: int) -> int:

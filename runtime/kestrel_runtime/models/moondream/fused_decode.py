@@ -89,12 +89,14 @@ class FusedDecoder:
         partials = workspace.partials[: torch.Size(shape).numel()].view(shape)
         counters = workspace.counters[: batch * config.n_heads].view(batch, config.n_heads)
         hidden.copy_(embeddings)
+        if num_parts > 1:  # whatever a step before this one has left
+            counters.zero_()
+        pending: Tensor | None = None
         for layer, block in enumerate(self._blocks):
             pages = cache.layer(layer)
             up, down = block.up, block.down
             activations = workspace.activations[:batch, : down.weight.shape[1]]
             attended, inner = activations.tensor_split((config.n_heads * config.head_dim,), dim=1)
-            mixed = self._experts(block, hidden)
             kernels.decode_expand(
                 hidden,
                 up.weight,
@@ -105,7 +107,9 @@ class FusedDecoder:
                 config.qkv_dim,
                 qkv,
                 inner,
+                pending,
             )
+            mixed = self._experts(block, hidden)  # after that: nothing is pending any more
             query_scale, value_factor = self._tau(block, qkv, positions)
             kernels.rotary_decode_attention(
                 qkv,
@@ -123,7 +127,8 @@ class FusedDecoder:
                 partials,
                 counters,
             )
-            kernels.decode_contract(activations, down.weight, down.scale, down.bias, hidden)
+            may_defer = layer + 1 < len(self._blocks)
+            pending = kernels.decode_contract(activations, down.weight, down.scale, down.bias, hidden, may_defer)
             if mixed is not None:
                 hidden += mixed
         return hidden

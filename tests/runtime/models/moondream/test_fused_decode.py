@@ -1,3 +1,4 @@
+import importlib.util
 from typing import Literal
 
 import pytest
@@ -11,8 +12,9 @@ from tests.runtime.models.moondream.tiny import DenseAttend, random_model, tiny_
 
 CPU = torch.device("cpu")
 FLOAT8 = torch.float8_e4m3fn
-PAGE_SIZE, MOST_PAGES = 4, 4
+PAGE_SIZE = 4
 VARIANTS = [(2, 2, 2), (2, 4, 2), (3, 2, 2)]  # generation, query heads, key/value heads
+EVERY_KERNEL = ["reference"] + (["triton"] if importlib.util.find_spec("triton") else [])
 
 
 class Bench:
@@ -24,13 +26,17 @@ class Bench:
         precision: Literal["model", "float8"] = "model",
         cache_dtype=torch.float32,
         max_batch=4,
+        kernels="reference",
+        most_pages=4,
     ):
         generation, n_heads, n_kv_heads = variant
         self.text = random_model(tiny_config(generation, n_heads=n_heads, n_kv_heads=n_kv_heads)).text
-        self.decoder = FusedDecoder(self.text, fused_blocks(self.text, precision), Kernels.select("cpu", {}))
-        self.cache = KVCache(self.text.config, 1 + max_batch * MOST_PAGES, PAGE_SIZE, CPU, cache_dtype)
-        pages = torch.randperm(max_batch * MOST_PAGES, generator=torch.Generator().manual_seed(1)) + 1
-        self.page_table = pages.view(max_batch, MOST_PAGES).int()
+        operations = ("decode_expand", "decode_contract", "rotary_decode_attention")
+        chosen = Kernels.select("cpu", dict.fromkeys(operations, kernels))
+        self.decoder = FusedDecoder(self.text, fused_blocks(self.text, precision), chosen)
+        self.cache = KVCache(self.text.config, 1 + max_batch * most_pages, PAGE_SIZE, CPU, cache_dtype)
+        pages = torch.randperm(max_batch * most_pages, generator=torch.Generator().manual_seed(1)) + 1
+        self.page_table = pages.view(max_batch, most_pages).int()
         self.workspace = self.decoder.workspace(max_batch)
 
     def step(self, embeddings, positions, rows):
@@ -66,9 +72,10 @@ def test_steps_give_what_the_plain_model_gives(variant, precision, cache_dtype, 
     assert off_by(bench.decoded(embeddings), bench.plain(embeddings)) < tolerance
 
 
+@pytest.mark.parametrize("kernels", EVERY_KERNEL)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_sequences_of_several_lengths_step_together(variant):
-    bench = Bench(variant)
+def test_sequences_of_several_lengths_step_together(variant, kernels):
+    bench = Bench(variant, kernels=kernels)
     sequences = [bench.embeddings(length, seed=length) for length in (3, 1, 9)]
     for row, sequence in enumerate(sequences):
         for place, embedding in enumerate(sequence[:-1]):
@@ -90,6 +97,16 @@ def test_rows_without_a_token_change_nothing(variant):
         torch.testing.assert_close(hidden[1], wanted[place])
     torch.testing.assert_close(bench.cache.key_pages, alone.cache.key_pages)
     torch.testing.assert_close(bench.cache.value_pages, alone.cache.value_pages)
+
+
+@pytest.mark.parametrize("kernels", EVERY_KERNEL)
+def test_counters_that_a_failed_step_left_do_not_matter(kernels):
+    bench = Bench(kernels=kernels, most_pages=30)  # a context long enough to be attended to in parts
+    embeddings = bench.embeddings(2)
+    wanted = bench.step(embeddings, [100, 110], [0, 2])
+    bench.workspace.counters.fill_(1)
+    bench.workspace.partials.fill_(torch.nan)
+    torch.testing.assert_close(bench.step(embeddings, [100, 110], [0, 2]), wanted, rtol=0, atol=0)
 
 
 def test_float8_weights_work_on_float16():

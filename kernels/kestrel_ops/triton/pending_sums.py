@@ -1,0 +1,94 @@
+"""What the shares of a divided product add to the residual stream, summed in one order, and the normalisation.
+
+Programs that share the columns of a product each write a sum of their own; atomic additions into the stream would
+depend on who ends first, and so would the last bits of every later layer. The kernel that reads the stream next
+adds the sums up, in the order of the shares.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kestrel_ops.triton.dependent_launch import has_dependent_launch, launch, let_next_start, wait_for_previous
+from kestrel_ops.triton.rows import RowBlocks, block_lanes
+
+_BLOCKS = RowBlocks(rows=1, num_warps=8)
+
+
+def add_pending(
+    hidden: Tensor,  # [B, K] float32, contiguous, changed in place
+    pending: Tensor,  # [S, B, K] float32, contiguous
+) -> None:
+    """hidden += pending[0], then pending[1] and so on."""
+    _launch(hidden, pending, None, 0.0, is_dependent=has_dependent_launch(hidden))
+
+
+def add_and_normalise(
+    hidden: Tensor,  # [B, K] float32, contiguous, changed in place where something is pending
+    pending: Tensor | None,  # [S, B, K] float32, contiguous
+    epsilon: float,
+    out_dtype: torch.dtype,
+    *,
+    is_dependent: bool,  # whether it starts before the kernel before has ended
+) -> Tensor:  # [B, K] out_dtype
+    """`add_pending`, and (hidden - mean) / sqrt(variance + epsilon) of each row."""
+    out = torch.empty(hidden.shape, dtype=out_dtype, device=hidden.device)
+    _launch(hidden, pending, out, epsilon, is_dependent=is_dependent)
+    return out
+
+
+def _launch(
+    hidden: Tensor, pending: Tensor | None, out: Tensor | None, epsilon: float, *, is_dependent: bool
+) -> None:
+    batch, width = hidden.shape
+    assert hidden.is_contiguous()
+    assert pending is None or pending.is_contiguous()
+    launch(
+        _add_and_normalise,
+        (batch,),
+        hidden,
+        pending,
+        out,
+        batch,
+        epsilon,
+        width=width,
+        lanes=block_lanes(width, _BLOCKS),
+        num_shares=0 if pending is None else len(pending),
+        is_dependent=is_dependent,
+        num_warps=_BLOCKS.num_warps,
+        num_stages=1,
+    )
+
+
+@triton.jit(do_not_specialize=["batch"])
+def _add_and_normalise(
+    hidden,
+    pending,
+    out,
+    batch,
+    epsilon,
+    width: tl.constexpr,
+    lanes: tl.constexpr,
+    num_shares: tl.constexpr,
+    is_dependent: tl.constexpr,
+):
+    if is_dependent:
+        wait_for_previous()
+        let_next_start()
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, lanes)
+    inside = columns < width
+    values = tl.load(hidden + row * width + columns, mask=inside, other=0.0)
+    for share in tl.static_range(num_shares):
+        place = (share * batch + row) * width + columns
+        values += tl.load(pending + place, mask=inside, other=0.0)
+    if num_shares > 0:
+        tl.debug_barrier()  # `hidden` is written in place
+        tl.store(hidden + row * width + columns, values, mask=inside)
+    if out is not None:
+        centred = tl.where(inside, values - tl.sum(values) / width, 0.0)
+        normed = centred * tl.rsqrt(tl.sum(centred * centred) / width + epsilon)
+        tl.store(out + row * width + columns, normed.to(out.dtype.element_ty), mask=inside)
