@@ -1,28 +1,38 @@
-"""The encoding of crops recorded as CUDA graphs, one for each number of them, and replayed."""
+"""The encoding of crops as CUDA graphs, one for each number of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from kestrel_runtime.recording import Recorder, Recordings
+from kestrel_runtime.captured_graphs import CapturedGraphs, GraphBudget, Works
+from kestrel_runtime.recording import Recorder
 
 
 class EncodeGraphs:
-    """Records `encode`: the crops of one image at once, those of several when so many come again."""
+    """Runs `encode` by a graph where there is one for so many crops. One image's numbers are the usual ones."""
 
     def __init__(
-        self, encode: Callable[[Tensor], Tensor], recorder: Recorder, *, max_crops: int, max_crops_of_image: int
+        self,
+        encode: Callable[[Tensor], Tensor],
+        crop_shape: tuple[int, int, int],
+        device: torch.device,
+        recorder: Recorder,
+        budget: GraphBudget,
+        *,
+        max_crops: int,
+        max_crops_of_image: int,
     ) -> None:
-        """`encode` takes uint8 crops [N, side, side, channels]; more than `max_crops` are not recorded."""
+        """`encode` takes uint8 crops [N, side, side, channels]; more than `max_crops` have no graph."""
         self._encode = encode
         self._max_crops = max(max_crops, max_crops_of_image)
         self._max_crops_of_image = max_crops_of_image
-        self._recordings = Recordings("encodings", recorder)
-        # Where all recordings read and write, one at a time.
-        self._crops: Tensor | None = None
+        self.captured = CapturedGraphs("encodings", recorder, budget)
+        # Where all graphs read and write, one at a time.
+        self._crops = torch.zeros(self._max_crops, *crop_shape, dtype=torch.uint8, device=device)
         self._features: Tensor | None = None
 
     def __call__(self, crops: Tensor) -> Tensor:
@@ -30,14 +40,16 @@ class EncodeGraphs:
         count = len(crops)
         if count > self._max_crops:
             return self._encode(crops)
-        if self._crops is None:
-            self._crops = torch.empty(self._max_crops, *crops.shape[1:], dtype=crops.dtype, device=crops.device)
-        own = self._crops[:count]
-        own.copy_(crops)
-        return self._recordings.run(count, lambda: self._stored(own), at_once=count <= self._max_crops_of_image)
+        self._crops[:count].copy_(crops)
+        return self.captured.run(count, partial(self._stored, count)).clone()
 
-    def _stored(self, crops: Tensor) -> Tensor:
-        features = self._encode(crops)
-        if self._features is None:  # which a rehearsal makes, and no recording
+    def usual(self) -> Works:
+        """The numbers of crops that one image can have, the largest first."""
+        for count in range(self._max_crops_of_image, 0, -1):
+            yield count, partial(self._stored, count)
+
+    def _stored(self, count: int) -> Tensor:
+        features = self._encode(self._crops[:count])
+        if self._features is None:  # made where the work is first run, which is before any capture
             self._features = features.new_empty(self._max_crops, *features.shape[1:])
-        return self._features[: len(crops)].copy_(features)
+        return self._features[:count].copy_(features)

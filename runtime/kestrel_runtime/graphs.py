@@ -1,27 +1,24 @@
-"""Whatever draws tokens recorded as CUDA graphs: one for each of a few batch sizes and each kind of draw.
+"""Whatever draws tokens as CUDA graphs: one for each of a few batch sizes and each kind of draw.
 
-A graph reads and writes where it did when it was recorded. Batches between the sizes are padded with nobody.
-Recording waits for the device; replaying does not.
+A graph reads and writes where it did when it was captured. Batches between the sizes are padded with nobody.
 """
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kestrel_runtime.recording import Recorder, Recording
+from kestrel_runtime.captured_graphs import CapturedGraphs, GraphBudget, Works
+from kestrel_runtime.recording import Recorder
 from kestrel_runtime.sampling import DrawNeeds
-
-_log = logging.getLogger(__name__)
 
 
 class DrawGraphs:
-    """Records `step`, which ends in a draw, when a size and kind is first met, and replays it."""
+    """Runs `step`, which ends in a draw, for batches of any size and kind, by a graph where there is one."""
 
     def __init__(
         self,
@@ -29,6 +26,7 @@ class DrawGraphs:
         step: Callable[[Tensor, DrawNeeds], Tensor],
         nobody: Tensor,
         recorder: Recorder,
+        budget: GraphBudget,
         *,
         max_batch_size: int,
     ) -> None:
@@ -36,47 +34,33 @@ class DrawGraphs:
 
         `kind` names the steps in the log.
         """
-        self._kind = kind
         self._step = step
-        self._recorder = recorder
         self._nobody = nobody
         self._nobody_on_host = nobody.cpu().numpy()
         self._sizes = batch_sizes(max_batch_size)
         self._inputs = {size: nobody.repeat(size, 1) for size in self._sizes}
-        self._recorded: dict[tuple[int, DrawNeeds], Recording] = {}
-        self._pool = torch.cuda.graph_pool_handle()
+        self.captured = CapturedGraphs(kind, recorder, budget)
 
     def replay(self, rows: np.ndarray, needs: DrawNeeds) -> Tensor:
         """rows: int32 [B, width] → what `step` returns, [B, …]: valid until the next replay."""
         size = next(size for size in self._sizes if size >= len(rows))
-        graph, result = self._graph(size, needs)
         inputs = self._inputs[size]
         # Padded on the host: every operation here may cost the thread its turn with the interpreter.
-        padded = torch.empty(inputs.shape, dtype=torch.int32, pin_memory=True)
+        padded = torch.empty(inputs.shape, dtype=torch.int32, pin_memory=inputs.is_cuda)
         on_host = padded.numpy()
         on_host[: len(rows)] = rows
         on_host[len(rows) :] = self._nobody_on_host
         inputs.copy_(padded, non_blocking=True)
-        graph.replay()
-        return result[: len(rows)]
+        return self.captured.run((size, needs), partial(self._step, inputs, needs))[: len(rows)]
 
-    def record_all(self, needs: DrawNeeds) -> None:
-        """Record every size for draws of one kind, the largest first: the others fit into its memory."""
+    def usual(self, kinds: Iterable[DrawNeeds]) -> Works:
+        """Every size for draws of some kinds, the largest sizes first, with inputs of nobody: what is drawn for
+        nobody is lost on nobody."""
+        kinds = list(kinds)
         for size in reversed(self._sizes):
-            self._graph(size, needs)
-
-    def _graph(self, size: int, needs: DrawNeeds) -> Recording:
-        recorded = self._recorded.get((size, needs))
-        if recorded is None:
-            started = time.monotonic()
-            recorded = self._recorded[size, needs] = self._record(size, needs)
-            _log.info("recorded %s of %d, %s, in %.2f s", self._kind, size, needs, time.monotonic() - started)
-        return recorded
-
-    def _record(self, size: int, needs: DrawNeeds) -> Recording:
-        inputs = self._inputs[size]
-        inputs[:] = self._nobody  # what a rehearsal draws for nobody is lost on nobody
-        return self._recorder.record(lambda: self._step(inputs, needs), self._pool)
+            self._inputs[size][:] = self._nobody
+            for needs in kinds:
+                yield (size, needs), partial(self._step, self._inputs[size], needs)
 
 
 def batch_sizes(max_batch_size: int) -> list[int]:

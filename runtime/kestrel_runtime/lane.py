@@ -19,9 +19,15 @@ class Lane:
 
     def __init__(self, device: torch.device, *, is_urgent: bool = False) -> None:
         """Where the device has no room for both, work of an urgent lane starts before that of others."""
+        self.device = device
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device, priority=_URGENT if is_urgent else 0)
+
+    @property
+    def handle(self) -> int:
+        """The stream's handle for CUDA's own functions; 0 where there is none."""
+        return 0 if self._stream is None else self._stream.cuda_stream
 
     def entered(self) -> AbstractContextManager[object]:
         """What the thread launches in the context goes into this lane. Its memory belongs to the lane."""

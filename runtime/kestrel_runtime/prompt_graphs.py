@@ -1,25 +1,29 @@
-"""The prefill of packed prompts recorded as CUDA graphs, one for each of a few sizes, and replayed."""
+"""The prefill of packed prompts as CUDA graphs, one for each of a few sizes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from kestrel_runtime.captured_graphs import CapturedGraphs, GraphBudget, Works
 from kestrel_runtime.prefill_plan import PrefillPlan
-from kestrel_runtime.recording import Recorder, Recordings
+from kestrel_runtime.recording import Recorder
 
 _STEP_TOKENS, _LARGE_STEP_TOKENS = 64, 128
 _LARGE_FROM_TOKENS = 1024
 """From here on products take rows by the larger step anyway."""
+_USUAL_TEXT_TOKENS = (8, 16, 24, 32, 40)
+"""Of questions about an image, template included."""
 
 _Prefill = Callable[[Tensor, PrefillPlan, Tensor], Tensor]
 
 
 class PromptSize(NamedTuple):
-    """What recordings are told apart by. Packed prompts have the next size above them, padded with nobody's."""
+    """What graphs are told apart by. Packed prompts have the next size above them, padded with nobody's."""
 
     num_tokens: int
     num_chunks: int
@@ -28,16 +32,31 @@ class PromptSize(NamedTuple):
     @classmethod
     def of(cls, plan: PrefillPlan) -> PromptSize:
         """The size for the chunks of `plan`."""
-        num_tokens, num_chunks = len(plan.positions), len(plan.lengths)
+        return cls.above(len(plan.positions), len(plan.lengths), plan.max_chunk)
+
+    @classmethod
+    def above(cls, num_tokens: int, num_chunks: int, max_chunk: int) -> PromptSize:
+        """The size for so many tokens in so many chunks, the longest of `max_chunk`."""
         step = _STEP_TOKENS if num_tokens <= _LARGE_FROM_TOKENS else _LARGE_STEP_TOKENS
         padded = _rounded_up(num_tokens, step)
         if num_chunks == 1:
             return cls(padded, 1, padded)
-        return cls(padded, _power_of_two(num_chunks), max(_power_of_two(plan.max_chunk), _STEP_TOKENS))
+        return cls(padded, _power_of_two(num_chunks), max(_power_of_two(max_chunk), _STEP_TOKENS))
+
+    @classmethod
+    def usual(cls, prefix_length: int, *, max_tokens: int, max_chunks: int) -> list[PromptSize]:
+        """The sizes of one prompt of moderate length, and of several short questions together about an image each,
+        which takes `prefix_length` positions; the largest first."""
+        sizes = {cls.above(length, 1, length) for length in range(1, min(max_tokens, _LARGE_FROM_TOKENS) + 1)}
+        for text in _USUAL_TEXT_TOKENS:
+            length = prefix_length + text
+            most = min(max_chunks, max_tokens // length)
+            sizes |= {cls.above(count * length, count, length) for count in range(2, most + 1)}
+        return sorted(sizes, reverse=True)
 
 
 class PromptInputs:
-    """Where recordings find their tokens: always the same places."""
+    """Where graphs find their tokens: always the same places."""
 
     def __init__(
         self,
@@ -67,6 +86,12 @@ class PromptInputs:
         """Whether there is room."""
         return size.num_tokens <= len(self._embeddings) and size.num_chunks <= self._max_chunks
 
+    def usual_sizes(self, prefix_length: int) -> list[PromptSize]:
+        """The usual sizes there is room for, the largest first."""
+        most_tokens = len(self._embeddings)
+        sizes = PromptSize.usual(prefix_length, max_tokens=most_tokens, max_chunks=self._max_chunks)
+        return [size for size in sizes if self.fits(size)]
+
     def fill(self, embeddings: Tensor, plan: PrefillPlan, rows: Tensor) -> None:
         """Take packed tokens [T, dim], their plan, and the rows [n] int64 that are asked for, n ≤ chunks."""
         num_tokens, num_chunks, own = len(embeddings), len(plan.lengths), self._plan
@@ -85,6 +110,21 @@ class PromptInputs:
         own.prefix_lengths[:num_chunks] = plan.prefix_lengths
         own.prefix_lengths[num_chunks:] = 0
 
+    def fill_blank(self, size: PromptSize) -> None:
+        """Take tokens that store nothing, in chunks of the size, each from its sequence's start."""
+        own, count = self._plan, size.num_tokens
+        starts = torch.linspace(0, count, size.num_chunks + 1).int()
+        lengths = starts.diff()
+        positions = torch.cat([torch.arange(length) for length in lengths.tolist()])
+        own.positions[:count] = positions.to(own.positions.device)
+        own.slots[:count] = -1
+        own.page_table[: size.num_chunks] = 0
+        own.query_starts[: size.num_chunks + 1] = starts.to(own.query_starts.device)
+        own.lengths[: size.num_chunks] = lengths.to(own.lengths.device)
+        own.prefix_lengths[: size.num_chunks] = 0
+        self._embeddings[:count] = 0
+        self._rows[: size.num_chunks] = (starts[1:] - 1).to(self._rows.device)
+
     def padded(self, size: PromptSize) -> tuple[Tensor, PrefillPlan, Tensor]:
         """Tokens, plan and rows (one for each chunk) of the size, in their places."""
         num_tokens, num_chunks, max_chunk = size
@@ -101,13 +141,13 @@ class PromptInputs:
 
 
 class PromptGraphs:
-    """Records `prefill`: a prompt alone at once, several together when their size comes again."""
+    """Runs `prefill` by a graph where there is one for the prompts' size."""
 
-    def __init__(self, prefill: _Prefill, inputs: PromptInputs, recorder: Recorder) -> None:
+    def __init__(self, prefill: _Prefill, inputs: PromptInputs, recorder: Recorder, budget: GraphBudget) -> None:
         """`prefill` takes packed tokens, their plan and the rows asked for, as a `TextPath` does."""
         self._prefill = prefill
         self._inputs = inputs
-        self._recordings = Recordings("prompts", recorder)
+        self.captured = CapturedGraphs("prompts", recorder, budget)
 
     def __call__(self, embeddings: Tensor, plan: PrefillPlan, rows: Tensor) -> Tensor:
         """What `prefill` returns for them."""
@@ -115,9 +155,17 @@ class PromptGraphs:
         if not self._inputs.fits(size):
             return self._prefill(embeddings, plan, rows)
         self._inputs.fill(embeddings, plan, rows)
-        is_usual = size.num_chunks == 1 and size.num_tokens <= _LARGE_FROM_TOKENS
-        hidden = self._recordings.run(size, lambda: self._prefill(*self._inputs.padded(size)), at_once=is_usual)
-        return hidden[: len(rows)]
+        return self.captured.run(size, partial(self._padded, size))[: len(rows)].clone()
+
+    def usual(self, prefix_length: int, max_context: int) -> Works:
+        """The usual sizes of prompts, of which images take `prefix_length` positions; the largest first."""
+        for size in self._inputs.usual_sizes(prefix_length):
+            if size.num_tokens <= size.num_chunks * max_context:  # else there is no position for every token
+                self._inputs.fill_blank(size)
+                yield size, partial(self._padded, size)
+
+    def _padded(self, size: PromptSize) -> Tensor:
+        return self._prefill(*self._inputs.padded(size))
 
 
 def _rounded_up(count: int, step: int) -> int:

@@ -1,111 +1,120 @@
-"""Work recorded as CUDA graphs and replayed. Knows nothing of what is recorded, nor of who replays it when.
+"""Captures work on a CUDA stream as a graph that replays it. Knows nothing of what is captured, nor of when.
 
 Every launch gives other threads of the interpreter a chance to take its lock, and the launching one must wait for
 it: under load, hundreds of launches take several times as long as the device needs for them. A replay is one.
+
+A capture can fail at any point: for lack of memory, or because the work waits for the device, which the reference
+implementations of some operations do. torch does not clean up after all of these failures, so it is done here.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
-import time
-from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kestrel_runtime.config import MIB
+from kestrel_runtime.cuda_driver import begin_capture, drop_capture
 from kestrel_runtime.lane import Lane
 
-_NUM_REHEARSALS = 2  # compilers and libraries allocate on first use, which no recording allows
-
-_MOST_RECORDINGS = 256
-"""Of one kind. What comes often comes early, and a recording of hundreds of kernels takes memory of its own."""
-
-_log = logging.getLogger(__name__)
+_KEPT_FREE_BYTES = 256 * MIB
+"""Of device memory, for steps that run without a graph: a captured graph only saves time."""
 
 
-class Recording(NamedTuple):
-    """A graph that does its work again when replayed, and where the result then stands."""
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """A captured graph: replaying it does the work again."""
 
     graph: torch.cuda.CUDAGraph
     result: Tensor
-
-    def replayed(self) -> Tensor:
-        """Do it again; a copy of the result, whose place the next replay writes."""
-        self.graph.replay()
-        return self.result.clone()
+    """What the work returned; every replay writes it anew."""
+    graph_bytes: int
+    """Device memory that the graph itself takes, and gives back when it is dropped."""
+    pool_bytes: int
+    """Device memory by which the pool had to grow for it, and which later captures use again."""
 
 
 class Recorder:
-    """Records in the lane that replays: kernels keep its priority, and libraries the memory that they have for it.
+    """Captures on the CUDA stream that replays: kernels keep its priority, and libraries their workspaces there.
 
-    What other threads launched there meanwhile would be recorded too.
+    All graphs of a stream share a pool of memory, since they never run beside each other.
     """
 
     def __init__(self, lane: Lane) -> None:
         self._lane = lane
+        self._pool: Any = None
+        self._blank: Tensor | None = None
 
-    def record(self, run: Callable[[], Tensor], pool: Any) -> Recording:
-        """Rehearse `run`, then record it with memory from `pool`, as torch hands it out. Waits for the device."""
-        torch.cuda.synchronize()  # what `run` reads may have been written anywhere
-        with self._lane.entered():
-            for _ in range(_NUM_REHEARSALS):
-                run()
+    def entered(self) -> AbstractContextManager[object]:
+        """What is launched in the context goes onto the stream."""
+        return self._lane.entered()
+
+    def release_rehearsal_memory(self) -> None:
+        """Wait for the device, and give memory back to it that only rehearsals used. For the start alone."""
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # what the rehearsals took is of no use to the recording
-        return self.record_rehearsed(run, pool)
+        torch.cuda.empty_cache()
 
-    def record_rehearsed(self, run: Callable[[], Tensor], pool: Any) -> Recording:
-        """Record `run`, which has run with the same sizes before. Does not wait for the device."""
-        graph = torch.cuda.CUDAGraph()
-        with self._lane.entered():
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            try:
-                result = run()
-            except BaseException:
-                with contextlib.suppress(RuntimeError):  # what raised may have ended it already
-                    graph.capture_end()
-                raise
-            graph.capture_end()
-        return Recording(graph, result)
+    def record(self, run: Callable[[], Tensor]) -> Recording:
+        """Capture `run`, which has run with the same shapes before; neither runs it nor waits for the device.
 
-
-class Recordings:
-    """Works of one kind, each under a key. They always read their inputs from the same places."""
-
-    def __init__(self, kind: str, recorder: Recorder) -> None:
-        """`kind` names them in the log."""
-        self._kind = kind
-        self._recorder = recorder
-        self._pool = torch.cuda.graph_pool_handle()
-        self._recorded: dict[Hashable, Recording] = {}
-        self._met: set[Hashable] = set()
-        self._unrecorded: set[Hashable] = set()
-
-    def run(self, key: Hashable, work: Callable[[], Tensor], *, at_once: bool) -> Tensor:
-        """A copy of what `work` returns, by a replay where it is recorded.
-
-        With `at_once` it is recorded when first met, for which the device has to wait; else the second time, so
-        that what comes once is not recorded at all. What cannot be recorded, for want of memory say, runs as it is,
-        and so does what comes when there are many recordings.
+        Raises whatever went wrong; nothing of the capture is left then, and `run` can be run as it is.
         """
-        has_room = len(self._recorded) < _MOST_RECORDINGS
-        if key not in self._recorded and key not in self._unrecorded and has_room and (at_once or key in self._met):
-            self._record(key, work)
-        recording = self._recorded.get(key)
-        if recording is not None:
-            return recording.replayed()
-        self._met.add(key)
-        return work().clone()
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+            self._blank = torch.zeros(1, device=self._lane.device)
+        free_before, reserved_before = torch.cuda.mem_get_info()[0], torch.cuda.memory_reserved()
+        if free_before < _KEPT_FREE_BYTES:
+            raise torch.OutOfMemoryError(f"only {free_before // MIB} MiB of device memory are free")
+        graph = torch.cuda.CUDAGraph()
+        # A garbage collection in the middle could destroy another graph, which makes the capture invalid.
+        with self._lane.entered(), _without_garbage_collection():
+            try:
+                # Other threads go on as if nothing were captured.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                result = run()
+                graph.capture_end()
+            except BaseException:
+                self._abandon(graph)
+                raise
+        pool_bytes = max(0, torch.cuda.memory_reserved() - reserved_before)
+        graph_bytes = max(0, free_before - torch.cuda.mem_get_info()[0] - pool_bytes)
+        return Recording(graph, result, graph_bytes, pool_bytes)
 
-    def _record(self, key: Hashable, work: Callable[[], Tensor]) -> None:
-        started = time.monotonic()
-        record = self._recorder.record_rehearsed if key in self._met else self._recorder.record
+    def mark(self) -> torch.cuda.Event | None:
+        """An event behind all that was launched on the stream until now."""
+        return self._lane.mark()
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a capture that failed, on the stream and in torch's books."""
         try:
-            self._recorded[key] = record(work, self._pool)
-        except RuntimeError as error:  # of the work itself too, which then raises again where it runs as it is
-            self._unrecorded.add(key)
-            _log.warning("%s of %s cannot be recorded and run as they are: %s", self._kind, key, error)
-        else:
-            _log.info("recorded %s of %s in %.2f s", self._kind, key, time.monotonic() - started)
+            graph.capture_end()
+        except RuntimeError:
+            # The capture is over, but torch before 2.13 goes on as if it were not where its end raised: memory that
+            # is freed is not used again, and no further capture in this pool can begin. Its books are closed by
+            # ending a capture for the same graph that is valid, of work that does not matter.
+            stream = self._lane.handle
+            if begin_capture(stream):
+                with contextlib.suppress(RuntimeError):  # newer torch: the books are closed already
+                    assert self._blank is not None, "made before the first capture"
+                    self._blank.zero_()
+                    graph.capture_end()
+                if torch.cuda.is_current_stream_capturing():
+                    drop_capture(stream)
+        graph.reset()
+
+
+@contextlib.contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

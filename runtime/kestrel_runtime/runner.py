@@ -8,19 +8,24 @@ cache and slots, and nothing else: neither memory of steps nor recordings.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from kestrel_runtime.captured_graphs import CapturedGraphs, GraphBudget, Works
+from kestrel_runtime.config import MIB
 from kestrel_runtime.crop_source import CropSource
 from kestrel_runtime.encode_graphs import EncodeGraphs
 from kestrel_runtime.fast_paths import FastPaths
 from kestrel_runtime.graphs import DrawGraphs
 from kestrel_runtime.kv_cache import KVCache
 from kestrel_runtime.lane import Lane
+from kestrel_runtime.memory_plan import DeviceReserve, free_bytes
 from kestrel_runtime.model_paths import ModelPaths
 from kestrel_runtime.models.moondream.model import Moondream
 from kestrel_runtime.models.moondream.tiling import Tiler
@@ -38,9 +43,16 @@ from kestrel_runtime.transfer import to_device
 # Columns of a decode step's inputs: small numbers, then floats by their bits, then pages.
 _SLOT, _POSITION, _SETTINGS = 0, 1, slice(2, 2 + SETTINGS_PER_SEQUENCE)
 _NUM_COLUMNS = _SETTINGS.stop
-_USUAL_NEEDS = (DrawNeeds(False, False, True), DrawNeeds(False, False, False))  # text, drawn or greedy
+_TEXT_NEEDS = (DrawNeeds(False, False, True), DrawNeeds(False, False, False))  # drawn or greedy
+_SPATIAL_NEEDS = tuple(  # the same with points, or with points and boxes, in the batch
+    DrawNeeds(True, sizes, is_random) for sizes in (False, True) for is_random in (True, False)
+)
+_MOST_START_S = 20.0
+"""For captures before the port opens; what is left then is captured when it has come twice."""
 _NUM_SPARE_SLOTS = 1
 """For a request of our own beside those of callers."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -106,13 +118,23 @@ class ModelRunner:
             model_paths = ModelPaths.of(model, paths, max_batch_size=bounds.max_batch_size)
         self._text, self._vision = model_paths.text, model_paths.vision
         self._encode_crops: Callable[[Tensor], Tensor] = self._vision.encode
-        if self._with_graphs and paths.vision != "plain":
-            self._encode_crops = EncodeGraphs(
-                self._vision.encode,
-                Recorder(self._prompting),
-                max_crops=bounds.max_crops,
-                max_crops_of_image=1 + model.config.vision.max_crops,
-            )
+        self._encode_graphs: EncodeGraphs | None = None
+        if self._with_graphs:
+            reserve = DeviceReserve.of(model.config, bounds, model.dtype, free_bytes(model.device))
+            self._graph_budget = GraphBudget(max_bytes=reserve.step + reserve.graphs)
+            self._prompt_recorder = Recorder(self._prompting)
+            self._decode_recorder = Recorder(self._decoding)
+            if paths.vision != "plain":
+                vision = model.config.vision
+                self._encode_crops = self._encode_graphs = EncodeGraphs(
+                    self._vision.encode,
+                    (vision.crop_size, vision.crop_size, vision.in_channels),
+                    model.device,
+                    self._prompt_recorder,
+                    self._graph_budget,
+                    max_crops=bounds.max_crops,
+                    max_crops_of_image=1 + vision.max_crops,
+                )
         self._set_up()
 
     @property
@@ -122,10 +144,36 @@ class ModelRunner:
 
     @torch.inference_mode()
     def record(self) -> None:
-        """Record the decode steps that most requests need, where any are; the rest is recorded when met."""
-        if self._decode_graphs is not None:
-            for needs in _USUAL_NEEDS:
-                self._decode_graphs.record_all(needs)
+        """Capture the graphs that usual traffic needs, where any are; the rest is captured when it comes again.
+
+        For the start alone: it waits for the device.
+        """
+        if not self._with_graphs:
+            return
+        started = time.monotonic()
+        until = started + _MOST_START_S
+        num_left = sum(graphs.capture_all(works, until=until) for graphs, works in self._usual_graphs())
+        self._prompt_recorder.release_rehearsal_memory()
+        _log.info(
+            "captured %d CUDA graphs, %.0f MiB, in %.1f s; %d are left for when they are needed",
+            self._graph_budget.num_graphs,
+            self._graph_budget.num_bytes / MIB,
+            time.monotonic() - started,
+            num_left,
+        )
+
+    def _usual_graphs(self) -> Iterator[tuple[CapturedGraphs, Works]]:
+        """The graphs of each kind and their usual works; what most requests need first, should time run out."""
+        draws = [graphs for graphs in (self._decode_graphs, self._draw_graphs) if graphs is not None]
+        for graphs in draws:
+            yield graphs.captured, graphs.usual(_TEXT_NEEDS)
+        if self._encode_graphs is not None:
+            yield self._encode_graphs.captured, self._encode_graphs.usual()
+        if self._prompt_graphs is not None:
+            text = self._model.config.text
+            yield self._prompt_graphs.captured, self._prompt_graphs.usual(text.prefix_attn, text.max_context)
+        for graphs in draws:
+            yield graphs.captured, graphs.usual(_SPATIAL_NEEDS)
 
     def run(self, batch: Batch) -> dict[int, Token]:
         """Run a batch to its end; returns the new token of each sequence that is due one, by sequence id."""
@@ -177,6 +225,9 @@ class ModelRunner:
     def restart(self) -> None:
         """Begin anew with the same weights: no images, a fresh cache. Sequences must begin their prompts again."""
         self.forget_images()
+        for graphs in (self._decode_graphs, self._draw_graphs, self._prompt_graphs):
+            if graphs is not None:
+                graphs.captured.clear()
         self.empty_device_cache()
         self._cache.renew()
         self._set_up()
@@ -192,6 +243,8 @@ class ModelRunner:
         self._hidden = torch.zeros(max_batch_size, text.dim, device=device)  # of prompts, for whose tokens to draw
         self._decode_graphs: DrawGraphs | None = None
         self._draw_graphs: DrawGraphs | None = None
+        self._prompt_graphs: PromptGraphs | None = None
+        self._prefill_text: Callable[[Tensor, PrefillPlan, Tensor], Tensor] = self._run_prompts
         if self._with_graphs:
             nobody = torch.zeros(_NUM_COLUMNS + self._most_pages, dtype=torch.int32, device=device)
             nobody[_SLOT], nobody[_POSITION] = self._slots.nobody, -1
@@ -199,28 +252,30 @@ class ModelRunner:
                 "decode steps",
                 self._decode_rows,
                 nobody,
-                Recorder(self._decoding),
+                self._decode_recorder,
+                self._graph_budget,
                 max_batch_size=max_batch_size,
             )
-            nobody = nobody[:_NUM_COLUMNS]
             self._draw_graphs = DrawGraphs(
                 "first tokens",
                 self._draw_rows,
-                nobody,
-                Recorder(self._prompting),
+                nobody[:_NUM_COLUMNS],
+                self._prompt_recorder,
+                self._graph_budget,
                 max_batch_size=max_batch_size,
             )
-        self._prefill_text: Callable[[Tensor, PrefillPlan, Tensor], Tensor] = self._run_prompts
-        if self._with_graphs and self._is_fused:
-            inputs = PromptInputs(
-                text.dim,
-                self._most_pages,
-                self._model.text.wte.dtype,
-                device,
-                max_tokens=self._bounds.max_prefill_tokens,
-                max_chunks=max_batch_size,
-            )
-            self._prefill_text = PromptGraphs(self._run_prompts, inputs, Recorder(self._prompting))
+            if self._is_fused:
+                inputs = PromptInputs(
+                    text.dim,
+                    self._most_pages,
+                    self._model.text.wte.dtype,
+                    device,
+                    max_tokens=self._bounds.max_prefill_tokens,
+                    max_chunks=max_batch_size,
+                )
+                self._prefill_text = self._prompt_graphs = PromptGraphs(
+                    self._run_prompts, inputs, self._prompt_recorder, self._graph_budget
+                )
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # what was laid out here was so in no lane
 

@@ -2,14 +2,14 @@ import pytest
 import torch
 
 from kestrel_ops import Kernels
+from kestrel_runtime.captured_graphs import GraphBudget
 from kestrel_runtime.kv_cache import KVCache
-from kestrel_runtime.lane import Lane
 from kestrel_runtime.models.moondream.fused_prefill import FusedPrefill
 from kestrel_runtime.models.moondream.fused_weights import fused_blocks
 from kestrel_runtime.prefill_plan import PrefillPlan
 from kestrel_runtime.prompt_graphs import PromptGraphs, PromptInputs, PromptSize
-from kestrel_runtime.recording import Recorder
 from kestrel_runtime.sequence import Chunk
+from tests.runtime.fake_cuda import new_recorder
 from tests.runtime.models.moondream.tiny import random_model, tiny_config
 from tests.runtime.sequences import new_sequence
 
@@ -87,14 +87,56 @@ def test_rows_that_are_not_asked_for_change_nothing():
     torch.testing.assert_close(got[:1], wanted[1:2])
 
 
-@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device")
+def new_graphs(prompts, recorder):
+    return PromptGraphs(prompts.prefill, prompts.inputs(), recorder, GraphBudget(max_bytes=2**30))
+
+
+@pytest.mark.parametrize("is_warm", [False, True])
 @pytest.mark.parametrize("generation", [2, 3])
-def test_replayed_prompts_are_those_that_were_run(generation):
-    prompts = Prompts(generation)
-    graphs = PromptGraphs(prompts.prefill, prompts.inputs(), Recorder(Lane(torch.device("cuda"))))
-    for lengths in ((40,), (23,), (20, 30), (31, 18), (25, 24), (19, 28), (17, 70)):
-        assert_same(prompts, graphs, prompts.pack(*lengths))
-        prompts.free_pages = list(range(NUM_PAGES))
+def test_replayed_prompts_are_those_that_were_run(generation, is_warm):
+    prompts, recorder = Prompts(generation), new_recorder(DEVICE)
+    graphs = new_graphs(prompts, recorder)
+    if is_warm:
+        usual = graphs.usual(1 + NUM_IMAGE_TOKENS, prompts.text.config.max_context)
+        graphs.captured.capture_all(usual, until=float("inf"))
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    with recorder.entered():
+        for lengths in ((40,), (23,), (20, 30), (31, 18), (25, 24), (19, 28), (17, 70)):
+            assert_same(prompts, graphs, prompts.pack(*lengths))
+            prompts.free_pages = list(range(NUM_PAGES))
+    assert len(graphs.captured) > (2 if is_warm else 1)
+
+
+def test_warming_up_stores_nothing_and_leaves_nothing_behind():
+    prompts, recorder = Prompts(2), new_recorder(DEVICE)
+    graphs = new_graphs(prompts, recorder)
+    prompts.empty()
+    graphs.captured.capture_all(graphs.usual(1 + NUM_IMAGE_TOKENS, 2048), until=float("inf"))
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    assert not any(pages.any() for pages in prompts.pages())
+
+
+def test_usual_are_prompts_of_moderate_length_and_several_questions_about_images():
+    sizes = PromptSize.usual(730, max_tokens=8192, max_chunks=64)
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(sizes) < 50
+    assert {PromptSize(tokens, 1, tokens) for tokens in range(64, 1025, 64)} <= set(sizes)
+    for count in range(2, 11):
+        for text in (8, 16, 24):
+            assert PromptSize.above(count * (730 + text), count, 730 + text) in sizes
+    assert all(size.num_tokens <= 8192 and size.num_chunks <= 64 for size in sizes)
+    assert all(size.num_tokens <= size.num_chunks * size.max_chunk for size in sizes)
+
+
+def test_a_context_shorter_than_a_usual_size_leaves_that_size_out():
+    prompts = Prompts(2)
+    graphs = new_graphs(prompts, new_recorder(DEVICE))
+    usual = [key for key, _ in graphs.usual(1 + NUM_IMAGE_TOKENS, 100)]
+    assert PromptSize(64, 1, 64) in usual
+    assert PromptSize(128, 1, 128) not in usual
+    assert PromptSize(128, 2, 64) in usual  # of two prompts, each within the context
 
 
 def test_what_there_is_no_room_for_does_not_fit():

@@ -1,0 +1,198 @@
+"""CUDA graph capture as far as the host sees it, on a machine without a GPU, with failures on demand.
+
+`FakeCuda` stands in for what torch and the driver do in a capture, so that `Recorder` itself runs. `FakeRecorder`
+stands in for `Recorder` where real work is to go on: a capture must not run it, and on a CPU it would.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+
+import pytest
+import torch
+from torch import Tensor
+
+from kestrel_runtime import recording
+from kestrel_runtime.lane import Lane
+from kestrel_runtime.recording import Recorder, Recording
+
+MIB = 2**20
+
+
+class FakeCuda:
+    """Counts what must not happen in traffic.
+
+    Behaves as torch 2.11 does: an invalid capture stays in its books until a valid one is ended for the graph.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_synchronised = self.num_emptied = self.num_captures = 0
+        self.free_bytes = 1024 * MIB
+        self.reserved_bytes = 0
+        self.bytes_per_graph = self.bytes_of_pool = 0
+        self.is_capturing = self.is_invalid = False
+        self.closes_books_itself = False
+        """As torch 2.13 does."""
+        self.fails_at: str | None = None
+        """begin, end or instantiate: where the next capture fails by itself."""
+        self.open_books: dict[int, object] = {}
+        """Captures that torch's allocators take to be under way, by pool: nothing is freed meanwhile."""
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: FakeGraph(self))
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: object())
+        monkeypatch.setattr(torch.cuda, "synchronize", self._synchronise)
+        monkeypatch.setattr(torch.cuda, "empty_cache", self._empty)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (self.free_bytes, 2**40))
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda *_: self.reserved_bytes)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.is_capturing)
+        monkeypatch.setattr(recording, "begin_capture", self._begin_by_driver)
+        monkeypatch.setattr(recording, "drop_capture", self._drop_by_driver)
+
+    @property
+    def is_clean(self) -> bool:
+        return not self.is_capturing and not self.open_books and gc.isenabled()
+
+    def break_capture(self, message: str = "operation not permitted when stream is capturing") -> None:
+        """What work does that waits for the device."""
+        if self.is_capturing:
+            self.is_invalid = True
+            raise RuntimeError(f"CUDA error: {message}\nand a page of advice")
+
+    def _synchronise(self, *_: object) -> None:
+        self.break_capture()
+        self.num_synchronised += 1
+
+    def _empty(self) -> None:
+        self.break_capture()
+        self.num_emptied += 1
+
+    def _begin_by_driver(self, stream: int) -> bool:
+        assert not self.is_capturing
+        self.is_capturing, self.is_invalid = True, False
+        return True
+
+    def _drop_by_driver(self, stream: int) -> None:
+        self.is_capturing = False
+
+
+class FakeGraph:
+    """As `torch.cuda.CUDAGraph`. On a CPU the work of a capture runs, which the tests' work allows for."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self._cuda = cuda
+        self._pool: object = None
+        self.has_ended = False
+
+    def capture_begin(self, pool: object, capture_error_mode: str) -> None:
+        cuda = self._cuda
+        assert capture_error_mode == "thread_local"
+        assert not gc.isenabled()
+        if id(pool) in cuda.open_books:
+            raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
+        if cuda.fails_at == "begin":
+            raise RuntimeError("no capture today")
+        self._pool = pool
+        cuda.open_books[id(pool)] = self
+        cuda.is_capturing, cuda.is_invalid = True, False
+        cuda.num_captures += 1
+
+    def capture_end(self) -> None:
+        cuda = self._cuda
+        if not cuda.is_capturing:
+            raise RuntimeError("the stream is not capturing")
+        cuda.is_capturing = False
+        if cuda.is_invalid or cuda.fails_at == "end":
+            cuda.fails_at = None
+            if cuda.closes_books_itself:
+                cuda.open_books.pop(id(self._pool), None)
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture\nand advice")
+        if cuda.open_books.pop(id(self._pool), None) is not self:
+            raise RuntimeError("capture_end() called before capture_begin().")
+        self.has_ended = True
+        if cuda.fails_at == "instantiate":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        cuda.free_bytes -= cuda.bytes_per_graph + cuda.bytes_of_pool
+        cuda.reserved_bytes += cuda.bytes_of_pool
+        cuda.bytes_of_pool = 0
+
+    def reset(self) -> None:
+        self.has_ended = False
+
+    def replay(self) -> None:
+        assert self.has_ended
+
+
+def new_recorder(device: torch.device) -> Recorder:
+    """A real one on a GPU, else one that only looks so."""
+    return Recorder(Lane(device)) if device.type == "cuda" else FakeRecorder()  # pyright: ignore[reportReturnType]
+
+
+class FakeEvent:
+    """An event that comes to pass when the test says so."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+
+    def query(self) -> bool:
+        return self.is_over
+
+
+class ReplayingGraph:
+    """Does its work again, and leaves the result where it was, or without `in_place` elsewhere."""
+
+    def __init__(self, run: Callable[[], Tensor], *, in_place: bool) -> None:
+        self._run = run
+        self._in_place = in_place
+        self.result: Tensor | None = None
+
+    def replay(self) -> None:
+        result = self._run()
+        if self.result is None or not self._in_place:
+            self.result = result.clone()
+        else:
+            self.result.copy_(result)
+
+
+class FakeRecorder:
+    """As `Recorder`. `failures` are raised by the captures to come; for None, and after the last, one succeeds."""
+
+    def __init__(self, failures: Iterable[Exception | None] = ()) -> None:
+        self._failures = iter(failures)
+        self.num_captures = self.num_releases = 0
+        self.events: list[FakeEvent] = []
+        self.graph_bytes = self.pool_bytes = 0
+        self.has_events = False
+        self.in_place = True
+        """Whether every replay writes its result to the same place, which a copy in stream order allows for."""
+
+    def entered(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def release_rehearsal_memory(self) -> None:
+        self.num_releases += 1
+
+    def record(self, run: Callable[[], Tensor]) -> Recording:
+        self.num_captures += 1
+        failure = next(self._failures, None)
+        if failure is not None:
+            raise failure
+        pool_bytes, self.pool_bytes = self.pool_bytes, 0
+        return _LazyRecording(ReplayingGraph(run, in_place=self.in_place), self.graph_bytes, pool_bytes)  # pyright: ignore[reportReturnType]
+
+    def mark(self) -> FakeEvent | None:
+        if not self.has_events:
+            return None
+        self.events.append(FakeEvent())
+        return self.events[-1]
+
+
+class _LazyRecording:
+    """As `Recording`; its result has a place from the first replay on."""
+
+    def __init__(self, graph: ReplayingGraph, graph_bytes: int, pool_bytes: int) -> None:
+        self.graph, self.graph_bytes, self.pool_bytes = graph, graph_bytes, pool_bytes
+
+    @property
+    def result(self) -> Tensor | None:
+        return self.graph.result

@@ -1,0 +1,172 @@
+"""The engine with CUDA graphs, of which any may fail to be captured: every answer is what it is without them."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import logging
+import random
+from collections.abc import Callable, Iterable, Iterator
+
+import pytest
+import torch
+
+from kestrel_runtime import runner as runner_module
+from kestrel_runtime.config import EngineConfig
+from kestrel_runtime.engine import Engine, EngineStatus
+from kestrel_runtime.events import Finished
+from kestrel_runtime.fast_paths import FastPaths
+from kestrel_runtime.loading import LoadedModel
+from kestrel_runtime.requests import Detect, Point, Query, Request, SamplingParams
+from kestrel_runtime.skills import SKILLS
+from tests.golden import MD2_SMALL
+from tests.runtime.fake_cuda import FakeRecorder
+
+SMALL_IMAGE = (MD2_SMALL / "image_1_100x80.png").read_bytes()
+LOGGER = "kestrel_runtime.captured_graphs"
+CONFIG = EngineConfig(model="", text_path="fused", vision_path="fused", max_batch_size=4, num_kv_pages=300)
+
+OVER = RuntimeError("CUDA error: operation failed due to a previous error during capture\nand a page of advice")
+NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+
+
+def requests() -> list[Request]:
+    """Every kind of draw, alone and together, greedy and not."""
+    drawn = [SamplingParams(temperature=5.0, max_tokens=4, seed=seed) for seed in range(4, 6)]
+    greedy = SamplingParams(temperature=0.0, max_tokens=4)
+    return [
+        Query("hello", sampling=greedy),
+        Query("What is this?", SMALL_IMAGE, sampling=drawn[0]),
+        Query("why?", SMALL_IMAGE, reasoning=True, sampling=drawn[1]),
+        Point("copy", SMALL_IMAGE, max_objects=1),
+        Detect("copy", SMALL_IMAGE, max_objects=1),
+    ]
+
+
+class Captures:
+    """Makes recorders for an engine, which share failures, and remembers them."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, failures: Iterable[Exception | None], *, in_place: bool = True
+    ) -> None:
+        """`in_place` as recorders have it; a step that is not copied at once must not be overwritten."""
+        self._in_place = in_place
+        self.recorders: list[FakeRecorder] = []
+        self._failures = iter(failures)
+        choose = FastPaths.of
+
+        def with_graphs(config: EngineConfig, device_type: str) -> FastPaths:
+            return dataclasses.replace(choose(config, device_type), with_graphs=True)
+
+        monkeypatch.setattr(FastPaths, "of", with_graphs)
+        monkeypatch.setattr(runner_module, "Recorder", self._new_recorder)
+        # The start captures nothing, which takes long on a CPU, so that all is captured in traffic.
+        monkeypatch.setattr(runner_module, "_MOST_START_S", 0.0)
+
+    @property
+    def num_tried(self) -> int:
+        return sum(recorder.num_captures for recorder in self.recorders)
+
+    def _new_recorder(self, lane: object) -> FakeRecorder:
+        self.recorders.append(FakeRecorder(self._failures))
+        self.recorders[-1].in_place = self._in_place
+        return self.recorders[-1]
+
+
+async def answers(engine: Engine, times: int = 2) -> list[object]:
+    """What the requests get one by one and together, so often that all is captured that can be."""
+    outputs: list[object] = []
+    for _ in range(times):
+        outputs += [(await engine.submit(request).result()).output for request in requests()]
+        together = await asyncio.gather(*(engine.submit(request).result() for request in requests()))
+        outputs += [finished.output for finished in together]
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def wanted(moondream2: LoadedModel) -> list[object]:
+    engine = Engine(moondream2, CONFIG)
+    try:
+        return asyncio.run(answers(engine, times=1)) * 2
+    finally:
+        engine.close()
+
+
+def at_random(seed: int) -> Iterator[Exception | None]:
+    chance = random.Random(seed)
+    while True:
+        yield chance.choice([None, None, None, None, OVER, NO_MEMORY])
+
+
+@pytest.mark.parametrize(
+    ("failures", "looks_ahead"),
+    [
+        pytest.param(lambda: (), False, id="none"),
+        pytest.param(lambda: itertools.repeat(OVER), False, id="invalid captures"),
+        pytest.param(lambda: itertools.repeat(NO_MEMORY), False, id="no memory"),
+        pytest.param(lambda: itertools.chain([None] * 5, itertools.repeat(NO_MEMORY)), False, id="no memory later"),
+        pytest.param(lambda: at_random(3), True, id="at random, looking ahead"),
+    ],
+)
+async def test_whatever_fails_to_be_captured_every_answer_is_right_and_nobody_is_blamed(
+    moondream2: LoadedModel,
+    wanted: list[object],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    failures: Callable[[], Iterable[Exception | None]],
+    looks_ahead: bool,
+) -> None:
+    captures = Captures(monkeypatch, failures(), in_place=not looks_ahead)
+    monkeypatch.setattr(runner_module.ModelRunner, "is_asynchronous", looks_ahead)
+    statuses: list[EngineStatus] = []
+    with caplog.at_level(logging.WARNING):
+        engine = Engine(moondream2, CONFIG)
+        engine.on_status_change(statuses.append)
+        try:
+            assert await answers(engine) == wanted
+            assert (engine.status, statuses) == (EngineStatus.SERVING, [])
+            assert engine.load().num_used_pages == 0
+        finally:
+            engine.close()
+    assert captures.num_tried > 5
+    # One line for each key, and for each kind no more than a few; and nothing else was worth a warning.
+    assert all("run without a CUDA graph" in record.message for record in caplog.records)
+    keys = [record.message.partition(" run without")[0] for record in caplog.records]
+    assert len(keys) == len(set(keys)) <= 8 * 4
+    assert all("\n" not in record.message for record in caplog.records)
+    # In traffic nothing waited for the device: recorders are asked to at the start alone.
+    assert sum(recorder.num_releases for recorder in captures.recorders) == 1
+
+
+async def test_graphs_are_captured_anew_after_a_restart(
+    moondream2: LoadedModel, wanted: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captures = Captures(monkeypatch, ())
+    engine = Engine(moondream2, CONFIG)
+    try:
+        assert await answers(engine) == wanted
+        before = captures.num_tried
+        engine._loop._runner.restart()  # nothing is under way
+        assert await answers(engine) == wanted
+        assert captures.num_tried > before
+        assert isinstance(await engine.submit(Query("hi")).result(), Finished)
+    finally:
+        engine.close()
+
+
+def test_the_draws_of_every_skill_alone_and_together_are_usual(moondream2: LoadedModel) -> None:
+    config = moondream2.model.config
+    spatial = (config.tokenizer.coord_id, config.tokenizer.size_id)
+    found: set[tuple[bool, bool]] = set()
+    asked: list[Request] = [*requests(), Query("why?", SMALL_IMAGE)]
+    for request in asked:
+        grammar = SKILLS[request.skill].reader(request, moondream2.tokenizer, config).grammar
+        coordinates, sizes = (
+            any(rule.is_spatial and rule.lets_pass(id) for rule in grammar.rules) for id in spatial
+        )
+        found.add((coordinates, sizes))
+    together = {(a or c, b or d) for a, b in found for c, d in found}
+    usual = {needs[:2] for needs in (*runner_module._TEXT_NEEDS, *runner_module._SPATIAL_NEEDS)}
+    assert together == usual
+    assert len({*runner_module._TEXT_NEEDS, *runner_module._SPATIAL_NEEDS}) == 2 * len(usual)
