@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from kestrel_runtime.errors import ImageError
-from kestrel_runtime.images import FORMATS, decode_image
+from kestrel_runtime.images import decode_image
+from kestrel_runtime.imaging.formats import FORMATS
 
 MAX_PIXELS = 250_000
 # Where a length, a count or an offset stands, these are the values that break readers.
