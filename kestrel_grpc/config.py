@@ -258,6 +258,14 @@ class ServerConfig:
     max_image_pixels: int = _option(
         _ENGINE.max_image_pixels, whole_number(1), "largest image, width times height", unit="pixels"
     )
+    max_decoded_image_bytes: int | None = _option(
+        None,
+        whole_number(MIB),
+        "memory of all images together from their decoding to the end of their requests; one image may take three"
+        " quarters of it, and 512 MiB, while it is decoded",
+        unit="bytes",
+        default_text="512 MiB and room for two full batches",
+    )
     image_hosts: tuple[AllowedHost, ...] | None = _option(
         None,
         parse_hosts,
@@ -376,6 +384,7 @@ class ServerConfig:
             ageing_s=self.ageing,
             max_image_bytes=self.max_image_bytes,
             max_image_pixels=self.max_image_pixels,
+            max_decoded_image_bytes=self.max_decoded_image_bytes,
             num_preprocess_threads=self.preprocess_threads,
             resize_on_device=self.resize_on_device,
             max_prefill_tokens=self.max_prefill_tokens,

@@ -28,14 +28,15 @@ from kestrel_runtime.errors import (
     SkillUnsupported,
 )
 from kestrel_runtime.fast_paths import FastPaths
-from kestrel_runtime.images import make_crops
+from kestrel_runtime.images import largest_kept_bytes, make_crops
 from kestrel_runtime.loading import LoadedModel
 from kestrel_runtime.loop import EngineLoop
 from kestrel_runtime.memory_plan import check_cache
 from kestrel_runtime.model_paths import ModelPaths
+from kestrel_runtime.models.moondream.config import VisionConfig
 from kestrel_runtime.models.moondream.tiling import Tiler
 from kestrel_runtime.pages import PagePool
-from kestrel_runtime.preprocess import Preprocessor
+from kestrel_runtime.preprocess import MAX_DECODING_BYTES, Preprocessor
 from kestrel_runtime.probes import new_probes
 from kestrel_runtime.recovery import Recovery
 from kestrel_runtime.requests import Caption, Query, Request
@@ -45,6 +46,7 @@ from kestrel_runtime.sequence import Sequence, SequenceClock
 from kestrel_runtime.step_bounds import StepBounds
 from kestrel_runtime.stream import Stream
 from kestrel_runtime.tracebacks import clear_locals, drop_tracebacks
+from kestrel_runtime.workers import Interrupted
 
 
 class EngineStatus(Enum):
@@ -150,6 +152,7 @@ class Engine:
             max_context=max_context,
             max_image_pixels=config.max_image_pixels,
             num_threads=config.num_preprocess_threads,
+            max_decoded_bytes=_max_decoded_bytes(config, bounds, model_config.vision, uncut=paths.resizes_images),
             ageing_s=config.ageing_s,
             cut=self._cutter(loaded, paths, bounds.max_batch_size) if paths.resizes_images else make_crops,
         )
@@ -210,10 +213,15 @@ class Engine:
         stream = Stream()
         self._admission.enter(stream, self._burden(request, tenant), now, patience_s=patience_s)
         try:
-            preparation = self._preprocessor.submit(request, clock, tenant)
+            preparation = self._preprocessor.submit(
+                request, clock, tenant, is_wanted=lambda: not stream.over.done()
+            )
         except RuntimeError as error:  # closed at this very moment, or the system has no thread left for us
             self._admission.leave(stream)
             raise EngineUnavailable("no worker can take the request") from error
+        except KestrelError:
+            self._admission.leave(stream)
+            raise
         self._streams.add(stream)
         stream.over.add_done_callback(lambda _: self._streams.discard(stream))
         with self._lock:
@@ -281,7 +289,7 @@ class Engine:
             self._loop.add(preparation.result(), stream)
             return
         self._admission.leave(stream)
-        if error is None:
+        if error is None or isinstance(error, Interrupted):
             stream.fail(EngineUnavailable("the engine has stopped"))  # ignored where the stream is over already
             return
         if isinstance(error, KestrelError):  # its message says all
@@ -308,3 +316,10 @@ class Engine:
             self._status = status
             for callback in self._callbacks:
                 callback(status)
+
+
+def _max_decoded_bytes(config: EngineConfig, bounds: StepBounds, vision: VisionConfig, *, uncut: bool) -> int:
+    """The configured limit, or room for a batch that runs, one that comes next, and a large image to decode."""
+    if config.max_decoded_image_bytes is not None:
+        return config.max_decoded_image_bytes
+    return 2 * bounds.max_batch_size * largest_kept_bytes(vision, uncut=uncut) + MAX_DECODING_BYTES

@@ -10,20 +10,26 @@ import secrets
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
 
 from PIL import Image
 
 from kestrel_runtime.culprits import Culprits, fingerprint_of
-from kestrel_runtime.errors import ContextLengthExceeded, RequestRefused
-from kestrel_runtime.images import Crops, UncutImage, decode_image, make_crops
+from kestrel_runtime.errors import ContextLengthExceeded, ImageError, RequestRefused
+from kestrel_runtime.images import Crops, UncutImage, crops_bytes, decode_image, inspect_image, make_crops
+from kestrel_runtime.imaging.header import ImageHeader
+from kestrel_runtime.memory_budget import MemoryBudget
 from kestrel_runtime.models.moondream.config import MoondreamConfig, VisionConfig
 from kestrel_runtime.requests import Request
 from kestrel_runtime.sequence import Sequence, SequenceClock
 from kestrel_runtime.skills import SKILLS
 from kestrel_runtime.tokenizer import Tokenizer
 from kestrel_runtime.tokens import Token
-from kestrel_runtime.workers import Workers
+from kestrel_runtime.workers import Interrupted, Job, Workers
+
+MAX_DECODING_BYTES = 512 * 2**20
+"""For one image. A PNG of 64 megapixels takes that, a WebP of 32, a progressive JPEG without subsampling of 53."""
+_CUT_COPIES = 3
+"""The largest part of an image's crops exists so often while they are cut: resized, as an array, and as crops."""
 
 
 class Preprocessor:
@@ -38,10 +44,15 @@ class Preprocessor:
         max_context: int,
         max_image_pixels: int,
         num_threads: int,
+        max_decoded_bytes: int = 2 * MAX_DECODING_BYTES,
         ageing_s: float = 10.0,
         cut: Callable[[Image.Image, VisionConfig], Crops | UncutImage] = make_crops,
     ) -> None:
-        """`cut` makes of an RGB image what the engine takes; it is called by all the threads."""
+        """`cut` makes of an RGB image what the engine takes; it is called by all the threads.
+
+        `max_decoded_bytes` bounds the memory of all images together, from the start of their decoding until their
+        crops are freed.
+        """
         self._config = config
         self._tokenizer = tokenizer
         self._culprits = culprits
@@ -49,22 +60,70 @@ class Preprocessor:
         self._max_image_pixels = max_image_pixels
         self._cut = cut
         self._ids = itertools.count(1)
-        self._ageing_s = ageing_s
-        self._workers = Workers(num_threads, "kestrel-preprocess")
+        self._budget = MemoryBudget(max_decoded_bytes)
+        # The rest is for the small images that pass a large one while it waits.
+        self._max_decoding_bytes = min(MAX_DECODING_BYTES, max_decoded_bytes * 3 // 4)
+        self._workers = Workers(num_threads, "kestrel-preprocess", self._budget, ageing_s=ageing_s)
 
-    def submit(self, request: Request, clock: SequenceClock, tenant: str = "") -> Future[Sequence]:
+    @property
+    def decoded_bytes(self) -> int:
+        """Memory of images that are being decoded or have been; a reading."""
+        return self._budget.used_bytes
+
+    def inspect(self, image: bytes | None) -> ImageHeader | None:
+        """What an image declares, in little time. Raises `ImageError` where it is none or takes too much memory."""
+        if image is None:
+            return None
+        header = inspect_image(image, max_image_pixels=self._max_image_pixels)
+        if self._num_bytes(header) > self._max_decoding_bytes:
+            limit_mib = self._max_decoding_bytes // 2**20
+            raise ImageError(f"must take at most {limit_mib} MiB while it is decoded", too_large=True)
+        return header
+
+    def submit(
+        self,
+        request: Request,
+        clock: SequenceClock,
+        tenant: str = "",
+        *,
+        is_wanted: Callable[[], bool] = lambda: True,
+    ) -> Future[Sequence]:
         """Have a worker `prepare` the request; the future can be cancelled until one does.
 
-        Who waits for a worker goes by priority and age, as who waits for pages does.
+        Who waits for a worker goes by priority, tenant and age, as who waits for pages does. Decoding stops soon
+        after `is_wanted` says no or the request's time is over. Raises `ImageError` as `inspect` does.
         """
-        urgency = clock.submitted + self._ageing_s * request.options.priority
-        return self._workers.submit(partial(self.prepare, request, clock, tenant), urgency)
+        header = self.inspect(request.image)
 
-    def prepare(self, request: Request, clock: SequenceClock, tenant: str = "") -> Sequence:
+        def check_wanted() -> None:
+            lateness = clock.lateness(time.monotonic())
+            if lateness is not None:
+                raise lateness
+            if self._workers.is_closing or not is_wanted():
+                raise Interrupted
+
+        return self._workers.submit(
+            Job(
+                lambda: self.prepare(request, clock, tenant, check_wanted=check_wanted),
+                submitted=clock.submitted,
+                priority=request.options.priority,
+                tenant=tenant,
+                num_bytes=0 if header is None else self._num_bytes(header),
+            )
+        )
+
+    def prepare(
+        self,
+        request: Request,
+        clock: SequenceClock,
+        tenant: str = "",
+        *,
+        check_wanted: Callable[[], None] = lambda: None,
+    ) -> Sequence:
         """Decode, cut and tokenise.
 
-        Raises `InvalidRequest`, mostly as `ImageError` or `ContextLengthExceeded`; `RequestRefused`; and, before
-        any work is spent, `DeadlineExceeded` and `QueueTimeout`.
+        Raises `InvalidRequest`, mostly as `ImageError` or `ContextLengthExceeded`; `RequestRefused`; before any
+        work is spent, `DeadlineExceeded` and `QueueTimeout`; and what `check_wanted` does.
         """
         clock.preprocess_started = time.monotonic()
         lateness = clock.lateness(clock.preprocess_started)
@@ -81,8 +140,9 @@ class Preprocessor:
             raise ContextLengthExceeded(skill.text_field, num_positions, self._max_context)
         crops = None
         if request.image is not None:
-            image = decode_image(request.image, max_image_pixels=self._max_image_pixels)
+            image = decode_image(request.image, max_image_pixels=self._max_image_pixels, check_wanted=check_wanted)
             crops = self._cut(image, config.vision)
+            self._budget.hold(tenant, crops, crops.pixels.nbytes)
         sampling, defaults = request.sampling, skill.defaults
         clock.prepared = time.monotonic()
         return Sequence(
@@ -103,5 +163,9 @@ class Preprocessor:
         )
 
     def close(self) -> None:
-        """Drop what has not begun and wait for the workers."""
+        """Drop what has not begun, and wait for the workers for a bounded time."""
         self._workers.close()
+
+    def _num_bytes(self, header: ImageHeader) -> int:
+        """The most that decoding and cutting an image holds."""
+        return header.decoding_bytes + _CUT_COPIES * crops_bytes(header.height, header.width, self._config.vision)

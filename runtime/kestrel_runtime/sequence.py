@@ -137,6 +137,15 @@ class Sequence:
         return self.num_prompt_tokens + self.num_image_tokens
 
     @property
+    def submitted(self) -> float:
+        return self.clock.submitted
+
+    @property
+    def cost(self) -> int:
+        """The service that its start is, compared with the 1 of a token."""
+        return self.num_prompt_positions
+
+    @property
     def num_generated(self) -> int:
         return len(self.tokens) - self.num_prompt_tokens
 

@@ -1,40 +1,66 @@
 """Who starts next among those that wait. Pure decisions: no torch, no threads, no clock.
 
-Rules, the first that tells two sequences apart decides
+Rules, the first that tells two items apart decides
   W1  Those that had started and were put back come before everybody, in the order they had started.
-  W2  Priority: interactive before normal before batch. A sequence rises one level per `ageing_s` of waiting, up to
+  W2  Priority: interactive before normal before batch. An item rises one level per `ageing_s` of waiting, up to
       the top, so urgent requests delay it for a bounded time.
-  W3  Among tenants, the one that has been served least (start-time fair queueing). Service is counted in prompt
-      positions admitted and tokens generated. Who comes back after a pause has the service of whoever is served
-      then, not less: idleness earns no credit.
+      Between tenants, an item counts as urgent as the most urgent of equal or lower priority: age alone, which a
+      backlog has plenty of, does not bring one tenant's requests before another's.
+  W3  Among tenants, the one that has been served least (start-time fair queueing). Service is counted in what items
+      cost and in tokens generated. Who comes back after a pause has the service of whoever is served then, not
+      less: idleness earns no credit.
   W4  The order of submission.
 
-Ageing stops at the top because W3 rules there: a tenant's backlog may be minutes old, and still another tenant's
-newcomer need not wait for all of it. Nothing starves: at the top a tenant that is passed over becomes the one
-served least, and within a tenant the oldest is first.
+Nothing starves: at the top a tenant that is passed over becomes the one served least, and within a tenant the
+oldest is first.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
 
 from kestrel_runtime.requests import Priority
-from kestrel_runtime.sequence import Sequence
 
-_TOP = min(Priority)
+_TOP, _LAST = min(Priority), max(Priority)
 _MAX_IDLE_TENANTS = 1024
 
 
-class WaitingQueue:
-    """Sequences without pages. A choice costs a look at each tenant, whatever the length of the queue."""
+class Waiter(Protocol):
+    """What can wait here: sequences for pages, requests for a preprocessing worker."""
+
+    @property
+    def tenant(self) -> str:
+        """On whose behalf; "" where tenants are not told apart."""
+        ...
+
+    @property
+    def priority(self) -> Priority: ...
+
+    @property
+    def submitted(self) -> float:
+        """When its request came, in seconds of a monotonic clock."""
+        ...
+
+    @property
+    def cost(self) -> int:
+        """How much service its start is, in the queue's own unit."""
+        ...
+
+
+Item = TypeVar("Item", bound=Waiter)
+
+
+class WaitingQueue(Generic[Item]):
+    """What has not started yet. A choice costs a look at each tenant, whatever the length of the queue."""
 
     def __init__(self, *, ageing_s: float) -> None:
         assert ageing_s > 0, "ageing takes time"
         self._ageing_s = ageing_s
-        self._put_back: list[Sequence] = []
-        self._tenants: dict[str, _Tenant] = {}
+        self._put_back: list[Item] = []
+        self._tenants: dict[str, _Tenant[Item]] = {}
         self._num_waiting = 0
         self._num_pushed = 0
         # The service of the tenant chosen last, when it was chosen. It never falls.
@@ -43,61 +69,71 @@ class WaitingQueue:
     def __len__(self) -> int:
         return len(self._put_back) + self._num_waiting
 
-    def __iter__(self) -> Iterator[Sequence]:
+    def __iter__(self) -> Iterator[Item]:
         """Everybody: first who was put back, then by tenant, priority and age."""
         yield from self._put_back
         for tenant in self._tenants.values():
             for line in tenant.lines.values():
-                yield from (place.sequence for place in line)
+                yield from (place.item for place in line)
 
-    def push(self, sequence: Sequence) -> None:
-        """Take in a sequence that has not started yet."""
-        tenant = self._tenant(sequence.tenant)
+    def push(self, item: Item) -> None:
+        """Take in an item that has not started yet."""
+        tenant = self._tenant(item.tenant)
         if not tenant.is_waiting:
             tenant.service = max(tenant.service, self._virtual_time)
         self._num_pushed += 1
-        insort(tenant.lines[sequence.priority], _Place(sequence.clock.submitted, self._num_pushed, sequence))
+        insort(tenant.lines[item.priority], _Place(item.submitted, self._num_pushed, item))
         self._num_waiting += 1
 
-    def put_back(self, sequence: Sequence) -> None:
-        """Take in a sequence that had started before everybody who was put back earlier."""
-        self._put_back.insert(0, sequence)
+    def put_back(self, item: Item) -> None:
+        """Take in an item that had started before everybody who was put back earlier."""
+        self._put_back.insert(0, item)
 
-    def first(self, now: float) -> Sequence | None:
-        """Who starts next."""
-        if self._put_back:
+    def first(self, now: float, may_start: Callable[[Item], bool] | None = None) -> Item | None:
+        """Who starts next, of all or of those that `may_start`, which costs a look at each that may not."""
+        if may_start is None and self._put_back:
             return self._put_back[0]
-        ranks = (
-            (max(priority - int((now - line[0].submitted) / self._ageing_s), _TOP), tenant.service, line[0])
-            for tenant in self._tenants.values()
-            for priority, line in tenant.lines.items()
-            if line
-        )
-        best = min(ranks, default=None)
-        return None if best is None else best[2].sequence
+        for item in self._put_back:
+            if may_start is not None and may_start(item):
+                return item
+        heads: list[tuple[Priority, float, int, _Place[Item]]] = []
+        levels = [int(_LAST)] * len(Priority)  # the most urgent of each priority, then of it and all lower ones
+        for tenant in self._tenants.values():
+            for priority, line in tenant.lines.items():
+                place = _first_in(line, may_start) if line else None
+                if place is not None:
+                    level = max(priority - int((now - place.submitted) / self._ageing_s), _TOP)
+                    heads.append((priority, tenant.service, level, place))
+                    levels[priority] = min(levels[priority], level)
+        if not heads:
+            return None
+        for priority in range(_LAST, _TOP, -1):
+            levels[priority - 1] = min(levels[priority - 1], levels[priority])
+        best = min((levels[priority], service, level, place) for priority, service, level, place in heads)
+        return best[3].item
 
-    def start(self, sequence: Sequence) -> None:
-        """The sequence starts: it leaves, and its tenant has been served its prompt."""
-        if sequence in self._put_back:
-            self._put_back.remove(sequence)  # its prompt was counted when it started first
+    def start(self, item: Item) -> None:
+        """The item starts: it leaves, and its tenant has been served what it costs."""
+        if item in self._put_back:
+            self._put_back.remove(item)  # its cost was counted when it started first
             return
-        tenant = self._tenants[sequence.tenant]
+        tenant = self._tenants[item.tenant]
         self._virtual_time = max(self._virtual_time, tenant.service)
-        tenant.service += sequence.num_prompt_positions
-        self._take_out(tenant, sequence)
+        tenant.service += item.cost
+        self._take_out(tenant, item)
 
-    def serve(self, sequence: Sequence) -> None:
-        """A token was generated for a sequence that has started."""
-        self._tenant(sequence.tenant).service += 1
+    def serve(self, item: Item) -> None:
+        """A token was generated for an item that has started."""
+        self._tenant(item.tenant).service += 1
 
-    def remove(self, sequence: Sequence) -> None:
-        """The sequence leaves without having started again."""
-        if sequence in self._put_back:
-            self._put_back.remove(sequence)
+    def remove(self, item: Item) -> None:
+        """The item leaves without having started again."""
+        if item in self._put_back:
+            self._put_back.remove(item)
         else:
-            self._take_out(self._tenants[sequence.tenant], sequence)
+            self._take_out(self._tenants[item.tenant], item)
 
-    def _tenant(self, name: str) -> _Tenant:
+    def _tenant(self, name: str) -> _Tenant[Item]:
         tenant = self._tenants.get(name)
         if tenant is None:
             self._forget_tenants()
@@ -111,31 +147,39 @@ class WaitingQueue:
             if service <= self._virtual_time or len(idle) - place > _MAX_IDLE_TENANTS:
                 del self._tenants[name]
 
-    def _take_out(self, tenant: _Tenant, sequence: Sequence) -> None:
-        line = tenant.lines[sequence.priority]
-        index = bisect_left(line, sequence.clock.submitted, key=lambda place: place.submitted)
-        while line[index].sequence is not sequence:
+    def _take_out(self, tenant: _Tenant[Item], item: Item) -> None:
+        line = tenant.lines[item.priority]
+        index = bisect_left(line, item.submitted, key=lambda place: place.submitted)
+        while line[index].item is not item:
             index += 1
         del line[index]
         self._num_waiting -= 1
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class _Place:
-    """A place in a line: no two are equal, so sequences are never compared."""
+class _Place(Generic[Item]):
+    """A place in a line: no two are equal, so items are never compared."""
 
     submitted: float
     number: int
-    sequence: Sequence = field(compare=False)
+    item: Item = field(compare=False)
 
 
 @dataclass(slots=True)
-class _Tenant:
+class _Tenant(Generic[Item]):
     """A tenant's lines, one per priority, oldest first, and the service it has had."""
 
     service: float
-    lines: dict[Priority, list[_Place]] = field(default_factory=lambda: {priority: [] for priority in Priority})
+    lines: dict[Priority, list[_Place[Item]]] = field(
+        default_factory=lambda: {priority: [] for priority in Priority}
+    )
 
     @property
     def is_waiting(self) -> bool:
         return any(self.lines.values())
+
+
+def _first_in(line: list[_Place[Item]], may_start: Callable[[Item], bool] | None) -> _Place[Item] | None:
+    if may_start is None:
+        return line[0]
+    return next((place for place in line if may_start(place.item)), None)

@@ -1,12 +1,16 @@
 """Preparing requests on worker threads."""
 
 import io
+import struct
 import threading
 import time
+from concurrent.futures import FIRST_COMPLETED, wait
+from typing import Any
 
 import pytest
 from PIL import Image
 
+from kestrel_runtime import preprocess
 from kestrel_runtime.culprits import Culprits, fingerprint_of
 from kestrel_runtime.errors import (
     ContextLengthExceeded,
@@ -21,6 +25,8 @@ from kestrel_runtime.loading import LoadedModel
 from kestrel_runtime.preprocess import Preprocessor
 from kestrel_runtime.requests import Caption, Point, Priority, Query, RequestOptions, SamplingParams
 from kestrel_runtime.sequence import SequenceClock
+from kestrel_runtime.workers import Interrupted
+from tests import hostile_images
 from tests.golden import MD3_SMALL
 
 IMAGE = (MD3_SMALL / "image_0_500x400.png").read_bytes()
@@ -115,8 +121,13 @@ def test_an_image_over_the_pixel_limit_is_refused(moondream3: LoadedModel) -> No
 
 
 def test_a_workers_error_is_in_its_future(preprocessor: Preprocessor) -> None:
-    assert isinstance(preprocessor.submit(Caption(b"not an image"), clock()).exception(), ImageError)
+    assert isinstance(preprocessor.submit(Caption(IMAGE[:2000]), clock()).exception(), ImageError)
     assert preprocessor.submit(Query("hello"), clock()).result().num_prompt_tokens > 4
+
+
+def test_what_the_header_tells_is_refused_at_once(preprocessor: Preprocessor) -> None:
+    with pytest.raises(ImageError):
+        preprocessor.submit(Caption(b"not an image"), clock())
 
 
 @pytest.mark.parametrize(("late", "error"), [("deadline", DeadlineExceeded), ("queue_deadline", QueueTimeout)])
@@ -165,14 +176,19 @@ class OneWorker:
             cut=self._cut,
         )
 
-    def after(self, *waiting: tuple[Priority, float]) -> list[int]:
-        """The order in which requests of these priorities and ages in seconds are taken, by their places here."""
+    def after(self, *waiting: tuple[Priority, float], tenants: str = "") -> list[int]:
+        """The order in which requests of these priorities and ages in seconds are taken, by their places here.
+
+        A letter of `tenants` names the tenant of each; "" is that of all.
+        """
         now = time.monotonic()
         first = self.preprocessor.submit(Caption(picture(100)), SequenceClock(now))
         assert self._has_begun.wait(MAX_WAIT_S)
         futures = [
             self.preprocessor.submit(
-                Caption(picture(width), options=RequestOptions(priority=priority)), SequenceClock(now - age_s)
+                Caption(picture(width), options=RequestOptions(priority=priority)),
+                SequenceClock(now - age_s),
+                tenants[width - 1 : width],
             )
             for width, (priority, age_s) in enumerate(waiting, start=1)
         ]
@@ -203,3 +219,143 @@ def test_workers_take_the_most_urgent_first(moondream3: LoadedModel) -> None:
 def test_who_has_waited_long_enough_is_no_less_urgent(moondream3: LoadedModel) -> None:
     waiting = [(Priority.INTERACTIVE, 0.0), (Priority.BATCH, 19.0), (Priority.BATCH, 21.0)]
     assert OneWorker(moondream3).after(*waiting) == [2, 0, 1]
+
+
+def test_tenants_take_turns_however_old_the_backlog_of_one_is(moondream3: LoadedModel) -> None:
+    waiting = [(Priority.NORMAL, 60.0)] * 8 + [(Priority.NORMAL, 0.0)] * 2
+    order = OneWorker(moondream3).after(*waiting, tenants="a" * 8 + "bb")
+    assert {8, 9} <= set(order[:4])
+
+
+# Memory
+
+
+def bounded(moondream3: LoadedModel, max_decoded_bytes: int, num_threads: int = 2) -> Preprocessor:
+    return Preprocessor(
+        moondream3.model.config,
+        moondream3.tokenizer,
+        Culprits(),
+        max_context=1000,
+        max_image_pixels=64_000_000,
+        num_threads=num_threads,
+        max_decoded_bytes=max_decoded_bytes,
+        cut=leave_uncut,
+    )
+
+
+def test_what_an_image_takes_is_counted_until_its_pixels_are_freed(moondream3: LoadedModel) -> None:
+    preprocessor = bounded(moondream3, 2**30)
+    sequence = preprocessor.submit(Caption(IMAGE), clock()).result(MAX_WAIT_S)
+    assert preprocessor.decoded_bytes == 4 * 500 * 400
+    assert preprocessor.submit(Query("hello"), clock()).result(MAX_WAIT_S)
+    assert preprocessor.decoded_bytes == 4 * 500 * 400
+    del sequence
+    assert preprocessor.decoded_bytes == 0
+    preprocessor.close()
+
+
+@pytest.mark.parametrize("tenant", ["", "somebody"])
+def test_files_that_are_small_wait_encoded_where_their_pixels_would_take_too_much(
+    moondream3: LoadedModel, tenant: str
+) -> None:
+    limit_bytes, file = 64 * 2**20, hostile_images.png(1600, 1000, colour_type=2)
+    assert len(file) < 10_000
+    preprocessor = bounded(moondream3, limit_bytes)  # 256 of them would take 1.6 GB
+    futures = [preprocessor.submit(Caption(file), clock(), tenant) for _ in range(40)]
+    most_bytes, num_prepared = 0, 0
+    while futures:
+        done, _ = wait(futures, MAX_WAIT_S, FIRST_COMPLETED)
+        assert done
+        most_bytes = max(most_bytes, preprocessor.decoded_bytes)
+        prepared = [future.result() for future in done]
+        num_prepared += len(prepared)
+        futures = [future for future in futures if future not in done]
+        del done, prepared
+    preprocessor.close()
+    assert num_prepared == 40
+    assert most_bytes <= limit_bytes
+    assert preprocessor.decoded_bytes == 0
+
+
+def test_so_many_wait_decoded_and_no_more_are_decoded_until_they_go_on(moondream3: LoadedModel) -> None:
+    file, kept_bytes, limit_bytes = hostile_images.png(1000, 800, colour_type=2), 4 * 800_000, 48 * 2**20
+    preprocessor = bounded(moondream3, limit_bytes, num_threads=1)
+    futures = [preprocessor.submit(Caption(file), clock()) for _ in range(30)]
+    # Whoever waits behind them and needs no memory comes when no other can.
+    last = preprocessor.submit(Query("hi", options=RequestOptions(priority=Priority.BATCH)), clock())
+    last.result(MAX_WAIT_S)
+    num_decoded = sum(future.done() for future in futures)
+    assert 5 <= num_decoded <= limit_bytes / kept_bytes
+    assert preprocessor.decoded_bytes == num_decoded * kept_bytes
+    while futures:
+        futures.pop(0).result(MAX_WAIT_S)
+    preprocessor.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("PNG with transparency", hostile_images.png(2, 2)[:16] + struct.pack(">II", 8000, 8000) + bytes(30)),
+        ("WebP", hostile_images.webp_canvas(8000, 8000)),
+        ("progressive JPEG", hostile_images.progressive_jpeg(8000, 8000, 1)),
+        (
+            "TIFF in one strip",
+            hostile_images.tiff(8000, 8000, {273: (4, 1, 0), 274: (3, 1, 6), 278: (4, 1, 8000), 279: (4, 1, 9)}),
+        ),
+    ],
+)
+def test_an_image_that_takes_too_much_to_decode_is_refused_before_it_is(
+    moondream3: LoadedModel, name: str, file: bytes
+) -> None:
+    preprocessor = bounded(moondream3, 600 * 2**20)
+    with pytest.raises(ImageError, match="must take at most 450 MiB while it is decoded") as caught:
+        preprocessor.submit(Caption(file), clock())
+    assert caught.value.too_large, name
+    preprocessor.close()
+
+
+def test_the_largest_image_in_the_simplest_format_is_not_refused(moondream3: LoadedModel) -> None:
+    preprocessor = bounded(moondream3, 2**30)
+    for kind in (2, 6):
+        header = hostile_images.png(2, 2, colour_type=kind)[:16] + struct.pack(">II", 8000, 8000) + bytes(30)
+        assert preprocessor.inspect(header) is not None
+    preprocessor.close()
+
+
+# Giving up
+
+
+@pytest.mark.parametrize("reason", ["nobody waits", "deadline", "closing"])
+def test_decoding_stops_between_two_scans_when_nobody_waits_for_it_any_more(
+    moondream3: LoadedModel, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    preprocessor = bounded(moondream3, 2**30, num_threads=1)
+    timing, is_wanted, num_checks = clock(), True, 0
+    closer, is_closing = threading.Thread(target=preprocessor.close), threading.Event()
+    decode_image = preprocess.decode_image
+
+    def decode(*arguments: Any, check_wanted: Any, **options: Any) -> Any:
+        def check() -> None:
+            nonlocal is_wanted, num_checks
+            num_checks += 1
+            if num_checks == 30:  # the header takes about 20
+                match reason:
+                    case "nobody waits":
+                        is_wanted = False
+                    case "deadline":
+                        timing.deadline = time.monotonic()
+                    case _:
+                        waiting = preprocessor.submit(Query("hello"), clock())
+                        waiting.add_done_callback(lambda _: is_closing.set())
+                        closer.start()
+                        assert is_closing.wait(MAX_WAIT_S)
+            check_wanted()
+
+        return decode_image(*arguments, check_wanted=check, **options)
+
+    monkeypatch.setattr(preprocess, "decode_image", decode)
+    file = hostile_images.progressive_jpeg(640, 480, 60)
+    error = preprocessor.submit(Caption(file), timing, is_wanted=lambda: is_wanted).exception(MAX_WAIT_S)
+    assert isinstance(error, DeadlineExceeded if reason == "deadline" else Interrupted)
+    assert num_checks == 30
+    preprocessor.close()

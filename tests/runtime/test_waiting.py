@@ -100,9 +100,45 @@ def test_w3_old_backlog_does_not_come_before_another_tenants_newcomer(queue: Wai
     first = queue.first(0.0)
     assert first is not None
     queue.start(first)
-    newcomer = new_sequence(10, tenant="modest", submitted=300.0, priority=INTERACTIVE)
+    newcomer = new_sequence(10, tenant="modest", submitted=300.0)
     push(queue, newcomer)
     assert queue.first(300.0) is newcomer
+
+
+@pytest.mark.parametrize("backlog", Priority)
+@pytest.mark.parametrize("newcomer", Priority)
+def test_w2_age_brings_no_tenant_before_another_that_is_as_urgent(
+    queue: WaitingQueue, backlog: Priority, newcomer: Priority
+) -> None:
+    push(queue, *(new_sequence(10, tenant="flood", priority=backlog) for _ in range(50)))
+    first = queue.first(0.0)
+    assert first is not None
+    queue.start(first)
+    other = new_sequence(10, tenant="modest", submitted=5.0, priority=newcomer)
+    push(queue, other)
+    assert (queue.first(5.0) is other) is (newcomer <= backlog)
+    assert (queue.first(24.9) is other) is (newcomer <= backlog or newcomer is NORMAL)
+    assert queue.first(25.1) is other
+
+
+def test_w2_age_still_counts_within_a_tenant(queue: WaitingQueue) -> None:
+    aged, urgent = new_sequence(tenant="a", priority=NORMAL), new_sequence(tenant="a", submitted=11.0)
+    push(queue, new_sequence(tenant="b", priority=BATCH), aged, urgent)
+    newcomer = new_sequence(tenant="a", submitted=12.0, priority=INTERACTIVE)
+    push(queue, newcomer)
+    assert [item for item in start_all(queue, now=12.0) if item.tenant == "a"] == [aged, newcomer, urgent]
+
+
+def test_who_may_not_start_is_passed_over_and_keeps_its_place(queue: WaitingQueue) -> None:
+    first, second, third = (new_sequence(10) for _ in range(3))
+    push(queue, first, second, third)
+    assert queue.first(0.0, lambda item: item is not first) is second
+    queue.start(second)
+    assert queue.first(0.0, lambda _: False) is None
+    assert start_all(queue) == [first, third]
+    queue.put_back(third)
+    queue.put_back(first)
+    assert queue.first(0.0, lambda item: item is third) is third
 
 
 def test_w3_shares_are_even_in_positions_and_not_in_requests(queue: WaitingQueue) -> None:
