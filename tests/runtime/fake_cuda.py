@@ -125,7 +125,14 @@ class FakeGraph:
 
 def new_recorder(device: torch.device) -> Recorder:
     """A real one on a GPU, else one that only looks so."""
+    settle(device)
     return Recorder(Lane(device)) if device.type == "cuda" else FakeRecorder()  # pyright: ignore[reportReturnType]
+
+
+def settle(device: torch.device) -> None:
+    """Wait for what was launched on no stream in particular, as a start does before it captures."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 class FakeEvent:

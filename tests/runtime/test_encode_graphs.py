@@ -3,7 +3,7 @@ import torch
 
 from kestrel_runtime.captured_graphs import GraphBudget
 from kestrel_runtime.encode_graphs import EncodeGraphs
-from tests.runtime.fake_cuda import new_recorder
+from tests.runtime.fake_cuda import new_recorder, settle
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -20,11 +20,11 @@ def new_graphs(recorder, **bounds):
 def test_replayed_encodings_are_those_of_the_encoder(is_warm):
     recorder = new_recorder(DEVICE)
     graphs = new_graphs(recorder, max_crops=6, max_crops_of_image=3)
+    settle(DEVICE)
     if is_warm:
         graphs.captured.capture_all(graphs.usual(), until=float("inf"))
     kept = []
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize()
+    settle(DEVICE)
     with recorder.entered():
         for count in (5, 1, 3, 2, 3, 5, 1, 5, 6, 5, 7, 5):
             crops = torch.randint(0, 256, (count, 4, 4, 3), dtype=torch.uint8, device=DEVICE)

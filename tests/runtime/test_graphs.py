@@ -6,7 +6,7 @@ import torch
 from kestrel_runtime.captured_graphs import GraphBudget
 from kestrel_runtime.graphs import DrawGraphs, batch_sizes
 from kestrel_runtime.sampling import DrawNeeds
-from tests.runtime.fake_cuda import new_recorder
+from tests.runtime.fake_cuda import new_recorder, settle
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NEEDS = DrawNeeds(False, False, False)
@@ -39,8 +39,7 @@ def test_every_batch_has_a_size_little_above_it(most):
 
 def test_a_replayed_step_is_the_step_and_runs_once():
     steps, wanted = Steps(), torch.zeros(10, dtype=torch.int32)
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize()
+    settle(DEVICE)
     for count in (3, 5, 1, 6, 3, 5, 1, 6, 4, 2):
         rows = torch.stack((torch.arange(count), torch.randint(1, 100, (count,))), dim=1).int()
         with steps.recorder.entered():
@@ -56,6 +55,8 @@ def test_usual_steps_are_every_size_of_each_kind_and_run_for_nobody():
     assert [key for key, _ in steps.graphs.usual(kinds)] == [
         (size, kind) for size in (6, 4, 2, 1) for kind in kinds
     ]
+    settle(DEVICE)
     assert steps.graphs.captured.capture_all(steps.graphs.usual(kinds), until=time.monotonic() + 3600) == 0
     assert len(steps.graphs.captured) == 8
+    settle(DEVICE)
     assert steps.written.cpu().tolist() == [0] * 10

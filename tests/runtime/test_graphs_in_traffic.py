@@ -18,6 +18,7 @@ from kestrel_runtime.engine import Engine, EngineStatus
 from kestrel_runtime.events import Finished
 from kestrel_runtime.fast_paths import FastPaths
 from kestrel_runtime.loading import LoadedModel
+from kestrel_runtime.recording import Recorder, Recording
 from kestrel_runtime.requests import Detect, Point, Query, Request, SamplingParams
 from kestrel_runtime.skills import SKILLS
 from tests.golden import MD2_SMALL
@@ -170,3 +171,94 @@ def test_the_draws_of_every_skill_alone_and_together_are_usual(moondream2: Loade
     usual = {needs[:2] for needs in (*runner_module._TEXT_NEEDS, *runner_module._SPATIAL_NEEDS)}
     assert together == usual
     assert len({*runner_module._TEXT_NEEDS, *runner_module._SPATIAL_NEEDS}) == 2 * len(usual)
+
+
+Work = Callable[[], torch.Tensor]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+ON_A_GPU = EngineConfig(
+    model=str(MD2_SMALL), device="cuda", dtype="float32", max_batch_size=4, num_kv_pages=300, kv_fraction=0.1
+)
+WAITS_FOR_THE_DEVICE = (("rotary_write_kv", "reference"), ("rotary_decode_attention", "reference"))
+
+
+async def greedy_answers(engine: Engine) -> list[object]:
+    """As `answers`, of requests whose answers rounding does not change; asked often enough for late captures."""
+    asked: list[Request] = [
+        Query("hello", sampling=GREEDY),
+        Query("What is this?", SMALL_IMAGE, sampling=GREEDY),
+        Point("copy", SMALL_IMAGE, max_objects=2, sampling=SamplingParams(temperature=0.0)),
+        Detect("copy", SMALL_IMAGE, max_objects=2, sampling=SamplingParams(temperature=0.0)),
+    ]
+    outputs: list[object] = []
+    for _ in range(3):
+        outputs += [(await engine.submit(request).result()).output for request in asked]
+        together = await asyncio.gather(*(engine.submit(request).result() for request in asked))
+        outputs += [finished.output for finished in together]
+    return outputs
+
+
+def starved(record: Callable[[Recorder, Work], Recording]) -> Callable[[Recorder, Work], Recording]:
+    """Captures that may not take a byte more than torch has at hand, which is not for them."""
+
+    def without_memory(self: Recorder, run: Work) -> Recording:
+        torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / torch.cuda.mem_get_info()[1])
+        try:
+            return record(self, run)
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+
+    return without_memory
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("captures_at_start", [True, False], ids=["at the start", "in traffic"])
+@pytest.mark.parametrize("cause", ["waits for the device", "no memory", "nothing fails"])
+async def test_on_a_gpu_captures_that_fail_change_no_answer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, cause: str, captures_at_start: bool
+) -> None:
+    config = ON_A_GPU
+    if cause == "waits for the device":
+        config = dataclasses.replace(config, kernels=WAITS_FOR_THE_DEVICE)
+    loaded = LoadedModel.load(config)
+    plain = Engine(loaded, dataclasses.replace(config, cuda_graphs=False))
+    try:
+        wanted = await greedy_answers(plain)
+    finally:
+        plain.close()
+    if not captures_at_start:
+        monkeypatch.setattr(runner_module, "_MOST_START_S", 0.0)
+    if cause == "no memory":
+        monkeypatch.setattr(Recorder, "record", starved(Recorder.record))
+    statuses: list[EngineStatus] = []
+    with caplog.at_level(logging.WARNING):
+        engine = Engine(loaded, config)
+        engine.on_status_change(statuses.append)
+        calls = {"synchronize": 0, "empty_cache": 0}
+        for name in calls:
+            original = getattr(torch.cuda, name)
+
+            def counted(*given: object, name: str = name, original: Callable[..., None] = original) -> None:
+                calls[name] += 1
+                original(*given)
+
+            monkeypatch.setattr(torch.cuda, name, counted)
+        try:
+            assert await greedy_answers(engine) == wanted
+            assert (engine.status, statuses) == (EngineStatus.SERVING, [])
+            graphs = engine._loop._runner._graph_budget.num_graphs
+        finally:
+            engine.close()
+    assert calls == {"synchronize": 0, "empty_cache": 0}
+    lines = [record.message for record in caplog.records]
+    assert all("run without a CUDA graph" in line for line in lines), lines
+    assert len(lines) == len(set(lines))
+    if cause == "waits for the device":
+        assert graphs > 0  # encodings and first tokens
+        assert any(line.startswith("decode steps") for line in lines)
+        assert any(line.startswith("prompts") for line in lines)
+    if cause == "no memory":
+        assert graphs == 0
+        assert any("out of memory" in line for line in lines)
+    if cause == "nothing fails":
+        assert lines == []
+        assert graphs > 5

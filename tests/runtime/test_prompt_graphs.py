@@ -9,7 +9,7 @@ from kestrel_runtime.models.moondream.fused_weights import fused_blocks
 from kestrel_runtime.prefill_plan import PrefillPlan
 from kestrel_runtime.prompt_graphs import PromptGraphs, PromptInputs, PromptSize
 from kestrel_runtime.sequence import Chunk
-from tests.runtime.fake_cuda import new_recorder
+from tests.runtime.fake_cuda import new_recorder, settle
 from tests.runtime.models.moondream.tiny import random_model, tiny_config
 from tests.runtime.sequences import new_sequence
 
@@ -99,8 +99,7 @@ def test_replayed_prompts_are_those_that_were_run(generation, is_warm):
     if is_warm:
         usual = graphs.usual(1 + NUM_IMAGE_TOKENS, prompts.text.config.max_context)
         graphs.captured.capture_all(usual, until=float("inf"))
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize()
+    settle(DEVICE)
     with recorder.entered():
         for lengths in ((40,), (23,), (20, 30), (31, 18), (25, 24), (19, 28), (17, 70)):
             assert_same(prompts, graphs, prompts.pack(*lengths))
@@ -112,9 +111,9 @@ def test_warming_up_stores_nothing_and_leaves_nothing_behind():
     prompts, recorder = Prompts(2), new_recorder(DEVICE)
     graphs = new_graphs(prompts, recorder)
     prompts.empty()
+    settle(DEVICE)
     graphs.captured.capture_all(graphs.usual(1 + NUM_IMAGE_TOKENS, 2048), until=float("inf"))
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize()
+    settle(DEVICE)
     assert not any(pages.any() for pages in prompts.pages())
 
 

@@ -1,0 +1,141 @@
+"""What do steps and captured CUDA graphs take of a GPU's memory, beside what the memory plan reserves for them?
+
+Loads a model as a server does and prints: the activations of the largest steps, the graphs that are captured at the
+start with their number, time and memory, and what a capture in traffic costs the thread that launches steps. Ends
+with status 1 where a measured figure is above its reserve.
+
+    python -m bench.random_weights moondream2 /tmp/md2 && python -m bench.graph_memory --model /tmp/md2
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bench.harness.engine_options import add_engine_options, engine_config
+from kestrel_runtime.captured_graphs import CapturedGraphs, GraphBudget
+from kestrel_runtime.config import MIB, EngineConfig
+from kestrel_runtime.fast_paths import FastPaths
+from kestrel_runtime.kv_cache import KVCache
+from kestrel_runtime.lane import Lane
+from kestrel_runtime.loading import LoadedModel
+from kestrel_runtime.memory_plan import DeviceReserve, free_bytes
+from kestrel_runtime.model_paths import ModelPaths
+from kestrel_runtime.prompt_graphs import PromptInputs, PromptSize
+from kestrel_runtime.recording import Recorder
+from kestrel_runtime.runner import ModelRunner
+from kestrel_runtime.step_bounds import StepBounds
+
+
+def main() -> int:
+    """Measure and print; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_engine_options(parser)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("graph_memory: needs a CUDA device", file=sys.stderr)
+        return 2
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    figures = measure(engine_config(parser, arguments))
+    for name, value in figures.items():
+        print(f"{name:45} {value:12,.1f}")
+    if arguments.json is not None:
+        machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+        arguments.json.write_text(json.dumps({"machine": machine, "figures": figures}, indent=1) + "\n")
+    steps_fit = max(figures["largest encode, MiB"], figures["largest prefill, MiB"]) <= figures["step reserve, MiB"]
+    graphs_fit = figures["graphs at the start, MiB"] <= figures["step reserve, MiB"] + figures["graph reserve, MiB"]
+    return 0 if steps_fit and graphs_fit else 1
+
+
+@torch.inference_mode()
+def measure(config: EngineConfig) -> dict[str, float]:
+    """The figures by what they are, unit included."""
+    loaded = LoadedModel.load(config)
+    model, device = loaded.model, loaded.model.device
+    paths, bounds = FastPaths.of(config, device.type), StepBounds.of(config, device.type)
+    free_with_weights = free_bytes(device)
+    model_paths = ModelPaths.of(model, paths, max_batch_size=bounds.max_batch_size)
+    free = free_bytes(device)
+    reserve = DeviceReserve.of(model.config, bounds, model.dtype, free)
+    cache = loaded.new_cache(config)
+    figures = {
+        "fused copies of weights, MiB": (free_with_weights - free) / MIB,
+        "cache, MiB": cache.num_bytes / MIB,
+        "step reserve, MiB": reserve.step / MIB,
+        "graph reserve, MiB": reserve.graphs / MIB,
+    }
+    crops = torch.zeros(bounds.max_crops, *_crop_shape(loaded), dtype=torch.uint8, device=device)
+    figures["largest encode, MiB"] = _peak_mib(partial(model_paths.vision.encode, crops))
+    figures["largest prefill, MiB"] = _peak_mib(_largest_prefill(loaded, model_paths, cache, bounds))
+    before = free_bytes(device)
+    runner = ModelRunner(model, cache, paths, bounds, model_paths)
+    started = time.monotonic()
+    runner.record()
+    figures["start captures, s"] = time.monotonic() - started
+    figures["graphs at the start"] = runner._graph_budget.num_graphs
+    figures["graphs at the start, MiB"] = runner._graph_budget.num_bytes / MIB
+    figures["runner and graphs by the driver, MiB"] = (before - free_bytes(device)) / MIB
+    figures["late capture of an encoding, ms"] = _late_capture_ms(loaded, model_paths)
+    figures["free in the end, MiB"] = free_bytes(device) / MIB
+    return figures
+
+
+def _crop_shape(loaded: LoadedModel) -> tuple[int, int, int]:
+    vision = loaded.model.config.vision
+    return vision.crop_size, vision.crop_size, vision.in_channels
+
+
+def _largest_prefill(
+    loaded: LoadedModel, model_paths: ModelPaths, cache: KVCache, bounds: StepBounds
+) -> Callable[[], Tensor]:
+    text, model = loaded.model.config.text, loaded.model
+    most_pages = -(-text.max_context // cache.page_size)
+    num_chunks = -(-bounds.max_prefill_tokens // text.max_context) * 4
+    inputs = PromptInputs(
+        text.dim, most_pages, model.dtype, model.device, max_tokens=bounds.max_prefill_tokens, max_chunks=num_chunks
+    )
+    tokens = bounds.max_prefill_tokens
+    size = PromptSize.above(tokens, num_chunks, -(-tokens // num_chunks))
+    inputs.fill_blank(size)
+    return lambda: model_paths.text.prefill(*inputs.padded(size), cache)
+
+
+def _peak_mib(work: Callable[[], Tensor]) -> float:
+    """Most that `work` holds at a time beyond what there was."""
+    work()  # compilers and libraries allocate on first use
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    work()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / MIB
+
+
+def _late_capture_ms(loaded: LoadedModel, model_paths: ModelPaths) -> float:
+    """Host time of a step that captures, less that of one that replays."""
+    lane = Lane(loaded.model.device)
+    graphs = CapturedGraphs("encodings", Recorder(lane), GraphBudget(max_bytes=2**40))
+    crops = torch.zeros(2, *_crop_shape(loaded), dtype=torch.uint8, device=loaded.model.device)
+    torch.cuda.synchronize()
+    times: list[float] = []
+    with lane.entered():
+        for _ in range(4):
+            started = time.monotonic()
+            graphs.run("two crops", lambda: model_paths.vision.encode(crops))
+            times.append(time.monotonic() - started)
+    torch.cuda.synchronize()
+    return (times[1] - times[3]) * 1e3
+
+
+if __name__ == "__main__":
+    sys.exit(main())

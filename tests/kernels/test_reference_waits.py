@@ -1,0 +1,82 @@
+"""Which definitions wait for the device: on tensors without values they cannot go on."""
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from kestrel_ops import reference
+
+WAITING = {"mixture_of_experts", "prefill_attention", "rotary_decode_attention", "rotary_write_kv", "write_kv"}
+HELPERS = {"__init__", "pages"}
+
+
+def blank(*shape, dtype=torch.float32):
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def longs(*shape):
+    return blank(*shape, dtype=torch.int64)
+
+
+def ints(*shape):
+    return blank(*shape, dtype=torch.int32)
+
+
+def float8(*shape):
+    return blank(*shape, dtype=torch.float8_e4m3fn)
+
+
+def pages():
+    return blank(5, 2, 4, 8), blank(5, 2, 4, 8)  # 5 pages of 4 positions, 2 heads of 8
+
+
+# Six tokens of three sequences, 2 heads of 8; or rows of 16.
+OPERANDS = {
+    "add_layer_norm": lambda: (blank(6, 16), blank(6, 16), 1e-5, torch.float32),
+    "concat_gelu": lambda: (blank(6, 16), blank(6, 16), torch.float32),
+    "crop_attention": lambda: (blank(6, 48), 3, 2),
+    "decode_attention": lambda: (blank(3, 2, 8), *pages(), longs(3, 2), longs(3)),
+    "decode_contract": lambda: (blank(3, 16), blank(16, 16), None, blank(16), blank(3, 16)),
+    "decode_expand": lambda: (
+        *(blank(3, 16), blank(32, 16), None, blank(32), blank(32), 1e-5),
+        *(16, blank(3, 16), blank(3, 16)),
+    ),
+    "mixture_of_experts": lambda: (blank(6, 16), blank(6, 4), blank(4, 32, 16), blank(4, 16, 16), 2),
+    "prefill_attention": lambda: (
+        *(blank(6, 2, 8) for _ in range(3)),
+        *(*pages(), ints(3, 2), ints(4), ints(3), ints(3), 2),
+    ),
+    "quantise_rows": lambda: (blank(6, 16),),
+    "resample": lambda: (blank(4, 4, 3, dtype=torch.uint8), ints(3, 5), 0),
+    "rotary": lambda: (blank(6, 2, 8), blank(6, 2), blank(6, 2)),
+    "rotary_decode_attention": lambda: (
+        *(blank(3, 48), longs(3), blank(9, 2), blank(9, 2), *pages(), ints(3, 2), blank(3, 16)),
+        *(None, None, None, None, blank(1), ints(1)),
+    ),
+    "rotary_write_kv": lambda: (blank(6, 48), longs(6), blank(9, 2), blank(9, 2), *pages(), longs(6)),
+    "sample": lambda: (blank(3, 9), blank(3), blank(3), blank(3)),
+    "scaled_linear": lambda: (blank(6, 16), None, blank(16, 16), None, None, torch.float32),
+    "scaled_linear_add": lambda: (float8(6, 16), blank(1), float8(16, 16), blank(1), blank(16), blank(6, 16)),
+    "scaled_linear_gelu": lambda: (float8(6, 16), blank(1), float8(16, 16), blank(1), blank(16), blank(1)),
+    "write_kv": lambda: (blank(6, 2, 8), blank(6, 2, 8), *pages(), longs(6)),
+}
+
+
+def test_every_definition_is_looked_at():
+    folder = Path(reference.__path__[0])
+    assert {file.stem for file in folder.glob("*.py")} - HELPERS == OPERANDS.keys()
+
+
+@pytest.mark.parametrize("operation", OPERANDS)
+def test_those_that_wait_for_the_device_are_named_in_the_documentation(operation):
+    run = getattr(importlib.import_module(f"kestrel_ops.reference.{operation}"), operation)
+    named = re.findall(r"\w+", str(reference.__doc__))
+    assert (operation in named) == (operation in WAITING)
+    if operation in WAITING:
+        with pytest.raises(NotImplementedError):
+            run(*OPERANDS[operation]())
+    else:
+        run(*OPERANDS[operation]())
