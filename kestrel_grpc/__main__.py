@@ -31,6 +31,7 @@ from kestrel_grpc.config import (
 from kestrel_grpc.demo import add_demo_command
 from kestrel_grpc.health_command import add_health_command
 from kestrel_grpc.logs import set_up_logging
+from kestrel_grpc.process_end import end_now, end_within
 from kestrel_grpc.token_command import add_token_command
 from kestrel_grpc.tokens import TokenFileError
 from kestrel_runtime.config import EngineConfig
@@ -39,6 +40,8 @@ from kestrel_runtime.errors import CheckpointError
 # The engine's thread and the event loop's both have many short turns with the interpreter: who has given it up for
 # a launch or a write waits at most so long until it is asked back.
 SWITCH_INTERVAL_S = 0.00005
+END_TIMEOUT_S = 20.0
+"""For the process to end by itself once its engine is closed or dead. In order it takes a few seconds."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -119,7 +122,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     from kestrel_grpc.server import Server, require_usable
     from kestrel_grpc.tls import CertificateError
     from kestrel_grpc.tracing import TracingUnavailable, require_tracing
-    from kestrel_runtime.engine import Engine
+    from kestrel_runtime.engine import Engine, EngineStatus
     from kestrel_runtime.warm_up import WarmUpFailed, warm_up
 
     async def run() -> bool:
@@ -135,6 +138,7 @@ def _serve(arguments: argparse.Namespace) -> int:
             require_tracing(os.environ)
         with _ending_at_sigterm():
             engine = Engine.start(config.engine_config())
+            engine.on_status_change(lambda now: end_within(END_TIMEOUT_S) if now is EngineStatus.DEAD else None)
             try:
                 with asyncio.Runner(loop_factory=_loop_factory()) as runner:
                     ended_by_signal = runner.run(run())
@@ -148,7 +152,10 @@ def _serve(arguments: argparse.Namespace) -> int:
         return 1
     except KeyboardInterrupt:  # while the model was being loaded or warmed up
         return 130
-    return 0 if ended_by_signal else 1
+    status = 0 if ended_by_signal else 1
+    if not engine.has_ended:
+        end_now(status)
+    return status
 
 
 @contextlib.contextmanager

@@ -302,6 +302,13 @@ class ServerConfig:
         unit="crops",
         default_text="72 on a GPU, else 4",
     )
+    step_timeout: float | None = _option(
+        None,
+        seconds_above_zero,
+        "how long a step may make no progress before the device counts as hung and the server ends with an error",
+        unit="seconds",
+        default_text="60 on a GPU, else 1800",
+    )
     stream_idle_timeout: float = _option(
         60.0,
         seconds_above_zero,
@@ -389,6 +396,7 @@ class ServerConfig:
             resize_on_device=self.resize_on_device,
             max_prefill_tokens=self.max_prefill_tokens,
             max_crops_per_step=self.max_crops,
+            step_timeout_s=self.step_timeout,
         )
 
     def _contradictions(self) -> Iterator[str]:

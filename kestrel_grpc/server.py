@@ -125,7 +125,7 @@ class Server:
     async def serve(self) -> bool:
         """Start, run until a signal or the engine's death, withdraw, drain, stop. A second signal stops at once.
 
-        True after a signal, False where the engine died.
+        True after a signal, False where the engine died, before or while it drained.
         """
         with _signals() as signals:
             died = self._death()
@@ -139,8 +139,9 @@ class Server:
                 if not leaving.done():
                     _log.warning("stopping at once")
                     leaving.cancel()
+            is_alive = not died.done()  # from here on it is the server that ends it
             await self.stop()
-        return signals.first.done()
+        return is_alive
 
     def withdraw(self) -> None:
         """Say on every way of asking for health that no calls should come any more; still take those that do."""

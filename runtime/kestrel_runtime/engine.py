@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -35,6 +36,7 @@ from kestrel_runtime.memory_plan import check_cache
 from kestrel_runtime.model_paths import ModelPaths
 from kestrel_runtime.models.moondream.config import VisionConfig
 from kestrel_runtime.models.moondream.tiling import Tiler
+from kestrel_runtime.open_streams import OpenStreams
 from kestrel_runtime.pages import PagePool
 from kestrel_runtime.preprocess import MAX_DECODING_BYTES, Preprocessor
 from kestrel_runtime.probes import new_probes
@@ -46,6 +48,7 @@ from kestrel_runtime.sequence import Sequence, SequenceClock
 from kestrel_runtime.step_bounds import StepBounds
 from kestrel_runtime.stream import Stream
 from kestrel_runtime.tracebacks import clear_locals, drop_tracebacks
+from kestrel_runtime.watchdog import Watchdog, all_stacks, step_timeout_s
 from kestrel_runtime.workers import Interrupted
 
 
@@ -68,6 +71,8 @@ _TRANSITIONS = {
     EngineStatus.DEAD: set[EngineStatus](),
 }
 _MAX_TOKENS_PER_REF = 3
+_CLOSE_TIMEOUT_S = 5.0
+"""How long `close` waits for the engine thread; a step of a slow device may take longer."""
 
 _log = logging.getLogger(__name__)
 
@@ -161,24 +166,27 @@ class Engine:
         recovery = Recovery(
             scheduler,
             runner,
+            culprits,
             new_probes=lambda: new_probes(self._preprocessor),
             on_restart=lambda: self._become(EngineStatus.RECOVERING),
             on_restarted=lambda: self._become(EngineStatus.SERVING),
         )
-        self._loop = EngineLoop(
-            scheduler,
-            runner,
-            recovery,
-            self._admission,
-            culprits,
-            on_death=lambda: self._become(EngineStatus.DEAD),
-        )
+        self._loop = EngineLoop(scheduler, runner, recovery, self._admission)
         self._status = EngineStatus.SERVING
         self._lock = threading.RLock()
         self._num_preprocessing = 0
-        self._streams: set[Stream] = set()
+        self._streams = OpenStreams()
+        self._is_left_behind = False
         self._callbacks: list[Callable[[EngineStatus], None]] = []
+        self._step_timeout_s = step_timeout_s(config, loaded.model.device.type)
+        self._watchdog = Watchdog(
+            self._loop,
+            self._step_timeout_s,
+            on_stall=self._stalled,
+            on_end=self._ended,
+        )
         self._loop.start()
+        self._watchdog.start()
 
     @classmethod
     def start(cls, config: EngineConfig) -> Engine:
@@ -211,19 +219,19 @@ class Engine:
             queue_deadline=None if max_queue_s is None else now + max_queue_s,
         )
         stream = Stream()
-        self._admission.enter(stream, self._burden(request, tenant), now, patience_s=patience_s)
+        self._streams.add(stream)
         try:
-            preparation = self._preprocessor.submit(
-                request, clock, tenant, is_wanted=lambda: not stream.over.done()
-            )
-        except RuntimeError as error:  # closed at this very moment, or the system has no thread left for us
-            self._admission.leave(stream)
-            raise EngineUnavailable("no worker can take the request") from error
-        except KestrelError:
+            self._admission.enter(stream, self._burden(request, tenant), now, patience_s=patience_s)
+            try:
+                preparation = self._preprocessor.submit(
+                    request, clock, tenant, is_wanted=lambda: not stream.over.done()
+                )
+            except RuntimeError as error:  # closed at this very moment, or the system has no thread left for us
+                raise EngineUnavailable("no worker can take the request") from error
+        except BaseException:
+            self._streams.discard(stream)
             self._admission.leave(stream)
             raise
-        self._streams.add(stream)
-        stream.over.add_done_callback(lambda _: self._streams.discard(stream))
         with self._lock:
             self._num_preprocessing += 1
         stream.on_cancel(lambda: self._cancel(preparation, stream))
@@ -253,15 +261,49 @@ class Engine:
     async def drain(self) -> None:
         """Take no new requests, and return when all of this event loop's have ended."""
         self._become(EngineStatus.DRAINING)
-        own = [stream.over for stream in self._streams]
+        own = [stream.over for stream in self._streams.of(asyncio.get_running_loop())]
         if own:
             await asyncio.wait(own)
 
+    def without_step_timeout(self) -> AbstractContextManager[None]:
+        """In the context steps may take any time: for warm-up, which compiles and allocates."""
+        return self._watchdog.suspended()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the engine thread is gone, which it is not where `close` did not wait for it any longer."""
+        return self._loop.join(0.0)
+
     def close(self) -> None:
-        """Stop now; what still runs fails with `EngineUnavailable`. Blocks until the threads are gone."""
+        """Stop now; what still runs fails with `EngineUnavailable`.
+
+        Blocks until the engine thread has ended, or for a few seconds where a step goes on for so long.
+        """
         self._become(EngineStatus.DEAD)
+        self._loop.stop()
+        if not self._is_left_behind and not self._watchdog.join(_CLOSE_TIMEOUT_S):
+            _log.warning("the engine thread is still at work; it is left behind")
+            self._is_left_behind = True
+            self._streams.close()
         self._preprocessor.close()
-        self._loop.close()
+
+    def _stalled(self, activities: list[str]) -> None:
+        """In the watchdog's thread: what has not got on for too long does not come back, so the engine ends."""
+        in_flight = "; ".join(self._loop.in_flight()) or "none"
+        _log.critical(
+            "no progress for %g s (%s): the engine ends. Steps in flight: %s\n%s",
+            self._step_timeout_s,
+            ", ".join(activities),
+            in_flight,
+            all_stacks(),
+        )
+        self._loop.stop()
+
+    def _ended(self) -> None:
+        """In the watchdog's thread: the engine thread has ended, or never will."""
+        self._become(EngineStatus.DEAD)
+        self._loop.finish()
+        self._streams.close()
 
     def _check(self, request: Request) -> None:
         if self._status is not EngineStatus.SERVING:
@@ -282,16 +324,18 @@ class Engine:
         return Burden(tenant, request.options.priority, len(request.image or b""), num_tokens)
 
     def _prepared(self, preparation: Future[Sequence], stream: Stream) -> None:
+        """In a worker's thread, or whichever cancelled the future. What raised there ends this request alone."""
         with self._lock:
             self._num_preprocessing -= 1
-        error = None if preparation.cancelled() else preparation.exception()
-        if error is None and not preparation.cancelled():
+        # Of a future that was cancelled the stream may be over already, and then ignores the error.
+        stopped = EngineUnavailable("the engine has stopped")
+        error = stopped if preparation.cancelled() else preparation.exception()
+        if isinstance(error, Interrupted):
+            error = stopped
+        if error is None:
             self._loop.add(preparation.result(), stream)
             return
         self._admission.leave(stream)
-        if error is None or isinstance(error, Interrupted):
-            stream.fail(EngineUnavailable("the engine has stopped"))  # ignored where the stream is over already
-            return
         if isinstance(error, KestrelError):  # its message says all
             drop_tracebacks(error)
             stream.fail(error)
@@ -315,7 +359,10 @@ class Engine:
                 return
             self._status = status
             for callback in self._callbacks:
-                callback(status)
+                try:
+                    callback(status)
+                except Exception:  # the others must hear of it all the same, and the engine go on with its end
+                    _log.exception("a callback failed to take the status %s", status.name)
 
 
 def _max_decoded_bytes(config: EngineConfig, bounds: StepBounds, vision: VisionConfig, *, uncut: bool) -> int:

@@ -27,7 +27,11 @@ class InFlightStep(NamedTuple):
     """The prefill step that must be reported before this step."""
 
     def __str__(self) -> str:
-        """For logs: names sequences by fingerprint, which does not reveal the request."""
-        kind = "decode" if self.batch.decode else "prefill"
-        names = ", ".join(sequence.fingerprint or str(sequence.id) for sequence in self.batch.members)
-        return f"{kind} step {self.id} of {names}"
+        return f"step {self.id}, a {describe(self.batch)}"
+
+
+def describe(batch: Batch) -> str:
+    """A step's batch, for logs: names sequences by fingerprint, which does not reveal the request."""
+    kind = "decode" if batch.decode else "prefill"
+    names = ", ".join(sequence.fingerprint or str(sequence.id) for sequence in batch.members)
+    return f"{kind} step of {names}"

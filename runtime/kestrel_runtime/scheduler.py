@@ -169,11 +169,14 @@ class Scheduler:
     def put_all_back(self) -> None:
         """A batch failed, and none is under way: all go back to waiting, without features of their images.
 
-        Whoever was active is a suspect from now on, those who have passed a trial too: so their order stays.
+        Whoever was active is a suspect from now on, those who have passed a trial too: so their order stays. But a
+        suspect whose trial failed comes first, so that in its next trial no other sequence is active.
         """
         known = {suspect.sequence: suspect for suspect in self._suspects}
+        failed = self._suspects[0].sequence if self._suspects else None
         active = [known.pop(item, _Suspect(item, item.state is SequenceState.RUNNING)) for item in self._active]
-        self._suspects = deque((*active, *known.values()))
+        suspects = (*active, *known.values())
+        self._suspects = deque(sorted(suspects, key=lambda suspect: suspect.sequence is not failed))
         for sequence in (*self._active, *self._leaving):
             sequence.num_pending = sequence.num_chunks_under_way = 0
         self._release_leaving()

@@ -7,9 +7,9 @@ loop's side each `Stream` hands them to its caller.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 from kestrel_runtime.errors import KestrelError
 from kestrel_runtime.events import Event, Finished, TextDelta
@@ -83,8 +83,7 @@ class Stream:
 
     def fail(self, error: KestrelError) -> None:
         """From any thread: end with an error."""
-        with contextlib.suppress(RuntimeError):  # the caller's loop is closed: nobody listens any more
-            self.loop.call_soon_threadsafe(self.deliver, [], error)
+        _post(self.loop, self.deliver, [], error)
 
     def _take_error(self) -> KestrelError:
         """Hand the error out, once: its traceback refers to frames of the caller, which refer to this stream."""
@@ -123,12 +122,20 @@ class Outbox:
 
     def post(self) -> None:
         """Send everything: one wake-up per event loop."""
-        for loop, letters in self._letters.items():
-            with contextlib.suppress(RuntimeError):  # the caller's loop is closed: nobody listens any more
-                loop.call_soon_threadsafe(_deliver_all, letters)
-        self._letters = {}
+        while self._letters:  # each taken out first: whatever raises, nothing is sent twice
+            loop, letters = self._letters.popitem()
+            _post(loop, _deliver_all, letters)
 
 
 def _deliver_all(letters: list[tuple[Stream, list[Event]]]) -> None:
     for stream, events in letters:
         stream.deliver(events)
+
+
+def _post(loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *arguments: Any) -> None:
+    """Have an event loop call `callback`. Nobody listens any more where it is closed, so nothing happens then."""
+    try:
+        loop.call_soon_threadsafe(callback, *arguments)
+    except RuntimeError:
+        if not loop.is_closed():
+            raise

@@ -32,14 +32,15 @@ async def warm_up(engine: Engine) -> None:
     What the bounds of the engine leave no room for is passed over: it is refused to everybody.
     """
     started = time.monotonic()
-    for request in _requests():
-        if request.skill in engine.info.skills:
-            try:
-                await engine.submit(request).result()
-            except InvalidRequest as error:
-                _log.warning("no room for a %s of a small image: %s", request.skill, error)
-            except KestrelError as error:
-                raise WarmUpFailed(f"the engine fails a request of its own, a {request.skill}") from error
+    with engine.without_step_timeout():
+        for request in _requests():
+            if request.skill in engine.info.skills:
+                try:
+                    await engine.submit(request).result()
+                except InvalidRequest as error:
+                    _log.warning("no room for a %s of a small image: %s", request.skill, error)
+                except KestrelError as error:
+                    raise WarmUpFailed(f"the engine fails a request of its own, a {request.skill}") from error
     _log.info("warmed up in %.1f s", time.monotonic() - started)
 
 

@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 
-from kestrel_runtime.events import CaptionOutput, TextDelta
+from kestrel_runtime.events import CaptionOutput, FinishReason, TextDelta
 from kestrel_runtime.grammar import Grammar, GrammarState
 from kestrel_runtime.images import Crops, UncutImage
 from kestrel_runtime.requests import Priority
@@ -24,6 +24,26 @@ class RuleReader(Reader):
         self.grammar = Grammar((GrammarState(rule, 0),))
 
     def take(self, token: Token) -> list[TextDelta]:
+        return []
+
+    def output(self) -> CaptionOutput:
+        return CaptionOutput("")
+
+
+class ShortReader(Reader):
+    """Ends after `num_tokens`, or raises as a bug would."""
+
+    def __init__(self, num_tokens: int, *, is_broken: bool = False) -> None:
+        self.grammar = Grammar((GrammarState(TokenRule(), 0),))
+        self._num_left = num_tokens
+        self._is_broken = is_broken
+
+    def take(self, token: Token) -> list[TextDelta]:
+        if self._is_broken:
+            raise ZeroDivisionError
+        self._num_left -= 1
+        if not self._num_left:
+            self.finish_reason = FinishReason.STOP
         return []
 
     def output(self) -> CaptionOutput:

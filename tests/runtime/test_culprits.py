@@ -2,7 +2,7 @@
 
 import pytest
 
-from kestrel_runtime.culprits import Culprits, fingerprint_of
+from kestrel_runtime.culprits import LIFETIME_S, Culprits, fingerprint_of
 from kestrel_runtime.requests import (
     Caption,
     Detect,
@@ -52,3 +52,35 @@ def test_the_oldest_of_too_many_are_forgotten() -> None:
     assert "0" not in culprits
     assert "299" in culprits
     assert "again and again" in culprits
+
+
+def test_a_fingerprint_is_refused_for_an_hour_and_then_tried_again() -> None:
+    now = 1000.0
+    culprits = Culprits(clock=lambda: now)
+    culprits.remember("query-1")
+    now += LIFETIME_S - 1
+    assert "query-1" in culprits
+    now += 1
+    assert "query-1" not in culprits
+    culprits.remember("query-1")  # it has failed again
+    assert "query-1" in culprits
+    assert LIFETIME_S == 3600.0
+
+
+def test_learning_a_fingerprint_again_begins_its_hour_anew() -> None:
+    now = 0.0
+    culprits = Culprits(clock=lambda: now)
+    culprits.remember("query-1")
+    now = LIFETIME_S / 2
+    culprits.remember("query-1")
+    now = LIFETIME_S * 1.2
+    assert "query-1" in culprits
+
+
+def test_a_restart_clears_all_but_those_that_it_raises_no_doubt_about() -> None:
+    culprits = Culprits()
+    culprits.remember("query-1")
+    culprits.remember("query-2", survives_restart=True)
+    culprits.forget_learned_before_restart()
+    assert "query-1" not in culprits
+    assert "query-2" in culprits

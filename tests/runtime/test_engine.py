@@ -467,11 +467,12 @@ async def test_an_engine_whose_model_breaks_says_so_and_refuses(
     engine.close()
 
 
-async def test_a_bug_in_preparing_a_request_fails_that_request_alone(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", [RuntimeError, MemoryError, KeyboardInterrupt, SystemExit])
+async def test_what_raises_in_preparing_a_request_fails_that_request_alone(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
 ) -> None:
     def broken(*_: object, **__: object) -> None:
-        raise RuntimeError("secret")
+        raise kind("secret")
 
     with monkeypatch.context() as patched:
         patched.setattr("kestrel_runtime.preprocess.decode_image", broken)

@@ -12,8 +12,8 @@ def test_a_step_is_named_by_its_kind_its_id_and_its_sequences() -> None:
     first, second = new_sequence(3), new_sequence(3)
     first.fingerprint = "query-abc"
     for batch, expected in (
-        (Batch([], [Chunk(first, 0, 3)], []), "prefill step 7 of query-abc"),
-        (Batch([], [], [first, second]), f"decode step 7 of query-abc, {second.id}"),
+        (Batch([], [Chunk(first, 0, 3)], []), "step 7, a prefill step of query-abc"),
+        (Batch([], [], [first, second]), f"step 7, a decode step of query-abc, {second.id}"),
     ):
         handle: Any = FakeLaunch(FakeRunner(), batch)
         assert str(InFlightStep(StepId(7), batch, [], handle, None)) == expected

@@ -42,12 +42,13 @@ class Bench:
         recovery = Recovery(
             scheduler,
             runner,
+            culprits,
             new_probes=lambda: new_probes(self._preprocessor),
             on_restart=lambda: self.statuses.append("recovering"),
             on_restarted=lambda: self.statuses.append("serving"),
         )
         self.admission = Admission(QueueLimits(100, 10**9, 10**6))
-        self.loop = EngineLoop(scheduler, runner, recovery, self.admission, culprits, on_death=lambda: None)
+        self.loop = EngineLoop(scheduler, runner, recovery, self.admission)
         self._preprocessor = Preprocessor(
             loaded.model.config, loaded.tokenizer, culprits, max_context=4096, max_image_pixels=10**6, num_threads=1
         )

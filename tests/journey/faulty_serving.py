@@ -1,0 +1,48 @@
+"""`kestrel-grpc serve` whose engine thread meets a fault: run as a program, with the fault's name first.
+
+The fault strikes when a request with the seed `SEED` has generated a few tokens, so that no warm-up meets it.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from kestrel_grpc.__main__ import main
+from kestrel_runtime.scheduler import Scheduler
+
+SEED = 13
+_NUM_TOKENS = 5
+
+
+def _hang() -> None:
+    threading.Event().wait()
+
+
+def _exit() -> None:
+    raise SystemExit
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+FAULTS: dict[str, Callable[[], None]] = {"hang": _hang, "SystemExit": _exit, "KeyboardInterrupt": _interrupt}
+
+
+def _strike(fault: Callable[[], None]) -> None:
+    land = Scheduler.land
+
+    def faulty(self: Scheduler, batch: Any, drew: Any, drawn: Any) -> Any:
+        if any(sequence.seed == SEED and sequence.num_generated >= _NUM_TOKENS for sequence in drew):
+            fault()
+        return land(self, batch, drew, drawn)
+
+    Scheduler.land = faulty
+
+
+if __name__ == "__main__":
+    _strike(FAULTS[sys.argv[1]])
+    sys.exit(main(["serve", *sys.argv[2:]]))

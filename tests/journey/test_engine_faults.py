@@ -1,0 +1,69 @@
+"""The engine thread ends or hangs in a serving process: health says so, callers are told, the process ends."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthStub
+
+from kestrel_client.v1 import vision_service_pb2 as wire
+from kestrel_client.v1.vision_service_pb2_grpc import VisionServiceStub
+from tests.journey.faulty_serving import SEED
+from tests.server.serving import EOF, reason_of
+
+MAX_WAIT_S = 120.0
+
+
+def question(seed: int) -> wire.QueryRequest:
+    """Its answer goes on for as long as anybody will wait."""
+    sampling = {"temperature": 50.0, "top_p": 1.0, "max_tokens": 3000, "seed": seed}
+    return wire.QueryRequest(question="hello", sampling=sampling)
+
+
+async def end_of(stream: Any) -> tuple[grpc.StatusCode, str]:
+    try:
+        while await stream.read() is not EOF:
+            pass
+    except grpc.aio.AioRpcError as error:
+        return error.code(), reason_of(error)
+    return grpc.StatusCode.OK, ""
+
+
+@pytest.mark.parametrize("fault", ["hang", "SystemExit", "KeyboardInterrupt"])
+async def test_a_dead_or_hung_engine_thread_ends_the_process_and_every_call(fault: str) -> None:
+    command = (sys.executable, "-m", "tests.journey.faulty_serving", fault, "--port", "0", "--step-timeout", "3")
+    process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(MAX_WAIT_S):
+            line = (await process.stdout.readline()).decode()
+            assert " on " in line, "the server did not start"
+            # No retries: the fate of each call is to be seen.
+            options = (("grpc.enable_retries", 0),)
+            async with grpc.aio.insecure_channel(line.split(" on ")[1].split()[0], options) as channel:
+                vision: Any = VisionServiceStub(channel)
+                health: Any = HealthStub(channel)
+                watch = health.Watch(HealthCheckRequest())
+                assert (await watch.read()).status == HealthCheckResponse.SERVING
+                bystander = vision.Query(question(1))
+                assert (await bystander.read()).HasField("started")
+                offender = vision.Query(question(SEED))
+                for stream in (offender, bystander):
+                    assert await end_of(stream) == (grpc.StatusCode.UNAVAILABLE, "ENGINE_UNAVAILABLE")
+                assert (await watch.read()).status == HealthCheckResponse.NOT_SERVING
+            _, logged = await process.communicate()
+        assert process.returncode == 1
+        text = logged.decode()
+        assert ("no progress for 3 s (engine thread" in text) == (fault == "hang")
+        assert "thread kestrel-engine" in text if fault == "hang" else fault in text
+        assert "hello" not in text
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()

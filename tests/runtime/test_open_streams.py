@@ -1,0 +1,64 @@
+"""Whoever waits when the engine ends is told, and nobody is kept who waits no more."""
+
+import asyncio
+import gc
+
+import pytest
+
+from kestrel_runtime.errors import EngineUnavailable
+from kestrel_runtime.events import Started, Usage
+from kestrel_runtime.open_streams import OpenStreams
+from kestrel_runtime.stream import Outbox, Stream
+
+STARTED = Started(Usage(1, 0))
+
+
+async def test_closing_ends_every_open_stream_behind_what_was_posted_before() -> None:
+    streams = OpenStreams()
+    waiting, begun = Stream(), Stream()
+    streams.add(waiting)
+    streams.add(begun)
+    outbox = Outbox()
+    outbox.put(begun, [STARTED])
+    outbox.post()
+    await asyncio.to_thread(streams.close)
+    assert await anext(begun) == STARTED
+    for stream in (waiting, begun):
+        with pytest.raises(EngineUnavailable):
+            await anext(stream)
+
+
+async def test_after_the_end_none_is_taken() -> None:
+    streams = OpenStreams()
+    streams.close()
+    with pytest.raises(EngineUnavailable):
+        streams.add(Stream())
+
+
+async def test_who_is_over_is_forgotten() -> None:
+    streams = OpenStreams()
+    over, left, discarded = Stream(), Stream(), Stream()
+    for stream in (over, left, discarded):
+        streams.add(stream)
+    assert set(streams.of(over.loop)) == {over, left, discarded}
+    over.fail(EngineUnavailable("for the test"))
+    left.cancel()
+    streams.discard(discarded)
+    streams.discard(discarded)
+    await asyncio.wait((over.over,))
+    await asyncio.sleep(0)
+    assert streams.of(over.loop) == []
+
+
+async def test_streams_of_an_event_loop_that_is_gone_are_not_kept() -> None:
+    streams = OpenStreams()
+
+    async def ask() -> None:
+        streams.add(Stream())
+
+    for _ in range(20):
+        await asyncio.to_thread(asyncio.run, ask())
+    streams.add(Stream())
+    gc.collect()
+    assert len([item for item in gc.get_objects() if type(item) is Stream]) < 5
+    streams.close()
