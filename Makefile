@@ -11,7 +11,7 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: setup proto check test fuzz serve demo quality train bench supply clean
+.PHONY: setup proto check test fuzz serve demo attacks quality train bench supply clean
 
 # Everything into .venv; nothing to do until pyproject.toml changes.
 setup: .venv/installed
@@ -52,6 +52,10 @@ serve: setup
 # A server on a free port, all five skills asked over gRPC about one picture, and what was found drawn on it.
 demo: setup
 	$(BIN)/kestrel-grpc demo
+
+# Attacks on servers of our own, and what others notice of them. ARGS are options of bench/attacks.
+attacks: setup
+	$(BIN)/python -m bench.attacks $(ARGS)
 
 # How well a model sees: held-out scenes asked over gRPC. ARGS are options of bench/quality.py.
 quality: setup

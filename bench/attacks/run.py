@@ -1,0 +1,103 @@
+"""One attack from start to end: server, witnesses, attackers, rest, SIGTERM."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from typing import Any
+
+from bench.attacks.attack import MAX_END_S, MIB, Attack, Memory, Observation, Outcome, Victim
+from bench.attacks.target import MemoryWatch, Target, resident_bytes, started_target
+from bench.attacks.witnesses import witnesses
+
+RECOVERY_S = 2.0
+"""For so long others are watched when the attackers have gone."""
+REST_S = 35.0
+"""A server that rests gives back memory every 30 seconds."""
+_SETTLED_BYTES = 32 * MIB
+_PREPARE_TIMEOUT_S = 120.0
+_GRACE_S = 60.0
+
+
+def carry_out(attack: Attack, seconds: float, limit_bytes: int, server_options: Sequence[str] = ()) -> Observation:
+    """Attack a server of its own for so long; it is killed where it grows over the limit."""
+    options = (*attack.server_options, *server_options)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        started_target(Path(folder), options, attack.num_descriptors) as target,
+    ):
+        return _attack(attack, seconds, limit_bytes, target)
+
+
+def _attack(attack: Attack, seconds: float, limit_bytes: int, target: Target) -> Observation:
+    host, port = target.address.rsplit(":", 1)
+    victim = Victim(host, int(port), target.tokens["mallory"])
+    with witnesses(target.address, target.tokens["alice"], attack) as others:
+        before_bytes = resident_bytes(target.pid)
+        watch = MemoryWatch(target.pid, limit_bytes)
+        outcome, duration_s = _strike(attack, victim, seconds, others.go)
+        if not attack.is_followed_by_sigterm:
+            time.sleep(RECOVERY_S)
+        witness = others.stop()
+    if attack.is_followed_by_sigterm:
+        after_bytes = resident_bytes(target.pid)
+    else:
+        after_bytes = _at_rest(target.pid, before_bytes)
+    watch.stop()
+    memory = Memory(before_bytes, watch.peak_bytes, after_bytes, watch.was_killed)
+    target.terminate(2 * MAX_END_S)
+    return Observation(attack, duration_s, witness, memory, target.end_s, target.exit_status, outcome, target.log())
+
+
+def _strike(attack: Attack, victim: Victim, seconds: float, go: Any) -> tuple[Outcome, float]:
+    """Have the attackers prepare, then attack at once. Those that do not end by themselves are killed."""
+    context = multiprocessing.get_context("spawn")
+    begin = context.Event()
+    pipes: list[Connection] = []
+    processes: list[Any] = []
+    total = Outcome()
+    try:
+        for _ in range(attack.num_processes):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_attacker, args=(attack, victim, seconds, begin, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        for pipe in pipes:
+            if not pipe.poll(_PREPARE_TIMEOUT_S) or pipe.recv() != "ready":
+                raise RuntimeError(f"{attack.name}: an attacker does not start")
+        go()
+        begin.set()
+        began = time.monotonic()
+        for pipe in pipes:
+            left_s = began + seconds + _GRACE_S - time.monotonic()
+            try:
+                total += pipe.recv() if pipe.poll(max(0.0, left_s)) else Outcome({"attacker killed": 1})
+            except EOFError:
+                total += Outcome({"attacker died": 1})
+        return total, time.monotonic() - began
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _attacker(attack: Attack, victim: Victim, seconds: float, begin: Event, pipe: Connection) -> None:
+    prepared = attack.prepare()
+    pipe.send("ready")
+    begin.wait()
+    pipe.send(attack.strike(victim, seconds, prepared))
+
+
+def _at_rest(pid: int, before_bytes: int) -> int:
+    """Resident bytes once they are about what they were, or after a while, whatever they are."""
+    deadline = time.monotonic() + REST_S
+    while (now_bytes := resident_bytes(pid)) > before_bytes + _SETTLED_BYTES and time.monotonic() < deadline:
+        time.sleep(0.5)
+    return now_bytes
