@@ -10,6 +10,7 @@ with status 1 where a measured figure is above its reserve.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 import sys
@@ -28,7 +29,7 @@ from kestrel_runtime.fast_paths import FastPaths
 from kestrel_runtime.kv_cache import KVCache
 from kestrel_runtime.lane import Lane
 from kestrel_runtime.loading import LoadedModel
-from kestrel_runtime.memory_plan import DeviceReserve, free_bytes
+from kestrel_runtime.memory_plan import DeviceReserve
 from kestrel_runtime.model_paths import ModelPaths
 from kestrel_runtime.prompt_graphs import PromptInputs, PromptSize
 from kestrel_runtime.recording import Recorder
@@ -63,9 +64,9 @@ def measure(config: EngineConfig) -> dict[str, float]:
     loaded = LoadedModel.load(config)
     model, device = loaded.model, loaded.model.device
     paths, bounds = FastPaths.of(config, device.type), StepBounds.of(config, device.type)
-    free_with_weights = free_bytes(device)
+    free_with_weights = _free_bytes()
     model_paths = ModelPaths.of(model, paths, max_batch_size=bounds.max_batch_size)
-    free = free_bytes(device)
+    free = _free_bytes()
     reserve = DeviceReserve.of(model.config, bounds, model.dtype, free)
     cache = loaded.new_cache(config)
     figures = {
@@ -77,17 +78,24 @@ def measure(config: EngineConfig) -> dict[str, float]:
     crops = torch.zeros(bounds.max_crops, *_crop_shape(loaded), dtype=torch.uint8, device=device)
     figures["largest encode, MiB"] = _peak_mib(partial(model_paths.vision.encode, crops))
     figures["largest prefill, MiB"] = _peak_mib(_largest_prefill(loaded, model_paths, cache, bounds))
-    before = free_bytes(device)
+    before = _free_bytes()
     runner = ModelRunner(model, cache, paths, bounds, model_paths)
     started = time.monotonic()
     runner.record()
     figures["start captures, s"] = time.monotonic() - started
     figures["graphs at the start"] = runner._graph_budget.num_graphs
     figures["graphs at the start, MiB"] = runner._graph_budget.num_bytes / MIB
-    figures["runner and graphs by the driver, MiB"] = (before - free_bytes(device)) / MIB
+    figures["runner and graphs by the driver, MiB"] = (before - _free_bytes()) / MIB
     figures["late capture of an encoding, ms"] = _late_capture_ms(loaded, model_paths)
-    figures["free in the end, MiB"] = free_bytes(device) / MIB
+    figures["free in the end, MiB"] = _free_bytes() / MIB
     return figures
+
+
+def _free_bytes() -> int:
+    torch.cuda.synchronize()
+    gc.collect()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]
 
 
 def _crop_shape(loaded: LoadedModel) -> tuple[int, int, int]:

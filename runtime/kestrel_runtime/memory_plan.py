@@ -95,9 +95,6 @@ def free_bytes(device: torch.device) -> int:
     """Bytes of memory that may still be taken, on the device or, where that is no GPU, on the host."""
     if device.type != "cuda":
         return available_memory_bytes()
-    # What only waits for the garbage collector, or for reuse by torch, would count as taken.
-    gc.collect()
-    torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]
 
 
@@ -107,6 +104,10 @@ def _num_pages(
     page_size, bounds = config.page_size, StepBounds.of(config, device.type)
     bytes_per_page = KVCache.bytes_per_page(model.text, page_size, kv_dtype)
     context_pages = -(-min(model.text.max_context, _TYPICAL_CONTEXT_TOKENS) // page_size)
+    if device.type == "cuda":
+        # What only waits for the garbage collector, or for reuse by torch, would count as taken.
+        gc.collect()
+        torch.cuda.empty_cache()
     free = usable = free_bytes(device)
     if device.type == "cuda":
         usable = max(0, free - DeviceReserve.of(model, bounds, dtype, free).total)

@@ -91,22 +91,32 @@ class Recorder:
         return self._lane.mark()
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End a capture that failed, on the stream and in torch's books."""
+        """End a capture that failed, on the stream and in torch's books, so that the work can run as it is."""
         try:
             graph.capture_end()
         except RuntimeError:
             # The capture is over, but torch before 2.13 goes on as if it were not where its end raised: memory that
             # is freed is not used again, and no further capture in this pool can begin. Its books are closed by
             # ending a capture for the same graph that is valid, of work that does not matter.
-            stream = self._lane.handle
-            if begin_capture(stream):
+            self._clear_error()
+            if begin_capture(self._lane.handle):
                 with contextlib.suppress(RuntimeError):  # newer torch: the books are closed already
-                    assert self._blank is not None, "made before the first capture"
-                    self._blank.zero_()
+                    self._launch_anything()
                     graph.capture_end()
                 if torch.cuda.is_current_stream_capturing():
-                    drop_capture(stream)
+                    drop_capture(self._lane.handle)
         graph.reset()
+        self._clear_error()
+
+    def _clear_error(self) -> None:
+        """Have CUDA forget an error that a library met in the capture and did not fetch: the next launch would."""
+        with contextlib.suppress(RuntimeError):
+            self._launch_anything()
+
+    def _launch_anything(self) -> None:
+        assert self._blank is not None, "made before the first capture"
+        with torch.inference_mode():  # the tensor may be of that mode or not
+            self._blank.add_(1)
 
 
 @contextlib.contextmanager

@@ -80,6 +80,7 @@ def test_on_a_gpu_the_reserve_for_steps_and_graphs_fits_beside_the_cache(
     for free_gib in (0.1, 1, 8, 24, 140):
         free = int(free_gib * 2**30)
         monkeypatch.setattr(memory_plan, "free_bytes", lambda _, free=free: free)
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
         settings = EngineConfig(model="", kv_fraction=kv_fraction)
         pages = memory_plan._num_pages(settings, config, torch.device("cuda"), dtype, dtype)
         reserve = DeviceReserve.of(config, bounds, dtype, free)
