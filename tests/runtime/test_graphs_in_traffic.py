@@ -21,8 +21,10 @@ from kestrel_runtime.loading import LoadedModel
 from kestrel_runtime.recording import Recorder, Recording
 from kestrel_runtime.requests import Detect, Point, Query, Request, SamplingParams
 from kestrel_runtime.skills import SKILLS
+from kestrel_runtime.tokens import TokenRule
 from tests.golden import MD2_SMALL
 from tests.runtime.fake_cuda import FakeRecorder
+from tests.runtime.test_runner import CASES, MODELS, Bench, written_out
 
 SMALL_IMAGE = (MD2_SMALL / "image_1_100x80.png").read_bytes()
 LOGGER = "kestrel_runtime.captured_graphs"
@@ -154,6 +156,26 @@ async def test_graphs_are_captured_anew_after_a_restart(
         assert isinstance(await engine.submit(Query("hi")).result(), Finished)
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_usual_traffic_finds_its_graphs_captured_by_the_start(
+    case: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    captures, (tokens, image), model = Captures(monkeypatch, ()), CASES[case], MODELS[2]
+    monkeypatch.setattr(runner_module, "_MOST_START_S", 3600.0)
+    bench = Bench(model, batch=4, prefill=128, text_path="fused", vision_path="fused")
+    with caplog.at_level(logging.INFO, logger="kestrel_runtime.runner"):
+        bench.runner.record()
+    at_start = captures.num_tried
+    assert f"captured {at_start} CUDA graphs" in caplog.text
+    assert "0 are left" in caplog.text
+    for _ in range(2):
+        (generated,) = bench.generate(6, bench.add(tokens, image))
+        assert generated == written_out(model, 6, tokens, image)
+        rule = TokenRule(allowed=(5, 6), is_spatial=True)  # which draws coordinates and sizes
+        bench.generate(3, bench.add(tokens, image, rule=rule, temperature=1.0))
+    assert captures.num_tried == at_start
 
 
 def test_the_draws_of_every_skill_alone_and_together_are_usual(moondream2: LoadedModel) -> None:
