@@ -73,10 +73,11 @@ def smallest_num_pages(model: MoondreamConfig, page_size: int) -> int:
     A smaller cache would refuse every such request. The scheduler asks for no more to start one on an idle engine.
     """
     templates = model.tokenizer.templates
-    longest = max(
+    lengths = (
         max(map(len, parts.values())) if skill == "caption" else sum(map(len, parts.values())) + 1
         for skill, parts in templates.items()
     )
+    longest = max(lengths, default=0)
     return -(-(model.text.prefix_attn + longest + 1) // page_size)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -87,6 +88,12 @@ def test_on_a_gpu_the_reserve_for_steps_and_graphs_fits_beside_the_cache(
         cache = pages * bytes_per_page(moondream2)
         assert cache <= max(0, free - reserve.total)
         assert reserve.graphs <= free / 8
+
+
+def test_a_model_without_prompts_needs_room_for_its_image_alone(moondream2: LoadedModel) -> None:
+    config = moondream2.model.config
+    silent = replace(config, tokenizer=replace(config.tokenizer, templates={}))
+    assert smallest_num_pages(silent, 1) == config.text.prefix_attn + 1
 
 
 def test_a_cache_of_one_page_refuses_to_start_and_says_what_is_needed(moondream3: LoadedModel) -> None:
