@@ -264,7 +264,7 @@ class ServerConfig:
         "memory of all images together from their decoding to the end of their requests; one image may take three"
         " quarters of it, and 512 MiB, while it is decoded",
         unit="bytes",
-        default_text="512 MiB and room for two full batches",
+        default_text="683 MiB, or 512 MiB and room for two full batches where that is more",
     )
     image_hosts: tuple[AllowedHost, ...] | None = _option(
         None,

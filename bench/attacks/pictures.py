@@ -13,6 +13,7 @@ from bench.attacks.attack import Attack, Outcome, Victim
 from bench.attacks.bombs import jpeg_of_scans, png_of_one_colour, tiff_of_one_tile, webp_of_canvas
 from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_client.v1.vision_service_pb2_grpc import VisionServiceStub
+from kestrel_runtime.imaging.jpeg import MAX_SCANS
 
 NUM_SCANS, NUM_JPEGS, JPEG_DEADLINE_S = 30_000, 4, 5.0
 NUM_AT_ONCE = 8
@@ -53,6 +54,14 @@ ATTACKS = (
         f"{NUM_JPEGS} progressive JPEGs of {NUM_SCANS:,} scans, deadline {JPEG_DEADLINE_S:g} s; then SIGTERM",
         partial(_caption_all, NUM_JPEGS, JPEG_DEADLINE_S),
         partial(jpeg_of_scans, NUM_SCANS),
+        sends_pictures=True,
+        is_followed_by_sigterm=True,
+    ),
+    Attack(
+        "jpeg-scans-allowed",
+        f"{NUM_JPEGS} progressive JPEGs of {MAX_SCANS} scans, which is the limit, deadline {JPEG_DEADLINE_S:g} s",
+        partial(_caption_all, NUM_JPEGS, JPEG_DEADLINE_S),
+        partial(jpeg_of_scans, MAX_SCANS),
         sends_pictures=True,
         is_followed_by_sigterm=True,
     ),

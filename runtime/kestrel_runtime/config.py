@@ -51,7 +51,8 @@ class EngineConfig:
     max_image_pixels: int = 64_000_000
     max_decoded_image_bytes: int | None = None
     """Memory of all images together, from the start of their decoding until their requests are over. One image may
-    take three quarters of it, and 512 MiB, while it is decoded. None: 512 MiB and room for two full batches."""
+    take three quarters of it, and 512 MiB, while it is decoded. None: 683 MiB, or 512 MiB
+    and room for two full batches where that is more."""
     num_preprocess_threads: int = 4
     resize_on_device: bool | None = None
     """Whether images are resized and cut where the model runs, and not by preprocessing threads; None: on CUDA."""

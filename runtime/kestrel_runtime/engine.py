@@ -38,7 +38,7 @@ from kestrel_runtime.models.moondream.config import VisionConfig
 from kestrel_runtime.models.moondream.tiling import Tiler
 from kestrel_runtime.open_streams import OpenStreams
 from kestrel_runtime.pages import PagePool
-from kestrel_runtime.preprocess import MAX_DECODING_BYTES, Preprocessor
+from kestrel_runtime.preprocess import MAX_DECODING_BYTES, Preprocessor, least_budget_bytes
 from kestrel_runtime.probes import new_probes
 from kestrel_runtime.recovery import Recovery
 from kestrel_runtime.requests import Caption, Query, Request
@@ -366,7 +366,8 @@ class Engine:
 
 
 def _max_decoded_bytes(config: EngineConfig, bounds: StepBounds, vision: VisionConfig, *, uncut: bool) -> int:
-    """The configured limit, or room for a batch that runs, one that comes next, and a large image to decode."""
+    """The configured limit, or room for a batch that runs, one that comes next, and the largest image to decode."""
     if config.max_decoded_image_bytes is not None:
         return config.max_decoded_image_bytes
-    return 2 * bounds.max_batch_size * largest_kept_bytes(vision, uncut=uncut) + MAX_DECODING_BYTES
+    kept_bytes = 2 * bounds.max_batch_size * largest_kept_bytes(vision, uncut=uncut)
+    return max(MAX_DECODING_BYTES + kept_bytes, least_budget_bytes(MAX_DECODING_BYTES))

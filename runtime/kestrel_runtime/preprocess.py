@@ -32,6 +32,11 @@ _CUT_COPIES = 3
 """The largest part of an image's crops exists so often while they are cut: resized, as an array, and as crops."""
 
 
+def least_budget_bytes(decoding_bytes: int) -> int:
+    """The smallest budget in which an image may take so much. A quarter is for small ones that pass it."""
+    return -(-decoding_bytes * 4 // 3)
+
+
 class Preprocessor:
     """Prepares requests on a pool of threads."""
 
@@ -61,7 +66,6 @@ class Preprocessor:
         self._cut = cut
         self._ids = itertools.count(1)
         self._budget = MemoryBudget(max_decoded_bytes)
-        # The rest is for the small images that pass a large one while it waits.
         self._max_decoding_bytes = min(MAX_DECODING_BYTES, max_decoded_bytes * 3 // 4)
         self._workers = Workers(num_threads, "kestrel-preprocess", self._budget, ageing_s=ageing_s)
 
