@@ -42,7 +42,7 @@ class PromptRun:
         self.model = loaded.model
         num_pages = -(-text.max_context // config.page_size)
         self._cache = loaded.new_cache(replace(config, num_kv_pages=num_pages))
-        paths = FastPaths.of(config, loaded.model.device.type)
+        paths = FastPaths.of(config, loaded.model.device.type, loaded.model)
         bounds = StepBounds(max_batch_size=1, max_prefill_tokens=text.max_context, max_crops=1)
         self._runner = ModelRunner(loaded.model, self._cache, paths, bounds)
         self._preprocessor = Preprocessor(

@@ -13,11 +13,16 @@ from kestrel_ops.reference.resample import RESAMPLE_WEIGHT_BITS, resample
 from kestrel_ops.reference.rotary import rotary
 from kestrel_ops.reference.sample import sample
 from kestrel_ops.reference.write_kv import write_kv
+from kestrel_ops.shapes import ModelShape, TextShape, VisionShape, has_float8_product
 
 __all__ = [
     "RESAMPLE_WEIGHT_BITS",
     "Kernels",
+    "ModelShape",
+    "TextShape",
+    "VisionShape",
     "decode_attention",
+    "has_float8_product",
     "mixture_of_experts",
     "prefill_attention",
     "resample",

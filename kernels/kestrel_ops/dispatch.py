@@ -1,7 +1,8 @@
 """Which implementation serves each operation of the fast path: chosen once, at start.
 
 An implementation is a module `kestrel_ops.<implementation>.<operation>` with a function of the operation's name.
-`reference` has every one; the others have those that pay on a CUDA device. Knows no tensors.
+`reference` has every one, for any model; the others have those that pay on a CUDA device, and beside each function
+an `unsupported(model) -> str | None`, which says why it cannot serve a model. Knows no tensors.
 """
 
 from __future__ import annotations
@@ -9,12 +10,17 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from types import ModuleType
 from typing import Any
+
+from kestrel_ops.shapes import ModelShape
 
 _FASTEST_FIRST = ("cuda", "triton", "library")
 _REFERENCE = "reference"
+_OPTIONAL_PACKAGES = ("triton",)
 
 _log = logging.getLogger(__name__)
 
@@ -38,11 +44,12 @@ class Kernels:
     mixture_of_experts: Callable[..., Any]
 
     @classmethod
-    def select(cls, device_type: str, choices: Mapping[str, str]) -> Kernels:
-        """The fastest of each on a CUDA device, the definitions elsewhere; `choices` (operation → implementation)
-        goes first.
+    def select(cls, device_type: str, choices: Mapping[str, str], model: ModelShape | None = None) -> Kernels:
+        """The fastest of each that can serve `model` on a CUDA device, the definitions elsewhere.
 
-        Raises ValueError naming every operation or implementation of `choices` that there is not.
+        `choices` (operation → implementation) goes first. Every implementation that is passed over is logged with
+        the reason. Without a `model` any will do. Raises ValueError naming every operation or implementation of
+        `choices` that there is not, or that cannot serve the model and why.
         """
         operations = [field.name for field in fields(cls)]
         unknown = [
@@ -52,15 +59,49 @@ class Kernels:
         ]
         if unknown:
             raise ValueError(f"no such kernels: {', '.join(unknown)}")
-        chosen = {operation: choices.get(operation) or _default(device_type, operation) for operation in operations}
+        refused = [
+            f"{operation}={implementation}: {reason}"
+            for operation, implementation in choices.items()
+            if (reason := _unsupported(implementation, operation, model)) is not None
+        ]
+        if refused:
+            raise ValueError(f"kernels that cannot serve this model: {'; '.join(refused)}")
+        chosen = {
+            operation: choices.get(operation) or _default(device_type, operation, model) for operation in operations
+        }
         _log.info("kernels: %s", ", ".join(f"{operation}={name}" for operation, name in chosen.items()))
-        return cls(**{operation: _load(name, operation) for operation, name in chosen.items()})
+        return cls(
+            **{operation: getattr(_module(name, operation), operation) for operation, name in chosen.items()}
+        )
+
+    def waiting_for_device(self) -> list[str]:
+        """The operations whose implementation reads results on the host, so that no graph can capture them."""
+        functions = {field.name: getattr(self, field.name) for field in fields(self)}
+        return [
+            operation
+            for operation, function in functions.items()
+            if getattr(sys.modules.get(function.__module__), "WAITS_FOR_DEVICE", False)
+        ]
 
 
-def _default(device_type: str, operation: str) -> str:
-    if device_type != "cuda":
-        return _REFERENCE
-    return next((name for name in _FASTEST_FIRST if _exists(name, operation)), _REFERENCE)
+def _default(device_type: str, operation: str, model: ModelShape | None) -> str:
+    *passed_over, chosen = _up_to_the_first_that_can(device_type, operation, model)
+    for name, reason in passed_over:
+        _log.warning("kernels: %s=%s is passed over for %s: %s", operation, name, chosen[0], reason)
+    return chosen[0]
+
+
+def _up_to_the_first_that_can(
+    device_type: str, operation: str, model: ModelShape | None
+) -> Iterator[tuple[str, str | None]]:
+    """Implementations in the order of speed, each with why it cannot serve the model."""
+    for name in _FASTEST_FIRST if device_type == "cuda" else ():
+        if _exists(name, operation):
+            reason = _unsupported(name, operation, model)
+            yield name, reason
+            if reason is None:
+                return
+    yield _REFERENCE, None
 
 
 def _exists(implementation: str, operation: str) -> bool:
@@ -69,7 +110,18 @@ def _exists(implementation: str, operation: str) -> bool:
     return importlib.util.find_spec(f"kestrel_ops.{implementation}.{operation}") is not None
 
 
-def _load(implementation: str, operation: str) -> Callable[..., Any]:
-    module = importlib.import_module(f"kestrel_ops.{implementation}.{operation}")
-    function: Callable[..., Any] = getattr(module, operation)
-    return function
+def _unsupported(implementation: str, operation: str, model: ModelShape | None) -> str | None:
+    """Why an implementation cannot serve the model, or None where it can."""
+    if implementation == _REFERENCE:
+        return None
+    try:
+        module = _module(implementation, operation)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] not in _OPTIONAL_PACKAGES:
+            raise
+        return f"{error.name} is not installed"
+    return None if model is None else module.unsupported(model)
+
+
+def _module(implementation: str, operation: str) -> ModuleType:
+    return importlib.import_module(f"kestrel_ops.{implementation}.{operation}")

@@ -111,7 +111,7 @@ class Engine:
     def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
         """Raises `CheckpointError` where the model cannot be served as `config` says."""
         model_config = loaded.model.config
-        paths = FastPaths.of(config, loaded.model.device.type)
+        paths = FastPaths.of(config, loaded.model.device.type, loaded.model)
         bounds = StepBounds.of(config, loaded.model.device.type)
         # Before the cache, which takes a part of the memory that they leave.
         model_paths = ModelPaths.of(loaded.model, paths, max_batch_size=bounds.max_batch_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Literal, Protocol
 
 from torch import Tensor
@@ -13,6 +14,8 @@ from kestrel_runtime.models.moondream.fused_prefill import FusedPrefill
 from kestrel_runtime.models.moondream.fused_weights import fused_blocks
 from kestrel_runtime.models.moondream.text import TextModel
 from kestrel_runtime.prefill_plan import PrefillPlan
+
+_log = logging.getLogger(__name__)
 
 
 class TextPath(Protocol):
@@ -52,6 +55,14 @@ class FusedText:
         max_batch_size: int,
     ) -> None:
         blocks = fused_blocks(text, precision)
+        matrices = [matrix for block in blocks for matrix in (block.up, block.down)]
+        if precision == "float8" and (num_kept := sum(matrix.scale is None for matrix in matrices)):
+            _log.warning(
+                "%d of %d text matrices stay in %s: float8 products need multiples of 16",
+                num_kept,
+                len(matrices),
+                text.wte.dtype,
+            )
         self._prefill = FusedPrefill(text, blocks, kernels)
         self._decoder = FusedDecoder(text, blocks, kernels)
         self._workspace = self._decoder.workspace(max_batch_size)

@@ -184,7 +184,7 @@ class _Probe:
             max_crops_per_step=bounds.max_crops,
         )
         scheduler.add(self.sequence)
-        paths = FastPaths.of(config, loaded.model.device.type)
+        paths = FastPaths.of(config, loaded.model.device.type, loaded.model)
         self._runner = ModelRunner(loaded.model, self._cache, paths, bounds)
         self._batch = scheduler.next_batch(now=0.0)
 

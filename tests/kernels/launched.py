@@ -1,4 +1,7 @@
-"""Calls of the operations in Triton with tensors of any values, for those who look at what they launch."""
+"""Calls of the operations with tensors of any values, for those who look at what they do and not at results.
+
+Each takes sizes and types as JSON can say them, and at the end the implementation, Triton's if none is named.
+"""
 
 from __future__ import annotations
 
@@ -11,43 +14,49 @@ from torch import Tensor
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
 
 
-def _triton(operation: str) -> Any:
-    return getattr(import_module(f"kestrel_ops.triton.{operation}"), operation)
+def _operation(implementation: str, name: str) -> Any:
+    return getattr(import_module(f"kestrel_ops.{implementation}.{name}"), name)
 
 
 def _empty(*shape: int, dtype: str = "fp32") -> Tensor:
     return torch.empty(shape, dtype=_DTYPES[dtype])
 
 
-def add_layer_norm(count: int, width: int, delta: str, out: str) -> None:
+def add_layer_norm(count: int, width: int, delta: str, out: str, of: str = "triton") -> None:
     """`count` float32 rows with a delta of another type."""
-    operation = _triton("add_layer_norm")
+    operation = _operation(of, "add_layer_norm")
     operation(_empty(count, width), _empty(count, width, dtype=delta), 1e-5, _DTYPES[out])
 
 
-def rotary_write_kv(heads: int, groups: int, head_dim: int, dtype: str, pages: str, has_factors: bool) -> None:
+def rotary_write_kv(
+    heads: int, groups: int, head_dim: int, dtype: str, pages: str, has_factors: bool, of: str = "triton"
+) -> None:
     """Three tokens whose heads turn by half of their lanes."""
     room = _empty(2, groups, 16, head_dim, dtype=pages)
     angles, scale = _empty(64, head_dim // 4), _empty(1) if pages == "fp8" else None
     factors = (_empty(3, heads, dtype=dtype), _empty(3, groups, dtype=dtype)) if has_factors else (None, None)
     qkv = _empty(3, (heads + 2 * groups) * head_dim, dtype=dtype)
     numbers = torch.zeros(3, dtype=torch.int64)
-    _triton("rotary_write_kv")(qkv, numbers, angles, angles, room, room.clone(), numbers, scale, scale, *factors)
+    _operation(of, "rotary_write_kv")(
+        qkv, numbers, angles, angles, room, room.clone(), numbers, scale, scale, *factors
+    )
 
 
-def decode_contract(batch: int, width: int, num_rows: int, weight: str) -> None:
+def decode_contract(batch: int, width: int, num_rows: int, weight: str, of: str = "triton") -> None:
     """`batch` tokens, whose activations are float16 where the weight is float8."""
     scale = _empty(num_rows) if weight == "fp8" else None
     activations = _empty(batch, width, dtype="fp16" if weight == "fp8" else weight)
-    _triton("decode_contract")(
+    _operation(of, "decode_contract")(
         activations, _empty(num_rows, width, dtype=weight), scale, _empty(num_rows), _empty(batch, num_rows)
     )
 
 
-def decode_expand(batch: int, width: int, num_plain: int, num_activated: int, weight: str, num_shares: int) -> None:
+def decode_expand(
+    batch: int, width: int, num_plain: int, num_activated: int, weight: str, num_shares: int, of: str = "triton"
+) -> None:
     """`batch` tokens, with so many shares pending."""
     num_rows, out = num_plain + num_activated, "fp16" if weight == "fp8" else weight
-    _triton("decode_expand")(
+    _operation(of, "decode_expand")(
         _empty(batch, width),
         _empty(num_rows, width, dtype=weight),
         _empty(num_rows) if weight == "fp8" else None,
@@ -59,3 +68,101 @@ def decode_expand(batch: int, width: int, num_plain: int, num_activated: int, we
         _empty(batch, num_activated, dtype=out),
         _empty(num_shares, batch, width) if num_shares else None,
     )
+
+
+def prefill_attention(
+    heads: int, groups: int, head_dim: int, dtype: str, pages: str, max_chunk: int, of: str = "triton"
+) -> None:
+    """One chunk of packed rows."""
+    rows = _empty(max_chunk, (heads + 2 * groups) * head_dim, dtype=dtype).unflatten(1, (-1, head_dim))
+    room = _empty(2, groups, 16, head_dim, dtype=pages)
+    numbers, scale = torch.zeros(2, dtype=torch.int32), _empty(1) if pages == "fp8" else None
+    _operation(of, "prefill_attention")(
+        *rows.split((heads, groups, groups), dim=1),
+        room,
+        room.clone(),
+        numbers[None],
+        numbers,
+        numbers[:1],
+        numbers[:1],
+        max_chunk,
+        scale,
+        scale,
+    )
+
+
+def rotary_decode_attention(
+    heads: int,
+    groups: int,
+    head_dim: int,
+    dtype: str,
+    pages: str,
+    batch: int,
+    num_parts: int,
+    of: str = "triton",
+) -> None:
+    """One token for each of `batch` sequences."""
+    room = _empty(2, groups, 16, head_dim, dtype=pages)
+    angles, scale = _empty(64, head_dim // 4), _empty(1) if pages == "fp8" else None
+    numbers = torch.zeros(batch, dtype=torch.int32)
+    _operation(of, "rotary_decode_attention")(
+        _empty(batch, (heads + 2 * groups) * head_dim, dtype=dtype),
+        numbers,
+        angles,
+        angles,
+        room,
+        room.clone(),
+        numbers[:, None],
+        _empty(batch, heads * head_dim, dtype=dtype),
+        scale,
+        scale,
+        None,
+        None,
+        _empty(batch, heads, num_parts, head_dim + 2),
+        torch.zeros(batch, heads, dtype=torch.int32),
+    )
+
+
+def concat_gelu(count: int, plain: int, inner: int, dtype: str, out: str, of: str = "triton") -> None:
+    """`count` rows of two parts, of which the first may be of no width."""
+    left = _empty(count, plain, dtype=dtype) if plain else None
+    _operation(of, "concat_gelu")(left, _empty(count, inner, dtype=dtype), _DTYPES[out])
+
+
+def resample(height: int, width: int, length: int, dim: int, of: str = "triton") -> None:
+    """An RGB image, along one axis."""
+    taps = torch.zeros(5, length, dtype=torch.int32)
+    _operation(of, "resample")(torch.zeros(height, width, 3, dtype=torch.uint8), taps, dim)
+
+
+def scaled_linear(count: int, width: int, num_rows: int, weight: str, of: str = "triton") -> None:
+    """Rows of float8 with a scale each, or of the weight's type."""
+    scales = (_empty(count, 1), _empty(num_rows)) if weight == "fp8" else (None, None)
+    x, matrix = _empty(count, width, dtype=weight), _empty(num_rows, width, dtype=weight)
+    _operation(of, "scaled_linear")(x, scales[0], matrix, scales[1], _empty(num_rows), torch.bfloat16)
+
+
+def scaled_linear_gelu(count: int, width: int, num_rows: int, of: str = "triton") -> None:
+    """Float8 rows and a float8 weight, one scale each."""
+    operands = _empty(count, width, dtype="fp8"), _empty(1), _empty(num_rows, width, dtype="fp8"), _empty(1)
+    _operation(of, "scaled_linear_gelu")(*operands, _empty(num_rows, dtype="bf16"), _empty(1))
+
+
+def scaled_linear_add(count: int, width: int, num_rows: int, of: str = "triton") -> None:
+    """Float8 rows and a float8 weight, one scale each, added to a stream in bfloat16."""
+    operands = _empty(count, width, dtype="fp8"), _empty(1), _empty(num_rows, width, dtype="fp8"), _empty(1)
+    bias, hidden = _empty(num_rows, dtype="bf16"), _empty(count, num_rows, dtype="bf16")
+    _operation(of, "scaled_linear_add")(*operands, bias, hidden)
+
+
+def crop_attention(num_crops: int, num_patches: int, num_heads: int, head_dim: int, of: str = "triton") -> None:
+    """Packed queries, keys and values in bfloat16."""
+    packed = _empty(num_crops * num_patches, 3 * num_heads * head_dim, dtype="bf16")
+    _operation(of, "crop_attention")(packed, num_patches, num_heads)
+
+
+def mixture_of_experts(count: int, dim: int, inner: int, num_experts: int, of: str = "triton") -> None:
+    """Tokens and experts in bfloat16, two experts for each token."""
+    up, down = _empty(num_experts, 2 * inner, dim, dtype="bf16"), _empty(num_experts, dim, inner, dtype="bf16")
+    hidden, logits = _empty(count, dim, dtype="bf16"), _empty(count, num_experts, dtype="bf16")
+    _operation(of, "mixture_of_experts")(hidden, logits, up, down, 2)

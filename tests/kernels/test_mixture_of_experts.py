@@ -85,8 +85,9 @@ def test_it_is_the_weighted_sum_written_out(mixture_of_experts, seed):
 @every_implementation
 @pytest.mark.parametrize("num_tokens", [1, 5, 40])
 @pytest.mark.parametrize("experts_per_token", [1, 2, 6])
-def test_tokens_of_a_short_type_go_to_their_experts(mixture_of_experts, num_tokens, experts_per_token):
-    experts = Experts(mixture_of_experts, num_tokens=num_tokens, dim=32, inner=16)
+@pytest.mark.parametrize(("dim", "inner"), [(32, 16), (40, 20), (36, 24), (17, 7)])
+def test_tokens_of_a_short_type_go_to_their_experts(mixture_of_experts, num_tokens, experts_per_token, dim, inner):
+    experts = Experts(mixture_of_experts, num_tokens=num_tokens, dim=dim, inner=inner)
     experts.shorten()
     mixed = experts.run(experts_per_token)
     assert mixed.dtype == torch.bfloat16
@@ -96,8 +97,9 @@ def test_tokens_of_a_short_type_go_to_their_experts(mixture_of_experts, num_toke
 @every_implementation
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("num_tokens", [1, 40])
-def test_float8_with_scales_equals_the_weights_they_stand_for(mixture_of_experts, num_tokens, dtype):
-    experts = Experts(mixture_of_experts, num_tokens=num_tokens, dim=32, inner=16)
+@pytest.mark.parametrize(("dim", "inner"), [(32, 16), (40, 20), (17, 7)])
+def test_float8_with_scales_equals_the_weights_they_stand_for(mixture_of_experts, num_tokens, dtype, dim, inner):
+    experts = Experts(mixture_of_experts, num_tokens=num_tokens, dim=dim, inner=inner)
     experts.quantise()
     experts.hidden = experts.hidden.to(dtype)
     # Where both operands are float8, what goes into the experts is rounded as their weights were.

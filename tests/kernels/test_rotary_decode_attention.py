@@ -9,7 +9,7 @@ from kestrel_ops import rotary
 from tests.kernels.implementations import DEVICE, FLOAT8, implementation_name, implementations, relative_error
 from tests.kernels.paged import Heads, attend, padded, paged
 
-HEADS = [Heads(2, 2, 16), Heads(4, 2, 12), Heads(1, 1, 64)]
+HEADS = [Heads(2, 2, 16), Heads(4, 2, 12), Heads(1, 1, 64), Heads(5, 1, 20), Heads(2, 1, 24)]
 MOST_POSITIONS = 400
 # The cache's type, and the relative errors of what is attended and of what is stored.
 CACHES = [
@@ -190,7 +190,7 @@ every_plan = pytest.mark.parametrize("rotary_decode_attention", triton_plans())
 
 
 @every_plan
-@pytest.mark.parametrize("heads", [HEADS[1], Heads(4, 2, 64)], ids=str)
+@pytest.mark.parametrize("heads", [HEADS[1], Heads(4, 2, 64), Heads(2, 1, 24)], ids=str)
 @pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16, FLOAT8], ids=str)
 @pytest.mark.parametrize(("page_size", "num_parts"), [(16, 1), (32, 2), (3, 2)])
 def test_every_plan_gives_what_the_usual_one_gives(

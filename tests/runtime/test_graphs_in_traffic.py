@@ -8,6 +8,7 @@ import itertools
 import logging
 import random
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -59,8 +60,8 @@ class Captures:
         self._failures = iter(failures)
         choose = FastPaths.of
 
-        def with_graphs(config: EngineConfig, device_type: str) -> FastPaths:
-            return dataclasses.replace(choose(config, device_type), with_graphs=True)
+        def with_graphs(*arguments: Any) -> FastPaths:
+            return dataclasses.replace(choose(*arguments), with_graphs=True)
 
         monkeypatch.setattr(FastPaths, "of", with_graphs)
         monkeypatch.setattr(runner_module, "Recorder", self._new_recorder)

@@ -14,6 +14,7 @@ from torch import Tensor
 from kestrel_ops.cuda.program import Program
 from kestrel_ops.cuda.warpgroup_products import product_source
 from kestrel_ops.library.crop_attention import crop_attention as library_crop_attention
+from kestrel_ops.shapes import ModelShape
 
 _ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "f16"}
 _HOPPER = (9, 0)
@@ -34,11 +35,11 @@ def crop_attention(
 ) -> Tensor:  # [N * patches, H * D] in the type of `packed`, or float8_e4m3fn with an `out_scale`
     """As the definition says; sizes, types and devices that the kernel is not for are left to the library."""
     head_dim = packed.shape[1] // (3 * num_heads)
-    program = None
-    if _fits(packed, num_patches, head_dim):
-        program = _program(packed.device, packed.dtype, num_patches, num_heads, head_dim, out_scale is not None)
+    program = _program(packed.device, packed.dtype, num_patches, num_heads, head_dim, out_scale is not None)
     if program is None:
         return library_crop_attention(packed, num_patches, num_heads, out_scale)
+    assert packed.is_contiguous()
+    assert packed.data_ptr() % 16 == 0  # what one load takes
     out = torch.empty(
         len(packed),
         num_heads * head_dim,
@@ -59,17 +60,27 @@ def crop_attention(
     return out
 
 
-def _fits(packed: Tensor, num_patches: int, head_dim: int) -> bool:
-    return (
-        packed.is_cuda
-        and torch.cuda.get_device_capability(packed.device) == _HOPPER
-        and packed.dtype in _ELEMENTS
-        and packed.is_contiguous()
-        and head_dim % 8 == 0
-        and 16 <= head_dim <= _WIDEST_HEAD
-        and num_patches > _TILE
-        and _operand_bytes(num_patches, head_dim) <= _SHARED_BYTES
-    )
+def unsupported(model: ModelShape) -> str | None:
+    """Why this cannot serve a model."""
+    vision = model.vision
+    if vision is None:
+        return None
+    return _misfit(model.capability, model.dtype, vision.num_patches, vision.dim // vision.num_heads)
+
+
+def _misfit(capability: tuple[int, int] | None, dtype: torch.dtype, num_patches: int, head_dim: int) -> str | None:
+    """Why the kernel is not for a device, a type or sizes, or None where it is."""
+    if capability != _HOPPER:
+        return "it is written for compute capability 9.0"
+    if dtype not in _ELEMENTS:
+        return f"it takes bfloat16 and float16, not {dtype}"
+    if head_dim % 8 or not 16 <= head_dim <= _WIDEST_HEAD:
+        return f"it takes heads of 16 to {_WIDEST_HEAD} lanes, a multiple of 8, not of {head_dim}"
+    if num_patches <= _TILE:
+        return f"it takes crops of more than {_TILE} patches, not of {num_patches}"
+    if _operand_bytes(num_patches, head_dim) > _SHARED_BYTES:
+        return f"keys and values of {num_patches} patches and {head_dim} lanes do not fit into shared memory"
+    return None
 
 
 @functools.cache
@@ -77,6 +88,9 @@ def _program(
     device: torch.device, dtype: torch.dtype, num_patches: int, num_heads: int, head_dim: int, is_float8: bool
 ) -> Program | None:
     # For `device` alone: a program is loaded onto the one that is current.
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    if _misfit(capability, dtype, num_patches, head_dim) is not None:
+        return None
     try:
         with torch.cuda.device(device):
             source = _source(_ELEMENTS[dtype], num_patches, num_heads, head_dim, is_float8)

@@ -5,7 +5,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from kestrel_ops.shapes import ModelShape
 from kestrel_ops.triton.concat_gelu import concat_gelu
+from kestrel_ops.triton.requirements import unsupported_device, unsupported_rows
 
 # cuDNN is the fastest at heads of 72 lanes; what it refuses, float32 above all, goes to the next.
 _BACKENDS = [
@@ -32,3 +34,10 @@ def crop_attention(
         return attended
     rounded, _ = concat_gelu(None, attended, torch.float8_e4m3fn, False, out_scale=out_scale)
     return rounded
+
+
+def unsupported(model: ModelShape) -> str | None:
+    """Why this cannot serve a model: torch has attention for all heads, but Triton rounds its results to float8."""
+    if model.vision is None or not model.vision.has_fixed_scales:
+        return None
+    return unsupported_device(model, model.vision.weight_dtype) or unsupported_rows(model)

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kestrel_ops.shapes import ModelShape, has_float8_product
+
 # cudaDataType
 _TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14, torch.float8_e4m3fn: 28}
 _COMPUTE_FLOAT32 = 68  # CUBLAS_COMPUTE_32F
@@ -28,6 +30,7 @@ _ADD_BIAS, _ADD_BIAS_THEN_GELU = 4, 36
 _MOST_WORKSPACE_BYTES = 1  # cublasLtMatmulPreferenceAttributes_t
 _WORKSPACE_BYTES = 32 << 20
 _MOST_CANDIDATES = 8
+_ALIGNMENT = 16  # bytes
 _NUM_TIMED_RUNS = 3
 _WORTH_A_CHANGE = 0.98  # of the first candidate's time
 
@@ -106,6 +109,8 @@ class CublasLt:
         assert x.is_contiguous()
         assert weight.is_contiguous()
         assert out.is_contiguous()
+        # A way to compute is chosen for operands so aligned, and kept for all of their shape.
+        assert all(operand.data_ptr() % _ALIGNMENT == 0 for operand in (x, weight, out, bias))
 
         def run(plan: _Plan, out: Tensor) -> None:
             self._set_pointers(plan.description, x_scale, weight_scale, bias, out_factor)
@@ -257,3 +262,15 @@ def _time_ms(run: Callable[[], None]) -> float:
 def cublas_lt() -> CublasLt:
     """The handle of this process. Raises OSError where torch was built without CUDA."""
     return CublasLt()
+
+
+def unsupported_fixed_scales(model: ModelShape) -> str | None:
+    """Why there are no float8 products with a GELU or an addition inside for the vision part of a model."""
+    vision = model.vision
+    if vision is None or not vision.has_fixed_scales:
+        return None
+    if not has_float8_product(vision.dim, vision.ff_dim):
+        return f"float8 products need multiples of 16, not {vision.dim} and {vision.ff_dim}"
+    if model.dtype not in (torch.bfloat16, torch.float16):
+        return f"cuBLASLt adds float8 products to bfloat16 or float16, not to {model.dtype}"
+    return model.lacks((8, 9), "a float8 product")

@@ -5,6 +5,10 @@ from torch import Tensor
 from torch.nn.functional import gelu, linear, softmax
 
 from kestrel_ops.reference.quantise_rows import quantise_rows
+from kestrel_ops.shapes import FLOAT8, ModelShape, has_float8_product
+
+_WITH_GROUPED_PRODUCTS = ((9, 0), (10, 0))  # elsewhere torch reads the sizes of groups on the host
+_BFLOAT16_MULTIPLE = 8  # 16 bytes
 
 
 def mixture_of_experts(
@@ -17,7 +21,7 @@ def mixture_of_experts(
     down_scale: Tensor | None = None,  # [E, dim] float32, where `down` is float8
 ) -> Tensor:  # [T, dim]
     """As the definition says, and fit for a CUDA graph. With float8 experts what they take in is rounded to
-    float8 too, where the device multiplies float8; elsewhere, and in float32, every expert takes every token."""
+    float8 too. Where torch has no grouped products, by type, sizes or device, every expert takes every token."""
     top = router_logits.float().topk(experts_per_token, dim=-1)
     weights = softmax(top.values, dim=-1).to(hidden.dtype)
     if not _has_grouped_products(hidden, up):
@@ -36,12 +40,20 @@ def mixture_of_experts(
     return shares.sum(dim=1).to(hidden.dtype)
 
 
+def unsupported(model: ModelShape) -> str | None:
+    """Why this cannot serve a model: it can serve any, see `mixture_of_experts`."""
+    return None
+
+
 def _has_grouped_products(hidden: Tensor, up: Tensor) -> bool:
+    _, both_inner, dim = up.shape
     if hidden.dtype != torch.bfloat16:
         return False
-    if up.dtype != torch.float8_e4m3fn:
-        return True
-    return hidden.is_cuda and torch.cuda.get_device_capability(hidden.device) == (9, 0)
+    if hidden.is_cuda and torch.cuda.get_device_capability(hidden.device) not in _WITH_GROUPED_PRODUCTS:
+        return False
+    if up.dtype == FLOAT8:
+        return hidden.is_cuda and has_float8_product(dim, both_inner // 2)
+    return dim % _BFLOAT16_MULTIPLE == (both_inner // 2) % _BFLOAT16_MULTIPLE == 0
 
 
 def _grouped(rows: Tensor, stack: Tensor, scale: Tensor | None, ends: Tensor) -> Tensor:

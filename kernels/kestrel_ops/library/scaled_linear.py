@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from kestrel_ops.library.cublas_lt import cublas_lt
+from kestrel_ops.shapes import FLOAT8, ModelShape
 
 _FEWEST_ROWS_WITH_BIAS = 64
 _SHORT = (torch.bfloat16, torch.float16)
@@ -45,3 +46,13 @@ def scaled_linear(
         use_fast_accum=True,
     )
     return (product + bias).to(out_dtype) if bias is not None and inside is None else product
+
+
+def unsupported(model: ModelShape) -> str | None:
+    """Why this cannot serve a model. Matrices of sizes that float8 products do not have are not in float8."""
+    if FLOAT8 not in model.weight_dtypes:
+        return None
+    reason = model.lacks((8, 9), "a float8 product")
+    if reason is None and model.capability not in (None, (9, 0)) and model.dtype != torch.bfloat16:
+        return f"float8 products with a scale for each row give bfloat16 on this device, not {model.dtype}"
+    return reason

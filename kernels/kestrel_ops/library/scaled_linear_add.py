@@ -2,7 +2,8 @@
 
 from torch import Tensor
 
-from kestrel_ops.library.cublas_lt import cublas_lt
+from kestrel_ops.library.cublas_lt import cublas_lt, unsupported_fixed_scales
+from kestrel_ops.shapes import ModelShape
 
 
 def scaled_linear_add(
@@ -15,3 +16,8 @@ def scaled_linear_add(
 ) -> None:
     """As the definition says. Raises RuntimeError where cuBLASLt has no such product."""
     cublas_lt().multiply(x, x_scale, weight, weight_scale, bias, hidden, accumulate=True)
+
+
+def unsupported(model: ModelShape) -> str | None:
+    """Why this cannot serve a model."""
+    return unsupported_fixed_scales(model)

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from kestrel_ops.library.cublas_lt import cublas_lt
+from kestrel_ops.library.cublas_lt import cublas_lt, unsupported_fixed_scales
+from kestrel_ops.shapes import ModelShape
 
 
 def scaled_linear_gelu(
@@ -18,3 +19,8 @@ def scaled_linear_gelu(
     out = torch.empty(len(x), len(weight), dtype=torch.float8_e4m3fn, device=x.device)
     cublas_lt().multiply(x, x_scale, weight, weight_scale, bias, out, out_factor=out_factor, gelu=True)
     return out
+
+
+def unsupported(model: ModelShape) -> str | None:
+    """Why this cannot serve a model."""
+    return unsupported_fixed_scales(model)

@@ -4,6 +4,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, linear, softmax
 
+WAITS_FOR_DEVICE = True
+"""Reads on the host how many rows there are: no graph can capture it."""
+
 
 def mixture_of_experts(
     hidden: Tensor,  # [T, dim]

@@ -6,6 +6,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kestrel_ops.reference.pages import gather_rows
 
+WAITS_FOR_DEVICE = True
+"""Reads on the host how many rows there are: no graph can capture it."""
+
 
 def prefill_attention(
     query: Tensor,  # [T, H, D]: the chunks of all sequences, one after the other; any strides over T

@@ -7,6 +7,9 @@ from kestrel_ops.reference.decode_attention import decode_attention
 from kestrel_ops.reference.pages import store_rows
 from kestrel_ops.reference.rotary import rotary
 
+WAITS_FOR_DEVICE = True
+"""Reads on the host how many rows there are: no graph can capture it."""
+
 
 def rotary_decode_attention(
     qkv: Tensor,  # [B, (H + 2 * G) * D] of any floating type: queries, keys, values

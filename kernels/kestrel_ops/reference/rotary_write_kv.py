@@ -5,6 +5,9 @@ from torch import Tensor
 from kestrel_ops.reference.pages import store_rows
 from kestrel_ops.reference.rotary import rotary
 
+WAITS_FOR_DEVICE = True
+"""Reads on the host how many rows there are: no graph can capture it."""
+
 
 def rotary_write_kv(
     qkv: Tensor,  # [T, (H + 2 * G) * D], rows may be strided; turned in place

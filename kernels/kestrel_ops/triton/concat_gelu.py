@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kestrel_ops.shapes import ModelShape
+from kestrel_ops.triton.requirements import unsupported_device, unsupported_rows
 from kestrel_ops.triton.rows import RowBlocks, cut_to_float8, load_piece, pieces, store_piece
 
 _LARGEST_FLOAT8 = tl.constexpr(448.0)
@@ -57,6 +59,11 @@ def concat_gelu(
         num_warps=blocks.num_warps,  # pyright: ignore[reportCallIssue]
     )
     return out, scale
+
+
+def unsupported(model: ModelShape) -> str | None:
+    """Why this cannot serve a model."""
+    return unsupported_device(model, *model.weight_dtypes) or unsupported_rows(model)
 
 
 def _blocks_for(width: int) -> RowBlocks:

@@ -11,8 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kestrel_ops.shapes import ModelShape
 from kestrel_ops.triton.dependent_launch import has_dependent_launch, launch, let_next_start, wait_for_previous
 from kestrel_ops.triton.pending_sums import add_pending
+from kestrel_ops.triton.requirements import unsupported_device, unsupported_rows
 from kestrel_ops.triton.single_token import SingleTokenPlan, contract_one
 from kestrel_ops.triton.small_batch import (
     DEPENDENT_LAUNCH_FROM,
@@ -76,6 +78,13 @@ def decode_contract(
         return pending
     add_pending(hidden, pending)
     return None
+
+
+def unsupported(model: ModelShape) -> str | None:
+    """Why this cannot serve a model."""
+    if model.text is None:
+        return None
+    return unsupported_device(model, model.text.weight_dtype) or unsupported_rows(model)
 
 
 def plan_for(batch: int, dtype: torch.dtype) -> SmallBatchPlan | SingleTokenPlan:

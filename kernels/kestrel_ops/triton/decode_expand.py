@@ -11,8 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kestrel_ops.shapes import ModelShape
 from kestrel_ops.triton.dependent_launch import has_dependent_launch, launch, let_next_start, wait_for_previous
 from kestrel_ops.triton.pending_sums import add_and_normalise, add_pending
+from kestrel_ops.triton.requirements import unsupported_device, unsupported_rows
 from kestrel_ops.triton.single_token import WIDEST_TILE, SingleTokenPlan, expand_one
 from kestrel_ops.triton.small_batch import (
     DEPENDENT_LAUNCH_FROM,
@@ -90,6 +92,13 @@ def decode_expand(
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
     )
+
+
+def unsupported(model: ModelShape) -> str | None:
+    """Why this cannot serve a model."""
+    if model.text is None:
+        return None
+    return unsupported_device(model, model.text.weight_dtype) or unsupported_rows(model)
 
 
 def plan_for(batch: int, dtype: torch.dtype, width: int) -> SmallBatchPlan | SingleTokenPlan:

@@ -10,6 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kestrel_ops.shapes import ModelShape
+from kestrel_ops.triton.requirements import unsupported_device, unsupported_heads
+
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
@@ -56,6 +59,13 @@ def prefill_attention(
         max_chunk,
         tiling(max_chunk, query.dtype),
     )
+
+
+def unsupported(model: ModelShape) -> str | None:
+    """Why this cannot serve a model."""
+    if model.text is None:
+        return None
+    return unsupported_device(model, model.text.cache_dtype) or unsupported_heads(model)
 
 
 def attend(

@@ -10,6 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kestrel_ops.reference.resample import RESAMPLE_WEIGHT_BITS
+from kestrel_ops.shapes import ModelShape
+from kestrel_ops.triton.requirements import unsupported_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,11 @@ def resample(
         num_warps=blocks.num_warps,
     )
     return resampled
+
+
+def unsupported(model: ModelShape) -> str | None:
+    """Why this cannot serve a model. Images may have up to 2^31 bytes."""
+    return unsupported_device(model)
 
 
 # Sizes of images take any value, and none of them is worth a compilation of its own.

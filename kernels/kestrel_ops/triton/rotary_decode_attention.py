@@ -14,7 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kestrel_ops.shapes import ModelShape
 from kestrel_ops.triton.dependent_launch import has_dependent_launch, launch, let_next_start, wait_for_previous
+from kestrel_ops.triton.requirements import unsupported_device, unsupported_heads
 from kestrel_ops.triton.small_batch import operand
 
 _LOWEST = tl.constexpr(-1e30)  # finite, so that the difference of two of them is 0
@@ -110,6 +112,13 @@ def rotary_decode_attention(
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
     )
+
+
+def unsupported(model: ModelShape) -> str | None:
+    """Why this cannot serve a model."""
+    if model.text is None:
+        return None
+    return unsupported_device(model, model.text.cache_dtype) or unsupported_heads(model)
 
 
 def plan_for(batch: int, dtype: torch.dtype) -> AttentionPlan:

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kestrel_ops.shapes import ModelShape
+from kestrel_ops.triton.requirements import unsupported_device, unsupported_heads, unsupported_rows
 from kestrel_ops.triton.rows import RowBlocks, block_lanes
 
 _NUM_WARPS = 4
@@ -70,6 +72,13 @@ def rotary_write_kv(
     )
     query, key, value = qkv.split((num_heads * head_dim, key_value, key_value), dim=1)
     return query.unflatten(1, (-1, head_dim)), key.unflatten(1, (-1, head_dim)), value.unflatten(1, (-1, head_dim))
+
+
+def unsupported(model: ModelShape) -> str | None:
+    """Why this cannot serve a model."""
+    if model.text is None:
+        return None
+    return unsupported_device(model, model.text.cache_dtype) or unsupported_heads(model) or unsupported_rows(model)
 
 
 @triton.jit

@@ -48,7 +48,7 @@ class FusedDecoder:
         self._kernels = kernels
         self._device = text.wte.device
         self._final_epsilon = text.post_ln.eps
-        is_float8 = self._blocks[0].up.scale is not None
+        is_float8 = any(matrix.scale is not None for block in self._blocks for matrix in (block.up, block.down))
         self._dtype = torch.float16 if is_float8 else text.wte.dtype
         config = text.config
         self._cosine, self._sine = rotary_tables(

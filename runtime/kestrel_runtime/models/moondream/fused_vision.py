@@ -6,6 +6,7 @@ Knows the weights and which kernels to call; nothing of requests, and nothing of
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,14 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding_bag, layer_norm
 
-from kestrel_ops import Kernels
+from kestrel_ops import Kernels, has_float8_product
 from kestrel_runtime.models.moondream.fused_weights import Matrix
 from kestrel_runtime.models.moondream.pooling import PoolingPlan
 from kestrel_runtime.models.moondream.vision import VisionModel
 
-# Products run fastest where every row starts at a multiple of 16 bytes; in float8 they need it.
+# Products run fastest where every row starts at a multiple of 16 bytes.
 _PATCH_ALIGNMENT = 8
-_FLOAT8_ALIGNMENT = 16
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,10 @@ class FusedVision:
     """Encoder and projector of a loaded `VisionModel`, for many crops and many images at a time."""
 
     def __init__(self, vision: VisionModel, kernels: Kernels, precision: Literal["model", "float8"]) -> None:
-        """Copies the weights it rearranges; the model's own may be dropped afterwards, but its config is kept."""
+        """Copies the weights it rearranges; the model's own may be dropped afterwards, but its config is kept.
+
+        In float8, a matrix of sizes that no float8 product has stays in the model's type.
+        """
         self.config = vision.config
         self._kernels = kernels
         self._dtype = vision.patch_emb.weight.dtype
@@ -64,6 +69,7 @@ class FusedVision:
             self._patch_weight, self._patch_offsets = self._fold_pixels(vision)
             self._blocks = [self._fold_block(block) for block in vision.blocks]
             self._projector = [self._linear(layer) for layer in (vision.proj_mlp.fc1, vision.proj_mlp.fc2)]
+        self._log_kept()
         self._post_ln = vision.post_ln
         self._epsilon = vision.post_ln.eps
         self._plans: dict[tuple[int, int], PoolingPlan] = {}
@@ -160,10 +166,21 @@ class FusedVision:
 
     def _linear(self, layer: nn.Linear, norm: nn.LayerNorm | None = None) -> _Linear:
         weight, bias = folded(layer, norm)
-        fits = all(size % _FLOAT8_ALIGNMENT == 0 for size in weight.shape)
-        dtype = torch.float8_e4m3fn if self._precision == "float8" and fits else self._dtype
+        fits = self._precision == "float8" and has_float8_product(*weight.shape)
+        dtype = torch.float8_e4m3fn if fits else self._dtype
         matrix = Matrix.of(weight, bias, dtype)
         return _Linear(matrix.weight, matrix.scale, matrix.bias.to(self._dtype))
+
+    def _log_kept(self) -> None:
+        matrices = [matrix for block in self._blocks for matrix in (block.qkv, block.proj, block.fc1, block.fc2)]
+        matrices += self._projector
+        if self._precision == "float8" and (num_kept := sum(matrix.scale is None for matrix in matrices)):
+            _log.warning(
+                "%d of %d vision matrices stay in %s: float8 products need multiples of 16",
+                num_kept,
+                len(matrices),
+                self._dtype,
+            )
 
     def _plan(self, tiling: tuple[int, int], device: torch.device) -> PoolingPlan:
         if tiling not in self._plans:

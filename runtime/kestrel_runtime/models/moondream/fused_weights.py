@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from kestrel_ops import has_float8_product
 from kestrel_runtime.models.moondream.moe import MixtureOfExperts
 from kestrel_runtime.models.moondream.text import Mlp, Tau, TextModel
 
@@ -62,9 +63,11 @@ class FusedBlock:
 
 @torch.no_grad()
 def fused_blocks(text: TextModel, precision: Literal["model", "float8"]) -> tuple[FusedBlock, ...]:
-    """The blocks of a loaded model with their weights in its own type, or in float8. Experts stay as they are."""
-    dtype = text.wte.dtype if precision == "model" else torch.float8_e4m3fn
-    return tuple(_fused(block, dtype) for block in text.blocks)
+    """The blocks of a loaded model with their weights in its own type, or in float8. Experts stay as they are.
+
+    A matrix of sizes that no float8 product has stays in the model's type.
+    """
+    return tuple(_fused(block, precision, text.wte.dtype) for block in text.blocks)
 
 
 @torch.no_grad()
@@ -76,18 +79,29 @@ def fused_head(text: TextModel, precision: Literal["model", "float8"]) -> Matrix
     return Matrix.of(weight * norm.weight.float(), bias + weight @ norm.bias.float(), dtype)
 
 
-def _fused(block: Any, dtype: torch.dtype) -> FusedBlock:  # a block of `TextModel`
+def _fused(block: Any, precision: Literal["model", "float8"], own_dtype: torch.dtype) -> FusedBlock:
+    # A block of `TextModel`.
+    def dtype(*sizes: int) -> torch.dtype:
+        fits = precision == "float8" and has_float8_product(*sizes)
+        return torch.float8_e4m3fn if fits else own_dtype
+
     ln, attention, mlp = block.ln, block.attn, block.mlp
     up_weight, up_bias = attention.qkv.weight.float(), attention.qkv.bias.float()
     down_weight, down_bias = attention.proj.weight.float(), attention.proj.bias.float()
+    # Prefill also multiplies with the rows of each of the stacked layers alone.
+    rows, columns = [len(up_weight)], down_weight.shape[1]
     if isinstance(mlp, Mlp):
+        rows.append(len(mlp.fc1.weight))
+        columns += mlp.fc2.weight.shape[1]
         up_weight = torch.cat((up_weight, mlp.fc1.weight.float()))
         up_bias = torch.cat((up_bias, mlp.fc1.bias.float()))
         down_weight = torch.cat((down_weight, mlp.fc2.weight.float()), dim=1)
         down_bias = down_bias + mlp.fc2.bias.float()
     return FusedBlock(
-        up=Matrix.of(up_weight * ln.weight.float(), up_bias + up_weight @ ln.bias.float(), dtype),
-        down=Matrix.of(down_weight, down_bias, dtype),
+        up=Matrix.of(
+            up_weight * ln.weight.float(), up_bias + up_weight @ ln.bias.float(), dtype(*rows, up_weight.shape[1])
+        ),
+        down=Matrix.of(down_weight, down_bias, dtype(len(down_weight), columns)),
         tau=attention.tau,
         ln=ln,
         experts=mlp if isinstance(mlp, MixtureOfExperts) else None,

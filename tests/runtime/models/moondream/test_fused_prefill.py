@@ -30,10 +30,14 @@ class Prompts:
         precision: Literal["model", "float8"] = "model",
         cache_dtype=torch.float32,
         pictured=(),
+        ff_dim=32,
+        scaled_linear="reference",
     ):
         generation, n_heads, n_kv_heads = variant
-        self.text = random_model(tiny_config(generation, n_heads=n_heads, n_kv_heads=n_kv_heads)).text
-        self.fused = FusedPrefill(self.text, fused_blocks(self.text, precision), Kernels.select("cpu", {}))
+        config = tiny_config(generation, n_heads=n_heads, n_kv_heads=n_kv_heads, ff_dim=ff_dim)
+        self.text = random_model(config).text
+        kernels = Kernels.select("cpu", {"scaled_linear": scaled_linear})
+        self.fused = FusedPrefill(self.text, fused_blocks(self.text, precision), kernels)
         self.cache = KVCache(self.text.config, 64, 4, CPU, cache_dtype)
         free = torch.randperm(64).tolist()
         self.sequences, self.embeddings = [], []
@@ -126,6 +130,14 @@ def test_float8_stays_within_a_few_percent(variant, precision, cache_dtype, last
     if last is not None:
         wanted = [rows[-1:] for rows in wanted]
     assert 1e-4 < off_by(hidden, torch.cat(wanted)) < 0.1
+
+
+@pytest.mark.parametrize("ff_dim", [24, 20])
+def test_in_float8_any_sizes_are_multiplied_by_the_library(ff_dim):
+    prompts = Prompts((5, 23), precision="float8", ff_dim=ff_dim, scaled_linear="library")
+    hidden = prompts.run((0, 0, 5), (1, 0, 23), last=[0, 1])
+    wanted = torch.stack([prompts.plain(row)[0][-1] for row in range(2)])
+    assert off_by(hidden, wanted) < 0.1
 
 
 @every_variant

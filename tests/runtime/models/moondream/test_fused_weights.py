@@ -49,6 +49,15 @@ def test_the_second_matrix_adds_what_attention_and_mlp_give_back(precision, tole
         assert off_by(applied(fused.down, torch.cat((attended, inner), dim=1)), wanted) < tolerance
 
 
+@pytest.mark.parametrize(("ff_dim", "kept"), [(32, []), (24, ["up", "down"]), (16, [])])
+def test_matrices_without_a_float8_product_stay_in_the_type_of_the_model(ff_dim, kept):
+    for _, fused in pairs(text_model(ff_dim=ff_dim), "float8"):
+        for name in ("up", "down"):
+            matrix = getattr(fused, name)
+            assert matrix.weight.dtype == (torch.float32 if name in kept else FLOAT8)
+            assert (matrix.scale is None) == (name in kept)
+
+
 def test_experts_and_tau_are_handed_on_and_take_no_rows():
     text = text_model(generation=3)
     assert [fused.experts is not None for _, fused in pairs(text, "float8")] == [False, True, True]

@@ -21,13 +21,14 @@ def tiny_config(
     n_heads: int = 2,
     n_kv_heads: int = 2,
     max_context: int = 400,
+    ff_dim: int = 32,
 ) -> MoondreamConfig:
     """A configuration as small as it may be; the ids and templates are those of the golden models."""
     data = model_config(MD2_SMALL if generation == 2 else MD3_SMALL)
     side = crop_size // 14
     data["text"] |= {
         "dim": 8 * n_heads,
-        "ff_dim": 24,
+        "ff_dim": ff_dim,
         "n_layers": 3,
         "n_heads": n_heads,
         "n_kv_heads": n_kv_heads,

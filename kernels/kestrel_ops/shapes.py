@@ -1,0 +1,95 @@
+"""What the operations of one model are called with: sizes, types and the device, as plain numbers.
+
+Implementations say by it whether they can serve a model, once, before anything runs. Knows no tensors and no model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+FLOAT8 = torch.float8_e4m3fn
+_FLOAT8_MULTIPLE = 16
+
+
+def has_float8_product(*sizes: int) -> bool:
+    """Whether there is a product of float8 matrices of these sizes: libraries have them for multiples of 16."""
+    return all(size % _FLOAT8_MULTIPLE == 0 for size in sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class TextShape:
+    """The decoder, where it runs on fused operations."""
+
+    dim: int
+    ff_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    page_size: int
+    """Tokens in a page of the cache."""
+    max_batch: int
+    """Sequences that decode together."""
+    weight_dtype: torch.dtype
+    """Of the blocks' matrices."""
+    cache_dtype: torch.dtype
+    num_experts: int = 0
+    """0: no mixture of experts."""
+    experts_per_token: int = 0
+    expert_dim: int = 0
+    expert_dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def qkv_dim(self) -> int:
+        """Columns of queries, keys and values together."""
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class VisionShape:
+    """The encoder of image crops, where it runs on fused operations."""
+
+    dim: int
+    ff_dim: int
+    num_heads: int
+    num_patches: int
+    """Of a crop."""
+    projector_dim: int
+    """The widest row between the projector's products."""
+    weight_dtype: torch.dtype
+    has_fixed_scales: bool = False
+    """Whether products round and add by scales known beforehand (`scaled_linear_gelu`, `scaled_linear_add`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """One model on one device. A part that is None runs on none of the operations."""
+
+    device_type: str
+    capability: tuple[int, int] | None
+    """The compute capability of a CUDA device, None elsewhere."""
+    dtype: torch.dtype
+    """The model's type: of what its operations take in and give out."""
+    text: TextShape | None
+    vision: VisionShape | None
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Rows that are normalised, activated or rounded as a whole."""
+        text, vision = self.text, self.vision
+        of_text = () if text is None else (text.dim, text.num_heads * text.head_dim + text.ff_dim)
+        return of_text + (() if vision is None else (vision.dim, vision.ff_dim, vision.projector_dim))
+
+    @property
+    def weight_dtypes(self) -> set[torch.dtype]:
+        """Types of the matrices of both parts."""
+        return {part.weight_dtype for part in (self.text, self.vision) if part is not None}
+
+    def lacks(self, capability: tuple[int, int], what: str) -> str | None:
+        """Why a CUDA device cannot do `what`, or None where it can or where there is no such device."""
+        if self.capability is None or self.capability >= capability:
+            return None
+        needed, own = (".".join(map(str, version)) for version in (capability, self.capability))
+        return f"{what} needs compute capability {needed}, this device has {own}"
