@@ -130,6 +130,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         set_apart_what_stays()
         return await Server(engine, config, at_rest=at_rest).serve()
 
+    ended_well = False
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     at_rest = return_free_memory if return_large_blocks() else None
     try:
@@ -141,9 +142,11 @@ def _serve(arguments: argparse.Namespace) -> int:
             engine.on_status_change(lambda now: end_within(END_TIMEOUT_S) if now is EngineStatus.DEAD else None)
             try:
                 with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-                    ended_by_signal = runner.run(run())
+                    ended_well = runner.run(run())
             finally:
                 engine.close()
+                if not engine.has_ended:
+                    end_now(0 if ended_well else 1)
     except (TokenFileError, CertificateError) as error:
         _complain(str(error))
         return 2
@@ -152,10 +155,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         return 1
     except KeyboardInterrupt:  # while the model was being loaded or warmed up
         return 130
-    status = 0 if ended_by_signal else 1
-    if not engine.has_ended:
-        end_now(status)
-    return status
+    return 0 if ended_well else 1
 
 
 @contextlib.contextmanager

@@ -29,7 +29,19 @@ def _interrupt() -> None:
     raise KeyboardInterrupt
 
 
-FAULTS: dict[str, Callable[[], None]] = {"hang": _hang, "SystemExit": _exit, "KeyboardInterrupt": _interrupt}
+def _hang_on_the_device() -> None:
+    import torch
+
+    torch.cuda._sleep(2**62)  # a kernel that counts cycles, for a century
+    torch.cuda.current_stream().synchronize()
+
+
+FAULTS: dict[str, Callable[[], None]] = {
+    "hang": _hang,
+    "hang on the device": _hang_on_the_device,
+    "SystemExit": _exit,
+    "KeyboardInterrupt": _interrupt,
+}
 
 
 def _strike(fault: Callable[[], None]) -> None:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
 import pytest
+import torch
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
@@ -35,9 +39,10 @@ async def end_of(stream: Any) -> tuple[grpc.StatusCode, str]:
     return grpc.StatusCode.OK, ""
 
 
-@pytest.mark.parametrize("fault", ["hang", "SystemExit", "KeyboardInterrupt"])
-async def test_a_dead_or_hung_engine_thread_ends_the_process_and_every_call(fault: str) -> None:
-    command = (sys.executable, "-m", "tests.journey.faulty_serving", fault, "--port", "0", "--step-timeout", "3")
+@asynccontextmanager
+async def serving(fault: str, *options: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, Any]]:
+    """A server in a process of its own, and a channel to it. Killed where it has not ended by itself."""
+    command = (sys.executable, "-m", "tests.journey.faulty_serving", fault, "--port", "0", *options)
     process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None
     try:
@@ -45,25 +50,55 @@ async def test_a_dead_or_hung_engine_thread_ends_the_process_and_every_call(faul
             line = (await process.stdout.readline()).decode()
             assert " on " in line, "the server did not start"
             # No retries: the fate of each call is to be seen.
-            options = (("grpc.enable_retries", 0),)
-            async with grpc.aio.insecure_channel(line.split(" on ")[1].split()[0], options) as channel:
-                vision: Any = VisionServiceStub(channel)
-                health: Any = HealthStub(channel)
-                watch = health.Watch(HealthCheckRequest())
-                assert (await watch.read()).status == HealthCheckResponse.SERVING
-                bystander = vision.Query(question(1))
-                assert (await bystander.read()).HasField("started")
-                offender = vision.Query(question(SEED))
-                for stream in (offender, bystander):
-                    assert await end_of(stream) == (grpc.StatusCode.UNAVAILABLE, "ENGINE_UNAVAILABLE")
-                assert (await watch.read()).status == HealthCheckResponse.NOT_SERVING
-            _, logged = await process.communicate()
-        assert process.returncode == 1
-        text = logged.decode()
-        assert ("no progress for 3 s (engine thread" in text) == (fault == "hang")
-        assert "thread kestrel-engine" in text if fault == "hang" else fault in text
-        assert "hello" not in text
+            options_of_channel = (("grpc.enable_retries", 0),)
+            async with grpc.aio.insecure_channel(line.split(" on ")[1].split()[0], options_of_channel) as channel:
+                yield process, channel
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "hang",
+        "SystemExit",
+        "KeyboardInterrupt",
+        pytest.param(
+            "hang on the device", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+        ),
+    ],
+)
+async def test_a_dead_or_hung_engine_thread_ends_the_process_and_every_call(fault: str) -> None:
+    async with serving(fault, "--step-timeout", "3") as (process, channel):
+        vision: Any = VisionServiceStub(channel)
+        health: Any = HealthStub(channel)
+        watch = health.Watch(HealthCheckRequest())
+        assert (await watch.read()).status == HealthCheckResponse.SERVING
+        bystander = vision.Query(question(1))
+        assert (await bystander.read()).HasField("started")
+        offender = vision.Query(question(SEED))
+        for stream in (offender, bystander):
+            assert await end_of(stream) == (grpc.StatusCode.UNAVAILABLE, "ENGINE_UNAVAILABLE")
+        assert (await watch.read()).status == HealthCheckResponse.NOT_SERVING
+        _, logged = await process.communicate()
+        assert process.returncode == 1
+    text = logged.decode()
+    hangs = fault.startswith("hang")
+    assert ("no progress for 3 s (engine thread" in text) == hangs
+    assert "thread kestrel-engine" in text if hangs else fault in text
+    assert "hello" not in text
+
+
+async def test_sigterm_while_a_step_hangs_ends_the_process_in_time() -> None:
+    async with serving("hang", "--withdrawal-delay", "0", "--drain-timeout", "0.5") as (process, channel):
+        offender = VisionServiceStub(channel).Query(question(SEED))
+        assert (await offender.read()).HasField("started")
+        started = time.monotonic()
+        process.terminate()
+        assert (await end_of(offender))[0] is grpc.StatusCode.UNAVAILABLE
+        await process.communicate()
+        # Half a second for running requests, five for the engine thread, two for what is being sent.
+        assert time.monotonic() - started < 20.0
+        assert process.returncode == 0

@@ -236,6 +236,8 @@ async def play(loaded: LoadedModel, tracer: Tracer, scenario: str) -> Run:
         finally:
             engine.close()
         assert engine.has_ended
+        await asyncio.wait(ends.values(), timeout=MAX_WAIT_S)
+        assert all(item.done() for item in ends.values()), "closing leaves somebody waiting"
         assert isinstance(await ends["unprepared"], EngineUnavailable)
         delay_s = 0.0 if tracer.raised_at is None else ended - tracer.raised_at
         return Run({name: await end for name, end in ends.items()}, status, delay_s)
