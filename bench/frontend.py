@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -98,6 +99,11 @@ class EmptyEngine:
         events = POINT_EVENTS if isinstance(request, Point) else EVENTS
         self.add(stream, list(reversed(events)))
         return stream
+
+    def expecting(
+        self, request: Request, *, deadline_s: float | None = None, tenant: str = ""
+    ) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def add(self, stream: Stream, events: list[Event]) -> None:
         """Take a request, whose last event comes first."""

@@ -39,6 +39,8 @@ SCOPES: Mapping[str, frozenset[Scope]] = MappingProxyType(
         "kestrel.v1.EngineService/ListModels": _ANY_SCOPE,
         # It tells what all callers together do.
         "kestrel.v1.EngineService/GetLoad": _ADMIN,
+        "grpc.reflection.v1.ServerReflection/": _ANY_SCOPE,
+        "grpc.reflection.v1alpha.ServerReflection/": _ANY_SCOPE,
     }
 )
 
@@ -76,10 +78,6 @@ class Access(Protocol):
         """Entering admits a call or raises why not, and gives the name of who calls; leaving ends the call."""
         ...
 
-    def require_token(self, metadata: Metadata) -> None:
-        """Raise why a call that needs no scope may not be made."""
-        ...
-
     async def watch(self) -> None:
         """Follow what decides, until cancelled."""
         ...
@@ -94,9 +92,6 @@ class OpenAccess:
     def admit(self, method: str, metadata: Metadata) -> AbstractContextManager[str]:
         """Admits."""
         return self._nobody
-
-    def require_token(self, metadata: Metadata) -> None:
-        """There are none."""
 
     async def watch(self) -> None:
         """Nothing changes."""
@@ -117,10 +112,6 @@ class TokenAccess:
     def admit(self, method: str, metadata: Metadata) -> AbstractContextManager[str]:
         """Entering admits a call of a task or raises an `AccessRefused`."""
         return _Admission(self, method, metadata)
-
-    def require_token(self, metadata: Metadata) -> None:
-        """Raise `TokenInvalid` where the metadata bears none that is known."""
-        self.identify(metadata)
 
     def identify(self, metadata: Metadata) -> Token:
         """Whose token the metadata bears, whatever its scopes. Raises `TokenInvalid`."""

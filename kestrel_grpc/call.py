@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from kestrel_runtime.events import Finished
-from kestrel_runtime.requests import Request
+from kestrel_runtime.requests import Caption, Query, Request
 
 REQUEST_ID_KEY = "x-request-id"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -35,19 +35,38 @@ class Outcome:
 OK = Outcome("OK", "OK")
 
 
+class Asked:
+    """What a request asks for, for whoever counts and traces; without the image, which would be held for long."""
+
+    __slots__ = ("image_bytes", "sampling", "skill", "text")
+
+    def __init__(self, request: Request) -> None:
+        self.skill = request.skill
+        self.sampling = request.sampling
+        if isinstance(request, Query):
+            self.text = request.question
+        else:
+            self.text = request.length if isinstance(request, Caption) else request.object
+        """The question, the name of the object or the length of the caption."""
+        self.image_bytes = None if request.image is None else len(request.image)
+        """None where there is no image."""
+
+
 class Call:
     """Made when a call arrives. `deadline_s` counts from then; None where the caller set no deadline.
 
-    The servicer notes `request` and `finished` for whoever counts and traces: None where it did not get so far.
+    The servicer notes `asked` and `finished` for whoever counts and traces: None where it did not get so far. It
+    calls `release` once it holds nothing of the call's message any more; the end of the call does so too.
     """
 
     __slots__ = (
         "arrived",
+        "asked",
         "deadline_s",
         "finished",
         "metadata",
         "method",
-        "request",
+        "release",
         "request_id",
         "tenant",
         "trace_id",
@@ -60,12 +79,14 @@ class Call:
         self.method = method
         """As `kestrel.v1.VisionService/Query`."""
         self.request_id = _request_id(metadata)
-        self.request: Request | None = None
+        self.asked: Asked | None = None
         self.finished: Finished | None = None
         self.tenant = ""
         """The name on the caller's token; empty where none was needed, or none was good."""
         self.trace_id = ""
         """The trace that the call belongs to, once it is known."""
+        self.release: Callable[[], None] = _nothing
+        """Gives back the room that the call's message takes up."""
 
     @property
     def duration_s(self) -> float:
@@ -88,6 +109,10 @@ class Call:
     def duration_ms(self) -> float:
         """How long the call has taken so far."""
         return self.duration_s * 1000.0
+
+
+def _nothing() -> None:
+    """There is no room to give back."""
 
 
 def _request_id(metadata: Iterable[tuple[str, str | bytes]]) -> str:

@@ -253,7 +253,20 @@ class ServerConfig:
         "waiting after which a request counts as one priority more urgent",
         unit="seconds",
     )
-    max_message_bytes: int = _option(64 * MIB, whole_number(1), "largest message received", unit="bytes")
+    max_message_bytes: int = _option(48 * MIB, whole_number(1), "largest message received", unit="bytes")
+    max_receiving_bytes: int = _option(
+        384 * MIB,
+        whole_number(1),
+        "messages that are being received together, each counted as the largest; more let more slow senders in at a"
+        " time",
+        unit="bytes",
+    )
+    receive_timeout: float = _option(
+        30.0,
+        seconds_above_zero,
+        "how long the message of a call may take to arrive; then the call ends with DEADLINE_EXCEEDED",
+        unit="seconds",
+    )
     max_image_bytes: int = _option(_ENGINE.max_image_bytes, whole_number(1), "largest encoded image", unit="bytes")
     max_image_pixels: int = _option(
         _ENGINE.max_image_pixels, whole_number(1), "largest image, width times height", unit="pixels"
@@ -405,6 +418,8 @@ class ServerConfig:
             yield "--tls-certificate and --tls-key: each needs the other"
         elif self.tls_client_ca is not None and self.tls_certificate is None:
             yield "--tls-client-ca: needs --tls-certificate"
+        if self.max_receiving_bytes < self.max_message_bytes:
+            yield "--max-receiving-bytes: must be at least --max-message-bytes"
         if self.reflection == "token" and self.tokens is None:
             yield "--reflection token: needs --tokens"
         if self.tokens is not None or self.insecure_public:

@@ -24,6 +24,11 @@
     └── RateLimited                   RESOURCE_EXHAUSTED    RATE_LIMITED             RetryInfo, QuotaFailure
     kestrel_grpc.reader_watch
     StreamIdle                        ABORTED               STREAM_IDLE              –
+    kestrel_grpc.receiving
+    MessageTimeout                    DEADLINE_EXCEEDED     MESSAGE_TIMEOUT          –
+    TooManyCalls                      RESOURCE_EXHAUSTED    TOO_MANY_CALLS           RetryInfo, QuotaFailure
+    kestrel_grpc.health
+    ServiceUnknown                    NOT_FOUND             SERVICE_UNKNOWN          –
 
     anything else: our bug            INTERNAL              INTERNAL                 –
 
@@ -45,8 +50,10 @@ from google.rpc import error_details_pb2, status_pb2
 
 from kestrel_grpc.access import RateLimited, ScopeRequired, TokenInvalid
 from kestrel_grpc.call import REQUEST_ID_KEY
+from kestrel_grpc.health import ServiceUnknown
 from kestrel_grpc.image_uris import ImageFetchFailed, ImageUriNotAllowed
 from kestrel_grpc.reader_watch import StreamIdle
+from kestrel_grpc.receiving import MessageTimeout, TooManyCalls
 from kestrel_runtime.engine import EngineStatus
 from kestrel_runtime.errors import (
     ContextLengthExceeded,
@@ -60,6 +67,7 @@ from kestrel_runtime.errors import (
     QueueTimeout,
     RequestRefused,
     SkillUnsupported,
+    Violation,
 )
 
 DOMAIN = "kestrel.dev"
@@ -120,17 +128,24 @@ class _Row:
     has_pushback: bool = False
 
 
+def _shown(error: InvalidRequest) -> tuple[Violation, ...]:
+    """The first violations, and one that says how many more there are."""
+    num_hidden = len(error.violations) - MAX_VIOLATIONS
+    if num_hidden <= 0:
+        return error.violations
+    return (*error.violations[:MAX_VIOLATIONS], Violation("", f"and {num_hidden} more"))
+
+
 def _violations_text(error: InvalidRequest) -> str:
-    shown = "; ".join(f"{item.field}: {item.description}" for item in error.violations[:MAX_VIOLATIONS])
-    hidden = len(error.violations) - MAX_VIOLATIONS
-    return f"{shown}; and {hidden} more" if hidden > 0 else shown
+    texts = (f"{item.field}: {item.description}" if item.field else item.description for item in _shown(error))
+    return "; ".join(texts)
 
 
 def _bad_request(error: InvalidRequest) -> Iterable[Message]:
     yield error_details_pb2.BadRequest(
         field_violations=[
             error_details_pb2.BadRequest.FieldViolation(field=item.field, description=item.description)
-            for item in error.violations[:MAX_VIOLATIONS]
+            for item in _shown(error)
         ]
     )
 
@@ -162,6 +177,11 @@ def _overload_text(error: Overloaded) -> str:
 
 def _quota_failure(error: Overloaded) -> Iterable[Message]:
     violation = error_details_pb2.QuotaFailure.Violation(subject="queue", description=_overload_text(error))
+    yield error_details_pb2.QuotaFailure(violations=[violation])
+
+
+def _call_quota_failure(error: TooManyCalls) -> Iterable[Message]:
+    violation = error_details_pb2.QuotaFailure.Violation(subject="calls", description=error.description)
     yield error_details_pb2.QuotaFailure(violations=[violation])
 
 
@@ -264,6 +284,21 @@ _TABLE: Mapping[type, _Row] = MappingProxyType(
             grpc.StatusCode.ABORTED,
             "STREAM_IDLE",
             lambda error: f"no message of the stream was taken for {error.limit_s:g} s",
+        ),
+        MessageTimeout: _Row(
+            grpc.StatusCode.DEADLINE_EXCEEDED,
+            "MESSAGE_TIMEOUT",
+            lambda error: f"the message of the call was not complete within {error.limit_s:g} s",
+        ),
+        TooManyCalls: _Row(
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            "TOO_MANY_CALLS",
+            lambda error: f"no room for this call: {error.description}",
+            _call_quota_failure,
+            retry_s=lambda error: error.retry_after_s,
+        ),
+        ServiceUnknown: _Row(
+            grpc.StatusCode.NOT_FOUND, "SERVICE_UNKNOWN", lambda error: "no service of this name is served"
         ),
         EngineUnavailable: _Row(
             grpc.StatusCode.UNAVAILABLE,

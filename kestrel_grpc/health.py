@@ -5,15 +5,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from typing import Any
 
 import grpc
-from grpc_health.v1.health import SERVICE_NAME
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
+from kestrel_grpc.call import Call
 from kestrel_grpc.seam import EngineSeam
 from kestrel_runtime.engine import EngineStatus
+
+
+class ServiceUnknown(Exception):
+    """No service of this name is served."""
 
 
 class Health:
@@ -32,28 +36,24 @@ class Health:
         self._changed = asyncio.Event()
         engine.on_status_change(self._follow)
 
-    def add_to(self, server: grpc.aio.Server) -> None:
-        """Serve both methods."""
+    def handlers(self) -> Mapping[str, grpc.RpcMethodHandler]:
+        """Both methods, for `CallScope`."""
         codec: Any = {
             "request_deserializer": HealthCheckRequest.FromString,
             "response_serializer": HealthCheckResponse.SerializeToString,
         }
-        handlers: dict[str, grpc.RpcMethodHandler] = {
+        return {
             "Check": grpc.unary_unary_rpc_method_handler(self.Check, **codec),
             "Watch": grpc.unary_stream_rpc_method_handler(self.Watch, **codec),
         }
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
 
-    async def Check(
-        self, request: HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> HealthCheckResponse:
+    async def Check(self, request: HealthCheckRequest, call: Call) -> HealthCheckResponse:
         if request.service not in self._services:
-            await context.abort(grpc.StatusCode.NOT_FOUND, "unknown service")
+            raise ServiceUnknown
         return HealthCheckResponse(status=self._status(request.service))
 
-    async def Watch(
-        self, request: HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncGenerator[HealthCheckResponse, None]:
+    async def Watch(self, request: HealthCheckRequest, call: Call) -> AsyncGenerator[HealthCheckResponse, None]:
+        call.release()
         told = None
         while True:
             # Of one moment: while a state is being sent the next may come, and `close` with it.

@@ -208,15 +208,15 @@ class ServerMetrics:
         self._calls.series(call.method, outcome.code).observe(duration_s)
         if not outcome.is_ok:
             self._failed.labels(call.method, outcome.reason).inc()
-        request = call.request
-        if request is None:
+        asked = call.asked
+        if asked is None:
             return
         error_type = "" if outcome.is_ok else outcome.code
-        self._requests.series(request.skill, PROVIDER, self._model, error_type).observe(duration_s)
-        if request.image is not None:
-            self._image_size.observe(len(request.image))
+        self._requests.series(asked.skill, PROVIDER, self._model, error_type).observe(duration_s)
+        if asked.image_bytes is not None:
+            self._image_size.observe(asked.image_bytes)
         if call.finished is not None:
-            self._record_answer(request.skill, call.finished)
+            self._record_answer(asked.skill, call.finished)
 
     def _note_status(self, status: EngineStatus) -> None:
         if status is EngineStatus.RECOVERING:

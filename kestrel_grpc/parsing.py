@@ -7,7 +7,7 @@ nothing about calls, statuses or the engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -17,6 +17,7 @@ from kestrel_client.v1 import generation_pb2, media_pb2
 from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_runtime.errors import InvalidRequest, Violation
 from kestrel_runtime.requests import (
+    MAX_SPATIAL_REFS,
     BoxRef,
     Caption,
     Detect,
@@ -28,6 +29,7 @@ from kestrel_runtime.requests import (
     SamplingParams,
     Segment,
     SpatialRef,
+    too_many_spatial_refs,
 )
 
 RequestT = TypeVar("RequestT", Query, Caption, Point, Detect, Segment)
@@ -177,7 +179,10 @@ def _is_well_formed(duration: Duration) -> bool:
     return same_sign and abs(duration.nanos) < 10**9 and abs(duration.seconds) <= _MAX_DURATION_S
 
 
-def _spatial_refs(messages: Iterable[media_pb2.SpatialRef], violations: list[Violation]) -> tuple[SpatialRef, ...]:
+def _spatial_refs(messages: Sequence[media_pb2.SpatialRef], violations: list[Violation]) -> tuple[SpatialRef, ...]:
+    if len(messages) > MAX_SPATIAL_REFS:  # before each is looked at
+        violations.append(too_many_spatial_refs())
+        return ()
     refs: list[SpatialRef] = []
     for index, message in enumerate(messages):
         kind = message.WhichOneof("ref")

@@ -5,7 +5,7 @@ The descriptors are served from a pool of our own, which holds the served servic
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import grpc
@@ -15,52 +15,28 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha.reflection import aio
 
-from kestrel_grpc.access import AccessRefused, Metadata
-from kestrel_grpc.call import Call
-from kestrel_grpc.errors import to_status
+from kestrel_grpc.interceptors import CallScope
 
 V1 = "grpc.reflection.v1.ServerReflection"
 V1ALPHA = "grpc.reflection.v1alpha.ServerReflection"
 
 
-def add_reflection(
-    server: grpc.aio.Server, files: Iterable[Any], admit: Callable[[Metadata], None] | None = None
-) -> None:
-    """Serve reflection about the descriptors `files`, every service in them, and itself.
-
-    `admit` raises an `AccessRefused` for callers that may not ask.
-    """
+def add_reflection(scope: CallScope, files: Iterable[Any]) -> None:
+    """Serve reflection about the descriptors `files`, every service in them, and itself."""
     pool = DescriptorPool()
     names = [V1, V1ALPHA]
     for file in (*files, reflection_pb2.DESCRIPTOR):
         _add(pool, file)
         names += [service.full_name for service in file.services_by_name.values()]
     pool.Add(_as_v1(reflection_pb2.DESCRIPTOR))
+    # Its handler ignores the context, in place of which it is given the call.
     handler: Any = grpc.stream_stream_rpc_method_handler(
-        _guarded(aio.ReflectionServicer(frozenset(names), pool).ServerReflectionInfo, admit),
+        aio.ReflectionServicer(frozenset(names), pool).ServerReflectionInfo,
         request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
         response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
     )
-    server.add_generic_rpc_handlers(
-        [grpc.method_handlers_generic_handler(name, {"ServerReflectionInfo": handler}) for name in (V1, V1ALPHA)]
-    )
-
-
-def _guarded(reflect: Any, admit: Callable[[Metadata], None] | None) -> Any:
-    if admit is None:
-        return reflect
-
-    async def serve(requests: AsyncIterator[Any], context: Any) -> AsyncGenerator[Any, None]:
-        metadata = context.invocation_metadata() or ()
-        try:
-            admit(metadata)
-        except AccessRefused as error:
-            status = to_status(error, Call(metadata, None, "").request_id)
-            await context.abort(status.code, status.message, status.trailing_metadata)
-        async for response in reflect(requests, context):
-            yield response
-
-    return serve
+    for name in (V1, V1ALPHA):
+        scope.add_registered_method_handlers(name, {"ServerReflectionInfo": handler})
 
 
 def _add(pool: DescriptorPool, file: Any) -> None:

@@ -23,6 +23,7 @@ from kestrel_grpc.image_uris import (
     ImageUriNotAllowed,
     Target,
     allowed_target,
+    is_embedded,
     is_public,
 )
 from kestrel_runtime.errors import ImageError
@@ -30,7 +31,6 @@ from kestrel_runtime.errors import ImageError
 MAX_CONCURRENT_FETCHES = 16
 MAX_REDIRECTS = 3
 _REDIRECTS = frozenset((301, 302, 303, 307, 308))
-_DATA = "data:"
 _MAX_HEAD_CHARS = 256
 """Of a `data:` URI, up to its comma: the type of the content."""
 _MAX_ESCAPES = 1024
@@ -133,11 +133,6 @@ class RemoteImages:
     def _require_fit(self, num_bytes: int) -> None:
         if num_bytes > self._max_bytes:
             raise ImageError(f"is larger than {self._max_bytes} bytes", too_large=True)
-
-
-def is_embedded(uri: str) -> bool:
-    """Whether a URI carries its content itself."""
-    return uri[: len(_DATA)].lower() == _DATA
 
 
 def _embedded(uri: str, start: int, is_base64: bool) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from kestrel_runtime.engine import EngineInfo, EngineStatus, Load
@@ -32,6 +33,13 @@ class EngineSeam(Protocol):
 
         Tenants share the engine evenly.
         """
+        ...
+
+    def expecting(
+        self, request: Request, *, deadline_s: float | None = None, tenant: str = ""
+    ) -> AbstractContextManager[None]:
+        """Entering takes a request, whose image is still being fetched, into the queue or raises why not, as
+        `submit` does; leaving takes it out."""
         ...
 
     def load(self) -> Load:

@@ -15,6 +15,7 @@ from typing import Any, Self
 import grpc
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2
+from grpc_health.v1.health import SERVICE_NAME
 
 from kestrel_client.v1 import (
     engine_service_pb2,
@@ -36,12 +37,15 @@ from kestrel_grpc.health import Health
 from kestrel_grpc.http2 import server_options
 from kestrel_grpc.image_uris import ImageSource, NoRemoteImages, RemoteImagesUnavailable
 from kestrel_grpc.interceptors import CallScope, Observer
-from kestrel_grpc.logs import announce
+from kestrel_grpc.limits import MAX_SHORT_CALLS, MAX_WATCHES, max_calls, request_gate, short_gate
+from kestrel_grpc.logs import announce, log_call
 from kestrel_grpc.maintenance import Maintenance
+from kestrel_grpc.receiving import MessageGate
 from kestrel_grpc.reflection import add_reflection
 from kestrel_grpc.seam import EngineSeam
 from kestrel_grpc.services.engine import EngineService
 from kestrel_grpc.services.vision import VisionService
+from kestrel_grpc.shares import Shares
 from kestrel_grpc.telemetry import Telemetry
 from kestrel_grpc.tls import server_credentials
 from kestrel_runtime.engine import EngineStatus
@@ -90,6 +94,8 @@ class Server:
         self._access_watch: asyncio.Task[None] | None = None
         self._credentials = _credentials(config)
         self._images = images or _images(config)
+        self._request_gate = MessageGate(request_gate(config))
+        self._short_gate = MessageGate(short_gate(config))
         self._servers = self._build()
 
     @property
@@ -205,18 +211,18 @@ class Server:
     def _serving(self, *files: Any) -> grpc.aio.Server:
         """A server of the services in `files`, of health and of reflection."""
         server = grpc.aio.server(options=server_options(self._config.max_message_bytes))
-        scope = CallScope(
-            server,
-            self._engine,
-            self._access,
-            self._observers(),
-            stream_idle_timeout_s=self._config.stream_idle_timeout,
-        )
+        # Health is asked by machines that bear no token and would fill the log.
+        check = self._scope(server, OpenAccess(), self._short_gate, MAX_SHORT_CALLS)
+        watch = self._scope(server, OpenAccess(), self._short_gate, MAX_WATCHES)
         if _VISION in files:
+            scope = self._scope(
+                server, self._access, self._request_gate, max_calls(self._engine.info), self._observers()
+            )
             vision_service_pb2_grpc.add_VisionServiceServicer_to_server(
                 VisionService(self._engine, self._images), scope
             )
         if _ENGINE in files:
+            scope = self._scope(server, self._access, self._short_gate, MAX_SHORT_CALLS, self._observers())
             engine_service_pb2_grpc.add_EngineServiceServicer_to_server(
                 EngineService(
                     self._engine,
@@ -225,18 +231,39 @@ class Server:
                 ),
                 scope,
             )
-        self._health.add_to(server)
+        handlers = self._health.handlers()
+        check.add_registered_method_handlers(SERVICE_NAME, {"Check": handlers["Check"]})
+        watch.add_registered_method_handlers(SERVICE_NAME, {"Watch": handlers["Watch"]})
         reflection = self._config.reflection
         if reflection != "off":
             # With the error details clients that learn the schema by reflection can show what was wrong.
             described = (*files, health_pb2.DESCRIPTOR, error_details_pb2.DESCRIPTOR)
-            add_reflection(server, described, self._access.require_token if reflection == "token" else None)
+            access = self._access if reflection == "token" else OpenAccess()
+            add_reflection(self._scope(server, access, self._short_gate, MAX_SHORT_CALLS), described)
         return server
+
+    def _scope(
+        self,
+        server: grpc.aio.Server,
+        access: Access,
+        gate: MessageGate,
+        max_calls: int,
+        observers: Sequence[Observer] = (),
+    ) -> CallScope:
+        return CallScope(
+            server,
+            self._engine,
+            access,
+            gate,
+            Shares(max_calls),
+            observers,
+            stream_idle_timeout_s=self._config.stream_idle_timeout,
+        )
 
     def _observers(self) -> Sequence[Observer]:
         """Who is told of each call that has ended."""
-        observers = self._telemetry.observers
-        return observers if self._maintenance is None else (*observers, self._maintenance.note)
+        at_rest = () if self._maintenance is None else (self._maintenance.note,)
+        return (*self._telemetry.observers, *at_rest, log_call)
 
     def _death(self) -> asyncio.Future[None]:
         """Done when the engine dies."""

@@ -26,10 +26,9 @@ from opentelemetry import propagate
 from opentelemetry.trace import Span, SpanContext, SpanKind, Status, StatusCode, Tracer, format_trace_id
 
 from kestrel_grpc import __version__
-from kestrel_grpc.call import Call, Outcome
+from kestrel_grpc.call import Asked, Call, Outcome
 from kestrel_grpc.metrics import PROVIDER
 from kestrel_runtime.events import Finished, QueryOutput
-from kestrel_runtime.requests import Caption, Query, Request
 
 MAX_TRACED_PER_S = 50.0
 
@@ -122,26 +121,26 @@ class CallTracer:
         }
         if not outcome.is_ok:
             attributes |= {"error.type": outcome.code, "kestrel.reason": outcome.reason}
-        if call.request is not None:
-            attributes |= self._request_attributes(call.request)
+        if call.asked is not None:
+            attributes |= self._request_attributes(call.asked)
         if call.finished is not None:
             attributes |= self._answer_attributes(call.finished)
         return attributes
 
-    def _request_attributes(self, request: Request) -> Mapping[str, Any]:
-        sampling = request.sampling
+    def _request_attributes(self, asked: Asked) -> Mapping[str, Any]:
+        sampling = asked.sampling
         known = {
-            "gen_ai.operation.name": request.skill,
+            "gen_ai.operation.name": asked.skill,
             "gen_ai.provider.name": PROVIDER,
             "gen_ai.request.model": self._model,
             "gen_ai.request.max_tokens": sampling.max_tokens,
             "gen_ai.request.temperature": sampling.temperature,
             "gen_ai.request.top_p": sampling.top_p,
-            "kestrel.image.size": None if request.image is None else len(request.image),
+            "kestrel.image.size": asked.image_bytes,
         }
         attributes = {name: value for name, value in known.items() if value is not None}
         if self._has_content:
-            attributes["gen_ai.input.messages"] = _message("user", _asked(request))
+            attributes["gen_ai.input.messages"] = _message("user", asked.text)
         return attributes
 
     def _answer_attributes(self, finished: Finished) -> Mapping[str, Any]:
@@ -228,12 +227,6 @@ def _parts(finished: Finished) -> tuple[tuple[str, float], ...]:
         ("prefill", timing.prefill_s),
         ("decode", timing.decode_s),
     )
-
-
-def _asked(request: Request) -> str:
-    if isinstance(request, Query):
-        return request.question
-    return request.length if isinstance(request, Caption) else request.object
 
 
 def _answered(finished: Finished) -> str:

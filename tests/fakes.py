@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 from kestrel_runtime.config import EngineConfig
 from kestrel_runtime.engine import EngineInfo, EngineStatus, Load
@@ -89,6 +90,7 @@ class FakeEngine:
         self.deadlines_s: list[float | None] = []
         self.tenants: list[str] = []
         self.num_cancelled = 0
+        self.num_expected = 0
         self.num_submitted = asyncio.Semaphore(0)
         """Acquired once per request: waits until one has come."""
         self.is_idle = asyncio.Event()
@@ -123,6 +125,17 @@ class FakeEngine:
         stream.over.add_done_callback(lambda _: self._end(stream))
         self.num_submitted.release()
         return stream
+
+    @contextmanager
+    def expecting(self, request: Request, *, deadline_s: float | None = None, tenant: str = "") -> Iterator[None]:
+        max_queued = self.info.config.max_queued_requests
+        if len(self._players) + self.num_expected >= max_queued:
+            raise Overloaded(max_queued, retry_after_s=0.25)
+        self.num_expected += 1
+        try:
+            yield
+        finally:
+            self.num_expected -= 1
 
     def load(self) -> Load:
         return Load(len(self._players), 2, 3, 40, 500, 123.5)

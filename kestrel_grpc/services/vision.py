@@ -4,29 +4,22 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from dataclasses import replace
+from typing import Any
 
 from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_grpc import parsing, rendering
-from kestrel_grpc.call import Call
-from kestrel_grpc.image_uris import ImageSource
+from kestrel_grpc.call import Asked, Call
+from kestrel_grpc.image_uris import ImageSource, is_embedded
 from kestrel_grpc.seam import EngineSeam
 from kestrel_runtime.events import Finished
 from kestrel_runtime.requests import Request
 from kestrel_runtime.stream import Stream
 
-AnyMessage = TypeVar(
-    "AnyMessage",
-    wire.QueryRequest,
-    wire.CompleteQueryRequest,
-    wire.CaptionRequest,
-    wire.CompleteCaptionRequest,
-    wire.PointRequest,
-    wire.DetectRequest,
-    wire.SegmentRequest,
-)
+# Stands for an image that is still to come.
+_NO_IMAGE_YET = b"?"
 
 
 class VisionService:
@@ -37,60 +30,87 @@ class VisionService:
         self._images = images
         self._model = engine.info.model
 
-    async def Query(self, request: wire.QueryRequest, call: Call) -> AsyncGenerator[wire.QueryResponse, None]:
-        with self._submitted(parsing.query(await self._with_image(request)), call) as stream:
+    async def Query(self, message: wire.QueryRequest, call: Call) -> AsyncGenerator[wire.QueryResponse, None]:
+        stream = await self._submit(parsing.query, message, call)
+        del message
+        with _ending_with(stream):
             async for event in stream:
                 if isinstance(event, Finished):
                     call.finished = event
                 yield rendering.query_event(event, call.request_id, self._model)
 
-    async def Caption(self, request: wire.CaptionRequest, call: Call) -> AsyncGenerator[wire.CaptionResponse, None]:
-        with self._submitted(parsing.caption(await self._with_image(request)), call) as stream:
+    async def Caption(self, message: wire.CaptionRequest, call: Call) -> AsyncGenerator[wire.CaptionResponse, None]:
+        stream = await self._submit(parsing.caption, message, call)
+        del message
+        with _ending_with(stream):
             async for event in stream:
                 if isinstance(event, Finished):
                     call.finished = event
                 yield rendering.caption_event(event, call.request_id, self._model)
 
-    async def CompleteQuery(self, request: wire.CompleteQueryRequest, call: Call) -> wire.CompleteQueryResponse:
-        finished = await self._finish(parsing.query(await self._with_image(request)), call)
+    async def CompleteQuery(self, message: wire.CompleteQueryRequest, call: Call) -> wire.CompleteQueryResponse:
+        stream = await self._submit(parsing.query, message, call)
+        del message
+        finished = await _finish(stream, call)
         return wire.CompleteQueryResponse(result=rendering.query_result(finished, call.request_id, self._model))
 
     async def CompleteCaption(
-        self, request: wire.CompleteCaptionRequest, call: Call
+        self, message: wire.CompleteCaptionRequest, call: Call
     ) -> wire.CompleteCaptionResponse:
-        finished = await self._finish(parsing.caption(await self._with_image(request)), call)
+        stream = await self._submit(parsing.caption, message, call)
+        del message
+        finished = await _finish(stream, call)
         return wire.CompleteCaptionResponse(result=rendering.caption_result(finished, call.request_id, self._model))
 
-    async def Point(self, request: wire.PointRequest, call: Call) -> wire.PointResponse:
-        finished = await self._finish(parsing.point(await self._with_image(request)), call)
-        return rendering.point_response(finished, call.request_id, self._model)
+    async def Point(self, message: wire.PointRequest, call: Call) -> wire.PointResponse:
+        stream = await self._submit(parsing.point, message, call)
+        del message
+        return rendering.point_response(await _finish(stream, call), call.request_id, self._model)
 
-    async def Detect(self, request: wire.DetectRequest, call: Call) -> wire.DetectResponse:
-        finished = await self._finish(parsing.detect(await self._with_image(request)), call)
-        return rendering.detect_response(finished, call.request_id, self._model)
+    async def Detect(self, message: wire.DetectRequest, call: Call) -> wire.DetectResponse:
+        stream = await self._submit(parsing.detect, message, call)
+        del message
+        return rendering.detect_response(await _finish(stream, call), call.request_id, self._model)
 
-    async def Segment(self, request: wire.SegmentRequest, call: Call) -> wire.SegmentResponse:
-        finished = await self._finish(parsing.segment(await self._with_image(request)), call)
-        return rendering.segment_response(finished, call.request_id, self._model)
+    async def Segment(self, message: wire.SegmentRequest, call: Call) -> wire.SegmentResponse:
+        stream = await self._submit(parsing.segment, message, call)
+        del message
+        return rendering.segment_response(await _finish(stream, call), call.request_id, self._model)
 
-    async def _with_image(self, request: AnyMessage) -> AnyMessage:
-        """The request, with the bytes of its image where it only says where they are."""
-        if request.image.WhichOneof("source") == "uri":
-            request.image.data = await self._images.fetch(request.image.uri)
-        return request
-
-    async def _finish(self, request: Request, call: Call) -> Finished:
-        """The last of the request's events."""
-        with self._submitted(request, call) as stream:
-            call.finished = await stream.result()
-            return call.finished
-
-    @contextmanager
-    def _submitted(self, request: Request, call: Call) -> Iterator[Stream]:
-        """The request's events. However the call ends, the request ends with it."""
-        call.request = request
+    async def _submit(self, parse: Callable[[Any], Request], message: Any, call: Call) -> Stream:
+        """Hand a request to the engine. From then on nothing here holds its image, if the caller does not."""
+        if message.image.WhichOneof("source") == "uri":
+            request = await self._with_image(parse, message, call)
+        else:
+            request = parse(message)
+        call.asked = Asked(request)
         stream = self._engine.submit(request, deadline_s=call.remaining_s, tenant=call.tenant)
-        try:
-            yield stream
-        finally:
-            stream.cancel()
+        call.release()
+        return stream
+
+    async def _with_image(self, parse: Callable[[Any], Request], message: Any, call: Call) -> Request:
+        """The request with the image that it only names. It is fetched once the engine has room for the request."""
+        uri = message.image.uri
+        message.image.data = _NO_IMAGE_YET
+        request = parse(message)
+        call.asked = Asked(request)
+        if not is_embedded(uri):
+            call.release()
+        with self._engine.expecting(request, deadline_s=call.remaining_s, tenant=call.tenant):
+            return replace(request, image=await self._images.fetch(uri))
+
+
+async def _finish(stream: Stream, call: Call) -> Finished:
+    """The last of a request's events."""
+    with _ending_with(stream):
+        call.finished = await stream.result()
+        return call.finished
+
+
+@contextmanager
+def _ending_with(stream: Stream) -> Iterator[None]:
+    """However the block ends, the request ends with it."""
+    try:
+        yield
+    finally:
+        stream.cancel()

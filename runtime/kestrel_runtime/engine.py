@@ -10,9 +10,9 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -240,6 +240,22 @@ class Engine:
             stream.over.add_done_callback(lambda _: timer.cancel())
         preparation.add_done_callback(lambda done: self._prepared(done, stream))
         return stream
+
+    @contextmanager
+    def expecting(self, request: Request, *, deadline_s: float | None = None, tenant: str = "") -> Iterator[None]:
+        """For the length of a block the queue holds this request, whose image is still to come.
+
+        Raises what `submit` would raise at once. The image that the request has now stands for the one to come.
+        """
+        self._check(request)
+        limits = (limit for limit in (deadline_s, request.options.max_queue_s) if limit is not None)
+        place = object()
+        burden = self._burden(request, tenant)
+        self._admission.enter(place, burden, time.monotonic(), patience_s=min(limits, default=None))
+        try:
+            yield
+        finally:
+            self._admission.leave(place)
 
     @staticmethod
     def _cutter(loaded: LoadedModel, paths: FastPaths, most_images: int) -> AheadCutter:

@@ -18,6 +18,10 @@ CAPTION_LENGTHS = ("short", "normal", "long")
 MAX_OUTPUT_TOKENS = 32_768
 MAX_OBJECTS = 1_000
 MAX_SEED = 2**63 - 1
+MAX_TEXT_BYTES = 65_536
+"""Of a question or an object's name, in UTF-8: more than the contexts of the models hold. What exceeds a model's
+context is only known once it is tokenised, which takes as long as the text is."""
+MAX_SPATIAL_REFS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +196,10 @@ Request = Query | Caption | Point | Detect | Segment
 
 
 def _text(name: str, value: str) -> Iterator[Violation]:
-    if not value.strip():
+    # A character takes four bytes at most.
+    if 4 * len(value) > MAX_TEXT_BYTES and len(value.encode(errors="replace")) > MAX_TEXT_BYTES:
+        yield Violation(name, f"must be at most {MAX_TEXT_BYTES} bytes long")
+    elif not value.strip():
         yield Violation(name, "must not be empty")
 
 
@@ -201,7 +208,15 @@ def _image(value: bytes) -> Iterator[Violation]:
         yield Violation("image", "must not be empty")
 
 
+def too_many_spatial_refs() -> Violation:
+    """The breach of more than `MAX_SPATIAL_REFS` of them, whatever they are."""
+    return Violation("spatial_refs", f"must be at most {MAX_SPATIAL_REFS}")
+
+
 def _spatial_refs(refs: tuple[SpatialRef, ...]) -> Iterator[Violation]:
+    if len(refs) > MAX_SPATIAL_REFS:
+        yield too_many_spatial_refs()
+        return
     for index, ref in enumerate(refs):
         path = f"spatial_refs[{index}]"
         if isinstance(ref, PointRef):

@@ -86,6 +86,13 @@ class Http2Client:
         self._http2.reset_stream(stream, h2.errors.ErrorCodes.CANCEL)
         await self._flush()
 
+    async def greeted(self) -> None:
+        """Wait until the server's settings are known."""
+        async for event in self.events():
+            if isinstance(event, h2.events.RemoteSettingsChanged):
+                return
+        raise ConnectionError("the server closed the connection")
+
     @property
     def max_concurrent_streams(self) -> int:
         """What the server allows, as far as its settings have been read."""

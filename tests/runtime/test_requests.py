@@ -8,6 +8,8 @@ from kestrel_runtime.requests import (
     MAX_OBJECTS,
     MAX_OUTPUT_TOKENS,
     MAX_SEED,
+    MAX_SPATIAL_REFS,
+    MAX_TEXT_BYTES,
     BoxRef,
     Caption,
     Detect,
@@ -186,3 +188,22 @@ def test_a_box_must_not_be_inside_out():
 @pytest.mark.parametrize("ref", [PointRef(0, 0), PointRef(1, 1), BoxRef(0, 0, 1, 1), BoxRef(0.5, 0.5, 0.5, 0.5)])
 def test_references_may_touch_the_rim_and_be_empty(ref):
     assert Query("what?", IMAGE, spatial_refs=(ref,)).spatial_refs == (ref,)
+
+
+@pytest.mark.parametrize("character", ["a", "\u00e9", "\U0001f985"])
+def test_a_text_is_bounded_in_bytes(character):
+    text = character * (MAX_TEXT_BYTES // len(character.encode()))
+    Query(text)
+    assert breaches(Query, text + character) == ["question"]
+    assert breaches(Point, text + character, IMAGE) == ["object"]
+
+
+def test_a_text_of_many_megabytes_is_refused_with_every_other_breach():
+    fields = breaches(Query, "word " * 10**6, b"", sampling=SamplingParams(temperature=-1.0))
+    assert fields == ["question", "image", "sampling.temperature"]
+
+
+def test_too_many_spatial_references_are_one_breach_whatever_they_are():
+    wrong = PointRef(2.0, 2.0)
+    assert len(breaches(Query, "?", IMAGE, spatial_refs=(wrong,) * MAX_SPATIAL_REFS)) == 2 * MAX_SPATIAL_REFS
+    assert breaches(Query, "?", IMAGE, spatial_refs=(wrong,) * (MAX_SPATIAL_REFS + 1)) == ["spatial_refs"]

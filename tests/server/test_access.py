@@ -1,5 +1,6 @@
 import asyncio
 import contextlib
+import struct
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,6 +17,8 @@ from kestrel_grpc.access import RateLimited, TokenAccess, TokenInvalid, required
 from kestrel_grpc.tokens import Scope, line_for
 from kestrel_runtime.events import Started, TextChannel, TextDelta, Usage
 from tests.fakes import HOLD, FakeEngine
+from tests.journey import http2
+from tests.journey.http2 import Http2Client
 from tests.server.certificates import replace
 from tests.server.serving import Serving, details_of, reason_of, serving
 
@@ -107,6 +110,31 @@ async def test_the_name_on_the_token_is_the_tenant_of_the_engine(path):
         await house.vision.CompleteQuery(COMPLETE_QUERY, metadata=bearing("alice"))
         assert [event async for event in house.vision.Query(QUERY, metadata=bearing("bob"))]
     assert house.engine.tenants == ["alice", "bob"]
+
+
+@pytest.mark.parametrize("method", [http2.QUERY, http2.COMPLETE_QUERY])
+@pytest.mark.parametrize(
+    ("authorization", "code"),
+    [
+        ("Bearer kestrel_eve", grpc.StatusCode.UNAUTHENTICATED),
+        ("Bearer kestrel_operator", grpc.StatusCode.PERMISSION_DENIED),
+    ],
+)
+async def test_a_call_is_refused_from_its_headers_before_its_message_has_come(path, method, authorization, code):
+    async with serving(tokens=str(path)) as house, Http2Client.connected(house.address) as client:
+        stream = await client.begin(method, authorization=authorization)
+        await client.send(stream, struct.pack(">BI", 0, 40 * 2**20))
+        _, trailers = await client.read(stream)
+    assert int(trailers["grpc-status"]) == code.value[0]
+
+
+async def test_a_call_above_its_rate_is_refused_from_its_headers(path):
+    write_tokens(path, limits=", rate = 0.001, burst = 1")
+    async with serving(tokens=str(path)) as house, Http2Client.connected(house.address) as client:
+        await house.vision.CompleteQuery(COMPLETE_QUERY, metadata=bearing("alice"))
+        stream = await client.begin(http2.QUERY, authorization="Bearer kestrel_alice")
+        _, trailers = await client.read(stream)
+    assert int(trailers["grpc-status"]) == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
 
 
 async def test_a_token_is_checked_before_its_message_is_read(path):

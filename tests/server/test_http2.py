@@ -35,9 +35,7 @@ def waits(request: Any) -> list[object]:
 async def connected(house: Serving) -> AsyncIterator[Http2Client]:
     """A connection on which the server's settings have been read."""
     async with Http2Client.connected(house.address) as client:
-        async for event in client.events():
-            if isinstance(event, h2.events.RemoteSettingsChanged):
-                break
+        await client.greeted()
         yield client
 
 

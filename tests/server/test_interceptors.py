@@ -5,20 +5,29 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import struct
+import tracemalloc
 from typing import Any
 
 import grpc
+import h2.events
 import pytest
+from grpc_health.v1.health_pb2 import HealthCheckRequest
 
 from kestrel_client.v1 import engine_service_pb2
 from kestrel_client.v1 import vision_service_pb2 as wire
+from kestrel_grpc import server
+from kestrel_grpc.http2 import UNREAD_BYTES
 from kestrel_runtime.errors import EngineUnavailable
 from kestrel_runtime.events import Started, TextChannel, TextDelta, Usage
 from tests.fakes import HOLD, FakeEngine, much_text
+from tests.journey import http2
+from tests.journey.http2 import Http2Client, framed, messages_in
 from tests.server.serving import Serving, details_of, open_channel, reason_of, server_deadline, serving
 
 QUERY = wire.QueryRequest(question="?")
 COMPLETE_QUERY = wire.CompleteQueryRequest(question="?")
+MIB = 2**20
 SECRET = "the password is swordfish"
 
 
@@ -159,6 +168,125 @@ async def test_bytes_that_are_no_message_are_the_callers_fault() -> None:
                 grpc.StatusCode.INVALID_ARGUMENT,
                 "INVALID_REQUEST",
             )
+
+
+async def test_a_call_without_a_message_is_the_callers_fault() -> None:
+    async with serving() as house:
+        for method in (http2.COMPLETE_QUERY, http2.QUERY):
+            async with Http2Client.connected(house.address) as client:
+                stream = await client.begin(method)
+                await client.send(stream, b"", ends=True)
+                _, trailers = await client.read(stream)
+            assert int(trailers["grpc-status"]) == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+            assert trailers["grpc-message"] == "there is no message"
+
+
+async def test_only_the_first_message_of_a_call_is_read() -> None:
+    async with serving() as house, Http2Client.connected(house.address) as client:
+        stream = await client.begin(http2.COMPLETE_QUERY)
+        await client.send(stream, framed(COMPLETE_QUERY) + framed(COMPLETE_QUERY), ends=True)
+        body, trailers = await client.read(stream)
+    assert len(messages_in(body)) == 1
+    assert int(trailers["grpc-status"]) == 0
+    assert len(house.engine.requests) == 1
+
+
+def promised(num_bytes: int) -> bytes:
+    """The beginning of a message of that length."""
+    return struct.pack(">BI", 0, num_bytes) + b"\x0a"
+
+
+async def stalling(client: Http2Client, count: int = 1) -> list[int]:
+    """Calls whose message does not come."""
+    streams = []
+    for _ in range(count):
+        streams.append(await client.begin(http2.COMPLETE_QUERY))
+        await client.send(streams[-1], promised(MIB))
+    return streams
+
+
+@pytest.mark.parametrize("method", [http2.COMPLETE_QUERY, http2.QUERY])
+async def test_a_message_that_does_not_come_ends_its_call(method: str) -> None:
+    async with serving(receive_timeout=0.05) as house, Http2Client.connected(house.address) as client:
+        stream = await client.begin(method)
+        await client.send(stream, promised(MIB))
+        _, trailers = await client.read(stream)
+    assert int(trailers["grpc-status"]) == grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
+    assert trailers["grpc-message"] == "the message of the call was not complete within 0.05 s"
+
+
+async def test_senders_that_stall_keep_nobody_from_being_answered() -> None:
+    async with serving() as house, Http2Client.connected(house.address) as client:
+        await stalling(client, 50)
+        async with asyncio.timeout(20):
+            for _ in range(3):
+                assert (await house.vision.CompleteQuery(COMPLETE_QUERY)).result.answer == "a kestrel"
+            await house.health.Check(HealthCheckRequest())
+            await house.engine_service.GetLoad(engine_service_pb2.GetLoadRequest())
+
+
+async def test_many_images_at_a_time_all_arrive() -> None:
+    image = bytes(MIB)
+    async with serving() as house:
+        request = wire.CompleteCaptionRequest(image={"data": image})
+        calls = [house.vision.CompleteCaption(request) for _ in range(64)]
+        assert all([(await call).result.caption for call in calls])
+
+
+async def test_a_message_that_has_no_place_yet_waits_with_its_sender() -> None:
+    async with (
+        serving(max_message_bytes=4 * MIB, max_receiving_bytes=4 * MIB) as house,
+        Http2Client.connected(house.address) as client,
+    ):
+        served, waiting = await client.begin(http2.COMPLETE_QUERY), await client.begin(http2.COMPLETE_QUERY)
+        for stream in (served, waiting):
+            await client.send(stream, promised(3 * MIB))
+        async for event in client.events():
+            if isinstance(event, h2.events.WindowUpdated) and event.stream_id:
+                assert event.stream_id == served
+                break
+        assert client.window_bytes(served) > MIB
+        assert client.window_bytes(waiting) < UNREAD_BYTES
+
+
+async def test_calls_beyond_the_limit_are_refused_and_told_when_to_come_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server, "max_calls", lambda info: 1)
+    async with serving(FakeEngine(stalls)) as house:
+        stream = house.vision.Query(QUERY)
+        await read(stream, 1)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await house.vision.CompleteQuery(COMPLETE_QUERY)
+        assert (caught.value.code(), reason_of(caught.value)) == (
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            "TOO_MANY_CALLS",
+        )
+        assert {"RetryInfo", "QuotaFailure"} <= details_of(caught.value).keys()
+        await house.health.Check(HealthCheckRequest())
+        stream.cancel()
+        await house.engine.is_idle.wait()
+        await read(house.vision.Query(QUERY), 1)
+
+
+@pytest.mark.parametrize("method", [http2.QUERY, http2.COMPLETE_QUERY])
+async def test_an_image_is_held_by_nobody_but_the_engine(method: str) -> None:
+    image = bytes(200_000)
+    async with serving(FakeEngine(stalls)) as house, Http2Client.connected(house.address) as client:
+        await client.greeted()
+        stream = await client.begin(method)
+        tracemalloc.start()
+        try:
+            await client.send(stream, framed(wire.QueryRequest(question="?", image={"data": image})))
+            await house.engine.num_submitted.acquire()
+            (request,) = house.engine.requests
+            assert request.image == image
+            del request
+            house.engine.requests.clear()
+            held_bytes, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert held_bytes < len(image) / 2
 
 
 async def test_unknown_method_is_unimplemented() -> None:

@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kestrel_grpc.call import OK, Call, Outcome
+from kestrel_grpc.call import OK, Asked, Call, Outcome
 from kestrel_grpc.metrics import METRICS, Kind, ServerMetrics, bucket_table, markdown_table
 from kestrel_runtime.engine import EngineStatus
 from kestrel_runtime.events import Finished, FinishReason, QueryOutput, Timing, Usage
@@ -27,7 +27,7 @@ def new_call() -> Call:
 
 def answered_call(num_output_tokens: int = 3) -> Call:
     call = new_call()
-    call.request = Query("?", b"12345")
+    call.asked = Asked(Query("?", b"12345"))
     call.finished = Finished(
         QueryOutput("yes", None),
         FinishReason.STOP,

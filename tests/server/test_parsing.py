@@ -17,6 +17,7 @@ from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_grpc import parsing
 from kestrel_runtime.errors import InvalidRequest
 from kestrel_runtime.requests import (
+    MAX_SPATIAL_REFS,
     BoxRef,
     Caption,
     Detect,
@@ -159,6 +160,17 @@ def test_reference_to_nothing_keeps_the_index_of_those_behind_it() -> None:
         question="why?", image=IMAGE, spatial_refs=[POINT_REF, {}, {"point": {"x": 2.0, "y": 0.5}}]
     )
     assert violations(parsing.query, message) == ["spatial_refs[1]", "spatial_refs[2].point.x"]
+
+
+@pytest.mark.parametrize("ref", [{}, POINT_REF, {"point": {"x": 2.0}}])
+def test_too_many_references_are_counted_and_not_looked_at(ref: Any) -> None:
+    message = wire.QueryRequest(question=" ", image=IMAGE, spatial_refs=[ref] * (MAX_SPATIAL_REFS + 1))
+    assert violations(parsing.query, message) == ["spatial_refs", "question"]
+    assert violations(parsing.point, wire.PointRequest(spatial_refs=[ref] * 100_000)) == [
+        "spatial_refs",
+        "object",
+        "image",
+    ]
 
 
 def test_all_violations_are_told_together() -> None:

@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest, Serv
 
 from kestrel_grpc.reflection import V1, V1ALPHA
 from kestrel_grpc.tokens import Scope, line_for
-from tests.server.serving import Serving, reason_of, serving
+from tests.server.serving import EOF, Serving, reason_of, serving
 
 SERVICES = {V1, V1ALPHA, "grpc.health.v1.Health", "kestrel.v1.EngineService", "kestrel.v1.VisionService"}
 
@@ -95,3 +95,42 @@ async def test_reflection_shows_to_whom_asks_a_port_what_is_served_there() -> No
         answer = await ask(house, V1, list_services="")
         names = {service.name for service in answer.list_services_response.service}
         assert names == SERVICES - {"kestrel.v1.EngineService"}
+
+
+@pytest.mark.parametrize("version", [V1, V1ALPHA])
+async def test_bytes_that_are_no_question_are_the_callers_fault(
+    version: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving() as house:
+        call: Any = house.channel.unary_stream(f"/{version}/ServerReflectionInfo")(b"\xff\xff\xff")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+    assert (caught.value.code(), reason_of(caught.value)) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST")
+    assert caplog.records == []
+
+
+async def test_several_questions_on_one_stream_are_answered_in_turn() -> None:
+    async with serving() as house:
+        call: Any = house.channel.stream_stream(
+            f"/{V1}/ServerReflectionInfo",
+            request_serializer=ServerReflectionRequest.SerializeToString,
+            response_deserializer=ServerReflectionResponse.FromString,
+        )()
+        for name in sorted(SERVICES):
+            await call.write(ServerReflectionRequest(file_containing_symbol=name))
+            assert (await call.read()).file_descriptor_response.file_descriptor_proto
+        await call.done_writing()
+        assert await call.read() is EOF
+
+
+async def test_a_stream_without_a_further_question_ends_well() -> None:
+    async with serving(receive_timeout=0.05) as house:
+        call: Any = house.channel.stream_stream(
+            f"/{V1}/ServerReflectionInfo",
+            request_serializer=ServerReflectionRequest.SerializeToString,
+            response_deserializer=ServerReflectionResponse.FromString,
+        )()
+        await call.write(ServerReflectionRequest(list_services=""))
+        assert (await call.read()).list_services_response.service
+        assert await call.read() is EOF
+        assert await call.code() is grpc.StatusCode.OK

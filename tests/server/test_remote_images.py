@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import pytest
 import trustme
+from grpc_health.v1.health_pb2 import HealthCheckRequest
 
 from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_grpc import remote_images
@@ -421,6 +422,69 @@ async def test_every_task_takes_images_by_address():
             engine_requests, engine.requests = engine.requests, []
             assert await refused(house, f"{uri}/a.png") == "IMAGE_FETCH_FAILED"
     assert [request.image for request in engine_requests] == [IMAGE] * 7 + [b"abc"]
+
+
+@asynccontextmanager
+async def house_of(engine: FakeEngine, images: RemoteImages) -> AsyncIterator[Serving]:
+    async with (
+        Server(engine, ServerConfig(model="fake", port=0), images=images) as server,
+        open_channel(server) as channel,
+    ):
+        yield Serving(server, engine, channel)
+
+
+async def test_an_image_is_not_fetched_for_a_request_that_the_queue_has_no_room_for():
+    async with plain() as (host, images, uri), house_of(FakeEngine(max_queued_requests=0), images) as house:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await house.vision.CompleteQuery(asking(f"{uri}/a.png"))
+    assert reason_of(caught.value) == "QUEUE_FULL"
+    assert host.requests == []
+
+
+async def test_an_image_is_not_fetched_for_a_request_that_is_wrong_otherwise():
+    async with plain() as (host, images, uri), house_of(FakeEngine(), images) as house:
+        request = wire.CompleteQueryRequest(question=" ", image={"uri": f"{uri}/a.png"}, sampling={"top_p": 2.0})
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await house.vision.CompleteQuery(request)
+    bad_request: Any = details_of(caught.value)["BadRequest"]
+    assert [item.field for item in bad_request.field_violations] == ["question", "sampling.top_p"]
+    assert host.requests == []
+
+
+async def test_a_request_whose_image_is_being_fetched_counts_as_waiting_and_keeps_no_message_from_coming():
+    async with plain() as (host, images, uri):
+        is_asked, goes_on = asyncio.Event(), asyncio.Event()
+
+        async def hesitate(reader: StreamReader, writer: StreamWriter) -> None:
+            is_asked.set()
+            await goes_on.wait()
+            writer.write(ok(IMAGE))
+
+        host.answers["/a.png"] = hesitate
+        async with house_of(FakeEngine(max_queued_requests=20), images) as house:
+            calls = [house.vision.CompleteQuery(asking(f"{uri}/a.png")) for _ in range(19)]
+            await is_asked.wait()
+            while house.engine.num_expected < 19:
+                await house.health.Check(HealthCheckRequest())
+            assert await house.vision.CompleteQuery(wire.CompleteQueryRequest(question="?"))
+            last = house.vision.CompleteQuery(asking(f"{uri}/a.png"))
+            while house.engine.num_expected < 20:
+                await house.health.Check(HealthCheckRequest())
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await house.vision.CompleteQuery(asking(f"{uri}/a.png"))
+            assert reason_of(caught.value) == "QUEUE_FULL"
+            goes_on.set()
+            await asyncio.gather(*calls, last)
+            assert house.engine.num_expected == 0
+
+
+async def test_an_address_of_an_empty_file_is_no_image():
+    async with plain() as (host, images, uri), house_of(FakeEngine(), images) as house:
+        host.answers["/a.png"] = ok(b"")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await house.vision.CompleteQuery(asking(f"{uri}/a.png"))
+    bad_request: Any = details_of(caught.value)["BadRequest"]
+    assert [item.field for item in bad_request.field_violations] == ["image"]
 
 
 async def test_a_caller_that_hangs_up_ends_the_fetching_of_its_image():

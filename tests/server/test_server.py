@@ -244,6 +244,25 @@ async def test_image_below_the_message_limit_arrives() -> None:
         assert house.engine.requests[0].image == data
 
 
+@pytest.mark.parametrize(
+    ("request_", "told"),
+    [
+        (wire.PointRequest(object="bird", image=IMAGE, spatial_refs=[{}] * 4_000_000), "more than 1000 fields"),
+        (wire.PointRequest(object="bird", image=IMAGE, options={"model": "m" * 2**20}), "besides its image"),
+        (wire.PointRequest(object="bird" * 20_000, image=IMAGE), "at most 65536 bytes"),
+    ],
+    ids=["references", "other bytes", "text"],
+)
+async def test_a_message_that_is_large_without_its_image_is_refused_before_it_is_worked_on(
+    request_: wire.PointRequest, told: str
+) -> None:
+    async with serving() as house:
+        with pytest.raises(grpc.aio.AioRpcError, match=told) as caught:
+            await house.vision.Point(request_)
+    assert reason_of(caught.value) == "INVALID_REQUEST"
+    assert house.engine.requests == []
+
+
 async def test_bad_input_leaves_the_server_serving() -> None:
     nonsense = (
         wire.PointRequest(),

@@ -11,7 +11,7 @@ import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from opentelemetry.proto.trace.v1.trace_pb2 import Status as SpanStatus
 
-from kestrel_grpc.call import OK, Call, Outcome
+from kestrel_grpc.call import OK, Asked, Call, Outcome
 from kestrel_grpc.tracing import MAX_TRACED_PER_S, CallTracer, TraceExport, TracingUnavailable
 from kestrel_runtime.events import Finished, FinishReason, QueryOutput, Timing, Usage
 from kestrel_runtime.requests import Query, SamplingParams
@@ -24,7 +24,8 @@ TIMING = Timing(queue_s=0.25, preprocess_s=0.125, prefill_s=0.5, time_to_first_t
 
 def new_call(*metadata: tuple[str, str | bytes]) -> Call:
     call = Call((("x-request-id", "abc"), *metadata), None, QUERY)
-    call.request = Query("what is secret?", b"12345", sampling=SamplingParams(temperature=0.5, max_tokens=7))
+    sampling = SamplingParams(temperature=0.5, max_tokens=7)
+    call.asked = Asked(Query("what is secret?", b"12345", sampling=sampling))
     return call
 
 

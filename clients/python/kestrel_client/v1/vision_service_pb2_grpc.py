@@ -33,6 +33,8 @@ class VisionServiceStub(object):
     violation, and failures that may pass add a `google.rpc.RetryInfo`. A call that is cancelled, or whose deadline
     passes, stops generating. Metadata `x-request-id` (at most 128 letters, digits, dots, hyphens and underscores)
     names a request in logs and comes back in its response; without it the server makes one.
+
+    Requests are sent without compression. Apart from the bytes of its image a request is at most 1048576 bytes long.
     """
 
     def __init__(self, channel):
@@ -86,6 +88,8 @@ class VisionServiceServicer(object):
     violation, and failures that may pass add a `google.rpc.RetryInfo`. A call that is cancelled, or whose deadline
     passes, stops generating. Metadata `x-request-id` (at most 128 letters, digits, dots, hyphens and underscores)
     names a request in logs and comes back in its response; without it the server makes one.
+
+    Requests are sent without compression. Apart from the bytes of its image a request is at most 1048576 bytes long.
     """
 
     def Query(self, request, context):
@@ -194,6 +198,8 @@ class VisionService(object):
     violation, and failures that may pass add a `google.rpc.RetryInfo`. A call that is cancelled, or whose deadline
     passes, stops generating. Metadata `x-request-id` (at most 128 letters, digits, dots, hyphens and underscores)
     names a request in logs and comes back in its response; without it the server makes one.
+
+    Requests are sent without compression. Apart from the bytes of its image a request is at most 1048576 bytes long.
     """
 
     @staticmethod
