@@ -89,14 +89,17 @@ KINDS_BY_REASON = {
     "REQUEST_REFUSED": RequestRefused,
     "QUEUE_FULL": Overloaded,
     "RATE_LIMITED": Overloaded,
+    "TOO_MANY_CALLS": Overloaded,
     "QUEUE_TIMEOUT": Unavailable,
     "ENGINE_UNAVAILABLE": Unavailable,
     "DRAINING": Unavailable,
     "RECOVERING": Unavailable,
     "DEADLINE_EXCEEDED": DeadlineExceeded,
+    "MESSAGE_TIMEOUT": DeadlineExceeded,
     "TOKEN_INVALID": Unauthenticated,
     "SCOPE_REQUIRED": PermissionDenied,
     "STREAM_IDLE": StreamIdle,
+    "SERVICE_UNKNOWN": ServerError,
     "INTERNAL": ServerError,
 }
 
