@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -54,9 +55,8 @@ async def test_nobody_there_is_told_in_one_line(capsys):
 
 
 async def test_no_answer_in_time_is_told_in_one_line(capsys):
-    mute = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
-    async with mute:
-        address = f"127.0.0.1:{mute.sockets[0].getsockname()[1]}"
+    with socket.create_server(("127.0.0.1", 0)) as mute:  # accepts connections, and says nothing on them
+        address = f"127.0.0.1:{mute.getsockname()[1]}"
         assert await health("--address", address, "--timeout", "0.05") == 1
     assert capsys.readouterr().err == f"kestrel-grpc: no answer from {address} within 0.05 s\n"
 
