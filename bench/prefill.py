@@ -38,7 +38,7 @@ from bench.harness.prefill_inputs import (
     random_text,
 )
 from bench.random_weights import MOONDREAM_2, MOONDREAM_3
-from kestrel_grpc.config import parse_kernels
+from kestrel_grpc.option_parsers import parse_kernels
 from kestrel_ops import Kernels
 from kestrel_ops.reference.mixture_of_experts import mixture_of_experts as mixture_definition
 from kestrel_ops.reference.prefill_attention import prefill_attention as attention_definition

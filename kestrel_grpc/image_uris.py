@@ -14,7 +14,6 @@ from kestrel_runtime.errors import InvalidRequest, Violation
 
 MAX_URI_CHARS = 2048
 _FIELD = "image.uri"
-_DATA = "data:"
 _PORTS = {"https": 443, "http": 80}
 # Public addresses of IPv6 have been allocated here only. Those outside belong to a single network, or embed an IPv4
 # address in one of several ways (::a.b.c.d, ::ffff:0:a.b.c.d, 64:ff9b:1::/48).
@@ -138,11 +137,6 @@ def allowed_target(uri: str, hosts: tuple[AllowedHost, ...]) -> Target:
     if not any(allowed.matches(target) for allowed in hosts):
         raise ImageUriNotAllowed("is not on a host that this server fetches images from")
     return target
-
-
-def is_embedded(uri: str) -> bool:
-    """Whether a URI carries its content itself, as `data:` does."""
-    return uri[: len(_DATA)].lower() == _DATA
 
 
 def is_public(address: str) -> bool:

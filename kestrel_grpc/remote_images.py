@@ -7,23 +7,22 @@ lead elsewhere. No cookies, no proxies, no credentials; redirects only within th
 from __future__ import annotations
 
 import asyncio
-import binascii
 import socket
 import ssl
 from collections.abc import Callable, Iterable
 from typing import Any
-from urllib.parse import unquote_to_bytes, urljoin
+from urllib.parse import urljoin
 
 import httpcore2
 
 from kestrel_grpc import __version__
+from kestrel_grpc.data_uris import DataUris, is_embedded
 from kestrel_grpc.image_uris import (
     AllowedHost,
     ImageFetchFailed,
     ImageUriNotAllowed,
     Target,
     allowed_target,
-    is_embedded,
     is_public,
 )
 from kestrel_runtime.errors import ImageError
@@ -31,10 +30,6 @@ from kestrel_runtime.errors import ImageError
 MAX_CONCURRENT_FETCHES = 16
 MAX_REDIRECTS = 3
 _REDIRECTS = frozenset((301, 302, 303, 307, 308))
-_MAX_HEAD_CHARS = 256
-"""Of a `data:` URI, up to its comma: the type of the content."""
-_MAX_ESCAPES = 1024
-_PIECE_BYTES = 2**20  # a multiple of four, so that a piece is whole groups of base64
 _HEADERS = (
     ("User-Agent", f"kestrel-grpc/{__version__}"),
     ("Accept", "image/*"),
@@ -61,7 +56,7 @@ class RemoteImages:
         self._hosts = hosts
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
-        self._decoding = asyncio.Lock()
+        self._data_uris = DataUris(max_bytes)
         # A fetch above this number waits, as long as its time allows.
         self._pool = httpcore2.AsyncConnectionPool(
             ssl_context=ssl_context,
@@ -73,7 +68,7 @@ class RemoteImages:
     async def fetch(self, uri: str) -> bytes:
         """The bytes that a URI names. Raises `ImageUriNotAllowed`, `ImageFetchFailed` or `ImageError`."""
         if is_embedded(uri):
-            return await self._decode(uri)
+            return await self._data_uris.decode(uri)
         target = allowed_target(uri, self._hosts)
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -88,17 +83,6 @@ class RemoteImages:
     async def close(self) -> None:
         """End the connections."""
         await self._pool.aclose()
-
-    async def _decode(self, uri: str) -> bytes:
-        """The content of a `data:` URI. One is decoded at a time, beside the event loop."""
-        self._require_fit((len(uri) - _MAX_HEAD_CHARS - 2 * _MAX_ESCAPES) * 3 // 4)
-        head, comma, _ = uri[:_MAX_HEAD_CHARS].partition(",")
-        if not comma:
-            raise ImageFetchFailed(f"has no comma within {_MAX_HEAD_CHARS} characters")
-        async with self._decoding:
-            content = await asyncio.to_thread(_embedded, uri, len(head) + 1, head.lower().endswith(";base64"))
-        self._require_fit(len(content))
-        return content
 
     async def _follow(self, target: Target) -> bytes:
         """What the target holds, or what it redirects to on the same host."""
@@ -133,30 +117,6 @@ class RemoteImages:
     def _require_fit(self, num_bytes: int) -> None:
         if num_bytes > self._max_bytes:
             raise ImageError(f"is larger than {self._max_bytes} bytes", too_large=True)
-
-
-def _embedded(uri: str, start: int, is_base64: bool) -> bytes:
-    """What a `data:` URI carries from `start` on. Decoded in pieces, since other threads wait during each."""
-    if uri.count("%", start) > _MAX_ESCAPES:
-        raise ImageFetchFailed(f"holds more than {_MAX_ESCAPES} escaped characters; use base64")
-    if not uri.isascii():
-        raise ImageFetchFailed("holds characters that must be escaped")
-    text = uri[start:].encode()
-    if "%" in uri:
-        text = unquote_to_bytes(text)
-    if not is_base64:
-        return text
-    try:
-        pieces = [
-            binascii.a2b_base64(text[position : position + _PIECE_BYTES], strict_mode=True)
-            for position in range(0, len(text), _PIECE_BYTES)
-        ]
-    except binascii.Error:
-        raise ImageFetchFailed("holds data that is not base64") from None
-    # Only the last piece may end early.
-    if any(len(piece) < _PIECE_BYTES * 3 // 4 for piece in pieces[:-1]):
-        raise ImageFetchFailed("holds data that is not base64")
-    return b"".join(pieces)
 
 
 class _CheckedNetwork(httpcore2.AsyncNetworkBackend):

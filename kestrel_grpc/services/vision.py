@@ -12,7 +12,8 @@ from typing import Any
 from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_grpc import parsing, rendering
 from kestrel_grpc.call import Asked, Call
-from kestrel_grpc.image_uris import ImageSource, is_embedded
+from kestrel_grpc.data_uris import is_embedded
+from kestrel_grpc.image_uris import ImageSource
 from kestrel_grpc.seam import EngineSeam
 from kestrel_runtime.events import Finished
 from kestrel_runtime.requests import Request

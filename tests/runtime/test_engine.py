@@ -300,31 +300,6 @@ async def test_queues_of_images_and_of_words_are_bounded_too(moondream3: LoadedM
         engine.close()
 
 
-async def test_a_request_whose_image_is_still_to_come_counts_as_waiting(moondream3: LoadedModel) -> None:
-    engine = Engine(moondream3, EngineConfig(model="", max_batch_size=1, max_queued_requests=2))
-    try:
-        running = engine.submit(endless())
-        await anext(running)
-        with engine.expecting(Caption(b"?")), engine.expecting(Caption(b"?"), tenant="another"):
-            with pytest.raises(Overloaded) as caught:
-                engine.submit(endless())
-            assert (caught.value.bound, caught.value.limit) == (QueueBound.REQUESTS, 2)
-            with pytest.raises(Overloaded), engine.expecting(Caption(b"?")):
-                pass
-        assert isinstance(engine.submit(endless()), Stream)
-    finally:
-        engine.close()
-
-
-async def test_what_cannot_be_submitted_is_not_waited_for(moondream3: LoadedModel) -> None:
-    engine = Engine(moondream3, EngineConfig(model=""))
-    with pytest.raises(ModelNotFound), engine.expecting(Caption(b"?", options=RequestOptions(model="another"))):
-        pass
-    engine.close()
-    with pytest.raises(EngineUnavailable), engine.expecting(Caption(b"?")):
-        pass
-
-
 async def test_a_tenant_that_floods_the_queue_leaves_room_for_another(moondream3: LoadedModel) -> None:
     engine = Engine(moondream3, EngineConfig(model="", max_batch_size=1, max_queued_requests=4))
     try:

@@ -1,9 +1,6 @@
 import asyncio
 import base64
-import binascii
-import os
 import ssl
-import threading
 from asyncio import StreamReader, StreamWriter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -15,7 +12,6 @@ import trustme
 from grpc_health.v1.health_pb2 import HealthCheckRequest
 
 from kestrel_client.v1 import vision_service_pb2 as wire
-from kestrel_grpc import remote_images
 from kestrel_grpc.config import ServerConfig
 from kestrel_grpc.image_uris import ImageFetchFailed, ImageUriNotAllowed, parse_hosts
 from kestrel_grpc.remote_images import MAX_CONCURRENT_FETCHES, RemoteImages
@@ -315,62 +311,6 @@ async def test_only_so_many_images_are_fetched_at_a_time():
 async def test_data_uris_carry_their_image(uri, content):
     async with images_from("example.com") as images:
         assert await images.fetch(uri) == content
-
-
-async def test_data_that_is_not_base64_is_told():
-    async with images_from("example.com") as images:
-        with pytest.raises(ImageFetchFailed, match="not base64"):
-            await images.fetch("data:;base64,!!")
-
-
-async def test_data_above_the_limit_is_refused():
-    async with images_from("example.com") as images:
-        with pytest.raises(ImageError, match="larger than"):
-            await images.fetch("data:," + "x" * (MAX_BYTES + 1))
-
-
-async def test_data_that_cannot_fit_is_refused_before_it_is_decoded(monkeypatch):
-    monkeypatch.setattr(remote_images, "_embedded", None)
-    async with images_from("example.com") as images:
-        for body in ("x" * 10_000, "%41" * 10_000):
-            with pytest.raises(ImageError, match="larger than"):
-                await images.fetch(f"data:;base64,{body}")
-
-
-async def test_much_data_is_decoded_beside_the_event_loop():
-    content = os.urandom(5 * 2**20)
-    threads: set[threading.Thread] = set()
-
-    decode = binascii.a2b_base64
-
-    def note(piece: bytes, *, strict_mode: bool) -> bytes:
-        threads.add(threading.current_thread())
-        assert len(piece) <= 2**20  # other threads wait for no longer than one piece takes
-        return decode(piece, strict_mode=strict_mode)
-
-    images = RemoteImages((), max_bytes=len(content), timeout_s=20.0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(binascii, "a2b_base64", note)
-        assert await images.fetch("data:;base64," + base64.b64encode(content).decode()) == content
-    assert threading.current_thread() not in threads
-    await images.close()
-
-
-@pytest.mark.parametrize(
-    ("uri", "told"),
-    [
-        ("data:;base64", "no comma"),
-        ("data:" + "a" * 300 + ",abc", "no comma"),
-        ("data:," + "%41" * 1025, "escaped"),
-        ("data:,\xe4", "must be escaped"),
-        ("data:;base64,QUI=" + "QUJD" * 300_000, "not base64"),
-    ],
-)
-async def test_data_uris_of_another_form_are_told_why(uri, told):
-    images = RemoteImages((), max_bytes=10**6, timeout_s=20.0)
-    with pytest.raises(ImageFetchFailed, match=told):
-        await images.fetch(uri)
-    await images.close()
 
 
 def asking(uri: str) -> wire.CompleteQueryRequest:

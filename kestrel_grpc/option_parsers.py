@@ -1,0 +1,79 @@
+"""How the texts of options become values. Each parser raises `ValueError` with what a text must be."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+
+
+def whole_number(minimum: int, maximum: int = 2**31 - 1) -> Callable[[str], int]:
+    """Parses an integer within bounds."""
+
+    def parse(text: str) -> int:
+        if not re.fullmatch(r"-?[0-9]+", text) or not minimum <= int(text) <= maximum:
+            raise ValueError(f"must be a whole number from {minimum} to {maximum}")
+        return int(text)
+
+    return parse
+
+
+def positive_seconds(text: str) -> float:
+    """Parses a duration of zero or more seconds, at most a day."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value <= 86_400.0:
+        raise ValueError("must be a number of seconds from 0 to 86400")
+    return value
+
+
+def seconds_above_zero(text: str) -> float:
+    """Parses a duration of more than zero seconds, at most a day."""
+    value = positive_seconds(text)
+    if value == 0.0:
+        raise ValueError("must be above 0")
+    return value
+
+
+def one_of(*choices: str) -> Callable[[str], str]:
+    """Parses one of a few words."""
+
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise ValueError(f"must be one of {', '.join(choices)}")
+        return text
+
+    return parse
+
+
+def on_or_off(text: str) -> bool:
+    """Parses a switch."""
+    return one_of("on", "off")(text) == "on"
+
+
+def fraction(text: str) -> float:
+    """Parses a part of a whole: above 0, at most 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= 1:
+        raise ValueError("must be a number above 0 and at most 1")
+    return value
+
+
+def parse_kernels(text: str) -> tuple[tuple[str, str], ...]:
+    """Parses `operation=implementation`, several parted by commas."""
+    pairs = [tuple(part.strip() for part in item.split("=")) for item in text.split(",")]
+    if not all(len(pair) == 2 and all(pair) for pair in pairs):
+        raise ValueError("must be operation=implementation, several parted by commas")
+    return tuple((operation, implementation) for operation, implementation in pairs)
+
+
+def some_text(text: str) -> str:
+    """Parses anything but nothing."""
+    if not text.strip():
+        raise ValueError("must not be empty")
+    return text
