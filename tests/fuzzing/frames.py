@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 import socket
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, Self
 
-from hpack import Encoder
 from hyperframe.frame import (
     ContinuationFrame,
     DataFrame,
@@ -24,13 +25,16 @@ from hyperframe.frame import (
 )
 from hypothesis import strategies as st
 
+from bench.attacks import http2
 from kestrel_client import Client
 from tests.fuzzing.images import damaged
 from tests.fuzzing.requests import methods, requests
 from tests.journey.serving_process import ServingProcess, serving_process
 
-_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _PATIENCE_S = 30.0
+_QUERY = "/kestrel.v1.VisionService/Query"
+_FRAME_BYTES = 16_384
+_MIB = 2**20
 _HEADER_NAMES = (
     *("grpc-timeout", "grpc-encoding", "grpc-accept-encoding", "authorization", "x-request-id", "some-bin"),
     *("traceparent", "tracestate", "content-type", "te", ":path", "connection", "cookie"),
@@ -71,16 +75,6 @@ class Target:
             assert client.complete_query(None, "hi", max_tokens=2).usage.output_token_count > 0
 
 
-def _head(path: str, extra: Iterable[tuple[str, str]] = (), **changed: str) -> bytes:
-    """The headers of a call, compressed."""
-    fields = {":method": "POST", ":scheme": "http", ":path": path, ":authority": "x", "te": "trailers"}
-    fields |= {
-        "content-type": "application/grpc",
-        **{name.replace("_", "-"): text for name, text in changed.items()},
-    }
-    return Encoder().encode([*fields.items(), *extra])
-
-
 def _framed(data: bytes, compressed: int, length_off_by: int) -> bytes:
     return struct.pack(">BI", compressed, max(0, len(data) + length_off_by) & 0xFFFFFFFF) + data
 
@@ -116,7 +110,7 @@ _messages = st.builds(
 def _calls(draw: st.DrawFn) -> bytes:
     """A call as it should be, but for what is in it."""
     stream = draw(st.sampled_from((1, 1, 3, 5)))
-    head = HeadersFrame(stream, data=_head(draw(_paths), draw(_headers)), flags=["END_HEADERS"])
+    head = HeadersFrame(stream, data=http2.call_headers(draw(_paths), extra=draw(_headers)), flags=["END_HEADERS"])
     data = DataFrame(stream, data=draw(_messages), flags=["END_STREAM"] if draw(st.booleans()) else [])
     return head.serialize() + data.serialize()
 
@@ -159,13 +153,83 @@ def _made_up_frames(draw: st.DrawFn) -> bytes:
 
 def _bomb(num_references: int, num_continuations: int) -> bytes:
     """A header of 4 KB that is said once and then referred to, a byte for each time."""
-    path = "/kestrel.v1.VisionService/Query"
-    block = _head(path, [("bomb", "x" * 4_000)]) + b"\xbe" * num_references
+    block = http2.call_headers(_QUERY, extra=[("bomb", "x" * 4_000)]) + b"\xbe" * num_references
     frames = [HeadersFrame(1, data=block[:16_000]).serialize()]
     frames += [ContinuationFrame(1, data=b"\xbe" * 1_000).serialize() for _ in range(num_continuations)]
     return b"".join((*frames, ContinuationFrame(1, data=b"", flags=["END_HEADERS"]).serialize()))
 
 
+def _call(stream: int, headers: bytes, message: bytes | None, flags: int = http2.END_STREAM) -> bytes:
+    """The frames of a call; without a message it has none, and its end is open."""
+    frames = [http2.frame(http2.HEADERS, http2.END_HEADERS, stream, headers)]
+    for start in range(0, 0 if message is None else len(message), _FRAME_BYTES):
+        assert message is not None
+        is_last = start + _FRAME_BYTES >= len(message)
+        piece = message[start : start + _FRAME_BYTES]
+        frames.append(http2.frame(http2.DATA, flags if is_last else 0, stream, piece))
+    return b"".join(frames)
+
+
+@st.composite
+def _resets(draw: st.DrawFn) -> bytes:
+    """Calls that are taken back, each at once, or all when all have begun, for any reason; some twice."""
+    headers = http2.call_headers(draw(_paths))
+    message = draw(st.sampled_from((None, b"", http2.grpc_message(b""), http2.grpc_message(b"\n\x02hi"))))
+    reason = struct.pack(">I", draw(st.one_of(st.sampled_from((0, 8)), st.integers(0, 2**32 - 1))))
+    streams = range(1, 2 * draw(st.sampled_from((1, 10, 90, 110, 500))), 2)
+    calls = [_call(stream, headers, message) for stream in streams]
+    resets = [http2.frame(http2.RST_STREAM, 0, stream, reason) * draw(_once_or_twice) for stream in streams]
+    if draw(st.booleans()):
+        return b"".join(call + reset for call, reset in zip(calls, resets, strict=True))
+    return b"".join((*calls, *resets))
+
+
+@st.composite
+def _pings(draw: st.DrawFn) -> bytes:
+    """Pings, greetings or windows, hundreds of them, and perhaps a call in between."""
+    one = draw(
+        st.sampled_from(
+            (
+                http2.frame(http2.PING, 0, 0, bytes(8)),
+                http2.frame(http2.PING, http2.ACK, 0, bytes(8)),
+                http2.settings(),
+                http2.settings(initial_window_size=0) + http2.settings(initial_window_size=2**31 - 1),
+                http2.frame(http2.WINDOW_UPDATE, 0, 0, struct.pack(">I", 1)),
+            )
+        )
+    )
+    call = _call(1, http2.call_headers(_QUERY), http2.grpc_message(b"\n\x02hi"))
+    count = draw(st.sampled_from((1, 50, 99, 101, 1_000)))
+    return one * count + draw(st.sampled_from((b"", call))) + one * count
+
+
+@st.composite
+def _inflating(draw: st.DrawFn) -> bytes:
+    """A message that is compressed, or says so, and is a thousand times as large once it is not."""
+    size = draw(st.sampled_from((0, 1_000, _MIB, 32 * _MIB, 80 * _MIB)))
+    encoding = draw(st.sampled_from(("gzip", "deflate", "identity", "snappy")))
+    data = _compressed(size) if draw(st.booleans()) else bytes(min(size, 100_000))
+    message = http2.grpc_message(data, compressed=draw(st.booleans()))
+    message = message[: len(message) - draw(st.sampled_from((0, 0, 1, 100)))]
+    return _call(1, http2.call_headers(_QUERY, extra=[("grpc-encoding", encoding)]), message)
+
+
+@lru_cache
+def _compressed(num_bytes: int) -> bytes:
+    return gzip.compress(bytes(num_bytes), mtime=0)
+
+
+@st.composite
+def _open_ended(draw: st.DrawFn) -> bytes:
+    """Calls on many streams, of which none gets its end."""
+    message = http2.grpc_message(bytes(draw(st.sampled_from((0, 1, 20_000)))))
+    message = message[: draw(st.sampled_from((1, 4, 5, len(message) - 1, len(message))))]
+    headers = http2.call_headers(draw(_paths))
+    count = draw(st.sampled_from((1, 99, 101, 300)))
+    return b"".join(_call(stream, headers, message, flags=0) for stream in range(1, 2 * count, 2))
+
+
+_once_or_twice = st.sampled_from((1, 1, 1, 2))
 _KINDS: tuple[type[Frame], ...] = (
     DataFrame,
     HeadersFrame,
@@ -184,11 +248,15 @@ _said = st.one_of(
     _frames(),
     _made_up_frames(),
     st.builds(_bomb, st.integers(0, 10_000), st.integers(0, 50)),
+    _resets(),
+    _pings(),
+    _inflating(),
+    _open_ended(),
 )
 _prefaces = st.one_of(
-    st.just(_PREFACE + SettingsFrame(0).serialize()),
-    st.just(_PREFACE + SettingsFrame(0).serialize()),
-    damaged(st.just(_PREFACE + SettingsFrame(0).serialize())),
+    st.just(http2.PREFACE + SettingsFrame(0).serialize()),
+    st.just(http2.PREFACE + SettingsFrame(0).serialize()),
+    damaged(st.just(http2.PREFACE + SettingsFrame(0).serialize())),
     st.just(b""),
 )
 conversations = st.builds(lambda preface, said: preface + b"".join(said), _prefaces, st.lists(_said, max_size=8))
