@@ -1,6 +1,7 @@
 """`python -m tests.fuzzing CPU_SECONDS`: draw for that long, a third each for images, requests and frames.
 
-Every run draws anew. Prints what came out how often; stops at the first thing that must not be, and shows it.
+Names of these behind the seconds choose among them: `python -m tests.fuzzing 600 images`. Every run draws anew.
+Prints what came out how often; stops at the first thing that must not be, and shows it.
 """
 
 from __future__ import annotations
@@ -24,15 +25,19 @@ _MIB = 2**20
 
 
 def main() -> None:
-    """Run all three."""
-    cpu_s = float(sys.argv[1]) / 3
-    asked = st.sampled_from(methods()).flatmap(lambda method: st.tuples(st.just(method), requests(method)))
-    _draw("images", images, decode, cpu_s)
-    _draw("requests", asked, lambda call: parse(*call), cpu_s)
-    with Target.running() as target:
-        _draw("frames", conversations, target.hear, cpu_s, lambda: target.server.cpu_s)
-        target.assert_well()
-        print(f"  the server has {target.server.rss_bytes / _MIB:.0f} MiB, and answers", flush=True)
+    """Run all three, or those that are named."""
+    names = sys.argv[2:] or ["images", "requests", "frames"]
+    cpu_s = float(sys.argv[1]) / len(names)
+    if "images" in names:
+        _draw("images", images, decode, cpu_s)
+    if "requests" in names:
+        asked = st.sampled_from(methods()).flatmap(lambda method: st.tuples(st.just(method), requests(method)))
+        _draw("requests", asked, lambda call: parse(*call), cpu_s)
+    if "frames" in names:
+        with Target.running() as target:
+            _draw("frames", conversations, target.hear, cpu_s, lambda: target.server.cpu_s)
+            target.assert_well()
+            print(f"  the server has {target.server.rss_bytes / _MIB:.0f} MiB, and answers", flush=True)
 
 
 def _draw(

@@ -15,8 +15,12 @@ from PIL import Image
 from kestrel_runtime.errors import ImageError
 from kestrel_runtime.images import decode_image
 from kestrel_runtime.imaging.formats import FORMATS
+from tests.fuzzing.cost import measured
+from tests.fuzzing.hostile import hostile
 
 MAX_PIXELS = 250_000
+MAX_CPU_S, MAX_ADDED_BYTES = 3.0, 64 * 2**20
+"""What decoding a file of at most so many pixels may cost. Most take a few milliseconds and 5 MiB."""
 # Where a length, a count or an offset stands, these are the values that break readers.
 _EDGES = (
     b"\x00\x00",
@@ -33,10 +37,18 @@ def decode(data: bytes) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warnings.simplefilter("error", Image.DecompressionBombWarning)
-        try:
-            image = decode_image(data, max_image_pixels=MAX_PIXELS)
-        except ImageError as error:
-            return "too large" if error.too_large else "refused"
+        with measured() as cost:
+            outcome = _decode(data)
+    assert cost.cpu_s < MAX_CPU_S, f"{cost.cpu_s:.1f} s"
+    assert cost.added_bytes < MAX_ADDED_BYTES, f"{cost.added_bytes / 2**20:.0f} MiB"
+    return outcome
+
+
+def _decode(data: bytes) -> str:
+    try:
+        image = decode_image(data, max_image_pixels=MAX_PIXELS)
+    except ImageError as error:
+        return "too large" if error.too_large else "refused"
     assert image.mode == "RGB"
     assert 0 < image.width * image.height <= MAX_PIXELS
     return "decoded"
@@ -97,5 +109,5 @@ def damaged(draw: st.DrawFn, good: st.SearchStrategy[bytes]) -> bytes:
     return bytes(data)
 
 
-images = st.one_of(damaged(st.sampled_from(seeds())), st.binary(max_size=256))
+images = st.one_of(damaged(st.sampled_from(seeds())), st.binary(max_size=256), hostile, damaged(hostile))
 """Bytes where an image should be."""
