@@ -22,19 +22,15 @@ MAX_SIDE_PX = 65_536
 class _Format:
     prefixes: tuple[bytes, ...]
     read_header: Callable[[bytes], ImageHeader]
-    check_structure: Callable[[bytes], list[int]]
-
-
-def _nothing_to_check(data: bytes) -> list[int]:
-    return []
+    check_structure: Callable[[bytes], list[int]] = lambda data: []
 
 
 _FORMATS = {
     "JPEG": _Format((b"\xff\xd8\xff",), jpeg.read_header, jpeg.check_structure),
     "PNG": _Format((png.SIGNATURE,), png.read_header, png.check_structure),
     "WEBP": _Format((b"RIFF",), webp.read_header, webp.check_structure),
-    "GIF": _Format((b"GIF87a", b"GIF89a"), gif.read_header, _nothing_to_check),
-    "BMP": _Format((b"BM",), bmp.read_header, _nothing_to_check),
+    "GIF": _Format((b"GIF87a", b"GIF89a"), gif.read_header),
+    "BMP": _Format((b"BM",), bmp.read_header),
     "TIFF": _Format((b"II*\0", b"MM\0*"), tiff.read_header, tiff.check_structure),
 }
 FORMATS = tuple(_FORMATS)
@@ -68,6 +64,8 @@ def check_structure(data: bytes, header: ImageHeader) -> list[int]:
     Returns the places in the file before which decoding should stop and look whether it is still wanted: few bytes
     may stand for much work there.
     """
+    if header.tells_all:
+        return []
     try:
         return _FORMATS[header.format].check_structure(data)
     except _MALFORMED as error:

@@ -19,6 +19,8 @@ class ImageHeader:
     height: int
     decoding_bytes: int
     """The most that decoding holds at a time, the decoded image included and the encoded file not."""
+    tells_all: bool = False
+    """Whether nothing behind the header decides what decoding costs, so that it need not be looked through."""
 
 
 def simple_header(image_format: str, width: int, height: int) -> ImageHeader:

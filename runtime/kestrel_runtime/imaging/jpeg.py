@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from kestrel_runtime.imaging import exif
@@ -94,7 +95,7 @@ def _header(data: bytes, frame: _Segment, num_components_in_scan: int) -> ImageH
     num_components = data[frame.start + 5]
     header = simple_header("JPEG", width, height)
     if frame.marker not in _PROGRESSIVE and num_components_in_scan >= num_components:
-        return header
+        return replace(header, tells_all=True)  # decoders refuse a second scan of such files
     # With several scans the decoder keeps the coefficients of the whole image until the last one is in.
     samplings = [data[frame.start + 7 + 3 * place] for place in range(num_components)]
     across, down = [value >> 4 for value in samplings], [value & 15 for value in samplings]

@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from kestrel_runtime.errors import ImageError
+from kestrel_runtime.images import decode_image
 from kestrel_runtime.imaging import bmp, exif, gif, jpeg, png, webp
 from kestrel_runtime.imaging.formats import FORMATS, check_structure, read_header
 from tests import hostile_images as hostile
@@ -66,6 +67,21 @@ def test_a_jpeg_may_have_as_many_scans_as_the_limit_and_stops_are_between_them()
     stops = check_structure(file, read_header(file, max_image_pixels=MAX_PIXELS))
     assert len(stops) == jpeg.MAX_SCANS - 1
     assert {file[stop : stop + 2] for stop in stops} == {b"\xff\xda"}
+
+
+def test_a_jpeg_that_is_complete_in_its_first_scan_is_not_decoded_further() -> None:
+    file = io.BytesIO()
+    Image.new("L", (800, 800)).save(file, "JPEG")
+    once = file.getvalue()
+    scan = once[once.rindex(b"\xff\xda") : -2]
+    for num_scans in (1, 2, 10_000):
+        data = once[:-2] + scan * (num_scans - 1) + hostile.END_OF_JPEG
+        header = read_header(data, max_image_pixels=MAX_PIXELS)
+        assert header.tells_all
+        began = time.process_time()
+        with contextlib.suppress(ImageError):
+            decode_image(data, max_image_pixels=MAX_PIXELS)
+        assert time.process_time() - began < 0.5  # 10,000 scans would take at least 10 s
 
 
 def test_scans_of_thumbnails_and_of_pictures_that_follow_are_not_counted() -> None:
