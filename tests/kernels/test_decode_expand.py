@@ -71,7 +71,7 @@ def test_tokens_are_normalised_multiplied_and_activated(decode_expand, batch, we
 @every_implementation
 @pytest.mark.parametrize("batch", [1, 2, 130])
 @pytest.mark.parametrize(
-    ("width", "num_plain", "num_activated"), [(16, 24, 8), (256, 128, 64), (40, 7, 13), (77, 60, 104), (1, 3, 2)]
+    ("width", "num_plain", "num_activated"), [(16, 24, 8), (256, 128, 64), (40, 7, 13), (77, 60, 104), (5, 3, 2)]
 )
 def test_any_width_and_any_split_will_do(decode_expand, batch, width, num_plain, num_activated):
     layer = Layer(batch, width, num_plain, num_activated)

@@ -14,7 +14,9 @@ CPU = torch.device("cpu")
 FLOAT8 = torch.float8_e4m3fn
 PAGE_SIZE = 4
 VARIANTS = [(2, 2, 2), (2, 4, 2), (3, 2, 2)]  # generation, query heads, key/value heads
-EVERY_KERNEL = ["reference"] + (["triton"] if importlib.util.find_spec("triton") else [])
+# These tensors lie on the CPU, where kernels in Triton run only in its interpreter.
+HAS_INTERPRETER = importlib.util.find_spec("triton") is not None and not torch.cuda.is_available()
+EVERY_KERNEL = ["reference", *(["triton"] if HAS_INTERPRETER else [])]
 
 
 class Bench:

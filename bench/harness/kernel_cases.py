@@ -1,0 +1,377 @@
+"""Calls of every operation with random operands of odd sizes, to be run by any implementation on any device.
+
+Operands are drawn on the CPU, so that two implementations, devices or checkouts are given the same.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FLOAT8 = torch.float8_e4m3fn
+# The largest error relative to the largest value, by the narrowest type that is rounded to on the way; of float8 a
+# whole step of 32 in 448, which a tie decided otherwise makes.
+TOLERANCES = {torch.float32: 5e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2, FLOAT8: 8e-2, torch.uint8: 0.0}
+_EPSILON = 1e-5
+_SHORT = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call. `run(function, device)` gives all that it returns or writes."""
+
+    operation: str
+    name: str
+    run: Callable[[Callable[..., Any], torch.device], list[Tensor]]
+    tolerance: float
+    needs_cuda: bool = False
+    """Whether no implementation but the definition runs without a CUDA device."""
+
+
+def cases(seed: int) -> Iterator[Case]:
+    """Some of every operation; another seed draws other sizes and operands."""
+    draw = random.Random(seed)
+    for make in (
+        _add_layer_norm,
+        _concat_gelu,
+        _rotary_write_kv,
+        _prefill_attention,
+        _decode_expand,
+        _decode_contract,
+        _rotary_decode_attention,
+        _crop_attention,
+        _scaled_linear,
+        _fixed_scales,
+        _mixture_of_experts,
+        _resample,
+    ):
+        for _ in range(4):
+            yield make(draw)
+
+
+def _rows(draw: random.Random, *shape: int, dtype: torch.dtype = torch.float32, size: float = 1.0) -> Tensor:
+    generator = torch.Generator().manual_seed(draw.getrandbits(48))
+    values = torch.randn(shape, generator=generator) * size
+    return values.clamp(-448, 448).to(dtype) if dtype == FLOAT8 else values.to(dtype)
+
+
+def _width(draw: random.Random) -> int:
+    return draw.choice((1, 17, 40, 48, 72, 77, 104, 152, draw.randint(2, 300), draw.randint(300, 1300)))
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.").removesuffix("_e4m3fn")
+
+
+def _heads(draw: random.Random) -> tuple[int, int, int]:
+    """Query heads, key heads and lanes of each."""
+    groups = draw.choice((1, 1, 2, 3))
+    return groups * draw.choice((1, 2, 5)), groups, draw.choice((12, 20, 24, 36, 64))
+
+
+def _dequantised(rows: Tensor, scale: Tensor | None) -> Tensor:
+    return rows if scale is None else rows.float() * scale.to(rows.device)
+
+
+def _on(device: torch.device, *tensors: Tensor | None) -> list[Any]:
+    """Copies on the device, which the call may change."""
+    return [None if tensor is None else tensor.to(device, copy=True) for tensor in tensors]
+
+
+def _add_layer_norm(draw: random.Random) -> Case:
+    count, dim = draw.choice((1, 2, 37, 333, 735)), max(_width(draw), 2)
+    dtype, out_dtype = draw.choice((torch.float32, torch.bfloat16)), draw.choice((torch.float32, *_SHORT, FLOAT8))
+    hidden, delta = _rows(draw, count, dim, dtype=dtype), _rows(draw, count, dim, dtype=torch.bfloat16)
+
+    def run(function: Callable[..., Any], device: torch.device) -> list[Tensor]:
+        stream, added = _on(device, hidden, delta)
+        out, scale = function(stream, added, _EPSILON, out_dtype)
+        return [stream, _dequantised(out, scale)]
+
+    name = f"{count} x {dim} {_short(dtype)} to {_short(out_dtype)}"
+    tolerance = max(TOLERANCES[out_dtype], 1e-2 if dtype == torch.bfloat16 else 0.0)
+    return Case("add_layer_norm", name, run, tolerance)
+
+
+def _concat_gelu(draw: random.Random) -> Case:
+    count, plain, inner = draw.choice((1, 3, 129)), draw.choice((0, 24, 40, 77)), _width(draw)
+    out_dtype = draw.choice((torch.float32, torch.bfloat16, FLOAT8))
+    left, right = _rows(draw, count, plain), _rows(draw, count, inner)
+
+    def run(function: Callable[..., Any], device: torch.device) -> list[Tensor]:
+        first, second = _on(device, left, right)
+        return [_dequantised(*function(first if plain else None, second, out_dtype))]
+
+    return Case("concat_gelu", f"{count} x {plain} + {inner} to {_short(out_dtype)}", run, TOLERANCES[out_dtype])
+
+
+class _Pages:
+    """Keys and values of contexts over pages in any order, and what is known of them."""
+
+    def __init__(
+        self, draw: random.Random, groups: int, head_dim: int, lengths: list[int], dtype: torch.dtype
+    ) -> None:
+        self.size = draw.choice((3, 16))
+        counts = [-(-length // self.size) for length in lengths]
+        order = list(range(sum(counts)))
+        draw.shuffle(order)
+        self.scale = torch.tensor([0.25]) if dtype == FLOAT8 else None
+        shape = (sum(counts), groups, self.size, head_dim)
+        self.keys, self.values = (
+            _rows(draw, *shape, dtype=dtype, size=4 if self.scale is not None else 1) for _ in "kv"
+        )
+        self.table = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
+        for row, count in enumerate(counts):
+            self.table[row, :count] = torch.tensor([order.pop() for _ in range(count)])
+        angles = _rows(draw, max(lengths) + 1, head_dim // 4)
+        self.cosine, self.sine = angles.cos(), angles.sin()
+
+
+def _rotary_write_kv(draw: random.Random) -> Case:
+    heads, groups, head_dim = _heads(draw)
+    dtype = draw.choice((torch.float32, torch.bfloat16))
+    page_dtype = draw.choice((dtype, FLOAT8))
+    count = draw.choice((1, 7, 50))
+    pages = _Pages(draw, groups, head_dim, [count], page_dtype)
+    places = torch.arange(count)
+    slots = pages.table[0].long()[places // pages.size] * pages.size + places % pages.size
+    qkv = _rows(draw, count, (heads + 2 * groups) * head_dim, dtype=dtype)
+    factors = [_rows(draw, count, number, dtype=dtype) for number in (heads, groups)] if draw.random() < 0.5 else []
+
+    def run(function: Callable[..., Any], device: torch.device) -> list[Tensor]:
+        rows, keys, values = _on(device, qkv, pages.keys, pages.values)
+        function(
+            rows,
+            *_on(device, places, pages.cosine, pages.sine),
+            keys,
+            values,
+            *_on(device, slots, pages.scale, pages.scale, *(factors or (None, None))),
+        )
+        return [rows, keys.float(), values.float()]
+
+    name = f"{count} x ({heads} + 2 x {groups}) x {head_dim} {_short(dtype)}, {_short(page_dtype)} pages"
+    return Case("rotary_write_kv", name + (", scaled" if factors else ""), run, TOLERANCES[page_dtype])
+
+
+def _prefill_attention(draw: random.Random) -> Case:
+    heads, groups, head_dim = _heads(draw)
+    dtype = draw.choice((torch.float32, torch.bfloat16))
+    chunks = [draw.choice((1, 9, 70, 150)) for _ in range(draw.randint(1, 3))]
+    starts = [draw.choice((0, 5, 130)) for _ in chunks]
+    pages = _Pages(draw, groups, head_dim, [start + 1 for start in starts], draw.choice((dtype, FLOAT8)))
+    rows = _rows(draw, sum(chunks), heads + 2 * groups, head_dim, dtype=dtype)
+    numbers = (
+        torch.tensor([0, *chunks]).cumsum(0).int(),
+        torch.tensor([start + chunk for start, chunk in zip(starts, chunks, strict=True)]).int(),
+        torch.tensor([0 if start else min(4, chunk) for start, chunk in zip(starts, chunks, strict=True)]).int(),
+    )
+
+    def run(function: Callable[..., Any], device: torch.device) -> list[Tensor]:
+        (packed,) = _on(device, rows)
+        return [
+            function(
+                *packed.split((heads, groups, groups), dim=1),
+                *_on(device, pages.keys, pages.values, pages.table, *numbers),
+                max(chunks),
+                *_on(device, pages.scale, pages.scale),
+            )
+        ]
+
+    name = f"{heads} / {groups} heads of {head_dim} {_short(dtype)}, chunks {chunks} from {starts}"
+    return Case("prefill_attention", name, run, TOLERANCES[dtype])
+
+
+def _matrix(draw: random.Random, num_rows: int, width: int) -> tuple[Tensor, Tensor | None, torch.dtype]:
+    """A weight, its scale where it is float8, and the type of activations that go with it."""
+    dtype = draw.choice((torch.float32, torch.bfloat16, FLOAT8))
+    if dtype != FLOAT8:
+        return _rows(draw, num_rows, width, dtype=dtype, size=width**-0.5), None, dtype
+    return (
+        _rows(draw, num_rows, width, dtype=dtype, size=40),
+        (1 + _rows(draw, num_rows).abs()) / 40 / width**0.5,
+        torch.float16,
+    )
+
+
+def _decode_expand(draw: random.Random) -> Case:
+    # Of a row of a few values that are nearly equal, rounding is most of what is left after its mean.
+    batch, width = draw.choice((1, 1, 2, 5, 33, 64)), draw.choice((max(_width(draw), 9), 2048, 2056))
+    plain, activated = draw.choice((24, 40, 77, 144)), draw.choice((0, 8, 77, 104))
+    weight, scale, dtype = _matrix(draw, plain + activated, width)
+    hidden, bias = _rows(draw, batch, width) + 0.1, _rows(draw, plain + activated)
+    sums = (weight.float() if scale is None else weight.float() * scale[:, None]).sum(dim=1)
+
+    def run(function: Callable[..., Any], device: torch.device) -> list[Tensor]:
+        outs = [torch.full((batch, number), torch.nan, dtype=dtype, device=device) for number in (plain, activated)]
+        function(*_on(device, hidden, weight, scale, sums, bias), _EPSILON, plain, *outs)
+        return outs
+
+    name = f"{batch} x {width} to {plain} + {activated} {_short(weight.dtype)}"
+    return Case("decode_expand", name, run, TOLERANCES[dtype])
+
+
+def _decode_contract(draw: random.Random) -> Case:
+    batch, width, num_rows = (
+        draw.choice((1, 1, 2, 5, 33, 64)),
+        draw.choice((_width(draw), 4104, 10_240)),
+        _width(draw),
+    )
+    weight, scale, dtype = _matrix(draw, num_rows, width)
+    activations, bias, hidden = (
+        _rows(draw, batch, width, dtype=dtype),
+        _rows(draw, num_rows),
+        _rows(draw, batch, num_rows),
+    )
+
+    def run(function: Callable[..., Any], device: torch.device) -> list[Tensor]:
+        (stream,) = _on(device, hidden)
+        function(*_on(device, activations, weight, scale, bias), stream)
+        return [stream]
+
+    return Case("decode_contract", f"{batch} x {width} to {num_rows} {_short(weight.dtype)}", run, 1e-4)
+
+
+def _rotary_decode_attention(draw: random.Random) -> Case:
+    heads, groups, head_dim = _heads(draw)
+    dtype = draw.choice((torch.float32, torch.bfloat16))
+    page_dtype = draw.choice((dtype, FLOAT8))
+    positions = [draw.choice((-1, 0, 5, 64, 200, 399)) for _ in range(draw.choice((1, 3, 9)))]
+    pages = _Pages(draw, groups, head_dim, [max(position, 0) + 1 for position in positions], page_dtype)
+    batch, num_parts = len(positions), draw.choice((1, 3, 8))
+    qkv = _rows(draw, batch, (heads + 2 * groups) * head_dim, dtype=dtype)
+
+    def run(function: Callable[..., Any], device: torch.device) -> list[Tensor]:
+        keys, values = _on(device, pages.keys, pages.values)
+        out = torch.full((batch, heads * head_dim), torch.nan, dtype=dtype, device=device)
+        partials = torch.full((batch, heads, num_parts, head_dim + 2), torch.nan, device=device)
+        counters = torch.zeros(batch, heads, dtype=torch.int32, device=device)
+        function(
+            *_on(device, qkv, torch.tensor(positions), pages.cosine, pages.sine),
+            keys,
+            values,
+            *_on(device, pages.table),
+            out,
+            *_on(device, pages.scale, pages.scale),
+            None,
+            None,
+            partials,
+            counters,
+        )
+        return [out, keys.float(), values.float(), counters]
+
+    name = f"{heads} / {groups} heads of {head_dim} {_short(dtype)}, {_short(page_dtype)} pages, at {positions}"
+    return Case("rotary_decode_attention", name, run, TOLERANCES[page_dtype])
+
+
+def _crop_attention(draw: random.Random) -> Case:
+    patches, head_dim = draw.choice(((9, 72), (49, 24), (97, 24), (200, 72), (192, 16), (20, 3), (300, 40)))
+    dtype, heads, crops = draw.choice(_SHORT), draw.choice((1, 3)), draw.choice((1, 5))
+    packed = _rows(draw, crops * patches, 3 * heads * head_dim, dtype=dtype)
+    out_scale = draw.choice((None, 1 / 448))
+
+    def run(function: Callable[..., Any], device: torch.device) -> list[Tensor]:
+        return [function(*_on(device, packed), patches, heads, out_scale)]
+
+    name = f"{crops} crops of {patches}, {heads} heads of {head_dim} {_short(dtype)}" + (
+        " to float8" if out_scale else ""
+    )
+    return Case("crop_attention", name, run, TOLERANCES[dtype] if out_scale is None else TOLERANCES[FLOAT8])
+
+
+def _scaled_linear(draw: random.Random) -> Case:
+    count, dtype = draw.choice((1, 7, 70)), draw.choice((torch.float32, torch.bfloat16, FLOAT8))
+    width, num_rows = _width(draw), _width(draw)
+    if dtype == FLOAT8:
+        width, num_rows = 16 * draw.randint(1, 20), 16 * draw.randint(1, 20)
+    out_dtype = torch.bfloat16 if dtype == FLOAT8 else dtype
+    size = 40 if dtype == FLOAT8 else 1
+    x, weight = (
+        _rows(draw, count, width, dtype=dtype, size=size),
+        _rows(draw, num_rows, width, dtype=dtype, size=size),
+    )
+    scales = (
+        (_rows(draw, count, 1).abs() / 40, _rows(draw, num_rows).abs() / 40) if dtype == FLOAT8 else (None, None)
+    )
+    bias = _rows(draw, num_rows, dtype=out_dtype)
+
+    def run(function: Callable[..., Any], device: torch.device) -> list[Tensor]:
+        return [function(*_on(device, x, scales[0], weight, scales[1], bias), out_dtype)]
+
+    name = f"{count} x {width} to {num_rows} {_short(dtype)}"
+    # cuBLAS may multiply float32 in another order; float8 is summed with fast accumulation.
+    return Case("scaled_linear", name, run, max(TOLERANCES[out_dtype], 1e-4))
+
+
+def _fixed_scales(draw: random.Random) -> Case:
+    count, width, num_rows = draw.choice((16, 48, 729)), 16 * draw.randint(1, 20), 16 * draw.randint(1, 20)
+    x, weight = (_rows(draw, rows, width, dtype=FLOAT8, size=40) for rows in (count, num_rows))
+    operands = (x, torch.tensor([0.025]), weight, torch.tensor([0.025 / width**0.5]))
+    bias, hidden = _rows(draw, num_rows, dtype=torch.bfloat16), _rows(draw, count, num_rows, dtype=torch.bfloat16)
+    name = f"{count} x {width} to {num_rows}"
+
+    def add(function: Callable[..., Any], device: torch.device) -> list[Tensor]:
+        (stream,) = _on(device, hidden)
+        function(*_on(device, *operands, bias), stream)
+        return [stream]
+
+    def gelu(function: Callable[..., Any], device: torch.device) -> list[Tensor]:
+        return [function(*_on(device, *operands, bias, torch.tensor([40.0])))]
+
+    if draw.random() < 0.5:
+        return Case("scaled_linear_add", name, add, TOLERANCES[torch.bfloat16], needs_cuda=True)
+    return Case("scaled_linear_gelu", name, gelu, TOLERANCES[FLOAT8], needs_cuda=True)
+
+
+def _mixture_of_experts(draw: random.Random) -> Case:
+    count, experts = draw.choice((1, 5, 40)), draw.choice((2, 6))
+    dim, inner = draw.choice(((32, 16), (40, 20), (36, 24), (17, 7), (128, 48)))
+    dtype = draw.choice((torch.bfloat16, torch.float32))
+    hidden, logits = _rows(draw, count, dim, dtype=dtype), _rows(draw, count, experts)
+    up, down = (
+        _rows(draw, experts, *shape, dtype=dtype, size=shape[1] ** -0.5)
+        for shape in ((2 * inner, dim), (dim, inner))
+    )
+
+    def run(function: Callable[..., Any], device: torch.device) -> list[Tensor]:
+        return [function(*_on(device, hidden, logits, up, down), 2)]
+
+    name = f"{count} x {dim}, {experts} experts of {inner} {_short(dtype)}"
+    return Case("mixture_of_experts", name, run, 2 * TOLERANCES[dtype])
+
+
+def _resample(draw: random.Random) -> Case:
+    height, width, length, dim = draw.randint(5, 90), draw.randint(5, 90), draw.randint(1, 70), draw.choice((0, 1))
+    generator = torch.Generator().manual_seed(draw.getrandbits(48))
+    pixels = torch.randint(0, 256, (height, width, 3), generator=generator, dtype=torch.uint8)
+    first = torch.randint(0, (height, width)[dim] - 3, (1, length), generator=generator)
+    weights = torch.randint(-(1 << 20), 1 << 21, (4, length), generator=generator)
+    taps = torch.cat((first, weights)).int()
+
+    def run(function: Callable[..., Any], device: torch.device) -> list[Tensor]:
+        return [function(*_on(device, pixels, taps), dim)]
+
+    return Case("resample", f"{height} x {width} to {length} along {dim}", run, TOLERANCES[torch.uint8])
+
+
+def error(got: list[Tensor], wanted: list[Tensor]) -> float:
+    """The largest error relative to the largest value of its tensor; what is not finite counts as infinite."""
+    worst = 0.0
+    for one, other in zip(got, wanted, strict=True):
+        if other.numel():
+            far = (one.cpu().double() - other.cpu().double()).abs().max().item()
+            largest = other.double().abs().max().item()
+            worst = max(worst, far / max(largest, 1e-12) if far == far else float("inf"))
+    return worst
+
+
+def are_equal(left: list[Tensor], right: list[Tensor]) -> bool:
+    """Whether two runs gave the same bits."""
+    return all(
+        torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+        for one, other in zip(left, right, strict=True)
+    )
