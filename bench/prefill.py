@@ -47,7 +47,7 @@ from kestrel_ops.triton.prefill_attention import Tiling
 from kestrel_runtime.kv_cache import KVCache
 from kestrel_runtime.models.moondream.config import TextConfig
 from kestrel_runtime.models.moondream.fused_prefill import FusedPrefill
-from kestrel_runtime.models.moondream.fused_weights import FusedBlock, fused_blocks
+from kestrel_runtime.models.moondream.fused_weights import FusedBlock, fused_blocks, prompt_blocks
 from kestrel_runtime.models.moondream.rope import rotary_tables
 from kestrel_runtime.models.moondream.text import TextModel
 from kestrel_runtime.prefill_plan import PrefillPlan
@@ -360,7 +360,7 @@ def main() -> int:
     blocks: dict[Precision, tuple[FusedBlock, ...]] = {}
     for precision in arguments.precision:
         with attempted(f"building {precision}"):
-            blocks[precision] = fused_blocks(text, precision)
+            blocks[precision] = prompt_blocks(text, fused_blocks(text, precision))
     if arguments.check:
         with attempted("the check against float32"):
             result["layer_errors"] = check_layers(text, blocks, kernels, prompts, device)

@@ -29,9 +29,9 @@ FORBIDDEN = {
     "kestrel_ops": {"kestrel_grpc", "kestrel_client", "kestrel_runtime", "grpc", "google.protobuf", "asyncio"},
     "kestrel_client": {"kestrel_grpc", "kestrel_runtime", "kestrel_ops", "torch", "numpy"},
 }
-# Inside the runtime: where asyncio ends (verify.py is a caller of the engine like any other), and who decides
+# Inside the runtime: where asyncio ends (golden_folder.py calls the engine like any other caller), and who decides
 # without tensors.
-ASYNCIO_IN_RUNTIME = {"engine.py", "stream.py", "verify.py"}
+ASYNCIO_IN_RUNTIME = {"engine.py", "stream.py", "golden_folder.py"}
 WITHOUT_TORCH = {
     "admission.py",
     "culprits.py",

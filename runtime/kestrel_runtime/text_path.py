@@ -11,7 +11,7 @@ from kestrel_ops import Kernels
 from kestrel_runtime.kv_cache import KVCache
 from kestrel_runtime.models.moondream.fused_decode import FusedDecoder
 from kestrel_runtime.models.moondream.fused_prefill import FusedPrefill
-from kestrel_runtime.models.moondream.fused_weights import fused_blocks
+from kestrel_runtime.models.moondream.fused_weights import fused_blocks, prompt_blocks
 from kestrel_runtime.models.moondream.text import TextModel
 from kestrel_runtime.prefill_plan import PrefillPlan
 
@@ -63,7 +63,7 @@ class FusedText:
                 len(matrices),
                 text.wte.dtype,
             )
-        self._prefill = FusedPrefill(text, blocks, kernels)
+        self._prefill = FusedPrefill(text, prompt_blocks(text, blocks), kernels)
         self._decoder = FusedDecoder(text, blocks, kernels)
         self._workspace = self._decoder.workspace(max_batch_size)
 

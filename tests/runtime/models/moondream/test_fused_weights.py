@@ -4,7 +4,12 @@ import pytest
 import torch
 from torch.nn.functional import layer_norm, linear
 
-from kestrel_runtime.models.moondream.fused_weights import Matrix, fused_blocks
+from kestrel_runtime.models.moondream.fused_weights import (
+    NUM_WIDE_BLOCKS,
+    Matrix,
+    fused_blocks,
+    prompt_blocks,
+)
 from kestrel_runtime.models.moondream.moe import MixtureOfExperts
 from tests.runtime.models.moondream.tiny import random_model, tiny_config
 
@@ -93,3 +98,14 @@ def test_every_row_has_a_scale_of_its_own():
 def test_a_row_of_zeros_stays_one():
     matrix = Matrix.of(torch.zeros(1, 8), torch.ones(1), FLOAT8)
     assert applied(matrix, torch.full((1, 8), 1e4)).item() == 1
+
+
+@pytest.mark.parametrize("generation", [2, 3])
+def test_the_first_blocks_take_prompts_in_the_models_type_and_the_others_as_decode_steps_do(generation):
+    text = text_model(generation)
+    for precision in ("model", "float8"):
+        blocks = fused_blocks(text, precision)
+        for_prompts = prompt_blocks(text, blocks)
+        wide = [block.up.weight.dtype == block.down.weight.dtype == torch.float32 for block in for_prompts]
+        assert wide == [precision == "model" or layer < NUM_WIDE_BLOCKS for layer in range(len(blocks))]
+        assert for_prompts[NUM_WIDE_BLOCKS:] == blocks[NUM_WIDE_BLOCKS:], "no weight is held twice without need"

@@ -1,10 +1,14 @@
-"""One request at a time taken through a model by hand, token by token, to look at what each step leaves."""
+"""One request at a time taken through a model by hand, token by token, to look at what each step leaves.
+
+Does without the engine's thread and scheduler, so that tensors can be read between two steps.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -13,6 +17,7 @@ from kestrel_runtime.config import EngineConfig
 from kestrel_runtime.culprits import Culprits
 from kestrel_runtime.fast_paths import FastPaths
 from kestrel_runtime.loading import LoadedModel
+from kestrel_runtime.model_paths import ModelPaths
 from kestrel_runtime.preprocess import Preprocessor
 from kestrel_runtime.requests import Request
 from kestrel_runtime.runner import ModelRunner
@@ -35,16 +40,17 @@ def plain_float32(config: EngineConfig) -> EngineConfig:
 
 
 class PromptRun:
-    """A runner of one sequence with a cache for its whole context. `begin` a request before all else."""
+    """A runner of one sequence with a cache for its whole context. `begin` a request first, and `close` it."""
 
     def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
         text = loaded.model.config.text
         self.model = loaded.model
         num_pages = -(-text.max_context // config.page_size)
-        self._cache = loaded.new_cache(replace(config, num_kv_pages=num_pages))
+        self.cache = loaded.new_cache(replace(config, num_kv_pages=num_pages))
         paths = FastPaths.of(config, loaded.model.device.type, loaded.model)
+        self._model_paths = ModelPaths.of(loaded.model, paths, max_batch_size=1)
         bounds = StepBounds(max_batch_size=1, max_prefill_tokens=text.max_context, max_crops=1)
-        self._runner = ModelRunner(loaded.model, self._cache, paths, bounds)
+        self._runner = ModelRunner(loaded.model, self.cache, paths, bounds, self._model_paths)
         self._preprocessor = Preprocessor(
             loaded.model.config,
             loaded.tokenizer,
@@ -66,7 +72,12 @@ class PromptRun:
         if self._sequence is not None:
             self._runner.release(self._sequence)
         self._sequence = self._preprocessor.prepare(request, SequenceClock(submitted=time.monotonic()))
-        self._sequence.pages = list(range(self._cache.num_pages))
+        self._sequence.pages = list(range(self.cache.num_pages))
+
+    @property
+    def image_embeddings(self) -> Tensor:
+        """[image tokens, dim], once the prompt is in the cache."""
+        return self._runner.image_embeddings(self.sequence)
 
     def prefill(self) -> Token:
         """Put the prompt into the cache, whole; returns the token that is drawn after it."""
@@ -89,11 +100,27 @@ class PromptRun:
         """Put the prompt and `tokens` after it into the cache, whole: what the next is drawn from, [1, dim]."""
         for token in tokens:
             self._append(token)
-        return self._runner.last_hidden(self._whole())
+        hidden = self._runner.last_hidden(self._whole())
+        self.sequence.num_cached = self.sequence.length
+        return hidden
+
+    @torch.inference_mode()
+    def decoded_hidden(self) -> Tensor:
+        """Decode the last token once more over what the cache holds before it: its hidden state, [1, dim].
+
+        Without a captured graph, and before the final LayerNorm.
+        """
+        device, sequence = self.model.device, self.sequence
+        return self._model_paths.text.decode(
+            self.model.embed(sequence.tokens[-1:]),
+            torch.tensor([sequence.length - 1], device=device),
+            torch.tensor([sequence.pages], dtype=torch.int32, device=device),
+            self.cache,
+        )
 
     def cached(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer, float32 [heads, positions, head dimension] on the host."""
-        pages = self._cache.layer(layer)
+        pages = self.cache.layer(layer)
         both = ((pages.key_pages, pages.key_scale), (pages.value_pages, pages.value_scale))
         keys, values = (self._rows(stored, scale) for stored, scale in both)
         return keys, values
@@ -101,6 +128,12 @@ class PromptRun:
     def close(self) -> None:
         """End the thread that prepares requests."""
         self._preprocessor.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
     def _append(self, token: Token) -> None:
         self.sequence.tokens.append(token)

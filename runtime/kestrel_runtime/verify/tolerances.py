@@ -1,0 +1,144 @@
+"""How large an error may be: fixed bounds for float32, and for shorter formats bounds from simulated rounding.
+
+The derivation stands in docs/numerics.md. Knows numbers and tensors, no models.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import torch
+from torch import Tensor
+
+FLOAT32_RELATIVE = 2e-4
+"""Largest error of embeddings, hidden states, keys and values in float32, as a share of the largest value."""
+FLOAT32_LOGIT = 1e-3
+"""Largest absolute error of a logit in float32, where the largest logits are about 10."""
+NUM_SIMULATIONS = 8
+FALSE_ALARM = 1e-4
+"""How likely it is that a correct path exceeds the bound on a tensor's RMS error, if simulations are exact."""
+SLACK = 1.5
+"""What simulations may be off: they count roundings by kind, and a path may have some more or some fewer."""
+DEVIATIONS = 4.0
+"""How many times the largest of so many normal errors an element's error may be; see `ExpectedError.compare`."""
+
+
+def rounding_deviation(dtype: torch.dtype) -> float:
+    """The standard deviation of the relative error of one rounding to nearest, over a random significand.
+
+    The error is uniform within the unit roundoff u times the power of two below the value, and the square of a
+    significand that is uniform in its logarithm is 1.5 / ln 2 on average: u * sqrt(ln 2 / 4.5) = 0.39 u.
+    """
+    return torch.finfo(dtype).eps / 2 * math.sqrt(math.log(2) / 4.5)
+
+
+def f_quantile(exceeded_by: float, dof: float, reference_dof: float) -> float:
+    """The value that an F distribution exceeds with this probability, by Wilson and Hilferty's approximation.
+
+    Up to 12% above the exact value for probabilities of 1e-4, at least one degree and eight of reference.
+    """
+    z = NormalDist().inv_cdf(1 - exceeded_by)
+    a, b = 2 / (9 * dof), 2 / (9 * reference_dof)
+    # The cube root of F, r, makes ((1 - b) r - (1 - a)) / sqrt(b r² + a) nearly normal.
+    square, linear, constant = (1 - b) ** 2 - b * z**2, (1 - a) * (1 - b), (1 - a) ** 2 - a * z**2
+    return ((linear + math.sqrt(linear**2 - square * constant)) / square) ** 3
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One measure of an error and its bound."""
+
+    measure: str
+    error: float
+    tolerance: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether the error is a number within its bound."""
+        return self.error <= self.tolerance
+
+    @property
+    def share(self) -> float:
+        """The error as a part of its bound; infinite where it is no number."""
+        if math.isnan(self.error):
+            return math.inf
+        return self.error / max(self.tolerance, torch.finfo(torch.float32).tiny)
+
+    def __str__(self) -> str:
+        return f"{self.measure} {self.error:.2e}, tolerance {self.tolerance:.2e}"
+
+
+@dataclass(frozen=True, slots=True)
+class LargestError:
+    """A bound on every element."""
+
+    tolerance: float
+
+    def compare(self, actual: Tensor, expected: Tensor) -> Comparison:
+        """The largest absolute error of tensors of one shape."""
+        return Comparison("largest error", (actual - expected).abs().max().item(), self.tolerance)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedError:
+    """What simulated rounding does to a tensor: the size of its error as a whole, and of each element's."""
+
+    rms: float
+    degrees_of_freedom: float
+    """In how many independent directions the error goes; see `degrees_of_freedom`."""
+    elements: Tensor
+    """Standard deviations, in the shape of the tensor."""
+
+    @classmethod
+    def of(cls, exact: Tensor, simulated: Sequence[Tensor]) -> ExpectedError:
+        """From a tensor [..., width] without rounding and the same tensor with it, several times.
+
+        An element's own deviation over few simulations may be small by chance, so that no element counts as more
+        exact than its row.
+        """
+        errors = torch.stack([tensor - exact for tensor in simulated])
+        squares = errors.square().mean(dim=0)
+        by_row = squares.mean(dim=-1, keepdim=True)
+        return cls(
+            rms=squares.mean().sqrt().item(),
+            degrees_of_freedom=degrees_of_freedom(errors.flatten(1)),
+            elements=torch.maximum(squares, by_row).sqrt(),
+        )
+
+    @property
+    def tolerance(self) -> float:
+        """The bound on an error's root mean square."""
+        dof = self.degrees_of_freedom
+        return SLACK * math.sqrt(f_quantile(FALSE_ALARM, dof, dof * NUM_SIMULATIONS)) * self.rms
+
+    def compare(self, actual: Tensor, expected: Tensor) -> Comparison:
+        """Of the error's root mean square and its largest element, the one that is nearer to its bound.
+
+        Elements are bounded so that a single wrong one is found in a large tensor. The largest of n independent
+        normal errors is about sqrt(2 ln n) deviations.
+        """
+        error = actual - expected
+        crest = math.sqrt(2 * math.log(max(error.numel(), 2)))
+        in_deviations = error.abs() / self.elements.clamp_min(torch.finfo(torch.float32).tiny)
+        comparisons = (
+            Comparison("RMS error", error.square().mean().sqrt().item(), self.tolerance),
+            Comparison("largest error in deviations", in_deviations.max().item(), DEVIATIONS * crest),
+        )
+        return max(comparisons, key=lambda comparison: comparison.share)
+
+
+def degrees_of_freedom(errors: Tensor) -> float:
+    """The effective number of independent directions of random vectors [samples, elements], at least 1.
+
+    That is tr(C)² / tr(C²) of their covariance C, which a sum of squares of normal numbers has as its degrees of
+    freedom by Satterthwaite's approximation. tr(C²) is estimated by products of different samples alone.
+    """
+    products = errors.double() @ errors.double().T
+    count = len(errors)
+    own = products.diagonal().mean().item()
+    crossed = (products.square().sum() - products.diagonal().square().sum()).item() / (count * (count - 1))
+    dof = own**2 / max(crossed, torch.finfo(torch.float64).tiny)
+    return min(max(dof, 1.0), float(errors.shape[1]))
