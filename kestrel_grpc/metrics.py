@@ -144,6 +144,9 @@ IMAGE_SIZE = Definition(
 RUNNING = Definition("kestrel.scheduler.running", Kind.GAUGE, "1", "Requests that hold key-value pages.")
 WAITING = Definition("kestrel.scheduler.waiting", Kind.GAUGE, "1", "Prepared requests that wait to run.")
 PREPROCESSING = Definition("kestrel.scheduler.preprocessing", Kind.GAUGE, "1", "Requests being prepared.")
+DECODED_IMAGES = Definition(
+    "kestrel.image.decoded", Kind.GAUGE, "By", "Memory of images that are being decoded or that requests hold."
+)
 KV_USED = Definition("kestrel.kv_cache.used", Kind.GAUGE, "1", "Pages of the key-value cache in use.")
 KV_CAPACITY = Definition("kestrel.kv_cache.capacity", Kind.GAUGE, "1", "Pages of the key-value cache.")
 READY = Definition("kestrel.engine.ready", Kind.GAUGE, "1", "1 while the engine takes requests, else 0.")
@@ -161,13 +164,14 @@ INFO = Definition(
 METRICS = (
     *(CALL_DURATION, REQUEST_DURATION, TIME_TO_FIRST_TOKEN, TIME_PER_OUTPUT_TOKEN, TOKEN_USAGE),
     *(FAILED, QUEUE_DURATION, PREPROCESS_DURATION, PREFILL_DURATION, IMAGE_SIZE),
-    *(RUNNING, WAITING, PREPROCESSING, KV_USED, KV_CAPACITY, READY, RESTARTS, INFO),
+    *(RUNNING, WAITING, PREPROCESSING, DECODED_IMAGES, KV_USED, KV_CAPACITY, READY, RESTARTS, INFO),
 )
 
 _LOAD: tuple[tuple[Definition, Callable[[Load], int]], ...] = (
     (RUNNING, lambda load: load.num_running),
     (WAITING, lambda load: load.num_waiting),
     (PREPROCESSING, lambda load: load.num_preprocessing),
+    (DECODED_IMAGES, lambda load: load.decoded_image_bytes),
     (KV_USED, lambda load: load.num_used_pages),
     (KV_CAPACITY, lambda load: load.num_pages),
 )

@@ -138,7 +138,7 @@ class FakeEngine:
             self.num_expected -= 1
 
     def load(self) -> Load:
-        return Load(len(self._players), 2, 3, 40, 500, 123.5)
+        return Load(len(self._players), 2, 3, 40, 500, 123.5, 6789)
 
     async def drain(self) -> None:
         self.become(EngineStatus.DRAINING)

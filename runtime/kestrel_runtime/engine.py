@@ -103,6 +103,8 @@ class Load:
     num_used_pages: int
     num_pages: int
     tokens_per_second: float
+    decoded_image_bytes: int = 0
+    """Memory of images that are being decoded or that requests hold."""
 
 
 class Engine:
@@ -272,6 +274,7 @@ class Engine:
             num_used_pages=self._pages.num_used,
             num_pages=self._pages.num_pages,
             tokens_per_second=self._loop.tokens_per_second(),
+            decoded_image_bytes=self._preprocessor.decoded_bytes,
         )
 
     async def drain(self) -> None:

@@ -112,6 +112,7 @@ async def test_a_call_that_asked_nothing_of_the_model_is_a_call_and_no_request(m
 
 async def test_the_engine_is_read_at_each_scrape(engine, metrics):
     assert value(metrics, "kestrel_scheduler_waiting") == engine.load().num_waiting
+    assert value(metrics, "kestrel_image_decoded_bytes") == engine.load().decoded_image_bytes != 0
     assert value(metrics, "kestrel_kv_cache_used") == engine.load().num_used_pages
     assert value(metrics, "kestrel_kv_cache_capacity") == engine.load().num_pages
     assert value(metrics, "kestrel_engine_ready") == 1
