@@ -145,6 +145,50 @@ def time_rows(device: Any) -> list[dict[str, Any]]:
     return rows
 
 
+def _layers(device: Any, precision: str) -> list[tuple[Any, ...]]:
+    """Both matrices, their scales and their biases of eight decoder blocks of Moondream 2."""
+    import torch
+
+    layers = []
+    for _ in range(8):
+        up, down = (_random(device, *shape, torch.bfloat16) / 64 for shape in ((14_336, 2048), (2048, 10_240)))
+        scales = [None, None]
+        if precision == "float8":
+            scales = [torch.full((len(weight),), 1 / 4096, device=device) for weight in (up, down)]
+            up, down = ((weight * 4096).clamp(-448, 448).to(torch.float8_e4m3fn) for weight in (up, down))
+        layers.append((up, down, *scales, torch.zeros(14_336, device=device), torch.zeros(2048, device=device)))
+    return layers
+
+
+def time_plans(device: Any) -> list[dict[str, Any]]:
+    """Microseconds of `decode_contract` by other plans than those it chooses; of this checkout's kernels alone."""
+    import torch
+
+    from bench.device_timing import time_us
+    from kestrel_ops.triton.single_token import SingleTokenPlan
+    from kestrel_ops.triton.small_batch import SmallBatchPlan
+
+    contract, rows = _function("triton", "decode_contract"), []
+    single = [(n, warps, size) for n, warps in ((4, 4), (4, 8), (8, 8), (2, 4), (2, 2)) for size in (1024, 2048)]
+    for precision, dtype in (("float8", torch.float16), ("bfloat16", torch.bfloat16)):
+        layers = _layers(device, precision)
+        plans: list[tuple[int, Any]] = [
+            (1, SingleTokenPlan(n, warps, tile_bytes=size)) for n, warps, size in single
+        ]
+        for batch, is_early in ((16, False), (64, True)):
+            cuts = ((64, 128, 3, 8), (64, 128, 4, 8), (64, 128, 3, 16), (64, 128, 4, 5), (64, 128, 4, 4))
+            plans += [(batch, SmallBatchPlan(n, k, 4, stages, splits, is_early)) for n, k, stages, splits in cuts]
+        for batch, plan in plans:
+            hidden, room = _random(device, batch, 2048, torch.float32), _random(device, batch, 10_240, dtype)
+
+            def one(layer: Any, hidden: Any = hidden, room: Any = room, plan: Any = plan) -> None:
+                contract(room, layer[1], layer[3], layer[5], hidden, plan=plan)
+
+            us = time_us([partial(one, layer) for layer in layers])
+            rows.append({"name": f"contract, {precision}, batch {batch}, {plan}", "us": us})
+    return rows
+
+
 def time_products(device: Any, batches: list[int]) -> list[dict[str, Any]]:
     """Microseconds of both products of a decoder block of Moondream 2, as a step runs them."""
     import torch
@@ -155,14 +199,7 @@ def time_products(device: Any, batches: list[int]) -> list[dict[str, Any]]:
     defers = "may_defer" in inspect.signature(contract).parameters
     rows = []
     for precision, dtype in (("float8", torch.float16), ("bfloat16", torch.bfloat16)):
-        layers = []
-        for _ in range(8):
-            up, down = (_random(device, *shape, torch.bfloat16) / 64 for shape in ((14_336, 2048), (2048, 10_240)))
-            scales = [None, None]
-            if precision == "float8":
-                scales = [torch.full((len(weight),), 1 / 4096, device=device) for weight in (up, down)]
-                up, down = ((weight * 4096).clamp(-448, 448).to(torch.float8_e4m3fn) for weight in (up, down))
-            layers.append((up, down, *scales, torch.zeros(14_336, device=device), torch.zeros(2048, device=device)))
+        layers = _layers(device, precision)
         for batch in batches:
             hidden, qkv = _random(device, batch, 2048, torch.float32), _random(device, batch, 6144, dtype)
             room = _random(device, batch, 10_240, dtype)
@@ -226,6 +263,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=12, help="that check at the same time")
     parser.add_argument("--device", default=None, help="cuda, or cpu where kernels run in Triton's interpreter")
     parser.add_argument("--time", action="store_true", help="measure, and check nothing")
+    parser.add_argument("--plans", action="store_true", help="measure decode_contract by other plans, and no more")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64])
     arguments = parser.parse_args()
     use_tree(arguments.tree.resolve())
@@ -239,13 +277,13 @@ def main() -> int:
     result: dict[str, Any] = {"device": name, "torch": torch.__version__, "tree": str(arguments.tree)}
     print(f"{name}, torch {torch.__version__}, kernels of {arguments.tree}", flush=True)
     is_bad = False
-    if arguments.time:
+    if arguments.time or arguments.plans:
         result["times"] = []
         products, steps = (partial(measure, batches=arguments.batches) for measure in (time_products, time_steps))
-        for measure in (time_rows, products, steps):
+        for measure in (time_plans,) if arguments.plans else (time_rows, products, steps):
             for row in measure(device):
                 result["times"].append(row)
-                print(f"  {row['name']:<54}{row['us']:>10.2f} us", flush=True)
+                print(f"  {row['name']:<58}{row['us']:>10.2f} us", flush=True)
     else:
         seeds = list(range(arguments.first_seed, arguments.first_seed + arguments.seeds))
         processes = min(arguments.processes, len(seeds)) if device.type == "cuda" else 1
@@ -257,7 +295,7 @@ def main() -> int:
     folder = Path(os.environ.get("OUT", "bench/out"))
     folder.mkdir(parents=True, exist_ok=True)
     result["seconds"] = time.perf_counter() - started
-    target = folder / f"kernel_{'times' if arguments.time else 'checks'}.json"
+    target = folder / f"kernel_{'times' if 'times' in result else 'checks'}.json"
     target.write_text(json.dumps(result, indent=1) + "\n")
     print(f"{result['seconds']:.0f} s; {target}")
     return int(is_bad)

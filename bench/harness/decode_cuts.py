@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -44,7 +44,7 @@ class Cut:
             way = " in steps" if plan.in_steps else ""
             return f"tile {plan.tile} warps {plan.num_warps} stages {plan.num_stages} parts {self.num_parts}{way}"
         if isinstance(plan, SingleTokenPlan):
-            return f"n {plan.block_n} warps {plan.num_warps} in registers"
+            return f"n {plan.block_n} warps {plan.num_warps} bytes {plan.tile_bytes} in registers"
         return (
             f"n {plan.block_n} k {plan.block_k} warps {plan.num_warps} stages {plan.num_stages}"
             f" splits {plan.num_splits}"
@@ -78,7 +78,8 @@ def _products() -> Iterator[Cut]:
         for block_n, warps in ((2, 4), (4, 4), (4, 8), (8, 4), (8, 8), (16, 4), (16, 8)):
             plan = SingleTokenPlan(block_n, warps)
             yield Cut("decode_expand", precision, 1, plan)
-            yield Cut("decode_contract", precision, 1, plan)
+            for tile_bytes in (1024, 2048):
+                yield Cut("decode_contract", precision, 1, replace(plan, tile_bytes=tile_bytes))
     for precision, cuts in shapes.items():
         for batch in (1, 16, 64, 128):
             for block_n, block_k, warps, stages in cuts:

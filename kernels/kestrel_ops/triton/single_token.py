@@ -26,7 +26,6 @@ from kestrel_ops.triton.small_batch import operand
 WIDEST_TILE = 2048
 """Columns of the weight in a tile at most, a power of two: with more there are too few rows to share the token."""
 _TURN_BYTES = 512  # 32 lanes, 16 bytes each
-_TILE_ROW_BYTES = 2048  # of a row that is read tile by tile: two of them are in registers
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +37,8 @@ class SingleTokenPlan:
     num_warps: int
     dependent_launch: bool = True
     """Whether it starts before the kernel before has ended, where the device can do that."""
+    tile_bytes: int = 2048
+    """Bytes of a row in a tile where rows are read tile by tile, two of which are in registers; a power of two."""
 
 
 def expand_one(
@@ -94,7 +95,7 @@ def contract_one(
     num_tokens, width = activations.shape
     num_rows = len(weight)
     assert num_tokens == 1
-    num_turns, turn = _turns(min(width, _TILE_ROW_BYTES // weight.itemsize), weight)
+    num_turns, turn = _turns(min(width, plan.tile_bytes // weight.itemsize), weight)
     num_tiles = triton.cdiv(width, num_turns * turn)
     launch(
         _contract,
@@ -221,6 +222,9 @@ def _contract(
     in_range = rows < num_rows
     columns = _columns(0, num_turns, turn)
     tile = _load_tile(weight, rows, columns, num_rows, width, is_even)
+    if num_tiles > 1:
+        next_columns = _columns(num_turns * turn, num_turns, turn)
+        next_tile = _load_tile(weight, rows, next_columns, num_rows, width, is_even)
     offset = tl.load(bias + rows, mask=in_range, other=0.0)
     scale = 1.0
     if weight_scale is not None:
@@ -229,15 +233,18 @@ def _contract(
         wait_for_previous()
         let_next_start()
     token = tl.load(activations + columns, mask=columns < width, other=0.0)
+    if num_tiles > 1:
+        next_token = tl.load(activations + next_columns, mask=next_columns < width, other=0.0)
     before = tl.load(hidden + rows, mask=in_range, other=0.0)
     sums = tl.zeros((block_n, turn), tl.float32)
     for each in tl.static_range(num_tiles):
-        this_tile, this_token = tile, token
+        sums += tl.sum(tile.to(tl.float32) * token.to(tl.float32)[None, :, :], axis=1)
         if each + 1 < num_tiles:
-            columns = _columns((each + 1) * num_turns * turn, num_turns, turn)
-            tile = _load_tile(weight, rows, columns, num_rows, width, is_even)
-            token = tl.load(activations + columns, mask=columns < width, other=0.0)
-        sums += tl.sum(this_tile.to(tl.float32) * this_token.to(tl.float32)[None, :, :], axis=1)
+            tile, token = next_tile, next_token
+        if each + 2 < num_tiles:
+            next_columns = _columns((each + 2) * num_turns * turn, num_turns, turn)
+            next_tile = _load_tile(weight, rows, next_columns, num_rows, width, is_even)
+            next_token = tl.load(activations + next_columns, mask=next_columns < width, other=0.0)
     product = tl.sum(sums, axis=1) * scale + offset
     tl.debug_barrier()  # `hidden` is written in place, and a row of it is with many threads
     tl.store(hidden + rows, before + product, mask=in_range)
