@@ -31,6 +31,7 @@ from kestrel_grpc.access import Access
 from kestrel_grpc.call import OK, REQUEST_ID_KEY, Call, Outcome
 from kestrel_grpc.errors import to_status
 from kestrel_grpc.message_shape import check_shape
+from kestrel_grpc.open_calls import OpenCalls
 from kestrel_grpc.reader_watch import ReaderWatch
 from kestrel_grpc.receiving import END_OF_STREAM, MessageGate, MessageTimeout, TooManyCalls
 from kestrel_grpc.seam import EngineSeam
@@ -70,6 +71,7 @@ class CallScope:
         access: Access,
         gate: MessageGate,
         calls: Shares,
+        open_calls: OpenCalls,
         observers: Sequence[Observer] = (),
         *,
         stream_idle_timeout_s: float,
@@ -80,6 +82,7 @@ class CallScope:
         self._access = access
         self._gate = gate
         self._calls = calls
+        self._open_calls = open_calls
         self._observers = observers
 
     def add_registered_method_handlers(
@@ -129,6 +132,7 @@ class CallScope:
     ) -> Callable[[object, Context], Awaitable[bytes]]:
         async def handle(_: object, context: Context) -> bytes:
             call = Call(context.invocation_metadata() or (), context.time_remaining(), method)
+            self._open_calls.add()
             try:
                 with self._access.admit(method, call.metadata) as call.tenant, _Open(call, self._calls):
                     # Held by nobody but the servicer, which lets go of it when the engine has the request.
@@ -149,6 +153,7 @@ class CallScope:
         # the servicer's `finally` runs at once rather than whenever its generator is collected.
         async def handle(_: object, context: Context) -> None:
             call = Call(context.invocation_metadata() or (), context.time_remaining(), method)
+            self._open_calls.add()
             try:
                 with self._access.admit(method, call.metadata) as call.tenant, _Open(call, self._calls):
                     messages = await begin(context, call)

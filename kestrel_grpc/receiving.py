@@ -20,6 +20,7 @@ from typing import Any
 import grpc
 
 from kestrel_grpc.shares import Shares
+from kestrel_runtime.errors import EngineUnavailable
 
 END_OF_STREAM: Any = vars(grpc.aio)["EOF"]
 """What reading gives where no message is left; the type stubs do not list it."""
@@ -82,16 +83,26 @@ class Place:
 
 
 class _Reading:
-    """A task that reads a message, and whether it was cancelled for taking too long."""
+    """A task that reads a message, and what it was cancelled for, if it was."""
 
-    __slots__ = ("is_late", "started", "task")
+    __slots__ = ("_task", "reason", "started")
 
     def __init__(self, started: float) -> None:
         task = asyncio.current_task()
         assert task is not None
-        self.task = task
+        self._task = task
         self.started = started
-        self.is_late = False
+        self.reason: Exception | None = None
+
+    def end(self, reason: Exception) -> None:
+        """Make the task raise this in place of what it reads."""
+        if self.reason is None:
+            self.reason = reason
+            self._task.cancel()
+
+    def is_ended(self) -> bool:
+        """Asked where the task was cancelled: whether that was for the reason alone, and no caller has hung up."""
+        return self.reason is not None and self._task.uncancel() == 0
 
 
 class _Waiter:
@@ -122,6 +133,7 @@ class MessageGate:
         self._queues: tuple[dict[_Waiter, None], dict[_Waiter, None]] = ({}, {})
         self._suspects: dict[str, float] = {}  # and until when they are, in that order
         self._readings: dict[_Reading, None] = {}  # in the order of their start
+        self._is_closed = False
         self._loop = asyncio.get_running_loop()
         # One for all readings: starting and cancelling one for each takes longer than the rest of `receive`.
         self._timer: asyncio.TimerHandle | None = None
@@ -136,8 +148,11 @@ class MessageGate:
     ) -> tuple[Any, Place]:
         """What `read` gives, and the place that it takes up. `peer` names the connection, where there is no tenant.
 
-        Raises `MessageTimeout`, or `TooManyCalls` where there is no place in time.
+        Raises `MessageTimeout`, `TooManyCalls` where there is no place in time, and `EngineUnavailable` once the
+        gate is closed.
         """
+        if self._is_closed:
+            raise EngineUnavailable("no messages are received any more")
         is_suspect = bool(self._suspects) and self._is_suspect(tenant or peer())
         group = tenant or (_SUSPECTS if is_suspect else "")
         place = self._take(group) or await self._wait(group, self._queues[is_suspect])
@@ -164,6 +179,16 @@ class MessageGate:
         if len(self._suspects) > _MAX_SUSPECTS:
             del self._suspects[next(iter(self._suspects))]
 
+    def close(self) -> None:
+        """Receive nothing any more; calls that wait for their message end with `EngineUnavailable`."""
+        self._is_closed = True
+        for queue in self._queues:
+            for waiter in tuple(queue):
+                if not waiter.place.done():
+                    waiter.place.set_exception(EngineUnavailable("no messages are received any more"))
+        for reading in self._readings:
+            reading.end(EngineUnavailable("no messages are received any more"))
+
     def give_back(self, place: Place) -> None:
         """Called by a place that is released."""
         if place.is_hurried:
@@ -185,9 +210,9 @@ class MessageGate:
         try:
             return await read()
         except asyncio.CancelledError:
-            # The caller may have hung up at the same moment; then that is what ended the call.
-            if reading.is_late and reading.task.uncancel() == 0:
-                raise MessageTimeout(self._limits.timeout_s) from None
+            if reading.is_ended():
+                assert reading.reason is not None
+                raise reading.reason from None
             raise
         finally:
             del self._readings[reading]
@@ -196,13 +221,12 @@ class MessageGate:
         self._timer = None
         now, limit_s = self._loop.time(), self._limits.timeout_s
         for reading in self._readings:
-            if reading.is_late:
+            if reading.reason is not None:
                 continue
             if now < reading.started + limit_s:
                 self._timer = self._loop.call_at(reading.started + limit_s, self._end_late_readings)
                 return
-            reading.is_late = True
-            reading.task.cancel()
+            reading.end(MessageTimeout(limit_s))
 
     async def _wait(self, tenant: str, queue: dict[_Waiter, None]) -> Place:
         waiter = _Waiter(tenant, self._loop.create_future())
@@ -212,7 +236,7 @@ class MessageGate:
             async with asyncio.timeout(self._limits.timeout_s):
                 return await waiter.place
         except BaseException as error:
-            if waiter.place.done() and not waiter.place.cancelled():  # granted in the same turn
+            if _is_granted(waiter.place):  # in the same turn
                 waiter.place.result().release()
             if isinstance(error, TimeoutError):
                 raise TooManyCalls("other messages are being received") from None
@@ -270,3 +294,7 @@ class MessageGate:
             raise TooManyCalls("other messages are being received, and this one was not complete")
         finally:
             reading.cancel()
+
+
+def _is_granted(place: asyncio.Future[Place]) -> bool:
+    return place.done() and not place.cancelled() and place.exception() is None

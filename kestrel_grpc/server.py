@@ -33,6 +33,7 @@ from kestrel_grpc.doors import (
     require_free_port,
     require_free_socket,
 )
+from kestrel_grpc.hang_up import hang_up
 from kestrel_grpc.health import Health
 from kestrel_grpc.http2 import server_options
 from kestrel_grpc.image_uris import ImageSource, NoRemoteImages, RemoteImagesUnavailable
@@ -40,6 +41,7 @@ from kestrel_grpc.interceptors import CallScope, Observer
 from kestrel_grpc.limits import MAX_SHORT_CALLS, MAX_WATCHES, max_calls, request_gate, short_gate
 from kestrel_grpc.logs import announce, log_call
 from kestrel_grpc.maintenance import Maintenance
+from kestrel_grpc.open_calls import OpenCalls
 from kestrel_grpc.receiving import MessageGate
 from kestrel_grpc.reflection import add_reflection
 from kestrel_grpc.seam import EngineSeam
@@ -96,6 +98,8 @@ class Server:
         self._images = images or _images(config)
         self._request_gate = MessageGate(request_gate(config))
         self._short_gate = MessageGate(short_gate(config))
+        self._open_calls = OpenCalls()
+        self._has_hung_up = False
         self._servers = self._build()
 
     @property
@@ -160,10 +164,14 @@ class Server:
         self.withdraw()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                await self._engine.drain()
+                draining = asyncio.ensure_future(self._engine.drain())
+                # Calls whose message has not come yet would be refused once it has.
+                self._request_gate.close()
+                await draining
                 # What the engine has said may still be on its way to a slow reader.
                 self._health.close()
-                await self._close_doors(timeout_s)
+                await self._open_calls.end()
+                await self._close_doors()
                 return
         _log.warning("the drain timeout has passed; what still runs is ended")
 
@@ -171,7 +179,11 @@ class Server:
         """Close port and engine. Requests that still run fail with UNAVAILABLE."""
         self._health.close()
         await asyncio.to_thread(self._engine.close)
-        await self._close_doors(_LAST_WORDS_S)
+        self._request_gate.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_WORDS_S):
+                await self._open_calls.end()
+        await self._close_doors()
         await self._images.close()
         if self._access_watch is not None:
             self._access_watch.cancel()
@@ -186,9 +198,14 @@ class Server:
         await asyncio.wait((died,), timeout=delay_s)
         await self.drain()
 
-    async def _close_doors(self, grace_s: float) -> None:
-        """Take no connection and no call any more; those that run are cancelled after `grace_s`."""
-        await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
+    async def _close_doors(self) -> None:
+        """Take no connection and no call any more; those that still run are cancelled."""
+        if not self._has_hung_up:
+            self._has_hung_up = True
+            path = self._config.unix_socket
+            ports = [port for port in (self.port, self.admin_port) if port is not None]
+            hang_up(ports, () if path is None else (path,))
+        await asyncio.gather(*(server.stop(None) for server in self._servers))
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -256,6 +273,7 @@ class Server:
             access,
             gate,
             Shares(max_calls),
+            self._open_calls,
             observers,
             stream_idle_timeout_s=self._config.stream_idle_timeout,
         )

@@ -10,6 +10,7 @@ import pytest
 
 from kestrel_grpc import receiving
 from kestrel_grpc.receiving import GateLimits, MessageGate, MessageTimeout, Place, TooManyCalls
+from kestrel_runtime.errors import EngineUnavailable
 
 FOREVER_S = 3600.0
 AT_ONCE_S = 0.0
@@ -200,6 +201,28 @@ def busy_for(duration_s: float) -> None:
     until = time.monotonic() + duration_s
     while time.monotonic() < until:
         pass
+
+
+async def test_a_gate_that_closes_ends_those_who_send_and_those_who_wait() -> None:
+    door = gate(places=1)
+    sends, waits = await stalled(door), await waiting(door)
+    door.close()
+    for task in (sends, waits):
+        with pytest.raises(EngineUnavailable):
+            await task
+    with pytest.raises(EngineUnavailable):
+        await door.receive(ready, "", peer)
+
+
+async def test_a_caller_that_hangs_up_as_the_gate_closes_has_hung_up() -> None:
+    door = gate(places=1)
+    sends, waits = await stalled(door), await waiting(door)
+    door.close()
+    for task in (sends, waits):
+        task.cancel()
+        with pytest.raises((asyncio.CancelledError, EngineUnavailable)):
+            await task
+    assert sends.cancelled()
 
 
 async def test_whoever_did_not_finish_a_message_comes_after_all_others() -> None:

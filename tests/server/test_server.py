@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import socket
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -22,6 +23,8 @@ from kestrel_grpc.doors import PortUnavailable
 from kestrel_grpc.server import Server
 from kestrel_runtime.events import Started, TextChannel, TextDelta, Usage
 from tests.fakes import HOLD, FakeEngine, answers, much_text
+from tests.journey.http2 import COMPLETE_QUERY as COMPLETE_QUERY_METHOD
+from tests.journey.http2 import Http2Client
 from tests.server.serving import EOF, IMAGE, Serving, open_channel, reason_of, serving
 
 QUERY = wire.QueryRequest(question="?")
@@ -149,6 +152,43 @@ async def test_stop_fails_what_still_runs_rather_than_waiting_for_it() -> None:
         await house.server.stop()
         assert await ending(stream) is grpc.StatusCode.UNAVAILABLE
         assert await unary.code() is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize("is_drained", [True, False])
+async def test_no_caller_is_told_that_its_call_was_cancelled_while_the_server_ends(is_drained: bool) -> None:
+    # Only UNAVAILABLE is tried again by clients.
+    for _ in range(3):
+        async with serving() as house:
+            codes = Counter[grpc.StatusCode]()
+            callers = [asyncio.create_task(calling_on(house.server, codes)) for _ in range(24)]
+            while codes[grpc.StatusCode.OK] < 100:
+                await house.health.Check(HealthCheckRequest())
+            if is_drained:
+                await house.server.drain()
+            await house.server.stop()
+            await asyncio.gather(*callers)
+        assert codes.keys() == {grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE}
+
+
+async def calling_on(server: Server, codes: Counter[grpc.StatusCode]) -> None:
+    """Call without a pause until there is no connection any more."""
+    async with open_channel(server) as channel:
+        complete_query: Any = channel.unary_unary("/kestrel.v1.VisionService/CompleteQuery")
+        is_served = True
+        while is_served:
+            call = complete_query(COMPLETE_QUERY.SerializeToString())
+            codes[await call.code()] += 1
+            is_served = "x-request-id" in dict(await call.trailing_metadata())
+
+
+async def test_messages_that_do_not_come_do_not_hold_up_the_end() -> None:
+    async with serving(drain_timeout=3600.0) as house, Http2Client.connected(house.address) as client:
+        stream = await client.begin(COMPLETE_QUERY_METHOD)
+        await client.send(stream, b"\0\0\1\0\0")
+        await house.health.Check(HealthCheckRequest())
+        await house.server.drain()
+        _, trailers = await client.read(stream)
+    assert int(trailers["grpc-status"]) == grpc.StatusCode.UNAVAILABLE.value[0]
 
 
 async def test_what_the_engine_has_said_reaches_a_slow_reader_before_the_server_ends() -> None:
