@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -284,9 +284,12 @@ class Engine:
         if own:
             await asyncio.wait(own)
 
-    def without_step_timeout(self) -> AbstractContextManager[None]:
-        """In the context steps may take any time: for warm-up, which compiles and allocates."""
-        return self._watchdog.suspended()
+    def guard_steps(self) -> None:
+        """From now on the engine ends where it makes no progress for the configured step timeout.
+
+        Not before, since the first steps compile kernels and allocate buffers, which takes any time.
+        """
+        self._watchdog.guard()
 
     @property
     def has_ended(self) -> bool:

@@ -27,20 +27,20 @@ class WarmUpFailed(Exception):
 
 
 async def warm_up(engine: Engine) -> None:
-    """Run the requests one after the other. Raises `WarmUpFailed`.
+    """Run the requests one after the other, and have steps guarded from then on. Raises `WarmUpFailed`.
 
     What the bounds of the engine leave no room for is passed over: it is refused to everybody.
     """
     started = time.monotonic()
-    with engine.without_step_timeout():
-        for request in _requests():
-            if request.skill in engine.info.skills:
-                try:
-                    await engine.submit(request).result()
-                except InvalidRequest as error:
-                    _log.warning("no room for a %s of a small image: %s", request.skill, error)
-                except KestrelError as error:
-                    raise WarmUpFailed(f"the engine fails a request of its own, a {request.skill}") from error
+    for request in _requests():
+        if request.skill in engine.info.skills:
+            try:
+                await engine.submit(request).result()
+            except InvalidRequest as error:
+                _log.warning("no room for a %s of a small image: %s", request.skill, error)
+            except KestrelError as error:
+                raise WarmUpFailed(f"the engine fails a request of its own, a {request.skill}") from error
+    engine.guard_steps()
     _log.info("warmed up in %.1f s", time.monotonic() - started)
 
 

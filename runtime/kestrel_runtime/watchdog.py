@@ -7,14 +7,12 @@ it nothing but a few numbers, so the loop pays nothing for it.
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import logging
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from kestrel_runtime.config import EngineConfig
@@ -92,8 +90,7 @@ class Watchdog:
         self._on_stall = on_stall
         self._on_end = on_end
         self._clock = clock
-        self._suspensions: set[int] = set()
-        self._ids = itertools.count()
+        self._is_guarding = False
         self._thread = threading.Thread(target=self._run, name="kestrel-watchdog", daemon=True)
 
     def start(self) -> None:
@@ -105,19 +102,13 @@ class Watchdog:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    @contextlib.contextmanager
-    def suspended(self) -> Iterator[None]:
-        """In the context nothing counts as a stall: for warm-up and compilation, which take their time."""
-        mine = next(self._ids)
-        self._suspensions.add(mine)
-        try:
-            yield
-        finally:
-            self._suspensions.discard(mine)
+    def guard(self) -> None:
+        """From now on look for stalls; until then the end of the thread is all that is noticed."""
+        self._is_guarding = True
 
     def look(self) -> list[str]:
         """What stalls now. For the watchdog's own thread, and for tests in its place."""
-        activities = {} if self._suspensions else self._watched.activities()
+        activities = self._watched.activities() if self._is_guarding else {}
         return self._detector.look(activities, self._clock())
 
     def _run(self) -> None:
