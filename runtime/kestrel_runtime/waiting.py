@@ -24,7 +24,8 @@ from typing import Generic, Protocol, TypeVar
 
 from kestrel_runtime.requests import Priority
 
-_TOP, _LAST = min(Priority), max(Priority)
+# Priorities are the numbers from 0 on. As such they are compared here, which is several times faster.
+_TOP, _LAST, _NUM_PRIORITIES = int(min(Priority)), int(max(Priority)), len(Priority)
 _MAX_IDLE_TENANTS = 1024
 
 
@@ -73,7 +74,7 @@ class WaitingQueue(Generic[Item]):
         """Everybody: first who was put back, then by tenant, priority and age."""
         yield from self._put_back
         for tenant in self._tenants.values():
-            for line in tenant.lines.values():
+            for line in tenant.lines:
                 yield from (place.item for place in line)
 
     def push(self, item: Item) -> None:
@@ -96,15 +97,21 @@ class WaitingQueue(Generic[Item]):
         for item in self._put_back:
             if may_start is not None and may_start(item):
                 return item
-        heads: list[tuple[Priority, float, int, _Place[Item]]] = []
-        levels = [int(_LAST)] * len(Priority)  # the most urgent of each priority, then of it and all lower ones
+        heads: list[tuple[int, float, int, _Place[Item]]] = []
+        levels = [_LAST] * _NUM_PRIORITIES  # the most urgent of each priority, then of it and all lower ones
         for tenant in self._tenants.values():
-            for priority, line in tenant.lines.items():
-                place = _first_in(line, may_start) if line else None
-                if place is not None:
-                    level = max(priority - int((now - place.submitted) / self._ageing_s), _TOP)
-                    heads.append((priority, tenant.service, level, place))
-                    levels[priority] = min(levels[priority], level)
+            for priority, line in enumerate(tenant.lines):
+                if not line:
+                    continue
+                place = line[0] if may_start is None else _first_in(line, may_start)
+                if place is None:
+                    continue
+                level = priority - int((now - place.submitted) / self._ageing_s)
+                if level < _TOP:
+                    level = _TOP
+                if level < levels[priority]:
+                    levels[priority] = level
+                heads.append((priority, tenant.service, level, place))
         if not heads:
             return None
         for priority in range(_LAST, _TOP, -1):
@@ -170,16 +177,12 @@ class _Tenant(Generic[Item]):
     """A tenant's lines, one per priority, oldest first, and the service it has had."""
 
     service: float
-    lines: dict[Priority, list[_Place[Item]]] = field(
-        default_factory=lambda: {priority: [] for priority in Priority}
-    )
+    lines: list[list[_Place[Item]]] = field(default_factory=lambda: [[] for _ in Priority])
 
     @property
     def is_waiting(self) -> bool:
-        return any(self.lines.values())
+        return any(self.lines)
 
 
-def _first_in(line: list[_Place[Item]], may_start: Callable[[Item], bool] | None) -> _Place[Item] | None:
-    if may_start is None:
-        return line[0]
+def _first_in(line: list[_Place[Item]], may_start: Callable[[Item], bool]) -> _Place[Item] | None:
     return next((place for place in line if may_start(place.item)), None)
