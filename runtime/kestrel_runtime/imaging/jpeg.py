@@ -49,9 +49,9 @@ def read_header(data: bytes) -> ImageHeader:
     """Width, height and decoding memory, from the segments before the first scan."""
     frame: _Segment | None = None
     exif_parts: list[bytes] = []
-    num_padding = 0
+    num_padding = num_exif_bytes = 0
     position = 2
-    for segment in _segments(data, position):
+    for segment in _segments(data, position, len(data), max_padding=_MAX_PADDING_BYTES):
         num_padding += segment.found - position
         if num_padding > _MAX_PADDING_BYTES:
             raise undecodable()
@@ -65,7 +65,8 @@ def read_header(data: bytes) -> ImageHeader:
             raise undecodable()
         elif segment.marker == _APP1 and data.startswith(_EXIF_PREFIX, segment.start):
             exif_parts.append(data[segment.start + len(_EXIF_PREFIX) : segment.end])
-            if sum(map(len, exif_parts)) > _MAX_EXIF_BYTES:
+            num_exif_bytes += len(exif_parts[-1])
+            if num_exif_bytes > _MAX_EXIF_BYTES:
                 raise beyond_limit("bytes of EXIF metadata", _MAX_EXIF_BYTES)
         position = segment.end
     else:
@@ -79,7 +80,8 @@ def read_header(data: bytes) -> ImageHeader:
 def check_structure(data: bytes, start: int = 0, end: int | None = None, max_scans: int = MAX_SCANS) -> list[int]:
     """Where each scan after the first begins, of the JPEG stream in [start, end) of the data."""
     scans = []
-    for segment in _segments(data, start + 2, len(data) if end is None else end):
+    end = len(data) if end is None else end
+    for segment in _segments(data, start + 2, end, max_padding=end):
         if segment.marker == _EOI:
             break
         if segment.marker == _SOS:
@@ -113,11 +115,10 @@ def _blocks(length_px: int, sampling: int, max_sampling: int) -> int:
     return -(-length_px // (8 * max_sampling)) * sampling
 
 
-def _segments(data: bytes, position: int, end: int | None = None) -> Iterator[_Segment]:
-    """The segments from a position on, those of the data in scans passed over."""
-    end = len(data) if end is None else end
+def _segments(data: bytes, position: int, end: int, *, max_padding: int) -> Iterator[_Segment]:
+    """The segments from a position on, until there is none for `max_padding` bytes."""
     for _ in range(MAX_SEGMENTS):
-        found = _next_marker(data, position, end)
+        found = _next_marker(data, position, min(end, position + max_padding + 2))
         if found is None:
             return
         marker, start = data[found + 1], found + 2

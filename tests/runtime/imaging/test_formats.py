@@ -126,6 +126,16 @@ def test_a_jpeg_with_much_between_its_segments_is_refused(garbage: bytes) -> Non
     assert is_accepted(hostile.progressive_jpeg(64, 64, 1, segments=comment + garbage[:1000]))
 
 
+@pytest.mark.parametrize("unit", [b"\0", b"\xff", b"\xff\0"])
+def test_a_header_is_read_in_a_time_that_does_not_depend_on_the_file(unit: bytes) -> None:
+    comment = hostile.jpeg_segment(0xFE, b"")
+    file = hostile.progressive_jpeg(64, 64, 1, segments=comment + unit * (2**24 // len(unit)))
+    began = time.process_time()
+    with pytest.raises(ImageError):
+        read_header(file, max_image_pixels=MAX_PIXELS)
+    assert time.process_time() - began < 0.02  # it would take 0.2 s to look through
+
+
 @pytest.mark.parametrize("sampling", ["444", "420"])
 def test_a_progressive_jpeg_needs_room_for_its_coefficients(sampling: str) -> None:
     file = io.BytesIO()
