@@ -86,8 +86,9 @@ class Kernels:
 
 def _default(device_type: str, operation: str, model: ModelShape | None) -> str:
     *passed_over, chosen = _up_to_the_first_that_can(device_type, operation, model)
+    level = logging.WARNING if chosen[0] == _REFERENCE else logging.INFO  # definitions are slow
     for name, reason in passed_over:
-        _log.warning("kernels: %s=%s is passed over for %s: %s", operation, name, chosen[0], reason)
+        _log.log(level, "kernels: %s=%s is passed over for %s: %s", operation, name, chosen[0], reason)
     return chosen[0]
 
 
