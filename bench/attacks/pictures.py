@@ -17,7 +17,7 @@ from kestrel_runtime.imaging.jpeg import MAX_SCANS
 
 NUM_SCANS, NUM_JPEGS, JPEG_DEADLINE_S = 30_000, 4, 5.0
 NUM_AT_ONCE = 8
-NUM_LARGE = 256
+NUM_LARGE, NUM_LARGEST = 256, 64
 
 
 def _caption_all(
@@ -91,6 +91,13 @@ ATTACKS = (
         f"{NUM_LARGE} PNGs of 25 megapixels, one token",
         partial(_caption_all, NUM_LARGE, None),
         partial(png_of_one_colour, 5_000, 5_000, alpha=False),
+        sends_pictures=True,
+    ),
+    Attack(
+        "largest-pictures",
+        f"{NUM_LARGEST} PNGs of 64 megapixels, which is the limit, one token",
+        partial(_caption_all, NUM_LARGEST, None),
+        partial(png_of_one_colour, 8_000, 8_000, alpha=False),
         sends_pictures=True,
     ),
 )
