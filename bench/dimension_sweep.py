@@ -56,6 +56,7 @@ class Row:
     worst_share: float = 0.0
     """The largest error of a tensor as a share of its tolerance."""
     worst_case: str = ""
+    """Its name, and both numbers."""
     num_bit_equal: int = 0
     """Tensors that were the same bits in all runs."""
     num_tensors: int = 0
@@ -132,7 +133,7 @@ def summary(shape: str, path: str, runs: Sequence[Sequence[Case]], seconds: floa
         num_passed=len(cases) - len(failed),
         num_failed=len(failed),
         worst_share=worst.comparison.share if worst is not None and worst.comparison is not None else 0.0,
-        worst_case=worst.name if worst is not None else "",
+        worst_case=f"{worst.name}: {worst.comparison}" if worst is not None else "",
         num_bit_equal=_num_equal(tensors),
         num_tensors=len(tensors),
         num_equal_answers=_num_equal(answers),

@@ -88,7 +88,7 @@ def test_a_row_counts_cases_of_all_runs_and_what_differs_between_them():
     ]
     row = summary("shape", "path", [one, two], 1.0)
     assert (row.num_passed, row.num_failed) == (6, 2)
-    assert (row.worst_share, row.worst_case) == (1.5, "b")
+    assert (row.worst_share, row.worst_case) == (1.5, "b: largest error 1.50e+00, tolerance 1.00e+00")
     assert (row.num_bit_equal, row.num_tensors) == (1, 2)
     assert (row.num_equal_answers, row.num_answers) == (0, 1)
     assert row.complaints == ("b: off", "c: wrong")

@@ -146,5 +146,13 @@ class PromptRun:
 
     @torch.inference_mode()
     def _rows(self, stored: Tensor, scale: Tensor | None) -> Tensor:
-        rows = stored[self.sequence.pages].float().transpose(0, 1).flatten(1, 2)[:, : self.sequence.num_cached]
+        # Of float8, torch can read whole tensors only.
+        raw = stored.view(torch.uint8) if stored.dtype.itemsize == 1 else stored
+        rows = (
+            raw[self.sequence.pages]
+            .view(stored.dtype)
+            .float()
+            .transpose(0, 1)
+            .flatten(1, 2)[:, : self.sequence.num_cached]
+        )
         return (rows if scale is None else rows * scale).cpu()
