@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import weakref
 
 import pytest
 
@@ -52,13 +53,16 @@ async def test_who_is_over_is_forgotten() -> None:
 
 async def test_streams_of_an_event_loop_that_is_gone_are_not_kept() -> None:
     streams = OpenStreams()
+    asked: list[weakref.ref[Stream]] = []
 
     async def ask() -> None:
-        streams.add(Stream())
+        stream = Stream()
+        asked.append(weakref.ref(stream))
+        streams.add(stream)
 
     for _ in range(20):
         await asyncio.to_thread(asyncio.run, ask())
     streams.add(Stream())
     gc.collect()
-    assert len([item for item in gc.get_objects() if type(item) is Stream]) < 5
+    assert sum(stream() is not None for stream in asked) < 5
     streams.close()
