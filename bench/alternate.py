@@ -5,7 +5,7 @@ compilation lies between two measurements. Each row is a workload of `workload.p
 The ratio of a row is the median over the rounds of the second tree's value over the first tree's in the same round;
 the spread is the largest deviation of a round's ratio from it. `text` rows time decode steps, in ms per token.
 
-    python -m bench.alternate before=/tmp/before after=. --model /tmp/md2 -- --kv-pages 12000
+    python -m bench.alternate --before /tmp/before --model /tmp/md2 -- --kv-pages 12000
 """
 
 from __future__ import annotations
@@ -137,7 +137,8 @@ def as_text(comparisons: Sequence[Comparison], names: Sequence[str]) -> str:
 def parser() -> argparse.ArgumentParser:
     """The options."""
     result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    result.add_argument("trees", nargs=2, metavar="NAME=FOLDER", help="the two checkouts, the older one first")
+    result.add_argument("--before", type=Path, required=True, help="the older checkout")
+    result.add_argument("--after", type=Path, default=Path(), help="the newer checkout (default: this folder)")
     result.add_argument("--model", required=True, help="folder of the model; its answers must never end early")
     result.add_argument("--rows", default=ROWS, help="workload:requests at once, … (default: %(default)s)")
     result.add_argument(
@@ -163,7 +164,7 @@ def main() -> int:
     """Measure, print and write; 1 if a row of the second tree takes more time than allowed."""
     arguments = parser().parse_args()
     loads = [Load.of(text) for text in arguments.rows.split(",")]
-    trees = {name: Path(folder) for name, folder in (text.split("=", 1) for text in arguments.trees)}
+    trees = {"before": arguments.before, "after": arguments.after}
     most = max(load.concurrency for load in loads)
     options = ("--model", arguments.model, "--max-batch-size", str(most), *arguments.server_options)
     with contextlib.ExitStack() as stack:

@@ -11,7 +11,7 @@ share of it, else a real difference.
     python -m bench.stress --model /tmp/md2
     python -m bench.stress --requests 60 --distinct 12 --at-once 8
 
-Wants Linux.
+Prints the SHA-256 of the answers of the quiet engine, which two runs on one machine have in common. Wants Linux.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import ctypes
+import hashlib
 import os
 import random
 import sys
@@ -137,6 +138,11 @@ class Stress:
                 self.outcome.errors[f"alone: {type(answer).__name__}: {answer}"] += 1
 
         asyncio.run(closed_loop(self._engine, self._with_seeds(range(len(self._requests))), 1, note))
+
+    @property
+    def quiet_digest(self) -> str:
+        """SHA-256 of the tokens of all quiet answers: two runs on one machine have the same."""
+        return hashlib.sha256(repr(self.quiet).encode()).hexdigest()
 
     def ask_many(self, count: int, num_at_once: int, progress: Progress) -> None:
         """Ask `count`, drawn at random from the distinct ones."""
@@ -309,8 +315,13 @@ def main() -> int:
     num_real = sum(item.count for item in judged if item.margin > tolerance)
     found = verdicts(outcome, num_real, rises)
     print_summary(outcome, judged, tolerance, rises, arguments.requests)
+    print(f"answers alone: SHA-256 {stress.quiet_digest}")
     print(", ".join(f"{name}: {_WORDS[value]}" for name, value in found.items()))
-    write_json(arguments.json, {"verdicts": found} | as_json(arguments, engine, outcome, judged, tolerance, rises))
+    write_json(
+        arguments.json,
+        {"verdicts": found, "quiet_digest": stress.quiet_digest}
+        | as_json(arguments, engine, outcome, judged, tolerance, rises),
+    )
     print(arguments.json)
     return 1 if False in found.values() else 0
 

@@ -39,7 +39,17 @@ def test_a_tree_is_compared_with_itself(tmp_path: Path):
 
     model = tmp_path / "endless"
     write_endless(Path(kestrel_runtime.__path__[0]) / "nano", model)
-    command = (sys.executable, "-m", "bench.alternate", f"a={CHECKOUT}", f"b={CHECKOUT}", "--model", str(model))
+    command = (
+        sys.executable,
+        "-m",
+        "bench.alternate",
+        "--before",
+        str(CHECKOUT),
+        "--after",
+        str(CHECKOUT),
+        "--model",
+        str(model),
+    )
     short = ("--rows", "direct:1", "--rounds", "1", "--seconds", "0.2", "--warm-up", "0.1", "--most-slower", "100")
     answer = subprocess.run(
         (*command, *short, "--pictures", "1", "--processes", "1", "--json", str(tmp_path / "result.json")),

@@ -89,6 +89,15 @@ def test_what_lies_past_the_length_does_not_count():
     assert not torch.allclose(batch.run(), before)
 
 
+def test_what_is_not_a_number_past_the_length_does_not_count():
+    batch = Batch([7], HEADS[1], 4)
+    wanted = batch.run()
+    last_page = batch.tables[0][1]
+    batch.key_pages[last_page, :, 3:] = torch.nan
+    batch.value_pages[last_page, :, 3:] = torch.nan
+    assert torch.equal(batch.run(), wanted)
+
+
 def test_a_single_position_gives_its_value_back():
     batch = Batch([1, 1], HEADS[2], 2)
     wanted = torch.stack(batch.values)[:, 0].repeat_interleave(3, dim=1)  # three query heads share a group

@@ -16,12 +16,17 @@ def decode_attention(
     key_scale: Tensor | None = None,  # one element, float32, where the pages are float8: key = stored * scale
     value_scale: Tensor | None = None,
 ) -> Tensor:  # [B, H, D]
-    """Row b attends to the first `lengths[b]` positions of its pages, with scale 1 / sqrt(D)."""
+    """Row b attends to the first `lengths[b]` positions of its pages, with scale 1 / sqrt(D).
+
+    Nothing else in its pages counts, whatever it is: not a number times no weight is still not a number.
+    """
     num_sequences, num_heads, head_dim = query.shape
     key = gather_rows(key_pages, page_table, key_scale, query.dtype)  # [B, G, context, D]
     value = gather_rows(value_pages, page_table, value_scale, query.dtype)
     places = torch.arange(key.shape[2], device=query.device)
     mask = (places < lengths[:, None])[:, None, None, :]  # [B, 1, 1, context]
+    outside = ~mask.mT  # [B, 1, context, 1]
+    key, value = key.masked_fill(outside, 0), value.masked_fill(outside, 0)
     attended = scaled_dot_product_attention(
         query[:, :, None, :], key, value, attn_mask=mask, enable_gqa=num_heads != key.shape[1]
     )

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-_PIECE = 1024
+_PIECE_LENGTH = 256
 
 
 def sample(
@@ -33,9 +33,11 @@ def sample(
 def _running_sums(rows: Tensor) -> Tensor:
     """`rows.cumsum(dim=-1)` of [B, V], with the same bits in every run and for a row in any company.
 
-    Of a single long row a CUDA device sums parts in the order in which they are ready.
+    Along the last dimension a CUDA device sums in an order that depends on the number of rows, and of a single long
+    row in the order in which its parts are ready. Along any other, one thread sums the elements in their order.
     """
-    width = rows.shape[1]
-    pieces = pad(rows, (0, -width % _PIECE)).unflatten(1, (-1, _PIECE)).cumsum(dim=-1)
-    before = pad(pieces[:, :-1, -1].cumsum(dim=-1), (1, 0))
-    return (pieces + before[..., None]).flatten(1)[:, :width].contiguous()
+    num_rows, width = rows.shape
+    pieces = pad(rows, (0, -width % _PIECE_LENGTH)).view(num_rows, -1, _PIECE_LENGTH)
+    within = pieces.mT.contiguous().cumsum(dim=1)  # [B, elements of a piece, pieces]
+    before = pad(within[:, -1:, :-1].mT.cumsum(dim=1), (0, 0, 1, 0))  # [B, pieces, 1]
+    return (within.mT + before).flatten(1)[:, :width].contiguous()
