@@ -43,12 +43,13 @@ class Recording:
 class Recorder:
     """Captures on the CUDA stream that replays: kernels keep its priority, and libraries their workspaces there.
 
-    All graphs of a stream share a pool of memory, since they never run beside each other.
+    All graphs of a stream share a pool of memory, since they never run beside each other. One graph that is never
+    replayed holds the pool: torch refuses to capture into a pool whose graphs are all gone, or have all failed.
     """
 
     def __init__(self, lane: Lane) -> None:
         self._lane = lane
-        self._pool: Any = None
+        self._holder: torch.cuda.CUDAGraph | None = None
         self._blank: Tensor | None = None
 
     def entered(self) -> AbstractContextManager[object]:
@@ -65,26 +66,31 @@ class Recorder:
 
         Raises whatever went wrong; nothing of the capture is left then, and `run` can be run as it is.
         """
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-            self._blank = torch.zeros(1, device=self._lane.device)
         free_before, reserved_before = torch.cuda.mem_get_info()[0], torch.cuda.memory_reserved()
         if free_before < _KEPT_FREE_BYTES:
             raise torch.OutOfMemoryError(f"only {free_before // MIB} MiB of device memory are free")
+        if self._holder is None:
+            self._blank = torch.zeros(1, device=self._lane.device)
+            self._holder, _ = self._captured(self._launch_anything, pool=None)
+        graph, result = self._captured(run, self._holder.pool())
+        pool_bytes = max(0, torch.cuda.memory_reserved() - reserved_before)
+        graph_bytes = max(0, free_before - torch.cuda.mem_get_info()[0] - pool_bytes)
+        return Recording(graph, result, graph_bytes, pool_bytes)
+
+    def _captured(self, run: Callable[[], Tensor], pool: Any) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        """A graph of `run` in a pool, or in one of its own, and what `run` returned."""
         graph = torch.cuda.CUDAGraph()
         # A garbage collection in the middle could destroy another graph, which makes the capture invalid.
         with self._lane.entered(), _without_garbage_collection():
             try:
                 # Other threads go on as if nothing were captured.
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 result = run()
                 graph.capture_end()
             except BaseException:
                 self._abandon(graph)
                 raise
-        pool_bytes = max(0, torch.cuda.memory_reserved() - reserved_before)
-        graph_bytes = max(0, free_before - torch.cuda.mem_get_info()[0] - pool_bytes)
-        return Recording(graph, result, graph_bytes, pool_bytes)
+        return graph, result
 
     def mark(self) -> torch.cuda.Event | None:
         """An event behind all that was launched on the stream until now."""
@@ -92,6 +98,7 @@ class Recorder:
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
         """End a capture that failed, on the stream and in torch's books, so that the work can run as it is."""
+        self._clear_error()  # and a capture that is still valid is not empty, of which torch would warn
         try:
             graph.capture_end()
         except RuntimeError:
@@ -113,10 +120,10 @@ class Recorder:
         with contextlib.suppress(RuntimeError):
             self._launch_anything()
 
-    def _launch_anything(self) -> None:
+    def _launch_anything(self) -> Tensor:
         assert self._blank is not None, "made before the first capture"
         with torch.inference_mode():  # the tensor may be of that mode or not
-            self._blank.add_(1)
+            return self._blank.add_(1)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,8 @@ stands in for `Recorder` where real work is to go on: a capture must not run it,
 from __future__ import annotations
 
 import gc
+import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 
@@ -37,10 +39,12 @@ class FakeCuda:
         """As torch 2.13 does."""
         self.fails_at: str | None = None
         """begin, end or instantiate: where the next capture fails by itself."""
-        self.open_books: dict[int, object] = {}
+        self.open_books: dict[int | None, object] = {}
         """Captures that torch's allocators take to be under way, by pool: nothing is freed meanwhile."""
+        self.new_pools = itertools.count()
+        self.num_users: Counter[int] = Counter()
+        """Graphs of each pool. A pool that has had graphs and has none is refused."""
         monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: FakeGraph(self))
-        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: object())
         monkeypatch.setattr(torch.cuda, "synchronize", self._synchronise)
         monkeypatch.setattr(torch.cuda, "empty_cache", self._empty)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (self.free_bytes, 2**40))
@@ -81,19 +85,29 @@ class FakeGraph:
 
     def __init__(self, cuda: FakeCuda) -> None:
         self._cuda = cuda
-        self._pool: object = None
+        self._pool: int | None = None
         self.has_ended = False
 
-    def capture_begin(self, pool: object, capture_error_mode: str) -> None:
+    def __del__(self) -> None:
+        self.reset()
+
+    def pool(self) -> int | None:
+        return self._pool
+
+    def capture_begin(self, pool: int | None, capture_error_mode: str) -> None:
         cuda = self._cuda
+        pool = next(cuda.new_pools) if pool is None else pool
         assert capture_error_mode == "thread_local"
         assert not gc.isenabled()
-        if id(pool) in cuda.open_books:
+        if pool in cuda.open_books:
             raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
         if cuda.fails_at == "begin":
             raise RuntimeError("no capture today")
+        if cuda.num_users.get(pool) == 0:
+            raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED")
+        cuda.num_users[pool] += 1
         self._pool = pool
-        cuda.open_books[id(pool)] = self
+        cuda.open_books[pool] = self
         cuda.is_capturing, cuda.is_invalid = True, False
         cuda.num_captures += 1
 
@@ -105,9 +119,9 @@ class FakeGraph:
         if cuda.is_invalid or cuda.fails_at == "end":
             cuda.fails_at = None
             if cuda.closes_books_itself:
-                cuda.open_books.pop(id(self._pool), None)
+                cuda.open_books.pop(self._pool, None)
             raise RuntimeError("CUDA error: operation failed due to a previous error during capture\nand advice")
-        if cuda.open_books.pop(id(self._pool), None) is not self:
+        if cuda.open_books.pop(self._pool, None) is not self:
             raise RuntimeError("capture_end() called before capture_begin().")
         self.has_ended = True
         if cuda.fails_at == "instantiate":
@@ -118,6 +132,9 @@ class FakeGraph:
 
     def reset(self) -> None:
         self.has_ended = False
+        if self._pool is not None:
+            self._cuda.num_users[self._pool] -= 1
+        self._pool = None
 
     def replay(self) -> None:
         assert self.has_ended

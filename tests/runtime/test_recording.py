@@ -27,7 +27,7 @@ def test_a_capture_neither_waits_for_the_device_nor_empties_the_cache(cuda):
     recorder = Recorder(Lane(CPU))
     for _ in range(3):
         assert recorder.record(zeros).result.tolist() == [0, 0, 0]
-    assert (cuda.num_captures, cuda.num_synchronised, cuda.num_emptied) == (3, 0, 0)
+    assert (cuda.num_captures, cuda.num_synchronised, cuda.num_emptied) == (4, 0, 0)  # one holds the pool
     assert cuda.is_clean
 
 
@@ -59,6 +59,14 @@ def test_after_a_capture_that_failed_the_next_one_succeeds(cuda, fails_at, close
     assert (cuda.num_synchronised, cuda.num_emptied) == (0, 0)
 
 
+def test_when_all_graphs_are_gone_others_are_captured(cuda):
+    recorder = Recorder(Lane(CPU))
+    for _ in range(2):
+        recordings = [recorder.record(zeros) for _ in range(2)]
+        recordings.clear()
+    recorder.record(zeros).graph.replay()
+
+
 def test_garbage_is_not_collected_in_the_middle_of_a_capture(cuda):
     recorder, was_enabled = Recorder(Lane(CPU)), []
 
@@ -73,6 +81,7 @@ def test_garbage_is_not_collected_in_the_middle_of_a_capture(cuda):
 
 def test_what_a_graph_and_its_pool_take_is_measured(cuda):
     recorder = Recorder(Lane(CPU))
+    recorder.record(zeros)  # and the graph that holds the pool
     cuda.bytes_per_graph, cuda.bytes_of_pool = 3 * MIB, 20 * MIB
     first, second = recorder.record(zeros), recorder.record(zeros)
     assert (first.graph_bytes, first.pool_bytes) == (3 * MIB, 20 * MIB)

@@ -37,7 +37,9 @@ def _running_sums(rows: Tensor) -> Tensor:
     row in the order in which its parts are ready. Along any other, one thread sums the elements in their order.
     """
     num_rows, width = rows.shape
-    pieces = pad(rows, (0, -width % _PIECE_LENGTH)).view(num_rows, -1, _PIECE_LENGTH)
+    # One piece more than is needed: of a single column torch would take the dimension for the last.
+    num_pieces = -(-width // _PIECE_LENGTH) + 1
+    pieces = pad(rows, (0, num_pieces * _PIECE_LENGTH - width)).view(num_rows, num_pieces, _PIECE_LENGTH)
     within = pieces.mT.contiguous().cumsum(dim=1)  # [B, elements of a piece, pieces]
-    before = pad(within[:, -1:, :-1].mT.cumsum(dim=1), (0, 0, 1, 0))  # [B, pieces, 1]
+    before = pad(within[:, -1, :-1, None], (0, 1, 1, 0)).cumsum(dim=1)[..., :1]  # [B, pieces, 1]
     return (within.mT + before).flatten(1)[:, :width].contiguous()

@@ -22,8 +22,8 @@ from kestrel_runtime.verify.formats import FLOAT8, Formats
 from kestrel_runtime.verify.tolerances import rounding_deviation
 
 _ROUNDINGS_BETWEEN_PRODUCTS = 4
-"""Of activations, in the model's type, at most: a product's result with its bias, what is scaled or rotated, what is
-attended, activated or normalised, and what the next product reads."""
+"""Of activations, in the model's type, at most: a product's result with its bias, what is scaled or rotated, what
+is attended, activated or normalised, and what the next product reads."""
 _ROUNDINGS_IN_EXPERTS = 2 * _ROUNDINGS_BETWEEN_PRODUCTS + 2
 """In the model's type: activations around both of an expert's products, its weights, and the sum over experts."""
 _PRODUCTS_OF_EXPERT = 2
