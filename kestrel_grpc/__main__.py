@@ -125,12 +125,14 @@ def _serve(arguments: argparse.Namespace) -> int:
     from kestrel_runtime.engine import Engine, EngineStatus
     from kestrel_runtime.warm_up import WarmUpFailed, warm_up
 
-    async def run() -> bool:
+    async def run() -> tuple[bool, bool]:
         await warm_up(engine)
         set_apart_what_stays()
-        return await Server(engine, config, at_rest=at_rest).serve()
+        server = Server(engine, config, at_rest=at_rest)
+        return await server.serve(), server.has_closed
 
-    ended_well = False
+    # Before there is a server it has no connections.
+    ended_well, has_closed = False, True
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     at_rest = return_free_memory if return_large_blocks() else None
     try:
@@ -142,10 +144,10 @@ def _serve(arguments: argparse.Namespace) -> int:
             engine.on_status_change(lambda now: end_within(END_TIMEOUT_S) if now is EngineStatus.DEAD else None)
             try:
                 with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-                    ended_well = runner.run(run())
+                    ended_well, has_closed = runner.run(run())
             finally:
                 engine.close()
-                if not engine.has_ended:
+                if not (engine.has_ended and has_closed):
                     end_now(0 if ended_well else 1)
     except (TokenFileError, CertificateError) as error:
         _complain(str(error))

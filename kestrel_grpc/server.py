@@ -56,6 +56,8 @@ _VISION: Any = vision_service_pb2.DESCRIPTOR
 _ENGINE: Any = engine_service_pb2.DESCRIPTOR
 # After the last request has ended its last message may still be on its way out.
 _LAST_WORDS_S = 2.0
+# gRPC may work for seconds on what a flood has left on a connection, and cannot be told to stop.
+_CLOSING_S = 1.0
 
 _log = logging.getLogger(__name__)
 
@@ -99,13 +101,19 @@ class Server:
         self._request_gate = MessageGate(request_gate(config))
         self._short_gate = MessageGate(short_gate(config))
         self._open_calls = OpenCalls()
-        self._has_hung_up = False
         self._servers = self._build()
+        self._closing: asyncio.Task[None] | None = None
+        self._has_closed = False
 
     @property
     def metrics_port(self) -> int | None:
         """The port of metrics and probes; None where there is none, and before `start`."""
         return self._telemetry.port
+
+    @property
+    def has_closed(self) -> bool:
+        """Whether gRPC has let go of every connection, which after `stop` it may still be about to."""
+        return self._has_closed
 
     async def start(self) -> None:
         """Open the doors. Raises `PortUnavailable`."""
@@ -200,12 +208,23 @@ class Server:
 
     async def _close_doors(self) -> None:
         """Take no connection and no call any more; those that still run are cancelled."""
-        if not self._has_hung_up:
-            self._has_hung_up = True
-            path = self._config.unix_socket
-            ports = [port for port in (self.port, self.admin_port) if port is not None]
-            hang_up(ports, () if path is None else (path,))
-        await asyncio.gather(*(server.stop(None) for server in self._servers))
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._end_connections())
+        # Whoever waits may be out of time; the closing goes on.
+        await asyncio.shield(self._closing)
+
+    async def _end_connections(self) -> None:
+        path = self._config.unix_socket
+        ports = [port for port in (self.port, self.admin_port) if port is not None]
+        hang_up(ports, () if path is None else (path,))
+        # They are waited for, and not cancelled: gRPC does not survive a `stop` that is cancelled.
+        stops = [asyncio.create_task(server.stop(None)) for server in self._servers]
+        done, late = await asyncio.wait(stops, timeout=_CLOSING_S)
+        self._has_closed = not late
+        if late:
+            _log.info("gRPC still works on connections that are closed; they are not waited for")
+        for stop in done:
+            stop.result()
 
     async def __aenter__(self) -> Self:
         await self.start()

@@ -205,6 +205,35 @@ async def unless_failed(callers: Sequence[asyncio.Future[int]], step: Awaitable[
     return await doing
 
 
+NEVER_LETS_GO = """
+import asyncio, grpc.aio, sys
+from kestrel_grpc.__main__ import main
+
+make_server = grpc.aio.server
+
+def holding(**options):
+    server = make_server(**options)
+    server.stop = lambda grace: asyncio.Event().wait()
+    return server
+
+grpc.aio.server = holding
+sys.exit(main(["serve", "--port", "0", "--withdrawal-delay", "0"]))
+"""
+"""A server whose connections gRPC never lets go of."""
+
+
+def test_a_server_whose_connections_do_not_end_ends_with_success() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", NEVER_LETS_GO], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert " on " in process.stdout.readline(), "the server did not start"
+        process.terminate()
+        _, log = process.communicate(timeout=60)
+    assert process.returncode == 0, log
+    assert "Traceback" not in log
+
+
 async def test_a_server_that_does_not_serve_yet_goes_at_once() -> None:
     process = await asyncio.create_subprocess_exec(
         *COMMAND, "--port", "0", stdout=subprocess.PIPE, stderr=subprocess.PIPE

@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 from urllib.error import HTTPError
@@ -179,6 +179,34 @@ async def calling_on(server: Server, codes: Counter[grpc.StatusCode]) -> None:
             call = complete_query(COMPLETE_QUERY.SerializeToString())
             codes[await call.code()] += 1
             is_served = "x-request-id" in dict(await call.trailing_metadata())
+
+
+async def test_connections_that_grpc_does_not_let_go_of_do_not_hold_up_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stops: list[Callable[[None], Awaitable[None]]] = []
+    make_server: Callable[..., Any] = grpc.aio.server
+    released: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def stop(grace: float | None) -> None:
+        await released  # as gRPC does: who is cancelled here cancels it for all
+
+    def holding(**options: Any) -> Any:
+        server = make_server(**options)
+        stops.append(server.stop)
+        server.stop = stop
+        return server
+
+    monkeypatch.setattr(grpc.aio, "server", holding)
+    async with serving_until_signal(FakeEngine(), drain_timeout=0.01) as (house, serve):
+        assert (await house.vision.CompleteQuery(COMPLETE_QUERY)).result.answer
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await serve
+        assert not house.server.has_closed
+    assert not released.cancelled()
+    released.set_result(None)
+    for stop_now in stops:
+        await stop_now(None)
 
 
 async def test_messages_that_do_not_come_do_not_hold_up_the_end() -> None:
