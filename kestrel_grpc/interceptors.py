@@ -132,7 +132,7 @@ class CallScope:
     ) -> Callable[[object, Context], Awaitable[bytes]]:
         async def handle(_: object, context: Context) -> bytes:
             call = Call(context.invocation_metadata() or (), context.time_remaining(), method)
-            self._open_calls.add()
+            self._open_calls.add(context.peer)
             try:
                 with self._access.admit(method, call.metadata) as call.tenant, _Open(call, self._calls):
                     # Held by nobody but the servicer, which lets go of it when the engine has the request.
@@ -153,7 +153,7 @@ class CallScope:
         # the servicer's `finally` runs at once rather than whenever its generator is collected.
         async def handle(_: object, context: Context) -> None:
             call = Call(context.invocation_metadata() or (), context.time_remaining(), method)
-            self._open_calls.add()
+            self._open_calls.add(context.peer)
             try:
                 with self._access.admit(method, call.metadata) as call.tenant, _Open(call, self._calls):
                     messages = await begin(context, call)

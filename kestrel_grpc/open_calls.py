@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 
 class OpenCalls:
     """Each call adds the task that serves it. Belongs to one event loop."""
 
     def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[object]] = set()
+        self._tasks: dict[asyncio.Task[object], Callable[[], str]] = {}
 
-    def add(self) -> None:
-        """Add the task that runs, until it is done: then its caller has been told how the call ended."""
+    def add(self, peer: Callable[[], str]) -> None:
+        """Add the task that runs, until it is done: then its caller has been told how the call ended.
+
+        `peer` gives the address of the connection, as gRPC writes it.
+        """
         task = asyncio.current_task()
         assert task is not None
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[task] = peer
+        task.add_done_callback(self._tasks.pop)
+
+    def peer_ports(self) -> set[int]:
+        """The ports of the peers whose calls are open."""
+        ports = (peer().rpartition(":")[2] for peer in self._tasks.values())
+        return {int(port) for port in ports if port.isdecimal()}
 
     async def end(self) -> None:
         """Wait for the calls that are open now. Those that come meanwhile are not waited for."""

@@ -36,12 +36,14 @@ from kestrel_grpc.doors import (
 from kestrel_grpc.hang_up import hang_up
 from kestrel_grpc.health import Health
 from kestrel_grpc.http2 import server_options
+from kestrel_grpc.idle_connections import IdleConnections
 from kestrel_grpc.image_uris import ImageSource, NoRemoteImages, RemoteImagesUnavailable
 from kestrel_grpc.interceptors import CallScope, Observer
 from kestrel_grpc.limits import MAX_SHORT_CALLS, MAX_WATCHES, max_calls, request_gate, short_gate
 from kestrel_grpc.logs import announce, log_call
 from kestrel_grpc.maintenance import Maintenance
 from kestrel_grpc.open_calls import OpenCalls
+from kestrel_grpc.own_sockets import OwnSockets
 from kestrel_grpc.receiving import MessageGate
 from kestrel_grpc.reflection import add_reflection
 from kestrel_grpc.seam import EngineSeam
@@ -95,12 +97,13 @@ class Server:
         )
         self._maintenance = None if at_rest is None else Maintenance(engine, at_rest)
         self._access = _access(config)
-        self._access_watch: asyncio.Task[None] | None = None
+        self._background: list[asyncio.Task[None]] = []
         self._credentials = _credentials(config)
         self._images = images or _images(config)
         self._request_gate = MessageGate(request_gate(config))
         self._short_gate = MessageGate(short_gate(config))
-        self._open_calls = OpenCalls()
+        self._open_calls, self._open_watches = OpenCalls(), OpenCalls()
+        self._sockets: OwnSockets | None = None
         self._servers = self._build()
         self._closing: asyncio.Task[None] | None = None
         self._has_closed = False
@@ -126,7 +129,11 @@ class Server:
             self.admin_port = open_port(operators, config.admin_host, config.admin_port)
         for server in self._servers:
             await server.start()
-        self._access_watch = asyncio.create_task(self._access.watch())
+        paths = () if config.unix_socket is None else (config.unix_socket,)
+        self._sockets = OwnSockets([port for port in (self.port, self.admin_port) if port is not None], paths)
+        # Who watches health holds a connection for nothing, and is told the health again on the next one.
+        idle = IdleConnections(self._sockets, self._open_calls.peer_ports)
+        self._background += [asyncio.create_task(task) for task in (self._access.watch(), idle.watch())]
         try:
             self._telemetry.open()
         except OSError as error:
@@ -178,7 +185,7 @@ class Server:
                 await draining
                 # What the engine has said may still be on its way to a slow reader.
                 self._health.close()
-                await self._open_calls.end()
+                await self._end_of_calls()
                 await self._close_doors()
                 return
         _log.warning("the drain timeout has passed; what still runs is ended")
@@ -190,11 +197,13 @@ class Server:
         self._request_gate.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LAST_WORDS_S):
-                await self._open_calls.end()
+                await self._end_of_calls()
         await self._close_doors()
         await self._images.close()
-        if self._access_watch is not None:
-            self._access_watch.cancel()
+        for task in self._background:
+            task.cancel()
+        if self._sockets is not None:
+            self._sockets.close()
         if self._maintenance is not None:
             self._maintenance.close()
         await asyncio.to_thread(self._telemetry.close)
@@ -206,6 +215,10 @@ class Server:
         await asyncio.wait((died,), timeout=delay_s)
         await self.drain()
 
+    async def _end_of_calls(self) -> None:
+        await self._open_calls.end()
+        await self._open_watches.end()
+
     async def _close_doors(self) -> None:
         """Take no connection and no call any more; those that still run are cancelled."""
         if self._closing is None:
@@ -214,9 +227,8 @@ class Server:
         await asyncio.shield(self._closing)
 
     async def _end_connections(self) -> None:
-        path = self._config.unix_socket
-        ports = [port for port in (self.port, self.admin_port) if port is not None]
-        hang_up(ports, () if path is None else (path,))
+        if self._sockets is not None:
+            hang_up(self._sockets)
         # They are waited for, and not cancelled: gRPC does not survive a `stop` that is cancelled.
         stops = [asyncio.create_task(server.stop(None)) for server in self._servers]
         done, late = await asyncio.wait(stops, timeout=_CLOSING_S)
@@ -249,7 +261,7 @@ class Server:
         server = grpc.aio.server(options=server_options(self._config.max_message_bytes))
         # Health is asked by machines that bear no token and would fill the log.
         check = self._scope(server, OpenAccess(), self._short_gate, MAX_SHORT_CALLS)
-        watch = self._scope(server, OpenAccess(), self._short_gate, MAX_WATCHES)
+        watch = self._scope(server, OpenAccess(), self._short_gate, MAX_WATCHES, open_calls=self._open_watches)
         if _VISION in files:
             scope = self._scope(
                 server, self._access, self._request_gate, max_calls(self._engine.info), self._observers()
@@ -285,6 +297,7 @@ class Server:
         gate: MessageGate,
         max_calls: int,
         observers: Sequence[Observer] = (),
+        open_calls: OpenCalls | None = None,
     ) -> CallScope:
         return CallScope(
             server,
@@ -292,7 +305,7 @@ class Server:
             access,
             gate,
             Shares(max_calls),
-            self._open_calls,
+            open_calls or self._open_calls,
             observers,
             stream_idle_timeout_s=self._config.stream_idle_timeout,
         )

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import logging
 import resource
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -28,6 +29,8 @@ from tests.server.serving import serving
 
 MIB = 2**20
 NUM_IDLE = 1_000
+MAX_WAIT_S = 60.0
+OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0))
 QUICK = wire.CompleteQueryRequest(question="hi", sampling={"max_tokens": 2})
 
 
@@ -238,6 +241,30 @@ async def test_a_thousand_idle_connections_cost_little_and_nobody_waits_for_them
                 assert server.rss_bytes <= rss_bytes + 100 * MIB
             while server.num_descriptors > descriptors:  # they are closed, and each turn gives it time to notice
                 await ask(QUICK)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says how long a connection has been idle")
+async def test_more_idle_connections_than_descriptors_keep_nobody_out_and_end_no_call() -> None:
+    with serving_process() as server:
+        limit = server.num_descriptors + 60
+        resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (limit, limit))
+        async with AsyncExitStack() as stack:
+            answer = aiter((await newcomer(stack, server)).Query(endless(1)))
+            await anext(answer)
+            for number in range(2 * limit):
+                client = mute_connection(server) if number % 2 else Http2Client.connected(server.address)
+                await stack.enter_async_context(client)
+            for _ in range(3):
+                stub = await newcomer(stack, server)
+                assert (await stub.CompleteQuery(QUICK, timeout=MAX_WAIT_S)).HasField("result")
+            messages = [message async for message in answer]
+            assert messages[-1].HasField("completed")
+
+
+async def newcomer(stack: AsyncExitStack, server: ServingProcess) -> Any:
+    """A connection of its own."""
+    channel = grpc.aio.insecure_channel(server.address, options=OWN_CONNECTION)
+    return VisionServiceStub(await stack.enter_async_context(channel))
 
 
 @asynccontextmanager
