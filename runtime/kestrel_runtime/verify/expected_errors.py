@@ -9,10 +9,9 @@ from torch import Tensor
 
 from kestrel_runtime.config import EngineConfig
 from kestrel_runtime.loading import LoadedModel
-from kestrel_runtime.models.moondream.model import Moondream
 from kestrel_runtime.requests import Request
 from kestrel_runtime.verify.formats import Formats
-from kestrel_runtime.verify.prompt_run import PromptRun, plain_float32
+from kestrel_runtime.verify.prompt_run import PromptRun, pages_of_context, plain_float32
 from kestrel_runtime.verify.prompt_tensors import prompt_tensors
 from kestrel_runtime.verify.rounding_noise import RoundingNoise
 from kestrel_runtime.verify.routing import Routing
@@ -33,17 +32,18 @@ def expected_errors(config: EngineConfig, formats: Formats, requests: Sequence[R
     loaded = LoadedModel.load(config)
     routings = [Routing() for _ in requests]
     exact: list[dict[str, Tensor]] = []
-    with _prompt_run(loaded, loaded.model, config) as run:
+    with PromptRun(loaded, config) as run:
         for request, routing in zip(requests, routings, strict=True):
             with routing.recorded(run.model):
                 exact.append(prompt_tensors(run, request))
     simulated: list[list[dict[str, Tensor]]] = [[] for _ in requests]
     for seed in range(NUM_SIMULATIONS):
         noise = RoundingNoise(formats, seed, loaded.model.device)
-        with _prompt_run(loaded, noise.perturbed(loaded.model), config) as run:
+        cache = noise.cache(loaded.model.config.text, pages_of_context(loaded, config), config.page_size)
+        with PromptRun(replace(loaded, model=noise.perturbed(loaded.model)), config, cache) as run:
             for request, routing, samples in zip(requests, routings, simulated, strict=True):
                 with routing.simulated(run.model):
-                    samples.append(prompt_tensors(run, request, noise.disturb))
+                    samples.append(prompt_tensors(run, request))
     return [
         PromptErrors(
             {name: ExpectedError.of(tensor, [sample[name] for sample in samples]) for name, tensor in own.items()},
@@ -51,7 +51,3 @@ def expected_errors(config: EngineConfig, formats: Formats, requests: Sequence[R
         )
         for own, samples, routing in zip(exact, simulated, routings, strict=True)
     ]
-
-
-def _prompt_run(loaded: LoadedModel, model: Moondream, config: EngineConfig) -> PromptRun:
-    return PromptRun(replace(loaded, model=model), config)

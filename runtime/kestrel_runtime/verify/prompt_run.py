@@ -16,6 +16,7 @@ from torch import Tensor
 from kestrel_runtime.config import EngineConfig
 from kestrel_runtime.culprits import Culprits
 from kestrel_runtime.fast_paths import FastPaths
+from kestrel_runtime.kv_cache import KVCache
 from kestrel_runtime.loading import LoadedModel
 from kestrel_runtime.model_paths import ModelPaths
 from kestrel_runtime.preprocess import Preprocessor
@@ -39,6 +40,11 @@ def plain_float32(config: EngineConfig) -> EngineConfig:
     )
 
 
+def pages_of_context(loaded: LoadedModel, config: EngineConfig) -> int:
+    """How many pages of a cache hold the longest sequence."""
+    return -(-loaded.model.config.text.max_context // config.page_size)
+
+
 _NUM_RUNS_WITH_GRAPHS = 3
 """Of each step, of which the last counts: as it is, by a new captured graph, and by a replay."""
 
@@ -46,11 +52,12 @@ _NUM_RUNS_WITH_GRAPHS = 3
 class PromptRun:
     """A runner of one sequence with a cache for its whole context. `begin` a request first, and `close` it."""
 
-    def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
+    def __init__(self, loaded: LoadedModel, config: EngineConfig, cache: KVCache | None = None) -> None:
+        """With `cache`, of `pages_of_context` pages, in the place of one that `config` describes."""
         text = loaded.model.config.text
         self.model = loaded.model
-        num_pages = -(-text.max_context // config.page_size)
-        self.cache = loaded.new_cache(replace(config, num_kv_pages=num_pages))
+        num_pages = pages_of_context(loaded, config)
+        self.cache = loaded.new_cache(replace(config, num_kv_pages=num_pages)) if cache is None else cache
         paths = FastPaths.of(config, loaded.model.device.type, loaded.model)
         self._model_paths = ModelPaths.of(loaded.model, paths, max_batch_size=1)
         bounds = StepBounds(max_batch_size=1, max_prefill_tokens=text.max_context, max_crops=1)

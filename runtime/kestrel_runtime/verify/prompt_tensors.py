@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from kestrel_runtime.kv_cache import KVCache
 from kestrel_runtime.requests import Request
 from kestrel_runtime.verify.prompt_run import PromptRun
 
@@ -21,13 +18,10 @@ _NUM_ENDS = 8
 
 
 @torch.inference_mode()
-def prompt_tensors(
-    run: PromptRun, request: Request, before_decoding: Callable[[KVCache], None] | None = None
-) -> dict[str, Tensor]:
+def prompt_tensors(run: PromptRun, request: Request) -> dict[str, Tensor]:
     """Take a prompt with an image through `run`; its tensors by name, in float32 on the CPU.
 
-    The prompt is prefilled in one chunk, then its last token is decoded over what the cache holds of it, which
-    `before_decoding` may change.
+    The prompt is prefilled in one chunk, then its last token is decoded over what the cache holds of it.
     """
     run.begin(request)
     hidden = run.hidden_after(())
@@ -36,8 +30,6 @@ def prompt_tensors(
         HIDDEN: hidden[-1],
         LOGITS: run.model.text.logits(hidden.to(run.model.dtype))[-1],
     }
-    if before_decoding is not None:
-        before_decoding(run.cache)
     text = run.model.config.text
     keys, values = run.cached(text.n_layers - 1)
     for letter, rows in (("k", _interleaved(keys, text.rotary_dim)), ("v", values)):

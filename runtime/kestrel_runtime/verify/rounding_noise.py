@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from kestrel_ops import has_float8_product
-from kestrel_runtime.kv_cache import KVCache
+from kestrel_runtime.models.moondream.config import TextConfig
 from kestrel_runtime.models.moondream.fused_weights import NUM_WIDE_BLOCKS, fused_blocks
 from kestrel_runtime.models.moondream.model import Moondream
 from kestrel_runtime.models.moondream.moe import MixtureOfExperts
 from kestrel_runtime.verify.formats import FLOAT8, Formats
+from kestrel_runtime.verify.rounded_cache import RoundedCache
 from kestrel_runtime.verify.tolerances import rounding_deviation
 
 _ROUNDINGS_BETWEEN_PRODUCTS = 4
@@ -57,11 +58,9 @@ class RoundingNoise:
             self._round(parameter.data, formats.model)
         return copied
 
-    @torch.inference_mode()
-    def disturb(self, cache: KVCache) -> None:
-        """Round the keys and values that a float32 cache holds."""
-        for pages in (cache.key_pages, cache.value_pages):
-            self._round(pages, self._formats.cache)
+    def cache(self, config: TextConfig, num_pages: int, page_size: int) -> RoundedCache:
+        """A float32 cache for the perturbed model that rounds to the cache's type."""
+        return RoundedCache(config, num_pages, page_size, self._formats.cache, self._chance)
 
     def _float8_layers(self, model: Moondream) -> set[str]:
         """The linear layers whose products are in float8 on the paths that round to it."""

@@ -7,6 +7,7 @@ nothing about the numbers, so that it is made the reference's; every other choic
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,19 +21,25 @@ from kestrel_runtime.models.moondream.moe import MixtureOfExperts
 
 
 class Routing:
-    """The router logits of one prompt in the reference's arithmetic, and how far rounding moves them."""
+    """The router logits of one prompt in the reference's arithmetic, and how far rounding moves them.
+
+    Each router runs twice: for the prompt, in one chunk, and then for a decode step of its last token. In exact
+    arithmetic both give that token the same logits, but rounding moves them differently: only decode steps read
+    what a cache has rounded, and they may multiply in other types.
+    """
 
     def __init__(self) -> None:
-        self._reference: dict[int, Tensor] = {}  # layer → [tokens, experts] float32
-        self._squares: dict[int, Tensor] = {}  # layer → [tokens, 1]: of simulated errors, summed
+        self._reference: dict[int, Tensor] = {}  # layer → [tokens, experts] float32, of the prompt
+        self._squares: dict[tuple[int, int], Tensor] = {}  # layer, run → [tokens, 1]: of simulated errors, summed
         self._num_simulations = 0
 
     @contextmanager
     def recorded(self, model: Moondream) -> Iterator[None]:
         """The model's routers are the reference: what they give for a prompt of one chunk is kept."""
 
-        def keep(layer: int, _: int, logits: Tensor) -> None:
-            self._reference.setdefault(layer, logits.float())  # the prompt comes first, decoding follows
+        def keep(layer: int, run: int, _: int, logits: Tensor) -> None:
+            if run == 0:
+                self._reference[layer] = logits.float()
 
         with _hooked(model, keep):
             yield
@@ -40,15 +47,13 @@ class Routing:
     @contextmanager
     def simulated(self, model: Moondream) -> Iterator[None]:
         """The model rounds at random: it takes the reference's experts, and its logits' errors are noted."""
-        noted: set[int] = set()
         self._num_simulations += 1
 
-        def note(layer: int, num_chosen: int, logits: Tensor) -> Tensor:
-            if layer not in noted:
-                noted.add(layer)
-                squares = (logits.float() - self._reference[layer]).square().mean(dim=1, keepdim=True)
-                self._squares[layer] = self._squares.get(layer, torch.zeros_like(squares)) + squares
-            return decided_as(self._rows(self._reference, layer, logits), logits, num_chosen, math.inf)
+        def note(layer: int, run: int, num_chosen: int, logits: Tensor) -> Tensor:
+            reference = _last_rows(self._reference[layer], logits)
+            squares = (logits.float() - reference).square().mean(dim=1, keepdim=True)
+            self._squares[layer, run] = self._squares.get((layer, run), torch.zeros_like(squares)) + squares
+            return decided_as(reference, logits, num_chosen, math.inf)
 
         with _hooked(model, note):
             yield
@@ -57,18 +62,18 @@ class Routing:
     def decided(self, model: Moondream, factor: float) -> Iterator[None]:
         """Choices between logits that are no further apart than `factor` deviations are the reference's."""
 
-        def decide(layer: int, num_chosen: int, logits: Tensor) -> Tensor:
-            variance = self._rows(self._squares, layer, logits) / self._num_simulations
+        def decide(layer: int, run: int, num_chosen: int, logits: Tensor) -> Tensor:
+            variance = _last_rows(self._squares[layer, run], logits) / self._num_simulations
             widest_tie = factor * (2 * variance).sqrt()  # of a difference of two
-            return decided_as(self._rows(self._reference, layer, logits), logits, num_chosen, widest_tie)
+            return decided_as(_last_rows(self._reference[layer], logits), logits, num_chosen, widest_tie)
 
         with _hooked(model, decide):
             yield
 
-    @staticmethod
-    def _rows(by_layer: dict[int, Tensor], layer: int, logits: Tensor) -> Tensor:
-        """Of a prompt's tokens the last, as many as the path computes: fused paths leave out what nobody reads."""
-        return by_layer[layer][-len(logits) :].to(logits.device)
+
+def _last_rows(of_prompt: Tensor, logits: Tensor) -> Tensor:
+    """Of a prompt's tokens the last, as many as the path computes: fused paths leave out what nobody reads."""
+    return of_prompt[-len(logits) :].to(logits.device)
 
 
 def decided_as(
@@ -94,11 +99,17 @@ def decided_as(
 
 @contextmanager
 def _hooked(model: Moondream, hook: Any) -> Iterator[None]:
-    """Call hook(layer, experts per token, logits) for each router's result, and take what it returns for it."""
+    """Call hook(layer, run, experts per token, logits) for each router's result, and take what it returns for it.
+
+    Runs of each router are counted from 0.
+    """
+
+    def counting(layer: int, num_chosen: int) -> Any:
+        runs = itertools.count()
+        return lambda _module, _inputs, logits: hook(layer, next(runs), num_chosen, logits)
+
     handles = [
-        mlp.router.register_forward_hook(
-            lambda _module, _inputs, logits, layer=layer, count=mlp.experts_per_token: hook(layer, count, logits)
-        )
+        mlp.router.register_forward_hook(counting(layer, mlp.experts_per_token))
         for layer, mlp in enumerate(block.mlp for block in model.text.blocks)
         if isinstance(mlp, MixtureOfExperts)
     ]

@@ -16,6 +16,7 @@ SHAPE = shape_of("seed-5")
 PATHS = {
     "bfloat16": EngineConfig(device="cpu", dtype="bfloat16", text_path="fused"),
     "float8": EngineConfig(device="cpu", dtype="bfloat16", text_path="fused-float8"),
+    "float8 cache": EngineConfig(device="cpu", dtype="bfloat16", text_path="fused", kv_dtype="float8"),
 }
 every_path = pytest.mark.parametrize("config", PATHS.values(), ids=PATHS)
 
@@ -104,5 +105,17 @@ def test_a_fault_of_decode_steps_alone_is_found_by_the_decoded_token(failed, con
     # In one layer alone it is found in bfloat16, but in float8 the bound on a single row is too wide for that.
     fault = at_call(1, doubled) if config.text_path == "fused" else lambda operation: partial(doubled, operation)
     names = failed(config, "decode_contract", fault)
+    assert names
+    assert all("decode step" in name for name in names)
+
+
+@every_path
+def test_two_swapped_heads_of_a_decode_step_are_found_by_the_decoded_token(failed, config):
+    def swapped(attention, *arguments):
+        attention(*arguments)
+        attended = arguments[7].view(1, 4, -1)
+        attended.copy_(attended[:, [1, 0, 2, 3]])
+
+    names = failed(config, "rotary_decode_attention", at_call(1, swapped))
     assert names
     assert all("decode step" in name for name in names)

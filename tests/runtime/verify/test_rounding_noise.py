@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 
-from kestrel_runtime.kv_cache import KVCache
 from kestrel_runtime.verify.formats import FLOAT8, Formats
 from kestrel_runtime.verify.rounding_noise import RoundingNoise
 from kestrel_runtime.verify.tolerances import rounding_deviation
@@ -73,10 +72,10 @@ def test_experts_that_multiply_in_float8_are_off_by_both_their_products():
         assert deviation(noisy(hidden), exact(hidden)) == pytest.approx(expected, rel=0.2)
 
 
-def test_the_cache_is_off_by_its_type():
+def test_a_perturbed_models_cache_rounds_to_the_caches_type_and_differs_by_seed():
     config = tiny_config(2).text
-    cache = KVCache(config, 8, 4, CPU, torch.float32)
-    cache.key_pages.normal_()
-    exact = cache.key_pages.clone()
-    RoundingNoise(SHORT, 1, CPU).disturb(cache)
-    assert deviation(cache.key_pages, exact) == pytest.approx(rounding_deviation(FLOAT8), rel=0.1)
+    key = torch.randn(200, config.n_kv_heads, config.head_dim)
+    one, other = (RoundingNoise(SHORT, seed, CPU).cache(config, 8, 4) for seed in (1, 2))
+    kept, _ = one.rounded(0, key, key)
+    assert deviation(kept, key) == pytest.approx(rounding_deviation(FLOAT8), rel=0.15)
+    assert not torch.equal(kept, other.rounded(0, key, key)[0])
