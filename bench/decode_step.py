@@ -33,7 +33,7 @@ from bench.harness.decode_steps import OPERATIONS, Model, Precision, time_contex
 from bench.harness.prefill_inputs import random_text
 from bench.random_weights import MOONDREAM_2
 from kestrel_ops import Kernels
-from kestrel_runtime.kv_cache import KVCache
+from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.models.moondream.fused_decode import FusedDecoder
 from kestrel_runtime.models.moondream.text import TextModel
 

@@ -36,9 +36,9 @@ from bench.harness.scaled_weights import write_scaled_model
 from bench.harness.serving import machine_facts, write_json
 from bench.harness.workload import chart
 from kestrel_ops import Kernels
-from kestrel_runtime.config import EngineConfig
-from kestrel_runtime.errors import CheckpointError
-from kestrel_runtime.verify import Case, GoldenFolder
+from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.errors import CheckpointError
+from kestrel_runtime.models.moondream.verify import Case, GoldenFolder
 
 _MOST_COMPLAINTS = 3
 """Kept of each path."""

@@ -26,8 +26,8 @@ import trustme
 import uvloop
 
 from bench.frontend import WORKLOADS, EmptyEngine, Target, compare, pin, serve_engine
-from kestrel_grpc.config import ServerConfig
-from kestrel_grpc.tokens import Scope, line_for, new_secret
+from kestrel_grpc.access.tokens import Scope, line_for, new_secret
+from kestrel_grpc.config.options import ServerConfig
 
 TARGET_RATIO = 0.8
 

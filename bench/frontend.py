@@ -34,15 +34,14 @@ import uvloop
 
 from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_client.v1.vision_service_pb2_grpc import add_VisionServiceServicer_to_server
-from kestrel_grpc import rendering
 from kestrel_grpc.__main__ import SWITCH_INTERVAL_S
 from kestrel_grpc.allocator import return_free_memory, set_apart_what_stays
-from kestrel_grpc.config import ServerConfig
-from kestrel_grpc.logs import set_up_logging
+from kestrel_grpc.config.options import ServerConfig
+from kestrel_grpc.frontends.grpc import rendering
 from kestrel_grpc.server import Server
-from kestrel_runtime.config import EngineConfig
-from kestrel_runtime.engine import EngineInfo, EngineStatus, Load
-from kestrel_runtime.events import (
+from kestrel_grpc.telemetry.logs import set_up_logging
+from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.events import (
     Event,
     Finished,
     FinishReason,
@@ -55,8 +54,9 @@ from kestrel_runtime.events import (
     Timing,
     Usage,
 )
-from kestrel_runtime.requests import Point, Request
-from kestrel_runtime.stream import Outbox, Stream
+from kestrel_runtime.api.requests import Point, Request
+from kestrel_runtime.api.stream import Outbox, Stream
+from kestrel_runtime.engine.engine import EngineInfo, EngineStatus, Load
 
 Serve = Callable[[Connection], Coroutine[Any, Any, None]]
 

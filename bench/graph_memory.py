@@ -23,18 +23,18 @@ import torch
 from torch import Tensor
 
 from bench.harness.engine_options import add_engine_options, engine_config
-from kestrel_runtime.captured_graphs import CapturedGraphs, GraphBudget
-from kestrel_runtime.config import MIB, EngineConfig
-from kestrel_runtime.fast_paths import FastPaths
-from kestrel_runtime.kv_cache import KVCache
-from kestrel_runtime.lane import Lane
-from kestrel_runtime.loading import LoadedModel
-from kestrel_runtime.memory_plan import DeviceReserve
-from kestrel_runtime.model_paths import ModelPaths
-from kestrel_runtime.prompt_graphs import PromptInputs, PromptSize
-from kestrel_runtime.recording import Recorder
-from kestrel_runtime.runner import ModelRunner
-from kestrel_runtime.step_bounds import StepBounds
+from kestrel_runtime.api.config import MIB, EngineConfig
+from kestrel_runtime.execution.captured_graphs import CapturedGraphs, GraphBudget
+from kestrel_runtime.execution.cuda_stream import Lane
+from kestrel_runtime.execution.execution_config import FastPaths
+from kestrel_runtime.execution.graph_capture import Recorder
+from kestrel_runtime.execution.kv_cache import KVCache
+from kestrel_runtime.execution.prefill_graphs import PromptInputs, PromptSize
+from kestrel_runtime.execution.step_runner import ModelRunner
+from kestrel_runtime.loading.loaded_model import LoadedModel
+from kestrel_runtime.memory.plan import DeviceReserve
+from kestrel_runtime.models.moondream.model_paths import ModelPaths
+from kestrel_runtime.scheduling.limits import StepBounds
 
 
 def main() -> int:

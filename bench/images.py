@@ -32,8 +32,8 @@ from bench.random_weights import MOONDREAM_2
 from kestrel_ops import Kernels, resample
 from kestrel_ops.triton.resample import Blocks
 from kestrel_ops.triton.resample import resample as triton_resample
-from kestrel_runtime.config import EngineConfig
-from kestrel_runtime.images import UncutImage, decode_image, leave_uncut, make_crops
+from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.imaging.decoding import UncutImage, decode_image, leave_uncut, make_crops
 from kestrel_runtime.models.moondream.tiling import Tiler
 
 VISION = MOONDREAM_2.vision

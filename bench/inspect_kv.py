@@ -25,11 +25,11 @@ from torch import Tensor
 from bench.harness.engine_options import add_engine_options, engine_config
 from bench.harness.serving import machine_facts, write_json
 from bench.harness.workload import QUESTIONS, chart
-from kestrel_runtime.config import EngineConfig
-from kestrel_runtime.loading import LoadedModel
-from kestrel_runtime.requests import Query, SamplingParams
-from kestrel_runtime.tokens import Token
-from kestrel_runtime.verify.prompt_run import PromptRun, plain_float32
+from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.requests import Query, SamplingParams
+from kestrel_runtime.interfaces.tokens import Token
+from kestrel_runtime.loading.loaded_model import LoadedModel
+from kestrel_runtime.models.moondream.verify.prompt_run import PromptRun, plain_float32
 
 TOLERANCES: Mapping[str, float] = MappingProxyType(
     {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2, "float8": 2e-1}

@@ -38,19 +38,19 @@ from bench.harness.prefill_inputs import (
     random_text,
 )
 from bench.random_weights import MOONDREAM_2, MOONDREAM_3
-from kestrel_grpc.option_parsers import parse_kernels
+from kestrel_grpc.config.option_parsers import parse_kernels
 from kestrel_ops import Kernels
 from kestrel_ops.reference.mixture_of_experts import mixture_of_experts as mixture_definition
 from kestrel_ops.reference.prefill_attention import prefill_attention as attention_definition
 from kestrel_ops.reference.rotary_write_kv import rotary_write_kv as rotary_definition
 from kestrel_ops.triton.prefill_attention import Tiling
-from kestrel_runtime.kv_cache import KVCache
+from kestrel_runtime.execution.kv_cache import KVCache
+from kestrel_runtime.execution.step_inputs import PrefillPlan
 from kestrel_runtime.models.moondream.config import TextConfig
 from kestrel_runtime.models.moondream.fused_prefill import FusedPrefill
 from kestrel_runtime.models.moondream.fused_weights import FusedBlock, fused_blocks, prompt_blocks
 from kestrel_runtime.models.moondream.rope import rotary_tables
 from kestrel_runtime.models.moondream.text import TextModel
-from kestrel_runtime.prefill_plan import PrefillPlan
 
 Precision = Literal["model", "float8"]
 TINY = replace(

@@ -35,10 +35,10 @@ from bench.harness.phases import PHASES, marked_phases
 from bench.harness.serving import machine_facts, write_json
 from bench.harness.trace import Cost, PhaseCost, Trace
 from bench.harness.workload import WORKLOADS, Album, Workload
-from kestrel_runtime.engine import Engine
-from kestrel_runtime.errors import KestrelError
-from kestrel_runtime.events import Finished
-from kestrel_runtime.requests import Query, SamplingParams
+from kestrel_runtime.api.errors import KestrelError
+from kestrel_runtime.api.events import Finished
+from kestrel_runtime.api.requests import Query, SamplingParams
+from kestrel_runtime.engine.engine import Engine
 
 WINDOW = "load"
 NAMES = ("direct", "cot", "long", "text")

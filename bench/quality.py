@@ -25,12 +25,12 @@ from typing import Any
 import torch
 
 from kestrel_client import AsyncClient, CaptionResult, DetectResult, Point, PointResult, QueryResult, SegmentResult
-from kestrel_grpc.config import ServerConfig, named_values
+from kestrel_grpc.cli.svg_path import polylines
+from kestrel_grpc.config.options import ServerConfig, named_values
 from kestrel_grpc.server import Server
-from kestrel_grpc.svg_path import polylines
-from kestrel_runtime.config import BUILT_IN_MODEL
-from kestrel_runtime.engine import Engine
-from kestrel_runtime.skills import SKILLS
+from kestrel_runtime.api.config import BUILT_IN_MODEL
+from kestrel_runtime.engine.engine import Engine
+from kestrel_runtime.models.moondream.skills import SKILLS
 from training import scoring
 from training.captions import normal_caption
 from training.drawing import encode_scene

@@ -23,12 +23,12 @@ from typing import Any
 import torch
 from PIL import Image
 
-from kestrel_runtime.config import EngineConfig
-from kestrel_runtime.engine import Engine
-from kestrel_runtime.events import Finished
-from kestrel_runtime.images import decode_image, select_tiling
-from kestrel_runtime.loading import LoadedModel
-from kestrel_runtime.requests import Caption, Query, Request, SamplingParams
+from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.events import Finished
+from kestrel_runtime.api.requests import Caption, Query, Request, SamplingParams
+from kestrel_runtime.engine.engine import Engine
+from kestrel_runtime.imaging.decoding import decode_image, select_tiling
+from kestrel_runtime.loading.loaded_model import LoadedModel
 
 IMAGE_SIZES_PX = (
     (64, 64),

@@ -42,13 +42,13 @@ from bench.harness.serving import machine_facts, write_json
 from bench.harness.ties import TieJudge, first_difference
 from bench.harness.trend import median_slope
 from kestrel_grpc.__main__ import SWITCH_INTERVAL_S
-from kestrel_runtime.config import EngineConfig
-from kestrel_runtime.engine import Engine
-from kestrel_runtime.errors import KestrelError
-from kestrel_runtime.events import Finished
-from kestrel_runtime.loading import LoadedModel
-from kestrel_runtime.requests import Request
-from kestrel_runtime.tokens import Token
+from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.errors import KestrelError
+from kestrel_runtime.api.events import Finished
+from kestrel_runtime.api.requests import Request
+from kestrel_runtime.engine.engine import Engine
+from kestrel_runtime.interfaces.tokens import Token
+from kestrel_runtime.loading.loaded_model import LoadedModel
 
 TOLERANCES: Mapping[str, float] = MappingProxyType(
     {"float32": 1e-4, "float16": 5e-3, "bfloat16": 0.02, "float8": 0.1}

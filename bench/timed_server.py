@@ -28,11 +28,11 @@ from unittest.mock import patch
 import torch
 
 from kestrel_grpc.__main__ import main as kestrel_grpc
-from kestrel_runtime.images import leave_uncut
+from kestrel_runtime.execution.step_runner import Launch, ModelRunner
+from kestrel_runtime.imaging.decoding import leave_uncut
+from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.models.moondream.model import Moondream
-from kestrel_runtime.runner import Launch, ModelRunner
-from kestrel_runtime.sequence import Batch, CropRange, Sequence
-from kestrel_runtime.tokens import Token
+from kestrel_runtime.scheduling.sequence import Batch, CropRange, Sequence
 
 _LETTER = Token(70)
 
@@ -188,8 +188,8 @@ def main() -> int:
     device = Device(arguments.slower)
     # Its images are cut on the device, and so by nobody.
     with (
-        patch("kestrel_runtime.engine.ModelRunner", partial(TimedRunner, device)),
-        patch("kestrel_runtime.engine.make_crops", leave_uncut),
+        patch("kestrel_runtime.engine.engine.ModelRunner", partial(TimedRunner, device)),
+        patch("kestrel_runtime.engine.engine.make_crops", leave_uncut),
     ):
         status = kestrel_grpc(["serve", *arguments.options])
     print(f"the device was idle for {device.idle_share:.1%} of the time")

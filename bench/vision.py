@@ -30,7 +30,7 @@ from bench.device_timing import Limits, attempted, launch_us, measure_limits, ti
 from bench.harness.parts import NUM_INPUT_SETS, Part, PartTimer, random_linear
 from bench.harness.vision_checks import check_kernels, check_layers, random_crops
 from bench.random_weights import MOONDREAM_2
-from kestrel_grpc.option_parsers import parse_kernels
+from kestrel_grpc.config.option_parsers import parse_kernels
 from kestrel_ops import Kernels
 from kestrel_ops.library.crop_attention import crop_attention as library_crop_attention
 from kestrel_ops.triton.add_layer_norm import add_layer_norm as triton_add_layer_norm

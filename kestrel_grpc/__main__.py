@@ -19,23 +19,23 @@ from pathlib import Path
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 from kestrel_grpc import __version__
+from kestrel_grpc.access.tokens import TokenFileError
 from kestrel_grpc.allocator import return_free_memory, return_large_blocks, set_apart_what_stays
-from kestrel_grpc.cli import add_client_commands
-from kestrel_grpc.config import (
+from kestrel_grpc.cli.ask import add_client_commands
+from kestrel_grpc.cli.demo import add_demo_command
+from kestrel_grpc.cli.health import add_health_command
+from kestrel_grpc.cli.token import add_token_command
+from kestrel_grpc.config.options import (
     ConfigurationError,
     ServerConfig,
     add_serve_arguments,
     effective_values,
     named_values,
 )
-from kestrel_grpc.demo import add_demo_command
-from kestrel_grpc.health_command import add_health_command
-from kestrel_grpc.logs import set_up_logging
 from kestrel_grpc.process_end import end_now, end_within
-from kestrel_grpc.token_command import add_token_command
-from kestrel_grpc.tokens import TokenFileError
-from kestrel_runtime.config import EngineConfig
-from kestrel_runtime.errors import CheckpointError
+from kestrel_grpc.telemetry.logs import set_up_logging
+from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.errors import CheckpointError
 
 # The engine's thread and the event loop's both have many short turns with the interpreter: who has given it up for
 # a launch or a write waits at most so long until it is asked back.
@@ -117,13 +117,13 @@ def _serve(arguments: argparse.Namespace) -> int:
     except ConfigurationError as error:
         return _refuse(error)
     set_up_logging(config.log_level, line_format=config.log_format)
-    from kestrel_grpc.doors import PortUnavailable
-    from kestrel_grpc.image_uris import RemoteImagesUnavailable
+    from kestrel_grpc.access.tls import CertificateError
+    from kestrel_grpc.images.image_uris import RemoteImagesUnavailable
+    from kestrel_grpc.listeners import PortUnavailable
     from kestrel_grpc.server import Server, require_usable
-    from kestrel_grpc.tls import CertificateError
-    from kestrel_grpc.tracing import TracingUnavailable, require_tracing
-    from kestrel_runtime.engine import Engine, EngineStatus
-    from kestrel_runtime.warm_up import WarmUpFailed, warm_up
+    from kestrel_grpc.telemetry.tracing import TracingUnavailable, require_tracing
+    from kestrel_runtime.engine.engine import Engine, EngineStatus
+    from kestrel_runtime.engine.warm_up import WarmUpFailed, warm_up
 
     async def run() -> tuple[bool, bool]:
         await warm_up(engine)
@@ -180,7 +180,7 @@ def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from kestrel_runtime.verify import GoldenFolder
+    from kestrel_runtime.models.moondream.verify import GoldenFolder
 
     try:
         config = _engine_options(arguments)

@@ -7,8 +7,8 @@ import logging
 import threading
 from collections.abc import Callable
 
-from kestrel_grpc.call import Call, Outcome
-from kestrel_grpc.seam import EngineSeam
+from kestrel_grpc.wire.call_context import Call, Outcome
+from kestrel_runtime.api.engine import EngineSeam
 
 REST_S = 1.0
 """A server rests when it has had nothing to do for so long."""

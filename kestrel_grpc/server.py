@@ -23,9 +23,20 @@ from kestrel_client.v1 import (
     vision_service_pb2,
     vision_service_pb2_grpc,
 )
-from kestrel_grpc.access import Access, OpenAccess, TokenAccess
-from kestrel_grpc.config import ServerConfig
-from kestrel_grpc.doors import (
+from kestrel_grpc.access.access import Access, OpenAccess, TokenAccess
+from kestrel_grpc.access.tls import server_credentials
+from kestrel_grpc.config.options import ServerConfig
+from kestrel_grpc.frontends.grpc.engine_service import EngineService
+from kestrel_grpc.frontends.grpc.hang_up import hang_up
+from kestrel_grpc.frontends.grpc.health import Health
+from kestrel_grpc.frontends.grpc.http2 import server_options
+from kestrel_grpc.frontends.grpc.interceptors import CallScope, Observer
+from kestrel_grpc.frontends.grpc.receiving import MessageGate
+from kestrel_grpc.frontends.grpc.reflection import add_reflection
+from kestrel_grpc.frontends.grpc.vision_service import VisionService
+from kestrel_grpc.idle_connections import IdleConnections
+from kestrel_grpc.images.image_uris import ImageSource, NoRemoteImages, RemoteImagesUnavailable
+from kestrel_grpc.listeners import (
     PortUnavailable,
     address_of,
     open_port,
@@ -33,26 +44,15 @@ from kestrel_grpc.doors import (
     require_free_port,
     require_free_socket,
 )
-from kestrel_grpc.hang_up import hang_up
-from kestrel_grpc.health import Health
-from kestrel_grpc.http2 import server_options
-from kestrel_grpc.idle_connections import IdleConnections
-from kestrel_grpc.image_uris import ImageSource, NoRemoteImages, RemoteImagesUnavailable
-from kestrel_grpc.interceptors import CallScope, Observer
-from kestrel_grpc.limits import MAX_SHORT_CALLS, MAX_WATCHES, max_calls, request_gate, short_gate
-from kestrel_grpc.logs import announce, log_call
 from kestrel_grpc.maintenance import Maintenance
-from kestrel_grpc.open_calls import OpenCalls
 from kestrel_grpc.own_sockets import OwnSockets
-from kestrel_grpc.receiving import MessageGate
-from kestrel_grpc.reflection import add_reflection
-from kestrel_grpc.seam import EngineSeam
-from kestrel_grpc.services.engine import EngineService
-from kestrel_grpc.services.vision import VisionService
-from kestrel_grpc.shares import Shares
-from kestrel_grpc.telemetry import Telemetry
-from kestrel_grpc.tls import server_credentials
-from kestrel_runtime.engine import EngineStatus
+from kestrel_grpc.telemetry.logs import announce, log_call
+from kestrel_grpc.telemetry.telemetry import Telemetry
+from kestrel_grpc.wire.limits import MAX_SHORT_CALLS, MAX_WATCHES, max_calls, request_gate, short_gate
+from kestrel_grpc.wire.open_calls import OpenCalls
+from kestrel_grpc.wire.shares import Shares
+from kestrel_runtime.api.engine import EngineSeam
+from kestrel_runtime.engine.engine import EngineStatus
 
 _VISION: Any = vision_service_pb2.DESCRIPTOR
 _ENGINE: Any = engine_service_pb2.DESCRIPTOR
@@ -339,7 +339,7 @@ def _images(config: ServerConfig) -> ImageSource:
         return NoRemoteImages()
     try:
         # Only here, since most servers do without it.
-        from kestrel_grpc.remote_images import RemoteImages
+        from kestrel_grpc.images.remote_images import RemoteImages
     except ImportError as error:
         raise RemoteImagesUnavailable("--image-hosts needs `pip install 'kestrel-grpc[remote]'`") from error
     return RemoteImages(config.image_hosts, max_bytes=config.max_image_bytes, timeout_s=config.image_fetch_timeout)

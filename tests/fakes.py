@@ -6,9 +6,8 @@ import asyncio
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-from kestrel_runtime.config import EngineConfig
-from kestrel_runtime.engine import EngineInfo, EngineStatus, Load
-from kestrel_runtime.errors import (
+from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.errors import (
     DeadlineExceeded,
     EngineUnavailable,
     KestrelError,
@@ -16,7 +15,7 @@ from kestrel_runtime.errors import (
     Overloaded,
     SkillUnsupported,
 )
-from kestrel_runtime.events import (
+from kestrel_runtime.api.events import (
     Box,
     CaptionOutput,
     DetectOutput,
@@ -37,8 +36,9 @@ from kestrel_runtime.events import (
     Timing,
     Usage,
 )
-from kestrel_runtime.requests import Caption, Detect, Point, Query, Request
-from kestrel_runtime.stream import Stream
+from kestrel_runtime.api.requests import Caption, Detect, Point, Query, Request
+from kestrel_runtime.api.stream import Stream
+from kestrel_runtime.engine.engine import EngineInfo, EngineStatus, Load
 
 HOLD = object()
 """In a script: wait here until `FakeEngine.release` or the end of the request."""

@@ -33,22 +33,14 @@ FORBIDDEN = {
 # without tensors.
 ASYNCIO_IN_RUNTIME = {"engine.py", "stream.py", "golden_folder.py"}
 WITHOUT_TORCH = {
-    "admission.py",
-    "culprits.py",
-    "deadlines.py",
-    "waiting.py",
-    "scheduler.py",
-    "sequence.py",
-    "pages.py",
-    "open_streams.py",
-    "watchdog.py",
-    "emission.py",
-    "token_rate.py",
-    "tracebacks.py",
-    "prefix_cache.py",
-    "requests.py",
-    "events.py",
-    "errors.py",
+    "api",
+    "interfaces",
+    "scheduling",
+    "engine/emission.py",
+    "engine/offending_requests.py",
+    "engine/open_streams.py",
+    "engine/tracebacks.py",
+    "engine/watchdog.py",
 }
 # Inside the kernels: the packages of implementations that each of them may build upon. What needs a compiler or a
 # device is thus never imported for a definition.
@@ -159,7 +151,8 @@ def test_decisions_are_taken_without_tensors():
     breaches = [
         f"{name_of(path)}: {name}"
         for path in modules(PACKAGES["kestrel_runtime"])
-        if path.name in WITHOUT_TORCH and path.parent == PACKAGES["kestrel_runtime"]
+        if WITHOUT_TORCH
+        & {inner := path.relative_to(PACKAGES["kestrel_runtime"]).as_posix(), inner.partition("/")[0]}
         for name in imports(path)
         if is_within(name, {"torch", "numpy", "kestrel_ops"})
     ]

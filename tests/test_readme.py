@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kestrel_grpc.config import markdown_table
+from kestrel_grpc.config.options import markdown_table
 from tests.golden import CHECKOUT
 
 README = (CHECKOUT / "README.md").read_text(encoding="utf-8")
@@ -81,7 +81,7 @@ def test_command_line_examples_run_as_written(address, tmp_path):
 def test_table_of_options_is_that_of_the_server():
     table = re.search(r"<!-- options -->\n(.*?)\n<!-- /options -->", README, re.DOTALL)
     assert table is not None
-    assert table[1] == markdown_table(), "write what `python -m kestrel_grpc.config` prints between the markers"
+    assert table[1] == markdown_table(), "write what `python -m kestrel_grpc.config.options` prints there"
 
 
 def test_every_room_of_the_journey_is_there():

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from kestrel_runtime.images import select_tiling
+from kestrel_runtime.imaging.decoding import select_tiling
 from kestrel_runtime.models.moondream.config import VisionConfig
 from kestrel_runtime.models.moondream.region import SIZE_OCTAVES
 from training.drawing import draw_scene

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader, Dataset
 
-from kestrel_runtime.tokenizer import Tokenizer
+from kestrel_runtime.loading.tokenizer import Tokenizer
 from training.batches import Group, GroupMaker, Rows
 from training.curves import draw_curves
 from training.examples import Teacher

@@ -7,9 +7,9 @@ import functools
 from collections.abc import Iterator
 
 from bench.harness.wrapping import Method, wrapped
-from kestrel_runtime.runner import ModelRunner
-from kestrel_runtime.sequence import Sequence
-from kestrel_runtime.tokens import Token
+from kestrel_runtime.execution.step_runner import ModelRunner
+from kestrel_runtime.interfaces.tokens import Token
+from kestrel_runtime.scheduling.sequence import Sequence
 
 
 @contextlib.contextmanager

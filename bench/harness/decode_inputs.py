@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bench.harness.prefill_inputs import PAGE_SIZE, new_cache
-from kestrel_runtime.kv_cache import KVCache
+from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.models.moondream.config import TextConfig
 from kestrel_runtime.models.moondream.rope import rotary_tables
 

@@ -12,7 +12,7 @@ import torch
 from bench.device_timing import Limits, attempted, time_us
 from bench.harness.decode_inputs import FLOAT8, Contexts
 from kestrel_ops import Kernels
-from kestrel_runtime.kv_cache import KVCache
+from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.models.moondream.config import TextConfig
 from kestrel_runtime.models.moondream.fused_decode import FusedDecoder
 from kestrel_runtime.models.moondream.fused_weights import FusedBlock, Matrix, fused_blocks, fused_head

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import kestrel_runtime
 from bench.harness.endless import write_endless
-from kestrel_grpc.config import ConfigurationError, ServerConfig, named_values
-from kestrel_runtime.config import BUILT_IN_MODEL, EngineConfig
+from kestrel_grpc.config.options import ConfigurationError, ServerConfig, named_values
+from kestrel_runtime.api.config import BUILT_IN_MODEL, EngineConfig
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 
-from kestrel_runtime.engine import Engine
-from kestrel_runtime.errors import KestrelError
-from kestrel_runtime.events import Finished
-from kestrel_runtime.requests import Request
+from kestrel_runtime.api.errors import KestrelError
+from kestrel_runtime.api.events import Finished
+from kestrel_runtime.api.requests import Request
+from kestrel_runtime.engine.engine import Engine
 
 Answered = Callable[[int, "Finished | KestrelError"], None]
 

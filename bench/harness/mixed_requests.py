@@ -13,9 +13,7 @@ from collections.abc import Iterable, Iterator
 from PIL import Image
 
 from bench.harness.workload import QUESTIONS, TEXT_QUESTIONS, chart
-from kestrel_runtime.images import crop_margins_px, select_tiling
-from kestrel_runtime.models.moondream.config import MoondreamConfig, VisionConfig
-from kestrel_runtime.requests import (
+from kestrel_runtime.api.requests import (
     BoxRef,
     Caption,
     Detect,
@@ -26,6 +24,8 @@ from kestrel_runtime.requests import (
     SamplingParams,
     Segment,
 )
+from kestrel_runtime.imaging.decoding import crop_margins_px, select_tiling
+from kestrel_runtime.models.moondream.config import MoondreamConfig, VisionConfig
 
 FORMATS = (
     ("JPEG", "RGB"),

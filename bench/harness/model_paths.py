@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from kestrel_runtime.config import EngineConfig
+from kestrel_runtime.api.config import EngineConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import torch
 from torch.profiler import record_function
 
 from bench.harness.wrapping import Method, wrapped
-from kestrel_runtime.runner import Launch, ModelRunner
+from kestrel_runtime.execution.step_runner import Launch, ModelRunner
 
 _METHODS: Mapping[str, tuple[type, str]] = MappingProxyType(
     {

@@ -12,11 +12,11 @@ from torch import Tensor
 from bench.random_weights import KV_SCALE
 from kestrel_ops.reference.quantise_rows import quantise_rows
 from kestrel_ops.triton.prefill_attention import Tiling, attend
-from kestrel_runtime.kv_cache import KVCache
+from kestrel_runtime.execution.kv_cache import KVCache
+from kestrel_runtime.execution.step_inputs import PrefillPlan
 from kestrel_runtime.models.moondream.config import TextConfig
 from kestrel_runtime.models.moondream.rope import rotary_tables
 from kestrel_runtime.models.moondream.text import TextModel
-from kestrel_runtime.prefill_plan import PrefillPlan
 
 FLOAT8 = torch.float8_e4m3fn
 PAGE_SIZE = 16

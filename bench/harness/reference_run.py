@@ -1,7 +1,7 @@
 """A reference fixture from a checkpoint: what the plain path in float32 on the CPU computes and answers.
 
 Writes `expected.json` and `expected.safetensors` beside a checkpoint, in the form of the public reference's
-fixtures, so that `kestrel_runtime.verify` checks any path against either. The plain path is itself held to the
+fixtures, so that `kestrel-grpc verify` checks any path against either. The plain path is itself held to the
 public reference by the fixtures in `tests/golden`.
 """
 
@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from kestrel_runtime.config import EngineConfig
-from kestrel_runtime.engine import Engine
-from kestrel_runtime.images import decode_image, make_crops
-from kestrel_runtime.loading import LoadedModel
-from kestrel_runtime.requests import Query
-from kestrel_runtime.verify.answers import answer_of, request_of
-from kestrel_runtime.verify.prompt_run import PromptRun
-from kestrel_runtime.verify.prompt_tensors import DECODED_HIDDEN, prompt_tensors
+from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.requests import Query
+from kestrel_runtime.engine.engine import Engine
+from kestrel_runtime.imaging.decoding import decode_image, make_crops
+from kestrel_runtime.loading.loaded_model import LoadedModel
+from kestrel_runtime.models.moondream.verify.answers import answer_of, request_of
+from kestrel_runtime.models.moondream.verify.prompt_run import PromptRun
+from kestrel_runtime.models.moondream.verify.prompt_tensors import DECODED_HIDDEN, prompt_tensors
 
 MAX_TOKENS = 24
 _MAX_OBJECTS = 4

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kestrel_runtime.config import EngineConfig
-from kestrel_runtime.loading import LoadedModel
-from kestrel_runtime.requests import Request
-from kestrel_runtime.tokens import Token
-from kestrel_runtime.verify.prompt_run import PromptRun
+from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.requests import Request
+from kestrel_runtime.interfaces.tokens import Token
+from kestrel_runtime.loading.loaded_model import LoadedModel
+from kestrel_runtime.models.moondream.verify.prompt_run import PromptRun
 
 
 def first_difference(one: Sequence[Token], other: Sequence[Token]) -> int | None:

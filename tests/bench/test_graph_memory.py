@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from bench import graph_memory
-from kestrel_runtime.config import EngineConfig
-from kestrel_runtime.fast_paths import FastPaths
-from kestrel_runtime.kv_cache import KVCache
-from kestrel_runtime.loading import LoadedModel
-from kestrel_runtime.model_paths import ModelPaths
-from kestrel_runtime.prefill_plan import PrefillPlan
-from kestrel_runtime.step_bounds import StepBounds
+from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.execution.execution_config import FastPaths
+from kestrel_runtime.execution.kv_cache import KVCache
+from kestrel_runtime.execution.step_inputs import PrefillPlan
+from kestrel_runtime.loading.loaded_model import LoadedModel
+from kestrel_runtime.models.moondream.model_paths import ModelPaths
+from kestrel_runtime.scheduling.limits import StepBounds
 from tests.golden import MD2_SMALL
 
 

@@ -8,13 +8,13 @@ from safetensors import safe_open
 
 from bench.harness.workload import QUESTIONS, TEXT_QUESTIONS, chart
 from bench.random_weights import MODELS, write_random_model
-from kestrel_runtime.config import EngineConfig
-from kestrel_runtime.engine import Engine
-from kestrel_runtime.events import FinishReason
+from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.events import FinishReason
+from kestrel_runtime.api.requests import Query, SamplingParams
+from kestrel_runtime.engine.engine import Engine
+from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.models.moondream.weights import expected_tensors
-from kestrel_runtime.requests import Query, SamplingParams
-from kestrel_runtime.tokenizer import Tokenizer
 from tests.bench.small import SMALL_2, SMALL_3
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=5)

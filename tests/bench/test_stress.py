@@ -15,12 +15,12 @@ from bench.harness.progress import Progress
 from bench.harness.ties import TieJudge, first_difference
 from bench.random_weights import MOONDREAM_2
 from bench.stress import Difference, Look, Outcome, Stress, is_flat, slopes, verdicts
-from kestrel_runtime.config import EngineConfig
-from kestrel_runtime.engine import Engine
-from kestrel_runtime.images import select_tiling
-from kestrel_runtime.loading import LoadedModel
-from kestrel_runtime.requests import Detect, Query, SamplingParams
-from kestrel_runtime.tokens import Token
+from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.requests import Detect, Query, SamplingParams
+from kestrel_runtime.engine.engine import Engine
+from kestrel_runtime.imaging.decoding import select_tiling
+from kestrel_runtime.interfaces.tokens import Token
+from kestrel_runtime.loading.loaded_model import LoadedModel
 from tests.golden import MD2_SMALL
 
 CONFIG = EngineConfig(model=str(MD2_SMALL), device="cpu", dtype="float32")

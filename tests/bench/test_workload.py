@@ -6,7 +6,7 @@ import pytest
 from PIL import Image
 
 from bench.harness.workload import HEIGHT_PX, WIDTH_PX, WORKLOADS, Album, chart
-from kestrel_runtime.images import select_tiling
+from kestrel_runtime.imaging.decoding import select_tiling
 from tests.bench.small import SMALL_2
 
 

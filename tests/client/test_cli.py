@@ -14,8 +14,8 @@ import pytest
 from google.rpc import code_pb2, error_details_pb2
 from PIL import Image
 
-from kestrel_grpc.cli import add_client_commands
-from kestrel_grpc.drawing import COLOURS
+from kestrel_grpc.cli.ask import add_client_commands
+from kestrel_grpc.cli.drawing import COLOURS
 from tests.client import canned
 from tests.client.canned import CannedVision
 
@@ -52,7 +52,7 @@ def test_reasoning_goes_beside_the_answer(address: str, picture: str, capsys: py
 def test_text_comes_out_while_it_is_being_written(address: str, vision: CannedVision) -> None:
     vision.endless = True
     code = (
-        "import argparse, sys; from kestrel_grpc.cli import add_client_commands;"
+        "import argparse, sys; from kestrel_grpc.cli.ask import add_client_commands;"
         "parser = argparse.ArgumentParser(); add_client_commands(parser.add_subparsers());"
         "arguments = parser.parse_args(); sys.exit(arguments.run(arguments))"
     )

@@ -15,7 +15,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from kestrel_grpc.config import ServerConfig, environment_name, options
+from kestrel_grpc.config.options import ServerConfig, environment_name, options
 from tests.golden import CHECKOUT
 
 DEPLOY = CHECKOUT / "deploy"

@@ -23,11 +23,11 @@ import yaml
 
 from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_client.v1.vision_service_pb2_grpc import VisionServiceStub
-from kestrel_grpc.config import ServerConfig
-from kestrel_grpc.metrics import METRICS, Kind
+from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.server import Server
-from kestrel_runtime.engine import Engine
-from kestrel_runtime.loading import LoadedModel
+from kestrel_grpc.telemetry.metrics import METRICS, Kind
+from kestrel_runtime.engine.engine import Engine
+from kestrel_runtime.loading.loaded_model import LoadedModel
 from tests.golden import CHECKOUT, MD3_SMALL, image_paths
 
 PROMETHEUS = CHECKOUT / "deploy" / "prometheus"

@@ -12,9 +12,9 @@ import numpy as np
 from hypothesis import strategies as st
 from PIL import Image
 
-from kestrel_runtime.errors import ImageError
-from kestrel_runtime.images import decode_image
-from kestrel_runtime.imaging.formats import FORMATS
+from kestrel_runtime.api.errors import ImageError
+from kestrel_runtime.imaging.decoding import decode_image
+from kestrel_runtime.imaging.formats.detection import FORMATS
 from tests.fuzzing.cost import measured
 from tests.fuzzing.hostile import hostile
 

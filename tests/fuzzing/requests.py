@@ -12,16 +12,16 @@ from google.protobuf.message import DecodeError, Message
 from hypothesis import strategies as st
 
 from kestrel_client.v1 import vision_service_pb2
-from kestrel_grpc import parsing
-from kestrel_grpc.errors import to_status
-from kestrel_grpc.image_uris import allowed_target, parse_hosts
-from kestrel_runtime.config import EngineConfig
-from kestrel_runtime.culprits import Culprits
-from kestrel_runtime.errors import InvalidRequest
-from kestrel_runtime.loading import LoadedModel
-from kestrel_runtime.preprocess import Preprocessor
-from kestrel_runtime.requests import Request
-from kestrel_runtime.sequence import SequenceClock
+from kestrel_grpc.frontends.grpc import parsing
+from kestrel_grpc.images.image_uris import allowed_target, parse_hosts
+from kestrel_grpc.wire.errors import to_status
+from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.errors import InvalidRequest
+from kestrel_runtime.api.requests import Request
+from kestrel_runtime.engine.offending_requests import Culprits
+from kestrel_runtime.engine.preprocessing import Preprocessor
+from kestrel_runtime.loading.loaded_model import LoadedModel
+from kestrel_runtime.scheduling.sequence import SequenceClock
 from tests.fuzzing.images import damaged, images
 
 # As the table of errors promises them for input that is no good.

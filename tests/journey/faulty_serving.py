@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kestrel_grpc.__main__ import main
-from kestrel_runtime.scheduler import Scheduler
+from kestrel_runtime.scheduling.scheduler import Scheduler
 
 SEED = 13
 _NUM_TOKENS = 5

@@ -17,9 +17,9 @@ from google.protobuf.message import Message
 
 from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_client.v1.vision_service_pb2_grpc import VisionServiceStub
-from kestrel_runtime.events import TextChannel, TextDelta
-from kestrel_runtime.requests import Query
-from kestrel_runtime.runner import Launch, ModelRunner
+from kestrel_runtime.api.events import TextChannel, TextDelta
+from kestrel_runtime.api.requests import Query
+from kestrel_runtime.execution.step_runner import Launch, ModelRunner
 from tests.fakes import HOLD, FakeEngine, answers
 from tests.journey.conftest import House
 from tests.journey.http2 import COMPLETE_QUERY, QUERY, Http2Client, messages_in

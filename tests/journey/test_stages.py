@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from kestrel_client.v1 import vision_service_pb2 as wire
-from kestrel_runtime import preprocess
-from kestrel_runtime.admission import Admission
-from kestrel_runtime.preprocess import Preprocessor
-from kestrel_runtime.skills.query import QuerySkill
+from kestrel_runtime.engine import preprocessing
+from kestrel_runtime.engine.preprocessing import Preprocessor
+from kestrel_runtime.models.moondream.skills.query import QuerySkill
+from kestrel_runtime.scheduling.admission import Admission
 from tests.golden import MD3_SMALL
 from tests.journey.conftest import House
 from tests.journey.test_bad_input import error_of
-from tests.runtime import test_recovery as recovery
+from tests.runtime.engine import test_isolation as recovery
 
 IMAGE = (MD3_SMALL / "image_1_64x64.png").read_bytes()
 # As `recovery.POISON`, which stages of the engine are made to fail for.
@@ -61,8 +61,8 @@ INTERNAL, UNAVAILABLE = grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE
 STAGES: dict[str, tuple[Break, grpc.StatusCode]] = {
     "queue": (fails_once(Admission, "enter", ValueError("secret")), INTERNAL),
     "no thread": (fails_once(Preprocessor, "submit", RuntimeError("can't start new thread")), UNAVAILABLE),
-    "preprocess": (fails_once(preprocess, "decode_image", RuntimeError("secret")), INTERNAL),
-    "preprocess, out of memory": (fails_once(preprocess, "decode_image", MemoryError()), INTERNAL),
+    "preprocess": (fails_once(preprocessing, "decode_image", RuntimeError("secret")), INTERNAL),
+    "preprocess, out of memory": (fails_once(preprocessing, "decode_image", MemoryError()), INTERNAL),
     "encode": (fails_for_poison(recovery.ENCODE, RuntimeError("secret")), INTERNAL),
     "prefill": (fails_for_poison(recovery.PREFILL, RuntimeError("secret")), INTERNAL),
     "prefill, out of memory": (fails_for_poison(recovery.PREFILL, torch.OutOfMemoryError("secret")), INTERNAL),

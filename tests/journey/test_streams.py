@@ -2,10 +2,10 @@
 
 import asyncio
 
-from kestrel_runtime.config import EngineConfig
-from kestrel_runtime.engine import Engine
-from kestrel_runtime.events import Finished, QueryOutput, TextDelta
-from kestrel_runtime.requests import Query, SamplingParams
+from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.events import Finished, QueryOutput, TextDelta
+from kestrel_runtime.api.requests import Query, SamplingParams
+from kestrel_runtime.engine.engine import Engine
 
 
 async def answer(engine: Engine, seed: int) -> tuple[str, str]:

@@ -3,8 +3,8 @@
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kestrel_runtime.sequence import SequenceState
-from kestrel_runtime.tokens import Token
+from kestrel_runtime.interfaces.tokens import Token
+from kestrel_runtime.scheduling.sequence import SequenceState
 from tests.runtime.world import World
 
 

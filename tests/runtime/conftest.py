@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from kestrel_runtime.config import EngineConfig
-from kestrel_runtime.engine import Engine
-from kestrel_runtime.loading import LoadedModel
+from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.engine.engine import Engine
+from kestrel_runtime.loading.loaded_model import LoadedModel
 from tests.golden import MD2_SMALL, MD3_SMALL
 
 

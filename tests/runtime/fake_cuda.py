@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kestrel_runtime import recording
-from kestrel_runtime.lane import Lane
-from kestrel_runtime.recording import Recorder, Recording
+from kestrel_runtime.execution import graph_capture as recording
+from kestrel_runtime.execution.cuda_stream import Lane
+from kestrel_runtime.execution.graph_capture import Recorder, Recording
 
 MIB = 2**20
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kestrel_runtime.sequence import Batch, Sequence
-from kestrel_runtime.tokens import Token
+from kestrel_runtime.interfaces.tokens import Token
+from kestrel_runtime.scheduling.sequence import Batch, Sequence
 
 TOKEN = Token(5)
 

@@ -6,13 +6,13 @@ import itertools
 
 import numpy as np
 
-from kestrel_runtime.events import CaptionOutput, FinishReason, TextDelta
-from kestrel_runtime.grammar import Grammar, GrammarState
-from kestrel_runtime.images import Crops, UncutImage
-from kestrel_runtime.requests import Priority
-from kestrel_runtime.sequence import Sequence, SequenceClock
-from kestrel_runtime.skills.base import Reader
-from kestrel_runtime.tokens import Token, TokenRule
+from kestrel_runtime.api.events import CaptionOutput, FinishReason, TextDelta
+from kestrel_runtime.api.requests import Priority
+from kestrel_runtime.imaging.decoding import Crops, UncutImage
+from kestrel_runtime.interfaces.token_grammar import Grammar, GrammarState
+from kestrel_runtime.interfaces.tokens import Token, TokenRule
+from kestrel_runtime.models.moondream.skills.base import Reader
+from kestrel_runtime.scheduling.sequence import Sequence, SequenceClock
 
 _ids = itertools.count(1)
 

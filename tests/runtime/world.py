@@ -1,9 +1,9 @@
 """A scheduler with the rest of an engine played by the test: cache, token source, and who is done when."""
 
-from kestrel_runtime.pages import PagePool
-from kestrel_runtime.scheduler import Scheduler
-from kestrel_runtime.sequence import SequenceState
-from kestrel_runtime.tokens import Token
+from kestrel_runtime.interfaces.tokens import Token
+from kestrel_runtime.scheduling.page_pool import PagePool
+from kestrel_runtime.scheduling.scheduler import Scheduler
+from kestrel_runtime.scheduling.sequence import SequenceState
 from tests.runtime.sequences import blank_crops, new_sequence
 
 

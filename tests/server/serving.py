@@ -16,7 +16,7 @@ from grpc_status import rpc_status
 from kestrel_client.v1 import media_pb2
 from kestrel_client.v1.engine_service_pb2_grpc import EngineServiceStub
 from kestrel_client.v1.vision_service_pb2_grpc import VisionServiceStub
-from kestrel_grpc.config import ServerConfig
+from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.server import Server
 from tests.fakes import FakeEngine
 

@@ -3,12 +3,12 @@ from pathlib import Path
 
 import pytest
 
-from kestrel_runtime import checkpoint
+from kestrel_runtime.loading import checkpoint
+from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.models.moondream.config import MoondreamConfig
-from kestrel_runtime.tokenizer import Tokenizer
 from training.examples import Teacher
 
-NANO = Path(checkpoint.__file__).parent / "nano"
+NANO = Path(checkpoint.__file__).parents[1] / "nano"
 
 
 @pytest.fixture(scope="session")

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 from PIL import Image, ImageDraw, ImageFont
 
-from kestrel_runtime.config import BUILT_IN_MODEL, EngineConfig
-from kestrel_runtime.engine import Engine
-from kestrel_runtime.events import CaptionOutput, DetectOutput, Output, PointOutput, QueryOutput, SegmentOutput
-from kestrel_runtime.requests import Caption, Detect, Point, Query, Request, SamplingParams, Segment
+from kestrel_runtime.api.config import BUILT_IN_MODEL, EngineConfig
+from kestrel_runtime.api.events import CaptionOutput, DetectOutput, Output, PointOutput, QueryOutput, SegmentOutput
+from kestrel_runtime.api.requests import Caption, Detect, Point, Query, Request, SamplingParams, Segment
+from kestrel_runtime.engine.engine import Engine
 from training.scoring import box_iou
 
 GREEDY = SamplingParams(temperature=0.0)

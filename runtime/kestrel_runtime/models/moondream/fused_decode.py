@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kestrel_ops import Kernels
-from kestrel_runtime.kv_cache import KVCache
+from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.models.moondream.fused_weights import FusedBlock, Matrix
 from kestrel_runtime.models.moondream.rope import rotary_tables
 from kestrel_runtime.models.moondream.text import TextModel

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from kestrel_runtime.execution.transfer import to_device
+from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.models.moondream.region import RegionModel
 from kestrel_runtime.models.moondream.text import TextModel
 from kestrel_runtime.models.moondream.vision import VisionModel
-from kestrel_runtime.tokens import Token
-from kestrel_runtime.transfer import to_device
 
 
 class Moondream(nn.Module):

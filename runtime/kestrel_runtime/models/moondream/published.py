@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from kestrel_runtime.errors import CheckpointError
+from kestrel_runtime.api.errors import CheckpointError
 
 TEXT_HEAD_DIM = 64
 VISION_HEAD_DIM = 72

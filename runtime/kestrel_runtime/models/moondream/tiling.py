@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kestrel_runtime.images import UncutImage, crop_margins_px
-from kestrel_runtime.lanczos import LanczosAxis, shrinks_rows_first
+from kestrel_runtime.imaging.decoding import UncutImage, crop_margins_px
+from kestrel_runtime.imaging.lanczos import LanczosAxis, shrinks_rows_first
 from kestrel_runtime.models.moondream.config import VisionConfig
 
 _MAX_KEPT_AXES = 256

@@ -21,8 +21,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from kestrel_runtime.checkpoint import Checkpoint
-from kestrel_runtime.errors import CheckpointError
+from kestrel_runtime.api.errors import CheckpointError
+from kestrel_runtime.loading.checkpoint import Checkpoint
 from kestrel_runtime.models.moondream.config import ConfigError, MoondreamConfig
 from kestrel_runtime.models.moondream.published import infer_config
 

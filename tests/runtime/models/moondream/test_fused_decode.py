@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from kestrel_ops import Kernels
-from kestrel_runtime.kv_cache import KVCache
+from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.models.moondream.fused_decode import FusedDecoder
 from kestrel_runtime.models.moondream.fused_weights import fused_blocks, fused_head
 from tests.runtime.models.moondream.tiny import DenseAttend, random_model, tiny_config

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from kestrel_ops import Kernels
-from kestrel_runtime.kv_cache import KVCache
+from kestrel_runtime.execution.kv_cache import KVCache
+from kestrel_runtime.execution.step_inputs import PrefillPlan
 from kestrel_runtime.models.moondream.fused_prefill import FusedPrefill
 from kestrel_runtime.models.moondream.fused_weights import fused_blocks
-from kestrel_runtime.prefill_plan import PrefillPlan
-from kestrel_runtime.sequence import Chunk
+from kestrel_runtime.scheduling.sequence import Chunk
 from tests.runtime.models.moondream.tiny import DenseAttend, random_model, tiny_config
 from tests.runtime.sequences import new_sequence
 

@@ -2,9 +2,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from kestrel_runtime.images import decode_image, make_crops
+from kestrel_runtime.imaging.decoding import decode_image, make_crops
+from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.models.moondream.model import Moondream
-from kestrel_runtime.tokens import Token
 from tests.golden import MD2_SMALL, MD3_SMALL, expected, image_paths
 from tests.runtime.models.moondream.tiny import DenseAttend, random_model, tiny_config
 from tests.runtime.noise import noise

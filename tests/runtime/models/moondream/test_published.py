@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from kestrel_runtime.errors import CheckpointError
+from kestrel_runtime.api.errors import CheckpointError
 from kestrel_runtime.models.moondream.config import MoeConfig, MoondreamConfig
 from kestrel_runtime.models.moondream.published import infer_config
 from kestrel_runtime.models.moondream.weights import expected_tensors

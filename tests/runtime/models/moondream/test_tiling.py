@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kestrel_runtime.images import UncutImage, leave_uncut, make_crops
+from kestrel_runtime.imaging.decoding import UncutImage, leave_uncut, make_crops
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.models.moondream.tiling import Tiler
 from tests.golden import MD2_SMALL, model_config

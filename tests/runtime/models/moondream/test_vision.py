@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import gelu, layer_norm
 
-from kestrel_runtime.images import make_crops
+from kestrel_runtime.imaging.decoding import make_crops
 from kestrel_runtime.models.moondream.vision import VisionModel
 from tests.runtime.models.moondream.tiny import randomised, tiny_config
 from tests.runtime.noise import noise

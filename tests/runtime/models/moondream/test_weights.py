@@ -6,8 +6,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from kestrel_runtime.checkpoint import Checkpoint, find_checkpoint
-from kestrel_runtime.errors import CheckpointError
+from kestrel_runtime.api.errors import CheckpointError
+from kestrel_runtime.loading.checkpoint import Checkpoint, find_checkpoint
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.models.moondream.model import Moondream
 from kestrel_runtime.models.moondream.published import infer_config

@@ -1,0 +1,1 @@
+"""Who may call: tokens, scopes, rate limits and TLS certificates."""

@@ -1,0 +1,250 @@
+"""Who may call what, and how often: bearer tokens against the file that `tokens.py` reads. Knows no statuses.
+
+    TokenInvalid     no token, an unknown one, or one that was taken back
+    ScopeRequired    the token is not good for this method
+    RateLimited      the token is used up for now
+
+A token that is taken back while its calls run ends them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Protocol
+
+from kestrel_grpc.access.reloading import ReloadedFiles
+from kestrel_grpc.access.tokens import Scope, Token, hash_of, read_tokens
+
+Metadata = Iterable[tuple[str, str | bytes]]
+
+_AUTHORIZATION_KEY = "authorization"
+_SCHEME = "bearer "
+_RELOAD_INTERVAL_S = 1.0
+# Until another of its calls has ended; nobody knows when that will be.
+_RETRY_CONCURRENT_S = 1.0
+_ANY_SCOPE = frozenset(Scope)
+_INFER = frozenset((Scope.INFER,))
+_ADMIN = frozenset((Scope.ADMIN,))
+
+# By method or by service; one of the scopes is enough. What is not here needs the scope `admin`.
+SCOPES: Mapping[str, frozenset[Scope]] = MappingProxyType(
+    {
+        "kestrel.v1.VisionService/": _INFER,
+        "kestrel.v1.EngineService/GetServerInfo": _ANY_SCOPE,
+        "kestrel.v1.EngineService/ListModels": _ANY_SCOPE,
+        # It tells what all callers together do.
+        "kestrel.v1.EngineService/GetLoad": _ADMIN,
+        "grpc.reflection.v1.ServerReflection/": _ANY_SCOPE,
+        "grpc.reflection.v1alpha.ServerReflection/": _ANY_SCOPE,
+    }
+)
+
+
+class AccessRefused(Exception):
+    """The root of the refusals."""
+
+
+class TokenInvalid(AccessRefused):
+    """The call bears no token that is known."""
+
+
+class ScopeRequired(AccessRefused):
+    """The token is known but not good for this method; one of `scopes` is."""
+
+    def __init__(self, scopes: frozenset[Scope]) -> None:
+        super().__init__()
+        self.scopes = tuple(scope.value for scope in Scope if scope in scopes)
+
+
+class RateLimited(AccessRefused):
+    """The token called too often or too much at a time: `limit` says which. `name` is that of its line."""
+
+    def __init__(self, name: str, limit: str, retry_after_s: float) -> None:
+        super().__init__()
+        self.name = name
+        self.limit = limit
+        self.retry_after_s = retry_after_s
+
+
+class Access(Protocol):
+    """Decides about calls."""
+
+    def admit(self, method: str, metadata: Metadata) -> AbstractContextManager[str]:
+        """Entering admits a call or raises why not, and gives the name of who calls; leaving ends the call."""
+        ...
+
+    async def watch(self) -> None:
+        """Follow what decides, until cancelled."""
+        ...
+
+
+class OpenAccess:
+    """Everybody may call everything, and is nobody."""
+
+    def __init__(self) -> None:
+        self._nobody = nullcontext("")
+
+    def admit(self, method: str, metadata: Metadata) -> AbstractContextManager[str]:
+        """Admits."""
+        return self._nobody
+
+    async def watch(self) -> None:
+        """Nothing changes."""
+
+
+class TokenAccess:
+    """Callers bear tokens from a file. Raises `TokenFileError` where that cannot be read at first.
+
+    `watch` follows the file. Belongs to one event loop.
+    """
+
+    def __init__(self, path: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._file = ReloadedFiles((path,), lambda: read_tokens(path))
+        self._clock = clock
+        # By hash, so that a line that changes its limits keeps its debts.
+        self._accounts: dict[bytes, _Account] = {}
+
+    def admit(self, method: str, metadata: Metadata) -> AbstractContextManager[str]:
+        """Entering admits a call of a task or raises an `AccessRefused`."""
+        return _Admission(self, method, metadata)
+
+    def identify(self, metadata: Metadata) -> Token:
+        """Whose token the metadata bears, whatever its scopes. Raises `TokenInvalid`."""
+        token = self._file.value.get(hash_of(_secret(metadata)))
+        if token is None:
+            raise TokenInvalid
+        return token
+
+    def authorize(self, token: Token, method: str) -> None:
+        """Raise `ScopeRequired` where the token is not good for a method."""
+        scopes = required_scopes(method)
+        if token.scopes.isdisjoint(scopes):
+            raise ScopeRequired(scopes)
+
+    def account(self, token: Token) -> _Account:
+        """What the token has used."""
+        account = self._accounts.get(token.sha256)
+        if account is None:
+            account = self._accounts[token.sha256] = _Account(token.burst, self._clock())
+        return account
+
+    def take(self, token: Token) -> None:
+        """Count one call or raise `RateLimited`."""
+        account = self.account(token)
+        if token.concurrency is not None and len(account.admissions) >= token.concurrency:
+            limit = f"at most {token.concurrency} requests at a time"
+            raise RateLimited(token.name, limit, _RETRY_CONCURRENT_S)
+        if token.rate is None:
+            return
+        wait_s = account.spend(token.rate, token.burst, self._clock())
+        if wait_s > 0.0:
+            limit = f"at most {token.rate:g} requests per second, and {token.burst} at once"
+            raise RateLimited(token.name, limit, wait_s)
+
+    async def watch(self) -> None:
+        """Follow the file until cancelled."""
+        while True:
+            await asyncio.sleep(_RELOAD_INTERVAL_S)
+            self.reload()
+
+    def reload(self) -> None:
+        """Read the file again if it has changed, and end the calls that are no longer allowed."""
+        if not self._file.refresh():
+            return
+        tokens = self._file.value
+        for sha256, account in list(self._accounts.items()):
+            token = tokens.get(sha256)
+            for admission in tuple(account.admissions):
+                if token is None:
+                    admission.end(TokenInvalid())
+                    continue
+                try:
+                    self.authorize(token, admission.method)
+                except ScopeRequired as refusal:
+                    admission.end(refusal)
+            if token is None:
+                del self._accounts[sha256]
+
+
+def required_scopes(method: str) -> frozenset[Scope]:
+    """The scopes of which a token needs one to call a method."""
+    service = method[: method.rindex("/") + 1]
+    return SCOPES.get(method) or SCOPES.get(service) or _ADMIN
+
+
+class _Account:
+    """The use of one token: a bucket of calls that fills at its rate, and the calls that run."""
+
+    __slots__ = ("_level", "_level_at", "admissions")
+
+    def __init__(self, level: float, now: float) -> None:
+        self.admissions: set[_Admission] = set()
+        self._level = float(level)
+        self._level_at = now
+
+    def spend(self, rate: float, burst: int, now: float) -> float:
+        """Take one call out; where there is none, the seconds until there will be."""
+        self._level = min(burst, self._level + (now - self._level_at) * rate)
+        self._level_at = now
+        if self._level < 1.0:
+            return (1.0 - self._level) / rate
+        self._level -= 1.0
+        return 0.0
+
+
+class _Admission(AbstractContextManager[str]):
+    """One call. `end` makes its task leave with a refusal, in the way of `asyncio.timeout`."""
+
+    __slots__ = ("_access", "_account", "_metadata", "_num_cancels", "_refusal", "_task", "method")
+
+    def __init__(self, access: TokenAccess, method: str, metadata: Metadata) -> None:
+        self.method = method
+        self._access = access
+        self._metadata = metadata
+        self._account: _Account | None = None
+        self._refusal: AccessRefused | None = None
+
+    def __enter__(self) -> str:
+        token = self._access.identify(self._metadata)
+        self._access.authorize(token, self.method)
+        self._access.take(token)
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._num_cancels = task.cancelling()
+        self._account = self._access.account(token)
+        self._account.admissions.add(self)
+        return token.name
+
+    def end(self, refusal: AccessRefused) -> None:
+        """Cancel the call for this reason."""
+        if self._refusal is None:
+            self._refusal = refusal
+            self._task.cancel()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        assert self._account is not None
+        self._account.admissions.discard(self)
+        if self._refusal is None:
+            return
+        # The caller may have hung up at the same moment; then that is what ended the call.
+        is_ours = self._task.uncancel() <= self._num_cancels
+        if is_ours and isinstance(error, asyncio.CancelledError):
+            raise self._refusal from error
+
+
+def _secret(metadata: Metadata) -> str:
+    for key, value in metadata:
+        if key == _AUTHORIZATION_KEY and isinstance(value, str) and value[: len(_SCHEME)].lower() == _SCHEME:
+            return value[len(_SCHEME) :].strip()
+    raise TokenInvalid

@@ -1,0 +1,1 @@
+"""The commands of `kestrel-grpc`, one module each, and what they share."""

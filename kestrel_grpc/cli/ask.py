@@ -1,0 +1,237 @@
+"""The commands that ask a running server: query, caption, point, detect, segment. Knows `kestrel_client` alone.
+
+Answers go to stdout, text as it comes. Everything else, the reasoning included, goes to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+from kestrel_client import (
+    Box,
+    CallOptions,
+    Client,
+    DeadlineExceeded,
+    KestrelClientError,
+    Point,
+    Result,
+    Segment,
+    ServerError,
+    TextChannel,
+    TextDelta,
+    Unauthenticated,
+    Unavailable,
+)
+from kestrel_client.channel import DEFAULT_ADDRESS, DEFAULT_TIMEOUT_S
+from kestrel_client.images import is_address
+from kestrel_grpc.cli.connection import add_connection_arguments, tls_of
+from kestrel_grpc.cli.diagnosis import why_no_answer
+
+NO_IMAGE = "-"
+"""What stands in the place of IMAGE in a query about nothing."""
+
+
+def add_client_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the commands; each sets `run`, which takes the parsed arguments and returns the exit status."""
+    query = _add(subparsers, _query, "answer a question", f"an image file, its address, or {NO_IMAGE} for none")
+    query.add_argument("question", metavar="QUESTION")
+    query.add_argument("--reasoning", action="store_true", help="think first, and show the thoughts on stderr")
+    caption = _add(subparsers, _caption, "describe an image")
+    caption.add_argument("--length", choices=("short", "normal", "long"), help="how much to say (normal)")
+    point = _add(subparsers, _point, "find the place of each object of a kind")
+    detect = _add(subparsers, _detect, "find a box around each object of a kind")
+    segment = _add(subparsers, _segment, "find the outline of an object")
+    for command in (point, detect, segment):
+        command.add_argument("object", metavar="OBJECT", help='what to look for, such as "dog"')
+        command.add_argument(
+            "--draw", metavar="FILE", type=Path, help="write a PNG with what was found on the image"
+        )
+    for command in (point, detect):
+        command.add_argument("--max-objects", metavar="N", type=int, help="the most objects to find (150)")
+
+
+Command = Callable[[Client, argparse.Namespace], None]
+
+
+def _add(
+    subparsers: argparse._SubParsersAction[argparse.ArgumentParser],
+    command: Command,
+    summary: str,
+    image_help: str = "an image file, or its address",
+) -> argparse.ArgumentParser:
+    name = command.__name__.removeprefix("_")
+    parser = subparsers.add_parser(
+        name, help=summary, description=f"{summary.capitalize()}, asking a running server."
+    )
+    parser.add_argument("image", metavar="IMAGE", help=image_help)
+    add_connection_arguments(
+        parser,
+        address=DEFAULT_ADDRESS,
+        address_help="where the server is (%(default)s)",
+        timeout_s=DEFAULT_TIMEOUT_S,
+    )
+    parser.add_argument(
+        "--token",
+        default=os.environ.get("KESTREL_TOKEN") or None,
+        help="API token, for servers that ask for one (KESTREL_TOKEN, which others on this machine do not see)",
+    )
+    parser.add_argument("--temperature", metavar="T", type=float, help="0 always takes the likeliest token")
+    parser.add_argument("--top-p", metavar="P", type=float, help="draw from the likeliest tokens that add up to P")
+    parser.add_argument("--max-tokens", metavar="N", type=int, help="the most tokens to generate")
+    parser.add_argument("--seed", metavar="N", type=int, help="draw the same tokens every time")
+    parser.add_argument("--json", action="store_true", help="print the whole result as one line of JSON")
+    parser.set_defaults(run=partial(_run, command))
+    return parser
+
+
+def _run(command: Command, arguments: argparse.Namespace) -> int:
+    try:
+        tls = tls_of(arguments)
+        credentials = None if tls is None else tls.credentials()
+        with Client(
+            arguments.address, timeout_s=arguments.timeout, token=arguments.token, credentials=credentials
+        ) as client:
+            command(client, arguments)
+    except BrokenPipeError:
+        # Whoever reads stdout has seen enough; without this, Python complains again when it flushes at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (KestrelClientError, OSError, ValueError) as error:  # a number too large for its field is a ValueError
+        print(f"kestrel-grpc: {_explain(error, arguments)}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _query(client: Client, arguments: argparse.Namespace) -> None:
+    image = None if arguments.image == NO_IMAGE else arguments.image
+    reasoning = arguments.reasoning or None
+    options = _options(arguments)
+    if arguments.json:
+        _print_json(client.complete_query(image, arguments.question, reasoning=reasoning, **options))
+        return
+    with client.query(image, arguments.question, reasoning=reasoning, **options) as stream:
+        _print_text(stream.deltas())
+
+
+def _caption(client: Client, arguments: argparse.Namespace) -> None:
+    options = _options(arguments)
+    if arguments.json:
+        _print_json(client.complete_caption(arguments.image, length=arguments.length, **options))
+        return
+    with client.caption(arguments.image, length=arguments.length, **options) as stream:
+        _print_text(stream.deltas())
+
+
+def _point(client: Client, arguments: argparse.Namespace) -> None:
+    image = _image(arguments)
+    options = _options(arguments)
+    result = client.point(image, arguments.object, max_objects=arguments.max_objects, **options)
+    _print_found(arguments, result, [_numbers(point) for point in result.points])
+    _draw(arguments, image, points=result.points)
+
+
+def _detect(client: Client, arguments: argparse.Namespace) -> None:
+    image = _image(arguments)
+    options = _options(arguments)
+    result = client.detect(image, arguments.object, max_objects=arguments.max_objects, **options)
+    boxes = tuple(item.box for item in result.objects)
+    _print_found(arguments, result, [_numbers(box) for box in boxes])
+    _draw(arguments, image, boxes=boxes)
+
+
+def _segment(client: Client, arguments: argparse.Namespace) -> None:
+    image = _image(arguments)
+    result = client.segment(image, arguments.object, **_options(arguments))
+    _print_found(arguments, result, [f"{_numbers(item.box)} {item.svg_path}" for item in result.segments])
+    _draw(arguments, image, segments=result.segments)
+
+
+def _image(arguments: argparse.Namespace) -> bytes | str:
+    """The bytes of an image file, which drawing needs too, or an address for the server."""
+    if not is_address(arguments.image):
+        return Path(arguments.image).read_bytes()
+    if arguments.draw is not None:
+        raise ValueError("--draw needs an image file, not an address")
+    return arguments.image
+
+
+def _options(arguments: argparse.Namespace) -> CallOptions:
+    return CallOptions(
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        max_tokens=arguments.max_tokens,
+        seed=arguments.seed,
+    )
+
+
+def _print_text(deltas: Iterator[TextDelta]) -> None:
+    channel = None
+    for delta in deltas:
+        if channel is TextChannel.REASONING and delta.channel is not channel:
+            print(file=sys.stderr)
+        channel = delta.channel
+        file = sys.stdout if channel is TextChannel.ANSWER else sys.stderr
+        print(delta.text, end="", file=file, flush=True)
+    print(flush=True)
+
+
+def _print_found(arguments: argparse.Namespace, result: Result, lines: list[str]) -> None:
+    if arguments.json:
+        _print_json(result)
+        return
+    for line in lines:
+        print(line)
+    if not lines:
+        print(f"kestrel-grpc: no {arguments.object} found", file=sys.stderr)
+
+
+def _print_json(result: Result) -> None:
+    print(json.dumps(dataclasses.asdict(result), ensure_ascii=False))
+
+
+def _numbers(place: Point | Box) -> str:
+    """One line for people and for `cut`: fractions of the width and height from the top left corner."""
+    return " ".join(f"{number:.4f}" for number in dataclasses.astuple(place))
+
+
+def _draw(
+    arguments: argparse.Namespace,
+    image: bytes | str,
+    *,
+    points: tuple[Point, ...] = (),
+    boxes: tuple[Box, ...] = (),
+    segments: tuple[Segment, ...] = (),
+) -> None:
+    if arguments.draw is None or isinstance(image, str):
+        return
+    # Most calls draw nothing, and start faster without Pillow.
+    from kestrel_grpc.cli.drawing import draw, open_upright
+
+    draw(open_upright(image), points=points, boxes=boxes, segments=segments).save(arguments.draw, "PNG")
+
+
+def _explain(error: Exception, arguments: argparse.Namespace) -> str:
+    """One line that says what to do about it, as far as anyone knows."""
+    if isinstance(error, Unavailable) and not error.reason:
+        why = why_no_answer(arguments.address, tls_of(arguments))
+        return why or f"no server answers at {arguments.address}: {error}"
+    if isinstance(error, Unauthenticated):
+        if arguments.token is None:
+            return "the server asks for a token; give --token or KESTREL_TOKEN"
+        return "the server does not know the token of --token or KESTREL_TOKEN"
+    if isinstance(error, DeadlineExceeded):
+        return f"no answer within {arguments.timeout:g} s"
+    if isinstance(error, ServerError) and error.request_id:
+        return f"{error} (its log knows more about request {error.request_id})"
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)

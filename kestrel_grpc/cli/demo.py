@@ -1,0 +1,99 @@
+"""The command `kestrel-grpc demo`: a server on the built-in model, asked all five skills over gRPC.
+
+Starts the true server on a free port, asks it as any client would, and draws what was found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from importlib.resources import files
+from pathlib import Path
+
+from kestrel_client import AsyncClient, Box, Point, Segment
+
+PICTURE = "demo_picture.png"
+QUESTIONS = (
+    "How many shapes are there?",
+    "What color is the star?",
+    "What does the text say?",
+    "Is there a heart?",
+)
+OUTLINED = "yellow star"
+
+
+def add_demo_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command; it sets `run`, which takes the parsed arguments and returns the exit status."""
+    parser = subparsers.add_parser(
+        "demo",
+        help="ask the built-in model about a picture",
+        description="Serve the built-in model on a free port and ask it all five skills over gRPC.",
+    )
+    parser.add_argument(
+        "--draw",
+        metavar="FILE",
+        type=Path,
+        default=Path("demo.png"),
+        help="where to draw what is found (default: %(default)s)",
+    )
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    try:
+        asyncio.run(_demonstrate(arguments.draw))
+    except OSError as error:
+        print(f"kestrel-grpc: {arguments.draw}: {error.strerror}", file=sys.stderr)
+        return 1
+    return 0
+
+
+async def _demonstrate(target: Path) -> None:
+    from kestrel_grpc.config.options import ServerConfig
+    from kestrel_grpc.server import Server
+    from kestrel_runtime.engine.engine import Engine
+
+    config = ServerConfig(port=0)
+    engine = await asyncio.to_thread(Engine.start, config.engine_config())
+    async with Server(engine, config) as server, AsyncClient(f"127.0.0.1:{server.port}") as client:
+        await _ask(client, files("kestrel_grpc").joinpath(PICTURE).read_bytes(), target)
+
+
+async def _ask(client: AsyncClient, picture: bytes, target: Path) -> None:
+    for question in QUESTIONS:
+        print(f"\nquery    {question}\n         ", end="", flush=True)
+        async for piece in client.query(picture, question, temperature=0.0):
+            print(piece, end="", flush=True)
+    print("\n\ncaption\n         ", end="", flush=True)
+    async for piece in client.caption(picture, temperature=0.0):
+        print(piece, end="", flush=True)
+    points = (await client.point(picture, "shape")).points
+    print(f"\n\npoint    shape\n         {'  '.join(map(_point_text, points))}")
+    boxes = tuple(item.box for item in (await client.detect(picture, "shape")).objects)
+    print("\ndetect   shape")
+    for box in boxes:
+        print(f"         {_box_text(box)}")
+    segments = (await client.segment(picture, OUTLINED)).segments
+    print(f"\nsegment  {OUTLINED}")
+    for segment in segments:
+        print(f"         {_box_text(segment.box)}  {segment.svg_path}")
+    _draw(picture, points, boxes, segments, target)
+    print(f"\nAll of it is drawn in {target}.")
+
+
+def _draw(
+    picture: bytes, points: tuple[Point, ...], boxes: tuple[Box, ...], segments: tuple[Segment, ...], target: Path
+) -> None:
+    from kestrel_grpc.cli.drawing import draw, open_upright
+
+    drawn = draw(open_upright(picture), points=points, boxes=boxes, segments=segments)
+    drawn.save(target, format="PNG")
+
+
+def _point_text(point: Point) -> str:
+    return f"({point.x:.3f}, {point.y:.3f})"
+
+
+def _box_text(box: Box) -> str:
+    return f"({box.x_min:.3f}, {box.y_min:.3f}) to ({box.x_max:.3f}, {box.y_max:.3f})"

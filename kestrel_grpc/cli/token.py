@@ -1,0 +1,41 @@
+"""The command `kestrel-grpc token new`: a fresh token, and the line that lets it in. Asks no server."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from kestrel_grpc.access.tokens import Scope, line_for, new_secret
+
+
+def add_token_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command; it sets `run`, which takes the parsed arguments and returns the exit status."""
+    token = subparsers.add_parser("token", help="make a token for callers")
+    actions = token.add_subparsers(metavar="ACTION", required=True)
+    new = actions.add_parser(
+        "new",
+        help="print a fresh token and the line for the file of tokens",
+        description="Print a fresh token, for the caller, and to stderr the line for the file of --tokens.",
+    )
+    new.add_argument("name", metavar="NAME", help="what to call whoever bears it")
+    new.add_argument(
+        "--scope",
+        action="append",
+        choices=[scope.value for scope in Scope],
+        help="what it is good for; more than once for more (infer)",
+    )
+    new.set_defaults(run=_new)
+
+
+def _new(arguments: argparse.Namespace) -> int:
+    secret = new_secret()
+    scopes = frozenset(Scope(word) for word in arguments.scope or [Scope.INFER.value])
+    try:
+        line = line_for(arguments.name, secret, scopes)
+    except ValueError as error:
+        print(f"kestrel-grpc: {error}", file=sys.stderr)
+        return 2
+    print(secret)
+    # Apart from the secret, so that it can be piped to where it is kept.
+    print(f"# The line for the file of --tokens:\n{line}", file=sys.stderr)
+    return 0

@@ -1,0 +1,1 @@
+"""Every option of the server, and where its value comes from."""

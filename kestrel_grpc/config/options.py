@@ -1,0 +1,451 @@
+"""Every option of the server, once: its flag, its environment variable, its default and its unit.
+
+`ServerConfig` is that list and the value it makes. A flag wins over its environment variable, which wins over the
+file of options, which wins over the default. Knows nothing about sockets or models.
+`python -m kestrel_grpc.config.options` prints the table for the README.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import Field, dataclass, field, fields
+from types import MappingProxyType
+from typing import Any
+
+from kestrel_grpc.config.option_parsers import (
+    fraction,
+    on_or_off,
+    one_of,
+    parse_kernels,
+    positive_seconds,
+    seconds_above_zero,
+    some_text,
+    whole_number,
+)
+from kestrel_grpc.config.settings import FILE_OPTION, Setting, collect, environment_name, flag_name
+from kestrel_grpc.images.image_uris import AllowedHost, parse_hosts
+from kestrel_runtime.api.config import EngineConfig
+
+MIB = 2**20
+_OPTION = "option"
+# Of the commands that ask a server, which may run in the same environment.
+_CLIENT_VARIABLES = frozenset(
+    ("KESTREL_TOKEN", "KESTREL_TLS_CA", "KESTREL_TLS_CLIENT_CERTIFICATE", "KESTREL_TLS_CLIENT_KEY")
+)
+
+
+class ConfigurationError(Exception):
+    """Options that cannot be used; `problems` has a line for each."""
+
+    def __init__(self, problems: tuple[str, ...]) -> None:
+        super().__init__("; ".join(problems))
+        self.problems = problems
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """What is known about an option beside its name. `parse` raises `ValueError` with the reason."""
+
+    help: str
+    unit: str
+    parse: Callable[[str], Any]
+    default_text: str
+
+
+def _option(
+    default: Any, parse: Callable[[str], Any], help: str, *, unit: str = "", default_text: str | None = None
+) -> Any:
+    text = str(default) if default_text is None else default_text
+    return field(default=default, metadata={_OPTION: Option(help, unit, parse, text)})
+
+
+_ENGINE = EngineConfig()
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """How a server is set up. `max_queue` is the flag `--max-queue`, the variable `KESTREL_MAX_QUEUE`, and the key
+    `max_queue` of the file."""
+
+    config: str | None = _option(None, some_text, "file with options, in TOML", default_text="none")
+    model: str = _option(
+        _ENGINE.model, some_text, "the built-in toy model, a local folder or file, or a name on the hub"
+    )
+    revision: str | None = _option(None, some_text, "revision of a hub model", default_text="the published one")
+    device: str = _option("auto", one_of("auto", "cpu", "cuda"), "where the model runs: auto, cpu or cuda")
+    dtype: str = _option(
+        "auto",
+        one_of("auto", "float32", "bfloat16", "float16"),
+        "number format of the weights: auto, float32, bfloat16 or float16",
+    )
+    host: str = _option(
+        "127.0.0.1", some_text, "address to listen on; one that others reach needs tokens or a certificate"
+    )
+    port: int = _option(50051, whole_number(0, 65_535), "port to listen on; 0 takes a free one and prints it")
+    insecure_public: bool = _option(
+        False,
+        on_or_off,
+        "whether others may reach the server although it asks for no token and encrypts nothing: on or off",
+        default_text="off",
+    )
+    unix_socket: str | None = _option(
+        None, some_text, "path of a socket to listen on besides, without encryption", default_text="none"
+    )
+    admin_port: int | None = _option(
+        None,
+        whole_number(0, 65_535),
+        "port for `EngineService`, which then is on no other, and health; not encrypted; 0 takes a free one",
+        default_text="none",
+    )
+    admin_host: str = _option("127.0.0.1", some_text, "address to listen on for these")
+    tls_certificate: str | None = _option(
+        None,
+        some_text,
+        "file of the server's certificate and those that vouch for it, in PEM",
+        default_text="none; no encryption",
+    )
+    tls_key: str | None = _option(None, some_text, "file of the certificate's key, in PEM", default_text="none")
+    tls_client_ca: str | None = _option(
+        None,
+        some_text,
+        "file of certificates, in PEM; clients then need one that these vouch for",
+        default_text="none; any client",
+    )
+    tokens: str | None = _option(
+        None, some_text, "file of the tokens that callers must bear, in TOML", default_text="none; anybody may call"
+    )
+    text_path: str = _option(
+        "auto",
+        one_of("auto", "plain", "fused", "fused-float8"),
+        "how the decoder runs: plain, fused, fused-float8 (weights of 8 bits), or auto: fused on a GPU",
+    )
+    vision_path: str = _option(
+        "auto",
+        one_of("auto", "plain", "fused", "fused-float8", "calibrated-float8"),
+        "how images are encoded: plain, fused, fused-float8 (products of 8 bits), calibrated-float8 (the same with "
+        "scales measured at the start), or auto: fused on a GPU",
+    )
+    kv_dtype: str = _option(
+        "auto",
+        one_of("auto", "float8"),
+        "number format of the key-value cache: float8, or auto: that of the weights",
+    )
+    cuda_graphs: bool | None = _option(
+        None,
+        on_or_off,
+        "whether work on the device is recorded once and replayed: on or off",
+        default_text="on with a fused text path on a GPU",
+    )
+    kernels: tuple[tuple[str, str], ...] | None = _option(
+        None,
+        parse_kernels,
+        "implementations of single operations, such as `concat_gelu=reference`, parted by commas",
+        default_text="the fastest",
+    )
+    max_batch_size: int | None = _option(
+        None,
+        whole_number(1),
+        "requests that generate together",
+        unit="requests",
+        default_text="64 on a GPU, else 16",
+    )
+    kv_pages: int | None = _option(
+        None,
+        whole_number(1),
+        "size of the key-value cache; one too small for a request with an image is refused",
+        unit="pages",
+        default_text="from memory",
+    )
+    kv_fraction: float = _option(
+        _ENGINE.kv_fraction,
+        fraction,
+        "part of the memory that the loaded model leaves, on the GPU or within the limits of the container, "
+        "which the key-value cache may take",
+    )
+    page_size: int = _option(
+        _ENGINE.page_size, whole_number(1), "size of a page of the key-value cache", unit="tokens"
+    )
+    max_queue: int = _option(
+        _ENGINE.max_queued_requests,
+        whole_number(1),
+        "requests that may wait; one more is refused",
+        unit="requests",
+    )
+    max_queue_image_bytes: int = _option(
+        _ENGINE.max_queued_image_bytes, whole_number(1), "images of waiting requests together", unit="bytes"
+    )
+    max_queue_tokens: int = _option(
+        _ENGINE.max_queued_tokens,
+        whole_number(1),
+        "prompts of waiting requests together; a byte of text counts as a token",
+        unit="tokens",
+    )
+    ageing: float = _option(
+        _ENGINE.ageing_s,
+        seconds_above_zero,
+        "waiting after which a request counts as one priority more urgent",
+        unit="seconds",
+    )
+    max_message_bytes: int = _option(48 * MIB, whole_number(1), "largest message received", unit="bytes")
+    max_receiving_bytes: int = _option(
+        384 * MIB,
+        whole_number(1),
+        "messages that are being received together, each counted as the largest; more let more slow senders in at a"
+        " time",
+        unit="bytes",
+    )
+    receive_timeout: float = _option(
+        30.0,
+        seconds_above_zero,
+        "how long the message of a call may take to arrive; then the call ends with DEADLINE_EXCEEDED",
+        unit="seconds",
+    )
+    max_image_bytes: int = _option(_ENGINE.max_image_bytes, whole_number(1), "largest encoded image", unit="bytes")
+    max_image_pixels: int = _option(
+        _ENGINE.max_image_pixels, whole_number(1), "largest image, width times height", unit="pixels"
+    )
+    max_decoded_image_bytes: int | None = _option(
+        None,
+        whole_number(MIB),
+        "memory of all images together from their decoding to the end of their requests; one image may take three"
+        " quarters of it, and 512 MiB, while it is decoded",
+        unit="bytes",
+        default_text="683 MiB, or 512 MiB and room for two full batches where that is more",
+    )
+    image_hosts: tuple[AllowedHost, ...] | None = _option(
+        None,
+        parse_hosts,
+        "hosts that images may be fetched from, such as `example.com` or, for all below it, `.example.com`",
+        default_text="none; images come as bytes",
+    )
+    image_fetch_timeout: float = _option(
+        10.0, positive_seconds, "how long fetching an image may take", unit="seconds"
+    )
+    preprocess_threads: int = _option(
+        _ENGINE.num_preprocess_threads,
+        whole_number(1, 1024),
+        "threads that decode images and build prompts",
+        unit="threads",
+    )
+    resize_on_device: bool | None = _option(
+        None,
+        on_or_off,
+        "whether images are resized where the model runs, and not by preprocessing threads: on or off",
+        default_text="on with a GPU",
+    )
+    max_prefill_tokens: int | None = _option(
+        None,
+        whole_number(1),
+        "prompt tokens that one step may carry while others decode",
+        unit="tokens",
+        default_text="8192 on a GPU, else 1024",
+    )
+    max_crops: int | None = _option(
+        None,
+        whole_number(1),
+        "pieces of images that one step may encode while others decode; newcomers wait for such a step, and"
+        " without a GPU the next tokens of the others do",
+        unit="crops",
+        default_text="72 on a GPU, else 4",
+    )
+    step_timeout: float | None = _option(
+        None,
+        seconds_above_zero,
+        "how long a step may make no progress before the device counts as hung and the server ends with an error",
+        unit="seconds",
+        default_text="60 on a GPU, else 1800",
+    )
+    stream_idle_timeout: float = _option(
+        60.0,
+        seconds_above_zero,
+        "how long the reader of a stream may take none of its messages; then the call ends with ABORTED",
+        unit="seconds",
+    )
+    withdrawal_delay: float = _option(
+        5.0,
+        positive_seconds,
+        "how long calls are still taken after SIGTERM, while health says NOT_SERVING and balancers turn away",
+        unit="seconds",
+    )
+    drain_timeout: float = _option(
+        20.0, positive_seconds, "how long running requests may take to end after that", unit="seconds"
+    )
+    reflection: str = _option(
+        "on", one_of("on", "off", "token"), "who may ask for the schema: on (anybody), off (nobody) or token"
+    )
+    log_level: str = _option(
+        "info",
+        one_of("debug", "info", "warning", "error"),
+        "least severe line to log: debug, info, warning or error",
+    )
+    log_format: str = _option("text", one_of("text", "json"), "how lines are logged: text or json")
+    metrics_port: int | None = _option(
+        None,
+        whole_number(0, 65_535),
+        "port of `/metrics`, `/healthz` and `/readyz` over HTTP; 0 takes a free one and logs it",
+        default_text="none",
+    )
+    metrics_host: str = _option("127.0.0.1", some_text, "address to listen on for these")
+    tracing: bool = _option(
+        False,
+        on_or_off,
+        "whether calls are traced, to where `OTEL_EXPORTER_OTLP_ENDPOINT` says: on or off",
+        default_text="off",
+    )
+    trace_content: bool = _option(
+        False, on_or_off, "whether traces carry questions and answers: on or off", default_text="off"
+    )
+
+    @classmethod
+    def parse(cls, flags: Mapping[str, str | None], environment: Mapping[str, str]) -> ServerConfig:
+        """From texts by field name, the environment and a file. Raises `ConfigurationError` with every problem."""
+        problems: list[str] = []
+        settings = _settings(flags, environment, problems)
+        values: dict[str, Any] = {}
+        for name, option in options():
+            setting = settings.get(name)
+            if setting is not None:
+                try:
+                    values[name] = option.parse(setting.text)
+                except ValueError as error:
+                    problems.append(f"{setting.source}: {setting.text!r} {error}")
+        config = cls(**values)
+        problems += config._contradictions()
+        if problems:
+            raise ConfigurationError(tuple(problems))
+        return config
+
+    def engine_config(self) -> EngineConfig:
+        """The part that the engine needs."""
+        return EngineConfig(
+            model=self.model,
+            revision=self.revision,
+            device=self.device,
+            dtype=self.dtype,
+            text_path=self.text_path,
+            vision_path=self.vision_path,
+            kv_dtype=self.kv_dtype,
+            cuda_graphs=self.cuda_graphs,
+            kernels=self.kernels or (),
+            max_batch_size=self.max_batch_size,
+            num_kv_pages=self.kv_pages,
+            kv_fraction=self.kv_fraction,
+            page_size=self.page_size,
+            max_queued_requests=self.max_queue,
+            max_queued_image_bytes=self.max_queue_image_bytes,
+            max_queued_tokens=self.max_queue_tokens,
+            ageing_s=self.ageing,
+            max_image_bytes=self.max_image_bytes,
+            max_image_pixels=self.max_image_pixels,
+            max_decoded_image_bytes=self.max_decoded_image_bytes,
+            num_preprocess_threads=self.preprocess_threads,
+            resize_on_device=self.resize_on_device,
+            max_prefill_tokens=self.max_prefill_tokens,
+            max_crops_per_step=self.max_crops,
+            step_timeout_s=self.step_timeout,
+        )
+
+    def _contradictions(self) -> Iterator[str]:
+        """What is wrong with options together that are right alone."""
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            yield "--tls-certificate and --tls-key: each needs the other"
+        elif self.tls_client_ca is not None and self.tls_certificate is None:
+            yield "--tls-client-ca: needs --tls-certificate"
+        if self.max_receiving_bytes < self.max_message_bytes:
+            yield "--max-receiving-bytes: must be at least --max-message-bytes"
+        if self.reflection == "token" and self.tokens is None:
+            yield "--reflection token: needs --tokens"
+        if self.tokens is not None or self.insecure_public:
+            return
+        advice = "anybody could call; give --tokens{}, or say --insecure-public"
+        if self.tls_certificate is None and not _is_loopback(self.host):
+            yield f"--host {self.host}: {advice.format(' or --tls-certificate')}"
+        if self.admin_port is not None and not _is_loopback(self.admin_host):
+            yield f"--admin-host {self.admin_host}: {advice.format('')}"
+
+
+def named_values(items: Iterable[str]) -> dict[str, str | None]:
+    """`option=value` texts as `ServerConfig.parse` takes flags. Raises `ConfigurationError` on others."""
+    pairs = [item.partition("=") for item in items]
+    given: dict[str, str | None] = {name.removeprefix("--").replace("-", "_"): value for name, _, value in pairs}
+    unknown = given.keys() - {name for name, _ in options()}
+    if unknown:
+        raise ConfigurationError(tuple(f"{flag_name(name)}: is no option" for name in sorted(unknown)))
+    return given
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address. A name may stand for any, but for the one that is reserved."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add every flag. Values stay texts: `ServerConfig.parse` checks them together with the environment's."""
+    for name, option in options():
+        unit = f", in {option.unit}" if option.unit else ""
+        # A switch that is named is on.
+        may_stand_alone: dict[str, Any] = {"nargs": "?", "const": "on"} if option.parse is on_or_off else {}
+        parser.add_argument(
+            flag_name(name),
+            **may_stand_alone,
+            metavar=option.unit.upper() or name.rsplit("_", 1)[-1].upper(),
+            help=f"{option.help}{unit} (default: {option.default_text}; {environment_name(name)})",
+        )
+
+
+def options() -> Iterator[tuple[str, Option]]:
+    """Every option, by field name."""
+    for item in fields(ServerConfig):
+        yield item.name, _option_of(item)
+
+
+def effective_values(flags: Mapping[str, str | None], environment: Mapping[str, str]) -> str:
+    """Every option as a line of the file, with where it came from. Raises `ConfigurationError` as parsing does."""
+    config = ServerConfig.parse(flags, environment)
+    settings = _settings(flags, environment, [])
+    lines: list[str] = []
+    for name, option in options():
+        value = getattr(config, name)
+        line = f"{name} = {_toml(option.default_text if value is None else value)}"
+        if value is None or name == FILE_OPTION:
+            line = f"# {line}"
+        source = settings[name].source if name in settings else "default"
+        lines.append(f"{line:<47} # {source}")
+    return "\n".join(lines)
+
+
+def markdown_table() -> str:
+    """The table of options as the README shows it."""
+    rows = ["| Flag | Environment | Default | Unit | What it sets |", "|---|---|---|---|---|"]
+    for name, option in options():
+        flag, variable = flag_name(name), environment_name(name)
+        rows.append(f"| `{flag}` | `{variable}` | {option.default_text} | {option.unit} | {option.help} |")
+    return "\n".join(rows)
+
+
+def _settings(
+    flags: Mapping[str, str | None], environment: Mapping[str, str], problems: list[str]
+) -> Mapping[str, Setting]:
+    names = [name for name, _ in options()]
+    return MappingProxyType(collect(names, flags, environment, _CLIENT_VARIABLES, problems))
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(_toml(item) for item in value)}]"
+    # Texts, numbers and truth are written alike in both.
+    return json.dumps(value if isinstance(value, int | float) else str(value), ensure_ascii=False)
+
+
+def _option_of(item: Field[Any]) -> Option:
+    return item.metadata[_OPTION]
+
+
+if __name__ == "__main__":
+    print(markdown_table())

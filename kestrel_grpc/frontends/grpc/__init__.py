@@ -1,0 +1,1 @@
+"""The gRPC frontend: services, interceptors, health and reflection."""

@@ -1,0 +1,83 @@
+"""`EngineService`: which server this is, what it serves, how busy it is."""
+
+# ruff: noqa: N802 (methods bear the names of their RPCs)
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kestrel_client.v1 import engine_service_pb2 as wire
+from kestrel_grpc import __version__
+from kestrel_grpc.wire.call_context import Call
+from kestrel_runtime.api.engine import EngineSeam
+from kestrel_runtime.models.moondream.skills import SKILLS
+from kestrel_runtime.models.moondream.skills.base import DEFAULT_MAX_OBJECTS, DEFAULT_MAX_TOKENS
+
+
+class EngineService:
+    """Answers from the engine's own description; `instance_id` names this run of the server."""
+
+    def __init__(self, engine: EngineSeam, *, instance_id: str, max_message_bytes: int) -> None:
+        self._engine = engine
+        self._server_info = self._render_server_info(instance_id, max_message_bytes)
+        self._models = wire.ListModelsResponse(models=[self._render_model()])
+
+    async def GetServerInfo(self, request: wire.GetServerInfoRequest, call: Call) -> wire.GetServerInfoResponse:
+        return self._server_info
+
+    async def ListModels(self, request: wire.ListModelsRequest, call: Call) -> wire.ListModelsResponse:
+        return self._models
+
+    async def GetLoad(self, request: wire.GetLoadRequest, call: Call) -> wire.GetLoadResponse:
+        load = self._engine.load()
+        return wire.GetLoadResponse(
+            load=wire.Load(
+                running_request_count=load.num_running,
+                waiting_request_count=load.num_waiting,
+                preprocessing_request_count=load.num_preprocessing,
+                used_page_count=load.num_used_pages,
+                page_count=load.num_pages,
+                output_tokens_per_second=load.tokens_per_second,
+            )
+        )
+
+    def _render_server_info(self, instance_id: str, max_message_bytes: int) -> wire.GetServerInfoResponse:
+        config = self._engine.info.config
+        return wire.GetServerInfoResponse(
+            server_version=__version__,
+            instance_id=instance_id,
+            limits=wire.Limits(
+                max_message_bytes=max_message_bytes,
+                max_image_bytes=config.max_image_bytes,
+                max_image_pixels=config.max_image_pixels,
+                max_queued_requests=config.max_queued_requests,
+                max_running_requests=self._engine.info.max_batch_size,
+            ),
+        )
+
+    def _render_model(self) -> wire.Model:
+        info = self._engine.info
+        return wire.Model(
+            name=info.model,
+            revision=info.revision or "",
+            architecture=info.architecture,
+            skills=info.skills,
+            device=info.device,
+            dtype=info.dtype,
+            max_context_token_count=info.max_context_tokens,
+            parameter_count=info.num_parameters,
+            defaults=_skill_defaults(info.skills),
+        )
+
+
+def _skill_defaults(skills: tuple[str, ...]) -> Iterator[wire.SkillDefaults]:
+    for name in skills:
+        sampling = SKILLS[name].defaults
+        defaults = wire.SkillDefaults(skill=name, temperature=sampling.temperature, top_p=sampling.top_p)
+        if name in ("point", "detect"):
+            defaults.max_objects = DEFAULT_MAX_OBJECTS
+        else:
+            defaults.max_tokens = DEFAULT_MAX_TOKENS
+        if name == "query":
+            defaults.reasoning = False
+        yield defaults

@@ -1,0 +1,208 @@
+"""protobuf → runtime requests, one function per RPC of `VisionService`; here the wire's messages are left behind.
+
+An absent field becomes None or the default of the request type. What only the wire can get wrong (a oneof without a
+member, an unknown enum value) is reported together with every violation that the request type finds. Knows
+nothing about calls, statuses or the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TypeVar
+
+from google.protobuf.duration_pb2 import Duration
+
+from kestrel_client.v1 import generation_pb2, media_pb2
+from kestrel_client.v1 import vision_service_pb2 as wire
+from kestrel_runtime.api.errors import InvalidRequest, Violation
+from kestrel_runtime.api.requests import (
+    MAX_SPATIAL_REFS,
+    BoxRef,
+    Caption,
+    Detect,
+    Point,
+    PointRef,
+    Priority,
+    Query,
+    RequestOptions,
+    SamplingParams,
+    Segment,
+    SpatialRef,
+    too_many_spatial_refs,
+)
+
+RequestT = TypeVar("RequestT", Query, Caption, Point, Detect, Segment)
+ObjectRequestT = TypeVar("ObjectRequestT", Point, Detect, Segment)
+
+_CAPTION_LENGTHS: Mapping[int, str] = MappingProxyType(
+    {
+        wire.CAPTION_LENGTH_UNSPECIFIED: "normal",
+        wire.CAPTION_LENGTH_SHORT: "short",
+        wire.CAPTION_LENGTH_NORMAL: "normal",
+        wire.CAPTION_LENGTH_LONG: "long",
+    }
+)
+_PRIORITIES: Mapping[int, Priority] = MappingProxyType(
+    {
+        generation_pb2.PRIORITY_UNSPECIFIED: Priority.NORMAL,
+        generation_pb2.PRIORITY_INTERACTIVE: Priority.INTERACTIVE,
+        generation_pb2.PRIORITY_NORMAL: Priority.NORMAL,
+        generation_pb2.PRIORITY_BATCH: Priority.BATCH,
+    }
+)
+_MAX_DURATION_S = 315_576_000_000
+_PLACEHOLDER_REF = PointRef(0.0, 0.0)
+_DEFAULT_SAMPLING = SamplingParams()
+_DEFAULT_OPTIONS = RequestOptions()
+
+
+def query(message: wire.QueryRequest | wire.CompleteQueryRequest) -> Query:
+    """A question, streamed or not."""
+    violations: list[Violation] = []
+    refs = _spatial_refs(message.spatial_refs, violations)
+    options = _options(message, violations)
+    return _build(
+        violations,
+        lambda: Query(
+            question=message.question,
+            image=message.image.data if message.HasField("image") else None,
+            reasoning=message.reasoning,
+            spatial_refs=refs,
+            sampling=_sampling(message),
+            options=options,
+        ),
+    )
+
+
+def caption(message: wire.CaptionRequest | wire.CompleteCaptionRequest) -> Caption:
+    """A description, streamed or not."""
+    violations: list[Violation] = []
+    length = _CAPTION_LENGTHS.get(message.length)
+    if length is None:
+        violations.append(Violation("length", f"{message.length} is not a known value"))
+    options = _options(message, violations)
+    return _build(
+        violations,
+        lambda: Caption(
+            image=message.image.data,
+            length=length or "normal",
+            sampling=_sampling(message),
+            options=options,
+        ),
+    )
+
+
+def point(message: wire.PointRequest) -> Point:
+    """Places of objects."""
+    return _about_objects(Point, message, _max_objects(message))
+
+
+def detect(message: wire.DetectRequest) -> Detect:
+    """Boxes around objects."""
+    return _about_objects(Detect, message, _max_objects(message))
+
+
+def segment(message: wire.SegmentRequest) -> Segment:
+    """The outline of an object."""
+    return _about_objects(Segment, message, None)
+
+
+def _about_objects(
+    kind: type[ObjectRequestT],
+    message: wire.PointRequest | wire.DetectRequest | wire.SegmentRequest,
+    max_objects: int | None,
+) -> ObjectRequestT:
+    violations: list[Violation] = []
+    refs = _spatial_refs(message.spatial_refs, violations)
+    options = _options(message, violations)
+    return _build(
+        violations,
+        lambda: kind(
+            object=message.object,
+            image=message.image.data,
+            max_objects=max_objects,
+            spatial_refs=refs,
+            sampling=_sampling(message),
+            options=options,
+        ),
+    )
+
+
+def _build(violations: list[Violation], construct: Callable[[], RequestT]) -> RequestT:
+    """The request, or everything wrong with it: what the wire got wrong first."""
+    try:
+        request = construct()
+    except InvalidRequest as error:
+        raise InvalidRequest((*violations, *error.violations)) from None
+    if violations:
+        raise InvalidRequest(tuple(violations))
+    return request
+
+
+def _max_objects(message: wire.PointRequest | wire.DetectRequest) -> int | None:
+    return message.max_objects if message.HasField("max_objects") else None
+
+
+def _sampling(message: _Generating) -> SamplingParams:
+    if not message.HasField("sampling"):
+        return _DEFAULT_SAMPLING
+    sampling: generation_pb2.SamplingParams = message.sampling
+    return SamplingParams(
+        temperature=sampling.temperature if sampling.HasField("temperature") else None,
+        top_p=sampling.top_p if sampling.HasField("top_p") else None,
+        max_tokens=sampling.max_tokens if sampling.HasField("max_tokens") else None,
+        seed=sampling.seed if sampling.HasField("seed") else None,
+    )
+
+
+def _options(message: _Generating, violations: list[Violation]) -> RequestOptions:
+    if not message.HasField("options"):
+        return _DEFAULT_OPTIONS
+    options: generation_pb2.RequestOptions = message.options
+    max_queue_s = None
+    if options.HasField("max_queue_duration"):
+        duration = options.max_queue_duration
+        if _is_well_formed(duration):
+            max_queue_s = duration.seconds + duration.nanos * 1e-9
+        else:
+            violations.append(Violation("options.max_queue_duration", "is not a well-formed duration"))
+    priority = _PRIORITIES.get(options.priority)
+    if priority is None:
+        violations.append(Violation("options.priority", f"{options.priority} is not a known value"))
+        priority = Priority.NORMAL
+    return RequestOptions(options.model, max_queue_s, priority)
+
+
+def _is_well_formed(duration: Duration) -> bool:
+    same_sign = duration.seconds == 0 or duration.nanos == 0 or (duration.seconds > 0) == (duration.nanos > 0)
+    return same_sign and abs(duration.nanos) < 10**9 and abs(duration.seconds) <= _MAX_DURATION_S
+
+
+def _spatial_refs(messages: Sequence[media_pb2.SpatialRef], violations: list[Violation]) -> tuple[SpatialRef, ...]:
+    if len(messages) > MAX_SPATIAL_REFS:  # before each is looked at
+        violations.append(too_many_spatial_refs())
+        return ()
+    refs: list[SpatialRef] = []
+    for index, message in enumerate(messages):
+        kind = message.WhichOneof("ref")
+        if kind == "point":
+            refs.append(PointRef(message.point.x, message.point.y))
+        elif kind == "box":
+            box = message.box
+            refs.append(BoxRef(box.x_min, box.y_min, box.x_max, box.y_max))
+        else:
+            violations.append(Violation(f"spatial_refs[{index}]", "needs a point or a box"))
+            refs.append(_PLACEHOLDER_REF)  # keeps the index of those behind it
+    return tuple(refs)
+
+
+_Generating = (
+    wire.QueryRequest
+    | wire.CompleteQueryRequest
+    | wire.CaptionRequest
+    | wire.CompleteCaptionRequest
+    | wire.PointRequest
+    | wire.DetectRequest
+    | wire.SegmentRequest
+)

@@ -1,0 +1,153 @@
+"""Which images may be named by address: a list of hosts, and only addresses that the whole world can reach.
+
+Decides, and fetches nothing; `remote_images.py` fetches what is allowed here.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+from typing import Protocol
+from urllib.parse import urlsplit
+
+from kestrel_runtime.api.errors import InvalidRequest, Violation
+
+MAX_URI_CHARS = 2048
+_FIELD = "image.uri"
+_PORTS = {"https": 443, "http": 80}
+# Public addresses of IPv6 have been allocated here only. Those outside belong to a single network, or embed an IPv4
+# address in one of several ways (::a.b.c.d, ::ffff:0:a.b.c.d, 64:ff9b:1::/48).
+_GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
+# The exception: gateways that everybody may run turn these into the IPv4 address in the last 32 bits.
+_TRANSLATED = ipaddress.IPv6Network("64:ff9b::/96")
+
+
+class ImageUriNotAllowed(InvalidRequest):
+    """The server does not fetch images from there."""
+
+    def __init__(self, description: str) -> None:
+        super().__init__((Violation(_FIELD, description),))
+
+
+class ImageFetchFailed(InvalidRequest):
+    """The image is allowed to be fetched but could not be."""
+
+    def __init__(self, description: str) -> None:
+        super().__init__((Violation(_FIELD, description),))
+
+
+class RemoteImagesUnavailable(Exception):
+    """The libraries that fetching needs are not installed."""
+
+
+class ImageSource(Protocol):
+    """Where images come from that a request names by address."""
+
+    async def fetch(self, uri: str) -> bytes:
+        """The bytes of an image file, or an `InvalidRequest` that says why not."""
+        ...
+
+    async def close(self) -> None:
+        """End the connections."""
+        ...
+
+
+class NoRemoteImages:
+    """Images come as bytes only."""
+
+    async def fetch(self, uri: str) -> bytes:
+        """Refuses."""
+        raise ImageUriNotAllowed("this server takes images as bytes only")
+
+    async def close(self) -> None:
+        """There is nothing to end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What to ask whom. `path` has the query too."""
+
+    scheme: str
+    host: str
+    port: int
+    path: str
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{self.scheme}://{host}:{self.port}{self.path}"
+
+
+@dataclass(frozen=True, slots=True)
+class AllowedHost:
+    """A host that images may come from. One that begins with a dot means every host below it, but not itself."""
+
+    scheme: str
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> AllowedHost:
+        """`example.com`, `.example.com`, `example.com:8443` or, without encryption, `http://example.com`."""
+        scheme, separator, rest = text.partition("://")
+        if not separator:
+            scheme, rest = "https", text
+        try:
+            parts = urlsplit(f"//{rest}")
+            netloc, host, port = parts.netloc, parts.hostname, parts.port
+        except ValueError:
+            netloc, host, port = None, None, None
+        if scheme not in _PORTS or not host or not text.isascii() or netloc != rest or "@" in rest:
+            raise ValueError("must be hosts such as example.com or .example.com, separated by commas")
+        return cls(scheme, host, _PORTS[scheme] if port is None else port)
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{self.scheme}://{host}:{self.port}"
+
+    def matches(self, target: Target) -> bool:
+        """Whether the target is on this host."""
+        if (self.scheme, self.port) != (target.scheme, target.port):
+            return False
+        return target.host.endswith(self.host) if self.host.startswith(".") else target.host == self.host
+
+
+def parse_hosts(text: str) -> tuple[AllowedHost, ...]:
+    """A list of hosts, separated by commas. Raises `ValueError`."""
+    return tuple(AllowedHost.parse(part.strip()) for part in text.split(","))
+
+
+def allowed_target(uri: str, hosts: tuple[AllowedHost, ...]) -> Target:
+    """What a URI names. Raises `ImageUriNotAllowed` where it is not on one of the hosts."""
+    if len(uri) > MAX_URI_CHARS:
+        raise ImageUriNotAllowed(f"is longer than {MAX_URI_CHARS} characters")
+    # Parsers of URIs disagree about anything else than printable ASCII, and about backslashes.
+    if not uri.isascii() or not uri.isprintable() or " " in uri or "\\" in uri:
+        raise ImageUriNotAllowed("is not a well-formed URI")
+    try:
+        parts = urlsplit(uri)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        raise ImageUriNotAllowed("is not a well-formed URI") from None
+    if parts.scheme not in _PORTS or not host:
+        raise ImageUriNotAllowed("must begin with https:// and a host, or with data:")
+    if "@" in parts.netloc:
+        raise ImageUriNotAllowed("must hold no user name or password")
+    path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    target = Target(parts.scheme, host, _PORTS[parts.scheme] if port is None else port, path)
+    if not any(allowed.matches(target) for allowed in hosts):
+        raise ImageUriNotAllowed("is not on a host that this server fetches images from")
+    return target
+
+
+def is_public(address: str) -> bool:
+    """Whether an address of the internet protocol is one that everybody can reach, and not one inside a network."""
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(ip, ipaddress.IPv6Address):
+        inner = ip.ipv4_mapped or ip.sixtofour
+        if ip in _TRANSLATED:
+            inner = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
+        if inner is not None:
+            return is_public(str(inner))
+        if ip not in _GLOBAL_UNICAST:
+            return False
+    return ip.is_global and not ip.is_multicast

@@ -1,0 +1,150 @@
+"""Images that a request names by address, fetched within bounds. Who may be asked is decided by `image_uris.py`.
+
+The address that a name stands for is looked up once, checked, and connected to, so that a second look-up cannot
+lead elsewhere. No cookies, no proxies, no credentials; redirects only within the same host.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Callable, Iterable
+from typing import Any
+from urllib.parse import urljoin
+
+import httpcore2
+
+from kestrel_grpc import __version__
+from kestrel_grpc.images.data_uris import DataUris, is_embedded
+from kestrel_grpc.images.image_uris import (
+    AllowedHost,
+    ImageFetchFailed,
+    ImageUriNotAllowed,
+    Target,
+    allowed_target,
+    is_public,
+)
+from kestrel_runtime.api.errors import ImageError
+
+MAX_CONCURRENT_FETCHES = 16
+MAX_REDIRECTS = 3
+_REDIRECTS = frozenset((301, 302, 303, 307, 308))
+_HEADERS = (
+    ("User-Agent", f"kestrel-grpc/{__version__}"),
+    ("Accept", "image/*"),
+    # A compressed answer could be small on the way and huge here.
+    ("Accept-Encoding", "identity"),
+)
+
+
+class RemoteImages:
+    """Fetches from `hosts`, at most `max_bytes` and for at most `timeout_s` each. Belongs to one event loop.
+
+    `data:` URIs are read too. `allows_address` says which addresses may be connected to.
+    """
+
+    def __init__(
+        self,
+        hosts: tuple[AllowedHost, ...],
+        *,
+        max_bytes: int,
+        timeout_s: float,
+        allows_address: Callable[[str], bool] = is_public,
+        ssl_context: ssl.SSLContext | None = None,
+    ) -> None:
+        self._hosts = hosts
+        self._max_bytes = max_bytes
+        self._timeout_s = timeout_s
+        self._data_uris = DataUris(max_bytes)
+        # A fetch above this number waits, as long as its time allows.
+        self._pool = httpcore2.AsyncConnectionPool(
+            ssl_context=ssl_context,
+            max_connections=MAX_CONCURRENT_FETCHES,
+            keepalive_expiry=15.0,
+            network_backend=_CheckedNetwork(allows_address),
+        )
+
+    async def fetch(self, uri: str) -> bytes:
+        """The bytes that a URI names. Raises `ImageUriNotAllowed`, `ImageFetchFailed` or `ImageError`."""
+        if is_embedded(uri):
+            return await self._data_uris.decode(uri)
+        target = allowed_target(uri, self._hosts)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await self._follow(target)
+        except TimeoutError:
+            raise ImageFetchFailed(f"took longer than {self._timeout_s:g} s") from None
+        except httpcore2.ProtocolError as error:
+            raise ImageFetchFailed("the host did not answer as a web server does") from error
+        except (httpcore2.NetworkError, httpcore2.TimeoutException) as error:
+            raise ImageFetchFailed("the host could not be reached, or broke off") from error
+
+    async def close(self) -> None:
+        """End the connections."""
+        await self._pool.aclose()
+
+    async def _follow(self, target: Target) -> bytes:
+        """What the target holds, or what it redirects to on the same host."""
+        host = target.host
+        for _ in range(MAX_REDIRECTS + 1):
+            found = await self._get(target)
+            if isinstance(found, bytes):
+                return found
+            target = allowed_target(found, self._hosts)
+            if target.host != host:
+                raise ImageUriNotAllowed("redirects to another host")
+        raise ImageFetchFailed(f"redirects more than {MAX_REDIRECTS} times")
+
+    async def _get(self, target: Target) -> bytes | str:
+        """The content, or the address that the host names instead."""
+        url = httpcore2.URL(scheme=target.scheme, host=target.host, port=target.port, target=target.path)
+        async with self._pool.stream("GET", url, headers=_HEADERS) as response:
+            headers = {name.lower(): value for name, value in response.headers}
+            if response.status in _REDIRECTS and b"location" in headers:
+                return urljoin(str(target), headers[b"location"].decode("latin-1"))
+            if response.status != 200:
+                raise ImageFetchFailed(f"the host answered with status {response.status}")
+            length = headers.get(b"content-length", b"")
+            if length.isdigit():
+                self._require_fit(int(length))
+            content = bytearray()
+            async for chunk in response.aiter_stream():
+                content += chunk
+                self._require_fit(len(content))
+            return bytes(content)
+
+    def _require_fit(self, num_bytes: int) -> None:
+        if num_bytes > self._max_bytes:
+            raise ImageError(f"is larger than {self._max_bytes} bytes", too_large=True)
+
+
+class _CheckedNetwork(httpcore2.AsyncNetworkBackend):
+    """Looks a host up and connects to those of its addresses that are allowed."""
+
+    def __init__(self, allows_address: Callable[[str], bool]) -> None:
+        self._allows_address = allows_address
+        self._network: Any = httpcore2.AnyIOBackend()  # typed as whatever it would be without anyio
+
+    async def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,  # noqa: ASYNC109 the library's signature
+        local_address: str | None = None,
+        socket_options: Iterable[httpcore2.SOCKET_OPTION] | None = None,
+    ) -> httpcore2.AsyncNetworkStream:
+        try:
+            found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            raise httpcore2.ConnectError(str(error)) from error
+        addresses = [str(info[4][0]) for info in found]
+        allowed = [address for address in addresses if self._allows_address(address)]
+        if not allowed:
+            raise ImageUriNotAllowed("names a host whose address is not public")
+        for address in allowed[:-1]:
+            try:
+                return await self._network.connect_tcp(address, port, timeout, local_address, socket_options)
+            except httpcore2.ConnectError:
+                continue
+        return await self._network.connect_tcp(allowed[-1], port, timeout, local_address, socket_options)

@@ -1,0 +1,323 @@
+"""Every metric, once: its name, kind, unit, help, labels and buckets; and the store that calls are counted in.
+
+Names follow the OpenTelemetry conventions for RPC and generative AI where those have one, else they are ours and
+begin with `kestrel`. Counts live in a registry of Prometheus' own client: nothing runs between scrapes, and a
+collector that wants OTLP scrapes the same text. Knows no socket.
+`python -m kestrel_grpc.telemetry.metrics` prints the table for the documentation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from types import MappingProxyType
+from typing import NamedTuple
+
+from prometheus_client import CollectorRegistry, Counter, ProcessCollector, disable_created_metrics
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kestrel_grpc import __version__
+from kestrel_grpc.telemetry.histograms import Histogram, Series
+from kestrel_grpc.wire.call_context import Call, Outcome
+from kestrel_runtime.api.engine import EngineSeam
+from kestrel_runtime.api.events import Finished
+from kestrel_runtime.engine.engine import EngineStatus, Load
+
+PROVIDER = "kestrel"
+
+
+class Kind(Enum):
+    """What a metric does over time."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+@dataclass(frozen=True, slots=True)
+class Definition:
+    """One metric under its OpenTelemetry name, its unit in UCUM."""
+
+    name: str
+    kind: Kind
+    unit: str
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+    @property
+    def prometheus_name(self) -> str:
+        """`rpc.server.call.duration` in s → `rpc_server_call_duration_seconds`. The client adds `_total` itself."""
+        unit = _UNITS[self.unit]
+        return _underscored(self.name) + (f"_{unit}" if unit else "")
+
+    @property
+    def prometheus_labels(self) -> tuple[str, ...]:
+        """`rpc.method` → `rpc_method`."""
+        return tuple(_underscored(label) for label in self.labels)
+
+
+_UNITS: Mapping[str, str] = MappingProxyType({"s": "seconds", "By": "bytes", "1": ""})
+_GEN_AI = ("gen_ai.operation.name", "gen_ai.provider.name", "gen_ai.request.model")
+_RPC_S = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
+_REQUEST_S = tuple(0.01 * 2**power for power in range(14))
+_FIRST_TOKEN_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08),
+    *(0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+)
+# The convention's first bucket ends at 10 ms, above all that these models take on a GPU.
+_PER_TOKEN_S = (0.0005, 0.001, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25)
+_TOKENS = tuple(4.0**power for power in range(14))
+_IMAGE_BYTES = tuple(1024.0 * 4**power for power in range(9))
+
+CALL_DURATION = Definition(
+    "rpc.server.call.duration",
+    Kind.HISTOGRAM,
+    "s",
+    "From a call's arrival to its end, by method and status.",
+    ("rpc.method", "rpc.response.status_code"),
+    _RPC_S,
+)
+REQUEST_DURATION = Definition(
+    "gen_ai.server.request.duration",
+    Kind.HISTOGRAM,
+    "s",
+    "From a request's arrival to its last message; error.type is the status of those that failed, else empty.",
+    (*_GEN_AI, "error.type"),
+    _REQUEST_S,
+)
+TIME_TO_FIRST_TOKEN = Definition(
+    "gen_ai.server.time_to_first_token",
+    Kind.HISTOGRAM,
+    "s",
+    "From a request's submission to its first token.",
+    _GEN_AI,
+    _FIRST_TOKEN_S,
+)
+TIME_PER_OUTPUT_TOKEN = Definition(
+    "gen_ai.server.time_per_output_token",
+    Kind.HISTOGRAM,
+    "s",
+    "Time between a request's tokens, on average over those after its first.",
+    _GEN_AI,
+    _PER_TOKEN_S,
+)
+TOKEN_USAGE = Definition(
+    "gen_ai.client.token.usage",
+    Kind.HISTOGRAM,
+    "1",
+    "Tokens of a request: those of prompt and image (input), those generated (output).",
+    (*_GEN_AI, "gen_ai.token.type"),
+    _TOKENS,
+)
+FAILED = Definition(
+    "kestrel.requests.failed",
+    Kind.COUNTER,
+    "1",
+    "Calls that ended otherwise than OK, by the reason that the caller was told.",
+    ("rpc.method", "reason"),
+)
+QUEUE_DURATION = Definition(
+    "kestrel.queue.duration", Kind.HISTOGRAM, "s", "How long a request waited to run.", (), _FIRST_TOKEN_S
+)
+PREPROCESS_DURATION = Definition(
+    "kestrel.preprocess.duration",
+    Kind.HISTOGRAM,
+    "s",
+    "Decoding a request's image and building its prompt.",
+    (),
+    _FIRST_TOKEN_S,
+)
+PREFILL_DURATION = Definition(
+    "kestrel.prefill.duration",
+    Kind.HISTOGRAM,
+    "s",
+    "From a request's admission to its first token.",
+    (),
+    _FIRST_TOKEN_S,
+)
+IMAGE_SIZE = Definition(
+    "kestrel.image.size", Kind.HISTOGRAM, "By", "Encoded size of the images received.", (), _IMAGE_BYTES
+)
+RUNNING = Definition("kestrel.scheduler.running", Kind.GAUGE, "1", "Requests that hold key-value pages.")
+WAITING = Definition("kestrel.scheduler.waiting", Kind.GAUGE, "1", "Prepared requests that wait to run.")
+PREPROCESSING = Definition("kestrel.scheduler.preprocessing", Kind.GAUGE, "1", "Requests being prepared.")
+DECODED_IMAGES = Definition(
+    "kestrel.image.decoded", Kind.GAUGE, "By", "Memory of images that are being decoded or that requests hold."
+)
+KV_USED = Definition("kestrel.kv_cache.used", Kind.GAUGE, "1", "Pages of the key-value cache in use.")
+KV_CAPACITY = Definition("kestrel.kv_cache.capacity", Kind.GAUGE, "1", "Pages of the key-value cache.")
+READY = Definition("kestrel.engine.ready", Kind.GAUGE, "1", "1 while the engine takes requests, else 0.")
+RESTARTS = Definition(
+    "kestrel.engine.restarts", Kind.COUNTER, "1", "How often the engine has restarted after a failure."
+)
+INFO = Definition(
+    "kestrel.info",
+    Kind.GAUGE,
+    "1",
+    "Always 1; the labels say what is served.",
+    ("version", "model", "revision", "architecture", "device", "dtype"),
+)
+
+METRICS = (
+    *(CALL_DURATION, REQUEST_DURATION, TIME_TO_FIRST_TOKEN, TIME_PER_OUTPUT_TOKEN, TOKEN_USAGE),
+    *(FAILED, QUEUE_DURATION, PREPROCESS_DURATION, PREFILL_DURATION, IMAGE_SIZE),
+    *(RUNNING, WAITING, PREPROCESSING, DECODED_IMAGES, KV_USED, KV_CAPACITY, READY, RESTARTS, INFO),
+)
+
+_LOAD: tuple[tuple[Definition, Callable[[Load], int]], ...] = (
+    (RUNNING, lambda load: load.num_running),
+    (WAITING, lambda load: load.num_waiting),
+    (PREPROCESSING, lambda load: load.num_preprocessing),
+    (DECODED_IMAGES, lambda load: load.decoded_image_bytes),
+    (KV_USED, lambda load: load.num_used_pages),
+    (KV_CAPACITY, lambda load: load.num_pages),
+)
+
+
+class ServerMetrics:
+    """Counts calls as they end, in `registry`; the engine is asked when somebody reads.
+
+    `record` belongs to the event loop; the registry may be read in any thread.
+    """
+
+    def __init__(self, engine: EngineSeam) -> None:
+        disable_created_metrics()  # a series more for each, which no query asks for
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        self.registry.register(_EngineCollector(engine))
+        self._model = engine.info.model
+        self._calls = self._histogram(CALL_DURATION)
+        self._failed = Counter(
+            FAILED.prometheus_name, FAILED.help, FAILED.prometheus_labels, registry=self.registry
+        )
+        self._restarts = Counter(RESTARTS.prometheus_name, RESTARTS.help, registry=self.registry)
+        self._requests = self._histogram(REQUEST_DURATION)
+        self._first_token = self._histogram(TIME_TO_FIRST_TOKEN)
+        self._per_token = self._histogram(TIME_PER_OUTPUT_TOKEN)
+        self._tokens = self._histogram(TOKEN_USAGE)
+        self._queue = self._histogram(QUEUE_DURATION).series()
+        self._preprocess = self._histogram(PREPROCESS_DURATION).series()
+        self._prefill = self._histogram(PREFILL_DURATION).series()
+        self._image_size = self._histogram(IMAGE_SIZE).series()
+        # Finding all of an answer's series by their labels would cost as much as the observations.
+        self._answer_series: dict[str, _AnswerSeries] = {}
+        engine.on_status_change(self._note_status)
+
+    def record(self, call: Call, outcome: Outcome) -> None:
+        """Count a call that has ended."""
+        duration_s = call.duration_s
+        self._calls.series(call.method, outcome.code).observe(duration_s)
+        if not outcome.is_ok:
+            self._failed.labels(call.method, outcome.reason).inc()
+        asked = call.asked
+        if asked is None:
+            return
+        error_type = "" if outcome.is_ok else outcome.code
+        self._requests.series(asked.skill, PROVIDER, self._model, error_type).observe(duration_s)
+        if asked.image_bytes is not None:
+            self._image_size.observe(asked.image_bytes)
+        if call.finished is not None:
+            self._record_answer(asked.skill, call.finished)
+
+    def _note_status(self, status: EngineStatus) -> None:
+        if status is EngineStatus.RECOVERING:
+            self._restarts.inc()
+
+    def _record_answer(self, skill: str, finished: Finished) -> None:
+        series = self._answer_series.get(skill)
+        if series is None:
+            series = self._answer_series[skill] = self._new_answer_series(skill)
+        usage, timing = finished.usage, finished.timing
+        series.input_tokens.observe(usage.num_input_tokens)
+        series.output_tokens.observe(usage.num_output_tokens)
+        series.first_token.observe(timing.time_to_first_token_s)
+        if usage.num_output_tokens > 1:
+            series.per_token.observe(timing.decode_s / (usage.num_output_tokens - 1))
+        self._queue.observe(timing.queue_s)
+        self._preprocess.observe(timing.preprocess_s)
+        self._prefill.observe(timing.prefill_s)
+
+    def _histogram(self, definition: Definition) -> Histogram:
+        return Histogram(
+            definition.prometheus_name,
+            definition.help,
+            definition.prometheus_labels,
+            definition.buckets,
+            self.registry,
+        )
+
+    def _new_answer_series(self, skill: str) -> _AnswerSeries:
+        labels = (skill, PROVIDER, self._model)
+        return _AnswerSeries(
+            input_tokens=self._tokens.series(*labels, "input"),
+            output_tokens=self._tokens.series(*labels, "output"),
+            first_token=self._first_token.series(*labels),
+            per_token=self._per_token.series(*labels),
+        )
+
+
+class _AnswerSeries(NamedTuple):
+    """What is observed of each answer of one skill."""
+
+    input_tokens: Series
+    output_tokens: Series
+    first_token: Series
+    per_token: Series
+
+
+class _EngineCollector(Collector):
+    """Reads the engine at each scrape."""
+
+    def __init__(self, engine: EngineSeam) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        load = self._engine.load()
+        for definition, read in _LOAD:
+            yield GaugeMetricFamily(definition.prometheus_name, definition.help, read(load))
+        is_ready = self._engine.status is EngineStatus.SERVING
+        yield GaugeMetricFamily(READY.prometheus_name, READY.help, int(is_ready))
+        info = self._engine.info
+        family = GaugeMetricFamily(INFO.prometheus_name, INFO.help, labels=INFO.prometheus_labels)
+        values = (__version__, info.model, info.revision or "", info.architecture, info.device, info.dtype)
+        family.add_metric(values, 1)
+        yield family
+
+    def describe(self) -> Iterator[Metric]:
+        """Names alone, so that registering asks nothing of the engine."""
+        for definition in (*(definition for definition, _ in _LOAD), READY, INFO):
+            yield GaugeMetricFamily(definition.prometheus_name, definition.help)
+
+
+def markdown_table() -> str:
+    """The table of metrics as the documentation shows it."""
+    rows = ["| Metric | In Prometheus | Kind | Unit | Labels | What it says |", "|---|---|---|---|---|---|"]
+    for item in METRICS:
+        suffix = "_total" if item.kind is Kind.COUNTER else ""
+        labels = ", ".join(f"`{label}`" for label in item.prometheus_labels)
+        rows.append(
+            f"| `{item.name}` | `{item.prometheus_name}{suffix}` | {item.kind.value} | {item.unit} | {labels} "
+            f"| {item.help} |"
+        )
+    return "\n".join(rows)
+
+
+def bucket_table() -> str:
+    """The bounds of every histogram as the documentation shows them."""
+    rows = ["| Histogram | Upper bounds |", "|---|---|"]
+    histograms = (item for item in METRICS if item.kind is Kind.HISTOGRAM)
+    rows += [f"| `{item.name}` | {', '.join(f'{bound:.12g}' for bound in item.buckets)} |" for item in histograms]
+    return "\n".join(rows)
+
+
+def _underscored(name: str) -> str:
+    return name.replace(".", "_")
+
+
+if __name__ == "__main__":
+    print(markdown_table())
+    print()
+    print(bucket_table())

@@ -1,0 +1,67 @@
+"""What a server is watched through, as its options ask: metrics, traces and the port for probes. Knows no RPC."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+
+from kestrel_grpc.config.options import ServerConfig
+from kestrel_grpc.telemetry.http_health import HealthPort
+from kestrel_grpc.telemetry.metrics import ServerMetrics
+from kestrel_grpc.telemetry.tracing import CallTracer, TraceExport
+from kestrel_grpc.wire.call_context import Call, Outcome
+from kestrel_runtime.api.engine import EngineSeam
+from kestrel_runtime.engine.engine import EngineStatus
+
+_log = logging.getLogger(__name__)
+
+
+class Telemetry:
+    """`observers` are told of every call that has ended. What is switched off is not there and costs nothing."""
+
+    def __init__(
+        self, engine: EngineSeam, config: ServerConfig, *, instance_id: str, is_ready: Callable[[], bool]
+    ) -> None:
+        """Raises `TracingUnavailable`."""
+        self._config = config
+        self._export = TraceExport(os.environ, instance_id=instance_id) if config.tracing else None
+        self._health_port: HealthPort | None = None
+        observers: list[Callable[[Call, Outcome], None]] = []
+        if self._export is not None:
+            # First, so that whoever comes after knows the call's trace.
+            tracer = CallTracer(
+                self._export.tracer,
+                self._export.add_part,
+                model=engine.info.model,
+                address=(config.host, config.port),
+                has_content=config.trace_content,
+            )
+            observers.append(tracer.record)
+        if config.metrics_port is not None:
+            metrics = ServerMetrics(engine)
+            observers.append(metrics.record)
+            self._health_port = HealthPort(
+                metrics.registry,
+                is_alive=lambda: engine.status is not EngineStatus.DEAD,
+                is_ready=is_ready,
+            )
+        self.observers: Sequence[Callable[[Call, Outcome], None]] = tuple(observers)
+
+    @property
+    def port(self) -> int | None:
+        """The port of metrics and probes; None where there is none, and before `open`."""
+        return None if self._health_port is None else self._health_port.port
+
+    def open(self) -> None:
+        """Listen for who wants to read. Raises `OSError`."""
+        if self._health_port is not None and self._config.metrics_port is not None:
+            self._health_port.open(self._config.metrics_host, self._config.metrics_port)
+            _log.info("metrics and probes on http://%s:%d", self._config.metrics_host, self._health_port.port)
+
+    def close(self) -> None:
+        """Close the port and send the last spans. Blocks."""
+        if self._health_port is not None:
+            self._health_port.close()
+        if self._export is not None:
+            self._export.close()

@@ -1,0 +1,239 @@
+"""A trace for each call, made when it has ended: a server span, and below it where the engine's time went.
+
+    kestrel.v1.VisionService/Query
+    ├── queue          waited to be prepared and to run
+    ├── preprocess     image decoded, prompt built
+    ├── prefill        up to the first token
+    └── decode         the other tokens
+
+The engine tells how long each part took, not when it began, so the children lie end to end from the call's start.
+Nothing is done while a call runs, and no span is ever current. Above `MAX_TRACED_PER_S` calls go untraced, so that
+tracing cannot slow a busy server down. Texts only where asked for; images never. Knows no socket: the exporter is
+the library's, set up by the standard `OTEL_*` variables.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+from opentelemetry import propagate
+from opentelemetry.trace import Span, SpanContext, SpanKind, Status, StatusCode, Tracer, format_trace_id
+
+from kestrel_grpc import __version__
+from kestrel_grpc.telemetry.metrics import PROVIDER
+from kestrel_grpc.wire.call_context import Asked, Call, Outcome
+from kestrel_runtime.api.events import Finished, QueryOutput
+
+MAX_TRACED_PER_S = 50.0
+
+# The statuses that are the server's fault, as the convention has it.
+_SERVER_FAULTS = frozenset(
+    ("UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS")
+)
+_ONLY_PROTOCOL = "http/protobuf"
+_LAST_SPANS_S = 3.0
+
+
+class TracingUnavailable(Exception):
+    """Traces were asked for and cannot be sent; the message says why."""
+
+
+AddPart = Callable[[Span, str, int, int], None]
+"""Adds a child to a span that is sent: its name, and when it began and ended, in nanoseconds since the epoch."""
+
+
+class CallTracer:
+    """Makes the spans of calls that have ended, and their parts by `add_part`.
+
+    `clock` counts seconds for the bound on traced calls.
+    """
+
+    def __init__(
+        self,
+        tracer: Tracer,
+        add_part: AddPart,
+        *,
+        model: str,
+        address: tuple[str, int] = ("", 0),
+        has_content: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._tracer = tracer
+        self._add_part = add_part
+        self._model = model
+        self._address = address
+        self._has_content = has_content
+        self._clock = clock
+        self._allowance = MAX_TRACED_PER_S
+        self._allowed_at = clock()
+
+    def record(self, call: Call, outcome: Outcome) -> None:
+        """Trace a call that has ended, unless there were too many; the call then knows its trace."""
+        if not self._is_allowed():
+            return
+        ended_ns = time.time_ns()
+        started_ns = ended_ns - round(call.duration_s * 1e9)
+        carrier = {key: value for key, value in call.metadata if isinstance(value, str)}
+        span = self._tracer.start_span(
+            call.method,
+            propagate.extract(carrier),
+            SpanKind.SERVER,
+            attributes=self._attributes(call, outcome),
+            start_time=started_ns,
+        )
+        call.trace_id = format_trace_id(span.get_span_context().trace_id)
+        if span.is_recording():
+            if outcome.code in _SERVER_FAULTS:
+                span.set_status(Status(StatusCode.ERROR, outcome.reason))
+            if call.finished is not None:
+                began_ns = started_ns
+                for name, duration_s in _parts(call.finished):
+                    part_ended_ns = began_ns + round(duration_s * 1e9)
+                    self._add_part(span, name, began_ns, part_ended_ns)
+                    began_ns = part_ended_ns
+        span.end(ended_ns)
+
+    def _is_allowed(self) -> bool:
+        now = self._clock()
+        earned = (now - self._allowed_at) * MAX_TRACED_PER_S
+        self._allowance = min(MAX_TRACED_PER_S, self._allowance + earned)
+        self._allowed_at = now
+        if self._allowance < 1.0:
+            return False
+        self._allowance -= 1.0
+        return True
+
+    def _attributes(self, call: Call, outcome: Outcome) -> Mapping[str, Any]:
+        host, port = self._address
+        attributes: dict[str, Any] = {
+            "rpc.system.name": "grpc",
+            "rpc.method": call.method,
+            "rpc.response.status_code": outcome.code,
+            "server.address": host,
+            "server.port": port,
+            "kestrel.request_id": call.request_id,
+        }
+        if not outcome.is_ok:
+            attributes |= {"error.type": outcome.code, "kestrel.reason": outcome.reason}
+        if call.asked is not None:
+            attributes |= self._request_attributes(call.asked)
+        if call.finished is not None:
+            attributes |= self._answer_attributes(call.finished)
+        return attributes
+
+    def _request_attributes(self, asked: Asked) -> Mapping[str, Any]:
+        sampling = asked.sampling
+        known = {
+            "gen_ai.operation.name": asked.skill,
+            "gen_ai.provider.name": PROVIDER,
+            "gen_ai.request.model": self._model,
+            "gen_ai.request.max_tokens": sampling.max_tokens,
+            "gen_ai.request.temperature": sampling.temperature,
+            "gen_ai.request.top_p": sampling.top_p,
+            "kestrel.image.size": asked.image_bytes,
+        }
+        attributes = {name: value for name, value in known.items() if value is not None}
+        if self._has_content:
+            attributes["gen_ai.input.messages"] = _message("user", asked.text)
+        return attributes
+
+    def _answer_attributes(self, finished: Finished) -> Mapping[str, Any]:
+        attributes: dict[str, Any] = {
+            "gen_ai.response.model": self._model,
+            "gen_ai.response.finish_reasons": (finished.finish_reason.name.lower(),),
+            "gen_ai.usage.input_tokens": finished.usage.num_input_tokens,
+            "gen_ai.usage.output_tokens": finished.usage.num_output_tokens,
+        }
+        if self._has_content:
+            attributes["gen_ai.output.messages"] = _message("assistant", _answered(finished))
+        return attributes
+
+
+class TraceExport:
+    """Sends spans to `OTEL_EXPORTER_OTLP_ENDPOINT` in the background. Needs the extra `otel`."""
+
+    def __init__(self, environment: Mapping[str, str], *, instance_id: str) -> None:
+        """Raises `TracingUnavailable`. The library reads the process's environment; `environment` is checked."""
+        require_tracing(environment)
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+
+        facts = {"service.version": __version__, "service.instance.id": instance_id}
+        if "OTEL_SERVICE_NAME" not in environment:
+            facts["service.name"] = "kestrel-grpc"
+        self._provider = TracerProvider(resource=Resource.create(facts), shutdown_on_exit=False)
+        self._processor = BatchSpanProcessor(OTLPSpanExporter())
+        self._provider.add_span_processor(self._processor)
+        self._new_part = partial(
+            ReadableSpan,
+            resource=self._provider.resource,
+            instrumentation_scope=InstrumentationScope("kestrel_grpc", __version__),
+        )
+
+    @property
+    def tracer(self) -> Tracer:
+        """Makes spans that are sent."""
+        return self._provider.get_tracer("kestrel_grpc", __version__)
+
+    def add_part(self, whole: Span, name: str, began_ns: int, ended_ns: int) -> None:
+        """Send a span below `whole`, which is sent itself."""
+        # A span of the tracer's takes ten times as long to make, for all that these do not have: locks, attributes,
+        # events. Whether they are sent was decided with the whole.
+        parent = whole.get_span_context()
+        own = SpanContext(
+            parent.trace_id,
+            self._provider.id_generator.generate_span_id(),
+            is_remote=False,
+            trace_flags=parent.trace_flags,
+            trace_state=parent.trace_state,
+        )
+        part = self._new_part(name, own, parent, start_time=began_ns, end_time=ended_ns)
+        self._processor.on_end(part)
+
+    def close(self) -> None:
+        """Send what is left, if somebody takes it within a few seconds. Blocks until then."""
+        # The library tries again and again; a server that stops has no time for that.
+        sending = threading.Thread(target=self._provider.shutdown, name="kestrel-last-spans", daemon=True)
+        sending.start()
+        sending.join(_LAST_SPANS_S)
+
+
+def require_tracing(environment: Mapping[str, str]) -> None:
+    """Raise `TracingUnavailable` where traces cannot be sent: cheap to ask before a model is loaded."""
+    protocol = environment.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or environment.get(
+        "OTEL_EXPORTER_OTLP_PROTOCOL", _ONLY_PROTOCOL
+    )
+    if protocol != _ONLY_PROTOCOL:
+        raise TracingUnavailable(f"traces are sent as {_ONLY_PROTOCOL}, not {protocol}")
+    for name in ("opentelemetry.sdk", "opentelemetry.exporter"):
+        if find_spec(name) is None:
+            raise TracingUnavailable("tracing needs more packages: pip install 'kestrel-grpc[otel]'")
+
+
+def _parts(finished: Finished) -> tuple[tuple[str, float], ...]:
+    timing = finished.timing
+    return (
+        ("queue", timing.queue_s),
+        ("preprocess", timing.preprocess_s),
+        ("prefill", timing.prefill_s),
+        ("decode", timing.decode_s),
+    )
+
+
+def _answered(finished: Finished) -> str:
+    output = finished.output
+    return output.answer if isinstance(output, QueryOutput) else getattr(output, "caption", repr(output))
+
+
+def _message(role: str, text: str) -> str:
+    """One message as the convention writes them."""
+    return json.dumps([{"role": role, "parts": [{"type": "text", "content": text}]}], ensure_ascii=False)

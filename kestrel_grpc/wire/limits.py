@@ -1,0 +1,40 @@
+"""How many calls and messages a server takes at a time, worked out from its options. Knows no call."""
+
+from __future__ import annotations
+
+from kestrel_grpc.config.options import ServerConfig
+from kestrel_grpc.frontends.grpc.receiving import GateLimits
+from kestrel_runtime.engine.engine import EngineInfo
+
+MAX_SHORT_CALLS = 256
+"""Calls at a time of each kind that is answered at once: health checks, reflection, `EngineService`."""
+MAX_WATCHES = 1024
+"""Streams of health at a time."""
+_SHORT_PLACES, _SHORT_HURRIED_PLACES = 1, 1
+_SHORT_TIMEOUT_S = 2.0
+# For callers that still read their answers, or wait for room for their message.
+_CALLS_BEYOND_ENGINE = 512
+
+
+def max_calls(info: EngineInfo) -> int:
+    """Calls of `VisionService` at a time: twice what the engine holds, since a tenant gets no more than half."""
+    return 2 * (info.config.max_queued_requests + info.max_batch_size) + _CALLS_BEYOND_ENGINE
+
+
+def request_gate(config: ServerConfig) -> GateLimits:
+    """For messages that may hold an image. With those of `short_gate` they fit into `max_receiving_bytes`."""
+    num_places = config.max_receiving_bytes // config.max_message_bytes - _SHORT_PLACES - _SHORT_HURRIED_PLACES
+    num_hurried = max(1, num_places // 3)
+    return GateLimits(
+        places=max(1, num_places - num_hurried), hurried_places=num_hurried, timeout_s=config.receive_timeout
+    )
+
+
+def short_gate(config: ServerConfig) -> GateLimits:
+    """For messages that arrive together with their headers: those of health, reflection and `EngineService`."""
+    return GateLimits(
+        places=_SHORT_PLACES,
+        hurried_places=_SHORT_HURRIED_PLACES,
+        timeout_s=min(_SHORT_TIMEOUT_S, config.receive_timeout),
+        patience_s=0.05,
+    )

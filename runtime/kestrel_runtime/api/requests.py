@@ -1,0 +1,237 @@
+"""What a caller may ask: one frozen value per skill, checked at birth.
+
+Each constructor raises `InvalidRequest` with every violation at once. Knows nothing about protobuf, tokens or
+tensors. Defaults follow the peer engine's published ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import ClassVar
+
+from kestrel_runtime.api.errors import InvalidRequest, Violation
+
+CAPTION_LENGTHS = ("short", "normal", "long")
+MAX_OUTPUT_TOKENS = 32_768
+MAX_OBJECTS = 1_000
+MAX_SEED = 2**63 - 1
+MAX_TEXT_BYTES = 65_536
+"""Of a question or an object's name, in UTF-8: more than the contexts of the models hold. What exceeds a model's
+context is only known once it is tokenised, which takes as long as the text is."""
+MAX_SPATIAL_REFS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class PointRef:
+    """A place in the image to talk about; `x` and `y` in [0, 1] from the top left corner."""
+
+    x: float
+    y: float
+
+
+@dataclass(frozen=True, slots=True)
+class BoxRef:
+    """A region of the image to talk about; every side in [0, 1] from the top left corner."""
+
+    x_min: float
+    y_min: float
+    x_max: float
+    y_max: float
+
+
+SpatialRef = PointRef | BoxRef
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are drawn. `None` takes the skill's default.
+
+    `temperature` 0 is greedy. `top_p` keeps the smallest set of tokens whose probability reaches it.
+    `max_tokens` bounds the generated tokens (of the reasoning and of the answer, each on its own). `seed`
+    makes a draw repeatable; without one it is random.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    max_tokens: int | None = None
+    seed: int | None = None
+
+    def violations(self) -> Iterator[Violation]:
+        """Every breach, with paths below `sampling`."""
+        if self.temperature is not None and not 0.0 <= self.temperature <= 100.0:  # also catches NaN
+            yield Violation("sampling.temperature", "must be a number from 0 to 100")
+        if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
+            yield Violation("sampling.top_p", "must be above 0 and at most 1")
+        if self.max_tokens is not None and not 1 <= self.max_tokens <= MAX_OUTPUT_TOKENS:
+            yield Violation("sampling.max_tokens", f"must be from 1 to {MAX_OUTPUT_TOKENS}")
+        if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
+            yield Violation("sampling.seed", "must not be negative")
+
+
+class Priority(IntEnum):
+    """How soon a request should start, compared with others that wait; the lower value goes first."""
+
+    INTERACTIVE = 0
+    """Somebody sits and waits."""
+    NORMAL = 1
+    BATCH = 2
+    """Nobody waits; it may take its time while others are served."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOptions:
+    """What every skill shares. `model` "" takes the served model; `max_queue_s` None waits without bound."""
+
+    model: str = ""
+    max_queue_s: float | None = None
+    priority: Priority = Priority.NORMAL
+
+    def violations(self) -> Iterator[Violation]:
+        """Every breach, with paths below `options`."""
+        if self.max_queue_s is not None and not (self.max_queue_s > 0.0 and math.isfinite(self.max_queue_s)):
+            yield Violation("options.max_queue_duration", "must be positive")
+
+
+class _Checked:
+    """Runs `violations` at birth and raises all of them together."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        violations = tuple(self.violations())
+        if violations:
+            raise InvalidRequest(violations)
+
+    def violations(self) -> Iterator[Violation]:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class Query(_Checked):
+    """A question, about an image or about nothing; `image` is an encoded file's bytes."""
+
+    question: str
+    image: bytes | None = None
+    reasoning: bool = False
+    spatial_refs: tuple[SpatialRef, ...] = ()
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    options: RequestOptions = field(default_factory=RequestOptions)
+    skill: ClassVar[str] = "query"
+
+    def violations(self) -> Iterator[Violation]:
+        yield from _text("question", self.question)
+        if self.image is not None:
+            yield from _image(self.image)
+        elif self.spatial_refs:
+            yield Violation("spatial_refs", "need an image")
+        yield from _spatial_refs(self.spatial_refs)
+        yield from self.sampling.violations()
+        yield from self.options.violations()
+
+
+@dataclass(frozen=True, slots=True)
+class Caption(_Checked):
+    """A description of an image; `length` is one of `CAPTION_LENGTHS`."""
+
+    image: bytes
+    length: str = "normal"
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    options: RequestOptions = field(default_factory=RequestOptions)
+    skill: ClassVar[str] = "caption"
+
+    def violations(self) -> Iterator[Violation]:
+        yield from _image(self.image)
+        if self.length not in CAPTION_LENGTHS:
+            yield Violation("length", f"must be one of {', '.join(CAPTION_LENGTHS)}")
+        yield from self.sampling.violations()
+        yield from self.options.violations()
+
+
+@dataclass(frozen=True, slots=True)
+class _ObjectRequest(_Checked):
+    """The fields that point, detect and segment share; `object` names what to look for."""
+
+    object: str
+    image: bytes
+    max_objects: int | None = None
+    spatial_refs: tuple[SpatialRef, ...] = ()
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    options: RequestOptions = field(default_factory=RequestOptions)
+
+    def violations(self) -> Iterator[Violation]:
+        yield from _text("object", self.object)
+        yield from _image(self.image)
+        if self.max_objects is not None and not 1 <= self.max_objects <= MAX_OBJECTS:
+            yield Violation("max_objects", f"must be from 1 to {MAX_OBJECTS}")
+        yield from _spatial_refs(self.spatial_refs)
+        yield from self.sampling.violations()
+        yield from self.options.violations()
+
+
+@dataclass(frozen=True, slots=True)
+class Point(_ObjectRequest):
+    """Where each object of a kind is; `max_objects` None takes the default of 150."""
+
+    skill: ClassVar[str] = "point"
+
+
+@dataclass(frozen=True, slots=True)
+class Detect(_ObjectRequest):
+    """A box around each object of a kind; `max_objects` None takes the default of 150."""
+
+    skill: ClassVar[str] = "detect"
+
+
+@dataclass(frozen=True, slots=True)
+class Segment(_ObjectRequest):
+    """The outline of one object of a kind; being one, it is not touched by `max_objects`."""
+
+    skill: ClassVar[str] = "segment"
+
+
+Request = Query | Caption | Point | Detect | Segment
+
+
+def _text(name: str, value: str) -> Iterator[Violation]:
+    # A character takes four bytes at most.
+    if 4 * len(value) > MAX_TEXT_BYTES and len(value.encode(errors="replace")) > MAX_TEXT_BYTES:
+        yield Violation(name, f"must be at most {MAX_TEXT_BYTES} bytes long")
+    elif not value.strip():
+        yield Violation(name, "must not be empty")
+
+
+def _image(value: bytes) -> Iterator[Violation]:
+    if not value:
+        yield Violation("image", "must not be empty")
+
+
+def too_many_spatial_refs() -> Violation:
+    """The breach of more than `MAX_SPATIAL_REFS` of them, whatever they are."""
+    return Violation("spatial_refs", f"must be at most {MAX_SPATIAL_REFS}")
+
+
+def _spatial_refs(refs: tuple[SpatialRef, ...]) -> Iterator[Violation]:
+    if len(refs) > MAX_SPATIAL_REFS:
+        yield too_many_spatial_refs()
+        return
+    for index, ref in enumerate(refs):
+        path = f"spatial_refs[{index}]"
+        if isinstance(ref, PointRef):
+            sides = {"point.x": ref.x, "point.y": ref.y}
+        else:
+            sides = {
+                "box.x_min": ref.x_min,
+                "box.y_min": ref.y_min,
+                "box.x_max": ref.x_max,
+                "box.y_max": ref.y_max,
+            }
+            if ref.x_min > ref.x_max:
+                yield Violation(f"{path}.box.x_max", "must not be below x_min")
+            if ref.y_min > ref.y_max:
+                yield Violation(f"{path}.box.y_max", "must not be below y_min")
+        for name, value in sides.items():
+            if not 0.0 <= value <= 1.0:
+                yield Violation(f"{path}.{name}", "must be from 0 to 1")

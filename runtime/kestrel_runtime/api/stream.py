@@ -1,0 +1,141 @@
+"""The bridge from the engine's thread to one asyncio caller: the only hop outward.
+
+The engine thread collects a step's events in an `Outbox` and posts them with one wake-up per event loop; on the
+loop's side each `Stream` hands them to its caller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from kestrel_runtime.api.errors import KestrelError
+from kestrel_runtime.api.events import Event, Finished, TextDelta
+
+
+class Stream:
+    """One request's events, in order: `Started`, `TextDelta`s, `Finished`; or an error, raised by the iteration.
+
+    A caller who is slower than the engine finds the text that has come since as one piece: what a piece costs to
+    pass on does not depend on its length, so falling behind is how to catch up.
+    Lives on the event loop it was made on; only `fail` may be called from elsewhere.
+    """
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.over: asyncio.Future[None] = self.loop.create_future()
+        """Done once no event will come any more: finished, failed or cancelled."""
+        self.is_cancelled = False
+        self._events: deque[Event] = deque()
+        self._error: KestrelError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._on_cancel: Callable[[], None] | None = None
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> Event:
+        while not self._events:
+            if self._error is not None:
+                raise self._take_error()
+            if self.over.done():
+                raise StopAsyncIteration
+            self._waiter = self.loop.create_future()
+            await self._waiter
+        event = self._events.popleft()
+        return self._joined(event) if isinstance(event, TextDelta) else event
+
+    async def result(self) -> Finished:
+        """Wait for the end, woken by nothing before it. Raises what the iteration raises, once."""
+        await asyncio.wait((self.over,))
+        if self._error is not None:
+            raise self._take_error()
+        if self._events and isinstance(last := self._events[-1], Finished):
+            return last
+        raise asyncio.CancelledError("the stream was cancelled before its end, or has raised its error before")
+
+    def on_cancel(self, callback: Callable[[], None]) -> None:
+        """Have `callback` run, on the event loop, if the caller cancels."""
+        self._on_cancel = callback
+
+    def cancel(self) -> None:
+        """Nobody waits any more; the pages come back within one step. A stream that is over is left alone."""
+        if self.over.done():
+            return
+        self.is_cancelled = True
+        on_cancel = self._on_cancel
+        self._end()
+        if on_cancel is not None:
+            on_cancel()
+
+    def deliver(self, events: list[Event], error: KestrelError | None = None) -> None:
+        """On the event loop: take what the engine sent."""
+        if self.over.done():
+            return
+        self._events.extend(events)
+        self._error = error
+        if error is not None or (events and isinstance(events[-1], Finished)):
+            self._end()
+        elif self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def fail(self, error: KestrelError) -> None:
+        """From any thread: end with an error."""
+        _post(self.loop, self.deliver, [], error)
+
+    def _take_error(self) -> KestrelError:
+        """Hand the error out, once: its traceback refers to frames of the caller, which refer to this stream."""
+        error, self._error = self._error, None
+        assert error is not None, "asked for where there is one"
+        return error
+
+    def _joined(self, piece: TextDelta) -> TextDelta:
+        """A piece of text, with those of the same channel that wait right behind it."""
+        pieces = [piece]
+        while self._events and isinstance(later := self._events[0], TextDelta) and later.channel is piece.channel:
+            pieces.append(later)
+            self._events.popleft()
+        if len(pieces) == 1:
+            return piece
+        text = "".join(each.text for each in pieces)
+        return TextDelta(text, piece.channel, piece.token_index, sum(each.num_tokens for each in pieces))
+
+    def _end(self) -> None:
+        self.over.set_result(None)
+        # It knows the stream and the request's image: held any longer, they would wait for the garbage collector.
+        self._on_cancel = None
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class Outbox:
+    """What one step has to say, gathered per event loop and posted at once. One thread fills and posts it."""
+
+    def __init__(self) -> None:
+        self._letters: dict[asyncio.AbstractEventLoop, list[tuple[Stream, list[Event]]]] = {}
+
+    def put(self, stream: Stream, events: list[Event]) -> None:
+        """Add a stream's events of this step."""
+        self._letters.setdefault(stream.loop, []).append((stream, events))
+
+    def post(self) -> None:
+        """Send everything: one wake-up per event loop."""
+        while self._letters:  # each taken out first: whatever raises, nothing is sent twice
+            loop, letters = self._letters.popitem()
+            _post(loop, _deliver_all, letters)
+
+
+def _deliver_all(letters: list[tuple[Stream, list[Event]]]) -> None:
+    for stream, events in letters:
+        stream.deliver(events)
+
+
+def _post(loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *arguments: Any) -> None:
+    """Have an event loop call `callback`. Nobody listens any more where it is closed, so nothing happens then."""
+    try:
+        loop.call_soon_threadsafe(callback, *arguments)
+    except RuntimeError:
+        if not loop.is_closed():
+            raise

@@ -1,0 +1,41 @@
+"""Events for the caller after each token of a sequence. Knows parsers, usage and timing; knows no streams."""
+
+from __future__ import annotations
+
+from kestrel_runtime.api.events import Event, Finished, Started, Timing, Usage
+from kestrel_runtime.scheduling.sequence import Sequence
+
+
+def events_after(sequence: Sequence, now: float) -> list[Event]:
+    """Have the sequence's reader consume its newest token; returns what the caller is to be told.
+
+    Ends the answer where the context is full. Raises what the reader raises.
+    """
+    reader = sequence.reader
+    events: list[Event] = [*reader.read(sequence.tokens[-1])]
+    if sequence.clock.first_token is None:
+        sequence.clock.first_token = now
+        events.insert(0, Started(_usage(sequence)))
+    if reader.finish_reason is None and sequence.is_full:
+        events += reader.cut()
+    if reader.finish_reason is not None:
+        timing = _timing(sequence, now)
+        events.append(Finished(reader.output(), reader.finish_reason, _usage(sequence), timing))
+    return events
+
+
+def _usage(sequence: Sequence) -> Usage:
+    return Usage(sequence.num_prompt_positions, sequence.num_image_tokens, sequence.num_generated)
+
+
+def _timing(sequence: Sequence, now: float) -> Timing:
+    clock = sequence.clock
+    moments = (clock.preprocess_started, clock.prepared, clock.admitted, clock.first_token)
+    started, prepared, admitted, first_token = (now if moment is None else moment for moment in moments)
+    return Timing(
+        queue_s=(started - clock.submitted) + (admitted - prepared),
+        preprocess_s=prepared - started,
+        prefill_s=first_token - admitted,
+        time_to_first_token_s=first_token - clock.submitted,
+        decode_s=now - first_token,
+    )

@@ -1,0 +1,395 @@
+"""The engine: the only door into this package. Requests go in, streams of events come out.
+
+Knows the engine's state and puts its parts together; the work is done by `Admission`, `Preprocessor` and
+`EngineLoop`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.errors import (
+    EngineUnavailable,
+    ImageError,
+    InternalError,
+    KestrelError,
+    ModelNotFound,
+    SkillUnsupported,
+)
+from kestrel_runtime.api.requests import Caption, Query, Request
+from kestrel_runtime.api.stream import Stream
+from kestrel_runtime.engine.isolation import Recovery
+from kestrel_runtime.engine.loop import EngineLoop
+from kestrel_runtime.engine.offending_requests import Culprits
+from kestrel_runtime.engine.open_streams import OpenStreams
+from kestrel_runtime.engine.preprocessing import MAX_DECODING_BYTES, Preprocessor, least_budget_bytes
+from kestrel_runtime.engine.probes import new_probes
+from kestrel_runtime.engine.tracebacks import clear_locals, drop_tracebacks
+from kestrel_runtime.engine.watchdog import Watchdog, all_stacks, step_timeout_s
+from kestrel_runtime.engine.workers import Interrupted
+from kestrel_runtime.execution.execution_config import FastPaths
+from kestrel_runtime.execution.step_runner import ModelRunner
+from kestrel_runtime.imaging.decoding import largest_kept_bytes, make_crops
+from kestrel_runtime.imaging.device_tiler import AheadCutter
+from kestrel_runtime.loading.loaded_model import LoadedModel
+from kestrel_runtime.memory.plan import check_cache
+from kestrel_runtime.models.moondream.config import VisionConfig
+from kestrel_runtime.models.moondream.model_paths import ModelPaths
+from kestrel_runtime.models.moondream.tiling import Tiler
+from kestrel_runtime.scheduling.admission import Admission, Burden, QueueLimits
+from kestrel_runtime.scheduling.limits import StepBounds
+from kestrel_runtime.scheduling.page_pool import PagePool
+from kestrel_runtime.scheduling.scheduler import Scheduler
+from kestrel_runtime.scheduling.sequence import Sequence, SequenceClock
+
+
+class EngineStatus(Enum):
+    """What the engine does with new requests."""
+
+    SERVING = auto()
+    DRAINING = auto()
+    """Refuses new requests, finishes those it has."""
+    RECOVERING = auto()
+    """Refuses new requests while it restarts after a failure; those it has go on afterwards."""
+    DEAD = auto()
+    """Closed, or stopped by a failure."""
+
+
+_TRANSITIONS = {
+    EngineStatus.SERVING: {EngineStatus.DRAINING, EngineStatus.RECOVERING, EngineStatus.DEAD},
+    EngineStatus.RECOVERING: {EngineStatus.SERVING, EngineStatus.DRAINING, EngineStatus.DEAD},
+    EngineStatus.DRAINING: {EngineStatus.DEAD},
+    EngineStatus.DEAD: set[EngineStatus](),
+}
+_MAX_TOKENS_PER_REF = 3
+_CLOSE_TIMEOUT_S = 5.0
+"""How long `close` waits for the engine thread; a step of a slow device may take longer."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What is served, for discovery."""
+
+    model: str
+    revision: str | None
+    architecture: str
+    skills: tuple[str, ...]
+    device: str
+    dtype: str
+    max_context_tokens: int
+    max_batch_size: int
+    num_parameters: int
+    config: EngineConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A reading of how busy the engine is."""
+
+    num_running: int
+    num_waiting: int
+    num_preprocessing: int
+    num_used_pages: int
+    num_pages: int
+    tokens_per_second: float
+    decoded_image_bytes: int = 0
+    """Memory of images that are being decoded or that requests hold."""
+
+
+class Engine:
+    """One model, one thread, one page pool. `submit` belongs to an event loop; the rest may be called anywhere."""
+
+    def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
+        """Raises `CheckpointError` where the model cannot be served as `config` says."""
+        model_config = loaded.model.config
+        paths = FastPaths.of(config, loaded.model.device.type, loaded.model)
+        bounds = StepBounds.of(config, loaded.model.device.type)
+        # Before the cache, which takes a part of the memory that they leave.
+        model_paths = ModelPaths.of(loaded.model, paths, max_batch_size=bounds.max_batch_size)
+        cache = loaded.new_cache(config)
+        check_cache(model_config, cache)
+        self._pages = PagePool(cache.num_pages, config.page_size)
+        max_context = min(model_config.text.max_context, cache.num_pages * config.page_size)
+        _log.info(
+            "KV cache: %s tokens, %.1f GiB, %.1f requests of full length (%s tokens)",
+            f"{cache.num_pages * config.page_size:,}",
+            cache.num_bytes / 2**30,
+            cache.num_pages * config.page_size / model_config.text.max_context,
+            f"{model_config.text.max_context:,}",
+        )
+        self.info = EngineInfo(
+            model=loaded.checkpoint.name,
+            revision=loaded.checkpoint.revision,
+            architecture=f"moondream{model_config.generation}",
+            skills=model_config.skills,
+            device=loaded.model.device.type,
+            dtype=str(loaded.model.dtype).removeprefix("torch."),
+            max_context_tokens=max_context,
+            max_batch_size=bounds.max_batch_size,
+            num_parameters=loaded.num_parameters,
+            config=config,
+        )
+        scheduler = Scheduler(
+            self._pages,
+            max_batch_size=bounds.max_batch_size,
+            max_prefill_tokens=bounds.max_prefill_tokens,
+            max_crops_per_step=bounds.max_crops,
+            ageing_s=config.ageing_s,
+        )
+        culprits = Culprits()
+        self._admission = Admission(
+            QueueLimits(config.max_queued_requests, config.max_queued_image_bytes, config.max_queued_tokens)
+        )
+        self._num_image_tokens = model_config.vision.num_image_tokens
+        self._preprocessor = Preprocessor(
+            model_config,
+            loaded.tokenizer,
+            culprits,
+            max_context=max_context,
+            max_image_pixels=config.max_image_pixels,
+            num_threads=config.num_preprocess_threads,
+            max_decoded_bytes=_max_decoded_bytes(config, bounds, model_config.vision, uncut=paths.resizes_images),
+            ageing_s=config.ageing_s,
+            cut=self._cutter(loaded, paths, bounds.max_batch_size) if paths.resizes_images else make_crops,
+        )
+        runner = ModelRunner(loaded.model, cache, paths, bounds, model_paths)
+        runner.record()
+        recovery = Recovery(
+            scheduler,
+            runner,
+            culprits,
+            new_probes=lambda: new_probes(self._preprocessor),
+            on_restart=lambda: self._become(EngineStatus.RECOVERING),
+            on_restarted=lambda: self._become(EngineStatus.SERVING),
+        )
+        self._loop = EngineLoop(scheduler, runner, recovery, self._admission)
+        self._status = EngineStatus.SERVING
+        self._lock = threading.RLock()
+        self._num_preprocessing = 0
+        self._streams = OpenStreams()
+        self._is_left_behind = False
+        self._callbacks: list[Callable[[EngineStatus], None]] = []
+        self._step_timeout_s = step_timeout_s(config, loaded.model.device.type)
+        self._watchdog = Watchdog(
+            self._loop,
+            self._step_timeout_s,
+            on_stall=self._stalled,
+            on_end=self._ended,
+        )
+        self._loop.start()
+        self._watchdog.start()
+
+    @classmethod
+    def start(cls, config: EngineConfig) -> Engine:
+        """Load the model and start. Blocks. Raises `CheckpointError`."""
+        return cls(LoadedModel.load(config), config)
+
+    @property
+    def status(self) -> EngineStatus:
+        return self._status
+
+    def on_status_change(self, callback: Callable[[EngineStatus], None]) -> None:
+        """Have `callback` run, in whatever thread it happens, whenever the status changes."""
+        self._callbacks.append(callback)
+
+    def submit(self, request: Request, *, deadline_s: float | None = None, tenant: str = "") -> Stream:
+        """Queue a request; `deadline_s` seconds from now nobody waits for it any more.
+
+        Requests of different `tenant`s share the engine evenly; "" is a tenant like any other.
+
+        Raises `EngineUnavailable`, `ModelNotFound`, `SkillUnsupported`, `ImageError` and `Overloaded` at once;
+        what is found out later is raised by the stream, `RequestRefused` before anything else.
+        """
+        self._check(request)
+        now = time.monotonic()
+        max_queue_s = request.options.max_queue_s
+        patience_s = min((limit for limit in (deadline_s, max_queue_s) if limit is not None), default=None)
+        clock = SequenceClock(
+            submitted=now,
+            deadline=None if deadline_s is None else now + deadline_s,
+            queue_deadline=None if max_queue_s is None else now + max_queue_s,
+        )
+        stream = Stream()
+        self._streams.add(stream)
+        try:
+            self._admission.enter(stream, self._burden(request, tenant), now, patience_s=patience_s)
+            try:
+                preparation = self._preprocessor.submit(
+                    request, clock, tenant, is_wanted=lambda: not stream.over.done()
+                )
+            except RuntimeError as error:  # closed at this very moment, or the system has no thread left for us
+                raise EngineUnavailable("no worker can take the request") from error
+        except BaseException:
+            self._streams.discard(stream)
+            self._admission.leave(stream)
+            raise
+        with self._lock:
+            self._num_preprocessing += 1
+        stream.on_cancel(lambda: self._cancel(preparation, stream))
+        if patience_s is not None:
+            timer = stream.loop.call_later(patience_s, self._expire, preparation, stream, clock)
+            stream.over.add_done_callback(lambda _: timer.cancel())
+        preparation.add_done_callback(lambda done: self._prepared(done, stream))
+        return stream
+
+    @contextmanager
+    def expecting(self, request: Request, *, deadline_s: float | None = None, tenant: str = "") -> Iterator[None]:
+        """For the length of a block the queue holds this request, whose image is still to come.
+
+        Raises what `submit` would raise at once. The image that the request has now stands for the one to come.
+        """
+        self._check(request)
+        limits = (limit for limit in (deadline_s, request.options.max_queue_s) if limit is not None)
+        place = object()
+        burden = self._burden(request, tenant)
+        self._admission.enter(place, burden, time.monotonic(), patience_s=min(limits, default=None))
+        try:
+            yield
+        finally:
+            self._admission.leave(place)
+
+    @staticmethod
+    def _cutter(loaded: LoadedModel, paths: FastPaths, most_images: int) -> AheadCutter:
+        model = loaded.model
+        tiler = Tiler(model.config.vision, model.device, paths.kernels.resample)
+        return AheadCutter(tiler.crops, model.device, most_images=most_images)
+
+    def load(self) -> Load:
+        """How busy the engine is now."""
+        return Load(
+            num_running=self._loop.num_active,
+            num_waiting=self._loop.num_waiting,
+            num_preprocessing=self._num_preprocessing,
+            num_used_pages=self._pages.num_used,
+            num_pages=self._pages.num_pages,
+            tokens_per_second=self._loop.tokens_per_second(),
+            decoded_image_bytes=self._preprocessor.decoded_bytes,
+        )
+
+    async def drain(self) -> None:
+        """Take no new requests, and return when all of this event loop's have ended."""
+        self._become(EngineStatus.DRAINING)
+        own = [stream.over for stream in self._streams.of(asyncio.get_running_loop())]
+        if own:
+            await asyncio.wait(own)
+
+    def guard_steps(self) -> None:
+        """From now on the engine ends where it makes no progress for the configured step timeout.
+
+        Not before, since the first steps compile kernels and allocate buffers, which takes any time.
+        """
+        self._watchdog.guard()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the engine thread is gone, which it is not where `close` did not wait for it any longer."""
+        return self._loop.join(0.0)
+
+    def close(self) -> None:
+        """Stop now; what still runs fails with `EngineUnavailable`.
+
+        Blocks until the engine thread has ended, or for a few seconds where a step goes on for so long.
+        """
+        self._become(EngineStatus.DEAD)
+        self._loop.stop()
+        if not self._is_left_behind and not self._watchdog.join(_CLOSE_TIMEOUT_S):
+            _log.warning("the engine thread is still at work; it is left behind")
+            self._is_left_behind = True
+            self._streams.close()
+        self._preprocessor.close()
+
+    def _stalled(self, activities: list[str]) -> None:
+        """In the watchdog's thread: what has not got on for too long does not come back, so the engine ends."""
+        in_flight = "; ".join(self._loop.in_flight()) or "none"
+        _log.critical(
+            "no progress for %g s (%s): the engine ends. Steps in flight: %s\n%s",
+            self._step_timeout_s,
+            ", ".join(activities),
+            in_flight,
+            all_stacks(),
+        )
+        self._loop.stop()
+
+    def _ended(self) -> None:
+        """In the watchdog's thread: the engine thread has ended, or never will."""
+        self._become(EngineStatus.DEAD)
+        self._loop.finish()
+        self._streams.close()
+
+    def _check(self, request: Request) -> None:
+        if self._status is not EngineStatus.SERVING:
+            raise EngineUnavailable(f"the engine is {self._status.name.lower()}")
+        if request.options.model not in ("", self.info.model):
+            raise ModelNotFound(request.options.model)
+        if request.skill not in self.info.skills:
+            raise SkillUnsupported(request.skill, self.info.model)
+        max_image_bytes = self.info.config.max_image_bytes
+        if request.image is not None and len(request.image) > max_image_bytes:
+            raise ImageError(f"the image must not exceed {max_image_bytes} bytes", too_large=True)
+
+    def _burden(self, request: Request, tenant: str) -> Burden:
+        num_tokens = 0 if request.image is None else self._num_image_tokens
+        if not isinstance(request, Caption):
+            text = request.question if isinstance(request, Query) else request.object
+            num_tokens += len(text.encode()) + _MAX_TOKENS_PER_REF * len(request.spatial_refs)
+        return Burden(tenant, request.options.priority, len(request.image or b""), num_tokens)
+
+    def _prepared(self, preparation: Future[Sequence], stream: Stream) -> None:
+        """In a worker's thread, or whichever cancelled the future. What raised there ends this request alone."""
+        with self._lock:
+            self._num_preprocessing -= 1
+        # Of a future that was cancelled the stream may be over already, and then ignores the error.
+        stopped = EngineUnavailable("the engine has stopped")
+        error = stopped if preparation.cancelled() else preparation.exception()
+        if isinstance(error, Interrupted):
+            error = stopped
+        if error is None:
+            self._loop.add(preparation.result(), stream)
+            return
+        self._admission.leave(stream)
+        if isinstance(error, KestrelError):  # its message says all
+            drop_tracebacks(error)
+            stream.fail(error)
+        else:
+            clear_locals(error)
+            stream.fail(InternalError(error))
+
+    def _cancel(self, preparation: Future[Sequence], stream: Stream) -> None:
+        if not preparation.cancel():
+            self._loop.cancel(stream)
+
+    def _expire(self, preparation: Future[Sequence], stream: Stream, clock: SequenceClock) -> None:
+        """The caller's patience is over. From the moment a worker has the request, worker and loop look at it."""
+        if preparation.cancel():
+            deadlines = (clock.deadline, clock.queue_deadline)
+            stream.deliver([], clock.lateness(min(moment for moment in deadlines if moment is not None)))
+
+    def _become(self, status: EngineStatus) -> None:
+        with self._lock:  # callbacks too, so that they come in the order of the changes
+            if status not in _TRANSITIONS[self._status]:
+                return
+            self._status = status
+            for callback in self._callbacks:
+                try:
+                    callback(status)
+                except Exception:  # the others must hear of it all the same, and the engine go on with its end
+                    _log.exception("a callback failed to take the status %s", status.name)
+
+
+def _max_decoded_bytes(config: EngineConfig, bounds: StepBounds, vision: VisionConfig, *, uncut: bool) -> int:
+    """The configured limit, or room for a batch that runs, one that comes next, and the largest image to decode."""
+    if config.max_decoded_image_bytes is not None:
+        return config.max_decoded_image_bytes
+    kept_bytes = 2 * bounds.max_batch_size * largest_kept_bytes(vision, uncut=uncut)
+    return max(MAX_DECODING_BYTES + kept_bytes, least_budget_bytes(MAX_DECODING_BYTES))

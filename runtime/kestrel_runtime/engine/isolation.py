@@ -1,0 +1,160 @@
+"""After a step that raised: which request must end, who goes on, and whether the device still works.
+
+     a step raises ─▶ all sequences go back to waiting; who was active runs alone (isolation run), oldest first
+       an isolation run succeeds ─▶ the next one; after the last, everything goes on as before
+       an isolation run raises ─▶ does a request of our own run?
+           yes, for the first time ──▶ the suspect runs alone once more
+           yes, for the second time ─▶ the suspect is the offending request and ends; the others go on
+           no, for the first time ───▶ restart: fresh cache, same weights; then the suspect runs alone once more
+           no, for the second time ──▶ restart; the suspect is the offending request and ends
+       a request of our own fails after a restart too ─▶ DeviceLost
+
+In an isolation run no other step is in flight. The second one follows the first at once, on a quiet engine: no
+other sequence holds pages, all images are forgotten, and after a lack of memory the allocator has given back what
+it kept. So a sequence that runs out of memory twice needs more than there is, and one that ran out of it because of
+others passes the second time.
+
+Invariants
+  R1  A sequence ends only after it raised alone twice, each time on a device that still ran our request; or after
+      the device broke twice while it ran alone.
+  R2  After several offending requests in a row, with no successful step between them, the device is restarted
+      before the next one ends, and that one runs alone once more: our request may be too small to notice what is
+      wrong.
+  R3  A sequence that goes on keeps its tokens, and samples what it would have sampled.
+  R4  A restart clears the fingerprints of offending requests, since the device may have been bad when they were
+      learned; except for requests that broke the device again right after it was restarted.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from kestrel_runtime.engine.offending_requests import Culprits
+from kestrel_runtime.engine.tracebacks import clear_locals
+from kestrel_runtime.execution.step_runner import ModelRunner
+from kestrel_runtime.scheduling.scheduler import Scheduler
+from kestrel_runtime.scheduling.sequence import Batch, Chunk, Sequence
+
+_MAX_OFFENDING_IN_A_ROW = 3
+_NUM_RUNS = 2
+"""Isolation runs that must fail before a sequence ends."""
+
+_log = logging.getLogger(__name__)
+
+
+class DeviceLost(Exception):
+    """The device fails our own request even after a restart."""
+
+
+@dataclass(slots=True)
+class _Case:
+    """What the isolation runs of one suspect have shown. Names it by id: a case must not keep an image alive."""
+
+    sequence_id: int
+    num_failures: int = 0
+    """After which the device still ran our request."""
+    num_breakdowns: int = 0
+    """After which it did not."""
+
+
+class Recovery:
+    """Sorts out failed steps. `new_probes` makes requests of our own, the first of them the cheapest.
+
+    Tells `culprits` which requests must not come again. Engine thread only.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        culprits: Culprits,
+        *,
+        new_probes: Callable[[], Iterable[Sequence]],
+        on_restart: Callable[[], None],
+        on_restarted: Callable[[], None],
+    ) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._culprits = culprits
+        self._new_probes = new_probes
+        self._on_restart = on_restart
+        self._on_restarted = on_restarted
+        self._num_offending_in_a_row = 0
+        self._case: _Case | None = None
+
+    def succeeded(self, sampled: list[Sequence]) -> None:
+        """A step ran to its end, and these sequences got a token."""
+        if sampled:  # else an isolation run may have another step
+            self._num_offending_in_a_row = 0
+            self._case = None
+
+    def failed(self, batch: Batch, error: Exception) -> Sequence | None:
+        """Set up what comes after a step that raised. No other step may be in flight.
+
+        Returns the offending sequence once it is known, which must end then. Raises `DeviceLost`.
+        """
+        names = ", ".join(sequence.fingerprint for sequence in batch.members)
+        is_alone = self._scheduler.is_trying
+        _log.error("a step of %s failed%s", names, ", which ran alone" if is_alone else "", exc_info=error)
+        self._scheduler.put_all_back()
+        clear_locals(error)  # they hold tensors
+        self._runner.forget_images()
+        if isinstance(error, torch.OutOfMemoryError):
+            _log.error("out of memory: the features of all images are dropped, and made anew when needed")
+            self._runner.empty_device_cache()
+        return self._judge(batch.members[0]) if is_alone else None
+
+    def _judge(self, suspect: Sequence) -> Sequence | None:
+        """The suspect, if what is known about it is enough to end it; else None, and it runs alone once more."""
+        if self._case is None or self._case.sequence_id != suspect.id:
+            self._case = _Case(suspect.id)
+        case = self._case
+        if self._runs_probes(only_cheapest=True):
+            case.num_failures += 1
+        else:
+            self._restart()
+            case.num_breakdowns += 1
+        breaks_device = case.num_breakdowns >= _NUM_RUNS
+        if case.num_failures < _NUM_RUNS and not breaks_device:
+            return None
+        if self._num_offending_in_a_row >= _MAX_OFFENDING_IN_A_ROW - 1 and not breaks_device:
+            self._restart()
+            case.num_failures = 0
+            return None
+        self._num_offending_in_a_row += 1
+        self._culprits.remember(suspect.fingerprint, survives_restart=breaks_device)
+        self._case = None
+        return suspect
+
+    def _restart(self) -> None:
+        _log.error("the engine restarts: fresh cache, same weights")
+        self._on_restart()
+        try:
+            self._runner.restart()
+        except Exception as error:
+            raise DeviceLost("the cache cannot be made anew") from error
+        if not self._runs_probes(only_cheapest=False):
+            raise DeviceLost("a request of our own fails after a restart")
+        self._num_offending_in_a_row = 0
+        self._culprits.forget_learned_before_restart()
+        self._on_restarted()
+        _log.info("the engine has restarted")
+
+    def _runs_probes(self, *, only_cheapest: bool) -> bool:
+        for probe in self._new_probes():
+            probe.pages = list(range(self._scheduler.pages_for(probe)))  # all are free after a failure
+            crops = [] if probe.crops is None else [probe.whole_image]
+            try:
+                self._runner.run(Batch(crops, [Chunk(probe, 0, probe.length)], []))
+            except Exception:
+                _log.exception("a request of our own failed too")
+                return False
+            finally:
+                self._runner.release(probe)
+            if only_cheapest:
+                break
+        return True

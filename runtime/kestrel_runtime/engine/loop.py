@@ -1,0 +1,382 @@
+"""The engine thread: one turn after the other, in the same order every time.
+
+The life of a request in it:
+  1. `add` puts a prepared sequence and its stream into the inbox; `cancel` puts a cancelled stream there.
+  2. A turn takes the inbox, then drops sequences that nobody waits for any more (cancelled, past a deadline).
+  3. `Scheduler.next_batch` chooses who runs and takes pages.
+  4. `ModelRunner.launch` has the device encode crops, fill the cache and sample tokens; `Scheduler.commit` counts
+     that as done. Where it raises, `Recovery` finds the offending request, and the next turns run suspects alone.
+  5. `Scheduler.land` takes the tokens of steps that are complete; each sequence's reader turns them into events.
+  6. A finished sequence gives its pages back; the outbox posts all events of the turn at once.
+
+     inbox ─▶ drop ─▶ choose ─▶ launch ─▶ complete earlier steps ─▶ read ─▶ post
+       ▲                                                                    │
+       └──────────────── waits here while there is no work ◀────────────────┘
+
+A turn launches up to two steps, a prefill step (images and prompts) and a decode step. They run beside each other,
+so a long prompt delays nobody's next token; a sequence whose prompt is complete decodes with the others from the
+next turn on. A device that works by itself gets its next steps before it has completed those in flight, so it never
+waits for readers.
+
+     prefill  │      step 1      ││      step 3      ││      step 7      │
+     decode                       │ 2 ││ 4 ││ 5 ││ 6 │ …
+     thread   │launch 1│launch 2,3│complete 1│launch 4, complete 2│launch 5, complete 4│ …
+
+While a sequence decodes, the thread only looks whether prefill steps are complete. While none does, it launches
+the next decode step behind the prefill step at once. Launching a prefill step takes the thread longer than a decode
+step takes the device, so some more decode steps are launched before it.
+
+Tokens that a sequence sampled after its end, in steps that were already in flight, are dropped. Its pages may have
+another owner by then: decode steps that write there run before all later decode and prefill steps, and pages that a
+prefill step writes are kept until it is complete.
+
+How the thread ends: `stop` was called, or something raised that `Recovery` does not handle. It only logs that. The
+watchdog, which waits for the thread's end, calls `finish` and has the engine end every open stream.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from queue import SimpleQueue
+from typing import NamedTuple
+
+from kestrel_runtime.api.errors import EngineUnavailable, InternalError, KestrelError
+from kestrel_runtime.api.stream import Outbox, Stream
+from kestrel_runtime.engine.emission import events_after
+from kestrel_runtime.engine.in_flight import InFlightStep, StepId, describe
+from kestrel_runtime.engine.isolation import Recovery
+from kestrel_runtime.execution.step_runner import Launch, ModelRunner
+from kestrel_runtime.scheduling.admission import Admission
+from kestrel_runtime.scheduling.deadlines import Deadlines
+from kestrel_runtime.scheduling.scheduler import Scheduler
+from kestrel_runtime.scheduling.sequence import Batch, Sequence
+from kestrel_runtime.scheduling.token_rate import TokenRate
+
+_MAX_PREFILLS = 2
+"""Prefill steps in flight: one that runs, and one that begins when it ends."""
+_DECODES_AHEAD, _DECODES_AHEAD_OF_PREFILL = 1, 4
+"""Decode steps in flight behind the one that runs, the second where a prefill step is about to be launched."""
+
+_log = logging.getLogger(__name__)
+
+
+class _Arrival(NamedTuple):
+    sequence: Sequence
+    stream: Stream
+
+
+class EngineLoop:
+    """Owns scheduler and runner; only its thread touches what they hold.
+
+    Tells `admission` by stream who starts or leaves.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        recovery: Recovery,
+        admission: Admission,
+    ) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._recovery = recovery
+        self._admission = admission
+        self._outbox = Outbox()
+        self._deadlines = Deadlines()
+        self._streams: dict[Sequence, Stream] = {}
+        self._sequences: dict[Stream, Sequence] = {}
+        # A bare stream is one that was cancelled; None only wakes the thread.
+        self._inbox: SimpleQueue[_Arrival | Stream | None] = SimpleQueue()
+        self._step_ids = itertools.count(1)
+        self._prefills: deque[InFlightStep] = deque()
+        self._decodes: deque[InFlightStep] = deque()
+        self._promoted: InFlightStep | None = None  # the prefill step in flight that decode steps depend on
+        self._rate = TokenRate()
+        self._launching: Batch | None = None
+        self._num_marks = 0  # rises with each launch and completion, for the watchdog
+        self._is_waiting = True
+        self._is_stopping = False
+        self._is_finished = False
+        self._thread = threading.Thread(target=self._run, name="kestrel-engine", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def add(self, sequence: Sequence, stream: Stream) -> None:
+        """From any thread: queue a prepared sequence."""
+        if self._is_finished:
+            self._admission.leave(stream)
+            stream.fail(EngineUnavailable("the engine has stopped"))
+        else:
+            self._inbox.put(_Arrival(sequence, stream))
+
+    def cancel(self, stream: Stream) -> None:
+        """From any thread: drop the stream's sequence before the next step, if it is here."""
+        self._inbox.put(stream)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences without pages, those in the inbox included; a reading, not a promise."""
+        return self._scheduler.num_waiting + self._inbox.qsize()
+
+    @property
+    def num_active(self) -> int:
+        """Sequences that hold pages; a reading, not a promise."""
+        return self._scheduler.num_active
+
+    def tokens_per_second(self) -> float:
+        """Tokens drawn over the last seconds, per second."""
+        return self._rate.per_second(time.monotonic())
+
+    def stop(self) -> None:
+        """From any thread: end after the current turn. Does not wait."""
+        self._is_stopping = True
+        self._inbox.put(None)
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the thread's end, at most `timeout_s` seconds. Returns whether it has ended."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def activities(self) -> Mapping[str, int]:
+        """For the watchdog, from any thread: what goes on, each with a number that changes when it gets on.
+
+        The oldest step of each kind is watched beside the thread itself: a prefill step may hang while decode steps
+        complete.
+        """
+        found: dict[str, int] = {}
+        if not self._is_waiting:
+            found["engine thread"] = self._num_marks
+        for name, steps in (("prefill step", self._prefills), ("decode step", self._decodes)):
+            with contextlib.suppress(IndexError):  # the last one has been completed meanwhile
+                found[name] = steps[0].id
+        return found
+
+    def in_flight(self) -> list[str]:
+        """For the log, from any thread: the step that is being launched and those in flight."""
+        launching = self._launching
+        found = [] if launching is None else [f"launching a {describe(launching)}"]
+        return found + [str(step) for step in (*self._prefills.copy(), *self._decodes.copy())]
+
+    def finish(self) -> None:
+        """From another thread, when this one has ended or hangs: post what it has left, and take no more.
+
+        Sequences that are still here are dropped without a word: `OpenStreams` ends their streams.
+        """
+        self._is_finished = True
+        self._outbox.post()
+        if self._thread.is_alive():  # it hangs, and may still touch the books
+            return
+        try:
+            self._take_inbox()
+            for sequence in list(self._scheduler.sequences()):
+                self._remove(sequence)
+        except Exception:  # the thread may have ended in the middle of a change
+            _log.warning("the engine's books are inconsistent after its end", exc_info=True)
+
+    def step(self) -> None:
+        """One turn."""
+        self._take_inbox()
+        now = time.monotonic()
+        self._drop_expired(now)
+        self._complete_finished_prefills()
+        promoted = self._promote()
+        if not self._scheduler.can_look_ahead:  # asked when it is known who decodes
+            self._complete_all()
+        # A prefill step may reuse pages of sequences that have finished; they took part in this step at the latest.
+        last_decode = self._decodes[-1].handle if self._decodes else None
+        batch = self._scheduler.next_batch(now, takes_prompts=len(self._prefills) < _MAX_PREFILLS)
+        if self._launch_decodes(batch, now):
+            self._launch(batch.prompting, self._prefills, last_decode)
+        if not self._runner.is_asynchronous:
+            self._complete_all()
+        if last_decode is not None and self._decodes:
+            self._complete(self._decodes)
+        if self._prefills and (promoted or (last_decode is None and batch.is_empty)):
+            self._complete(self._prefills)
+        self._outbox.post()
+
+    def _run(self) -> None:
+        try:
+            while self._wait_for_work():
+                self.step()
+        except BaseException:  # SystemExit and KeyboardInterrupt too: whatever it is, the engine has ended
+            # `Recovery` handles what the model raises. The rest is a broken device, or a bug of ours in the books
+            # of who owns what, which cannot be trusted any more.
+            _log.critical("the engine thread ends", exc_info=True)
+
+    def _wait_for_work(self) -> bool:
+        """Return when there is work. False where the thread shall end."""
+        if self._scheduler.is_idle and not (self._prefills or self._decodes):
+            self._is_waiting = True
+            item = self._inbox.get()
+            self._is_waiting = False
+            self._receive(item)
+        return not self._is_stopping
+
+    def _take_inbox(self) -> None:
+        while not self._inbox.empty():
+            self._receive(self._inbox.get())
+
+    def _receive(self, item: _Arrival | Stream | None) -> None:
+        if isinstance(item, Stream):
+            if item in self._sequences:
+                self._remove(self._sequences[item])
+        elif item is not None and item.stream.is_cancelled:
+            self._admission.leave(item.stream)
+        elif item is not None:
+            self._streams[item.sequence] = item.stream
+            self._sequences[item.stream] = item.sequence
+            self._deadlines.watch(item.sequence)
+            self._scheduler.add(item.sequence)
+
+    def _drop_expired(self, now: float) -> None:
+        for sequence in self._deadlines.due(now):
+            lateness = sequence.clock.lateness(now)
+            if lateness is not None:
+                self._fail(sequence, lateness)
+
+    def _note_starts(self, batch: Batch) -> None:
+        now = time.monotonic()
+        for item in (*batch.encode, *batch.prefill):
+            if item.sequence.clock.admitted is None:
+                item.sequence.clock.admitted = now
+                self._admission.start(self._streams[item.sequence], now)
+
+    def _promote(self) -> bool:
+        """Where no sequence decodes, have those of the first prefill step in flight decode, in steps that depend on
+        it. Returns whether there were any.
+        """
+        if not self._prefills or not self._prefills[0].sampled or self._scheduler.is_decoding:
+            return False
+        self._promoted = self._prefills[0]
+        self._scheduler.follow(self._promoted.sampled)
+        return True
+
+    def _launch_decodes(self, batch: Batch, now: float) -> bool:
+        """Launch decode steps, the batch's first, until enough are in flight. False where a launch raised."""
+        num_ahead = 0
+        if self._runner.is_asynchronous:
+            num_ahead = _DECODES_AHEAD if batch.prompting.is_empty else _DECODES_AHEAD_OF_PREFILL
+        prefill = self._promoted
+        while batch.decode and len(self._decodes) <= num_ahead:
+            if not self._launch(batch.decoding, self._decodes, None if prefill is None else prefill.handle):
+                return False
+            if len(self._decodes) > num_ahead or not self._scheduler.can_look_ahead:
+                break
+            batch = self._scheduler.next_batch(now, takes_prompts=False)
+        return True
+
+    def _launch(self, batch: Batch, steps: deque[InFlightStep], after: Launch | None) -> bool:
+        """Launch a step, if there is anything to do. False where that raised; the next turns find out why."""
+        if batch.is_empty:
+            return True
+        self._note_starts(batch)
+        self._num_marks += 1
+        self._launching = batch
+        try:
+            handle = self._runner.launch(batch, after)
+        except Exception as error:
+            if self._complete_all():
+                self._recover(batch, error)
+            return False
+        finally:
+            self._launching = None
+        depends_on = self._promoted.id if batch.decode and self._promoted is not None else None
+        sampled = self._scheduler.commit(batch)
+        steps.append(InFlightStep(StepId(next(self._step_ids)), batch, sampled, handle, depends_on))
+        return True
+
+    def _complete_finished_prefills(self) -> None:
+        while self._prefills and self._is_over(self._prefills[0]):
+            self._complete(self._prefills)
+
+    @staticmethod
+    def _is_over(step: InFlightStep) -> bool:
+        """Whether waiting for the step would return at once, or raise at once."""
+        try:
+            return step.handle.is_over
+        except Exception:  # the device reports an error where it is asked first; `_complete` meets it again
+            return True
+
+    def _complete_all(self) -> bool:
+        """False where a step failed, and all sequences went back to waiting."""
+        is_well = True
+        while is_well and (self._prefills or self._decodes):
+            is_well = self._complete(self._decodes or self._prefills)
+        return is_well
+
+    def _complete(self, steps: deque[InFlightStep]) -> bool:
+        """Wait for the first of the steps and hand out its tokens.
+
+        False where it failed, and all sequences went back to waiting.
+        """
+        while any(prefill.id == steps[0].depends_on for prefill in self._prefills):
+            if not self._complete(self._prefills):
+                return False
+        step = steps[0]  # in its place until it is complete: the watchdog names what is in flight
+        try:
+            tokens = step.handle.land()
+        except Exception as error:
+            steps.popleft()
+            self._abandon_in_flight()
+            self._recover(step.batch, error)
+            return False
+        steps.popleft()
+        self._num_marks += 1
+        if step is self._promoted:
+            self._promoted = None
+        now = time.monotonic()
+        here = self._scheduler.land(step.batch, step.sampled, tokens)
+        self._recovery.succeeded(here)
+        self._rate.add(now, len(here))
+        for sequence in here:
+            self._emit(sequence, now)
+        return True
+
+    def _abandon_in_flight(self) -> None:
+        """Wait for the end of the other steps in flight; their tokens are dropped."""
+        for step in (*self._prefills, *self._decodes):
+            with contextlib.suppress(Exception):
+                step.handle.land()
+        self._prefills.clear()
+        self._decodes.clear()
+        self._promoted = None
+
+    def _recover(self, batch: Batch, error: Exception) -> None:
+        offending = self._recovery.failed(batch, error)
+        if offending is not None:
+            _log.error("%s fails by itself: it ends, and is refused from now on", offending.fingerprint)
+            self._fail(offending, InternalError(error))
+
+    def _emit(self, sequence: Sequence, now: float) -> None:
+        try:
+            events = events_after(sequence, now)
+        except Exception as error:  # a reader's bug, met by what the model happened to say
+            _log.exception("the reader of %s failed", sequence.fingerprint)
+            self._fail(sequence, InternalError(error))
+            return
+        if events:
+            self._outbox.put(self._streams[sequence], events)
+        if sequence.reader.finish_reason is not None:
+            self._remove(sequence)
+
+    def _fail(self, sequence: Sequence, error: KestrelError) -> None:
+        self._streams[sequence].fail(error)
+        self._remove(sequence)
+
+    def _remove(self, sequence: Sequence) -> None:
+        self._scheduler.remove(sequence)
+        self._runner.release(sequence)
+        self._deadlines.forget(sequence)
+        stream = self._streams.pop(sequence)
+        del self._sequences[stream]
+        self._admission.leave(stream)

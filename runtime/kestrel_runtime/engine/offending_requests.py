@@ -1,0 +1,70 @@
+"""Which requests broke the engine, so that none does it twice. Knows fingerprints, not requests' text."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import fields
+from threading import Lock
+from typing import NamedTuple
+
+from kestrel_runtime.api.requests import Request
+
+LIFETIME_S = 3600.0
+_CAPACITY = 256
+
+
+class _Entry(NamedTuple):
+    expires: float
+    survives_restart: bool
+
+
+class Culprits:
+    """Fingerprints of offending requests, each refused for `LIFETIME_S` after it was learned. For any thread.
+
+    They expire since what a request met may not have been its own fault, and the device or the software may be
+    another one by then. The oldest of too many are forgotten earlier. `clock` returns monotonic seconds.
+    """
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()  # the one learned last at the end
+        self._lock = Lock()
+
+    def __contains__(self, fingerprint: str) -> bool:
+        with self._lock:
+            entry = self._entries.get(fingerprint)
+            return entry is not None and self._clock() < entry.expires
+
+    def remember(self, fingerprint: str, *, survives_restart: bool = False) -> None:
+        """Refuse this one from now on. `survives_restart` says that a restart raises no doubt about it."""
+        with self._lock:
+            now = self._clock()
+            while self._entries and next(iter(self._entries.values())).expires <= now:
+                self._entries.popitem(last=False)
+            self._entries[fingerprint] = _Entry(now + LIFETIME_S, survives_restart)
+            self._entries.move_to_end(fingerprint)
+            if len(self._entries) > _CAPACITY:
+                self._entries.popitem(last=False)
+
+    def forget_learned_before_restart(self) -> None:
+        """The engine has restarted: forget all but those that survive it."""
+        with self._lock:
+            for fingerprint in [name for name, entry in self._entries.items() if not entry.survives_restart]:
+                del self._entries[fingerprint]
+
+
+def fingerprint_of(request: Request) -> str:
+    """Equal for requests that ask the engine for the same work, whatever they say about their handling."""
+    digest = hashlib.sha256(request.skill.encode())
+    for item in fields(request):
+        if item.name == "options":
+            continue
+        value = getattr(request, item.name)
+        # Lengths keep the border between two values from moving.
+        data = value if isinstance(value, bytes) else repr(value).encode()
+        digest.update(b"%d:" % len(data))
+        digest.update(data)
+    return f"{request.skill}-{digest.hexdigest()[:32]}"

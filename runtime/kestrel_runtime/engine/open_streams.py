@@ -1,0 +1,59 @@
+"""The streams that callers wait for. When the engine ends they all end, whatever state the loop's books are in.
+
+A stream is here from before its request is queued until it is over, and nothing else is known about it: what went
+wrong in preprocessing, in the queue or in the engine thread cannot make an entry wrong.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable
+
+from kestrel_runtime.api.errors import EngineUnavailable
+from kestrel_runtime.api.stream import Stream
+
+
+class OpenStreams:
+    """A set of streams, by event loop. For any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._streams: dict[Hashable, set[Stream]] = {}
+        self._is_closed = False
+
+    def add(self, stream: Stream) -> None:
+        """Take in a stream until it is over, on its own event loop. Raises `EngineUnavailable` after `close`."""
+        with self._lock:
+            if self._is_closed:
+                raise EngineUnavailable("the engine has stopped")
+            if stream.loop not in self._streams:
+                # Streams of an event loop that is closed are never over.
+                self._streams = {
+                    loop: streams
+                    for loop, streams in self._streams.items()
+                    if any(not item.loop.is_closed() for item in streams)
+                }
+            self._streams.setdefault(stream.loop, set()).add(stream)
+        stream.over.add_done_callback(lambda _: self.discard(stream))
+
+    def discard(self, stream: Stream) -> None:
+        """Forget a stream; without effect where it is not here."""
+        with self._lock:
+            streams = self._streams.get(stream.loop)
+            if streams is not None:
+                streams.discard(stream)
+                if not streams:
+                    del self._streams[stream.loop]
+
+    def of(self, loop: Hashable) -> list[Stream]:
+        """The streams of an event loop."""
+        with self._lock:
+            return list(self._streams.get(loop, ()))
+
+    def close(self) -> None:
+        """End every stream with `EngineUnavailable` and take no more. What was posted before arrives first."""
+        with self._lock:
+            self._is_closed = True
+            streams = [stream for of_loop in self._streams.values() for stream in of_loop]
+        for stream in streams:
+            stream.fail(EngineUnavailable("the engine has stopped"))

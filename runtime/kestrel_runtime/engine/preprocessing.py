@@ -1,0 +1,175 @@
+"""Worker threads: a request's image bytes and words → a `Sequence` ready to be scheduled.
+
+Knows skills, the tokenizer and images; knows no pages and no model.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from PIL import Image
+
+from kestrel_runtime.api.errors import ContextLengthExceeded, ImageError, RequestRefused
+from kestrel_runtime.api.requests import Request
+from kestrel_runtime.engine.offending_requests import Culprits, fingerprint_of
+from kestrel_runtime.engine.workers import Interrupted, Job, Workers
+from kestrel_runtime.imaging.decoding import Crops, UncutImage, crops_bytes, decode_image, inspect_image, make_crops
+from kestrel_runtime.imaging.formats.header import ImageHeader
+from kestrel_runtime.interfaces.tokens import Token
+from kestrel_runtime.loading.tokenizer import Tokenizer
+from kestrel_runtime.memory.image_budget import MemoryBudget
+from kestrel_runtime.models.moondream.config import MoondreamConfig, VisionConfig
+from kestrel_runtime.models.moondream.skills import SKILLS
+from kestrel_runtime.scheduling.sequence import Sequence, SequenceClock
+
+MAX_DECODING_BYTES = 512 * 2**20
+"""For one image. A PNG of 64 megapixels takes that, a WebP of 32, a progressive JPEG without subsampling of 53."""
+_CUT_COPIES = 3
+"""The largest part of an image's crops exists so often while they are cut: resized, as an array, and as crops."""
+
+
+def least_budget_bytes(decoding_bytes: int) -> int:
+    """The smallest budget in which an image may take so much. A quarter is for small ones that pass it."""
+    return -(-decoding_bytes * 4 // 3)
+
+
+class Preprocessor:
+    """Prepares requests on a pool of threads."""
+
+    def __init__(
+        self,
+        config: MoondreamConfig,
+        tokenizer: Tokenizer,
+        culprits: Culprits,
+        *,
+        max_context: int,
+        max_image_pixels: int,
+        num_threads: int,
+        max_decoded_bytes: int = 2 * MAX_DECODING_BYTES,
+        ageing_s: float = 10.0,
+        cut: Callable[[Image.Image, VisionConfig], Crops | UncutImage] = make_crops,
+    ) -> None:
+        """`cut` makes of an RGB image what the engine takes; it is called by all the threads.
+
+        `max_decoded_bytes` bounds the memory of all images together, from the start of their decoding until their
+        crops are freed.
+        """
+        self._config = config
+        self._tokenizer = tokenizer
+        self._culprits = culprits
+        self._max_context = max_context
+        self._max_image_pixels = max_image_pixels
+        self._cut = cut
+        self._ids = itertools.count(1)
+        self._budget = MemoryBudget(max_decoded_bytes)
+        self._max_decoding_bytes = min(MAX_DECODING_BYTES, max_decoded_bytes * 3 // 4)
+        self._workers = Workers(num_threads, "kestrel-preprocess", self._budget, ageing_s=ageing_s)
+
+    @property
+    def decoded_bytes(self) -> int:
+        """Memory of images that are being decoded or have been; a reading."""
+        return self._budget.used_bytes
+
+    def inspect(self, image: bytes | None) -> ImageHeader | None:
+        """What an image declares, in little time. Raises `ImageError` where it is none or takes too much memory."""
+        if image is None:
+            return None
+        header = inspect_image(image, max_image_pixels=self._max_image_pixels)
+        if self._num_bytes(header) > self._max_decoding_bytes:
+            limit_mib = self._max_decoding_bytes // 2**20
+            raise ImageError(f"must take at most {limit_mib} MiB while it is decoded", too_large=True)
+        return header
+
+    def submit(
+        self,
+        request: Request,
+        clock: SequenceClock,
+        tenant: str = "",
+        *,
+        is_wanted: Callable[[], bool] = lambda: True,
+    ) -> Future[Sequence]:
+        """Have a worker `prepare` the request; the future can be cancelled until one does.
+
+        Who waits for a worker goes by priority, tenant and age, as who waits for pages does. Decoding stops soon
+        after `is_wanted` says no or the request's time is over. Raises `ImageError` as `inspect` does.
+        """
+        header = self.inspect(request.image)
+
+        def check_wanted() -> None:
+            lateness = clock.lateness(time.monotonic())
+            if lateness is not None:
+                raise lateness
+            if self._workers.is_closing or not is_wanted():
+                raise Interrupted
+
+        return self._workers.submit(
+            Job(
+                lambda: self.prepare(request, clock, tenant, check_wanted=check_wanted),
+                submitted=clock.submitted,
+                priority=request.options.priority,
+                tenant=tenant,
+                num_bytes=0 if header is None else self._num_bytes(header),
+            )
+        )
+
+    def prepare(
+        self,
+        request: Request,
+        clock: SequenceClock,
+        tenant: str = "",
+        *,
+        check_wanted: Callable[[], None] = lambda: None,
+    ) -> Sequence:
+        """Decode, cut and tokenise.
+
+        Raises `InvalidRequest`, mostly as `ImageError` or `ContextLengthExceeded`; `RequestRefused`; before any
+        work is spent, `DeadlineExceeded` and `QueueTimeout`; and what `check_wanted` does.
+        """
+        clock.preprocess_started = time.monotonic()
+        lateness = clock.lateness(clock.preprocess_started)
+        if lateness is not None:
+            raise lateness
+        fingerprint = fingerprint_of(request)
+        if fingerprint in self._culprits:
+            raise RequestRefused(f"{fingerprint} has failed before")
+        config, skill = self._config, SKILLS[request.skill]
+        prompt = [Token(config.tokenizer.bos_id), *skill.prompt(request, self._tokenizer, config)]
+        num_image_tokens = 0 if request.image is None else config.vision.num_image_tokens
+        num_positions = len(prompt) + num_image_tokens
+        if num_positions >= self._max_context:
+            raise ContextLengthExceeded(skill.text_field, num_positions, self._max_context)
+        crops = None
+        if request.image is not None:
+            image = decode_image(request.image, max_image_pixels=self._max_image_pixels, check_wanted=check_wanted)
+            crops = self._cut(image, config.vision)
+            self._budget.hold(tenant, crops, crops.pixels.nbytes)
+        sampling, defaults = request.sampling, skill.defaults
+        clock.prepared = time.monotonic()
+        return Sequence(
+            id=next(self._ids),
+            tokens=prompt,
+            num_prompt_tokens=len(prompt),
+            num_image_tokens=num_image_tokens,
+            crops=crops,
+            reader=skill.reader(request, self._tokenizer, config),
+            temperature=defaults.temperature if sampling.temperature is None else sampling.temperature,
+            top_p=defaults.top_p if sampling.top_p is None else sampling.top_p,
+            seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
+            max_context=self._max_context,
+            clock=clock,
+            fingerprint=fingerprint,
+            priority=request.options.priority,
+            tenant=tenant,
+        )
+
+    def close(self) -> None:
+        """Drop what has not begun, and wait for the workers for a bounded time."""
+        self._workers.close()
+
+    def _num_bytes(self, header: ImageHeader) -> int:
+        """The most that decoding and cutting an image holds."""
+        return header.decoding_bytes + _CUT_COPIES * crops_bytes(header.height, header.width, self._config.vision)

@@ -1,0 +1,55 @@
+"""A request of our own for each skill, run before anybody else's: what is done only once is done by then.
+
+Libraries are imported, kernels compiled and buffers made at their first use; the first caller would wait for that.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import time
+from collections.abc import Iterator
+
+from PIL import Image
+
+from kestrel_runtime.api.errors import InvalidRequest, KestrelError
+from kestrel_runtime.api.requests import Caption, Detect, Point, Query, Request, SamplingParams, Segment
+from kestrel_runtime.engine.engine import Engine
+
+_SIDE_PX = 32
+_SAMPLING = SamplingParams(max_tokens=2)
+
+_log = logging.getLogger(__name__)
+
+
+class WarmUpFailed(Exception):
+    """The engine cannot answer a request of our own."""
+
+
+async def warm_up(engine: Engine) -> None:
+    """Run the requests one after the other, and have steps guarded from then on. Raises `WarmUpFailed`.
+
+    What the bounds of the engine leave no room for is passed over: it is refused to everybody.
+    """
+    started = time.monotonic()
+    for request in _requests():
+        if request.skill in engine.info.skills:
+            try:
+                await engine.submit(request).result()
+            except InvalidRequest as error:
+                _log.warning("no room for a %s of a small image: %s", request.skill, error)
+            except KestrelError as error:
+                raise WarmUpFailed(f"the engine fails a request of its own, a {request.skill}") from error
+    engine.guard_steps()
+    _log.info("warmed up in %.1f s", time.monotonic() - started)
+
+
+def _requests() -> Iterator[Request]:
+    file = io.BytesIO()
+    Image.new("RGB", (_SIDE_PX, _SIDE_PX), "grey").save(file, "PNG")
+    image = file.getvalue()
+    yield Query("hello", image, sampling=_SAMPLING)
+    yield Caption(image, sampling=_SAMPLING)
+    yield Point("thing", image, max_objects=1, sampling=_SAMPLING)
+    yield Detect("thing", image, max_objects=1, sampling=_SAMPLING)
+    yield Segment("thing", image, sampling=_SAMPLING)

@@ -1,0 +1,132 @@
+"""Watches the engine thread from a thread of its own: notices that it has ended, or that it hangs.
+
+A device that hangs blocks the engine thread in a call that never returns, so the engine thread cannot notice by
+itself. Neither can it tell anybody of its own end, whatever raised. The watchdog holds no lock of the loop and asks
+it nothing but a few numbers, so the loop pays nothing for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from kestrel_runtime.api.config import EngineConfig
+
+_STEP_TIMEOUT_S, _STEP_TIMEOUT_WITHOUT_GPU_S = 60.0, 1800.0
+"""On a GPU a step takes less than a second. One core may take minutes to encode a large image with a model of two
+billion parameters; and there is no device beside it that could hang."""
+_LOOKS_PER_LIMIT = 20
+_MAX_INTERVAL_S = 1.0
+
+_log = logging.getLogger(__name__)
+
+
+def step_timeout_s(config: EngineConfig, device_type: str) -> float:
+    """The configured seconds that a step may take, or those that suit the device."""
+    if config.step_timeout_s is not None:
+        return config.step_timeout_s
+    return _STEP_TIMEOUT_S if device_type == "cuda" else _STEP_TIMEOUT_WITHOUT_GPU_S
+
+
+class Watched(Protocol):
+    """A thread at work."""
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for its end, at most `timeout_s` seconds. Returns whether it has ended."""
+        ...
+
+    def activities(self) -> Mapping[str, int]:
+        """What it is doing, by name, each with a number that changes whenever that gets on. From any thread."""
+        ...
+
+
+class StallDetector:
+    """Says which activities have not got on for `limit_s` seconds.
+
+    Between two looks at most `max_gap_s` seconds count. Where the whole process stands still, because the machine
+    sleeps or has too little processor time, no look is taken, and nothing counts as stalled.
+    """
+
+    def __init__(self, limit_s: float, *, max_gap_s: float) -> None:
+        self._limit_s = limit_s
+        self._max_gap_s = max_gap_s
+        self._last_look: float | None = None
+        self._seen: dict[str, tuple[int, float]] = {}  # name → (its number, seconds without another one)
+
+    def look(self, activities: Mapping[str, int], now: float) -> list[str]:
+        """Take what goes on at `now`, in seconds of any clock. Returns the names of what has stalled."""
+        gap_s = 0.0 if self._last_look is None else min(now - self._last_look, self._max_gap_s)
+        self._last_look = now
+        before, self._seen = self._seen, {}
+        for name, number in activities.items():
+            old_number, stalled_s = before.get(name, (None, 0.0))
+            self._seen[name] = (number, stalled_s + gap_s if number == old_number else 0.0)
+        return [name for name, (_, stalled_s) in self._seen.items() if stalled_s >= self._limit_s]
+
+
+class Watchdog:
+    """Calls `on_end` once, when the watched thread has ended, or after `on_stall` when it hangs.
+
+    `on_stall` gets the names of the activities that stalled. Both run in the watchdog's thread.
+    """
+
+    def __init__(
+        self,
+        watched: Watched,
+        limit_s: float,
+        *,
+        on_stall: Callable[[list[str]], None],
+        on_end: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._watched = watched
+        self._interval_s = min(limit_s / _LOOKS_PER_LIMIT, _MAX_INTERVAL_S)
+        self._detector = StallDetector(limit_s, max_gap_s=2 * self._interval_s)
+        self._on_stall = on_stall
+        self._on_end = on_end
+        self._clock = clock
+        self._is_guarding = False
+        self._thread = threading.Thread(target=self._run, name="kestrel-watchdog", daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch a thread that has been started."""
+        self._thread.start()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for `on_end` to return, at most `timeout_s` seconds. Returns whether it has."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def guard(self) -> None:
+        """From now on look for stalls; until then the end of the thread is all that is noticed."""
+        self._is_guarding = True
+
+    def look(self) -> list[str]:
+        """What stalls now. For the watchdog's own thread, and for tests in its place."""
+        activities = self._watched.activities() if self._is_guarding else {}
+        return self._detector.look(activities, self._clock())
+
+    def _run(self) -> None:
+        try:
+            while not self._watched.join(self._interval_s):
+                if stalled := self.look():
+                    self._on_stall(stalled)
+                    break
+        except Exception:
+            _log.exception("the watchdog failed; the engine ends, since nothing would notice its end or its stall")
+        finally:
+            self._on_end()
+
+
+def all_stacks() -> str:
+    """Where every thread of the process is, for the log: file, line and function, no values."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    parts: list[str] = []
+    for ident, frame in sys._current_frames().items():
+        parts.append(f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}")
+    return "\n".join(parts)

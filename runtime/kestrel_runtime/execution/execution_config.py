@@ -1,0 +1,88 @@
+"""Which of the ways to the same answers an engine takes: resolved once, at start, from settings and dimensions."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Literal, cast
+
+from kestrel_ops import Kernels, ModelShape, has_float8_product
+from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.errors import CheckpointError
+from kestrel_runtime.models.moondream.config import VisionConfig
+from kestrel_runtime.models.moondream.kernel_shapes import model_shape
+from kestrel_runtime.models.moondream.model import Moondream
+
+TextPathName = Literal["plain", "fused", "fused-float8"]
+VisionPathName = Literal["plain", "fused", "fused-float8", "calibrated-float8"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class FastPaths:
+    """How text and images go through the model, and whether what can be is recorded and replayed."""
+
+    text: TextPathName
+    vision: VisionPathName
+    with_graphs: bool
+    resizes_images: bool
+    """Whether images are resized and cut on the device, and not before they come to it."""
+    kernels: Kernels
+
+    @classmethod
+    def of(cls, config: EngineConfig, device_type: str, model: Moondream | None = None) -> FastPaths:
+        """What `config` asks for on this kind of device, with kernels that can serve `model`, if one is given.
+
+        What a model's dimensions do not allow is logged and done in another way, unless it was asked for by name.
+        Raises `CheckpointError` where what was asked for cannot be had.
+        """
+        is_cuda = device_type == "cuda"
+        default = "fused" if is_cuda else "plain"
+        text = cast("TextPathName", default if config.text_path == "auto" else config.text_path)
+        vision = cast("VisionPathName", default if config.vision_path == "auto" else config.vision_path)
+        could_record = is_cuda and text != "plain"
+        if config.cuda_graphs and not could_record:
+            raise CheckpointError("CUDA graphs need a CUDA device and a fused text path")
+        if model is not None and vision == "calibrated-float8":
+            vision = _vision_in_float8(model.config.vision)
+        shape = None if model is None else model_shape(model, config, text, vision)
+        try:
+            kernels = Kernels.select(device_type, dict(config.kernels), shape)
+        except ValueError as error:
+            raise CheckpointError(str(error)) from error
+        return cls(
+            text=text,
+            vision=vision,
+            with_graphs=could_record and _can_record(kernels, config, shape),
+            resizes_images=is_cuda if config.resize_on_device is None else config.resize_on_device,
+            kernels=kernels,
+        )
+
+
+def _vision_in_float8(config: VisionConfig) -> VisionPathName:
+    """The float8 path that has products of the encoder's sizes."""
+    if has_float8_product(config.enc_dim, config.enc_ff_dim):
+        return "calibrated-float8"
+    _log.warning(
+        "vision path fused-float8 instead of calibrated-float8: float8 products need multiples of 16, "
+        "vision.enc_dim is %d and vision.enc_ff_dim %d",
+        config.enc_dim,
+        config.enc_ff_dim,
+    )
+    return "fused-float8"
+
+
+def _can_record(kernels: Kernels, config: EngineConfig, shape: ModelShape | None) -> bool:
+    """Whether CUDA graphs are to be used, and can capture these kernels."""
+    if config.cuda_graphs is False:
+        return False
+    has_experts = shape is None or (shape.text is not None and shape.text.num_experts > 0)
+    waiting = [name for name in kernels.waiting_for_device() if has_experts or name != "mixture_of_experts"]
+    if not waiting:
+        return True
+    reason = f"no CUDA graph captures kernels that wait for the device: {', '.join(waiting)}"
+    if config.cuda_graphs:
+        raise CheckpointError(reason)
+    _log.warning("CUDA graphs are off: %s", reason)
+    return False

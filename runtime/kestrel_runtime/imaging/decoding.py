@@ -1,0 +1,249 @@
+"""An image's bytes in, overlapping crops out.
+
+`decode_image` turns an encoded file into 8-bit RGB, `make_crops` cuts that into the crops the vision encoder
+reads, and `leave_uncut` prepares it for being cut where the encoder runs. Every size comes from the model's
+configuration. Knows nothing about tensors, models or requests, keeps no state, and may run in any number of
+threads.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import ExifTags, Image
+
+from kestrel_runtime.api.errors import ImageError, KestrelError
+from kestrel_runtime.imaging.formats.detection import check_structure, read_header
+from kestrel_runtime.imaging.formats.header import ImageHeader, undecodable
+from kestrel_runtime.imaging.pixels_in_place import pixels_in_place
+from kestrel_runtime.models.moondream.config import VisionConfig
+
+# What waits uncut holds all its pixels: 24 MB at most, which a screen of 3840 × 2160 just about needs.
+_MAX_UNCUT_PIXELS = 2**23
+# The first pass of a resize may stretch a line of pixels into an image as wide as all crops side by side.
+_MAX_UNCUT_SIDE_PX = 2**14
+
+MAX_IMAGE_PIXELS: int = Image.MAX_IMAGE_PIXELS or 2**31
+"""Pillow warns of larger ones. They are refused before it sees them: warnings are the application's to filter."""
+
+# An image that needs more than a change of its pixels' order is converted by so many pixels at a time.
+_STRIP_PIXELS = 2**18
+
+# How to undo each EXIF orientation. 1 and anything undefined mean upright.
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class Crops:
+    """What the vision encoder reads of one image.
+
+    `pixels` is uint8 [1 + rows * columns, crop_size, crop_size, 3]: first the whole image, then the tiles,
+    which overlap, row by row.
+    """
+
+    pixels: np.ndarray
+    rows: int
+    columns: int
+
+    @property
+    def num_crops(self) -> int:
+        return len(self.pixels)
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class UncutImage:
+    """An image whose crops are yet to be made.
+
+    `pixels` is uint8 [height, width, 3 or 4], not to be written to; a fourth lane is padding.
+    """
+
+    pixels: np.ndarray
+    rows: int
+    columns: int
+
+    @property
+    def num_crops(self) -> int:
+        return 1 + self.rows * self.columns
+
+
+def inspect_image(data: bytes, *, max_image_pixels: int) -> ImageHeader:
+    """What an encoded file declares, in a bounded time that does not depend on its length. Raises `ImageError`."""
+    return read_header(data, max_image_pixels=min(max_image_pixels, MAX_IMAGE_PIXELS))
+
+
+def decode_image(
+    data: bytes, *, max_image_pixels: int, check_wanted: Callable[[], None] = lambda: None
+) -> Image.Image:
+    """Decode an encoded file to upright 8-bit RGB: the first frame, transparency over white.
+
+    Size and structure are checked before any pixel is decoded. `check_wanted` is called between pieces of the file
+    and stops the decoding by raising a `KestrelError` or what is no `Exception`. Raises `ImageError`.
+    """
+    header = inspect_image(data, max_image_pixels=max_image_pixels)
+    try:
+        file = _Pieces(data, check_structure(data, header), check_wanted)
+        image, turn = _load(file, header)
+        return image if turn is None else image.transpose(turn)
+    except KestrelError:
+        raise
+    except Exception as error:  # hostile bytes make the decoders raise almost anything
+        raise undecodable() from error
+
+
+def select_tiling(height_px: int, width_px: int, vision: VisionConfig) -> tuple[int, int]:
+    """How many rows and columns of tiles cover an image of this size: at most `max_crops` together."""
+    margins = crop_margins_px(vision)
+    window = vision.crop_size - margins
+    max_tiles = vision.max_crops
+    height, width = max(1, height_px - margins), max(1, width_px - margins)
+    if height <= window or width <= window:
+        return 1, 1
+    rows, columns = math.ceil(height / window), math.ceil(width / window)
+    if rows * columns > max_tiles:
+        # Too large to tile at full resolution: shrink, keeping the shape.
+        shrink = math.sqrt(max_tiles / (rows * columns))
+        rows, columns = max(1, math.floor(rows * shrink)), max(1, math.floor(columns * shrink))
+    else:
+        # Room to spare: as many tiles of the image's own shape as fit.
+        rows = max(rows, math.floor(math.sqrt(max_tiles * height / width)))
+        columns = max(columns, math.floor(math.sqrt(max_tiles * width / height)))
+    # Neither case bounds the longer side of a long thin image by itself.
+    if columns > rows:
+        return rows, min(columns, max_tiles // rows)
+    return min(rows, max_tiles // columns), columns
+
+
+def make_crops(image: Image.Image, vision: VisionConfig) -> Crops:
+    """Cut an RGB image into the crops that the model reads. The shape is not kept: tiles are square."""
+    rows, columns = select_tiling(image.height, image.width, vision)
+    size, margins = vision.crop_size, crop_margins_px(vision)
+    stride = size - margins
+    pixels = np.empty((1 + rows * columns, size, size, 3), dtype=np.uint8)
+    pixels[0] = _resize(image, size, size)
+    canvas = _resize(image, rows * stride + margins, columns * stride + margins)
+    for row in range(rows):
+        for column in range(columns):
+            top, left = row * stride, column * stride
+            pixels[1 + row * columns + column] = canvas[top : top + size, left : left + size]
+    return Crops(pixels, rows, columns)
+
+
+def leave_uncut(image: Image.Image, vision: VisionConfig) -> UncutImage | Crops:
+    """Prepare an RGB image for being cut later; one that is much larger than its crops is cut at once."""
+    if image.width * image.height > _MAX_UNCUT_PIXELS or max(image.size) > _MAX_UNCUT_SIDE_PX:
+        return make_crops(image, vision)
+    try:
+        pixels = pixels_in_place(image)
+    except ValueError:
+        pixels = np.asarray(image)
+    return UncutImage(pixels, *select_tiling(image.height, image.width, vision))
+
+
+def crops_bytes(height_px: int, width_px: int, vision: VisionConfig) -> int:
+    """The memory of all crops of an image of this size."""
+    rows, columns = select_tiling(height_px, width_px, vision)
+    return 3 * vision.crop_size**2 * (1 + rows * columns)
+
+
+def largest_kept_bytes(vision: VisionConfig, *, uncut: bool) -> int:
+    """The memory of the largest image that waits for its encoding, as crops or uncut."""
+    cut_bytes = 3 * vision.crop_size**2 * (1 + vision.max_crops)
+    return max(cut_bytes, 4 * _MAX_UNCUT_PIXELS) if uncut else cut_bytes
+
+
+def crop_margins_px(vision: VisionConfig) -> int:
+    """Both margins of a crop together: the part that it shares with its neighbours."""
+    return 2 * vision.overlap_margin * vision.enc_patch_size
+
+
+class _Pieces(io.BytesIO):
+    """An encoded file that decoders read piece by piece, each no longer than up to the next of `ends`."""
+
+    def __init__(self, data: bytes, ends: Sequence[int], check_wanted: Callable[[], None]) -> None:
+        super().__init__(data)
+        self._ends = ends
+        self._check_wanted = check_wanted
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        self._check_wanted()
+        if self._ends and size is not None and size > 0:
+            position = self.tell()
+            place = bisect_right(self._ends, position)
+            if place < len(self._ends):
+                size = min(size, self._ends[place] - position)
+        return super().read(size)
+
+
+def _load(file: io.BytesIO, header: ImageHeader) -> tuple[Image.Image, Image.Transpose | None]:
+    """The image in RGB, and how it is to be turned. What decoding needed besides is free when this returns."""
+    with Image.open(file, formats=(header.format,)) as image:
+        # Pillow reads the header again, and must come to what memory has been set aside for.
+        if sorted(image.size) != sorted((header.width, header.height)):
+            raise undecodable()
+        if image.mode in ("I", "F"):
+            raise ImageError("has 32 bits per channel; must have 8 or 16")
+        image.load()
+        turn = _turn(image)
+        # A WebP file's decoder keeps two canvases, and Pillow the bytes of the frame.
+        vars(image).pop("_decoder", None)
+        image.fp = None
+        return _to_rgb(image), turn
+
+
+def _turn(image: Image.Image) -> Image.Transpose | None:
+    # Read after loading: formats that store the orientation as their own tag have applied it by then.
+    try:
+        orientation = image.getexif().get(ExifTags.Base.Orientation)
+    except Exception:  # metadata that does not parse says nothing; the pixels are good
+        return None
+    return _UPRIGHT.get(orientation) if isinstance(orientation, int) else None
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I;16"):
+        return _by_strips(image, _high_bytes)
+    if image.has_transparency_data:
+        return _by_strips(image, _over_white)
+    # A conversion to what it is already would be a copy, which takes longer than decoding a JPEG.
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _by_strips(image: Image.Image, convert: Callable[[Image.Image], Image.Image]) -> Image.Image:
+    """Convert to RGB without a second and a third copy of a large image in between."""
+    rows = max(1, _STRIP_PIXELS // image.width)
+    if rows >= image.height:
+        return convert(image)
+    result = Image.new("RGB", image.size)
+    for top in range(0, image.height, rows):
+        bottom = min(top + rows, image.height)
+        result.paste(convert(image.crop((0, top, image.width, bottom))), (0, top))
+    return result
+
+
+def _high_bytes(image: Image.Image) -> Image.Image:
+    # Pillow's own conversion has clipped in some versions and shifted in others.
+    return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+
+
+def _over_white(image: Image.Image) -> Image.Image:
+    layer = image.convert("RGBA")
+    canvas = Image.new("RGBA", layer.size, "white")
+    canvas.alpha_composite(layer)
+    return canvas.convert("RGB")
+
+
+def _resize(image: Image.Image, height_px: int, width_px: int) -> np.ndarray:
+    return np.asarray(image.resize((width_px, height_px), Image.Resampling.LANCZOS))

@@ -1,0 +1,141 @@
+"""What a JPEG file declares: its size, its components, its scans. Knows the markers; decodes nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from kestrel_runtime.imaging.formats import exif
+from kestrel_runtime.imaging.formats.header import (
+    DECODED_BYTES_PER_PIXEL,
+    ImageHeader,
+    beyond_limit,
+    simple_header,
+    undecodable,
+)
+
+MAX_SCANS = 64
+"""Progressive encoders write about 10. Each scan visits every block of the image, however few bytes it has."""
+MAX_SEGMENTS = 1024
+"""Of headers, tables and metadata. Those with depth maps or large colour profiles have a few hundred."""
+_MAX_PADDING_BYTES = 2**16
+"""Between header segments, where there should be none."""
+_MAX_EXIF_BYTES = 2**20
+
+_TEM, _SOI, _EOI, _SOS, _DHP, _APP1 = 0x01, 0xD8, 0xD9, 0xDA, 0xDE, 0xE1
+_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+_PROGRESSIVE = frozenset((0xC2, 0xC6, 0xCA, 0xCE))
+_EXIF_PREFIX = b"Exif\0\0"
+_BLOCK_BYTES = 64 * 2
+
+# Of what may follow an 0xFF, 0 is a byte of data, D0 to D7 are restarts within a scan, and FF is padding.
+_MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
+_WINDOW_BYTES = 2**20
+"""The interpreter's lock is held for the search through so much, about 10 ms at worst."""
+
+
+class _Segment(NamedTuple):
+    marker: int
+    found: int
+    """Where the marker stands."""
+    start: int
+    end: int
+    """Its content, [start, end); empty for markers without."""
+
+
+def read_header(data: bytes) -> ImageHeader:
+    """Width, height and decoding memory, from the segments before the first scan."""
+    frame: _Segment | None = None
+    exif_parts: list[bytes] = []
+    num_padding = num_exif_bytes = 0
+    position = 2
+    for segment in _segments(data, position, len(data), max_padding=_MAX_PADDING_BYTES):
+        num_padding += segment.found - position
+        if num_padding > _MAX_PADDING_BYTES:
+            raise undecodable()
+        if segment.marker == _SOS:
+            break
+        if segment.marker in _FRAMES:
+            if frame is not None:
+                raise undecodable()
+            frame = segment
+        elif segment.marker in (_TEM, _SOI, _EOI, _DHP):
+            raise undecodable()
+        elif segment.marker == _APP1 and data.startswith(_EXIF_PREFIX, segment.start):
+            exif_parts.append(data[segment.start + len(_EXIF_PREFIX) : segment.end])
+            num_exif_bytes += len(exif_parts[-1])
+            if num_exif_bytes > _MAX_EXIF_BYTES:
+                raise beyond_limit("bytes of EXIF metadata", _MAX_EXIF_BYTES)
+        position = segment.end
+    else:
+        raise undecodable()
+    if frame is None:
+        raise undecodable()
+    exif.check(b"".join(exif_parts))
+    return _header(data, frame, num_components_in_scan=data[segment.start])
+
+
+def check_structure(data: bytes, start: int = 0, end: int | None = None, max_scans: int = MAX_SCANS) -> list[int]:
+    """Where each scan after the first begins, of the JPEG stream in [start, end) of the data."""
+    scans = []
+    end = len(data) if end is None else end
+    for segment in _segments(data, start + 2, end, max_padding=end):
+        if segment.marker == _EOI:
+            break
+        if segment.marker == _SOS:
+            scans.append(segment.found)
+            if len(scans) > max_scans:
+                raise beyond_limit("JPEG scans", max_scans)
+    return scans[1:]
+
+
+def _header(data: bytes, frame: _Segment, num_components_in_scan: int) -> ImageHeader:
+    height = int.from_bytes(data[frame.start + 1 : frame.start + 3])
+    width = int.from_bytes(data[frame.start + 3 : frame.start + 5])
+    num_components = data[frame.start + 5]
+    header = simple_header("JPEG", width, height)
+    if frame.marker not in _PROGRESSIVE and num_components_in_scan >= num_components:
+        return replace(header, tells_all=True)  # decoders refuse a second scan of such files
+    # With several scans the decoder keeps the coefficients of the whole image until the last one is in.
+    samplings = [data[frame.start + 7 + 3 * place] for place in range(num_components)]
+    across, down = [value >> 4 for value in samplings], [value & 15 for value in samplings]
+    if not all(across) or not all(down):
+        raise undecodable()
+    num_blocks = sum(
+        _blocks(width, x, max(across)) * _blocks(height, y, max(down)) for x, y in zip(across, down, strict=True)
+    )
+    decoding_bytes = num_blocks * _BLOCK_BYTES + DECODED_BYTES_PER_PIXEL // 2 * width * height
+    return ImageHeader("JPEG", width, height, max(header.decoding_bytes, decoding_bytes))
+
+
+def _blocks(length_px: int, sampling: int, max_sampling: int) -> int:
+    """How many blocks of 8 samples a component has along one side, in whole units of the image."""
+    return -(-length_px // (8 * max_sampling)) * sampling
+
+
+def _segments(data: bytes, position: int, end: int, *, max_padding: int) -> Iterator[_Segment]:
+    """The segments from a position on, until there is none for `max_padding` bytes."""
+    for _ in range(MAX_SEGMENTS):
+        found = _next_marker(data, position, min(end, position + max_padding + 2))
+        if found is None:
+            return
+        marker, start = data[found + 1], found + 2
+        if marker in (_TEM, _SOI, _EOI):
+            yield _Segment(marker, found, start, start)
+            position = start
+        else:
+            position = start + max(2, int.from_bytes(data[start : start + 2]))
+            yield _Segment(marker, found, start + 2, position)
+    raise beyond_limit("JPEG segments", MAX_SEGMENTS)
+
+
+def _next_marker(data: bytes, position: int, end: int) -> int | None:
+    while position < end:
+        # One byte more, since a marker may stand across the border of two windows.
+        match = _MARKER.search(data, position, min(position + _WINDOW_BYTES + 1, end))
+        if match is not None:
+            return match.start()
+        position += _WINDOW_BYTES
+    return None

@@ -1,0 +1,1 @@
+"""Protocols and plain types that engine, scheduling, execution and models share. No torch."""

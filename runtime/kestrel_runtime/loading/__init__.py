@@ -1,0 +1,1 @@
+"""Checkpoints and tokenizers: finding, downloading and reading them."""

@@ -1,0 +1,227 @@
+"""Finds a checkpoint: a local folder or file, or a repository of the hub, downloaded into its cache.
+
+Knows file names and the hub; opens no weights and knows no model's dimensions.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, TypeVar
+
+from huggingface_hub import HfApi, constants, snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from kestrel_runtime.api.config import BUILT_IN_MODEL
+from kestrel_runtime.api.errors import CheckpointError
+
+_Value = TypeVar("_Value")
+
+_log = logging.getLogger(__name__)
+
+# Short name → repository and the revision that its name stands for (None: the newest). Only Moondream 2 tags
+# its releases; its older ones speak another tokenizer's ids.
+PUBLISHED_REPOSITORIES: Mapping[str, tuple[str, str | None]] = {
+    "moondream2": ("vikhyatk/moondream2", "2025-06-21"),
+    "moondream3-preview": ("moondream/moondream3-preview", None),
+    "moondream3.1-9B-A2B": ("moondream/moondream3.1-9B-A2B", None),
+}
+TOKENIZER_REPOSITORY = "moondream/starmie-v1"
+
+_CONFIG = "config.json"
+_TOKENIZER = "tokenizer.json"
+_INDEX = "model.safetensors.index.json"
+# In order of preference. "model" comes before other names: folders also hold expected answers or adapters.
+_WEIGHT_PATTERNS = ("model.safetensors", "model*.safetensors", "model*.pt", "*.safetensors", "*.pt")
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+_END_OF_TEXT = "<|endoftext|>"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """The files of one model. `revision` is the commit that a hub name resolved to, None for local files."""
+
+    name: str
+    revision: str | None
+    weight_files: tuple[Path, ...]
+    config: Mapping[str, Any] | None
+    tokenizer_file: Path
+
+
+def find_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
+    """What `model` names: a folder, a .safetensors or .pt file, the built-in model, a published name or org/repo.
+
+    A local path wins over a hub name. Raises `CheckpointError` for whatever cannot be found or downloaded.
+    """
+    path = Path(model).expanduser()
+    if path.exists():
+        if revision is not None:
+            raise CheckpointError(f"{model} is a local path: a revision goes with a hub name only")
+        return _local_checkpoint(path)
+    if model == BUILT_IN_MODEL and revision is None:
+        return replace(_local_checkpoint(Path(__file__).parents[1] / "nano"), name=BUILT_IN_MODEL)
+    repository, pinned = PUBLISHED_REPOSITORIES.get(model, (model, None))
+    if not _HUB_NAME.fullmatch(repository):
+        known = ", ".join((BUILT_IN_MODEL, *PUBLISHED_REPOSITORIES))
+        raise CheckpointError(f"no file or folder {model!r}, and no hub name either ({known}, or org/repo)")
+    return _hub_checkpoint(model, repository, revision or pinned)
+
+
+def _local_checkpoint(path: Path) -> Checkpoint:
+    if path.is_dir():
+        folder, name = path, path.resolve().name
+        weight_names = _weight_names(folder, [entry.name for entry in folder.iterdir()])
+    elif path.suffix in (".safetensors", ".pt"):
+        folder, weight_names = path.parent, [path.name]
+        name = path.resolve().parent.name if path.stem == "model" else path.stem
+    else:
+        raise CheckpointError(f"{path} is neither a folder nor a .safetensors or .pt file")
+    return _checkpoint(name, None, folder, weight_names)
+
+
+def _hub_checkpoint(name: str, repository: str, revision: str | None) -> Checkpoint:
+    folder = _download(repository, revision, (_CONFIG, _TOKENIZER, _INDEX))
+    commit = folder.name  # the cache names a snapshot's folder after its commit
+    weight_names = _weight_names(folder, _file_names(repository, commit, folder))
+    if not all((folder / weight).exists() for weight in weight_names):
+        folder = _download(repository, commit, weight_names)
+    _log.info("%s is %s at commit %s", name, repository, commit)
+    return _checkpoint(name, commit, folder, weight_names)
+
+
+def _checkpoint(name: str, revision: str | None, folder: Path, weight_names: Sequence[str]) -> Checkpoint:
+    missing = [weight for weight in weight_names if not (folder / weight).is_file()]
+    if missing:
+        raise CheckpointError(f"{folder} lacks {', '.join(missing)}")
+    config = _read_json(folder / _CONFIG) if (folder / _CONFIG).exists() else None
+    return Checkpoint(
+        name=name,
+        revision=revision,
+        weight_files=tuple(folder / weight for weight in weight_names),
+        config=config,
+        tokenizer_file=_find_tokenizer(folder, config),
+    )
+
+
+def _weight_names(folder: Path, names: Collection[str]) -> list[str]:
+    # `names` may tell of more files than `folder` holds so far; only the index is opened.
+    if _INDEX in names:
+        return _shard_names(folder / _INDEX)
+    for pattern in _WEIGHT_PATTERNS:
+        found = sorted(name for name in names if fnmatch(name, pattern))
+        if len(found) > 1:
+            raise CheckpointError(
+                f"{folder} holds {', '.join(found)} and no {_INDEX}: give the path of the one to load"
+            )
+        if found:
+            return found
+    raise CheckpointError(f"{folder} holds no weights: no {_INDEX}, no .safetensors and no .pt file")
+
+
+def _shard_names(index: Path) -> list[str]:
+    shard_of = _read_json(index).get("weight_map")
+    if not isinstance(shard_of, dict) or not shard_of:
+        raise CheckpointError(f"{index} has no weight_map")
+    names = set(shard_of.values())
+    # A shard lies beside its index; anything else would reach out of the folder or match other files.
+    odd = [name for name in names if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+\.safetensors", name)]
+    if odd:
+        raise CheckpointError(f"{index} names shards that are no .safetensors files beside it: {odd}")
+    return sorted(names)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {file}: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file} is not a JSON object")
+    return value
+
+
+def _find_tokenizer(folder: Path, config: Mapping[str, Any] | None) -> Path:
+    file = folder / _TOKENIZER
+    reason = f"{folder} has no {_TOKENIZER}"
+    if file.exists():
+        expected_id = _section(config, "tokenizer").get("eos_id", 0)
+        found_id = _end_of_text_id(file)
+        if found_id in (None, expected_id):
+            return file
+        # The published Moondream 2 carries the tokenizer of its forebears, which its own code does not use.
+        reason = f"{file} puts {_END_OF_TEXT} at id {found_id}, the model at {expected_id}"
+        _log.warning("%s; using the one of %s", reason, TOKENIZER_REPOSITORY)
+    try:
+        file = _download(TOKENIZER_REPOSITORY, None, (_TOKENIZER,)) / _TOKENIZER
+    except CheckpointError as error:
+        raise CheckpointError(f"{reason}, and {error}") from error
+    if not file.is_file():
+        raise CheckpointError(f"{reason}, and {TOKENIZER_REPOSITORY} has none either")
+    return file
+
+
+def _end_of_text_id(tokenizer: Path) -> int | None:
+    data = _read_json(tokenizer)
+    ids = dict(_section(data, "model").get("vocab") or {})
+    ids.update({token["content"]: token["id"] for token in data.get("added_tokens") or []})
+    return ids.get(_END_OF_TEXT)
+
+
+def _section(data: Mapping[str, Any] | None, key: str) -> Mapping[str, Any]:
+    value = (data or {}).get(key)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _download(repository: str, revision: str | None, names: Sequence[str]) -> Path:
+    """The snapshot's folder in the cache, holding those of `names` that the repository has."""
+    return Path(
+        _ask_hub(
+            repository,
+            revision,
+            lambda: snapshot_download(repository, revision=revision, allow_patterns=list(names)),
+        )
+    )
+
+
+def _file_names(repository: str, commit: str, folder: Path) -> list[str]:
+    on_disk = [entry.name for entry in folder.iterdir()]
+    if _INDEX in on_disk:
+        return on_disk
+    try:
+        info = _ask_hub(repository, commit, lambda: HfApi().model_info(repository, revision=commit))
+    except CheckpointError:  # the snapshot was found without the hub: what the cache holds of it is all there is
+        return on_disk
+    return [sibling.rfilename for sibling in info.siblings or ()]
+
+
+def _ask_hub(repository: str, revision: str | None, call: Callable[[], _Value]) -> _Value:
+    try:
+        return call()
+    except GatedRepoError as error:
+        text = f"{repository} is gated: accept its terms on {constants.ENDPOINT}/{repository}, then set HF_TOKEN"
+        raise CheckpointError(text) from error
+    except RepositoryNotFoundError as error:
+        text = f"{constants.ENDPOINT} has no repository {repository}, or hides it from those without its token"
+        raise CheckpointError(text) from error
+    except RevisionNotFoundError as error:
+        raise CheckpointError(f"{repository} has no revision {revision!r}") from error
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+        reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} does not answer"
+        where = f"the cache {constants.HF_HUB_CACHE}"
+        text = f"{repository} is not (or not wholly) in {where}, and cannot be downloaded: {reason}"
+        raise CheckpointError(text) from error
+    except Exception as error:  # The library lets its HTTP client's errors through, and has changed clients twice.
+        first_line = (str(error).splitlines() or [""])[0]
+        text = f"cannot download {repository} from {constants.ENDPOINT}: {type(error).__name__}: {first_line}"
+        raise CheckpointError(text) from error

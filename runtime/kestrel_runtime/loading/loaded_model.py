@@ -1,0 +1,68 @@
+"""From a configuration to a model in memory: device, dtype, checkpoint, tokenizer, room for the cache."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.errors import CheckpointError
+from kestrel_runtime.execution.kv_cache import KVCache
+from kestrel_runtime.loading.checkpoint import Checkpoint, find_checkpoint
+from kestrel_runtime.loading.tokenizer import Tokenizer
+from kestrel_runtime.memory.host_limits import available_processors
+from kestrel_runtime.memory.plan import new_cache
+from kestrel_runtime.models.moondream.model import Moondream
+from kestrel_runtime.models.moondream.weights import load_moondream_state
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to run, and where it came from."""
+
+    model: Moondream
+    tokenizer: Tokenizer
+    checkpoint: Checkpoint
+    num_parameters: int
+    """Elements of all weights; the scales of float8 experts are not counted."""
+
+    @classmethod
+    def load(cls, config: EngineConfig) -> LoadedModel:
+        """Find, read and place the checkpoint. Raises `CheckpointError`."""
+        device, dtype = _device(config.device), config.dtype
+        # More threads than a container's quota has processors would be stopped together, again and again.
+        torch.set_num_threads(min(torch.get_num_threads(), available_processors()))
+        checkpoint = find_checkpoint(config.model, config.revision)
+        model_config, state = load_moondream_state(checkpoint)
+        model = Moondream.from_state(model_config, state, device, _dtype(dtype, device))
+        tokenizer = Tokenizer.from_file(checkpoint.tokenizer_file)
+        if tokenizer.vocab_size > model_config.text.vocab_size:
+            raise CheckpointError(
+                f"{checkpoint.tokenizer_file} has {tokenizer.vocab_size} tokens, "
+                f"the model only {model_config.text.vocab_size}"
+            )
+        _log.info("loaded %s on %s as %s", checkpoint.name, device, model.dtype)
+        weights = (tensor for name, tensor in model.named_parameters() if not name.endswith(".scale"))
+        return cls(model, tokenizer, checkpoint, sum(tensor.numel() for tensor in weights))
+
+    def new_cache(self, config: EngineConfig) -> KVCache:
+        """A cache of the configured size, or of what memory allows now. Raises `CheckpointError`."""
+        return new_cache(config, self.model.config, self.model.device, self.model.dtype)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise CheckpointError("device cuda was asked for, and torch finds none")
+    return torch.device(name)
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]

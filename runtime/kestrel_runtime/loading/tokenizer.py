@@ -1,0 +1,106 @@
+"""Text to token ids and back, also one token at a time.
+
+Reads a `tokenizer.json` whose tokens spell bytes (byte-level BPE). What a caller writes is text and nothing
+else: it never becomes a control token, even where it spells one. Knows nothing about prompts or which control
+tokens there are; they decode to nothing.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Self
+
+import tokenizers
+
+from kestrel_runtime.api.errors import CheckpointError
+
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
+
+
+class Tokenizer:
+    """Encodes and decodes whole texts; `text_decoder()` decodes as tokens come. Safe in threads."""
+
+    def __init__(self, library: tokenizers.Tokenizer, bytes_of_token: Sequence[bytes]) -> None:
+        self._library = library
+        self._bytes_of_token = bytes_of_token
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> Self:
+        """Read a `tokenizer.json`. Raises `CheckpointError`."""
+        try:
+            library = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises plain `Exception`
+            raise CheckpointError(f"{path}: cannot be read as a tokenizer: {error}") from error
+        if not isinstance(library.decoder, tokenizers.decoders.ByteLevel):
+            kind = type(library.decoder).__name__ if library.decoder is not None else "no"
+            raise CheckpointError(f"{path}: has {kind} decoder; only a ByteLevel decoder is served")
+        library.encode_special_tokens = True
+        # A file may carry its training settings; a prompt is neither cut nor filled up.
+        library.no_truncation()
+        library.no_padding()
+        return cls(library, _bytes_of_token(library))
+
+    @property
+    def vocab_size(self) -> int:
+        return self._library.get_vocab_size()
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of this text alone: nothing is put before, after or around it."""
+        return self._library.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of these ids; control tokens and unknown ids are skipped, broken UTF-8 becomes U+FFFD."""
+        return b"".join(map(self.token_bytes, ids)).decode("utf-8", errors="replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that this id adds to a text: none for a control token or an unknown id."""
+        return self._bytes_of_token[token] if token < len(self._bytes_of_token) else b""
+
+    def text_decoder(self) -> TextDecoder:
+        """A decoder for one stream of tokens."""
+        return TextDecoder(self)
+
+
+class TextDecoder:
+    """Turns one stream of tokens into whole characters, each as soon as its last byte is there.
+
+    All that `push` and `flush` return, joined, equals `Tokenizer.decode` of the same ids. A token costs the
+    same wherever it stands.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._utf8 = _Utf8Decoder(errors="replace")
+
+    def push(self, token: int) -> str:
+        """The characters that this token completes, often one token's worth, maybe none."""
+        return self._utf8.decode(self._tokenizer.token_bytes(token))
+
+    def flush(self) -> str:
+        """What an unfinished character leaves at the end: U+FFFD or nothing."""
+        return self._utf8.decode(b"", final=True)
+
+
+def _bytes_of_token(library: tokenizers.Tokenizer) -> tuple[bytes, ...]:
+    """What each id spells, by id."""
+    byte_of_character = _byte_of_character()
+    control = {id for id, token in library.get_added_tokens_decoder().items() if token.special}
+    vocabulary = library.get_vocab()
+    table = [b""] * (1 + max(vocabulary.values(), default=-1))
+    for token, id in vocabulary.items():
+        if id not in control:
+            # An added token may hold characters outside the alphabet; the library then takes it literally.
+            spelled = [byte_of_character.get(character) for character in token]
+            table[id] = bytes(b for b in spelled if b is not None) if None not in spelled else token.encode()
+    return tuple(table)
+
+
+def _byte_of_character() -> dict[str, int]:
+    """The byte-level alphabet: visible Latin-1 stands for itself, the other bytes for U+0100 and on."""
+    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    hidden = [byte for byte in range(0x100) if byte not in visible]
+    alphabet = {chr(byte): byte for byte in visible} | {chr(0x100 + i): byte for i, byte in enumerate(hidden)}
+    assert set(alphabet) == set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    return alphabet

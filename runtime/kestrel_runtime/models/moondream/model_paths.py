@@ -1,0 +1,55 @@
+"""The model in the layouts that run: which path text and images take, chosen and built once.
+
+A fused path holds a copy of the weights in a layout of its own. Whoever sizes the key-value cache does so after
+these copies exist. Knows no pages and no requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from kestrel_runtime.api.errors import CheckpointError
+from kestrel_runtime.execution.execution_config import FastPaths
+from kestrel_runtime.models.moondream.calibrated_vision import CalibratedVision
+from kestrel_runtime.models.moondream.calibration import calibration_crops
+from kestrel_runtime.models.moondream.fused_vision import FusedVision
+from kestrel_runtime.models.moondream.model import Moondream
+from kestrel_runtime.models.moondream.text_path import FusedText, PlainText, TextPath
+from kestrel_runtime.models.moondream.vision import VisionModel
+
+_PRECISIONS: dict[str, Literal["model", "float8"]] = {"fused": "model", "fused-float8": "float8"}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPaths:
+    """How text and images go through one model on its device."""
+
+    text: TextPath
+    vision: VisionModel | FusedVision
+
+    @classmethod
+    def of(cls, model: Moondream, paths: FastPaths, *, max_batch_size: int) -> ModelPaths:
+        """Build what `paths` names, with room for decode steps of `max_batch_size` sequences.
+
+        Raises `CheckpointError` where the model's dimensions do not fit the vision path.
+        """
+        return cls(_text(model, paths, max_batch_size), _vision(model, paths))
+
+
+def _text(model: Moondream, paths: FastPaths, max_batch_size: int) -> TextPath:
+    if paths.text == "plain":
+        return PlainText(model.text)
+    return FusedText(model.text, paths.kernels, _PRECISIONS[paths.text], max_batch_size=max_batch_size)
+
+
+def _vision(model: Moondream, paths: FastPaths) -> VisionModel | FusedVision:
+    if paths.vision == "plain":
+        return model.vision
+    if paths.vision != "calibrated-float8":
+        return FusedVision(model.vision, paths.kernels, _PRECISIONS[paths.vision])
+    crops = calibration_crops(model.config.vision, model.device)
+    try:
+        return CalibratedVision(model.vision, paths.kernels, crops)
+    except ValueError as error:  # dimensions that float8 products do not have
+        raise CheckpointError(f"vision path calibrated-float8: {error}") from error

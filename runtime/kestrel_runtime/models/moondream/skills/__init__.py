@@ -1,0 +1,15 @@
+"""The tasks a model can do, and the one place that lists them."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from kestrel_runtime.models.moondream.skills.base import Skill
+from kestrel_runtime.models.moondream.skills.caption import CaptionSkill
+from kestrel_runtime.models.moondream.skills.detect import DetectSkill
+from kestrel_runtime.models.moondream.skills.point import PointSkill
+from kestrel_runtime.models.moondream.skills.query import QuerySkill
+from kestrel_runtime.models.moondream.skills.segment import SegmentSkill
+
+SKILLS: Mapping[str, Skill] = MappingProxyType(
+    {skill.name: skill for skill in (QuerySkill(), CaptionSkill(), PointSkill(), DetectSkill(), SegmentSkill())}
+)

@@ -1,0 +1,50 @@
+"""Detect: a box around each object of a kind."""
+
+from __future__ import annotations
+
+from kestrel_runtime.api.events import Box, DetectOutput
+from kestrel_runtime.api.requests import Detect
+from kestrel_runtime.interfaces.tokens import Token
+from kestrel_runtime.loading.tokenizer import Tokenizer
+from kestrel_runtime.models.moondream.config import MoondreamConfig
+from kestrel_runtime.models.moondream.skills.base import Reader, SamplingDefaults, Skill
+from kestrel_runtime.models.moondream.skills.point import ObjectReader, object_prompt
+
+
+class DetectSkill(Skill):
+    """Find the extents of objects."""
+
+    name = "detect"
+    text_field = "object"
+    defaults = SamplingDefaults(temperature=0.0, top_p=1.0)
+
+    def prompt(self, request: Detect, tokenizer: Tokenizer, config: MoondreamConfig) -> list[Token]:
+        return object_prompt(self.name, request, tokenizer, config)
+
+    def reader(self, request: Detect, tokenizer: Tokenizer, config: MoondreamConfig) -> Reader:
+        return _DetectReader(request, config)
+
+
+class _DetectReader(ObjectReader):
+    """Centre x, centre y and size per object."""
+
+    def __init__(self, request: Detect, config: MoondreamConfig) -> None:
+        ids = config.tokenizer
+        super().__init__(request, config, (ids.coord_id, ids.coord_id, ids.size_id))
+        self._boxes: list[Box] = []
+
+    def add(self, values: list[tuple[float, ...]]) -> None:
+        (x,), (y,), (width, height) = values
+        self._boxes.append(box_around(x, y, width, height))
+
+    def output(self) -> DetectOutput:
+        return DetectOutput(tuple(self._boxes))
+
+
+def box_around(x: float, y: float, width: float, height: float) -> Box:
+    """The box of a centre and a size, clipped to the image."""
+
+    def clip(value: float) -> float:
+        return min(max(value, 0.0), 1.0)
+
+    return Box(clip(x - width / 2), clip(y - height / 2), clip(x + width / 2), clip(y + height / 2))

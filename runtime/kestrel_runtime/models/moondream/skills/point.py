@@ -1,0 +1,107 @@
+"""Point: where each object of a kind is, and the prompt and the loop over objects that detect shares.
+
+The model alternates between "another object or the end" and the forced steps of that object. Source: the public
+reference's `_generate_points`.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+from kestrel_runtime.api.events import FinishReason, Location, PointOutput, TextDelta
+from kestrel_runtime.api.requests import Detect, Point
+from kestrel_runtime.interfaces.token_grammar import Grammar, GrammarState
+from kestrel_runtime.interfaces.tokens import Token, TokenRule
+from kestrel_runtime.loading.tokenizer import Tokenizer
+from kestrel_runtime.models.moondream.config import MoondreamConfig
+from kestrel_runtime.models.moondream.skills.base import (
+    DEFAULT_MAX_OBJECTS,
+    Reader,
+    SamplingDefaults,
+    Skill,
+    spatial_tokens,
+    text_tokens,
+)
+
+
+class PointSkill(Skill):
+    """Find the places of objects."""
+
+    name = "point"
+    text_field = "object"
+    defaults = SamplingDefaults(temperature=0.0, top_p=1.0)
+
+    def prompt(self, request: Point, tokenizer: Tokenizer, config: MoondreamConfig) -> list[Token]:
+        return object_prompt(self.name, request, tokenizer, config)
+
+    def reader(self, request: Point, tokenizer: Tokenizer, config: MoondreamConfig) -> Reader:
+        return _PointReader(request, config)
+
+
+def object_prompt(
+    skill: str, request: Point | Detect, tokenizer: Tokenizer, config: MoondreamConfig
+) -> list[Token]:
+    """Template, references, and the object's name after one space."""
+    template = config.tokenizer.templates[skill]
+    return (
+        text_tokens(template["prefix"])
+        + spatial_tokens(request.spatial_refs, config)
+        + text_tokens(tokenizer.encode(" " + request.object.strip()))
+        + text_tokens(template["suffix"])
+    )
+
+
+class ObjectReader(Reader):
+    """Reads objects of a fixed number of values until the end, `max_objects` or `max_tokens`."""
+
+    def __init__(self, request: Point | Detect, config: MoondreamConfig, value_ids: tuple[int, ...]) -> None:
+        ids = config.tokenizer
+        self._eos_id = ids.eos_id
+        self._max_objects = request.max_objects or DEFAULT_MAX_OBJECTS
+        self._max_tokens = request.sampling.max_tokens
+        self._num_tokens = 0
+        self._num_objects = 0
+        self._values: list[tuple[float, ...]] = []
+        self._values_per_object = len(value_ids)
+        choices = [(value_ids[0], ids.eos_id), *((value,) for value in value_ids[1:])]
+        self.grammar = Grammar(
+            tuple(
+                GrammarState(TokenRule(allowed=allowed, is_spatial=True), (place + 1) % len(choices))
+                for place, allowed in enumerate(choices)
+            )
+        )
+
+    @abstractmethod
+    def add(self, values: list[tuple[float, ...]]) -> None:
+        """Keep one complete object."""
+
+    def take(self, token: Token) -> list[TextDelta]:
+        if token.id == self._eos_id:
+            self.finish_reason = FinishReason.STOP
+            return []
+        self._num_tokens += 1
+        self._values.append(token.value)
+        if len(self._values) == self._values_per_object:
+            self.add(self._values)
+            self._num_objects += 1
+            self._values = []
+        if self._num_objects == self._max_objects:
+            self.finish_reason = FinishReason.MAX_OBJECTS
+        elif self._num_tokens == self._max_tokens:
+            self.finish_reason = FinishReason.LENGTH
+        return []
+
+
+class _PointReader(ObjectReader):
+    """x and y per object."""
+
+    def __init__(self, request: Point, config: MoondreamConfig) -> None:
+        super().__init__(request, config, (config.tokenizer.coord_id,) * 2)
+        self._points: list[Location] = []
+
+    def add(self, values: list[tuple[float, ...]]) -> None:
+        (x,), (y,) = values
+        self._points.append(Location(x, y))
+
+    def output(self) -> PointOutput:
+        return PointOutput(tuple(self._points))

@@ -1,0 +1,81 @@
+"""Segment: the outline of one object, as a box and an SVG path over it.
+
+The model writes two coordinates and a size, then text tokens that spell path commands and integers; numbers run
+from 0 to 960 over the box. Source: the peer engine's description of the format (`skills/segment.py`,
+`utils/svg.py`); arguments are grouped per command here, so that H, V and A keep theirs.
+"""
+
+from __future__ import annotations
+
+from kestrel_runtime.api.events import FinishReason, SegmentMask, SegmentOutput, TextDelta
+from kestrel_runtime.api.requests import Segment
+from kestrel_runtime.interfaces.token_grammar import Grammar, GrammarState
+from kestrel_runtime.interfaces.tokens import Token, TokenRule
+from kestrel_runtime.loading.tokenizer import Tokenizer
+from kestrel_runtime.models.moondream.config import MoondreamConfig
+from kestrel_runtime.models.moondream.skills.base import (
+    DEFAULT_MAX_TOKENS,
+    Reader,
+    SamplingDefaults,
+    Skill,
+    spatial_tokens,
+    text_tokens,
+)
+from kestrel_runtime.models.moondream.skills.detect import box_around
+from kestrel_runtime.models.moondream.svg import svg_path
+
+
+class SegmentSkill(Skill):
+    """Outline an object."""
+
+    name = "segment"
+    text_field = "object"
+    defaults = SamplingDefaults(temperature=0.0, top_p=1.0)
+
+    def prompt(self, request: Segment, tokenizer: Tokenizer, config: MoondreamConfig) -> list[Token]:
+        template = config.tokenizer.templates["segment"]
+        return (
+            text_tokens(template["prefix"])
+            + spatial_tokens(request.spatial_refs, config)
+            + text_tokens(tokenizer.encode(request.object.strip()))
+            + text_tokens(template["suffix"])
+        )
+
+    def reader(self, request: Segment, tokenizer: Tokenizer, config: MoondreamConfig) -> Reader:
+        return _SegmentReader(tokenizer, config, request.sampling.max_tokens or DEFAULT_MAX_TOKENS)
+
+
+class _SegmentReader(Reader):
+    """Reads the first two coordinates, the first size and every text token."""
+
+    grammar = Grammar((GrammarState(TokenRule(is_spatial=True), 0),))
+
+    def __init__(self, tokenizer: Tokenizer, config: MoondreamConfig, max_tokens: int) -> None:
+        self._tokenizer = tokenizer
+        self._eos_id = config.tokenizer.eos_id
+        self._max_tokens = max_tokens
+        self._num_tokens = 0
+        self._coordinates: list[float] = []
+        self._size: tuple[float, ...] = ()
+        self._words: list[str] = []
+
+    def take(self, token: Token) -> list[TextDelta]:
+        if token.id == self._eos_id:
+            self.finish_reason = FinishReason.STOP
+            return []
+        self._num_tokens += 1
+        if len(token.value) == 1:
+            self._coordinates.append(token.value[0])
+        elif token.value:
+            self._size = self._size or token.value
+        elif word := self._tokenizer.decode([token.id]).strip():  # control ids decode to nothing
+            self._words.append(word)
+        if self._num_tokens == self._max_tokens:
+            self.finish_reason = FinishReason.LENGTH
+        return []
+
+    def output(self) -> SegmentOutput:
+        if len(self._coordinates) < 2 or not self._size:
+            return SegmentOutput(())
+        box = box_around(*self._coordinates[:2], *self._size)
+        return SegmentOutput((SegmentMask(svg_path(self._words), box),))

@@ -1,0 +1,75 @@
+"""The ways through the decoder: plain, as the model defines it, and fused. Each writes the cache."""
+
+from __future__ import annotations
+
+import logging
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from kestrel_ops import Kernels
+from kestrel_runtime.execution.kv_cache import KVCache
+from kestrel_runtime.execution.step_inputs import PrefillPlan
+from kestrel_runtime.models.moondream.fused_decode import FusedDecoder
+from kestrel_runtime.models.moondream.fused_prefill import FusedPrefill
+from kestrel_runtime.models.moondream.fused_weights import fused_blocks, prompt_blocks
+from kestrel_runtime.models.moondream.text import TextModel
+
+_log = logging.getLogger(__name__)
+
+
+class TextPath(Protocol):
+    """What the runner asks of the decoder. Hidden states are the last block's, before the final LayerNorm."""
+
+    def prefill(self, embeddings: Tensor, plan: PrefillPlan, rows: Tensor, cache: KVCache) -> Tensor:
+        """Packed tokens [T, dim] → hidden states of `rows` [n] int64: [n, dim]."""
+        ...
+
+    def decode(self, embeddings: Tensor, positions: Tensor, page_table: Tensor, cache: KVCache) -> Tensor:
+        """One token of each sequence [B, dim], at positions [B] int64, pages [B, most pages] int32 → [B, dim]."""
+        ...
+
+
+class PlainText:
+    """The decoder block by block, one operation after the other."""
+
+    def __init__(self, text: TextModel) -> None:
+        self._text = text
+
+    def prefill(self, embeddings: Tensor, plan: PrefillPlan, rows: Tensor, cache: KVCache) -> Tensor:
+        return self._text(embeddings, plan.positions, cache.prefill(plan))[rows]
+
+    def decode(self, embeddings: Tensor, positions: Tensor, page_table: Tensor, cache: KVCache) -> Tensor:
+        return self._text(embeddings, positions, cache.decode(positions, page_table))
+
+
+class FusedText:
+    """The decoder on fused operations. `decode` never waits for the host, so that it may be recorded."""
+
+    def __init__(
+        self,
+        text: TextModel,
+        kernels: Kernels,
+        precision: Literal["model", "float8"],
+        *,
+        max_batch_size: int,
+    ) -> None:
+        blocks = fused_blocks(text, precision)
+        matrices = [matrix for block in blocks for matrix in (block.up, block.down)]
+        if precision == "float8" and (num_kept := sum(matrix.scale is None for matrix in matrices)):
+            _log.warning(
+                "%d of %d text matrices stay in %s: float8 products need multiples of 16",
+                num_kept,
+                len(matrices),
+                text.wte.dtype,
+            )
+        self._prefill = FusedPrefill(text, prompt_blocks(text, blocks), kernels)
+        self._decoder = FusedDecoder(text, blocks, kernels)
+        self._workspace = self._decoder.workspace(max_batch_size)
+
+    def prefill(self, embeddings: Tensor, plan: PrefillPlan, rows: Tensor, cache: KVCache) -> Tensor:
+        return self._prefill.forward(embeddings, plan, cache, rows)
+
+    def decode(self, embeddings: Tensor, positions: Tensor, page_table: Tensor, cache: KVCache) -> Tensor:
+        """A negative position is that of nobody: nothing is written, and its hidden state is of no use."""
+        return self._decoder.forward(embeddings, positions, page_table, cache, self._workspace)

@@ -1,0 +1,96 @@
+"""Calls and answers as `expected.json` spells them: to requests, from outputs, and compared."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from kestrel_runtime.api.events import (
+    Box,
+    CaptionOutput,
+    DetectOutput,
+    Location,
+    Output,
+    PointOutput,
+    QueryOutput,
+)
+from kestrel_runtime.api.requests import (
+    BoxRef,
+    Caption,
+    Detect,
+    Point,
+    PointRef,
+    Query,
+    Request,
+    SamplingParams,
+    Segment,
+    SpatialRef,
+)
+
+_COORDINATE_TOLERANCE = 1e-5
+
+
+def request_of(call: dict[str, Any], data: bytes | None, max_tokens: int) -> Request:
+    """The greedy request of a call, about the image `data`."""
+    args, greedy = call["args"], SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    refs = tuple(_spatial_ref(ref) for ref in args.get("spatial_refs", ()))
+    if call["skill"] == "query":
+        return Query(args["question"], data, args["reasoning"], refs, greedy)
+    assert data is not None, "only queries go without an image"
+    if call["skill"] == "caption":
+        return Caption(data, args["length"], greedy)
+    kinds = {"point": Point, "detect": Detect, "segment": Segment}
+    sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens if call["skill"] == "segment" else None)
+    return kinds[call["skill"]](args["object"], data, args.get("max_objects"), refs, sampling)
+
+
+def _spatial_ref(sides: list[float]) -> SpatialRef:
+    return PointRef(*sides) if len(sides) == 2 else BoxRef(*sides)
+
+
+def answer_of(output: Output) -> dict[str, Any]:
+    """An output as `expected.json` holds it."""
+    if isinstance(output, QueryOutput):
+        plain: dict[str, Any] = {"answer": output.answer}
+        if output.reasoning is not None:
+            grounding = [
+                {
+                    "start_idx": item.start_char,
+                    "end_idx": item.end_char,
+                    "points": [[p.x, p.y] for p in item.points],
+                }
+                for item in output.reasoning.groundings
+            ]
+            plain["reasoning"] = {"text": output.reasoning.text, "grounding": grounding}
+        return plain
+    if isinstance(output, CaptionOutput):
+        return {"caption": output.caption}
+    if isinstance(output, PointOutput):
+        return {"points": [_sides(point) for point in output.points]}
+    if isinstance(output, DetectOutput):
+        return {"objects": [_sides(box) for box in output.boxes]}
+    return {"segments": [{"svg_path": item.svg_path, "bbox": _sides(item.box)} for item in output.segments]}
+
+
+def _sides(place: Location | Box) -> dict[str, float]:
+    return {name: getattr(place, name) for name in type(place).__slots__}
+
+
+def answer_differs(actual: Any, expected: Any) -> str | None:
+    """What was expected and what came, where the two are not the same but for rounded coordinates."""
+    same = _matches(actual, expected)
+    return None if same else f"expected {json.dumps(expected)}, got {json.dumps(actual)}"
+
+
+def _matches(actual: Any, expected: Any) -> bool:
+    if isinstance(expected, dict):
+        return (
+            isinstance(actual, dict)
+            and actual.keys() == expected.keys()
+            and all(_matches(actual[key], value) for key, value in expected.items())
+        )
+    if isinstance(expected, list):
+        return len(actual) == len(expected) and all(map(_matches, actual, expected))
+    if isinstance(expected, float):  # the reference leaves boxes unclipped
+        return abs(actual - min(max(expected, 0.0), 1.0)) <= _COORDINATE_TOLERANCE
+    return actual == expected

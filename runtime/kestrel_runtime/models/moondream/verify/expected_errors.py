@@ -1,0 +1,53 @@
+"""How far a path's tensors may be from exact ones: some float32 runs that round at random, for each prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.requests import Request
+from kestrel_runtime.loading.loaded_model import LoadedModel
+from kestrel_runtime.models.moondream.verify.formats import Formats
+from kestrel_runtime.models.moondream.verify.prompt_run import PromptRun, pages_of_context, plain_float32
+from kestrel_runtime.models.moondream.verify.prompt_tensors import prompt_tensors
+from kestrel_runtime.models.moondream.verify.rounding_noise import RoundingNoise
+from kestrel_runtime.models.moondream.verify.routing import Routing
+from kestrel_runtime.models.moondream.verify.tolerances import NUM_SIMULATIONS, ExpectedError
+
+
+@dataclass(frozen=True, slots=True)
+class PromptErrors:
+    """What rounding may do to one prompt."""
+
+    tensors: Mapping[str, ExpectedError]
+    routing: Routing
+
+
+def expected_errors(config: EngineConfig, formats: Formats, requests: Sequence[Request]) -> list[PromptErrors]:
+    """Run each request exactly and then with random rounding, by the plain path in float32 on `config.device`."""
+    config = plain_float32(config)
+    loaded = LoadedModel.load(config)
+    routings = [Routing() for _ in requests]
+    exact: list[dict[str, Tensor]] = []
+    with PromptRun(loaded, config) as run:
+        for request, routing in zip(requests, routings, strict=True):
+            with routing.recorded(run.model):
+                exact.append(prompt_tensors(run, request))
+    simulated: list[list[dict[str, Tensor]]] = [[] for _ in requests]
+    for seed in range(NUM_SIMULATIONS):
+        noise = RoundingNoise(formats, seed, loaded.model.device)
+        cache = noise.cache(loaded.model.config.text, pages_of_context(loaded, config), config.page_size)
+        with PromptRun(replace(loaded, model=noise.perturbed(loaded.model)), config, cache) as run:
+            for request, routing, samples in zip(requests, routings, simulated, strict=True):
+                with routing.simulated(run.model):
+                    samples.append(prompt_tensors(run, request))
+    return [
+        PromptErrors(
+            {name: ExpectedError.of(tensor, [sample[name] for sample in samples]) for name, tensor in own.items()},
+            routing,
+        )
+        for own, samples, routing in zip(exact, simulated, routings, strict=True)
+    ]

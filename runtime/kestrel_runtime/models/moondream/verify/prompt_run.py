@@ -1,0 +1,176 @@
+"""One request at a time taken through a model by hand, token by token, to look at what each step leaves.
+
+Does without the engine's thread and scheduler, so that tensors can be read between two steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.requests import Request
+from kestrel_runtime.engine.offending_requests import Culprits
+from kestrel_runtime.engine.preprocessing import Preprocessor
+from kestrel_runtime.execution.execution_config import FastPaths
+from kestrel_runtime.execution.kv_cache import KVCache
+from kestrel_runtime.execution.step_runner import ModelRunner
+from kestrel_runtime.interfaces.tokens import Token
+from kestrel_runtime.loading.loaded_model import LoadedModel
+from kestrel_runtime.models.moondream.model_paths import ModelPaths
+from kestrel_runtime.scheduling.limits import StepBounds
+from kestrel_runtime.scheduling.sequence import Batch, Chunk, Sequence, SequenceClock
+
+
+def plain_float32(config: EngineConfig) -> EngineConfig:
+    """The same model and device by the plain path in float32, which defines what is right."""
+    return replace(
+        config,
+        dtype="float32",
+        text_path="plain",
+        vision_path="plain",
+        kv_dtype="auto",
+        cuda_graphs=None,
+        kernels=(),
+    )
+
+
+def pages_of_context(loaded: LoadedModel, config: EngineConfig) -> int:
+    """How many pages of a cache hold the longest sequence."""
+    return -(-loaded.model.config.text.max_context // config.page_size)
+
+
+_NUM_RUNS_WITH_GRAPHS = 3
+"""Of each step, of which the last counts: as it is, by a new captured graph, and by a replay."""
+
+
+class PromptRun:
+    """A runner of one sequence with a cache for its whole context. `begin` a request first, and `close` it."""
+
+    def __init__(self, loaded: LoadedModel, config: EngineConfig, cache: KVCache | None = None) -> None:
+        """With `cache`, of `pages_of_context` pages, in the place of one that `config` describes."""
+        text = loaded.model.config.text
+        self.model = loaded.model
+        num_pages = pages_of_context(loaded, config)
+        self.cache = loaded.new_cache(replace(config, num_kv_pages=num_pages)) if cache is None else cache
+        paths = FastPaths.of(config, loaded.model.device.type, loaded.model)
+        self._model_paths = ModelPaths.of(loaded.model, paths, max_batch_size=1)
+        bounds = StepBounds(max_batch_size=1, max_prefill_tokens=text.max_context, max_crops=1)
+        self._runner = ModelRunner(loaded.model, self.cache, paths, bounds, self._model_paths)
+        self._preprocessor = Preprocessor(
+            loaded.model.config,
+            loaded.tokenizer,
+            Culprits(),
+            max_context=text.max_context,
+            max_image_pixels=config.max_image_pixels,
+            num_threads=1,
+        )
+        self._sequence: Sequence | None = None
+        self._num_runs = _NUM_RUNS_WITH_GRAPHS if paths.with_graphs else 1
+
+    @property
+    def sequence(self) -> Sequence:
+        """The request that was begun last."""
+        assert self._sequence is not None, "begin a request first"
+        return self._sequence
+
+    def begin(self, request: Request) -> None:
+        """Forget the last request and prepare another."""
+        if self._sequence is not None:
+            self._runner.release(self._sequence)
+        self._sequence = self._preprocessor.prepare(request, SequenceClock(submitted=time.monotonic()))
+        self._sequence.pages = list(range(self.cache.num_pages))
+
+    @property
+    def image_embeddings(self) -> Tensor:
+        """[image tokens, dim], once the prompt is in the cache."""
+        return self._runner.image_embeddings(self.sequence)
+
+    def prefill(self) -> Token:
+        """Put the prompt into the cache, whole; returns the token that is drawn after it."""
+        token = self._drawn_by(self._whole())
+        self.sequence.num_cached = self.sequence.length
+        return token
+
+    def decode(self, token: Token) -> Token:
+        """Have `token` be what was drawn last, whatever was, and put it into the cache; returns the next one."""
+        sequence = self.sequence
+        self._append(token)
+        # A sequence that begins its prompt has its last token written where the next step looks for it. What that
+        # puts into the cache once more is what was there.
+        prefix = Batch([], [Chunk(sequence, 0, max(sequence.prefix_length, 1))], [])
+        drawn = self._drawn_by(prefix, Batch([], [], [sequence]))
+        sequence.num_cached += 1
+        return drawn
+
+    def hidden_after(self, tokens: Iterable[Token]) -> Tensor:
+        """Put the prompt and `tokens` after it into the cache, whole: what the next is drawn from, [1, dim]."""
+        for token in tokens:
+            self._append(token)
+        hidden = [self._runner.last_hidden(self._whole()) for _ in range(self._num_runs)][-1]
+        self.sequence.num_cached = self.sequence.length
+        return hidden
+
+    @torch.inference_mode()
+    def decoded_hidden(self) -> Tensor:
+        """Decode the last token once more over what the cache holds before it: its hidden state, [1, dim].
+
+        Without a captured graph, and before the final LayerNorm.
+        """
+        device, sequence = self.model.device, self.sequence
+        return self._model_paths.text.decode(
+            self.model.embed(sequence.tokens[-1:]),
+            torch.tensor([sequence.length - 1], device=device),
+            torch.tensor([sequence.pages], dtype=torch.int32, device=device),
+            self.cache,
+        )
+
+    def cached(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer, float32 [heads, positions, head dimension] on the host."""
+        pages = self.cache.layer(layer)
+        both = ((pages.key_pages, pages.key_scale), (pages.value_pages, pages.value_scale))
+        keys, values = (self._rows(stored, scale) for stored, scale in both)
+        return keys, values
+
+    def close(self) -> None:
+        """End the thread that prepares requests."""
+        self._preprocessor.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _drawn_by(self, *steps: Batch) -> Token:
+        """Run steps, again where that takes other paths; returns what the last one draws."""
+        drawn = [self._runner.run(step) for _ in range(self._num_runs) for step in steps]
+        (token,) = drawn[-1].values()
+        return token
+
+    def _append(self, token: Token) -> None:
+        self.sequence.tokens.append(token)
+        self.sequence.reader.read(token)
+
+    def _whole(self) -> Batch:
+        sequence = self.sequence
+        encode = [sequence.whole_image] if sequence.crops is not None else []
+        return Batch(encode, [Chunk(sequence, 0, sequence.length)], [])
+
+    @torch.inference_mode()
+    def _rows(self, stored: Tensor, scale: Tensor | None) -> Tensor:
+        # Of float8, torch can read whole tensors only.
+        raw = stored.view(torch.uint8) if stored.dtype.itemsize == 1 else stored
+        rows = (
+            raw[self.sequence.pages]
+            .view(stored.dtype)
+            .float()
+            .transpose(0, 1)
+            .flatten(1, 2)[:, : self.sequence.num_cached]
+        )
+        return (rows if scale is None else rows * scale).cpu()

@@ -1,0 +1,123 @@
+"""A float32 model that rounds at random: every rounding of a path becomes noise of the same relative size.
+
+What comes out differs from the exact result as a correct implementation of that path does, by the format's unit
+roundoff carried through the very layers, widths and values of the model. The plain modules compute it, whatever
+path is verified, so that a fault in a fast path does not widen its own tolerance.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import torch
+from torch import Tensor, nn
+
+from kestrel_ops import has_float8_product
+from kestrel_runtime.models.moondream.config import TextConfig
+from kestrel_runtime.models.moondream.fused_weights import NUM_WIDE_BLOCKS, fused_blocks
+from kestrel_runtime.models.moondream.model import Moondream
+from kestrel_runtime.models.moondream.moe import MixtureOfExperts
+from kestrel_runtime.models.moondream.verify.formats import FLOAT8, Formats
+from kestrel_runtime.models.moondream.verify.rounded_cache import RoundedCache
+from kestrel_runtime.models.moondream.verify.tolerances import rounding_deviation
+
+_ROUNDINGS_BETWEEN_PRODUCTS = 4
+"""Of activations, in the model's type, at most: a product's result with its bias, what is scaled or rotated, what
+is attended, activated or normalised, and what the next product reads."""
+_ROUNDINGS_IN_EXPERTS = 2 * _ROUNDINGS_BETWEEN_PRODUCTS + 2
+"""In the model's type: activations around both of an expert's products, its weights, and the sum over experts."""
+_PRODUCTS_OF_EXPERT = 2
+_ADDITIONS_IN_BLOCK = 2
+
+
+class RoundingNoise:
+    """One simulation: its own random numbers, the same for the same seed."""
+
+    def __init__(self, formats: Formats, seed: int, device: torch.device) -> None:
+        self._formats = formats
+        self._chance = torch.Generator(device).manual_seed(seed)
+
+    @torch.inference_mode()
+    def perturbed(self, model: Moondream) -> Moondream:
+        """A copy of a float32 model with rounded weights whose activations are rounded as it runs.
+
+        A single row is a decode step, which takes activations in the model's type or a wider one.
+        """
+        copied, formats = copy.deepcopy(model), self._formats
+        short = self._float8_layers(model)
+        for name, module in copied.named_modules():
+            if isinstance(module, nn.Linear):
+                self._round_linear(name, module, is_float8=name in short)
+            elif isinstance(module, MixtureOfExperts):
+                num_short = 0 if formats.experts == formats.model else _PRODUCTS_OF_EXPERT
+                self._disturb_output(module, _ROUNDINGS_IN_EXPERTS, num_short)
+            elif name.rpartition(".")[0].endswith(".blocks"):
+                self._disturb_output(module, _ADDITIONS_IN_BLOCK)
+        for parameter in (copied.text.wte, copied.vision.pos_emb):
+            self._round(parameter.data, formats.model)
+        return copied
+
+    def cache(self, config: TextConfig, num_pages: int, page_size: int) -> RoundedCache:
+        """A float32 cache for the perturbed model that rounds to the cache's type."""
+        return RoundedCache(config, num_pages, page_size, self._formats.cache, self._chance)
+
+    def _float8_layers(self, model: Moondream) -> set[str]:
+        """The linear layers whose products are in float8 on the paths that round to it."""
+        names: set[str] = set()
+        if self._formats.text == FLOAT8:
+            for layer, block in enumerate(fused_blocks(model.text, "float8")):
+                for matrix, parts in ((block.up, ("attn.qkv", "mlp.fc1")), (block.down, ("attn.proj", "mlp.fc2"))):
+                    if matrix.scale is not None:
+                        names.update(f"text.blocks.{layer}.{part}" for part in parts)
+        if self._formats.vision == FLOAT8:
+            for name, module in model.vision.named_modules():
+                if isinstance(module, nn.Linear) and has_float8_product(*module.weight.shape):
+                    names.add(f"vision.{name}")
+        return names - {"vision.patch_emb"}
+
+    def _round_linear(self, name: str, layer: nn.Linear, *, is_float8: bool) -> None:
+        weights = prompts = decoding = FLOAT8 if is_float8 else self._formats.model
+        if name.startswith("text.blocks."):
+            decoding = self._formats.model
+            if is_float8 and int(name.split(".")[2]) < NUM_WIDE_BLOCKS:
+                # The weights that decode steps take count as their activations' rounding.
+                weights, prompts, decoding = self._formats.model, self._formats.model, FLOAT8
+        self._round(layer.weight.data, weights)
+        self._disturb_input(layer, prompts, decoding)
+
+    def _disturb_input(self, module: nn.Module, prompts: torch.dtype, decoding: torch.dtype) -> None:
+        of_many, of_one = self._deviation_of_input(prompts), self._deviation_of_input(decoding)
+
+        def disturb(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            rows = inputs[0]
+            return (self._noisy(rows, of_one if len(rows) == 1 else of_many), *inputs[1:])
+
+        module.register_forward_pre_hook(disturb)
+
+    def _deviation_of_input(self, operands: torch.dtype) -> float:
+        is_shorter = operands != self._formats.model
+        own = rounding_deviation(operands) ** 2 if is_shorter else 0.0
+        return math.sqrt(own + _ROUNDINGS_BETWEEN_PRODUCTS * rounding_deviation(self._formats.model) ** 2)
+
+    def _disturb_output(self, module: nn.Module, num_roundings: int, num_short: int = 0) -> None:
+        """As if it were the sum of roundings in the model's type and of short ones in that of experts."""
+        formats = self._formats
+        deviation = math.sqrt(
+            num_roundings * rounding_deviation(formats.model) ** 2
+            + num_short * rounding_deviation(formats.experts) ** 2
+        )
+
+        def disturb(_: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            return self._noisy(output, deviation)
+
+        module.register_forward_hook(disturb)
+
+    def _round(self, values: Tensor, dtype: torch.dtype) -> None:
+        values.copy_(self._noisy(values, rounding_deviation(dtype)))
+
+    def _noisy(self, values: Tensor, deviation: float) -> Tensor:
+        # Uniform, as the error of a rounding is; its deviation is its half width / sqrt(3).
+        half_width = math.sqrt(3) * deviation
+        factor = torch.empty_like(values).uniform_(1 - half_width, 1 + half_width, generator=self._chance)
+        return factor.mul_(values)

@@ -1,0 +1,162 @@
+"""Who is let into the queue, and how long a newcomer would wait there. No torch, no clock; may be called from any
+thread.
+
+A request is in the queue from `enter` until it starts or leaves; waiting for a preprocessing worker is part of it.
+
+Bounds on requests, image bytes and estimated tokens, each held like this
+  B1  The queue never holds more than the bound, except that an empty queue takes any request.
+  B2  A named tenant may take more of a bound only while what it holds is less than what is free. Alone it gets
+      half, two get a third each; so however many flood the queue, a newcomer finds room. The tenant "" stands for
+      callers that are not told apart and may fill the queue.
+  B3  A request that would outwait its caller's patience is refused at once, not taken in to time out.
+
+The wait is estimated from recent starts, counting only time in which others were waiting: a quiet engine starts few
+requests and is still fast.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Hashable
+from dataclasses import dataclass
+from threading import RLock
+
+from kestrel_runtime.api.errors import Overloaded, QueueBound
+from kestrel_runtime.api.requests import Priority
+
+_MIN_STARTS = 8
+_MAX_STARTS = 64
+_EVIDENCE_S = 60.0
+_RETRY_UNKNOWN_S = 1.0
+_MIN_RETRY_S, _MAX_RETRY_S = 0.1, 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class QueueLimits:
+    """The most that may wait together."""
+
+    requests: int
+    image_bytes: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Burden:
+    """What a request adds to the queue, and on whose behalf. `tokens` is an upper estimate of its prompt."""
+
+    tenant: str
+    priority: Priority
+    image_bytes: int
+    tokens: int
+
+
+class Admission:
+    """The queue's books. Keys name requests; all moments are of one monotonic clock."""
+
+    def __init__(self, limits: QueueLimits) -> None:
+        self._limits = {
+            QueueBound.REQUESTS: limits.requests,
+            QueueBound.IMAGE_BYTES: limits.image_bytes,
+            QueueBound.TOKENS: limits.tokens,
+        }
+        self._lock = RLock()
+        self._burdens: dict[Hashable, Burden] = {}
+        self._held: Counter[QueueBound] = Counter()
+        self._held_by: dict[str, Counter[QueueBound]] = {}
+        self._lines: Counter[tuple[str, Priority]] = Counter()
+        self._intervals: deque[tuple[float, float]] = deque(maxlen=_MAX_STARTS)  # (moment, time since last start)
+        self._last_start: float | None = None  # None where nobody has waited ever since
+
+    def __len__(self) -> int:
+        return len(self._burdens)
+
+    def enter(self, key: Hashable, burden: Burden, now: float, *, patience_s: float | None = None) -> None:
+        """Take a request in, or raise `Overloaded`; `patience_s` is how long its caller would wait."""
+        with self._lock:
+            if self._burdens:
+                self._check_bounds(burden, now)
+                wait_s = self.estimated_wait_s(burden, now)
+                if wait_s is not None and patience_s is not None and wait_s > patience_s:
+                    raise Overloaded(patience_s, wait_s, QueueBound.WAIT)
+            self._burdens[key] = burden
+            self._book(burden, 1)
+
+    def start(self, key: Hashable, now: float) -> None:
+        """The request has started, and is in the queue no more."""
+        with self._lock:
+            if key not in self._burdens:
+                return
+            if self._last_start is not None:
+                self._intervals.append((now, now - self._last_start))
+            self._last_start = now
+            self.leave(key)
+
+    def leave(self, key: Hashable) -> None:
+        """The request will not start; without effect where it is in the queue no more."""
+        with self._lock:
+            burden = self._burdens.pop(key, None)
+            if burden is not None:
+                self._book(burden, -1)
+                if not self._burdens:
+                    self._last_start = None
+
+    def estimated_wait_s(self, burden: Burden, now: float) -> float | None:
+        """How long the request would wait; None without enough evidence. Errs on the short side.
+
+        Before it start those of its tenant that are as urgent, and of each other tenant one for each of these.
+        """
+        ahead: Counter[str] = Counter()
+        with self._lock:
+            pace_s = self._pace_s(now)
+            for (tenant, priority), count in self._lines.items():
+                if priority <= burden.priority:
+                    ahead[tenant] += count
+        if pace_s is None:
+            return None
+        own = ahead.pop(burden.tenant, 0)
+        return pace_s * (own + sum(min(count, own + 1) for count in ahead.values()))
+
+    def _check_bounds(self, burden: Burden, now: float) -> None:
+        own = self._held_by.get(burden.tenant, Counter())
+        for bound, wanted in _amounts(burden).items():
+            limit, held = self._limits[bound], self._held[bound]
+            if wanted and held + wanted > limit:
+                raise Overloaded(limit, self._retry_after_s(len(self), now), bound)
+            if wanted and burden.tenant and own[bound] >= limit - held:
+                num_own = own[QueueBound.REQUESTS]
+                raise Overloaded(limit, self._retry_after_s(num_own, now), bound, is_tenant_share=True)
+
+    def _retry_after_s(self, num_requests: int, now: float) -> float:
+        """The time in which half of them start: earlier, others who try again would have taken what came free."""
+        pace_s = self._pace_s(now)
+        if pace_s is None:
+            return _RETRY_UNKNOWN_S
+        return min(max(pace_s * num_requests / 2, _MIN_RETRY_S), _MAX_RETRY_S)
+
+    def _pace_s(self, now: float) -> float | None:
+        """Time between two starts while somebody waits."""
+        while self._intervals and self._intervals[0][0] < now - _EVIDENCE_S:
+            self._intervals.popleft()
+        if len(self._intervals) < _MIN_STARTS:
+            return None
+        return sum(interval for _, interval in self._intervals) / len(self._intervals)
+
+    def _book(self, burden: Burden, sign: int) -> None:
+        own = self._held_by.setdefault(burden.tenant, Counter())
+        for bound, amount in _amounts(burden).items():
+            self._held[bound] += sign * amount
+            own[bound] += sign * amount
+        line = (burden.tenant, burden.priority)
+        self._lines[line] += sign
+        if not self._lines[line]:
+            del self._lines[line]
+        if not own[QueueBound.REQUESTS]:
+            del self._held_by[burden.tenant]
+
+
+def _amounts(burden: Burden) -> dict[QueueBound, int]:
+    return {
+        QueueBound.REQUESTS: 1,
+        QueueBound.IMAGE_BYTES: burden.image_bytes,
+        QueueBound.TOKENS: burden.tokens,
+    }

@@ -1,0 +1,221 @@
+"""One request inside the engine: its tokens, its pages, its state. Plain data and legal transitions; no torch."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import TYPE_CHECKING, NamedTuple
+
+from kestrel_runtime.api.errors import DeadlineExceeded, KestrelError, QueueTimeout
+from kestrel_runtime.api.requests import Priority
+from kestrel_runtime.interfaces.tokens import Token
+
+if TYPE_CHECKING:
+    from kestrel_runtime.imaging.decoding import Crops, UncutImage
+    from kestrel_runtime.models.moondream.skills.base import Reader
+
+UNIFORMS_PER_TOKEN = 3
+"""Random numbers that every drawn token spends: its own, and two for the value of a place or size."""
+
+
+class SequenceState(Enum):
+    """Where a sequence is in its life."""
+
+    WAITING = auto()
+    """Prepared, holds no page."""
+    PREFILLING = auto()
+    """Holds pages; its prompt goes into the cache, step by step."""
+    PREFILLED = auto()
+    """The step that carries the last of its prompt is under way."""
+    RUNNING = auto()
+    """It decodes: each step adds a token."""
+    FINISHED = auto()
+    """Done, cancelled or failed; holds no page, but while steps under way still write its prompt there."""
+
+
+_TRANSITIONS = {
+    SequenceState.WAITING: {SequenceState.PREFILLING, SequenceState.FINISHED},
+    SequenceState.PREFILLING: {
+        SequenceState.PREFILLED,
+        SequenceState.RUNNING,
+        SequenceState.WAITING,
+        SequenceState.FINISHED,
+    },
+    SequenceState.PREFILLED: {SequenceState.RUNNING, SequenceState.WAITING, SequenceState.FINISHED},
+    SequenceState.RUNNING: {SequenceState.WAITING, SequenceState.FINISHED},
+    SequenceState.FINISHED: set(),
+}
+
+
+@dataclass(slots=True)
+class SequenceClock:
+    """Moments in a request's life, in seconds of the monotonic clock; None until they come."""
+
+    submitted: float
+    deadline: float | None = None
+    """After it nobody waits for the answer."""
+    queue_deadline: float | None = None
+    """After it the request must not start any more."""
+    preprocess_started: float | None = None
+    prepared: float | None = None
+    admitted: float | None = None
+    first_token: float | None = None
+
+    def lateness(self, now: float) -> KestrelError | None:
+        """Why the request must end for want of time, if it must."""
+        if self.deadline is not None and now >= self.deadline:
+            return DeadlineExceeded("the deadline passed")
+        if self.admitted is None and self.queue_deadline is not None and now >= self.queue_deadline:
+            return QueueTimeout(now - self.submitted)
+        return None
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A prompt and what has been generated after it.
+
+    Positions: the first token (BOS) stands at 0, the image's tokens follow it, then all other tokens.
+    """
+
+    id: int
+    tokens: list[Token]
+    """Prompt and generated tokens, BOS first, without the image's."""
+    num_prompt_tokens: int
+    """How many of `tokens` are prompt."""
+    num_image_tokens: int
+    crops: Crops | UncutImage | None
+    reader: Reader
+    temperature: float
+    top_p: float
+    seed: int
+    """Where its random numbers begin."""
+    max_context: int
+    """Positions after which the sequence must end."""
+    clock: SequenceClock
+    fingerprint: str = ""
+    """Names the work it asks for, without telling what it is."""
+    priority: Priority = Priority.NORMAL
+    tenant: str = ""
+    """On whose behalf it runs; "" where tenants are not told apart."""
+    state: SequenceState = SequenceState.WAITING
+    pages: list[int] = field(default_factory=list)
+    num_cached: int = 0
+    """Positions whose keys and values are in the cache."""
+    num_encoded_crops: int = 0
+    num_pending: int = 0
+    """Tokens that steps under way are drawing: they have places and pages, and are not in `tokens` yet."""
+    num_chunks_under_way: int = 0
+    """Parts of its prompt that steps under way are writing to its pages."""
+    random: random.Random = field(init=False)
+    """Spends `UNIFORMS_PER_TOKEN` numbers with every token drawn."""
+
+    def __post_init__(self) -> None:
+        self.rewind_random()
+
+    @property
+    def length(self) -> int:
+        """Positions of the image and all tokens, pending ones too."""
+        return len(self.tokens) + self.num_pending + self.num_image_tokens
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the tokens that are known fill the context."""
+        return len(self.tokens) + self.num_image_tokens >= self.max_context
+
+    @property
+    def prefix_length(self) -> int:
+        """Positions that see each other both ways: BOS and the image, or none."""
+        return 1 + self.num_image_tokens if self.num_image_tokens else 0
+
+    @property
+    def num_crops_to_encode(self) -> int:
+        return 0 if self.crops is None else self.crops.num_crops - self.num_encoded_crops
+
+    @property
+    def num_prompt_positions(self) -> int:
+        return self.num_prompt_tokens + self.num_image_tokens
+
+    @property
+    def submitted(self) -> float:
+        return self.clock.submitted
+
+    @property
+    def cost(self) -> int:
+        """The service that its start is, compared with the 1 of a token."""
+        return self.num_prompt_positions
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def whole_image(self) -> CropRange:
+        """The crops that are not encoded yet."""
+        assert self.crops is not None, "only sequences with an image have crops"
+        return CropRange(self, self.num_encoded_crops, self.crops.num_crops)
+
+    def rewind_random(self) -> None:
+        """Put the random numbers where they were when the last token in `tokens` had been drawn."""
+        self.random = random.Random(self.seed)
+        for _ in range(UNIFORMS_PER_TOKEN * self.num_generated):
+            self.random.random()
+
+    def move_to(self, state: SequenceState) -> None:
+        """Enter another state; an illegal transition is our own bug."""
+        assert state in _TRANSITIONS[self.state], f"{self.state.name} → {state.name}"
+        self.state = state
+
+
+class Chunk(NamedTuple):
+    """Positions [start, end) of a sequence that one prefill step puts into the cache."""
+
+    sequence: Sequence
+    start: int
+    end: int
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the next token can be drawn after this chunk."""
+        return self.end == self.sequence.length
+
+
+class CropRange(NamedTuple):
+    """Crops [start, end) of a sequence's image that one step encodes."""
+
+    sequence: Sequence
+    start: int
+    end: int
+
+
+class Batch(NamedTuple):
+    """The work of a turn. A sequence in `encode` may be in `prefill` too; one in `decode` is nowhere else."""
+
+    encode: list[CropRange]
+    prefill: list[Chunk]
+    decode: list[Sequence]
+
+    @property
+    def decoding(self) -> Batch:
+        """Its step of decoding."""
+        return Batch([], [], self.decode)
+
+    @property
+    def prompting(self) -> Batch:
+        """Its step of images and prompts."""
+        return Batch(self.encode, self.prefill, [])
+
+    @property
+    def due(self) -> list[Sequence]:
+        """Who gets a token in this step: prompts that are in whole, then everybody who decodes."""
+        return [chunk.sequence for chunk in self.prefill if chunk.is_last] + self.decode
+
+    @property
+    def members(self) -> list[Sequence]:
+        """Everybody who takes part, once."""
+        parts = (*self.encode, *self.prefill)
+        return list(dict.fromkeys([*(part.sequence for part in parts), *self.decode]))
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.encode or self.prefill or self.decode)

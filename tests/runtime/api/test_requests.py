@@ -1,0 +1,209 @@
+import dataclasses
+
+import pytest
+
+from kestrel_runtime.api.errors import InvalidRequest
+from kestrel_runtime.api.requests import (
+    CAPTION_LENGTHS,
+    MAX_OBJECTS,
+    MAX_OUTPUT_TOKENS,
+    MAX_SEED,
+    MAX_SPATIAL_REFS,
+    MAX_TEXT_BYTES,
+    BoxRef,
+    Caption,
+    Detect,
+    Point,
+    PointRef,
+    Query,
+    RequestOptions,
+    SamplingParams,
+    Segment,
+)
+
+IMAGE = b"any bytes"
+NAN, INFINITY = float("nan"), float("inf")
+
+MINIMAL = {
+    "query": lambda **fields: Query("what?", **fields),
+    "caption": lambda **fields: Caption(IMAGE, **fields),
+    "point": lambda **fields: Point("cat", IMAGE, **fields),
+    "detect": lambda **fields: Detect("cat", IMAGE, **fields),
+    "segment": lambda **fields: Segment("cat", IMAGE, **fields),
+}
+
+
+def breaches(build, *args, **fields):
+    """The fields that a constructor complains of, in its order."""
+    with pytest.raises(InvalidRequest) as caught:
+        build(*args, **fields)
+    return [violation.field for violation in caught.value.violations]
+
+
+@pytest.mark.parametrize("skill", MINIMAL)
+def test_a_request_with_its_defaults_is_valid_and_names_its_skill(skill):
+    request = MINIMAL[skill]()
+    assert request.skill == skill
+    assert request.sampling == SamplingParams(temperature=None, top_p=None, max_tokens=None, seed=None)
+    assert request.options == RequestOptions(model="", max_queue_s=None)
+
+
+@pytest.mark.parametrize("skill", MINIMAL)
+def test_a_request_does_not_change(skill):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        MINIMAL[skill]().options = RequestOptions()
+
+
+def test_every_breach_is_told_at_once_in_field_order():
+    fields = breaches(
+        Point,
+        " ",
+        b"",
+        max_objects=0,
+        spatial_refs=(PointRef(2, -1), BoxRef(0.9, 0.8, 0.1, 0.2)),
+        sampling=SamplingParams(temperature=-1, top_p=0, max_tokens=0, seed=-1),
+        options=RequestOptions(max_queue_s=0),
+    )
+    assert fields == [
+        "object",
+        "image",
+        "max_objects",
+        "spatial_refs[0].point.x",
+        "spatial_refs[0].point.y",
+        "spatial_refs[1].box.x_max",
+        "spatial_refs[1].box.y_max",
+        "sampling.temperature",
+        "sampling.top_p",
+        "sampling.max_tokens",
+        "sampling.seed",
+        "options.max_queue_duration",
+    ]
+
+
+def test_the_message_tells_every_breach():
+    with pytest.raises(InvalidRequest, match=r"question: must not be empty; sampling.seed: must not"):
+        Query("", sampling=SamplingParams(seed=-1))
+
+
+@pytest.mark.parametrize("skill", MINIMAL)
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.001),
+        ("temperature", 100.1),
+        ("temperature", NAN),
+        ("temperature", INFINITY),
+        ("temperature", -INFINITY),
+        ("top_p", 0.0),
+        ("top_p", 1.001),
+        ("top_p", -0.5),
+        ("top_p", NAN),
+        ("top_p", INFINITY),
+        ("max_tokens", 0),
+        ("max_tokens", -1),
+        ("max_tokens", MAX_OUTPUT_TOKENS + 1),
+        ("seed", -1),
+        ("seed", MAX_SEED + 1),
+    ],
+)
+def test_sampling_out_of_bounds_is_refused_for_every_skill(skill, field, value):
+    assert breaches(MINIMAL[skill], sampling=SamplingParams(**{field: value})) == [f"sampling.{field}"]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(0.0, 1.0, 1, 0),
+        SamplingParams(100.0, 1e-9, MAX_OUTPUT_TOKENS, MAX_SEED),
+    ],
+)
+def test_sampling_at_its_bounds_is_taken(sampling):
+    assert Query("what?", sampling=sampling).sampling == sampling
+
+
+@pytest.mark.parametrize("skill", MINIMAL)
+@pytest.mark.parametrize("value", [0.0, -1.0, NAN, INFINITY])
+def test_a_queue_time_must_be_positive_and_finite(skill, value):
+    assert breaches(MINIMAL[skill], options=RequestOptions(max_queue_s=value)) == ["options.max_queue_duration"]
+
+
+@pytest.mark.parametrize("text", ["", " ", "\n\t "])
+def test_a_text_must_have_something_in_it(text):
+    assert breaches(Query, text) == ["question"]
+    assert breaches(Point, text, IMAGE) == ["object"]
+    assert breaches(Detect, text, IMAGE) == ["object"]
+    assert breaches(Segment, text, IMAGE) == ["object"]
+
+
+def test_an_image_of_no_bytes_is_refused():
+    assert breaches(Query, "what?", b"") == ["image"]
+    assert breaches(Caption, b"") == ["image"]
+    for kind in (Point, Detect, Segment):
+        assert breaches(kind, "cat", b"") == ["image"]
+
+
+def test_a_query_may_go_without_an_image_but_not_with_references_then():
+    assert Query("what?").image is None
+    assert breaches(Query, "what?", spatial_refs=(PointRef(0.5, 0.5),)) == ["spatial_refs"]
+    assert Query("what?", IMAGE, spatial_refs=(PointRef(0.5, 0.5),)).spatial_refs
+
+
+@pytest.mark.parametrize("length", CAPTION_LENGTHS)
+def test_a_caption_has_one_of_three_lengths(length):
+    assert Caption(IMAGE, length).length == length
+
+
+@pytest.mark.parametrize("length", ["", "Short", "medium"])
+def test_a_caption_of_any_other_length_is_refused(length):
+    assert breaches(Caption, IMAGE, length) == ["length"]
+
+
+@pytest.mark.parametrize("kind", [Point, Detect])
+def test_objects_are_bounded(kind):
+    assert breaches(kind, "cat", IMAGE, 0) == ["max_objects"]
+    assert breaches(kind, "cat", IMAGE, MAX_OBJECTS + 1) == ["max_objects"]
+    assert kind("cat", IMAGE, 1).max_objects == 1
+    assert kind("cat", IMAGE, MAX_OBJECTS).max_objects == MAX_OBJECTS
+
+
+@pytest.mark.parametrize("value", [-0.001, 1.001, NAN, INFINITY, -INFINITY])
+@pytest.mark.parametrize("side", ["x", "y"])
+def test_a_point_outside_the_image_is_refused(side, value):
+    ref = dataclasses.replace(PointRef(0.5, 0.5), **{side: value})
+    assert breaches(Query, "what?", IMAGE, spatial_refs=(PointRef(0, 1), ref)) == [f"spatial_refs[1].point.{side}"]
+
+
+@pytest.mark.parametrize("value", [-0.001, 1.001, NAN, INFINITY, -INFINITY])
+@pytest.mark.parametrize("side", ["x_min", "y_min", "x_max", "y_max"])
+def test_a_box_outside_the_image_is_refused(side, value):
+    ref = dataclasses.replace(BoxRef(0.2, 0.2, 0.8, 0.8), **{side: value})
+    assert f"spatial_refs[0].box.{side}" in breaches(Segment, "cat", IMAGE, spatial_refs=(ref,))
+
+
+def test_a_box_must_not_be_inside_out():
+    assert breaches(Query, "what?", IMAGE, spatial_refs=(BoxRef(0.6, 0, 0.5, 1),)) == ["spatial_refs[0].box.x_max"]
+    assert breaches(Query, "what?", IMAGE, spatial_refs=(BoxRef(0, 0.6, 1, 0.5),)) == ["spatial_refs[0].box.y_max"]
+
+
+@pytest.mark.parametrize("ref", [PointRef(0, 0), PointRef(1, 1), BoxRef(0, 0, 1, 1), BoxRef(0.5, 0.5, 0.5, 0.5)])
+def test_references_may_touch_the_rim_and_be_empty(ref):
+    assert Query("what?", IMAGE, spatial_refs=(ref,)).spatial_refs == (ref,)
+
+
+@pytest.mark.parametrize("character", ["a", "\u00e9", "\U0001f985"])
+def test_a_text_is_bounded_in_bytes(character):
+    text = character * (MAX_TEXT_BYTES // len(character.encode()))
+    Query(text)
+    assert breaches(Query, text + character) == ["question"]
+    assert breaches(Point, text + character, IMAGE) == ["object"]
+
+
+def test_a_text_of_many_megabytes_is_refused_with_every_other_breach():
+    fields = breaches(Query, "word " * 10**6, b"", sampling=SamplingParams(temperature=-1.0))
+    assert fields == ["question", "image", "sampling.temperature"]
+
+
+def test_too_many_spatial_references_are_one_breach_whatever_they_are():
+    wrong = PointRef(2.0, 2.0)
+    assert len(breaches(Query, "?", IMAGE, spatial_refs=(wrong,) * MAX_SPATIAL_REFS)) == 2 * MAX_SPATIAL_REFS
+    assert breaches(Query, "?", IMAGE, spatial_refs=(wrong,) * (MAX_SPATIAL_REFS + 1)) == ["spatial_refs"]

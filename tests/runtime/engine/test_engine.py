@@ -1,0 +1,493 @@
+"""The engine on a small golden model: answers do not depend on company, and nobody who leaves keeps a page."""
+
+import asyncio
+import contextlib
+import gc
+import random
+import threading
+import weakref
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import cycle, repeat
+
+import pytest
+
+from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.errors import (
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    EngineUnavailable,
+    ImageError,
+    InternalError,
+    KestrelError,
+    ModelNotFound,
+    Overloaded,
+    QueueBound,
+    QueueTimeout,
+    SkillUnsupported,
+)
+from kestrel_runtime.api.events import Event, Finished, FinishReason, QueryOutput, Started, TextChannel, TextDelta
+from kestrel_runtime.api.requests import (
+    Caption,
+    Detect,
+    Point,
+    PointRef,
+    Priority,
+    Query,
+    Request,
+    RequestOptions,
+    SamplingParams,
+    Segment,
+)
+from kestrel_runtime.api.stream import Stream
+from kestrel_runtime.engine.engine import Engine, EngineStatus
+from kestrel_runtime.execution.step_runner import Launch, ModelRunner
+from kestrel_runtime.loading.loaded_model import LoadedModel
+from tests.golden import MD2_SMALL, MD3_SMALL
+
+SMALL_IMAGE = (MD3_SMALL / "image_1_64x64.png").read_bytes()
+TILED_IMAGE = (MD3_SMALL / "image_0_500x400.png").read_bytes()
+
+
+def endless(seed: int = 0) -> Query:
+    """A question whose answer goes on for as long as anybody will wait."""
+    return Query("hello", sampling=SamplingParams(temperature=50.0, top_p=1.0, max_tokens=3000, seed=seed))
+
+
+def mixed_requests() -> list[Request]:
+    """Thirty-two requests: every skill, with and without image, greedy and drawn."""
+    drawn = [SamplingParams(temperature=1.0, top_p=0.9, max_tokens=12, seed=seed) for seed in range(4)]
+    greedy = SamplingParams(temperature=0.0, max_tokens=12)
+    kinds: list[Request] = [
+        Query("What is in this image?", SMALL_IMAGE, sampling=greedy),
+        Query("license", SMALL_IMAGE, reasoning=True, sampling=drawn[0]),
+        Query("Tell me about the oceans.", sampling=drawn[1]),
+        Query("Here?", SMALL_IMAGE, spatial_refs=(PointRef(0.25, 0.75),), sampling=greedy),
+        Caption(SMALL_IMAGE, "short", sampling=greedy),
+        Caption(TILED_IMAGE, "long", sampling=drawn[2]),
+        Point("copy", SMALL_IMAGE, max_objects=5),
+        Detect("License", SMALL_IMAGE, max_objects=4),
+        Segment("copy", SMALL_IMAGE, sampling=drawn[3]),
+    ]
+    return [kinds[place % len(kinds)] for place in range(32)]
+
+
+async def settled(engine: Engine) -> None:
+    """Return once the engine has turned a whole step for somebody who came after everybody else."""
+    await engine.submit(Query("hi", sampling=SamplingParams(max_tokens=1))).result()
+
+
+async def error_of(stream: Stream) -> KestrelError:
+    with pytest.raises(KestrelError) as caught:
+        await stream.result()
+    return caught.value
+
+
+def text_of(events: list[Event], channel: TextChannel) -> str:
+    return "".join(item.text for item in events if isinstance(item, TextDelta) and item.channel is channel)
+
+
+async def test_a_stream_starts_tells_and_finishes_in_that_order(engine: Engine) -> None:
+    query = Query("license", SMALL_IMAGE, reasoning=True, sampling=SamplingParams(max_tokens=40))
+    events = [event async for event in engine.submit(query)]
+    assert isinstance(events[0], Started)
+    assert len(events) > 3
+    assert all(isinstance(event, TextDelta) for event in events[1:-1])
+    assert isinstance(events[-1], Finished)
+
+
+async def test_the_deltas_of_each_channel_add_up_to_the_final_text(engine: Engine) -> None:
+    for seed in range(5):
+        sampling = SamplingParams(temperature=2.0, max_tokens=60, seed=seed)
+        query = Query("license", SMALL_IMAGE, reasoning=True, sampling=sampling)
+        events = [event async for event in engine.submit(query)]
+        finished = events[-1]
+        assert isinstance(finished, Finished)
+        assert isinstance(finished.output, QueryOutput)
+        assert finished.output.reasoning is not None
+        assert text_of(events, TextChannel.REASONING) == finished.output.reasoning.text != ""
+        assert text_of(events, TextChannel.ANSWER) == finished.output.answer
+
+
+async def test_nothing_of_a_request_waits_for_the_garbage_collector(engine: Engine) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        stream = engine.submit(Query("hi", SMALL_IMAGE, sampling=SamplingParams(max_tokens=1)))
+        await stream.result()
+        await settled(engine)
+        gone = weakref.ref(stream)
+        del stream
+        await settled(engine)
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+async def test_usage_and_timing_tell_what_was_spent(engine: Engine) -> None:
+    finished = await engine.submit(
+        Caption(SMALL_IMAGE, sampling=SamplingParams(temperature=0, max_tokens=5))
+    ).result()
+    assert finished.usage.num_image_tokens == 729
+    assert finished.usage.num_input_tokens == 1 + 729 + 7  # BOS, image, the caption's template
+    assert finished.usage.num_output_tokens == 5
+    timing = finished.timing
+    parts = timing.queue_s + timing.preprocess_s + timing.prefill_s
+    assert timing.time_to_first_token_s == pytest.approx(parts)
+    assert min(timing.queue_s, timing.preprocess_s, timing.prefill_s, timing.decode_s) >= 0
+
+
+async def test_thirty_two_mixed_requests_answer_as_they_do_alone(engine: Engine) -> None:
+    requests = mixed_requests()
+    alone = {id(request): (await engine.submit(request).result()).output for request in set(requests)}
+    together = await asyncio.gather(*(engine.submit(request).result() for request in requests))
+    assert [finished.output for finished in together] == [alone[id(request)] for request in requests]
+
+
+@pytest.mark.parametrize(
+    "is_over", [repeat(True), repeat(False), cycle([False, False, True])], ids=["soon", "late", "now and then"]
+)
+async def test_looking_ahead_changes_no_answer(
+    moondream3: LoadedModel, engine: Engine, monkeypatch: pytest.MonkeyPatch, is_over: Iterator[bool]
+) -> None:
+    requests = [*mixed_requests()[:9], Query("why?", reasoning=True, sampling=SamplingParams(max_tokens=4, seed=5))]
+    one_by_one = await asyncio.gather(*(engine.submit(request).result() for request in requests))
+    monkeypatch.setattr(ModelRunner, "is_asynchronous", True)
+    monkeypatch.setattr(Launch, "is_over", property(lambda _: next(is_over)))
+    # Room for a few at a time, so that some are sent back while others look ahead; prompts go in by parts.
+    ahead = Engine(moondream3, EngineConfig(model="", num_kv_pages=150, max_prefill_tokens=8))
+    try:
+        overlapped = await asyncio.gather(*(ahead.submit(request).result() for request in requests))
+        assert [finished.output for finished in overlapped] == [finished.output for finished in one_by_one]
+        assert [finished.usage for finished in overlapped] == [finished.usage for finished in one_by_one]
+        assert ahead.load().num_used_pages == 0
+    finally:
+        ahead.close()
+
+
+async def test_a_cache_too_small_for_everybody_changes_no_answer(moondream3: LoadedModel, engine: Engine) -> None:
+    requests = [
+        Caption(SMALL_IMAGE, sampling=SamplingParams(temperature=1, max_tokens=90, seed=n)) for n in range(6)
+    ]
+    roomy = [(await engine.submit(request).result()).output for request in requests]
+    # Two prompts fit with a page to spare; both cannot grow to their end, so one must go back and start over.
+    tight = Engine(moondream3, EngineConfig(model="", max_batch_size=6, num_kv_pages=96))
+    try:
+        finished = await asyncio.gather(*(tight.submit(request).result() for request in requests))
+        assert [item.output for item in finished] == roomy
+        assert tight.load().num_used_pages == 0
+    finally:
+        tight.close()
+
+
+async def test_an_answer_is_the_same_wherever_its_image_is_cut(moondream3: LoadedModel, engine: Engine) -> None:
+    requests = [
+        Caption(image, sampling=SamplingParams(temperature=0.0, max_tokens=5))
+        for image in (SMALL_IMAGE, TILED_IMAGE)
+    ]
+    cut_by_workers = [(await engine.submit(request).result()).output for request in requests]
+    on_device = Engine(
+        moondream3, EngineConfig(model="", max_batch_size=3, max_crops_per_step=2, resize_on_device=True)
+    )
+    try:
+        # Somebody decodes meanwhile, so that crops are encoded a few at a time.
+        company = on_device.submit(endless())
+        await anext(aiter(company))
+        finished = await asyncio.gather(*(on_device.submit(request).result() for request in requests))
+        assert [item.output for item in finished] == cut_by_workers
+        company.cancel()
+    finally:
+        on_device.close()
+
+
+async def test_an_equal_seed_gives_an_equal_answer_and_another_seed_another(engine: Engine) -> None:
+    def drawn(seed: int | None) -> Query:
+        return Query("hello", sampling=SamplingParams(temperature=5.0, max_tokens=30, seed=seed))
+
+    seeds = (7, 7, 8, None, None)
+    outputs = [(await engine.submit(drawn(seed)).result()).output for seed in seeds]
+    assert outputs[0] == outputs[1]
+    assert len(set(outputs)) == 4
+
+
+async def test_two_hundred_cancellations_under_load_leave_no_page_behind(engine: Engine) -> None:
+    chance = random.Random(1)
+    background = [engine.submit(endless(seed)) for seed in range(3)]
+
+    async def leave_midway(number: int) -> None:
+        with_image: Request = Detect("copy", SMALL_IMAGE) if number % 2 else Caption(SMALL_IMAGE)
+        request = endless(number) if number % 5 else with_image
+        stream = engine.submit(request)
+        with contextlib.suppress(StopAsyncIteration):
+            for _ in range(chance.randrange(6)):  # 0: cancelled while it is still being prepared
+                await anext(stream)
+        stream.cancel()
+        stream.cancel()
+
+    for batch in range(20):
+        await asyncio.gather(*(leave_midway(10 * batch + number) for number in range(10)))
+    for stream in background:
+        stream.cancel()
+    await settled(engine)
+    load = engine.load()
+    assert (load.num_used_pages, load.num_running, load.num_waiting, load.num_preprocessing) == (0, 0, 0, 0)
+
+
+async def test_a_cancelled_stream_ends_and_its_pages_are_back_within_a_step(engine: Engine) -> None:
+    stream = engine.submit(endless())
+    async for event in stream:
+        if isinstance(event, TextDelta):
+            stream.cancel()
+    await settled(engine)
+    assert engine.load().num_used_pages == 0
+
+
+async def test_a_deadline_ends_a_running_request_and_frees_its_pages(engine: Engine) -> None:
+    streams = [engine.submit(endless(seed), deadline_s=0.05 + 0.01 * seed) for seed in range(20)]
+    errors = await asyncio.gather(*map(error_of, streams))
+    assert {type(error) for error in errors} == {DeadlineExceeded}
+    await settled(engine)
+    assert engine.load().num_used_pages == 0
+
+
+async def test_who_waits_longer_than_allowed_is_told_so(moondream3: LoadedModel) -> None:
+    engine = Engine(moondream3, EngineConfig(model="", max_batch_size=1))
+    try:
+        running = engine.submit(endless())
+        await anext(running)
+        patient = Query("hello", options=RequestOptions(max_queue_s=0.05))
+        assert isinstance(await error_of(engine.submit(patient)), QueueTimeout)
+        running.cancel()
+        await settled(engine)
+        assert engine.load().num_used_pages == 0
+    finally:
+        engine.close()
+
+
+async def test_a_full_queue_refuses_at_once(moondream3: LoadedModel) -> None:
+    engine = Engine(moondream3, EngineConfig(model="", max_batch_size=1, max_queued_requests=3))
+    try:
+        running = engine.submit(endless())
+        await anext(running)
+        waiting = [engine.submit(endless()) for _ in range(3)]
+        with pytest.raises(Overloaded) as caught:
+            engine.submit(endless())
+        assert (caught.value.bound, caught.value.limit) == (QueueBound.REQUESTS, 3)
+        running.cancel()
+        await anext(waiting[0])  # room again, though not for long
+        assert isinstance(engine.submit(endless()), Stream)
+    finally:
+        engine.close()
+
+
+async def test_queues_of_images_and_of_words_are_bounded_too(moondream3: LoadedModel) -> None:
+    config = EngineConfig(
+        model="", max_batch_size=1, max_queued_image_bytes=len(SMALL_IMAGE) + 10, max_queued_tokens=1000
+    )
+    engine = Engine(moondream3, config)
+    try:
+        running = engine.submit(endless())
+        await anext(running)
+        engine.submit(Caption(SMALL_IMAGE))
+        with pytest.raises(Overloaded) as caught:
+            engine.submit(Caption(SMALL_IMAGE))
+        assert caught.value.bound is QueueBound.IMAGE_BYTES
+        with pytest.raises(Overloaded) as caught:
+            engine.submit(Query("ä" * 140))  # 280 bytes beside the 729 tokens of the image
+        assert caught.value.bound is QueueBound.TOKENS
+        assert isinstance(engine.submit(Query("ä" * 130)), Stream)
+    finally:
+        engine.close()
+
+
+async def test_a_tenant_that_floods_the_queue_leaves_room_for_another(moondream3: LoadedModel) -> None:
+    engine = Engine(moondream3, EngineConfig(model="", max_batch_size=1, max_queued_requests=4))
+    try:
+        running = engine.submit(endless(), tenant="flood")
+        await anext(running)
+        for _ in range(2):
+            engine.submit(endless(), tenant="flood")
+        with pytest.raises(Overloaded) as caught:
+            engine.submit(endless(), tenant="flood")
+        assert caught.value.is_tenant_share
+        other = engine.submit(Query("hi", sampling=SamplingParams(max_tokens=1)), tenant="other")
+        running.cancel()
+        assert isinstance(await other.result(), Finished)  # before the flood, which has been served more
+    finally:
+        engine.close()
+
+
+async def test_the_urgent_are_answered_before_those_that_came_earlier(moondream3: LoadedModel) -> None:
+    engine = Engine(moondream3, EngineConfig(model="", max_batch_size=1))
+    order: list[Priority] = []
+
+    async def ask(priority: Priority) -> None:
+        options = RequestOptions(priority=priority)
+        await engine.submit(Query("hi", sampling=SamplingParams(max_tokens=2), options=options)).result()
+        order.append(priority)
+
+    try:
+        running = engine.submit(endless())
+        await anext(running)
+        asking = [asyncio.ensure_future(ask(priority)) for priority in reversed(Priority)]
+        while engine.load().num_waiting < 3:
+            await anext(running)
+        running.cancel()
+        await asyncio.gather(*asking)
+        assert order == list(Priority)
+    finally:
+        engine.close()
+
+
+async def test_who_would_wait_too_long_is_told_at_once(moondream3: LoadedModel) -> None:
+    engine = Engine(moondream3, EngineConfig(model="", max_batch_size=1))
+    try:
+        short = SamplingParams(temperature=50.0, max_tokens=5, seed=1)
+        waiting = [engine.submit(Query("hello", sampling=short)) for _ in range(80)]
+        for stream in waiting[:12]:
+            await stream.result()
+        with pytest.raises(Overloaded) as caught:
+            engine.submit(endless(), deadline_s=0.001)
+        assert caught.value.bound is QueueBound.WAIT
+        assert 0.001 < caught.value.retry_after_s < 60
+        assert isinstance(engine.submit(endless(), deadline_s=3600.0), Stream)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("limit", ["deadline", "max_queue_s"])
+async def test_patience_ends_while_no_worker_is_free(
+    moondream3: LoadedModel, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    is_blocked = threading.Event()
+
+    def blocking(*_: object, **__: object) -> None:
+        is_blocked.wait()
+        raise RuntimeError("never mind")
+
+    monkeypatch.setattr("kestrel_runtime.engine.preprocessing.decode_image", blocking)
+    engine = Engine(moondream3, EngineConfig(model="", num_preprocess_threads=1))
+    try:
+        blocked = engine.submit(Caption(SMALL_IMAGE))
+        if limit == "deadline":
+            error = await error_of(engine.submit(Query("hi"), deadline_s=0.02))
+            assert isinstance(error, DeadlineExceeded)
+        else:
+            query = Query("hi", options=RequestOptions(max_queue_s=0.02))
+            assert isinstance(await error_of(engine.submit(query)), QueueTimeout)
+        assert not blocked.over.done()
+        assert engine.load().num_preprocessing == 1
+    finally:
+        is_blocked.set()
+        engine.close()
+
+
+async def test_an_answer_ends_where_the_context_does(moondream3: LoadedModel) -> None:
+    engine = Engine(moondream3, EngineConfig(model="", num_kv_pages=48, page_size=16))
+    try:
+        assert engine.info.max_context_tokens == 768
+        endless_after_much = replace(endless(), question="word " * 230)
+        finished = await engine.submit(endless_after_much).result()
+        assert finished.finish_reason is FinishReason.LENGTH
+        assert finished.usage.num_input_tokens + finished.usage.num_output_tokens == 768
+    finally:
+        engine.close()
+
+
+async def test_a_prompt_longer_than_the_context_is_refused(engine: Engine) -> None:
+    error = await error_of(engine.submit(Query("word " * 5000)))
+    assert isinstance(error, ContextLengthExceeded)
+    assert error.num_prompt_tokens > error.max_context_tokens == 4096
+    assert error.violations[0].field == "question"
+
+
+async def test_bad_images_fail_alone(engine: Engine) -> None:
+    good = engine.submit(Caption(SMALL_IMAGE, sampling=SamplingParams(max_tokens=5)))
+    assert isinstance(await error_of(engine.submit(Caption(SMALL_IMAGE[:100]))), ImageError)
+    with pytest.raises(ImageError) as caught:
+        engine.submit(Caption(b"x" * (33 * 2**20)))
+    assert caught.value.too_large
+    assert isinstance(await good.result(), Finished)
+
+
+def test_an_unknown_model_and_a_missing_skill_are_refused(moondream2: LoadedModel) -> None:
+    engine = Engine(moondream2, EngineConfig(model=str(MD2_SMALL)))
+    try:
+        with pytest.raises(ModelNotFound):
+            engine.submit(Query("hi", options=RequestOptions(model="another")))
+        with pytest.raises(SkillUnsupported):
+            engine.submit(Segment("cat", SMALL_IMAGE))
+    finally:
+        engine.close()
+
+
+async def test_the_served_model_may_be_named(engine: Engine) -> None:
+    named = Query("hi", sampling=SamplingParams(max_tokens=1), options=RequestOptions(model=engine.info.model))
+    assert isinstance(await engine.submit(named).result(), Finished)
+
+
+async def test_draining_refuses_newcomers_and_lets_the_rest_finish(engine: Engine) -> None:
+    running = engine.submit(Query("hello", sampling=SamplingParams(temperature=50.0, max_tokens=200, seed=1)))
+    await anext(running)
+    draining = asyncio.ensure_future(engine.drain())
+    finished = await running.result()
+    assert finished.finish_reason in (FinishReason.LENGTH, FinishReason.STOP)
+    await draining
+    assert engine.status is EngineStatus.DRAINING
+    with pytest.raises(EngineUnavailable):
+        engine.submit(endless())
+
+
+async def test_closing_ends_every_stream_with_an_error(moondream3: LoadedModel) -> None:
+    engine = Engine(moondream3, EngineConfig(model="", max_batch_size=2))
+    streams = [engine.submit(endless(seed)) for seed in range(8)]
+    await anext(streams[0])
+    await asyncio.to_thread(engine.close)
+    errors = await asyncio.gather(*map(error_of, streams))
+    assert {type(error) for error in errors} == {EngineUnavailable}
+    assert engine.load().num_used_pages == 0
+
+
+async def test_an_engine_whose_model_breaks_says_so_and_refuses(
+    moondream3: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Engine(moondream3, EngineConfig(model=""))
+    died = threading.Event()
+    engine.on_status_change(lambda status: died.set() if status is EngineStatus.DEAD else None)
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(moondream3.model.text, "forward", broken)
+    assert isinstance(await error_of(engine.submit(endless())), EngineUnavailable)
+    await asyncio.to_thread(died.wait)
+    assert "the device is gone" in caplog.text
+    with pytest.raises(EngineUnavailable):
+        engine.submit(endless())
+    engine.close()
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, MemoryError, KeyboardInterrupt, SystemExit])
+async def test_what_raises_in_preparing_a_request_fails_that_request_alone(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise kind("secret")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("kestrel_runtime.engine.preprocessing.decode_image", broken)
+        error = await error_of(engine.submit(Caption(SMALL_IMAGE)))
+    assert isinstance(error, InternalError)
+    assert "secret" not in str(error)
+    assert isinstance(await engine.submit(Caption(SMALL_IMAGE)).result(), Finished)
+
+
+async def test_callers_whose_event_loop_is_gone_leave_nothing_behind(engine: Engine) -> None:
+    async def ask_and_leave() -> None:
+        for seed in range(4):
+            await anext(engine.submit(Query("hello", sampling=SamplingParams(max_tokens=40, seed=seed))))
+
+    await asyncio.to_thread(asyncio.run, ask_and_leave())
+    while engine.load().num_used_pages:
+        await settled(engine)
+    assert engine.load().num_running == 0

@@ -1,0 +1,339 @@
+"""Whatever raises in the engine thread, at whichever line: no caller is left waiting.
+
+A scenario that passes through every line of the loop and of its recovery is played once for each of them, and the
+line raises. The runner is a fake one and sequences are made by hand, so that a run takes milliseconds and the same
+turns each time.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import itertools
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+from kestrel_runtime.api import stream
+from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.errors import DeadlineExceeded, EngineUnavailable, InternalError, KestrelError
+from kestrel_runtime.api.events import Finished
+from kestrel_runtime.api.requests import Query
+from kestrel_runtime.api.stream import Stream
+from kestrel_runtime.engine import emission, isolation
+from kestrel_runtime.engine import loop as engine_loop
+from kestrel_runtime.engine.engine import Engine, EngineStatus
+from kestrel_runtime.engine.isolation import Recovery
+from kestrel_runtime.engine.loop import EngineLoop
+from kestrel_runtime.engine.preprocessing import Preprocessor
+from kestrel_runtime.loading.loaded_model import LoadedModel
+from kestrel_runtime.scheduling import deadlines, page_pool, scheduler, sequence, waiting_queue
+from kestrel_runtime.scheduling.sequence import Batch, Sequence
+from tests.runtime.fake_runner import FakeLaunch, FakeRunner
+from tests.runtime.sequences import ShortReader, blank_crops, new_sequence
+
+MAX_WAIT_S = 30.0
+# What runs in the engine thread, but for what holds a lock: it is released when a line raises, and not where a
+# trace function raises while the block is being left.
+TRACED = {
+    module.__file__
+    for module in (
+        engine_loop,
+        isolation,
+        scheduler,
+        deadlines,
+        waiting_queue,
+        sequence,
+        stream,
+        emission,
+        page_pool,
+    )
+}
+KINDS = (SystemExit, KeyboardInterrupt, MemoryError, GeneratorExit, RuntimeError)
+SCENARIOS = ("recovers", "dies", "cache is lost", "probe is lost", "three in a row")
+Line = tuple[str, int]
+
+
+def prepared(name: str, num_tokens: int = 3, *, is_broken: bool = False, has_image: bool = False) -> Sequence:
+    """A sequence whose fingerprint is its name."""
+    image: dict[str, Any] = {"num_image_tokens": 4, "crops": blank_crops(3)} if has_image else {}
+    made = new_sequence(6, max_context=200, **image)
+    made.fingerprint = name
+    made.reader = ShortReader(num_tokens, is_broken=is_broken)
+    return made
+
+
+class Preparations:
+    """In place of the preprocessor: a request is prepared when the test says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._futures: list[Future[Sequence]] = []
+        monkeypatch.setattr(Preprocessor, "submit", self._submit)
+
+    def _submit(self, *_: object, **__: object) -> Future[Sequence]:
+        self._futures.append(Future())
+        return self._futures[-1]
+
+    def of_next(self, engine: Engine) -> tuple[Stream, Future[Sequence]]:
+        made = engine.submit(Query("?"))
+        return made, self._futures.pop()
+
+
+class Device(FakeRunner):
+    """Fails in every way that the loop handles."""
+
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
+        self.scenario = SCENARIOS[0]
+        self.on_second_launch: Callable[[], None] = lambda: None
+        self._counts: Counter[str] = Counter()
+        self.are_prompts_over = self._answer
+        self.on_launch = self._launching
+        self.on_land = self._landing
+        self.on_run = self._running
+
+    def _first(self, what: str) -> bool:
+        self._counts[what] += 1
+        return self._counts[what] == 1
+
+    def _answer(self) -> bool:
+        self._counts["answer"] += 1
+        if self._counts["answer"] == 12:
+            raise RuntimeError("the device reports an error where it is asked first")
+        return self._counts["answer"] > 8 and self._counts["answer"] % 3 == 0
+
+    def _launching(self, batch: Batch) -> None:
+        self._counts["launch"] += 1
+        if self._counts["launch"] == 2:
+            self.on_second_launch()
+        self.is_asynchronous = self._counts["launch"] < 50
+        names = [item.fingerprint for item in batch.members]
+        if any(name.startswith("poison") for name in names):
+            raise torch.OutOfMemoryError("poison")
+        if self.scenario == "dies" and self._counts["launch"] == 4:
+            raise SystemExit
+        if batch.decode and "image" in names and self._first("decode of an image"):
+            raise RuntimeError("a decode step cannot be launched, once")
+
+    def _landing(self, launch: FakeLaunch) -> None:
+        names = [chunk.sequence.fingerprint for chunk in launch.batch.prefill]
+        if "long" in names and self._first("land of long"):
+            raise RuntimeError("noticed late")
+
+    def _running(self, batch: Batch) -> None:
+        if self._first("run") or (self.scenario == "probe is lost" and self.num_restarts):
+            raise RuntimeError("the device fails a request of our own")
+
+    def restart(self) -> None:
+        super().restart()
+        if self.scenario == "cache is lost":
+            raise RuntimeError("no cache can be made")
+
+
+@dataclass
+class Tracer:
+    """Notes the lines that the engine thread passes; raises `error` at the first visit of `target`."""
+
+    target: Line | None = None
+    error: BaseException | None = None
+    lines: set[Line] = field(default_factory=set, repr=False)
+    raised_at: float | None = None
+
+    def install(self, monkeypatch: pytest.MonkeyPatch, everybody_is_there: threading.Event) -> None:
+        """Have the engine thread begin when all requests are in its inbox, and be traced."""
+        run = EngineLoop._run  # pyright: ignore[reportPrivateUsage] - the thread's first function
+
+        def traced(loop: EngineLoop) -> None:
+            everybody_is_there.wait(MAX_WAIT_S)
+            sys.settrace(self._on_call)
+            run(loop)
+
+        monkeypatch.setattr(EngineLoop, "_run", traced)
+
+    def _on_call(self, frame: FrameType, event: str, argument: object) -> Any:
+        return self._on_line if frame.f_code.co_filename in TRACED else None
+
+    def _on_line(self, frame: FrameType, event: str, argument: object) -> Any:
+        if event == "line":
+            line = (frame.f_code.co_filename, frame.f_lineno)
+            self.lines.add(line)
+            if line == self.target and self.raised_at is None and self.error is not None:
+                self.raised_at = time.monotonic()
+                raise self.error
+        return self._on_line
+
+
+@dataclass
+class Run:
+    """What came of playing the scenario once."""
+
+    ends: dict[str, object]
+    """By name: the last event, or the error."""
+    status: EngineStatus
+    delay_s: float
+    """From the moment of raising until every stream was over."""
+
+
+async def end_of(waited: Stream) -> object:
+    try:
+        return await waited.result()
+    except KestrelError as error:
+        return error
+    except asyncio.CancelledError as error:
+        return error if waited.is_cancelled else AssertionError("cancelled by whom?")
+
+
+async def play(loaded: LoadedModel, tracer: Tracer, scenario: str) -> Run:
+    """Requests of every fate, one that stays in preprocessing, and an engine that may die at any line."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        everybody_is_there = threading.Event()
+        tracer.install(monkeypatch, everybody_is_there)
+        monkeypatch.setattr(threading, "excepthook", lambda _: None)  # what handles the thread's end may raise too
+        monkeypatch.setattr("kestrel_runtime.engine.engine.ModelRunner", Device)
+        monkeypatch.setattr(
+            "kestrel_runtime.engine.engine.new_probes", lambda _: [prepared("probe"), prepared("probe")]
+        )
+        preparations = Preparations(monkeypatch)
+        engine = Engine(loaded, EngineConfig(model="", num_kv_pages=64, max_batch_size=5, max_prefill_tokens=6))
+        loop: EngineLoop = vars(engine)["_loop"]
+        device: Device = vars(loop)["_runner"]
+        device.scenario = scenario
+        sequences = [
+            prepared("first", 1),
+            prepared("second", 1),
+            prepared("long", 30),
+            prepared("poison 1"),
+            prepared("poison 2"),
+            prepared("poison 3"),
+            prepared("leaving", 12),
+            prepared("short", 1),
+            prepared("image", has_image=True),
+            prepared("reader", is_broken=True),
+            prepared("late"),
+        ]
+        sequences[-1].clock.deadline = 0.0
+        if scenario == "three in a row":
+            sequences.sort(key=lambda item: not item.fingerprint.startswith("poison"))
+        streams: dict[str, Stream] = {}
+        for item in sequences:
+            streams[item.fingerprint], future = preparations.of_next(engine)
+            future.set_result(item)
+        device.on_second_launch = lambda: loop.cancel(streams["leaving"])
+        streams["gone"], future = preparations.of_next(engine)
+        future.set_running_or_notify_cancel()
+        streams["gone"].cancel()
+        future.set_result(prepared("gone"))
+        streams["unprepared"], _ = preparations.of_next(engine)
+        ends = {name: asyncio.ensure_future(end_of(item)) for name, item in streams.items()}
+        # Whoever left has nothing to wait for, but for the engine's end.
+        others = [ends[name] for name in ends if name not in ("leaving", "unprepared")]
+        everybody_is_there.set()
+        try:
+            await asyncio.wait(others, timeout=MAX_WAIT_S)
+            assert all(item.done() for item in others), f"somebody waits for ever after {tracer}"
+            status = engine.status
+            if status is EngineStatus.DEAD:
+                await asyncio.wait(ends.values(), timeout=MAX_WAIT_S)
+                assert all(item.done() for item in ends.values()), f"who was in preprocessing waits after {tracer}"
+                with pytest.raises(EngineUnavailable):
+                    engine.submit(Query("?"))
+            ended = time.monotonic()
+        finally:
+            engine.close()
+        assert engine.has_ended
+        await asyncio.wait(ends.values(), timeout=MAX_WAIT_S)
+        assert all(item.done() for item in ends.values()), "closing leaves somebody waiting"
+        assert isinstance(await ends["unprepared"], EngineUnavailable)
+        delay_s = 0.0 if tracer.raised_at is None else ended - tracer.raised_at
+        return Run({name: await end for name, end in ends.items()}, status, delay_s)
+
+
+def lines_of_the_engine_thread() -> set[Line]:
+    """Where each statement begins that a turn of the loop and its recovery may pass."""
+    elsewhere = {"__init__", "start", "add", "cancel", "num_waiting", "num_active", "tokens_per_second"}
+    elsewhere |= {"stop", "join", "activities", "in_flight", "finish"}
+    found: set[Line] = set()
+    for owner, module in ((EngineLoop, engine_loop), (Recovery, isolation)):
+        file = str(module.__file__)
+        tree = ast.parse(Path(file).read_text(encoding="utf-8"))
+        classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+        for function in classes[owner.__name__].body:
+            if isinstance(function, ast.FunctionDef) and function.name not in elsewhere:
+                nodes = [node for part in function.body for node in ast.walk(part)]
+                found |= {(file, node.lineno) for node in nodes if isinstance(node, ast.stmt) and _is_passed(node)}
+    return found
+
+
+def _is_passed(statement: ast.stmt) -> bool:
+    """Whether it does something: no docstring, no `try`."""
+    is_text = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+    return not isinstance(statement, ast.Try) and not is_text
+
+
+async def lines_by_scenario(loaded: LoadedModel) -> dict[Line, str]:
+    """Each line that the engine thread passes, with the first scenario that leads there."""
+    found: dict[Line, str] = {}
+    for scenario in SCENARIOS:
+        tracer = Tracer()
+        await play(loaded, tracer, scenario)
+        found = {**dict.fromkeys(tracer.lines, scenario), **found}
+    return found
+
+
+async def test_the_scenarios_pass_through_every_line_of_the_loop_and_of_recovery(
+    moondream3: LoadedModel,
+) -> None:
+    passed = await lines_by_scenario(moondream3)
+    assert lines_of_the_engine_thread() - passed.keys() == set()
+
+
+async def test_without_a_fault_everybody_gets_an_answer(moondream3: LoadedModel) -> None:
+    run = await play(moondream3, Tracer(), "recovers")
+    kinds = {name: type(end) for name, end in run.ends.items()}
+    assert run.status is EngineStatus.SERVING
+    assert kinds["long"] is kinds["short"] is kinds["image"] is Finished
+    assert {kinds[name] for name in kinds if name.startswith("poison")} == {InternalError}
+    assert (kinds["reader"], kinds["late"]) == (InternalError, DeadlineExceeded)
+
+
+@pytest.mark.parametrize("part", range(4))
+async def test_whatever_raises_at_any_line_every_caller_is_told_within_a_second(
+    moondream3: LoadedModel, part: int
+) -> None:
+    passed = await lines_by_scenario(moondream3)
+    kinds = itertools.cycle(KINDS)
+    delays: list[float] = []
+    statuses: Counter[EngineStatus] = Counter()
+    for number, (line, scenario) in enumerate(sorted(passed.items())):
+        kind = next(kinds)
+        if number % 4 != part:
+            continue
+        tracer = Tracer(line, kind("raised by the test"))
+        run = await play(moondream3, tracer, scenario)
+        where = f"{kind.__name__} at {line}"
+        assert tracer.raised_at is not None, where
+        if run.status is EngineStatus.DEAD:
+            unexpected = {
+                name: end
+                for name, end in run.ends.items()
+                if not isinstance(end, Finished | EngineUnavailable | InternalError | DeadlineExceeded)
+            }
+            assert unexpected.keys() <= {"gone"}, where
+            assert isinstance(run.ends["leaving"], EngineUnavailable | InternalError), where
+        else:
+            assert isinstance(tracer.error, Exception), f"survived {where}"
+        statuses[run.status] += 1
+        delays.append(run.delay_s)
+    assert statuses[EngineStatus.DEAD] > 0.6 * statuses.total()
+    # All of them, but for what a busy machine may hold up.
+    assert sorted(delays)[int(0.95 * len(delays))] < 1.0

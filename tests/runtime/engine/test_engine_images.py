@@ -1,0 +1,77 @@
+"""What the engine does with images that are large, slow to decode, or not wanted any more."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.errors import EngineUnavailable, ImageError
+from kestrel_runtime.api.requests import Caption
+from kestrel_runtime.engine.engine import Engine
+from kestrel_runtime.engine.workers import Interrupted
+from kestrel_runtime.loading.loaded_model import LoadedModel
+from tests import hostile_images
+from tests.runtime.engine.test_engine import SMALL_IMAGE, error_of, settled
+
+
+async def test_an_image_of_a_caller_who_has_gone_is_not_decoded_to_its_end(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_begun, may_go_on, ended = threading.Event(), threading.Event(), threading.Event()
+    stops: list[BaseException] = []
+
+    def decode(*_: object, check_wanted: Callable[[], None], **__: object) -> None:
+        has_begun.set()
+        may_go_on.wait()
+        try:
+            check_wanted()
+        except BaseException as stop:
+            stops.append(stop)
+            raise
+        finally:
+            ended.set()
+
+    monkeypatch.setattr("kestrel_runtime.engine.preprocessing.decode_image", decode)
+    stream = engine.submit(Caption(SMALL_IMAGE))
+    await asyncio.to_thread(has_begun.wait)
+    stream.cancel()
+    may_go_on.set()
+    await asyncio.to_thread(ended.wait)
+    assert [type(stop) for stop in stops] == [Interrupted]
+    monkeypatch.undo()
+    await settled(engine)
+    assert engine.load().num_preprocessing == 0
+
+
+async def test_a_decoder_that_does_not_end_keeps_neither_the_engine_nor_its_caller(
+    moondream3: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def decode(*_: object, **__: object) -> None:
+        has_begun.set()
+        may_end.wait()
+
+    monkeypatch.setattr("kestrel_runtime.engine.preprocessing.decode_image", decode)
+    engine = Engine(moondream3, EngineConfig(model=""))
+    try:
+        stream = engine.submit(Caption(SMALL_IMAGE))
+        await asyncio.to_thread(has_begun.wait)
+        await asyncio.to_thread(engine.close)
+        assert isinstance(await error_of(stream), EngineUnavailable)
+    finally:
+        may_end.set()
+
+
+def test_the_memory_of_images_is_as_configured(moondream3: LoadedModel, engine: Engine) -> None:
+    large = hostile_images.png(2000, 1000, colour_type=2)
+    assert engine._preprocessor.inspect(large) is not None  # pyright: ignore[reportPrivateUsage] - starts nothing
+    config = EngineConfig(model="", num_kv_pages=60, max_decoded_image_bytes=16 * 2**20)
+    small = Engine(moondream3, config)
+    try:
+        with pytest.raises(ImageError, match="must take at most 12 MiB while it is decoded"):
+            small._preprocessor.inspect(large)  # pyright: ignore[reportPrivateUsage]
+    finally:
+        small.close()

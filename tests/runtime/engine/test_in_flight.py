@@ -1,0 +1,19 @@
+"""A step in flight is logged by what it does and for whom, and never by what was asked."""
+
+from typing import Any
+
+from kestrel_runtime.engine.in_flight import InFlightStep, StepId
+from kestrel_runtime.scheduling.sequence import Batch, Chunk
+from tests.runtime.fake_runner import FakeLaunch, FakeRunner
+from tests.runtime.sequences import new_sequence
+
+
+def test_a_step_is_named_by_its_kind_its_id_and_its_sequences() -> None:
+    first, second = new_sequence(3), new_sequence(3)
+    first.fingerprint = "query-abc"
+    for batch, expected in (
+        (Batch([], [Chunk(first, 0, 3)], []), "step 7, a prefill step of query-abc"),
+        (Batch([], [], [first, second]), f"step 7, a decode step of query-abc, {second.id}"),
+    ):
+        handle: Any = FakeLaunch(FakeRunner(), batch)
+        assert str(InFlightStep(StepId(7), batch, [], handle, None)) == expected

@@ -1,0 +1,352 @@
+"""A failed step ends only who broke it. R1 to R3 are the invariants of `kestrel_runtime.engine.isolation`."""
+
+import asyncio
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.errors import EngineUnavailable, InternalError, KestrelError, RequestRefused
+from kestrel_runtime.api.events import Finished
+from kestrel_runtime.api.requests import Caption, Detect, Query, Request, SamplingParams
+from kestrel_runtime.api.stream import Stream
+from kestrel_runtime.engine.engine import Engine, EngineStatus
+from kestrel_runtime.engine.offending_requests import fingerprint_of
+from kestrel_runtime.execution.kv_cache import KVCache
+from kestrel_runtime.execution.sampling import Sampler
+from kestrel_runtime.execution.step_runner import ModelRunner
+from kestrel_runtime.loading.loaded_model import LoadedModel
+from kestrel_runtime.models.moondream.skills.query import QuerySkill
+from kestrel_runtime.scheduling.sequence import Chunk, CropRange, Sequence
+from tests.golden import MD3_SMALL
+
+IMAGE = (MD3_SMALL / "image_1_64x64.png").read_bytes()
+POISON = Query("poison", IMAGE, sampling=SamplingParams(temperature=5.0, max_tokens=40, seed=9))
+SERVING, RECOVERING, DEAD = EngineStatus.SERVING, EngineStatus.RECOVERING, EngineStatus.DEAD
+
+Stage = tuple[type, str]
+ENCODE: Stage = (ModelRunner, "_encode")
+PREFILL: Stage = (ModelRunner, "_prefill")
+DECODE: Stage = (ModelRunner, "_decode")
+SAMPLING: Stage = (Sampler, "settings")
+
+
+def bystanders() -> list[Request]:
+    """Requests of several kinds that live through many steps."""
+    # Seeds with which no draw lies so near its neighbour that the rounding of another batch decides.
+    drawn = [SamplingParams(temperature=5.0, max_tokens=25, seed=seed) for seed in range(4, 8)]
+    return [
+        Query("hello", sampling=drawn[0]),
+        Caption(IMAGE, sampling=drawn[1]),
+        Query("What is this?", IMAGE, reasoning=True, sampling=drawn[2]),
+        Detect("copy", IMAGE, max_objects=4),
+        Query("word " * 60, sampling=drawn[3]),
+    ]
+
+
+def sequences_in(work: object) -> Iterator[Sequence]:
+    if isinstance(work, Sequence):
+        yield work
+    elif isinstance(work, Chunk | CropRange):
+        yield work.sequence
+    elif isinstance(work, list):
+        for item in work:
+            yield from sequences_in(item)
+
+
+def watch(monkeypatch: pytest.MonkeyPatch, stages: Iterable[Stage], look: Callable[[list[Sequence]], None]) -> None:
+    """Have `look` see who was worked for, after each of the stages: what it raises, the stage raises."""
+    for owner, name in stages:
+        original = getattr(owner, name)
+
+        def patched(self: object, *work: object, original: Callable[..., Any] = original) -> Any:
+            result = original(self, *work)  # the worst case: all is written, and then it fails
+            look([sequence for item in work for sequence in sequences_in(item)])
+            return result
+
+        monkeypatch.setattr(owner, name, patched)
+
+
+def poison(
+    monkeypatch: pytest.MonkeyPatch,
+    stage: Stage,
+    error: Exception,
+    *,
+    after: int = 0,
+    requests: tuple[Request, ...] = (POISON,),
+) -> None:
+    """`stage` raises `error` whenever one of `requests` takes part and has generated `after` tokens."""
+    marked = {fingerprint_of(request) for request in requests}
+
+    def look(sequences: list[Sequence]) -> None:
+        if any(sequence.fingerprint in marked and sequence.num_generated >= after for sequence in sequences):
+            raise error
+
+    watch(monkeypatch, [stage], look)
+
+
+def statuses_of(engine: Engine) -> list[EngineStatus]:
+    statuses: list[EngineStatus] = []
+    engine.on_status_change(statuses.append)
+    return statuses
+
+
+async def outcome(stream: Stream) -> object:
+    """What a stream ends with: its output, or its error."""
+    try:
+        return (await stream.result()).output
+    except KestrelError as error:
+        return error
+
+
+async def outcomes(engine: Engine, requests: list[Request]) -> list[object]:
+    return list(await asyncio.gather(*(outcome(engine.submit(request)) for request in requests)))
+
+
+@pytest.fixture(scope="module")
+def alone(moondream3: LoadedModel) -> list[object]:
+    """The bystanders' answers when nothing fails and nobody else is there."""
+
+    async def ask() -> list[object]:
+        return [await outcome(engine.submit(request)) for request in bystanders()]
+
+    engine = Engine(moondream3, EngineConfig(model=""))
+    answers = asyncio.run(ask())
+    engine.close()
+    assert not [answer for answer in answers if isinstance(answer, KestrelError)]
+    return answers
+
+
+@pytest.mark.parametrize("looks_ahead", [False, True], ids=["", "looking ahead"])
+@pytest.mark.parametrize(
+    ("stage", "error", "after"),
+    [
+        pytest.param(ENCODE, RuntimeError("secret"), 0, id="vision"),
+        pytest.param(PREFILL, RuntimeError("secret"), 0, id="prefill"),
+        pytest.param(PREFILL, torch.OutOfMemoryError("secret"), 0, id="out of memory in prefill"),
+        pytest.param(DECODE, RuntimeError("secret"), 5, id="decode"),
+        pytest.param(DECODE, torch.OutOfMemoryError("secret"), 5, id="out of memory in decode"),
+        pytest.param(SAMPLING, RuntimeError("secret"), 0, id="first draw"),
+        pytest.param(SAMPLING, RuntimeError("secret"), 5, id="later draw"),
+    ],
+)
+async def test_r1_the_culprit_ends_alone_and_is_refused_the_second_time(
+    engine: Engine,
+    alone: list[object],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    stage: Stage,
+    error: Exception,
+    after: int,
+    looks_ahead: bool,
+) -> None:
+    monkeypatch.setattr(ModelRunner, "is_asynchronous", looks_ahead)
+    poison(monkeypatch, stage, error, after=after)
+    statuses = statuses_of(engine)
+    requests = bystanders()
+    *others, culprit = await outcomes(engine, [*requests, POISON])
+    assert others == alone
+    assert isinstance(culprit, InternalError)
+    assert culprit.__cause__ is error
+    assert "secret" not in str(culprit)
+    assert "secret" in caplog.text
+    assert fingerprint_of(POISON) in caplog.text
+    assert ("out of memory" in caplog.text) == isinstance(error, torch.OutOfMemoryError)
+    assert engine.load().num_used_pages == 0
+    # The second time nothing is tried, so nobody else is held up.
+    caplog.clear()
+    bystander, culprit = await outcomes(engine, [requests[0], POISON])
+    assert bystander == alone[0]
+    assert isinstance(culprit, RequestRefused)
+    assert caplog.text == ""
+    assert (engine.status, statuses) == (SERVING, [])  # nobody was told to look for another server
+
+
+async def test_a_reader_that_fails_ends_its_own_request(
+    engine: Engine, alone: list[object], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_reader = QuerySkill.reader
+
+    def reader(self: QuerySkill, request: Query, *context: Any) -> Any:
+        made = make_reader(self, request, *context)
+        if request == POISON:
+            monkeypatch.setattr(made, "read", lambda token: 1 / 0)
+        return made
+
+    monkeypatch.setattr(QuerySkill, "reader", reader)
+    *others, culprit = await outcomes(engine, [*bystanders(), POISON])
+    assert others == alone
+    assert isinstance(culprit, InternalError)
+    assert "ZeroDivisionError" in caplog.text
+    assert engine.load().num_used_pages == 0
+    assert engine.status is SERVING
+
+
+async def test_r3_failures_in_company_alone_end_nobody(
+    engine: Engine, alone: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_shared = itertools.count(1)
+
+    def look(sequences: list[Sequence]) -> None:
+        if len(sequences) > 1 and next(num_shared) % 4 == 0:
+            raise torch.OutOfMemoryError("too many at once")
+
+    watch(monkeypatch, [SAMPLING], look)
+    statuses = statuses_of(engine)
+    assert await outcomes(engine, bystanders()) == alone
+    assert next(num_shared) > 8
+    assert statuses == []
+    assert engine.load().num_used_pages == 0
+
+
+async def test_r3_a_cache_too_small_for_everybody_does_not_stand_in_the_way(
+    moondream3: LoadedModel, alone: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poison(monkeypatch, DECODE, RuntimeError("no"), after=5)
+    engine = Engine(moondream3, EngineConfig(model="", num_kv_pages=100))
+    *others, culprit = await outcomes(engine, [*bystanders(), POISON])
+    assert others == alone
+    assert isinstance(culprit, InternalError)
+    assert engine.load().num_used_pages == 0
+    engine.close()
+
+
+async def test_r2_culprits_in_a_row_have_the_engine_restart_and_serve_on(
+    engine: Engine, alone: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    several = tuple(Query(f"poison {number}") for number in range(3))
+    poison(monkeypatch, PREFILL, RuntimeError("no"), requests=several)
+    statuses = statuses_of(engine)
+    assert {type(item) for item in await outcomes(engine, list(several))} == {InternalError}
+    assert await outcomes(engine, bystanders()) == alone
+    assert statuses == [RECOVERING, SERVING]
+
+
+class FragileDevice:
+    """Breaks when told to; everything fails then, until the cache is made anew (`is_lost`: for ever)."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, model: Any, *, is_lost: bool = False) -> None:
+        self.is_broken = False
+        self.num_renewals = 0
+        forward, renew = model.forward, KVCache.renew
+
+        def fragile(*work: Any) -> Any:
+            if self.is_broken:
+                raise RuntimeError("the device is gone")
+            return forward(*work)
+
+        def renewed(cache: KVCache) -> None:
+            self.num_renewals += 1
+            self.is_broken = is_lost
+            renew(cache)
+
+        monkeypatch.setattr(model, "forward", fragile)
+        monkeypatch.setattr(KVCache, "renew", renewed)
+
+
+async def test_a_device_that_a_restart_mends_costs_nobody_the_answer(
+    engine: Engine, moondream3: LoadedModel, alone: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = FragileDevice(monkeypatch, moondream3.model.text)
+    statuses = statuses_of(engine)
+    streams = [engine.submit(request) for request in bystanders()]
+    await anext(streams[0])
+    device.is_broken = True
+    assert list(await asyncio.gather(*map(outcome, streams))) == alone
+    assert statuses == [RECOVERING, SERVING]
+    assert device.num_renewals == 1
+    assert engine.load().num_used_pages == 0
+
+
+async def test_who_breaks_the_device_itself_is_pardoned_once(
+    engine: Engine, moondream3: LoadedModel, alone: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = FragileDevice(monkeypatch, moondream3.model.text)
+
+    def look(sequences: list[Sequence]) -> None:
+        if any(sequence.fingerprint == fingerprint_of(POISON) for sequence in sequences):
+            device.is_broken = True
+            raise RuntimeError("broken")
+
+    watch(monkeypatch, [PREFILL], look)
+    statuses = statuses_of(engine)
+    *others, culprit = await outcomes(engine, [*bystanders(), POISON])
+    assert others == alone
+    assert isinstance(culprit, InternalError)
+    # Once for whoever was tried first on what the failed step had left, and twice for the culprit.
+    assert device.num_renewals in (2, 3)
+    assert statuses == [RECOVERING, SERVING] * device.num_renewals
+
+
+@pytest.mark.parametrize("fails", ["the probe", "the cache"])
+async def test_a_device_that_a_restart_does_not_mend_is_dead(
+    engine: Engine,
+    moondream3: LoadedModel,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    fails: str,
+) -> None:
+    device = FragileDevice(monkeypatch, moondream3.model.text, is_lost=fails == "the probe")
+    if fails == "the cache":
+        monkeypatch.setattr(KVCache, "renew", lambda cache: 1 / 0)
+    statuses = statuses_of(engine)
+    streams = [engine.submit(request) for request in bystanders()]
+    await anext(streams[0])
+    device.is_broken = True
+    ends = await asyncio.gather(*map(outcome, streams))
+    assert {type(end) for end in ends} == {EngineUnavailable}  # nobody is blamed
+    assert statuses == [RECOVERING, DEAD]
+    assert "the device is gone" in caplog.text
+    with pytest.raises(EngineUnavailable):
+        engine.submit(POISON)
+    assert engine.load().num_used_pages == 0
+
+
+async def test_while_it_restarts_newcomers_are_refused_and_draining_goes_on(
+    engine: Engine, moondream3: LoadedModel, alone: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = FragileDevice(monkeypatch, moondream3.model.text)
+    statuses = statuses_of(engine)
+    refusals: list[Exception] = []
+
+    async def ask() -> None:
+        engine.submit(POISON)
+
+    def turned_away(status: EngineStatus) -> None:
+        if status is RECOVERING:
+            try:
+                asyncio.run(ask())
+            except EngineUnavailable as error:
+                refusals.append(error)
+
+    engine.on_status_change(turned_away)
+    streams = [engine.submit(request) for request in bystanders()]
+    await anext(streams[0])
+    device.is_broken = True
+    assert list(await asyncio.gather(*map(outcome, streams))) == alone
+    assert len(refusals) == 1
+    running = engine.submit(bystanders()[0])
+    await anext(running)
+    draining = asyncio.ensure_future(engine.drain())
+    device.is_broken = True
+    assert isinstance(await running.result(), Finished)
+    await draining
+    assert statuses == [RECOVERING, SERVING, EngineStatus.DRAINING]  # and not back to serving
+
+
+async def test_a_suspect_may_be_cancelled_in_its_trial(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    poison(monkeypatch, DECODE, RuntimeError("no"), after=5)
+    streams = [engine.submit(request) for request in (*bystanders(), POISON)]
+
+    def leave(sequences: list[Sequence]) -> None:
+        if len(sequences) == 1:
+            for stream in streams:
+                stream.loop.call_soon_threadsafe(stream.cancel)
+
+    watch(monkeypatch, [PREFILL], leave)
+    await asyncio.wait([stream.over for stream in streams])
+    assert isinstance(await engine.submit(Query("hi")).result(), Finished)
+    assert engine.load().num_used_pages == 0

@@ -1,0 +1,193 @@
+"""The engine's thread, turned by hand one step at a time."""
+
+import time
+
+import pytest
+
+from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.events import Finished, Started, TextDelta
+from kestrel_runtime.api.requests import Caption, Priority, Query, Request, SamplingParams
+from kestrel_runtime.api.stream import Stream
+from kestrel_runtime.engine.isolation import Recovery
+from kestrel_runtime.engine.loop import EngineLoop
+from kestrel_runtime.engine.offending_requests import Culprits
+from kestrel_runtime.engine.preprocessing import Preprocessor
+from kestrel_runtime.engine.probes import new_probes
+from kestrel_runtime.execution.execution_config import FastPaths
+from kestrel_runtime.execution.step_runner import Launch, ModelRunner
+from kestrel_runtime.loading.loaded_model import LoadedModel
+from kestrel_runtime.scheduling.admission import Admission, Burden, QueueLimits
+from kestrel_runtime.scheduling.limits import StepBounds
+from kestrel_runtime.scheduling.page_pool import PagePool
+from kestrel_runtime.scheduling.scheduler import Scheduler
+from kestrel_runtime.scheduling.sequence import SequenceClock
+from tests.golden import MD3_SMALL
+
+IMAGE = (MD3_SMALL / "image_0_500x400.png").read_bytes()
+
+
+class Bench:
+    """A loop whose thread never runs; the test calls `step`."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        config = EngineConfig(model="", num_kv_pages=512)
+        cache = loaded.new_cache(config)
+        self.pages = PagePool(cache.num_pages, config.page_size)
+        scheduler = Scheduler(self.pages, max_batch_size=8, max_prefill_tokens=64, max_crops_per_step=3)
+        runner, culprits = (
+            ModelRunner(loaded.model, cache, FastPaths.of(config, "cpu"), StepBounds(8, 64, 3)),
+            Culprits(),
+        )
+        self.statuses: list[str] = []
+        recovery = Recovery(
+            scheduler,
+            runner,
+            culprits,
+            new_probes=lambda: new_probes(self._preprocessor),
+            on_restart=lambda: self.statuses.append("recovering"),
+            on_restarted=lambda: self.statuses.append("serving"),
+        )
+        self.admission = Admission(QueueLimits(100, 10**9, 10**6))
+        self.loop = EngineLoop(scheduler, runner, recovery, self.admission)
+        self._preprocessor = Preprocessor(
+            loaded.model.config, loaded.tokenizer, culprits, max_context=4096, max_image_pixels=10**6, num_threads=1
+        )
+
+    def add(self, request: Request, deadline: float | None = None) -> Stream:
+        stream = Stream()
+        sequence = self._preprocessor.prepare(request, SequenceClock(time.monotonic()))
+        sequence.clock.deadline = deadline
+        stream.on_cancel(lambda: self.loop.cancel(stream))
+        self.admission.enter(stream, Burden("", Priority.NORMAL, 0, 1), time.monotonic())
+        self.loop.add(sequence, stream)
+        return stream
+
+    async def events(self, stream: Stream) -> list[object]:
+        """What has been posted to a stream so far."""
+        posted: list[object] = []
+        stream.loop.call_soon(stream.cancel)  # runs after what the steps have posted
+        async for event in stream:
+            posted.append(event)
+        return posted
+
+
+@pytest.fixture
+def bench(moondream3: LoadedModel) -> Bench:
+    return Bench(moondream3)
+
+
+def tell(num_tokens: int, question: str = "hello") -> Query:
+    return Query(question, sampling=SamplingParams(temperature=30.0, top_p=1.0, max_tokens=num_tokens, seed=2))
+
+
+async def test_a_step_draws_one_token_for_everybody(bench: Bench) -> None:
+    streams = [bench.add(tell(3)) for _ in range(4)]
+    for _ in range(3):
+        bench.loop.step()
+    for stream in streams:
+        finished = await stream.result()
+        assert finished.usage.num_output_tokens == 3
+    assert bench.pages.num_used == 0
+    assert len(bench.admission) == 0
+
+
+async def test_a_newcomer_joins_a_running_batch_and_leaves_it_first(bench: Bench) -> None:
+    old = bench.add(tell(20))
+    for _ in range(5):
+        bench.loop.step()
+    young = bench.add(tell(2))
+    for _ in range(2):
+        bench.loop.step()
+    assert (await young.result()).usage.num_output_tokens == 2
+    assert bench.loop.num_active == 1
+    assert sum(event.num_tokens for event in await bench.events(old) if isinstance(event, TextDelta)) > 5
+
+
+async def test_a_long_prefill_does_not_hold_up_those_who_decode(bench: Bench) -> None:
+    decoding = bench.add(tell(40))
+    bench.loop.step()
+    picture = bench.add(Caption(IMAGE, sampling=SamplingParams(max_tokens=1)))
+    for _ in range(3):  # nine crops, three a step; the prompt follows the last of them
+        bench.loop.step()
+    long = bench.add(tell(1, "word " * 80))
+    for _ in range(2):
+        bench.loop.step()
+    drawn = [event for event in await bench.events(decoding) if isinstance(event, TextDelta)]
+    assert isinstance((await picture.result()), Finished)
+    assert sum(delta.num_tokens for delta in drawn) >= 5  # one a step, but for bytes of unfinished characters
+    assert not long.over.done()  # its prompt is longer than two steps may carry
+
+
+async def test_beside_a_prompt_on_its_way_others_get_their_tokens(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ModelRunner, "is_asynchronous", True)
+    monkeypatch.setattr(Launch, "is_over", False)
+    decoding = bench.add(tell(40))
+    for _ in range(3):
+        bench.loop.step()
+    young = bench.add(tell(5))
+    for _ in range(20):
+        bench.loop.step()
+    drawn = [event for event in await bench.events(decoding) if isinstance(event, TextDelta)]
+    assert sum(delta.num_tokens for delta in drawn) > 10
+    monkeypatch.setattr(Launch, "is_over", True)
+    for _ in range(20):
+        bench.loop.step()
+    assert (await young.result()).usage.num_output_tokens == 5
+
+
+async def test_a_prompt_that_nobody_waits_for_any_more_keeps_its_pages_until_it_has_landed(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ModelRunner, "is_asynchronous", True)
+    monkeypatch.setattr(Launch, "is_over", False)
+    bench.add(tell(40))
+    for _ in range(3):
+        bench.loop.step()
+    others = bench.pages.num_used
+    young = bench.add(tell(5, "word " * 20))
+    bench.loop.step()
+    held = bench.pages.num_used - others
+    young.cancel()
+    bench.loop.step()
+    assert bench.loop.num_active == 1
+    assert bench.pages.num_used >= others + held > others
+    monkeypatch.setattr(Launch, "is_over", True)
+    bench.loop.step()
+    assert bench.pages.num_used < others + held
+
+
+async def test_whom_nobody_waits_for_is_dropped_before_the_next_step(bench: Bench) -> None:
+    stream = bench.add(tell(50))
+    bench.loop.step()
+    assert bench.pages.num_used > 0
+    stream.cancel()
+    bench.loop.step()
+    assert bench.pages.num_used == 0
+    assert bench.loop.num_active == 0
+
+
+async def test_a_deadline_that_has_passed_ends_a_request_before_it_costs_anything(bench: Bench) -> None:
+    stream = bench.add(tell(50), deadline=time.monotonic() - 1)
+    bench.loop.step()
+    assert bench.pages.num_used == 0
+    with pytest.raises(Exception, match="deadline"):
+        await stream.result()
+
+
+async def test_the_first_event_is_the_start_and_carries_the_prompts_usage(bench: Bench) -> None:
+    stream = bench.add(tell(5))
+    bench.loop.step()
+    first = (await bench.events(stream))[0]
+    assert isinstance(first, Started)
+    assert first.usage.num_output_tokens == 1
+    assert first.usage.num_input_tokens > 4
+
+
+async def test_the_rate_counts_the_tokens_of_the_last_seconds(bench: Bench) -> None:
+    for _ in range(4):
+        bench.add(tell(5))
+    for _ in range(5):
+        bench.loop.step()
+    assert bench.loop.tokens_per_second() == pytest.approx(4 * 5 / 5.0)

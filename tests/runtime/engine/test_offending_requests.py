@@ -1,0 +1,86 @@
+"""Equal work has an equal fingerprint, and only so many are kept."""
+
+import pytest
+
+from kestrel_runtime.api.requests import (
+    Caption,
+    Detect,
+    Point,
+    Priority,
+    Query,
+    Request,
+    RequestOptions,
+    SamplingParams,
+)
+from kestrel_runtime.engine.offending_requests import LIFETIME_S, Culprits, fingerprint_of
+
+QUERY = Query("What?", b"image")
+
+
+def test_how_a_request_is_handled_does_not_change_its_fingerprint() -> None:
+    options = RequestOptions(max_queue_s=3.0, priority=Priority.BATCH)
+    assert fingerprint_of(Query("What?", b"image", options=options)) == fingerprint_of(QUERY)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Query("What", b"image"),
+        Query("What?", b"imagE"),
+        Query("What?"),
+        Query("What?", b"image", reasoning=True),
+        Query("What?", b"image", sampling=SamplingParams(max_tokens=3)),
+        Point("What?", b"image"),
+        Detect("What?", b"image"),
+        Caption(b"image"),
+    ],
+)
+def test_other_work_has_another_fingerprint(other: Request) -> None:
+    assert fingerprint_of(other) != fingerprint_of(QUERY)
+
+
+def test_a_fingerprint_names_the_skill_and_not_the_text() -> None:
+    assert fingerprint_of(QUERY).startswith("query-")
+    assert "What" not in fingerprint_of(QUERY)
+
+
+def test_the_oldest_of_too_many_are_forgotten() -> None:
+    culprits = Culprits()
+    for number in range(300):
+        culprits.remember(str(number))
+        culprits.remember("again and again")
+    assert "0" not in culprits
+    assert "299" in culprits
+    assert "again and again" in culprits
+
+
+def test_a_fingerprint_is_refused_for_an_hour_and_then_tried_again() -> None:
+    now = 1000.0
+    culprits = Culprits(clock=lambda: now)
+    culprits.remember("query-1")
+    now += LIFETIME_S - 1
+    assert "query-1" in culprits
+    now += 1
+    assert "query-1" not in culprits
+    culprits.remember("query-1")  # it has failed again
+    assert "query-1" in culprits
+    assert LIFETIME_S == 3600.0
+
+
+def test_learning_a_fingerprint_again_begins_its_hour_anew() -> None:
+    now = 0.0
+    culprits = Culprits(clock=lambda: now)
+    culprits.remember("query-1")
+    now = LIFETIME_S / 2
+    culprits.remember("query-1")
+    now = LIFETIME_S * 1.2
+    assert "query-1" in culprits
+
+
+def test_a_restart_clears_all_but_those_that_it_raises_no_doubt_about() -> None:
+    culprits = Culprits()
+    culprits.remember("query-1")
+    culprits.remember("query-2", survives_restart=True)
+    culprits.forget_learned_before_restart()
+    assert "query-1" not in culprits
+    assert "query-2" in culprits

@@ -1,0 +1,68 @@
+"""Whoever waits when the engine ends is told, and nobody is kept who waits no more."""
+
+import asyncio
+import gc
+import weakref
+
+import pytest
+
+from kestrel_runtime.api.errors import EngineUnavailable
+from kestrel_runtime.api.events import Started, Usage
+from kestrel_runtime.api.stream import Outbox, Stream
+from kestrel_runtime.engine.open_streams import OpenStreams
+
+STARTED = Started(Usage(1, 0))
+
+
+async def test_closing_ends_every_open_stream_behind_what_was_posted_before() -> None:
+    streams = OpenStreams()
+    waiting, begun = Stream(), Stream()
+    streams.add(waiting)
+    streams.add(begun)
+    outbox = Outbox()
+    outbox.put(begun, [STARTED])
+    outbox.post()
+    await asyncio.to_thread(streams.close)
+    assert await anext(begun) == STARTED
+    for stream in (waiting, begun):
+        with pytest.raises(EngineUnavailable):
+            await anext(stream)
+
+
+async def test_after_the_end_none_is_taken() -> None:
+    streams = OpenStreams()
+    streams.close()
+    with pytest.raises(EngineUnavailable):
+        streams.add(Stream())
+
+
+async def test_who_is_over_is_forgotten() -> None:
+    streams = OpenStreams()
+    over, left, discarded = Stream(), Stream(), Stream()
+    for stream in (over, left, discarded):
+        streams.add(stream)
+    assert set(streams.of(over.loop)) == {over, left, discarded}
+    over.fail(EngineUnavailable("for the test"))
+    left.cancel()
+    streams.discard(discarded)
+    streams.discard(discarded)
+    await asyncio.wait((over.over,))
+    await asyncio.sleep(0)
+    assert streams.of(over.loop) == []
+
+
+async def test_streams_of_an_event_loop_that_is_gone_are_not_kept() -> None:
+    streams = OpenStreams()
+    asked: list[weakref.ref[Stream]] = []
+
+    async def ask() -> None:
+        stream = Stream()
+        asked.append(weakref.ref(stream))
+        streams.add(stream)
+
+    for _ in range(20):
+        await asyncio.to_thread(asyncio.run, ask())
+    streams.add(Stream())
+    gc.collect()
+    assert sum(stream() is not None for stream in asked) < 5
+    streams.close()

@@ -1,0 +1,361 @@
+"""Preparing requests on worker threads."""
+
+import io
+import struct
+import threading
+import time
+from concurrent.futures import FIRST_COMPLETED, wait
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from kestrel_runtime.api.errors import (
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    ImageError,
+    KestrelError,
+    QueueTimeout,
+    RequestRefused,
+)
+from kestrel_runtime.api.requests import Caption, Point, Priority, Query, RequestOptions, SamplingParams
+from kestrel_runtime.engine import preprocessing
+from kestrel_runtime.engine.offending_requests import Culprits, fingerprint_of
+from kestrel_runtime.engine.preprocessing import Preprocessor
+from kestrel_runtime.engine.workers import Interrupted
+from kestrel_runtime.imaging.decoding import UncutImage, leave_uncut
+from kestrel_runtime.loading.loaded_model import LoadedModel
+from kestrel_runtime.scheduling.sequence import SequenceClock
+from tests import hostile_images
+from tests.golden import MD3_SMALL
+
+IMAGE = (MD3_SMALL / "image_0_500x400.png").read_bytes()
+MAX_WAIT_S = 30
+
+
+@pytest.fixture
+def preprocessor(moondream3: LoadedModel):
+    preprocessor = Preprocessor(
+        moondream3.model.config,
+        moondream3.tokenizer,
+        Culprits(),
+        max_context=1000,
+        max_image_pixels=10**6,
+        num_threads=2,
+    )
+    yield preprocessor
+    preprocessor.close()
+
+
+def clock() -> SequenceClock:
+    return SequenceClock(submitted=time.monotonic())
+
+
+def test_a_prompt_is_bos_then_image_then_the_skills_tokens(preprocessor: Preprocessor) -> None:
+    sequence = preprocessor.prepare(Caption(IMAGE, "short"), clock())
+    assert [token.id for token in sequence.tokens] == [0, 1, 287, 80, 2, 550, 277, 3]
+    assert sequence.num_image_tokens == 729
+    assert sequence.length == sequence.num_prompt_positions == 8 + 729
+    assert sequence.prefix_length == 730
+    assert sequence.crops is not None
+    assert sequence.num_crops_to_encode == 9
+
+
+def test_images_may_be_left_uncut_for_who_encodes_them(moondream3: LoadedModel) -> None:
+    preprocessor = Preprocessor(
+        moondream3.model.config,
+        moondream3.tokenizer,
+        Culprits(),
+        max_context=1000,
+        max_image_pixels=10**6,
+        num_threads=1,
+        cut=leave_uncut,
+    )
+    sequence = preprocessor.prepare(Caption(IMAGE), clock())
+    preprocessor.close()
+    assert isinstance(sequence.crops, UncutImage)
+    assert sequence.crops.pixels.shape[:2] == (400, 500)
+    assert sequence.num_crops_to_encode == 9
+
+
+def test_a_question_without_an_image_has_no_prefix(preprocessor: Preprocessor) -> None:
+    sequence = preprocessor.prepare(Query("hello"), clock())
+    assert (sequence.num_image_tokens, sequence.prefix_length, sequence.crops) == (0, 0, None)
+
+
+def test_open_settings_take_the_skills_defaults_and_zero_is_not_open(preprocessor: Preprocessor) -> None:
+    text = preprocessor.prepare(Query("hello"), clock())
+    place = preprocessor.prepare(Point("cat", IMAGE), clock())
+    greedy = preprocessor.prepare(Query("hello", sampling=SamplingParams(temperature=0.0, top_p=0.5)), clock())
+    assert (text.temperature, text.top_p) == (0.2, 0.9)
+    assert (place.temperature, place.top_p) == (0.0, 1.0)
+    assert (greedy.temperature, greedy.top_p) == (0.0, 0.5)
+
+
+def test_equal_seeds_draw_equal_numbers(preprocessor: Preprocessor) -> None:
+    sampling = SamplingParams(seed=3)
+    first, second = (preprocessor.prepare(Query("hello", sampling=sampling), clock()) for _ in range(2))
+    assert [first.random.random() for _ in range(3)] == [second.random.random() for _ in range(3)]
+    assert first.id != second.id
+
+
+def test_a_prompt_that_leaves_no_room_is_refused_before_its_image_is_decoded(preprocessor: Preprocessor) -> None:
+    with pytest.raises(ContextLengthExceeded) as caught:
+        preprocessor.prepare(Query("word " * 400, b"not an image"), clock())
+    assert caught.value.max_context_tokens == 1000
+
+
+def test_an_image_over_the_pixel_limit_is_refused(moondream3: LoadedModel) -> None:
+    strict = Preprocessor(
+        moondream3.model.config,
+        moondream3.tokenizer,
+        Culprits(),
+        max_context=4096,
+        max_image_pixels=1000,
+        num_threads=1,
+    )
+    with pytest.raises(ImageError) as caught:
+        strict.prepare(Caption(IMAGE), clock())
+    assert caught.value.too_large
+    strict.close()
+
+
+def test_a_workers_error_is_in_its_future(preprocessor: Preprocessor) -> None:
+    assert isinstance(preprocessor.submit(Caption(IMAGE[:2000]), clock()).exception(), ImageError)
+    assert preprocessor.submit(Query("hello"), clock()).result().num_prompt_tokens > 4
+
+
+def test_what_the_header_tells_is_refused_at_once(preprocessor: Preprocessor) -> None:
+    with pytest.raises(ImageError):
+        preprocessor.submit(Caption(b"not an image"), clock())
+
+
+@pytest.mark.parametrize(("late", "error"), [("deadline", DeadlineExceeded), ("queue_deadline", QueueTimeout)])
+def test_nobody_is_decoded_whose_time_is_over(
+    preprocessor: Preprocessor, late: str, error: type[KestrelError]
+) -> None:
+    now = time.monotonic()
+    with pytest.raises(error):  # and not an ImageError
+        preprocessor.prepare(Caption(b"not an image"), SequenceClock(now - 1, **{late: now}))
+
+
+def test_a_culprit_is_refused_before_its_image_is_decoded(moondream3: LoadedModel) -> None:
+    culprits = Culprits()
+    preprocessor = Preprocessor(
+        moondream3.model.config, moondream3.tokenizer, culprits, max_context=1000, max_image_pixels=1, num_threads=1
+    )
+    culprits.remember(fingerprint_of(Caption(b"not an image")))
+    with pytest.raises(RequestRefused):
+        preprocessor.prepare(Caption(b"not an image"), clock())
+    with pytest.raises(ImageError):
+        preprocessor.prepare(Caption(b"not that image"), clock())
+    preprocessor.close()
+
+
+def test_a_sequence_knows_its_tenant_and_priority(preprocessor: Preprocessor) -> None:
+    query = Query("hello", options=RequestOptions(priority=Priority.BATCH))
+    sequence = preprocessor.submit(query, clock(), "somebody").result()
+    assert (sequence.tenant, sequence.priority) == ("somebody", Priority.BATCH)
+
+
+class OneWorker:
+    """A preprocessor with one thread, which notes the widths of images in the order in which it takes them."""
+
+    def __init__(self, moondream3: LoadedModel) -> None:
+        self.widths: list[int] = []
+        self._has_begun, self._may_go_on = threading.Event(), threading.Event()
+        config, tokenizer = moondream3.model.config, moondream3.tokenizer
+        self.preprocessor = Preprocessor(
+            config,
+            tokenizer,
+            Culprits(),
+            max_context=1000,
+            max_image_pixels=10**6,
+            num_threads=1,
+            ageing_s=10.0,
+            cut=self._cut,
+        )
+
+    def after(self, *waiting: tuple[Priority, float], tenants: str = "") -> list[int]:
+        """The order in which requests of these priorities and ages in seconds are taken, by their places here.
+
+        A letter of `tenants` names the tenant of each; "" is that of all.
+        """
+        now = time.monotonic()
+        first = self.preprocessor.submit(Caption(picture(100)), SequenceClock(now))
+        assert self._has_begun.wait(MAX_WAIT_S)
+        futures = [
+            self.preprocessor.submit(
+                Caption(picture(width), options=RequestOptions(priority=priority)),
+                SequenceClock(now - age_s),
+                tenants[width - 1 : width],
+            )
+            for width, (priority, age_s) in enumerate(waiting, start=1)
+        ]
+        self._may_go_on.set()
+        for future in (first, *futures):
+            future.result(MAX_WAIT_S)
+        self.preprocessor.close()
+        return [width - 1 for width in self.widths[1:]]
+
+    def _cut(self, image, vision):
+        self.widths.append(image.width)
+        self._has_begun.set()
+        assert self._may_go_on.wait(MAX_WAIT_S)
+        return leave_uncut(image, vision)
+
+
+def picture(width_px: int) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (width_px, 8)).save(file, "PNG")
+    return file.getvalue()
+
+
+def test_workers_take_the_most_urgent_first(moondream3: LoadedModel) -> None:
+    waiting = [(Priority.BATCH, 0.0), (Priority.NORMAL, 0.0), (Priority.INTERACTIVE, 0.0), (Priority.NORMAL, 1.0)]
+    assert OneWorker(moondream3).after(*waiting) == [2, 3, 1, 0]
+
+
+def test_who_has_waited_long_enough_is_no_less_urgent(moondream3: LoadedModel) -> None:
+    waiting = [(Priority.INTERACTIVE, 0.0), (Priority.BATCH, 19.0), (Priority.BATCH, 21.0)]
+    assert OneWorker(moondream3).after(*waiting) == [2, 0, 1]
+
+
+def test_tenants_take_turns_however_old_the_backlog_of_one_is(moondream3: LoadedModel) -> None:
+    waiting = [(Priority.NORMAL, 60.0)] * 8 + [(Priority.NORMAL, 0.0)] * 2
+    order = OneWorker(moondream3).after(*waiting, tenants="a" * 8 + "bb")
+    assert {8, 9} <= set(order[:4])
+
+
+# Memory
+
+
+def bounded(moondream3: LoadedModel, max_decoded_bytes: int, num_threads: int = 2) -> Preprocessor:
+    return Preprocessor(
+        moondream3.model.config,
+        moondream3.tokenizer,
+        Culprits(),
+        max_context=1000,
+        max_image_pixels=64_000_000,
+        num_threads=num_threads,
+        max_decoded_bytes=max_decoded_bytes,
+        cut=leave_uncut,
+    )
+
+
+def test_what_an_image_takes_is_counted_until_its_pixels_are_freed(moondream3: LoadedModel) -> None:
+    preprocessor = bounded(moondream3, 2**30)
+    sequence = preprocessor.submit(Caption(IMAGE), clock()).result(MAX_WAIT_S)
+    assert preprocessor.decoded_bytes == 4 * 500 * 400
+    assert preprocessor.submit(Query("hello"), clock()).result(MAX_WAIT_S)
+    assert preprocessor.decoded_bytes == 4 * 500 * 400
+    del sequence
+    assert preprocessor.decoded_bytes == 0
+    preprocessor.close()
+
+
+@pytest.mark.parametrize("tenant", ["", "somebody"])
+def test_files_that_are_small_wait_encoded_where_their_pixels_would_take_too_much(
+    moondream3: LoadedModel, tenant: str
+) -> None:
+    limit_bytes, file = 64 * 2**20, hostile_images.png(1600, 1000, colour_type=2)
+    assert len(file) < 10_000
+    preprocessor = bounded(moondream3, limit_bytes)  # 256 of them would take 1.6 GB
+    futures = [preprocessor.submit(Caption(file), clock(), tenant) for _ in range(40)]
+    most_bytes, num_prepared = 0, 0
+    while futures:
+        done, _ = wait(futures, MAX_WAIT_S, FIRST_COMPLETED)
+        assert done
+        most_bytes = max(most_bytes, preprocessor.decoded_bytes)
+        prepared = [future.result() for future in done]
+        num_prepared += len(prepared)
+        futures = [future for future in futures if future not in done]
+        del done, prepared
+    preprocessor.close()
+    assert num_prepared == 40
+    assert most_bytes <= limit_bytes
+    assert preprocessor.decoded_bytes == 0
+
+
+def test_so_many_wait_decoded_and_no_more_are_decoded_until_they_go_on(moondream3: LoadedModel) -> None:
+    file, kept_bytes, limit_bytes = hostile_images.png(1000, 800, colour_type=2), 4 * 800_000, 48 * 2**20
+    preprocessor = bounded(moondream3, limit_bytes, num_threads=1)
+    futures = [preprocessor.submit(Caption(file), clock()) for _ in range(30)]
+    # Whoever waits behind them and needs no memory comes when no other can.
+    last = preprocessor.submit(Query("hi", options=RequestOptions(priority=Priority.BATCH)), clock())
+    last.result(MAX_WAIT_S)
+    num_decoded = sum(future.done() for future in futures)
+    assert 5 <= num_decoded <= limit_bytes / kept_bytes
+    assert preprocessor.decoded_bytes == num_decoded * kept_bytes
+    while futures:
+        futures.pop(0).result(MAX_WAIT_S)
+    preprocessor.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("PNG with transparency", hostile_images.png(2, 2)[:16] + struct.pack(">II", 8000, 8000) + bytes(30)),
+        ("WebP", hostile_images.webp_canvas(8000, 8000)),
+        ("progressive JPEG", hostile_images.progressive_jpeg(8000, 8000, 1)),
+        (
+            "TIFF in one strip",
+            hostile_images.tiff(8000, 8000, {273: (4, 1, 0), 274: (3, 1, 6), 278: (4, 1, 8000), 279: (4, 1, 9)}),
+        ),
+    ],
+)
+def test_an_image_that_takes_too_much_to_decode_is_refused_before_it_is(
+    moondream3: LoadedModel, name: str, file: bytes
+) -> None:
+    preprocessor = bounded(moondream3, 600 * 2**20)
+    with pytest.raises(ImageError, match="must take at most 450 MiB while it is decoded") as caught:
+        preprocessor.submit(Caption(file), clock())
+    assert caught.value.too_large, name
+    preprocessor.close()
+
+
+def test_the_largest_image_in_the_simplest_format_is_not_refused(moondream3: LoadedModel) -> None:
+    preprocessor = bounded(moondream3, 2**30)
+    for kind in (2, 6):
+        header = hostile_images.png(2, 2, colour_type=kind)[:16] + struct.pack(">II", 8000, 8000) + bytes(30)
+        assert preprocessor.inspect(header) is not None
+    preprocessor.close()
+
+
+# Giving up
+
+
+@pytest.mark.parametrize("reason", ["nobody waits", "deadline", "closing"])
+def test_decoding_stops_between_two_scans_when_nobody_waits_for_it_any_more(
+    moondream3: LoadedModel, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    preprocessor = bounded(moondream3, 2**30, num_threads=1)
+    timing, is_wanted, num_checks = clock(), True, 0
+    closer, is_closing = threading.Thread(target=preprocessor.close), threading.Event()
+    decode_image = preprocessing.decode_image
+
+    def decode(*arguments: Any, check_wanted: Any, **options: Any) -> Any:
+        def check() -> None:
+            nonlocal is_wanted, num_checks
+            num_checks += 1
+            if num_checks == 30:  # the header takes about 20
+                match reason:
+                    case "nobody waits":
+                        is_wanted = False
+                    case "deadline":
+                        timing.deadline = time.monotonic()
+                    case _:
+                        waiting = preprocessor.submit(Query("hello"), clock())
+                        waiting.add_done_callback(lambda _: is_closing.set())
+                        closer.start()
+                        assert is_closing.wait(MAX_WAIT_S)
+            check_wanted()
+
+        return decode_image(*arguments, check_wanted=check, **options)
+
+    monkeypatch.setattr(preprocessing, "decode_image", decode)
+    file = hostile_images.progressive_jpeg(640, 480, 60)
+    error = preprocessor.submit(Caption(file), timing, is_wanted=lambda: is_wanted).exception(MAX_WAIT_S)
+    assert isinstance(error, DeadlineExceeded if reason == "deadline" else Interrupted)
+    assert num_checks == 30
+    preprocessor.close()

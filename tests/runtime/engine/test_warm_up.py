@@ -1,0 +1,53 @@
+"""The requests that an engine runs before anybody else's."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.requests import Request
+from kestrel_runtime.api.stream import Stream
+from kestrel_runtime.engine.engine import Engine
+from kestrel_runtime.engine.warm_up import WarmUpFailed, warm_up
+from kestrel_runtime.loading.loaded_model import LoadedModel
+from tests.golden import MD2_SMALL, MD3_SMALL
+
+
+class TellingEngine(Engine):
+    """Remembers what it was asked."""
+
+    def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
+        super().__init__(loaded, config)
+        self.skills_asked: list[str] = []
+
+    def submit(self, request: Request, *, deadline_s: float | None = None, tenant: str = "") -> Stream:
+        self.skills_asked.append(request.skill)
+        return super().submit(request, deadline_s=deadline_s, tenant=tenant)
+
+
+@pytest.mark.parametrize("folder", [MD2_SMALL, MD3_SMALL], ids=lambda folder: folder.name)
+async def test_every_skill_of_the_model_is_asked_for_once_and_nothing_is_left_behind(folder):
+    config = EngineConfig(model=str(folder), dtype="float32", device="cpu", max_queued_requests=1)
+    engine = TellingEngine(LoadedModel.load(config), config)
+    await warm_up(engine)
+    assert sorted(engine.skills_asked) == sorted(engine.info.skills)
+    engine.close()
+    assert engine.load().num_used_pages == 0
+
+
+@pytest.mark.parametrize("bound", [{"max_image_bytes": 10}, {"max_image_pixels": 10}])
+async def test_what_would_be_refused_to_everybody_is_passed_over(moondream3, bound, caplog):
+    engine = Engine(moondream3, EngineConfig(model=str(MD3_SMALL), **bound))
+    with caplog.at_level(logging.WARNING):
+        await warm_up(engine)
+    assert "no room for a caption" in caplog.text
+    engine.close()
+
+
+async def test_an_engine_that_fails_its_own_requests_is_not_warm(moondream3):
+    engine = Engine(moondream3, EngineConfig(model=str(MD3_SMALL)))
+    engine.close()
+    with pytest.raises(WarmUpFailed, match="a query"):
+        await warm_up(engine)

@@ -1,0 +1,287 @@
+"""The engine with CUDA graphs, of which any may fail to be captured: every answer is what it is without them."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import logging
+import random
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.events import Finished
+from kestrel_runtime.api.requests import Detect, Point, Query, Request, SamplingParams
+from kestrel_runtime.engine.engine import Engine, EngineStatus
+from kestrel_runtime.execution import step_runner as runner_module
+from kestrel_runtime.execution.execution_config import FastPaths
+from kestrel_runtime.execution.graph_capture import Recorder, Recording
+from kestrel_runtime.interfaces.tokens import TokenRule
+from kestrel_runtime.loading.loaded_model import LoadedModel
+from kestrel_runtime.models.moondream.skills import SKILLS
+from tests.golden import MD2_SMALL
+from tests.runtime.execution.test_step_runner import CASES, MODELS, Bench, written_out
+from tests.runtime.fake_cuda import FakeRecorder
+
+SMALL_IMAGE = (MD2_SMALL / "image_1_100x80.png").read_bytes()
+LOGGER = "kestrel_runtime.execution.captured_graphs"
+CONFIG = EngineConfig(model="", text_path="fused", vision_path="fused", max_batch_size=4, num_kv_pages=300)
+
+OVER = RuntimeError("CUDA error: operation failed due to a previous error during capture\nand a page of advice")
+NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+
+
+def requests() -> list[Request]:
+    """Every kind of draw, alone and together, greedy and not."""
+    drawn = [SamplingParams(temperature=5.0, max_tokens=4, seed=seed) for seed in range(4, 6)]
+    greedy = SamplingParams(temperature=0.0, max_tokens=4)
+    return [
+        Query("hello", sampling=greedy),
+        Query("What is this?", SMALL_IMAGE, sampling=drawn[0]),
+        Query("why?", SMALL_IMAGE, reasoning=True, sampling=drawn[1]),
+        Point("copy", SMALL_IMAGE, max_objects=1),
+        Detect("copy", SMALL_IMAGE, max_objects=1),
+    ]
+
+
+class Captures:
+    """Makes recorders for an engine, which share failures, and remembers them."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, failures: Iterable[Exception | None], *, in_place: bool = True
+    ) -> None:
+        """`in_place` as recorders have it; a step that is not copied at once must not be overwritten."""
+        self._in_place = in_place
+        self.recorders: list[FakeRecorder] = []
+        self._failures = iter(failures)
+        choose = FastPaths.of
+
+        def with_graphs(*arguments: Any) -> FastPaths:
+            return dataclasses.replace(choose(*arguments), with_graphs=True)
+
+        monkeypatch.setattr(FastPaths, "of", with_graphs)
+        monkeypatch.setattr(runner_module, "Recorder", self._new_recorder)
+        # The start captures nothing, which takes long on a CPU, so that all is captured in traffic.
+        monkeypatch.setattr(runner_module, "_MOST_START_S", 0.0)
+
+    @property
+    def num_tried(self) -> int:
+        return sum(recorder.num_captures for recorder in self.recorders)
+
+    def _new_recorder(self, lane: object) -> FakeRecorder:
+        self.recorders.append(FakeRecorder(self._failures))
+        self.recorders[-1].in_place = self._in_place
+        return self.recorders[-1]
+
+
+async def answers(engine: Engine, times: int = 2) -> list[object]:
+    """What the requests get one by one and together, so often that all is captured that can be."""
+    outputs: list[object] = []
+    for _ in range(times):
+        outputs += [(await engine.submit(request).result()).output for request in requests()]
+        together = await asyncio.gather(*(engine.submit(request).result() for request in requests()))
+        outputs += [finished.output for finished in together]
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def wanted(moondream2: LoadedModel) -> list[object]:
+    engine = Engine(moondream2, CONFIG)
+    try:
+        return asyncio.run(answers(engine, times=1)) * 2
+    finally:
+        engine.close()
+
+
+def at_random(seed: int) -> Iterator[Exception | None]:
+    chance = random.Random(seed)
+    while True:
+        yield chance.choice([None, None, None, None, OVER, NO_MEMORY])
+
+
+@pytest.mark.parametrize(
+    ("failures", "looks_ahead"),
+    [
+        pytest.param(lambda: (), False, id="none"),
+        pytest.param(lambda: itertools.repeat(OVER), False, id="invalid captures"),
+        pytest.param(lambda: itertools.repeat(NO_MEMORY), False, id="no memory"),
+        pytest.param(lambda: itertools.chain([None] * 5, itertools.repeat(NO_MEMORY)), False, id="no memory later"),
+        pytest.param(lambda: at_random(3), True, id="at random, looking ahead"),
+    ],
+)
+async def test_whatever_fails_to_be_captured_every_answer_is_right_and_nobody_is_blamed(
+    moondream2: LoadedModel,
+    wanted: list[object],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    failures: Callable[[], Iterable[Exception | None]],
+    looks_ahead: bool,
+) -> None:
+    captures = Captures(monkeypatch, failures(), in_place=not looks_ahead)
+    monkeypatch.setattr(runner_module.ModelRunner, "is_asynchronous", looks_ahead)
+    statuses: list[EngineStatus] = []
+    with caplog.at_level(logging.WARNING):
+        engine = Engine(moondream2, CONFIG)
+        engine.on_status_change(statuses.append)
+        try:
+            assert await answers(engine) == wanted
+            assert (engine.status, statuses) == (EngineStatus.SERVING, [])
+            assert engine.load().num_used_pages == 0
+        finally:
+            engine.close()
+    assert captures.num_tried > 5
+    # One line for each key, and for each kind no more than a few; and nothing else was worth a warning.
+    assert all("run without a CUDA graph" in record.message for record in caplog.records)
+    keys = [record.message.partition(" run without")[0] for record in caplog.records]
+    assert len(keys) == len(set(keys)) <= 8 * 4
+    assert all("\n" not in record.message for record in caplog.records)
+    # In traffic nothing waited for the device: recorders are asked to at the start alone.
+    assert sum(recorder.num_releases for recorder in captures.recorders) == 1
+
+
+async def test_graphs_are_captured_anew_after_a_restart(
+    moondream2: LoadedModel, wanted: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captures = Captures(monkeypatch, ())
+    engine = Engine(moondream2, CONFIG)
+    try:
+        assert await answers(engine) == wanted
+        before = captures.num_tried
+        engine._loop._runner.restart()  # nothing is under way
+        assert await answers(engine) == wanted
+        assert captures.num_tried > before
+        assert isinstance(await engine.submit(Query("hi")).result(), Finished)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_usual_traffic_finds_its_graphs_captured_by_the_start(
+    case: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    captures, (tokens, image), model = Captures(monkeypatch, ()), CASES[case], MODELS[2]
+    monkeypatch.setattr(runner_module, "_MOST_START_S", 3600.0)
+    bench = Bench(model, batch=4, prefill=128, text_path="fused", vision_path="fused")
+    with caplog.at_level(logging.INFO, logger="kestrel_runtime.execution.step_runner"):
+        bench.runner.record()
+    at_start = captures.num_tried
+    assert f"captured {at_start} CUDA graphs" in caplog.text
+    assert "0 are left" in caplog.text
+    for _ in range(2):
+        (generated,) = bench.generate(6, bench.add(tokens, image))
+        assert generated == written_out(model, 6, tokens, image)
+        rule = TokenRule(allowed=(5, 6), is_spatial=True)  # which draws coordinates and sizes
+        bench.generate(3, bench.add(tokens, image, rule=rule, temperature=1.0))
+    assert captures.num_tried == at_start
+
+
+def test_the_draws_of_every_skill_alone_and_together_are_usual(moondream2: LoadedModel) -> None:
+    config = moondream2.model.config
+    spatial = (config.tokenizer.coord_id, config.tokenizer.size_id)
+    found: set[tuple[bool, bool]] = set()
+    asked: list[Request] = [*requests(), Query("why?", SMALL_IMAGE)]
+    for request in asked:
+        grammar = SKILLS[request.skill].reader(request, moondream2.tokenizer, config).grammar
+        coordinates, sizes = (
+            any(rule.is_spatial and rule.lets_pass(id) for rule in grammar.rules) for id in spatial
+        )
+        found.add((coordinates, sizes))
+    together = {(a or c, b or d) for a, b in found for c, d in found}
+    usual = {needs[:2] for needs in (*runner_module._TEXT_NEEDS, *runner_module._SPATIAL_NEEDS)}
+    assert together == usual
+    assert len({*runner_module._TEXT_NEEDS, *runner_module._SPATIAL_NEEDS}) == 2 * len(usual)
+
+
+Work = Callable[[], torch.Tensor]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+ON_A_GPU = EngineConfig(
+    model=str(MD2_SMALL), device="cuda", dtype="float32", max_batch_size=4, num_kv_pages=300, kv_fraction=0.1
+)
+WAITS_FOR_THE_DEVICE = (("rotary_write_kv", "reference"), ("rotary_decode_attention", "reference"))
+
+
+async def greedy_answers(engine: Engine) -> list[object]:
+    """As `answers`, of requests whose answers rounding does not change; asked often enough for late captures."""
+    asked: list[Request] = [
+        Query("hello", sampling=GREEDY),
+        Query("What is this?", SMALL_IMAGE, sampling=GREEDY),
+        Point("copy", SMALL_IMAGE, max_objects=2, sampling=SamplingParams(temperature=0.0)),
+        Detect("copy", SMALL_IMAGE, max_objects=2, sampling=SamplingParams(temperature=0.0)),
+    ]
+    outputs: list[object] = []
+    for _ in range(3):
+        outputs += [(await engine.submit(request).result()).output for request in asked]
+        together = await asyncio.gather(*(engine.submit(request).result() for request in asked))
+        outputs += [finished.output for finished in together]
+    return outputs
+
+
+def starved(record: Callable[[Recorder, Work], Recording]) -> Callable[[Recorder, Work], Recording]:
+    """Captures that may not take a byte more than torch has at hand, which is not for them."""
+
+    def without_memory(self: Recorder, run: Work) -> Recording:
+        torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / torch.cuda.mem_get_info()[1])
+        try:
+            return record(self, run)
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+
+    return without_memory
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("captures_at_start", [True, False], ids=["at the start", "in traffic"])
+@pytest.mark.parametrize("cause", ["waits for the device", "no memory", "nothing fails"])
+async def test_on_a_gpu_captures_that_fail_change_no_answer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, cause: str, captures_at_start: bool
+) -> None:
+    config = ON_A_GPU
+    if cause == "waits for the device":
+        config = dataclasses.replace(config, kernels=WAITS_FOR_THE_DEVICE)
+    loaded = LoadedModel.load(config)
+    plain = Engine(loaded, dataclasses.replace(config, cuda_graphs=False))
+    try:
+        wanted = await greedy_answers(plain)
+    finally:
+        plain.close()
+    if not captures_at_start:
+        monkeypatch.setattr(runner_module, "_MOST_START_S", 0.0)
+    if cause == "no memory":
+        monkeypatch.setattr(Recorder, "record", starved(Recorder.record))
+    statuses: list[EngineStatus] = []
+    with caplog.at_level(logging.WARNING):
+        engine = Engine(loaded, config)
+        engine.on_status_change(statuses.append)
+        calls = {"synchronize": 0, "empty_cache": 0}
+        for name in calls:
+            original = getattr(torch.cuda, name)
+
+            def counted(*given: object, name: str = name, original: Callable[..., None] = original) -> None:
+                calls[name] += 1
+                original(*given)
+
+            monkeypatch.setattr(torch.cuda, name, counted)
+        try:
+            assert await greedy_answers(engine) == wanted
+            assert (engine.status, statuses) == (EngineStatus.SERVING, [])
+            graphs = engine._loop._runner._graph_budget.num_graphs
+        finally:
+            engine.close()
+    assert calls == {"synchronize": 0, "empty_cache": 0}
+    lines = [record.message for record in caplog.records]
+    assert all("run without a CUDA graph" in line for line in lines), lines
+    assert len(lines) == len(set(lines))
+    if cause == "waits for the device":
+        assert graphs > 0  # encodings and first tokens
+        assert any(line.startswith("decode steps") for line in lines)
+        assert any(line.startswith("prompts") for line in lines)
+    if cause == "no memory":
+        assert graphs == 0
+        assert any("out of memory" in line for line in lines)
+    if cause == "nothing fails":
+        assert lines == []
+        assert graphs > 5

@@ -1,0 +1,214 @@
+import pytest
+import torch
+
+from kestrel_runtime.execution.request_state import Slots
+from kestrel_runtime.execution.sampling import DrawNeeds, Sampler
+from kestrel_runtime.execution.token_rules import RuleTable
+from kestrel_runtime.interfaces.tokens import Token, TokenRule
+from tests.runtime.models.moondream.tiny import random_model, tiny_config
+from tests.runtime.sequences import RuleReader, new_sequence
+
+COORDINATE, SIZE, EOS = 5, 6, 0
+MODEL = random_model(tiny_config())
+MODEL.text.lm_head.weight.mul_(10)
+X_OR_END = TokenRule(allowed=(COORDINATE, EOS), is_spatial=True)
+FREE = TokenRule()
+
+
+def hidden_states(count, seed=0):
+    torch.manual_seed(seed)
+    return torch.randn(count, MODEL.config.text.dim)
+
+
+def draw(hidden, *sequences):
+    """The tokens drawn, in the order of the sequences."""
+    return draw_from(MODEL, hidden, list(sequences))
+
+
+def draw_from(model, hidden, sequences):
+    rules = RuleTable(model.config.text.vocab_size, COORDINATE, SIZE, hidden.device)
+    slots = Slots(len(sequences), 1, rules, hidden.device)
+    for sequence in sequences:
+        slots.open(sequence)
+    sampler, rows = Sampler(model, rules, slots), torch.tensor(slots.of(sequences))
+    settings = torch.from_numpy(sampler.settings(sequences))
+    drawn = sampler.draw(hidden, rows, settings, sampler.needs(sequences))
+    return [Token(int(id), tuple(values[: int(kind)])) for id, kind, *values in drawn.tolist()]
+
+
+def best(logits):
+    return logits.argmax(dim=-1).tolist()
+
+
+def test_temperature_zero_takes_the_best_token():
+    hidden = hidden_states(5)
+    tokens = draw(hidden, *(new_sequence() for _ in range(5)))
+    assert [token.id for token in tokens] == best(MODEL.text.logits(hidden))
+    assert all(token.value == () for token in tokens)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 100.0])
+@pytest.mark.parametrize("seed", range(20))
+def test_only_what_the_rule_allows_is_drawn(temperature, seed):
+    sequence = new_sequence(rule=TokenRule(allowed=(17, 230, 4)), temperature=temperature, seed=seed)
+    (token,) = draw(hidden_states(1, seed), sequence)
+    assert token.id in (17, 230, 4)
+
+
+def test_among_the_allowed_the_best_is_taken():
+    hidden = hidden_states(1)
+    allowed = (17, 230, 4)
+    logits = MODEL.text.logits(hidden)[0]
+    (token,) = draw(hidden, new_sequence(rule=TokenRule(allowed)))
+    assert token.id == max(allowed, key=lambda id: logits[id].item())
+
+
+def test_what_the_rule_suppresses_is_not_drawn():
+    hidden = hidden_states(1)
+    order = MODEL.text.logits(hidden)[0].argsort(descending=True).tolist()
+    (token,) = draw(hidden, new_sequence(rule=TokenRule(suppressed=tuple(order[:3]))))
+    assert token.id == order[3]
+
+
+def test_a_rule_binds_its_own_row_alone():
+    hidden = hidden_states(1).expand(3, -1)
+    free = best(MODEL.text.logits(hidden))[0]
+    rules = (FREE, TokenRule(allowed=(17,)), TokenRule(suppressed=(free,)))
+    tokens = draw(hidden, *(new_sequence(rule=rule) for rule in rules))
+    assert (tokens[0].id, tokens[1].id) == (free, 17)
+    assert tokens[2].id not in (free, 17)
+
+
+# Places
+
+
+def test_a_coordinate_is_read_by_the_region_head():
+    hidden = hidden_states(2)
+    tokens = draw(hidden, *(new_sequence(rule=TokenRule((COORDINATE,), (), True)) for _ in range(2)))
+    bins = best(MODEL.region.coordinate_logits(hidden))
+    assert tokens == [(COORDINATE, (bin_ / 1024,)) for bin_ in bins]
+
+
+def test_a_size_is_read_as_width_and_height():
+    hidden = hidden_states(2)
+    tokens = draw(hidden, *(new_sequence(rule=TokenRule((SIZE,), (), True)) for _ in range(2)))
+    for token, bins in zip(tokens, best(MODEL.region.size_logits(hidden)), strict=True):
+        assert token.id == SIZE
+        assert token.value == pytest.approx([2 ** (bin_ / 1023 * 10 - 10) for bin_ in bins])
+
+
+def test_without_a_spatial_rule_a_place_is_a_token_like_any_other():
+    tokens = draw(hidden_states(2), *(new_sequence(rule=TokenRule((id,))) for id in (COORDINATE, SIZE)))
+    assert tokens == [(COORDINATE, ()), (SIZE, ())]
+
+
+def test_a_spatial_rule_gives_text_no_value():
+    (token,) = draw(hidden_states(1), new_sequence(rule=TokenRule((17,), (), True)))
+    assert token == (17, ())
+
+
+def test_rows_of_every_kind_share_a_batch():
+    hidden = hidden_states(5)
+    rules = [FREE, X_OR_END, TokenRule((SIZE,), (), True), TokenRule((COORDINATE,), (), True), FREE]
+    sequences = [new_sequence(rule=rule) for rule in rules]
+    together = draw(hidden, *sequences)
+    alone = [draw(hidden[row : row + 1], sequence)[0] for row, sequence in enumerate(sequences)]
+    assert [token.id for token in together] == [token.id for token in alone]
+    for token, other in zip(together, alone, strict=True):
+        assert token.value == pytest.approx(other.value)
+
+
+def test_places_are_drawn_with_the_temperature_of_their_row():
+    hidden = hidden_states(1).expand(200, -1)
+    rule = TokenRule((COORDINATE,), (), True)
+    warm = draw(hidden, *(new_sequence(rule=rule, temperature=5.0, seed=seed) for seed in range(200)))
+    cold = draw(hidden, *(new_sequence(rule=rule, seed=seed) for seed in range(200)))
+    assert len(set(warm)) > 100
+    assert len(set(cold)) == 1
+
+
+# Randomness
+
+
+def test_a_seed_repeats_a_draw_and_another_seed_does_not():
+    def run(seed):
+        sequence = new_sequence(temperature=2.0, seed=seed)
+        return [draw(hidden_states(1, step), sequence)[0] for step in range(20)]
+
+    assert run(3) == run(3)
+    assert run(3) != run(4)
+
+
+def test_what_a_sequence_draws_does_not_depend_on_its_company():
+    rules = [FREE, X_OR_END, TokenRule((SIZE,), (), True)]
+
+    def run(others):
+        """What one sequence draws over some steps, beside `others` sequences of changing kinds."""
+        own, drawn = new_sequence(temperature=2.0, seed=7), []
+        for step in range(12):
+            own.reader = RuleReader(rules[step % 3])
+            company = [
+                new_sequence(rule=rules[(step + place) % 3], temperature=float(place % 2), seed=place)
+                for place in range(others)
+            ]
+            states = hidden_states(others, 100 + step), hidden_states(1, step)
+            drawn.append(draw(torch.cat(states), *company, own)[-1])
+        return drawn
+
+    assert run(0) == run(3) == run(5)
+
+
+def test_a_row_spends_the_same_randomness_whatever_it_draws():
+    def state_after(rule, temperature):
+        sequence = new_sequence(rule=rule, temperature=temperature, seed=5)
+        draw(hidden_states(1), sequence)
+        return sequence.random.getstate()
+
+    spent = {
+        state_after(rule, temperature)
+        for rule in (FREE, TokenRule((COORDINATE,), (), True), TokenRule((SIZE,), (), True))
+        for temperature in (0.5, 1.0)
+    }
+    assert len(spent) == 1
+
+
+def test_whether_an_object_comes_does_not_tell_where_it_is():
+    model = random_model(tiny_config())
+    model.text.lm_head.weight[[COORDINATE, EOS]] = 0  # an object or the end, as the coin falls
+    model.text.lm_head.bias[[COORDINATE, EOS]] = 0
+    model.region.get_parameter("coord_decoder.fc2.weight").zero_()
+    model.region.get_parameter("coord_decoder.fc2.bias").copy_(-1e-4 * torch.arange(1024))
+    sequences = [new_sequence(rule=X_OR_END, temperature=1.0, seed=s) for s in range(100)]
+    drawn = draw_from(model, hidden_states(1).expand(100, -1), sequences)
+    places = [token.value[0] for token in drawn if token.id == COORDINATE]
+    assert 30 < len(places) < 70
+    assert min(places) < 0.1
+    assert max(places) > 0.9
+
+
+def test_width_and_height_are_drawn_apart():
+    model = random_model(tiny_config())
+    for name in ("size_decoder.fc2.weight", "size_decoder.fc2.bias"):
+        model.region.get_parameter(name).zero_()
+    sequences = [new_sequence(rule=TokenRule((SIZE,), (), True), temperature=1.0, seed=s) for s in range(50)]
+    drawn = draw_from(model, hidden_states(1).expand(50, -1), sequences)
+    assert sum(token.value[0] == token.value[1] for token in drawn) < 5
+
+
+@pytest.mark.parametrize(
+    ("rule", "temperature", "needs"),
+    [
+        (FREE, 0.0, DrawNeeds(False, False, False)),
+        (FREE, 0.5, DrawNeeds(False, False, True)),
+        (X_OR_END, 0.0, DrawNeeds(True, False, False)),
+        (TokenRule(suppressed=(SIZE,), is_spatial=True), 0.0, DrawNeeds(True, False, False)),
+        (TokenRule((SIZE,), (), True), 0.0, DrawNeeds(False, True, False)),
+    ],
+)
+def test_a_draw_computes_what_its_rules_leave_possible(rule, temperature, needs):
+    sequences = [new_sequence(rule=rule, temperature=temperature), new_sequence()]
+    rules = RuleTable(MODEL.config.text.vocab_size, COORDINATE, SIZE, torch.device("cpu"))
+    slots = Slots(2, 1, rules, torch.device("cpu"))
+    for item in sequences:
+        slots.open(item)
+    assert Sampler(MODEL, rules, slots).needs(sequences) == needs

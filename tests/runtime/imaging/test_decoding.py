@@ -1,0 +1,428 @@
+import io
+import json
+import warnings
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from safetensors.numpy import load_file
+
+from kestrel_runtime.api.errors import ImageError
+from kestrel_runtime.imaging.decoding import (
+    Crops,
+    UncutImage,
+    decode_image,
+    leave_uncut,
+    make_crops,
+    select_tiling,
+)
+from kestrel_runtime.imaging.formats.detection import MAX_SIDE_PX
+from kestrel_runtime.models.moondream.config import MoondreamConfig, VisionConfig
+from tests.golden import MD2_SMALL, expected, model_config, shared_folders
+
+MAX_PIXELS = 64_000_000
+VISION = MoondreamConfig.from_dict(model_config(MD2_SMALL)).vision
+RED, GREEN, BLUE, WHITE = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)
+
+IMAGES = [
+    pytest.param(folder, index, id=f"{folder.name}-{index}")
+    for folder in shared_folders()
+    for index in range(len(expected(folder)["images"]))
+]
+
+
+def decode(data: bytes) -> Image.Image:
+    return decode_image(data, max_image_pixels=MAX_PIXELS)
+
+
+def encode(image: Image.Image, image_format: str, **options: object) -> bytes:
+    file = io.BytesIO()
+    image.save(file, image_format, **options)
+    return file.getvalue()
+
+
+def quarters() -> Image.Image:
+    """A picture that is different in every orientation: red and green above, blue and white below."""
+    image = Image.new("RGB", (48, 32), WHITE)
+    image.paste(RED, (0, 0, 24, 16))
+    image.paste(GREEN, (24, 0, 48, 16))
+    image.paste(BLUE, (0, 16, 24, 32))
+    return image
+
+
+def corners(image: Image.Image) -> list[object]:
+    right, bottom = image.width - 1, image.height - 1
+    return [image.getpixel(at) for at in ((0, 0), (right, 0), (0, bottom), (right, bottom))]
+
+
+def noise(width: int, height: int) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+# Decoding
+
+
+@pytest.mark.parametrize("image_format", ["PNG", "WEBP", "GIF", "BMP", "TIFF", "JPEG"])
+def test_every_format_decodes_to_the_same_picture(image_format):
+    options = {"WEBP": {"lossless": True}, "JPEG": {"quality": 100, "subsampling": 0}}.get(image_format, {})
+    image = decode(encode(quarters(), image_format, **options))
+    assert image.mode == "RGB"
+    difference = np.abs(np.asarray(image).astype(int) - np.asarray(quarters()))
+    assert difference.max() <= (3 if image_format == "JPEG" else 0)
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK"])
+@pytest.mark.parametrize("value", [0, 255])
+def test_black_and_white_stay_so_in_every_mode(mode, value):
+    image = Image.new("RGB", (5, 4), (value,) * 3).convert(mode)
+    decoded = decode(encode(image, "TIFF"))
+    assert decoded.getcolors() == [(20, (value,) * 3)]
+
+
+def test_cmyk_jpeg_keeps_its_colours():
+    decoded = decode(encode(quarters().convert("CMYK"), "JPEG", quality=100, subsampling=0))
+    assert np.abs(np.asarray(decoded).astype(int) - np.asarray(quarters())).max() <= 3
+
+
+def test_palette_image_keeps_its_colours():
+    decoded = decode(encode(quarters().quantize(8), "PNG"))
+    assert corners(decoded) == [RED, GREEN, BLUE, WHITE]
+
+
+@pytest.mark.parametrize("image_format", ["PNG", "TIFF"])
+def test_sixteen_bits_of_grey_keep_the_high_byte(image_format):
+    values = np.array([[0, 255, 256, 0x7FFF], [0x8000, 0xABCD, 0xFF00, 0xFFFF]], dtype=np.uint16)
+    decoded = decode(encode(Image.fromarray(values), image_format))
+    grey = np.asarray(decoded)
+    np.testing.assert_array_equal(grey[..., 0], values >> 8)
+    assert decoded.mode == "RGB"
+    assert (grey[..., :1] == grey).all()
+
+
+def test_sixteen_bit_grey_is_turned_upright_too():
+    values = np.array([[0x1000, 0x2000, 0x3000]], dtype=np.uint16)
+    decoded = decode(encode(Image.fromarray(values), "PNG", exif=orientation(6)))
+    assert decoded.size == (1, 3)
+    assert [decoded.getpixel((0, y)) for y in range(3)] == [(0x10,) * 3, (0x20,) * 3, (0x30,) * 3]
+
+
+@pytest.mark.parametrize("image_format", ["PNG", "WEBP", "TIFF"])
+def test_transparency_lies_over_white(image_format):
+    pixels = np.array([[[255, 0, 0, 0], [255, 0, 0, 255], [0, 0, 0, 128]]], dtype=np.uint8)
+    options = {"lossless": True, "exact": True} if image_format == "WEBP" else {}
+    decoded = np.asarray(decode(encode(Image.fromarray(pixels), image_format, **options)))
+    assert decoded[0, 0].tolist() == [255, 255, 255]
+    assert decoded[0, 1].tolist() == [255, 0, 0]
+    assert np.abs(decoded[0, 2].astype(int) - 127).max() <= 1
+
+
+def test_transparent_palette_entry_lies_over_white():
+    image = Image.new("P", (4, 4), 1)
+    image.putpalette([255, 0, 0, 0, 0, 0])
+    for image_format in ("PNG", "GIF"):
+        assert decode(encode(image, image_format, transparency=1)).getcolors() == [(16, WHITE)]
+        assert decode(encode(image, image_format, transparency=0)).getcolors() == [(16, (0, 0, 0))]
+
+
+@pytest.mark.parametrize("image_format", ["GIF", "WEBP", "PNG", "TIFF"])
+def test_animation_shows_its_first_frame(image_format):
+    frames = [Image.new("RGB", (20, 10), colour) for colour in (RED, GREEN, BLUE)]
+    options = {"lossless": True} if image_format == "WEBP" else {}
+    data = encode(frames[0], image_format, save_all=True, append_images=frames[1:], **options)
+    with Image.open(io.BytesIO(data)) as image:
+        assert image.n_frames == 3  # pyright: ignore[reportAttributeAccessIssue]
+    assert decode(data).getcolors() == [(200, RED)]
+
+
+def orientation(value: int) -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = value
+    return exif.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("value", "turned"),
+    [
+        (1, None),
+        (2, Image.Transpose.FLIP_LEFT_RIGHT),
+        (3, Image.Transpose.ROTATE_180),
+        (4, Image.Transpose.FLIP_TOP_BOTTOM),
+        (5, Image.Transpose.TRANSPOSE),
+        (6, Image.Transpose.ROTATE_90),
+        (7, Image.Transpose.TRANSVERSE),
+        (8, Image.Transpose.ROTATE_270),
+        (0, None),
+        (99, None),
+    ],
+)
+@pytest.mark.parametrize("image_format", ["JPEG", "PNG", "WEBP", "TIFF"])
+def test_exif_orientation_is_undone(image_format, value, turned):
+    upright = quarters()
+    stored = upright if turned is None else upright.transpose(turned)
+    options = {"WEBP": {"lossless": True}, "JPEG": {"quality": 100, "subsampling": 0}}.get(image_format, {})
+    decoded = decode(encode(stored, image_format, exif=orientation(value), **options))
+    assert decoded.size == upright.size
+    assert np.abs(np.asarray(decoded).astype(int) - np.asarray(upright)).max() <= 3
+
+
+def test_exif_that_does_not_parse_is_ignored():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        decoded = decode(encode(quarters(), "PNG", exif=b"Exif\x00\x00MM\x00*\xff\xff\xff\xff"))
+    assert decoded.size == quarters().size
+
+
+# Refusals
+
+
+def png_header(width: int, height: int) -> bytes:
+    """The first chunk of a PNG that declares this size and holds nothing."""
+    data = bytearray(encode(Image.new("L", (1, 1)), "PNG"))
+    data[16:24] = width.to_bytes(4, "big") + height.to_bytes(4, "big")
+    data[29:33] = zlib.crc32(data[12:29]).to_bytes(4, "big")
+    return bytes(data)
+
+
+@pytest.mark.parametrize(("width", "height"), [(20_000, 20_000), (10_000, 9_000), (8_001, 8_000)])
+def test_declared_size_over_the_limit_is_refused_before_decoding(width, height):
+    with pytest.raises(ImageError) as caught:
+        decode(png_header(width, height))
+    assert caught.value.too_large
+    assert caught.value.violations[0].description == "must have at most 64000000 pixels"
+
+
+@pytest.mark.parametrize("size", [(MAX_SIDE_PX + 1, 1), (1, MAX_SIDE_PX + 1)])
+def test_a_line_of_pixels_is_refused_however_few_they_are(size):
+    with pytest.raises(ImageError) as caught:
+        decode(encode(Image.new("RGB", size), "PNG"))
+    assert caught.value.too_large
+    assert caught.value.violations[0].description == "must be at most 65536 pixels wide and high"
+
+
+def test_a_side_may_be_as_long_as_the_limit():
+    assert decode(encode(Image.new("L", (MAX_SIDE_PX, 2)), "PNG")).size == (MAX_SIDE_PX, 2)
+
+
+def test_an_image_that_is_rgb_already_is_not_copied(monkeypatch):
+    data = encode(noise(20, 10), "PNG")
+    monkeypatch.setattr(Image.Image, "copy", None)
+    assert decode(data).mode == "RGB"
+
+
+def test_limit_is_what_the_caller_says():
+    data = encode(Image.new("RGB", (20, 10)), "PNG")
+    assert decode_image(data, max_image_pixels=200).size == (20, 10)
+    with pytest.raises(ImageError) as caught:
+        decode_image(data, max_image_pixels=199)
+    assert caught.value.too_large
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\x00" * 100,
+        b"not an image",
+        b"<svg xmlns='http://www.w3.org/2000/svg'/>",
+        b"%PDF-1.7",
+        b"P6 1 1 255 abc",  # PPM: Pillow reads it, we do not offer it
+        b"\xff\xd8\xff",
+        b"\x89PNG\r\n\x1a\n",
+        b"GIF89a",
+        b"RIFF\x00\x00\x00\x00WEBPVP8 ",
+        png_header(0, 5),
+    ],
+)
+def test_bytes_that_are_no_image_are_refused(data):
+    with pytest.raises(ImageError) as caught:
+        decode(data)
+    assert not caught.value.too_large
+
+
+@pytest.mark.parametrize("image_format", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"])
+def test_truncated_file_is_refused(image_format):
+    data = encode(noise(100, 80), image_format)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for length in (len(data) // 4, len(data) // 2, len(data) * 3 // 4):
+            with pytest.raises(ImageError) as caught:
+                decode(data[:length])
+            assert not caught.value.too_large
+
+
+def test_refusal_names_the_field_and_quotes_no_library():
+    with pytest.raises(ImageError) as caught:
+        decode(encode(noise(100, 80), "PNG")[:5000])
+    (violation,) = caught.value.violations
+    assert violation.field == "image"
+    assert violation.description == (
+        "cannot be decoded; must be a complete file in one of JPEG, PNG, WEBP, GIF, BMP, TIFF"
+    )
+
+
+def test_channels_of_32_bits_are_refused():
+    with pytest.raises(ImageError, match="32 bits"):
+        decode(encode(Image.new("F", (4, 4), 0.5), "TIFF"))
+
+
+@settings(max_examples=150)
+@given(
+    image_format=st.sampled_from(["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"]),
+    edits=st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), min_size=1, max_size=8),
+)
+def test_damaged_file_decodes_or_is_refused_and_nothing_else(image_format, edits):
+    data = bytearray(encode(quarters(), image_format))
+    for position, value in edits:
+        data[position % len(data)] = value
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            image = decode_image(bytes(data), max_image_pixels=1_000_000)
+        except ImageError:
+            return
+    assert image.mode == "RGB"
+
+
+def test_many_threads_decode_at_once():
+    data = [encode(noise(200 + index, 150), "PNG") for index in range(4)]
+    crops = [make_crops(decode(item), VISION) for item in data]
+    with ThreadPoolExecutor(8) as pool:
+        for index, (image, found) in enumerate(
+            zip(data * 8, pool.map(lambda item: make_crops(decode(item), VISION), data * 8), strict=True)
+        ):
+            np.testing.assert_array_equal(found.pixels, crops[index % 4].pixels)
+            assert image
+
+
+# Tiling
+
+
+@pytest.mark.parametrize(
+    ("tiling", "sizes"),
+    [
+        ((1, 1), [(1, 1), (224, 224), (378, 378), (378, 4000)]),
+        ((3, 3), [(379, 379), (500, 500), (512, 512), (1024, 1024)]),
+        ((2, 4), [(640, 480), (800, 600), (1280, 720), (1920, 1080), (3840, 2160), (2000, 1000)]),
+        ((4, 2), [(600, 800), (1080, 1920)]),
+        ((4, 3), [(768, 1024)]),
+        ((1, 9), [(4000, 400)]),
+        ((9, 1), [(379, 4000)]),
+        ((1, 12), [(10_000, 400), (100_000, 400)]),
+        ((12, 1), [(400, 10_000), (400, 100_000)]),
+    ],
+)
+def test_tiling_of_common_sizes(tiling, sizes):
+    for width, height in sizes:
+        assert select_tiling(height, width, VISION) == tiling, (width, height)
+
+
+sides = st.one_of(st.integers(1, 1_000), st.integers(1, 100_000))
+
+
+@given(height=sides, width=sides, max_crops=st.integers(1, 40))
+def test_tiling_of_any_size_stays_within_its_bound_and_turns_with_the_image(height, width, max_crops):
+    vision = replace(VISION, max_crops=max_crops)
+    rows, columns = select_tiling(height, width, vision)
+    assert rows >= 1
+    assert columns >= 1
+    assert rows * columns <= max_crops
+    if height != width:
+        assert select_tiling(width, height, vision) == (columns, rows)
+
+
+@pytest.mark.parametrize(("folder", "index"), IMAGES)
+def test_tiling_and_crop_count_equal_the_reference(folder, index):
+    case = expected(folder)["images"][index]
+    crops = golden_crops(folder, index)
+    assert [crops.rows, crops.columns] == case["tiling"]
+    assert len(crops.pixels) == case["n_crops"]
+
+
+# Crops
+
+
+def golden_crops(folder, index) -> Crops:
+    case = expected(folder)["images"][index]
+    vision = MoondreamConfig.from_dict(json.loads((folder / "config.json").read_text())).vision
+    return make_crops(decode((folder / case["image"]).read_bytes()), vision)
+
+
+@pytest.mark.parametrize("folder", shared_folders(), ids=lambda folder: folder.name)
+def test_crops_equal_those_of_the_reference_to_the_bit(folder):
+    # The small folders hold no crops; there the image embeddings of the model's own tests stand in for them.
+    tensors = load_file(folder / "expected.safetensors")
+    for name in tensors:
+        if name.endswith("_crop_u8"):
+            index, which = name.split(".")
+            crop = golden_crops(folder, int(index)).pixels[0 if which == "global_crop_u8" else -1]
+            np.testing.assert_array_equal(crop, tensors[name], err_msg=name)
+
+
+def test_single_tile_equals_the_global_crop():
+    crops = make_crops(noise(100, 300), VISION)
+    assert (crops.rows, crops.columns) == (1, 1)
+    np.testing.assert_array_equal(crops.pixels[0], crops.pixels[1])
+
+
+def test_image_of_the_crops_own_size_is_not_resampled():
+    image = noise(VISION.crop_size, VISION.crop_size)
+    np.testing.assert_array_equal(make_crops(image, VISION).pixels[0], np.asarray(image))
+
+
+def vision_of(patch: int, margin: int, window: int, max_crops: int) -> VisionConfig:
+    return replace(
+        VISION,
+        enc_patch_size=patch,
+        overlap_margin=margin,
+        crop_size=(window + 2 * margin) * patch,
+        max_crops=max_crops,
+    )
+
+
+small = st.builds(
+    vision_of,
+    patch=st.integers(2, 16),
+    margin=st.integers(0, 4),
+    window=st.integers(1, 8),
+    max_crops=st.integers(1, 14),
+)
+
+
+@settings(max_examples=100)
+@given(vision=small, width=st.integers(1, 900), height=st.integers(1, 900))
+def test_neighbouring_crops_of_any_size_share_their_margins(vision, width, height):
+    crops = make_crops(noise(width, height), vision)
+    size, shared = vision.crop_size, 2 * vision.overlap_margin * vision.enc_patch_size
+    assert crops.pixels.shape == (1 + crops.rows * crops.columns, size, size, 3)
+    assert crops.pixels.dtype == np.uint8
+    tiles = crops.pixels[1:].reshape(crops.rows, crops.columns, size, size, 3)
+    left, right = tiles[:, :-1, :, size - shared :], tiles[:, 1:, :, :shared]
+    np.testing.assert_array_equal(left, right)
+    upper, lower = tiles[:-1, :, size - shared :], tiles[1:, :, :shared]
+    np.testing.assert_array_equal(upper, lower)
+
+
+# Images that wait uncut
+
+
+@pytest.mark.parametrize(("width", "height"), [(800, 557), (1, 1), (3840, 2160), (16_384, 40)])
+def test_an_uncut_image_keeps_its_pixels_and_knows_its_tiling(width, height):
+    image = noise(width, height)
+    uncut = leave_uncut(image, VISION)
+    assert isinstance(uncut, UncutImage)
+    assert (uncut.rows, uncut.columns) == select_tiling(height, width, VISION)
+    assert uncut.num_crops == 1 + uncut.rows * uncut.columns
+    np.testing.assert_array_equal(uncut.pixels[:, :, :3], np.asarray(image))
+
+
+@pytest.mark.parametrize(("width", "height"), [(4096, 2049), (16_385, 2), (2, 16_385)])
+def test_an_image_that_would_take_too_much_room_is_cut_at_once(width, height):
+    image = Image.new("RGB", (width, height), RED)
+    crops = leave_uncut(image, VISION)
+    assert isinstance(crops, Crops)
+    np.testing.assert_array_equal(crops.pixels, make_crops(image, VISION).pixels)

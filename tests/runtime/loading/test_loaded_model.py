@@ -1,0 +1,55 @@
+"""From a configuration to a model in memory."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.errors import CheckpointError
+from kestrel_runtime.loading.loaded_model import LoadedModel
+from tests.golden import MD2_SMALL, MD3_SMALL
+
+
+def test_weights_take_the_type_asked_for_and_float8_experts_keep_theirs() -> None:
+    loaded = LoadedModel.load(EngineConfig(model=str(MD3_SMALL), device="cpu", dtype="bfloat16"))
+    types = {name: tensor.dtype for name, tensor in loaded.model.named_parameters()}
+    assert types.pop("text.blocks.1.mlp.fc1.weight") is torch.float8_e4m3fn
+    assert types.pop("text.blocks.1.mlp.fc1.scale") is torch.float32
+    assert types["text.wte"] is types["vision.pos_emb"] is torch.bfloat16
+
+
+def test_auto_is_float32_on_the_cpu() -> None:
+    loaded = LoadedModel.load(EngineConfig(model=str(MD2_SMALL), device="cpu"))
+    assert loaded.model.dtype is torch.float32
+    assert loaded.model.device.type == "cpu"
+
+
+def test_scales_are_not_counted_as_parameters(moondream3: LoadedModel) -> None:
+    scales = sum(t.numel() for name, t in moondream3.model.named_parameters() if name.endswith(".scale"))
+    everything = sum(tensor.numel() for tensor in moondream3.model.parameters())
+    assert scales > 0
+    assert moondream3.num_parameters == everything - scales
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="speaks of machines without a GPU")
+def test_cuda_without_a_gpu_is_refused_in_words() -> None:
+    with pytest.raises(CheckpointError, match="torch finds none"):
+        LoadedModel.load(EngineConfig(model=str(MD2_SMALL), device="cuda"))
+
+
+def test_a_tokenizer_larger_than_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    for file in ("config.json", "model.safetensors", "tokenizer.json"):
+        shutil.copy(MD2_SMALL / file, tmp_path / file)
+    text = (tmp_path / "tokenizer.json").read_text()
+    extra = '{"id": 640, "content": "extra", "single_word": false, "lstrip": false, "rstrip": false, '
+    extra += '"normalized": false, "special": true}'
+    (tmp_path / "tokenizer.json").write_text(text.replace('"added_tokens": [', f'"added_tokens": [{extra},', 1))
+    with pytest.raises(CheckpointError, match="641 tokens, the model only 640"):
+        LoadedModel.load(EngineConfig(model=str(tmp_path)))
+
+
+def test_the_cache_takes_the_pages_asked_for_or_a_full_batch_of_typical_contexts(moondream2: LoadedModel) -> None:
+    assert moondream2.new_cache(EngineConfig(model="", num_kv_pages=7)).num_pages == 7
+    assert moondream2.new_cache(EngineConfig(model="", max_batch_size=2)).num_pages == 2 * 2048 // 16

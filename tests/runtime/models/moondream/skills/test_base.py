@@ -1,0 +1,146 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kestrel_runtime.api.events import FinishReason, TextChannel, TextDelta
+from kestrel_runtime.api.requests import BoxRef, Caption, Detect, Point, PointRef, Query, Segment
+from kestrel_runtime.interfaces.tokens import Token
+from kestrel_runtime.models.moondream.skills import SKILLS
+from kestrel_runtime.models.moondream.skills.base import TextReader, spatial_tokens, text_tokens
+from tests.runtime.models.moondream.skills.reading import (
+    COORDINATE,
+    ID_OF_BYTE,
+    IMAGE,
+    MOONDREAM_3,
+    REFERENCE_TOKENS,
+    REFERENCES,
+    SIZE,
+    TOKENIZER,
+    coordinate,
+    read,
+    size,
+    told,
+    words,
+)
+
+REQUESTS = {
+    "query": Query("what?"),
+    "caption": Caption(IMAGE),
+    "point": Point("cat", IMAGE),
+    "detect": Detect("cat", IMAGE),
+    "segment": Segment("cat", IMAGE),
+}
+SCRIPTS = {
+    "query": words("a bird"),
+    "caption": words("a bird"),
+    "point": [coordinate(0.5)] * 2,
+    "detect": [coordinate(0.5), coordinate(0.5), size(0.5, 0.5)],
+    "segment": [coordinate(0.5), coordinate(0.5), size(0.5, 0.5)],
+}
+some_ids = st.lists(st.integers(0, TOKENIZER.vocab_size - 1), max_size=40)
+bytes_of_characters = st.text("aé✓🙂 ", max_size=12).map(lambda text: [ID_OF_BYTE[byte] for byte in text.encode()])
+
+
+def text_reader():
+    return TextReader(TOKENIZER, TextChannel.ANSWER)
+
+
+# The registry
+
+
+def test_every_kind_of_request_has_its_skill():
+    assert SKILLS.keys() == {request.skill for request in REQUESTS.values()}
+    assert all(SKILLS[name].name == name for name in SKILLS)
+
+
+@pytest.mark.parametrize("name", SKILLS)
+def test_the_text_that_may_be_too_long_is_a_field_of_the_request(name):
+    assert hasattr(REQUESTS[name], SKILLS[name].text_field)
+
+
+@pytest.mark.parametrize("name", SKILLS)
+def test_text_is_drawn_and_places_are_greedy_unless_the_caller_says_otherwise(name):
+    wanted = (0.2, 0.9) if name in ("query", "caption") else (0.0, 1.0)
+    defaults = SKILLS[name].defaults
+    assert (defaults.temperature, defaults.top_p) == wanted
+
+
+@pytest.mark.parametrize("name", SKILLS)
+def test_a_reader_that_is_cut_at_once_has_an_empty_answer(name):
+    reader = SKILLS[name].reader(REQUESTS[name], TOKENIZER, MOONDREAM_3)
+    assert reader.finish_reason is None
+    assert list(reader.cut()) == []
+    assert reader.finish_reason is FinishReason.LENGTH
+    empty = {getattr(reader.output(), field) for field in reader.output().__slots__}
+    assert empty <= {"", (), None}
+
+
+@pytest.mark.parametrize("name", SKILLS)
+def test_readers_of_one_skill_do_not_share_what_they_read(name):
+    skill, request = SKILLS[name], REQUESTS[name]
+    first, second = (skill.reader(request, TOKENIZER, MOONDREAM_3) for _ in range(2))
+    before = second.output()
+    read(first, SCRIPTS[name])
+    assert first.output() != before
+    assert second.finish_reason is None
+    assert second.output() == before
+
+
+# Prompts
+
+
+def test_a_point_is_two_coordinates_and_a_box_its_centre_and_size():
+    assert spatial_tokens(REFERENCES, MOONDREAM_3) == REFERENCE_TOKENS
+    assert spatial_tokens((), MOONDREAM_3) == []
+
+
+def test_an_empty_box_is_still_a_box():
+    assert spatial_tokens((BoxRef(0.5, 0.5, 0.5, 0.5),), MOONDREAM_3) == [
+        Token(COORDINATE, (0.5,)),
+        Token(COORDINATE, (0.5,)),
+        Token(SIZE, (0.0, 0.0)),
+    ]
+    assert len(spatial_tokens((PointRef(0.5, 0.5),), MOONDREAM_3)) == 2
+
+
+def test_plain_ids_carry_no_value():
+    assert text_tokens([3, 1]) == text_tokens((3, 1)) == [Token(3), Token(1)]
+
+
+# Text
+
+
+@given(some_ids)
+def test_deltas_add_up_to_the_text(ids):
+    reader = text_reader()
+    deltas = [delta for id in ids for delta in reader.push(id)]
+    deltas += reader.flush()
+    assert told(deltas) == reader.text == TOKENIZER.decode(ids)
+    assert reader.num_chars == len(reader.text)
+    assert sum(delta.num_tokens for delta in deltas) <= reader.num_tokens == len(ids)
+
+
+@given(bytes_of_characters)
+def test_a_delta_holds_whole_characters_however_they_are_spread_over_tokens(ids):
+    reader = text_reader()
+    deltas = [delta for id in ids for delta in reader.push(id)]
+    assert "�" not in told(deltas)
+    assert [len(delta.text) for delta in deltas] == [1] * len(deltas)
+    assert [delta.num_tokens for delta in deltas] == [len(delta.text.encode()) for delta in deltas]
+    assert list(reader.flush()) == []
+
+
+def test_tokens_without_text_count_towards_the_next_delta():
+    reader = text_reader()
+    assert list(reader.push(8)) == []
+    assert list(reader.push(ID_OF_BYTE[ord("a")])) == [TextDelta("a", TextChannel.ANSWER, 0, 2)]
+    assert list(reader.push(ID_OF_BYTE[ord("b")])) == [TextDelta("b", TextChannel.ANSWER, 2, 1)]
+    assert reader.num_tokens == 3
+
+
+def test_a_flush_breaks_an_unfinished_character_for_good():
+    reader = text_reader()
+    first, second = (ID_OF_BYTE[byte] for byte in "é".encode())
+    deltas = [*reader.push(first), *reader.flush(), *reader.push(second), *reader.flush()]
+    assert told(deltas) == reader.text == "��"
+    assert reader.num_chars == 2

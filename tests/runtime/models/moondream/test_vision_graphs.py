@@ -1,0 +1,39 @@
+import pytest
+import torch
+
+from kestrel_runtime.execution.captured_graphs import GraphBudget
+from kestrel_runtime.models.moondream.vision_graphs import EncodeGraphs
+from tests.runtime.fake_cuda import new_recorder, settle
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def encode(crops):
+    return crops.float().flatten(1).cumsum(1)
+
+
+def new_graphs(recorder, **bounds):
+    return EncodeGraphs(encode, (4, 4, 3), DEVICE, recorder, GraphBudget(max_bytes=2**30), **bounds)
+
+
+@pytest.mark.parametrize("is_warm", [False, True])
+def test_replayed_encodings_are_those_of_the_encoder(is_warm):
+    recorder = new_recorder(DEVICE)
+    graphs = new_graphs(recorder, max_crops=6, max_crops_of_image=3)
+    settle(DEVICE)
+    if is_warm:
+        graphs.captured.capture_all(graphs.usual(), until=float("inf"))
+    kept = []
+    settle(DEVICE)
+    with recorder.entered():
+        for count in (5, 1, 3, 2, 3, 5, 1, 5, 6, 5, 7, 5):
+            crops = torch.randint(0, 256, (count, 4, 4, 3), dtype=torch.uint8, device=DEVICE)
+            kept.append((graphs(crops), encode(crops)))
+        for features, wanted in kept:  # none was overwritten by a later one
+            assert torch.equal(features, wanted)
+    assert len(graphs.captured) == 3 + is_warm  # 1, 3 and 5 came again; more than 6 never have a graph
+
+
+def test_usual_are_the_numbers_of_crops_of_one_image():
+    graphs = new_graphs(new_recorder(DEVICE), max_crops=2, max_crops_of_image=13)
+    assert [key for key, _ in graphs.usual()] == list(range(13, 0, -1))

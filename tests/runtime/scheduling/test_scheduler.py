@@ -1,0 +1,450 @@
+"""I1 to I6 are the invariants in the docstring of `kestrel_runtime.scheduling.scheduler`."""
+
+import pytest
+
+from kestrel_runtime.api.requests import Priority
+from kestrel_runtime.scheduling.sequence import UNIFORMS_PER_TOKEN, SequenceState
+from tests.runtime.sequences import new_sequence
+from tests.runtime.world import World
+
+WAITING, PREFILLING, PREFILLED, RUNNING, FINISHED = SequenceState
+
+
+# I1: pages
+
+
+def test_i1_a_waiting_sequence_holds_no_page():
+    world = World()
+    sequence = world.add()
+    assert (sequence.pages, world.pool.num_used, world.scheduler.num_waiting) == ([], 0, 1)
+
+
+@pytest.mark.parametrize("state", [WAITING, PREFILLING, RUNNING])
+def test_i1_a_removed_sequence_gives_all_its_pages_back(state):
+    world = World(num_pages=16, prefill=8)
+    other = world.add(4)
+    sequence = world.add(20)
+    while sequence.state is not state:
+        world.step()
+    held = len(sequence.pages)
+    assert (held > 0) == (state is not WAITING)
+    used = world.pool.num_used
+    world.scheduler.remove(sequence)
+    assert (sequence.state, sequence.pages) == (FINISHED, [])
+    assert world.pool.num_used == used - held
+    assert list(world.scheduler.sequences()) == [other]
+    world.scheduler.remove(other)
+    assert world.scheduler.is_idle
+    assert world.pool.num_used == 0
+
+
+def test_i1_pages_that_a_step_under_way_still_writes_to_are_given_back_when_it_has_landed():
+    world = World(prefill=8)
+    sequence = world.add(20)
+    steps = [world.begin(), world.begin()]
+    world.scheduler.remove(sequence)
+    assert (sequence.state, world.pool.num_used) == (FINISHED, 5)
+    assert world.end(*steps[0]) == []
+    assert world.pool.num_used == 5
+    assert world.end(*steps[1]) == []
+    assert (sequence.pages, world.pool.num_used) == ([], 0)
+
+
+def test_i1_a_failure_gives_back_the_pages_of_those_who_left_too():
+    world = World()
+    sequence = world.add(20)
+    world.begin()
+    world.scheduler.remove(sequence)
+    world.scheduler.put_all_back()
+    assert world.pool.num_used == 0
+
+
+def test_i1_a_preempted_sequence_holds_no_page_and_can_be_removed():
+    world = World(num_pages=4, page_size=2)
+    oldest, youngest = world.add(2), world.add(2)
+    while youngest.state is not WAITING or youngest.num_generated == 0:
+        world.step()
+    assert (youngest.pages, youngest.num_cached) == ([], 0)
+    world.scheduler.remove(youngest)
+    assert youngest.state is FINISHED
+    assert world.pool.num_used == len(oldest.pages)
+
+
+# I2: decoding
+
+
+def test_i2_whoever_runs_draws_a_token_in_every_step():
+    world = World(prefill=3)
+    running = [world.add(1), world.add(1), world.add(1)]
+    world.step()
+    world.add(50, image=10, crops=3)
+    for _ in range(20):
+        before = [sequence.num_generated for sequence in running]
+        assert world.step().decode[:3] == running
+        assert [sequence.num_generated for sequence in running] == [count + 1 for count in before]
+
+
+# I3: prefill while decoding
+
+
+def test_i3_prefill_beside_decoding_is_cut_into_chunks():
+    world = World(prefill=8)
+    world.add(1)
+    world.step()
+    sequence = world.add(20)
+    chunks = [world.step().prefill for _ in range(3)]
+    assert [[(chunk.start, chunk.end) for chunk in step] for step in chunks] == [[(0, 8)], [(8, 16)], [(16, 20)]]
+    assert sequence.num_generated == 1
+
+
+def test_i3_several_prompts_share_the_bound_oldest_first():
+    world = World(prefill=8)
+    world.add(1)
+    world.step()
+    first, second, third = world.add(5), world.add(5), world.add(5)
+    assert world.step().prefill == [(first, 0, 5), (second, 0, 3)]
+    assert world.step().prefill == [(second, 3, 5), (third, 0, 5)]
+
+
+def test_i3_an_image_prefix_goes_in_whole_and_alone_where_it_exceeds_the_bound():
+    world = World(prefill=8)
+    world.add(1)
+    world.step()
+    pictured = world.add(6, image=20)
+    beside = world.add(3)
+    assert world.step().prefill == [(pictured, 0, 21)]
+    assert world.step().prefill == [(pictured, 21, 26), (beside, 0, 3)]
+
+
+def test_i3_an_image_prefix_that_others_leave_no_room_for_waits_a_step():
+    world = World(prefill=8)
+    world.add(1)
+    world.step()
+    first, pictured, last = world.add(4), world.add(2, image=6), world.add(2)
+    assert world.step().prefill == [(first, 0, 4), (last, 0, 2)]
+    assert world.step().prefill == [(pictured, 0, 8)]
+
+
+def test_i3_crops_beside_decoding_are_bounded_and_prefill_waits_for_the_last():
+    world = World(crops=4)
+    world.add(1)
+    world.step()
+    first, second = world.add(2, image=5, crops=6), world.add(2, image=5, crops=3)
+    batch = world.step()
+    assert (batch.encode, batch.prefill) == ([(first, 0, 4)], [])
+    batch = world.step()
+    assert batch.encode == [(first, 4, 6), (second, 0, 2)]
+    assert batch.prefill == [(first, 0, 7)]
+    batch = world.step()
+    assert (batch.encode, batch.prefill) == ([(second, 2, 3)], [(second, 0, 7)])
+
+
+def test_without_decoding_an_image_is_encoded_and_prefilled_in_one_step():
+    world = World(crops=4)
+    sequence = world.add(2, image=5, crops=13)
+    batch = world.step()
+    assert (batch.encode, batch.prefill) == ([(sequence, 0, 13)], [(sequence, 0, 7)])
+    assert sequence.num_generated == 1
+
+
+# I4: pages under pressure
+
+
+def test_i4_pages_are_taken_one_by_one_as_tokens_need_them():
+    world = World(num_pages=8, page_size=4)
+    sequence = world.add(4)
+    held = []
+    for _ in range(9):
+        world.step()
+        held.append(len(sequence.pages))
+    assert held == [1, 2, 2, 2, 2, 3, 3, 3, 3]
+
+
+def test_i4_the_youngest_makes_room_and_the_oldest_never_stops():
+    world = World(num_pages=8, page_size=2)
+    oldest, middle, youngest = world.add(2), world.add(2), world.add(2)
+    gave_way = []
+    for _ in range(14):
+        states = {sequence: sequence.state for sequence in (oldest, middle, youngest)}
+        before = oldest.num_generated
+        world.step()
+        assert oldest.num_generated == before + 1
+        gave_way += [s for s in states if states[s] is RUNNING and s.state is WAITING]
+    assert gave_way[:2] == [youngest, middle]
+    assert oldest not in gave_way
+
+
+def test_i4_a_preempted_sequence_keeps_its_tokens_and_is_prefilled_with_them():
+    world = World(num_pages=6, page_size=2)
+    oldest, youngest = world.add(2), world.add(2)
+    while youngest.state is not WAITING or not youngest.num_generated:
+        world.step()
+    tokens = list(youngest.tokens)
+    assert len(tokens) > 3
+    world.scheduler.remove(oldest)
+    batch = world.step()
+    assert batch.prefill == [(youngest, 0, len(tokens))]
+    assert youngest.tokens[:-1] == tokens
+
+
+def test_i4_a_preempted_image_is_not_encoded_again():
+    world = World(num_pages=8, page_size=2)
+    oldest, pictured = world.add(4), world.add(1, image=3, crops=2)
+    while pictured.state is not WAITING or not pictured.num_generated:
+        world.step()
+    assert pictured.num_crops_to_encode == 0
+    world.scheduler.remove(oldest)
+    batch = world.step()
+    assert (batch.encode, batch.prefill[0].start) == ([], 0)
+
+
+def test_i4_a_lone_sequence_may_fill_the_whole_cache():
+    world = World(num_pages=3, page_size=2)
+    sequence = world.add(5)
+    world.step()
+    assert world.finished == [sequence]
+    assert sequence.length == world.capacity
+
+
+# I5: order
+
+
+def test_i5_the_urgent_start_first_and_whoever_was_sent_back_before_them():
+    world = World(num_pages=6, page_size=2, batch=2)
+    oldest, preempted = world.add(2), world.add(2)
+    world.step()
+    normal, urgent = world.add(1), world.add(1, priority=Priority.INTERACTIVE)
+    while preempted.state is not WAITING or not preempted.num_generated:
+        world.step()
+    world.scheduler.remove(oldest)
+    assert [chunk.sequence for chunk in world.step().prefill] == [preempted, urgent]
+    assert normal.state is WAITING
+
+
+def test_i5_tokens_generated_count_for_their_tenant():
+    world = World(batch=1)
+    world.add(5, generates=20, tenant="talks")
+    world.add(5, generates=1, tenant="listens")
+    world.steps(21)
+    assert world.scheduler.is_idle
+    world.add(1, tenant="talks")
+    listener = world.add(1, tenant="listens")
+    world.step()
+    assert listener.state is RUNNING
+
+
+def test_i5_equal_sequences_start_in_the_order_they_came():
+    world = World(num_pages=4, page_size=4, batch=2)
+    large, small = world.add(13), world.add(1)
+    world.step()
+    assert (large.state, small.state) == (RUNNING, WAITING)  # there is room for `small` alone, not for both
+    third = world.add(1)
+    world.scheduler.remove(large)
+    assert world.step().prefill == [(small, 0, 1), (third, 0, 1)]
+
+
+def test_i5_a_small_sequence_does_not_pass_a_large_one():
+    world = World(num_pages=8, page_size=4)
+    world.add(8)
+    world.step()
+    large, small = world.add(24), world.add(1)
+    world.step()
+    assert (large.state, small.state) == (WAITING, WAITING)
+
+
+def test_i5_a_preempted_sequence_comes_back_before_whoever_came_later():
+    world = World(num_pages=6, page_size=2, batch=2)
+    oldest, preempted, later = world.add(2), world.add(2), world.add(1)
+    while preempted.state is not WAITING or not preempted.num_generated:
+        world.step()
+    assert list(world.scheduler.sequences()) == [oldest, preempted, later]
+
+
+# I6: after a failure
+
+
+def test_i6_after_a_failure_each_does_the_same_again_alone_oldest_first():
+    world = World()
+    decoding, other = world.add(3), world.add(2)
+    world.steps(3)
+    tokens = list(decoding.tokens)
+    pictured, late = world.add(2, image=5, crops=3), world.add(1)
+    failed = world.fail()
+    assert failed.members == [pictured, late, decoding, other]
+    assert (world.pool.num_used, world.scheduler.num_waiting, decoding.tokens) == (0, 4, tokens)
+    untouched = world.add(1, priority=Priority.INTERACTIVE)
+    trials = [world.step() for _ in range(6)]
+    # Who was decoding has everything but its last token put into the cache, and then decodes that.
+    assert (trials[0].prefill, trials[0].decode) == ([(decoding, 0, 5)], [])
+    assert (trials[1].prefill, trials[1].decode) == ([], [decoding])
+    assert (trials[2].members, trials[3].decode) == ([other], [other])
+    assert (trials[4].encode, trials[4].prefill) == ([(pictured, 0, 3)], [(pictured, 0, 7)])
+    assert trials[5].prefill == [(late, 0, 1)]
+    assert not world.scheduler.is_trying
+    assert world.step().members == [untouched, decoding, other, pictured, late]
+
+
+def test_i6_who_fails_its_trial_is_tried_again_unless_it_is_removed():
+    world = World()
+    first, second = world.add(2), world.add(2)
+    world.fail()
+    assert world.fail().members == [first]
+    assert world.fail().members == [first]
+    world.scheduler.remove(first)
+    assert world.step().members == [second]
+    assert not world.scheduler.is_trying
+    assert world.step().decode == [second]
+
+
+def test_i6_who_was_active_without_work_is_tried_too_and_keeps_its_place():
+    world = World(prefill=4)
+    decoding = world.add(1)
+    world.step()
+    first, second = world.add(4), world.add(4)
+    assert world.fail().members == [first, decoding]
+    assert [world.step().members for _ in range(4)] == [[decoding], [decoding], [first], [second]]
+    assert not world.scheduler.is_trying
+    assert list(world.scheduler.sequences()) == [decoding, first, second]
+
+
+def test_i6_who_has_passed_is_tried_anew_when_a_later_trial_fails():
+    world = World()
+    first, second, third = world.add(2), world.add(2), world.add(2)
+    world.fail()
+    assert world.step().members == [first]
+    assert world.fail().members == [second]
+    world.scheduler.remove(second)
+    assert [world.step().members for _ in range(3)] == [[first], [first], [third]]
+    assert world.step().decode == [first, third]
+
+
+def test_i6_trials_fit_where_the_failed_batch_filled_the_cache():
+    world = World(num_pages=8, page_size=2)
+    first, second = world.add(5), world.add(5)
+    world.steps(2)
+    world.fail()
+    while world.scheduler.is_trying:
+        assert len(world.step().members) == 1
+    assert first.num_generated == second.num_generated == 3
+    assert world.pool.num_free == 0
+
+
+def test_i6_random_numbers_go_back_to_where_they_were():
+    world = World()
+    sequence = world.add(2)
+    world.steps(3)
+    before = sequence.random.getstate()
+    for _ in range(UNIFORMS_PER_TOKEN * 3):  # `World` draws without them
+        sequence.random.random()
+    expected = sequence.random.getstate()
+    sequence.random.random()
+    world.fail()
+    assert sequence.random.getstate() == expected != before
+
+
+# I8: prompts on their way
+
+
+def test_i8_who_decodes_does_not_wait_for_the_prompts_of_others():
+    world = World()
+    decoding = world.add(3)
+    world.step()
+    newcomer = world.add(5)
+    prompts = world.begin()
+    assert newcomer.state is PREFILLED
+    for _ in range(3):
+        batch, drew = world.begin(takes_prompts=False)
+        assert batch.decode == [decoding]
+        world.end(batch, drew)
+    assert (decoding.num_generated, newcomer.num_generated) == (4, 0)
+    assert newcomer in world.end(*prompts)
+    assert newcomer.state is RUNNING
+    assert world.step().decode == [decoding, newcomer]
+
+
+def test_i8_who_follows_its_prompt_decodes_before_that_has_landed():
+    world = World()
+    sequence = world.add(5)
+    prompts = world.begin()
+    assert not world.scheduler.is_decoding
+    world.scheduler.follow(prompts[1])
+    assert world.scheduler.is_decoding
+    second = world.begin()
+    assert second[0].decode == [sequence]
+    world.end(*prompts)
+    world.end(*second)
+    assert sequence.num_generated == 2
+
+
+def test_i8_the_first_part_of_a_prompt_lets_nobody_decode():
+    world = World(prefill=8)
+    other, sequence = world.add(3), world.add(10)
+    first = world.begin()
+    second = world.begin()
+    assert [(chunk.sequence, chunk.end) for chunk in first[0].prefill] == [(other, 3), (sequence, 5)]
+    assert [(chunk.sequence, chunk.end) for chunk in second[0].prefill] == [(sequence, 10)]
+    world.scheduler.follow(first[1])
+    assert world.begin(takes_prompts=False)[0].decode == [other]
+    world.end(*first)
+    assert sequence.state is PREFILLED
+    world.end(*second)
+    assert world.begin(takes_prompts=False)[0].decode == [other, sequence]
+
+
+def test_a_batch_of_decoding_alone_starts_nobody():
+    world = World()
+    waiting = world.add(3)
+    batch, _ = world.begin(takes_prompts=False)
+    assert batch.is_empty
+    assert waiting.state is WAITING
+
+
+# Admission
+
+
+def test_no_more_sequences_are_active_than_a_batch_holds():
+    world = World(batch=3)
+    for _ in range(5):
+        world.add(1)
+    assert len(world.step().prefill) == 3
+    assert (world.scheduler.num_active, world.scheduler.num_waiting) == (3, 2)
+
+
+def test_a_newcomer_waits_until_each_active_sequence_has_a_page_in_reserve():
+    world = World(num_pages=8, page_size=4)
+    world.add(4)
+    world.add(4)
+    world.step()
+    newcomer = world.add(11)  # needs three pages; four are free, two of them in reserve
+    world.step()
+    assert newcomer.state is WAITING
+    world.scheduler.remove(newcomer)
+    smaller = world.add(7)
+    world.step()
+    assert smaller.state is RUNNING
+
+
+@pytest.mark.parametrize("num_pages", range(6, 14))
+@pytest.mark.parametrize("num_steps", range(1, 6))
+@pytest.mark.parametrize("num_tokens", [3, 4, 5])
+def test_a_newcomer_is_not_sent_back_at_once(num_pages, num_steps, num_tokens):
+    world = World(num_pages=num_pages, page_size=4)
+    world.add(4)
+    world.add(8)
+    world.steps(num_steps)
+    newcomer = world.add(num_tokens)
+    if world.step().prefill:
+        world.step()
+        assert newcomer.state is RUNNING
+
+
+def test_a_prompt_that_leaves_no_room_for_a_token_is_a_bug():
+    world = World()
+    with pytest.raises(AssertionError, match="checked when the request was prepared"):
+        world.scheduler.add(new_sequence(10, max_context=10))
+
+
+def test_an_idle_scheduler_has_nothing_to_do():
+    world = World()
+    assert world.scheduler.is_idle
+    assert world.step().is_empty

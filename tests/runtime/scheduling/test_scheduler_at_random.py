@@ -1,0 +1,110 @@
+"""The scheduler's invariants, I1 to I6, while requests come and go and steps fail in any order."""
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import invariant, precondition, rule
+
+from kestrel_runtime.interfaces.tokens import Token
+from kestrel_runtime.scheduling.sequence import SequenceState
+from tests.runtime.arrivals import Arrivals
+
+WAITING, PREFILLING, PREFILLED, RUNNING, FINISHED = SequenceState
+
+
+class SchedulerMachine(Arrivals):
+    """Requests come, go and run in any order; the invariants hold after each step."""
+
+    @precondition(lambda self: self.still_here())
+    @rule(data=st.data())
+    def one_is_cancelled(self, data):
+        sequence = data.draw(st.sampled_from(self.still_here()))
+        self.world.scheduler.remove(sequence)
+        assert (sequence.state, sequence.pages) == (FINISHED, [])
+
+    @rule()
+    def a_step_is_taken(self):
+        self.take_step()
+
+    @rule()
+    def a_step_fails(self):
+        world = self.world
+        here, tokens = self.still_here(), {item: list(item.tokens) for item in self.arrived}
+        was_trying = world.scheduler.is_trying
+        batch = world.fail()
+        assert world.pool.num_used == 0
+        assert world.scheduler.num_waiting == len(here)
+        assert {item: list(item.tokens) for item in self.arrived} == tokens
+        assert world.scheduler.is_trying == bool(batch.members)
+        if was_trying:
+            assert len(batch.members) == 1
+
+    @rule(count=st.integers(5, 15))
+    def steps_are_taken(self, count):
+        for _ in range(count):
+            self.take_step()
+
+    def take_step(self):
+        world, here = self.world, self.still_here()
+        tokens = {sequence: list(sequence.tokens) for sequence in here}
+        encoded = {sequence: sequence.num_encoded_crops for sequence in here}
+        cached = {sequence: sequence.num_cached for sequence in here}
+        active_before = world.active()
+        running_before = [sequence for sequence in active_before if sequence.state is RUNNING]
+        is_trial = world.scheduler.is_trying
+        batch = world.step()
+        if is_trial:  # I6, and no other invariant of who runs
+            assert len(batch.members) == 1
+            return
+        working = {item.sequence for item in (*batch.encode, *batch.prefill)} | set(batch.decode)
+        # I2: whoever ran before decodes or has made room; nobody works twice.
+        for sequence in running_before:
+            assert sequence in batch.decode or sequence.state is WAITING
+        assert len({chunk.sequence for chunk in batch.prefill}) == len(batch.prefill)
+        assert not {chunk.sequence for chunk in batch.prefill} & set(batch.decode)
+        # I3
+        num_prefill = sum(chunk.end - chunk.start for chunk in batch.prefill)
+        if num_prefill > world.max_prefill_tokens:
+            ((pictured, start, end),) = batch.prefill
+            assert (start, end) == (0, pictured.prefix_length)
+        if batch.decode:
+            assert sum(part.end - part.start for part in batch.encode) <= world.max_crops
+        for sequence, start, end in batch.encode:
+            assert start == encoded[sequence] < end
+            assert sequence.num_encoded_crops == end
+        for sequence, start, end in batch.prefill:
+            assert start == (cached[sequence] if sequence in active_before else 0)
+            assert start >= sequence.prefix_length or end >= sequence.prefix_length  # never split
+            assert sequence.num_crops_to_encode == 0
+        # I4: the oldest advances, and preemption forgets nothing.
+        if here:
+            assert here[0] in working
+        for sequence in here:
+            new = [Token(sequence.id, (float(sequence.num_generated - 1),))] if sequence in world.due else []
+            assert sequence.tokens == tokens[sequence] + new
+
+    @invariant()
+    def i1_no_page_is_held_by_who_may_not_have_it(self):
+        for sequence in self.arrived:
+            assert (sequence.state in (PREFILLING, RUNNING)) == bool(sequence.pages)
+            assert self.world.pool.pages_for(sequence.num_cached) <= len(sequence.pages)
+            assert len(sequence.pages) <= self.world.pool.pages_for(sequence.length)
+
+    @invariant()
+    def i5_the_scheduler_keeps_the_order_of_arrival(self):
+        assert list(self.world.scheduler.sequences()) == self.still_here()
+        assert self.world.scheduler.num_active == len(self.world.active()) <= self.world.max_batch_size
+        assert self.world.scheduler.num_waiting == len(self.still_here()) - len(self.world.active())
+
+    def teardown(self):
+        if not hasattr(self, "world"):
+            return
+        for _ in range(2000):
+            if self.world.scheduler.is_idle:
+                break
+            self.take_step()
+        assert self.world.scheduler.is_idle, "somebody never finishes"
+        assert self.world.pool.num_used == 0
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(max_examples=80, stateful_step_count=25)

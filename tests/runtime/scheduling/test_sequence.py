@@ -1,0 +1,95 @@
+import itertools
+
+import pytest
+
+from kestrel_runtime.interfaces.tokens import Token
+from kestrel_runtime.scheduling.sequence import Batch, Chunk, CropRange, SequenceState
+from tests.runtime.sequences import blank_crops, new_sequence
+
+WAITING, PREFILLING, PREFILLED, RUNNING, FINISHED = SequenceState
+LEGAL = {
+    (WAITING, PREFILLING),
+    (WAITING, FINISHED),
+    (PREFILLING, PREFILLED),
+    (PREFILLING, RUNNING),
+    (PREFILLING, WAITING),
+    (PREFILLING, FINISHED),
+    (PREFILLED, RUNNING),
+    (PREFILLED, WAITING),
+    (PREFILLED, FINISHED),
+    (RUNNING, WAITING),
+    (RUNNING, FINISHED),
+}
+
+
+@pytest.mark.parametrize(("state", "next_state"), list(itertools.product(SequenceState, repeat=2)))
+def test_a_sequence_moves_only_as_its_life_allows(state, next_state):
+    sequence = new_sequence()
+    sequence.state = state
+    if (state, next_state) in LEGAL:
+        sequence.move_to(next_state)
+        assert sequence.state is next_state
+    else:
+        with pytest.raises(AssertionError, match=f"{state.name} → {next_state.name}"):
+            sequence.move_to(next_state)
+        assert sequence.state is state
+
+
+def test_a_sequence_begins_waiting_and_empty_handed():
+    sequence = new_sequence(3)
+    assert sequence.state is WAITING
+    assert (sequence.pages, sequence.num_cached, sequence.num_encoded_crops) == ([], 0, 0)
+
+
+def test_the_image_takes_positions_but_no_tokens():
+    sequence = new_sequence(4, num_image_tokens=9)
+    assert len(sequence.tokens) == 4
+    assert sequence.length == sequence.num_prompt_positions == 13
+    assert sequence.prefix_length == 10  # BOS and the image
+
+
+def test_text_alone_has_no_prefix():
+    assert new_sequence(4).prefix_length == 0
+
+
+def test_generated_tokens_lengthen_a_sequence_but_not_its_prompt():
+    sequence = new_sequence(4, num_image_tokens=9)
+    sequence.tokens += [Token(1), Token(2)]
+    assert (sequence.length, sequence.num_prompt_positions, sequence.num_generated) == (15, 13, 2)
+
+
+def test_crops_are_due_until_they_are_encoded():
+    sequence = new_sequence(num_image_tokens=4, crops=blank_crops(3))
+    assert sequence.num_crops_to_encode == 3
+    sequence.num_encoded_crops = 2
+    assert sequence.num_crops_to_encode == 1
+    assert new_sequence().num_crops_to_encode == 0
+
+
+def test_sequences_are_told_apart_by_identity():
+    first, second = new_sequence(), new_sequence()
+    second.id = first.id
+    assert first != second
+    assert len({first, second}) == 2
+
+
+def test_a_chunk_is_the_last_when_it_reaches_the_newest_token():
+    sequence = new_sequence(6)
+    assert not Chunk(sequence, 0, 5).is_last
+    assert Chunk(sequence, 2, 6).is_last
+    sequence.tokens.append(Token(1))
+    assert not Chunk(sequence, 2, 6).is_last
+
+
+def test_prompts_that_are_in_whole_and_whoever_decodes_are_due_a_token_in_that_order():
+    begun, whole, decoding = new_sequence(6), new_sequence(6), new_sequence(6)
+    batch = Batch([], [Chunk(begun, 0, 3), Chunk(whole, 3, 6)], [decoding])
+    assert batch.due == [whole, decoding]
+
+
+def test_a_batch_without_work_is_empty():
+    sequence = new_sequence(2)
+    assert Batch([], [], []).is_empty
+    assert not Batch([CropRange(sequence, 0, 1)], [], []).is_empty
+    assert not Batch([], [Chunk(sequence, 0, 1)], []).is_empty
+    assert not Batch([], [], [sequence]).is_empty

@@ -1,0 +1,371 @@
+import asyncio
+import contextlib
+import struct
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+
+from kestrel_client.v1 import engine_service_pb2, vision_service_pb2
+from kestrel_client.v1 import engine_service_pb2 as engine_wire
+from kestrel_client.v1 import vision_service_pb2 as wire
+from kestrel_grpc.access.access import RateLimited, TokenAccess, TokenInvalid, required_scopes
+from kestrel_grpc.access.tokens import Scope, line_for
+from kestrel_runtime.api.events import Started, TextChannel, TextDelta, Usage
+from tests.fakes import HOLD, FakeEngine
+from tests.journey import http2
+from tests.journey.http2 import Http2Client
+from tests.server.certificates import replace
+from tests.server.serving import Serving, details_of, reason_of, serving
+
+VISION = "kestrel.v1.VisionService/"
+QUERY = wire.QueryRequest(question="?")
+COMPLETE_QUERY = wire.CompleteQueryRequest(question="?")
+SECRETS = {"alice": "kestrel_alice", "bob": "kestrel_bob", "operator": "kestrel_operator"}
+SCOPES = {"operator": [Scope.ADMIN]}
+
+
+def bearing(name: str) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {SECRETS[name]}"),)
+
+
+def write_tokens(path: Path, names: Iterable[str] = SECRETS, limits: str = "", scope: Scope | None = None) -> None:
+    lines = []
+    for name in names:
+        scopes = frozenset(SCOPES.get(name, [scope or Scope.INFER]))
+        lines.append(line_for(name, SECRETS[name], scopes).replace(" }", f"{limits} }}"))
+    replace(path, "\n".join(lines).encode())
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "tokens.toml"
+    write_tokens(path)
+    return path
+
+
+def stalls(request: object) -> list[object]:
+    """A script that starts, says a word and then waits."""
+    return [Started(Usage(1, 0)), TextDelta("a", TextChannel.ANSWER, 0, 1), HOLD]
+
+
+async def refusal(call: Any) -> grpc.aio.AioRpcError:
+    """What a call is refused with, which must come without headers."""
+    answer = call.read() if isinstance(call, grpc.aio.UnaryStreamCall) else call
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await answer
+    assert "x-request-id" not in dict(await call.initial_metadata())
+    return caught.value
+
+
+@asynccontextmanager
+async def running(house: Serving, name: str) -> AsyncIterator[Any]:
+    """A stream that has begun and will not end by itself."""
+    stream = house.vision.Query(QUERY, metadata=bearing(name))
+    await stream.read()
+    await stream.read()
+    try:
+        yield stream
+    finally:
+        stream.cancel()
+
+
+async def test_a_known_token_gets_answers(path):
+    async with serving(tokens=str(path)) as house:
+        response = await house.vision.CompleteQuery(COMPLETE_QUERY, metadata=bearing("alice"))
+        assert response.result.answer == "a kestrel"
+        events = [event async for event in house.vision.Query(QUERY, metadata=bearing("alice"))]
+        assert events[-1].completed.answer == "a kestrel"
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        (),
+        (("authorization", ""),),
+        (("authorization", "Bearer"),),
+        (("authorization", "Bearer "),),
+        (("authorization", "Bearer kestrel_eve"),),
+        (("authorization", "Basic kestrel_alice"),),
+        (("authorization", "kestrel_alice"),),
+        (("x-api-key", "kestrel_alice"),),
+    ],
+)
+@pytest.mark.parametrize("method", ["Query", "CompleteQuery"])
+async def test_a_call_without_a_known_token_is_refused(path, metadata, method):
+    async with serving(tokens=str(path)) as house:
+        request = QUERY if method == "Query" else COMPLETE_QUERY
+        error = await refusal(getattr(house.vision, method)(request, metadata=metadata))
+    assert error.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert reason_of(error) == "TOKEN_INVALID"
+    assert house.engine.requests == []
+
+
+async def test_the_name_on_the_token_is_the_tenant_of_the_engine(path):
+    async with serving(tokens=str(path)) as house:
+        await house.vision.CompleteQuery(COMPLETE_QUERY, metadata=bearing("alice"))
+        assert [event async for event in house.vision.Query(QUERY, metadata=bearing("bob"))]
+    assert house.engine.tenants == ["alice", "bob"]
+
+
+@pytest.mark.parametrize("method", [http2.QUERY, http2.COMPLETE_QUERY])
+@pytest.mark.parametrize(
+    ("authorization", "code"),
+    [
+        ("Bearer kestrel_eve", grpc.StatusCode.UNAUTHENTICATED),
+        ("Bearer kestrel_operator", grpc.StatusCode.PERMISSION_DENIED),
+    ],
+)
+async def test_a_call_is_refused_from_its_headers_before_its_message_has_come(path, method, authorization, code):
+    async with serving(tokens=str(path)) as house, Http2Client.connected(house.address) as client:
+        stream = await client.begin(method, authorization=authorization)
+        await client.send(stream, struct.pack(">BI", 0, 40 * 2**20))
+        _, trailers = await client.read(stream)
+    assert int(trailers["grpc-status"]) == code.value[0]
+
+
+async def test_a_call_above_its_rate_is_refused_from_its_headers(path):
+    write_tokens(path, limits=", rate = 0.001, burst = 1")
+    async with serving(tokens=str(path)) as house, Http2Client.connected(house.address) as client:
+        await house.vision.CompleteQuery(COMPLETE_QUERY, metadata=bearing("alice"))
+        stream = await client.begin(http2.QUERY, authorization="Bearer kestrel_alice")
+        _, trailers = await client.read(stream)
+    assert int(trailers["grpc-status"]) == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
+
+
+async def test_a_token_is_checked_before_its_message_is_read(path):
+    async with serving(tokens=str(path)) as house:
+        call = house.channel.unary_unary("/kestrel.v1.VisionService/CompleteQuery")(b"\xff")
+        assert reason_of(await refusal(call)) == "TOKEN_INVALID"
+
+
+async def test_the_scheme_may_be_written_in_any_case(path):
+    async with serving(tokens=str(path)) as house:
+        metadata = (("authorization", "bearer kestrel_alice"),)
+        assert await house.vision.CompleteQuery(COMPLETE_QUERY, metadata=metadata)
+
+
+async def test_without_a_file_of_tokens_anybody_may_call():
+    async with serving() as house:
+        assert await house.vision.CompleteQuery(COMPLETE_QUERY)
+        assert await house.engine_service.GetLoad(engine_wire.GetLoadRequest())
+
+
+async def test_no_token_is_written_to_the_log(path, caplog):
+    caplog.set_level("DEBUG")
+    async with serving(tokens=str(path)) as house:
+        await house.vision.CompleteQuery(COMPLETE_QUERY, metadata=bearing("alice"))
+    assert SECRETS["alice"] not in caplog.text
+
+
+async def test_each_scope_opens_its_own_methods(path):
+    async with serving(tokens=str(path)) as house:
+        for name in ("alice", "operator"):
+            assert await house.engine_service.GetServerInfo(
+                engine_wire.GetServerInfoRequest(), metadata=bearing(name)
+            )
+            assert await house.engine_service.ListModels(engine_wire.ListModelsRequest(), metadata=bearing(name))
+        assert await house.engine_service.GetLoad(engine_wire.GetLoadRequest(), metadata=bearing("operator"))
+        for call, scope in (
+            (house.engine_service.GetLoad(engine_wire.GetLoadRequest(), metadata=bearing("alice")), "admin"),
+            (house.vision.CompleteQuery(COMPLETE_QUERY, metadata=bearing("operator")), "infer"),
+            (house.vision.Query(QUERY, metadata=bearing("operator")), "infer"),
+        ):
+            error = await refusal(call)
+            assert error.code() is grpc.StatusCode.PERMISSION_DENIED
+            assert reason_of(error) == "SCOPE_REQUIRED"
+            assert error.details() == f"the token needs the scope {scope}"
+
+
+def test_every_method_asks_for_a_scope_and_new_ones_for_that_of_operators():
+    methods = {
+        f"{service.full_name}/{method.name}": required_scopes(f"{service.full_name}/{method.name}")
+        for file in (vision_service_pb2.DESCRIPTOR, engine_service_pb2.DESCRIPTOR)
+        for service in file.services_by_name.values()
+        for method in service.methods
+    }
+    infer = {name for name, scopes in methods.items() if scopes == {Scope.INFER}}
+    either = {name for name, scopes in methods.items() if scopes == set(Scope)}
+    assert infer == {name for name in methods if name.startswith(VISION)}
+    assert either == {f"kestrel.v1.EngineService/{name}" for name in ("GetServerInfo", "ListModels")}
+    assert required_scopes("kestrel.v1.EngineService/Invented") == {Scope.ADMIN}
+    assert required_scopes("kestrel.v2.VisionService/Query") == {Scope.ADMIN}
+
+
+async def test_health_asks_for_no_token(path):
+    async with serving(tokens=str(path)) as house:
+        answer = await house.health.Check(HealthCheckRequest())
+        assert answer.status == HealthCheckResponse.SERVING
+
+
+async def test_too_many_requests_are_told_when_to_come_again(path):
+    write_tokens(path, limits=", rate = 0.001, burst = 2")
+    async with serving(tokens=str(path)) as house:
+        for _ in range(2):
+            await house.vision.CompleteQuery(COMPLETE_QUERY, metadata=bearing("alice"))
+        error = await refusal(house.vision.CompleteQuery(COMPLETE_QUERY, metadata=bearing("alice")))
+        assert await house.vision.CompleteQuery(COMPLETE_QUERY, metadata=bearing("bob"))
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    details: Any = details_of(error)
+    assert details["ErrorInfo"].reason == "RATE_LIMITED"
+    assert 900 < details["RetryInfo"].retry_delay.ToTimedelta().total_seconds() <= 1000
+    (violation,) = details["QuotaFailure"].violations
+    assert violation.subject == "token:alice"
+    assert violation.description == "at most 0.001 requests per second, and 2 at once"
+
+
+async def test_too_many_requests_at_a_time_are_refused_until_one_has_ended(path):
+    write_tokens(path, limits=", concurrency = 1")
+    async with serving(FakeEngine(stalls), tokens=str(path)) as house:
+        async with running(house, "alice"), running(house, "bob"):
+            error = await refusal(house.vision.Query(QUERY, metadata=bearing("alice")))
+        assert reason_of(error) == "RATE_LIMITED"
+        await house.engine.is_idle.wait()
+        async with running(house, "alice"):
+            pass
+
+
+async def test_a_token_that_is_taken_back_ends_its_streams_and_no_others(path):
+    async with serving(FakeEngine(stalls), tokens=str(path)) as house:
+        async with running(house, "alice") as revoked, running(house, "bob") as kept:
+            write_tokens(path, ["bob", "operator"])
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await revoked.read()
+            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+            assert reason_of(caught.value) == "TOKEN_INVALID"
+            assert not kept.done()
+        again = await refusal(house.vision.Query(QUERY, metadata=bearing("alice")))
+        assert reason_of(again) == "TOKEN_INVALID"
+        await house.engine.is_idle.wait()
+
+
+async def test_a_token_that_is_taken_back_ends_its_unary_calls(path):
+    async with serving(FakeEngine(stalls), tokens=str(path)) as house:
+        call = house.vision.CompleteQuery(COMPLETE_QUERY, metadata=bearing("alice"))
+        await house.engine.num_submitted.acquire()
+        write_tokens(path, [])
+        assert reason_of(await refusal(call)) == "TOKEN_INVALID"
+        await house.engine.is_idle.wait()
+
+
+async def test_a_token_that_loses_its_scope_ends_its_streams(path):
+    async with (
+        serving(FakeEngine(stalls), tokens=str(path)) as house,
+        running(house, "alice") as stream,
+    ):
+        write_tokens(path, scope=Scope.ADMIN)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stream.read()
+        assert reason_of(caught.value) == "SCOPE_REQUIRED"
+
+
+async def test_a_new_token_is_let_in_without_a_restart(path):
+    write_tokens(path, ["bob"])
+    async with serving(tokens=str(path)) as house:
+        await refusal(house.vision.CompleteQuery(COMPLETE_QUERY, metadata=bearing("alice")))
+        write_tokens(path)
+        async with asyncio.timeout(20):
+            while True:
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    await house.vision.CompleteQuery(COMPLETE_QUERY, metadata=bearing("alice"))
+                    return
+
+
+async def test_a_broken_file_keeps_the_tokens_it_had(path, caplog):
+    access = TokenAccess(path)
+    replace(path, b"alice = 1")
+    access.reload()
+    with access.admit(f"{VISION}Query", bearing("alice")) as name:
+        assert name == "alice"
+    assert "stays in force" in caplog.text
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def admitted(access: TokenAccess) -> bool:
+    try:
+        with access.admit(f"{VISION}Query", bearing("alice")):
+            return True
+    except RateLimited:
+        return False
+
+
+async def test_a_bucket_fills_at_its_rate_and_holds_no_more_than_its_burst(path):
+    write_tokens(path, limits=", rate = 2, burst = 3")
+    clock = Clock()
+    access = TokenAccess(path, clock=clock)
+    assert [await admitted(access) for _ in range(4)] == [True, True, True, False]
+    clock.now += 0.5
+    assert [await admitted(access) for _ in range(2)] == [True, False]
+    clock.now += 3600
+    assert [await admitted(access) for _ in range(4)] == [True, True, True, False]
+
+
+async def test_the_time_to_wait_is_just_enough(path):
+    write_tokens(path, limits=", rate = 2, burst = 1")
+    clock = Clock()
+    access = TokenAccess(path, clock=clock)
+    assert await admitted(access)
+    with pytest.raises(RateLimited) as caught, access.admit(f"{VISION}Query", bearing("alice")):
+        pass
+    assert caught.value.retry_after_s == pytest.approx(0.5)
+    clock.now += caught.value.retry_after_s
+    assert await admitted(access)
+
+
+async def test_new_limits_count_at_once_and_debts_stay(path):
+    write_tokens(path, limits=", rate = 0.001, burst = 1")
+    access = TokenAccess(path, clock=Clock())
+    assert [await admitted(access) for _ in range(2)] == [True, False]
+    write_tokens(path, limits=", rate = 0.001, burst = 9")
+    access.reload()
+    assert not await admitted(access)
+    write_tokens(path)
+    access.reload()
+    assert await admitted(access)
+
+
+async def test_a_caller_that_hangs_up_as_its_token_is_taken_back_has_hung_up(path):
+    access = TokenAccess(path)
+    has_begun = asyncio.Event()
+
+    async def call() -> None:
+        with access.admit(f"{VISION}Query", bearing("alice")):
+            has_begun.set()
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(call())
+    await has_begun.wait()
+    write_tokens(path, [])
+    access.reload()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_a_call_that_is_cancelled_for_its_token_ends_with_the_reason(path):
+    access = TokenAccess(path)
+    has_begun = asyncio.Event()
+
+    async def call() -> None:
+        with access.admit(f"{VISION}Query", bearing("alice")):
+            has_begun.set()
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(call())
+    await has_begun.wait()
+    write_tokens(path, [])
+    access.reload()
+    with pytest.raises(TokenInvalid):
+        await task
+    assert task.cancelling() == 0

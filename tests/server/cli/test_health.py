@@ -1,0 +1,153 @@
+"""The command that containers probe a server with."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trustme
+
+from kestrel_grpc.__main__ import main
+from kestrel_grpc.config.options import ServerConfig
+from kestrel_grpc.server import Server
+from kestrel_runtime.engine.engine import EngineStatus
+from tests.fakes import FakeEngine
+from tests.server.certificates import Pair
+from tests.server.serving import Serving, serving
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+async def address(engine) -> AsyncIterator[str]:
+    async with Server(engine, ServerConfig(port=0)) as server:
+        yield f"127.0.0.1:{server.port}"
+
+
+async def health(*arguments: str) -> int:
+    return await asyncio.to_thread(main, ["health", *arguments])
+
+
+async def test_a_server_that_serves_is_healthy(address, capsys):
+    assert await health("--address", address) == 0
+    assert capsys.readouterr().out.endswith("SERVING\n")
+
+
+async def test_a_server_that_drains_is_not(address, engine, capsys):
+    engine.become(EngineStatus.DRAINING)
+    assert await health("--address", address, "--service", "kestrel.v1.VisionService") == 1
+    assert capsys.readouterr().out.endswith("NOT_SERVING\n")
+
+
+async def test_nobody_there_is_told_in_one_line(capsys):
+    assert await health("--address", "127.0.0.1:9", "--timeout", "5") == 1
+    assert capsys.readouterr().err == "kestrel-grpc: no server listens at 127.0.0.1:9: connection refused\n"
+
+
+async def test_no_answer_in_time_is_told_in_one_line(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as mute:  # accepts connections, and says nothing on them
+        address = f"127.0.0.1:{mute.getsockname()[1]}"
+        assert await health("--address", address, "--timeout", "0.05") == 1
+    assert capsys.readouterr().err == f"kestrel-grpc: no answer from {address} within 0.05 s\n"
+
+
+async def test_an_unknown_service_is_told_in_one_line(address, capsys):
+    assert await health("--address", address, "--service", "nothing") == 1
+    assert capsys.readouterr().err == f"kestrel-grpc: {address} answers NOT_FOUND\n"
+
+
+class Container:
+    """A server with TLS, and the command as its container runs it: in its environment, without arguments."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.pair = Pair.within(folder)
+        self.authority = trustme.CA()
+        self.write_certificate("127.0.0.1")
+
+    def write_certificate(self, *names: str) -> None:
+        leaf = self.authority.create_child_ca().issue_cert(*names)
+        leaf.private_key_pem.write_to_path(str(self.pair.key))
+        self.pair.certificate.write_bytes(b"".join(pem.bytes() for pem in leaf.cert_chain_pems))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"tls_certificate": str(self.pair.certificate), "tls_key": str(self.pair.key)}
+
+    async def probe(self, house: Serving, *arguments: str, **more: str) -> tuple[int, str, str]:
+        """Exit status, stdout and stderr."""
+        variables = {f"KESTREL_{name.upper()}": value for name, value in {**self.options, **more}.items()}
+        done = await asyncio.to_thread(
+            subprocess.run,
+            [sys.executable, "-m", "kestrel_grpc", "health", *arguments],
+            env={**os.environ, "KESTREL_HOST": "0.0.0.0", "KESTREL_PORT": str(house.server.port), **variables},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture
+def container(tmp_path: Path) -> Container:
+    return Container(tmp_path)
+
+
+@pytest.mark.parametrize("names", [["127.0.0.1"], ["kestrel.example.com", "10.0.0.1"], ["*.example.com"]])
+async def test_a_container_with_tls_finds_itself_healthy_whatever_its_certificate_is_for(container, names):
+    container.write_certificate(*names)
+    async with serving(**container.options) as house:
+        assert await container.probe(house) == (0, "SERVING\n", "")
+
+
+async def test_a_container_that_shows_another_certificate_than_its_own_is_not_healthy(container, tmp_path):
+    (tmp_path / "other").mkdir()
+    async with serving(**Container(tmp_path / "other").options) as house:
+        status, printed, complaint = await container.probe(house)
+    assert (status, printed) == (1, "")
+    assert complaint.startswith(f"kestrel-grpc: the certificate of 127.0.0.1:{house.server.port} is not trusted: ")
+    assert complaint.count("\n") == 1
+
+
+async def test_a_container_that_asks_clients_for_certificates_is_probed_with_one(container, tmp_path):
+    clients = trustme.CA()
+    clients.cert_pem.write_to_path(str(tmp_path / "clients.pem"))
+    leaf = clients.issue_cert("probe")
+    leaf.private_key_pem.write_to_path(str(tmp_path / "probe.key"))
+    leaf.cert_chain_pems[0].write_to_path(str(tmp_path / "probe.pem"))
+    container_options: dict[str, Any] = {**container.options, "tls_client_ca": str(tmp_path / "clients.pem")}
+    files = {"tls_client_certificate": str(tmp_path / "probe.pem"), "tls_client_key": str(tmp_path / "probe.key")}
+    async with serving(**container_options) as house:
+        assert await container.probe(house, **files) == (0, "SERVING\n", "")
+        status, _, complaint = await container.probe(house)
+    assert status == 1
+    assert "give --tls-client-certificate and --tls-client-key" in complaint
+    assert complaint.count("\n") == 1
+
+
+async def test_a_server_elsewhere_is_asked_with_the_authority_given(container, tmp_path):
+    container.authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
+    async with serving(**container.options) as house:
+        status = await health("--address", house.address, "--tls-ca", str(tmp_path / "ca.pem"))
+        assert status == 0
+
+
+async def test_a_file_or_variable_that_is_wrong_is_told_in_one_line(address, tmp_path, capsys, monkeypatch):
+    missing = tmp_path / "missing.pem"
+    assert await health("--address", address, "--tls-ca", str(missing)) == 1
+    assert capsys.readouterr().err == f"kestrel-grpc: {missing}: No such file or directory\n"
+    assert await health("--address", address, "--tls-client-key", "a.key") == 1
+    assert "each needs the other" in capsys.readouterr().err
+    monkeypatch.setenv("KESTREL_PROT", "1")
+    assert await health() == 2
+    assert "KESTREL_PROT" in capsys.readouterr().err

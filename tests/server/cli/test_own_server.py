@@ -1,0 +1,55 @@
+"""Where a command beside the server finds it, from the same environment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kestrel_grpc.cli.connection import ClientTls
+from kestrel_grpc.cli.own_server import OwnServer, own_server
+from kestrel_grpc.config.options import ConfigurationError
+
+
+@pytest.mark.parametrize(
+    ("environment", "address"),
+    [
+        ({}, "127.0.0.1:50051"),
+        ({"KESTREL_PORT": "7000"}, "127.0.0.1:7000"),
+        ({"KESTREL_HOST": "0.0.0.0"}, "127.0.0.1:50051"),
+        ({"KESTREL_HOST": "::"}, "[::1]:50051"),
+        ({"KESTREL_HOST": "10.0.0.7"}, "10.0.0.7:50051"),
+        ({"KESTREL_HOST": "kestrel.internal"}, "kestrel.internal:50051"),
+        ({"KESTREL_ADMIN_PORT": "7001", "KESTREL_ADMIN_HOST": "::1"}, "[::1]:7001"),
+        ({"KESTREL_UNIX_SOCKET": "/run/kestrel", "KESTREL_ADMIN_PORT": "7001"}, "unix:/run/kestrel"),
+    ],
+)
+def test_an_unencrypted_door_is_where_the_variables_say(environment, address):
+    assert own_server(environment) == OwnServer(address, None)
+
+
+@pytest.mark.parametrize("door", [{"KESTREL_ADMIN_PORT": "7001"}, {"KESTREL_UNIX_SOCKET": "/run/kestrel"}])
+def test_an_unencrypted_door_is_preferred_to_an_encrypted_one(door):
+    tls = {"KESTREL_TLS_CERTIFICATE": "a.pem", "KESTREL_TLS_KEY": "a.key", "KESTREL_TLS_CLIENT_CA": "b.pem"}
+    assert own_server({**tls, **door}).tls is None
+
+
+def test_authorities_that_are_given_are_asked_for_instead_of_the_servers_certificate():
+    given = ClientTls(Path("ca.pem"), None, None)
+    environment = {"KESTREL_TLS_CERTIFICATE": "a.pem", "KESTREL_TLS_KEY": "a.key"}
+    assert own_server(environment, given) == OwnServer("127.0.0.1:50051", given)
+
+
+def test_a_server_that_nobody_can_reach_is_asked_for_by_its_certificate_alone():
+    environment = {"KESTREL_PORT": "9", "KESTREL_TLS_CERTIFICATE": "a.pem", "KESTREL_TLS_KEY": "a.key"}
+    assert own_server(environment) == OwnServer("127.0.0.1:9", ClientTls(Path("a.pem"), None, None))
+
+
+def test_a_port_that_only_the_server_knows_has_to_be_given():
+    with pytest.raises(ConfigurationError, match=r"KESTREL_PORT: .* --address"):
+        own_server({"KESTREL_PORT": "0"})
+
+
+def test_variables_that_the_server_would_refuse_are_refused():
+    with pytest.raises(ConfigurationError, match="KESTREL_PROT"):
+        own_server({"KESTREL_PROT": "1"})

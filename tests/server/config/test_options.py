@@ -1,0 +1,222 @@
+"""Options: flags, environment, defaults, and complaints."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import re
+import subprocess
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kestrel_grpc.config.options import (
+    ConfigurationError,
+    ServerConfig,
+    add_serve_arguments,
+    effective_values,
+    environment_name,
+    flag_name,
+    markdown_table,
+    named_values,
+    options,
+)
+from kestrel_runtime.api.config import EngineConfig
+
+
+def parse(*arguments: str, **environment: str) -> ServerConfig:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_serve_arguments(parser)
+    return ServerConfig.parse(vars(parser.parse_args(arguments)), environment)
+
+
+def test_nothing_is_required() -> None:
+    assert parse() == ServerConfig(model="moondream-nano")
+    assert parse("--model", "moondream2") == ServerConfig(model="moondream2")
+
+
+def test_defaults_of_the_engine_are_its_own() -> None:
+    assert ServerConfig(model="m").engine_config() == EngineConfig(model="m")
+
+
+def test_flag_wins_over_environment_which_wins_over_default() -> None:
+    assert parse("--model", "m", "--port", "1", KESTREL_PORT="2").port == 1
+    assert parse("--model", "m", KESTREL_PORT="2").port == 2
+    assert parse(KESTREL_MODEL="m").port == 50051
+
+
+def test_environment_that_a_flag_overrides_is_not_read() -> None:
+    assert parse("--model", "m", "--port", "1", KESTREL_PORT="tcp://10.0.0.1:50051").port == 1
+
+
+def test_every_problem_is_told_with_its_source() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        parse("--port", "many", "--device", "tpu", KESTREL_DTYPE="int3", KESTREL_DRAIN_TIMEOUT="nan")
+    assert [problem.split(":")[0] for problem in caught.value.problems] == [
+        "--device",
+        "KESTREL_DTYPE",
+        "--port",
+        "KESTREL_DRAIN_TIMEOUT",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--port", "65536"),
+        ("--ageing", "0"),
+        ("--port", "-1"),
+        ("--max-batch-size", "0"),
+        ("--kv-pages", "1.5"),
+        ("--page-size", "٣"),
+        ("--drain-timeout", "-1"),
+        ("--drain-timeout", "inf"),
+        ("--model", " "),
+        ("--reflection", "maybe"),
+        ("--log-level", "loud"),
+        ("--max-queue", ""),
+    ],
+)
+def test_ill_formed_value_is_refused(flag: str, value: str) -> None:
+    with pytest.raises(ConfigurationError, match=flag):
+        parse("--model", "m", f"{flag}={value}")
+
+
+@given(st.text(max_size=20))
+def test_no_text_makes_an_option_raise_anything_else(text: str) -> None:
+    for _, option in options():
+        with contextlib.suppress(ValueError):
+            option.parse(text)
+
+
+def test_each_option_of_the_engine_reaches_it() -> None:
+    config = parse(
+        *("--model", "m", "--revision", "main", "--device", "cpu", "--dtype", "float16"),
+        *("--max-batch-size", "1", "--kv-pages", "2", "--page-size", "3", "--max-queue", "4"),
+        *("--max-image-bytes", "5", "--max-image-pixels", "6", "--preprocess-threads", "7"),
+        *(
+            "--max-prefill-tokens",
+            "8",
+            "--max-queue-image-bytes",
+            "9",
+            "--max-queue-tokens",
+            "10",
+            "--ageing",
+            "0.5",
+        ),
+        *("--text-path", "fused", "--vision-path", "fused-float8", "--kv-dtype", "float8", "--cuda-graphs", "off"),
+        *("--kernels", "resample=reference, concat_gelu=triton", "--kv-fraction", "0.25", "--max-crops", "11"),
+        *("--resize-on-device", "on"),
+    ).engine_config()
+    assert (config.text_path, config.vision_path, config.kv_dtype) == ("fused", "fused-float8", "float8")
+    assert (config.cuda_graphs, config.resize_on_device) == (False, True)
+    assert config.kernels == (("resample", "reference"), ("concat_gelu", "triton"))
+    assert (config.kv_fraction, config.max_crops_per_step) == (0.25, 11)
+    assert (config.model, config.revision, config.device, config.dtype) == ("m", "main", "cpu", "float16")
+    assert (config.max_batch_size, config.num_kv_pages, config.page_size) == (1, 2, 3)
+    assert (config.max_queued_requests, config.max_image_bytes, config.max_image_pixels) == (4, 5, 6)
+    assert (config.num_preprocess_threads, config.max_prefill_tokens) == (7, 8)
+    assert (config.max_queued_image_bytes, config.max_queued_tokens, config.ageing_s) == (9, 10, 0.5)
+
+
+def test_switches_are_on_or_off_and_on_where_they_are_only_named() -> None:
+    assert not parse("--model", "m").tracing
+    assert parse("--model", "m", "--tracing").tracing
+    assert parse("--model", "m", "--tracing", "on").tracing
+    assert not parse("--model", "m", "--tracing", "off", KESTREL_TRACING="on").tracing
+    assert parse("--model", "m", KESTREL_TRACING="on").tracing
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--tls-certificate", "a"], "--tls-certificate and --tls-key: each needs the other"),
+        (["--tls-key", "a"], "--tls-certificate and --tls-key: each needs the other"),
+        (["--tls-client-ca", "a"], "--tls-client-ca: needs --tls-certificate"),
+        (["--reflection", "token"], "--reflection token: needs --tokens"),
+    ],
+)
+def test_options_that_need_each_other_are_told(arguments: list[str], problem: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        parse("--model", "m", *arguments)
+    assert caught.value.problems == (problem,)
+
+
+TLS = ("--tls-certificate", "a", "--tls-key", "b")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.2", "example.com", "2606:4700::1"])
+def test_a_public_address_needs_tokens_or_a_certificate_or_a_word(host: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        parse("--model", "m", "--host", host)
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"--host {host}: anybody could call")
+    for remedy in (("--tokens", "t"), TLS, ("--insecure-public",)):
+        assert parse("--model", "m", "--host", host, *remedy).host == host
+
+
+def test_a_public_address_for_operators_needs_tokens_or_a_word() -> None:
+    public = ("--model", "m", "--admin-port", "0", "--admin-host", "0.0.0.0")
+    for arguments in (public, (*public, *TLS)):
+        with pytest.raises(ConfigurationError, match=r"--admin-host 0\.0\.0\.0: anybody could call"):
+            parse(*arguments)
+    for remedy in (("--tokens", "t"), ("--insecure-public",)):
+        assert parse(*public, *remedy).admin_port == 0
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])
+def test_an_address_of_this_machine_needs_nothing(host: str) -> None:
+    assert parse("--model", "m", "--host", host).host == host
+
+
+def test_effective_values_name_their_sources_and_make_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "kestrel.toml"
+    file.write_text('model = "m"\nport = 1\nmax_queue = 3\ntracing = true\n')
+    flags: dict[str, str | None] = {"config": str(file), "page_size": "8", "host": None}
+    environment = {"KESTREL_PORT": "2", "KESTREL_REVISION": 'a "b"', "HOME": "/root"}
+    printed = effective_values(flags, environment)
+    sources = dict(re.findall(r"^(\w+) = .*? # (.*)$", printed, re.MULTILINE))
+    assert sources["model"] == f"{file}: model"
+    assert (sources["port"], sources["page_size"], sources["host"]) == ("KESTREL_PORT", "--page-size", "default")
+    again = tmp_path / "again.toml"
+    again.write_text(printed)
+    read = ServerConfig.parse({"config": str(again)}, {})
+    assert read == replace(ServerConfig.parse(flags, environment), config=str(again))
+    assert (read.port, read.max_queue, read.page_size, read.revision) == (2, 3, 8, 'a "b"')
+
+
+def test_default_of_each_option_parses_to_itself() -> None:
+    """What the table shows as a default can be written as a value."""
+    for item in fields(ServerConfig):
+        option = dict(options())[item.name]
+        if item.default not in (None, "", True):
+            assert option.parse(option.default_text) == item.default
+
+
+def test_help_and_table_show_every_option() -> None:
+    parser = argparse.ArgumentParser()
+    add_serve_arguments(parser)
+    shown = " ".join(parser.format_help().split())
+    table = markdown_table()
+    for name, option in options():
+        assert flag_name(name) in shown
+        assert f"`{flag_name(name)}` | `{environment_name(name)}` | {option.default_text} " in table
+    assert len(table.splitlines()) == 2 + len(fields(ServerConfig))
+
+
+def test_module_prints_the_table() -> None:
+    printed = subprocess.run(
+        [sys.executable, "-m", "kestrel_grpc.config.options"], capture_output=True, text=True, check=True
+    )
+    assert printed.stdout == markdown_table() + "\n"
+
+
+def test_named_values_are_taken_as_flags_and_what_is_no_option_is_refused() -> None:
+    assert named_values(["kv-dtype=float8", "--port=0"]) == {"kv_dtype": "float8", "port": "0"}
+    with pytest.raises(ConfigurationError) as caught:
+        named_values(["ports=0", "x=1"])
+    assert caught.value.problems == ("--ports: is no option", "--x: is no option")

@@ -1,0 +1,138 @@
+"""Probes and balancers, over the wire."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import threading
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+
+from kestrel_client.v1 import vision_service_pb2 as wire
+from kestrel_grpc.frontends.grpc.health import Health
+from kestrel_grpc.wire.call_context import Call
+from kestrel_runtime.engine.engine import EngineStatus
+from tests.fakes import FakeEngine
+from tests.journey.http2 import Http2Client
+from tests.server.serving import EOF, reason_of, serving
+
+NAMES = ["", "kestrel.v1.VisionService", "kestrel.v1.EngineService"]
+SERVING, NOT_SERVING = HealthCheckResponse.SERVING, HealthCheckResponse.NOT_SERVING
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_check_follows_the_engine(name: str) -> None:
+    async with serving() as house:
+        assert (await house.health.Check(HealthCheckRequest(service=name))).status == SERVING
+        watch = house.health.Watch(HealthCheckRequest(service=name))
+        assert (await watch.read()).status == SERVING
+        house.engine.die()
+        assert (await watch.read()).status == NOT_SERVING
+        assert (await house.health.Check(HealthCheckRequest(service=name))).status == NOT_SERVING
+
+
+async def test_change_may_come_from_any_thread() -> None:
+    async with serving() as house:
+        watch = house.health.Watch(HealthCheckRequest())
+        await watch.read()
+        thread = threading.Thread(target=house.engine.become, args=(EngineStatus.DRAINING,))
+        thread.start()
+        assert (await watch.read()).status == NOT_SERVING
+        thread.join()
+
+
+async def test_all_watchers_hear_a_change() -> None:
+    async with serving() as house:
+        watches = [house.health.Watch(HealthCheckRequest()) for _ in range(10)]
+        assert [(await watch.read()).status for watch in watches] == [SERVING] * 10
+        house.engine.die()
+        assert [(await watch.read()).status for watch in watches] == [NOT_SERVING] * 10
+
+
+async def test_check_of_an_unknown_service_is_not_found() -> None:
+    async with serving() as house:
+        call = house.health.Check(HealthCheckRequest(service="kestrel.v1.FlightService"))
+        assert await call.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_watch_of_an_unknown_service_says_so_and_stays_open() -> None:
+    async with serving() as house:
+        watch = house.health.Watch(HealthCheckRequest(service="kestrel.v1.FlightService"))
+        assert (await watch.read()).status == HealthCheckResponse.SERVICE_UNKNOWN
+        assert not watch.done()
+
+
+async def test_stop_ends_open_watches_with_a_last_word() -> None:
+    async with serving() as house:
+        watch = house.health.Watch(HealthCheckRequest())
+        await watch.read()
+        await house.server.stop()
+        assert (await watch.read()).status == NOT_SERVING
+        assert await watch.read() is EOF
+        assert await watch.code() is grpc.StatusCode.OK
+
+
+async def test_watch_has_its_last_word_even_where_the_word_before_is_still_being_sent() -> None:
+    health, call = Health(FakeEngine(), []), Call((), None, "grpc.health.v1.Health/Watch")
+    watch = health.Watch(HealthCheckRequest(), call)
+    assert (await anext(watch)).status == SERVING
+    health.close()
+    assert [answer.status async for answer in watch] == [NOT_SERVING]
+
+
+async def test_engine_that_is_dead_from_the_start_is_not_serving() -> None:
+    engine = FakeEngine()
+    engine.die()
+    async with serving(engine) as house:
+        assert (await house.health.Check(HealthCheckRequest())).status == NOT_SERVING
+
+
+async def test_an_engine_that_recovers_does_not_call_back_a_server_that_has_withdrawn() -> None:
+    engine = FakeEngine()
+    engine.become(EngineStatus.RECOVERING)
+    async with serving(engine) as house:
+        house.server.withdraw()
+        engine.become(EngineStatus.SERVING)
+        watch = house.health.Watch(HealthCheckRequest())
+        assert (await watch.read()).status == NOT_SERVING
+        await house.vision.CompleteQuery(wire.CompleteQueryRequest(question="?"))
+        assert (await house.health.Check(HealthCheckRequest())).status == NOT_SERVING
+
+
+async def test_health_answers_while_the_queue_is_full() -> None:
+    async with serving(FakeEngine(max_queued_requests=0)) as house:
+        assert (await house.health.Check(HealthCheckRequest())).status == SERVING
+
+
+MALFORMED = b"\xff\xff\xff"
+
+
+@pytest.mark.parametrize("method", ["Check", "Watch"])
+async def test_bytes_that_are_no_message_are_the_callers_fault(
+    method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving() as house:
+        kind = house.channel.unary_unary if method == "Check" else house.channel.unary_stream
+        call: Any = kind(f"/grpc.health.v1.Health/{method}")(MALFORMED)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await (call if method == "Check" else call.read())
+    assert (caught.value.code(), reason_of(caught.value)) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST")
+    assert caplog.records == []
+
+
+async def test_health_is_told_although_others_stall_in_the_middle_of_their_question() -> None:
+    async with serving() as house, Http2Client.connected(house.address) as client:
+        for _ in range(50):
+            stream = await client.begin("/grpc.health.v1.Health/Check")
+            await client.send(stream, struct.pack(">BI", 0, 2**20) + MALFORMED)
+        async with asyncio.timeout(20):
+            assert (await house.health.Check(HealthCheckRequest())).status == SERVING
+
+
+async def test_a_question_of_health_that_does_not_come_ends_its_call() -> None:
+    async with serving(receive_timeout=0.05) as house, Http2Client.connected(house.address) as client:
+        _, trailers = await client.read(await client.begin("/grpc.health.v1.Health/Check"))
+    assert int(trailers["grpc-status"]) == grpc.StatusCode.DEADLINE_EXCEEDED.value[0]

@@ -1,0 +1,187 @@
+"""What the channel arguments do, seen by peers that speak HTTP/2 by hand. A key that gRPC ignores fails a test."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gzip
+import struct
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import grpc
+import h2.errors
+import h2.events
+import pytest
+
+from kestrel_client.v1 import vision_service_pb2 as wire
+from kestrel_client.v1.vision_service_pb2_grpc import VisionServiceStub
+from kestrel_grpc.frontends.grpc.http2 import MAX_CONCURRENT_STREAMS, MAX_PING_STRIKES, UNREAD_BYTES, server_options
+from tests.fakes import HOLD, FakeEngine, answers
+from tests.journey.http2 import COMPLETE_QUERY, Http2Client
+from tests.server.serving import Serving, serving
+
+MIB = 2**20
+QUICK = wire.CompleteQueryRequest(question="?")
+
+
+def waits(request: Any) -> list[object]:
+    """A script that says nothing until it is released."""
+    return [HOLD, *answers(request)]
+
+
+@asynccontextmanager
+async def connected(house: Serving) -> AsyncIterator[Http2Client]:
+    """A connection on which the server's settings have been read."""
+    async with Http2Client.connected(house.address) as client:
+        await client.greeted()
+        yield client
+
+
+def test_no_argument_is_set_twice() -> None:
+    names = [name for name, _ in server_options(MIB)]
+    assert len(names) == len(set(names))
+
+
+async def test_a_connection_is_told_how_many_calls_it_may_have_open() -> None:
+    async with serving() as house, connected(house) as client:
+        assert client.max_concurrent_streams == MAX_CONCURRENT_STREAMS
+
+
+async def test_calls_beyond_that_number_wait_in_the_client_and_are_answered() -> None:
+    async with serving() as house:
+        calls = [house.vision.CompleteQuery(QUICK) for _ in range(2 * MAX_CONCURRENT_STREAMS)]
+        assert all([(await call).result.answer == "a kestrel" for call in calls])
+
+
+async def test_calls_that_are_reset_as_soon_as_they_are_made_disturb_no_other_connection() -> None:
+    async with serving() as house, connected(house) as client:
+        for _ in range(20):
+            for _ in range(MAX_CONCURRENT_STREAMS):
+                await client.reset(await client.ask(COMPLETE_QUERY, QUICK))
+            assert (await house.vision.CompleteQuery(QUICK)).result.answer == "a kestrel"
+
+
+async def test_a_compressed_message_is_refused_and_not_decompressed() -> None:
+    body = gzip.compress(bytes(8 * MIB))
+    async with serving() as house, connected(house) as client:
+        stream = await client.begin(COMPLETE_QUERY, grpc_encoding="gzip")
+        await client.send(stream, struct.pack(">BI", 1, len(body)) + body, ends=True)
+        _, trailers = await client.read(stream)
+    assert int(trailers["grpc-status"]) == grpc.StatusCode.UNIMPLEMENTED.value[0]
+    assert house.engine.requests == []
+
+
+async def test_a_client_that_asks_for_compression_is_told_so() -> None:
+    async with serving() as house:
+        call = house.vision.CompleteQuery(QUICK, compression=grpc.Compression.Gzip)
+        assert await call.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_what_comes_before_it_is_read_is_bounded() -> None:
+    async with serving() as house, connected(house) as client:
+        assert client.window_bytes(await client.begin(COMPLETE_QUERY)) == UNREAD_BYTES
+
+
+class Tap:
+    """A proxy in front of a server that counts the pings of the client's connection."""
+
+    def __init__(self, server_address: str) -> None:
+        self._server_address = server_address
+        self._pings = asyncio.Semaphore(0)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.address = ""
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, server_address: str) -> AsyncIterator[Tap]:
+        tap = cls(server_address)
+        listener = await asyncio.start_server(tap._accept, "127.0.0.1", 0)
+        host, port = listener.sockets[0].getsockname()
+        tap.address = f"{host}:{port}"
+        try:
+            yield tap
+        finally:
+            listener.close()
+            for task in tap._tasks:
+                task.cancel()
+            await asyncio.gather(*tap._tasks, return_exceptions=True)
+
+    async def has_seen_pings(self, count: int) -> None:
+        for _ in range(count):
+            await self._pings.acquire()
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        host, port = self._server_address.rsplit(":", 1)
+        server_reader, server_writer = await asyncio.open_connection(host, int(port))
+        for pump in (self._pump_frames(reader, server_writer), self._pump(server_reader, writer)):
+            self._tasks.add(asyncio.create_task(pump))
+
+    async def _pump_frames(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with closing_writer(writer), contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            writer.write(await reader.readexactly(len(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")))
+            while True:
+                head = await reader.readexactly(9)
+                writer.write(head + await reader.readexactly(int.from_bytes(head[:3], "big")))
+                kind, flags = head[3], head[4]
+                if kind == 6 and not flags & 1:  # a ping, and no answer to one
+                    self._pings.release()
+
+    @staticmethod
+    async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with closing_writer(writer), contextlib.suppress(ConnectionError):
+            while data := await reader.read(65_536):
+                writer.write(data)
+
+
+@contextmanager
+def closing_writer(writer: asyncio.StreamWriter) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        writer.transport.abort()
+
+
+async def closing(client: Http2Client) -> h2.events.ConnectionTerminated:
+    """How the server closes a connection."""
+    async for event in client.events():
+        if isinstance(event, h2.events.ConnectionTerminated):
+            return event
+    raise ConnectionError("the connection was closed without a word")
+
+
+async def test_a_flood_of_pings_closes_its_connection() -> None:
+    async with serving() as house, connected(house) as client:
+        for _ in range(MAX_PING_STRIKES + 10):
+            await client.ping()
+        assert (await closing(client)).error_code == h2.errors.ErrorCodes.ENHANCE_YOUR_CALM
+
+
+@pytest.fixture
+def fast_pings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pings may come after a ten thousandth of the time, and not one of them earlier."""
+    make_server: Callable[..., Any] = grpc.aio.server
+    replaced = {"grpc.http2.min_ping_interval_without_data_ms": 1, "grpc.http2.max_ping_strikes": 1}
+
+    def hastened(*, options: tuple[tuple[str, int], ...]) -> Any:
+        assert replaced.keys() <= {name for name, _ in options}
+        return make_server(options=[(name, replaced.get(name, value)) for name, value in options])
+
+    monkeypatch.setattr(grpc.aio, "server", hastened)
+
+
+@pytest.mark.usefixtures("fast_pings")
+async def test_a_client_that_pings_at_the_allowed_interval_gets_its_answer_after_a_long_wait() -> None:
+    pings = (("grpc.keepalive_time_ms", 10), ("grpc.keepalive_timeout_ms", 60_000))
+    unlimited = (("grpc.http2.max_pings_without_data", 0), ("grpc.use_local_subchannel_pool", 1))
+    async with (
+        serving(FakeEngine(waits)) as house,
+        Tap.open(house.address) as tap,
+        grpc.aio.insecure_channel(tap.address, options=(*pings, *unlimited)) as channel,
+    ):
+        call = VisionServiceStub(channel).CompleteQuery(QUICK)
+        await house.engine.num_submitted.acquire()
+        await tap.has_seen_pings(4)  # the client sends one a second at most
+        house.engine.release()
+        assert (await call).result.answer == "a kestrel"

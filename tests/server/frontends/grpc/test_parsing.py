@@ -1,0 +1,232 @@
+"""protobuf → requests: presence, defaults, and every violation at once."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any
+
+import pytest
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import DecodeError
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kestrel_client.v1 import generation_pb2
+from kestrel_client.v1 import vision_service_pb2 as wire
+from kestrel_grpc.frontends.grpc import parsing
+from kestrel_runtime.api.errors import InvalidRequest
+from kestrel_runtime.api.requests import (
+    MAX_SPATIAL_REFS,
+    BoxRef,
+    Caption,
+    Detect,
+    Point,
+    PointRef,
+    Priority,
+    Query,
+    RequestOptions,
+    SamplingParams,
+    Segment,
+)
+
+DATA = b"an encoded image"
+IMAGE = {"data": DATA}
+POINT_REF = {"point": {"x": 0.5, "y": 0.25}}
+BOX_REF = {"box": {"x_min": 0.125, "y_min": 0.25, "x_max": 0.5, "y_max": 0.75}}
+
+
+def violations(parse: Any, message: Any) -> list[str]:
+    """The fields that are wrong with a message."""
+    with pytest.raises(InvalidRequest) as caught:
+        parse(message)
+    return [violation.field for violation in caught.value.violations]
+
+
+@pytest.mark.parametrize("kind", [wire.QueryRequest, wire.CompleteQueryRequest])
+def test_query_takes_its_defaults_where_fields_are_absent(kind: Any) -> None:
+    assert parsing.query(kind(question="why?")) == Query("why?")
+    assert parsing.query(kind(question="why?", image=IMAGE)) == Query("why?", DATA)
+
+
+@pytest.mark.parametrize("kind", [wire.QueryRequest, wire.CompleteQueryRequest])
+def test_query_takes_every_field(kind: Any) -> None:
+    message = kind(
+        question="why?",
+        image=IMAGE,
+        reasoning=True,
+        spatial_refs=[POINT_REF, BOX_REF],
+        sampling={"temperature": 0.5, "top_p": 0.25, "max_tokens": 7, "seed": 9},
+        options={"model": "m", "max_queue_duration": Duration(seconds=1, nanos=500_000_000)},
+    )
+    assert parsing.query(message) == Query(
+        question="why?",
+        image=DATA,
+        reasoning=True,
+        spatial_refs=(PointRef(0.5, 0.25), BoxRef(0.125, 0.25, 0.5, 0.75)),
+        sampling=SamplingParams(temperature=0.5, top_p=0.25, max_tokens=7, seed=9),
+        options=RequestOptions(model="m", max_queue_s=1.5),
+    )
+
+
+def test_zero_that_is_set_is_not_absence() -> None:
+    parsed = parsing.query(wire.QueryRequest(question="why?", sampling={"temperature": 0.0, "seed": 0}))
+    assert parsed.sampling == SamplingParams(temperature=0.0, seed=0)
+    assert violations(parsing.point, wire.PointRequest(object="bird", image=IMAGE, max_objects=0)) == [
+        "max_objects"
+    ]
+
+
+@pytest.mark.parametrize("kind", [wire.CaptionRequest, wire.CompleteCaptionRequest])
+@pytest.mark.parametrize(
+    ("length", "word"),
+    [
+        (wire.CAPTION_LENGTH_UNSPECIFIED, "normal"),
+        (wire.CAPTION_LENGTH_SHORT, "short"),
+        (wire.CAPTION_LENGTH_NORMAL, "normal"),
+        (wire.CAPTION_LENGTH_LONG, "long"),
+    ],
+)
+def test_caption_length_is_a_word(kind: Any, length: wire.CaptionLength, word: str) -> None:
+    assert parsing.caption(kind(image=IMAGE, length=length)) == Caption(DATA, word)
+
+
+def test_length_of_the_future_is_a_violation() -> None:
+    message = wire.CaptionRequest.FromString(wire.CaptionRequest(image=IMAGE).SerializeToString() + b"\x10\x63")
+    assert message.length == 99
+    assert violations(parsing.caption, message) == ["length"]
+
+
+@pytest.mark.parametrize(
+    ("number", "priority"),
+    [
+        (generation_pb2.PRIORITY_UNSPECIFIED, Priority.NORMAL),
+        (generation_pb2.PRIORITY_INTERACTIVE, Priority.INTERACTIVE),
+        (generation_pb2.PRIORITY_NORMAL, Priority.NORMAL),
+        (generation_pb2.PRIORITY_BATCH, Priority.BATCH),
+    ],
+)
+def test_priority_is_that_of_the_runtime(number: generation_pb2.Priority, priority: Priority) -> None:
+    request = parsing.query(wire.QueryRequest(question="?", options={"priority": number}))
+    assert request.options.priority is priority
+
+
+def test_priority_of_the_future_is_a_violation() -> None:
+    options = generation_pb2.RequestOptions.FromString(b"\x18\x63")
+    assert options.priority == 99
+    assert violations(parsing.query, wire.QueryRequest(question="?", options=options)) == ["options.priority"]
+
+
+def test_skills_that_find_take_their_fields() -> None:
+    shared: Any = {"object": "bird", "image": IMAGE, "sampling": {"max_tokens": 5}, "options": {"model": "m"}}
+    expected: Any = {
+        "object": "bird",
+        "image": DATA,
+        "sampling": SamplingParams(max_tokens=5),
+        "options": RequestOptions(model="m"),
+    }
+    refs = (PointRef(0.5, 0.25),)
+    assert parsing.point(wire.PointRequest(**shared, max_objects=3, spatial_refs=[POINT_REF])) == Point(
+        **expected, max_objects=3, spatial_refs=refs
+    )
+    assert parsing.detect(wire.DetectRequest(**shared, max_objects=3, spatial_refs=[POINT_REF])) == Detect(
+        **expected, max_objects=3, spatial_refs=refs
+    )
+    assert parsing.segment(wire.SegmentRequest(**shared, spatial_refs=[POINT_REF])) == Segment(
+        **expected, spatial_refs=refs
+    )
+
+
+@pytest.mark.parametrize(
+    ("parse", "message"),
+    [
+        (parsing.point, wire.PointRequest()),
+        (parsing.detect, wire.DetectRequest()),
+        (parsing.segment, wire.SegmentRequest()),
+    ],
+)
+def test_object_and_image_are_required_and_both_are_told(parse: Any, message: Any) -> None:
+    assert violations(parse, message) == ["object", "image"]
+
+
+@pytest.mark.parametrize("image", [{}, {"data": b""}])
+def test_image_without_content_is_a_violation_even_where_none_is_needed(image: Any) -> None:
+    assert violations(parsing.query, wire.QueryRequest(question="why?", image=image)) == ["image"]
+    assert violations(parsing.caption, wire.CaptionRequest(image=image)) == ["image"]
+
+
+def test_reference_to_nothing_keeps_the_index_of_those_behind_it() -> None:
+    message = wire.QueryRequest(
+        question="why?", image=IMAGE, spatial_refs=[POINT_REF, {}, {"point": {"x": 2.0, "y": 0.5}}]
+    )
+    assert violations(parsing.query, message) == ["spatial_refs[1]", "spatial_refs[2].point.x"]
+
+
+@pytest.mark.parametrize("ref", [{}, POINT_REF, {"point": {"x": 2.0}}])
+def test_too_many_references_are_counted_and_not_looked_at(ref: Any) -> None:
+    message = wire.QueryRequest(question=" ", image=IMAGE, spatial_refs=[ref] * (MAX_SPATIAL_REFS + 1))
+    assert violations(parsing.query, message) == ["spatial_refs", "question"]
+    assert violations(parsing.point, wire.PointRequest(spatial_refs=[ref] * 100_000)) == [
+        "spatial_refs",
+        "object",
+        "image",
+    ]
+
+
+def test_all_violations_are_told_together() -> None:
+    message = wire.QueryRequest(
+        question=" ",
+        image=IMAGE,
+        spatial_refs=[{}, {"box": {"x_min": 0.5, "x_max": 0.25, "y_max": 1.5}}],
+        sampling={"temperature": math.nan, "top_p": 0.0, "max_tokens": -1, "seed": -5},
+        options={"max_queue_duration": Duration(seconds=1, nanos=-1)},
+    )
+    assert set(violations(parsing.query, message)) == {
+        "question",
+        "spatial_refs[0]",
+        "spatial_refs[1].box.x_max",
+        "spatial_refs[1].box.y_max",
+        "sampling.temperature",
+        "sampling.top_p",
+        "sampling.max_tokens",
+        "sampling.seed",
+        "options.max_queue_duration",
+    }
+
+
+@pytest.mark.parametrize(
+    ("seconds", "nanos", "is_fine"),
+    [
+        (0, 1, True),
+        (1, 0, True),
+        (0, 0, False),
+        (-1, 0, False),
+        (0, -1, False),
+        (1, -1, False),
+        (0, 10**9, False),
+        (2**62, 0, False),
+        (315_576_000_000, 0, True),
+    ],
+)
+def test_queue_time_is_a_positive_well_formed_duration(seconds: int, nanos: int, is_fine: bool) -> None:
+    message = wire.QueryRequest(
+        question="why?", options={"max_queue_duration": Duration(seconds=seconds, nanos=nanos)}
+    )
+    if is_fine:
+        assert parsing.query(message).options.max_queue_s == pytest.approx(seconds + nanos * 1e-9)
+    else:
+        assert violations(parsing.query, message) == ["options.max_queue_duration"]
+
+
+@given(st.binary(max_size=80))
+def test_no_message_makes_parsing_raise_anything_else(data: bytes) -> None:
+    skills: list[tuple[Any, Any]] = [
+        (parsing.query, wire.QueryRequest),
+        (parsing.caption, wire.CaptionRequest),
+        (parsing.point, wire.PointRequest),
+        (parsing.detect, wire.DetectRequest),
+        (parsing.segment, wire.SegmentRequest),
+    ]
+    for parse, kind in skills:
+        with contextlib.suppress(DecodeError, InvalidRequest):
+            parse(kind.FromString(data))

@@ -1,0 +1,276 @@
+"""The gate alone: who gets a place, who waits, and what ends a message that does not come."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from kestrel_grpc.frontends.grpc import receiving
+from kestrel_grpc.frontends.grpc.receiving import GateLimits, MessageGate, MessageTimeout, Place, TooManyCalls
+from kestrel_runtime.api.errors import EngineUnavailable
+
+FOREVER_S = 3600.0
+AT_ONCE_S = 0.0
+
+
+def gate(places: int = 1, hurried_places: int = 1, **limits: float) -> MessageGate:
+    defaults = {"timeout_s": FOREVER_S, "patience_s": FOREVER_S, "hurry_s": FOREVER_S}
+    return MessageGate(GateLimits(places, hurried_places, **{**defaults, **limits}))
+
+
+class Sender:
+    """A peer whose message comes when it is told to, or never."""
+
+    def __init__(self) -> None:
+        self.is_being_read = asyncio.Event()
+        self.message: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+    async def read(self) -> bytes:
+        self.is_being_read.set()
+        return await self.message
+
+
+def peer() -> str:
+    return "a connection"
+
+
+async def ready() -> bytes:
+    """A message that has arrived."""
+    return b"ready"
+
+
+async def stalled(gate: MessageGate, tenant: str = "") -> asyncio.Task[tuple[Any, Place]]:
+    """A call that has a place, and whose message does not come."""
+    sender = Sender()
+    task = asyncio.create_task(gate.receive(sender.read, tenant, peer))
+    await sender.is_being_read.wait()
+    return task
+
+
+async def waiting(gate: MessageGate, tenant: str = "") -> asyncio.Task[tuple[Any, Place]]:
+    """A call that waits for a place, with a message that has arrived."""
+    task = asyncio.create_task(gate.receive(ready, tenant, peer))
+    await asyncio.sleep(0)  # one turn takes it as far as it gets
+    return task
+
+
+async def ended(*tasks: asyncio.Task[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_a_message_takes_up_a_place_until_it_is_released() -> None:
+    door = gate()
+    message, place = await door.receive(ready, "", peer)
+    assert message == b"ready"
+    second = await waiting(door)
+    assert not second.done()
+    place.release()
+    place.release()
+    _, place = await second
+    third = await waiting(door)
+    assert not third.done()
+    place.release()
+    await third
+
+
+async def test_places_go_to_those_that_have_waited_longest() -> None:
+    door = gate()
+    _, place = await door.receive(ready, "", peer)
+    first, second = await waiting(door), await waiting(door)
+    assert door.num_waiting == 2
+    place.release()
+    _, place = await first
+    assert not second.done()
+    place.release()
+    await second
+
+
+async def test_a_tenant_leaves_a_place_for_others() -> None:
+    door = gate(places=2)
+    greedy = await stalled(door, "greedy")
+    more = await waiting(door, "greedy")
+    assert not more.done()
+    await door.receive(ready, "modest", peer)
+    await ended(greedy, more)
+
+
+async def test_a_message_that_does_not_come_ends_its_call_and_frees_its_place() -> None:
+    door = gate(timeout_s=0.01)
+    with pytest.raises(MessageTimeout):
+        await door.receive(Sender().read, "", peer)
+    _, place = await door.receive(ready, "", peer)
+    place.release()
+
+
+async def test_messages_that_do_not_come_are_ended_each_in_its_time() -> None:
+    door = gate(places=3, timeout_s=0.02)
+    tasks = [await stalled(door) for _ in range(3)]
+    for task in tasks:
+        with pytest.raises(MessageTimeout):
+            await task
+
+
+async def test_a_caller_that_hangs_up_while_it_sends_frees_its_place() -> None:
+    door = gate()
+    await ended(await stalled(door))
+    await door.receive(ready, "", peer)
+
+
+async def test_a_caller_that_hangs_up_while_it_waits_is_forgotten() -> None:
+    door = gate()
+    first = await stalled(door)
+    second = await waiting(door)
+    await ended(second)
+    assert door.num_waiting == 0
+    await ended(first)
+    await door.receive(ready, "", peer)
+
+
+async def test_a_caller_that_hangs_up_as_it_gets_a_place_passes_it_on() -> None:
+    door = gate()
+    _, place = await door.receive(ready, "", peer)
+    second = await waiting(door)
+    place.release()  # its place is granted; it has not noticed
+    await ended(second)
+    await door.receive(ready, "", peer)
+
+
+async def test_a_call_without_a_place_in_time_is_refused() -> None:
+    door = gate(hurried_places=0, timeout_s=0.05)
+    _, place = await door.receive(ready, "", peer)
+    with pytest.raises(TooManyCalls):
+        await door.receive(ready, "", peer)
+    place.release()
+    await door.receive(ready, "", peer)
+
+
+async def test_where_senders_stall_a_message_that_has_arrived_is_read_all_the_same() -> None:
+    door = gate(places=3, patience_s=0.01)
+    tasks = [await stalled(door) for _ in range(3)]
+    message, place = await door.receive(ready, "", peer)
+    assert (message, place.is_hurried) == (b"ready", True)
+    place.release()
+    await ended(*tasks)
+
+
+async def test_a_message_that_has_waited_and_still_has_not_arrived_is_refused() -> None:
+    door = gate(patience_s=0.01, hurry_s=0.01)
+    first = await stalled(door)
+    with pytest.raises(TooManyCalls):
+        await door.receive(Sender().read, "", peer)
+    _, place = await door.receive(ready, "", peer)  # the hurried place is free again
+    assert place.is_hurried
+    place.release()
+    await ended(first)
+
+
+async def test_a_new_call_does_not_wait_for_all_that_stall() -> None:
+    door = gate(patience_s=AT_ONCE_S, hurry_s=0.01)
+    first = await stalled(door)
+    stalling = [asyncio.create_task(door.receive(Sender().read, "", peer)) for _ in range(50)]
+    await asyncio.sleep(0)
+    message, place = await door.receive(ready, "", peer)
+    assert message == b"ready"
+    assert sum(task.done() for task in stalling) <= 3
+    place.release()
+    await ended(first, *stalling)
+
+
+async def test_a_loop_that_stands_still_ends_no_hurried_message() -> None:
+    door = gate(patience_s=AT_ONCE_S, hurry_s=0.05)
+    first = await stalled(door)
+    sender = Sender()
+    loop = asyncio.get_running_loop()
+
+    async def read() -> bytes:
+        # By the next turn of the loop the limit has passed, and the message has come.
+        loop.call_soon(lambda: (busy_for(0.1), sender.message.set_result(b"late")))
+        return await sender.message
+
+    message, _ = await door.receive(read, "", peer)
+    assert message == b"late"
+    await ended(first)
+
+
+def busy_for(duration_s: float) -> None:
+    until = time.monotonic() + duration_s
+    while time.monotonic() < until:
+        pass
+
+
+async def test_a_gate_that_closes_ends_those_who_send_and_those_who_wait() -> None:
+    door = gate(places=1)
+    sends, waits = await stalled(door), await waiting(door)
+    door.close()
+    for task in (sends, waits):
+        with pytest.raises(EngineUnavailable):
+            await task
+    with pytest.raises(EngineUnavailable):
+        await door.receive(ready, "", peer)
+
+
+async def test_a_caller_that_hangs_up_as_the_gate_closes_has_hung_up() -> None:
+    door = gate(places=1)
+    sends, waits = await stalled(door), await waiting(door)
+    door.close()
+    for task in (sends, waits):
+        task.cancel()
+        with pytest.raises((asyncio.CancelledError, EngineUnavailable)):
+            await task
+    assert sends.cancelled()
+
+
+async def test_whoever_did_not_finish_a_message_comes_after_all_others() -> None:
+    door = gate(places=1, hurried_places=1, patience_s=AT_ONCE_S, hurry_s=0.01)
+    first = await stalled(door)
+    with pytest.raises(TooManyCalls):
+        await door.receive(Sender().read, "", lambda: "slow")
+    hurried = asyncio.create_task(door.receive(ready, "", peer))
+    _, place = await hurried
+    suspect = asyncio.create_task(door.receive(ready, "", lambda: "slow"))
+    await asyncio.sleep(0)
+    clean = asyncio.create_task(door.receive(ready, "", lambda: "quick"))
+    await asyncio.sleep(0)
+    first.cancel()  # its place goes to the later one, which is no suspect
+    _, other_place = await clean
+    assert not suspect.done()
+    place.release()
+    await suspect
+    other_place.release()
+
+
+async def test_those_who_did_not_finish_share_half_of_the_places() -> None:
+    door = gate(places=4, hurried_places=0, timeout_s=0.02)
+    for _ in range(2):
+        with pytest.raises(MessageTimeout):
+            await door.receive(Sender().read, "", lambda: "slow")
+    tasks = [asyncio.create_task(door.receive(Sender().read, "", lambda: "slow")) for _ in range(4)]
+    await asyncio.sleep(0)
+    assert door.num_waiting == 2
+    await door.receive(ready, "", peer)
+    await ended(*tasks)
+
+
+async def test_suspicion_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receiving, "_SUSPICION_S", -1.0)
+    door = gate(places=2, timeout_s=0.02)
+    with pytest.raises(MessageTimeout):
+        await door.receive(Sender().read, "", peer)
+    tasks = [asyncio.create_task(door.receive(Sender().read, "", peer)) for _ in range(2)]
+    await asyncio.sleep(0)
+    assert door.num_waiting == 0
+    await ended(*tasks)
+
+
+async def test_no_more_than_so_many_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receiving, "_MAX_SUSPECTS", 3)
+    door = gate(timeout_s=0.001)
+    for number in range(5):
+        with pytest.raises(MessageTimeout):
+            await door.receive(Sender().read, "", lambda: str(number))  # noqa: B023 called before the next turn
+    assert len(door._suspects) == 3

@@ -1,0 +1,127 @@
+"""Events → protobuf: every field, and nothing lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
+
+from kestrel_client.v1 import generation_pb2
+from kestrel_client.v1 import vision_service_pb2 as wire
+from kestrel_grpc.frontends.grpc import rendering
+from kestrel_runtime.api.events import (
+    Box,
+    CaptionOutput,
+    DetectOutput,
+    Finished,
+    FinishReason,
+    Grounding,
+    Location,
+    Output,
+    PointOutput,
+    QueryOutput,
+    Reasoning,
+    SegmentMask,
+    SegmentOutput,
+    Started,
+    TextChannel,
+    TextDelta,
+    Timing,
+    Usage,
+)
+
+TIMING = Timing(queue_s=0.001, preprocess_s=0.0625, prefill_s=1.5, time_to_first_token_s=12.0, decode_s=1e-9)
+INFO = {
+    "request_id": "id",
+    "model": "m",
+    "finish_reason": "FINISH_REASON_STOP",
+    "usage": {"input_token_count": 735, "output_token_count": 12, "image_token_count": 729},
+    "timing": {
+        "queue_duration": "0.001s",
+        "preprocess_duration": "0.062500s",
+        "prefill_duration": "1.500s",
+        "time_to_first_token": "12s",
+        "decode_duration": "0.000000001s",
+    },
+}
+BOX = Box(0.125, 0.25, 0.5, 0.75)
+BOX_DICT = {"x_min": 0.125, "y_min": 0.25, "x_max": 0.5, "y_max": 0.75}
+
+
+def finished(output: Output, reason: FinishReason = FinishReason.STOP) -> Finished:
+    return Finished(output, reason, Usage(735, 729, 12), TIMING)
+
+
+def as_dict(message: Message) -> dict[str, Any]:
+    return MessageToDict(message, preserving_proto_field_name=True)
+
+
+def test_query_result_has_answer_and_info() -> None:
+    result = rendering.query_result(finished(QueryOutput("a bird", None)), "id", "m")
+    assert as_dict(result) == {"answer": "a bird", "info": INFO}
+
+
+def test_reasoning_keeps_its_groundings() -> None:
+    thought = Reasoning("so a bird", (Grounding(3, 9, (Location(0.5, 0.25), Location(0.0, 1.0))),))
+    result = rendering.query_result(finished(QueryOutput("a bird", thought)), "id", "m")
+    grounding = {"start_char": 3, "end_char": 9, "points": [{"x": 0.5, "y": 0.25}, {"y": 1.0}]}
+    assert as_dict(result.reasoning) == {"text": "so a bird", "groundings": [grounding]}
+
+
+def test_reasoning_that_was_not_asked_for_is_absent_and_an_empty_one_is_not() -> None:
+    assert not rendering.query_result(finished(QueryOutput("", None)), "id", "m").HasField("reasoning")
+    assert rendering.query_result(finished(QueryOutput("", Reasoning("", ()))), "id", "m").HasField("reasoning")
+
+
+def test_caption_result_has_caption_and_info() -> None:
+    result = rendering.caption_result(finished(CaptionOutput("a bird")), "id", "m")
+    assert as_dict(result) == {"caption": "a bird", "info": INFO}
+
+
+def test_points_boxes_and_outlines_keep_their_order() -> None:
+    points = rendering.point_response(finished(PointOutput((Location(0.5, 0.25), Location(1.0, 0.75)))), "id", "m")
+    assert as_dict(points) == {"points": [{"x": 0.5, "y": 0.25}, {"x": 1.0, "y": 0.75}], "info": INFO}
+    boxes = rendering.detect_response(finished(DetectOutput((BOX,))), "id", "m")
+    assert as_dict(boxes) == {"objects": [{"box": BOX_DICT}], "info": INFO}
+    outlines = rendering.segment_response(finished(SegmentOutput((SegmentMask("M 0 0 z", BOX),))), "id", "m")
+    assert as_dict(outlines) == {"segments": [{"svg_path": "M 0 0 z", "box": BOX_DICT}], "info": INFO}
+
+
+def test_streams_carry_the_same_events() -> None:
+    started, delta = Started(Usage(735, 729)), TextDelta("a ", TextChannel.REASONING, 3, 2)
+    expected_delta = generation_pb2.TextDelta(
+        text="a ", channel=generation_pb2.TEXT_CHANNEL_REASONING, token_index=3, token_count=2
+    )
+    expected_started = generation_pb2.StreamStarted(
+        request_id="id", model="m", usage=generation_pb2.Usage(input_token_count=735, image_token_count=729)
+    )
+    for event, response in (
+        (rendering.query_event, wire.QueryResponse),
+        (rendering.caption_event, wire.CaptionResponse),
+    ):
+        assert event(started, "id", "m") == response(started=expected_started)
+        assert event(delta, "id", "m") == response(delta=expected_delta)
+    answer, caption = finished(QueryOutput("a bird", None)), finished(CaptionOutput("a bird"))
+    assert rendering.query_event(answer, "id", "m").completed == rendering.query_result(answer, "id", "m")
+    assert rendering.caption_event(caption, "id", "m").completed == rendering.caption_result(caption, "id", "m")
+
+
+@pytest.mark.parametrize("reason", FinishReason)
+def test_each_finish_reason_has_its_value(reason: FinishReason) -> None:
+    info = rendering.point_response(finished(PointOutput(()), reason), "id", "m").info
+    assert generation_pb2.FinishReason.Name(info.finish_reason) == f"FINISH_REASON_{reason.name}"
+
+
+@pytest.mark.parametrize("channel", TextChannel)
+def test_each_channel_has_its_value(channel: TextChannel) -> None:
+    delta = rendering.query_event(TextDelta("", channel, 0, 0), "id", "m").delta
+    assert generation_pb2.TextChannel.Name(delta.channel) == f"TEXT_CHANNEL_{channel.name}"
+
+
+def test_duration_that_rounds_up_to_a_second_stays_well_formed() -> None:
+    timing = Timing(0.9999999999, 0.0, 0.0, 0.0, 0.0)
+    message = rendering.point_response(Finished(PointOutput(()), FinishReason.STOP, Usage(1, 0), timing), "id", "m")
+    assert message.info.timing.queue_duration == Duration(seconds=1)

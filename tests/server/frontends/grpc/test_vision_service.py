@@ -1,0 +1,91 @@
+"""`VisionService` over the wire: what goes in reaches the engine, what comes out reaches the caller."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from kestrel_client.v1 import generation_pb2
+from kestrel_client.v1 import vision_service_pb2 as wire
+from kestrel_runtime.api.requests import Caption, Detect, Point, Query, Segment
+from tests.server.serving import IMAGE, serving
+
+
+async def test_query_streams_started_deltas_and_the_whole() -> None:
+    async with serving() as house:
+        messages = [
+            message
+            async for message in house.vision.Query(wire.QueryRequest(question="?", image=IMAGE, reasoning=True))
+        ]
+    assert house.engine.requests == [Query("?", IMAGE.data, reasoning=True)]
+    kinds = [message.WhichOneof("event") for message in messages]
+    assert kinds == ["started", "delta", "delta", "completed"]  # the pieces of the answer came at once
+    completed = messages[-1].completed
+    for channel, text in (("REASONING", completed.reasoning.text), ("ANSWER", completed.answer)):
+        value = generation_pb2.TextChannel.Value(f"TEXT_CHANNEL_{channel}")
+        deltas = [message.delta for message in messages if message.WhichOneof("event") == "delta"]
+        assert "".join(delta.text for delta in deltas if delta.channel == value) == text != ""
+
+
+async def test_caption_streams_started_deltas_and_the_whole() -> None:
+    async with serving() as house:
+        request = wire.CaptionRequest(image=IMAGE, length=wire.CAPTION_LENGTH_SHORT)
+        messages = [message async for message in house.vision.Caption(request)]
+    assert house.engine.requests == [Caption(IMAGE.data, "short")]
+    assert messages[0].started.model == "fake"
+    deltas = [message.delta.text for message in messages[1:-1]]
+    assert "".join(deltas) == messages[-1].completed.caption == "a short kestrel"
+
+
+async def test_unary_twins_return_what_the_streams_complete_with() -> None:
+    metadata = (("x-request-id", "same"),)
+    async with serving() as house:
+        *_, query = [m async for m in house.vision.Query(wire.QueryRequest(question="?"), metadata=metadata)]
+        complete_query = await house.vision.CompleteQuery(
+            wire.CompleteQueryRequest(question="?"), metadata=metadata
+        )
+        *_, caption = [m async for m in house.vision.Caption(wire.CaptionRequest(image=IMAGE), metadata=metadata)]
+        complete_caption = await house.vision.CompleteCaption(
+            wire.CompleteCaptionRequest(image=IMAGE), metadata=metadata
+        )
+    assert complete_query.result == query.completed
+    assert complete_caption.result == caption.completed
+
+
+async def test_skills_that_find_answer_in_one_message() -> None:
+    fields: Any = {"object": "bird", "image": IMAGE}
+    async with serving() as house:
+        points = await house.vision.Point(wire.PointRequest(**fields, max_objects=2))
+        boxes = await house.vision.Detect(wire.DetectRequest(**fields))
+        outlines = await house.vision.Segment(wire.SegmentRequest(**fields))
+    assert house.engine.requests == [
+        Point("bird", IMAGE.data, max_objects=2),
+        Detect("bird", IMAGE.data),
+        Segment("bird", IMAGE.data),
+    ]
+    assert [(point.x, point.y) for point in points.points] == [(0.5, 0.25), (0.75, 0.5)]
+    assert boxes.objects[0].box.x_max == 0.5
+    assert outlines.segments[0].svg_path == "M 0 0 L 1 1 z"
+    assert {points.info.model, boxes.info.model, outlines.info.model} == {"fake"}
+
+
+@pytest.mark.parametrize("count", [64])
+async def test_many_calls_at_once_get_each_their_own_answer(count: int) -> None:
+    async with serving() as house:
+
+        async def ask(index: int) -> None:
+            metadata = (("x-request-id", f"call-{index}"),)
+            if index % 2:
+                response = await house.vision.CompleteQuery(
+                    wire.CompleteQueryRequest(question="?"), metadata=metadata
+                )
+                assert response.result.info.request_id == f"call-{index}"
+            else:
+                stream = house.vision.Query(wire.QueryRequest(question="?"), metadata=metadata)
+                last = [message async for message in stream][-1]
+                assert last.completed.info.request_id == f"call-{index}"
+
+        await asyncio.gather(*(ask(index) for index in range(count)))
+        assert len(house.engine.requests) == count

@@ -1,0 +1,156 @@
+"""Metrics: what a call leaves behind in the text that Prometheus reads."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kestrel_grpc.telemetry.metrics import METRICS, Kind, ServerMetrics, bucket_table, markdown_table
+from kestrel_grpc.wire.call_context import OK, Asked, Call, Outcome
+from kestrel_runtime.api.events import Finished, FinishReason, QueryOutput, Timing, Usage
+from kestrel_runtime.api.requests import Query
+from kestrel_runtime.engine.engine import EngineStatus
+from tests.fakes import FakeEngine
+from tests.golden import CHECKOUT
+
+QUERY = "kestrel.v1.VisionService/Query"
+GEN_AI = {"gen_ai_operation_name": "query", "gen_ai_provider_name": "kestrel", "gen_ai_request_model": "fake"}
+BUSY = Outcome("RESOURCE_EXHAUSTED", "QUEUE_FULL")
+
+
+def new_call() -> Call:
+    return Call((), None, QUERY)
+
+
+def answered_call(num_output_tokens: int = 3) -> Call:
+    call = new_call()
+    call.asked = Asked(Query("?", b"12345"))
+    call.finished = Finished(
+        QueryOutput("yes", None),
+        FinishReason.STOP,
+        Usage(735, 729, num_output_tokens),
+        Timing(queue_s=0.25, preprocess_s=0.125, prefill_s=0.5, time_to_first_token_s=0.875, decode_s=0.0625),
+    )
+    return call
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+def metrics(engine) -> ServerMetrics:
+    return ServerMetrics(engine)
+
+
+def value(metrics: ServerMetrics, name: str, **labels: str) -> float | None:
+    return metrics.registry.get_sample_value(name, labels)
+
+
+async def test_a_call_is_counted_by_method_and_status(metrics):
+    metrics.record(new_call(), OK)
+    metrics.record(new_call(), OK)
+    metrics.record(new_call(), BUSY)
+    counted = {
+        code: value(
+            metrics, "rpc_server_call_duration_seconds_count", rpc_method=QUERY, rpc_response_status_code=code
+        )
+        for code in ("OK", "RESOURCE_EXHAUSTED", "INTERNAL")
+    }
+    assert counted == {"OK": 2, "RESOURCE_EXHAUSTED": 1, "INTERNAL": None}
+
+
+async def test_only_what_failed_is_counted_by_reason(metrics):
+    metrics.record(new_call(), OK)
+    assert value(metrics, "kestrel_requests_failed_total", rpc_method=QUERY, reason="OK") is None
+    metrics.record(new_call(), BUSY)
+    assert value(metrics, "kestrel_requests_failed_total", rpc_method=QUERY, reason="QUEUE_FULL") == 1
+
+
+async def test_an_answer_leaves_its_tokens_and_where_its_time_went(metrics):
+    metrics.record(answered_call(), OK)
+    sums = {
+        "gen_ai_server_time_to_first_token_seconds_sum": GEN_AI,
+        "gen_ai_server_time_per_output_token_seconds_sum": GEN_AI,
+        "kestrel_queue_duration_seconds_sum": {},
+        "kestrel_preprocess_duration_seconds_sum": {},
+        "kestrel_prefill_duration_seconds_sum": {},
+        "kestrel_image_size_bytes_sum": {},
+    }
+    assert [value(metrics, name, **labels) for name, labels in sums.items()] == [
+        *(0.875, 0.0625 / 2, 0.25, 0.125, 0.5, 5)
+    ]
+    tokens = [
+        value(metrics, "gen_ai_client_token_usage_sum", **GEN_AI, gen_ai_token_type=kind)
+        for kind in ("input", "output")
+    ]
+    assert tokens == [735, 3]
+
+
+async def test_a_single_token_has_no_time_per_token(metrics):
+    metrics.record(answered_call(num_output_tokens=1), OK)
+    assert not value(metrics, "gen_ai_server_time_per_output_token_seconds_count", **GEN_AI)
+
+
+async def test_a_request_that_failed_is_told_from_one_that_did_not(metrics):
+    call = answered_call()
+    call.finished = None
+    metrics.record(call, Outcome("UNAVAILABLE", "QUEUE_TIMEOUT"))
+    name = "gen_ai_server_request_duration_seconds_count"
+    assert value(metrics, name, **GEN_AI, error_type="UNAVAILABLE") == 1
+    assert value(metrics, name, **GEN_AI, error_type="") is None
+
+
+async def test_a_call_that_asked_nothing_of_the_model_is_a_call_and_no_request(metrics):
+    metrics.record(new_call(), OK)
+    assert b"gen_ai_server_request_duration_seconds_count{" not in generate_latest(metrics.registry)
+
+
+async def test_the_engine_is_read_at_each_scrape(engine, metrics):
+    assert value(metrics, "kestrel_scheduler_waiting") == engine.load().num_waiting
+    assert value(metrics, "kestrel_image_decoded_bytes") == engine.load().decoded_image_bytes != 0
+    assert value(metrics, "kestrel_kv_cache_used") == engine.load().num_used_pages
+    assert value(metrics, "kestrel_kv_cache_capacity") == engine.load().num_pages
+    assert value(metrics, "kestrel_engine_ready") == 1
+    engine.become(EngineStatus.DRAINING)
+    assert value(metrics, "kestrel_engine_ready") == 0
+
+
+async def test_restarts_of_the_engine_are_counted(engine, metrics):
+    assert value(metrics, "kestrel_engine_restarts_total") == 0
+    for status in (EngineStatus.RECOVERING, EngineStatus.SERVING, EngineStatus.RECOVERING):
+        engine.become(status)
+    assert value(metrics, "kestrel_engine_restarts_total") == 2
+
+
+async def test_the_text_holds_every_metric_of_the_list_under_its_name_and_kind(metrics):
+    metrics.record(answered_call(), OK)
+    metrics.record(answered_call(), BUSY)
+    families = {
+        item.name: item for item in text_string_to_metric_families(generate_latest(metrics.registry).decode())
+    }
+    for metric in METRICS:
+        family = families[metric.prometheus_name]
+        assert family.type == metric.kind.value
+        bounds = {float(sample.labels["le"]) for sample in family.samples if "le" in sample.labels}
+        assert bounds == ({*metric.buckets, float("inf")} if metric.kind is Kind.HISTOGRAM else set())
+        named = {label for sample in family.samples for label in sample.labels} - {"le"}
+        assert named == set(metric.prometheus_labels)
+    ours = {name for name in families if name.startswith(("kestrel_", "gen_ai_", "rpc_"))}
+    assert {name for name in ours if not name.endswith("_created")} == {item.prometheus_name for item in METRICS}
+
+
+def test_buckets_rise():
+    assert [item.name for item in METRICS if list(item.buckets) != sorted(set(item.buckets))] == []
+
+
+@pytest.mark.parametrize(("name", "table"), [("metrics", markdown_table()), ("buckets", bucket_table())])
+def test_the_documentation_lists_the_metrics_there_are(name, table):
+    text = (CHECKOUT / "docs" / "observability.md").read_text(encoding="utf-8")
+    found = re.search(rf"<!-- {name} -->\n(.*)\n<!-- /{name} -->", text, re.DOTALL)
+    assert found is not None
+    assert found[1] == table, "write it anew: python -m kestrel_grpc.telemetry.metrics"

@@ -1,0 +1,172 @@
+"""Every line of the table, over the wire."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import pytest
+
+from kestrel_client.v1 import vision_service_pb2 as wire
+from kestrel_grpc.wire import errors
+from kestrel_grpc.wire.errors import MAX_VIOLATIONS, to_status
+from kestrel_runtime.api.errors import (
+    CheckpointError,
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    EngineUnavailable,
+    ImageError,
+    InternalError,
+    InvalidRequest,
+    KestrelError,
+    ModelNotFound,
+    Overloaded,
+    QueueBound,
+    QueueTimeout,
+    RequestRefused,
+    SkillUnsupported,
+    Violation,
+)
+from kestrel_runtime.engine.engine import EngineStatus
+from tests.fakes import FakeEngine, fails
+from tests.server.serving import details_of, reason_of, serving
+
+Code = grpc.StatusCode
+SECRET = "the password is swordfish"
+
+
+async def failure(engine: FakeEngine, *, streaming: bool = False, **fields: Any) -> grpc.aio.AioRpcError:
+    """How a query ends that an engine refuses."""
+    fields = {"question": "?", **fields}
+    async with serving(engine) as house:
+        if streaming:
+            answer = house.vision.Query(wire.QueryRequest(**fields)).read()
+        else:
+            answer = house.vision.CompleteQuery(wire.CompleteQueryRequest(**fields))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await answer
+    return caught.value
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("error", "code", "reason", "details"),
+    [
+        (
+            InvalidRequest((Violation("question", "x"),)),
+            Code.INVALID_ARGUMENT,
+            "INVALID_REQUEST",
+            {"BadRequest"},
+        ),
+        (ImageError("no image"), Code.INVALID_ARGUMENT, "IMAGE_DECODE_FAILED", {"BadRequest"}),
+        (ImageError("big", too_large=True), Code.INVALID_ARGUMENT, "IMAGE_TOO_LARGE", {"BadRequest"}),
+        (
+            ContextLengthExceeded("question", 5000, 2048),
+            Code.INVALID_ARGUMENT,
+            "CONTEXT_LENGTH_EXCEEDED",
+            {"BadRequest"},
+        ),
+        (ModelNotFound("gull"), Code.NOT_FOUND, "MODEL_NOT_FOUND", {"ResourceInfo"}),
+        (
+            SkillUnsupported("segment", "fake"),
+            Code.FAILED_PRECONDITION,
+            "SKILL_UNSUPPORTED",
+            {"PreconditionFailure"},
+        ),
+        (Overloaded(7, 0.25), Code.RESOURCE_EXHAUSTED, "QUEUE_FULL", {"RetryInfo", "QuotaFailure"}),
+        (
+            Overloaded(9.0, 30.0, QueueBound.WAIT),
+            Code.RESOURCE_EXHAUSTED,
+            "QUEUE_FULL",
+            {"RetryInfo", "QuotaFailure"},
+        ),
+        (RequestRefused(SECRET), Code.FAILED_PRECONDITION, "REQUEST_REFUSED", {"PreconditionFailure"}),
+        (QueueTimeout(1.5), Code.UNAVAILABLE, "QUEUE_TIMEOUT", {"RetryInfo"}),
+        (DeadlineExceeded("late"), Code.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", set()),
+        (EngineUnavailable("gone"), Code.UNAVAILABLE, "ENGINE_UNAVAILABLE", {"RetryInfo"}),
+        (InternalError(RuntimeError(SECRET)), Code.INTERNAL, "INTERNAL", set()),
+        (CheckpointError(SECRET), Code.INTERNAL, "INTERNAL", set()),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, KestrelError) else "",
+)
+async def test_each_error_has_its_status_its_reason_and_its_details(
+    error: KestrelError, code: Code, reason: str, details: set[str], streaming: bool
+) -> None:
+    status = await failure(FakeEngine(fails(error)), streaming=streaming)
+    assert status.code() is code
+    assert reason_of(status) == reason
+    assert set(details_of(status)) == {"ErrorInfo"} | details
+    assert SECRET not in str(status)
+
+
+async def test_every_error_names_the_request() -> None:
+    status = await failure(FakeEngine(fails(DeadlineExceeded("late"))))
+    info: Any = details_of(status)["ErrorInfo"]
+    trailers = dict(status.trailing_metadata() or ())
+    assert info.metadata["requestId"] == trailers["x-request-id"] != ""
+
+
+async def test_bad_request_lists_every_violation_up_to_twenty() -> None:
+    violations = tuple(Violation(f"spatial_refs[{index}].point.x", "must be from 0 to 1") for index in range(100))
+    status = await failure(FakeEngine(fails(InvalidRequest(violations))))
+    bad: Any = details_of(status)["BadRequest"]
+    *shown, rest = bad.field_violations
+    assert [item.field for item in shown] == [item.field for item in violations[:MAX_VIOLATIONS]]
+    assert shown[0].description == "must be from 0 to 1"
+    assert (rest.field, rest.description) == ("", "and 80 more")
+    assert (status.details() or "").endswith("and 80 more")
+
+
+async def test_full_queue_says_when_to_come_back() -> None:
+    status = await failure(FakeEngine(max_queued_requests=0))
+    retry: Any = details_of(status)["RetryInfo"]
+    quota: Any = details_of(status)["QuotaFailure"]
+    assert retry.retry_delay.ToMilliseconds() == 250
+    assert quota.violations[0].subject == "queue"
+
+
+async def test_queue_timeout_asks_retrying_clients_to_wait() -> None:
+    status = await failure(FakeEngine(fails(QueueTimeout(1.5))))
+    assert dict(status.trailing_metadata() or ())["grpc-retry-pushback-ms"] == "1000"
+
+
+async def test_context_overflow_tells_the_numbers() -> None:
+    status = await failure(FakeEngine(fails(ContextLengthExceeded("question", 5000, 2048))))
+    info: Any = details_of(status)["ErrorInfo"]
+    assert (info.metadata["promptTokenCount"], info.metadata["maxContextTokenCount"]) == ("5000", "2048")
+
+
+async def test_unknown_model_is_named_though_not_at_any_length() -> None:
+    status = await failure(FakeEngine(), options={"model": "gull" * 100_000})
+    assert reason_of(status) == "MODEL_NOT_FOUND"
+    resource: Any = details_of(status)["ResourceInfo"]
+    assert resource.resource_type == "model"
+    assert resource.resource_name.startswith("gullgull")
+    assert len(resource.resource_name) < 200
+
+
+async def test_unsupported_skill_is_named() -> None:
+    status = await failure(FakeEngine(skills=("caption",)))
+    failed: Any = details_of(status)["PreconditionFailure"]
+    assert failed.violations[0].subject == "query"
+
+
+@pytest.mark.parametrize("engine_status", [EngineStatus.DRAINING, EngineStatus.RECOVERING])
+async def test_unavailability_that_passes_says_why(engine_status: EngineStatus) -> None:
+    engine = FakeEngine()
+    engine.become(engine_status)
+    status = await failure(engine)
+    assert (status.code(), reason_of(status)) == (Code.UNAVAILABLE, engine_status.name)
+    assert "RetryInfo" in details_of(status)
+
+
+def test_error_of_an_unknown_kind_is_internal_and_says_nothing() -> None:
+    status = to_status(ZeroDivisionError(SECRET), "abc")
+    assert (status.code, status.reason, status.message) == (Code.INTERNAL, "INTERNAL", "internal error")
+    assert SECRET not in str(status)
+
+
+def test_every_kind_of_error_is_in_the_drawn_table() -> None:
+    drawn = errors.__doc__ or ""
+    for kind in (*KestrelError.__subclasses__(), *InvalidRequest.__subclasses__()):
+        assert kind.__name__ in drawn or kind in (InternalError, CheckpointError), kind
