@@ -41,6 +41,7 @@ from kestrel_grpc.frontends.grpc import rendering
 from kestrel_grpc.server import Server
 from kestrel_grpc.telemetry.logs import set_up_logging
 from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.engine import EngineInfo, EngineStatus, Load
 from kestrel_runtime.api.events import (
     Event,
     Finished,
@@ -56,7 +57,6 @@ from kestrel_runtime.api.events import (
 )
 from kestrel_runtime.api.requests import Point, Request
 from kestrel_runtime.api.stream import Outbox, Stream
-from kestrel_runtime.engine.engine import EngineInfo, EngineStatus, Load
 
 Serve = Callable[[Connection], Coroutine[Any, Any, None]]
 

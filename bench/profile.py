@@ -38,7 +38,7 @@ from bench.harness.workload import WORKLOADS, Album, Workload
 from kestrel_runtime.api.errors import KestrelError
 from kestrel_runtime.api.events import Finished
 from kestrel_runtime.api.requests import Query, SamplingParams
-from kestrel_runtime.engine.engine import Engine
+from kestrel_runtime.engine.engine import LocalEngine
 
 WINDOW = "load"
 NAMES = ("direct", "cot", "long", "text")
@@ -48,7 +48,7 @@ _NAME_WIDTH = 76
 class Load:
     """The requests of a workload and what became of them."""
 
-    def __init__(self, engine: Engine, workload: Workload, num_at_once: int) -> None:
+    def __init__(self, engine: LocalEngine, workload: Workload, num_at_once: int) -> None:
         self._engine = engine
         self._workload = workload
         self._num_at_once = num_at_once
@@ -165,7 +165,7 @@ def main() -> int:
         endless(engine_config(options, arguments)) as config,
         marked_phases(with_nvtx=arguments.nvtx),
     ):
-        engine = Engine.start(config)
+        engine = LocalEngine.start(config)
         try:
             load = Load(engine, WORKLOADS[arguments.workload], arguments.at_once)
             load.run(2 * arguments.at_once)  # kernels are compiled and steps recorded at their first use

@@ -29,7 +29,7 @@ from kestrel_grpc.cli.svg_path import polylines
 from kestrel_grpc.config.options import ServerConfig, named_values
 from kestrel_grpc.server import Server
 from kestrel_runtime.api.config import BUILT_IN_MODEL
-from kestrel_runtime.engine.engine import Engine
+from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.models.moondream.skills import SKILLS
 from training import scoring
 from training.captions import normal_caption
@@ -331,7 +331,7 @@ async def _score(arguments: argparse.Namespace) -> tuple[Tally, dict[str, Any]]:
     given = {"model": arguments.model, "device": arguments.device, "dtype": arguments.dtype, "port": "0"}
     given["max_batch_size"] = str(arguments.at_once)
     config = ServerConfig.parse({**given, **named_values(arguments.set)}, {})
-    engine = await asyncio.to_thread(Engine.start, config.engine_config())
+    engine = await asyncio.to_thread(LocalEngine.start, config.engine_config())
     async with Server(engine, config) as server, AsyncClient(f"127.0.0.1:{server.port}", timeout_s=600) as client:
         tally = await run(client, arguments.first, arguments.scenes, arguments.at_once, arguments.only)
     info = engine.info

@@ -26,7 +26,7 @@ from PIL import Image
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.events import Finished
 from kestrel_runtime.api.requests import Caption, Query, Request, SamplingParams
-from kestrel_runtime.engine.engine import Engine
+from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.imaging.decoding import decode_image, select_tiling
 from kestrel_runtime.loading.loaded_model import LoadedModel
 
@@ -62,7 +62,7 @@ def jpeg(width_px: int, height_px: int) -> bytes:
 class Scaling:
     """The three questions, put to one engine."""
 
-    def __init__(self, loaded: LoadedModel, engine: Engine, rounds: int) -> None:
+    def __init__(self, loaded: LoadedModel, engine: LocalEngine, rounds: int) -> None:
         self._vision = loaded.model.config.vision
         self._engine = engine
         self._rounds = rounds
@@ -168,7 +168,7 @@ def main() -> int:
         model=arguments.model, device=arguments.device, dtype=arguments.dtype, max_batch_size=max(BATCH_SIZES)
     )
     loaded = LoadedModel.load(config)
-    engine = Engine(loaded, config)
+    engine = LocalEngine(loaded, config)
     facts = {
         "model": engine.info.model,
         "device": engine.info.device,

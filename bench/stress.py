@@ -46,7 +46,7 @@ from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.errors import KestrelError
 from kestrel_runtime.api.events import Finished
 from kestrel_runtime.api.requests import Request
-from kestrel_runtime.engine.engine import Engine
+from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.loading.loaded_model import LoadedModel
 
@@ -118,7 +118,7 @@ class Outcome:
 class Stress:
     """The distinct requests, asked by one engine: alone first, then many at once."""
 
-    def __init__(self, engine: Engine, requests: Sequence[Request], tokens: dict[int, list[Token]]) -> None:
+    def __init__(self, engine: LocalEngine, requests: Sequence[Request], tokens: dict[int, list[Token]]) -> None:
         """tokens: what requests have generated, by their seeds."""
         self._engine = engine
         self._requests = requests
@@ -297,7 +297,7 @@ def main() -> int:
     requests = mixed_requests(arguments.distinct, loaded.model.config)
     progress = Progress(11)
     with noted_tokens() as tokens:
-        engine = Engine(loaded, config)
+        engine = LocalEngine(loaded, config)
         try:
             stress = Stress(engine, requests, tokens)
             progress.begin("each alone")
@@ -331,7 +331,7 @@ _WORDS: Mapping[bool | None, str] = MappingProxyType({True: "yes", False: "NO", 
 
 def as_json(
     arguments: argparse.Namespace,
-    engine: Engine,
+    engine: LocalEngine,
     outcome: Outcome,
     judged: Sequence[Judged],
     tolerance: float,

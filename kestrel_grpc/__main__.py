@@ -122,7 +122,8 @@ def _serve(arguments: argparse.Namespace) -> int:
     from kestrel_grpc.listeners import PortUnavailable
     from kestrel_grpc.server import Server, require_usable
     from kestrel_grpc.telemetry.tracing import TracingUnavailable, require_tracing
-    from kestrel_runtime.engine.engine import Engine, EngineStatus
+    from kestrel_runtime.api.engine import EngineStatus
+    from kestrel_runtime.engine.engine import LocalEngine
     from kestrel_runtime.engine.warm_up import WarmUpFailed, warm_up
 
     async def run() -> tuple[bool, bool]:
@@ -140,7 +141,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         if config.tracing:
             require_tracing(os.environ)
         with _ending_at_sigterm():
-            engine = Engine.start(config.engine_config())
+            engine = LocalEngine.start(config.engine_config())
             engine.on_status_change(lambda now: end_within(END_TIMEOUT_S) if now is EngineStatus.DEAD else None)
             try:
                 with asyncio.Runner(loop_factory=_loop_factory()) as runner:

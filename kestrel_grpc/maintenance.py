@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 
 from kestrel_grpc.wire.call_context import Call, Outcome
-from kestrel_runtime.api.engine import EngineSeam
+from kestrel_runtime.api.engine import Engine
 
 REST_S = 1.0
 """A server rests when it has had nothing to do for so long."""
@@ -29,7 +29,7 @@ class Maintenance:
 
     def __init__(
         self,
-        engine: EngineSeam,
+        engine: Engine,
         work: Callable[[], object],
         *,
         rest_s: float = REST_S,

@@ -51,8 +51,7 @@ from kestrel_grpc.telemetry.telemetry import Telemetry
 from kestrel_grpc.wire.limits import MAX_SHORT_CALLS, MAX_WATCHES, max_calls, request_gate, short_gate
 from kestrel_grpc.wire.open_calls import OpenCalls
 from kestrel_grpc.wire.shares import Shares
-from kestrel_runtime.api.engine import EngineSeam
-from kestrel_runtime.engine.engine import EngineStatus
+from kestrel_runtime.api.engine import Engine, EngineStatus
 
 _VISION: Any = vision_service_pb2.DESCRIPTOR
 _ENGINE: Any = engine_service_pb2.DESCRIPTOR
@@ -75,7 +74,7 @@ class Server:
 
     def __init__(
         self,
-        engine: EngineSeam,
+        engine: Engine,
         config: ServerConfig,
         *,
         images: ImageSource | None = None,

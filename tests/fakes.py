@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.engine import EngineInfo, EngineStatus, Load
 from kestrel_runtime.api.errors import (
     DeadlineExceeded,
     EngineUnavailable,
@@ -38,7 +39,6 @@ from kestrel_runtime.api.events import (
 )
 from kestrel_runtime.api.requests import Caption, Detect, Point, Query, Request
 from kestrel_runtime.api.stream import Stream
-from kestrel_runtime.engine.engine import EngineInfo, EngineStatus, Load
 
 HOLD = object()
 """In a script: wait here until `FakeEngine.release` or the end of the request."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -41,6 +42,44 @@ WITHOUT_TORCH = {
     "engine/open_streams.py",
     "engine/tracebacks.py",
     "engine/watchdog.py",
+}
+# Inside the runtime: what each package may import of the others. `scheduling` and `execution` are imported for their
+# types by those that fill or run a batch.
+RUNTIME_ARROWS = {
+    "api": set[str](),
+    "interfaces": {"api"},
+    "memory": {"api"},
+    "imaging": {"api"},
+    "loading": {"api", "interfaces"},
+    "scheduling": {"api", "interfaces"},
+    "execution": {"api", "interfaces", "scheduling", "memory"},
+    "engine": {"api", "interfaces", "memory", "imaging", "loading", "scheduling", "execution", "models"},
+    "models": {"api", "interfaces", "memory", "imaging", "loading", "scheduling", "execution"},
+}
+# Imports against these arrows that are still to be removed.
+RUNTIME_BREACHES = {
+    "execution/execution_config.py: models.moondream",
+    "execution/kv_cache.py: models.moondream",
+    "execution/sampling.py: models.moondream",
+    "execution/step_runner.py: imaging.tile_source",
+    "execution/step_runner.py: models.moondream",
+    "imaging/decoding.py: models.moondream",
+    "imaging/device_tiler.py: execution.cuda_stream",
+    "imaging/device_tiler.py: models.moondream",
+    "imaging/tile_source.py: execution.transfer",
+    "imaging/tile_source.py: scheduling.sequence",
+    "loading/loaded_model.py: execution.kv_cache",
+    "loading/loaded_model.py: memory.host_limits",
+    "loading/loaded_model.py: memory.plan",
+    "loading/loaded_model.py: models.moondream",
+    "memory/plan.py: execution.kv_cache",
+    "memory/plan.py: models.moondream",
+    "memory/plan.py: scheduling.limits",
+    "models/moondream/verify/golden_folder.py: engine.engine",
+    "models/moondream/verify/prompt_run.py: engine.offending_requests",
+    "models/moondream/verify/prompt_run.py: engine.preprocessing",
+    "scheduling/sequence.py: imaging.decoding",
+    "scheduling/sequence.py: models.moondream",
 }
 # Inside the kernels: the packages of implementations that each of them may build upon. What needs a compiler or a
 # device is thus never imported for a definition.
@@ -157,6 +196,26 @@ def test_decisions_are_taken_without_tensors():
         if is_within(name, {"torch", "numpy", "kestrel_ops"})
     ]
     assert breaches == []
+
+
+def test_packages_of_the_runtime_depend_one_way():
+    runtime = PACKAGES["kestrel_runtime"]
+    packages = {path.parent.name for path in runtime.glob("*/__init__.py")}
+    assert packages == RUNTIME_ARROWS.keys()
+    breaches = {
+        f"{path.relative_to(runtime).as_posix()}: {'.'.join(name.split('.')[1:3])}"
+        for package, targets in RUNTIME_ARROWS.items()
+        for path in modules(runtime / package)
+        for name in imports(path)
+        if name.startswith("kestrel_runtime.") and name.split(".")[1] not in targets | {package}
+    }
+    assert breaches == RUNTIME_BREACHES
+
+
+def test_the_public_types_of_the_engine_need_no_torch():
+    names = [f"kestrel_runtime.api.{path.stem}" for path in modules(PACKAGES["kestrel_runtime"] / "api")]
+    program = f"import sys, {', '.join(names)}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run((sys.executable, "-c", program), check=False).returncode == 0
 
 
 def test_only_the_public_face_of_the_kernels_is_imported():

@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterable
 from kestrel_runtime.api.errors import KestrelError
 from kestrel_runtime.api.events import Finished
 from kestrel_runtime.api.requests import Request
-from kestrel_runtime.engine.engine import Engine
+from kestrel_runtime.engine.engine import LocalEngine
 
 Answered = Callable[[int, "Finished | KestrelError"], None]
 
 
-async def closed_loop(engine: Engine, requests: Iterable[Request], num_at_once: int, answered: Answered) -> None:
+async def closed_loop(
+    engine: LocalEngine, requests: Iterable[Request], num_at_once: int, answered: Answered
+) -> None:
     """Ask all of `requests`, each as soon as there is room; `answered` is called with its place and what came."""
     queue = enumerate(requests)
 

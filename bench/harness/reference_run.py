@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.requests import Query
-from kestrel_runtime.engine.engine import Engine
+from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.imaging.decoding import decode_image, make_crops
 from kestrel_runtime.loading.loaded_model import LoadedModel
 from kestrel_runtime.models.moondream.verify.answers import answer_of, request_of
@@ -114,7 +114,7 @@ async def _answer(
 async def _answers(
     asked: list[tuple[dict[str, Any], bytes | None]], loaded: LoadedModel, config: EngineConfig
 ) -> list[dict[str, Any]]:
-    engine = Engine(loaded, replace(config, max_queued_requests=len(asked) + 1))
+    engine = LocalEngine(loaded, replace(config, max_queued_requests=len(asked) + 1))
     try:
         streams = [engine.submit(request_of(call, data, MAX_TOKENS)) for call, data in asked]
         return [answer_of((await stream.result()).output) for stream in streams]

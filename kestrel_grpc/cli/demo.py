@@ -52,10 +52,10 @@ def _run(arguments: argparse.Namespace) -> int:
 async def _demonstrate(target: Path) -> None:
     from kestrel_grpc.config.options import ServerConfig
     from kestrel_grpc.server import Server
-    from kestrel_runtime.engine.engine import Engine
+    from kestrel_runtime.engine.engine import LocalEngine
 
     config = ServerConfig(port=0)
-    engine = await asyncio.to_thread(Engine.start, config.engine_config())
+    engine = await asyncio.to_thread(LocalEngine.start, config.engine_config())
     async with Server(engine, config) as server, AsyncClient(f"127.0.0.1:{server.port}") as client:
         await _ask(client, files("kestrel_grpc").joinpath(PICTURE).read_bytes(), target)
 

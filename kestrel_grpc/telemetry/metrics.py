@@ -21,9 +21,8 @@ from prometheus_client.registry import Collector
 from kestrel_grpc import __version__
 from kestrel_grpc.telemetry.histograms import Histogram, Series
 from kestrel_grpc.wire.call_context import Call, Outcome
-from kestrel_runtime.api.engine import EngineSeam
+from kestrel_runtime.api.engine import Engine, EngineStatus, Load
 from kestrel_runtime.api.events import Finished
-from kestrel_runtime.engine.engine import EngineStatus, Load
 
 PROVIDER = "kestrel"
 
@@ -183,7 +182,7 @@ class ServerMetrics:
     `record` belongs to the event loop; the registry may be read in any thread.
     """
 
-    def __init__(self, engine: EngineSeam) -> None:
+    def __init__(self, engine: Engine) -> None:
         disable_created_metrics()  # a series more for each, which no query asks for
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
@@ -271,7 +270,7 @@ class _AnswerSeries(NamedTuple):
 class _EngineCollector(Collector):
     """Reads the engine at each scrape."""
 
-    def __init__(self, engine: EngineSeam) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:

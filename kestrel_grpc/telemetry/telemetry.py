@@ -11,8 +11,7 @@ from kestrel_grpc.telemetry.http_health import HealthPort
 from kestrel_grpc.telemetry.metrics import ServerMetrics
 from kestrel_grpc.telemetry.tracing import CallTracer, TraceExport
 from kestrel_grpc.wire.call_context import Call, Outcome
-from kestrel_runtime.api.engine import EngineSeam
-from kestrel_runtime.engine.engine import EngineStatus
+from kestrel_runtime.api.engine import Engine, EngineStatus
 
 _log = logging.getLogger(__name__)
 
@@ -21,7 +20,7 @@ class Telemetry:
     """`observers` are told of every call that has ended. What is switched off is not there and costs nothing."""
 
     def __init__(
-        self, engine: EngineSeam, config: ServerConfig, *, instance_id: str, is_ready: Callable[[], bool]
+        self, engine: Engine, config: ServerConfig, *, instance_id: str, is_ready: Callable[[], bool]
     ) -> None:
         """Raises `TracingUnavailable`."""
         self._config = config

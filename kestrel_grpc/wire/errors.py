@@ -54,6 +54,7 @@ from kestrel_grpc.frontends.grpc.reader_watch import StreamIdle
 from kestrel_grpc.frontends.grpc.receiving import MessageTimeout, TooManyCalls
 from kestrel_grpc.images.image_uris import ImageFetchFailed, ImageUriNotAllowed
 from kestrel_grpc.wire.call_context import REQUEST_ID_KEY
+from kestrel_runtime.api.engine import EngineStatus
 from kestrel_runtime.api.errors import (
     ContextLengthExceeded,
     DeadlineExceeded,
@@ -68,7 +69,6 @@ from kestrel_runtime.api.errors import (
     SkillUnsupported,
     Violation,
 )
-from kestrel_runtime.engine.engine import EngineStatus
 
 DOMAIN = "kestrel.dev"
 # Trailers must stay below the 8 KiB that peers accept, so what a caller or a list can make long is cut.

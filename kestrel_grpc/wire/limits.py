@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.frontends.grpc.receiving import GateLimits
-from kestrel_runtime.engine.engine import EngineInfo
+from kestrel_runtime.api.engine import EngineInfo
 
 MAX_SHORT_CALLS = 256
 """Calls at a time of each kind that is answered at once: health checks, reflection, `EngineService`."""

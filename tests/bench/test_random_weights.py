@@ -11,7 +11,7 @@ from bench.random_weights import MODELS, write_random_model
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.events import FinishReason
 from kestrel_runtime.api.requests import Query, SamplingParams
-from kestrel_runtime.engine.engine import Engine
+from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.models.moondream.weights import expected_tensors
@@ -27,7 +27,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=5)
 )
 async def test_an_answer_is_exactly_as_long_as_asked(tmp_path: Path, config: MoondreamConfig, fp8_experts: bool):
     write_random_model(tmp_path, config, torch.device("cpu"), fp8_experts=fp8_experts)
-    engine = Engine.start(EngineConfig(model=str(tmp_path), device="cpu", max_batch_size=2))
+    engine = LocalEngine.start(EngineConfig(model=str(tmp_path), device="cpu", max_batch_size=2))
     try:
         finished = await engine.submit(Query(QUESTIONS[0], image=chart(1), sampling=GREEDY)).result()
     finally:

@@ -17,7 +17,7 @@ from bench.random_weights import MOONDREAM_2
 from bench.stress import Difference, Look, Outcome, Stress, is_flat, slopes, verdicts
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.requests import Detect, Query, SamplingParams
-from kestrel_runtime.engine.engine import Engine
+from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.imaging.decoding import select_tiling
 from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.loading.loaded_model import LoadedModel
@@ -74,7 +74,7 @@ def test_an_answer_that_is_not_the_quiet_one_is_told_and_judged():
     loaded = LoadedModel.load(CONFIG)
     requests = [Query("What is this?", sampling=GREEDY), Query("Who is that?", sampling=GREEDY)]
     with noted_tokens() as tokens:
-        engine = Engine(loaded, CONFIG)
+        engine = LocalEngine(loaded, CONFIG)
         try:
             run = Stress(engine, requests, tokens)
             run.ask_alone()
@@ -107,7 +107,7 @@ def test_margins_are_those_of_values_where_the_tokens_are_alike(judge):
     Image.new("RGB", (60, 40), "red").save(image, "PNG")
     request = Detect("thing", image.getvalue(), 1, sampling=SamplingParams(temperature=0.0))
     with noted_tokens() as tokens:
-        engine = Engine(loaded, CONFIG)
+        engine = LocalEngine(loaded, CONFIG)
         try:
             run = Stress(engine, [request], tokens)
             run.ask_alone()

@@ -11,7 +11,7 @@ from kestrel_client.v1.vision_service_pb2_grpc import VisionServiceStub
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.server import Server
 from kestrel_runtime.api.config import EngineConfig
-from kestrel_runtime.engine.engine import Engine
+from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.loading.loaded_model import LoadedModel
 from tests.golden import MD3_SMALL
 
@@ -21,7 +21,7 @@ class House:
     """A running server, with a look at the engine behind it."""
 
     server: Server
-    engine: Engine
+    engine: LocalEngine
     channel: grpc.aio.Channel
 
     @property
@@ -55,7 +55,7 @@ def loaded() -> LoadedModel:
 @pytest.fixture
 async def house(loaded: LoadedModel) -> AsyncIterator[House]:
     config = ServerConfig(model=str(MD3_SMALL), port=0, max_batch_size=32)
-    engine = Engine(loaded, config.engine_config())
+    engine = LocalEngine(loaded, config.engine_config())
     async with Server(engine, config) as server, _channel(server) as channel:
         yield House(server, engine, channel)
 

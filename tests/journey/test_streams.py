@@ -5,10 +5,10 @@ import asyncio
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.events import Finished, QueryOutput, TextDelta
 from kestrel_runtime.api.requests import Query, SamplingParams
-from kestrel_runtime.engine.engine import Engine
+from kestrel_runtime.engine.engine import LocalEngine
 
 
-async def answer(engine: Engine, seed: int) -> tuple[str, str]:
+async def answer(engine: LocalEngine, seed: int) -> tuple[str, str]:
     """The joined pieces and the final text of one drawn answer."""
     # Hot enough that bytes come in any order: whole characters, halves, and some that belong to none.
     sampling = SamplingParams(temperature=(0.5, 1.5, 3.0, 8.0)[seed % 4], top_p=1.0, max_tokens=16, seed=seed)
@@ -23,7 +23,7 @@ async def answer(engine: Engine, seed: int) -> tuple[str, str]:
 
 
 async def test_the_pieces_of_a_thousand_answers_add_up_to_the_answers() -> None:
-    engine = Engine.start(EngineConfig(max_batch_size=64, max_queued_requests=1000))
+    engine = LocalEngine.start(EngineConfig(max_batch_size=64, max_queued_requests=1000))
     try:
         answers = await asyncio.gather(*(answer(engine, seed) for seed in range(1000)))
     finally:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from kestrel_runtime.api.config import EngineConfig
-from kestrel_runtime.engine.engine import Engine
+from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.loading.loaded_model import LoadedModel
 from tests.golden import MD2_SMALL, MD3_SMALL
 
@@ -21,7 +21,7 @@ def moondream3() -> LoadedModel:
 
 
 @pytest.fixture
-def engine(moondream3: LoadedModel) -> Iterator[Engine]:
-    engine = Engine(moondream3, EngineConfig(model=str(MD3_SMALL), max_batch_size=8))
+def engine(moondream3: LoadedModel) -> Iterator[LocalEngine]:
+    engine = LocalEngine(moondream3, EngineConfig(model=str(MD3_SMALL), max_batch_size=8))
     yield engine
     engine.close()

@@ -14,7 +14,7 @@ from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.maintenance import Maintenance
 from kestrel_grpc.server import Server
 from kestrel_grpc.wire.call_context import OK, Call
-from kestrel_runtime.engine.engine import Load
+from kestrel_runtime.api.engine import Load
 from tests.fakes import FakeEngine
 from tests.server.serving import IMAGE, Serving, open_channel
 

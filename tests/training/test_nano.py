@@ -10,20 +10,20 @@ from PIL import Image, ImageDraw, ImageFont
 from kestrel_runtime.api.config import BUILT_IN_MODEL, EngineConfig
 from kestrel_runtime.api.events import CaptionOutput, DetectOutput, Output, PointOutput, QueryOutput, SegmentOutput
 from kestrel_runtime.api.requests import Caption, Detect, Point, Query, Request, SamplingParams, Segment
-from kestrel_runtime.engine.engine import Engine
+from kestrel_runtime.engine.engine import LocalEngine
 from training.scoring import box_iou
 
 GREEDY = SamplingParams(temperature=0.0)
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    engine = Engine.start(EngineConfig(model=BUILT_IN_MODEL, device="cpu", max_batch_size=4))
+def engine() -> Iterator[LocalEngine]:
+    engine = LocalEngine.start(EngineConfig(model=BUILT_IN_MODEL, device="cpu", max_batch_size=4))
     yield engine
     engine.close()
 
 
-async def _ask(engine: Engine, request: Request) -> Output:
+async def _ask(engine: LocalEngine, request: Request) -> Output:
     return (await engine.submit(request).result()).output
 
 
@@ -71,7 +71,7 @@ def word_and_circles() -> bytes:
         ("Is there a purple heart?", "No"),
     ],
 )
-async def test_it_answers_about_four_shapes(engine: Engine, four_shapes: bytes, question: str, answer: str):
+async def test_it_answers_about_four_shapes(engine: LocalEngine, four_shapes: bytes, question: str, answer: str):
     output = await _ask(engine, Query(question, four_shapes, sampling=GREEDY))
     assert isinstance(output, QueryOutput)
     assert output.answer == answer
@@ -86,7 +86,7 @@ async def test_it_answers_about_four_shapes(engine: Engine, four_shapes: bytes, 
         ("Are there any stars?", "No"),
     ],
 )
-async def test_it_reads_and_counts(engine: Engine, word_and_circles: bytes, question: str, answer: str):
+async def test_it_reads_and_counts(engine: LocalEngine, word_and_circles: bytes, question: str, answer: str):
     output = await _ask(engine, Query(question, word_and_circles, sampling=GREEDY))
     assert isinstance(output, QueryOutput)
     assert output.answer == answer
@@ -96,13 +96,13 @@ async def test_it_reads_and_counts(engine: Engine, word_and_circles: bytes, ques
     ("question", "answer"),
     [("What is 7 + 8?", "15"), ("What is the opposite of hot?", "cold"), ("What is green in German?", "grün")],
 )
-async def test_it_answers_without_a_picture(engine: Engine, question: str, answer: str):
+async def test_it_answers_without_a_picture(engine: LocalEngine, question: str, answer: str):
     output = await _ask(engine, Query(question, sampling=GREEDY))
     assert isinstance(output, QueryOutput)
     assert output.answer == answer
 
 
-async def test_its_reasoning_points_at_what_it_counts(engine: Engine, word_and_circles: bytes):
+async def test_its_reasoning_points_at_what_it_counts(engine: LocalEngine, word_and_circles: bytes):
     question = "How many purple circles are there?"
     output = await _ask(engine, Query(question, word_and_circles, reasoning=True, sampling=GREEDY))
     assert isinstance(output, QueryOutput)
@@ -112,13 +112,13 @@ async def test_its_reasoning_points_at_what_it_counts(engine: Engine, word_and_c
     assert len(grounding.points) == 3
 
 
-async def test_it_describes(engine: Engine, four_shapes: bytes):
+async def test_it_describes(engine: LocalEngine, four_shapes: bytes):
     output = await _ask(engine, Caption(four_shapes, "short", sampling=GREEDY))
     assert isinstance(output, CaptionOutput)
     assert all(words in output.caption for words in ("red circle", "orange star", "blue square", "green triangle"))
 
 
-async def test_it_finds_boxes_and_places(engine: Engine, four_shapes: bytes):
+async def test_it_finds_boxes_and_places(engine: LocalEngine, four_shapes: bytes):
     boxes = await _ask(engine, Detect("circle", four_shapes))
     assert isinstance(boxes, DetectOutput)
     (box,) = boxes.boxes
@@ -128,7 +128,7 @@ async def test_it_finds_boxes_and_places(engine: Engine, four_shapes: bytes):
     assert len(points.points) == 4
 
 
-async def test_it_outlines_what_is_there_and_nothing_else(engine: Engine, four_shapes: bytes):
+async def test_it_outlines_what_is_there_and_nothing_else(engine: LocalEngine, four_shapes: bytes):
     there = await _ask(engine, Segment("star", four_shapes))
     assert isinstance(there, SegmentOutput)
     (mask,) = there.segments

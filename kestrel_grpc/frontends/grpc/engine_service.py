@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from kestrel_client.v1 import engine_service_pb2 as wire
 from kestrel_grpc import __version__
 from kestrel_grpc.wire.call_context import Call
-from kestrel_runtime.api.engine import EngineSeam
+from kestrel_runtime.api.engine import Engine
 from kestrel_runtime.models.moondream.skills import SKILLS
 from kestrel_runtime.models.moondream.skills.base import DEFAULT_MAX_OBJECTS, DEFAULT_MAX_TOKENS
 
@@ -17,7 +17,7 @@ from kestrel_runtime.models.moondream.skills.base import DEFAULT_MAX_OBJECTS, DE
 class EngineService:
     """Answers from the engine's own description; `instance_id` names this run of the server."""
 
-    def __init__(self, engine: EngineSeam, *, instance_id: str, max_message_bytes: int) -> None:
+    def __init__(self, engine: Engine, *, instance_id: str, max_message_bytes: int) -> None:
         self._engine = engine
         self._server_info = self._render_server_info(instance_id, max_message_bytes)
         self._models = wire.ListModelsResponse(models=[self._render_model()])

@@ -12,8 +12,7 @@ import grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from kestrel_grpc.wire.call_context import Call
-from kestrel_runtime.api.engine import EngineSeam
-from kestrel_runtime.engine.engine import EngineStatus
+from kestrel_runtime.api.engine import Engine, EngineStatus
 
 
 class ServiceUnknown(Exception):
@@ -27,7 +26,7 @@ class Health:
     them all, since an open `Watch` would hold up the server's stop.
     """
 
-    def __init__(self, engine: EngineSeam, services: Iterable[str]) -> None:
+    def __init__(self, engine: Engine, services: Iterable[str]) -> None:
         self._loop = asyncio.get_running_loop()
         self._services = frozenset(("", *services))
         self._is_serving = engine.status is EngineStatus.SERVING

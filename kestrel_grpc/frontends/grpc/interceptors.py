@@ -35,7 +35,7 @@ from kestrel_grpc.wire.call_context import OK, REQUEST_ID_KEY, Call, Outcome
 from kestrel_grpc.wire.errors import to_status
 from kestrel_grpc.wire.open_calls import OpenCalls
 from kestrel_grpc.wire.shares import Shares
-from kestrel_runtime.api.engine import EngineSeam
+from kestrel_runtime.api.engine import Engine
 from kestrel_runtime.api.errors import EngineUnavailable, InvalidRequest, Violation
 
 Context = grpc.aio.ServicerContext[bytes, bytes]
@@ -67,7 +67,7 @@ class CallScope:
     def __init__(
         self,
         server: grpc.aio.Server,
-        engine: EngineSeam,
+        engine: Engine,
         access: Access,
         gate: MessageGate,
         calls: Shares,

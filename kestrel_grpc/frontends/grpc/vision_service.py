@@ -14,7 +14,7 @@ from kestrel_grpc.frontends.grpc import parsing, rendering
 from kestrel_grpc.images.data_uris import is_embedded
 from kestrel_grpc.images.image_uris import ImageSource
 from kestrel_grpc.wire.call_context import Asked, Call
-from kestrel_runtime.api.engine import EngineSeam
+from kestrel_runtime.api.engine import Engine
 from kestrel_runtime.api.events import Finished
 from kestrel_runtime.api.requests import Request
 from kestrel_runtime.api.stream import Stream
@@ -26,7 +26,7 @@ _NO_IMAGE_YET = b"?"
 class VisionService:
     """The five tasks. Each call is one request of the engine and ends with it."""
 
-    def __init__(self, engine: EngineSeam, images: ImageSource) -> None:
+    def __init__(self, engine: Engine, images: ImageSource) -> None:
         self._engine = engine
         self._images = images
         self._model = engine.info.model

@@ -1,17 +1,61 @@
-"""What frontends ask of an engine, whether it runs a model or is a scripted one in a test."""
+"""What frontends ask of an engine, and what it says about itself."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Protocol
 
+from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.requests import Request
 from kestrel_runtime.api.stream import Stream
-from kestrel_runtime.engine.engine import EngineInfo, EngineStatus, Load
 
 
-class EngineSeam(Protocol):
+class EngineStatus(Enum):
+    """What the engine does with new requests."""
+
+    SERVING = auto()
+    DRAINING = auto()
+    """Refuses new requests, finishes those it has."""
+    RECOVERING = auto()
+    """Refuses new requests while it restarts after a failure; those it has go on afterwards."""
+    DEAD = auto()
+    """Closed, or stopped by a failure."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What is served, for discovery."""
+
+    model: str
+    revision: str | None
+    architecture: str
+    skills: tuple[str, ...]
+    device: str
+    dtype: str
+    max_context_tokens: int
+    max_batch_size: int
+    num_parameters: int
+    config: EngineConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A reading of how busy the engine is."""
+
+    num_running: int
+    num_waiting: int
+    num_preprocessing: int
+    num_used_pages: int
+    num_pages: int
+    tokens_per_second: float
+    decoded_image_bytes: int = 0
+    """Memory of images that are being decoded or that requests hold."""
+
+
+class Engine(Protocol):
     """An engine that has been started."""
 
     @property

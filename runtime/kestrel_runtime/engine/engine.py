@@ -13,10 +13,9 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
-from enum import Enum, auto
 
 from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.engine import EngineInfo, EngineStatus, Load
 from kestrel_runtime.api.errors import (
     EngineUnavailable,
     ImageError,
@@ -51,19 +50,6 @@ from kestrel_runtime.scheduling.page_pool import PagePool
 from kestrel_runtime.scheduling.scheduler import Scheduler
 from kestrel_runtime.scheduling.sequence import Sequence, SequenceClock
 
-
-class EngineStatus(Enum):
-    """What the engine does with new requests."""
-
-    SERVING = auto()
-    DRAINING = auto()
-    """Refuses new requests, finishes those it has."""
-    RECOVERING = auto()
-    """Refuses new requests while it restarts after a failure; those it has go on afterwards."""
-    DEAD = auto()
-    """Closed, or stopped by a failure."""
-
-
 _TRANSITIONS = {
     EngineStatus.SERVING: {EngineStatus.DRAINING, EngineStatus.RECOVERING, EngineStatus.DEAD},
     EngineStatus.RECOVERING: {EngineStatus.SERVING, EngineStatus.DRAINING, EngineStatus.DEAD},
@@ -77,37 +63,7 @@ _CLOSE_TIMEOUT_S = 5.0
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class EngineInfo:
-    """What is served, for discovery."""
-
-    model: str
-    revision: str | None
-    architecture: str
-    skills: tuple[str, ...]
-    device: str
-    dtype: str
-    max_context_tokens: int
-    max_batch_size: int
-    num_parameters: int
-    config: EngineConfig
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """A reading of how busy the engine is."""
-
-    num_running: int
-    num_waiting: int
-    num_preprocessing: int
-    num_used_pages: int
-    num_pages: int
-    tokens_per_second: float
-    decoded_image_bytes: int = 0
-    """Memory of images that are being decoded or that requests hold."""
-
-
-class Engine:
+class LocalEngine:
     """One model, one thread, one page pool. `submit` belongs to an event loop; the rest may be called anywhere."""
 
     def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
@@ -191,7 +147,7 @@ class Engine:
         self._watchdog.start()
 
     @classmethod
-    def start(cls, config: EngineConfig) -> Engine:
+    def start(cls, config: EngineConfig) -> LocalEngine:
         """Load the model and start. Blocks. Raises `CheckpointError`."""
         return cls(LoadedModel.load(config), config)
 

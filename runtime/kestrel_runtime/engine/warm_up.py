@@ -14,7 +14,7 @@ from PIL import Image
 
 from kestrel_runtime.api.errors import InvalidRequest, KestrelError
 from kestrel_runtime.api.requests import Caption, Detect, Point, Query, Request, SamplingParams, Segment
-from kestrel_runtime.engine.engine import Engine
+from kestrel_runtime.engine.engine import LocalEngine
 
 _SIDE_PX = 32
 _SAMPLING = SamplingParams(max_tokens=2)
@@ -26,7 +26,7 @@ class WarmUpFailed(Exception):
     """The engine cannot answer a request of our own."""
 
 
-async def warm_up(engine: Engine) -> None:
+async def warm_up(engine: LocalEngine) -> None:
     """Run the requests one after the other, and have steps guarded from then on. Raises `WarmUpFailed`.
 
     What the bounds of the engine leave no room for is passed over: it is refused to everybody.

@@ -13,6 +13,7 @@ from itertools import cycle, repeat
 import pytest
 
 from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.engine import EngineStatus
 from kestrel_runtime.api.errors import (
     ContextLengthExceeded,
     DeadlineExceeded,
@@ -40,7 +41,7 @@ from kestrel_runtime.api.requests import (
     Segment,
 )
 from kestrel_runtime.api.stream import Stream
-from kestrel_runtime.engine.engine import Engine, EngineStatus
+from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.execution.step_runner import Launch, ModelRunner
 from kestrel_runtime.loading.loaded_model import LoadedModel
 from tests.golden import MD2_SMALL, MD3_SMALL
@@ -72,7 +73,7 @@ def mixed_requests() -> list[Request]:
     return [kinds[place % len(kinds)] for place in range(32)]
 
 
-async def settled(engine: Engine) -> None:
+async def settled(engine: LocalEngine) -> None:
     """Return once the engine has turned a whole step for somebody who came after everybody else."""
     await engine.submit(Query("hi", sampling=SamplingParams(max_tokens=1))).result()
 
@@ -87,7 +88,7 @@ def text_of(events: list[Event], channel: TextChannel) -> str:
     return "".join(item.text for item in events if isinstance(item, TextDelta) and item.channel is channel)
 
 
-async def test_a_stream_starts_tells_and_finishes_in_that_order(engine: Engine) -> None:
+async def test_a_stream_starts_tells_and_finishes_in_that_order(engine: LocalEngine) -> None:
     query = Query("license", SMALL_IMAGE, reasoning=True, sampling=SamplingParams(max_tokens=40))
     events = [event async for event in engine.submit(query)]
     assert isinstance(events[0], Started)
@@ -96,7 +97,7 @@ async def test_a_stream_starts_tells_and_finishes_in_that_order(engine: Engine) 
     assert isinstance(events[-1], Finished)
 
 
-async def test_the_deltas_of_each_channel_add_up_to_the_final_text(engine: Engine) -> None:
+async def test_the_deltas_of_each_channel_add_up_to_the_final_text(engine: LocalEngine) -> None:
     for seed in range(5):
         sampling = SamplingParams(temperature=2.0, max_tokens=60, seed=seed)
         query = Query("license", SMALL_IMAGE, reasoning=True, sampling=sampling)
@@ -109,7 +110,7 @@ async def test_the_deltas_of_each_channel_add_up_to_the_final_text(engine: Engin
         assert text_of(events, TextChannel.ANSWER) == finished.output.answer
 
 
-async def test_nothing_of_a_request_waits_for_the_garbage_collector(engine: Engine) -> None:
+async def test_nothing_of_a_request_waits_for_the_garbage_collector(engine: LocalEngine) -> None:
     gc.collect()
     gc.disable()
     try:
@@ -124,7 +125,7 @@ async def test_nothing_of_a_request_waits_for_the_garbage_collector(engine: Engi
         gc.enable()
 
 
-async def test_usage_and_timing_tell_what_was_spent(engine: Engine) -> None:
+async def test_usage_and_timing_tell_what_was_spent(engine: LocalEngine) -> None:
     finished = await engine.submit(
         Caption(SMALL_IMAGE, sampling=SamplingParams(temperature=0, max_tokens=5))
     ).result()
@@ -137,7 +138,7 @@ async def test_usage_and_timing_tell_what_was_spent(engine: Engine) -> None:
     assert min(timing.queue_s, timing.preprocess_s, timing.prefill_s, timing.decode_s) >= 0
 
 
-async def test_thirty_two_mixed_requests_answer_as_they_do_alone(engine: Engine) -> None:
+async def test_thirty_two_mixed_requests_answer_as_they_do_alone(engine: LocalEngine) -> None:
     requests = mixed_requests()
     alone = {id(request): (await engine.submit(request).result()).output for request in set(requests)}
     together = await asyncio.gather(*(engine.submit(request).result() for request in requests))
@@ -148,14 +149,14 @@ async def test_thirty_two_mixed_requests_answer_as_they_do_alone(engine: Engine)
     "is_over", [repeat(True), repeat(False), cycle([False, False, True])], ids=["soon", "late", "now and then"]
 )
 async def test_looking_ahead_changes_no_answer(
-    moondream3: LoadedModel, engine: Engine, monkeypatch: pytest.MonkeyPatch, is_over: Iterator[bool]
+    moondream3: LoadedModel, engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, is_over: Iterator[bool]
 ) -> None:
     requests = [*mixed_requests()[:9], Query("why?", reasoning=True, sampling=SamplingParams(max_tokens=4, seed=5))]
     one_by_one = await asyncio.gather(*(engine.submit(request).result() for request in requests))
     monkeypatch.setattr(ModelRunner, "is_asynchronous", True)
     monkeypatch.setattr(Launch, "is_over", property(lambda _: next(is_over)))
     # Room for a few at a time, so that some are sent back while others look ahead; prompts go in by parts.
-    ahead = Engine(moondream3, EngineConfig(model="", num_kv_pages=150, max_prefill_tokens=8))
+    ahead = LocalEngine(moondream3, EngineConfig(model="", num_kv_pages=150, max_prefill_tokens=8))
     try:
         overlapped = await asyncio.gather(*(ahead.submit(request).result() for request in requests))
         assert [finished.output for finished in overlapped] == [finished.output for finished in one_by_one]
@@ -165,13 +166,15 @@ async def test_looking_ahead_changes_no_answer(
         ahead.close()
 
 
-async def test_a_cache_too_small_for_everybody_changes_no_answer(moondream3: LoadedModel, engine: Engine) -> None:
+async def test_a_cache_too_small_for_everybody_changes_no_answer(
+    moondream3: LoadedModel, engine: LocalEngine
+) -> None:
     requests = [
         Caption(SMALL_IMAGE, sampling=SamplingParams(temperature=1, max_tokens=90, seed=n)) for n in range(6)
     ]
     roomy = [(await engine.submit(request).result()).output for request in requests]
     # Two prompts fit with a page to spare; both cannot grow to their end, so one must go back and start over.
-    tight = Engine(moondream3, EngineConfig(model="", max_batch_size=6, num_kv_pages=96))
+    tight = LocalEngine(moondream3, EngineConfig(model="", max_batch_size=6, num_kv_pages=96))
     try:
         finished = await asyncio.gather(*(tight.submit(request).result() for request in requests))
         assert [item.output for item in finished] == roomy
@@ -180,13 +183,15 @@ async def test_a_cache_too_small_for_everybody_changes_no_answer(moondream3: Loa
         tight.close()
 
 
-async def test_an_answer_is_the_same_wherever_its_image_is_cut(moondream3: LoadedModel, engine: Engine) -> None:
+async def test_an_answer_is_the_same_wherever_its_image_is_cut(
+    moondream3: LoadedModel, engine: LocalEngine
+) -> None:
     requests = [
         Caption(image, sampling=SamplingParams(temperature=0.0, max_tokens=5))
         for image in (SMALL_IMAGE, TILED_IMAGE)
     ]
     cut_by_workers = [(await engine.submit(request).result()).output for request in requests]
-    on_device = Engine(
+    on_device = LocalEngine(
         moondream3, EngineConfig(model="", max_batch_size=3, max_crops_per_step=2, resize_on_device=True)
     )
     try:
@@ -200,7 +205,7 @@ async def test_an_answer_is_the_same_wherever_its_image_is_cut(moondream3: Loade
         on_device.close()
 
 
-async def test_an_equal_seed_gives_an_equal_answer_and_another_seed_another(engine: Engine) -> None:
+async def test_an_equal_seed_gives_an_equal_answer_and_another_seed_another(engine: LocalEngine) -> None:
     def drawn(seed: int | None) -> Query:
         return Query("hello", sampling=SamplingParams(temperature=5.0, max_tokens=30, seed=seed))
 
@@ -210,7 +215,7 @@ async def test_an_equal_seed_gives_an_equal_answer_and_another_seed_another(engi
     assert len(set(outputs)) == 4
 
 
-async def test_two_hundred_cancellations_under_load_leave_no_page_behind(engine: Engine) -> None:
+async def test_two_hundred_cancellations_under_load_leave_no_page_behind(engine: LocalEngine) -> None:
     chance = random.Random(1)
     background = [engine.submit(endless(seed)) for seed in range(3)]
 
@@ -233,7 +238,7 @@ async def test_two_hundred_cancellations_under_load_leave_no_page_behind(engine:
     assert (load.num_used_pages, load.num_running, load.num_waiting, load.num_preprocessing) == (0, 0, 0, 0)
 
 
-async def test_a_cancelled_stream_ends_and_its_pages_are_back_within_a_step(engine: Engine) -> None:
+async def test_a_cancelled_stream_ends_and_its_pages_are_back_within_a_step(engine: LocalEngine) -> None:
     stream = engine.submit(endless())
     async for event in stream:
         if isinstance(event, TextDelta):
@@ -242,7 +247,7 @@ async def test_a_cancelled_stream_ends_and_its_pages_are_back_within_a_step(engi
     assert engine.load().num_used_pages == 0
 
 
-async def test_a_deadline_ends_a_running_request_and_frees_its_pages(engine: Engine) -> None:
+async def test_a_deadline_ends_a_running_request_and_frees_its_pages(engine: LocalEngine) -> None:
     streams = [engine.submit(endless(seed), deadline_s=0.05 + 0.01 * seed) for seed in range(20)]
     errors = await asyncio.gather(*map(error_of, streams))
     assert {type(error) for error in errors} == {DeadlineExceeded}
@@ -251,7 +256,7 @@ async def test_a_deadline_ends_a_running_request_and_frees_its_pages(engine: Eng
 
 
 async def test_who_waits_longer_than_allowed_is_told_so(moondream3: LoadedModel) -> None:
-    engine = Engine(moondream3, EngineConfig(model="", max_batch_size=1))
+    engine = LocalEngine(moondream3, EngineConfig(model="", max_batch_size=1))
     try:
         running = engine.submit(endless())
         await anext(running)
@@ -265,7 +270,7 @@ async def test_who_waits_longer_than_allowed_is_told_so(moondream3: LoadedModel)
 
 
 async def test_a_full_queue_refuses_at_once(moondream3: LoadedModel) -> None:
-    engine = Engine(moondream3, EngineConfig(model="", max_batch_size=1, max_queued_requests=3))
+    engine = LocalEngine(moondream3, EngineConfig(model="", max_batch_size=1, max_queued_requests=3))
     try:
         running = engine.submit(endless())
         await anext(running)
@@ -284,7 +289,7 @@ async def test_queues_of_images_and_of_words_are_bounded_too(moondream3: LoadedM
     config = EngineConfig(
         model="", max_batch_size=1, max_queued_image_bytes=len(SMALL_IMAGE) + 10, max_queued_tokens=1000
     )
-    engine = Engine(moondream3, config)
+    engine = LocalEngine(moondream3, config)
     try:
         running = engine.submit(endless())
         await anext(running)
@@ -301,7 +306,7 @@ async def test_queues_of_images_and_of_words_are_bounded_too(moondream3: LoadedM
 
 
 async def test_a_tenant_that_floods_the_queue_leaves_room_for_another(moondream3: LoadedModel) -> None:
-    engine = Engine(moondream3, EngineConfig(model="", max_batch_size=1, max_queued_requests=4))
+    engine = LocalEngine(moondream3, EngineConfig(model="", max_batch_size=1, max_queued_requests=4))
     try:
         running = engine.submit(endless(), tenant="flood")
         await anext(running)
@@ -318,7 +323,7 @@ async def test_a_tenant_that_floods_the_queue_leaves_room_for_another(moondream3
 
 
 async def test_the_urgent_are_answered_before_those_that_came_earlier(moondream3: LoadedModel) -> None:
-    engine = Engine(moondream3, EngineConfig(model="", max_batch_size=1))
+    engine = LocalEngine(moondream3, EngineConfig(model="", max_batch_size=1))
     order: list[Priority] = []
 
     async def ask(priority: Priority) -> None:
@@ -340,7 +345,7 @@ async def test_the_urgent_are_answered_before_those_that_came_earlier(moondream3
 
 
 async def test_who_would_wait_too_long_is_told_at_once(moondream3: LoadedModel) -> None:
-    engine = Engine(moondream3, EngineConfig(model="", max_batch_size=1))
+    engine = LocalEngine(moondream3, EngineConfig(model="", max_batch_size=1))
     try:
         short = SamplingParams(temperature=50.0, max_tokens=5, seed=1)
         waiting = [engine.submit(Query("hello", sampling=short)) for _ in range(80)]
@@ -366,7 +371,7 @@ async def test_patience_ends_while_no_worker_is_free(
         raise RuntimeError("never mind")
 
     monkeypatch.setattr("kestrel_runtime.engine.preprocessing.decode_image", blocking)
-    engine = Engine(moondream3, EngineConfig(model="", num_preprocess_threads=1))
+    engine = LocalEngine(moondream3, EngineConfig(model="", num_preprocess_threads=1))
     try:
         blocked = engine.submit(Caption(SMALL_IMAGE))
         if limit == "deadline":
@@ -383,7 +388,7 @@ async def test_patience_ends_while_no_worker_is_free(
 
 
 async def test_an_answer_ends_where_the_context_does(moondream3: LoadedModel) -> None:
-    engine = Engine(moondream3, EngineConfig(model="", num_kv_pages=48, page_size=16))
+    engine = LocalEngine(moondream3, EngineConfig(model="", num_kv_pages=48, page_size=16))
     try:
         assert engine.info.max_context_tokens == 768
         endless_after_much = replace(endless(), question="word " * 230)
@@ -394,14 +399,14 @@ async def test_an_answer_ends_where_the_context_does(moondream3: LoadedModel) ->
         engine.close()
 
 
-async def test_a_prompt_longer_than_the_context_is_refused(engine: Engine) -> None:
+async def test_a_prompt_longer_than_the_context_is_refused(engine: LocalEngine) -> None:
     error = await error_of(engine.submit(Query("word " * 5000)))
     assert isinstance(error, ContextLengthExceeded)
     assert error.num_prompt_tokens > error.max_context_tokens == 4096
     assert error.violations[0].field == "question"
 
 
-async def test_bad_images_fail_alone(engine: Engine) -> None:
+async def test_bad_images_fail_alone(engine: LocalEngine) -> None:
     good = engine.submit(Caption(SMALL_IMAGE, sampling=SamplingParams(max_tokens=5)))
     assert isinstance(await error_of(engine.submit(Caption(SMALL_IMAGE[:100]))), ImageError)
     with pytest.raises(ImageError) as caught:
@@ -411,7 +416,7 @@ async def test_bad_images_fail_alone(engine: Engine) -> None:
 
 
 def test_an_unknown_model_and_a_missing_skill_are_refused(moondream2: LoadedModel) -> None:
-    engine = Engine(moondream2, EngineConfig(model=str(MD2_SMALL)))
+    engine = LocalEngine(moondream2, EngineConfig(model=str(MD2_SMALL)))
     try:
         with pytest.raises(ModelNotFound):
             engine.submit(Query("hi", options=RequestOptions(model="another")))
@@ -421,12 +426,12 @@ def test_an_unknown_model_and_a_missing_skill_are_refused(moondream2: LoadedMode
         engine.close()
 
 
-async def test_the_served_model_may_be_named(engine: Engine) -> None:
+async def test_the_served_model_may_be_named(engine: LocalEngine) -> None:
     named = Query("hi", sampling=SamplingParams(max_tokens=1), options=RequestOptions(model=engine.info.model))
     assert isinstance(await engine.submit(named).result(), Finished)
 
 
-async def test_draining_refuses_newcomers_and_lets_the_rest_finish(engine: Engine) -> None:
+async def test_draining_refuses_newcomers_and_lets_the_rest_finish(engine: LocalEngine) -> None:
     running = engine.submit(Query("hello", sampling=SamplingParams(temperature=50.0, max_tokens=200, seed=1)))
     await anext(running)
     draining = asyncio.ensure_future(engine.drain())
@@ -439,7 +444,7 @@ async def test_draining_refuses_newcomers_and_lets_the_rest_finish(engine: Engin
 
 
 async def test_closing_ends_every_stream_with_an_error(moondream3: LoadedModel) -> None:
-    engine = Engine(moondream3, EngineConfig(model="", max_batch_size=2))
+    engine = LocalEngine(moondream3, EngineConfig(model="", max_batch_size=2))
     streams = [engine.submit(endless(seed)) for seed in range(8)]
     await anext(streams[0])
     await asyncio.to_thread(engine.close)
@@ -451,7 +456,7 @@ async def test_closing_ends_every_stream_with_an_error(moondream3: LoadedModel) 
 async def test_an_engine_whose_model_breaks_says_so_and_refuses(
     moondream3: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = Engine(moondream3, EngineConfig(model=""))
+    engine = LocalEngine(moondream3, EngineConfig(model=""))
     died = threading.Event()
     engine.on_status_change(lambda status: died.set() if status is EngineStatus.DEAD else None)
 
@@ -469,7 +474,7 @@ async def test_an_engine_whose_model_breaks_says_so_and_refuses(
 
 @pytest.mark.parametrize("kind", [RuntimeError, MemoryError, KeyboardInterrupt, SystemExit])
 async def test_what_raises_in_preparing_a_request_fails_that_request_alone(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
+    engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
 ) -> None:
     def broken(*_: object, **__: object) -> None:
         raise kind("secret")
@@ -482,7 +487,7 @@ async def test_what_raises_in_preparing_a_request_fails_that_request_alone(
     assert isinstance(await engine.submit(Caption(SMALL_IMAGE)).result(), Finished)
 
 
-async def test_callers_whose_event_loop_is_gone_leave_nothing_behind(engine: Engine) -> None:
+async def test_callers_whose_event_loop_is_gone_leave_nothing_behind(engine: LocalEngine) -> None:
     async def ask_and_leave() -> None:
         for seed in range(4):
             await anext(engine.submit(Query("hello", sampling=SamplingParams(max_tokens=40, seed=seed))))

@@ -26,13 +26,14 @@ import torch
 
 from kestrel_runtime.api import stream
 from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.engine import EngineStatus
 from kestrel_runtime.api.errors import DeadlineExceeded, EngineUnavailable, InternalError, KestrelError
 from kestrel_runtime.api.events import Finished
 from kestrel_runtime.api.requests import Query
 from kestrel_runtime.api.stream import Stream
 from kestrel_runtime.engine import emission, isolation
 from kestrel_runtime.engine import loop as engine_loop
-from kestrel_runtime.engine.engine import Engine, EngineStatus
+from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.engine.isolation import Recovery
 from kestrel_runtime.engine.loop import EngineLoop
 from kestrel_runtime.engine.preprocessing import Preprocessor
@@ -84,7 +85,7 @@ class Preparations:
         self._futures.append(Future())
         return self._futures[-1]
 
-    def of_next(self, engine: Engine) -> tuple[Stream, Future[Sequence]]:
+    def of_next(self, engine: LocalEngine) -> tuple[Stream, Future[Sequence]]:
         made = engine.submit(Query("?"))
         return made, self._futures.pop()
 
@@ -204,7 +205,9 @@ async def play(loaded: LoadedModel, tracer: Tracer, scenario: str) -> Run:
             "kestrel_runtime.engine.engine.new_probes", lambda _: [prepared("probe"), prepared("probe")]
         )
         preparations = Preparations(monkeypatch)
-        engine = Engine(loaded, EngineConfig(model="", num_kv_pages=64, max_batch_size=5, max_prefill_tokens=6))
+        engine = LocalEngine(
+            loaded, EngineConfig(model="", num_kv_pages=64, max_batch_size=5, max_prefill_tokens=6)
+        )
         loop: EngineLoop = vars(engine)["_loop"]
         device: Device = vars(loop)["_runner"]
         device.scenario = scenario

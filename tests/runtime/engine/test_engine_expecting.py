@@ -6,13 +6,13 @@ from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.errors import EngineUnavailable, ModelNotFound, Overloaded, QueueBound
 from kestrel_runtime.api.requests import Caption, RequestOptions
 from kestrel_runtime.api.stream import Stream
-from kestrel_runtime.engine.engine import Engine
+from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.loading.loaded_model import LoadedModel
 from tests.runtime.engine.test_engine import endless
 
 
 async def test_a_request_whose_image_is_still_to_come_counts_as_waiting(moondream3: LoadedModel) -> None:
-    engine = Engine(moondream3, EngineConfig(model="", max_batch_size=1, max_queued_requests=2))
+    engine = LocalEngine(moondream3, EngineConfig(model="", max_batch_size=1, max_queued_requests=2))
     try:
         running = engine.submit(endless())
         await anext(running)
@@ -28,7 +28,7 @@ async def test_a_request_whose_image_is_still_to_come_counts_as_waiting(moondrea
 
 
 async def test_what_cannot_be_submitted_is_not_waited_for(moondream3: LoadedModel) -> None:
-    engine = Engine(moondream3, EngineConfig(model=""))
+    engine = LocalEngine(moondream3, EngineConfig(model=""))
     with pytest.raises(ModelNotFound), engine.expecting(Caption(b"?", options=RequestOptions(model="another"))):
         pass
     engine.close()

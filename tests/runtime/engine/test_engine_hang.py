@@ -9,11 +9,12 @@ from collections.abc import Iterator
 import pytest
 
 from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.engine import EngineStatus
 from kestrel_runtime.api.errors import EngineUnavailable
 from kestrel_runtime.api.events import Started
 from kestrel_runtime.api.requests import Query, SamplingParams
 from kestrel_runtime.api.stream import Outbox, Stream
-from kestrel_runtime.engine.engine import Engine, EngineStatus
+from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.loading.loaded_model import LoadedModel
 from kestrel_runtime.scheduling.sequence import Batch
 from tests.runtime.fake_runner import FakeLaunch, FakeRunner
@@ -48,15 +49,15 @@ def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hang]:
     made.release()
 
 
-def new_engine(loaded: LoadedModel) -> Engine:
+def new_engine(loaded: LoadedModel) -> LocalEngine:
     """An engine whose steps are guarded, as after a warm-up."""
     config = EngineConfig(model="", num_kv_pages=256, num_preprocess_threads=1, step_timeout_s=LIMIT_S)
-    engine = Engine(loaded, config)
+    engine = LocalEngine(loaded, config)
     engine.guard_steps()
     return engine
 
 
-def ask(engine: Engine, num_tokens: int = 50) -> Stream:
+def ask(engine: LocalEngine, num_tokens: int = 50) -> Stream:
     return engine.submit(Query("hi", sampling=SamplingParams(max_tokens=num_tokens)))
 
 
@@ -139,7 +140,7 @@ async def test_an_engine_without_work_does_not_hang(moondream3: LoadedModel, han
 
 
 async def test_the_first_steps_may_take_longer(moondream3: LoadedModel, hang: Hang) -> None:
-    engine = Engine(moondream3, EngineConfig(model="", num_kv_pages=256, step_timeout_s=LIMIT_S))
+    engine = LocalEngine(moondream3, EngineConfig(model="", num_kv_pages=256, step_timeout_s=LIMIT_S))
     started = threading.Event()
 
     def compiles(_: Batch) -> None:
@@ -184,7 +185,7 @@ async def test_closing_does_not_wait_for_a_step_that_takes_long(
 ) -> None:
     monkeypatch.setattr("kestrel_runtime.engine.engine._CLOSE_TIMEOUT_S", 0.05)
     config = EngineConfig(model="", num_kv_pages=256, num_preprocess_threads=1)
-    engine = Engine(moondream3, config)
+    engine = LocalEngine(moondream3, config)
     is_stuck = threading.Event()
 
     def stuck(launch: FakeLaunch) -> None:

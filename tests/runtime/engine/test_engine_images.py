@@ -9,7 +9,7 @@ import pytest
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.errors import EngineUnavailable, ImageError
 from kestrel_runtime.api.requests import Caption
-from kestrel_runtime.engine.engine import Engine
+from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.engine.workers import Interrupted
 from kestrel_runtime.loading.loaded_model import LoadedModel
 from tests import hostile_images
@@ -17,7 +17,7 @@ from tests.runtime.engine.test_engine import SMALL_IMAGE, error_of, settled
 
 
 async def test_an_image_of_a_caller_who_has_gone_is_not_decoded_to_its_end(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     has_begun, may_go_on, ended = threading.Event(), threading.Event(), threading.Event()
     stops: list[BaseException] = []
@@ -55,7 +55,7 @@ async def test_a_decoder_that_does_not_end_keeps_neither_the_engine_nor_its_call
         may_end.wait()
 
     monkeypatch.setattr("kestrel_runtime.engine.preprocessing.decode_image", decode)
-    engine = Engine(moondream3, EngineConfig(model=""))
+    engine = LocalEngine(moondream3, EngineConfig(model=""))
     try:
         stream = engine.submit(Caption(SMALL_IMAGE))
         await asyncio.to_thread(has_begun.wait)
@@ -65,11 +65,11 @@ async def test_a_decoder_that_does_not_end_keeps_neither_the_engine_nor_its_call
         may_end.set()
 
 
-def test_the_memory_of_images_is_as_configured(moondream3: LoadedModel, engine: Engine) -> None:
+def test_the_memory_of_images_is_as_configured(moondream3: LoadedModel, engine: LocalEngine) -> None:
     large = hostile_images.png(2000, 1000, colour_type=2)
     assert engine._preprocessor.inspect(large) is not None  # pyright: ignore[reportPrivateUsage] - starts nothing
     config = EngineConfig(model="", num_kv_pages=60, max_decoded_image_bytes=16 * 2**20)
-    small = Engine(moondream3, config)
+    small = LocalEngine(moondream3, config)
     try:
         with pytest.raises(ImageError, match="must take at most 12 MiB while it is decoded"):
             small._preprocessor.inspect(large)  # pyright: ignore[reportPrivateUsage]

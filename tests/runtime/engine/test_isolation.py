@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.engine import EngineStatus
 from kestrel_runtime.api.errors import EngineUnavailable, InternalError, KestrelError, RequestRefused
 from kestrel_runtime.api.events import Finished
 from kestrel_runtime.api.requests import Caption, Detect, Query, Request, SamplingParams
 from kestrel_runtime.api.stream import Stream
-from kestrel_runtime.engine.engine import Engine, EngineStatus
+from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.engine.offending_requests import fingerprint_of
 from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.execution.sampling import Sampler
@@ -88,7 +89,7 @@ def poison(
     watch(monkeypatch, [stage], look)
 
 
-def statuses_of(engine: Engine) -> list[EngineStatus]:
+def statuses_of(engine: LocalEngine) -> list[EngineStatus]:
     statuses: list[EngineStatus] = []
     engine.on_status_change(statuses.append)
     return statuses
@@ -102,7 +103,7 @@ async def outcome(stream: Stream) -> object:
         return error
 
 
-async def outcomes(engine: Engine, requests: list[Request]) -> list[object]:
+async def outcomes(engine: LocalEngine, requests: list[Request]) -> list[object]:
     return list(await asyncio.gather(*(outcome(engine.submit(request)) for request in requests)))
 
 
@@ -113,7 +114,7 @@ def alone(moondream3: LoadedModel) -> list[object]:
     async def ask() -> list[object]:
         return [await outcome(engine.submit(request)) for request in bystanders()]
 
-    engine = Engine(moondream3, EngineConfig(model=""))
+    engine = LocalEngine(moondream3, EngineConfig(model=""))
     answers = asyncio.run(ask())
     engine.close()
     assert not [answer for answer in answers if isinstance(answer, KestrelError)]
@@ -134,7 +135,7 @@ def alone(moondream3: LoadedModel) -> list[object]:
     ],
 )
 async def test_r1_the_culprit_ends_alone_and_is_refused_the_second_time(
-    engine: Engine,
+    engine: LocalEngine,
     alone: list[object],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -166,7 +167,7 @@ async def test_r1_the_culprit_ends_alone_and_is_refused_the_second_time(
 
 
 async def test_a_reader_that_fails_ends_its_own_request(
-    engine: Engine, alone: list[object], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    engine: LocalEngine, alone: list[object], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     make_reader = QuerySkill.reader
 
@@ -186,7 +187,7 @@ async def test_a_reader_that_fails_ends_its_own_request(
 
 
 async def test_r3_failures_in_company_alone_end_nobody(
-    engine: Engine, alone: list[object], monkeypatch: pytest.MonkeyPatch
+    engine: LocalEngine, alone: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_shared = itertools.count(1)
 
@@ -206,7 +207,7 @@ async def test_r3_a_cache_too_small_for_everybody_does_not_stand_in_the_way(
     moondream3: LoadedModel, alone: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     poison(monkeypatch, DECODE, RuntimeError("no"), after=5)
-    engine = Engine(moondream3, EngineConfig(model="", num_kv_pages=100))
+    engine = LocalEngine(moondream3, EngineConfig(model="", num_kv_pages=100))
     *others, culprit = await outcomes(engine, [*bystanders(), POISON])
     assert others == alone
     assert isinstance(culprit, InternalError)
@@ -215,7 +216,7 @@ async def test_r3_a_cache_too_small_for_everybody_does_not_stand_in_the_way(
 
 
 async def test_r2_culprits_in_a_row_have_the_engine_restart_and_serve_on(
-    engine: Engine, alone: list[object], monkeypatch: pytest.MonkeyPatch
+    engine: LocalEngine, alone: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     several = tuple(Query(f"poison {number}") for number in range(3))
     poison(monkeypatch, PREFILL, RuntimeError("no"), requests=several)
@@ -248,7 +249,7 @@ class FragileDevice:
 
 
 async def test_a_device_that_a_restart_mends_costs_nobody_the_answer(
-    engine: Engine, moondream3: LoadedModel, alone: list[object], monkeypatch: pytest.MonkeyPatch
+    engine: LocalEngine, moondream3: LoadedModel, alone: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = FragileDevice(monkeypatch, moondream3.model.text)
     statuses = statuses_of(engine)
@@ -262,7 +263,7 @@ async def test_a_device_that_a_restart_mends_costs_nobody_the_answer(
 
 
 async def test_who_breaks_the_device_itself_is_pardoned_once(
-    engine: Engine, moondream3: LoadedModel, alone: list[object], monkeypatch: pytest.MonkeyPatch
+    engine: LocalEngine, moondream3: LoadedModel, alone: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = FragileDevice(monkeypatch, moondream3.model.text)
 
@@ -283,7 +284,7 @@ async def test_who_breaks_the_device_itself_is_pardoned_once(
 
 @pytest.mark.parametrize("fails", ["the probe", "the cache"])
 async def test_a_device_that_a_restart_does_not_mend_is_dead(
-    engine: Engine,
+    engine: LocalEngine,
     moondream3: LoadedModel,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -306,7 +307,7 @@ async def test_a_device_that_a_restart_does_not_mend_is_dead(
 
 
 async def test_while_it_restarts_newcomers_are_refused_and_draining_goes_on(
-    engine: Engine, moondream3: LoadedModel, alone: list[object], monkeypatch: pytest.MonkeyPatch
+    engine: LocalEngine, moondream3: LoadedModel, alone: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = FragileDevice(monkeypatch, moondream3.model.text)
     statuses = statuses_of(engine)
@@ -337,7 +338,9 @@ async def test_while_it_restarts_newcomers_are_refused_and_draining_goes_on(
     assert statuses == [RECOVERING, SERVING, EngineStatus.DRAINING]  # and not back to serving
 
 
-async def test_a_suspect_may_be_cancelled_in_its_trial(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_suspect_may_be_cancelled_in_its_trial(
+    engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     poison(monkeypatch, DECODE, RuntimeError("no"), after=5)
     streams = [engine.submit(request) for request in (*bystanders(), POISON)]
 

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.engine import EngineStatus
 from kestrel_runtime.api.errors import InternalError, RequestRefused
 from kestrel_runtime.api.requests import Query
-from kestrel_runtime.engine.engine import Engine, EngineStatus
+from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.engine.offending_requests import fingerprint_of
 from kestrel_runtime.loading.loaded_model import LoadedModel
 from kestrel_runtime.scheduling.sequence import Sequence
@@ -25,9 +26,9 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 @pytest.fixture
-async def engine() -> AsyncIterator[Engine]:
+async def engine() -> AsyncIterator[LocalEngine]:
     config = EngineConfig(model=str(MD3_SMALL), device="cuda", max_batch_size=8, num_kv_pages=1024)
-    engine = Engine(LoadedModel.load(config), config)
+    engine = LocalEngine(LoadedModel.load(config), config)
     yield engine
     await asyncio.to_thread(engine.close)
 
@@ -38,7 +39,7 @@ def take_all_memory() -> None:
 
 
 async def test_a_request_that_needs_more_than_there_is_ends_alone(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_runs_alone = 0
 
@@ -61,7 +62,7 @@ async def test_a_request_that_needs_more_than_there_is_ends_alone(
 
 
 async def test_memory_that_lacks_only_in_company_ends_nobody(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_shared = 0
 

@@ -12,7 +12,7 @@ from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.errors import ImageError
 from kestrel_runtime.api.requests import Query, SamplingParams
 from kestrel_runtime.api.stream import Stream
-from kestrel_runtime.engine.engine import Engine
+from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.engine.isolation import Recovery
 from kestrel_runtime.engine.loop import EngineLoop
 from kestrel_runtime.engine.offending_requests import Culprits
@@ -86,7 +86,7 @@ async def test_a_request_that_is_over_leaves_nothing_behind_however_it_ended(
 ) -> None:
     monkeypatch.setattr("kestrel_runtime.engine.engine.ModelRunner", FakeRunner)
     image = (MD3_SMALL / "image_1_64x64.png").read_bytes()
-    engine = Engine(moondream3, EngineConfig(model="", num_kv_pages=256, num_preprocess_threads=1))
+    engine = LocalEngine(moondream3, EngineConfig(model="", num_kv_pages=256, num_preprocess_threads=1))
 
     async def ask(number: int) -> None:
         query = Query("hi", image, sampling=SamplingParams(max_tokens=1, seed=number))

@@ -9,13 +9,13 @@ import pytest
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.requests import Request
 from kestrel_runtime.api.stream import Stream
-from kestrel_runtime.engine.engine import Engine
+from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.engine.warm_up import WarmUpFailed, warm_up
 from kestrel_runtime.loading.loaded_model import LoadedModel
 from tests.golden import MD2_SMALL, MD3_SMALL
 
 
-class TellingEngine(Engine):
+class TellingEngine(LocalEngine):
     """Remembers what it was asked."""
 
     def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
@@ -39,7 +39,7 @@ async def test_every_skill_of_the_model_is_asked_for_once_and_nothing_is_left_be
 
 @pytest.mark.parametrize("bound", [{"max_image_bytes": 10}, {"max_image_pixels": 10}])
 async def test_what_would_be_refused_to_everybody_is_passed_over(moondream3, bound, caplog):
-    engine = Engine(moondream3, EngineConfig(model=str(MD3_SMALL), **bound))
+    engine = LocalEngine(moondream3, EngineConfig(model=str(MD3_SMALL), **bound))
     with caplog.at_level(logging.WARNING):
         await warm_up(engine)
     assert "no room for a caption" in caplog.text
@@ -47,7 +47,7 @@ async def test_what_would_be_refused_to_everybody_is_passed_over(moondream3, bou
 
 
 async def test_an_engine_that_fails_its_own_requests_is_not_warm(moondream3):
-    engine = Engine(moondream3, EngineConfig(model=str(MD3_SMALL)))
+    engine = LocalEngine(moondream3, EngineConfig(model=str(MD3_SMALL)))
     engine.close()
     with pytest.raises(WarmUpFailed, match="a query"):
         await warm_up(engine)

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.engine import EngineStatus
 from kestrel_runtime.api.events import Finished
 from kestrel_runtime.api.requests import Detect, Point, Query, Request, SamplingParams
-from kestrel_runtime.engine.engine import Engine, EngineStatus
+from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.execution import step_runner as runner_module
 from kestrel_runtime.execution.execution_config import FastPaths
 from kestrel_runtime.execution.graph_capture import Recorder, Recording
@@ -78,7 +79,7 @@ class Captures:
         return self.recorders[-1]
 
 
-async def answers(engine: Engine, times: int = 2) -> list[object]:
+async def answers(engine: LocalEngine, times: int = 2) -> list[object]:
     """What the requests get one by one and together, so often that all is captured that can be."""
     outputs: list[object] = []
     for _ in range(times):
@@ -90,7 +91,7 @@ async def answers(engine: Engine, times: int = 2) -> list[object]:
 
 @pytest.fixture(scope="module")
 def wanted(moondream2: LoadedModel) -> list[object]:
-    engine = Engine(moondream2, CONFIG)
+    engine = LocalEngine(moondream2, CONFIG)
     try:
         return asyncio.run(answers(engine, times=1)) * 2
     finally:
@@ -125,7 +126,7 @@ async def test_whatever_fails_to_be_captured_every_answer_is_right_and_nobody_is
     monkeypatch.setattr(runner_module.ModelRunner, "is_asynchronous", looks_ahead)
     statuses: list[EngineStatus] = []
     with caplog.at_level(logging.WARNING):
-        engine = Engine(moondream2, CONFIG)
+        engine = LocalEngine(moondream2, CONFIG)
         engine.on_status_change(statuses.append)
         try:
             assert await answers(engine) == wanted
@@ -147,7 +148,7 @@ async def test_graphs_are_captured_anew_after_a_restart(
     moondream2: LoadedModel, wanted: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     captures = Captures(monkeypatch, ())
-    engine = Engine(moondream2, CONFIG)
+    engine = LocalEngine(moondream2, CONFIG)
     try:
         assert await answers(engine) == wanted
         before = captures.num_tried
@@ -204,7 +205,7 @@ ON_A_GPU = EngineConfig(
 WAITS_FOR_THE_DEVICE = (("rotary_write_kv", "reference"), ("rotary_decode_attention", "reference"))
 
 
-async def greedy_answers(engine: Engine) -> list[object]:
+async def greedy_answers(engine: LocalEngine) -> list[object]:
     """As `answers`, of requests whose answers rounding does not change; asked often enough for late captures."""
     asked: list[Request] = [
         Query("hello", sampling=GREEDY),
@@ -243,7 +244,7 @@ async def test_on_a_gpu_captures_that_fail_change_no_answer(
     if cause == "waits for the device":
         config = dataclasses.replace(config, kernels=WAITS_FOR_THE_DEVICE)
     loaded = LoadedModel.load(config)
-    plain = Engine(loaded, dataclasses.replace(config, cuda_graphs=False))
+    plain = LocalEngine(loaded, dataclasses.replace(config, cuda_graphs=False))
     try:
         wanted = await greedy_answers(plain)
     finally:
@@ -254,7 +255,7 @@ async def test_on_a_gpu_captures_that_fail_change_no_answer(
         monkeypatch.setattr(Recorder, "record", starved(Recorder.record))
     statuses: list[EngineStatus] = []
     with caplog.at_level(logging.WARNING):
-        engine = Engine(loaded, config)
+        engine = LocalEngine(loaded, config)
         engine.on_status_change(statuses.append)
         calls = {"synchronize": 0, "empty_cache": 0}
         for name in calls:

@@ -13,7 +13,7 @@ from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.errors import CheckpointError, InvalidRequest
 from kestrel_runtime.api.events import Finished
 from kestrel_runtime.api.requests import Caption, Detect, Point, Query, Request, SamplingParams, Segment
-from kestrel_runtime.engine.engine import Engine
+from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.loading.loaded_model import LoadedModel
 from kestrel_runtime.memory import plan as memory_plan
@@ -98,7 +98,7 @@ def test_a_model_without_prompts_needs_room_for_its_image_alone(moondream2: Load
 
 def test_a_cache_of_one_page_refuses_to_start_and_says_what_is_needed(moondream3: LoadedModel) -> None:
     with pytest.raises(CheckpointError, match=r"1 pages \(16 tokens\) cannot hold .* 47 pages \(752 tokens\)"):
-        Engine(moondream3, EngineConfig(model="", num_kv_pages=1))
+        LocalEngine(moondream3, EngineConfig(model="", num_kv_pages=1))
 
 
 @pytest.mark.parametrize("page_size", [5, 16])
@@ -109,8 +109,8 @@ async def test_the_smallest_cache_serves_every_skill_and_one_page_less_does_not_
     loaded: LoadedModel = request.getfixturevalue(model)
     least = smallest_num_pages(loaded.model.config, page_size)
     with pytest.raises(CheckpointError):
-        Engine(loaded, EngineConfig(model="", num_kv_pages=least - 1, page_size=page_size))
-    engine = Engine(loaded, EngineConfig(model="", num_kv_pages=least, page_size=page_size))
+        LocalEngine(loaded, EngineConfig(model="", num_kv_pages=least - 1, page_size=page_size))
+    engine = LocalEngine(loaded, EngineConfig(model="", num_kv_pages=least, page_size=page_size))
     sampling = SamplingParams(max_tokens=1)
     requests: list[Request] = [
         Query("a", IMAGE, sampling=sampling),
@@ -134,7 +134,7 @@ def test_what_the_cache_holds_is_logged_at_the_start(
     moondream2: LoadedModel, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, logger="kestrel_runtime.engine.engine"):
-        Engine(moondream2, EngineConfig(model=str(MD2_SMALL), num_kv_pages=192)).close()
+        LocalEngine(moondream2, EngineConfig(model=str(MD2_SMALL), num_kv_pages=192)).close()
     assert "KV cache: 3,072 tokens, 0.0 GiB, 1.5 requests of full length (2,048 tokens)" in caplog.text
 
 

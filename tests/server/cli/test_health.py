@@ -17,7 +17,7 @@ import trustme
 from kestrel_grpc.__main__ import main
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.server import Server
-from kestrel_runtime.engine.engine import EngineStatus
+from kestrel_runtime.api.engine import EngineStatus
 from tests.fakes import FakeEngine
 from tests.server.certificates import Pair
 from tests.server.serving import Serving, serving

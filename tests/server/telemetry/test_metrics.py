@@ -10,9 +10,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kestrel_grpc.telemetry.metrics import METRICS, Kind, ServerMetrics, bucket_table, markdown_table
 from kestrel_grpc.wire.call_context import OK, Asked, Call, Outcome
+from kestrel_runtime.api.engine import EngineStatus
 from kestrel_runtime.api.events import Finished, FinishReason, QueryOutput, Timing, Usage
 from kestrel_runtime.api.requests import Query
-from kestrel_runtime.engine.engine import EngineStatus
 from tests.fakes import FakeEngine
 from tests.golden import CHECKOUT
 

@@ -17,8 +17,8 @@ from kestrel_client.v1.vision_service_pb2_grpc import VisionServiceStub
 from kestrel_grpc.__main__ import main
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.server import Server
+from kestrel_runtime.api.engine import EngineStatus
 from kestrel_runtime.api.errors import Overloaded
-from kestrel_runtime.engine.engine import EngineStatus
 from tests.fakes import HOLD, FakeEngine, answers, fails
 from tests.golden import MD3_SMALL
 from tests.server.otlp import Receiver, attributes, receiving

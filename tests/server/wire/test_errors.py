@@ -10,6 +10,7 @@ import pytest
 from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_grpc.wire import errors
 from kestrel_grpc.wire.errors import MAX_VIOLATIONS, to_status
+from kestrel_runtime.api.engine import EngineStatus
 from kestrel_runtime.api.errors import (
     CheckpointError,
     ContextLengthExceeded,
@@ -27,7 +28,6 @@ from kestrel_runtime.api.errors import (
     SkillUnsupported,
     Violation,
 )
-from kestrel_runtime.engine.engine import EngineStatus
 from tests.fakes import FakeEngine, fails
 from tests.server.serving import details_of, reason_of, serving
 

@@ -14,7 +14,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_grpc.frontends.grpc.health import Health
 from kestrel_grpc.wire.call_context import Call
-from kestrel_runtime.engine.engine import EngineStatus
+from kestrel_runtime.api.engine import EngineStatus
 from tests.fakes import FakeEngine
 from tests.journey.http2 import Http2Client
 from tests.server.serving import EOF, reason_of, serving

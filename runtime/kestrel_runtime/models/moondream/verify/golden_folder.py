@@ -25,7 +25,7 @@ from torch import Tensor
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.errors import CheckpointError, KestrelError
 from kestrel_runtime.api.requests import Query
-from kestrel_runtime.engine.engine import Engine
+from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.imaging.decoding import decode_image, make_crops
 from kestrel_runtime.loading.loaded_model import LoadedModel
 from kestrel_runtime.models.moondream.verify.answers import answer_differs, answer_of, request_of
@@ -151,7 +151,7 @@ class GoldenFolder:
         return Query(expected.get("query_prompt") or next(questions), self._data(expected["image"]))
 
     async def _call_cases(self) -> list[Case]:
-        engine = Engine(self._loaded, self._config)
+        engine = LocalEngine(self._loaded, self._config)
         try:
             calls = [(image["image"], call) for image in self._expected["images"] for call in image["calls"]]
             calls += [(None, call) for call in self._expected.get("text_only", [])]
@@ -159,7 +159,7 @@ class GoldenFolder:
         finally:
             engine.close()
 
-    async def _call_case(self, engine: Engine, image: str | None, call: dict[str, Any]) -> Case:
+    async def _call_case(self, engine: LocalEngine, image: str | None, call: dict[str, Any]) -> Case:
         data = None if image is None else self._data(image)
         arguments = ", ".join(f"{key}={value!r}" for key, value in call["args"].items())
         name = f"{image or 'no image'} {call['skill']}({arguments})"
