@@ -43,8 +43,8 @@ WITHOUT_TORCH = {
     "engine/tracebacks.py",
     "engine/watchdog.py",
 }
-# Inside the runtime: what each package may import of the others. `scheduling` and `execution` are imported for their
-# types by those that fill or run a batch.
+# Inside the runtime: what each package may import of the others. Models and execution take the types of batches
+# from `scheduling`.
 RUNTIME_ARROWS = {
     "api": set[str](),
     "interfaces": {"api"},
