@@ -30,11 +30,12 @@ from kestrel_grpc.frontends.grpc.engine_service import EngineService
 from kestrel_grpc.frontends.grpc.hang_up import hang_up
 from kestrel_grpc.frontends.grpc.health import Health
 from kestrel_grpc.frontends.grpc.http2 import server_options
+from kestrel_grpc.frontends.grpc.idle_connections import IdleConnections
 from kestrel_grpc.frontends.grpc.interceptors import CallScope, Observer
+from kestrel_grpc.frontends.grpc.own_sockets import OwnSockets
 from kestrel_grpc.frontends.grpc.receiving import MessageGate
 from kestrel_grpc.frontends.grpc.reflection import add_reflection
 from kestrel_grpc.frontends.grpc.vision_service import VisionService
-from kestrel_grpc.idle_connections import IdleConnections
 from kestrel_grpc.images.image_uris import ImageSource, NoRemoteImages, RemoteImagesUnavailable
 from kestrel_grpc.listeners import (
     PortUnavailable,
@@ -45,7 +46,6 @@ from kestrel_grpc.listeners import (
     require_free_socket,
 )
 from kestrel_grpc.maintenance import Maintenance
-from kestrel_grpc.own_sockets import OwnSockets
 from kestrel_grpc.telemetry.logs import announce, log_call
 from kestrel_grpc.telemetry.telemetry import Telemetry
 from kestrel_grpc.wire.limits import MAX_SHORT_CALLS, MAX_WATCHES, max_calls, request_gate, short_gate
