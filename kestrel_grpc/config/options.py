@@ -25,7 +25,15 @@ from kestrel_grpc.config.option_parsers import (
     some_text,
     whole_number,
 )
-from kestrel_grpc.config.settings import FILE_OPTION, Setting, collect, environment_name, flag_name
+from kestrel_grpc.config.settings import (
+    FILE_OPTION,
+    REPLACED,
+    Setting,
+    collect,
+    environment_name,
+    flag_name,
+    unknown_flag,
+)
 from kestrel_grpc.images.image_uris import AllowedHost, parse_hosts
 from kestrel_runtime.api.config import EngineConfig
 
@@ -159,11 +167,11 @@ class ServerConfig:
         unit="pages",
         default_text="from memory",
     )
-    kv_fraction: float = _option(
-        _ENGINE.kv_fraction,
+    memory_utilization: float = _option(
+        _ENGINE.memory_utilization,
         fraction,
-        "part of the memory that the loaded model leaves, on the GPU or within the limits of the container, "
-        "which the key-value cache may take",
+        "share of the GPU's memory, or of what the host and the container have available, that the server may take "
+        "for everything; the key-value cache gets what is left of it",
     )
     page_size: int = _option(
         _ENGINE.page_size, whole_number(1), "size of a page of the key-value cache", unit="tokens"
@@ -332,7 +340,7 @@ class ServerConfig:
             kernels=self.kernels or (),
             max_batch_size=self.max_batch_size,
             num_kv_pages=self.kv_pages,
-            kv_fraction=self.kv_fraction,
+            memory_utilization=self.memory_utilization,
             page_size=self.page_size,
             max_queued_requests=self.max_queue,
             max_queued_image_bytes=self.max_queue_image_bytes,
@@ -373,7 +381,7 @@ def named_values(items: Iterable[str]) -> dict[str, str | None]:
     given: dict[str, str | None] = {name.removeprefix("--").replace("-", "_"): value for name, _, value in pairs}
     unknown = given.keys() - {name for name, _ in options()}
     if unknown:
-        raise ConfigurationError(tuple(f"{flag_name(name)}: is no option" for name in sorted(unknown)))
+        raise ConfigurationError(tuple(unknown_flag(name) for name in sorted(unknown)))
     return given
 
 
@@ -397,6 +405,8 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
             metavar=option.unit.upper() or name.rsplit("_", 1)[-1].upper(),
             help=f"{option.help}{unit} (default: {option.default_text}; {environment_name(name)})",
         )
+    for name in REPLACED:  # for an error that names the new one
+        parser.add_argument(flag_name(name), help=argparse.SUPPRESS)
 
 
 def options() -> Iterator[tuple[str, Option]]:

@@ -10,11 +10,14 @@ import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 ENVIRONMENT_PREFIX = "KESTREL_"
 FILE_OPTION = "config"
 """The option that names the file. It cannot stand in the file itself."""
+REPLACED: Mapping[str, str] = MappingProxyType({"kv_fraction": "memory_utilization"})
+"""Options that were removed, and those to use instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,12 @@ def environment_name(name: str) -> str:
     return ENVIRONMENT_PREFIX + name.upper()
 
 
+def unknown_flag(name: str) -> str:
+    """What to say of a flag that is no option."""
+    hint = f"; use {flag_name(REPLACED[name])}" if name in REPLACED else ""
+    return f"{flag_name(name)}: is no option{hint}"
+
+
 def collect(
     names: Collection[str],
     flags: Mapping[str, str | None],
@@ -53,6 +62,9 @@ def collect(
             settings[variables[variable]] = Setting(text, variable)
         elif variable.startswith(ENVIRONMENT_PREFIX) and variable not in other_variables:
             problems.append(f"{variable}: is no variable of this server{_meant(variable, variables)}")
+    for name in REPLACED:
+        if flags.get(name) is not None:
+            problems.append(unknown_flag(name))
     for name in names:
         text = flags.get(name)
         if text is not None:
@@ -96,5 +108,8 @@ def _text(value: Any) -> str | None:
 
 
 def _meant(word: str, words: Collection[str]) -> str:
+    replaced = {**REPLACED, **{environment_name(old): environment_name(new) for old, new in REPLACED.items()}}
+    if word in replaced:
+        return f"; use {replaced[word]}"
     close = difflib.get_close_matches(word, words, n=1)
     return f"; did you mean {close[0]}?" if close else ""

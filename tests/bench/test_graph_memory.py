@@ -14,6 +14,7 @@ from kestrel_runtime.execution.execution_config import FastPaths
 from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.execution.step_inputs import PrefillPlan
 from kestrel_runtime.loading.loaded_model import LoadedModel
+from kestrel_runtime.models.moondream.memory_needs import new_cache
 from kestrel_runtime.models.moondream.model_paths import ModelPaths
 from kestrel_runtime.scheduling.limits import StepBounds
 from tests.golden import MD2_SMALL
@@ -30,7 +31,7 @@ def test_without_a_gpu_it_says_what_it_needs(
 
 @torch.inference_mode()
 def test_the_largest_prefill_has_as_many_tokens_as_a_step_may_carry() -> None:
-    config = EngineConfig(model=str(MD2_SMALL), device="cpu", text_path="fused", num_kv_pages=8)
+    config = EngineConfig(model=str(MD2_SMALL), device="cpu", text_path="fused")
     loaded = LoadedModel.load(config)
     paths, bounds = FastPaths.of(config, "cpu"), StepBounds(4, 256, 4)
     model_paths = ModelPaths.of(loaded.model, paths, max_batch_size=4)
@@ -42,6 +43,6 @@ def test_the_largest_prefill_has_as_many_tokens_as_a_step_may_carry() -> None:
         return prefill(embeddings, plan, rows, cache)
 
     model_paths.text.prefill = look
-    hidden = graph_memory._largest_prefill(loaded, model_paths, loaded.new_cache(config), bounds)()
+    hidden = graph_memory._largest_prefill(loaded, model_paths, new_cache(loaded.model, config, 8), bounds)()
     assert seen == [256]
     assert hidden.isfinite().all()

@@ -14,8 +14,8 @@ class EngineConfig:
     """Settings of one engine.
 
     `model` is the built-in one, a local folder or file, or a hub name. `device` is auto, cpu or cuda; `dtype` is
-    auto, float32, bfloat16 or float16. `num_kv_pages` None: as many as `kv_fraction` gives; beside a CPU no more
-    than a full batch needs.
+    auto, float32, bfloat16 or float16. `num_kv_pages` None: as many as `memory_utilization` leaves; beside a
+    CPU no more than a full batch needs.
     """
 
     model: str = BUILT_IN_MODEL
@@ -35,8 +35,9 @@ class EngineConfig:
     max_batch_size: int | None = None
     """Sequences that hold pages together, prefilling or decoding; None: 64 on CUDA, else 16."""
     num_kv_pages: int | None = None
-    kv_fraction: float = 0.5
-    """Part of the memory that the loaded model leaves, within limits of control groups, which pages may take."""
+    memory_utilization: float = 0.9
+    """Share of the GPU's memory, or of what the host and its control groups have available, that may be taken for
+    weights, cache, activations, captured graphs and images together."""
     page_size: int = 16
     """Tokens in a page."""
     max_queued_requests: int = 256

@@ -9,6 +9,7 @@ from enum import Enum, auto
 from typing import Protocol
 
 from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.memory_plan import MemoryPlan
 from kestrel_runtime.api.requests import Request
 from kestrel_runtime.api.stream import Stream
 
@@ -39,6 +40,8 @@ class EngineInfo:
     max_batch_size: int
     num_parameters: int
     config: EngineConfig
+    memory: MemoryPlan | None = None
+    """How the memory of its device was divided at start; None where nothing was."""
 
 
 @dataclass(frozen=True, slots=True)

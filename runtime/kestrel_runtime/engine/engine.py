@@ -40,8 +40,8 @@ from kestrel_runtime.execution.step_runner import ModelRunner
 from kestrel_runtime.imaging.decoding import largest_kept_bytes, make_crops
 from kestrel_runtime.imaging.device_tiler import AheadCutter
 from kestrel_runtime.loading.loaded_model import LoadedModel
-from kestrel_runtime.memory.plan import check_cache
 from kestrel_runtime.models.moondream.config import VisionConfig
+from kestrel_runtime.models.moondream.memory_needs import new_cache, plan_cache, weight_bytes
 from kestrel_runtime.models.moondream.model_paths import ModelPaths
 from kestrel_runtime.models.moondream.tiling import Tiler
 from kestrel_runtime.scheduling.admission import Admission, Burden, QueueLimits
@@ -71,10 +71,20 @@ class LocalEngine:
         model_config = loaded.model.config
         paths = FastPaths.of(config, loaded.model.device.type, loaded.model)
         bounds = StepBounds.of(config, loaded.model.device.type)
+        loaded_bytes = weight_bytes(loaded.model)
         # Before the cache, which takes a part of the memory that they leave.
         model_paths = ModelPaths.of(loaded.model, paths, max_batch_size=bounds.max_batch_size)
-        cache = loaded.new_cache(config)
-        check_cache(model_config, cache)
+        max_decoded_bytes = _max_decoded_bytes(config, bounds, model_config.vision, uncut=paths.resizes_images)
+        num_pages, memory = plan_cache(
+            loaded.model,
+            config,
+            bounds,
+            weight_bytes=loaded_bytes,
+            with_graphs=paths.with_graphs,
+            host_image_bytes=max_decoded_bytes,
+        )
+        _log.info("memory of %s:\n%s", loaded.model.device, memory.table())
+        cache = new_cache(loaded.model, config, num_pages)
         self._pages = PagePool(cache.num_pages, config.page_size)
         max_context = min(model_config.text.max_context, cache.num_pages * config.page_size)
         _log.info(
@@ -95,6 +105,7 @@ class LocalEngine:
             max_batch_size=bounds.max_batch_size,
             num_parameters=loaded.num_parameters,
             config=config,
+            memory=memory,
         )
         scheduler = Scheduler(
             self._pages,
@@ -115,11 +126,11 @@ class LocalEngine:
             max_context=max_context,
             max_image_pixels=config.max_image_pixels,
             num_threads=config.num_preprocess_threads,
-            max_decoded_bytes=_max_decoded_bytes(config, bounds, model_config.vision, uncut=paths.resizes_images),
+            max_decoded_bytes=max_decoded_bytes,
             ageing_s=config.ageing_s,
             cut=self._cutter(loaded, paths, bounds.max_batch_size) if paths.resizes_images else make_crops,
         )
-        runner = ModelRunner(loaded.model, cache, paths, bounds, model_paths)
+        runner = ModelRunner(loaded.model, cache, paths, bounds, model_paths, graph_bytes=memory.graph_bytes)
         runner.record()
         recovery = Recovery(
             scheduler,

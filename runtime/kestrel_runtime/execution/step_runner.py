@@ -32,7 +32,6 @@ from kestrel_runtime.execution.token_rules import RuleTable
 from kestrel_runtime.execution.transfer import to_device
 from kestrel_runtime.imaging.tile_source import CropSource
 from kestrel_runtime.interfaces.tokens import Token
-from kestrel_runtime.memory.plan import DeviceReserve, free_bytes
 from kestrel_runtime.models.moondream.model import Moondream
 from kestrel_runtime.models.moondream.model_paths import ModelPaths
 from kestrel_runtime.models.moondream.tiling import Tiler
@@ -51,6 +50,8 @@ _MOST_START_S = 20.0
 """For captures before the port opens; what is left then is captured when it has come twice."""
 _NUM_SPARE_SLOTS = 1
 """For a request of our own beside those of callers."""
+
+_DEFAULT_GRAPH_BYTES = 4096 * MIB
 
 _log = logging.getLogger(__name__)
 
@@ -101,8 +102,13 @@ class ModelRunner:
         paths: FastPaths,
         bounds: StepBounds,
         model_paths: ModelPaths | None = None,
+        *,
+        graph_bytes: int = _DEFAULT_GRAPH_BYTES,
     ) -> None:
-        """`model_paths`, built by `paths` for the model, where they were built before the cache."""
+        """`model_paths`, built by `paths` for the model, where they were built before the cache.
+
+        `graph_bytes` of the device's memory are for captured graphs and the pools that they compute in.
+        """
         self._model = model
         self._cache = cache
         self._bounds = bounds
@@ -120,8 +126,7 @@ class ModelRunner:
         self._encode_crops: Callable[[Tensor], Tensor] = self._vision.encode
         self._encode_graphs: EncodeGraphs | None = None
         if self._with_graphs:
-            reserve = DeviceReserve.of(model.config, bounds, model.dtype, free_bytes(model.device))
-            self._graph_budget = GraphBudget(max_bytes=reserve.step + reserve.graphs)
+            self._graph_budget = GraphBudget(max_bytes=graph_bytes)
             self._prompt_recorder = Recorder(self._prompting)
             self._decode_recorder = Recorder(self._decoding)
             if paths.vision != "plain":

@@ -1,4 +1,4 @@
-"""From a configuration to a model in memory: device, dtype, checkpoint, tokenizer, room for the cache."""
+"""From a configuration to a model in memory: device, dtype, checkpoint, tokenizer."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ import torch
 
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.errors import CheckpointError
-from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.loading.checkpoint import Checkpoint, find_checkpoint
 from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.memory.host_limits import available_processors
-from kestrel_runtime.memory.plan import new_cache
 from kestrel_runtime.models.moondream.model import Moondream
 from kestrel_runtime.models.moondream.weights import load_moondream_state
 
@@ -48,10 +46,6 @@ class LoadedModel:
         _log.info("loaded %s on %s as %s", checkpoint.name, device, model.dtype)
         weights = (tensor for name, tensor in model.named_parameters() if not name.endswith(".scale"))
         return cls(model, tokenizer, checkpoint, sum(tensor.numel() for tensor in weights))
-
-    def new_cache(self, config: EngineConfig) -> KVCache:
-        """A cache of the configured size, or of what memory allows now. Raises `CheckpointError`."""
-        return new_cache(config, self.model.config, self.model.device, self.model.dtype)
 
 
 def _device(name: str) -> torch.device:

@@ -25,6 +25,11 @@ def available_memory_bytes(proc: Path = _PROC) -> int:
     return max(0, min((_machine_bytes(proc), *_group_bytes(proc))))
 
 
+def total_memory_bytes(proc: Path = _PROC) -> int:
+    """Bytes that there are: the machine's memory, or the smallest limit of the control groups."""
+    return min((_machine_total_bytes(proc), *(limit for limit, _ in _group_limits(proc))))
+
+
 def available_processors(proc: Path = _PROC) -> int:
     """Processors this process may run on, within the quotas of its control groups (rounded up); at least 1."""
     return max(1, min((_machine_processors(), *_group_processors(proc))))
@@ -52,15 +57,35 @@ class _Hierarchy:
 
 
 def _machine_bytes(proc: Path) -> int:
+    available = _meminfo_bytes(proc, "MemAvailable")
+    # Not Linux: nothing says what is available. Half of what there is leaves room for others.
+    return _physical_bytes() // 2 if available is None else available
+
+
+def _machine_total_bytes(proc: Path) -> int:
+    total = _meminfo_bytes(proc, "MemTotal")
+    return _physical_bytes() if total is None else total
+
+
+def _meminfo_bytes(proc: Path, wanted: str) -> int | None:
     for line in _lines(proc / "meminfo"):
         name, _, rest = line.partition(":")
-        if name == "MemAvailable":
+        if name == wanted:
             return int(rest.split()[0]) * _KIB
-    # Not Linux: nobody says what is available. Half of what there is leaves room for others.
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    return None
+
+
+def _physical_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _group_bytes(proc: Path) -> Iterator[int]:
+    """What is available within each limit."""
+    return (limit - used for limit, used in _group_limits(proc))
+
+
+def _group_limits(proc: Path) -> Iterator[tuple[int, int]]:
+    """Each limit, and the bytes in use within it that the kernel does not give up first."""
     for hierarchy in _hierarchies(proc):
         for group in hierarchy.groups():
             stat = _table(group / "memory.stat")
@@ -75,7 +100,7 @@ def _group_bytes(proc: Path) -> Iterator[int]:
             else:
                 continue
             if used is not None:
-                yield from (limit - used + idle_cache for limit in limits if limit is not None)
+                yield from ((limit, used - idle_cache) for limit in limits if limit is not None)
 
 
 def _machine_processors() -> int:

@@ -1,9 +1,9 @@
-"""How many pages the key-value cache gets, and what else is promised memory on the device.
+"""Divides the memory of a device: how many pages the key-value cache gets beside everything else.
 
-free, once the weights stand in every layout that runs
-  ├── cache     kv_fraction of it, but never so much that the reserve does not fit beside it
-  └── reserve   on a CUDA device: two times the largest step (once for steps that run without a graph, once for
-                the pools of captured graphs), the captured graphs themselves, and a margin
+    pages = floor((usable - activations - graphs - images - margin) / bytes of a page)
+
+On a CUDA device `usable` is utilization × total - used now, by whomever. On the host it is utilization × available,
+since other programs need memory of the host too. Knows no model: what it needs is given as plain numbers.
 """
 
 from __future__ import annotations
@@ -13,121 +13,117 @@ from dataclasses import dataclass
 
 import torch
 
-from kestrel_runtime.api.config import MIB, EngineConfig
+from kestrel_runtime.api.config import MIB
 from kestrel_runtime.api.errors import CheckpointError
-from kestrel_runtime.execution.kv_cache import KVCache
-from kestrel_runtime.memory.host_limits import available_memory_bytes
-from kestrel_runtime.models.moondream.config import MoondreamConfig
-from kestrel_runtime.scheduling.limits import StepBounds
+from kestrel_runtime.api.memory_plan import MemoryPlan
+from kestrel_runtime.memory.host_limits import available_memory_bytes, total_memory_bytes
 
-_TYPICAL_CONTEXT_TOKENS = 2048
-_MOST_GRAPH_BYTES = 2048 * MIB
-_GRAPHS_SHARE = 8  # of what is free, where that is less
-_MARGIN_BYTES = 256 * MIB
-"""Static inputs, features of images that wait for their prompts, and what the driver takes as it goes."""
+MARGIN_BYTES = 256 * MIB
+_GIB = 2**30
+_ADVICE = {
+    "weights": "choose a smaller model, or weights in float8 (--text-path, --vision-path)",
+    "activations": "lower --max-prefill-tokens or --max-crops",
+    "CUDA graphs": "lower --max-prefill-tokens or --max-crops, or say --cuda-graphs off",
+    "images": "lower --max-batch-size or --max-decoded-image-bytes",
+    "other processes, context and libraries": "end what else uses the memory",
+    "margin": "use a device with more memory",
+    "what may not be used": "raise --memory-utilization",
+}
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceReserve:
-    """Bytes of the device's memory that are kept for other things than the cache."""
+class MemoryNeeds:
+    """What a model needs of the memory beside its weights."""
 
-    step: int
-    """Most that a step's activations take, estimated from above."""
-    graphs: int
-    """Most that captured graphs may take beside what they compute in."""
+    page_bytes: int
+    """Bytes of one page of the cache over all layers, keys and values."""
+    least_pages: int
+    """Pages without which a skill could never run."""
+    batch_pages: int
+    """Pages that a full batch of typical requests uses."""
+    activation_bytes: int
+    graph_bytes: int
+    image_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReading:
+    """The memory of a device, now that the weights are in it."""
+
+    total_bytes: int
+    available_bytes: int
+    """What can still be taken."""
+    weight_bytes: int
+    """What this process holds for weights and static buffers."""
+    is_host: bool
+    """Whether it is memory of the host, which has other users."""
 
     @classmethod
-    def of(cls, config: MoondreamConfig, bounds: StepBounds, dtype: torch.dtype, free_bytes: int) -> DeviceReserve:
-        """What steps within `bounds` need of a device with `free_bytes` left; nothing elsewhere than on CUDA."""
-        return cls(
-            step=_largest_step_bytes(config, bounds, dtype.itemsize),
-            graphs=min(_MOST_GRAPH_BYTES, free_bytes // _GRAPHS_SHARE),
-        )
-
-    @property
-    def total(self) -> int:
-        return 2 * self.step + self.graphs + _MARGIN_BYTES
-
-
-def new_cache(config: EngineConfig, model: MoondreamConfig, device: torch.device, dtype: torch.dtype) -> KVCache:
-    """A cache of the configured size, or of what memory allows. Comes after everything that stays in memory.
-
-    Raises `CheckpointError` where there is no memory for the pages asked for.
-    """
-    kv_dtype = torch.float8_e4m3fn if config.kv_dtype == "float8" else dtype
-    num_pages = config.num_kv_pages
-    if num_pages is None:
-        num_pages = _num_pages(config, model, device, dtype, kv_dtype)
-    try:
-        return KVCache(model.text, num_pages, config.page_size, device, kv_dtype)
-    except torch.OutOfMemoryError as error:
-        size = num_pages * KVCache.bytes_per_page(model.text, config.page_size, kv_dtype)
-        raise CheckpointError(
-            f"no memory for a key-value cache of {num_pages} pages ({size / 2**30:.1f} GiB) on {device}"
-        ) from error
-
-
-def smallest_num_pages(model: MoondreamConfig, page_size: int) -> int:
-    """Pages without which some skill could never run: an image, its prompt with one word, and one token of answer.
-
-    A smaller cache would refuse every such request. The scheduler asks for no more to start one on an idle engine.
-    """
-    templates = model.tokenizer.templates
-    lengths = (
-        max(map(len, parts.values())) if skill == "caption" else sum(map(len, parts.values())) + 1
-        for skill, parts in templates.items()
-    )
-    longest = max(lengths, default=0)
-    return -(-(model.text.prefix_attn + longest + 1) // page_size)
-
-
-def check_cache(model: MoondreamConfig, cache: KVCache) -> None:
-    """Raise `CheckpointError` where the cache cannot hold one request of every skill."""
-    least = smallest_num_pages(model, cache.page_size)
-    if cache.num_pages < least:
-        raise CheckpointError(
-            f"a key-value cache of {cache.num_pages} pages ({cache.num_pages * cache.page_size} tokens) cannot "
-            f"hold one request with an image: {least} pages ({least * cache.page_size} tokens) are the least. "
-            "Ask for more pages (--kv-pages), or give the process more memory"
-        )
-
-
-def free_bytes(device: torch.device) -> int:
-    """Bytes of memory that may still be taken, on the device or, where that is no GPU, on the host."""
-    if device.type != "cuda":
-        return available_memory_bytes()
-    return torch.cuda.mem_get_info(device)[0]
-
-
-def _num_pages(
-    config: EngineConfig, model: MoondreamConfig, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype
-) -> int:
-    page_size, bounds = config.page_size, StepBounds.of(config, device.type)
-    bytes_per_page = KVCache.bytes_per_page(model.text, page_size, kv_dtype)
-    context_pages = -(-min(model.text.max_context, _TYPICAL_CONTEXT_TOKENS) // page_size)
-    if device.type == "cuda":
+    def of(cls, device: torch.device, weight_bytes: int) -> MemoryReading:
+        """Read it. `weight_bytes` counts where the device cannot tell what this process holds, as the host."""
+        if device.type != "cuda":
+            total, available = total_memory_bytes(), available_memory_bytes()
+            # Weights that are mapped from a file may count as available.
+            return cls(total, available, min(weight_bytes, total - available), is_host=True)
         # What only waits for the garbage collector, or for reuse by torch, would count as taken.
         gc.collect()
         torch.cuda.empty_cache()
-    free = usable = free_bytes(device)
-    if device.type == "cuda":
-        usable = max(0, free - DeviceReserve.of(model, bounds, dtype, free).total)
-    num_pages = min(int(free * config.kv_fraction), usable) // bytes_per_page
-    if device.type != "cuda":  # memory of the host is everybody's
-        num_pages = min(num_pages, bounds.max_batch_size * context_pages)
-    # A small fraction is a wish; a context of typical length is needed, as far as there is memory at all.
-    return max(num_pages, min(context_pages, usable // bytes_per_page))
+        available, total = torch.cuda.mem_get_info(device)
+        return cls(total, available, torch.cuda.memory_reserved(device), is_host=False)
+
+    @property
+    def used_bytes(self) -> int:
+        return self.total_bytes - self.available_bytes
 
 
-def _largest_step_bytes(config: MoondreamConfig, bounds: StepBounds, itemsize: int) -> int:
-    """An upper estimate of the activations of the largest step, of crops or of prompts: they come one after the
-    other, in the same memory."""
-    text, vision = config.text, config.vision
-    # A block holds the stream and what it adds in float32, its products, and copies of them for the next product.
-    token_bytes = 4 * text.dim * 4 + (2 * (text.qkv_dim + text.ff_dim) + 4 * text.dim) * itemsize
-    if text.moe is not None:
-        token_bytes += text.moe.experts_per_token * (4 * text.moe.expert_inner_dim + 3 * text.dim) * itemsize
-    patch_bytes = (2 * (3 * vision.enc_dim + vision.enc_ff_dim) + 6 * vision.enc_dim) * itemsize
-    num_tokens = max(bounds.max_prefill_tokens, text.prefix_attn)
-    num_patches = max(bounds.max_crops, 1 + vision.max_crops) * vision.num_image_tokens
-    return max(num_tokens * token_bytes, num_patches * patch_bytes)
+def plan_memory(
+    reading: MemoryReading, needs: MemoryNeeds, utilization: float, num_pages: int | None = None
+) -> tuple[int, MemoryPlan]:
+    """The number of pages of the cache, and the plan that it is part of. `num_pages`, where given, is taken.
+
+    Raises `CheckpointError` where the pages that are left, or given, cannot hold one request of every skill.
+    """
+    own_bytes = needs.activation_bytes + needs.graph_bytes + needs.image_bytes + MARGIN_BYTES
+    is_given = num_pages is not None
+    if num_pages is None:
+        if reading.is_host:
+            usable = utilization * reading.available_bytes
+        else:
+            usable = utilization * reading.total_bytes - reading.used_bytes
+        num_pages = max(0, int((usable - own_bytes) // needs.page_bytes))
+        if reading.is_host:
+            num_pages = min(num_pages, max(needs.batch_pages, needs.least_pages))
+    cache_bytes = num_pages * needs.page_bytes
+    plan = MemoryPlan(
+        total_bytes=reading.total_bytes,
+        utilization=utilization,
+        weight_bytes=reading.weight_bytes,
+        cache_bytes=cache_bytes,
+        activation_bytes=needs.activation_bytes,
+        graph_bytes=needs.graph_bytes,
+        image_bytes=needs.image_bytes,
+        other_bytes=reading.used_bytes - reading.weight_bytes,
+        margin_bytes=MARGIN_BYTES,
+        free_bytes=reading.available_bytes - cache_bytes - own_bytes,
+    )
+    if num_pages < needs.least_pages:
+        unusable = (1 - utilization) * (reading.available_bytes if reading.is_host else reading.total_bytes)
+        raise CheckpointError(_too_small(num_pages, needs, plan, int(unusable), is_given=is_given))
+    return num_pages, plan
+
+
+def _too_small(num_pages: int, needs: MemoryNeeds, plan: MemoryPlan, unusable: int, *, is_given: bool) -> str:
+    complaint = (
+        f"a key-value cache of {num_pages} pages cannot hold one request with an image: "
+        f"{needs.least_pages} pages are the least. "
+    )
+    if is_given:
+        return f"{complaint}Ask for more pages (--kv-pages)"
+    terms = [(name, num_bytes) for name, num_bytes in plan.terms() if name in _ADVICE]
+    terms.append(("what may not be used", unusable))
+    largest, _ = max(terms, key=lambda term: term[1])
+    listed = ", ".join(f"{name} {num_bytes / _GIB:.2f} GiB" for name, num_bytes in terms)
+    return (
+        f"{complaint}Of {plan.total_bytes / _GIB:.2f} GiB the largest part is taken by: {largest}. To make room, "
+        f"{_ADVICE[largest]}. The parts: {listed}"
+    )

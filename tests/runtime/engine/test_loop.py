@@ -16,6 +16,7 @@ from kestrel_runtime.engine.probes import new_probes
 from kestrel_runtime.execution.execution_config import FastPaths
 from kestrel_runtime.execution.step_runner import Launch, ModelRunner
 from kestrel_runtime.loading.loaded_model import LoadedModel
+from kestrel_runtime.models.moondream.memory_needs import new_cache
 from kestrel_runtime.scheduling.admission import Admission, Burden, QueueLimits
 from kestrel_runtime.scheduling.limits import StepBounds
 from kestrel_runtime.scheduling.page_pool import PagePool
@@ -30,8 +31,8 @@ class Bench:
     """A loop whose thread never runs; the test calls `step`."""
 
     def __init__(self, loaded: LoadedModel) -> None:
-        config = EngineConfig(model="", num_kv_pages=512)
-        cache = loaded.new_cache(config)
+        config = EngineConfig(model="")
+        cache = new_cache(loaded.model, config, 512)
         self.pages = PagePool(cache.num_pages, config.page_size)
         scheduler = Scheduler(self.pages, max_batch_size=8, max_prefill_tokens=64, max_crops_per_step=3)
         runner, culprits = (

@@ -199,9 +199,7 @@ def test_the_draws_of_every_skill_alone_and_together_are_usual(moondream2: Loade
 
 Work = Callable[[], torch.Tensor]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
-ON_A_GPU = EngineConfig(
-    model=str(MD2_SMALL), device="cuda", dtype="float32", max_batch_size=4, num_kv_pages=300, kv_fraction=0.1
-)
+ON_A_GPU = EngineConfig(model=str(MD2_SMALL), device="cuda", dtype="float32", max_batch_size=4, num_kv_pages=300)
 WAITS_FOR_THE_DEVICE = (("rotary_write_kv", "reference"), ("rotary_decode_attention", "reference"))
 
 

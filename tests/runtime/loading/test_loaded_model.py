@@ -48,8 +48,3 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_refused(tmp_path: Path) -> No
     (tmp_path / "tokenizer.json").write_text(text.replace('"added_tokens": [', f'"added_tokens": [{extra},', 1))
     with pytest.raises(CheckpointError, match="641 tokens, the model only 640"):
         LoadedModel.load(EngineConfig(model=str(tmp_path)))
-
-
-def test_the_cache_takes_the_pages_asked_for_or_a_full_batch_of_typical_contexts(moondream2: LoadedModel) -> None:
-    assert moondream2.new_cache(EngineConfig(model="", num_kv_pages=7)).num_pages == 7
-    assert moondream2.new_cache(EngineConfig(model="", max_batch_size=2)).num_pages == 2 * 2048 // 16

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kestrel_runtime.memory.host_limits import available_memory_bytes, available_processors
+from kestrel_runtime.memory.host_limits import available_memory_bytes, available_processors, total_memory_bytes
 
 GIB = 2**30
 NO_LIMIT_V1 = "9223372036854771712"
@@ -182,3 +182,14 @@ def test_processors_by_version_1(host: Host, quota: str, is_limited: bool) -> No
 def test_this_very_machine_has_memory_and_processors() -> None:
     assert available_memory_bytes() > 2**20
     assert available_processors() >= 1
+
+
+def test_what_there_is_is_the_machines_memory_or_the_smallest_limit(host: Host) -> None:
+    host.write(host.proc / "meminfo", "MemTotal: 67108864 kB\nMemAvailable: 41943040 kB")
+    assert total_memory_bytes(host.proc) == 64 * GIB
+    host.mount("cgroup2")
+    host.belongs_to("0::/pods/main")
+    host.group("pods", memory_max=40 * GIB, **used(39))
+    host.group("pods/main", memory_max="max", memory_high=24 * GIB, **used(4))
+    assert total_memory_bytes(host.proc) == 24 * GIB
+    assert available_memory_bytes(host.proc) == GIB

@@ -1,149 +1,170 @@
-"""How large the key-value cache becomes, and which one is too small to serve with."""
+"""How many pages the key-value cache gets, and how the rest of the memory is divided. No model, plain numbers."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from dataclasses import replace
 
 import pytest
 import torch
 
-from kestrel_runtime.api.config import EngineConfig
-from kestrel_runtime.api.errors import CheckpointError, InvalidRequest
-from kestrel_runtime.api.events import Finished
-from kestrel_runtime.api.requests import Caption, Detect, Point, Query, Request, SamplingParams, Segment
-from kestrel_runtime.engine.engine import LocalEngine
-from kestrel_runtime.execution.kv_cache import KVCache
-from kestrel_runtime.loading.loaded_model import LoadedModel
+from kestrel_runtime.api.config import MIB
+from kestrel_runtime.api.errors import CheckpointError
 from kestrel_runtime.memory import plan as memory_plan
-from kestrel_runtime.memory.plan import DeviceReserve, smallest_num_pages
-from kestrel_runtime.scheduling.limits import StepBounds
-from tests.golden import MD2_SMALL, MD3_SMALL
+from kestrel_runtime.memory.plan import MARGIN_BYTES, MemoryNeeds, MemoryReading, plan_memory
 
-IMAGE = (MD3_SMALL / "image_1_64x64.png").read_bytes()
-PAGE_SIZE = 16
-
-
-def bytes_per_page(loaded: LoadedModel) -> int:
-    return KVCache.bytes_per_page(loaded.model.config.text, PAGE_SIZE, loaded.model.dtype)
-
-
-def num_pages(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, free_pages: float, **settings: object) -> int:
-    """Pages of the cache on a host with memory for `free_pages`."""
-    monkeypatch.setattr(memory_plan, "available_memory_bytes", lambda: int(free_pages * bytes_per_page(loaded)))
-    return loaded.new_cache(EngineConfig(model="", **settings)).num_pages  # pyright: ignore[reportArgumentType]
-
-
-def test_the_cache_takes_its_fraction_of_what_the_host_has_left(
-    moondream2: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert num_pages(moondream2, monkeypatch, 1000) == 500
-    assert num_pages(moondream2, monkeypatch, 1000, kv_fraction=0.25) == 250
+GIB = 2**30
+NEEDS = MemoryNeeds(
+    page_bytes=3_145_731,
+    least_pages=47,
+    batch_pages=8191,
+    activation_bytes=1_234_567_891,
+    graph_bytes=2_345_678_917,
+    image_bytes=345_678_919,
+)
+A_GPU = MemoryReading(
+    total_bytes=84_987_740_161, available_bytes=80_123_456_789, weight_bytes=3_700_000_007, is_host=False
+)
+A_HOST = MemoryReading(
+    total_bytes=17_179_869_184, available_bytes=9_480_000_011, weight_bytes=6_700_000_003, is_host=True
+)
 
 
-def test_beside_a_cpu_it_takes_no_more_than_a_full_batch_needs(
-    moondream2: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert num_pages(moondream2, monkeypatch, 10_000, max_batch_size=2) == 2 * 2048 // PAGE_SIZE
+def num_pages(reading: MemoryReading, needs: MemoryNeeds = NEEDS, utilization: float = 0.9) -> int:
+    return plan_memory(reading, needs, utilization)[0]
 
 
-def test_a_small_fraction_still_gives_a_typical_context_where_there_is_memory_for_it(
-    moondream2: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert num_pages(moondream2, monkeypatch, 1000, kv_fraction=0.001) == 2048 // PAGE_SIZE
-    assert num_pages(moondream2, monkeypatch, 60, kv_fraction=0.5) == 60  # and never more than there is
+def test_on_a_gpu_the_cache_gets_what_the_utilization_leaves_beside_all_else() -> None:
+    used = 84_987_740_161 - 80_123_456_789
+    rest = 0.9 * 84_987_740_161 - used - 1_234_567_891 - 2_345_678_917 - 345_678_919 - 268_435_456
+    assert num_pages(A_GPU) == int(rest // 3_145_731) == 21435
 
 
-def test_a_pod_of_sixteen_gibibytes_keeps_moondream_2_within_them(
-    moondream2: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # What is left of 16 GiB beside 7.7 GB of weights; a page of the real model takes 6.3 MB in float32.
-    free = 16 * 2**30 - 7_700_000_000
-    monkeypatch.setattr(KVCache, "bytes_per_page", staticmethod(lambda *_: 2 * 24 * 16 * 2048 * 4))
-    monkeypatch.setattr(memory_plan, "available_memory_bytes", lambda: free)
-    pages = memory_plan._num_pages(
-        EngineConfig(model=""),
-        moondream2.model.config,
-        torch.device("cpu"),
-        torch.float32,
-        torch.float32,
+@pytest.mark.parametrize("term", ["activation_bytes", "graph_bytes", "image_bytes"])
+@pytest.mark.parametrize("reading", [A_GPU, A_HOST])
+def test_each_term_takes_its_bytes_from_the_cache(term: str, reading: MemoryReading) -> None:
+    more = replace(NEEDS, **{term: getattr(NEEDS, term) + 101 * NEEDS.page_bytes})
+    assert num_pages(reading) - num_pages(reading, more) == 101
+
+
+def test_memory_that_neighbours_on_the_gpu_take_is_not_taken_twice() -> None:
+    beside_a_neighbour = replace(A_GPU, available_bytes=A_GPU.available_bytes - 1009 * NEEDS.page_bytes)
+    assert num_pages(A_GPU) - num_pages(beside_a_neighbour) == 1009
+    _, alone = plan_memory(A_GPU, NEEDS, 0.9)
+    _, together = plan_memory(beside_a_neighbour, NEEDS, 0.9)
+    assert together.other_bytes - alone.other_bytes == 1009 * NEEDS.page_bytes
+    assert together.weight_bytes == alone.weight_bytes
+
+
+def test_the_utilization_of_a_gpu_counts_all_of_its_memory_and_that_of_a_host_what_is_available() -> None:
+    difference = num_pages(A_GPU, utilization=0.8) - num_pages(A_GPU, utilization=0.3)
+    assert difference == pytest.approx(0.5 * A_GPU.total_bytes / NEEDS.page_bytes, abs=1)
+    assert num_pages(A_HOST, utilization=1.0) - num_pages(A_HOST, utilization=0.7) == pytest.approx(
+        0.3 * A_HOST.available_bytes / NEEDS.page_bytes, abs=1
     )
-    assert pages * 2 * 24 * 16 * 2048 * 4 <= free / 2
 
 
-@pytest.mark.parametrize("kv_fraction", [0.5, 1.0])
-def test_on_a_gpu_the_reserve_for_steps_and_graphs_fits_beside_the_cache(
-    moondream2: LoadedModel, monkeypatch: pytest.MonkeyPatch, kv_fraction: float
-) -> None:
-    config, dtype = moondream2.model.config, moondream2.model.dtype
-    bounds = StepBounds.of(EngineConfig(), "cuda")
-    for free_gib in (0.1, 1, 8, 24, 140):
-        free = int(free_gib * 2**30)
-        monkeypatch.setattr(memory_plan, "free_bytes", lambda _, free=free: free)
-        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-        settings = EngineConfig(model="", kv_fraction=kv_fraction)
-        pages = memory_plan._num_pages(settings, config, torch.device("cuda"), dtype, dtype)
-        reserve = DeviceReserve.of(config, bounds, dtype, free)
-        cache = pages * bytes_per_page(moondream2)
-        assert cache <= max(0, free - reserve.total)
-        assert reserve.graphs <= free / 8
+def test_a_gpu_may_be_filled_but_for_what_is_planned_for_other_things() -> None:
+    pages, plan = plan_memory(A_GPU, NEEDS, 1.0)
+    assert 0 <= plan.free_bytes < NEEDS.page_bytes
+    assert plan.cache_bytes == pages * NEEDS.page_bytes
 
 
-def test_a_model_without_prompts_needs_room_for_its_image_alone(moondream2: LoadedModel) -> None:
-    config = moondream2.model.config
-    silent = replace(config, tokenizer=replace(config.tokenizer, templates={}))
-    assert smallest_num_pages(silent, 1) == config.text.prefix_attn + 1
+@pytest.mark.parametrize("utilization", [0.41, 0.9, 1.0])
+@pytest.mark.parametrize("reading", [A_GPU, A_HOST])
+def test_the_terms_of_a_plan_are_all_of_the_memory(utilization: float, reading: MemoryReading) -> None:
+    small = replace(NEEDS, activation_bytes=1_234_567, graph_bytes=2_345_671)
+    _, plan = plan_memory(reading, small, utilization)
+    assert sum(num_bytes for _, num_bytes in plan.terms()) == plan.total_bytes == reading.total_bytes
+    assert all(num_bytes >= 0 for _, num_bytes in plan.terms())
+    assert (plan.utilization, plan.margin_bytes) == (utilization, MARGIN_BYTES) == (utilization, 256 * MIB)
 
 
-def test_a_cache_of_one_page_refuses_to_start_and_says_what_is_needed(moondream3: LoadedModel) -> None:
-    with pytest.raises(CheckpointError, match=r"1 pages \(16 tokens\) cannot hold .* 47 pages \(752 tokens\)"):
-        LocalEngine(moondream3, EngineConfig(model="", num_kv_pages=1))
+def test_the_table_has_a_line_for_every_term_and_the_total() -> None:
+    _, plan = plan_memory(A_GPU, NEEDS, 0.9)
+    lines = plan.table().splitlines()
+    assert len(lines) == len(plan.terms()) + 1
+    assert lines[0].split() == ["weights", "3.45", "GiB"]
+    assert lines[1].split() == ["KV", "cache", "62.80", "GiB"]
+    assert lines[-1].split() == ["total", "79.15", "GiB"]
 
 
-@pytest.mark.parametrize("page_size", [5, 16])
-@pytest.mark.parametrize("model", ["moondream2", "moondream3"])
-async def test_the_smallest_cache_serves_every_skill_and_one_page_less_does_not_start(
-    model: str, page_size: int, request: pytest.FixtureRequest
-) -> None:
-    loaded: LoadedModel = request.getfixturevalue(model)
-    least = smallest_num_pages(loaded.model.config, page_size)
-    with pytest.raises(CheckpointError):
-        LocalEngine(loaded, EngineConfig(model="", num_kv_pages=least - 1, page_size=page_size))
-    engine = LocalEngine(loaded, EngineConfig(model="", num_kv_pages=least, page_size=page_size))
-    sampling = SamplingParams(max_tokens=1)
-    requests: list[Request] = [
-        Query("a", IMAGE, sampling=sampling),
-        *(Caption(IMAGE, length, sampling=sampling) for length in ("short", "normal", "long")),
-        Point("a", IMAGE, max_objects=1),
-        Detect("a", IMAGE, max_objects=1),
-        Segment("a", IMAGE),
-    ]
-    try:
-        served = [request for request in requests if request.skill in engine.info.skills]
-        assert len(served) > 4
-        for finished in await asyncio.gather(*(engine.submit(request).result() for request in served)):
-            assert isinstance(finished, Finished)
-        with pytest.raises(InvalidRequest):
-            await engine.submit(Query("word " * 400, IMAGE)).result()
-    finally:
-        engine.close()
+def test_beside_a_cpu_the_cache_gets_no_more_than_a_full_batch_needs() -> None:
+    assert num_pages(A_HOST, replace(NEEDS, batch_pages=613)) == 613
+    assert num_pages(A_GPU, replace(NEEDS, batch_pages=613)) > 613
+    # A page for each of a few short requests could not hold one with an image.
+    assert num_pages(A_HOST, replace(NEEDS, batch_pages=3)) == 47
 
 
-def test_what_the_cache_holds_is_logged_at_the_start(
-    moondream2: LoadedModel, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO, logger="kestrel_runtime.engine.engine"):
-        LocalEngine(moondream2, EngineConfig(model=str(MD2_SMALL), num_kv_pages=192)).close()
-    assert "KV cache: 3,072 tokens, 0.0 GiB, 1.5 requests of full length (2,048 tokens)" in caplog.text
+def test_a_pod_of_sixteen_gibibytes_keeps_moondream_2_within_them() -> None:
+    # Moondream 2 in float32: 7.7 GB of weights, 6.3 MB a page, 0.9 GB of activations, 0.7 GB of images.
+    needs = MemoryNeeds(2 * 24 * 16 * 2048 * 4, 47, 16 * 128, 857_000_000, 0, 716_000_000)
+    available = 16 * GIB - 7_700_000_000
+    reading = MemoryReading(16 * GIB, available, 7_700_000_000, is_host=True)
+    pages, plan = plan_memory(reading, needs, 0.9)
+    assert 47 < pages < 16 * 128
+    spent = plan.cache_bytes + plan.activation_bytes + plan.image_bytes + plan.margin_bytes
+    assert 0.9 * available - needs.page_bytes < spent <= 0.9 * available
 
 
-def test_pages_that_the_device_has_no_memory_for_are_an_error_in_words(
-    moondream2: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
-        raise torch.OutOfMemoryError("secret")
+@pytest.mark.parametrize(
+    ("term", "name", "advice"),
+    [
+        ("activation_bytes", "activations", "--max-prefill-tokens"),
+        ("graph_bytes", "CUDA graphs", "--cuda-graphs off"),
+        ("image_bytes", "images", "--max-decoded-image-bytes"),
+    ],
+)
+def test_a_start_without_room_is_refused_by_the_name_of_what_takes_most(term: str, name: str, advice: str) -> None:
+    needs = replace(NEEDS, **{term: 76 * GIB})
+    with pytest.raises(CheckpointError) as caught:
+        plan_memory(A_GPU, needs, 0.9)
+    message = str(caught.value)
+    assert "0 pages cannot hold one request with an image: 47 pages are the least" in message
+    assert f"the largest part is taken by: {name}. To make room, " in message
+    assert advice in message
+    assert f"{name} 76.00 GiB" in message
 
-    monkeypatch.setattr(KVCache, "__init__", refuse)
-    with pytest.raises(CheckpointError, match="no memory for a key-value cache of 1000 pages"):
-        moondream2.new_cache(EngineConfig(model="", num_kv_pages=1000))
+
+def test_weights_neighbours_and_a_small_utilization_are_named_too() -> None:
+    for reading, utilization, name in (
+        (replace(A_GPU, available_bytes=9 * GIB, weight_bytes=60 * GIB), 0.9, "weights"),
+        (replace(A_GPU, available_bytes=9 * GIB, weight_bytes=3 * GIB), 0.9, "other processes"),
+        (A_GPU, 0.05, "what may not be used"),
+        (A_HOST, 0.05, "what may not be used"),
+    ):
+        with pytest.raises(CheckpointError, match=f"the largest part is taken by: {name}"):
+            plan_memory(reading, NEEDS, utilization)
+
+
+def test_the_least_pages_suffice_and_one_less_does_not() -> None:
+    beside = sum((NEEDS.activation_bytes, NEEDS.graph_bytes, NEEDS.image_bytes, MARGIN_BYTES))
+    just_enough = replace(A_GPU, available_bytes=beside + 47 * NEEDS.page_bytes)
+    assert num_pages(just_enough, utilization=1.0) == 47
+    with pytest.raises(CheckpointError, match="a key-value cache of 46 pages"):
+        num_pages(replace(just_enough, available_bytes=just_enough.available_bytes - 1), utilization=1.0)
+
+
+def test_pages_asked_for_are_taken_whatever_the_plan_would_be_but_not_fewer_than_the_least() -> None:
+    crowded = replace(A_GPU, available_bytes=GIB)
+    pages, plan = plan_memory(crowded, NEEDS, 0.9, num_pages=512)
+    assert pages == 512
+    assert plan.free_bytes < 0  # more is planned than there is
+    with pytest.raises(CheckpointError, match=r"46 pages .* 47 pages are the least.* \(--kv-pages\)"):
+        plan_memory(A_GPU, NEEDS, 0.9, num_pages=46)
+
+
+def test_a_gpu_is_read_once_torch_has_given_back_what_it_only_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    reserved = [7_000_003]
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: reserved.__setitem__(0, 5_000_011))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: reserved[0])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (90_000_049 - reserved[0], 100_000_007))
+    reading = MemoryReading.of(torch.device("cuda"), weight_bytes=11)
+    assert reading == MemoryReading(100_000_007, 85_000_038, 5_000_011, is_host=False)
+    assert reading.used_bytes == 14_999_969
+
+
+def test_weights_on_the_host_that_count_as_available_are_not_taken_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_plan, "total_memory_bytes", lambda: 1_000_003)
+    monkeypatch.setattr(memory_plan, "available_memory_bytes", lambda: 900_001)
+    assert MemoryReading.of(torch.device("cpu"), 50_021).weight_bytes == 50_021
+    assert MemoryReading.of(torch.device("cpu"), 500_009).weight_bytes == 100_002

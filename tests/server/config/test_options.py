@@ -109,13 +109,13 @@ def test_each_option_of_the_engine_reaches_it() -> None:
             "0.5",
         ),
         *("--text-path", "fused", "--vision-path", "fused-float8", "--kv-dtype", "float8", "--cuda-graphs", "off"),
-        *("--kernels", "resample=reference, concat_gelu=triton", "--kv-fraction", "0.25", "--max-crops", "11"),
-        *("--resize-on-device", "on"),
+        *("--kernels", "resample=reference, concat_gelu=triton", "--max-crops", "11"),
+        *("--memory-utilization", "0.25", "--resize-on-device", "on"),
     ).engine_config()
     assert (config.text_path, config.vision_path, config.kv_dtype) == ("fused", "fused-float8", "float8")
     assert (config.cuda_graphs, config.resize_on_device) == (False, True)
     assert config.kernels == (("resample", "reference"), ("concat_gelu", "triton"))
-    assert (config.kv_fraction, config.max_crops_per_step) == (0.25, 11)
+    assert (config.memory_utilization, config.max_crops_per_step) == (0.25, 11)
     assert (config.model, config.revision, config.device, config.dtype) == ("m", "main", "cpu", "float16")
     assert (config.max_batch_size, config.num_kv_pages, config.page_size) == (1, 2, 3)
     assert (config.max_queued_requests, config.max_image_bytes, config.max_image_pixels) == (4, 5, 6)
@@ -220,3 +220,32 @@ def test_named_values_are_taken_as_flags_and_what_is_no_option_is_refused() -> N
     with pytest.raises(ConfigurationError) as caught:
         named_values(["ports=0", "x=1"])
     assert caught.value.problems == ("--ports: is no option", "--x: is no option")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "hint"),
+    [
+        (["--kv-fraction", "0.3"], {}, "--kv-fraction: is no option; use --memory-utilization"),
+        (
+            [],
+            {"KESTREL_KV_FRACTION": "0.3"},
+            "KESTREL_KV_FRACTION: is no variable of this server; use KESTREL_MEMORY_UTILIZATION",
+        ),
+    ],
+)
+def test_an_option_that_was_replaced_is_refused_by_the_name_of_the_new_one(
+    arguments: list[str], environment: dict[str, str], hint: str
+) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        parse(*arguments, **environment)
+    assert caught.value.problems == (hint,)
+
+
+def test_a_replaced_option_is_refused_in_the_file_and_among_named_values_too(tmp_path: Path) -> None:
+    file = tmp_path / "kestrel.toml"
+    file.write_text("kv_fraction = 0.3")
+    with pytest.raises(ConfigurationError) as caught:
+        parse("--config", str(file))
+    assert caught.value.problems == (f"{file}: kv_fraction: is no option; use memory_utilization",)
+    with pytest.raises(ConfigurationError, match="--kv-fraction: is no option; use --memory-utilization"):
+        named_values(["kv-fraction=0.3"])

@@ -42,8 +42,8 @@ from kestrel_runtime.models.moondream.verify.tolerances import (
     LargestError,
 )
 
-_KV_FRACTION = 0.02
-"""Of free memory: the prompts are few, and several folders may be checked side by side."""
+_CACHE_TOKENS = 8192
+"""The prompts are few, and several folders may be checked side by side."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class GoldenFolder:
         self._config = replace(
             config,
             model=str(folder),
-            kv_fraction=_KV_FRACTION,
+            num_kv_pages=config.num_kv_pages or _CACHE_TOKENS // config.page_size,
             max_queued_requests=len(self._expected["images"]) * 100 + 100,
         )
         self._loaded = LoadedModel.load(self._config)

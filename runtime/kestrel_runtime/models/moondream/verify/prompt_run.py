@@ -22,6 +22,7 @@ from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.execution.step_runner import ModelRunner
 from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.loading.loaded_model import LoadedModel
+from kestrel_runtime.models.moondream.memory_needs import new_cache
 from kestrel_runtime.models.moondream.model_paths import ModelPaths
 from kestrel_runtime.scheduling.limits import StepBounds
 from kestrel_runtime.scheduling.sequence import Batch, Chunk, Sequence, SequenceClock
@@ -57,7 +58,7 @@ class PromptRun:
         text = loaded.model.config.text
         self.model = loaded.model
         num_pages = pages_of_context(loaded, config)
-        self.cache = loaded.new_cache(replace(config, num_kv_pages=num_pages)) if cache is None else cache
+        self.cache = new_cache(loaded.model, config, num_pages) if cache is None else cache
         paths = FastPaths.of(config, loaded.model.device.type, loaded.model)
         self._model_paths = ModelPaths.of(loaded.model, paths, max_batch_size=1)
         bounds = StepBounds(max_batch_size=1, max_prefill_tokens=text.max_context, max_crops=1)

@@ -1,0 +1,139 @@
+"""What a Moondream needs of its device's memory beside the weights, in plain numbers, and its key-value cache.
+
+Activations are estimated from above: a block holds the residual stream and what it adds in float32, its products,
+and copies of them for the next product. `python -m bench.graph_memory` compares the estimates with a GPU's figures.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kestrel_runtime.api.config import MIB, EngineConfig
+from kestrel_runtime.api.errors import CheckpointError
+from kestrel_runtime.api.memory_plan import MemoryPlan
+from kestrel_runtime.execution.kv_cache import KVCache
+from kestrel_runtime.imaging.decoding import largest_kept_bytes
+from kestrel_runtime.memory.plan import MemoryNeeds, MemoryReading, plan_memory
+from kestrel_runtime.models.moondream.config import MoondreamConfig
+from kestrel_runtime.models.moondream.model import Moondream
+from kestrel_runtime.scheduling.limits import StepBounds
+
+_TYPICAL_CONTEXT_TOKENS = 2048
+_MOST_GRAPH_BYTES = 2048 * MIB
+_GRAPHS_SHARE = 8
+"""Graphs beside their pools get at most the eighth part of what is available."""
+
+
+def plan_cache(
+    model: Moondream,
+    config: EngineConfig,
+    bounds: StepBounds,
+    *,
+    weight_bytes: int,
+    with_graphs: bool,
+    host_image_bytes: int,
+) -> tuple[int, MemoryPlan]:
+    """The number of pages of the model's cache, and the plan of all memory. Comes after all that stays in memory.
+
+    `weight_bytes` and `host_image_bytes`, which decoded images may take, count where the device is the host.
+    Raises `CheckpointError` where memory has no room for the least pages.
+    """
+    reading = MemoryReading.of(model.device, weight_bytes)
+    needs = memory_needs(
+        model,
+        config,
+        bounds,
+        available_bytes=reading.available_bytes,
+        with_graphs=with_graphs,
+        host_image_bytes=host_image_bytes,
+    )
+    return plan_memory(reading, needs, config.memory_utilization, config.num_kv_pages)
+
+
+def memory_needs(
+    model: Moondream,
+    config: EngineConfig,
+    bounds: StepBounds,
+    *,
+    available_bytes: int,
+    with_graphs: bool,
+    host_image_bytes: int,
+) -> MemoryNeeds:
+    """What steps within `bounds` need of a device with `available_bytes` left; the rest is as in `plan_cache`."""
+    text, page_size = model.config.text, config.page_size
+    step_bytes = largest_step_bytes(model.config, bounds, model.dtype.itemsize)
+    typical_pages = -(-min(text.max_context, _TYPICAL_CONTEXT_TOKENS) // page_size)
+    # Steps without a graph run beside the pools of captured ones, which compute in as much.
+    graph_bytes = step_bytes + min(_MOST_GRAPH_BYTES, available_bytes // _GRAPHS_SHARE) if with_graphs else 0
+    on_device = model.device.type == "cuda"
+    return MemoryNeeds(
+        page_bytes=KVCache.bytes_per_page(text, page_size, cache_dtype(model, config)),
+        least_pages=smallest_num_pages(model.config, page_size),
+        batch_pages=bounds.max_batch_size * typical_pages,
+        activation_bytes=step_bytes,
+        graph_bytes=graph_bytes,
+        image_bytes=_device_image_bytes(model, bounds) if on_device else host_image_bytes,
+    )
+
+
+def weight_bytes(model: Moondream) -> int:
+    """Bytes of all weights that are in memory."""
+    return sum(tensor.nbytes for tensor in model.parameters() if not tensor.is_meta)
+
+
+def largest_step_bytes(config: MoondreamConfig, bounds: StepBounds, itemsize: int) -> int:
+    """An upper estimate of the activations of the largest step, of tiles or of prompts: they come one after the
+    other, in the same memory."""
+    text, vision = config.text, config.vision
+    token_bytes = 4 * text.dim * 4 + (2 * (text.qkv_dim + text.ff_dim) + 4 * text.dim) * itemsize
+    if text.moe is not None:
+        token_bytes += text.moe.experts_per_token * (4 * text.moe.expert_inner_dim + 3 * text.dim) * itemsize
+    patch_bytes = (2 * (3 * vision.enc_dim + vision.enc_ff_dim) + 6 * vision.enc_dim) * itemsize
+    num_tokens = max(bounds.max_prefill_tokens, text.prefix_attn)
+    num_patches = max(bounds.max_crops, 1 + vision.max_crops) * vision.num_image_tokens
+    return max(num_tokens * token_bytes, num_patches * patch_bytes)
+
+
+def smallest_num_pages(model: MoondreamConfig, page_size: int) -> int:
+    """Pages without which some skill could never run: an image, its prompt with one word, and one token of answer.
+
+    A smaller cache would refuse every such request. The scheduler asks for no more to start one on an idle engine.
+    """
+    templates = model.tokenizer.templates
+    lengths = (
+        max(map(len, parts.values())) if skill == "caption" else sum(map(len, parts.values())) + 1
+        for skill, parts in templates.items()
+    )
+    longest = max(lengths, default=0)
+    return -(-(model.text.prefix_attn + longest + 1) // page_size)
+
+
+def cache_dtype(model: Moondream, config: EngineConfig) -> torch.dtype:
+    """The type of cached keys and values."""
+    return torch.float8_e4m3fn if config.kv_dtype == "float8" else model.dtype
+
+
+def new_cache(model: Moondream, config: EngineConfig, num_pages: int) -> KVCache:
+    """A cache on the model's device. Raises `CheckpointError` where there is no memory for it."""
+    dtype = cache_dtype(model, config)
+    try:
+        return KVCache(model.config.text, num_pages, config.page_size, model.device, dtype)
+    except torch.OutOfMemoryError as error:
+        size = num_pages * KVCache.bytes_per_page(model.config.text, config.page_size, dtype)
+        raise CheckpointError(
+            f"no memory for a key-value cache of {num_pages} pages ({size / 2**30:.1f} GiB) on {model.device}"
+        ) from error
+
+
+def _device_image_bytes(model: Moondream, bounds: StepBounds) -> int:
+    """Images on the device: the tiles of a full batch and of the next one, which the tiler cuts ahead; embeddings
+    and features of a full batch; and the pixels of two images being cut, before and after each resize."""
+    vision, text = model.config.vision, model.config.text
+    num_tiles = 1 + vision.max_crops
+    tile_bytes = num_tiles * vision.crop_size**2 * vision.in_channels
+    # Features wait for the other tiles of their image only while a batch of images is being encoded.
+    num_feature_tiles = max(bounds.max_crops, num_tiles) + num_tiles
+    feature_bytes = num_feature_tiles * vision.num_image_tokens * vision.enc_dim * model.dtype.itemsize
+    embedding_bytes = vision.num_image_tokens * text.dim * model.dtype.itemsize
+    cutting_bytes = 2 * 2 * largest_kept_bytes(vision, uncut=True)
+    return bounds.max_batch_size * (2 * tile_bytes + embedding_bytes) + feature_bytes + cutting_bytes
