@@ -33,10 +33,11 @@ from kestrel_ops import Kernels, resample
 from kestrel_ops.triton.resample import Blocks
 from kestrel_ops.triton.resample import resample as triton_resample
 from kestrel_runtime.api.config import EngineConfig
-from kestrel_runtime.imaging.decoding import UncutImage, decode_image, leave_uncut, make_crops
-from kestrel_runtime.models.moondream.tiling import Tiler
+from kestrel_runtime.imaging.decoding import decode_image
+from kestrel_runtime.imaging.tiles import DecodedImage, keep_decoded
+from kestrel_runtime.models.moondream.tiling import MoondreamTiling, Tiler
 
-VISION = MOONDREAM_2.vision
+TILING = MoondreamTiling(MOONDREAM_2.vision)
 SIZES = ((800, 557), (378, 378), (640, 480), (1920, 1080), (1080, 2340), (3840, 2160))
 """Width and height in pixels."""
 HARD_SIZES = (
@@ -53,7 +54,7 @@ class Cost:
     width: int
     height: int
     crops: int
-    pillow_ms: float  # resizing and cutting on one core
+    pillow_ms: float  # resizing and tiling on one core
     uncut_ms: float  # handing the decoded pixels over, on one core
     device_us: float
     upload_us: float
@@ -95,35 +96,35 @@ def worker_rates(threads: list[int], duration_s: float) -> list[dict[str, float]
     files = [chart(seed) for seed in range(NUM_DRAWN)]
     decode = partial(decode_image, max_image_pixels=EngineConfig().max_image_pixels)
     rows = []
-    print(f"\n{'threads':>7} {'Pillow cuts /s':>15} {'decoded alone /s':>17}")
+    print(f"\n{'threads':>7} {'Pillow tiles /s':>15} {'decoded alone /s':>17}")
     for count in threads:
-        pillow = images_per_s(lambda file: make_crops(decode(file), VISION), files, count, duration_s)
-        uncut = images_per_s(lambda file: leave_uncut(decode(file), VISION), files, count, duration_s)
-        rows.append({"threads": count, "pillow_per_s": pillow, "decode_per_s": uncut})
-        print(f"{count:>7} {pillow:>15.0f} {uncut:>17.0f}", flush=True)
+        pillow = images_per_s(lambda file: TILING.make_tiles(decode(file)), files, count, duration_s)
+        decoded = images_per_s(lambda file: keep_decoded(decode(file), TILING), files, count, duration_s)
+        rows.append({"threads": count, "pillow_per_s": pillow, "decode_per_s": decoded})
+        print(f"{count:>7} {pillow:>15.0f} {decoded:>17.0f}", flush=True)
     return rows
 
 
 def cost_of(width: int, height: int, new_tiler: Callable[[], Tiler]) -> Cost:
     """Time one size."""
     image = noise(width, height)
-    uncut = leave_uncut(image, VISION)
-    assert isinstance(uncut, UncutImage)
+    decoded = keep_decoded(image, TILING)
+    assert isinstance(decoded, DecodedImage)
     tiler = new_tiler()
-    pixels = tiler.upload(uncut.pixels)
-    device_us = time_us([lambda: tiler.cut(pixels, uncut.rows, uncut.columns)])
-    staged = torch.empty(uncut.pixels.shape, dtype=torch.uint8, pin_memory=pixels.is_cuda)
+    pixels = tiler.upload(decoded.pixels)
+    device_us = time_us([lambda: tiler.tile(pixels, decoded.rows, decoded.columns)])
+    staged = torch.empty(decoded.pixels.shape, dtype=torch.uint8, pin_memory=pixels.is_cuda)
     uploaded = staged.to(pixels.device)
     return Cost(
         width,
         height,
-        uncut.num_crops,
-        pillow_ms=median_ms(lambda: make_crops(image, VISION)),
-        uncut_ms=median_ms(lambda: leave_uncut(image, VISION)),
+        decoded.num_tiles,
+        pillow_ms=median_ms(lambda: TILING.make_tiles(image)),
+        uncut_ms=median_ms(lambda: keep_decoded(image, TILING)),
         device_us=device_us,
         upload_us=time_us([lambda: uploaded.copy_(staged, non_blocking=True)]),
-        host_us=median_ms(lambda: tiler.crops(uncut)) * 1e3,
-        host_first_us=median_ms(lambda: new_tiler().crops(uncut)) * 1e3,
+        host_us=median_ms(lambda: tiler.make_tiles(decoded)) * 1e3,
+        host_first_us=median_ms(lambda: new_tiler().make_tiles(decoded)) * 1e3,
     )
 
 
@@ -145,24 +146,24 @@ def device_costs(new_tiler: Callable[[], Tiler]) -> list[Cost]:
 
 
 def check(tilers: dict[str, Tiler], num_random: int) -> dict[str, dict[str, int]]:
-    """Compare all crops of hard and of random sizes with Pillow's, pixel by pixel."""
+    """Compare all tiles of hard and of random sizes with Pillow's, pixel by pixel."""
     chance = random.Random(0)
     sizes = [*HARD_SIZES, *((_log_uniform(chance), _log_uniform(chance)) for _ in range(num_random))]
     totals = {name: {"images": 0, "pixels": 0, "differing": 0, "largest": 0} for name in tilers}
     for seed, (width, height) in enumerate(sizes):
         image = noise(width, height, seed)
-        uncut, wanted = leave_uncut(image, VISION), make_crops(image, VISION).pixels.astype(np.int16)
-        if not isinstance(uncut, UncutImage):
+        decoded, wanted = keep_decoded(image, TILING), TILING.make_tiles(image).pixels.astype(np.int16)
+        if not isinstance(decoded, DecodedImage):
             continue
         for name, tiler in tilers.items():
-            difference = np.abs(tiler.crops(uncut).cpu().numpy() - wanted)
+            difference = np.abs(tiler.make_tiles(decoded).cpu().numpy() - wanted)
             total = totals[name]
             total["images"] += 1
             total["pixels"] += wanted.size // 3
             total["differing"] += int((difference.max(axis=-1) > 0).sum())
             total["largest"] = max(total["largest"], int(difference.max()))
             if difference.any():
-                print(f"{width}x{height}, {uncut.num_crops} crops, {name}: up to {difference.max()} steps of 255")
+                print(f"{width}x{height}, {decoded.num_tiles} tiles, {name}: up to {difference.max()} steps of 255")
     for name, total in totals.items():
         print(
             f"{name}: {total['images']} images, {total['pixels']:,} pixels, {total['differing']:,} differ from "
@@ -173,15 +174,15 @@ def check(tilers: dict[str, Tiler], num_random: int) -> dict[str, dict[str, int]
 
 def tune(device: torch.device) -> list[dict[str, Any]]:
     """Time 800 by 557 over candidate blocks, fastest first."""
-    uncut = leave_uncut(noise(*SIZES[0]), VISION)
-    assert isinstance(uncut, UncutImage)
+    decoded = keep_decoded(noise(*SIZES[0]), TILING)
+    assert isinstance(decoded, DecodedImage)
     rows = []
     for blocks in _candidates():
         with attempted(str(blocks)):
-            tiler = Tiler(VISION, device, partial(triton_resample, blocks=blocks))
-            pixels = tiler.upload(uncut.pixels)
-            cut = partial(tiler.cut, pixels, uncut.rows, uncut.columns)
-            rows.append({"blocks": str(blocks), "us": time_us([cut])})
+            tiler = Tiler(TILING, device, partial(triton_resample, blocks=blocks))
+            pixels = tiler.upload(decoded.pixels)
+            tile = partial(tiler.tile, pixels, decoded.rows, decoded.columns)
+            rows.append({"blocks": str(blocks), "us": time_us([tile])})
     rows.sort(key=lambda row: row["us"])
     for row in rows:
         print(f"{row['us']:>8.1f} µs  {row['blocks']}")
@@ -210,10 +211,10 @@ def main() -> int:
     torch.set_num_threads(1)
     largest = 0
     if arguments.check:
-        tilers = {"fast": Tiler(VISION, device, chosen), "definition": Tiler(VISION, device, resample)}
+        tilers = {"fast": Tiler(TILING, device, chosen), "definition": Tiler(TILING, device, resample)}
         result["check"] = check(tilers, arguments.sizes)
         largest = max(total["largest"] for total in result["check"].values())
-    result["device"] = [asdict(cost) for cost in device_costs(lambda: Tiler(VISION, device, chosen))]
+    result["device"] = [asdict(cost) for cost in device_costs(lambda: Tiler(TILING, device, chosen))]
     result["workers"] = worker_rates(arguments.threads, arguments.seconds)
     if arguments.tune and device.type == "cuda":
         print()

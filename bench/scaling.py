@@ -27,8 +27,9 @@ from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.events import Finished
 from kestrel_runtime.api.requests import Caption, Query, Request, SamplingParams
 from kestrel_runtime.engine.engine import LocalEngine
-from kestrel_runtime.imaging.decoding import decode_image, select_tiling
+from kestrel_runtime.imaging.decoding import decode_image
 from kestrel_runtime.loading.loaded_model import LoadedModel
+from kestrel_runtime.models.moondream.tiling import MoondreamTiling
 
 IMAGE_SIZES_PX = (
     (64, 64),
@@ -63,7 +64,7 @@ class Scaling:
     """The three questions, put to one engine."""
 
     def __init__(self, loaded: LoadedModel, engine: LocalEngine, rounds: int) -> None:
-        self._vision = loaded.model.config.vision
+        self._tiling = MoondreamTiling(loaded.model.config.vision)
         self._engine = engine
         self._rounds = rounds
 
@@ -73,7 +74,7 @@ class Scaling:
         for width_px, height_px in IMAGE_SIZES_PX:
             data = jpeg(width_px, height_px)
             image = decode_image(data, max_image_pixels=width_px * height_px)
-            tiling = select_tiling(image.height, image.width, self._vision)
+            tiling = self._tiling.select(image.height, image.width)
             timings = [item.timing for item in await self._repeat(Caption(data, sampling=sampling(1)))]
             rows.append(
                 {

@@ -29,7 +29,7 @@ import torch
 
 from kestrel_grpc.__main__ import main as kestrel_grpc
 from kestrel_runtime.execution.step_runner import Launch, ModelRunner
-from kestrel_runtime.imaging.decoding import leave_uncut
+from kestrel_runtime.imaging.tiles import DecodedImage, Tiles, Tiling, keep_decoded
 from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.models.moondream.model import Moondream
 from kestrel_runtime.scheduling.sequence import Batch, CropRange, Sequence
@@ -174,9 +174,13 @@ class TimedRunner(ModelRunner):
 
 
 def _share(part: CropRange) -> float:
-    """How much of its image a range of crops is."""
-    assert part.sequence.crops is not None, "only sequences with an image have crops"
-    return (part.end - part.start) / part.sequence.crops.num_crops
+    """How much of its image a range of tiles is."""
+    assert part.sequence.crops is not None, "only sequences with an image have tiles"
+    return (part.end - part.start) / part.sequence.crops.num_tiles
+
+
+def _without_tiles(tiling: Tiling, *_: object, max_images: int) -> partial[DecodedImage | Tiles]:
+    return partial(keep_decoded, tiling=tiling)
 
 
 def main() -> int:
@@ -186,12 +190,12 @@ def main() -> int:
     parser.add_argument("options", nargs="*", metavar="-- OPTION", help="options of `kestrel-grpc serve`")
     arguments = parser.parse_args()
     device = Device(arguments.slower)
-    # Its images are cut on the device, and so by nobody.
+    # Images would be tiled on the device, which does no work.
     with (
         patch("kestrel_runtime.engine.engine.ModelRunner", partial(TimedRunner, device)),
-        patch("kestrel_runtime.engine.engine.make_crops", leave_uncut),
+        patch("kestrel_runtime.engine.engine.DeviceTiler", _without_tiles),
     ):
-        status = kestrel_grpc(["serve", *arguments.options])
+        status = kestrel_grpc(["serve", "--resize-on-device", "on", *arguments.options])
     print(f"the device was idle for {device.idle_share:.1%} of the time")
     return status
 

@@ -15,9 +15,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from kestrel_runtime.imaging.decoding import select_tiling
 from kestrel_runtime.models.moondream.config import VisionConfig
 from kestrel_runtime.models.moondream.region import SIZE_OCTAVES
+from kestrel_runtime.models.moondream.tiling import MoondreamTiling
 from training.drawing import draw_scene
 from training.examples import Example, Teacher
 from training.scenes import Scene, make_scene
@@ -207,12 +207,12 @@ def size_bins(values: tuple[float, ...], num_bins: int) -> list[int]:
 def scene_crops(scene: Scene, vision: VisionConfig) -> tuple[np.ndarray, tuple[int, int]]:
     """The crops of a scene's picture, drawn no larger than they need, tiled as its true size asks for."""
     image = draw_scene(scene, max_area_px=_DRAWN_AREA_PX)
-    rows, columns = select_tiling(scene.height_px, scene.width_px, vision)
-    size, margins = vision.crop_size, 2 * vision.overlap_margin * vision.enc_patch_size
-    stride = size - margins
+    tiling = MoondreamTiling(vision)
+    rows, columns = tiling.select(scene.height_px, scene.width_px)
+    size, stride = tiling.tile_px, tiling.stride_px
     pixels = np.empty((1 + rows * columns, size, size, 3), np.uint8)
     pixels[0] = np.asarray(image.resize((size, size), Image.Resampling.LANCZOS))
-    whole = (columns * stride + margins, rows * stride + margins)
+    whole = (tiling.canvas_px(columns), tiling.canvas_px(rows))
     canvas = np.asarray(image.resize(whole, Image.Resampling.LANCZOS))
     for row in range(rows):
         for column in range(columns):

@@ -24,8 +24,8 @@ from kestrel_runtime.api.requests import (
     SamplingParams,
     Segment,
 )
-from kestrel_runtime.imaging.decoding import crop_margins_px, select_tiling
 from kestrel_runtime.models.moondream.config import MoondreamConfig, VisionConfig
+from kestrel_runtime.models.moondream.tiling import MoondreamTiling
 
 FORMATS = (
     ("JPEG", "RGB"),
@@ -43,11 +43,11 @@ _LONGEST_SIDE_TILES = 25
 
 def sizes_by_crops(vision: VisionConfig) -> dict[int, tuple[int, int]]:
     """The least width and height in pixels of a picture of so many crops, for every number that there is."""
-    window = vision.crop_size - crop_margins_px(vision)
-    sides = [window * quarters // 4 for quarters in range(1, 4 * _LONGEST_SIDE_TILES)]
+    tiling = MoondreamTiling(vision)
+    sides = [tiling.stride_px * quarters // 4 for quarters in range(1, 4 * _LONGEST_SIDE_TILES)]
     found: dict[int, tuple[int, int]] = {}
     for width, height in sorted(itertools.product(sides, sides), key=lambda size: size[0] * size[1]):
-        rows, columns = select_tiling(height, width, vision)
+        rows, columns = tiling.select(height, width)
         found.setdefault(1 + rows * columns, (width, height))
     return dict(sorted(found.items()))
 

@@ -20,8 +20,9 @@ from safetensors.torch import save_file
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.requests import Query
 from kestrel_runtime.engine.engine import LocalEngine
-from kestrel_runtime.imaging.decoding import decode_image, make_crops
+from kestrel_runtime.imaging.decoding import decode_image
 from kestrel_runtime.loading.loaded_model import LoadedModel
+from kestrel_runtime.models.moondream.tiling import MoondreamTiling
 from kestrel_runtime.models.moondream.verify.answers import answer_of, request_of
 from kestrel_runtime.models.moondream.verify.prompt_run import PromptRun
 from kestrel_runtime.models.moondream.verify.prompt_tensors import DECODED_HIDDEN, prompt_tensors
@@ -51,14 +52,13 @@ def write_expected(folder: Path, images: Mapping[str, bytes], *, with_answers: b
             found = prompt_tensors(run, Query(_QUESTION, data))
             tensors |= {f"{index}.{key}": tensor for key, tensor in found.items() if key != DECODED_HIDDEN}
             ids = [token.id for token in run.sequence.tokens[1:]]
-            crops = make_crops(
-                decode_image(data, max_image_pixels=config.max_image_pixels), loaded.model.config.vision
-            )
+            image = decode_image(data, max_image_pixels=config.max_image_pixels)
+            tiles = MoondreamTiling(loaded.model.config.vision).make_tiles(image)
             expected["images"].append(
                 {
                     "image": name,
-                    "tiling": [crops.rows, crops.columns],
-                    "n_crops": crops.num_crops,
+                    "tiling": [tiles.rows, tiles.columns],
+                    "n_crops": tiles.num_tiles,
                     "query_prompt": _QUESTION,
                     "query_prompt_tokens": ids,
                     "calls": calls(loaded.model.config.skills) if with_answers else [],

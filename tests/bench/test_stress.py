@@ -18,9 +18,9 @@ from bench.stress import Difference, Look, Outcome, Stress, is_flat, slopes, ver
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.requests import Detect, Query, SamplingParams
 from kestrel_runtime.engine.engine import LocalEngine
-from kestrel_runtime.imaging.decoding import select_tiling
 from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.loading.loaded_model import LoadedModel
+from kestrel_runtime.models.moondream.tiling import MoondreamTiling
 from tests.golden import MD2_SMALL
 
 CONFIG = EngineConfig(model=str(MD2_SMALL), device="cpu", dtype="float32")
@@ -53,7 +53,7 @@ def test_sixty_mixed_requests_leave_nothing_behind(tmp_path, monkeypatch, capsys
 def test_there_is_a_picture_for_every_number_of_crops(vision):
     sizes = sizes_by_crops(vision)
     for num_crops, (width, height) in sizes.items():
-        rows, columns = select_tiling(height, width, vision)
+        rows, columns = MoondreamTiling(vision).select(height, width)
         assert num_crops == 1 + rows * columns
     assert max(sizes) == 1 + vision.max_crops
     assert max(width * height for width, height in sizes.values()) < 4e6

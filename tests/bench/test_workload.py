@@ -6,7 +6,7 @@ import pytest
 from PIL import Image
 
 from bench.harness.workload import HEIGHT_PX, WIDTH_PX, WORKLOADS, Album, chart
-from kestrel_runtime.imaging.decoding import select_tiling
+from kestrel_runtime.models.moondream.tiling import MoondreamTiling
 from tests.bench.small import SMALL_2
 
 
@@ -19,8 +19,8 @@ def album() -> Album:
     return Album(3)
 
 
-def test_a_chart_is_cut_into_nine_crops():
-    rows, columns = select_tiling(HEIGHT_PX, WIDTH_PX, SMALL_2.vision)
+def test_a_chart_has_nine_tiles():
+    rows, columns = MoondreamTiling(SMALL_2.vision).select(HEIGHT_PX, WIDTH_PX)
     assert 1 + rows * columns == 9
 
 

@@ -18,11 +18,11 @@ from kestrel_grpc.wire.errors import to_status
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.errors import InvalidRequest
 from kestrel_runtime.api.requests import Request
-from kestrel_runtime.engine.offending_requests import Culprits
 from kestrel_runtime.engine.preprocessing import Preprocessor
 from kestrel_runtime.loading.loaded_model import LoadedModel
 from kestrel_runtime.scheduling.sequence import SequenceClock
 from tests.fuzzing.images import damaged, images
+from tests.runtime.preprocessors import new_preprocessor
 
 # As the table of errors promises them for input that is no good.
 REASONS = frozenset(
@@ -132,11 +132,8 @@ _SCALARS: Mapping[int, st.SearchStrategy[Any]] = MappingProxyType(
 @lru_cache
 def _preprocessor() -> Preprocessor:
     loaded = LoadedModel.load(EngineConfig())
-    return Preprocessor(
-        loaded.model.config,
-        loaded.tokenizer,
-        Culprits(),
+    return new_preprocessor(
+        loaded,
         max_context=_MAX_CONTEXT + loaded.model.config.vision.num_image_tokens,
         max_image_pixels=_MAX_PIXELS,
-        num_threads=1,
     )

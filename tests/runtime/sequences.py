@@ -8,7 +8,7 @@ import numpy as np
 
 from kestrel_runtime.api.events import CaptionOutput, FinishReason, TextDelta
 from kestrel_runtime.api.requests import Priority
-from kestrel_runtime.imaging.decoding import Crops, UncutImage
+from kestrel_runtime.imaging.tiles import DecodedImage, Tiles
 from kestrel_runtime.interfaces.token_grammar import Grammar, GrammarState
 from kestrel_runtime.interfaces.tokens import Token, TokenRule
 from kestrel_runtime.models.moondream.skills.base import Reader
@@ -50,16 +50,16 @@ class ShortReader(Reader):
         return CaptionOutput("")
 
 
-def blank_crops(num_crops: int) -> Crops:
-    """An image's crops as far as a scheduler looks at them."""
-    return Crops(np.zeros((num_crops, 1, 1, 3), dtype=np.uint8), 1, num_crops - 1)
+def blank_tiles(num_tiles: int) -> Tiles:
+    """The tiles of an image, of one pixel each."""
+    return Tiles(np.zeros((num_tiles, 1, 1, 3), dtype=np.uint8), 1, num_tiles - 1)
 
 
 def new_sequence(
     prompt: list[Token] | int = 1,
     *,
     num_image_tokens: int = 0,
-    crops: Crops | UncutImage | None = None,
+    crops: Tiles | DecodedImage | None = None,
     rule: TokenRule = TokenRule(),  # noqa: B008 - a rule is immutable
     temperature: float = 0.0,
     top_p: float = 1.0,

@@ -4,7 +4,7 @@ from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.scheduling.page_pool import PagePool
 from kestrel_runtime.scheduling.scheduler import Scheduler
 from kestrel_runtime.scheduling.sequence import SequenceState
-from tests.runtime.sequences import blank_crops, new_sequence
+from tests.runtime.sequences import blank_tiles, new_sequence
 
 
 class World:
@@ -34,7 +34,7 @@ class World:
         sequence = new_sequence(
             prompt,
             num_image_tokens=image,
-            crops=blank_crops(crops) if crops else None,
+            crops=blank_tiles(crops) if crops else None,
             max_context=self.capacity,
             **standing,
         )

@@ -56,7 +56,7 @@ class EngineConfig:
     and room for two full batches where that is more."""
     num_preprocess_threads: int = 4
     resize_on_device: bool | None = None
-    """Whether images are resized and cut where the model runs, and not by preprocessing threads; None: on CUDA."""
+    """Whether images are tiled on the device of the model, and not by preprocessing threads; None: on CUDA."""
     max_prefill_tokens: int | None = None
     """Prompt tokens that a step may carry; None: 8192 on CUDA, else 1024."""
     max_crops_per_step: int | None = None

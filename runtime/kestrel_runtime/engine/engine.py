@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 
+import torch
+
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.engine import EngineInfo, EngineStatus, Load
 from kestrel_runtime.api.errors import (
@@ -35,15 +37,15 @@ from kestrel_runtime.engine.probes import new_probes
 from kestrel_runtime.engine.tracebacks import clear_locals, drop_tracebacks
 from kestrel_runtime.engine.watchdog import Watchdog, all_stacks, step_timeout_s
 from kestrel_runtime.engine.workers import Interrupted
+from kestrel_runtime.execution.cuda_stream import Lane
 from kestrel_runtime.execution.execution_config import FastPaths
 from kestrel_runtime.execution.step_runner import ModelRunner
-from kestrel_runtime.imaging.decoding import largest_kept_bytes, make_crops
-from kestrel_runtime.imaging.device_tiler import AheadCutter
+from kestrel_runtime.imaging.device_tiler import DeviceTiler
+from kestrel_runtime.imaging.tiles import Tiling, max_kept_bytes
 from kestrel_runtime.loading.loaded_model import LoadedModel
-from kestrel_runtime.models.moondream.config import VisionConfig
 from kestrel_runtime.models.moondream.memory_needs import new_cache, plan_cache, weight_bytes
 from kestrel_runtime.models.moondream.model_paths import ModelPaths
-from kestrel_runtime.models.moondream.tiling import Tiler
+from kestrel_runtime.models.moondream.tiling import MoondreamTiling, Tiler
 from kestrel_runtime.scheduling.admission import Admission, Burden, QueueLimits
 from kestrel_runtime.scheduling.limits import StepBounds
 from kestrel_runtime.scheduling.page_pool import PagePool
@@ -74,7 +76,8 @@ class LocalEngine:
         loaded_bytes = weight_bytes(loaded.model)
         # Before the cache, which takes a part of the memory that they leave.
         model_paths = ModelPaths.of(loaded.model, paths, max_batch_size=bounds.max_batch_size)
-        max_decoded_bytes = _max_decoded_bytes(config, bounds, model_config.vision, uncut=paths.resizes_images)
+        tiling = MoondreamTiling(model_config.vision)
+        max_decoded_bytes = _max_decoded_bytes(config, bounds, tiling, decoded=paths.resizes_images)
         num_pages, memory = plan_cache(
             loaded.model,
             config,
@@ -119,16 +122,20 @@ class LocalEngine:
             QueueLimits(config.max_queued_requests, config.max_queued_image_bytes, config.max_queued_tokens)
         )
         self._num_image_tokens = model_config.vision.num_image_tokens
+        make_tiles = tiling.make_tiles
+        if paths.resizes_images:
+            make_tiles = _device_tiler(tiling, loaded.model.device, paths, bounds.max_batch_size)
         self._preprocessor = Preprocessor(
             model_config,
             loaded.tokenizer,
             culprits,
+            tiling,
+            make_tiles,
             max_context=max_context,
             max_image_pixels=config.max_image_pixels,
             num_threads=config.num_preprocess_threads,
             max_decoded_bytes=max_decoded_bytes,
             ageing_s=config.ageing_s,
-            cut=self._cutter(loaded, paths, bounds.max_batch_size) if paths.resizes_images else make_crops,
         )
         runner = ModelRunner(loaded.model, cache, paths, bounds, model_paths, graph_bytes=memory.graph_bytes)
         runner.record()
@@ -225,12 +232,6 @@ class LocalEngine:
             yield
         finally:
             self._admission.leave(place)
-
-    @staticmethod
-    def _cutter(loaded: LoadedModel, paths: FastPaths, most_images: int) -> AheadCutter:
-        model = loaded.model
-        tiler = Tiler(model.config.vision, model.device, paths.kernels.resample)
-        return AheadCutter(tiler.crops, model.device, most_images=most_images)
 
     def load(self) -> Load:
         """How busy the engine is now."""
@@ -354,9 +355,14 @@ class LocalEngine:
                     _log.exception("a callback failed to take the status %s", status.name)
 
 
-def _max_decoded_bytes(config: EngineConfig, bounds: StepBounds, vision: VisionConfig, *, uncut: bool) -> int:
+def _device_tiler(tiling: MoondreamTiling, device: torch.device, paths: FastPaths, max_images: int) -> DeviceTiler:
+    tiler = Tiler(tiling, device, paths.kernels.resample)
+    return DeviceTiler(tiling, tiler.make_tiles, Lane(device).entered, max_images=max_images)
+
+
+def _max_decoded_bytes(config: EngineConfig, bounds: StepBounds, tiling: Tiling, *, decoded: bool) -> int:
     """The configured limit, or room for a batch that runs, one that comes next, and the largest image to decode."""
     if config.max_decoded_image_bytes is not None:
         return config.max_decoded_image_bytes
-    kept_bytes = 2 * bounds.max_batch_size * largest_kept_bytes(vision, uncut=uncut)
+    kept_bytes = 2 * bounds.max_batch_size * max_kept_bytes(tiling, decoded=decoded)
     return max(MAX_DECODING_BYTES + kept_bytes, least_budget_bytes(MAX_DECODING_BYTES))

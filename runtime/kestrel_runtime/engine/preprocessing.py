@@ -17,19 +17,20 @@ from kestrel_runtime.api.errors import ContextLengthExceeded, ImageError, Reques
 from kestrel_runtime.api.requests import Request
 from kestrel_runtime.engine.offending_requests import Culprits, fingerprint_of
 from kestrel_runtime.engine.workers import Interrupted, Job, Workers
-from kestrel_runtime.imaging.decoding import Crops, UncutImage, crops_bytes, decode_image, inspect_image, make_crops
+from kestrel_runtime.imaging.decoding import decode_image, inspect_image
 from kestrel_runtime.imaging.formats.header import ImageHeader
+from kestrel_runtime.imaging.tiles import DecodedImage, Tiles, Tiling, tiles_bytes
 from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.memory.image_budget import MemoryBudget
-from kestrel_runtime.models.moondream.config import MoondreamConfig, VisionConfig
+from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.models.moondream.skills import SKILLS
 from kestrel_runtime.scheduling.sequence import Sequence, SequenceClock
 
 MAX_DECODING_BYTES = 512 * 2**20
 """For one image. A PNG of 64 megapixels takes that, a WebP of 32, a progressive JPEG without subsampling of 53."""
-_CUT_COPIES = 3
-"""The largest part of an image's crops exists so often while they are cut: resized, as an array, and as crops."""
+_TILING_COPIES = 3
+"""Copies of an image's tiles that exist at the peak of tiling: the resized image, it as an array, and the tiles."""
 
 
 def least_budget_bytes(decoding_bytes: int) -> int:
@@ -45,25 +46,27 @@ class Preprocessor:
         config: MoondreamConfig,
         tokenizer: Tokenizer,
         culprits: Culprits,
+        tiling: Tiling,
+        make_tiles: Callable[[Image.Image], Tiles | DecodedImage],
         *,
         max_context: int,
         max_image_pixels: int,
         num_threads: int,
         max_decoded_bytes: int = 2 * MAX_DECODING_BYTES,
         ageing_s: float = 10.0,
-        cut: Callable[[Image.Image, VisionConfig], Crops | UncutImage] = make_crops,
     ) -> None:
-        """`cut` makes of an RGB image what the engine takes; it is called by all the threads.
+        """`make_tiles` turns an RGB image into what the engine takes; all the threads call it.
 
         `max_decoded_bytes` bounds the memory of all images together, from the start of their decoding until their
-        crops are freed.
+        tiles are freed.
         """
         self._config = config
         self._tokenizer = tokenizer
         self._culprits = culprits
         self._max_context = max_context
         self._max_image_pixels = max_image_pixels
-        self._cut = cut
+        self._tiling = tiling
+        self._make_tiles = make_tiles
         self._ids = itertools.count(1)
         self._budget = MemoryBudget(max_decoded_bytes)
         self._max_decoding_bytes = min(MAX_DECODING_BYTES, max_decoded_bytes * 3 // 4)
@@ -124,7 +127,7 @@ class Preprocessor:
         *,
         check_wanted: Callable[[], None] = lambda: None,
     ) -> Sequence:
-        """Decode, cut and tokenise.
+        """Decode, tile and tokenise.
 
         Raises `InvalidRequest`, mostly as `ImageError` or `ContextLengthExceeded`; `RequestRefused`; before any
         work is spent, `DeadlineExceeded` and `QueueTimeout`; and what `check_wanted` does.
@@ -145,7 +148,7 @@ class Preprocessor:
         crops = None
         if request.image is not None:
             image = decode_image(request.image, max_image_pixels=self._max_image_pixels, check_wanted=check_wanted)
-            crops = self._cut(image, config.vision)
+            crops = self._make_tiles(image)
             self._budget.hold(tenant, crops, crops.pixels.nbytes)
         sampling, defaults = request.sampling, skill.defaults
         clock.prepared = time.monotonic()
@@ -171,5 +174,5 @@ class Preprocessor:
         self._workers.close()
 
     def _num_bytes(self, header: ImageHeader) -> int:
-        """The most that decoding and cutting an image holds."""
-        return header.decoding_bytes + _CUT_COPIES * crops_bytes(header.height, header.width, self._config.vision)
+        """The most memory that decoding and tiling an image takes."""
+        return header.decoding_bytes + _TILING_COPIES * tiles_bytes(header.height, header.width, self._tiling)

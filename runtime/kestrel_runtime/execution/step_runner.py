@@ -30,11 +30,12 @@ from kestrel_runtime.execution.sampling_graphs import DrawGraphs
 from kestrel_runtime.execution.step_inputs import PrefillPlan
 from kestrel_runtime.execution.token_rules import RuleTable
 from kestrel_runtime.execution.transfer import to_device
-from kestrel_runtime.imaging.tile_source import CropSource
+from kestrel_runtime.imaging.tile_source import TileSource
+from kestrel_runtime.imaging.tiles import DecodedImage, Tiles
 from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.models.moondream.model import Moondream
 from kestrel_runtime.models.moondream.model_paths import ModelPaths
-from kestrel_runtime.models.moondream.tiling import Tiler
+from kestrel_runtime.models.moondream.tiling import MoondreamTiling, Tiler
 from kestrel_runtime.models.moondream.vision_graphs import EncodeGraphs
 from kestrel_runtime.scheduling.limits import StepBounds
 from kestrel_runtime.scheduling.sequence import Batch, Chunk, CropRange, Sequence
@@ -117,9 +118,8 @@ class ModelRunner:
         self._with_graphs = paths.with_graphs
         self._is_fused = paths.text != "plain"
         self._images: dict[int, _Image] = {}
-        self._crops = CropSource(
-            Tiler(model.config.vision, model.device, paths.kernels.resample).crops, model.device
-        )
+        tiler = Tiler(MoondreamTiling(model.config.vision), model.device, paths.kernels.resample)
+        self._tiles = TileSource(tiler.make_tiles, tiler.upload)
         if model_paths is None:
             model_paths = ModelPaths.of(model, paths, max_batch_size=bounds.max_batch_size)
         self._text, self._vision = model_paths.text, model_paths.vision
@@ -215,12 +215,12 @@ class ModelRunner:
         """Forget a sequence."""
         self._slots.close(sequence)
         self._images.pop(sequence.id, None)
-        self._crops.release(sequence)
+        self._tiles.release(sequence.id)
 
     def forget_images(self) -> None:
         """Forget everybody's images; they must be encoded again before they are prefilled."""
         self._images.clear()
-        self._crops.clear()
+        self._tiles.clear()
 
     def empty_device_cache(self) -> None:
         """Give memory that is held for reuse back to the device, in the hope of larger pieces."""
@@ -296,16 +296,15 @@ class ModelRunner:
         return self._prefill(batch.prefill) if batch.prefill else self._hidden[:0]
 
     def _encode(self, ranges: list[CropRange]) -> None:
-        pixels = [self._crops.take(crop_range) for crop_range in ranges]
+        pixels = [self._tiles.take(part.sequence.id, _image_of(part), part.start, part.end) for part in ranges]
         features = self._encode_crops(torch.cat(pixels)).split([len(part) for part in pixels])
         whole: list[tuple[_Image, Tensor, tuple[int, int]]] = []
         for crop_range, part in zip(ranges, features, strict=True):
             image = self._images.setdefault(crop_range.sequence.id, _Image())
             image.features.append(part)
-            crops = crop_range.sequence.crops
-            assert crops is not None, "only sequences with an image have crops to encode"
-            if crop_range.end == crops.num_crops:
-                whole.append((image, torch.cat(image.features), (crops.rows, crops.columns)))
+            source = _image_of(crop_range)
+            if crop_range.end == source.num_tiles:
+                whole.append((image, torch.cat(image.features), (source.rows, source.columns)))
                 image.features.clear()
         if whole:
             images, features, tilings = zip(*whole, strict=True)
@@ -394,3 +393,9 @@ def _text_of(chunk: Chunk) -> list[Token]:
     num_image = sequence.num_image_tokens
     first = 0 if start == 0 else start - num_image
     return sequence.tokens[first : max(end - num_image, 1)]
+
+
+def _image_of(part: CropRange) -> Tiles | DecodedImage:
+    image = part.sequence.crops
+    assert isinstance(image, (Tiles, DecodedImage)), "only sequences with an image have tiles to encode"
+    return image

@@ -1,18 +1,13 @@
-"""An image's bytes in, overlapping crops out.
+"""Decodes image files to 8-bit RGB, within limits on their size and on the time that a damaged file may take.
 
-`decode_image` turns an encoded file into 8-bit RGB, `make_crops` cuts that into the crops the vision encoder
-reads, and `leave_uncut` prepares it for being cut where the encoder runs. Every size comes from the model's
-configuration. Knows nothing about tensors, models or requests, keeps no state, and may run in any number of
-threads.
+Knows nothing about tensors, models or requests, keeps no state, and may run in any number of threads.
 """
 
 from __future__ import annotations
 
 import io
-import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from PIL import ExifTags, Image
@@ -20,13 +15,6 @@ from PIL import ExifTags, Image
 from kestrel_runtime.api.errors import ImageError, KestrelError
 from kestrel_runtime.imaging.formats.detection import check_structure, read_header
 from kestrel_runtime.imaging.formats.header import ImageHeader, undecodable
-from kestrel_runtime.imaging.pixels_in_place import pixels_in_place
-from kestrel_runtime.models.moondream.config import VisionConfig
-
-# What waits uncut holds all its pixels: 24 MB at most, which a screen of 3840 × 2160 just about needs.
-_MAX_UNCUT_PIXELS = 2**23
-# The first pass of a resize may stretch a line of pixels into an image as wide as all crops side by side.
-_MAX_UNCUT_SIDE_PX = 2**14
 
 MAX_IMAGE_PIXELS: int = Image.MAX_IMAGE_PIXELS or 2**31
 """Pillow warns of larger ones. They are refused before it sees them: warnings are the application's to filter."""
@@ -44,39 +32,6 @@ _UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-
-
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class Crops:
-    """What the vision encoder reads of one image.
-
-    `pixels` is uint8 [1 + rows * columns, crop_size, crop_size, 3]: first the whole image, then the tiles,
-    which overlap, row by row.
-    """
-
-    pixels: np.ndarray
-    rows: int
-    columns: int
-
-    @property
-    def num_crops(self) -> int:
-        return len(self.pixels)
-
-
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class UncutImage:
-    """An image whose crops are yet to be made.
-
-    `pixels` is uint8 [height, width, 3 or 4], not to be written to; a fourth lane is padding.
-    """
-
-    pixels: np.ndarray
-    rows: int
-    columns: int
-
-    @property
-    def num_crops(self) -> int:
-        return 1 + self.rows * self.columns
 
 
 def inspect_image(data: bytes, *, max_image_pixels: int) -> ImageHeader:
@@ -101,72 +56,6 @@ def decode_image(
         raise
     except Exception as error:  # hostile bytes make the decoders raise almost anything
         raise undecodable() from error
-
-
-def select_tiling(height_px: int, width_px: int, vision: VisionConfig) -> tuple[int, int]:
-    """How many rows and columns of tiles cover an image of this size: at most `max_crops` together."""
-    margins = crop_margins_px(vision)
-    window = vision.crop_size - margins
-    max_tiles = vision.max_crops
-    height, width = max(1, height_px - margins), max(1, width_px - margins)
-    if height <= window or width <= window:
-        return 1, 1
-    rows, columns = math.ceil(height / window), math.ceil(width / window)
-    if rows * columns > max_tiles:
-        # Too large to tile at full resolution: shrink, keeping the shape.
-        shrink = math.sqrt(max_tiles / (rows * columns))
-        rows, columns = max(1, math.floor(rows * shrink)), max(1, math.floor(columns * shrink))
-    else:
-        # Room to spare: as many tiles of the image's own shape as fit.
-        rows = max(rows, math.floor(math.sqrt(max_tiles * height / width)))
-        columns = max(columns, math.floor(math.sqrt(max_tiles * width / height)))
-    # Neither case bounds the longer side of a long thin image by itself.
-    if columns > rows:
-        return rows, min(columns, max_tiles // rows)
-    return min(rows, max_tiles // columns), columns
-
-
-def make_crops(image: Image.Image, vision: VisionConfig) -> Crops:
-    """Cut an RGB image into the crops that the model reads. The shape is not kept: tiles are square."""
-    rows, columns = select_tiling(image.height, image.width, vision)
-    size, margins = vision.crop_size, crop_margins_px(vision)
-    stride = size - margins
-    pixels = np.empty((1 + rows * columns, size, size, 3), dtype=np.uint8)
-    pixels[0] = _resize(image, size, size)
-    canvas = _resize(image, rows * stride + margins, columns * stride + margins)
-    for row in range(rows):
-        for column in range(columns):
-            top, left = row * stride, column * stride
-            pixels[1 + row * columns + column] = canvas[top : top + size, left : left + size]
-    return Crops(pixels, rows, columns)
-
-
-def leave_uncut(image: Image.Image, vision: VisionConfig) -> UncutImage | Crops:
-    """Prepare an RGB image for being cut later; one that is much larger than its crops is cut at once."""
-    if image.width * image.height > _MAX_UNCUT_PIXELS or max(image.size) > _MAX_UNCUT_SIDE_PX:
-        return make_crops(image, vision)
-    try:
-        pixels = pixels_in_place(image)
-    except ValueError:
-        pixels = np.asarray(image)
-    return UncutImage(pixels, *select_tiling(image.height, image.width, vision))
-
-
-def crops_bytes(height_px: int, width_px: int, vision: VisionConfig) -> int:
-    """The memory of all crops of an image of this size."""
-    rows, columns = select_tiling(height_px, width_px, vision)
-    return 3 * vision.crop_size**2 * (1 + rows * columns)
-
-
-def largest_kept_bytes(vision: VisionConfig, *, uncut: bool) -> int:
-    """The memory of the largest image that waits for its encoding, as crops or uncut."""
-    cut_bytes = 3 * vision.crop_size**2 * (1 + vision.max_crops)
-    return max(cut_bytes, 4 * _MAX_UNCUT_PIXELS) if uncut else cut_bytes
-
-
-def crop_margins_px(vision: VisionConfig) -> int:
-    """Both margins of a crop together: the part that it shares with its neighbours."""
-    return 2 * vision.overlap_margin * vision.enc_patch_size
 
 
 class _Pieces(io.BytesIO):
@@ -243,7 +132,3 @@ def _over_white(image: Image.Image) -> Image.Image:
     canvas = Image.new("RGBA", layer.size, "white")
     canvas.alpha_composite(layer)
     return canvas.convert("RGB")
-
-
-def _resize(image: Image.Image, height_px: int, width_px: int) -> np.ndarray:
-    return np.asarray(image.resize((width_px, height_px), Image.Resampling.LANCZOS))

@@ -1,6 +1,7 @@
-"""Crops cut on the device while their request still waits, so that the engine's thread finds them there.
+"""Makes the tiles of an image on the device while its request still waits in the queue.
 
-Between two steps every launch of that thread is a moment without work for the device. Knows no requests.
+Otherwise the engine loop thread would launch this work between two steps, while the device idles. Knows no
+requests.
 """
 
 from __future__ import annotations
@@ -9,72 +10,86 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
 from PIL import Image
 from torch import Tensor
 
-from kestrel_runtime.execution.cuda_stream import Lane
-from kestrel_runtime.imaging.decoding import Crops, UncutImage, leave_uncut
-from kestrel_runtime.models.moondream.config import VisionConfig
+from kestrel_runtime.imaging.tiles import DecodedImage, Tiles, Tiling, keep_decoded
 
 _log = logging.getLogger(__name__)
 
 
-class CutAhead:
-    """Crops on the device, until somebody claims them."""
+class PrefetchedTiles:
+    """Tiles on the device, until they are claimed."""
 
-    def __init__(self, crops: Tensor) -> None:
-        """crops: uint8 [crops, side, side, 3], written on the current stream."""
-        self._crops: Tensor | None = crops
-        self._ready = torch.cuda.current_stream(crops.device).record_event() if crops.is_cuda else None
+    def __init__(self, tiles: Tensor) -> None:
+        """tiles: uint8 [tiles, side, side, 3], written on the current stream."""
+        self._tiles: Tensor | None = tiles
+        self._ready = torch.cuda.current_stream(tiles.device).record_event() if tiles.is_cuda else None
 
     @property
     def is_claimed(self) -> bool:
-        return self._crops is None
+        return self._tiles is None
 
     def claim(self) -> Tensor | None:
-        """The crops, for the current stream, the first time; None from then on."""
-        crops, self._crops = self._crops, None
-        if crops is not None and self._ready is not None:
-            stream = torch.cuda.current_stream(crops.device)
+        """The tiles, for use on the current stream, at the first call; None at every later one."""
+        tiles, self._tiles = self._tiles, None
+        if tiles is not None and self._ready is not None:
+            stream = torch.cuda.current_stream(tiles.device)
             stream.wait_event(self._ready)
-            crops.record_stream(stream)
-        return crops
+            tiles.record_stream(stream)
+        return tiles
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class CutImage(UncutImage):
-    """An image whose crops are on the device already; its pixels are there for when they get lost."""
+class PrefetchedImage(DecodedImage):
+    """An image whose tiles are on the device already; its pixels are kept for the case that the tiles are freed."""
 
-    ahead: CutAhead = field(kw_only=True)
+    prefetched: PrefetchedTiles = field(kw_only=True)
 
 
-class AheadCutter:
-    """Cuts images for worker threads, one at a time, in a lane of its own."""
+class DeviceTiler:
+    """Makes tiles for worker threads, one image at a time, on a stream of its own."""
 
-    def __init__(self, cut: Callable[[UncutImage], Tensor], device: torch.device, *, most_images: int) -> None:
-        """`cut` makes all crops of an image on the device; `most_images` is how many may have theirs unclaimed."""
-        self._cut = cut
-        self._lane = Lane(device)
-        self._most_images = most_images
-        self._kept: weakref.WeakSet[CutAhead] = weakref.WeakSet()  # until their requests are over
-        self._turn = threading.Lock()
+    def __init__(
+        self,
+        tiling: Tiling,
+        tile: Callable[[DecodedImage], Tensor],
+        on_stream: Callable[[], AbstractContextManager[object]],
+        *,
+        max_images: int,
+    ) -> None:
+        """`tile` makes all tiles of an image on the device, and runs within `on_stream`, which selects the stream.
 
-    def __call__(self, image: Image.Image, vision: VisionConfig) -> Crops | UncutImage:
-        """An RGB image as the engine takes it: cut, or uncut where there are enough or the device refuses."""
-        prepared = leave_uncut(image, vision)
-        if not isinstance(prepared, UncutImage):
+        `max_images` bounds the images whose tiles are on the device and not claimed.
+        """
+        self._tiling = tiling
+        self._tile = tile
+        self._on_stream = on_stream
+        self._max_images = max_images
+        self._kept: weakref.WeakSet[PrefetchedTiles] = weakref.WeakSet()  # until their requests end
+        self._lock = threading.Lock()
+
+    def __call__(self, image: Image.Image) -> Tiles | DecodedImage:
+        """An RGB image with its tiles on the device.
+
+        Without them where `max_images` are there already, where the device has no memory, and for an image that is
+        too large to be kept decoded.
+        """
+        prepared = keep_decoded(image, self._tiling)
+        if isinstance(prepared, Tiles):
             return prepared
-        with self._turn:
-            if sum(not ahead.is_claimed for ahead in self._kept) >= self._most_images:
+        with self._lock:
+            if sum(not tiles.is_claimed for tiles in self._kept) >= self._max_images:
                 return prepared
             try:
-                with torch.inference_mode(), self._lane.entered():
-                    ahead = CutAhead(self._cut(prepared))
-            except RuntimeError as error:  # out of memory, or worse: the engine's thread will meet it, and can act
-                _log.warning("an image could not be cut ahead: %s", error)
+                with torch.inference_mode(), self._on_stream():
+                    tiles = PrefetchedTiles(self._tile(prepared))
+            except RuntimeError as error:  # out of memory, or worse: the engine loop will meet it, and can act
+                _log.warning("an image could not be tiled in advance: %s", error)
                 return prepared
-            self._kept.add(ahead)
-        return CutImage(prepared.pixels, prepared.rows, prepared.columns, ahead=ahead)
+            self._kept.add(tiles)
+        return PrefetchedImage(prepared.pixels, prepared.rows, prepared.columns, prefetched=tiles)

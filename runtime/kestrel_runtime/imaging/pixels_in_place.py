@@ -1,6 +1,6 @@
 """An image's pixels where Pillow keeps them, without a copy, by the Arrow C data interface.
 
-https://arrow.apache.org/docs/format/CDataInterface.html. Knows no crops and no models.
+https://arrow.apache.org/docs/format/CDataInterface.html. Knows no tiles and no models.
 """
 
 from __future__ import annotations

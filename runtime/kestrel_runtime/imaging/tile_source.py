@@ -1,49 +1,45 @@
-"""Crops of images as the vision encoder takes them: a few at a time, on the device, whatever they come from.
+"""Tiles of images as the vision encoder takes them: a few at a time, on the device.
 
-Images that were not cut ahead are cut once; crops are kept until the last one has been taken.
+The tiles of a decoded image are made once, at the first request for some of them, and kept until the last one has
+been taken.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
+import numpy as np
 from torch import Tensor
 
-from kestrel_runtime.execution.transfer import to_device
-from kestrel_runtime.imaging.decoding import UncutImage
-from kestrel_runtime.imaging.device_tiler import CutImage
-from kestrel_runtime.scheduling.sequence import CropRange, Sequence
+from kestrel_runtime.imaging.device_tiler import PrefetchedImage
+from kestrel_runtime.imaging.tiles import DecodedImage, Tiles
 
 
-class CropSource:
-    """Gives crops out by sequence. Belongs to the engine's thread."""
+class TileSource:
+    """Hands tiles out by the number of their image. Belongs to the engine loop thread."""
 
-    def __init__(self, cut: Callable[[UncutImage], Tensor], device: torch.device) -> None:
-        """cut: makes all crops of an image, uint8 [crops, side, side, 3] on the device."""
-        self._cut = cut
-        self._device = device
-        self._cut_crops: dict[int, Tensor] = {}  # by sequence id
+    def __init__(self, tile: Callable[[DecodedImage], Tensor], upload: Callable[[np.ndarray], Tensor]) -> None:
+        """`tile` makes all tiles of an image on the device, uint8 [tiles, side, side, 3]; `upload` copies there."""
+        self._tile = tile
+        self._upload = upload
+        self._kept: dict[int, Tensor] = {}  # by image id
 
-    def take(self, crop_range: CropRange) -> Tensor:
-        """uint8 [end - start, side, side, 3] on the device."""
-        sequence, start, end = crop_range
-        image = sequence.crops
-        assert image is not None, "only sequences with an image have crops to encode"
-        if not isinstance(image, UncutImage):
-            return to_device(image.pixels[start:end], torch.uint8, self._device)
-        crops = self._cut_crops.get(sequence.id)
-        if crops is None:
-            ahead = image.ahead.claim() if isinstance(image, CutImage) else None
-            crops = self._cut_crops[sequence.id] = self._cut(image) if ahead is None else ahead
-        if end == image.num_crops:
-            del self._cut_crops[sequence.id]
-        return crops[start:end]
+    def take(self, image_id: int, image: Tiles | DecodedImage, start: int, end: int) -> Tensor:
+        """Tiles [start, end) of an image: uint8 [end - start, side, side, 3] on the device."""
+        if isinstance(image, Tiles):
+            return self._upload(image.pixels[start:end])
+        tiles = self._kept.get(image_id)
+        if tiles is None:
+            prefetched = image.prefetched.claim() if isinstance(image, PrefetchedImage) else None
+            tiles = self._kept[image_id] = self._tile(image) if prefetched is None else prefetched
+        if end == image.num_tiles:
+            del self._kept[image_id]
+        return tiles[start:end]
 
-    def release(self, sequence: Sequence) -> None:
-        """Forget what is kept of a sequence's image."""
-        self._cut_crops.pop(sequence.id, None)
+    def release(self, image_id: int) -> None:
+        """Free the tiles that are kept of an image."""
+        self._kept.pop(image_id, None)
 
     def clear(self) -> None:
-        """Forget what is kept of everybody's images; who needs it has it cut again."""
-        self._cut_crops.clear()
+        """Free the tiles of all images; those that are still needed are made again."""
+        self._kept.clear()

@@ -12,7 +12,7 @@ from kestrel_runtime.api.requests import Priority
 from kestrel_runtime.interfaces.tokens import Token
 
 if TYPE_CHECKING:
-    from kestrel_runtime.imaging.decoding import Crops, UncutImage
+    from kestrel_runtime.interfaces.image import PreparedImage
     from kestrel_runtime.models.moondream.skills.base import Reader
 
 UNIFORMS_PER_TOKEN = 3
@@ -84,7 +84,7 @@ class Sequence:
     num_prompt_tokens: int
     """How many of `tokens` are prompt."""
     num_image_tokens: int
-    crops: Crops | UncutImage | None
+    crops: PreparedImage | None
     reader: Reader
     temperature: float
     top_p: float
@@ -130,7 +130,7 @@ class Sequence:
 
     @property
     def num_crops_to_encode(self) -> int:
-        return 0 if self.crops is None else self.crops.num_crops - self.num_encoded_crops
+        return 0 if self.crops is None else self.crops.num_tiles - self.num_encoded_crops
 
     @property
     def num_prompt_positions(self) -> int:
@@ -153,7 +153,7 @@ class Sequence:
     def whole_image(self) -> CropRange:
         """The crops that are not encoded yet."""
         assert self.crops is not None, "only sequences with an image have crops"
-        return CropRange(self, self.num_encoded_crops, self.crops.num_crops)
+        return CropRange(self, self.num_encoded_crops, self.crops.num_tiles)
 
     def rewind_random(self) -> None:
         """Put the random numbers where they were when the last token in `tokens` had been drawn."""

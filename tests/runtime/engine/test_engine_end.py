@@ -41,7 +41,7 @@ from kestrel_runtime.loading.loaded_model import LoadedModel
 from kestrel_runtime.scheduling import deadlines, page_pool, scheduler, sequence, waiting_queue
 from kestrel_runtime.scheduling.sequence import Batch, Sequence
 from tests.runtime.fake_runner import FakeLaunch, FakeRunner
-from tests.runtime.sequences import ShortReader, blank_crops, new_sequence
+from tests.runtime.sequences import ShortReader, blank_tiles, new_sequence
 
 MAX_WAIT_S = 30.0
 # What runs in the engine thread, but for what holds a lock: it is released when a line raises, and not where a
@@ -67,7 +67,7 @@ Line = tuple[str, int]
 
 def prepared(name: str, num_tokens: int = 3, *, is_broken: bool = False, has_image: bool = False) -> Sequence:
     """A sequence whose fingerprint is its name."""
-    image: dict[str, Any] = {"num_image_tokens": 4, "crops": blank_crops(3)} if has_image else {}
+    image: dict[str, Any] = {"num_image_tokens": 4, "crops": blank_tiles(3)} if has_image else {}
     made = new_sequence(6, max_context=200, **image)
     made.fingerprint = name
     made.reader = ShortReader(num_tokens, is_broken=is_broken)

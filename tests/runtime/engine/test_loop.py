@@ -11,7 +11,6 @@ from kestrel_runtime.api.stream import Stream
 from kestrel_runtime.engine.isolation import Recovery
 from kestrel_runtime.engine.loop import EngineLoop
 from kestrel_runtime.engine.offending_requests import Culprits
-from kestrel_runtime.engine.preprocessing import Preprocessor
 from kestrel_runtime.engine.probes import new_probes
 from kestrel_runtime.execution.execution_config import FastPaths
 from kestrel_runtime.execution.step_runner import Launch, ModelRunner
@@ -23,6 +22,7 @@ from kestrel_runtime.scheduling.page_pool import PagePool
 from kestrel_runtime.scheduling.scheduler import Scheduler
 from kestrel_runtime.scheduling.sequence import SequenceClock
 from tests.golden import MD3_SMALL
+from tests.runtime.preprocessors import new_preprocessor
 
 IMAGE = (MD3_SMALL / "image_0_500x400.png").read_bytes()
 
@@ -50,9 +50,7 @@ class Bench:
         )
         self.admission = Admission(QueueLimits(100, 10**9, 10**6))
         self.loop = EngineLoop(scheduler, runner, recovery, self.admission)
-        self._preprocessor = Preprocessor(
-            loaded.model.config, loaded.tokenizer, culprits, max_context=4096, max_image_pixels=10**6, num_threads=1
-        )
+        self._preprocessor = new_preprocessor(loaded, culprits, max_context=4096)
 
     def add(self, request: Request, deadline: float | None = None) -> Stream:
         stream = Stream()

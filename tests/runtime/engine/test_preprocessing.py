@@ -23,11 +23,13 @@ from kestrel_runtime.engine import preprocessing
 from kestrel_runtime.engine.offending_requests import Culprits, fingerprint_of
 from kestrel_runtime.engine.preprocessing import Preprocessor
 from kestrel_runtime.engine.workers import Interrupted
-from kestrel_runtime.imaging.decoding import UncutImage, leave_uncut
+from kestrel_runtime.imaging.tiles import DecodedImage, keep_decoded
 from kestrel_runtime.loading.loaded_model import LoadedModel
+from kestrel_runtime.models.moondream.tiling import MoondreamTiling
 from kestrel_runtime.scheduling.sequence import SequenceClock
 from tests import hostile_images
 from tests.golden import MD3_SMALL
+from tests.runtime.preprocessors import new_preprocessor
 
 IMAGE = (MD3_SMALL / "image_0_500x400.png").read_bytes()
 MAX_WAIT_S = 30
@@ -35,14 +37,7 @@ MAX_WAIT_S = 30
 
 @pytest.fixture
 def preprocessor(moondream3: LoadedModel):
-    preprocessor = Preprocessor(
-        moondream3.model.config,
-        moondream3.tokenizer,
-        Culprits(),
-        max_context=1000,
-        max_image_pixels=10**6,
-        num_threads=2,
-    )
+    preprocessor = new_preprocessor(moondream3, num_threads=2)
     yield preprocessor
     preprocessor.close()
 
@@ -61,19 +56,11 @@ def test_a_prompt_is_bos_then_image_then_the_skills_tokens(preprocessor: Preproc
     assert sequence.num_crops_to_encode == 9
 
 
-def test_images_may_be_left_uncut_for_who_encodes_them(moondream3: LoadedModel) -> None:
-    preprocessor = Preprocessor(
-        moondream3.model.config,
-        moondream3.tokenizer,
-        Culprits(),
-        max_context=1000,
-        max_image_pixels=10**6,
-        num_threads=1,
-        cut=leave_uncut,
-    )
+def test_images_may_be_kept_decoded_and_tiled_later(moondream3: LoadedModel) -> None:
+    preprocessor = new_preprocessor(moondream3, keeps_decoded=True)
     sequence = preprocessor.prepare(Caption(IMAGE), clock())
     preprocessor.close()
-    assert isinstance(sequence.crops, UncutImage)
+    assert isinstance(sequence.crops, DecodedImage)
     assert sequence.crops.pixels.shape[:2] == (400, 500)
     assert sequence.num_crops_to_encode == 9
 
@@ -106,14 +93,7 @@ def test_a_prompt_that_leaves_no_room_is_refused_before_its_image_is_decoded(pre
 
 
 def test_an_image_over_the_pixel_limit_is_refused(moondream3: LoadedModel) -> None:
-    strict = Preprocessor(
-        moondream3.model.config,
-        moondream3.tokenizer,
-        Culprits(),
-        max_context=4096,
-        max_image_pixels=1000,
-        num_threads=1,
-    )
+    strict = new_preprocessor(moondream3, max_context=4096, max_image_pixels=1000)
     with pytest.raises(ImageError) as caught:
         strict.prepare(Caption(IMAGE), clock())
     assert caught.value.too_large
@@ -141,9 +121,7 @@ def test_nobody_is_decoded_whose_time_is_over(
 
 def test_a_culprit_is_refused_before_its_image_is_decoded(moondream3: LoadedModel) -> None:
     culprits = Culprits()
-    preprocessor = Preprocessor(
-        moondream3.model.config, moondream3.tokenizer, culprits, max_context=1000, max_image_pixels=1, num_threads=1
-    )
+    preprocessor = new_preprocessor(moondream3, culprits, max_image_pixels=1)
     culprits.remember(fingerprint_of(Caption(b"not an image")))
     with pytest.raises(RequestRefused):
         preprocessor.prepare(Caption(b"not an image"), clock())
@@ -164,17 +142,8 @@ class OneWorker:
     def __init__(self, moondream3: LoadedModel) -> None:
         self.widths: list[int] = []
         self._has_begun, self._may_go_on = threading.Event(), threading.Event()
-        config, tokenizer = moondream3.model.config, moondream3.tokenizer
-        self.preprocessor = Preprocessor(
-            config,
-            tokenizer,
-            Culprits(),
-            max_context=1000,
-            max_image_pixels=10**6,
-            num_threads=1,
-            ageing_s=10.0,
-            cut=self._cut,
-        )
+        self._tiling = MoondreamTiling(moondream3.model.config.vision)
+        self.preprocessor = new_preprocessor(moondream3, make_tiles=self._make_tiles, ageing_s=10.0)
 
     def after(self, *waiting: tuple[Priority, float], tenants: str = "") -> list[int]:
         """The order in which requests of these priorities and ages in seconds are taken, by their places here.
@@ -198,11 +167,11 @@ class OneWorker:
         self.preprocessor.close()
         return [width - 1 for width in self.widths[1:]]
 
-    def _cut(self, image, vision):
+    def _make_tiles(self, image):
         self.widths.append(image.width)
         self._has_begun.set()
         assert self._may_go_on.wait(MAX_WAIT_S)
-        return leave_uncut(image, vision)
+        return keep_decoded(image, self._tiling)
 
 
 def picture(width_px: int) -> bytes:
@@ -231,15 +200,12 @@ def test_tenants_take_turns_however_old_the_backlog_of_one_is(moondream3: Loaded
 
 
 def bounded(moondream3: LoadedModel, max_decoded_bytes: int, num_threads: int = 2) -> Preprocessor:
-    return Preprocessor(
-        moondream3.model.config,
-        moondream3.tokenizer,
-        Culprits(),
-        max_context=1000,
+    return new_preprocessor(
+        moondream3,
+        keeps_decoded=True,
         max_image_pixels=64_000_000,
         num_threads=num_threads,
         max_decoded_bytes=max_decoded_bytes,
-        cut=leave_uncut,
     )
 
 

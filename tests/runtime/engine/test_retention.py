@@ -16,7 +16,7 @@ from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.engine.isolation import Recovery
 from kestrel_runtime.engine.loop import EngineLoop
 from kestrel_runtime.engine.offending_requests import Culprits
-from kestrel_runtime.imaging.decoding import Crops
+from kestrel_runtime.imaging.tiles import Tiles
 from kestrel_runtime.loading.loaded_model import LoadedModel
 from kestrel_runtime.scheduling.admission import Admission, QueueLimits
 from kestrel_runtime.scheduling.page_pool import PagePool
@@ -24,7 +24,7 @@ from kestrel_runtime.scheduling.scheduler import Scheduler
 from kestrel_runtime.scheduling.sequence import Batch, Sequence
 from tests.golden import MD3_SMALL
 from tests.runtime.fake_runner import FakeLaunch, FakeRunner
-from tests.runtime.sequences import ShortReader, blank_crops, new_sequence
+from tests.runtime.sequences import ShortReader, blank_tiles, new_sequence
 
 NUM_TURNS = 300
 
@@ -43,7 +43,7 @@ def new_loop(runner: FakeRunner) -> EngineLoop:
 
 def census() -> dict[str, int]:
     """How many objects there are of what a request or a step holds."""
-    kinds = {Sequence: 0, Crops: 0, Stream: 0, Batch: 0, FakeLaunch: 0}
+    kinds = {Sequence: 0, Tiles: 0, Stream: 0, Batch: 0, FakeLaunch: 0}
     for item in gc.get_objects():
         if type(item) in kinds:
             kinds[type(item)] += 1
@@ -63,7 +63,7 @@ async def test_a_steady_load_retains_neither_sequences_nor_images_nor_steps(num_
         peak, num_sent = dict(before), 0
         for turn in range(NUM_TURNS):
             if loop.num_waiting < 2:  # no more than is served: a queue that grows is not what is looked for
-                sequence = new_sequence(6, num_image_tokens=4, crops=blank_crops(2))
+                sequence = new_sequence(6, num_image_tokens=4, crops=blank_tiles(2))
                 sequence.reader = ShortReader(num_tokens)
                 loop.add(sequence, Stream())
                 num_sent += 1

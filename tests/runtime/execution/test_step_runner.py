@@ -5,8 +5,8 @@ from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.execution.execution_config import FastPaths
 from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.execution.step_runner import ModelRunner
-from kestrel_runtime.imaging.decoding import make_crops
 from kestrel_runtime.interfaces.tokens import Token, TokenRule
+from kestrel_runtime.models.moondream.tiling import MoondreamTiling
 from kestrel_runtime.scheduling.limits import StepBounds
 from kestrel_runtime.scheduling.page_pool import PagePool
 from kestrel_runtime.scheduling.scheduler import Scheduler
@@ -43,7 +43,7 @@ class Bench:
         self.num_preemptions = 0
 
     def add(self, tokens, image=None, **settings):
-        crops = None if image is None else make_crops(image, self.model.config.vision)
+        crops = None if image is None else MoondreamTiling(self.model.config.vision).make_tiles(image)
         sequence = new_sequence(
             tokens, num_image_tokens=0 if image is None else NUM_IMAGE_TOKENS, crops=crops, **settings
         )
@@ -73,9 +73,9 @@ def written_out(model, count, tokens, image):
     """Greedy generation without cache, pages or batches: every step from the start."""
     tokens, pictured = list(tokens), torch.empty(0, model.config.text.dim)
     if image is not None:
-        crops = make_crops(image, model.config.vision)
-        features = model.vision.encode(torch.from_numpy(crops.pixels))
-        pictured = model.vision.project(features, crops.rows, crops.columns)
+        tiles = MoondreamTiling(model.config.vision).make_tiles(image)
+        features = model.vision.encode(torch.from_numpy(tiles.pixels))
+        pictured = model.vision.project(features, tiles.rows, tiles.columns)
     prefix_length = 1 + len(pictured) if image is not None else 0
     for _ in range(count):
         embeddings = torch.cat((model.embed(tokens[:1]), pictured, model.embed(tokens[1:])))

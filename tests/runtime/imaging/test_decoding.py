@@ -1,39 +1,20 @@
 import io
-import json
 import warnings
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from safetensors.numpy import load_file
 
 from kestrel_runtime.api.errors import ImageError
-from kestrel_runtime.imaging.decoding import (
-    Crops,
-    UncutImage,
-    decode_image,
-    leave_uncut,
-    make_crops,
-    select_tiling,
-)
+from kestrel_runtime.imaging.decoding import decode_image
 from kestrel_runtime.imaging.formats.detection import MAX_SIDE_PX
-from kestrel_runtime.models.moondream.config import MoondreamConfig, VisionConfig
-from tests.golden import MD2_SMALL, expected, model_config, shared_folders
 
 MAX_PIXELS = 64_000_000
-VISION = MoondreamConfig.from_dict(model_config(MD2_SMALL)).vision
 RED, GREEN, BLUE, WHITE = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)
-
-IMAGES = [
-    pytest.param(folder, index, id=f"{folder.name}-{index}")
-    for folder in shared_folders()
-    for index in range(len(expected(folder)["images"]))
-]
 
 
 def decode(data: bytes) -> Image.Image:
@@ -290,139 +271,7 @@ def test_damaged_file_decodes_or_is_refused_and_nothing_else(image_format, edits
 
 def test_many_threads_decode_at_once():
     data = [encode(noise(200 + index, 150), "PNG") for index in range(4)]
-    crops = [make_crops(decode(item), VISION) for item in data]
+    images = [np.asarray(decode(item)) for item in data]
     with ThreadPoolExecutor(8) as pool:
-        for index, (image, found) in enumerate(
-            zip(data * 8, pool.map(lambda item: make_crops(decode(item), VISION), data * 8), strict=True)
-        ):
-            np.testing.assert_array_equal(found.pixels, crops[index % 4].pixels)
-            assert image
-
-
-# Tiling
-
-
-@pytest.mark.parametrize(
-    ("tiling", "sizes"),
-    [
-        ((1, 1), [(1, 1), (224, 224), (378, 378), (378, 4000)]),
-        ((3, 3), [(379, 379), (500, 500), (512, 512), (1024, 1024)]),
-        ((2, 4), [(640, 480), (800, 600), (1280, 720), (1920, 1080), (3840, 2160), (2000, 1000)]),
-        ((4, 2), [(600, 800), (1080, 1920)]),
-        ((4, 3), [(768, 1024)]),
-        ((1, 9), [(4000, 400)]),
-        ((9, 1), [(379, 4000)]),
-        ((1, 12), [(10_000, 400), (100_000, 400)]),
-        ((12, 1), [(400, 10_000), (400, 100_000)]),
-    ],
-)
-def test_tiling_of_common_sizes(tiling, sizes):
-    for width, height in sizes:
-        assert select_tiling(height, width, VISION) == tiling, (width, height)
-
-
-sides = st.one_of(st.integers(1, 1_000), st.integers(1, 100_000))
-
-
-@given(height=sides, width=sides, max_crops=st.integers(1, 40))
-def test_tiling_of_any_size_stays_within_its_bound_and_turns_with_the_image(height, width, max_crops):
-    vision = replace(VISION, max_crops=max_crops)
-    rows, columns = select_tiling(height, width, vision)
-    assert rows >= 1
-    assert columns >= 1
-    assert rows * columns <= max_crops
-    if height != width:
-        assert select_tiling(width, height, vision) == (columns, rows)
-
-
-@pytest.mark.parametrize(("folder", "index"), IMAGES)
-def test_tiling_and_crop_count_equal_the_reference(folder, index):
-    case = expected(folder)["images"][index]
-    crops = golden_crops(folder, index)
-    assert [crops.rows, crops.columns] == case["tiling"]
-    assert len(crops.pixels) == case["n_crops"]
-
-
-# Crops
-
-
-def golden_crops(folder, index) -> Crops:
-    case = expected(folder)["images"][index]
-    vision = MoondreamConfig.from_dict(json.loads((folder / "config.json").read_text())).vision
-    return make_crops(decode((folder / case["image"]).read_bytes()), vision)
-
-
-@pytest.mark.parametrize("folder", shared_folders(), ids=lambda folder: folder.name)
-def test_crops_equal_those_of_the_reference_to_the_bit(folder):
-    # The small folders hold no crops; there the image embeddings of the model's own tests stand in for them.
-    tensors = load_file(folder / "expected.safetensors")
-    for name in tensors:
-        if name.endswith("_crop_u8"):
-            index, which = name.split(".")
-            crop = golden_crops(folder, int(index)).pixels[0 if which == "global_crop_u8" else -1]
-            np.testing.assert_array_equal(crop, tensors[name], err_msg=name)
-
-
-def test_single_tile_equals_the_global_crop():
-    crops = make_crops(noise(100, 300), VISION)
-    assert (crops.rows, crops.columns) == (1, 1)
-    np.testing.assert_array_equal(crops.pixels[0], crops.pixels[1])
-
-
-def test_image_of_the_crops_own_size_is_not_resampled():
-    image = noise(VISION.crop_size, VISION.crop_size)
-    np.testing.assert_array_equal(make_crops(image, VISION).pixels[0], np.asarray(image))
-
-
-def vision_of(patch: int, margin: int, window: int, max_crops: int) -> VisionConfig:
-    return replace(
-        VISION,
-        enc_patch_size=patch,
-        overlap_margin=margin,
-        crop_size=(window + 2 * margin) * patch,
-        max_crops=max_crops,
-    )
-
-
-small = st.builds(
-    vision_of,
-    patch=st.integers(2, 16),
-    margin=st.integers(0, 4),
-    window=st.integers(1, 8),
-    max_crops=st.integers(1, 14),
-)
-
-
-@settings(max_examples=100)
-@given(vision=small, width=st.integers(1, 900), height=st.integers(1, 900))
-def test_neighbouring_crops_of_any_size_share_their_margins(vision, width, height):
-    crops = make_crops(noise(width, height), vision)
-    size, shared = vision.crop_size, 2 * vision.overlap_margin * vision.enc_patch_size
-    assert crops.pixels.shape == (1 + crops.rows * crops.columns, size, size, 3)
-    assert crops.pixels.dtype == np.uint8
-    tiles = crops.pixels[1:].reshape(crops.rows, crops.columns, size, size, 3)
-    left, right = tiles[:, :-1, :, size - shared :], tiles[:, 1:, :, :shared]
-    np.testing.assert_array_equal(left, right)
-    upper, lower = tiles[:-1, :, size - shared :], tiles[1:, :, :shared]
-    np.testing.assert_array_equal(upper, lower)
-
-
-# Images that wait uncut
-
-
-@pytest.mark.parametrize(("width", "height"), [(800, 557), (1, 1), (3840, 2160), (16_384, 40)])
-def test_an_uncut_image_keeps_its_pixels_and_knows_its_tiling(width, height):
-    image = noise(width, height)
-    uncut = leave_uncut(image, VISION)
-    assert isinstance(uncut, UncutImage)
-    assert (uncut.rows, uncut.columns) == select_tiling(height, width, VISION)
-    assert uncut.num_crops == 1 + uncut.rows * uncut.columns
-    np.testing.assert_array_equal(uncut.pixels[:, :, :3], np.asarray(image))
-
-
-@pytest.mark.parametrize(("width", "height"), [(4096, 2049), (16_385, 2), (2, 16_385)])
-def test_an_image_that_would_take_too_much_room_is_cut_at_once(width, height):
-    image = Image.new("RGB", (width, height), RED)
-    crops = leave_uncut(image, VISION)
-    assert isinstance(crops, Crops)
-    np.testing.assert_array_equal(crops.pixels, make_crops(image, VISION).pixels)
+        for index, found in enumerate(pool.map(decode, data * 8)):
+            np.testing.assert_array_equal(np.asarray(found), images[index % 4])

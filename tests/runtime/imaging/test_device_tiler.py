@@ -1,83 +1,88 @@
 import gc
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from kestrel_ops import Kernels
-from kestrel_runtime.imaging.decoding import Crops, UncutImage, make_crops
-from kestrel_runtime.imaging.device_tiler import AheadCutter, CutImage
-from kestrel_runtime.imaging.tile_source import CropSource
-from kestrel_runtime.models.moondream.tiling import Tiler
-from tests.runtime.models.moondream.tiny import tiny_config
-from tests.runtime.sequences import new_sequence
+from kestrel_runtime.imaging.device_tiler import DeviceTiler, PrefetchedImage
+from kestrel_runtime.imaging.tile_source import TileSource
+from kestrel_runtime.imaging.tiles import DecodedImage, Tiles
+from tests.runtime.fake_tiling import FakeTiling
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-VISION = tiny_config(2).vision
+CUDA = torch.cuda.is_available()
+TILING = FakeTiling()
 PICTURE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (90, 140, 3), dtype=np.uint8))
 
 
-def tiler():
-    return Tiler(VISION, DEVICE, Kernels.select(DEVICE.type, {}).resample)
+def tile(image):
+    tiles = TILING.make_tensor(image)
+    return tiles.cuda() if CUDA else tiles
 
 
 def refuse(_):
-    raise torch.OutOfMemoryError("no room")
+    raise torch.OutOfMemoryError("no memory")
 
 
-def test_crops_cut_ahead_are_those_of_pillow():
-    image = AheadCutter(tiler().crops, DEVICE, most_images=1)(PICTURE, VISION)
-    assert isinstance(image, CutImage)
-    crops = image.ahead.claim()
-    assert crops is not None
-    assert torch.equal(crops.cpu(), torch.from_numpy(make_crops(PICTURE, VISION).pixels))
+def device_tiler(tile=tile, max_images=1):
+    stream = torch.cuda.Stream() if CUDA else None
+    return DeviceTiler(
+        TILING, tile, lambda: torch.cuda.stream(stream) if stream else nullcontext(), max_images=max_images
+    )
 
 
-def test_whoever_encodes_finds_them_and_cuts_again_only_when_they_are_lost():
-    image = AheadCutter(tiler().crops, DEVICE, most_images=1)(PICTURE, VISION)
-    num_cuts = 0
-
-    def cut(uncut):
-        nonlocal num_cuts
-        num_cuts += 1
-        return tiler().crops(uncut)
-
-    source, sequence = CropSource(cut, DEVICE), new_sequence(num_image_tokens=4, crops=image)
-    first = source.take(sequence.whole_image)
-    assert num_cuts == 0
-    assert torch.equal(source.take(sequence.whole_image), first)
-    assert num_cuts == 1
+def test_prefetched_tiles_are_those_of_the_image():
+    image = device_tiler()(PICTURE)
+    assert isinstance(image, PrefetchedImage)
+    tiles = image.prefetched.claim()
+    assert tiles is not None
+    assert torch.equal(tiles.cpu(), torch.from_numpy(TILING.make_tiles(PICTURE).pixels))
 
 
-def test_so_many_images_are_kept_until_they_are_claimed_or_forgotten():
-    cutter = AheadCutter(tiler().crops, DEVICE, most_images=2)
-    images = [cutter(PICTURE, VISION) for _ in range(3)]
-    assert [isinstance(image, CutImage) for image in images] == [True, True, False]
-    assert isinstance(images[0], CutImage)
-    images[0].ahead.claim()
-    assert isinstance(cutter(PICTURE, VISION), CutImage)  # forgotten at once
+def test_prefetched_tiles_are_taken_and_made_again_only_when_they_are_lost():
+    image = device_tiler()(PICTURE)
+    num_calls = 0
+
+    def counted(decoded):
+        nonlocal num_calls
+        num_calls += 1
+        return tile(decoded)
+
+    source = TileSource(counted, torch.from_numpy)
+    first = source.take(1, image, 0, image.num_tiles)
+    assert num_calls == 0
+    assert torch.equal(source.take(1, image, 0, image.num_tiles), first)
+    assert num_calls == 1
+
+
+def test_so_many_images_are_kept_until_they_are_claimed_or_freed():
+    tiler = device_tiler(max_images=2)
+    images = [tiler(PICTURE) for _ in range(3)]
+    assert [isinstance(image, PrefetchedImage) for image in images] == [True, True, False]
+    assert isinstance(images[0], PrefetchedImage)
+    images[0].prefetched.claim()
+    assert isinstance(tiler(PICTURE), PrefetchedImage)  # freed at once
     gc.collect()
-    assert isinstance(cutter(PICTURE, VISION), CutImage)
+    assert isinstance(tiler(PICTURE), PrefetchedImage)
 
 
-def test_where_the_device_refuses_the_image_stays_uncut():
-    cutter = AheadCutter(refuse, DEVICE, most_images=1)
+def test_where_the_device_has_no_memory_the_image_stays_decoded():
+    tiler = device_tiler(refuse)
     for _ in range(2):
-        image = cutter(PICTURE, VISION)
-        assert isinstance(image, UncutImage)
-        assert not isinstance(image, CutImage)
+        image = tiler(PICTURE)
+        assert isinstance(image, DecodedImage)
+        assert not isinstance(image, PrefetchedImage)
 
 
-def test_a_claim_is_good_once():
-    image = AheadCutter(tiler().crops, DEVICE, most_images=1)(PICTURE, VISION)
-    assert isinstance(image, CutImage)
-    assert image.ahead.claim() is not None
-    assert image.ahead.is_claimed
-    assert image.ahead.claim() is None
+def test_prefetched_tiles_are_claimed_once():
+    image = device_tiler()(PICTURE)
+    assert isinstance(image, PrefetchedImage)
+    assert image.prefetched.claim() is not None
+    assert image.prefetched.is_claimed
+    assert image.prefetched.claim() is None
 
 
 @pytest.mark.parametrize("size", [(20000, 3), (4000, 3000)])
-def test_an_image_much_larger_than_its_crops_is_cut_on_the_host(size):
-    cutter = AheadCutter(refuse, DEVICE, most_images=1)
-    assert isinstance(cutter(Image.new("RGB", size), VISION), Crops)
+def test_an_image_much_larger_than_its_tiles_is_tiled_on_the_host(size):
+    assert isinstance(device_tiler(refuse)(Image.new("RGB", size)), Tiles)

@@ -4,7 +4,7 @@ import pytest
 
 from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.scheduling.sequence import Batch, Chunk, CropRange, SequenceState
-from tests.runtime.sequences import blank_crops, new_sequence
+from tests.runtime.sequences import blank_tiles, new_sequence
 
 WAITING, PREFILLING, PREFILLED, RUNNING, FINISHED = SequenceState
 LEGAL = {
@@ -59,7 +59,7 @@ def test_generated_tokens_lengthen_a_sequence_but_not_its_prompt():
 
 
 def test_crops_are_due_until_they_are_encoded():
-    sequence = new_sequence(num_image_tokens=4, crops=blank_crops(3))
+    sequence = new_sequence(num_image_tokens=4, crops=blank_tiles(3))
     assert sequence.num_crops_to_encode == 3
     sequence.num_encoded_crops = 2
     assert sequence.num_crops_to_encode == 1

@@ -12,10 +12,11 @@ from kestrel_runtime.api.config import MIB, EngineConfig
 from kestrel_runtime.api.errors import CheckpointError
 from kestrel_runtime.api.memory_plan import MemoryPlan
 from kestrel_runtime.execution.kv_cache import KVCache
-from kestrel_runtime.imaging.decoding import largest_kept_bytes
+from kestrel_runtime.imaging.tiles import max_kept_bytes
 from kestrel_runtime.memory.plan import MemoryNeeds, MemoryReading, plan_memory
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.models.moondream.model import Moondream
+from kestrel_runtime.models.moondream.tiling import MoondreamTiling
 from kestrel_runtime.scheduling.limits import StepBounds
 
 _TYPICAL_CONTEXT_TOKENS = 2048
@@ -126,8 +127,8 @@ def new_cache(model: Moondream, config: EngineConfig, num_pages: int) -> KVCache
 
 
 def _device_image_bytes(model: Moondream, bounds: StepBounds) -> int:
-    """Images on the device: the tiles of a full batch and of the next one, which the tiler cuts ahead; embeddings
-    and features of a full batch; and the pixels of two images being cut, before and after each resize."""
+    """Images on the device: the tiles of a full batch and of the next one, which the device tiler prefetches;
+    embeddings and features of a full batch; the pixels of two images being tiled, before and after each resize."""
     vision, text = model.config.vision, model.config.text
     num_tiles = 1 + vision.max_crops
     tile_bytes = num_tiles * vision.crop_size**2 * vision.in_channels
@@ -135,5 +136,5 @@ def _device_image_bytes(model: Moondream, bounds: StepBounds) -> int:
     num_feature_tiles = max(bounds.max_crops, num_tiles) + num_tiles
     feature_bytes = num_feature_tiles * vision.num_image_tokens * vision.enc_dim * model.dtype.itemsize
     embedding_bytes = vision.num_image_tokens * text.dim * model.dtype.itemsize
-    cutting_bytes = 2 * 2 * largest_kept_bytes(vision, uncut=True)
-    return bounds.max_batch_size * (2 * tile_bytes + embedding_bytes) + feature_bytes + cutting_bytes
+    tiling_bytes = 2 * 2 * max_kept_bytes(MoondreamTiling(vision), decoded=True)
+    return bounds.max_batch_size * (2 * tile_bytes + embedding_bytes) + feature_bytes + tiling_bytes

@@ -2,9 +2,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from kestrel_runtime.imaging.decoding import decode_image, make_crops
+from kestrel_runtime.imaging.decoding import decode_image
 from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.models.moondream.model import Moondream
+from kestrel_runtime.models.moondream.tiling import MoondreamTiling
 from tests.golden import MD2_SMALL, MD3_SMALL, expected, image_paths
 from tests.runtime.models.moondream.tiny import DenseAttend, random_model, tiny_config
 from tests.runtime.noise import noise
@@ -106,7 +107,7 @@ def test_a_state_must_hold_exactly_the_models_tensors(change):
 @torch.inference_mode()
 def prompted(model, image, ids):
     """What the model makes of BOS, an image and a prompt: the image's embeddings and the hidden states."""
-    crops = make_crops(image, model.config.vision)
+    crops = MoondreamTiling(model.config.vision).make_tiles(image)
     features = model.vision.encode(torch.from_numpy(crops.pixels))
     pictured = model.vision.project(features, crops.rows, crops.columns)
     bos = model.embed([Token(model.config.tokenizer.bos_id)])

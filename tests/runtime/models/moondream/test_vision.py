@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import gelu, layer_norm
 
-from kestrel_runtime.imaging.decoding import make_crops
+from kestrel_runtime.models.moondream.tiling import MoondreamTiling
 from kestrel_runtime.models.moondream.vision import VisionModel
 from tests.runtime.models.moondream.tiny import randomised, tiny_config
 from tests.runtime.noise import noise
@@ -185,7 +185,7 @@ def test_pooling_is_exact_in_a_short_type():
 @pytest.mark.parametrize("size", [(40, 40), (500, 300), (150, 900)], ids=str)
 def test_an_image_of_any_size_becomes_one_embedding_per_patch_of_a_crop(crop_size, size):
     config = dataclasses.replace(tiny_config(crop_size=crop_size).vision, enc_n_layers=1)
-    crops = make_crops(noise(*size), config)
+    crops = MoondreamTiling(config).make_tiles(noise(*size))
     model = randomised(VisionModel(config))
     features = model.encode(torch.from_numpy(crops.pixels))
     embeddings = model.project(features, crops.rows, crops.columns)

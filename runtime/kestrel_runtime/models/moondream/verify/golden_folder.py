@@ -26,8 +26,9 @@ from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.errors import CheckpointError, KestrelError
 from kestrel_runtime.api.requests import Query
 from kestrel_runtime.engine.engine import LocalEngine
-from kestrel_runtime.imaging.decoding import decode_image, make_crops
+from kestrel_runtime.imaging.decoding import decode_image
 from kestrel_runtime.loading.loaded_model import LoadedModel
+from kestrel_runtime.models.moondream.tiling import MoondreamTiling
 from kestrel_runtime.models.moondream.verify.answers import answer_differs, answer_of, request_of
 from kestrel_runtime.models.moondream.verify.expected_errors import PromptErrors, expected_errors
 from kestrel_runtime.models.moondream.verify.formats import Formats
@@ -108,12 +109,12 @@ class GoldenFolder:
     def _tiling_cases(self, index: int, expected: dict[str, Any]) -> Iterator[Case]:
         name = expected["image"]
         image = decode_image(self._data(name), max_image_pixels=self._config.max_image_pixels)
-        crops = make_crops(image, self._loaded.model.config.vision)
-        shape = [[crops.rows, crops.columns], crops.num_crops]
+        tiles = MoondreamTiling(self._loaded.model.config.vision).make_tiles(image)
+        shape = [[tiles.rows, tiles.columns], tiles.num_tiles]
         yield Case(f"{name} tiling", _differs(shape, [expected["tiling"], expected["n_crops"]]))
         for key, place in (("global_crop_u8", 0), ("last_crop_u8", -1)):
             if (pixels := self._tensors.get(f"{index}.{key}")) is not None:
-                equal = np.array_equal(pixels.numpy(), crops.pixels[place])
+                equal = np.array_equal(pixels.numpy(), tiles.pixels[place])
                 yield Case(f"{name} {key}", None if equal else "pixels differ")
 
     def _prompt_cases(self, index: int, expected: dict[str, Any]) -> Iterator[Case]:

@@ -24,6 +24,7 @@ from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.loading.loaded_model import LoadedModel
 from kestrel_runtime.models.moondream.memory_needs import new_cache
 from kestrel_runtime.models.moondream.model_paths import ModelPaths
+from kestrel_runtime.models.moondream.tiling import MoondreamTiling
 from kestrel_runtime.scheduling.limits import StepBounds
 from kestrel_runtime.scheduling.sequence import Batch, Chunk, Sequence, SequenceClock
 
@@ -63,10 +64,13 @@ class PromptRun:
         self._model_paths = ModelPaths.of(loaded.model, paths, max_batch_size=1)
         bounds = StepBounds(max_batch_size=1, max_prefill_tokens=text.max_context, max_crops=1)
         self._runner = ModelRunner(loaded.model, self.cache, paths, bounds, self._model_paths)
+        tiling = MoondreamTiling(loaded.model.config.vision)
         self._preprocessor = Preprocessor(
             loaded.model.config,
             loaded.tokenizer,
             Culprits(),
+            tiling,
+            tiling.make_tiles,
             max_context=text.max_context,
             max_image_pixels=config.max_image_pixels,
             num_threads=1,

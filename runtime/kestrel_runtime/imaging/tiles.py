@@ -1,0 +1,96 @@
+"""Images between decoding and the vision encoder: as tiles, or as pixels whose tiles are made later on the device.
+
+The model family says how an image is divided (`Tiling`). Knows no requests and no tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from PIL import Image
+
+from kestrel_runtime.imaging.pixels_in_place import pixels_in_place
+
+# A decoded image keeps all its pixels: 32 MB at most, which hold an image of 3840 × 2160.
+_MAX_DECODED_PIXELS = 2**23
+# The first pass of a resize may produce an image as long as this side and as wide as all tiles side by side.
+_MAX_DECODED_SIDE_PX = 2**14
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class Tiles:
+    """The tiles of one image.
+
+    `pixels` is uint8 [1 + rows * columns, side, side, 3]: first the whole image, then its tiles row by row.
+    """
+
+    pixels: np.ndarray
+    rows: int
+    columns: int
+
+    @property
+    def num_tiles(self) -> int:
+        return len(self.pixels)
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class DecodedImage:
+    """An image whose tiles are made later, in the order of `Tiles`.
+
+    `pixels` is uint8 [height, width, 3 or 4] and read-only; a fourth channel is padding.
+    """
+
+    pixels: np.ndarray
+    rows: int
+    columns: int
+
+    @property
+    def num_tiles(self) -> int:
+        return 1 + self.rows * self.columns
+
+
+class Tiling(Protocol):
+    """How a model family divides images into tiles. Called from any thread."""
+
+    @property
+    def tile_bytes(self) -> int:
+        """Memory of the pixels of one tile."""
+        ...
+
+    @property
+    def max_tiles(self) -> int:
+        """The most tiles of one image, the whole image included."""
+        ...
+
+    def select(self, height_px: int, width_px: int) -> tuple[int, int]:
+        """Rows and columns of tiles of an image of this size."""
+        ...
+
+    def make_tiles(self, image: Image.Image) -> Tiles:
+        """The tiles of an RGB image."""
+        ...
+
+
+def keep_decoded(image: Image.Image, tiling: Tiling) -> DecodedImage | Tiles:
+    """Keep an RGB image decoded, to make its tiles later; where its pixels take too much memory, tile it now."""
+    if image.width * image.height > _MAX_DECODED_PIXELS or max(image.size) > _MAX_DECODED_SIDE_PX:
+        return tiling.make_tiles(image)
+    try:
+        pixels = pixels_in_place(image)
+    except ValueError:
+        pixels = np.asarray(image)
+    return DecodedImage(pixels, *tiling.select(image.height, image.width))
+
+
+def tiles_bytes(height_px: int, width_px: int, tiling: Tiling) -> int:
+    """The memory of all tiles of an image of this size."""
+    rows, columns = tiling.select(height_px, width_px)
+    return tiling.tile_bytes * (1 + rows * columns)
+
+
+def max_kept_bytes(tiling: Tiling, *, decoded: bool) -> int:
+    """The memory of the largest image that waits to be encoded: as tiles, or with `decoded` also as pixels."""
+    all_tiles_bytes = tiling.tile_bytes * tiling.max_tiles
+    return max(all_tiles_bytes, 4 * _MAX_DECODED_PIXELS) if decoded else all_tiles_bytes

@@ -1,0 +1,30 @@
+"""Preprocessors of a loaded model, as the engine makes them."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from PIL import Image
+
+from kestrel_runtime.engine.offending_requests import Culprits
+from kestrel_runtime.engine.preprocessing import Preprocessor
+from kestrel_runtime.imaging.tiles import DecodedImage, Tiles, keep_decoded
+from kestrel_runtime.loading.loaded_model import LoadedModel
+from kestrel_runtime.models.moondream.tiling import MoondreamTiling
+
+
+def new_preprocessor(
+    loaded: LoadedModel,
+    culprits: Culprits | None = None,
+    *,
+    keeps_decoded: bool = False,
+    make_tiles: Callable[[Image.Image], Tiles | DecodedImage] | None = None,
+    **settings: Any,
+) -> Preprocessor:
+    """One worker, unless `settings` say otherwise; `keeps_decoded`: tiles are not made by the worker."""
+    tiling = MoondreamTiling(loaded.model.config.vision)
+    if make_tiles is None:
+        make_tiles = partial(keep_decoded, tiling=tiling) if keeps_decoded else tiling.make_tiles
+    settings = {"max_context": 1000, "max_image_pixels": 10**6, "num_threads": 1} | settings
+    culprits = Culprits() if culprits is None else culprits
+    return Preprocessor(loaded.model.config, loaded.tokenizer, culprits, tiling, make_tiles, **settings)
