@@ -34,8 +34,8 @@ import uvloop
 
 from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_client.v1.vision_service_pb2_grpc import add_VisionServiceServicer_to_server
-from kestrel_grpc.__main__ import SWITCH_INTERVAL_S
 from kestrel_grpc.allocator import return_free_memory, set_apart_what_stays
+from kestrel_grpc.cli.serve import SWITCH_INTERVAL_S
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.frontends.grpc import rendering
 from kestrel_grpc.server import Server

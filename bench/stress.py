@@ -41,7 +41,7 @@ from bench.harness.progress import Progress
 from bench.harness.serving import machine_facts, write_json
 from bench.harness.ties import TieJudge, first_difference
 from bench.harness.trend import median_slope
-from kestrel_grpc.__main__ import SWITCH_INTERVAL_S
+from kestrel_grpc.cli.serve import SWITCH_INTERVAL_S
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.errors import KestrelError
 from kestrel_runtime.api.events import Finished

@@ -7,28 +7,9 @@ import socket
 import stat
 from pathlib import Path
 
-import grpc
-
-# Whoever may write to it may call, so only its owner and its group.
-_SOCKET_MODE = 0o660
-
 
 class PortUnavailable(Exception):
     """The address cannot be listened on; the message says which and why."""
-
-
-def open_port(
-    server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None = None
-) -> int:
-    """Listen on a port, encrypted where there are credentials; 0 takes a free one. Raises `PortUnavailable`."""
-    require_free_port(host, port)
-    address = address_of(host, port)
-    try:
-        if credentials is None:
-            return server.add_insecure_port(address)
-        return server.add_secure_port(address, credentials)
-    except RuntimeError as error:
-        raise PortUnavailable(f"cannot listen on {address}") from error
 
 
 def require_free_port(host: str, port: int) -> None:
@@ -48,16 +29,6 @@ def require_free_port(host: str, port: int) -> None:
 def address_of(host: str, port: int) -> str:
     """As gRPC and people write it."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def open_unix_socket(server: grpc.aio.Server, path: Path) -> None:
-    """Listen on a socket at a path, which goes when the server stops. Raises `PortUnavailable`."""
-    require_free_socket(path)
-    try:
-        server.add_insecure_port(f"unix:{path}")
-        path.chmod(_SOCKET_MODE)
-    except (RuntimeError, OSError) as error:
-        raise PortUnavailable(f"cannot listen on {path}") from error
 
 
 def require_free_socket(path: Path) -> None:

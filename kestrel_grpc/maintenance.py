@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Callable
 
-from kestrel_grpc.wire.call_context import Call, Outcome
+from kestrel_grpc.wire.call_context import CallContext, Outcome
 from kestrel_runtime.api.engine import Engine
 
 REST_S = 1.0
@@ -44,7 +44,7 @@ class Maintenance:
         self._latest = self._earliest + patience_s
         self._timer: asyncio.TimerHandle | None = None
 
-    def note(self, call: Call, outcome: Outcome) -> None:
+    def note(self, call: CallContext, outcome: Outcome) -> None:
         """A call has ended."""
         self._rests_at = self._loop.time() + self._rest_s
         if self._timer is None:

@@ -1,50 +1,52 @@
-"""Certificates for the port: read at start, checked, and read again for whoever connects after they changed.
+"""The server's certificate: read at start, checked, and read again when its files change. Knows no transport.
 
-Connections that are open keep what they were made with. Knows no sockets and no calls.
+Open connections keep the certificate that they were made with.
 """
 
 from __future__ import annotations
 
 import ssl
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import grpc
 
 from kestrel_grpc.access.reloading import ReloadedFiles
 
 
 class CertificateError(ValueError):
-    """Files that cannot serve as certificate and key; the message says which and why."""
+    """The files cannot be used as certificate and key; the message says which and why."""
 
 
-def server_credentials(certificate: Path, key: Path, client_ca: Path | None = None) -> grpc.ServerCredentials:
-    """Credentials that follow their files. With `client_ca` clients need a certificate that it has signed.
+@dataclass(frozen=True, slots=True)
+class Pem:
+    """The contents of the files. Clients need a certificate that `client_ca` has signed, where that is not None."""
 
-    The certificate comes first in its file, those that vouch for it follow. Raises `CertificateError`.
+    certificate: bytes
+    key: bytes
+    client_ca: bytes | None
+
+
+class CertificateFiles(ReloadedFiles[Pem]):
+    """Reads `certificate`, which is followed by those that signed it, `key` and `client_ca`, all in PEM.
+
+    Raises `CertificateError` where the files cannot be used at first.
     """
-    paths = (certificate, key) if client_ca is None else (certificate, key, client_ca)
-    try:
-        files = ReloadedFiles(paths, lambda: _read(certificate, key, client_ca))
-    except OSError as error:
-        raise CertificateError(f"cannot read {error.filename}: {error.strerror}") from error
 
-    def fetch() -> Any:  # gRPC's types leave out the None that says that nothing has changed
-        """Called for each new connection, in a thread of gRPC's."""
-        return files.value if files.refresh() else None
-
-    return grpc.dynamic_ssl_server_credentials(
-        files.value, fetch, require_client_authentication=client_ca is not None
-    )
+    def __init__(self, certificate: Path, key: Path, client_ca: Path | None = None) -> None:
+        paths = (certificate, key) if client_ca is None else (certificate, key, client_ca)
+        self.asks_clients = client_ca is not None
+        """Whether clients need a certificate."""
+        try:
+            super().__init__(paths, lambda: _read(certificate, key, client_ca))
+        except OSError as error:
+            raise CertificateError(f"cannot read {error.filename}: {error.strerror}") from error
 
 
-def _read(certificate: Path, key: Path, client_ca: Path | None) -> grpc.ServerCertificateConfiguration:
-    pair = (key.read_bytes(), certificate.read_bytes())
-    roots = client_ca.read_bytes() if client_ca is not None else None
-    # gRPC takes anything and then refuses every connection, so the files are tried out here.
+def _read(certificate: Path, key: Path, client_ca: Path | None) -> Pem:
+    pem = Pem(certificate.read_bytes(), key.read_bytes(), None if client_ca is None else client_ca.read_bytes())
+    # gRPC accepts any bytes and then refuses every connection, so the files are checked here.
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        # The password is asked for only where the key is encrypted, and then nobody is there to type it.
+        # OpenSSL asks for the password of an encrypted key; without this it would wait for input from a terminal.
         context.load_cert_chain(certificate, key, password=lambda: b"")
     except ssl.SSLError as error:
         raise CertificateError(
@@ -55,7 +57,7 @@ def _read(certificate: Path, key: Path, client_ca: Path | None) -> grpc.ServerCe
             context.load_verify_locations(client_ca)
         except ssl.SSLError as error:
             raise CertificateError(f"{client_ca} holds no certificates: {_reason(error)}") from error
-    return grpc.ssl_server_certificate_configuration([pair], root_certificates=roots)
+    return pem
 
 
 def _reason(error: ssl.SSLError) -> str:

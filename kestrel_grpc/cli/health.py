@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 
 import grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
@@ -15,6 +14,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from kestrel_grpc.cli.connection import ClientTls, add_connection_arguments, tls_of
 from kestrel_grpc.cli.diagnosis import why_no_answer
 from kestrel_grpc.cli.own_server import OwnServer, own_server
+from kestrel_grpc.cli.problems import complain, refuse
 from kestrel_grpc.config.options import ConfigurationError
 
 
@@ -40,11 +40,9 @@ def _run(arguments: argparse.Namespace) -> int:
         target = _target(arguments)
         return _ask(target, arguments)
     except ConfigurationError as error:
-        for problem in error.problems:
-            _complain(problem)
-        return 2
+        return refuse(error)
     except (OSError, ValueError) as error:
-        _complain(f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error))
+        complain(f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error))
         return 1
 
 
@@ -65,7 +63,7 @@ def _ask(target: OwnServer, arguments: argparse.Namespace) -> int:
         except grpc.RpcError as error:
             # The stub raises only calls, which carry a status; the type does not say so.
             code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
-            _complain(_explain(code, target, arguments.timeout))
+            complain(_explain(code, target, arguments.timeout))
             return 1
     print(HealthCheckResponse.ServingStatus.Name(response.status))
     return 0 if response.status == HealthCheckResponse.SERVING else 1
@@ -82,7 +80,3 @@ def _explain(code: grpc.StatusCode, target: OwnServer, timeout_s: float) -> str:
         return f"no answer from {target.address} within {timeout_s:g} s"
     why = why_no_answer(target.address, target.tls) if code is grpc.StatusCode.UNAVAILABLE else None
     return why or f"{target.address} answers {code.name}"
-
-
-def _complain(text: str) -> None:
-    print(f"kestrel-grpc: {text}", file=sys.stderr)

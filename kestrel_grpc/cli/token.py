@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from kestrel_grpc.access.tokens import Scope, line_for, new_secret
+from kestrel_grpc.cli.problems import complain
 
 
 def add_token_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -33,7 +34,7 @@ def _new(arguments: argparse.Namespace) -> int:
     try:
         line = line_for(arguments.name, secret, scopes)
     except ValueError as error:
-        print(f"kestrel-grpc: {error}", file=sys.stderr)
+        complain(str(error))
         return 2
     print(secret)
     # Apart from the secret, so that it can be piped to where it is kept.

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, TextIO
 
-from kestrel_grpc.wire.call_context import Call, Outcome
+from kestrel_grpc.wire.call_context import CallContext, Outcome
 
 _CALL = "request_id=%(request_id)s method=%(method)s outcome=%(outcome)s duration_ms=%(duration_ms).1f"
 _TRACED_CALL = f"{_CALL} trace_id=%(trace_id)s"
@@ -22,7 +22,7 @@ _calls = logging.getLogger("kestrel_grpc.calls")
 _log = logging.getLogger(__name__)
 
 
-def log_call(call: Call, outcome: Outcome) -> None:
+def log_call(call: CallContext, outcome: Outcome) -> None:
     """Write the line of a call that has ended."""
     if not _calls.isEnabledFor(logging.INFO):
         return
@@ -31,10 +31,10 @@ def log_call(call: Call, outcome: Outcome) -> None:
         "method": call.method,
         "code": outcome.code,
         "outcome": outcome.reason,
-        "duration_ms": round(call.duration_ms, 1),
+        "duration_ms": round(call.duration_s * 1000.0, 1),
     }
-    if call.tenant:
-        facts["tenant"] = call.tenant
+    if call.principal:
+        facts["tenant"] = call.principal
     if call.finished is not None:
         facts["input_tokens"] = call.finished.usage.num_input_tokens
         facts["output_tokens"] = call.finished.usage.num_output_tokens

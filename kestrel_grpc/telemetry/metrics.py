@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 
 from kestrel_grpc import __version__
 from kestrel_grpc.telemetry.histograms import Histogram, Series
-from kestrel_grpc.wire.call_context import Call, Outcome
+from kestrel_grpc.wire.call_context import CallContext, Outcome
 from kestrel_runtime.api.engine import Engine, EngineStatus, Load
 from kestrel_runtime.api.events import Finished
 
@@ -205,21 +205,21 @@ class ServerMetrics:
         self._answer_series: dict[str, _AnswerSeries] = {}
         engine.on_status_change(self._note_status)
 
-    def record(self, call: Call, outcome: Outcome) -> None:
+    def record(self, call: CallContext, outcome: Outcome) -> None:
         """Count a call that has ended."""
         duration_s = call.duration_s
         self._calls.series(call.method, outcome.code).observe(duration_s)
         if not outcome.is_ok:
             self._failed.labels(call.method, outcome.reason).inc()
-        asked = call.asked
-        if asked is None:
+        request = call.request
+        if request is None:
             return
         error_type = "" if outcome.is_ok else outcome.code
-        self._requests.series(asked.skill, PROVIDER, self._model, error_type).observe(duration_s)
-        if asked.image_bytes is not None:
-            self._image_size.observe(asked.image_bytes)
+        self._requests.series(request.skill, PROVIDER, self._model, error_type).observe(duration_s)
+        if request.image_bytes is not None:
+            self._image_size.observe(request.image_bytes)
         if call.finished is not None:
-            self._record_answer(asked.skill, call.finished)
+            self._record_answer(request.skill, call.finished)
 
     def _note_status(self, status: EngineStatus) -> None:
         if status is EngineStatus.RECOVERING:

@@ -10,7 +10,7 @@ from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.telemetry.http_health import HealthPort
 from kestrel_grpc.telemetry.metrics import ServerMetrics
 from kestrel_grpc.telemetry.tracing import CallTracer, TraceExport
-from kestrel_grpc.wire.call_context import Call, Outcome
+from kestrel_grpc.wire.call_admission import Observer
 from kestrel_runtime.api.engine import Engine, EngineStatus
 
 _log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ class Telemetry:
         self._config = config
         self._export = TraceExport(os.environ, instance_id=instance_id) if config.tracing else None
         self._health_port: HealthPort | None = None
-        observers: list[Callable[[Call, Outcome], None]] = []
+        observers: list[Observer] = []
         if self._export is not None:
             # First, so that whoever comes after knows the call's trace.
             tracer = CallTracer(
@@ -45,7 +45,7 @@ class Telemetry:
                 is_alive=lambda: engine.status is not EngineStatus.DEAD,
                 is_ready=is_ready,
             )
-        self.observers: Sequence[Callable[[Call, Outcome], None]] = tuple(observers)
+        self.observers: Sequence[Observer] = tuple(observers)
 
     @property
     def port(self) -> int | None:

@@ -27,7 +27,7 @@ from opentelemetry.trace import Span, SpanContext, SpanKind, Status, StatusCode,
 
 from kestrel_grpc import __version__
 from kestrel_grpc.telemetry.metrics import PROVIDER
-from kestrel_grpc.wire.call_context import Asked, Call, Outcome
+from kestrel_grpc.wire.call_context import CallContext, Outcome, RequestSummary
 from kestrel_runtime.api.events import Finished, QueryOutput
 
 MAX_TRACED_PER_S = 50.0
@@ -73,13 +73,13 @@ class CallTracer:
         self._allowance = MAX_TRACED_PER_S
         self._allowed_at = clock()
 
-    def record(self, call: Call, outcome: Outcome) -> None:
+    def record(self, call: CallContext, outcome: Outcome) -> None:
         """Trace a call that has ended, unless there were too many; the call then knows its trace."""
         if not self._is_allowed():
             return
         ended_ns = time.time_ns()
         started_ns = ended_ns - round(call.duration_s * 1e9)
-        carrier = {key: value for key, value in call.metadata if isinstance(value, str)}
+        carrier = {key: value for key, value in call.headers if isinstance(value, str)}
         span = self._tracer.start_span(
             call.method,
             propagate.extract(carrier),
@@ -109,7 +109,7 @@ class CallTracer:
         self._allowance -= 1.0
         return True
 
-    def _attributes(self, call: Call, outcome: Outcome) -> Mapping[str, Any]:
+    def _attributes(self, call: CallContext, outcome: Outcome) -> Mapping[str, Any]:
         host, port = self._address
         attributes: dict[str, Any] = {
             "rpc.system.name": "grpc",
@@ -121,26 +121,26 @@ class CallTracer:
         }
         if not outcome.is_ok:
             attributes |= {"error.type": outcome.code, "kestrel.reason": outcome.reason}
-        if call.asked is not None:
-            attributes |= self._request_attributes(call.asked)
+        if call.request is not None:
+            attributes |= self._request_attributes(call.request)
         if call.finished is not None:
             attributes |= self._answer_attributes(call.finished)
         return attributes
 
-    def _request_attributes(self, asked: Asked) -> Mapping[str, Any]:
-        sampling = asked.sampling
+    def _request_attributes(self, request: RequestSummary) -> Mapping[str, Any]:
+        sampling = request.sampling
         known = {
-            "gen_ai.operation.name": asked.skill,
+            "gen_ai.operation.name": request.skill,
             "gen_ai.provider.name": PROVIDER,
             "gen_ai.request.model": self._model,
             "gen_ai.request.max_tokens": sampling.max_tokens,
             "gen_ai.request.temperature": sampling.temperature,
             "gen_ai.request.top_p": sampling.top_p,
-            "kestrel.image.size": asked.image_bytes,
+            "kestrel.image.size": request.image_bytes,
         }
         attributes = {name: value for name, value in known.items() if value is not None}
         if self._has_content:
-            attributes["gen_ai.input.messages"] = _message("user", asked.text)
+            attributes["gen_ai.input.messages"] = _message("user", request.text)
         return attributes
 
     def _answer_attributes(self, finished: Finished) -> Mapping[str, Any]:

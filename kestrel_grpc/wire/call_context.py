@@ -1,4 +1,4 @@
-"""One call: who it is, how long it may take, what it asked and was answered, and how it ended. Knows no socket."""
+"""One call, independent of its transport: id, principal, deadline, trace, and what metrics report of it."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ from kestrel_runtime.api.requests import Caption, Query, Request
 REQUEST_ID_KEY = "x-request-id"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
-# A deadline passes on the caller's clock first, and all that comes of it here is that the caller hangs up: earlier
-# than the deadline known here by the call's time on its way, and by what gRPC rounded up when it wrote it.
-_ON_THE_WAY_S = 0.02
+# When a deadline passes, the caller cancels the call. Seen from here, that happens earlier than the deadline by the
+# time that the call took to arrive, and by what gRPC rounded up when it wrote the deadline.
+_TRANSIT_S = 0.02
 _ROUNDED_UP = 0.01
+
+Headers = Iterable[tuple[str, str | bytes]]
+"""Names in lower case. gRPC calls them metadata."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a call ended: the name of its status, and the reason that the caller was told."""
+    """How a call ended: the name of its gRPC code, and the reason that the caller was told."""
 
     code: str
     reason: str
@@ -33,10 +36,12 @@ class Outcome:
 
 
 OK = Outcome("OK", "OK")
+CANCELLED = Outcome("CANCELLED", "CANCELLED")
+DEADLINE_EXCEEDED = Outcome("DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED")
 
 
-class Asked:
-    """What a request asks for, for whoever counts and traces; without the image, which would be held for long."""
+class RequestSummary:
+    """What metrics and traces report of a request. Does not hold the image, which needs much memory."""
 
     __slots__ = ("image_bytes", "sampling", "skill", "text")
 
@@ -52,41 +57,42 @@ class Asked:
         """None where there is no image."""
 
 
-class Call:
+class CallContext:
     """Made when a call arrives. `deadline_s` counts from then; None where the caller set no deadline.
 
-    The servicer notes `asked` and `finished` for whoever counts and traces: None where it did not get so far. It
-    calls `release` once it holds nothing of the call's message any more; the end of the call does so too.
+    `request` and `finished` are set while the call runs, for metrics, traces and logs; None where the call ended
+    before. `release` is called once nothing refers to the call's message any more, at the latest when the call
+    ends.
     """
 
     __slots__ = (
         "arrived",
-        "asked",
         "deadline_s",
         "finished",
-        "metadata",
+        "headers",
         "method",
+        "principal",
         "release",
+        "request",
         "request_id",
-        "tenant",
         "trace_id",
     )
 
-    def __init__(self, metadata: Iterable[tuple[str, str | bytes]], deadline_s: float | None, method: str) -> None:
+    def __init__(self, headers: Headers, deadline_s: float | None, method: str) -> None:
         self.arrived = time.monotonic()
         self.deadline_s = deadline_s
-        self.metadata = metadata
+        self.headers = headers
         self.method = method
         """As `kestrel.v1.VisionService/Query`."""
-        self.request_id = _request_id(metadata)
-        self.asked: Asked | None = None
+        self.request_id = _request_id(headers)
+        self.request: RequestSummary | None = None
         self.finished: Finished | None = None
-        self.tenant = ""
-        """The name on the caller's token; empty where none was needed, or none was good."""
+        self.principal = ""
+        """The name on the caller's token; empty where none was needed, or none was valid."""
         self.trace_id = ""
         """The trace that the call belongs to, once it is known."""
         self.release: Callable[[], None] = _nothing
-        """Gives back the room that the call's message takes up."""
+        """Gives back the place of the call's message."""
 
     @property
     def duration_s(self) -> float:
@@ -103,21 +109,16 @@ class Call:
         """Whether its deadline has passed on the caller's clock, as far as can be told from here."""
         if self.deadline_s is None:
             return False
-        return self.duration_s >= self.deadline_s * (1.0 - _ROUNDED_UP) - _ON_THE_WAY_S
-
-    @property
-    def duration_ms(self) -> float:
-        """How long the call has taken so far."""
-        return self.duration_s * 1000.0
+        return self.duration_s >= self.deadline_s * (1.0 - _ROUNDED_UP) - _TRANSIT_S
 
 
 def _nothing() -> None:
-    """There is no room to give back."""
+    """The message has no place yet."""
 
 
-def _request_id(metadata: Iterable[tuple[str, str | bytes]]) -> str:
-    """The caller's name for the call if it is fit for a log, else a new one."""
-    for key, value in metadata:
+def _request_id(headers: Headers) -> str:
+    """The id that the caller sent if it is fit for a log, else a new one."""
+    for key, value in headers:
         if key == REQUEST_ID_KEY and isinstance(value, str) and _REQUEST_ID.fullmatch(value):
             return value
     return secrets.token_hex(16)

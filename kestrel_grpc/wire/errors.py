@@ -1,59 +1,22 @@
-"""What can go wrong, and the one table from error to gRPC status. No text of an exception reaches a caller.
+"""The table of errors: error class → reason → gRPC code → HTTP status, for every frontend.
 
-    kestrel_runtime.api.errors            status                reason                   details beside ErrorInfo
-    KestrelError
-    ├── InvalidRequest                INVALID_ARGUMENT      INVALID_REQUEST          BadRequest
-    │   ├── ImageError                INVALID_ARGUMENT      IMAGE_DECODE_FAILED      BadRequest
-    │   │      … too large            INVALID_ARGUMENT      IMAGE_TOO_LARGE          BadRequest
-    │   ├── ContextLengthExceeded     INVALID_ARGUMENT      CONTEXT_LENGTH_EXCEEDED  BadRequest
-    │   ├── ImageUriNotAllowed        INVALID_ARGUMENT      IMAGE_URI_NOT_ALLOWED    BadRequest
-    │   └── ImageFetchFailed          INVALID_ARGUMENT      IMAGE_FETCH_FAILED       BadRequest
-    ├── ModelNotFound                 NOT_FOUND             MODEL_NOT_FOUND          ResourceInfo
-    ├── SkillUnsupported              FAILED_PRECONDITION   SKILL_UNSUPPORTED        PreconditionFailure
-    ├── RequestRefused                FAILED_PRECONDITION   REQUEST_REFUSED          PreconditionFailure
-    ├── Overloaded                    RESOURCE_EXHAUSTED    QUEUE_FULL               RetryInfo, QuotaFailure
-    ├── QueueTimeout                  UNAVAILABLE           QUEUE_TIMEOUT            RetryInfo, and pushback
-    ├── DeadlineExceeded              DEADLINE_EXCEEDED     DEADLINE_EXCEEDED        –
-    └── EngineUnavailable             UNAVAILABLE           ENGINE_UNAVAILABLE       RetryInfo
-           … while draining           UNAVAILABLE           DRAINING                 RetryInfo
-           … while it restarts        UNAVAILABLE           RECOVERING               RetryInfo
-    kestrel_grpc.access.access
-    AccessRefused
-    ├── TokenInvalid                  UNAUTHENTICATED       TOKEN_INVALID            –
-    ├── ScopeRequired                 PERMISSION_DENIED     SCOPE_REQUIRED           –
-    └── RateLimited                   RESOURCE_EXHAUSTED    RATE_LIMITED             RetryInfo, QuotaFailure
-    kestrel_grpc.frontends.grpc.reader_watch
-    StreamIdle                        ABORTED               STREAM_IDLE              –
-    kestrel_grpc.frontends.grpc.receiving
-    MessageTimeout                    DEADLINE_EXCEEDED     MESSAGE_TIMEOUT          –
-    TooManyCalls                      RESOURCE_EXHAUSTED    TOO_MANY_CALLS           RetryInfo, QuotaFailure
-    kestrel_grpc.frontends.grpc.health
-    ServiceUnknown                    NOT_FOUND             SERVICE_UNKNOWN          –
-
-    anything else: our bug            INTERNAL              INTERNAL                 –
-
-Every status carries an ErrorInfo of domain `kestrel.dev` whose metadata names the request.
+`describe` turns any exception into a `CallFailure`, which a frontend writes in its own protocol. No text of an
+exception reaches a caller. An exception without a row is a bug of the server: INTERNAL.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from types import MappingProxyType
 from typing import Any
 
-import grpc
-from google.protobuf.any_pb2 import Any as AnyMessage
-from google.protobuf.duration_pb2 import Duration
-from google.protobuf.message import Message
-from google.rpc import error_details_pb2, status_pb2
-
 from kestrel_grpc.access.access import RateLimited, ScopeRequired, TokenInvalid
-from kestrel_grpc.frontends.grpc.health import ServiceUnknown
-from kestrel_grpc.frontends.grpc.reader_watch import StreamIdle
-from kestrel_grpc.frontends.grpc.receiving import MessageTimeout, TooManyCalls
 from kestrel_grpc.images.image_uris import ImageFetchFailed, ImageUriNotAllowed
-from kestrel_grpc.wire.call_context import REQUEST_ID_KEY
+from kestrel_grpc.wire.message_gate import MessageTimeout, TooManyCalls
+from kestrel_grpc.wire.reader_watch import StreamIdle
+from kestrel_grpc.wire.readiness import ServiceUnknown
 from kestrel_runtime.api.engine import EngineStatus
 from kestrel_runtime.api.errors import (
     ContextLengthExceeded,
@@ -71,65 +34,114 @@ from kestrel_runtime.api.errors import (
 )
 
 DOMAIN = "kestrel.dev"
-# Trailers must stay below the 8 KiB that peers accept, so what a caller or a list can make long is cut.
+# gRPC trailers must stay below the 8 KiB that clients accept, so lists and texts of callers are truncated.
 MAX_VIOLATIONS = 20
 MAX_ECHO_CHARS = 128
 _RETRY_ELSEWHERE_S = 1.0
-_DETAILS_KEY = "grpc-status-details-bin"
-# Why an engine is unavailable that will be there again, here or elsewhere.
-_PASSING_STATES = MappingProxyType({EngineStatus.DRAINING: "DRAINING", EngineStatus.RECOVERING: "RECOVERING"})
+
+
+class Code(Enum):
+    """The gRPC status codes in use, with their numbers."""
+
+    INVALID_ARGUMENT = 3
+    DEADLINE_EXCEEDED = 4
+    NOT_FOUND = 5
+    PERMISSION_DENIED = 7
+    RESOURCE_EXHAUSTED = 8
+    FAILED_PRECONDITION = 9
+    ABORTED = 10
+    INTERNAL = 13
+    UNAVAILABLE = 14
+    UNAUTHENTICATED = 16
 
 
 @dataclass(frozen=True, slots=True)
-class CallStatus:
-    """How a call ends. `reason` is for the log; everything else goes to the caller."""
+class BadFields:
+    """Detail: what is wrong with the fields of a request; the last item may say how many more there are."""
 
-    code: grpc.StatusCode
-    message: str
-    trailing_metadata: tuple[tuple[str, str | bytes], ...]
+    violations: tuple[Violation, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MissingResource:
+    """Detail: the resource that does not exist."""
+
+    kind: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class UnmetPrecondition:
+    """Detail: why this server cannot serve a request that is well formed."""
+
+    kind: str
+    subject: str
+    description: str
+
+
+@dataclass(frozen=True, slots=True)
+class QuotaExceeded:
+    """Detail: the limit that a call exceeds."""
+
+    subject: str
+    description: str
+
+
+Detail = BadFields | MissingResource | UnmetPrecondition | QuotaExceeded
+
+
+@dataclass(frozen=True, slots=True)
+class CallFailure:
+    """Why a call failed, independent of the transport. Everything in it may be sent to the caller."""
+
+    code: Code
+    http_status: int
     reason: str
+    message: str
+    facts: Mapping[str, str]
+    """Further values for programs, such as the limit that was exceeded."""
+    details: tuple[Detail, ...]
+    retry_after_s: float | None
+    """When to try again; None where a retry does not help."""
+    has_pushback: bool
+    """Whether clients that retry automatically must wait for `retry_after_s`."""
 
 
-def to_status(error: Exception, request_id: str, engine_status: EngineStatus | None = None) -> CallStatus:
-    """The status for any exception; `engine_status` tells why an engine is unavailable."""
-    row = next((_TABLE[kind] for kind in type(error).__mro__ if kind in _TABLE), _BUG)
-    reason = row.reason if isinstance(row.reason, str) else row.reason(error)
-    if engine_status is not None and isinstance(error, EngineUnavailable):
-        reason = _PASSING_STATES.get(engine_status, reason)
-    retry_s = row.retry_s(error)
-    info = error_details_pb2.ErrorInfo(
-        reason=reason, domain=DOMAIN, metadata={"requestId": request_id, **row.facts(error)}
+def describe(error: Exception, engine_status: EngineStatus | None = None) -> CallFailure:
+    """The failure that an exception means; `engine_status` tells why an engine is unavailable."""
+    rows = next((_ROWS_BY_TYPE[kind] for kind in type(error).__mro__ if kind in _ROWS_BY_TYPE), (INTERNAL,))
+    row = next(row for row in rows if row.applies(error, engine_status))
+    return CallFailure(
+        row.code,
+        row.http_status,
+        row.reason,
+        row.message(error),
+        row.facts(error),
+        tuple(row.details(error)),
+        row.retry_after_s(error),
+        row.has_pushback,
     )
-    details = [info, *row.details(error)]
-    if retry_s is not None:
-        details.append(error_details_pb2.RetryInfo(retry_delay=_duration(retry_s)))
-    status = status_pb2.Status(
-        code=row.code.value[0], message=row.message(error), details=[_packed(detail) for detail in details]
-    )
-    metadata: list[tuple[str, str | bytes]] = [
-        (REQUEST_ID_KEY, request_id),
-        (_DETAILS_KEY, status.SerializeToString()),
-    ]
-    if retry_s is not None and row.has_pushback:
-        metadata.append(("grpc-retry-pushback-ms", str(round(retry_s * 1000))))
-    return CallStatus(row.code, status.message, tuple(metadata), reason)
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
-    """One line of the table. The functions take the error; its type is that of the line."""
+class ErrorRow:
+    """One row of the table. Every function takes an error of type `error`."""
 
-    code: grpc.StatusCode
-    reason: str | Callable[[Any], str]
+    error: type[Exception]
+    reason: str
+    code: Code
+    http_status: int
     message: Callable[[Any], str]
-    details: Callable[[Any], Iterable[Message]] = lambda error: ()
+    details: Callable[[Any], Iterable[Detail]] = lambda error: ()
     facts: Callable[[Any], Mapping[str, str]] = lambda error: {}
-    retry_s: Callable[[Any], float | None] = lambda error: None
+    retry_after_s: Callable[[Any], float | None] = lambda error: None
     has_pushback: bool = False
+    applies: Callable[[Any, EngineStatus | None], bool] = lambda error, engine_status: True
+    """Which of several rows of one type is meant; the first that applies."""
 
 
 def _shown(error: InvalidRequest) -> tuple[Violation, ...]:
-    """The first violations, and one that says how many more there are."""
+    """The first violations, and an item that says how many more there are."""
     num_hidden = len(error.violations) - MAX_VIOLATIONS
     if num_hidden <= 0:
         return error.violations
@@ -141,31 +153,8 @@ def _violations_text(error: InvalidRequest) -> str:
     return "; ".join(texts)
 
 
-def _bad_request(error: InvalidRequest) -> Iterable[Message]:
-    yield error_details_pb2.BadRequest(
-        field_violations=[
-            error_details_pb2.BadRequest.FieldViolation(field=item.field, description=item.description)
-            for item in _shown(error)
-        ]
-    )
-
-
-def _resource_info(error: ModelNotFound) -> Iterable[Message]:
-    yield error_details_pb2.ResourceInfo(resource_type="model", resource_name=error.model[:MAX_ECHO_CHARS])
-
-
-def _precondition_failure(error: SkillUnsupported) -> Iterable[Message]:
-    violation = error_details_pb2.PreconditionFailure.Violation(
-        type="SKILL", subject=error.skill, description=f"the model {error.model} has no such skill"
-    )
-    yield error_details_pb2.PreconditionFailure(violations=[violation])
-
-
-def _refusal(error: RequestRefused) -> Iterable[Message]:
-    violation = error_details_pb2.PreconditionFailure.Violation(
-        type="REQUEST", subject="request", description="an equal request broke the engine before"
-    )
-    yield error_details_pb2.PreconditionFailure(violations=[violation])
+def _bad_fields(error: InvalidRequest) -> Iterable[Detail]:
+    yield BadFields(_shown(error))
 
 
 def _overload_text(error: Overloaded) -> str:
@@ -175,136 +164,158 @@ def _overload_text(error: Overloaded) -> str:
     return f"{whose} the {error.limit:.0f} {error.bound.value} that may wait is taken"
 
 
-def _quota_failure(error: Overloaded) -> Iterable[Message]:
-    violation = error_details_pb2.QuotaFailure.Violation(subject="queue", description=_overload_text(error))
-    yield error_details_pb2.QuotaFailure(violations=[violation])
+def _engine_unavailable(
+    reason: str, applies: Callable[[Any, EngineStatus | None], bool] = lambda error, engine_status: True
+) -> ErrorRow:
+    return ErrorRow(
+        EngineUnavailable,
+        reason,
+        Code.UNAVAILABLE,
+        503,
+        lambda error: "the engine takes no requests now",
+        retry_after_s=lambda error: _RETRY_ELSEWHERE_S,
+        applies=applies,
+    )
 
 
-def _call_quota_failure(error: TooManyCalls) -> Iterable[Message]:
-    violation = error_details_pb2.QuotaFailure.Violation(subject="calls", description=error.description)
-    yield error_details_pb2.QuotaFailure(violations=[violation])
+ERRORS = (
+    ErrorRow(InvalidRequest, "INVALID_REQUEST", Code.INVALID_ARGUMENT, 400, _violations_text, _bad_fields),
+    ErrorRow(
+        ImageError,
+        "IMAGE_TOO_LARGE",
+        Code.INVALID_ARGUMENT,
+        413,
+        _violations_text,
+        _bad_fields,
+        applies=lambda error, engine_status: error.too_large,
+    ),
+    ErrorRow(ImageError, "IMAGE_DECODE_FAILED", Code.INVALID_ARGUMENT, 400, _violations_text, _bad_fields),
+    ErrorRow(
+        ContextLengthExceeded,
+        "CONTEXT_LENGTH_EXCEEDED",
+        Code.INVALID_ARGUMENT,
+        400,
+        _violations_text,
+        _bad_fields,
+        facts=lambda error: {
+            "promptTokenCount": str(error.num_prompt_tokens),
+            "maxContextTokenCount": str(error.max_context_tokens),
+        },
+    ),
+    ErrorRow(
+        ImageUriNotAllowed, "IMAGE_URI_NOT_ALLOWED", Code.INVALID_ARGUMENT, 400, _violations_text, _bad_fields
+    ),
+    ErrorRow(ImageFetchFailed, "IMAGE_FETCH_FAILED", Code.INVALID_ARGUMENT, 400, _violations_text, _bad_fields),
+    ErrorRow(
+        ModelNotFound,
+        "MODEL_NOT_FOUND",
+        Code.NOT_FOUND,
+        404,
+        lambda error: f"no model named {error.model[:MAX_ECHO_CHARS]!r} is served",
+        lambda error: (MissingResource("model", error.model[:MAX_ECHO_CHARS]),),
+    ),
+    ErrorRow(
+        SkillUnsupported,
+        "SKILL_UNSUPPORTED",
+        Code.FAILED_PRECONDITION,
+        400,
+        lambda error: f"the model {error.model} has no skill {error.skill!r}",
+        lambda error: (UnmetPrecondition("SKILL", error.skill, f"the model {error.model} has no such skill"),),
+    ),
+    ErrorRow(
+        RequestRefused,
+        "REQUEST_REFUSED",
+        Code.FAILED_PRECONDITION,
+        400,
+        lambda error: "an equal request broke the engine before, and is not tried again",
+        lambda error: (UnmetPrecondition("REQUEST", "request", "an equal request broke the engine before"),),
+    ),
+    ErrorRow(
+        Overloaded,
+        "QUEUE_FULL",
+        Code.RESOURCE_EXHAUSTED,
+        429,
+        _overload_text,
+        lambda error: (QuotaExceeded("queue", _overload_text(error)),),
+        retry_after_s=lambda error: error.retry_after_s,
+    ),
+    ErrorRow(
+        QueueTimeout,
+        "QUEUE_TIMEOUT",
+        Code.UNAVAILABLE,
+        503,
+        lambda error: f"not started within {error.waited_s:.3f} s",
+        retry_after_s=lambda error: _RETRY_ELSEWHERE_S,
+        has_pushback=True,
+    ),
+    ErrorRow(
+        DeadlineExceeded,
+        "DEADLINE_EXCEEDED",
+        Code.DEADLINE_EXCEEDED,
+        504,
+        lambda error: "the deadline passed before the answer was complete",
+    ),
+    _engine_unavailable("DRAINING", lambda error, engine_status: engine_status is EngineStatus.DRAINING),
+    _engine_unavailable("RECOVERING", lambda error, engine_status: engine_status is EngineStatus.RECOVERING),
+    _engine_unavailable("ENGINE_UNAVAILABLE"),
+    ErrorRow(
+        TokenInvalid,
+        "TOKEN_INVALID",
+        Code.UNAUTHENTICATED,
+        401,
+        lambda error: "`authorization: Bearer <token>` must bring a token that this server knows",
+    ),
+    ErrorRow(
+        ScopeRequired,
+        "SCOPE_REQUIRED",
+        Code.PERMISSION_DENIED,
+        403,
+        lambda error: f"the token needs the scope {' or '.join(error.scopes)}",
+        facts=lambda error: {"scopes": ",".join(error.scopes)},
+    ),
+    ErrorRow(
+        RateLimited,
+        "RATE_LIMITED",
+        Code.RESOURCE_EXHAUSTED,
+        429,
+        lambda error: f"the token allows {error.limit}",
+        lambda error: (QuotaExceeded(f"token:{error.name}", error.limit),),
+        retry_after_s=lambda error: error.retry_after_s,
+    ),
+    ErrorRow(
+        TooManyCalls,
+        "TOO_MANY_CALLS",
+        Code.RESOURCE_EXHAUSTED,
+        429,
+        lambda error: f"the server takes no further call now: {error.description}",
+        lambda error: (QuotaExceeded("calls", error.description),),
+        retry_after_s=lambda error: error.retry_after_s,
+    ),
+    ErrorRow(
+        MessageTimeout,
+        "MESSAGE_TIMEOUT",
+        Code.DEADLINE_EXCEEDED,
+        408,
+        lambda error: f"the message of the call was not complete within {error.limit_s:g} s",
+    ),
+    ErrorRow(
+        StreamIdle,
+        "STREAM_IDLE",
+        Code.ABORTED,
+        409,
+        lambda error: f"no message of the stream was taken for {error.limit_s:g} s",
+    ),
+    ErrorRow(
+        ServiceUnknown,
+        "SERVICE_UNKNOWN",
+        Code.NOT_FOUND,
+        404,
+        lambda error: "no service of this name is served",
+    ),
+)
+INTERNAL = ErrorRow(Exception, "INTERNAL", Code.INTERNAL, 500, lambda error: "internal error")
+"""For every exception that has no row."""
 
-
-def _token_quota_failure(error: RateLimited) -> Iterable[Message]:
-    violation = error_details_pb2.QuotaFailure.Violation(subject=f"token:{error.name}", description=error.limit)
-    yield error_details_pb2.QuotaFailure(violations=[violation])
-
-
-def _duration(duration_s: float) -> Duration:
-    duration = Duration()
-    duration.FromNanoseconds(round(duration_s * 1e9))
-    return duration
-
-
-def _packed(detail: Message) -> AnyMessage:
-    packed = AnyMessage()
-    packed.Pack(detail)
-    return packed
-
-
-_INVALID = grpc.StatusCode.INVALID_ARGUMENT
-_BUG = _Row(grpc.StatusCode.INTERNAL, "INTERNAL", lambda error: "internal error")
-_TABLE: Mapping[type, _Row] = MappingProxyType(
-    {
-        InvalidRequest: _Row(_INVALID, "INVALID_REQUEST", _violations_text, _bad_request),
-        ImageError: _Row(
-            _INVALID,
-            lambda error: "IMAGE_TOO_LARGE" if error.too_large else "IMAGE_DECODE_FAILED",
-            _violations_text,
-            _bad_request,
-        ),
-        ContextLengthExceeded: _Row(
-            _INVALID,
-            "CONTEXT_LENGTH_EXCEEDED",
-            _violations_text,
-            _bad_request,
-            facts=lambda error: {
-                "promptTokenCount": str(error.num_prompt_tokens),
-                "maxContextTokenCount": str(error.max_context_tokens),
-            },
-        ),
-        ImageUriNotAllowed: _Row(_INVALID, "IMAGE_URI_NOT_ALLOWED", _violations_text, _bad_request),
-        ImageFetchFailed: _Row(_INVALID, "IMAGE_FETCH_FAILED", _violations_text, _bad_request),
-        ModelNotFound: _Row(
-            grpc.StatusCode.NOT_FOUND,
-            "MODEL_NOT_FOUND",
-            lambda error: f"no model named {error.model[:MAX_ECHO_CHARS]!r} is served",
-            _resource_info,
-        ),
-        SkillUnsupported: _Row(
-            grpc.StatusCode.FAILED_PRECONDITION,
-            "SKILL_UNSUPPORTED",
-            lambda error: f"the model {error.model} has no skill {error.skill!r}",
-            _precondition_failure,
-        ),
-        RequestRefused: _Row(
-            grpc.StatusCode.FAILED_PRECONDITION,
-            "REQUEST_REFUSED",
-            lambda error: "an equal request broke the engine before, and is not tried again",
-            _refusal,
-        ),
-        Overloaded: _Row(
-            grpc.StatusCode.RESOURCE_EXHAUSTED,
-            "QUEUE_FULL",
-            _overload_text,
-            _quota_failure,
-            retry_s=lambda error: error.retry_after_s,
-        ),
-        QueueTimeout: _Row(
-            grpc.StatusCode.UNAVAILABLE,
-            "QUEUE_TIMEOUT",
-            lambda error: f"not started within {error.waited_s:.3f} s",
-            retry_s=lambda error: _RETRY_ELSEWHERE_S,
-            has_pushback=True,
-        ),
-        DeadlineExceeded: _Row(
-            grpc.StatusCode.DEADLINE_EXCEEDED,
-            "DEADLINE_EXCEEDED",
-            lambda error: "the deadline passed before the answer was complete",
-        ),
-        TokenInvalid: _Row(
-            grpc.StatusCode.UNAUTHENTICATED,
-            "TOKEN_INVALID",
-            lambda error: "`authorization: Bearer <token>` must bring a token that this server knows",
-        ),
-        ScopeRequired: _Row(
-            grpc.StatusCode.PERMISSION_DENIED,
-            "SCOPE_REQUIRED",
-            lambda error: f"the token needs the scope {' or '.join(error.scopes)}",
-            facts=lambda error: {"scopes": ",".join(error.scopes)},
-        ),
-        RateLimited: _Row(
-            grpc.StatusCode.RESOURCE_EXHAUSTED,
-            "RATE_LIMITED",
-            lambda error: f"the token allows {error.limit}",
-            _token_quota_failure,
-            retry_s=lambda error: error.retry_after_s,
-        ),
-        StreamIdle: _Row(
-            grpc.StatusCode.ABORTED,
-            "STREAM_IDLE",
-            lambda error: f"no message of the stream was taken for {error.limit_s:g} s",
-        ),
-        MessageTimeout: _Row(
-            grpc.StatusCode.DEADLINE_EXCEEDED,
-            "MESSAGE_TIMEOUT",
-            lambda error: f"the message of the call was not complete within {error.limit_s:g} s",
-        ),
-        TooManyCalls: _Row(
-            grpc.StatusCode.RESOURCE_EXHAUSTED,
-            "TOO_MANY_CALLS",
-            lambda error: f"no room for this call: {error.description}",
-            _call_quota_failure,
-            retry_s=lambda error: error.retry_after_s,
-        ),
-        ServiceUnknown: _Row(
-            grpc.StatusCode.NOT_FOUND, "SERVICE_UNKNOWN", lambda error: "no service of this name is served"
-        ),
-        EngineUnavailable: _Row(
-            grpc.StatusCode.UNAVAILABLE,
-            "ENGINE_UNAVAILABLE",
-            lambda error: "the engine takes no requests now",
-            retry_s=lambda error: _RETRY_ELSEWHERE_S,
-        ),
-    }
+_ROWS_BY_TYPE: Mapping[type, tuple[ErrorRow, ...]] = MappingProxyType(
+    {kind: tuple(row for row in ERRORS if row.error is kind) for kind in {row.error for row in ERRORS}}
 )

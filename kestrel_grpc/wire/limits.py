@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kestrel_grpc.config.options import ServerConfig
-from kestrel_grpc.frontends.grpc.receiving import GateLimits
+from kestrel_grpc.wire.message_gate import GateLimits
 from kestrel_runtime.api.engine import EngineInfo
 
 MAX_SHORT_CALLS = 256

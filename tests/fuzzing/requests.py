@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from kestrel_client.v1 import vision_service_pb2
 from kestrel_grpc.frontends.grpc import parsing
+from kestrel_grpc.frontends.grpc.status import trailing_metadata
 from kestrel_grpc.images.image_uris import allowed_target, parse_hosts
-from kestrel_grpc.wire.errors import to_status
+from kestrel_grpc.wire.errors import describe
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.errors import InvalidRequest
 from kestrel_runtime.api.requests import Request
@@ -76,10 +77,11 @@ def parse(method: str, data: bytes) -> str:
 
 def _told(error: InvalidRequest) -> str:
     assert error.violations
-    status = to_status(error, "a-request")
-    assert status.reason in REASONS, status.reason
-    assert sum(len(key) + len(value) for key, value in status.trailing_metadata) < _MAX_TRAILER_BYTES
-    return status.reason
+    failure = describe(error)
+    assert failure.reason in REASONS, failure.reason
+    trailers = trailing_metadata(failure, "a-request")
+    assert sum(len(key) + len(value) for key, value in trailers) < _MAX_TRAILER_BYTES
+    return failure.reason
 
 
 def message_type(method: str) -> type[Message]:

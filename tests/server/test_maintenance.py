@@ -13,14 +13,14 @@ from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.maintenance import Maintenance
 from kestrel_grpc.server import Server
-from kestrel_grpc.wire.call_context import OK, Call
+from kestrel_grpc.wire.call_context import OK, CallContext
 from kestrel_runtime.api.engine import Load
 from tests.fakes import FakeEngine
 from tests.server.serving import IMAGE, Serving, open_channel
 
 NEVER_S = 3600.0
 SHORT_S = 0.02
-CALL = Call((), None, "kestrel.v1.VisionService/Point")
+CALL = CallContext((), None, "kestrel.v1.VisionService/Point")
 
 
 class Workshop(FakeEngine):

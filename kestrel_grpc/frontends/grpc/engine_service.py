@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from kestrel_client.v1 import engine_service_pb2 as wire
 from kestrel_grpc import __version__
-from kestrel_grpc.wire.call_context import Call
+from kestrel_grpc.wire.call_context import CallContext
 from kestrel_runtime.api.engine import Engine
 from kestrel_runtime.models.moondream.skills import SKILLS
 from kestrel_runtime.models.moondream.skills.base import DEFAULT_MAX_OBJECTS, DEFAULT_MAX_TOKENS
@@ -22,13 +22,15 @@ class EngineService:
         self._server_info = self._render_server_info(instance_id, max_message_bytes)
         self._models = wire.ListModelsResponse(models=[self._render_model()])
 
-    async def GetServerInfo(self, request: wire.GetServerInfoRequest, call: Call) -> wire.GetServerInfoResponse:
+    async def GetServerInfo(
+        self, request: wire.GetServerInfoRequest, call: CallContext
+    ) -> wire.GetServerInfoResponse:
         return self._server_info
 
-    async def ListModels(self, request: wire.ListModelsRequest, call: Call) -> wire.ListModelsResponse:
+    async def ListModels(self, request: wire.ListModelsRequest, call: CallContext) -> wire.ListModelsResponse:
         return self._models
 
-    async def GetLoad(self, request: wire.GetLoadRequest, call: Call) -> wire.GetLoadResponse:
+    async def GetLoad(self, request: wire.GetLoadRequest, call: CallContext) -> wire.GetLoadResponse:
         load = self._engine.load()
         return wire.GetLoadResponse(
             load=wire.Load(

@@ -15,14 +15,14 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha.reflection import aio
 
-from kestrel_grpc.frontends.grpc.interceptors import CallScope
+from kestrel_grpc.frontends.grpc.interceptors import AdmittedServices
 
 V1 = "grpc.reflection.v1.ServerReflection"
 V1ALPHA = "grpc.reflection.v1alpha.ServerReflection"
 
 
-def add_reflection(scope: CallScope, files: Iterable[Any]) -> None:
-    """Serve reflection about the descriptors `files`, every service in them, and itself."""
+def add_reflection(services: AdmittedServices, files: Iterable[Any]) -> None:
+    """Serve reflection about the descriptors `files`, every service in them, and reflection itself."""
     pool = DescriptorPool()
     names = [V1, V1ALPHA]
     for file in (*files, reflection_pb2.DESCRIPTOR):
@@ -36,7 +36,7 @@ def add_reflection(scope: CallScope, files: Iterable[Any]) -> None:
         response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
     )
     for name in (V1, V1ALPHA):
-        scope.add_registered_method_handlers(name, {"ServerReflectionInfo": handler})
+        services.add_registered_method_handlers(name, {"ServerReflectionInfo": handler})
 
 
 def _add(pool: DescriptorPool, file: Any) -> None:

@@ -13,7 +13,8 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
-from kestrel_grpc.access.tls import CertificateError, server_credentials
+from kestrel_grpc.access.tls import CertificateError, CertificateFiles
+from kestrel_grpc.frontends.grpc.connections.ports import server_credentials
 from tests.server.certificates import Pair, replace, trusting
 
 METHOD = "/test.Echo/Echo"
@@ -75,14 +76,14 @@ def pair(tmp_path: Path, authority: trustme.CA) -> Pair:
 
 
 async def test_only_clients_that_trust_the_certificate_get_in(pair, authority, other_authority):
-    async with serving(server_credentials(pair.certificate, pair.key)) as address:
+    async with serving(server_credentials(CertificateFiles(pair.certificate, pair.key))) as address:
         assert await can_ask(address, trusting(authority))
         assert not await can_ask(address, trusting(other_authority))
 
 
 async def test_a_plaintext_client_does_not_get_in(pair):
     async with (
-        serving(server_credentials(pair.certificate, pair.key)) as address,
+        serving(server_credentials(CertificateFiles(pair.certificate, pair.key))) as address,
         grpc.aio.insecure_channel(address) as channel,
     ):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -92,7 +93,7 @@ async def test_a_plaintext_client_does_not_get_in(pair):
 
 async def test_a_new_certificate_serves_new_connections_and_open_ones_stay(pair, authority, other_authority):
     async with (
-        serving(server_credentials(pair.certificate, pair.key)) as address,
+        serving(server_credentials(CertificateFiles(pair.certificate, pair.key))) as address,
         connection(address, trusting(authority)) as before,
     ):
         assert await ask(before) == b"hello"
@@ -104,14 +105,14 @@ async def test_a_new_certificate_serves_new_connections_and_open_ones_stay(pair,
 
 async def test_an_expired_certificate_is_refused_until_it_is_renewed(pair, authority):
     pair.write(authority, expires=datetime.now(UTC) - timedelta(hours=1))
-    async with serving(server_credentials(pair.certificate, pair.key)) as address:
+    async with serving(server_credentials(CertificateFiles(pair.certificate, pair.key))) as address:
         assert not await can_ask(address, trusting(authority))
         pair.write(authority)
         assert await can_ask(address, trusting(authority))
 
 
 async def test_a_broken_pair_keeps_the_old_one_and_is_logged(pair, authority, caplog):
-    async with serving(server_credentials(pair.certificate, pair.key)) as address:
+    async with serving(server_credentials(CertificateFiles(pair.certificate, pair.key))) as address:
         replace(pair.certificate, b"-----BEGIN CERTIFICATE-----\nnonsense")
         assert await can_ask(address, trusting(authority))
     assert "stays in force" in caplog.text
@@ -119,7 +120,7 @@ async def test_a_broken_pair_keeps_the_old_one_and_is_logged(pair, authority, ca
 
 
 async def test_a_key_that_is_not_yet_that_of_the_certificate_keeps_the_old_pair(pair, authority, other_authority):
-    async with serving(server_credentials(pair.certificate, pair.key)) as address:
+    async with serving(server_credentials(CertificateFiles(pair.certificate, pair.key))) as address:
         leaf = other_authority.issue_cert("127.0.0.1")
         replace(pair.key, leaf.private_key_pem.bytes())
         assert await can_ask(address, trusting(authority))
@@ -130,7 +131,7 @@ async def test_a_key_that_is_not_yet_that_of_the_certificate_keeps_the_old_pair(
 async def test_clients_need_a_certificate_of_the_named_authority(pair, authority, other_authority, tmp_path):
     client_ca = tmp_path / "clients.pem"
     replace(client_ca, other_authority.cert_pem.bytes())
-    async with serving(server_credentials(pair.certificate, pair.key, client_ca)) as address:
+    async with serving(server_credentials(CertificateFiles(pair.certificate, pair.key, client_ca))) as address:
         assert not await can_ask(address, trusting(authority))
         assert not await can_ask(address, trusting(authority, authority.issue_cert("client")))
         assert await can_ask(address, trusting(authority, other_authority.issue_cert("client")))
@@ -142,7 +143,7 @@ async def test_another_authority_for_clients_counts_from_the_next_connection(
     client_ca = tmp_path / "clients.pem"
     replace(client_ca, other_authority.cert_pem.bytes())
     client = authority.issue_cert("client")
-    async with serving(server_credentials(pair.certificate, pair.key, client_ca)) as address:
+    async with serving(server_credentials(CertificateFiles(pair.certificate, pair.key, client_ca))) as address:
         assert not await can_ask(address, trusting(authority, client))
         replace(client_ca, authority.cert_pem.bytes())
         assert await can_ask(address, trusting(authority, client))
@@ -151,13 +152,13 @@ async def test_another_authority_for_clients_counts_from_the_next_connection(
 def test_a_missing_file_is_named(pair):
     pair.key.unlink()
     with pytest.raises(CertificateError, match=f"cannot read {pair.key}: No such file"):
-        server_credentials(pair.certificate, pair.key)
+        server_credentials(CertificateFiles(pair.certificate, pair.key))
 
 
 def test_a_key_of_another_certificate_is_refused(pair, authority):
     replace(pair.key, authority.issue_cert("127.0.0.1").private_key_pem.bytes())
     with pytest.raises(CertificateError, match="key values mismatch"):
-        server_credentials(pair.certificate, pair.key)
+        server_credentials(CertificateFiles(pair.certificate, pair.key))
 
 
 def test_a_key_behind_a_password_is_refused_without_asking_for_it(pair):
@@ -165,11 +166,11 @@ def test_a_key_behind_a_password_is_refused_without_asking_for_it(pair):
     locked = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret"))
     replace(pair.key, locked)
     with pytest.raises(CertificateError, match="unencrypted key"):
-        server_credentials(pair.certificate, pair.key)
+        server_credentials(CertificateFiles(pair.certificate, pair.key))
 
 
 def test_an_authority_for_clients_that_is_none_is_refused(pair, tmp_path):
     client_ca = tmp_path / "clients.pem"
     replace(client_ca, b"nonsense")
     with pytest.raises(CertificateError, match="holds no certificates"):
-        server_credentials(pair.certificate, pair.key, client_ca)
+        server_credentials(CertificateFiles(pair.certificate, pair.key, client_ca))

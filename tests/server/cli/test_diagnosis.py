@@ -13,9 +13,10 @@ import grpc
 import pytest
 import trustme
 
-from kestrel_grpc.access.tls import server_credentials
+from kestrel_grpc.access.tls import CertificateFiles
 from kestrel_grpc.cli.connection import ClientTls
 from kestrel_grpc.cli.diagnosis import why_no_answer
+from kestrel_grpc.frontends.grpc.connections.ports import server_credentials
 from tests.server.certificates import Pair
 
 
@@ -71,7 +72,7 @@ async def test_a_server_that_can_be_reached_is_no_case_for_a_line(tmp_path, pair
         assert await why(address) is None
         assert await why(f"dns:///{address}") is None
         assert await why(f"ipv4:{address}") is None
-    async with serving(server_credentials(pair.certificate, pair.key)) as address:
+    async with serving(server_credentials(CertificateFiles(pair.certificate, pair.key))) as address:
         assert await why(address, client_tls(tmp_path, authority)) is None
 
 
@@ -120,13 +121,13 @@ async def test_the_server_speaks_no_tls(tmp_path, authority):
 
 
 async def test_the_server_speaks_tls_only(pair):
-    async with serving(server_credentials(pair.certificate, pair.key)) as address:
+    async with serving(server_credentials(CertificateFiles(pair.certificate, pair.key))) as address:
         line = await why(address)
     assert line == f"{address} speaks TLS only; give --tls-ca or KESTREL_TLS_CA"
 
 
 async def test_nobody_trusted_vouches_for_the_certificate(tmp_path, pair):
-    async with serving(server_credentials(pair.certificate, pair.key)) as address:
+    async with serving(server_credentials(CertificateFiles(pair.certificate, pair.key))) as address:
         line = await why(address, client_tls(tmp_path, trustme.CA()))
     assert line is not None
     assert line.startswith(f"the certificate of {address} is not trusted: ")
@@ -134,7 +135,7 @@ async def test_nobody_trusted_vouches_for_the_certificate(tmp_path, pair):
 
 async def test_the_certificate_has_another_name_or_is_too_old(tmp_path, pair, authority):
     tls = client_tls(tmp_path, authority)
-    async with serving(server_credentials(pair.certificate, pair.key)) as address:
+    async with serving(server_credentials(CertificateFiles(pair.certificate, pair.key))) as address:
         named = ClientTls(tls.ca, None, None, server_name="elsewhere.example")
         other_name = await why(address, named)
         pair.write(authority, expires=datetime.now(UTC) - timedelta(hours=1))
@@ -146,7 +147,8 @@ async def test_the_certificate_has_another_name_or_is_too_old(tmp_path, pair, au
 
 async def test_the_server_asks_for_another_client_certificate(tmp_path, pair, authority):
     clients = trustme.CA()
-    credentials = server_credentials(pair.certificate, pair.key, written(clients, tmp_path / "clients.pem"))
+    files = CertificateFiles(pair.certificate, pair.key, written(clients, tmp_path / "clients.pem"))
+    credentials = server_credentials(files)
     async with serving(credentials) as address:
         without = await why(address, client_tls(tmp_path, authority))
         another = await why(address, client_tls(tmp_path, authority, trustme.CA()))

@@ -18,7 +18,7 @@ import pytest
 
 from kestrel_client import Client
 from kestrel_grpc.telemetry.logs import log_call, set_up_logging
-from kestrel_grpc.wire.call_context import OK, Call, Outcome
+from kestrel_grpc.wire.call_context import OK, CallContext, Outcome
 from kestrel_runtime.api.events import Finished, FinishReason, QueryOutput, Timing, Usage
 from tests.golden import MD3_SMALL
 
@@ -43,8 +43,8 @@ def logging_to(stream: io.StringIO, level: str = "info", line_format: str = "tex
     set_up_logging(level, stream, line_format=line_format)
 
 
-def new_call() -> Call:
-    return Call((("x-request-id", "abc"),), None, QUERY)
+def new_call() -> CallContext:
+    return CallContext((("x-request-id", "abc"),), None, QUERY)
 
 
 def test_a_call_is_one_line_of_text():
@@ -66,7 +66,7 @@ def test_a_call_is_one_object_of_json_with_its_facts_as_fields():
         QueryOutput("a secret\nin two lines", None), FinishReason.STOP, Usage(735, 729, 3), Timing(0, 0, 0, 0, 0)
     )
     call.trace_id = "0af7"
-    call.tenant = "alice"
+    call.principal = "alice"
     log_call(call, OK)
     assert stream.getvalue().count("\n") == 1
     found = json.loads(stream.getvalue())

@@ -9,7 +9,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kestrel_grpc.telemetry.metrics import METRICS, Kind, ServerMetrics, bucket_table, markdown_table
-from kestrel_grpc.wire.call_context import OK, Asked, Call, Outcome
+from kestrel_grpc.wire.call_context import OK, CallContext, Outcome, RequestSummary
 from kestrel_runtime.api.engine import EngineStatus
 from kestrel_runtime.api.events import Finished, FinishReason, QueryOutput, Timing, Usage
 from kestrel_runtime.api.requests import Query
@@ -21,13 +21,13 @@ GEN_AI = {"gen_ai_operation_name": "query", "gen_ai_provider_name": "kestrel", "
 BUSY = Outcome("RESOURCE_EXHAUSTED", "QUEUE_FULL")
 
 
-def new_call() -> Call:
-    return Call((), None, QUERY)
+def new_call() -> CallContext:
+    return CallContext((), None, QUERY)
 
 
-def answered_call(num_output_tokens: int = 3) -> Call:
+def answered_call(num_output_tokens: int = 3) -> CallContext:
     call = new_call()
-    call.asked = Asked(Query("?", b"12345"))
+    call.request = RequestSummary(Query("?", b"12345"))
     call.finished = Finished(
         QueryOutput("yes", None),
         FinishReason.STOP,

@@ -12,7 +12,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from opentelemetry.proto.trace.v1.trace_pb2 import Status as SpanStatus
 
 from kestrel_grpc.telemetry.tracing import MAX_TRACED_PER_S, CallTracer, TraceExport, TracingUnavailable
-from kestrel_grpc.wire.call_context import OK, Asked, Call, Outcome
+from kestrel_grpc.wire.call_context import OK, CallContext, Outcome, RequestSummary
 from kestrel_runtime.api.events import Finished, FinishReason, QueryOutput, Timing, Usage
 from kestrel_runtime.api.requests import Query, SamplingParams
 from tests.server.otlp import Receiver, attributes, receiving
@@ -22,14 +22,14 @@ PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 TIMING = Timing(queue_s=0.25, preprocess_s=0.125, prefill_s=0.5, time_to_first_token_s=0.875, decode_s=0.0625)
 
 
-def new_call(*metadata: tuple[str, str | bytes]) -> Call:
-    call = Call((("x-request-id", "abc"), *metadata), None, QUERY)
+def new_call(*metadata: tuple[str, str | bytes]) -> CallContext:
+    call = CallContext((("x-request-id", "abc"), *metadata), None, QUERY)
     sampling = SamplingParams(temperature=0.5, max_tokens=7)
-    call.asked = Asked(Query("what is secret?", b"12345", sampling=sampling))
+    call.request = RequestSummary(Query("what is secret?", b"12345", sampling=sampling))
     return call
 
 
-def answered_call(*metadata: tuple[str, str | bytes]) -> Call:
+def answered_call(*metadata: tuple[str, str | bytes]) -> CallContext:
     call = new_call(*metadata)
     call.finished = Finished(QueryOutput("a kestrel", None), FinishReason.STOP, Usage(735, 729, 3), TIMING)
     return call
@@ -48,7 +48,7 @@ def receiver() -> Iterator[Receiver]:
 def trace(receiver, monkeypatch) -> Trace:
     """Trace one call and have it sent."""
 
-    def trace(call: Call, outcome: Outcome = OK, **options: Any) -> None:
+    def trace(call: CallContext, outcome: Outcome = OK, **options: Any) -> None:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint)
         export = TraceExport(os.environ, instance_id="here")
         address = ("127.0.0.1", 50051)

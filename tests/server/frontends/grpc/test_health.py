@@ -13,7 +13,8 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_grpc.frontends.grpc.health import Health
-from kestrel_grpc.wire.call_context import Call
+from kestrel_grpc.wire.call_context import CallContext
+from kestrel_grpc.wire.readiness import Readiness
 from kestrel_runtime.api.engine import EngineStatus
 from tests.fakes import FakeEngine
 from tests.journey.http2 import Http2Client
@@ -76,10 +77,11 @@ async def test_stop_ends_open_watches_with_a_last_word() -> None:
 
 
 async def test_watch_has_its_last_word_even_where_the_word_before_is_still_being_sent() -> None:
-    health, call = Health(FakeEngine(), []), Call((), None, "grpc.health.v1.Health/Watch")
+    readiness = Readiness(FakeEngine())
+    health, call = Health(readiness, []), CallContext((), None, "grpc.health.v1.Health/Watch")
     watch = health.Watch(HealthCheckRequest(), call)
     assert (await anext(watch)).status == SERVING
-    health.close()
+    readiness.close()
     assert [answer.status async for answer in watch] == [NOT_SERVING]
 
 

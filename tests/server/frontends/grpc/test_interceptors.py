@@ -16,8 +16,8 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest
 
 from kestrel_client.v1 import engine_service_pb2
 from kestrel_client.v1 import vision_service_pb2 as wire
-from kestrel_grpc import server
 from kestrel_grpc.frontends.grpc.http2 import UNREAD_BYTES
+from kestrel_grpc.wire import call_groups
 from kestrel_runtime.api.errors import EngineUnavailable
 from kestrel_runtime.api.events import Started, TextChannel, TextDelta, Usage
 from tests.fakes import HOLD, FakeEngine, much_text
@@ -252,7 +252,7 @@ async def test_a_message_that_has_no_place_yet_waits_with_its_sender() -> None:
 async def test_calls_beyond_the_limit_are_refused_and_told_when_to_come_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(server, "max_calls", lambda info: 1)
+    monkeypatch.setattr(call_groups, "max_calls", lambda info: 1)
     async with serving(FakeEngine(stalls)) as house:
         stream = house.vision.Query(QUERY)
         await read(stream, 1)

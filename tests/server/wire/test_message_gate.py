@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kestrel_grpc.frontends.grpc import receiving
-from kestrel_grpc.frontends.grpc.receiving import GateLimits, MessageGate, MessageTimeout, Place, TooManyCalls
+from kestrel_grpc.wire import message_gate
+from kestrel_grpc.wire.message_gate import GateLimits, MessageGate, MessageTimeout, Place, TooManyCalls
 from kestrel_runtime.api.errors import EngineUnavailable
 
 FOREVER_S = 3600.0
@@ -257,7 +257,7 @@ async def test_those_who_did_not_finish_share_half_of_the_places() -> None:
 
 
 async def test_suspicion_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receiving, "_SUSPICION_S", -1.0)
+    monkeypatch.setattr(message_gate, "_SUSPICION_S", -1.0)
     door = gate(places=2, timeout_s=0.02)
     with pytest.raises(MessageTimeout):
         await door.receive(Sender().read, "", peer)
@@ -268,7 +268,7 @@ async def test_suspicion_passes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_no_more_than_so_many_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receiving, "_MAX_SUSPECTS", 3)
+    monkeypatch.setattr(message_gate, "_MAX_SUSPECTS", 3)
     door = gate(timeout_s=0.001)
     for number in range(5):
         with pytest.raises(MessageTimeout):

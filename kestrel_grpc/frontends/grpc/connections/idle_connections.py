@@ -17,7 +17,7 @@ import socket
 import struct
 from collections.abc import Callable, Collection
 
-from kestrel_grpc.frontends.grpc.own_sockets import OwnSockets, is_listening
+from kestrel_grpc.frontends.grpc.connections.own_sockets import OwnSockets, is_listening
 
 _EVERY_S = 0.25
 _MIN_IDLE_S = 0.5

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import socket
 
-from kestrel_grpc.frontends.grpc.own_sockets import OwnSockets, is_listening
+from kestrel_grpc.frontends.grpc.connections.own_sockets import OwnSockets, is_listening
 
 
 def hang_up(sockets: OwnSockets) -> None:

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kestrel_grpc.frontends.grpc.reader_watch import ReaderWatch, StreamIdle
+from kestrel_grpc.wire.reader_watch import ReaderWatch, StreamIdle
 
 LIMIT_S = 0.02
 

@@ -17,13 +17,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-import grpc
-
 from kestrel_grpc.wire.shares import Shares
 from kestrel_runtime.api.errors import EngineUnavailable
-
-END_OF_STREAM: Any = vars(grpc.aio)["EOF"]
-"""What reading gives where no message is left; the type stubs do not list it."""
 
 _RETRY_S = 1.0
 _SUSPICION_S = 60.0

@@ -10,8 +10,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from kestrel_grpc.frontends.grpc.idle_connections import close_idle, is_short_of_descriptors
-from kestrel_grpc.frontends.grpc.own_sockets import OwnSockets
+from kestrel_grpc.frontends.grpc.connections.idle_connections import close_idle, is_short_of_descriptors
+from kestrel_grpc.frontends.grpc.connections.own_sockets import OwnSockets
 
 pytestmark = pytest.mark.skipif(not hasattr(socket, "TCP_INFO"), reason="the system does not tell what is idle")
 NUM_CLIENTS = 6

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from kestrel_grpc.frontends.grpc.hang_up import hang_up
-from kestrel_grpc.frontends.grpc.own_sockets import OwnSockets
+from kestrel_grpc.frontends.grpc.connections.hang_up import hang_up
+from kestrel_grpc.frontends.grpc.connections.own_sockets import OwnSockets
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,123 @@
+"""The commands `kestrel-grpc serve` and `kestrel-grpc config`: run a server, or print its options."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator
+
+from kestrel_grpc.allocator import return_free_memory, return_large_blocks, set_apart_what_stays
+from kestrel_grpc.cli.problems import complain, refuse
+from kestrel_grpc.config.options import ConfigurationError, ServerConfig, add_serve_arguments, effective_values
+from kestrel_grpc.process_end import end_now, end_within
+from kestrel_grpc.telemetry.logs import set_up_logging
+
+SWITCH_INTERVAL_S = 0.00005
+"""For `sys.setswitchinterval`. The engine's thread and the event loop often release the interpreter's lock for a
+moment, for a kernel launch or a write; the other thread then keeps it for at most this long."""
+END_TIMEOUT_S = 20.0
+"""For the process to end once its engine is closed or dead. Normally that takes a few seconds."""
+
+
+def add_serve_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds `serve` and `config`; each sets `run`, which takes the parsed arguments and returns the exit status."""
+    serve = subparsers.add_parser(
+        "serve",
+        help="serve a model",
+        description="Serve a model until SIGTERM. Flags take precedence over environment variables, and these over "
+        "the file.",
+        allow_abbrev=False,
+    )
+    add_serve_arguments(serve)
+    serve.set_defaults(run=_serve)
+    config = subparsers.add_parser(
+        "config",
+        help="show the options that a server would use",
+        description="Print the value of every option of `serve` and where it came from, as a file for --config.",
+        allow_abbrev=False,
+    )
+    add_serve_arguments(config)
+    config.set_defaults(run=_config)
+
+
+def _config(arguments: argparse.Namespace) -> int:
+    try:
+        print(effective_values(vars(arguments), os.environ))
+    except ConfigurationError as error:
+        return refuse(error)
+    return 0
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    try:
+        config = ServerConfig.parse(vars(arguments), os.environ)
+    except ConfigurationError as error:
+        return refuse(error)
+    set_up_logging(config.log_level, line_format=config.log_format)
+    from kestrel_grpc.access.tls import CertificateError
+    from kestrel_grpc.access.tokens import TokenFileError
+    from kestrel_grpc.images.image_uris import RemoteImagesUnavailable
+    from kestrel_grpc.listeners import PortUnavailable
+    from kestrel_grpc.server import Server, require_usable
+    from kestrel_grpc.telemetry.tracing import TracingUnavailable, require_tracing
+    from kestrel_runtime.api.engine import EngineStatus
+    from kestrel_runtime.api.errors import CheckpointError
+    from kestrel_runtime.engine.engine import LocalEngine
+    from kestrel_runtime.engine.warm_up import WarmUpFailed, warm_up
+
+    async def run() -> tuple[bool, bool]:
+        await warm_up(engine)
+        set_apart_what_stays()
+        server = Server(engine, config, at_rest=at_rest)
+        return await server.serve(), server.has_closed
+
+    # Until there is a server there are no connections.
+    ended_well, has_closed = False, True
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    at_rest = return_free_memory if return_large_blocks() else None
+    try:
+        require_usable(config)
+        if config.tracing:
+            require_tracing(os.environ)
+        with _ending_at_sigterm():
+            engine = LocalEngine.start(config.engine_config())
+            engine.on_status_change(lambda now: end_within(END_TIMEOUT_S) if now is EngineStatus.DEAD else None)
+            try:
+                with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+                    ended_well, has_closed = runner.run(run())
+            finally:
+                engine.close()
+                if not (engine.has_ended and has_closed):
+                    end_now(0 if ended_well else 1)
+    except (TokenFileError, CertificateError) as error:
+        complain(str(error))
+        return 2
+    except (CheckpointError, PortUnavailable, RemoteImagesUnavailable, TracingUnavailable, WarmUpFailed) as error:
+        complain(str(error))
+        return 1
+    except KeyboardInterrupt:  # while the model was being loaded or warmed up
+        return 130
+    return 0 if ended_well else 1
+
+
+@contextlib.contextmanager
+def _ending_at_sigterm() -> Iterator[None]:
+    """Exit at SIGTERM until the server handles it: the first process of a container gets no default handlers."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
+    """uvloop where it is installed, else the standard loop."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.Loop

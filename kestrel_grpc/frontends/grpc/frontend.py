@@ -1,0 +1,144 @@
+"""The gRPC frontend: its servers, their services, their ports and their connections. Knows no engine thread."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any
+
+import grpc
+from google.rpc import error_details_pb2
+from grpc_health.v1 import health_pb2
+
+from kestrel_client.v1 import (
+    engine_service_pb2,
+    engine_service_pb2_grpc,
+    vision_service_pb2,
+    vision_service_pb2_grpc,
+)
+from kestrel_grpc.access.tls import CertificateFiles
+from kestrel_grpc.config.options import ServerConfig
+from kestrel_grpc.frontends.grpc.connections.hang_up import hang_up
+from kestrel_grpc.frontends.grpc.connections.idle_connections import IdleConnections
+from kestrel_grpc.frontends.grpc.connections.own_sockets import OwnSockets
+from kestrel_grpc.frontends.grpc.connections.ports import open_port, open_unix_socket
+from kestrel_grpc.frontends.grpc.engine_service import EngineService
+from kestrel_grpc.frontends.grpc.health import Health
+from kestrel_grpc.frontends.grpc.http2 import server_options
+from kestrel_grpc.frontends.grpc.interceptors import AdmittedServices
+from kestrel_grpc.frontends.grpc.reflection import add_reflection
+from kestrel_grpc.frontends.grpc.vision_service import VisionService
+from kestrel_grpc.images.image_uris import ImageSource
+from kestrel_grpc.wire.call_admission import CallAdmission
+from kestrel_grpc.wire.call_groups import CallGroups
+from kestrel_grpc.wire.readiness import Readiness
+from kestrel_grpc.wire.submission import Submission
+from kestrel_runtime.api.engine import Engine
+
+_VISION: Any = vision_service_pb2.DESCRIPTOR
+_ENGINE: Any = engine_service_pb2.DESCRIPTOR
+# gRPC may work for seconds on what a flood of calls has left on a connection, and cannot be told to stop.
+_CLOSING_S = 1.0
+
+_log = logging.getLogger(__name__)
+
+
+class GrpcFrontend:
+    """Serves `VisionService`, `EngineService`, health and reflection. Belongs to the event loop of its calls."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        config: ServerConfig,
+        groups: CallGroups,
+        readiness: Readiness,
+        images: ImageSource,
+        certificate: CertificateFiles | None,
+        *,
+        instance_id: str,
+    ) -> None:
+        self.port: int | None = None
+        """The port that is listened on; None before `start`."""
+        self.admin_port: int | None = None
+        """The port for operators; None where there is none, and before `start`."""
+        self.has_closed = False
+        """Whether gRPC has ended every connection, which after `close` it may not have done yet."""
+        self._config = config
+        self._groups = groups
+        self._certificate = certificate
+        self._vision = VisionService(Submission(engine, images), engine.info.model)
+        self._operations = EngineService(
+            engine, instance_id=instance_id, max_message_bytes=config.max_message_bytes
+        )
+        names = (service.full_name for file in (_VISION, _ENGINE) for service in file.services_by_name.values())
+        self._health = Health(readiness, names)
+        self._servers = (
+            (self._server(_VISION, _ENGINE),)
+            if config.admin_port is None
+            else (self._server(_VISION), self._server(_ENGINE))
+        )
+        self._sockets: OwnSockets | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Listen and serve. Raises `PortUnavailable`."""
+        config = self._config
+        public, operators = self._servers[0], self._servers[-1]
+        self.port = open_port(public, config.host, config.port, self._certificate)
+        if config.unix_socket is not None:
+            open_unix_socket(public, Path(config.unix_socket))
+        if config.admin_port is not None:
+            self.admin_port = open_port(operators, config.admin_host, config.admin_port)
+        for server in self._servers:
+            await server.start()
+        ports = [port for port in (self.port, self.admin_port) if port is not None]
+        self._sockets = OwnSockets(ports, () if config.unix_socket is None else (config.unix_socket,))
+        self._watch = asyncio.create_task(IdleConnections(self._sockets, self._groups.busy_ports).watch())
+
+    async def close(self) -> None:
+        """Accept no connection and no call any more; calls that still run are cancelled. May be repeated."""
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._end_connections())
+        # The caller may run out of time; the closing goes on.
+        await asyncio.shield(self._closing)
+
+    async def _end_connections(self) -> None:
+        if self._sockets is not None:
+            hang_up(self._sockets)
+        # Waited for and not cancelled: gRPC does not survive a `stop` that is cancelled.
+        stops = [asyncio.create_task(server.stop(None)) for server in self._servers]
+        done, late = await asyncio.wait(stops, timeout=_CLOSING_S)
+        self.has_closed = not late
+        if late:
+            _log.info("gRPC still works on closed connections; the server does not wait for them")
+        if self._watch is not None:
+            self._watch.cancel()
+        if self._sockets is not None:
+            self._sockets.close()
+        for stop in done:
+            stop.result()
+
+    def _server(self, *files: Any) -> grpc.aio.Server:
+        """A server of the services in `files`, of health and of reflection."""
+        server, groups = grpc.aio.server(options=server_options(self._config.max_message_bytes)), self._groups
+
+        def with_admission(admission: CallAdmission) -> AdmittedServices:
+            return AdmittedServices(server, admission)
+
+        if _VISION in files:
+            vision_service_pb2_grpc.add_VisionServiceServicer_to_server(
+                self._vision, with_admission(groups.inference)
+            )
+        if _ENGINE in files:
+            engine_service_pb2_grpc.add_EngineServiceServicer_to_server(
+                self._operations, with_admission(groups.operations)
+            )
+        self._health.add_to(with_admission(groups.health_checks()), with_admission(groups.health_watches()))
+        reflection = self._config.reflection
+        if reflection != "off":
+            # With the error details, clients that learn the schema by reflection can show what was wrong.
+            described = (*files, health_pb2.DESCRIPTOR, error_details_pb2.DESCRIPTOR)
+            add_reflection(with_admission(groups.schema(needs_token=reflection == "token")), described)
+        return server

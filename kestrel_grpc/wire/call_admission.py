@@ -1,0 +1,170 @@
+"""What every call goes through, whatever its transport: authentication, limits, its message, its end.
+
+A frontend calls in this order, with `admission` for the group of methods that the call belongs to:
+
+    call = admission.begin(headers, deadline_s, method, peer)
+    try:
+        with admission.admit(call):                          # token, scope, rate; limit of open calls
+            data = await admission.receive(read, call, peer) # limit of messages in memory; timeout
+            …                                                # serve, and write each message of a stream with
+            async with admission.watch_reader() as reader:   # a timeout for readers that take nothing
+                await reader.wait_for(write(…))
+    except BaseException as error:
+        failure = admission.fail(call, error)                # error table, log, metrics; None: tell nothing
+        …
+        raise
+    admission.succeed(call)                                  # log, metrics
+
+Belongs to one event loop; each call runs in a task of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any
+
+from kestrel_grpc.access.access import Access
+from kestrel_grpc.wire.call_context import (
+    CANCELLED,
+    DEADLINE_EXCEEDED,
+    OK,
+    CallContext,
+    Headers,
+    Outcome,
+)
+from kestrel_grpc.wire.errors import CallFailure, Code, describe
+from kestrel_grpc.wire.message_gate import MessageGate, TooManyCalls
+from kestrel_grpc.wire.open_calls import OpenCalls
+from kestrel_grpc.wire.reader_watch import ReaderWatch
+from kestrel_grpc.wire.shares import Shares
+from kestrel_runtime.api.engine import Engine
+from kestrel_runtime.api.errors import EngineUnavailable
+
+Observer = Callable[[CallContext, Outcome], None]
+"""Called with each call when it has ended, on the event loop."""
+
+_log = logging.getLogger("kestrel_grpc.calls")
+
+
+class CallAdmission:
+    """Admits the calls of one group of methods, which share `gate` for messages and `max_calls` open calls."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        access: Access,
+        gate: MessageGate,
+        max_calls: int,
+        open_calls: OpenCalls,
+        observers: Sequence[Observer] = (),
+        *,
+        stream_idle_timeout_s: float,
+    ) -> None:
+        self.max_image_bytes = engine.info.config.max_image_bytes
+        """The largest encoded image that a message may hold."""
+        self._engine = engine
+        self._access = access
+        self._gate = gate
+        self._shares = Shares(max_calls)
+        self._open_calls = open_calls
+        self._observers = observers
+        self._stream_idle_timeout_s = stream_idle_timeout_s
+
+    def begin(
+        self, headers: Headers, deadline_s: float | None, method: str, peer: Callable[[], str]
+    ) -> CallContext:
+        """A call has arrived. `peer` gives the address of its connection, as `host:port`."""
+        call = CallContext(headers, deadline_s, method)
+        self._open_calls.add(peer)
+        return call
+
+    def admit(self, call: CallContext) -> AbstractContextManager[None]:
+        """Entering sets the principal of the call, or raises an `AccessRefused` or `TooManyCalls`.
+
+        Leaving gives back what the call takes up. A call whose token is revoked meanwhile leaves with the refusal.
+        """
+        return _Admitted(call, self._access.admit(call.method, call.headers), self._shares)
+
+    async def receive(self, read: Callable[[], Awaitable[Any]], call: CallContext, peer: Callable[[], str]) -> Any:
+        """What `read` returns, once there is memory for a message. Raises as `MessageGate.receive` does."""
+        data, place = await self._gate.receive(read, call.principal, peer)
+        call.release = place.release
+        return data
+
+    def watch_reader(self) -> ReaderWatch:
+        """For the length of a stream: raises `StreamIdle` where the caller takes none of its messages."""
+        return ReaderWatch(self._stream_idle_timeout_s)
+
+    def succeed(self, call: CallContext) -> None:
+        """The call has ended well."""
+        self._observe(call, OK)
+
+    def abandon(self, call: CallContext) -> None:
+        """The caller has cancelled the call, or its deadline has passed: the transport knows that already."""
+        self._observe(call, DEADLINE_EXCEEDED if call.is_late else CANCELLED)
+
+    def fail(self, call: CallContext, error: BaseException) -> CallFailure | None:
+        """The call ends with an error. Returns what to tell the caller; None where the error has only to go on."""
+        if isinstance(error, asyncio.CancelledError):
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                self.abandon(call)
+                return None
+            # The call itself was not cancelled, but something that it waited for was. Without an answer the caller
+            # would wait forever.
+            error = EngineUnavailable("a part of the engine was cancelled")
+        elif not isinstance(error, Exception):
+            return None
+        failure = describe(error, self._engine.status)
+        if failure.code is Code.INTERNAL:
+            _log.error("request_id=%(request_id)s failed", {"request_id": call.request_id}, exc_info=error)
+        _drop_frames(error)
+        self._observe(call, Outcome(failure.code.name, failure.reason))
+        return failure
+
+    def _observe(self, call: CallContext, outcome: Outcome) -> None:
+        for observe in self._observers:
+            try:
+                observe(call, outcome)
+            except Exception:  # a bug of the server must not fail a call that has gone well
+                _log.exception("cannot record the end of a call")
+
+
+class _Admitted(AbstractContextManager[None]):
+    """A call between its admission and its end."""
+
+    __slots__ = ("_access", "_call", "_shares")
+
+    def __init__(self, call: CallContext, access: AbstractContextManager[str], shares: Shares) -> None:
+        self._call = call
+        self._access = access
+        self._shares = shares
+
+    def __enter__(self) -> None:
+        call = self._call
+        call.principal = self._access.__enter__()
+        if not self._shares.take(call.principal):
+            self._access.__exit__(None, None, None)
+            raise TooManyCalls(f"all of the {self._shares.limit} calls that may be open, or this caller's share")
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._shares.give_back(self._call.principal)
+        self._call.release()
+        self._access.__exit__(kind, error, traceback)
+
+
+def _drop_frames(error: BaseException) -> None:
+    """Release the frames that an error refers to, and with them the call's message, before the caller is told."""
+    known: BaseException | None = error
+    while known is not None:
+        known.__traceback__ = None
+        known = known.__cause__ or known.__context__

@@ -1,0 +1,72 @@
+"""The groups of methods of a server, each with its limits and its access rules; shared by all its frontends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kestrel_grpc.access.access import Access, OpenAccess
+from kestrel_grpc.config.options import ServerConfig
+from kestrel_grpc.wire.call_admission import CallAdmission, Observer
+from kestrel_grpc.wire.limits import MAX_SHORT_CALLS, MAX_WATCHES, max_calls, request_gate, short_gate
+from kestrel_grpc.wire.message_gate import MessageGate
+from kestrel_grpc.wire.open_calls import OpenCalls
+from kestrel_runtime.api.engine import Engine
+
+
+class CallGroups:
+    """Belongs to the event loop that it was made on. `observers` record inference and operations, not health."""
+
+    def __init__(self, engine: Engine, config: ServerConfig, access: Access, observers: Sequence[Observer]) -> None:
+        self._engine = engine
+        self._config = config
+        self._access = access
+        self._request_gate = MessageGate(request_gate(config))
+        self._short_gate = MessageGate(short_gate(config))
+        self._open_calls, self._open_watches = OpenCalls(), OpenCalls()
+        self.inference = self._group(access, self._request_gate, max_calls(engine.info), observers)
+        """Requests to the model."""
+        self.operations = self._group(access, self._short_gate, MAX_SHORT_CALLS, observers)
+        """Which server this is, what it serves, how busy it is."""
+
+    def health_checks(self) -> CallAdmission:
+        """Health checks on one port. They need no token, and are not recorded: probes would fill the log."""
+        return self._group(OpenAccess(), self._short_gate, MAX_SHORT_CALLS)
+
+    def health_watches(self) -> CallAdmission:
+        """Streams of health on one port. Their connections count as idle: a client opens the stream again."""
+        return self._group(OpenAccess(), self._short_gate, MAX_WATCHES, open_calls=self._open_watches)
+
+    def schema(self, *, needs_token: bool) -> CallAdmission:
+        """Questions about the schema on one port."""
+        return self._group(self._access if needs_token else OpenAccess(), self._short_gate, MAX_SHORT_CALLS)
+
+    def busy_ports(self) -> set[int]:
+        """The remote ports of connections with open calls; streams of health do not count."""
+        return self._open_calls.peer_ports()
+
+    def close(self) -> None:
+        """Receive no further request message. Calls whose message has not arrived end with `EngineUnavailable`."""
+        self._request_gate.close()
+
+    async def ended(self) -> None:
+        """Wait until all calls that are open now have ended."""
+        await self._open_calls.end()
+        await self._open_watches.end()
+
+    def _group(
+        self,
+        access: Access,
+        gate: MessageGate,
+        max_calls: int,
+        observers: Sequence[Observer] = (),
+        open_calls: OpenCalls | None = None,
+    ) -> CallAdmission:
+        return CallAdmission(
+            self._engine,
+            access,
+            gate,
+            max_calls,
+            open_calls or self._open_calls,
+            observers,
+            stream_idle_timeout_s=self._config.stream_idle_timeout,
+        )

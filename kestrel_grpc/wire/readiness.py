@@ -1,0 +1,44 @@
+"""Whether the server wants calls, as every health check reports it. Knows no protocol of health checks."""
+
+from __future__ import annotations
+
+import asyncio
+
+from kestrel_runtime.api.engine import Engine, EngineStatus
+
+
+class ServiceUnknown(Exception):
+    """A health check names a service that this server does not have."""
+
+
+class Readiness:
+    """Follows the status of the engine until `refuse` is called. Belongs to the event loop that it was made on."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.is_ready = engine.status is EngineStatus.SERVING
+        self.is_closed = False
+        """Whether streams that report the readiness must end."""
+        self.changed = asyncio.Event()
+        """Set at the next change; a new event takes its place."""
+        self._loop = asyncio.get_running_loop()
+        self._is_refusing = False
+        engine.on_status_change(self._follow)
+
+    def refuse(self) -> None:
+        """Be unready from now on, whatever the status of the engine is."""
+        self._is_refusing = True
+        self._update(is_serving=False)
+
+    def close(self) -> None:
+        """Be unready, and have every stream that reports it end."""
+        self.is_closed = True
+        self.refuse()
+
+    def _follow(self, status: EngineStatus) -> None:
+        if not self._loop.is_closed():  # the engine may outlive the server, and calls from any thread
+            self._loop.call_soon_threadsafe(lambda: self._update(is_serving=status is EngineStatus.SERVING))
+
+    def _update(self, *, is_serving: bool) -> None:
+        self.is_ready = is_serving and not self._is_refusing
+        changed, self.changed = self.changed, asyncio.Event()
+        changed.set()

@@ -1,0 +1,60 @@
+"""Submits the request of a call to the engine: fetches its image, sets deadline and tenant, cancels at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from kestrel_grpc.images.data_uris import is_embedded
+from kestrel_grpc.images.image_uris import ImageSource
+from kestrel_grpc.wire.call_context import CallContext, RequestSummary
+from kestrel_runtime.api.engine import Engine
+from kestrel_runtime.api.events import Finished
+from kestrel_runtime.api.requests import Request
+from kestrel_runtime.api.stream import Stream
+
+
+class Submission:
+    """Shared by all calls. Raises what the engine and the source of images raise."""
+
+    def __init__(self, engine: Engine, images: ImageSource) -> None:
+        self._engine = engine
+        self._images = images
+
+    async def submit(self, request: Request, image_uri: str | None, call: CallContext) -> Stream:
+        """The events of a request. Where `image_uri` is not None, the image is fetched from there, and the bytes in
+        `request.image` are a placeholder.
+
+        Afterwards only the engine holds the image, provided that the caller does not.
+        """
+        call.request = RequestSummary(request)
+        if image_uri is not None:
+            request = await self._with_image(request, image_uri, call)
+            call.request = RequestSummary(request)
+        stream = self._engine.submit(request, deadline_s=call.remaining_s, tenant=call.principal)
+        call.release()
+        return stream
+
+    async def _with_image(self, request: Request, uri: str, call: CallContext) -> Request:
+        """The request with its image, fetched once the engine has admitted the request to its queue."""
+        if not is_embedded(uri):
+            call.release()
+        with self._engine.expecting(request, deadline_s=call.remaining_s, tenant=call.principal):
+            return replace(request, image=await self._images.fetch(uri))
+
+
+async def last_event(stream: Stream, call: CallContext) -> Finished:
+    """Wait for the end of a request."""
+    with ending_with(stream):
+        call.finished = await stream.result()
+        return call.finished
+
+
+@contextmanager
+def ending_with(stream: Stream) -> Iterator[None]:
+    """Cancels the request when the block ends, however it ends. A finished request is left alone."""
+    try:
+        yield
+    finally:
+        stream.cancel()
