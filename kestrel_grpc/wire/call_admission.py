@@ -131,7 +131,7 @@ class CallAdmission:
             try:
                 observe(call, outcome)
             except Exception:  # a bug of the server must not fail a call that has gone well
-                _log.exception("cannot record the end of a call")
+                _log.exception("cannot note the end of a call")
 
 
 class _Admitted(AbstractContextManager[None]):
