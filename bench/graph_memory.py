@@ -68,7 +68,7 @@ def measure(config: EngineConfig) -> dict[str, float]:
     torch.cuda.synchronize()
     loaded_bytes = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    model_paths = ModelPaths.of(model, paths, max_batch_size=bounds.max_batch_size)
+    model_paths = ModelPaths.of(model, paths, max_batch_size=bounds.max_batch_size, frees_originals=True)
     num_pages, plan = plan_cache(
         model,
         config,

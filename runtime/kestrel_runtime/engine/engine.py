@@ -68,14 +68,19 @@ _log = logging.getLogger(__name__)
 class LocalEngine:
     """One model, one thread, one page pool. `submit` belongs to an event loop; the rest may be called anywhere."""
 
-    def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
-        """Raises `CheckpointError` where the model cannot be served as `config` says."""
+    def __init__(self, loaded: LoadedModel, config: EngineConfig, *, owns_model: bool = False) -> None:
+        """An engine that owns its model frees the weights of which a fused path has a copy.
+
+        Raises `CheckpointError` where the model cannot be served as `config` says.
+        """
         model_config = loaded.model.config
         paths = FastPaths.of(config, loaded.model.device.type, loaded.model)
         bounds = StepBounds.of(config, loaded.model.device.type)
         loaded_bytes = weight_bytes(loaded.model)
         # Before the cache, which takes a part of the memory that they leave.
-        model_paths = ModelPaths.of(loaded.model, paths, max_batch_size=bounds.max_batch_size)
+        model_paths = ModelPaths.of(
+            loaded.model, paths, max_batch_size=bounds.max_batch_size, frees_originals=owns_model
+        )
         tiling = MoondreamTiling(model_config.vision)
         max_decoded_bytes = _max_decoded_bytes(config, bounds, tiling, decoded=paths.resizes_images)
         num_pages, memory = plan_cache(
@@ -167,7 +172,7 @@ class LocalEngine:
     @classmethod
     def start(cls, config: EngineConfig) -> LocalEngine:
         """Load the model and start. Blocks. Raises `CheckpointError`."""
-        return cls(LoadedModel.load(config), config)
+        return cls(LoadedModel.load(config), config, owns_model=True)
 
     @property
     def status(self) -> EngineStatus:

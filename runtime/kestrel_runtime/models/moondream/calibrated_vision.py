@@ -47,7 +47,7 @@ class _Scale:
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
+class _CalibratedBlock:
     qkv: _Linear
     proj: _Linear
     fc1: _Linear
@@ -59,24 +59,36 @@ class _Block:
 class CalibratedVision(FusedVision):
     """A `FusedVision` in float8 whose blocks round by scales that some crops have shown to fit."""
 
-    def __init__(self, vision: VisionModel, kernels: Kernels, crops: Tensor) -> None:
+    def __init__(
+        self, vision: VisionModel, kernels: Kernels, crops: Tensor, *, frees_originals: bool = False
+    ) -> None:
         """Encodes uint8 crops [N, side, side, channels] to see how large values grow; others may be 8 times larger.
 
+        With `frees_originals` the model's own weights are freed block by block, but for its final norm.
         Raises ValueError where a dimension of the blocks is no multiple of 16, and RuntimeError where the device
         has no such products.
         """
         if vision.config.enc_dim % 16 or vision.config.enc_ff_dim % 16:
             raise ValueError("float8 products need vision.enc_dim and vision.enc_ff_dim to be multiples of 16")
-        super().__init__(vision, kernels, "float8")
+        # No value of a normalised row is above the root of the row's length.
+        self._normed_scale = _Scale.of(math.sqrt(vision.config.enc_dim), crops.device)
+        self._calibrated: list[_CalibratedBlock] = []
+        self._pictures = crops
+        super().__init__(vision, kernels, "float8", frees_originals=frees_originals)
         with torch.no_grad():
-            largest = self._measure(crops)
-            self._blocks = []  # which have a scale for every row
-            # No value of a normalised row is above the root of the row's length.
-            self._normed_scale = _Scale.of(math.sqrt(self.config.enc_dim), crops.device)
-            self._calibrated = [
-                self._calibrate(block, *pair) for block, pair in zip(vision.blocks, largest, strict=True)
-            ]
             self.encode(crops)  # what the device cannot do should show now
+        del self._pictures
+
+    def _fold_blocks(self, vision: VisionModel, *, frees_originals: bool) -> None:
+        """Take each block in float8 with a scale for every row, measure what it does to the pictures, and keep it
+        with the scales that these call for. One block at a time is there twice."""
+        hidden = self._embed_patches(self._pictures)
+        delta: Tensor | None = None
+        for block in vision.blocks:
+            delta, attended, activated = self._measure(self._fold_block(block), hidden, delta)
+            self._calibrated.append(self._calibrate(block, attended, activated))
+            if frees_originals:
+                self._free_matrices(block)
 
     def _run_block(self, layer: int, hidden: Tensor, delta: Tensor | None) -> None:
         block, kernels, normed_scale = self._calibrated[layer], self._kernels, self._normed_scale
@@ -104,25 +116,21 @@ class CalibratedVision(FusedVision):
     def _add(self, rows: Tensor, scale: _Scale, linear: _Linear, hidden: Tensor) -> None:
         self._kernels.scaled_linear_add(rows, scale.tensor, linear.weight, linear.scale, linear.bias, hidden)
 
-    def _measure(self, crops: Tensor) -> list[tuple[float, float]]:
-        # The largest magnitudes of each block that go into its second and its last product.
-        hidden = self._embed_patches(crops)
-        delta: Tensor | None = None
-        largest = []
-        for block in self._blocks:
-            packed = self._product(*self._normed(hidden, delta, block.qkv), block.qkv)
-            attended = self._attend(packed)
-            delta = self._product(*self._quantised(attended, block.proj, activate=False), block.proj)
-            inner = self._product(*self._normed(hidden, delta, block.fc1), block.fc1)
-            activated, scale = self._quantised(inner, block.fc2)
-            assert scale is not None, "float8 rows come with their scales"
-            delta = self._product(activated, scale, block.fc2)
-            largest.append((attended.abs().amax(), scale.amax() * _LARGEST_FLOAT8))
-        return [(first.item(), second.item()) for first, second in largest]
+    def _measure(self, block: Any, hidden: Tensor, delta: Tensor | None) -> tuple[Tensor, float, float]:
+        """Add `delta` to `hidden` and run a block with a scale for every row, of `FusedVision`: what it adds next,
+        and the largest magnitudes that go into its second and its last product."""
+        packed = self._product(*self._normed(hidden, delta, block.qkv), block.qkv)
+        attended = self._attend(packed)
+        delta = self._product(*self._quantised(attended, block.proj, activate=False), block.proj)
+        inner = self._product(*self._normed(hidden, delta, block.fc1), block.fc1)
+        activated, scale = self._quantised(inner, block.fc2)
+        assert scale is not None, "float8 rows come with their scales"
+        largest = (attended.abs().amax(), scale.amax() * _LARGEST_FLOAT8)
+        return self._product(activated, scale, block.fc2), largest[0].item(), largest[1].item()
 
-    def _calibrate(self, block: Any, attended: float, activated: float) -> _Block:  # a block of `VisionModel`
+    def _calibrate(self, block: Any, attended: float, activated: float) -> _CalibratedBlock:
         device = block.ln1.weight.device
-        return _Block(
+        return _CalibratedBlock(
             qkv=self._rounded(block.attn.qkv, block.ln1),
             proj=self._rounded(block.attn.proj, None),
             fc1=self._rounded(block.mlp.fc1, block.ln2),

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding_bag, layer_norm
 
 from kestrel_ops import Kernels, has_float8_product
-from kestrel_runtime.models.moondream.fused_weights import Matrix
+from kestrel_runtime.models.moondream.fused_weights import Matrix, free_weights
 from kestrel_runtime.models.moondream.pooling import PoolingPlan
 from kestrel_runtime.models.moondream.vision import VisionModel
 
@@ -56,8 +56,16 @@ def folded(layer: nn.Linear, norm: nn.LayerNorm | None) -> tuple[Tensor, Tensor]
 class FusedVision:
     """Encoder and projector of a loaded `VisionModel`, for many crops and many images at a time."""
 
-    def __init__(self, vision: VisionModel, kernels: Kernels, precision: Literal["model", "float8"]) -> None:
-        """Copies the weights it rearranges; the model's own may be dropped afterwards, but its config is kept.
+    def __init__(
+        self,
+        vision: VisionModel,
+        kernels: Kernels,
+        precision: Literal["model", "float8"],
+        *,
+        frees_originals: bool = False,
+    ) -> None:
+        """Copies the weights it rearranges. With `frees_originals` the model's own are freed block by block, but
+        for its final norm.
 
         In float8, a matrix of sizes that no float8 product has stays in the model's type.
         """
@@ -65,13 +73,17 @@ class FusedVision:
         self._kernels = kernels
         self._dtype = vision.patch_emb.weight.dtype
         self._precision = precision
-        with torch.no_grad():
-            self._patch_weight, self._patch_offsets = self._fold_pixels(vision)
-            self._blocks = [self._fold_block(block) for block in vision.blocks]
-            self._projector = [self._linear(layer) for layer in (vision.proj_mlp.fc1, vision.proj_mlp.fc2)]
-        self._log_kept()
         self._post_ln = vision.post_ln
         self._epsilon = vision.post_ln.eps
+        with torch.no_grad():
+            self._patch_weight, self._patch_offsets = self._fold_pixels(vision)
+            self._blocks: list[_Block] = []
+            self._fold_blocks(vision, frees_originals=frees_originals)
+            self._projector = [self._linear(layer) for layer in (vision.proj_mlp.fc1, vision.proj_mlp.fc2)]
+        if frees_originals:
+            free_weights(vision.patch_emb, vision.proj_mlp.fc1, vision.proj_mlp.fc2)
+            vision.pos_emb = nn.Parameter(vision.pos_emb.to("meta"), requires_grad=False)
+        self._log_kept()
         self._plans: dict[tuple[int, int], PoolingPlan] = {}
 
     def encode(self, crops: Tensor) -> Tensor:
@@ -155,6 +167,16 @@ class FusedVision:
         padded = torch.nn.functional.pad(weight * (2 / 255), (0, padding)).to(self._dtype)
         offsets = vision.pos_emb[0].float() + vision.patch_emb.bias.float() + weight.sum(dim=1) / 255
         return padded, offsets.to(self._dtype)
+
+    def _fold_blocks(self, vision: VisionModel, *, frees_originals: bool) -> None:
+        for block in vision.blocks:
+            self._blocks.append(self._fold_block(block))
+            if frees_originals:
+                self._free_matrices(block)
+
+    @staticmethod
+    def _free_matrices(block: Any) -> None:  # of `VisionModel`
+        free_weights(block.attn.qkv, block.attn.proj, block.mlp.fc1, block.mlp.fc2)
 
     def _fold_block(self, block: Any) -> _Block:  # a block of `VisionModel`
         return _Block(

@@ -68,22 +68,36 @@ class FusedBlock:
 
 
 @torch.no_grad()
-def fused_blocks(text: TextModel, precision: Literal["model", "float8"]) -> tuple[FusedBlock, ...]:
+def fused_blocks(
+    text: TextModel, precision: Literal["model", "float8"], *, frees_originals: bool = False
+) -> tuple[FusedBlock, ...]:
     """The blocks of a loaded model with their weights in its own type, or in float8. Experts stay as they are.
 
-    A matrix of sizes that no float8 product has stays in the model's type.
+    A matrix of sizes that no float8 product has stays in the model's type. With `frees_originals` the model's own
+    matrices are freed block by block, but for those that `prompt_blocks` still needs.
     """
-    return tuple(_fused(block, precision, text.wte.dtype) for block in text.blocks)
+    fused: list[FusedBlock] = []
+    for layer, block in enumerate(text.blocks):
+        fused.append(_fused(block, precision, text.wte.dtype))
+        if frees_originals and layer >= NUM_WIDE_BLOCKS:
+            _free_matrices(block)
+    return tuple(fused)
 
 
 @torch.no_grad()
-def prompt_blocks(text: TextModel, blocks: tuple[FusedBlock, ...]) -> tuple[FusedBlock, ...]:
+def prompt_blocks(
+    text: TextModel, blocks: tuple[FusedBlock, ...], *, frees_originals: bool = False
+) -> tuple[FusedBlock, ...]:
     """`fused_blocks` as packed prompts take them: the first `NUM_WIDE_BLOCKS` in the model's type.
 
-    A decode step, whose time is that of reading weights, takes `blocks` as they are.
+    A decode step, whose time is that of reading weights, takes `blocks` as they are. With `frees_originals` the
+    matrices of the model's own blocks that `fused_blocks` has left are freed.
     """
-    starts = zip(text.blocks[:NUM_WIDE_BLOCKS], blocks, strict=False)
-    wide = (_fused(block, "model", text.wte.dtype) if _is_float8(fused) else fused for block, fused in starts)
+    wide: list[FusedBlock] = []
+    for block, fused in zip(text.blocks[:NUM_WIDE_BLOCKS], blocks, strict=False):
+        wide.append(_fused(block, "model", text.wte.dtype) if _is_float8(fused) else fused)
+        if frees_originals:
+            _free_matrices(block)
     return (*wide, *blocks[NUM_WIDE_BLOCKS:])
 
 
@@ -94,6 +108,19 @@ def fused_head(text: TextModel, precision: Literal["model", "float8"]) -> Matrix
     weight, bias = text.lm_head.weight.float(), text.lm_head.bias.float()
     norm = text.post_ln
     return Matrix.of(weight * norm.weight.float(), bias + weight @ norm.bias.float(), dtype)
+
+
+def free_weights(*layers: nn.Linear) -> None:
+    """Free the weights and biases of layers. A freed layer keeps its sizes and raises `RuntimeError` when run."""
+    for layer in layers:
+        layer.to("meta")
+
+
+def _free_matrices(block: Any) -> None:  # a block of `TextModel`
+    """Free what `FusedBlock` has a copy of. Norm, tau and experts are its own."""
+    free_weights(block.attn.qkv, block.attn.proj)
+    if isinstance(block.mlp, Mlp):
+        free_weights(block.mlp.fc1, block.mlp.fc2)
 
 
 def _is_float8(block: FusedBlock) -> bool:

@@ -1,7 +1,7 @@
 """The model in the layouts that run: which path text and images take, chosen and built once.
 
-A fused path holds a copy of the weights in a layout of its own. Whoever sizes the key-value cache does so after
-these copies exist. Knows no pages and no requests.
+A fused path holds the weights in a layout of its own. An engine that owns its model frees the originals while they
+are converted, and sizes the key-value cache afterwards. Knows no pages and no requests.
 """
 
 from __future__ import annotations
@@ -29,27 +29,40 @@ class ModelPaths:
     vision: VisionModel | FusedVision
 
     @classmethod
-    def of(cls, model: Moondream, paths: FastPaths, *, max_batch_size: int) -> ModelPaths:
+    def of(
+        cls, model: Moondream, paths: FastPaths, *, max_batch_size: int, frees_originals: bool = False
+    ) -> ModelPaths:
         """Build what `paths` names, with room for decode steps of `max_batch_size` sequences.
 
+        With `frees_originals` no other paths can be built of `model` afterwards: weights of which a fused path has
+        a copy are freed, block by block. Embedding, final norm, head, region part and experts stay in `model`.
         Raises `CheckpointError` where the model's dimensions do not fit the vision path.
         """
-        return cls(_text(model, paths, max_batch_size), _vision(model, paths))
+        return cls(
+            _text(model, paths, max_batch_size, frees_originals=frees_originals),
+            _vision(model, paths, frees_originals=frees_originals),
+        )
 
 
-def _text(model: Moondream, paths: FastPaths, max_batch_size: int) -> TextPath:
+def _text(model: Moondream, paths: FastPaths, max_batch_size: int, *, frees_originals: bool) -> TextPath:
     if paths.text == "plain":
         return PlainText(model.text)
-    return FusedText(model.text, paths.kernels, _PRECISIONS[paths.text], max_batch_size=max_batch_size)
+    return FusedText(
+        model.text,
+        paths.kernels,
+        _PRECISIONS[paths.text],
+        max_batch_size=max_batch_size,
+        frees_originals=frees_originals,
+    )
 
 
-def _vision(model: Moondream, paths: FastPaths) -> VisionModel | FusedVision:
+def _vision(model: Moondream, paths: FastPaths, *, frees_originals: bool) -> VisionModel | FusedVision:
     if paths.vision == "plain":
         return model.vision
     if paths.vision != "calibrated-float8":
-        return FusedVision(model.vision, paths.kernels, _PRECISIONS[paths.vision])
+        return FusedVision(model.vision, paths.kernels, _PRECISIONS[paths.vision], frees_originals=frees_originals)
     crops = calibration_crops(model.config.vision, model.device)
     try:
-        return CalibratedVision(model.vision, paths.kernels, crops)
+        return CalibratedVision(model.vision, paths.kernels, crops, frees_originals=frees_originals)
     except ValueError as error:  # dimensions that float8 products do not have
         raise CheckpointError(f"vision path calibrated-float8: {error}") from error

@@ -53,8 +53,11 @@ class FusedText:
         precision: Literal["model", "float8"],
         *,
         max_batch_size: int,
+        frees_originals: bool = False,
     ) -> None:
-        blocks = fused_blocks(text, precision)
+        """With `frees_originals` the matrices of `text.blocks` are freed block by block, so that only one copy of
+        them stays in memory; `text` keeps its embedding and its head."""
+        blocks = fused_blocks(text, precision, frees_originals=frees_originals)
         matrices = [matrix for block in blocks for matrix in (block.up, block.down)]
         if precision == "float8" and (num_kept := sum(matrix.scale is None for matrix in matrices)):
             _log.warning(
@@ -63,7 +66,7 @@ class FusedText:
                 len(matrices),
                 text.wte.dtype,
             )
-        self._prefill = FusedPrefill(text, prompt_blocks(text, blocks), kernels)
+        self._prefill = FusedPrefill(text, prompt_blocks(text, blocks, frees_originals=frees_originals), kernels)
         self._decoder = FusedDecoder(text, blocks, kernels)
         self._workspace = self._decoder.workspace(max_batch_size)
 
