@@ -19,7 +19,7 @@ import argparse
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,11 +28,12 @@ from unittest.mock import patch
 import torch
 
 from kestrel_grpc.__main__ import main as kestrel_grpc
-from kestrel_runtime.execution.step_runner import Launch, ModelRunner
+from kestrel_runtime.execution.step_runner import ModelRunner, StepHandle
 from kestrel_runtime.imaging.tiles import DecodedImage, Tiles, Tiling, keep_decoded
 from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.models.moondream.model import Moondream
-from kestrel_runtime.scheduling.sequence import Batch, CropRange, Sequence
+from kestrel_runtime.scheduling.batch import Batch, EncodeItem
+from kestrel_runtime.scheduling.sequence import Sequence
 
 _LETTER = Token(70)
 
@@ -121,25 +122,24 @@ class Device:
             torch.add(number, 1)  # which lets go of the interpreter as a launch does
 
 
-class TimedLaunch(Launch):
-    """A step under way."""
+class TimedHandle(StepHandle):
+    """A step in flight."""
 
-    def __init__(self, sequences: list[Sequence], places: Mapping[int, tuple[float, ...]], work: Work) -> None:
+    def __init__(self, sampled: Iterable[Sequence], places: Mapping[int, tuple[float, ...]], work: Work) -> None:
         """places: what tokens that are places stand for, by token id."""
-        self._drawing = sequences
+        self._to_sample = sampled
         self._places = places
         self.work = work
 
-    @property
-    def is_over(self) -> bool:
+    def is_complete(self) -> bool:
         return self.work.ends <= time.perf_counter()
 
-    def land(self) -> dict[int, Token]:
-        while not self.is_over:
+    def wait(self) -> list[Token]:
+        while not self.is_complete():
             time.sleep(max(0.0, self.work.ends - time.perf_counter()))
-        return {sequence.id: self._draw(sequence) for sequence in self._drawing}
+        return [self._sample(sequence) for sequence in self._to_sample]
 
-    def _draw(self, sequence: Sequence) -> Token:
+    def _sample(self, sequence: Sequence) -> Token:
         allowed = sequence.reader.rule.allowed
         return _LETTER if allowed is None else Token(allowed[-1], self._places.get(allowed[-1], ()))
 
@@ -158,11 +158,13 @@ class TimedRunner(ModelRunner):
     def is_asynchronous(self) -> bool:
         return True
 
-    def launch(self, batch: Batch, after: Launch | None = None) -> Launch:
-        before = after.work if isinstance(after, TimedLaunch) else None
-        if batch.decode:
-            self._decode_inputs(batch.decode)
-            return TimedLaunch(batch.due, self._places, self._device.decode(len(batch.decode), before))
+    def launch(self, batch: Batch, after: Iterable[StepHandle] = ()) -> StepHandle:
+        # Steps of a kind run one after the other, so the one that ends last is the one to wait for.
+        works = [handle.work for handle in after if isinstance(handle, TimedHandle)]
+        before = max(works, key=lambda work: work.ends, default=None)
+        if batch.kind == "decode":
+            self._decode_inputs(list(batch.decode))
+            return TimedHandle(batch.sampled, self._places, self._device.decode(len(batch.decode), before))
         work = None
         if batch.encode:
             work = self._device.take_in(ENCODE, sum(_share(part) for part in batch.encode), before)
@@ -170,13 +172,13 @@ class TimedRunner(ModelRunner):
             self._slots.open(*(chunk.sequence for chunk in batch.prefill if chunk.start == 0))
             work = self._device.take_in(PREFILL, len(batch.prefill), before)
         assert work is not None, "the loop launches no empty steps"
-        return TimedLaunch(batch.due, self._places, work)
+        return TimedHandle(batch.sampled, self._places, work)
 
 
-def _share(part: CropRange) -> float:
-    """How much of its image a range of tiles is."""
+def _share(part: EncodeItem) -> float:
+    """How much of its image is encoded."""
     assert part.sequence.crops is not None, "only sequences with an image have tiles"
-    return (part.end - part.start) / part.sequence.crops.num_tiles
+    return (part.end_tile - part.first_tile) / part.sequence.crops.num_tiles
 
 
 def _without_tiles(tiling: Tiling, *_: object, max_images: int) -> partial[DecodedImage | Tiles]:

@@ -1,4 +1,4 @@
-"""What the engine's thread is doing, named in profiles: encode, prefill, first token, decode, land."""
+"""What the engine's thread is doing, named in profiles: encode, prefill, first token, decode, wait."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch.profiler import record_function
 
 from bench.harness.wrapping import Method, wrapped
-from kestrel_runtime.execution.step_runner import Launch, ModelRunner
+from kestrel_runtime.execution.step_runner import ModelRunner, StepHandle
 
 _METHODS: Mapping[str, tuple[type, str]] = MappingProxyType(
     {
@@ -20,7 +20,7 @@ _METHODS: Mapping[str, tuple[type, str]] = MappingProxyType(
         "prefill": (ModelRunner, "_prefill"),
         "first token": (ModelRunner, "_draw"),
         "decode": (ModelRunner, "_decode"),
-        "land": (Launch, "land"),
+        "wait": (StepHandle, "wait"),
     }
 )
 PHASES = tuple(_METHODS)

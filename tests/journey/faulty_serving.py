@@ -45,14 +45,14 @@ FAULTS: dict[str, Callable[[], None]] = {
 
 
 def _strike(fault: Callable[[], None]) -> None:
-    land = Scheduler.land
+    complete = Scheduler.complete
 
-    def faulty(self: Scheduler, batch: Any, drew: Any, drawn: Any) -> Any:
-        if any(sequence.seed == SEED and sequence.num_generated >= _NUM_TOKENS for sequence in drew):
+    def faulty(self: Scheduler, step: Any, batch: Any, tokens: Any) -> Any:
+        if any(sequence.seed == SEED and sequence.num_generated >= _NUM_TOKENS for sequence in batch.sampled):
             fault()
-        return land(self, batch, drew, drawn)
+        return complete(self, step, batch, tokens)
 
-    Scheduler.land = faulty
+    Scheduler.complete = faulty
 
 
 if __name__ == "__main__":

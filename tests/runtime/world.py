@@ -1,10 +1,45 @@
 """A scheduler with the rest of an engine played by the test: cache, token source, and who is done when."""
 
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
 from kestrel_runtime.interfaces.tokens import Token
+from kestrel_runtime.scheduling.batch import Batch, Plan
+from kestrel_runtime.scheduling.ids import StepId
 from kestrel_runtime.scheduling.page_pool import PagePool
 from kestrel_runtime.scheduling.scheduler import Scheduler
-from kestrel_runtime.scheduling.sequence import SequenceState
+from kestrel_runtime.scheduling.sequence import Sequence, SequenceState
 from tests.runtime.sequences import blank_tiles, new_sequence
+
+
+class Range(NamedTuple):
+    """Part of a sequence's image or of its positions."""
+
+    sequence: Sequence
+    start: int
+    end: int
+
+
+class Step(NamedTuple):
+    """A batch that was launched."""
+
+    id: StepId
+    batch: Batch
+
+
+class Turn:
+    """A plan, with the work of both of its steps in the shape in which tests compare it."""
+
+    def __init__(self, plan: Plan, steps: list[Step]):
+        self.steps = steps
+        self.encode = [Range(*item) for item in plan.prefill.encode]
+        self.prefill = [Range(chunk.sequence, chunk.start, chunk.end) for chunk in plan.prefill.prefill]
+        self.decode = list(plan.decode.decode)
+        self.sampled = [*plan.prefill.sampled, *plan.decode.sampled]
+        self.members = [*plan.prefill.sequences, *plan.decode.sequences]
+        self.is_empty = plan.is_empty
 
 
 class World:
@@ -24,7 +59,8 @@ class World:
         self.slots = {}
         self.to_generate = {}
         self.finished = []
-        self.due = []
+        self.sampled = []
+        self._step_ids = itertools.count(1)
 
     @property
     def capacity(self):
@@ -43,40 +79,46 @@ class World:
         return sequence
 
     def step(self):
-        """One turn: choose, run, commit, remove who is done. Returns the batch."""
-        batch, self.due = self.begin()
-        assert self.end(batch, self.due) == self.due
-        return batch
+        """One turn: plan, run, commit, complete, remove who is done. Returns the turn."""
+        turn = self.begin()
+        self.sampled = turn.sampled
+        assert self.end(turn) == turn.sampled
+        return turn
 
-    def begin(self, *, takes_prompts=True):
-        """Choose, run and commit, and leave it under way. Returns what `end` wants, the batch first."""
-        batch = self.scheduler.next_batch(now=0.0, takes_prompts=takes_prompts)
-        return batch, self.run_and_commit(batch)
+    def begin(self, *, may_prefill=True):
+        """Plan, run and commit, and leave the steps in flight. Returns the turn."""
+        plan = self.scheduler.schedule(now=0.0, may_prefill=may_prefill)
+        return Turn(plan, [self.run_and_commit(batch) for batch in plan if not batch.is_empty])
 
     def run_and_commit(self, batch):
-        """Returns who draws a token."""
+        """Returns the step."""
         self.run(batch)
-        due = batch.due
-        assert self.scheduler.commit(batch) == due
-        return due
+        step = Step(StepId(next(self._step_ids)), batch)
+        self.scheduler.commit(*step)
+        return step
 
-    def end(self, batch, drew):
-        """Land what was begun, remove who is done. Returns who got a token."""
-        drawn = {sequence.id: Token(sequence.id, (float(sequence.num_generated),)) for sequence in drew}
-        here = self.scheduler.land(batch, drew, drawn)
+    def end(self, turn):
+        """Complete the steps of a turn. Returns who got a token."""
+        return [sequence for step in turn.steps for sequence in self.complete(step)]
+
+    def complete(self, step):
+        """Complete a step, remove who is done. Returns who got a token."""
+        tokens = [Token(sequence.id, (float(sequence.num_generated),)) for sequence in step.batch.sampled]
+        here = self.scheduler.complete(step.id, step.batch, tokens)
         for sequence in here:
-            assert sequence.tokens[-1] == drawn[sequence.id]
+            assert sequence.tokens[-1] == tokens[step.batch.sampled.index(sequence)]
             if sequence.num_generated == self.to_generate[sequence] or sequence.is_full:
                 self.scheduler.remove(sequence)
                 self.finished.append(sequence)
         return here
 
     def fail(self):
-        """A step whose run raises after it has written. Returns the batch."""
-        batch = self.scheduler.next_batch(now=0.0)
-        self.run(batch)
-        self.scheduler.put_all_back()
-        return batch
+        """A turn whose steps raise after they have written. Returns the turn."""
+        plan = self.scheduler.schedule(now=0.0)
+        for batch in plan:
+            self.run(batch)
+        self.scheduler.preempt_all()
+        return Turn(plan, [])
 
     def steps(self, count):
         return [self.step() for _ in range(count)][-1]
@@ -87,7 +129,7 @@ class World:
         for sequence in batch.decode:
             position = sequence.num_cached
             self.slots[self.slot(sequence, position)] = (sequence, position)
-        for sequence in batch.due:
+        for sequence in batch.sampled:
             for position in range(sequence.length):
                 assert self.slots[self.slot(sequence, position)] == (sequence, position)
 

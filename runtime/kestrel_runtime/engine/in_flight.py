@@ -1,30 +1,24 @@
-"""A step that was launched and is not reported yet. Plain data; the loop keeps a few of them in order."""
+"""A step between its launch and its report. Plain data; the loop keeps a few of them in order."""
 
 from __future__ import annotations
 
-from typing import NamedTuple, NewType
+from typing import NamedTuple
 
-from kestrel_runtime.execution.step_runner import Launch
-from kestrel_runtime.scheduling.sequence import Batch, Sequence
-
-StepId = NewType("StepId", int)
-"""Counts the steps of a loop. Ids rise, so a step that was reported is never meant by mistake."""
+from kestrel_runtime.execution.step_runner import StepHandle
+from kestrel_runtime.scheduling.batch import Batch
+from kestrel_runtime.scheduling.ids import StepId
 
 
 class InFlightStep(NamedTuple):
-    """One step between its launch and the moment when its tokens are handed out.
+    """One step that was launched and whose tokens are not handed out yet.
 
-    It names the step that it depends on by id: an object would keep that step, its sequences and their images
-    alive, and through it all steps before.
+    Its batch names the steps that it depends on by id: an object would keep that step, its sequences and their
+    images alive, and through it all steps before.
     """
 
     id: StepId
     batch: Batch
-    sampled: list[Sequence]
-    """Sequences that get a token from this step, as `Scheduler.commit` returned them."""
-    handle: Launch
-    depends_on: StepId | None
-    """The prefill step that must be reported before this step."""
+    handle: StepHandle
 
     def __str__(self) -> str:
         return f"step {self.id}, a {describe(self.batch)}"
@@ -32,6 +26,5 @@ class InFlightStep(NamedTuple):
 
 def describe(batch: Batch) -> str:
     """A step's batch, for logs: names sequences by fingerprint, which does not reveal the request."""
-    kind = "decode" if batch.decode else "prefill"
-    names = ", ".join(sequence.fingerprint or str(sequence.id) for sequence in batch.members)
-    return f"{kind} step of {names}"
+    names = ", ".join(sequence.fingerprint or str(sequence.id) for sequence in batch.sequences)
+    return f"{batch.kind} step of {names}"

@@ -36,8 +36,9 @@ import torch
 from kestrel_runtime.engine.offending_requests import Culprits
 from kestrel_runtime.engine.tracebacks import clear_locals
 from kestrel_runtime.execution.step_runner import ModelRunner
+from kestrel_runtime.scheduling.batch import Batch, Chunk, EncodeItem
 from kestrel_runtime.scheduling.scheduler import Scheduler
-from kestrel_runtime.scheduling.sequence import Batch, Chunk, Sequence
+from kestrel_runtime.scheduling.sequence import Sequence
 
 _MAX_OFFENDING_IN_A_ROW = 3
 _NUM_RUNS = 2
@@ -97,16 +98,16 @@ class Recovery:
 
         Returns the offending sequence once it is known, which must end then. Raises `DeviceLost`.
         """
-        names = ", ".join(sequence.fingerprint for sequence in batch.members)
-        is_alone = self._scheduler.is_trying
+        names = ", ".join(sequence.fingerprint for sequence in batch.sequences)
+        is_alone = self._scheduler.is_isolating
         _log.error("a step of %s failed%s", names, ", which ran alone" if is_alone else "", exc_info=error)
-        self._scheduler.put_all_back()
+        self._scheduler.preempt_all()
         clear_locals(error)  # they hold tensors
         self._runner.forget_images()
         if isinstance(error, torch.OutOfMemoryError):
             _log.error("out of memory: the features of all images are dropped, and made anew when needed")
             self._runner.empty_device_cache()
-        return self._judge(batch.members[0]) if is_alone else None
+        return self._judge(batch.sequences[0]) if is_alone else None
 
     def _judge(self, suspect: Sequence) -> Sequence | None:
         """The suspect, if what is known about it is enough to end it; else None, and it runs alone once more."""
@@ -147,9 +148,9 @@ class Recovery:
     def _runs_probes(self, *, only_cheapest: bool) -> bool:
         for probe in self._new_probes():
             probe.pages = list(range(self._scheduler.pages_for(probe)))  # all are free after a failure
-            crops = [] if probe.crops is None else [probe.whole_image]
+            encode = [] if probe.crops is None else [EncodeItem.rest_of(probe)]
             try:
-                self._runner.run(Batch(crops, [Chunk(probe, 0, probe.length)], []))
+                self._runner.run(Batch.of_prefill(encode, [Chunk.of(probe, 0, probe.length)]))
             except Exception:
                 _log.exception("a request of our own failed too")
                 return False

@@ -3,28 +3,29 @@
 The life of a request in it:
   1. `add` puts a prepared sequence and its stream into the inbox; `cancel` puts a cancelled stream there.
   2. A turn takes the inbox, then drops sequences that nobody waits for any more (cancelled, past a deadline).
-  3. `Scheduler.next_batch` chooses who runs and takes pages.
-  4. `ModelRunner.launch` has the device encode crops, fill the cache and sample tokens; `Scheduler.commit` counts
-     that as done. Where it raises, `Recovery` finds the offending request, and the next turns run suspects alone.
-  5. `Scheduler.land` takes the tokens of steps that are complete; each sequence's reader turns them into events.
-  6. A finished sequence gives its pages back; the outbox posts all events of the turn at once.
+  3. `Scheduler.schedule` plans up to two steps, a prefill step (images and prompts) and a decode step, and
+     allocates their pages.
+  4. `ModelRunner.launch` has the device encode tiles, write the cache and sample tokens; `Scheduler.commit` records
+     the step. Where a launch raises, `Recovery` finds the offending request, and the next turns run suspects alone.
+  5. `Scheduler.complete` takes the tokens of complete steps; each sequence's reader turns them into events.
+  6. A finished sequence returns its pages; the outbox posts all events of the turn at once.
 
-     inbox ─▶ drop ─▶ choose ─▶ launch ─▶ complete earlier steps ─▶ read ─▶ post
-       ▲                                                                    │
-       └──────────────── waits here while there is no work ◀────────────────┘
+     inbox ─▶ drop ─▶ schedule ─▶ launch ─▶ complete earlier steps ─▶ emit ─▶ post
+       ▲                                                                       │
+       └────────────────── waits here while there is no work ◀─────────────────┘
 
-A turn launches up to two steps, a prefill step (images and prompts) and a decode step. They run beside each other,
-so a long prompt delays nobody's next token; a sequence whose prompt is complete decodes with the others from the
-next turn on. A device that works by itself gets its next steps before it has completed those in flight, so it never
-waits for readers.
+Prefill steps and decode steps run beside each other, so a long prompt delays nobody's next token. A sequence whose
+prompt is complete decodes with the others from the next turn on. An asynchronous device gets its next steps before
+it has completed those in flight, so it never waits for readers.
 
      prefill  │      step 1      ││      step 3      ││      step 7      │
      decode                       │ 2 ││ 4 ││ 5 ││ 6 │ …
      thread   │launch 1│launch 2,3│complete 1│launch 4, complete 2│launch 5, complete 4│ …
 
-While a sequence decodes, the thread only looks whether prefill steps are complete. While none does, it launches
-the next decode step behind the prefill step at once. Launching a prefill step takes the thread longer than a decode
-step takes the device, so some more decode steps are launched before it.
+While any sequence decodes, the thread only looks whether prefill steps are complete. While none does, it promotes
+the sequences of the first prefill step in flight: they decode at once, in steps that depend on that step. Launching
+a prefill step takes the thread longer than a decode step takes the device, so more decode steps are launched before
+it.
 
 Tokens that a sequence sampled after its end, in steps that were already in flight, are dropped. Its pages may have
 another owner by then: decode steps that write there run before all later decode and prefill steps, and pages that a
@@ -49,19 +50,21 @@ from typing import NamedTuple
 from kestrel_runtime.api.errors import EngineUnavailable, InternalError, KestrelError
 from kestrel_runtime.api.stream import Outbox, Stream
 from kestrel_runtime.engine.emission import events_after
-from kestrel_runtime.engine.in_flight import InFlightStep, StepId, describe
+from kestrel_runtime.engine.in_flight import InFlightStep, describe
 from kestrel_runtime.engine.isolation import Recovery
-from kestrel_runtime.execution.step_runner import Launch, ModelRunner
+from kestrel_runtime.execution.step_runner import ModelRunner, StepHandle
 from kestrel_runtime.scheduling.admission import Admission
+from kestrel_runtime.scheduling.batch import Batch, Plan
 from kestrel_runtime.scheduling.deadlines import Deadlines
+from kestrel_runtime.scheduling.ids import StepId
 from kestrel_runtime.scheduling.scheduler import Scheduler
-from kestrel_runtime.scheduling.sequence import Batch, Sequence
+from kestrel_runtime.scheduling.sequence import Sequence
 from kestrel_runtime.scheduling.token_rate import TokenRate
 
 _MAX_PREFILLS = 2
 """Prefill steps in flight: one that runs, and one that begins when it ends."""
-_DECODES_AHEAD, _DECODES_AHEAD_OF_PREFILL = 1, 4
-"""Decode steps in flight behind the one that runs, the second where a prefill step is about to be launched."""
+_MAX_DECODES, _MAX_DECODES_BEFORE_PREFILL = 2, 5
+"""Decode steps in flight, the one that runs included; the second where a prefill step is about to be launched."""
 
 _log = logging.getLogger(__name__)
 
@@ -97,7 +100,6 @@ class EngineLoop:
         self._step_ids = itertools.count(1)
         self._prefills: deque[InFlightStep] = deque()
         self._decodes: deque[InFlightStep] = deque()
-        self._promoted: InFlightStep | None = None  # the prefill step in flight that decode steps depend on
         self._rate = TokenRate()
         self._launching: Batch | None = None
         self._num_marks = 0  # rises with each launch and completion, for the watchdog
@@ -191,16 +193,15 @@ class EngineLoop:
         promoted = self._promote()
         if not self._scheduler.can_look_ahead:  # asked when it is known who decodes
             self._complete_all()
-        # A prefill step may reuse pages of sequences that have finished; they took part in this step at the latest.
-        last_decode = self._decodes[-1].handle if self._decodes else None
-        batch = self._scheduler.next_batch(now, takes_prompts=len(self._prefills) < _MAX_PREFILLS)
-        if self._launch_decodes(batch, now):
-            self._launch(batch.prompting, self._prefills, last_decode)
+        had_decodes = bool(self._decodes)
+        plan = self._scheduler.schedule(now, may_prefill=len(self._prefills) < _MAX_PREFILLS)
+        if self._launch_decodes(plan, now):
+            self._launch(plan.prefill, self._prefills)
         if not self._runner.is_asynchronous:
             self._complete_all()
-        if last_decode is not None and self._decodes:
+        if had_decodes and self._decodes:  # the oldest; younger ones keep the device busy
             self._complete(self._decodes)
-        if self._prefills and (promoted or (last_decode is None and batch.is_empty)):
+        if self._prefills and (promoted or (not had_decodes and plan.is_empty)):
             self._complete(self._prefills)
         self._outbox.post()
 
@@ -252,30 +253,29 @@ class EngineLoop:
                 self._admission.start(self._streams[item.sequence], now)
 
     def _promote(self) -> bool:
-        """Where no sequence decodes, have those of the first prefill step in flight decode, in steps that depend on
-        it. Returns whether there were any.
+        """Where no sequence decodes, have those decode whose prompts end in the first prefill step in flight.
+
+        Returns whether there were any.
         """
-        if not self._prefills or not self._prefills[0].sampled or self._scheduler.is_decoding:
+        if not self._prefills or not self._prefills[0].batch.sampled or self._scheduler.is_decoding:
             return False
-        self._promoted = self._prefills[0]
-        self._scheduler.follow(self._promoted.sampled)
+        self._scheduler.promote(self._prefills[0].batch)
         return True
 
-    def _launch_decodes(self, batch: Batch, now: float) -> bool:
-        """Launch decode steps, the batch's first, until enough are in flight. False where a launch raised."""
-        num_ahead = 0
+    def _launch_decodes(self, plan: Plan, now: float) -> bool:
+        """Launch decode steps, the plan's first, until enough are in flight. False where a launch raised."""
+        batch, max_decodes = plan.decode, 1
         if self._runner.is_asynchronous:
-            num_ahead = _DECODES_AHEAD if batch.prompting.is_empty else _DECODES_AHEAD_OF_PREFILL
-        prefill = self._promoted
-        while batch.decode and len(self._decodes) <= num_ahead:
-            if not self._launch(batch.decoding, self._decodes, None if prefill is None else prefill.handle):
+            max_decodes = _MAX_DECODES if plan.prefill.is_empty else _MAX_DECODES_BEFORE_PREFILL
+        while not batch.is_empty and len(self._decodes) < max_decodes:
+            if not self._launch(batch, self._decodes):
                 return False
-            if len(self._decodes) > num_ahead or not self._scheduler.can_look_ahead:
+            if len(self._decodes) == max_decodes or not self._scheduler.can_look_ahead:
                 break
-            batch = self._scheduler.next_batch(now, takes_prompts=False)
+            batch = self._scheduler.schedule(now, may_prefill=False).decode
         return True
 
-    def _launch(self, batch: Batch, steps: deque[InFlightStep], after: Launch | None) -> bool:
+    def _launch(self, batch: Batch, steps: deque[InFlightStep]) -> bool:
         """Launch a step, if there is anything to do. False where that raised; the next turns find out why."""
         if batch.is_empty:
             return True
@@ -283,48 +283,51 @@ class EngineLoop:
         self._num_marks += 1
         self._launching = batch
         try:
-            handle = self._runner.launch(batch, after)
+            handle = self._runner.launch(batch, self._handles_of(batch.after | batch.depends_on))
         except Exception as error:
             if self._complete_all():
                 self._recover(batch, error)
             return False
         finally:
             self._launching = None
-        depends_on = self._promoted.id if batch.decode and self._promoted is not None else None
-        sampled = self._scheduler.commit(batch)
-        steps.append(InFlightStep(StepId(next(self._step_ids)), batch, sampled, handle, depends_on))
+        step = InFlightStep(StepId(next(self._step_ids)), batch, handle)
+        self._scheduler.commit(step.id, batch)
+        steps.append(step)
         return True
 
+    def _handles_of(self, ids: frozenset[StepId]) -> list[StepHandle]:
+        return [step.handle for step in (*self._prefills, *self._decodes) if step.id in ids] if ids else []
+
     def _complete_finished_prefills(self) -> None:
-        while self._prefills and self._is_over(self._prefills[0]):
+        while self._prefills and self._is_complete(self._prefills[0]):
             self._complete(self._prefills)
 
     @staticmethod
-    def _is_over(step: InFlightStep) -> bool:
+    def _is_complete(step: InFlightStep) -> bool:
         """Whether waiting for the step would return at once, or raise at once."""
         try:
-            return step.handle.is_over
+            return step.handle.is_complete()
         except Exception:  # the device reports an error where it is asked first; `_complete` meets it again
             return True
 
     def _complete_all(self) -> bool:
-        """False where a step failed, and all sequences went back to waiting."""
+        """False where a step failed, and all sequences wait again."""
         is_well = True
         while is_well and (self._prefills or self._decodes):
             is_well = self._complete(self._decodes or self._prefills)
         return is_well
 
     def _complete(self, steps: deque[InFlightStep]) -> bool:
-        """Wait for the first of the steps and hand out its tokens.
+        """Wait for the first of the steps and hand out its tokens, after those of the steps that it depends on.
 
-        False where it failed, and all sequences went back to waiting.
+        False where one of them failed, and all sequences wait again.
         """
-        while any(prefill.id == steps[0].depends_on for prefill in self._prefills):
+        while any(prefill.id in steps[0].batch.depends_on for prefill in self._prefills):
             if not self._complete(self._prefills):
                 return False
         step = steps[0]  # in its place until it is complete: the watchdog names what is in flight
         try:
-            tokens = step.handle.land()
+            tokens = step.handle.wait()
         except Exception as error:
             steps.popleft()
             self._abandon_in_flight()
@@ -332,10 +335,8 @@ class EngineLoop:
             return False
         steps.popleft()
         self._num_marks += 1
-        if step is self._promoted:
-            self._promoted = None
         now = time.monotonic()
-        here = self._scheduler.land(step.batch, step.sampled, tokens)
+        here = self._scheduler.complete(step.id, step.batch, tokens)
         self._recovery.succeeded(here)
         self._rate.add(now, len(here))
         for sequence in here:
@@ -346,10 +347,9 @@ class EngineLoop:
         """Wait for the end of the other steps in flight; their tokens are dropped."""
         for step in (*self._prefills, *self._decodes):
             with contextlib.suppress(Exception):
-                step.handle.land()
+                step.handle.wait()
         self._prefills.clear()
         self._decodes.clear()
-        self._promoted = None
 
     def _recover(self, batch: Batch, error: Exception) -> None:
         offending = self._recovery.failed(batch, error)

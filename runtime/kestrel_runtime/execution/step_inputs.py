@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kestrel_runtime.execution.transfer import to_device
-from kestrel_runtime.scheduling.sequence import Chunk
+from kestrel_runtime.scheduling.batch import Chunk
 
 _ALIGNMENT_BYTES = 16
 """Kernels are compiled anew for operands that do not begin at a multiple of it."""

@@ -1,6 +1,6 @@
 """Runs steps on the model: crops to features, prompts into the cache, a new token for whoever is due.
 
-Knows tensors and the model; decides nothing about who runs. Nothing here waits for the device but `Launch.land`.
+Knows tensors and the model; decides nothing about who runs. Only `StepHandle.wait` waits for the device.
 
 Images and prompts have a lane of the device, decoding another, more urgent one. They share weights, pages of the
 cache and slots, and nothing else: neither memory of steps nor recordings.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -37,8 +37,9 @@ from kestrel_runtime.models.moondream.model import Moondream
 from kestrel_runtime.models.moondream.model_paths import ModelPaths
 from kestrel_runtime.models.moondream.tiling import MoondreamTiling, Tiler
 from kestrel_runtime.models.moondream.vision_graphs import EncodeGraphs
+from kestrel_runtime.scheduling.batch import Batch, Chunk, EncodeItem
 from kestrel_runtime.scheduling.limits import StepBounds
-from kestrel_runtime.scheduling.sequence import Batch, Chunk, CropRange, Sequence
+from kestrel_runtime.scheduling.sequence import Sequence
 
 # Columns of a decode step's inputs: small numbers, then floats by their bits, then pages.
 _SLOT, _POSITION, _SETTINGS = 0, 1, slice(2, 2 + SETTINGS_PER_SEQUENCE)
@@ -65,32 +66,27 @@ class _Image:
     embeddings: Tensor | None = None
 
 
-class Launch:
-    """A step on its way: what it draws is on the device until `land`."""
+class StepHandle:
+    """A step in flight: what it samples is on the device until `wait`."""
 
-    def __init__(self, sequences: list[Sequence], drawn: Tensor | None, lane: Lane) -> None:
-        """drawn: float32 [sequences, 4], as the sampler returns it in the lane; None where nobody was due."""
-        self._sequences = sequences
-        self._drawn = drawn
-        if drawn is not None and drawn.is_cuda:
-            self._drawn = torch.empty(drawn.shape, pin_memory=True).copy_(drawn, non_blocking=True)
-        self.over = lane.mark()
+    def __init__(self, sampled: Tensor | None, lane: Lane) -> None:
+        """sampled: float32 [sequences, 4], as the sampler returns it in the lane; None where nobody is sampled."""
+        self._sampled = sampled
+        if sampled is not None and sampled.is_cuda:
+            self._sampled = torch.empty(sampled.shape, pin_memory=True).copy_(sampled, non_blocking=True)
+        self.done = lane.mark()
 
-    @property
-    def is_over(self) -> bool:
-        """Whether `land` need not wait."""
-        return self.over is None or self.over.query()
+    def is_complete(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self.done is None or self.done.query()
 
-    def land(self) -> dict[int, Token]:
-        """Wait for the step; the new token of each sequence that was due one, by sequence id."""
-        if self.over is not None:
-            self.over.synchronize()
-        if self._drawn is None:
-            return {}
-        return {
-            sequence.id: Token(int(id), tuple(values[: int(kind)]))
-            for sequence, (id, kind, *values) in zip(self._sequences, self._drawn.tolist(), strict=True)
-        }
+    def wait(self) -> list[Token]:
+        """Wait for the step; its tokens, in the order of `Batch.sampled`. Raises what the device raises."""
+        if self.done is not None:
+            self.done.synchronize()
+        if self._sampled is None:
+            return []
+        return [Token(int(id), tuple(values[: int(kind)])) for id, kind, *values in self._sampled.tolist()]
 
 
 class ModelRunner:
@@ -180,22 +176,19 @@ class ModelRunner:
         for graphs in draws:
             yield graphs.captured, graphs.usual(_SPATIAL_NEEDS)
 
-    def run(self, batch: Batch) -> dict[int, Token]:
-        """Run a batch to its end; returns the new token of each sequence that is due one, by sequence id."""
-        steps = [part for part in (batch.prompting, batch.decoding) if not part.is_empty]
-        return {id: token for step in steps for id, token in self.launch(step).land().items()}
+    def run(self, batch: Batch) -> list[Token]:
+        """Run a step to its end; returns its tokens, in the order of `Batch.sampled`."""
+        return self.launch(batch).wait()
 
     @torch.inference_mode()
-    def launch(self, batch: Batch, after: Launch | None = None) -> Launch:
-        """Begin a step, of images and prompts or of decoding.
-
-        It comes after all of its kind that were begun before, and after `after`, which is of the other.
-        """
-        assert batch in (batch.decoding, batch.prompting), "a step is of one kind"
-        lane = self._decoding if batch.decode else self._prompting
+    def launch(self, batch: Batch, after: Iterable[StepHandle] = ()) -> StepHandle:
+        """Begin a step. It comes after all of its kind that were begun before, and after the steps `after`."""
+        lane = self._decoding if batch.kind == "decode" else self._prompting
         with lane.entered():
-            lane.wait_for(None if after is None else after.over)
-            return Launch(batch.due, self._decode(batch.decode) if batch.decode else self._take_in(batch), lane)
+            for handle in after:
+                lane.wait_for(handle.done)
+            sampled = self._decode(list(batch.decode)) if batch.kind == "decode" else self._take_in(batch)
+            return StepHandle(sampled, lane)
 
     @torch.inference_mode()
     def last_hidden(self, batch: Batch) -> Tensor:
@@ -286,24 +279,26 @@ class ModelRunner:
 
     def _take_in(self, batch: Batch) -> Tensor | None:
         """Encode and prefill; the tokens that follow prompts, if there are any."""
-        hidden, due = self._fill(batch), batch.due
-        return self._draw(hidden, due) if due else None
+        hidden = self._fill(batch)
+        return self._draw(hidden, list(batch.sampled)) if batch.sampled else None
 
     def _fill(self, batch: Batch) -> Tensor:
         """Encode and prefill; the hidden states of the prompts that end, in order."""
         if batch.encode:
-            self._encode(batch.encode)
-        return self._prefill(batch.prefill) if batch.prefill else self._hidden[:0]
+            self._encode(list(batch.encode))
+        return self._prefill(list(batch.prefill)) if batch.prefill else self._hidden[:0]
 
-    def _encode(self, ranges: list[CropRange]) -> None:
-        pixels = [self._tiles.take(part.sequence.id, _image_of(part), part.start, part.end) for part in ranges]
+    def _encode(self, items: list[EncodeItem]) -> None:
+        pixels = [
+            self._tiles.take(item.sequence.id, _image_of(item), item.first_tile, item.end_tile) for item in items
+        ]
         features = self._encode_crops(torch.cat(pixels)).split([len(part) for part in pixels])
         whole: list[tuple[_Image, Tensor, tuple[int, int]]] = []
-        for crop_range, part in zip(ranges, features, strict=True):
-            image = self._images.setdefault(crop_range.sequence.id, _Image())
+        for item, part in zip(items, features, strict=True):
+            image = self._images.setdefault(item.sequence.id, _Image())
             image.features.append(part)
-            source = _image_of(crop_range)
-            if crop_range.end == source.num_tiles:
+            source = _image_of(item)
+            if item.end_tile == source.num_tiles:
                 whole.append((image, torch.cat(image.features), (source.rows, source.columns)))
                 image.features.clear()
         if whole:
@@ -317,7 +312,7 @@ class ModelRunner:
         plan = PrefillPlan.of(chunks, self._cache.page_size, self._cache.device)
         embeddings = self._embeddings(chunks)
         ends = plan.query_starts[1:].long() - 1
-        last = [place for place, chunk in enumerate(chunks) if chunk.is_last]
+        last = [place for place, chunk in enumerate(chunks) if chunk.num_samples]
         if len(last) < len(chunks):
             ends = ends[to_device(last, torch.int64, self._cache.device)]
         return self._prefill_text(embeddings, plan, ends)
@@ -389,13 +384,13 @@ class ModelRunner:
 
 def _text_of(chunk: Chunk) -> list[Token]:
     """The chunk's tokens but for the image, which stands behind the first of the sequence."""
-    sequence, start, end = chunk
+    sequence, start, end, _ = chunk
     num_image = sequence.num_image_tokens
     first = 0 if start == 0 else start - num_image
     return sequence.tokens[first : max(end - num_image, 1)]
 
 
-def _image_of(part: CropRange) -> Tiles | DecodedImage:
+def _image_of(part: EncodeItem) -> Tiles | DecodedImage:
     image = part.sequence.crops
     assert isinstance(image, (Tiles, DecodedImage)), "only sequences with an image have tiles to encode"
     return image

@@ -1,38 +1,39 @@
 """Who runs in the next step, and who owns which page. Pure decisions: no torch, no threads, no clock.
 
 Invariants
-  I1  Only PREFILLING, PREFILLED and RUNNING sequences hold pages; a sequence that leaves those states gives all of
-      them back, at once or, where steps under way still write its prompt to them, when those have landed.
-  I2  Every RUNNING sequence with room for a token is in every decode batch, so nobody's next token waits for more
-      than one step.
-  I3  While somebody is decoding, a step carries at most `max_prefill_tokens` prompt tokens (or one image prefix,
-      which cannot be split) and `max_crops_per_step` crops.
-  I4  A page is taken when a token needs it. Where none is left the youngest sequence goes back to waiting, keeps
-      its tokens, and is prefilled again; so the oldest always advances.
-  I5  Sequences start in the order of `WaitingQueue`: who was sent back, then by priority, tenant and age. Nobody
-      passes the one it names, not even where there is room for a smaller one.
-  I6  After a failed step each sequence that was active does what it did once more, alone, and draws a token;
-      before they all have, nobody else runs.
-  I7  Steps may be chosen while the tokens of those before are being drawn, except where that takes their values:
-      nobody is sent back, and no failed step is sorted out, while a token is pending.
-  I8  Who is PREFILLED decodes when the end of its prompt has landed, or earlier where `follow` says that the steps
-      to come wait for it: so those who decode need not wait for the prompts of others.
+  I1  Only PREFILLING, PREFILLED and RUNNING sequences hold pages. A sequence that leaves these states returns all
+      of its pages: at once, or when the prefill steps in flight that write to them are complete.
+  I2  Each RUNNING sequence with room for a token is in every decode batch, so its next token takes one step.
+  I3  While any sequence decodes, a prefill step has at most `max_prefill_tokens` prompt tokens (or one image
+      prefix, which cannot be split) and at most `max_crops_per_step` tiles.
+  I4  A page is allocated when a token needs it. Where none is available, the youngest sequence is preempted: it
+      waits again, keeps its tokens, and is prefilled with them later. So the oldest sequence always advances.
+  I5  Sequences start in the order of `WaitingQueue`: preempted ones first, then by priority, tenant and age. A
+      smaller sequence never overtakes a larger one that waits for pages.
+  I6  After a failed step each sequence that was active repeats its part of the step alone and samples a token (an
+      isolation run). No other sequence runs until all of them have.
+  I7  Steps may be planned while tokens of earlier steps are pending, except where that needs their values: no
+      sequence is preempted, and no failed step is isolated, while a token is pending.
+  I8  A PREFILLED sequence decodes when the step that ends its prompt is complete; or earlier where `promote` says
+      so, in decode steps that depend on that step. So decoding sequences need not wait for prompts of others.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from kestrel_runtime.interfaces.tokens import Token
+from kestrel_runtime.scheduling.batch import Batch, Chunk, EncodeItem, Plan
+from kestrel_runtime.scheduling.ids import StepId
 from kestrel_runtime.scheduling.page_pool import PagePool
-from kestrel_runtime.scheduling.sequence import Batch, Chunk, CropRange, Sequence, SequenceState
+from kestrel_runtime.scheduling.sequence import Sequence, SequenceState
 from kestrel_runtime.scheduling.waiting_queue import WaitingQueue
 
 
 class _Suspect(NamedTuple):
-    """Was active when a step failed; `is_decoding` tells what it did."""
+    """Was active when a step failed. `is_decoding` tells which part it had in that step."""
 
     sequence: Sequence
     is_decoding: bool
@@ -41,7 +42,8 @@ class _Suspect(NamedTuple):
 class Scheduler:
     """Waiting and active sequences.
 
-    `next_batch` chooses a step, `commit` counts it as done, `land` takes the tokens that it drew.
+    Of each step: `schedule` plans it and allocates pages, `commit` records that it was launched, and `complete`
+    takes the tokens that it sampled.
     """
 
     def __init__(
@@ -59,8 +61,9 @@ class Scheduler:
         self._max_crops_per_step = max_crops_per_step
         self._waiting = WaitingQueue(ageing_s=ageing_s)
         self._active: list[Sequence] = []  # PREFILLING, PREFILLED and RUNNING, oldest first
-        self._leaving: list[Sequence] = []  # FINISHED, with pages that steps under way write to
-        self._suspects: deque[_Suspect] = deque()  # the first is on trial
+        self._leaving: list[Sequence] = []  # FINISHED, with pages that prefill steps in flight write
+        self._suspects: deque[_Suspect] = deque()  # the first runs alone
+        self._last_decode: StepId | None = None  # in flight
 
     @property
     def num_waiting(self) -> int:
@@ -75,13 +78,13 @@ class Scheduler:
         return not self._waiting and not self._active
 
     @property
-    def is_trying(self) -> bool:
-        """Whether the batch chosen last, or next, is a trial of one sequence alone."""
+    def is_isolating(self) -> bool:
+        """Whether the last or the next plan is an isolation run, of one sequence alone."""
         return bool(self._suspects)
 
     @property
     def can_look_ahead(self) -> bool:
-        """Whether the next batch can be chosen while tokens are pending."""
+        """Whether the next steps can be planned while tokens are pending."""
         if self._suspects:
             return False
         if len(self._active) <= self._pages.num_free:  # a step needs at most a page for each
@@ -91,7 +94,7 @@ class Scheduler:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether anybody decodes in the next step."""
+        """Whether any sequence decodes in the next step."""
         return any(self._has_room(sequence) for sequence in self._active)
 
     def pages_for(self, sequence: Sequence) -> int:
@@ -109,85 +112,89 @@ class Scheduler:
         assert sequence.num_prompt_positions < sequence.max_context, "checked when the request was prepared"
         self._waiting.push(sequence)
 
-    def next_batch(self, now: float, *, takes_prompts: bool = True) -> Batch:
-        """Choose what comes next and take the pages it needs; `now` is a moment of the clocks' time.
+    def schedule(self, now: float, *, may_prefill: bool = True) -> Plan:
+        """Plan the next steps and allocate the pages they need; `now` is in seconds of the clock of the sequences.
 
-        Without `takes_prompts` that is decoding alone.
+        Without `may_prefill` the plan has a decode step only.
         """
         if self._suspects:
-            return self._trial(*self._suspects[0])
+            return self._isolation_run(*self._suspects[0])
         self._grow_running()
-        running = [sequence for sequence in self._active if self._has_room(sequence)]
-        if not takes_prompts:
-            return Batch([], [], running)
+        decode = Batch.of_decode(sequence for sequence in self._active if self._has_room(sequence))
+        if not may_prefill:
+            return Plan(self._prefill_batch(), decode)
         self._admit(now)
-        encode, prefill = self._plan_prefill(bounded=bool(running))
-        return Batch(encode, prefill, running)
+        return Plan(self._prefill_batch(*self._plan_prefill(bounded=not decode.is_empty)), decode)
 
-    def commit(self, batch: Batch) -> list[Sequence]:
-        """Count a batch as done. Returns the sequences that draw a token in it, which is pending from now on."""
-        due = batch.due  # before tokens are pending: they move the end of their sequences
-        for crop_range in batch.encode:
-            crop_range.sequence.num_encoded_crops = crop_range.end
+    def commit(self, step: StepId, batch: Batch) -> None:
+        """The batch was launched as `step`; each token that it samples is pending from now on."""
+        for item in batch.encode:
+            item.sequence.num_encoded_tiles = item.end_tile
         for chunk in batch.prefill:
             chunk.sequence.num_cached = chunk.end
-            chunk.sequence.num_chunks_under_way += 1
-            if chunk.is_last:
+            chunk.sequence.writing.add(step)
+            if chunk.num_samples:
                 chunk.sequence.move_to(SequenceState.PREFILLED)
         for sequence in batch.decode:
             sequence.num_cached += 1
-        for sequence in due:
+        for sequence in batch.sampled:
             sequence.num_pending += 1
-        return due
+        if batch.kind == "decode":
+            self._last_decode = step
 
-    def follow(self, drew: list[Sequence]) -> None:
-        """From now on those who draw a token in a batch of prompts, as `commit` named them, decode, in steps that
-        wait for it. Who has a part of its prompt there, and not the end, draws none.
-        """
-        for sequence in drew:
+    def promote(self, batch: Batch) -> None:
+        """The sequences whose prompts end in a prefill batch decode from now on, in steps that depend on it."""
+        for sequence in batch.sampled:
             if sequence.state is SequenceState.PREFILLED:
                 sequence.move_to(SequenceState.RUNNING)
 
-    def land(self, batch: Batch, drew: list[Sequence], drawn: dict[int, Token]) -> list[Sequence]:
-        """A committed batch is over: take the tokens that it drew, by sequence id, for those that `commit` named.
+    def complete(self, step: StepId, batch: Batch, tokens: list[Token]) -> list[Sequence]:
+        """A step is complete: take its tokens, in the order of `batch.sampled`.
 
-        Returns those of `drew` that are still here, each with its new token as the last.
+        Returns the sampled sequences that are still here, each with its new token as the last.
         """
-        self.follow(drew)
+        self.promote(batch)
+        if step == self._last_decode:
+            self._last_decode = None
         for chunk in batch.prefill:
-            chunk.sequence.num_chunks_under_way -= 1
+            chunk.sequence.writing.discard(step)
         self._release_leaving()
-        here = [sequence for sequence in drew if sequence.state is not SequenceState.FINISHED]
-        for sequence in here:
-            sequence.num_pending -= 1
-            sequence.tokens.append(drawn[sequence.id])
-            self._waiting.serve(sequence)
+        here: list[Sequence] = []
+        for sequence, token in zip(batch.sampled, tokens, strict=True):
+            if sequence.state is not SequenceState.FINISHED:
+                sequence.num_pending -= 1
+                sequence.tokens.append(token)
+                self._waiting.serve(sequence)
+                here.append(sequence)
         if self._suspects and self._suspects[0].sequence in here:
             self._suspects.popleft()
         return here
 
-    def put_all_back(self) -> None:
-        """A batch failed, and none is under way: all go back to waiting, without features of their images.
+    def preempt_all(self) -> None:
+        """A step failed, and none is in flight: all sequences wait again, and their images must be encoded again.
 
-        Whoever was active is a suspect from now on, those who have passed a trial too: so their order stays. But a
-        suspect whose trial failed comes first, so that in its next trial no other sequence is active.
+        Each sequence that was active is a suspect from now on, also those that have passed an isolation run, so
+        that their order stays. But a suspect that failed in its isolation run comes first, so that in its next one
+        no other sequence is active.
         """
         known = {suspect.sequence: suspect for suspect in self._suspects}
         failed = self._suspects[0].sequence if self._suspects else None
         active = [known.pop(item, _Suspect(item, item.state is SequenceState.RUNNING)) for item in self._active]
         suspects = (*active, *known.values())
         self._suspects = deque(sorted(suspects, key=lambda suspect: suspect.sequence is not failed))
+        self._last_decode = None
         for sequence in (*self._active, *self._leaving):
-            sequence.num_pending = sequence.num_chunks_under_way = 0
+            sequence.num_pending = 0
+            sequence.writing.clear()
         self._release_leaving()
         while self._active:
             self._active[-1].rewind_random()
             self._preempt(self._active[-1])
         for sequence in self._waiting:
-            sequence.num_encoded_crops = 0
+            sequence.num_encoded_tiles = 0
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a finished, cancelled or failed sequence out and give its pages back, as I1 says."""
+        """Take a finished, cancelled or failed sequence out and return its pages, as I1 says."""
         if sequence.state is SequenceState.WAITING:
             self._waiting.remove(sequence)
         else:
@@ -207,7 +214,7 @@ class Scheduler:
 
     @staticmethod
     def _has_room(sequence: Sequence) -> bool:
-        """Whether the sequence decodes, and its context has room beyond what is known and pending."""
+        """Whether the sequence decodes and its context has room for a token beyond those known and pending."""
         return sequence.state is SequenceState.RUNNING and sequence.length < sequence.max_context
 
     def _needs_page(self, sequence: Sequence) -> bool:
@@ -222,9 +229,9 @@ class Scheduler:
 
     def _release_leaving(self) -> None:
         for sequence in self._leaving:
-            if not sequence.num_chunks_under_way:
+            if not sequence.writing:
                 self._release(sequence)
-        self._leaving = [sequence for sequence in self._leaving if sequence.num_chunks_under_way]
+        self._leaving = [sequence for sequence in self._leaving if sequence.writing]
 
     def _release(self, sequence: Sequence) -> None:
         self._pages.free(sequence.pages)
@@ -233,8 +240,8 @@ class Scheduler:
 
     def _admit(self, now: float) -> None:
         while len(self._active) < self._max_batch_size and (sequence := self._waiting.first(now)) is not None:
-            # Room for its next token, and a page in reserve for each active sequence, keep a newcomer from being
-            # sent back at once.
+            # Room for its next token, and a page in reserve for each active sequence: otherwise the new sequence
+            # would be preempted at once.
             if self._pages.pages_for(sequence.length + 1) + len(self._active) > self._pages.num_free:
                 return
             self._start(sequence)
@@ -245,46 +252,53 @@ class Scheduler:
         sequence.move_to(SequenceState.PREFILLING)
         self._active.append(sequence)
 
-    def _trial(self, sequence: Sequence, is_decoding: bool) -> Batch:
+    def _isolation_run(self, sequence: Sequence, is_decoding: bool) -> Plan:
         """One sequence alone: its image and tokens in a step; where it was decoding, its last token in another."""
         if sequence.state is SequenceState.PREFILLING:
             sequence.move_to(SequenceState.RUNNING)
-            return Batch([], [], [sequence])
+            return Plan(self._prefill_batch(), Batch.of_decode([sequence]))
         self._start(sequence)  # all suspects held pages together, so there are enough
-        encode = [sequence.whole_image] if sequence.num_crops_to_encode else []
-        return Batch(encode, [Chunk(sequence, 0, sequence.length - is_decoding)], [])
+        encode = [EncodeItem.rest_of(sequence)] if sequence.num_tiles_to_encode else []
+        chunk = Chunk.of(sequence, 0, sequence.length - is_decoding)
+        return Plan(self._prefill_batch(encode, [chunk]), Batch.of_decode())
 
-    def _plan_prefill(self, *, bounded: bool) -> tuple[list[CropRange], list[Chunk]]:
-        crops_left = self._max_crops_per_step
+    def _prefill_batch(self, encode: Iterable[EncodeItem] = (), prefill: Iterable[Chunk] = ()) -> Batch:
+        # It may take over pages and request state of sequences that have finished. These took part in the last
+        # decode step in flight at the latest.
+        after = frozenset[StepId]() if self._last_decode is None else frozenset((self._last_decode,))
+        return Batch.of_prefill(encode, prefill, after=after)
+
+    def _plan_prefill(self, *, bounded: bool) -> tuple[list[EncodeItem], list[Chunk]]:
+        tiles_left = self._max_crops_per_step
         tokens_left = self._max_prefill_tokens
-        encode: list[CropRange] = []
+        encode: list[EncodeItem] = []
         prefill: list[Chunk] = []
         for sequence in self._active:
             if sequence.state is not SequenceState.PREFILLING:
                 continue
-            missing_crops = sequence.num_crops_to_encode
-            if missing_crops:
-                count = min(missing_crops, crops_left) if bounded else missing_crops
+            num_tiles = sequence.num_tiles_to_encode
+            if num_tiles:
+                count = min(num_tiles, tiles_left) if bounded else num_tiles
                 if count:
-                    start = sequence.num_encoded_crops
-                    encode.append(CropRange(sequence, start, start + count))
-                    crops_left -= count
-                if count < missing_crops:
+                    start = sequence.num_encoded_tiles
+                    encode.append(EncodeItem(sequence, start, start + count))
+                    tiles_left -= count
+                if count < num_tiles:
                     continue
-            chunk = self._next_chunk(sequence, tokens_left, may_overshoot=not prefill)
+            chunk = self._next_chunk(sequence, tokens_left, may_exceed_limit=not prefill)
             if chunk is not None:
                 prefill.append(chunk)
                 tokens_left -= chunk.end - chunk.start
-            if tokens_left <= 0 or (not bounded and crops_left <= 0):
+            if tokens_left <= 0 or (not bounded and tiles_left <= 0):
                 break
         return encode, prefill
 
     @staticmethod
-    def _next_chunk(sequence: Sequence, tokens_left: int, *, may_overshoot: bool) -> Chunk | None:
+    def _next_chunk(sequence: Sequence, tokens_left: int, *, may_exceed_limit: bool) -> Chunk | None:
         start = sequence.num_cached
         end = min(sequence.length, start + tokens_left)
-        if end < sequence.prefix_length:  # the prefix goes in whole, so it may exceed the bound, alone
-            if not may_overshoot:
+        if end < sequence.prefix_length:  # a prefix is not split; the first of a step may exceed the limit, alone
+            if not may_exceed_limit:
                 return None
             end = sequence.prefix_length
-        return Chunk(sequence, start, end) if end > start else None
+        return Chunk.of(sequence, start, end) if end > start else None

@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from kestrel_runtime.api.errors import DeadlineExceeded, KestrelError, QueueTimeout
 from kestrel_runtime.api.requests import Priority
 from kestrel_runtime.interfaces.tokens import Token
+from kestrel_runtime.scheduling.ids import StepId
 
 if TYPE_CHECKING:
     from kestrel_runtime.interfaces.image import PreparedImage
@@ -102,11 +103,11 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     num_cached: int = 0
     """Positions whose keys and values are in the cache."""
-    num_encoded_crops: int = 0
+    num_encoded_tiles: int = 0
     num_pending: int = 0
-    """Tokens that steps under way are drawing: they have places and pages, and are not in `tokens` yet."""
-    num_chunks_under_way: int = 0
-    """Parts of its prompt that steps under way are writing to its pages."""
+    """Tokens that steps in flight sample: they have positions and pages, and are not in `tokens` yet."""
+    writing: set[StepId] = field(default_factory=set)
+    """Prefill steps in flight that write its prompt to its pages."""
     random: random.Random = field(init=False)
     """Spends `UNIFORMS_PER_TOKEN` numbers with every token drawn."""
 
@@ -129,8 +130,8 @@ class Sequence:
         return 1 + self.num_image_tokens if self.num_image_tokens else 0
 
     @property
-    def num_crops_to_encode(self) -> int:
-        return 0 if self.crops is None else self.crops.num_tiles - self.num_encoded_crops
+    def num_tiles_to_encode(self) -> int:
+        return 0 if self.crops is None else self.crops.num_tiles - self.num_encoded_tiles
 
     @property
     def num_prompt_positions(self) -> int:
@@ -149,12 +150,6 @@ class Sequence:
     def num_generated(self) -> int:
         return len(self.tokens) - self.num_prompt_tokens
 
-    @property
-    def whole_image(self) -> CropRange:
-        """The crops that are not encoded yet."""
-        assert self.crops is not None, "only sequences with an image have crops"
-        return CropRange(self, self.num_encoded_crops, self.crops.num_tiles)
-
     def rewind_random(self) -> None:
         """Put the random numbers where they were when the last token in `tokens` had been drawn."""
         self.random = random.Random(self.seed)
@@ -165,57 +160,3 @@ class Sequence:
         """Enter another state; an illegal transition is our own bug."""
         assert state in _TRANSITIONS[self.state], f"{self.state.name} → {state.name}"
         self.state = state
-
-
-class Chunk(NamedTuple):
-    """Positions [start, end) of a sequence that one prefill step puts into the cache."""
-
-    sequence: Sequence
-    start: int
-    end: int
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the next token can be drawn after this chunk."""
-        return self.end == self.sequence.length
-
-
-class CropRange(NamedTuple):
-    """Crops [start, end) of a sequence's image that one step encodes."""
-
-    sequence: Sequence
-    start: int
-    end: int
-
-
-class Batch(NamedTuple):
-    """The work of a turn. A sequence in `encode` may be in `prefill` too; one in `decode` is nowhere else."""
-
-    encode: list[CropRange]
-    prefill: list[Chunk]
-    decode: list[Sequence]
-
-    @property
-    def decoding(self) -> Batch:
-        """Its step of decoding."""
-        return Batch([], [], self.decode)
-
-    @property
-    def prompting(self) -> Batch:
-        """Its step of images and prompts."""
-        return Batch(self.encode, self.prefill, [])
-
-    @property
-    def due(self) -> list[Sequence]:
-        """Who gets a token in this step: prompts that are in whole, then everybody who decodes."""
-        return [chunk.sequence for chunk in self.prefill if chunk.is_last] + self.decode
-
-    @property
-    def members(self) -> list[Sequence]:
-        """Everybody who takes part, once."""
-        parts = (*self.encode, *self.prefill)
-        return list(dict.fromkeys([*(part.sequence for part in parts), *self.decode]))
-
-    @property
-    def is_empty(self) -> bool:
-        return not (self.encode or self.prefill or self.decode)

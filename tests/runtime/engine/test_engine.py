@@ -42,7 +42,7 @@ from kestrel_runtime.api.requests import (
 )
 from kestrel_runtime.api.stream import Stream
 from kestrel_runtime.engine.engine import LocalEngine
-from kestrel_runtime.execution.step_runner import Launch, ModelRunner
+from kestrel_runtime.execution.step_runner import ModelRunner, StepHandle
 from kestrel_runtime.loading.loaded_model import LoadedModel
 from tests.golden import MD2_SMALL, MD3_SMALL
 
@@ -146,15 +146,15 @@ async def test_thirty_two_mixed_requests_answer_as_they_do_alone(engine: LocalEn
 
 
 @pytest.mark.parametrize(
-    "is_over", [repeat(True), repeat(False), cycle([False, False, True])], ids=["soon", "late", "now and then"]
+    "is_complete", [repeat(True), repeat(False), cycle([False, False, True])], ids=["soon", "late", "now and then"]
 )
 async def test_looking_ahead_changes_no_answer(
-    moondream3: LoadedModel, engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, is_over: Iterator[bool]
+    moondream3: LoadedModel, engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, is_complete: Iterator[bool]
 ) -> None:
     requests = [*mixed_requests()[:9], Query("why?", reasoning=True, sampling=SamplingParams(max_tokens=4, seed=5))]
     one_by_one = await asyncio.gather(*(engine.submit(request).result() for request in requests))
     monkeypatch.setattr(ModelRunner, "is_asynchronous", True)
-    monkeypatch.setattr(Launch, "is_over", property(lambda _: next(is_over)))
+    monkeypatch.setattr(StepHandle, "is_complete", lambda _: next(is_complete))
     # Room for a few at a time, so that some are sent back while others look ahead; prompts go in by parts.
     ahead = LocalEngine(moondream3, EngineConfig(model="", num_kv_pages=150, max_prefill_tokens=8))
     try:

@@ -38,9 +38,11 @@ from kestrel_runtime.engine.isolation import Recovery
 from kestrel_runtime.engine.loop import EngineLoop
 from kestrel_runtime.engine.preprocessing import Preprocessor
 from kestrel_runtime.loading.loaded_model import LoadedModel
+from kestrel_runtime.scheduling import batch as step_batch
 from kestrel_runtime.scheduling import deadlines, page_pool, scheduler, sequence, waiting_queue
-from kestrel_runtime.scheduling.sequence import Batch, Sequence
-from tests.runtime.fake_runner import FakeLaunch, FakeRunner
+from kestrel_runtime.scheduling.batch import Batch
+from kestrel_runtime.scheduling.sequence import Sequence
+from tests.runtime.fake_runner import FakeHandle, FakeRunner
 from tests.runtime.sequences import ShortReader, blank_tiles, new_sequence
 
 MAX_WAIT_S = 30.0
@@ -58,6 +60,7 @@ TRACED = {
         stream,
         emission,
         page_pool,
+        step_batch,
     )
 }
 KINDS = (SystemExit, KeyboardInterrupt, MemoryError, GeneratorExit, RuntimeError)
@@ -100,7 +103,7 @@ class Device(FakeRunner):
         self._counts: Counter[str] = Counter()
         self.are_prompts_over = self._answer
         self.on_launch = self._launching
-        self.on_land = self._landing
+        self.on_wait = self._waiting
         self.on_run = self._running
 
     def _first(self, what: str) -> bool:
@@ -118,7 +121,7 @@ class Device(FakeRunner):
         if self._counts["launch"] == 2:
             self.on_second_launch()
         self.is_asynchronous = self._counts["launch"] < 50
-        names = [item.fingerprint for item in batch.members]
+        names = [item.fingerprint for item in batch.sequences]
         if any(name.startswith("poison") for name in names):
             raise torch.OutOfMemoryError("poison")
         if self.scenario == "dies" and self._counts["launch"] == 4:
@@ -126,9 +129,9 @@ class Device(FakeRunner):
         if batch.decode and "image" in names and self._first("decode of an image"):
             raise RuntimeError("a decode step cannot be launched, once")
 
-    def _landing(self, launch: FakeLaunch) -> None:
-        names = [chunk.sequence.fingerprint for chunk in launch.batch.prefill]
-        if "long" in names and self._first("land of long"):
+    def _waiting(self, handle: FakeHandle) -> None:
+        names = [chunk.sequence.fingerprint for chunk in handle.batch.prefill]
+        if "long" in names and self._first("wait for long"):
             raise RuntimeError("noticed late")
 
     def _running(self, batch: Batch) -> None:

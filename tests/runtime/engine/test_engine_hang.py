@@ -16,8 +16,8 @@ from kestrel_runtime.api.requests import Query, SamplingParams
 from kestrel_runtime.api.stream import Outbox, Stream
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.loading.loaded_model import LoadedModel
-from kestrel_runtime.scheduling.sequence import Batch
-from tests.runtime.fake_runner import FakeLaunch, FakeRunner
+from kestrel_runtime.scheduling.batch import Batch
+from tests.runtime.fake_runner import FakeHandle, FakeRunner
 
 LIMIT_S = 0.5
 MAX_WAIT_S = 30.0
@@ -61,7 +61,7 @@ def ask(engine: LocalEngine, num_tokens: int = 50) -> Stream:
     return engine.submit(Query("hi", sampling=SamplingParams(max_tokens=num_tokens)))
 
 
-@pytest.mark.parametrize("stage", ["launch", "land"])
+@pytest.mark.parametrize("stage", ["launch", "wait"])
 async def test_a_step_that_hangs_ends_the_engine_and_every_stream(
     moondream3: LoadedModel, hang: Hang, caplog: pytest.LogCaptureFixture, stage: str
 ) -> None:
@@ -79,7 +79,7 @@ async def test_a_step_that_hangs_ends_the_engine_and_every_stream(
     if stage == "launch":
         hang.runner.on_launch = stuck_at_the_fifth
     else:
-        hang.runner.on_land = stuck_at_the_fifth
+        hang.runner.on_wait = stuck_at_the_fifth
     streams = [ask(engine) for _ in range(3)]
     for stream in streams:
         with pytest.raises(EngineUnavailable):
@@ -102,7 +102,7 @@ async def test_a_step_that_hangs_ends_the_engine_and_every_stream(
 
 async def test_a_prefill_that_hangs_is_noticed_while_others_decode(moondream3: LoadedModel, hang: Hang) -> None:
     engine = new_engine(moondream3)
-    hang.runner.on_land = lambda _: hang.takes_s(0.002)
+    hang.runner.on_wait = lambda _: hang.takes_s(0.002)
     decoding = ask(engine, 4000)
     await anext(decoding)
     hang.runner.are_prompts_over = lambda: False
@@ -113,6 +113,8 @@ async def test_a_prefill_that_hangs_is_noticed_while_others_decode(moondream3: L
                 await stream.result()
     assert engine.status is EngineStatus.DEAD
     engine.close()
+    # The engine thread does not hang, and ends after its turn: the engine does not wait for it after a stall.
+    assert await asyncio.to_thread(vars(engine)["_loop"].join, MAX_WAIT_S)
     assert engine.has_ended
 
 
@@ -188,11 +190,11 @@ async def test_closing_does_not_wait_for_a_step_that_takes_long(
     engine = LocalEngine(moondream3, config)
     is_stuck = threading.Event()
 
-    def stuck(launch: FakeLaunch) -> None:
+    def stuck(handle: FakeHandle) -> None:
         is_stuck.set()
         hang.stuck_on_the_device()
 
-    hang.runner.on_land = stuck
+    hang.runner.on_wait = stuck
     stream = ask(engine)
     assert await asyncio.to_thread(is_stuck.wait, MAX_WAIT_S)
     await asyncio.wait_for(asyncio.to_thread(engine.close), MAX_WAIT_S)

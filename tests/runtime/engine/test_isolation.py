@@ -21,7 +21,8 @@ from kestrel_runtime.execution.sampling import Sampler
 from kestrel_runtime.execution.step_runner import ModelRunner
 from kestrel_runtime.loading.loaded_model import LoadedModel
 from kestrel_runtime.models.moondream.skills.query import QuerySkill
-from kestrel_runtime.scheduling.sequence import Chunk, CropRange, Sequence
+from kestrel_runtime.scheduling.batch import Chunk, EncodeItem
+from kestrel_runtime.scheduling.sequence import Sequence
 from tests.golden import MD3_SMALL
 
 IMAGE = (MD3_SMALL / "image_1_64x64.png").read_bytes()
@@ -51,7 +52,7 @@ def bystanders() -> list[Request]:
 def sequences_in(work: object) -> Iterator[Sequence]:
     if isinstance(work, Sequence):
         yield work
-    elif isinstance(work, Chunk | CropRange):
+    elif isinstance(work, Chunk | EncodeItem):
         yield work.sequence
     elif isinstance(work, list):
         for item in work:

@@ -21,9 +21,10 @@ from kestrel_runtime.engine.isolation import DeviceLost, Recovery
 from kestrel_runtime.engine.loop import EngineLoop
 from kestrel_runtime.engine.offending_requests import Culprits
 from kestrel_runtime.scheduling.admission import Admission, Burden, QueueLimits
+from kestrel_runtime.scheduling.batch import Batch
 from kestrel_runtime.scheduling.page_pool import PagePool
 from kestrel_runtime.scheduling.scheduler import Scheduler
-from kestrel_runtime.scheduling.sequence import Batch, Sequence
+from kestrel_runtime.scheduling.sequence import Sequence
 from tests.runtime.fake_runner import FakeRunner
 from tests.runtime.sequences import ShortReader, new_sequence
 
@@ -74,7 +75,7 @@ class Bench:
         raise AssertionError("the loop goes on for ever")
 
     def _launch(self, batch: Batch) -> None:
-        self.events.append(" ".join(item.fingerprint for item in batch.members))
+        self.events.append(" ".join(item.fingerprint for item in batch.sequences))
         error = self._fails(batch)
         if error is not None:
             raise error
@@ -85,7 +86,7 @@ class Bench:
 
 
 def names(batch: Batch) -> list[str]:
-    return [item.fingerprint for item in batch.members]
+    return [item.fingerprint for item in batch.sequences]
 
 
 async def failure_of(stream: Stream) -> object:

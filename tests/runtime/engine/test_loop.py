@@ -13,7 +13,7 @@ from kestrel_runtime.engine.loop import EngineLoop
 from kestrel_runtime.engine.offending_requests import Culprits
 from kestrel_runtime.engine.probes import new_probes
 from kestrel_runtime.execution.execution_config import FastPaths
-from kestrel_runtime.execution.step_runner import Launch, ModelRunner
+from kestrel_runtime.execution.step_runner import ModelRunner, StepHandle
 from kestrel_runtime.loading.loaded_model import LoadedModel
 from kestrel_runtime.models.moondream.memory_needs import new_cache
 from kestrel_runtime.scheduling.admission import Admission, Burden, QueueLimits
@@ -121,7 +121,7 @@ async def test_beside_a_prompt_on_its_way_others_get_their_tokens(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ModelRunner, "is_asynchronous", True)
-    monkeypatch.setattr(Launch, "is_over", False)
+    monkeypatch.setattr(StepHandle, "is_complete", lambda _: False)
     decoding = bench.add(tell(40))
     for _ in range(3):
         bench.loop.step()
@@ -130,7 +130,7 @@ async def test_beside_a_prompt_on_its_way_others_get_their_tokens(
         bench.loop.step()
     drawn = [event for event in await bench.events(decoding) if isinstance(event, TextDelta)]
     assert sum(delta.num_tokens for delta in drawn) > 10
-    monkeypatch.setattr(Launch, "is_over", True)
+    monkeypatch.setattr(StepHandle, "is_complete", lambda _: True)
     for _ in range(20):
         bench.loop.step()
     assert (await young.result()).usage.num_output_tokens == 5
@@ -140,7 +140,7 @@ async def test_a_prompt_that_nobody_waits_for_any_more_keeps_its_pages_until_it_
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ModelRunner, "is_asynchronous", True)
-    monkeypatch.setattr(Launch, "is_over", False)
+    monkeypatch.setattr(StepHandle, "is_complete", lambda _: False)
     bench.add(tell(40))
     for _ in range(3):
         bench.loop.step()
@@ -152,7 +152,7 @@ async def test_a_prompt_that_nobody_waits_for_any_more_keeps_its_pages_until_it_
     bench.loop.step()
     assert bench.loop.num_active == 1
     assert bench.pages.num_used >= others + held > others
-    monkeypatch.setattr(Launch, "is_over", True)
+    monkeypatch.setattr(StepHandle, "is_complete", lambda _: True)
     bench.loop.step()
     assert bench.pages.num_used < others + held
 

@@ -53,7 +53,7 @@ def test_a_prompt_is_bos_then_image_then_the_skills_tokens(preprocessor: Preproc
     assert sequence.length == sequence.num_prompt_positions == 8 + 729
     assert sequence.prefix_length == 730
     assert sequence.crops is not None
-    assert sequence.num_crops_to_encode == 9
+    assert sequence.num_tiles_to_encode == 9
 
 
 def test_images_may_be_kept_decoded_and_tiled_later(moondream3: LoadedModel) -> None:
@@ -62,7 +62,7 @@ def test_images_may_be_kept_decoded_and_tiled_later(moondream3: LoadedModel) -> 
     preprocessor.close()
     assert isinstance(sequence.crops, DecodedImage)
     assert sequence.crops.pixels.shape[:2] == (400, 500)
-    assert sequence.num_crops_to_encode == 9
+    assert sequence.num_tiles_to_encode == 9
 
 
 def test_a_question_without_an_image_has_no_prefix(preprocessor: Preprocessor) -> None:

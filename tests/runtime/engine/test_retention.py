@@ -19,11 +19,12 @@ from kestrel_runtime.engine.offending_requests import Culprits
 from kestrel_runtime.imaging.tiles import Tiles
 from kestrel_runtime.loading.loaded_model import LoadedModel
 from kestrel_runtime.scheduling.admission import Admission, QueueLimits
+from kestrel_runtime.scheduling.batch import Batch
 from kestrel_runtime.scheduling.page_pool import PagePool
 from kestrel_runtime.scheduling.scheduler import Scheduler
-from kestrel_runtime.scheduling.sequence import Batch, Sequence
+from kestrel_runtime.scheduling.sequence import Sequence
 from tests.golden import MD3_SMALL
-from tests.runtime.fake_runner import FakeLaunch, FakeRunner
+from tests.runtime.fake_runner import FakeHandle, FakeRunner
 from tests.runtime.sequences import ShortReader, blank_tiles, new_sequence
 
 NUM_TURNS = 300
@@ -43,7 +44,7 @@ def new_loop(runner: FakeRunner) -> EngineLoop:
 
 def census() -> dict[str, int]:
     """How many objects there are of what a request or a step holds."""
-    kinds = {Sequence: 0, Tiles: 0, Stream: 0, Batch: 0, FakeLaunch: 0}
+    kinds = {Sequence: 0, Tiles: 0, Stream: 0, Batch: 0, FakeHandle: 0}
     for item in gc.get_objects():
         if type(item) in kinds:
             kinds[type(item)] += 1

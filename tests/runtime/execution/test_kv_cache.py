@@ -3,7 +3,7 @@ import torch
 
 from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.execution.step_inputs import PrefillPlan
-from kestrel_runtime.scheduling.sequence import Chunk
+from kestrel_runtime.scheduling.batch import Chunk
 from tests.runtime.models.moondream.tiny import DenseAttend, tiny_config
 from tests.runtime.sequences import new_sequence
 

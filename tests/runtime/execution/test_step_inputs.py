@@ -1,7 +1,7 @@
 import torch
 
 from kestrel_runtime.execution.step_inputs import PrefillPlan
-from kestrel_runtime.scheduling.sequence import Chunk
+from kestrel_runtime.scheduling.batch import Chunk
 from tests.runtime.sequences import new_sequence
 
 CPU = torch.device("cpu")

@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.execution.step_runner import ModelRunner
 from kestrel_runtime.interfaces.tokens import Token, TokenRule
 from kestrel_runtime.models.moondream.tiling import MoondreamTiling
+from kestrel_runtime.scheduling.ids import StepId
 from kestrel_runtime.scheduling.limits import StepBounds
 from kestrel_runtime.scheduling.page_pool import PagePool
 from kestrel_runtime.scheduling.scheduler import Scheduler
@@ -41,6 +44,7 @@ class Bench:
             ),
         )
         self.num_preemptions = 0
+        self.step_ids = itertools.count(1)
 
     def add(self, tokens, image=None, **settings):
         crops = None if image is None else MoondreamTiling(self.model.config.vision).make_tiles(image)
@@ -52,10 +56,14 @@ class Bench:
 
     def step(self):
         waiting = self.scheduler.num_waiting
-        batch = self.scheduler.next_batch(now=0.0)
+        plan = self.scheduler.schedule(now=0.0)
         self.num_preemptions += max(0, self.scheduler.num_waiting - waiting)
-        drawn = self.runner.run(batch)
-        return self.scheduler.land(batch, self.scheduler.commit(batch), drawn)
+        for batch in plan:
+            if not batch.is_empty:
+                tokens = self.runner.run(batch)
+                step = StepId(next(self.step_ids))
+                self.scheduler.commit(step, batch)
+                self.scheduler.complete(step, batch, tokens)
 
     def generate(self, count, *sequences):
         """Run until each has `count` tokens; returns them."""
@@ -162,14 +170,16 @@ def test_generated_places_are_fed_back_by_their_value():
     assert rest == generated[2:]
 
 
-def test_a_step_draws_for_whoever_is_due_and_nobody_else():
+def test_a_step_samples_for_the_prompts_that_end_in_it_and_for_no_other():
     bench = Bench(MODELS[2], prefill=4)
     running = bench.add(TEXT[:2])
     bench.step()
-    begun = bench.add(TEXT)
-    batch = bench.scheduler.next_batch(now=0.0)
-    assert bench.runner.run(batch).keys() == {running.id}
-    assert batch.prefill[0].sequence is begun
+    ending, begun = bench.add(TEXT[:1]), bench.add(TEXT)
+    plan = bench.scheduler.schedule(now=0.0)
+    assert [chunk.sequence for chunk in plan.prefill.prefill] == [ending, begun]
+    assert plan.prefill.sampled == (ending,)
+    assert plan.decode.sampled == (running,)
+    assert len(bench.runner.run(plan.prefill)) == len(bench.runner.run(plan.decode)) == 1
 
 
 def test_a_step_that_only_encodes_crops_draws_nothing():
@@ -180,22 +190,10 @@ def test_a_step_that_only_encodes_crops_draws_nothing():
     bench.add(TEXT[:2])
     bench.step()
     sequence = bench.add(TEXT, noise(300, 120))
-    batch = bench.scheduler.next_batch(now=0.0)
+    batch = bench.scheduler.schedule(now=0.0).prefill
     assert [item.sequence for item in batch.encode] == [sequence]
-    assert batch.prefill == []
-    only = batch._replace(decode=[])
-    assert bench.runner.run(only) == {}
-
-
-def test_a_launched_step_is_of_one_kind():
-    bench = Bench(MODELS[2])
-    bench.add(TEXT[:2])
-    bench.step()
-    bench.add(TEXT)
-    batch = bench.scheduler.next_batch(now=0.0)
-    with pytest.raises(AssertionError, match="one kind"):
-        bench.runner.launch(batch)
-    assert len(bench.runner.launch(batch.decoding).land()) == len(bench.runner.launch(batch.prompting).land()) == 1
+    assert batch.prefill == ()
+    assert bench.runner.run(batch) == []
 
 
 def test_an_image_is_kept_until_its_sequence_is_released():

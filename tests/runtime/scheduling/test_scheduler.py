@@ -44,9 +44,9 @@ def test_i1_pages_that_a_step_under_way_still_writes_to_are_given_back_when_it_h
     steps = [world.begin(), world.begin()]
     world.scheduler.remove(sequence)
     assert (sequence.state, world.pool.num_used) == (FINISHED, 5)
-    assert world.end(*steps[0]) == []
+    assert world.end(steps[0]) == []
     assert world.pool.num_used == 5
-    assert world.end(*steps[1]) == []
+    assert world.end(steps[1]) == []
     assert (sequence.pages, world.pool.num_used) == ([], 0)
 
 
@@ -55,7 +55,7 @@ def test_i1_a_failure_gives_back_the_pages_of_those_who_left_too():
     sequence = world.add(20)
     world.begin()
     world.scheduler.remove(sequence)
-    world.scheduler.put_all_back()
+    world.scheduler.preempt_all()
     assert world.pool.num_used == 0
 
 
@@ -192,7 +192,7 @@ def test_i4_a_preempted_image_is_not_encoded_again():
     oldest, pictured = world.add(4), world.add(1, image=3, crops=2)
     while pictured.state is not WAITING or not pictured.num_generated:
         world.step()
-    assert pictured.num_crops_to_encode == 0
+    assert pictured.num_tiles_to_encode == 0
     world.scheduler.remove(oldest)
     batch = world.step()
     assert (batch.encode, batch.prefill[0].start) == ([], 0)
@@ -280,7 +280,7 @@ def test_i6_after_a_failure_each_does_the_same_again_alone_oldest_first():
     assert (trials[2].members, trials[3].decode) == ([other], [other])
     assert (trials[4].encode, trials[4].prefill) == ([(pictured, 0, 3)], [(pictured, 0, 7)])
     assert trials[5].prefill == [(late, 0, 1)]
-    assert not world.scheduler.is_trying
+    assert not world.scheduler.is_isolating
     assert world.step().members == [untouched, decoding, other, pictured, late]
 
 
@@ -292,7 +292,7 @@ def test_i6_who_fails_its_trial_is_tried_again_unless_it_is_removed():
     assert world.fail().members == [first]
     world.scheduler.remove(first)
     assert world.step().members == [second]
-    assert not world.scheduler.is_trying
+    assert not world.scheduler.is_isolating
     assert world.step().decode == [second]
 
 
@@ -303,7 +303,7 @@ def test_i6_who_was_active_without_work_is_tried_too_and_keeps_its_place():
     first, second = world.add(4), world.add(4)
     assert world.fail().members == [first, decoding]
     assert [world.step().members for _ in range(4)] == [[decoding], [decoding], [first], [second]]
-    assert not world.scheduler.is_trying
+    assert not world.scheduler.is_isolating
     assert list(world.scheduler.sequences()) == [decoding, first, second]
 
 
@@ -323,7 +323,7 @@ def test_i6_trials_fit_where_the_failed_batch_filled_the_cache():
     first, second = world.add(5), world.add(5)
     world.steps(2)
     world.fail()
-    while world.scheduler.is_trying:
+    while world.scheduler.is_isolating:
         assert len(world.step().members) == 1
     assert first.num_generated == second.num_generated == 3
     assert world.pool.num_free == 0
@@ -353,11 +353,11 @@ def test_i8_who_decodes_does_not_wait_for_the_prompts_of_others():
     prompts = world.begin()
     assert newcomer.state is PREFILLED
     for _ in range(3):
-        batch, drew = world.begin(takes_prompts=False)
-        assert batch.decode == [decoding]
-        world.end(batch, drew)
+        turn = world.begin(may_prefill=False)
+        assert turn.decode == [decoding]
+        world.end(turn)
     assert (decoding.num_generated, newcomer.num_generated) == (4, 0)
-    assert newcomer in world.end(*prompts)
+    assert newcomer in world.end(prompts)
     assert newcomer.state is RUNNING
     assert world.step().decode == [decoding, newcomer]
 
@@ -367,12 +367,12 @@ def test_i8_who_follows_its_prompt_decodes_before_that_has_landed():
     sequence = world.add(5)
     prompts = world.begin()
     assert not world.scheduler.is_decoding
-    world.scheduler.follow(prompts[1])
+    world.scheduler.promote(prompts.steps[0].batch)
     assert world.scheduler.is_decoding
     second = world.begin()
-    assert second[0].decode == [sequence]
-    world.end(*prompts)
-    world.end(*second)
+    assert second.decode == [sequence]
+    world.end(prompts)
+    world.end(second)
     assert sequence.num_generated == 2
 
 
@@ -381,21 +381,20 @@ def test_i8_the_first_part_of_a_prompt_lets_nobody_decode():
     other, sequence = world.add(3), world.add(10)
     first = world.begin()
     second = world.begin()
-    assert [(chunk.sequence, chunk.end) for chunk in first[0].prefill] == [(other, 3), (sequence, 5)]
-    assert [(chunk.sequence, chunk.end) for chunk in second[0].prefill] == [(sequence, 10)]
-    world.scheduler.follow(first[1])
-    assert world.begin(takes_prompts=False)[0].decode == [other]
-    world.end(*first)
+    assert [(chunk.sequence, chunk.end) for chunk in first.prefill] == [(other, 3), (sequence, 5)]
+    assert [(chunk.sequence, chunk.end) for chunk in second.prefill] == [(sequence, 10)]
+    world.scheduler.promote(first.steps[0].batch)
+    assert world.begin(may_prefill=False).decode == [other]
+    world.end(first)
     assert sequence.state is PREFILLED
-    world.end(*second)
-    assert world.begin(takes_prompts=False)[0].decode == [other, sequence]
+    world.end(second)
+    assert world.begin(may_prefill=False).decode == [other, sequence]
 
 
 def test_a_batch_of_decoding_alone_starts_nobody():
     world = World()
     waiting = world.add(3)
-    batch, _ = world.begin(takes_prompts=False)
-    assert batch.is_empty
+    assert world.begin(may_prefill=False).is_empty
     assert waiting.state is WAITING
 
 

@@ -1,7 +1,7 @@
-"""The scheduler while steps of prompts and of decoding are under way beside each other and land when they like.
+"""The scheduler while prefill steps and decode steps are in flight beside each other and complete at any time.
 
-Prompts are written twice, when their step begins and when it lands: whoever gets one of their pages too early is
-found out by what then stands in it.
+Prompts are written twice, when their step is launched and when it is complete: so a page that has a new owner too
+early has the wrong content.
 """
 
 from collections import deque
@@ -15,7 +15,7 @@ from tests.runtime.arrivals import Arrivals
 
 
 class LookingAhead(Arrivals):
-    """Turns as the engine's thread takes them: up to two steps of prompts under way, and two of decoding."""
+    """Turns as the engine's thread takes them: up to two prefill steps and two decode steps in flight."""
 
     def __init__(self):
         super().__init__()
@@ -41,32 +41,36 @@ class LookingAhead(Arrivals):
         scheduler = self.world.scheduler
         if prompts_are_over and self.prompts:
             self.end(self.prompts)
-        follows = bool(self.prompts) and bool(self.prompts[0][1]) and not scheduler.is_decoding
-        if follows:
-            scheduler.follow(self.prompts[0][1])
+        promoted = bool(self.prompts) and bool(self.prompts[0].batch.sampled) and not scheduler.is_decoding
+        if promoted:
+            scheduler.promote(self.prompts[0].batch)
         if not scheduler.can_look_ahead:
             self.end_all()
         running = [sequence for sequence in self.still_here() if sequence.state is SequenceState.RUNNING]
-        is_trial, was_decoding = scheduler.is_trying, bool(self.decoding)
-        batch = scheduler.next_batch(0.0, takes_prompts=len(self.prompts) < 2)
-        if not is_trial:  # I2, whatever prompts are under way
+        is_isolating, was_decoding = scheduler.is_isolating, bool(self.decoding)
+        plan = scheduler.schedule(0.0, may_prefill=len(self.prompts) < 2)
+        if not is_isolating:  # I2, whatever prompts are in flight
             for sequence in running:
                 has_room = sequence.length < sequence.max_context
-                assert sequence in batch.decode or sequence.state is SequenceState.WAITING or not has_room
-        for step, _ in list(self.prompts)[1 if follows else 0 :]:  # I8: those that decoding does not wait for
-            assert not {chunk.sequence for chunk in step.prefill} & set(batch.decode)
-        for step, line in ((batch.decoding, self.decoding), (batch.prompting, self.prompts)):
-            if not step.is_empty:
-                line.append((step, self.world.run_and_commit(step)))
+                assert sequence in plan.decode.decode or sequence.state is SequenceState.WAITING or not has_room
+        for step in self.prompts:  # I8: those whose prompt is in flight decode in steps that depend on it
+            members = {chunk.sequence for chunk in step.batch.prefill} & set(plan.decode.decode)
+            assert not members or (promoted and step is self.prompts[0])
+            assert (step.id in plan.decode.depends_on) == bool(members)
+        for batch, line in ((plan.decode, self.decoding), (plan.prefill, self.prompts)):
+            if not batch.is_empty:
+                line.append(self.world.run_and_commit(batch))
         if was_decoding:
             self.end(self.decoding)
-        if follows and self.prompts:
+        if promoted and self.prompts:
             self.end(self.prompts)
 
     def end(self, line):
-        batch, drew = line.popleft()
-        self.world.write_prompts(batch)
-        self.world.end(batch, drew)
+        while any(step.id in line[0].batch.depends_on for step in self.prompts):
+            self.end(self.prompts)
+        step = line.popleft()
+        self.world.write_prompts(step.batch)
+        self.world.complete(step)
 
     def end_all(self):
         while self.decoding or self.prompts:

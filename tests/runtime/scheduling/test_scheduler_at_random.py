@@ -29,12 +29,12 @@ class SchedulerMachine(Arrivals):
     def a_step_fails(self):
         world = self.world
         here, tokens = self.still_here(), {item: list(item.tokens) for item in self.arrived}
-        was_trying = world.scheduler.is_trying
+        was_trying = world.scheduler.is_isolating
         batch = world.fail()
         assert world.pool.num_used == 0
         assert world.scheduler.num_waiting == len(here)
         assert {item: list(item.tokens) for item in self.arrived} == tokens
-        assert world.scheduler.is_trying == bool(batch.members)
+        assert world.scheduler.is_isolating == bool(batch.members)
         if was_trying:
             assert len(batch.members) == 1
 
@@ -46,11 +46,11 @@ class SchedulerMachine(Arrivals):
     def take_step(self):
         world, here = self.world, self.still_here()
         tokens = {sequence: list(sequence.tokens) for sequence in here}
-        encoded = {sequence: sequence.num_encoded_crops for sequence in here}
+        encoded = {sequence: sequence.num_encoded_tiles for sequence in here}
         cached = {sequence: sequence.num_cached for sequence in here}
         active_before = world.active()
         running_before = [sequence for sequence in active_before if sequence.state is RUNNING]
-        is_trial = world.scheduler.is_trying
+        is_trial = world.scheduler.is_isolating
         batch = world.step()
         if is_trial:  # I6, and no other invariant of who runs
             assert len(batch.members) == 1
@@ -70,16 +70,16 @@ class SchedulerMachine(Arrivals):
             assert sum(part.end - part.start for part in batch.encode) <= world.max_crops
         for sequence, start, end in batch.encode:
             assert start == encoded[sequence] < end
-            assert sequence.num_encoded_crops == end
+            assert sequence.num_encoded_tiles == end
         for sequence, start, end in batch.prefill:
             assert start == (cached[sequence] if sequence in active_before else 0)
             assert start >= sequence.prefix_length or end >= sequence.prefix_length  # never split
-            assert sequence.num_crops_to_encode == 0
+            assert sequence.num_tiles_to_encode == 0
         # I4: the oldest advances, and preemption forgets nothing.
         if here:
             assert here[0] in working
         for sequence in here:
-            new = [Token(sequence.id, (float(sequence.num_generated - 1),))] if sequence in world.due else []
+            new = [Token(sequence.id, (float(sequence.num_generated - 1),))] if sequence in world.sampled else []
             assert sequence.tokens == tokens[sequence] + new
 
     @invariant()

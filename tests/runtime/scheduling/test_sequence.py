@@ -3,7 +3,7 @@ import itertools
 import pytest
 
 from kestrel_runtime.interfaces.tokens import Token
-from kestrel_runtime.scheduling.sequence import Batch, Chunk, CropRange, SequenceState
+from kestrel_runtime.scheduling.sequence import SequenceState
 from tests.runtime.sequences import blank_tiles, new_sequence
 
 WAITING, PREFILLING, PREFILLED, RUNNING, FINISHED = SequenceState
@@ -38,7 +38,7 @@ def test_a_sequence_moves_only_as_its_life_allows(state, next_state):
 def test_a_sequence_begins_waiting_and_empty_handed():
     sequence = new_sequence(3)
     assert sequence.state is WAITING
-    assert (sequence.pages, sequence.num_cached, sequence.num_encoded_crops) == ([], 0, 0)
+    assert (sequence.pages, sequence.num_cached, sequence.num_encoded_tiles) == ([], 0, 0)
 
 
 def test_the_image_takes_positions_but_no_tokens():
@@ -60,10 +60,10 @@ def test_generated_tokens_lengthen_a_sequence_but_not_its_prompt():
 
 def test_crops_are_due_until_they_are_encoded():
     sequence = new_sequence(num_image_tokens=4, crops=blank_tiles(3))
-    assert sequence.num_crops_to_encode == 3
-    sequence.num_encoded_crops = 2
-    assert sequence.num_crops_to_encode == 1
-    assert new_sequence().num_crops_to_encode == 0
+    assert sequence.num_tiles_to_encode == 3
+    sequence.num_encoded_tiles = 2
+    assert sequence.num_tiles_to_encode == 1
+    assert new_sequence().num_tiles_to_encode == 0
 
 
 def test_sequences_are_told_apart_by_identity():
@@ -71,25 +71,3 @@ def test_sequences_are_told_apart_by_identity():
     second.id = first.id
     assert first != second
     assert len({first, second}) == 2
-
-
-def test_a_chunk_is_the_last_when_it_reaches_the_newest_token():
-    sequence = new_sequence(6)
-    assert not Chunk(sequence, 0, 5).is_last
-    assert Chunk(sequence, 2, 6).is_last
-    sequence.tokens.append(Token(1))
-    assert not Chunk(sequence, 2, 6).is_last
-
-
-def test_prompts_that_are_in_whole_and_whoever_decodes_are_due_a_token_in_that_order():
-    begun, whole, decoding = new_sequence(6), new_sequence(6), new_sequence(6)
-    batch = Batch([], [Chunk(begun, 0, 3), Chunk(whole, 3, 6)], [decoding])
-    assert batch.due == [whole, decoding]
-
-
-def test_a_batch_without_work_is_empty():
-    sequence = new_sequence(2)
-    assert Batch([], [], []).is_empty
-    assert not Batch([CropRange(sequence, 0, 1)], [], []).is_empty
-    assert not Batch([], [Chunk(sequence, 0, 1)], []).is_empty
-    assert not Batch([], [], [sequence]).is_empty

@@ -8,7 +8,7 @@ from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.execution.step_inputs import PrefillPlan
 from kestrel_runtime.models.moondream.fused_prefill import FusedPrefill
 from kestrel_runtime.models.moondream.fused_weights import fused_blocks
-from kestrel_runtime.scheduling.sequence import Chunk
+from kestrel_runtime.scheduling.batch import Chunk
 from tests.runtime.models.moondream.tiny import DenseAttend, random_model, tiny_config
 from tests.runtime.sequences import new_sequence
 

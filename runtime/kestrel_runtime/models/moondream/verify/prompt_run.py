@@ -25,8 +25,9 @@ from kestrel_runtime.loading.loaded_model import LoadedModel
 from kestrel_runtime.models.moondream.memory_needs import new_cache
 from kestrel_runtime.models.moondream.model_paths import ModelPaths
 from kestrel_runtime.models.moondream.tiling import MoondreamTiling
+from kestrel_runtime.scheduling.batch import Batch, Chunk, EncodeItem
 from kestrel_runtime.scheduling.limits import StepBounds
-from kestrel_runtime.scheduling.sequence import Batch, Chunk, Sequence, SequenceClock
+from kestrel_runtime.scheduling.sequence import Sequence, SequenceClock
 
 
 def plain_float32(config: EngineConfig) -> EngineConfig:
@@ -108,8 +109,8 @@ class PromptRun:
         self._append(token)
         # A sequence that begins its prompt has its last token written where the next step looks for it. What that
         # puts into the cache once more is what was there.
-        prefix = Batch([], [Chunk(sequence, 0, max(sequence.prefix_length, 1))], [])
-        drawn = self._drawn_by(prefix, Batch([], [], [sequence]))
+        prefix = Batch.of_prefill(prefill=[Chunk(sequence, 0, max(sequence.prefix_length, 1))])
+        drawn = self._drawn_by(prefix, Batch.of_decode([sequence]))
         sequence.num_cached += 1
         return drawn
 
@@ -155,7 +156,7 @@ class PromptRun:
     def _drawn_by(self, *steps: Batch) -> Token:
         """Run steps, again where that takes other paths; returns what the last one draws."""
         drawn = [self._runner.run(step) for _ in range(self._num_runs) for step in steps]
-        (token,) = drawn[-1].values()
+        (token,) = drawn[-1]
         return token
 
     def _append(self, token: Token) -> None:
@@ -164,8 +165,8 @@ class PromptRun:
 
     def _whole(self) -> Batch:
         sequence = self.sequence
-        encode = [sequence.whole_image] if sequence.crops is not None else []
-        return Batch(encode, [Chunk(sequence, 0, sequence.length)], [])
+        encode = [EncodeItem.rest_of(sequence)] if sequence.crops is not None else []
+        return Batch.of_prefill(encode, [Chunk.of(sequence, 0, sequence.length)])
 
     @torch.inference_mode()
     def _rows(self, stored: Tensor, scale: Tensor | None) -> Tensor:

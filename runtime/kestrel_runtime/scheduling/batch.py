@@ -1,0 +1,101 @@
+"""The work of one step, complete when it is made. Plain data: no torch.
+
+A step is launched after it was planned and reported later still, while its sequences go on changing. So everything
+that a step means is decided here: who gets a token, and which steps it waits for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+from kestrel_runtime.scheduling.ids import StepId
+from kestrel_runtime.scheduling.sequence import Sequence
+
+
+class EncodeItem(NamedTuple):
+    """Tiles [first_tile, end_tile) of a sequence's image, which the vision encoder takes in one step."""
+
+    sequence: Sequence
+    first_tile: int
+    end_tile: int
+
+    @classmethod
+    def rest_of(cls, sequence: Sequence) -> EncodeItem:
+        """All tiles of the sequence's image that are not encoded yet."""
+        assert sequence.crops is not None, "only sequences with an image have tiles"
+        return cls(sequence, sequence.num_encoded_tiles, sequence.crops.num_tiles)
+
+
+class Chunk(NamedTuple):
+    """Positions [start, end) of a sequence, which one prefill step writes to the KV cache."""
+
+    sequence: Sequence
+    start: int
+    end: int
+    num_samples: int = 0
+    """Tokens sampled after this chunk: 1 where it ends the prompt, else 0."""
+
+    @classmethod
+    def of(cls, sequence: Sequence, start: int, end: int) -> Chunk:
+        """A chunk that samples a token where it ends with the sequence's last position."""
+        return cls(sequence, start, end, num_samples=int(end == sequence.length))
+
+
+class Batch(NamedTuple):
+    """One step: either images and prompt chunks, or the next token of running sequences."""
+
+    kind: Literal["prefill", "decode"]
+    encode: tuple[EncodeItem, ...]
+    prefill: tuple[Chunk, ...]
+    decode: tuple[Sequence, ...]
+    sampled: tuple[Sequence, ...]
+    """Who gets a token in this step, in the order of the step's outputs."""
+    after: frozenset[StepId]
+    """Steps of the other kind that the device must complete first, because they may still write what this step
+    takes over."""
+    depends_on: frozenset[StepId]
+    """Steps of the other kind that the device must complete first and that must be reported first, because they
+    compute what this step reads."""
+
+    @classmethod
+    def of_prefill(
+        cls,
+        encode: Iterable[EncodeItem] = (),
+        prefill: Iterable[Chunk] = (),
+        *,
+        after: frozenset[StepId] = frozenset(),
+    ) -> Batch:
+        """A prefill step. A sequence may be in both: its tiles are encoded before its chunk is computed."""
+        chunks = tuple(prefill)
+        sampled = tuple(chunk.sequence for chunk in chunks if chunk.num_samples)
+        return cls("prefill", tuple(encode), chunks, (), sampled, after, frozenset())
+
+    @classmethod
+    def of_decode(cls, sequences: Iterable[Sequence] = ()) -> Batch:
+        """A decode step; each sequence gets a token. It depends on the prefill steps that still write their
+        prompts."""
+        running = tuple(sequences)
+        writing = [sequence.writing for sequence in running if sequence.writing]
+        return cls("decode", (), (), running, running, frozenset(), frozenset[StepId]().union(*writing))
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """Everybody who takes part, once."""
+        parts = (*self.encode, *self.prefill)
+        return list(dict.fromkeys([*(part.sequence for part in parts), *self.decode]))
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.encode or self.prefill or self.decode)
+
+
+class Plan(NamedTuple):
+    """The work of a turn: up to two steps, which run beside each other. No sequence is in both."""
+
+    prefill: Batch
+    decode: Batch
+
+    @property
+    def is_empty(self) -> bool:
+        return self.prefill.is_empty and self.decode.is_empty
