@@ -38,7 +38,7 @@ class FakeRunner:
 
     is_asynchronous = True
 
-    def __init__(self, *_: Any) -> None:
+    def __init__(self, *_: Any, **__: Any) -> None:
         self.are_prompts_over: Callable[[], bool] = lambda: True
         self.on_launch: Callable[[Batch], None] = lambda batch: None
         self.on_wait: Callable[[FakeHandle], None] = lambda handle: None

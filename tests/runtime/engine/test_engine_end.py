@@ -96,7 +96,7 @@ class Preparations:
 class Device(FakeRunner):
     """Fails in every way that the loop handles."""
 
-    def __init__(self, *_: Any) -> None:
+    def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__()
         self.scenario = SCENARIOS[0]
         self.on_second_launch: Callable[[], None] = lambda: None
