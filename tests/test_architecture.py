@@ -1,4 +1,4 @@
-"""The rules of the house that a reader relies on, checked over the source of all four packages."""
+"""The rules for code that a reader relies on, checked over the source of all four packages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +73,36 @@ RUNTIME_BREACHES = {
     "models/moondream/verify/prompt_run.py: engine.preprocessing",
     "scheduling/sequence.py: models.moondream",
 }
+# Inside the server: what each package and each module of the top level may import of the others. What a second
+# frontend needs too (calls, errors, limits, access, metrics) knows no transport, and no frontend knows another.
+SERVER_ARROWS = {
+    "access": set[str](),
+    "images": set[str](),
+    "listeners": set[str](),
+    "allocator": set[str](),
+    "process_end": set[str](),
+    "config": {"images"},
+    "wire": {"access", "config", "images"},
+    "telemetry": {"config", "wire"},
+    "maintenance": {"wire"},
+    "frontends": {"access", "config", "images", "listeners", "wire"},
+    "server": {"access", "config", "frontends", "images", "listeners", "maintenance", "telemetry", "wire"},
+    "cli": {"access", "allocator", "config", "images", "listeners", "process_end", "server", "telemetry"},
+    "__main__": {"cli"},
+}
+TRANSPORTS = {"grpc", "grpc_health", "grpc_reflection", "google", "kestrel_client"}
+WITHOUT_TRANSPORT = SERVER_ARROWS.keys() - {"frontends", "cli", "__main__"}
+# Of the runtime the server knows `api` alone, and the commands that start an engine know how.
+STARTING_AN_ENGINE = {"cli/demo.py", "cli/serve.py", "cli/verify.py"}
+SERVER_BREACHES = {"frontends/grpc/engine_service.py: kestrel_runtime.models"}
+# Packages with more modules than a dozen, and how many. One file for each operation is no breach, nor is a model.
+MAX_MODULES = 12
+LARGE_PACKAGES = {
+    "kernels/kestrel_ops/reference",
+    "kernels/kestrel_ops/triton",
+    "runtime/kestrel_runtime/models/moondream",
+}
+TOO_LARGE_PACKAGES = {"runtime/kestrel_runtime/engine": 13, "runtime/kestrel_runtime/execution": 14}
 # Inside the kernels: the packages of implementations that each of them may build upon. What needs a compiler or a
 # device is thus never imported for a definition.
 IMPLEMENTATIONS = {
@@ -200,6 +232,68 @@ def test_packages_of_the_runtime_depend_one_way():
         if name.startswith("kestrel_runtime.") and name.split(".")[1] not in targets | {package}
     }
     assert breaches == RUNTIME_BREACHES
+
+
+def server_modules() -> Iterator[tuple[str, str, list[str]]]:
+    """Each module of the server with the package that it belongs to, or its own name, and what it imports."""
+    server = PACKAGES["kestrel_grpc"]
+    for path in modules(server):
+        name = path.relative_to(server).as_posix()
+        if name != "__init__.py":
+            yield name, name.partition("/")[0].removesuffix(".py"), list(imports(path))
+
+
+def test_packages_of_the_server_depend_one_way():
+    assert {unit for _, unit, _ in server_modules()} == SERVER_ARROWS.keys()
+    breaches = [
+        f"{module}: {name}"
+        for module, unit, names in server_modules()
+        for name in names
+        if name.startswith("kestrel_grpc.") and name != "kestrel_grpc.__version__"
+        if name.split(".")[1] not in SERVER_ARROWS[unit] | {unit}
+    ]
+    assert breaches == []
+    assert list(TopologicalSorter(SERVER_ARROWS).static_order())  # raises CycleError
+
+
+def test_what_frontends_share_knows_no_transport():
+    breaches = [
+        f"{module}: {name}"
+        for module, unit, names in server_modules()
+        if unit in WITHOUT_TRANSPORT
+        for name in names
+        if is_within(name, TRANSPORTS)
+    ]
+    assert breaches == []
+
+
+def test_no_frontend_knows_another():
+    breaches = [
+        f"{module}: {name}"
+        for module, unit, names in server_modules()
+        if unit == "frontends"
+        for name in names
+        if name.startswith("kestrel_grpc.frontends.") and name.split(".")[2] != module.split("/")[1]
+    ]
+    assert breaches == []
+
+
+def test_the_server_knows_only_the_public_types_of_the_engine():
+    breaches = {
+        f"{module}: {'.'.join(name.split('.')[:2])}"
+        for module, _, names in server_modules()
+        if module not in STARTING_AN_ENGINE
+        for name in names
+        if is_within(name, {"kestrel_runtime"}) and not is_within(name, {"kestrel_runtime.api"})
+    }
+    assert breaches == SERVER_BREACHES
+
+
+def test_no_package_has_more_than_a_dozen_modules():
+    counts = Counter(path.parent.relative_to(CHECKOUT).as_posix() for path in SOURCES if path.name != "__init__.py")
+    assert counts.keys() >= LARGE_PACKAGES
+    too_large = {name: count for name, count in counts.items() if count > MAX_MODULES}
+    assert {name: too_large[name] for name in too_large.keys() - LARGE_PACKAGES} == TOO_LARGE_PACKAGES
 
 
 def test_the_public_types_of_the_engine_need_no_torch():
