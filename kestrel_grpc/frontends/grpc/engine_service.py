@@ -10,6 +10,7 @@ from kestrel_client.v1 import engine_service_pb2 as wire
 from kestrel_grpc import __version__
 from kestrel_grpc.wire.call_context import CallContext
 from kestrel_runtime.api.engine import Engine
+from kestrel_runtime.api.memory_plan import MemoryPlan
 from kestrel_runtime.models.moondream.skills import SKILLS
 from kestrel_runtime.models.moondream.skills.base import DEFAULT_MAX_OBJECTS, DEFAULT_MAX_TOKENS
 
@@ -44,7 +45,8 @@ class EngineService:
         )
 
     def _render_server_info(self, instance_id: str, max_message_bytes: int) -> wire.GetServerInfoResponse:
-        config = self._engine.info.config
+        info = self._engine.info
+        config = info.config
         return wire.GetServerInfoResponse(
             server_version=__version__,
             instance_id=instance_id,
@@ -53,8 +55,9 @@ class EngineService:
                 max_image_bytes=config.max_image_bytes,
                 max_image_pixels=config.max_image_pixels,
                 max_queued_requests=config.max_queued_requests,
-                max_running_requests=self._engine.info.max_batch_size,
+                max_running_requests=info.max_batch_size,
             ),
+            memory_plan=None if info.memory is None else _memory_plan(info.memory),
         )
 
     def _render_model(self) -> wire.Model:
@@ -70,6 +73,21 @@ class EngineService:
             parameter_count=info.num_parameters,
             defaults=_skill_defaults(info.skills),
         )
+
+
+def _memory_plan(plan: MemoryPlan) -> wire.MemoryPlan:
+    return wire.MemoryPlan(
+        total_bytes=plan.total_bytes,
+        utilization=plan.utilization,
+        weight_bytes=plan.weight_bytes,
+        cache_bytes=plan.cache_bytes,
+        activation_bytes=plan.activation_bytes,
+        graph_bytes=plan.graph_bytes,
+        image_bytes=plan.image_bytes,
+        other_bytes=plan.other_bytes,
+        margin_bytes=plan.margin_bytes,
+        free_bytes=plan.free_bytes,
+    )
 
 
 def _skill_defaults(skills: tuple[str, ...]) -> Iterator[wire.SkillDefaults]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kestrel_client.v1 import engine_service_pb2 as wire
 from kestrel_grpc import __version__
+from kestrel_runtime.api.memory_plan import MemoryPlan
 from tests.fakes import FakeEngine
 from tests.server.serving import serving
 
@@ -24,6 +27,32 @@ async def test_server_info_names_this_run_and_its_limits() -> None:
         max_queued_requests=config.max_queued_requests,
         max_running_requests=house.engine.info.max_batch_size,
     )
+
+
+async def test_server_info_tells_how_memory_was_divided() -> None:
+    engine = FakeEngine()
+    plan = MemoryPlan(2**36 + 1, 0.875, 2**35 + 3, 5, 7, 11, 13, 17, 19, -23)
+    engine.info = replace(engine.info, memory=plan)
+    async with serving(engine) as house:
+        info = await house.engine_service.GetServerInfo(wire.GetServerInfoRequest())
+    assert info.memory_plan == wire.MemoryPlan(
+        total_bytes=2**36 + 1,
+        utilization=0.875,
+        weight_bytes=2**35 + 3,
+        cache_bytes=5,
+        activation_bytes=7,
+        graph_bytes=11,
+        image_bytes=13,
+        other_bytes=17,
+        margin_bytes=19,
+        free_bytes=-23,
+    )
+
+
+async def test_an_engine_that_divided_no_memory_tells_of_none() -> None:
+    async with serving() as house:
+        info = await house.engine_service.GetServerInfo(wire.GetServerInfoRequest())
+    assert not info.HasField("memory_plan")
 
 
 async def test_models_tell_their_skills_and_the_defaults_in_force() -> None:
