@@ -140,7 +140,7 @@ class TimedHandle(StepHandle):
         return [self._sample(sequence) for sequence in self._to_sample]
 
     def _sample(self, sequence: Sequence) -> Token:
-        allowed = sequence.reader.rule.allowed
+        allowed = sequence.parser.rule.allowed
         return _LETTER if allowed is None else Token(allowed[-1], self._places.get(allowed[-1], ()))
 
 

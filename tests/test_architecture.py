@@ -71,7 +71,6 @@ RUNTIME_BREACHES = {
     "models/moondream/verify/golden_folder.py: engine.engine",
     "models/moondream/verify/prompt_run.py: engine.offending_requests",
     "models/moondream/verify/prompt_run.py: engine.preprocessing",
-    "scheduling/sequence.py: models.moondream",
 }
 # Inside the server: what each package and each module of the top level may import of the others. What a second
 # frontend needs too (calls, errors, limits, access, metrics) knows no transport, and no frontend knows another.

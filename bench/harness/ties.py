@@ -54,7 +54,7 @@ class TieJudge:
         hidden = self._run.hidden_after(common).to(model.dtype)
         if one.id != other.id:
             logits = model.text.logits(hidden)[0]
-            rule = self._run.sequence.reader.rule
+            rule = self._run.sequence.parser.rule
             if rule.allowed is not None:
                 logits = torch.full_like(logits, -math.inf).index_copy_(
                     0, torch.tensor(rule.allowed, device=logits.device), logits[list(rule.allowed)]

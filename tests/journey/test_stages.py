@@ -45,16 +45,16 @@ def fails_for_poison(stage: recovery.Stage, error: Exception, after: int = 0) ->
     return lambda monkeypatch: recovery.poison(monkeypatch, stage, error, after=after)
 
 
-def fails_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    make_reader = QuerySkill.reader
+def fails_to_parse(monkeypatch: pytest.MonkeyPatch) -> None:
+    new_parser = QuerySkill.new_parser
 
-    def reader(self: QuerySkill, request: Any, *context: Any) -> Any:
-        made = make_reader(self, request, *context)
+    def broken(self: QuerySkill, request: Any, *context: Any) -> Any:
+        made = new_parser(self, request, *context)
         if request == recovery.POISON:
-            monkeypatch.setattr(made, "read", lambda token: 1 / 0)
+            monkeypatch.setattr(made, "consume", lambda token: 1 / 0)
         return made
 
-    monkeypatch.setattr(QuerySkill, "reader", reader)
+    monkeypatch.setattr(QuerySkill, "new_parser", broken)
 
 
 INTERNAL, UNAVAILABLE = grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE
@@ -68,7 +68,7 @@ STAGES: dict[str, tuple[Break, grpc.StatusCode]] = {
     "prefill, out of memory": (fails_for_poison(recovery.PREFILL, torch.OutOfMemoryError("secret")), INTERNAL),
     "decode": (fails_for_poison(recovery.DECODE, RuntimeError("secret"), 5), INTERNAL),
     "decode, out of memory": (fails_for_poison(recovery.DECODE, torch.OutOfMemoryError("secret"), 5), INTERNAL),
-    "read": (fails_to_read, INTERNAL),
+    "parse": (fails_to_parse, INTERNAL),
 }
 
 

@@ -9,28 +9,28 @@ import numpy as np
 from kestrel_runtime.api.events import CaptionOutput, FinishReason, TextDelta
 from kestrel_runtime.api.requests import Priority
 from kestrel_runtime.imaging.tiles import DecodedImage, Tiles
+from kestrel_runtime.interfaces.output import OutputParser
 from kestrel_runtime.interfaces.token_grammar import Grammar, GrammarState
 from kestrel_runtime.interfaces.tokens import Token, TokenRule
-from kestrel_runtime.models.moondream.skills.base import Reader
 from kestrel_runtime.scheduling.sequence import Sequence, SequenceClock
 
 _ids = itertools.count(1)
 
 
-class RuleReader(Reader):
+class RuleParser(OutputParser):
     """Never finishes; its rule is what the test says."""
 
     def __init__(self, rule: TokenRule) -> None:
         self.grammar = Grammar((GrammarState(rule, 0),))
 
-    def take(self, token: Token) -> list[TextDelta]:
+    def parse(self, token: Token) -> list[TextDelta]:
         return []
 
     def output(self) -> CaptionOutput:
         return CaptionOutput("")
 
 
-class ShortReader(Reader):
+class ShortParser(OutputParser):
     """Ends after `num_tokens`, or raises as a bug would."""
 
     def __init__(self, num_tokens: int, *, is_broken: bool = False) -> None:
@@ -38,7 +38,7 @@ class ShortReader(Reader):
         self._num_left = num_tokens
         self._is_broken = is_broken
 
-    def take(self, token: Token) -> list[TextDelta]:
+    def parse(self, token: Token) -> list[TextDelta]:
         if self._is_broken:
             raise ZeroDivisionError
         self._num_left -= 1
@@ -77,7 +77,7 @@ def new_sequence(
         num_prompt_tokens=len(tokens),
         num_image_tokens=num_image_tokens,
         crops=crops,
-        reader=RuleReader(rule),
+        parser=RuleParser(rule),
         temperature=temperature,
         top_p=top_p,
         seed=seed,

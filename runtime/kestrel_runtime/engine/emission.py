@@ -7,20 +7,20 @@ from kestrel_runtime.scheduling.sequence import Sequence
 
 
 def events_after(sequence: Sequence, now: float) -> list[Event]:
-    """Have the sequence's reader consume its newest token; returns what the caller is to be told.
+    """Have the sequence's parser consume its newest token; returns what the caller is to be told.
 
-    Ends the answer where the context is full. Raises what the reader raises.
+    Ends the answer where the context is full. Raises what the parser raises.
     """
-    reader = sequence.reader
-    events: list[Event] = [*reader.read(sequence.tokens[-1])]
+    parser = sequence.parser
+    events: list[Event] = [*parser.consume(sequence.tokens[-1])]
     if sequence.clock.first_token is None:
         sequence.clock.first_token = now
         events.insert(0, Started(_usage(sequence)))
-    if reader.finish_reason is None and sequence.is_full:
-        events += reader.cut()
-    if reader.finish_reason is not None:
+    if parser.finish_reason is None and sequence.is_full:
+        events += parser.truncate()
+    if parser.finish_reason is not None:
         timing = _timing(sequence, now)
-        events.append(Finished(reader.output(), reader.finish_reason, _usage(sequence), timing))
+        events.append(Finished(parser.output(), parser.finish_reason, _usage(sequence), timing))
     return events
 
 

@@ -7,7 +7,7 @@ The life of a request in it:
      allocates their pages.
   4. `ModelRunner.launch` has the device encode tiles, write the cache and sample tokens; `Scheduler.commit` records
      the step. Where a launch raises, `Recovery` finds the offending request, and the next turns run suspects alone.
-  5. `Scheduler.complete` takes the tokens of complete steps; each sequence's reader turns them into events.
+  5. `Scheduler.complete` takes the tokens of complete steps; each sequence's parser turns them into events.
   6. A finished sequence returns its pages; the outbox posts all events of the turn at once.
 
      inbox ─▶ drop ─▶ schedule ─▶ launch ─▶ complete earlier steps ─▶ emit ─▶ post
@@ -16,7 +16,7 @@ The life of a request in it:
 
 Prefill steps and decode steps run beside each other, so a long prompt delays nobody's next token. A sequence whose
 prompt is complete decodes with the others from the next turn on. An asynchronous device gets its next steps before
-it has completed those in flight, so it never waits for readers.
+it has completed those in flight, so it never waits for output parsers.
 
      prefill  │      step 1      ││      step 3      ││      step 7      │
      decode                       │ 2 ││ 4 ││ 5 ││ 6 │ …
@@ -360,13 +360,13 @@ class EngineLoop:
     def _emit(self, sequence: Sequence, now: float) -> None:
         try:
             events = events_after(sequence, now)
-        except Exception as error:  # a reader's bug, met by what the model happened to say
-            _log.exception("the reader of %s failed", sequence.fingerprint)
+        except Exception as error:  # a bug of the parser, which the model's tokens revealed
+            _log.exception("the output parser of %s failed", sequence.fingerprint)
             self._fail(sequence, InternalError(error))
             return
         if events:
             self._outbox.put(self._streams[sequence], events)
-        if sequence.reader.finish_reason is not None:
+        if sequence.parser.finish_reason is not None:
             self._remove(sequence)
 
     def _fail(self, sequence: Sequence, error: KestrelError) -> None:

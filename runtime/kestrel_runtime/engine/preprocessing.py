@@ -158,7 +158,7 @@ class Preprocessor:
             num_prompt_tokens=len(prompt),
             num_image_tokens=num_image_tokens,
             crops=crops,
-            reader=skill.reader(request, self._tokenizer, config),
+            parser=skill.new_parser(request, self._tokenizer, config),
             temperature=defaults.temperature if sampling.temperature is None else sampling.temperature,
             top_p=defaults.top_p if sampling.top_p is None else sampling.top_p,
             seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,

@@ -43,13 +43,13 @@ class Slots:
         for sequence in sequences:
             if sequence.id not in self._slot_of:
                 self._slot_of[sequence.id] = self._free.pop()
-            slot, reader, token = self._slot_of[sequence.id], sequence.reader, sequence.tokens[-1]
-            budget = _UNLIMITED if reader.budget is None else reader.budget
-            row = self._rules.row(reader.grammar, reader.state)
-            numbers.append((token.id, len(token.value), row, reader.num_read, budget))
+            slot, parser, token = self._slot_of[sequence.id], sequence.parser, sequence.tokens[-1]
+            budget = _UNLIMITED if parser.budget is None else parser.budget
+            row = self._rules.row(parser.grammar, parser.state)
+            numbers.append((token.id, len(token.value), row, parser.num_consumed, budget))
             values.append((*token.value, 0.0, 0.0)[:2])
             self._num_pages[slot] = 0
-            self._may_draw[slot] = self._rules.may_draw(reader.grammar)
+            self._may_draw[slot] = self._rules.may_draw(parser.grammar)
         if sequences:
             slots = to_device(self.of(sequences), torch.int64, self._device)
             self.numbers[slots] = to_device(numbers, torch.int64, self._device)

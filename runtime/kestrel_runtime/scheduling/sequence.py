@@ -14,7 +14,7 @@ from kestrel_runtime.scheduling.ids import StepId
 
 if TYPE_CHECKING:
     from kestrel_runtime.interfaces.image import PreparedImage
-    from kestrel_runtime.models.moondream.skills.base import Reader
+    from kestrel_runtime.interfaces.output import OutputParser
 
 UNIFORMS_PER_TOKEN = 3
 """Random numbers that every drawn token spends: its own, and two for the value of a place or size."""
@@ -86,7 +86,7 @@ class Sequence:
     """How many of `tokens` are prompt."""
     num_image_tokens: int
     crops: PreparedImage | None
-    reader: Reader
+    parser: OutputParser
     temperature: float
     top_p: float
     seed: int

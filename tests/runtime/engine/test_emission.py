@@ -3,12 +3,12 @@
 from kestrel_runtime.api.events import Finished, FinishReason, Started
 from kestrel_runtime.engine.emission import events_after
 from kestrel_runtime.interfaces.tokens import Token, TokenRule
-from tests.runtime.sequences import RuleReader, new_sequence
+from tests.runtime.sequences import RuleParser, new_sequence
 
 
 def test_the_first_token_starts_the_answer_and_a_full_context_ends_it() -> None:
     sequence = new_sequence(3, num_image_tokens=4, max_context=9)
-    sequence.reader = RuleReader(TokenRule())
+    sequence.parser = RuleParser(TokenRule())
     sequence.tokens.append(Token(7))
     (started,) = events_after(sequence, 1.0)
     assert isinstance(started, Started)

@@ -43,7 +43,7 @@ from kestrel_runtime.scheduling import deadlines, page_pool, scheduler, sequence
 from kestrel_runtime.scheduling.batch import Batch
 from kestrel_runtime.scheduling.sequence import Sequence
 from tests.runtime.fake_runner import FakeHandle, FakeRunner
-from tests.runtime.sequences import ShortReader, blank_tiles, new_sequence
+from tests.runtime.sequences import ShortParser, blank_tiles, new_sequence
 
 MAX_WAIT_S = 30.0
 # What runs in the engine thread, but for what holds a lock: it is released when a line raises, and not where a
@@ -73,7 +73,7 @@ def prepared(name: str, num_tokens: int = 3, *, is_broken: bool = False, has_ima
     image: dict[str, Any] = {"num_image_tokens": 4, "crops": blank_tiles(3)} if has_image else {}
     made = new_sequence(6, max_context=200, **image)
     made.fingerprint = name
-    made.reader = ShortReader(num_tokens, is_broken=is_broken)
+    made.parser = ShortParser(num_tokens, is_broken=is_broken)
     return made
 
 
@@ -224,7 +224,7 @@ async def play(loaded: LoadedModel, tracer: Tracer, scenario: str) -> Run:
             prepared("leaving", 12),
             prepared("short", 1),
             prepared("image", has_image=True),
-            prepared("reader", is_broken=True),
+            prepared("parser", is_broken=True),
             prepared("late"),
         ]
         sequences[-1].clock.deadline = 0.0
@@ -309,7 +309,7 @@ async def test_without_a_fault_everybody_gets_an_answer(moondream3: LoadedModel)
     assert run.status is EngineStatus.SERVING
     assert kinds["long"] is kinds["short"] is kinds["image"] is Finished
     assert {kinds[name] for name in kinds if name.startswith("poison")} == {InternalError}
-    assert (kinds["reader"], kinds["late"]) == (InternalError, DeadlineExceeded)
+    assert (kinds["parser"], kinds["late"]) == (InternalError, DeadlineExceeded)
 
 
 @pytest.mark.parametrize("part", range(4))

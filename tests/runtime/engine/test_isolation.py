@@ -167,18 +167,18 @@ async def test_r1_the_culprit_ends_alone_and_is_refused_the_second_time(
     assert (engine.status, statuses) == (SERVING, [])  # nobody was told to look for another server
 
 
-async def test_a_reader_that_fails_ends_its_own_request(
+async def test_a_parser_that_fails_ends_its_own_request(
     engine: LocalEngine, alone: list[object], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    make_reader = QuerySkill.reader
+    new_parser = QuerySkill.new_parser
 
-    def reader(self: QuerySkill, request: Query, *context: Any) -> Any:
-        made = make_reader(self, request, *context)
+    def broken(self: QuerySkill, request: Query, *context: Any) -> Any:
+        made = new_parser(self, request, *context)
         if request == POISON:
-            monkeypatch.setattr(made, "read", lambda token: 1 / 0)
+            monkeypatch.setattr(made, "consume", lambda token: 1 / 0)
         return made
 
-    monkeypatch.setattr(QuerySkill, "reader", reader)
+    monkeypatch.setattr(QuerySkill, "new_parser", broken)
     *others, culprit = await outcomes(engine, [*bystanders(), POISON])
     assert others == alone
     assert isinstance(culprit, InternalError)

@@ -26,7 +26,7 @@ from kestrel_runtime.scheduling.page_pool import PagePool
 from kestrel_runtime.scheduling.scheduler import Scheduler
 from kestrel_runtime.scheduling.sequence import Sequence
 from tests.runtime.fake_runner import FakeRunner
-from tests.runtime.sequences import ShortReader, new_sequence
+from tests.runtime.sequences import ShortParser, new_sequence
 
 OUT_OF_MEMORY = torch.OutOfMemoryError("for the test")
 Fails = Callable[[Batch], Exception | None]
@@ -61,7 +61,7 @@ class Bench:
 
     def add(self, name: str, num_tokens: int = 4) -> Stream:
         sequence, stream = new_sequence(6), Stream()
-        sequence.fingerprint, sequence.reader = name, ShortReader(num_tokens)
+        sequence.fingerprint, sequence.parser = name, ShortParser(num_tokens)
         self._admission.enter(stream, Burden("", Priority.NORMAL, 0, 1), 0.0)
         self.loop.add(sequence, stream)
         return stream

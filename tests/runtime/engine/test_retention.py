@@ -25,7 +25,7 @@ from kestrel_runtime.scheduling.scheduler import Scheduler
 from kestrel_runtime.scheduling.sequence import Sequence
 from tests.golden import MD3_SMALL
 from tests.runtime.fake_runner import FakeHandle, FakeRunner
-from tests.runtime.sequences import ShortReader, blank_tiles, new_sequence
+from tests.runtime.sequences import ShortParser, blank_tiles, new_sequence
 
 NUM_TURNS = 300
 
@@ -65,7 +65,7 @@ async def test_a_steady_load_retains_neither_sequences_nor_images_nor_steps(num_
         for turn in range(NUM_TURNS):
             if loop.num_waiting < 2:  # no more than is served: a queue that grows is not what is looked for
                 sequence = new_sequence(6, num_image_tokens=4, crops=blank_tiles(2))
-                sequence.reader = ShortReader(num_tokens)
+                sequence.parser = ShortParser(num_tokens)
                 loop.add(sequence, Stream())
                 num_sent += 1
                 del sequence

@@ -186,7 +186,7 @@ def test_the_draws_of_every_skill_alone_and_together_are_usual(moondream2: Loade
     found: set[tuple[bool, bool]] = set()
     asked: list[Request] = [*requests(), Query("why?", SMALL_IMAGE)]
     for request in asked:
-        grammar = SKILLS[request.skill].reader(request, moondream2.tokenizer, config).grammar
+        grammar = SKILLS[request.skill].new_parser(request, moondream2.tokenizer, config).grammar
         coordinates, sizes = (
             any(rule.is_spatial and rule.lets_pass(id) for rule in grammar.rules) for id in spatial
         )

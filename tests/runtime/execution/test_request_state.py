@@ -42,7 +42,7 @@ def test_sequences_have_slots_of_their_own_until_they_close():
 
 def test_drawing_moves_a_slot_on():
     slots, sequence = new_slots(), holder([1])
-    sequence.reader.budget = 5
+    sequence.parser.budget = 5
     slots.open(sequence)
     rows = torch.tensor(slots.of([sequence]))
     slots.advance(rows, torch.tensor([3]), torch.tensor([1]), torch.tensor([[0.5, 0.0]]))

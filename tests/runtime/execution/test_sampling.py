@@ -6,7 +6,7 @@ from kestrel_runtime.execution.sampling import DrawNeeds, Sampler
 from kestrel_runtime.execution.token_rules import RuleTable
 from kestrel_runtime.interfaces.tokens import Token, TokenRule
 from tests.runtime.models.moondream.tiny import random_model, tiny_config
-from tests.runtime.sequences import RuleReader, new_sequence
+from tests.runtime.sequences import RuleParser, new_sequence
 
 COORDINATE, SIZE, EOS = 5, 6, 0
 MODEL = random_model(tiny_config())
@@ -146,7 +146,7 @@ def test_what_a_sequence_draws_does_not_depend_on_its_company():
         """What one sequence draws over some steps, beside `others` sequences of changing kinds."""
         own, drawn = new_sequence(temperature=2.0, seed=7), []
         for step in range(12):
-            own.reader = RuleReader(rules[step % 3])
+            own.parser = RuleParser(rules[step % 3])
             company = [
                 new_sequence(rule=rules[(step + place) % 3], temperature=float(place % 2), seed=place)
                 for place in range(others)

@@ -26,7 +26,7 @@ REFERENCES = [Token(0), Token(1), Token(5, (0.25,)), Token(5, (0.75,)), Token(6,
 
 
 class Bench:
-    """Scheduler, cache and runner of a tiny model, turned step by step without readers."""
+    """Scheduler, cache and runner of a tiny model, turned step by step without output parsers."""
 
     def __init__(self, model, *, num_pages=200, page_size=4, batch=8, prefill=1000, crops=100, **paths):
         config = model.config.text

@@ -7,7 +7,7 @@ from kestrel_runtime.interfaces.token_grammar import Grammar, GrammarState
 from kestrel_runtime.interfaces.tokens import TokenRule
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.models.moondream.skills import SKILLS
-from tests.runtime.models.moondream.skills.reading import IMAGE, MOONDREAM_2, MOONDREAM_3, TOKENIZER
+from tests.runtime.models.moondream.skills.parsing import IMAGE, MOONDREAM_2, MOONDREAM_3, TOKENIZER
 
 VOCABULARY = 30
 CPU = torch.device("cpu")
@@ -23,7 +23,7 @@ REQUESTS = [
 
 def grammar_of(request: object, config: MoondreamConfig) -> Grammar:
     skill = SKILLS[request.skill]  # pyright: ignore[reportAttributeAccessIssue] - each kind of request has one
-    return skill.reader(request, TOKENIZER, config).grammar
+    return skill.new_parser(request, TOKENIZER, config).grammar
 
 
 @pytest.mark.parametrize("config", [MOONDREAM_2, MOONDREAM_3], ids=["moondream2", "moondream3"])

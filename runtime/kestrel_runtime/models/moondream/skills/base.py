@@ -1,4 +1,4 @@
-"""What a skill is: a prompt before the model, and a reader after it. Knows tokens and text, no tensors."""
+"""What Moondream's skills share: prompt tokens and the text of answers. Knows tokens and text, no tensors."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from kestrel_runtime.api.events import FinishReason, Output, TextChannel, TextDelta
+from kestrel_runtime.api.events import TextChannel, TextDelta
 from kestrel_runtime.api.requests import BoxRef, SpatialRef
-from kestrel_runtime.interfaces.token_grammar import Grammar
-from kestrel_runtime.interfaces.tokens import Token, TokenRule
+from kestrel_runtime.interfaces.output import OutputParser
+from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 
@@ -25,46 +25,6 @@ class SamplingDefaults:
     top_p: float
 
 
-class Reader(ABC):
-    """Reads one sequence's generated tokens. `grammar` says what may come, `read` takes what came.
-
-    After `finish_reason` is set no further token is read, and `output` is the whole answer.
-    """
-
-    grammar: Grammar
-    budget: int | None = None
-    """Tokens after which the grammar's exhausted states apply; None for never."""
-    state: int = 0
-    """Where in the grammar the sequence stands."""
-    num_read: int = 0
-    finish_reason: FinishReason | None = None
-
-    @property
-    def rule(self) -> TokenRule:
-        """What may come next."""
-        return self.grammar.states[self.state].rule
-
-    def read(self, token: Token) -> list[TextDelta]:
-        """Take the next token; returns the text that it completes."""
-        self.num_read += 1
-        is_exhausted = self.budget is not None and self.num_read >= self.budget
-        self.state = self.grammar.after(self.state, token.id, is_exhausted=is_exhausted)
-        return self.take(token)
-
-    @abstractmethod
-    def take(self, token: Token) -> list[TextDelta]:
-        """Make sense of the next token; returns the text that it completes."""
-
-    def cut(self) -> list[TextDelta]:
-        """End here for want of room; returns the text still held back."""
-        self.finish_reason = FinishReason.LENGTH
-        return []
-
-    @abstractmethod
-    def output(self) -> Output:
-        """The answer as far as it has been read."""
-
-
 class Skill(ABC):
     """A task of the model. Stateless: one instance serves all requests."""
 
@@ -78,11 +38,11 @@ class Skill(ABC):
         """The prompt's tokens after BOS and image."""
 
     @abstractmethod
-    def reader(self, request: Any, tokenizer: Tokenizer, config: MoondreamConfig) -> Reader:
-        """A fresh reader for one sequence."""
+    def new_parser(self, request: Any, tokenizer: Tokenizer, config: MoondreamConfig) -> OutputParser:
+        """The output parser of one sequence."""
 
 
-class TextReader:
+class TextEmitter:
     """Turns text tokens into deltas on one channel; what it returns adds up to `text`."""
 
     def __init__(self, tokenizer: Tokenizer, channel: TextChannel) -> None:
@@ -90,7 +50,7 @@ class TextReader:
         self._decoder = tokenizer.text_decoder()
         self._channel = channel
         self._parts: list[str] = []
-        self._num_told = 0
+        self._num_emitted = 0
         self.num_chars = 0
         self.num_tokens = 0
 
@@ -101,21 +61,21 @@ class TextReader:
     def push(self, token_id: int) -> list[TextDelta]:
         """Take a token; returns a delta if characters are complete."""
         self.num_tokens += 1
-        return self._tell(self._decoder.push(token_id))
+        return self._emit(self._decoder.push(token_id))
 
     def flush(self) -> list[TextDelta]:
         """End a run of text: broken bytes become U+FFFD, and nothing later joins them."""
         text = self._decoder.flush()
         self._decoder = self._tokenizer.text_decoder()
-        return self._tell(text)
+        return self._emit(text)
 
-    def _tell(self, text: str) -> list[TextDelta]:
+    def _emit(self, text: str) -> list[TextDelta]:
         if not text:
             return []
         self._parts.append(text)
         self.num_chars += len(text)
-        told, self._num_told = self._num_told, self.num_tokens
-        return [TextDelta(text, self._channel, told, self.num_tokens - told)]
+        start, self._num_emitted = self._num_emitted, self.num_tokens
+        return [TextDelta(text, self._channel, start, self.num_tokens - start)]
 
 
 def spatial_tokens(refs: tuple[SpatialRef, ...], config: MoondreamConfig) -> list[Token]:

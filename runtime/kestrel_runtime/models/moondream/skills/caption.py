@@ -5,16 +5,16 @@ from __future__ import annotations
 from kestrel_runtime.api.errors import InvalidRequest, Violation
 from kestrel_runtime.api.events import CaptionOutput, FinishReason, TextChannel, TextDelta
 from kestrel_runtime.api.requests import Caption
+from kestrel_runtime.interfaces.output import OutputParser
 from kestrel_runtime.interfaces.token_grammar import Grammar, GrammarState
 from kestrel_runtime.interfaces.tokens import Token, TokenRule
 from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.models.moondream.skills.base import (
     DEFAULT_MAX_TOKENS,
-    Reader,
     SamplingDefaults,
     Skill,
-    TextReader,
+    TextEmitter,
     text_tokens,
 )
 
@@ -32,8 +32,8 @@ class CaptionSkill(Skill):
             raise InvalidRequest((Violation("length", f"this model's captions are {', '.join(templates)}"),))
         return text_tokens(templates[request.length])
 
-    def reader(self, request: Caption, tokenizer: Tokenizer, config: MoondreamConfig) -> Reader:
-        return _CaptionReader(tokenizer, config, request.sampling.max_tokens or DEFAULT_MAX_TOKENS)
+    def new_parser(self, request: Caption, tokenizer: Tokenizer, config: MoondreamConfig) -> OutputParser:
+        return _CaptionParser(tokenizer, config, request.sampling.max_tokens or DEFAULT_MAX_TOKENS)
 
 
 def answer_states(config: MoondreamConfig, start: int = 0) -> tuple[GrammarState, ...]:
@@ -44,11 +44,11 @@ def answer_states(config: MoondreamConfig, start: int = 0) -> tuple[GrammarState
     return (GrammarState(TokenRule(), later), GrammarState(TokenRule(suppressed=suppressed), later))
 
 
-class AnswerReader:
+class AnswerParser:
     """Reads text until the end token or `max_tokens`."""
 
     def __init__(self, tokenizer: Tokenizer, config: MoondreamConfig, max_tokens: int) -> None:
-        self._text = TextReader(tokenizer, TextChannel.ANSWER)
+        self._text = TextEmitter(tokenizer, TextChannel.ANSWER)
         self._eos_id = config.tokenizer.eos_id
         self._max_tokens = max_tokens
         self.finish_reason: FinishReason | None = None
@@ -57,34 +57,34 @@ class AnswerReader:
     def text(self) -> str:
         return self._text.text
 
-    def read(self, token: Token) -> list[TextDelta]:
+    def consume(self, token: Token) -> list[TextDelta]:
         """Take the next token."""
         if token.id == self._eos_id:
             self.finish_reason = FinishReason.STOP
             return self._text.flush()
         deltas = self._text.push(token.id)
-        return deltas + self.cut() if self._text.num_tokens >= self._max_tokens else deltas
+        return deltas + self.truncate() if self._text.num_tokens >= self._max_tokens else deltas
 
-    def cut(self) -> list[TextDelta]:
+    def truncate(self) -> list[TextDelta]:
         """End here."""
         self.finish_reason = FinishReason.LENGTH
         return self._text.flush()
 
 
-class _CaptionReader(Reader):
-    """An answer reader whose text is the caption."""
+class _CaptionParser(OutputParser):
+    """An answer parser whose text is the caption."""
 
     def __init__(self, tokenizer: Tokenizer, config: MoondreamConfig, max_tokens: int) -> None:
         self.grammar = Grammar(answer_states(config))
-        self._answer = AnswerReader(tokenizer, config, max_tokens)
+        self._answer = AnswerParser(tokenizer, config, max_tokens)
 
-    def take(self, token: Token) -> list[TextDelta]:
-        deltas = self._answer.read(token)
+    def parse(self, token: Token) -> list[TextDelta]:
+        deltas = self._answer.consume(token)
         self.finish_reason = self._answer.finish_reason
         return deltas
 
-    def cut(self) -> list[TextDelta]:
-        deltas = self._answer.cut()
+    def truncate(self) -> list[TextDelta]:
+        deltas = self._answer.truncate()
         self.finish_reason = self._answer.finish_reason
         return deltas
 

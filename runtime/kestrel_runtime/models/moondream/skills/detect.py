@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from kestrel_runtime.api.events import Box, DetectOutput
 from kestrel_runtime.api.requests import Detect
+from kestrel_runtime.interfaces.output import OutputParser
 from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.models.moondream.config import MoondreamConfig
-from kestrel_runtime.models.moondream.skills.base import Reader, SamplingDefaults, Skill
-from kestrel_runtime.models.moondream.skills.point import ObjectReader, object_prompt
+from kestrel_runtime.models.moondream.skills.base import SamplingDefaults, Skill
+from kestrel_runtime.models.moondream.skills.point import ObjectParser, object_prompt
 
 
 class DetectSkill(Skill):
@@ -21,11 +22,11 @@ class DetectSkill(Skill):
     def prompt(self, request: Detect, tokenizer: Tokenizer, config: MoondreamConfig) -> list[Token]:
         return object_prompt(self.name, request, tokenizer, config)
 
-    def reader(self, request: Detect, tokenizer: Tokenizer, config: MoondreamConfig) -> Reader:
-        return _DetectReader(request, config)
+    def new_parser(self, request: Detect, tokenizer: Tokenizer, config: MoondreamConfig) -> OutputParser:
+        return _DetectParser(request, config)
 
 
-class _DetectReader(ObjectReader):
+class _DetectParser(ObjectParser):
     """Centre x, centre y and size per object."""
 
     def __init__(self, request: Detect, config: MoondreamConfig) -> None:

@@ -10,13 +10,13 @@ from abc import abstractmethod
 
 from kestrel_runtime.api.events import FinishReason, Location, PointOutput, TextDelta
 from kestrel_runtime.api.requests import Detect, Point
+from kestrel_runtime.interfaces.output import OutputParser
 from kestrel_runtime.interfaces.token_grammar import Grammar, GrammarState
 from kestrel_runtime.interfaces.tokens import Token, TokenRule
 from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.models.moondream.skills.base import (
     DEFAULT_MAX_OBJECTS,
-    Reader,
     SamplingDefaults,
     Skill,
     spatial_tokens,
@@ -34,8 +34,8 @@ class PointSkill(Skill):
     def prompt(self, request: Point, tokenizer: Tokenizer, config: MoondreamConfig) -> list[Token]:
         return object_prompt(self.name, request, tokenizer, config)
 
-    def reader(self, request: Point, tokenizer: Tokenizer, config: MoondreamConfig) -> Reader:
-        return _PointReader(request, config)
+    def new_parser(self, request: Point, tokenizer: Tokenizer, config: MoondreamConfig) -> OutputParser:
+        return _PointParser(request, config)
 
 
 def object_prompt(
@@ -51,7 +51,7 @@ def object_prompt(
     )
 
 
-class ObjectReader(Reader):
+class ObjectParser(OutputParser):
     """Reads objects of a fixed number of values until the end, `max_objects` or `max_tokens`."""
 
     def __init__(self, request: Point | Detect, config: MoondreamConfig, value_ids: tuple[int, ...]) -> None:
@@ -75,7 +75,7 @@ class ObjectReader(Reader):
     def add(self, values: list[tuple[float, ...]]) -> None:
         """Keep one complete object."""
 
-    def take(self, token: Token) -> list[TextDelta]:
+    def parse(self, token: Token) -> list[TextDelta]:
         if token.id == self._eos_id:
             self.finish_reason = FinishReason.STOP
             return []
@@ -92,7 +92,7 @@ class ObjectReader(Reader):
         return []
 
 
-class _PointReader(ObjectReader):
+class _PointParser(ObjectParser):
     """x and y per object."""
 
     def __init__(self, request: Point, config: MoondreamConfig) -> None:

@@ -17,20 +17,20 @@ from kestrel_runtime.api.events import (
     TextDelta,
 )
 from kestrel_runtime.api.requests import Query
+from kestrel_runtime.interfaces.output import OutputParser
 from kestrel_runtime.interfaces.token_grammar import Grammar, GrammarState
 from kestrel_runtime.interfaces.tokens import Token, TokenRule
 from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.models.moondream.config import MoondreamConfig, TokenizerConfig
 from kestrel_runtime.models.moondream.skills.base import (
     DEFAULT_MAX_TOKENS,
-    Reader,
     SamplingDefaults,
     Skill,
-    TextReader,
+    TextEmitter,
     spatial_tokens,
     text_tokens,
 )
-from kestrel_runtime.models.moondream.skills.caption import AnswerReader, answer_states
+from kestrel_runtime.models.moondream.skills.caption import AnswerParser, answer_states
 
 
 class QuerySkill(Skill):
@@ -54,34 +54,34 @@ class QuerySkill(Skill):
             + text_tokens(end)
         )
 
-    def reader(self, request: Query, tokenizer: Tokenizer, config: MoondreamConfig) -> Reader:
-        return _QueryReader(request, tokenizer, config)
+    def new_parser(self, request: Query, tokenizer: Tokenizer, config: MoondreamConfig) -> OutputParser:
+        return _QueryParser(request, tokenizer, config)
 
 
-class _QueryReader(Reader):
+class _QueryParser(OutputParser):
     """Reads reasoning if there is any, then the answer."""
 
     def __init__(self, request: Query, tokenizer: Tokenizer, config: MoondreamConfig) -> None:
         max_tokens = request.sampling.max_tokens or DEFAULT_MAX_TOKENS
-        self._reasoning = _ReasoningReader(tokenizer, config) if request.reasoning else None
-        self._answer = AnswerReader(tokenizer, config, max_tokens)
+        self._reasoning = _ReasoningParser(tokenizer, config) if request.reasoning else None
+        self._answer = AnswerParser(tokenizer, config, max_tokens)
         self._is_reasoning = request.reasoning
         self.grammar = Grammar(_reasoning_states(config) if request.reasoning else answer_states(config))
         self.budget = max_tokens if request.reasoning else None
 
-    def take(self, token: Token) -> list[TextDelta]:
+    def parse(self, token: Token) -> list[TextDelta]:
         if self._is_reasoning and self._reasoning is not None:
-            deltas = self._reasoning.read(token)
+            deltas = self._reasoning.consume(token)
             self._is_reasoning = not self._reasoning.is_over
             return deltas
-        deltas = self._answer.read(token)
+        deltas = self._answer.consume(token)
         self.finish_reason = self._answer.finish_reason
         return deltas
 
-    def cut(self) -> list[TextDelta]:
+    def truncate(self) -> list[TextDelta]:
         deltas = self._reasoning.end() if self._is_reasoning and self._reasoning is not None else []
         self.finish_reason = FinishReason.LENGTH
-        return deltas + self._answer.cut()
+        return deltas + self._answer.truncate()
 
     def output(self) -> QueryOutput:
         reasoning = None if self._reasoning is None else self._reasoning.output()
@@ -102,18 +102,18 @@ def _reasoning_states(config: MoondreamConfig) -> tuple[GrammarState, ...]:
     )
 
 
-class _ReasoningReader:
+class _ReasoningParser:
     """Reads text and grounded points until the answer begins."""
 
     def __init__(self, tokenizer: Tokenizer, config: MoondreamConfig) -> None:
         self._ids: TokenizerConfig = config.tokenizer
-        self._text = TextReader(tokenizer, TextChannel.REASONING)
+        self._text = TextEmitter(tokenizer, TextChannel.REASONING)
         self._coordinates: list[float] = []
         self._passage_start = 0
         self._groundings: list[Grounding] = []
         self.is_over = False
 
-    def read(self, token: Token) -> list[TextDelta]:
+    def consume(self, token: Token) -> list[TextDelta]:
         if token.id == self._ids.answer_id:
             return self.end()
         deltas: list[TextDelta] = []

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from kestrel_runtime.api.events import FinishReason, SegmentMask, SegmentOutput, TextDelta
 from kestrel_runtime.api.requests import Segment
+from kestrel_runtime.interfaces.output import OutputParser
 from kestrel_runtime.interfaces.token_grammar import Grammar, GrammarState
 from kestrel_runtime.interfaces.tokens import Token, TokenRule
 from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.models.moondream.skills.base import (
     DEFAULT_MAX_TOKENS,
-    Reader,
     SamplingDefaults,
     Skill,
     spatial_tokens,
@@ -41,11 +41,11 @@ class SegmentSkill(Skill):
             + text_tokens(template["suffix"])
         )
 
-    def reader(self, request: Segment, tokenizer: Tokenizer, config: MoondreamConfig) -> Reader:
-        return _SegmentReader(tokenizer, config, request.sampling.max_tokens or DEFAULT_MAX_TOKENS)
+    def new_parser(self, request: Segment, tokenizer: Tokenizer, config: MoondreamConfig) -> OutputParser:
+        return _SegmentParser(tokenizer, config, request.sampling.max_tokens or DEFAULT_MAX_TOKENS)
 
 
-class _SegmentReader(Reader):
+class _SegmentParser(OutputParser):
     """Reads the first two coordinates, the first size and every text token."""
 
     grammar = Grammar((GrammarState(TokenRule(is_spatial=True), 0),))
@@ -59,7 +59,7 @@ class _SegmentReader(Reader):
         self._size: tuple[float, ...] = ()
         self._words: list[str] = []
 
-    def take(self, token: Token) -> list[TextDelta]:
+    def parse(self, token: Token) -> list[TextDelta]:
         if token.id == self._eos_id:
             self.finish_reason = FinishReason.STOP
             return []

@@ -161,7 +161,7 @@ class PromptRun:
 
     def _append(self, token: Token) -> None:
         self.sequence.tokens.append(token)
-        self.sequence.reader.read(token)
+        self.sequence.parser.consume(token)
 
     def _whole(self) -> Batch:
         sequence = self.sequence

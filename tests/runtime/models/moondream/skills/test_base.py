@@ -6,8 +6,8 @@ from kestrel_runtime.api.events import FinishReason, TextChannel, TextDelta
 from kestrel_runtime.api.requests import BoxRef, Caption, Detect, Point, PointRef, Query, Segment
 from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.models.moondream.skills import SKILLS
-from kestrel_runtime.models.moondream.skills.base import TextReader, spatial_tokens, text_tokens
-from tests.runtime.models.moondream.skills.reading import (
+from kestrel_runtime.models.moondream.skills.base import TextEmitter, spatial_tokens, text_tokens
+from tests.runtime.models.moondream.skills.parsing import (
     COORDINATE,
     ID_OF_BYTE,
     IMAGE,
@@ -16,10 +16,10 @@ from tests.runtime.models.moondream.skills.reading import (
     REFERENCES,
     SIZE,
     TOKENIZER,
+    consume,
     coordinate,
-    read,
+    emitted,
     size,
-    told,
     words,
 )
 
@@ -41,8 +41,8 @@ some_ids = st.lists(st.integers(0, TOKENIZER.vocab_size - 1), max_size=40)
 bytes_of_characters = st.text("aé✓🙂 ", max_size=12).map(lambda text: [ID_OF_BYTE[byte] for byte in text.encode()])
 
 
-def text_reader():
-    return TextReader(TOKENIZER, TextChannel.ANSWER)
+def text_emitter():
+    return TextEmitter(TOKENIZER, TextChannel.ANSWER)
 
 
 # The registry
@@ -66,21 +66,21 @@ def test_text_is_drawn_and_places_are_greedy_unless_the_caller_says_otherwise(na
 
 
 @pytest.mark.parametrize("name", SKILLS)
-def test_a_reader_that_is_cut_at_once_has_an_empty_answer(name):
-    reader = SKILLS[name].reader(REQUESTS[name], TOKENIZER, MOONDREAM_3)
-    assert reader.finish_reason is None
-    assert list(reader.cut()) == []
-    assert reader.finish_reason is FinishReason.LENGTH
-    empty = {getattr(reader.output(), field) for field in reader.output().__slots__}
+def test_an_answer_that_is_truncated_at_once_is_empty(name):
+    parser = SKILLS[name].new_parser(REQUESTS[name], TOKENIZER, MOONDREAM_3)
+    assert parser.finish_reason is None
+    assert list(parser.truncate()) == []
+    assert parser.finish_reason is FinishReason.LENGTH
+    empty = {getattr(parser.output(), field) for field in parser.output().__slots__}
     assert empty <= {"", (), None}
 
 
 @pytest.mark.parametrize("name", SKILLS)
-def test_readers_of_one_skill_do_not_share_what_they_read(name):
+def test_parsers_of_one_skill_do_not_share_what_they_parse(name):
     skill, request = SKILLS[name], REQUESTS[name]
-    first, second = (skill.reader(request, TOKENIZER, MOONDREAM_3) for _ in range(2))
+    first, second = (skill.new_parser(request, TOKENIZER, MOONDREAM_3) for _ in range(2))
     before = second.output()
-    read(first, SCRIPTS[name])
+    consume(first, SCRIPTS[name])
     assert first.output() != before
     assert second.finish_reason is None
     assert second.output() == before
@@ -112,35 +112,35 @@ def test_plain_ids_carry_no_value():
 
 @given(some_ids)
 def test_deltas_add_up_to_the_text(ids):
-    reader = text_reader()
-    deltas = [delta for id in ids for delta in reader.push(id)]
-    deltas += reader.flush()
-    assert told(deltas) == reader.text == TOKENIZER.decode(ids)
-    assert reader.num_chars == len(reader.text)
-    assert sum(delta.num_tokens for delta in deltas) <= reader.num_tokens == len(ids)
+    emitter = text_emitter()
+    deltas = [delta for id in ids for delta in emitter.push(id)]
+    deltas += emitter.flush()
+    assert emitted(deltas) == emitter.text == TOKENIZER.decode(ids)
+    assert emitter.num_chars == len(emitter.text)
+    assert sum(delta.num_tokens for delta in deltas) <= emitter.num_tokens == len(ids)
 
 
 @given(bytes_of_characters)
 def test_a_delta_holds_whole_characters_however_they_are_spread_over_tokens(ids):
-    reader = text_reader()
-    deltas = [delta for id in ids for delta in reader.push(id)]
-    assert "�" not in told(deltas)
+    emitter = text_emitter()
+    deltas = [delta for id in ids for delta in emitter.push(id)]
+    assert "�" not in emitted(deltas)
     assert [len(delta.text) for delta in deltas] == [1] * len(deltas)
     assert [delta.num_tokens for delta in deltas] == [len(delta.text.encode()) for delta in deltas]
-    assert list(reader.flush()) == []
+    assert list(emitter.flush()) == []
 
 
 def test_tokens_without_text_count_towards_the_next_delta():
-    reader = text_reader()
-    assert list(reader.push(8)) == []
-    assert list(reader.push(ID_OF_BYTE[ord("a")])) == [TextDelta("a", TextChannel.ANSWER, 0, 2)]
-    assert list(reader.push(ID_OF_BYTE[ord("b")])) == [TextDelta("b", TextChannel.ANSWER, 2, 1)]
-    assert reader.num_tokens == 3
+    emitter = text_emitter()
+    assert list(emitter.push(8)) == []
+    assert list(emitter.push(ID_OF_BYTE[ord("a")])) == [TextDelta("a", TextChannel.ANSWER, 0, 2)]
+    assert list(emitter.push(ID_OF_BYTE[ord("b")])) == [TextDelta("b", TextChannel.ANSWER, 2, 1)]
+    assert emitter.num_tokens == 3
 
 
 def test_a_flush_breaks_an_unfinished_character_for_good():
-    reader = text_reader()
+    emitter = text_emitter()
     first, second = (ID_OF_BYTE[byte] for byte in "é".encode())
-    deltas = [*reader.push(first), *reader.flush(), *reader.push(second), *reader.flush()]
-    assert told(deltas) == reader.text == "��"
-    assert reader.num_chars == 2
+    deltas = [*emitter.push(first), *emitter.flush(), *emitter.push(second), *emitter.flush()]
+    assert emitted(deltas) == emitter.text == "��"
+    assert emitter.num_chars == 2

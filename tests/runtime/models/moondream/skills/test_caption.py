@@ -5,7 +5,7 @@ from kestrel_runtime.api.requests import CAPTION_LENGTHS, Caption, SamplingParam
 from kestrel_runtime.interfaces.tokens import TokenRule
 from kestrel_runtime.models.moondream.skills.base import DEFAULT_MAX_TOKENS
 from kestrel_runtime.models.moondream.skills.caption import CaptionSkill
-from tests.runtime.models.moondream.skills.reading import (
+from tests.runtime.models.moondream.skills.parsing import (
     ANSWER,
     EOS,
     ID_OF_BYTE,
@@ -15,10 +15,10 @@ from tests.runtime.models.moondream.skills.reading import (
     PUBLISHED_2,
     PUBLISHED_3,
     TOKENIZER,
+    consume,
+    emitted,
     plain,
-    read,
     spelled,
-    told,
     words,
 )
 
@@ -26,8 +26,8 @@ SKILL = CaptionSkill()
 BOTH = pytest.mark.parametrize("config", [MOONDREAM_2, MOONDREAM_3], ids=["moondream2", "moondream3"])
 
 
-def reader(config=MOONDREAM_3, max_tokens=None):
-    return SKILL.reader(Caption(IMAGE, sampling=SamplingParams(max_tokens=max_tokens)), TOKENIZER, config)
+def parser(config=MOONDREAM_3, max_tokens=None):
+    return SKILL.new_parser(Caption(IMAGE, sampling=SamplingParams(max_tokens=max_tokens)), TOKENIZER, config)
 
 
 @pytest.mark.parametrize("config", [PUBLISHED_2, PUBLISHED_3], ids=["moondream2", "moondream3"])
@@ -40,61 +40,61 @@ def test_the_prompt_is_the_template_of_the_length(config):
 
 @BOTH
 def test_a_caption_is_the_text_up_to_the_end_token(config):
-    caption = reader(config)
-    deltas = read(caption, [*words("a small copy of a bird"), *plain([EOS])])
+    caption = parser(config)
+    deltas = consume(caption, [*words("a small copy of a bird"), *plain([EOS])])
     assert caption.output() == CaptionOutput("a small copy of a bird")
-    assert told(deltas) == "a small copy of a bird"
+    assert emitted(deltas) == "a small copy of a bird"
     assert caption.finish_reason is FinishReason.STOP
 
 
 @BOTH
 def test_a_caption_that_ends_at_once_is_empty(config):
-    caption = reader(config)
-    assert read(caption, plain([EOS])) == []
+    caption = parser(config)
+    assert consume(caption, plain([EOS])) == []
     assert caption.output() == CaptionOutput("")
     assert caption.finish_reason is FinishReason.STOP
 
 
 def test_a_caption_ends_with_its_last_allowed_token():
-    caption = reader(max_tokens=4)
-    read(caption, spelled("abc"))
+    caption = parser(max_tokens=4)
+    consume(caption, spelled("abc"))
     assert caption.finish_reason is None
-    read(caption, spelled("d"))
+    consume(caption, spelled("d"))
     assert caption.finish_reason is FinishReason.LENGTH
     assert caption.output() == CaptionOutput("abcd")
 
 
 def test_a_caption_has_768_tokens_unless_the_caller_says_otherwise():
-    caption = reader()
-    read(caption, spelled("a" * (DEFAULT_MAX_TOKENS - 1)))
+    caption = parser()
+    consume(caption, spelled("a" * (DEFAULT_MAX_TOKENS - 1)))
     assert caption.finish_reason is None
-    read(caption, spelled("b"))
+    consume(caption, spelled("b"))
     assert caption.finish_reason is FinishReason.LENGTH
     assert DEFAULT_MAX_TOKENS == 768
 
 
 @pytest.mark.parametrize("end", ["end token", "max_tokens", "cut"])
 def test_a_character_that_the_end_breaks_off_is_told_as_broken(end):
-    caption = reader(max_tokens=2 if end == "max_tokens" else None)
-    deltas = read(caption, [*spelled("a"), *plain([ID_OF_BYTE["é".encode()[0]]])])
-    deltas += read(caption, plain([EOS])) if end == "end token" else []
-    deltas += caption.cut() if end == "cut" else []
-    assert told(deltas) == "a�"
+    caption = parser(max_tokens=2 if end == "max_tokens" else None)
+    deltas = consume(caption, [*spelled("a"), *plain([ID_OF_BYTE["é".encode()[0]]])])
+    deltas += consume(caption, plain([EOS])) if end == "end token" else []
+    deltas += caption.truncate() if end == "cut" else []
+    assert emitted(deltas) == "a�"
     assert caption.output() == CaptionOutput("a�")
     assert caption.finish_reason is (FinishReason.STOP if end == "end token" else FinishReason.LENGTH)
 
 
 def test_moondream_2_may_not_open_a_second_answer_but_for_its_first_token():
-    caption = reader(MOONDREAM_2)
+    caption = parser(MOONDREAM_2)
     assert caption.rule == TokenRule()
-    read(caption, plain([ANSWER]))
+    consume(caption, plain([ANSWER]))
     for token in words("a bird"):
         assert caption.rule == TokenRule(suppressed=(ANSWER,))
-        read(caption, [token])
+        consume(caption, [token])
 
 
 def test_moondream_3_may_write_what_it_likes():
-    caption = reader(MOONDREAM_3)
+    caption = parser(MOONDREAM_3)
     for token in words("a bird"):
         assert caption.rule == TokenRule()
-        read(caption, [token])
+        consume(caption, [token])

@@ -7,7 +7,7 @@ from kestrel_runtime.api.requests import Detect, SamplingParams
 from kestrel_runtime.interfaces.tokens import Token, TokenRule
 from kestrel_runtime.models.moondream.skills.base import DEFAULT_MAX_OBJECTS
 from kestrel_runtime.models.moondream.skills.detect import DetectSkill, box_around
-from tests.runtime.models.moondream.skills.reading import (
+from tests.runtime.models.moondream.skills.parsing import (
     ANSWER,
     COORDINATE,
     EOS,
@@ -18,10 +18,10 @@ from tests.runtime.models.moondream.skills.reading import (
     PUBLISHED_3,
     SIZE,
     TOKENIZER,
+    consume,
     coordinate,
     output,
     plain,
-    read,
     size,
     words,
 )
@@ -38,9 +38,9 @@ OBJECT_BOX = Box(0.25, 0.125, 0.75, 0.375)
 fractions = st.floats(0, 1)
 
 
-def reader(config=MOONDREAM_3, max_objects=None, max_tokens=None):
+def parser(config=MOONDREAM_3, max_objects=None, max_tokens=None):
     request = Detect("cat", IMAGE, max_objects, sampling=SamplingParams(max_tokens=max_tokens))
-    return SKILL.reader(request, TOKENIZER, config)
+    return SKILL.new_parser(request, TOKENIZER, config)
 
 
 @pytest.mark.parametrize("config", [PUBLISHED_2, PUBLISHED_3], ids=["moondream2", "moondream3"])
@@ -52,33 +52,33 @@ def test_a_prompt_has_one_space_before_the_object(config):
 
 @BOTH
 def test_a_box_reaches_half_its_size_to_each_side_of_its_centre(config):
-    detect = reader(config)
-    assert read(detect, [*OBJECT, END]) == []
+    detect = parser(config)
+    assert consume(detect, [*OBJECT, END]) == []
     assert detect.output() == DetectOutput((OBJECT_BOX,))
     assert detect.finish_reason is FinishReason.STOP
 
 
 def test_an_object_is_x_then_y_then_size_and_the_end_comes_only_between_objects():
-    detect = reader()
+    detect = parser()
     for _ in range(3):
         for token, rule in zip(OBJECT, (NEXT_OR_END, Y, EXTENT), strict=True):
             assert detect.rule == rule
-            read(detect, [token])
+            consume(detect, [token])
     assert detect.rule == NEXT_OR_END
 
 
 @given(st.lists(st.tuples(st.booleans(), fractions, fractions), max_size=40), st.integers(1, 6), st.integers(1, 30))
 def test_whatever_the_rules_let_pass_every_complete_object_is_a_box(draws, max_objects, max_tokens):
-    detect, num_tokens = reader(max_objects=max_objects, max_tokens=max_tokens), 0
+    detect, num_tokens = parser(max_objects=max_objects, max_tokens=max_tokens), 0
     for ends, width, height in draws:
         if detect.finish_reason is not None:
             break
         assert detect.rule.allowed is not None
         if ends and EOS in detect.rule.allowed:
-            read(detect, [END])
+            consume(detect, [END])
         else:
             kind = detect.rule.allowed[0]
-            read(detect, [Token(kind, (width,) if kind == COORDINATE else (width, height))])
+            consume(detect, [Token(kind, (width,) if kind == COORDINATE else (width, height))])
             num_tokens += 1
     boxes = output(detect, DetectOutput).boxes
     assert len(boxes) == num_tokens // 3 <= max_objects
@@ -89,33 +89,33 @@ def test_whatever_the_rules_let_pass_every_complete_object_is_a_box(draws, max_o
 
 
 def test_the_last_allowed_object_ends_it():
-    detect = reader(max_objects=2)
-    read(detect, [*OBJECT, *OBJECT[:2]])
+    detect = parser(max_objects=2)
+    consume(detect, [*OBJECT, *OBJECT[:2]])
     assert detect.finish_reason is None
-    read(detect, OBJECT[2:])
+    consume(detect, OBJECT[2:])
     assert detect.finish_reason is FinishReason.MAX_OBJECTS
     assert detect.output() == DetectOutput((OBJECT_BOX, OBJECT_BOX))
 
 
 def test_there_are_150_objects_unless_the_caller_says_otherwise():
-    detect = reader()
-    read(detect, OBJECT * DEFAULT_MAX_OBJECTS)
+    detect = parser()
+    consume(detect, OBJECT * DEFAULT_MAX_OBJECTS)
     assert detect.finish_reason is FinishReason.MAX_OBJECTS
 
 
 @pytest.mark.parametrize(("max_tokens", "num_boxes"), [(1, 0), (2, 0), (3, 1), (4, 1), (5, 1), (6, 2)])
 def test_an_object_that_max_tokens_breaks_off_is_dropped(max_tokens, num_boxes):
-    detect = reader(max_tokens=max_tokens)
-    read(detect, (OBJECT * 2)[:max_tokens])
+    detect = parser(max_tokens=max_tokens)
+    consume(detect, (OBJECT * 2)[:max_tokens])
     assert detect.finish_reason is FinishReason.LENGTH
     assert len(output(detect, DetectOutput).boxes) == num_boxes
 
 
 @pytest.mark.parametrize("begun", [1, 2])
 def test_a_cut_drops_an_object_begun(begun):
-    detect = reader()
-    read(detect, [*OBJECT, *OBJECT[:begun]])
-    assert list(detect.cut()) == []
+    detect = parser()
+    consume(detect, [*OBJECT, *OBJECT[:begun]])
+    assert list(detect.truncate()) == []
     assert detect.finish_reason is FinishReason.LENGTH
     assert detect.output() == DetectOutput((OBJECT_BOX,))
 

@@ -5,7 +5,7 @@ from kestrel_runtime.api.requests import Point, SamplingParams
 from kestrel_runtime.interfaces.tokens import Token, TokenRule
 from kestrel_runtime.models.moondream.skills.base import DEFAULT_MAX_OBJECTS
 from kestrel_runtime.models.moondream.skills.point import PointSkill
-from tests.runtime.models.moondream.skills.reading import (
+from tests.runtime.models.moondream.skills.parsing import (
     ANSWER,
     COORDINATE,
     EOS,
@@ -17,10 +17,10 @@ from tests.runtime.models.moondream.skills.reading import (
     REFERENCE_TOKENS,
     REFERENCES,
     TOKENIZER,
+    consume,
     coordinate,
     output,
     plain,
-    read,
     words,
 )
 
@@ -32,9 +32,9 @@ NEXT_OR_END = TokenRule(allowed=(COORDINATE, EOS), is_spatial=True)
 Y = TokenRule(allowed=(COORDINATE,), is_spatial=True)
 
 
-def reader(config=MOONDREAM_3, max_objects=None, max_tokens=None):
+def parser(config=MOONDREAM_3, max_objects=None, max_tokens=None):
     request = Point("cat", IMAGE, max_objects, sampling=SamplingParams(max_tokens=max_tokens))
-    return SKILL.reader(request, TOKENIZER, config)
+    return SKILL.new_parser(request, TOKENIZER, config)
 
 
 def place(x, y):
@@ -56,60 +56,60 @@ def test_references_stand_before_the_object(config):
 
 @BOTH
 def test_places_come_in_the_models_order(config):
-    point = reader(config)
-    assert read(point, [*place(0.5, 0.25), *place(0.125, 0.75), END]) == []
+    point = parser(config)
+    assert consume(point, [*place(0.5, 0.25), *place(0.125, 0.75), END]) == []
     assert point.output() == PointOutput((Location(0.5, 0.25), Location(0.125, 0.75)))
     assert point.finish_reason is FinishReason.STOP
 
 
 def test_the_end_may_come_before_an_object_but_never_inside_one():
-    point = reader()
+    point = parser()
     for token in place(0.5, 0.25):
         assert point.rule == (NEXT_OR_END if token.value == (0.5,) else Y)
-        read(point, [token])
+        consume(point, [token])
     assert point.rule == NEXT_OR_END
 
 
 def test_nothing_found_is_an_answer():
-    point = reader()
-    read(point, [END])
+    point = parser()
+    consume(point, [END])
     assert point.output() == PointOutput(())
     assert point.finish_reason is FinishReason.STOP
 
 
 def test_the_last_allowed_object_ends_it():
-    point = reader(max_objects=2)
-    read(point, [*place(0.1, 0.1), coordinate(0.2)])
+    point = parser(max_objects=2)
+    consume(point, [*place(0.1, 0.1), coordinate(0.2)])
     assert point.finish_reason is None
-    read(point, [coordinate(0.2)])
+    consume(point, [coordinate(0.2)])
     assert point.finish_reason is FinishReason.MAX_OBJECTS
     assert len(output(point, PointOutput).points) == 2
 
 
 def test_there_are_150_objects_unless_the_caller_says_otherwise():
-    point = reader()
-    read(point, place(0.5, 0.5) * DEFAULT_MAX_OBJECTS)
+    point = parser()
+    consume(point, place(0.5, 0.5) * DEFAULT_MAX_OBJECTS)
     assert DEFAULT_MAX_OBJECTS == 150
     assert point.finish_reason is FinishReason.MAX_OBJECTS
 
 
 @pytest.mark.parametrize(("max_tokens", "num_points"), [(1, 0), (2, 1), (3, 1), (5, 2)])
 def test_an_object_that_max_tokens_breaks_off_is_dropped(max_tokens, num_points):
-    point = reader(max_tokens=max_tokens)
-    read(point, (place(0.5, 0.5) * 3)[:max_tokens])
+    point = parser(max_tokens=max_tokens)
+    consume(point, (place(0.5, 0.5) * 3)[:max_tokens])
     assert point.finish_reason is FinishReason.LENGTH
     assert len(output(point, PointOutput).points) == num_points
 
 
 def test_the_last_object_counts_before_the_last_token():
-    point = reader(max_objects=1, max_tokens=2)
-    read(point, place(0.5, 0.5))
+    point = parser(max_objects=1, max_tokens=2)
+    consume(point, place(0.5, 0.5))
     assert point.finish_reason is FinishReason.MAX_OBJECTS
 
 
 def test_a_cut_drops_an_object_begun():
-    point = reader()
-    read(point, [*place(0.5, 0.25), coordinate(0.75)])
-    assert list(point.cut()) == []
+    point = parser()
+    consume(point, [*place(0.5, 0.25), coordinate(0.75)])
+    assert list(point.truncate()) == []
     assert point.finish_reason is FinishReason.LENGTH
     assert point.output() == PointOutput((Location(0.5, 0.25),))

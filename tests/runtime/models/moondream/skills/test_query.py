@@ -8,7 +8,7 @@ from kestrel_runtime.interfaces.tokens import Token, TokenRule
 from kestrel_runtime.models.moondream.skills.base import DEFAULT_MAX_TOKENS
 from kestrel_runtime.models.moondream.skills.query import QuerySkill
 from tests.golden import MD2_SMALL, MD3_SMALL, expected
-from tests.runtime.models.moondream.skills.reading import (
+from tests.runtime.models.moondream.skills.parsing import (
     ANSWER,
     COORDINATE,
     END_GROUND,
@@ -25,13 +25,13 @@ from tests.runtime.models.moondream.skills.reading import (
     START_POINTS,
     THINKING,
     TOKENIZER,
+    consume,
     coordinate,
+    emitted,
     may_come,
     output,
     plain,
-    read,
     spelled,
-    told,
     words,
 )
 
@@ -45,18 +45,18 @@ def prompt(config, **fields):
     return SKILL.prompt(Query("what is this?", IMAGE, **fields), TOKENIZER, config)
 
 
-def reader(config=MOONDREAM_3, *, reasoning=False, max_tokens=None):
+def parser(config=MOONDREAM_3, *, reasoning=False, max_tokens=None):
     request = Query("what?", reasoning=reasoning, sampling=SamplingParams(max_tokens=max_tokens))
-    return SKILL.reader(request, TOKENIZER, config)
+    return SKILL.new_parser(request, TOKENIZER, config)
 
 
 def thoughts(tokens, config=MOONDREAM_3):
-    """What is read from reasoning made of these tokens, and what it told."""
-    query = reader(config, reasoning=True)
-    deltas = read(query, [*tokens, OPEN_ANSWER, END])
+    """What is parsed from reasoning made of these tokens, and what was emitted."""
+    query = parser(config, reasoning=True)
+    deltas = consume(query, [*tokens, OPEN_ANSWER, END])
     reasoning = output(query, QueryOutput).reasoning
     assert reasoning is not None
-    assert told(deltas, TextChannel.REASONING) == reasoning.text
+    assert emitted(deltas, TextChannel.REASONING) == reasoning.text
     return reasoning
 
 
@@ -109,33 +109,33 @@ def test_prompts_are_those_of_the_reference(folder, config):
 
 @BOTH
 def test_an_answer_is_the_text_up_to_the_end_token(config):
-    query = reader(config)
-    deltas = read(query, [*words("a kestrel"), END])
+    query = parser(config)
+    deltas = consume(query, [*words("a kestrel"), END])
     assert query.output() == QueryOutput("a kestrel", None)
-    assert told(deltas) == "a kestrel"
+    assert emitted(deltas) == "a kestrel"
     assert query.finish_reason is FinishReason.STOP
 
 
 def test_an_answer_ends_with_its_last_allowed_token():
-    query = reader(max_tokens=3)
-    read(query, spelled("ab"))
+    query = parser(max_tokens=3)
+    consume(query, spelled("ab"))
     assert query.finish_reason is None
-    read(query, spelled("c"))
+    consume(query, spelled("c"))
     assert query.finish_reason is FinishReason.LENGTH
     assert query.output() == QueryOutput("abc", None)
 
 
 def test_the_end_token_does_not_count_towards_max_tokens():
-    query = reader(max_tokens=3)
-    read(query, [*spelled("ab"), END])
+    query = parser(max_tokens=3)
+    consume(query, [*spelled("ab"), END])
     assert query.finish_reason is FinishReason.STOP
     assert query.output() == QueryOutput("ab", None)
 
 
 def test_places_in_an_answer_are_not_read():
-    query = reader()
+    query = parser()
     assert not query.rule.is_spatial
-    read(query, [*spelled("a"), Token(COORDINATE), Token(SIZE), *spelled("b"), END])
+    consume(query, [*spelled("a"), Token(COORDINATE), Token(SIZE), *spelled("b"), END])
     assert query.output() == QueryOutput("ab", None)
 
 
@@ -144,11 +144,11 @@ def test_places_in_an_answer_are_not_read():
 
 @BOTH
 def test_reasoning_comes_before_the_answer_on_a_channel_of_its_own(config):
-    query = reader(config, reasoning=True)
-    deltas = read(query, [*words("it has wings"), OPEN_ANSWER, *words("a bird"), END])
+    query = parser(config, reasoning=True)
+    deltas = consume(query, [*words("it has wings"), OPEN_ANSWER, *words("a bird"), END])
     assert query.output() == QueryOutput("a bird", Reasoning("it has wings", ()))
-    assert told(deltas, TextChannel.REASONING) == "it has wings"
-    assert told(deltas, TextChannel.ANSWER) == "a bird"
+    assert emitted(deltas, TextChannel.REASONING) == "it has wings"
+    assert emitted(deltas, TextChannel.ANSWER) == "a bird"
     channels = [delta.channel for delta in deltas]
     assert channels == sorted(channels, key=[TextChannel.REASONING, TextChannel.ANSWER].index)
     assert query.finish_reason is FinishReason.STOP
@@ -221,77 +221,77 @@ def test_moondream_3_may_think_of_the_end_without_ending():
 
 @BOTH
 def test_reasoning_has_a_budget_of_its_own_and_then_the_answer_is_forced(config):
-    query = reader(config, reasoning=True, max_tokens=3)
-    read(query, [*spelled("ab"), coordinate(0.5)])
+    query = parser(config, reasoning=True, max_tokens=3)
+    consume(query, [*spelled("ab"), coordinate(0.5)])
     assert query.rule == TokenRule(allowed=(ANSWER,))
     assert query.finish_reason is None
-    read(query, [OPEN_ANSWER])
-    read(query, spelled("cd"))
+    consume(query, [OPEN_ANSWER])
+    consume(query, spelled("cd"))
     assert query.finish_reason is None
-    read(query, spelled("e"))
+    consume(query, spelled("e"))
     assert query.finish_reason is FinishReason.LENGTH
     assert query.output() == QueryOutput("cde", Reasoning("ab", ()))
 
 
 def test_each_phase_has_768_tokens_unless_the_caller_says_otherwise():
-    query = reader(reasoning=True)
-    read(query, spelled("a" * (DEFAULT_MAX_TOKENS - 1)))
+    query = parser(reasoning=True)
+    consume(query, spelled("a" * (DEFAULT_MAX_TOKENS - 1)))
     assert query.rule.allowed is None
-    read(query, spelled("a"))
+    consume(query, spelled("a"))
     assert query.rule.allowed == (ANSWER,)
-    read(query, [OPEN_ANSWER, *spelled("b" * (DEFAULT_MAX_TOKENS - 1))])
+    consume(query, [OPEN_ANSWER, *spelled("b" * (DEFAULT_MAX_TOKENS - 1))])
     assert query.finish_reason is None
-    read(query, spelled("b"))
+    consume(query, spelled("b"))
     assert query.finish_reason is FinishReason.LENGTH
 
 
 @BOTH
 def test_a_cut_while_reasoning_leaves_no_answer(config):
-    query = reader(config, reasoning=True)
+    query = parser(config, reasoning=True)
     tokens = [*spelled("ab"), coordinate(0.5), coordinate(0.25), *plain([ID_OF_BYTE["é".encode()[0]]])]
-    deltas = [*read(query, tokens), *query.cut()]
+    deltas = [*consume(query, tokens), *query.truncate()]
     assert query.finish_reason is FinishReason.LENGTH
     reasoning = Reasoning("ab�", (Grounding(0, 3, (Location(0.5, 0.25),)),))
     assert query.output() == QueryOutput("", reasoning)
-    assert told(deltas, TextChannel.REASONING) == "ab�"
+    assert emitted(deltas, TextChannel.REASONING) == "ab�"
 
 
 def test_a_cut_while_answering_keeps_both_texts():
-    query = reader(reasoning=True)
-    deltas = read(query, [*spelled("ab"), OPEN_ANSWER, *spelled("c"), *plain([ID_OF_BYTE["é".encode()[0]]])])
-    deltas += query.cut()
+    query = parser(reasoning=True)
+    deltas = consume(query, [*spelled("ab"), OPEN_ANSWER, *spelled("c"), *plain([ID_OF_BYTE["é".encode()[0]]])])
+    deltas += query.truncate()
     assert query.finish_reason is FinishReason.LENGTH
     assert query.output() == QueryOutput("c�", Reasoning("ab", ()))
-    assert told(deltas) == "c�"
+    assert emitted(deltas) == "c�"
 
 
 # Masks
 
 
 def test_moondream_2_is_masked_but_for_the_first_token_of_each_phase():
-    query = reader(MOONDREAM_2, reasoning=True)
+    query = parser(MOONDREAM_2, reasoning=True)
     assert query.rule == TokenRule(is_spatial=True)
-    read(query, [END])
+    consume(query, [END])
     for token in (*spelled("ab"), OPEN_POINTS, coordinate(0.5)):
         assert query.rule == TokenRule(suppressed=(EOS, SIZE), is_spatial=True)
-        read(query, [token])
-    read(query, [OPEN_ANSWER])
+        consume(query, [token])
+    consume(query, [OPEN_ANSWER])
     assert query.rule == TokenRule()
-    read(query, [OPEN_ANSWER])
+    consume(query, [OPEN_ANSWER])
     for token in spelled("cd"):
         assert query.rule == TokenRule(suppressed=(ANSWER,))
-        read(query, [token])
+        consume(query, [token])
 
 
 def test_moondream_3_is_not_masked():
-    query = reader(MOONDREAM_3, reasoning=True)
+    query = parser(MOONDREAM_3, reasoning=True)
     for token in (*spelled("ab"), OPEN_POINTS, coordinate(0.5)):
         assert query.rule == TokenRule(is_spatial=True)
-        read(query, [token])
-    read(query, [OPEN_ANSWER])
+        consume(query, [token])
+    consume(query, [OPEN_ANSWER])
     for token in spelled("cd"):
         assert query.rule == TokenRule()
-        read(query, [token])
+        consume(query, [token])
 
 
 some_tokens = st.lists(
@@ -306,17 +306,17 @@ some_tokens = st.lists(
 
 @given(some_tokens, st.sampled_from([MOONDREAM_2, MOONDREAM_3]), st.booleans(), st.integers(1, 20))
 def test_whatever_comes_the_deltas_add_up_to_the_output(tokens, config, reasoning, max_tokens):
-    query, deltas = reader(config, reasoning=reasoning, max_tokens=max_tokens), []
+    query, deltas = parser(config, reasoning=reasoning, max_tokens=max_tokens), []
     for token in tokens:
         if query.finish_reason is None and may_come(query, token):
-            deltas += read(query, [token])
+            deltas += consume(query, [token])
     if query.finish_reason is None:
-        deltas += query.cut()
+        deltas += query.truncate()
     answer = output(query, QueryOutput)
-    assert told(deltas, TextChannel.ANSWER) == answer.answer
+    assert emitted(deltas, TextChannel.ANSWER) == answer.answer
     assert (answer.reasoning is None) == (not reasoning)
     thought = answer.reasoning or Reasoning("", ())
-    assert told(deltas, TextChannel.REASONING) == thought.text
+    assert emitted(deltas, TextChannel.REASONING) == thought.text
     for grounding in thought.groundings:
         assert 0 <= grounding.start_char <= grounding.end_char <= len(thought.text)
         assert grounding.points

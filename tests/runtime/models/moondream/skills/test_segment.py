@@ -5,7 +5,7 @@ from kestrel_runtime.api.requests import SamplingParams, Segment
 from kestrel_runtime.interfaces.tokens import Token, TokenRule
 from kestrel_runtime.models.moondream.skills.base import DEFAULT_MAX_TOKENS
 from kestrel_runtime.models.moondream.skills.segment import SegmentSkill
-from tests.runtime.models.moondream.skills.reading import (
+from tests.runtime.models.moondream.skills.parsing import (
     ANSWER,
     EOS,
     IMAGE,
@@ -14,10 +14,10 @@ from tests.runtime.models.moondream.skills.reading import (
     REFERENCE_TOKENS,
     REFERENCES,
     TOKENIZER,
+    consume,
     coordinate,
     output,
     plain,
-    read,
     size,
     spelled,
     words,
@@ -29,14 +29,14 @@ BOX_TOKENS = [coordinate(0.5), coordinate(0.25), size(0.5, 0.25)]
 BOX = Box(0.25, 0.125, 0.75, 0.375)
 
 
-def reader(max_tokens=None):
+def parser(max_tokens=None):
     request = Segment("cat", IMAGE, sampling=SamplingParams(max_tokens=max_tokens))
-    return SKILL.reader(request, TOKENIZER, MOONDREAM_3)
+    return SKILL.new_parser(request, TOKENIZER, MOONDREAM_3)
 
 
 def outlines(tokens):
-    segment = reader()
-    assert read(segment, tokens) == []
+    segment = parser()
+    assert consume(segment, tokens) == []
     return output(segment, SegmentOutput).segments
 
 
@@ -53,8 +53,8 @@ def test_references_stand_before_the_object():
 
 
 def test_an_outline_is_a_box_and_a_path_over_it():
-    segment = reader()
-    assert read(segment, [*BOX_TOKENS, *spelled("M00L95Z"), END]) == []
+    segment = parser()
+    assert consume(segment, [*BOX_TOKENS, *spelled("M00L95Z"), END]) == []
     assert segment.output() == SegmentOutput((SegmentMask("M 0 0 L 0.009 0.005 Z", BOX),))
     assert segment.finish_reason is FinishReason.STOP
 
@@ -95,37 +95,37 @@ def test_without_a_whole_box_there_is_no_outline(tokens):
     assert outlines([*tokens, *spelled("M12"), END]) == ()
 
 
-def test_a_box_without_a_path_is_still_told():
+def test_a_box_without_a_path_is_still_emitted():
     assert outlines([*BOX_TOKENS, END]) == (SegmentMask("", BOX),)
 
 
 def test_the_model_may_write_what_it_likes_and_places_are_read_throughout():
-    segment = reader()
+    segment = parser()
     for token in (*BOX_TOKENS, *spelled("M12")):
         assert segment.rule == TokenRule(is_spatial=True)
-        read(segment, [token])
+        consume(segment, [token])
 
 
 def test_an_outline_ends_with_its_last_allowed_token():
-    segment = reader(max_tokens=6)
-    read(segment, [*BOX_TOKENS, *spelled("M1")])
+    segment = parser(max_tokens=6)
+    consume(segment, [*BOX_TOKENS, *spelled("M1")])
     assert segment.finish_reason is None
-    read(segment, spelled("2"))
+    consume(segment, spelled("2"))
     assert segment.finish_reason is FinishReason.LENGTH
     assert segment.output() == SegmentOutput((SegmentMask("M 0.001 0.002", BOX),))
 
 
 def test_an_outline_has_768_tokens_unless_the_caller_says_otherwise():
-    segment = reader()
-    read(segment, spelled("1" * (DEFAULT_MAX_TOKENS - 1)))
+    segment = parser()
+    consume(segment, spelled("1" * (DEFAULT_MAX_TOKENS - 1)))
     assert segment.finish_reason is None
-    read(segment, spelled("1"))
+    consume(segment, spelled("1"))
     assert segment.finish_reason is FinishReason.LENGTH
 
 
 def test_a_cut_keeps_the_path_so_far():
-    segment = reader()
-    read(segment, [*BOX_TOKENS, *spelled("M12L3")])
-    assert list(segment.cut()) == []
+    segment = parser()
+    consume(segment, [*BOX_TOKENS, *spelled("M12L3")])
+    assert list(segment.truncate()) == []
     assert segment.finish_reason is FinishReason.LENGTH
     assert segment.output() == SegmentOutput((SegmentMask("M 0.001 0.002", BOX),))

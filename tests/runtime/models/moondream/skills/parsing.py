@@ -7,10 +7,10 @@ from typing import TypeVar
 
 from kestrel_runtime.api.events import Output, TextChannel, TextDelta
 from kestrel_runtime.api.requests import BoxRef, PointRef
+from kestrel_runtime.interfaces.output import OutputParser
 from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.models.moondream.config import MoondreamConfig
-from kestrel_runtime.models.moondream.skills.base import Reader
 from tests.golden import MD2_SMALL, MD3_SMALL, model_config
 from tests.runtime.models.moondream.full_size import published_config
 
@@ -60,31 +60,31 @@ def size(width: float, height: float) -> Token:
     return Token(SIZE, (width, height))
 
 
-def read(reader: Reader, tokens: Iterable[Token]) -> list[TextDelta]:
-    """Have a reader take tokens that its rule lets pass; returns what it tells."""
+def consume(parser: OutputParser, tokens: Iterable[Token]) -> list[TextDelta]:
+    """Have a parser consume tokens that its rule lets pass; returns what it emits."""
     deltas: list[TextDelta] = []
     for token in tokens:
-        assert reader.finish_reason is None, f"{token} comes after the end"
-        assert may_come(reader, token), f"{token} breaks {reader.rule}"
-        deltas += reader.read(token)
+        assert parser.finish_reason is None, f"{token} comes after the end"
+        assert may_come(parser, token), f"{token} breaks {parser.rule}"
+        deltas += parser.consume(token)
     return deltas
 
 
-def output(reader: Reader, kind: type[Kind]) -> Kind:
-    """A reader's output, which must be of this kind."""
-    read_output = reader.output()
-    assert isinstance(read_output, kind)
-    return read_output
+def output(parser: OutputParser, kind: type[Kind]) -> Kind:
+    """A parser's output, which must be of this kind."""
+    parsed = parser.output()
+    assert isinstance(parsed, kind)
+    return parsed
 
 
-def may_come(reader: Reader, token: Token) -> bool:
-    rule = reader.rule
+def may_come(parser: OutputParser, token: Token) -> bool:
+    rule = parser.rule
     if token.value and not rule.is_spatial:
         return False
     return (rule.allowed is None or token.id in rule.allowed) and token.id not in rule.suppressed
 
 
-def told(deltas: Iterable[TextDelta], channel: TextChannel = TextChannel.ANSWER) -> str:
+def emitted(deltas: Iterable[TextDelta], channel: TextChannel = TextChannel.ANSWER) -> str:
     """The text of one channel. Checks that its deltas are numbered without gap and are never empty."""
     text, num_tokens = "", 0
     for delta in deltas:

@@ -1,0 +1,50 @@
+"""One answer's sampled tokens to events for the caller."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from kestrel_runtime.api.events import FinishReason, Output, TextDelta
+from kestrel_runtime.interfaces.token_grammar import Grammar
+from kestrel_runtime.interfaces.tokens import Token, TokenRule
+
+
+class OutputParser(ABC):
+    """Parses the tokens of one sequence. `grammar` says which tokens may come, `consume` takes those that came.
+
+    After `finish_reason` is set no further token is consumed, and `output` is the whole answer. A worker makes it;
+    then it belongs to the engine loop thread.
+    """
+
+    grammar: Grammar
+    budget: int | None = None
+    """Number of tokens after which the grammar's exhausted states apply; None for no limit."""
+    state: int = 0
+    """The state of the grammar that rules the next token."""
+    num_consumed: int = 0
+    finish_reason: FinishReason | None = None
+
+    @property
+    def rule(self) -> TokenRule:
+        """What the next token may be."""
+        return self.grammar.states[self.state].rule
+
+    def consume(self, token: Token) -> list[TextDelta]:
+        """Take the next token; returns the text that it completes."""
+        self.num_consumed += 1
+        is_exhausted = self.budget is not None and self.num_consumed >= self.budget
+        self.state = self.grammar.after(self.state, token.id, is_exhausted=is_exhausted)
+        return self.parse(token)
+
+    @abstractmethod
+    def parse(self, token: Token) -> list[TextDelta]:
+        """Interpret the next token; returns the text that it completes."""
+
+    def truncate(self) -> list[TextDelta]:
+        """End the answer here because the context is full; returns the text that was still held back."""
+        self.finish_reason = FinishReason.LENGTH
+        return []
+
+    @abstractmethod
+    def output(self) -> Output:
+        """The answer as far as it has been parsed."""
