@@ -24,16 +24,17 @@ from torch import Tensor
 
 from bench.harness.engine_options import add_engine_options, engine_config
 from kestrel_runtime.api.config import MIB, EngineConfig
+from kestrel_runtime.execution.buckets import PrefillSize
 from kestrel_runtime.execution.captured_graphs import CapturedGraphs, GraphBudget
-from kestrel_runtime.execution.cuda_stream import Lane
-from kestrel_runtime.execution.execution_config import FastPaths
+from kestrel_runtime.execution.cuda_stream import CudaStream
 from kestrel_runtime.execution.graph_capture import Recorder
 from kestrel_runtime.execution.kv_cache import KVCache
-from kestrel_runtime.execution.prefill_graphs import PromptInputs, PromptSize
-from kestrel_runtime.execution.step_runner import ModelRunner
+from kestrel_runtime.execution.step_inputs import InputBuffers, PackedChunks, fill_blank_prefill
 from kestrel_runtime.loading.loaded_model import LoadedModel
+from kestrel_runtime.models.moondream.execution_config import FastPaths
 from kestrel_runtime.models.moondream.memory_needs import new_cache, plan_cache
 from kestrel_runtime.models.moondream.model_paths import ModelPaths
+from kestrel_runtime.models.moondream.runner import new_step_runner
 from kestrel_runtime.scheduling.limits import StepBounds
 
 
@@ -90,12 +91,14 @@ def measure(config: EngineConfig) -> dict[str, float]:
     figures["largest encode, MiB"] = _peak_mib(partial(model_paths.vision.encode, crops))
     figures["largest prefill, MiB"] = _peak_mib(_largest_prefill(loaded, model_paths, cache, bounds))
     before = _free_bytes()
-    runner = ModelRunner(model, cache, paths, bounds, model_paths, graph_bytes=plan.graph_bytes)
+    runner = new_step_runner(model, cache, paths, bounds, model_paths, graph_bytes=plan.graph_bytes)
     started = time.monotonic()
-    runner.record()
+    runner.capture()
     figures["start captures, s"] = time.monotonic() - started
-    figures["graphs at the start"] = runner._graph_budget.num_graphs
-    figures["graphs at the start, MiB"] = runner._graph_budget.num_bytes / MIB
+    captures = runner._graphs
+    assert captures is not None, "a GPU has captured graphs"
+    figures["graphs at the start"] = captures.budget.num_graphs
+    figures["graphs at the start, MiB"] = captures.budget.num_bytes / MIB
     figures["runner and graphs by the driver, MiB"] = (before - _free_bytes()) / MIB
     figures["late capture of an encoding, ms"] = _late_capture_ms(loaded, model_paths)
     figures["free in the end, MiB"] = _free_bytes() / MIB
@@ -118,15 +121,23 @@ def _largest_prefill(
     loaded: LoadedModel, model_paths: ModelPaths, cache: KVCache, bounds: StepBounds
 ) -> Callable[[], Tensor]:
     text, model = loaded.model.config.text, loaded.model
-    most_pages = -(-text.max_context // cache.page_size)
-    num_chunks = -(-bounds.max_prefill_tokens // text.max_context) * 4
-    inputs = PromptInputs(
-        text.dim, most_pages, model.dtype, model.device, max_tokens=bounds.max_prefill_tokens, max_chunks=num_chunks
+    max_pages = -(-text.max_context // cache.page_size)
+    tokens, num_chunks = bounds.max_prefill_tokens, -(-bounds.max_prefill_tokens // text.max_context) * 4
+    size = PrefillSize.bucket(tokens, num_chunks, -(-tokens // num_chunks), max_pages)
+    fields = InputBuffers(model.device, 2).prefill(
+        size, partial(fill_blank_prefill, size=size, padding_row=0), in_place=False
     )
-    tokens = bounds.max_prefill_tokens
-    size = PromptSize.above(tokens, num_chunks, -(-tokens // num_chunks))
-    inputs.fill_blank(size)
-    return lambda: model_paths.text.prefill(*inputs.padded(size), cache)
+    chunks = PackedChunks(
+        positions=fields.positions,
+        slots=fields.kv_slots,
+        page_table=torch.zeros(size.num_chunks, max_pages, dtype=torch.int32, device=model.device),
+        query_starts=fields.query_starts,
+        lengths=fields.context_lengths,
+        prefix_lengths=fields.prefix_lengths,
+        max_chunk=size.max_chunk,
+    )
+    embeddings = torch.zeros(size.num_tokens, text.dim, dtype=model.dtype, device=model.device)
+    return partial(model_paths.text.prefill, embeddings, chunks, fields.sample_tokens, cache)
 
 
 def _peak_mib(work: Callable[[], Tensor]) -> float:
@@ -142,12 +153,12 @@ def _peak_mib(work: Callable[[], Tensor]) -> float:
 
 def _late_capture_ms(loaded: LoadedModel, model_paths: ModelPaths) -> float:
     """Host time of a step that captures, less that of one that replays."""
-    lane = Lane(loaded.model.device)
-    graphs = CapturedGraphs("encodings", Recorder(lane), GraphBudget(max_bytes=2**40))
+    stream = CudaStream(loaded.model.device)
+    graphs = CapturedGraphs("encodings", Recorder(stream), GraphBudget(max_bytes=2**40))
     crops = torch.zeros(2, *_crop_shape(loaded), dtype=torch.uint8, device=loaded.model.device)
     torch.cuda.synchronize()
     times: list[float] = []
-    with lane.entered():
+    with stream.entered():
         for _ in range(4):
             started = time.monotonic()
             graphs.run("two crops", lambda: model_paths.vision.encode(crops))

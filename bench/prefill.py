@@ -45,7 +45,7 @@ from kestrel_ops.reference.prefill_attention import prefill_attention as attenti
 from kestrel_ops.reference.rotary_write_kv import rotary_write_kv as rotary_definition
 from kestrel_ops.triton.prefill_attention import Tiling
 from kestrel_runtime.execution.kv_cache import KVCache
-from kestrel_runtime.execution.step_inputs import PrefillPlan
+from kestrel_runtime.execution.step_inputs import PackedChunks
 from kestrel_runtime.models.moondream.config import TextConfig
 from kestrel_runtime.models.moondream.fused_prefill import FusedPrefill
 from kestrel_runtime.models.moondream.fused_weights import FusedBlock, fused_blocks, prompt_blocks
@@ -177,7 +177,7 @@ def check_layers(
     return columns
 
 
-def _plain_states(model: TextModel, embeddings: Tensor, plan: PrefillPlan, cache: KVCache) -> list[Tensor]:
+def _plain_states(model: TextModel, embeddings: Tensor, plan: PackedChunks, cache: KVCache) -> list[Tensor]:
     config = model.config
     tables = rotary_tables(config.rotary_dim, config.max_context, config.rope_theta, embeddings.device)
     cosine, sine = (table[plan.positions] for table in tables)

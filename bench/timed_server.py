@@ -28,10 +28,11 @@ from unittest.mock import patch
 import torch
 
 from kestrel_grpc.__main__ import main as kestrel_grpc
-from kestrel_runtime.execution.step_runner import ModelRunner, StepHandle
+from kestrel_runtime.execution.step_runner import StepHandle
 from kestrel_runtime.imaging.tiles import DecodedImage, Tiles, Tiling, keep_decoded
 from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.models.moondream.model import Moondream
+from kestrel_runtime.models.moondream.runner import new_step_runner
 from kestrel_runtime.scheduling.batch import Batch, EncodeItem
 from kestrel_runtime.scheduling.sequence import Sequence
 
@@ -144,32 +145,36 @@ class TimedHandle(StepHandle):
         return _LETTER if allowed is None else Token(allowed[-1], self._places.get(allowed[-1], ()))
 
 
-class TimedRunner(ModelRunner):
-    """Lays out a step's inputs and has a device of its own take the time of them."""
+class TimedRunner:
+    """Lays out a step's inputs as a `StepRunner` does and has a device of its own take the time of them."""
+
+    is_asynchronous = True
 
     def __init__(self, device: Device, model: Moondream, *arguments: Any, **options: Any) -> None:
-        """The arguments of a `ModelRunner`, behind the device that takes its steps."""
-        super().__init__(model, *arguments, **options)
+        """The arguments of `new_step_runner`, behind the device that takes its steps."""
         ids = model.config.tokenizer
+        self._runner = new_step_runner(model, *arguments, **options)
         self._device = device
         self._places = {ids.coord_id: (0.5,), ids.size_id: (0.5, 0.5)}
 
-    @property
-    def is_asynchronous(self) -> bool:
-        return True
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
 
     def launch(self, batch: Batch, after: Iterable[StepHandle] = ()) -> StepHandle:
         # Steps of a kind run one after the other, so the one that ends last is the one to wait for.
         works = [handle.work for handle in after if isinstance(handle, TimedHandle)]
         before = max(works, key=lambda work: work.ends, default=None)
         if batch.kind == "decode":
-            self._decode_inputs(list(batch.decode))
+            self._runner._decode_inputs(list(batch.decode))
             return TimedHandle(batch.sampled, self._places, self._device.decode(len(batch.decode), before))
         work = None
         if batch.encode:
             work = self._device.take_in(ENCODE, sum(_share(part) for part in batch.encode), before)
         if batch.prefill:
-            self._slots.open(*(chunk.sequence for chunk in batch.prefill if chunk.start == 0))
+            for chunk in batch.prefill:
+                if chunk.sequence.num_image_tokens:
+                    self._runner._slab.acquire(chunk.sequence.id)
+            self._runner._prefill_inputs(list(batch.prefill), list(batch.sampled))
             work = self._device.take_in(PREFILL, len(batch.prefill), before)
         assert work is not None, "the loop launches no empty steps"
         return TimedHandle(batch.sampled, self._places, work)
@@ -194,7 +199,7 @@ def main() -> int:
     device = Device(arguments.slower)
     # Images would be tiled on the device, which does no work.
     with (
-        patch("kestrel_runtime.engine.engine.ModelRunner", partial(TimedRunner, device)),
+        patch("kestrel_runtime.engine.engine.new_step_runner", partial(TimedRunner, device)),
         patch("kestrel_runtime.engine.engine.DeviceTiler", _without_tiles),
     ):
         status = kestrel_grpc(["serve", "--resize-on-device", "on", *arguments.options])

@@ -60,12 +60,6 @@ RUNTIME_ARROWS = {
 }
 # Imports against these arrows that are still to be removed.
 RUNTIME_BREACHES = {
-    "execution/execution_config.py: models.moondream",
-    "execution/kv_cache.py: models.moondream",
-    "execution/sampling.py: models.moondream",
-    "execution/step_runner.py: imaging.tile_source",
-    "execution/step_runner.py: imaging.tiles",
-    "execution/step_runner.py: models.moondream",
     "loading/loaded_model.py: memory.host_limits",
     "loading/loaded_model.py: models.moondream",
     "models/moondream/verify/golden_folder.py: engine.engine",
@@ -101,7 +95,7 @@ LARGE_PACKAGES = {
     "kernels/kestrel_ops/triton",
     "runtime/kestrel_runtime/models/moondream",
 }
-TOO_LARGE_PACKAGES = {"runtime/kestrel_runtime/engine": 13, "runtime/kestrel_runtime/execution": 14}
+TOO_LARGE_PACKAGES = {"runtime/kestrel_runtime/engine": 13, "runtime/kestrel_runtime/execution": 15}
 # Inside the kernels: the packages of implementations that each of them may build upon. What needs a compiler or a
 # device is thus never imported for a definition.
 IMPLEMENTATIONS = {

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Iterator
 
 from bench.harness.wrapping import Method, wrapped
-from kestrel_runtime.execution.step_runner import ModelRunner
+from kestrel_runtime.execution.step_runner import StepRunner
 from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.scheduling.sequence import Sequence
 
@@ -22,11 +22,11 @@ def noted_tokens() -> Iterator[dict[int, list[Token]]]:
 
     def noting(release: Method) -> Method:
         @functools.wraps(release)
-        def note(runner: ModelRunner, sequence: Sequence) -> None:
+        def note(runner: StepRunner, sequence: Sequence) -> None:
             tokens[sequence.seed] = sequence.tokens[sequence.num_prompt_tokens :]
             release(runner, sequence)
 
         return note
 
-    with wrapped(ModelRunner, "release", noting):
+    with wrapped(StepRunner, "release", noting):
         yield tokens

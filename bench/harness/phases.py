@@ -1,4 +1,4 @@
-"""What the engine's thread is doing, named in profiles: encode, prefill, first token, decode, wait."""
+"""What the engine's thread is doing, named in profiles: encode, prefill, decode, wait."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ import torch
 from torch.profiler import record_function
 
 from bench.harness.wrapping import Method, wrapped
-from kestrel_runtime.execution.step_runner import ModelRunner, StepHandle
+from kestrel_runtime.execution.step_runner import StepHandle, StepRunner
 
 _METHODS: Mapping[str, tuple[type, str]] = MappingProxyType(
     {
-        "encode": (ModelRunner, "_encode"),
-        "prefill": (ModelRunner, "_prefill"),
-        "first token": (ModelRunner, "_draw"),
-        "decode": (ModelRunner, "_decode"),
+        "encode": (StepRunner, "_encode"),
+        "prefill": (StepRunner, "_prefill"),
+        "decode": (StepRunner, "_decode"),
         "wait": (StepHandle, "wait"),
     }
 )

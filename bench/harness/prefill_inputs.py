@@ -13,7 +13,7 @@ from bench.random_weights import KV_SCALE
 from kestrel_ops.reference.quantise_rows import quantise_rows
 from kestrel_ops.triton.prefill_attention import Tiling, attend
 from kestrel_runtime.execution.kv_cache import KVCache
-from kestrel_runtime.execution.step_inputs import PrefillPlan
+from kestrel_runtime.execution.step_inputs import PackedChunks
 from kestrel_runtime.models.moondream.config import TextConfig
 from kestrel_runtime.models.moondream.rope import rotary_tables
 from kestrel_runtime.models.moondream.text import TextModel
@@ -34,14 +34,14 @@ class Prompts:
     def num_rows(self) -> int:
         return self.count * self.num_tokens
 
-    def plan(self, device: torch.device, start: int = 0) -> PrefillPlan:
+    def plan(self, device: torch.device, start: int = 0) -> PackedChunks:
         """All of them from position `start` on, each over pages that lie anywhere."""
         most_pages = -(-self.num_tokens // PAGE_SIZE)
         table = torch.randperm(self.count * most_pages).view(self.count, most_pages)
         positions = torch.arange(start, self.num_tokens)
         slots = table[:, positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
         count = self.num_tokens - start
-        return PrefillPlan(
+        return PackedChunks(
             positions=positions.repeat(self.count).to(device),
             slots=slots.flatten().to(device),
             page_table=table.int().to(device),

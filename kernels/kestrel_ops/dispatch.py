@@ -42,6 +42,7 @@ class Kernels:
     decode_contract: Callable[..., Any]
     rotary_decode_attention: Callable[..., Any]
     mixture_of_experts: Callable[..., Any]
+    philox_uniform: Callable[..., Any]
 
     @classmethod
     def select(cls, device_type: str, choices: Mapping[str, str], model: ModelShape | None = None) -> Kernels:

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from bench import graph_memory
 from kestrel_runtime.api.config import EngineConfig
-from kestrel_runtime.execution.execution_config import FastPaths
 from kestrel_runtime.execution.kv_cache import KVCache
-from kestrel_runtime.execution.step_inputs import PrefillPlan
+from kestrel_runtime.execution.step_inputs import PackedChunks
 from kestrel_runtime.loading.loaded_model import LoadedModel
+from kestrel_runtime.models.moondream.execution_config import FastPaths
 from kestrel_runtime.models.moondream.memory_needs import new_cache
 from kestrel_runtime.models.moondream.model_paths import ModelPaths
 from kestrel_runtime.scheduling.limits import StepBounds
@@ -38,7 +38,7 @@ def test_the_largest_prefill_has_as_many_tokens_as_a_step_may_carry() -> None:
     seen: list[int] = []
     prefill = model_paths.text.prefill
 
-    def look(embeddings: Tensor, plan: PrefillPlan, rows: Tensor, cache: KVCache) -> Tensor:
+    def look(embeddings: Tensor, plan: PackedChunks, rows: Tensor, cache: KVCache) -> Tensor:
         seen.append(len(embeddings))
         return prefill(embeddings, plan, rows, cache)
 

@@ -19,7 +19,7 @@ from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_client.v1.vision_service_pb2_grpc import VisionServiceStub
 from kestrel_runtime.api.events import TextChannel, TextDelta
 from kestrel_runtime.api.requests import Query
-from kestrel_runtime.execution.step_runner import ModelRunner, StepHandle
+from kestrel_runtime.execution.step_runner import StepHandle, StepRunner
 from tests.fakes import HOLD, FakeEngine, answers
 from tests.journey.conftest import House
 from tests.journey.http2 import COMPLETE_QUERY, QUERY, Http2Client, messages_in
@@ -113,14 +113,14 @@ class Wire:
 @pytest.fixture
 def standstill(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """After ten steps the engine's thread stands still, until this is set."""
-    goes_on, num_steps, launch = threading.Event(), itertools.count(), ModelRunner.launch
+    goes_on, num_steps, launch = threading.Event(), itertools.count(), StepRunner.launch
 
     def held(*arguments: Any) -> StepHandle:
         if next(num_steps) >= 10:
             goes_on.wait()
         return launch(*arguments)
 
-    monkeypatch.setattr(ModelRunner, "launch", held)
+    monkeypatch.setattr(StepRunner, "launch", held)
     yield goes_on
     goes_on.set()
 

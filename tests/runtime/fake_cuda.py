@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kestrel_runtime.execution import graph_capture as recording
-from kestrel_runtime.execution.cuda_stream import Lane
+from kestrel_runtime.execution.cuda_stream import CudaStream
 from kestrel_runtime.execution.graph_capture import Recorder, Recording
 
 MIB = 2**20
@@ -143,7 +143,7 @@ class FakeGraph:
 def new_recorder(device: torch.device) -> Recorder:
     """A real one on a GPU, else one that only looks so."""
     settle(device)
-    return Recorder(Lane(device)) if device.type == "cuda" else FakeRecorder()  # pyright: ignore[reportReturnType]
+    return Recorder(CudaStream(device)) if device.type == "cuda" else FakeRecorder()  # pyright: ignore[reportReturnType]
 
 
 def settle(device: torch.device) -> None:

@@ -30,7 +30,7 @@ class FakeHandle:
 
 
 class FakeRunner:
-    """Stands in for `ModelRunner`. The hooks may block or raise, as a device does.
+    """Stands in for `StepRunner`. The hooks may block or raise, as a device does.
 
     `are_prompts_over` answers for a step that the loop asks about; `on_launch` and `on_wait` run in the engine
     thread, the first before a step begins, the second where the loop waits for its end.
@@ -46,7 +46,7 @@ class FakeRunner:
         self.num_restarts = 0
         self.num_emptied = 0
 
-    def record(self) -> None: ...
+    def capture(self) -> None: ...
 
     def launch(self, batch: Batch, after: Iterable[FakeHandle] = ()) -> FakeHandle:
         self.on_launch(batch)

@@ -37,14 +37,14 @@ from kestrel_runtime.engine.probes import new_probes
 from kestrel_runtime.engine.tracebacks import clear_locals, drop_tracebacks
 from kestrel_runtime.engine.watchdog import Watchdog, all_stacks, step_timeout_s
 from kestrel_runtime.engine.workers import Interrupted
-from kestrel_runtime.execution.cuda_stream import Lane
-from kestrel_runtime.execution.execution_config import FastPaths
-from kestrel_runtime.execution.step_runner import ModelRunner
+from kestrel_runtime.execution.cuda_stream import CudaStream
 from kestrel_runtime.imaging.device_tiler import DeviceTiler
 from kestrel_runtime.imaging.tiles import Tiling, max_kept_bytes
 from kestrel_runtime.loading.loaded_model import LoadedModel
+from kestrel_runtime.models.moondream.execution_config import FastPaths
 from kestrel_runtime.models.moondream.memory_needs import new_cache, plan_cache, weight_bytes
 from kestrel_runtime.models.moondream.model_paths import ModelPaths
+from kestrel_runtime.models.moondream.runner import new_step_runner
 from kestrel_runtime.models.moondream.tiling import MoondreamTiling, Tiler
 from kestrel_runtime.scheduling.admission import Admission, Burden, QueueLimits
 from kestrel_runtime.scheduling.limits import StepBounds
@@ -142,8 +142,8 @@ class LocalEngine:
             max_decoded_bytes=max_decoded_bytes,
             ageing_s=config.ageing_s,
         )
-        runner = ModelRunner(loaded.model, cache, paths, bounds, model_paths, graph_bytes=memory.graph_bytes)
-        runner.record()
+        runner = new_step_runner(loaded.model, cache, paths, bounds, model_paths, graph_bytes=memory.graph_bytes)
+        runner.capture()
         recovery = Recovery(
             scheduler,
             runner,
@@ -362,7 +362,7 @@ class LocalEngine:
 
 def _device_tiler(tiling: MoondreamTiling, device: torch.device, paths: FastPaths, max_images: int) -> DeviceTiler:
     tiler = Tiler(tiling, device, paths.kernels.resample)
-    return DeviceTiler(tiling, tiler.make_tiles, Lane(device).entered, max_images=max_images)
+    return DeviceTiler(tiling, tiler.make_tiles, CudaStream(device).entered, max_images=max_images)
 
 
 def _max_decoded_bytes(config: EngineConfig, bounds: StepBounds, tiling: Tiling, *, decoded: bool) -> int:

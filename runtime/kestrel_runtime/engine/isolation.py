@@ -35,7 +35,7 @@ import torch
 
 from kestrel_runtime.engine.offending_requests import Culprits
 from kestrel_runtime.engine.tracebacks import clear_locals
-from kestrel_runtime.execution.step_runner import ModelRunner
+from kestrel_runtime.execution.step_runner import StepRunner
 from kestrel_runtime.scheduling.batch import Batch, Chunk, EncodeItem
 from kestrel_runtime.scheduling.scheduler import Scheduler
 from kestrel_runtime.scheduling.sequence import Sequence
@@ -71,7 +71,7 @@ class Recovery:
     def __init__(
         self,
         scheduler: Scheduler,
-        runner: ModelRunner,
+        runner: StepRunner,
         culprits: Culprits,
         *,
         new_probes: Callable[[], Iterable[Sequence]],

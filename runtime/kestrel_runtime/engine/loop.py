@@ -5,7 +5,7 @@ The life of a request in it:
   2. A turn takes the inbox, then drops sequences that nobody waits for any more (cancelled, past a deadline).
   3. `Scheduler.schedule` plans up to two steps, a prefill step (images and prompts) and a decode step, and
      allocates their pages.
-  4. `ModelRunner.launch` has the device encode tiles, write the cache and sample tokens; `Scheduler.commit` records
+  4. `StepRunner.launch` has the device encode tiles, write the cache and sample tokens; `Scheduler.commit` records
      the step. Where a launch raises, `Recovery` finds the offending request, and the next turns run suspects alone.
   5. `Scheduler.complete` takes the tokens of complete steps; each sequence's parser turns them into events.
   6. A finished sequence returns its pages; the outbox posts all events of the turn at once.
@@ -52,7 +52,7 @@ from kestrel_runtime.api.stream import Outbox, Stream
 from kestrel_runtime.engine.emission import events_after
 from kestrel_runtime.engine.in_flight import InFlightStep, describe
 from kestrel_runtime.engine.isolation import Recovery
-from kestrel_runtime.execution.step_runner import ModelRunner, StepHandle
+from kestrel_runtime.execution.step_runner import StepHandle, StepRunner
 from kestrel_runtime.scheduling.admission import Admission
 from kestrel_runtime.scheduling.batch import Batch, Plan
 from kestrel_runtime.scheduling.deadlines import Deadlines
@@ -83,7 +83,7 @@ class EngineLoop:
     def __init__(
         self,
         scheduler: Scheduler,
-        runner: ModelRunner,
+        runner: StepRunner,
         recovery: Recovery,
         admission: Admission,
     ) -> None:

@@ -1,4 +1,4 @@
-"""Lanes of work on the device: what is launched in one runs in order, beside what is launched in others."""
+"""CUDA streams: what is launched in one runs in order, and beside what is launched in others."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ _URGENT = -5
 """Priorities go from 0 down to this; where a device has fewer, its own last one is meant."""
 
 
-class Lane:
-    """A stream on a CUDA device; elsewhere nothing, since there everything is over when it returns.
+class CudaStream:
+    """A stream on a CUDA device; elsewhere nothing, since there all work is complete when it returns.
 
-    A process wants few of them: torch has 32 streams of a priority to hand out and begins again after the last, so
-    that of many lanes some would be the same.
+    A process uses few of them: torch has 32 streams of each priority and hands the first one out again after the
+    last.
     """
 
     def __init__(self, device: torch.device, *, is_urgent: bool = False) -> None:
-        """Where the device has no room for both, work of an urgent lane starts before that of others."""
+        """Where the device has no room for both, work of an urgent stream starts before that of others."""
         self.device = device
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
@@ -30,11 +30,11 @@ class Lane:
         return 0 if self._stream is None else self._stream.cuda_stream
 
     def entered(self) -> AbstractContextManager[object]:
-        """What the thread launches in the context goes into this lane. Its memory belongs to the lane."""
+        """What the thread launches in the context goes into this stream. Its memory belongs to the stream."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
-    def mark(self) -> torch.cuda.Event | None:
-        """An event that comes to pass when all that was launched here until now is over; None where it is."""
+    def record_event(self) -> torch.cuda.Event | None:
+        """An event that is complete when all that was launched here until now is; None where it already is."""
         if self._stream is None:
             return None
         event = torch.cuda.Event()
@@ -42,11 +42,11 @@ class Lane:
         return event
 
     def wait_for(self, event: torch.cuda.Event | None) -> None:
-        """What is launched here from now on starts when the event has come to pass."""
+        """What is launched here from now on starts when the event is complete."""
         if self._stream is not None and event is not None:
             self._stream.wait_event(event)
 
     def synchronize(self) -> None:
-        """Have the host wait until all is over."""
+        """Have the host wait until all is complete."""
         if self._stream is not None:
             self._stream.synchronize()

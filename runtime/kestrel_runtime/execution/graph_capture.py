@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kestrel_runtime.api.config import MIB
 from kestrel_runtime.execution.cuda_driver import begin_capture, drop_capture
-from kestrel_runtime.execution.cuda_stream import Lane
+from kestrel_runtime.execution.cuda_stream import CudaStream
 
 _KEPT_FREE_BYTES = 256 * MIB
 """Of device memory, for steps that run without a graph: a captured graph only saves time."""
@@ -47,14 +47,14 @@ class Recorder:
     replayed holds the pool: torch refuses to capture into a pool whose graphs are all gone, or have all failed.
     """
 
-    def __init__(self, lane: Lane) -> None:
-        self._lane = lane
+    def __init__(self, stream: CudaStream) -> None:
+        self._stream = stream
         self._holder: torch.cuda.CUDAGraph | None = None
         self._blank: Tensor | None = None
 
     def entered(self) -> AbstractContextManager[object]:
         """What is launched in the context goes onto the stream."""
-        return self._lane.entered()
+        return self._stream.entered()
 
     def release_rehearsal_memory(self) -> None:
         """Wait for the device, and give memory back to it that only rehearsals used. For the start alone."""
@@ -70,7 +70,7 @@ class Recorder:
         if free_before < _KEPT_FREE_BYTES:
             raise torch.OutOfMemoryError(f"only {free_before // MIB} MiB of device memory are free")
         if self._holder is None:
-            self._blank = torch.zeros(1, device=self._lane.device)
+            self._blank = torch.zeros(1, device=self._stream.device)
             self._holder, _ = self._captured(self._launch_anything, pool=None)
         graph, result = self._captured(run, self._holder.pool())
         pool_bytes = max(0, torch.cuda.memory_reserved() - reserved_before)
@@ -81,7 +81,7 @@ class Recorder:
         """A graph of `run` in a pool, or in one of its own, and what `run` returned."""
         graph = torch.cuda.CUDAGraph()
         # A garbage collection in the middle could destroy another graph, which makes the capture invalid.
-        with self._lane.entered(), _without_garbage_collection():
+        with self._stream.entered(), _without_garbage_collection():
             try:
                 # Other threads go on as if nothing were captured.
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
@@ -94,7 +94,7 @@ class Recorder:
 
     def mark(self) -> torch.cuda.Event | None:
         """An event behind all that was launched on the stream until now."""
-        return self._lane.mark()
+        return self._stream.record_event()
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
         """End a capture that failed, on the stream and in torch's books, so that the work can run as it is."""
@@ -106,12 +106,12 @@ class Recorder:
             # is freed is not used again, and no further capture in this pool can begin. Its books are closed by
             # ending a capture for the same graph that is valid, of work that does not matter.
             self._clear_error()
-            if begin_capture(self._lane.handle):
+            if begin_capture(self._stream.handle):
                 with contextlib.suppress(RuntimeError):  # newer torch: the books are closed already
                     self._launch_anything()
                     graph.capture_end()
                 if torch.cuda.is_current_stream_capturing():
-                    drop_capture(self._lane.handle)
+                    drop_capture(self._stream.handle)
         graph.reset()
         self._clear_error()
 

@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from kestrel_ops import decode_attention, prefill_attention, write_kv
-from kestrel_runtime.execution.step_inputs import PrefillPlan
-from kestrel_runtime.models.moondream.config import TextConfig
+from kestrel_runtime.execution.step_inputs import PackedChunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,17 @@ class LayerPages:
     """One float32: value = stored * scale."""
 
 
+class AttentionSizes(Protocol):
+    """What of a model decides how large its cache is."""
+
+    @property
+    def n_layers(self) -> int: ...
+    @property
+    def n_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+
+
 class KVCache:
     """Keys and values of every layer: each [layers, pages, key/value heads, slots, head dimension].
 
@@ -37,7 +48,7 @@ class KVCache:
     """
 
     def __init__(
-        self, config: TextConfig, num_pages: int, page_size: int, device: torch.device, dtype: torch.dtype
+        self, config: AttentionSizes, num_pages: int, page_size: int, device: torch.device, dtype: torch.dtype
     ) -> None:
         shape = (config.n_layers, num_pages, config.n_kv_heads, page_size, config.head_dim)
         self.num_pages = num_pages
@@ -72,11 +83,11 @@ class KVCache:
         self.value_pages = torch.zeros(shape, device=self.device, dtype=dtype)
 
     @staticmethod
-    def bytes_per_page(config: TextConfig, page_size: int, dtype: torch.dtype) -> int:
+    def bytes_per_page(config: AttentionSizes, page_size: int, dtype: torch.dtype) -> int:
         """Memory that one page takes over all layers, keys and values."""
         return 2 * config.n_layers * page_size * config.n_kv_heads * config.head_dim * dtype.itemsize
 
-    def prefill(self, plan: PrefillPlan) -> PrefillAttention:
+    def prefill(self, plan: PackedChunks) -> PrefillAttention:
         """How packed tokens that stand as `plan` says attend."""
         return PrefillAttention(self, plan)
 
@@ -88,7 +99,7 @@ class KVCache:
 class PrefillAttention:
     """Attention of prompt chunks of several sequences, packed one after the other."""
 
-    def __init__(self, cache: KVCache, plan: PrefillPlan) -> None:
+    def __init__(self, cache: KVCache, plan: PackedChunks) -> None:
         self._cache = cache
         self._plan = plan
 

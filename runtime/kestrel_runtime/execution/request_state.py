@@ -1,94 +1,162 @@
-"""What the device remembers of each active sequence between its steps, so that no step waits for the host.
+"""What the device holds of each active sequence between its steps, so that no step waits for the host.
 
-A slot holds the last token drawn and where in its grammar the sequence stands. Steps read and write slots on the
-device; the host writes one when a sequence begins its prompt.
+A row holds the last token, where in its grammar the sequence stands, its sampling settings and its pages. The host
+writes a row when a sequence begins its prompt; from then on steps read and write it on the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from kestrel_runtime.execution.token_rules import RuleTable
-from kestrel_runtime.execution.transfer import to_device
-from kestrel_runtime.scheduling.sequence import Sequence
+from kestrel_runtime.execution.packed_layout import PackedLayout, host_buffer
+from kestrel_runtime.execution.token_rules import TokenRules
+from kestrel_runtime.interfaces.token_grammar import Grammar
+from kestrel_runtime.scheduling import sequence as scheduling
 
-COORDINATE, SIZE = 1, 2
-"""Kinds of tokens with a value, by how many numbers that has; text is of kind 0."""
 _UNLIMITED = 2**62
+_NUM_INTEGERS, _NUM_SETTINGS = 6, 2
 
 
-class Slots:
-    """Rows for `num_slots` sequences and, last, one of nobody's for what pads a batch."""
+class RowState(NamedTuple):
+    """Columns of some rows, as views: int64 [B] each."""
 
-    def __init__(self, num_slots: int, max_pages: int, rules: RuleTable, device: torch.device) -> None:
-        self._rules = rules
-        self._device = device
-        self._free = list(range(num_slots))[::-1]
-        self._slot_of: dict[int, int] = {}  # by sequence id
-        self.nobody = num_slots
-        # Token id, its kind, row of the rule table, tokens drawn, budget.
-        self.numbers = torch.zeros(num_slots + 1, 5, dtype=torch.int64, device=device)
-        self.values = torch.zeros(num_slots + 1, 2, device=device)
-        self._pages = np.zeros((num_slots + 1, max_pages), dtype=np.int32)
-        self._num_pages = [0] * (num_slots + 1)
-        self._may_draw = np.zeros((num_slots + 1, 2), dtype=np.bool_)
+    token_ids: Tensor
+    """The last token, which is not in the cache yet."""
+    num_values: Tensor
+    """How many values that token carries; 0 for text."""
+    rules: Tensor
+    """Row of the token rules."""
+    num_sampled: Tensor
+    budgets: Tensor
+    """How many tokens may be sampled before the grammar's exhausted states apply."""
+    seeds: Tensor
 
-    def open(self, *sequences: Sequence) -> None:
-        """Give sequences that begin their prompts slots, or write their own anew."""
-        numbers, values = [], []
+
+class RequestState:
+    """Rows for `num_rows` sequences and a last one that pads steps. Host side: engine thread only."""
+
+    def __init__(
+        self,
+        rules: TokenRules,
+        device: torch.device,
+        value_kinds: Callable[[Grammar], int],
+        *,
+        num_rows: int,
+        max_pages: int,
+        values_per_token: int,
+    ) -> None:
+        """`value_kinds` tells as a bit mask which kinds of values a sequence under a grammar may sample."""
+        self.rules = rules
+        self.padding_row = num_rows
+        self.max_pages = max_pages
+        self.device = device
+        self.page_table = torch.zeros(num_rows + 1, max_pages, dtype=torch.int32, device=device)
+        """int32; past a sequence's end its first page is repeated: masked reads stay within its own pages."""
+        self._integers = torch.zeros(num_rows + 1, _NUM_INTEGERS, dtype=torch.int64, device=device)
+        self._floats = torch.zeros(num_rows + 1, _NUM_SETTINGS + values_per_token, device=device)
+        self._value_kinds = value_kinds
+        self._num_values = values_per_token
+        self._free = list(range(num_rows))[::-1]
+        self._row_of: dict[int, int] = {}  # by sequence id
+        self._kinds = [0] * (num_rows + 1)
+        self._num_pages = [0] * (num_rows + 1)
+
+    def open(self, sequences: Sequence[scheduling.Sequence]) -> None:
+        """Give sequences that begin their prompts a row, or write their own anew: one copy, in stream order."""
+        if not sequences:
+            return
+        count = len(sequences)
+        layout = PackedLayout(
+            {
+                "rows": ("int64", (count,)),
+                "integers": ("int64", (count, _NUM_INTEGERS)),
+                "floats": ("float32", (count, _NUM_SETTINGS + self._num_values)),
+                "pages": ("int32", (count, self.max_pages)),
+            }
+        )
+        packed = host_buffer(layout.num_bytes, self.device)
+        fields = layout.arrays(packed)
+        fields["floats"][:] = 0
+        for place, sequence in enumerate(sequences):
+            if sequence.id not in self._row_of:
+                self._row_of[sequence.id] = self._free.pop()
+            row, parser, token = self._row_of[sequence.id], sequence.parser, sequence.tokens[-1]
+            fields["rows"][place] = row
+            fields["integers"][place] = (
+                token.id,
+                len(token.value),
+                self.rules.row(parser.grammar, parser.state),
+                sequence.num_generated,
+                _UNLIMITED if parser.budget is None else parser.budget,
+                sequence.seed,
+            )
+            fields["floats"][place, : _NUM_SETTINGS + len(token.value)] = (
+                sequence.temperature,
+                sequence.top_p,
+                *token.value,
+            )
+            fields["pages"][place] = sequence.pages[0]
+            fields["pages"][place, : len(sequence.pages)] = sequence.pages
+            self._kinds[row] = self._value_kinds(parser.grammar)
+            self._num_pages[row] = len(sequence.pages)
+        sent = layout.tensors(packed.to(self.device, non_blocking=True))
+        self._integers[sent["rows"]] = sent["integers"]
+        self._floats[sent["rows"]] = sent["floats"]
+        self.page_table[sent["rows"]] = sent["pages"]
+
+    def close(self, sequence: scheduling.Sequence) -> None:
+        """Take the row back, if the sequence has one."""
+        row = self._row_of.pop(sequence.id, None)
+        if row is not None:
+            self._free.append(row)
+
+    def row(self, sequence: scheduling.Sequence) -> int:
+        """The row of a sequence that has one."""
+        return self._row_of[sequence.id]
+
+    def value_kinds(self, sequences: Iterable[scheduling.Sequence]) -> int:
+        """Bit mask of the kinds of values that any of the sequences may sample."""
+        kinds = 0
         for sequence in sequences:
-            if sequence.id not in self._slot_of:
-                self._slot_of[sequence.id] = self._free.pop()
-            slot, parser, token = self._slot_of[sequence.id], sequence.parser, sequence.tokens[-1]
-            budget = _UNLIMITED if parser.budget is None else parser.budget
-            row = self._rules.row(parser.grammar, parser.state)
-            numbers.append((token.id, len(token.value), row, parser.num_consumed, budget))
-            values.append((*token.value, 0.0, 0.0)[:2])
-            self._num_pages[slot] = 0
-            self._may_draw[slot] = self._rules.may_draw(parser.grammar)
-        if sequences:
-            slots = to_device(self.of(sequences), torch.int64, self._device)
-            self.numbers[slots] = to_device(numbers, torch.int64, self._device)
-            self.values[slots] = to_device(values, torch.float32, self._device)
+            kinds |= self._kinds[self._row_of[sequence.id]]
+        return kinds
 
-    def close(self, sequence: Sequence) -> None:
-        """Take the slot back, if the sequence has one."""
-        slot = self._slot_of.pop(sequence.id, None)
-        if slot is not None:
-            self._free.append(slot)
+    def take_new_page(self, sequence: scheduling.Sequence) -> int:
+        """The page that a decode step adds to the sequence's row, which counts as written; -1 for none."""
+        row, count = self._row_of[sequence.id], len(sequence.pages)
+        if self._num_pages[row] == count:
+            return -1
+        assert self._num_pages[row] == count - 1, "a token takes one new page at most"
+        self._num_pages[row] = count
+        return sequence.pages[-1]
 
-    def of(self, sequences: Iterable[Sequence]) -> list[int]:
-        """The slots of sequences that have one."""
-        return [self._slot_of[sequence.id] for sequence in sequences]
+    def read(self, rows: Tensor) -> RowState:
+        """rows: int64 [B]."""
+        return RowState(*self._integers[rows].unbind(1))
 
-    def may_draw(self, sequences: list[Sequence]) -> tuple[bool, bool]:
-        """Whether any of them may draw a coordinate, and whether any may draw a size."""
-        possible = self._may_draw[self.of(sequences)]
-        return bool(possible[:, 0].any()), bool(possible[:, 1].any())
+    def settings(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Temperature and top-p of rows int64 [B]: float32 [B] each."""
+        temperature, top_p = self._floats[rows, :_NUM_SETTINGS].unbind(1)
+        return temperature, top_p
 
-    def page_table(self, sequences: list[Sequence], width: int | None = None) -> np.ndarray:
-        """int32 [B, width], by default as wide as the longest: each sequence's pages.
+    def values(self, rows: Tensor) -> Tensor:
+        """Values of the last tokens of rows int64 [B]: float32 [B, V]."""
+        return self._floats[rows, _NUM_SETTINGS:]
 
-        Past its end a sequence's first page stands, so that what is read there, and masked, is its own.
-        """
-        slots = self.of(sequences)
-        for slot, sequence in zip(slots, sequences, strict=True):
-            known = self._num_pages[slot]
-            if known != len(sequence.pages):
-                if not known:
-                    self._pages[slot] = sequence.pages[0]
-                self._pages[slot, known : len(sequence.pages)] = sequence.pages[known:]
-                self._num_pages[slot] = len(sequence.pages)
-        return self._pages[slots, : max(self._num_pages[slot] for slot in slots) if width is None else width]
+    def add_pages(self, rows: Tensor, positions: Tensor, new_pages: Tensor, page_size: int) -> None:
+        """Write new pages, int32 [B] with -1 for none, to where positions int64 [B] need them; rows: int64 [B]."""
+        columns = positions.clamp(min=0) // page_size
+        known = self.page_table[rows, columns]
+        self.page_table[rows, columns] = torch.where(new_pages >= 0, new_pages, known)
 
-    def advance(self, slots: Tensor, ids: Tensor, kinds: Tensor, values: Tensor) -> None:
-        """Write what was drawn: slots, ids, kinds int64 [B], values float32 [B, 2]."""
-        _, _, rows, num_drawn, budget = self.numbers[slots].unbind(1)
-        num_drawn = num_drawn + 1
-        rows = self._rules.after(rows, ids, num_drawn >= budget)
-        self.numbers[slots] = torch.stack((ids, kinds, rows, num_drawn, budget), dim=1)
-        self.values[slots] = values
+    def advance(self, rows: Tensor, ids: Tensor, num_values: Tensor, values: Tensor) -> None:
+        """Write what was sampled: rows, ids, num_values int64 [B]; values float32 [B, V]."""
+        state = self.read(rows)
+        num_sampled = state.num_sampled + 1
+        rules = self.rules.after(state.rules, ids, num_sampled >= state.budgets)
+        self._integers[rows] = torch.stack((ids, num_values, rules, num_sampled, state.budgets, state.seeds), dim=1)
+        self._floats[rows, _NUM_SETTINGS:] = values

@@ -1,80 +1,301 @@
-"""Where the tokens of several prompts stand when they are packed one after the other.
+"""What a step sends to the device: typed fields in one packed buffer, laid out on the host.
 
-Knows positions, pages and rows; no keys, no model.
+Knows positions, pages and rows of the request state; no keys, no model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from kestrel_runtime.execution.transfer import to_device
+from kestrel_runtime.execution.buckets import DecodeSize, PrefillSize
+from kestrel_runtime.execution.packed_layout import PackedLayout, host_buffer
+from kestrel_runtime.execution.request_state import RequestState
+from kestrel_runtime.execution.sampling import SampleNeeds
+from kestrel_runtime.interfaces.tokens import Token
+from kestrel_runtime.scheduling import sequence as scheduling
 from kestrel_runtime.scheduling.batch import Chunk
 
-_ALIGNMENT_BYTES = 16
-"""Kernels are compiled anew for operands that do not begin at a multiple of it."""
+_A = TypeVar("_A")
+
+
+class DecodeFields(NamedTuple, Generic[_A]):
+    """B rows: sequences, then padding."""
+
+    rows: _A
+    """[B] int64: of the request state; of padding its padding row."""
+    positions: _A
+    """[B] int64: of the token that is fed in; of padding -1, which writes nothing."""
+    new_pages: _A
+    """[B] int32: page that the position needs and the row does not have yet; -1 for none."""
+
+
+class PrefillFields(NamedTuple, Generic[_A]):
+    """T packed tokens of C chunks, N of which are followed by a sampled token. Padding chunks have no tokens."""
+
+    token_ids: _A
+    """[T] int64; 0 at image positions and padding."""
+    num_values: _A
+    """[T] int64: how many values the token carries."""
+    token_values: _A
+    """[T, V] float32."""
+    embedding_rows: _A
+    """[T] int64: row of the embedding slab, all entries one after the other; -1 for a token."""
+    positions: _A
+    """[T] int64."""
+    kv_slots: _A
+    """[T] int64: page * page size + place in the page; -1 writes nothing."""
+    query_starts: _A
+    """[C + 1] int32: where each chunk begins in the packed tokens."""
+    context_lengths: _A
+    """[C] int32: positions of each sequence up to the chunk's end."""
+    prefix_lengths: _A
+    """[C] int32: leading positions that see each other both ways."""
+    rows: _A
+    """[C] int64: of the request state."""
+    sample_tokens: _A
+    """[N] int64: packed tokens that a token is sampled after; padding repeats token 0."""
+    sample_rows: _A
+    """[N] int64: of the request state; of padding its padding row."""
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillPlan:
-    """Where the packed tokens of prompt chunks stand, and which pages they write and read."""
+class DecodeInputs:
+    """A decode step."""
+
+    device: DecodeFields[Tensor]
+    size: DecodeSize
+    needs: SampleNeeds
+    num_sampled: int
+    """Rows that are no padding."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillInputs:
+    """A prefill step."""
+
+    device: PrefillFields[Tensor]
+    size: PrefillSize
+    needs: SampleNeeds
+    num_sampled: int
+
+
+@dataclass(frozen=True, slots=True)
+class PackedChunks:
+    """How packed tokens attend: what the operations of prefill take. T tokens, C chunks."""
 
     positions: Tensor
     """[T] int64."""
     slots: Tensor
-    """[T] int64: page * slots + place in the page."""
+    """[T] int64: page * page size + place in the page."""
     page_table: Tensor
-    """[B, most pages] int32; entries past a sequence's end are one of its pages."""
+    """[C, max pages] int32; entries past a sequence's end are one of its pages."""
     query_starts: Tensor
-    """[B + 1] int32: where each chunk begins in the packed rows."""
+    """[C + 1] int32."""
     lengths: Tensor
-    """[B] int32: positions of each sequence up to its chunk's end."""
+    """[C] int32: positions of each sequence up to its chunk's end."""
     prefix_lengths: Tensor
-    """[B] int32: positions that see each other both ways."""
+    """[C] int32."""
     max_chunk: int
     """Tokens of the longest chunk."""
 
     @classmethod
-    def of(cls, chunks: Collection[Chunk], page_size: int, device: torch.device) -> PrefillPlan:
-        """Lay out `chunks` one after the other; their sequences own the pages they need."""
-        # Laid out on the host, where tiny operations cost less, and sent without waiting for the device.
-        counts = [chunk.end - chunk.start for chunk in chunks]
-        own_pages = [chunk.sequence.pages for chunk in chunks]
-        most_pages = max(map(len, own_pages))
-        table = np.array([pages + pages[:1] * (most_pages - len(pages)) for pages in own_pages])
-        positions = np.concatenate([np.arange(chunk.start, chunk.end) for chunk in chunks])
-        own_row = np.repeat(np.arange(len(counts)), counts)
-        slots = table[own_row, positions // page_size] * page_size + positions % page_size
-        ends = [chunk.end for chunk in chunks]
-        prefixes = [chunk.sequence.prefix_length for chunk in chunks]
-        own_positions, own_slots = _sent_together([positions, slots], torch.int64, device)
-        page_table, query_starts, lengths, prefix_lengths = _sent_together(
-            [table, np.cumsum([0, *counts]), np.array(ends), np.array(prefixes)], torch.int32, device
-        )
+    def of(cls, inputs: PrefillInputs, state: RequestState) -> PackedChunks:
+        """Those of a step, with the pages of its sequences."""
+        fields = inputs.device
         return cls(
-            positions=own_positions,
-            slots=own_slots,
-            page_table=page_table,
-            query_starts=query_starts,
-            lengths=lengths,
-            prefix_lengths=prefix_lengths,
-            max_chunk=max(counts),
+            positions=fields.positions,
+            slots=fields.kv_slots,
+            page_table=state.page_table[fields.rows, : inputs.size.max_pages],
+            query_starts=fields.query_starts,
+            lengths=fields.context_lengths,
+            prefix_lengths=fields.prefix_lengths,
+            max_chunk=inputs.size.max_chunk,
         )
 
 
-def _sent_together(arrays: Sequence[np.ndarray], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Small arrays of whole numbers on the device, by one copy."""
-    alignment = _ALIGNMENT_BYTES // dtype.itemsize
-    room = [-(-array.size // alignment) * alignment for array in arrays]
-    packed = np.zeros(sum(room), dtype=np.int64)
-    starts = np.cumsum([0, *room])
-    for start, array in zip(starts, arrays, strict=False):
-        packed[start : start + array.size] = array.ravel()
-    sent = to_device(packed, dtype, device)
-    return [
-        sent[start : start + array.size].view(array.shape) for start, array in zip(starts, arrays, strict=False)
-    ]
+class InputBuffers:
+    """Sends the inputs of steps to the device, without waiting for it.
+
+    For steps with captured graphs the device buffer stays where it is: one for all decode steps, one for all
+    prefills, since steps of a kind run one after the other. Other steps get new ones.
+    """
+
+    def __init__(self, device: torch.device, values_per_token: int) -> None:
+        self._device = device
+        self._values_per_token = values_per_token
+        self._static: dict[type, Tensor] = {}
+
+    def reserve(self, largest_decode: DecodeSize, largest_prefill: PrefillSize) -> None:
+        """Allocate the buffers of steps with captured graphs."""
+        for fields, layout in (
+            (DecodeFields, _decode_layout(largest_decode)),
+            (PrefillFields, _prefill_layout(largest_prefill, self._values_per_token)),
+        ):
+            self._static[fields] = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=self._device)
+
+    def decode(
+        self, size: DecodeSize, fill: Callable[[DecodeFields[NDArray[Any]]], None], *, in_place: bool
+    ) -> DecodeFields[Tensor]:
+        """Have `fill` write the fields, and send them; with `in_place` to where captured graphs read them."""
+        layout = _decode_layout(size)
+        packed = host_buffer(layout.num_bytes, self._device)
+        fill(DecodeFields(**layout.arrays(packed)))
+        return DecodeFields(**layout.tensors(self._sent(packed, DecodeFields, in_place=in_place)))
+
+    def prefill(
+        self, size: PrefillSize, fill: Callable[[PrefillFields[NDArray[Any]]], None], *, in_place: bool
+    ) -> PrefillFields[Tensor]:
+        """The same for a prefill."""
+        layout = _prefill_layout(size, self._values_per_token)
+        packed = host_buffer(layout.num_bytes, self._device)
+        fill(PrefillFields(**layout.arrays(packed)))
+        return PrefillFields(**layout.tensors(self._sent(packed, PrefillFields, in_place=in_place)))
+
+    def _sent(self, packed: Tensor, fields: type, *, in_place: bool) -> Tensor:
+        if not in_place:
+            return packed.to(self._device, non_blocking=True)
+        own = self._static[fields][: len(packed)]
+        own.copy_(packed, non_blocking=True)
+        return own
+
+
+def fill_decode(
+    fields: DecodeFields[NDArray[Any]], sequences: Sequence[scheduling.Sequence], state: RequestState
+) -> None:
+    """Lay out a decode step of `sequences`; the rest of the rows is padding."""
+    count = len(sequences)
+    fields.rows[count:], fields.positions[count:], fields.new_pages[count:] = state.padding_row, -1, -1
+    fields.rows[:count] = [state.row(sequence) for sequence in sequences]
+    # The last token is not in the cache yet; its position is the number of those that are.
+    fields.positions[:count] = [sequence.num_cached for sequence in sequences]
+    fields.new_pages[:count] = [state.take_new_page(sequence) for sequence in sequences]
+
+
+def fill_prefill(
+    fields: PrefillFields[NDArray[Any]],
+    chunks: Sequence[Chunk],
+    sampled: Sequence[scheduling.Sequence],
+    state: RequestState,
+    slab_row: Callable[[scheduling.Sequence], int],
+    page_size: int,
+) -> None:
+    """Lay out a prefill of `chunks`, after which `sampled`, each the end of its chunk, get a token.
+
+    `slab_row` tells the first row of the embedding slab for a sequence with an image.
+    """
+    num_tokens = sum(chunk.end - chunk.start for chunk in chunks)
+    for array, padding in ((fields.token_ids, 0), (fields.num_values, 0), (fields.embedding_rows, -1)):
+        array[:] = padding
+    fields.token_values[:] = 0
+    fields.positions[num_tokens:], fields.kv_slots[num_tokens:] = 0, -1
+    fields.query_starts[:] = num_tokens
+    fields.context_lengths[len(chunks) :] = fields.prefix_lengths[len(chunks) :] = 0
+    fields.rows[len(chunks) :] = state.padding_row
+    fields.sample_tokens[len(sampled) :], fields.sample_rows[len(sampled) :] = 0, state.padding_row
+    fields.sample_rows[: len(sampled)] = [state.row(sequence) for sequence in sampled]
+    first, last_token = 0, dict[int, int]()
+    for place, chunk in enumerate(chunks):
+        sequence, start, end = chunk.sequence, chunk.start, chunk.end
+        own = slice(first, first + end - start)
+        positions = np.arange(start, end)
+        fields.positions[own] = positions
+        pages = np.array(sequence.pages)
+        fields.kv_slots[own] = pages[positions // page_size] * page_size + positions % page_size
+        fields.query_starts[place] = first
+        fields.context_lengths[place], fields.prefix_lengths[place] = end, sequence.prefix_length
+        fields.rows[place] = state.row(sequence)
+        _fill_tokens(fields, own, sequence, start, end, slab_row)
+        first = own.stop
+        last_token[sequence.id] = first - 1
+    fields.sample_tokens[: len(sampled)] = [last_token[sequence.id] for sequence in sampled]
+
+
+def fill_blank_prefill(fields: PrefillFields[NDArray[Any]], size: PrefillSize, padding_row: int) -> None:
+    """Lay out tokens that write nothing, in as many chunks as the size has, each from a sequence's start."""
+    for array in fields:
+        array[:] = 0
+    fields.embedding_rows[:] = fields.kv_slots[:] = -1
+    fields.rows[:] = fields.sample_rows[:] = padding_row
+    starts = np.linspace(0, size.num_tokens, size.num_chunks + 1).astype(np.int32)
+    fields.query_starts[:] = starts
+    fields.context_lengths[:] = lengths = np.diff(starts)
+    fields.positions[:] = np.concatenate([np.arange(length) for length in lengths])
+    fields.sample_tokens[:] = starts[1:][: size.num_samples] - 1
+
+
+def fill_blank_decode(fields: DecodeFields[NDArray[Any]], padding_row: int) -> None:
+    """Lay out a decode step of padding."""
+    fields.rows[:], fields.positions[:], fields.new_pages[:] = padding_row, -1, -1
+
+
+def value_counts(chunks: Sequence[Chunk]) -> Iterator[int]:
+    """How many values each token of the chunks carries, for tokens with any."""
+    for chunk in chunks:
+        for _, token in _text_of(chunk.sequence, chunk.start, chunk.end):
+            if token.value:
+                yield len(token.value)
+
+
+def _fill_tokens(
+    fields: PrefillFields[NDArray[Any]],
+    own: slice,
+    sequence: scheduling.Sequence,
+    start: int,
+    end: int,
+    slab_row: Callable[[scheduling.Sequence], int],
+) -> None:
+    num_image = sequence.num_image_tokens
+    image_start, image_end = max(start, 1), min(end, 1 + num_image)
+    if image_start < image_end:
+        first = slab_row(sequence) + image_start - 1
+        place = own.start + image_start - start
+        fields.embedding_rows[place : place + image_end - image_start] = np.arange(
+            first, first + image_end - image_start
+        )
+    for position, token in _text_of(sequence, start, end):
+        place = own.start + position - start
+        fields.token_ids[place] = token.id
+        if token.value:
+            fields.num_values[place] = len(token.value)
+            fields.token_values[place, : len(token.value)] = token.value
+
+
+def _text_of(sequence: scheduling.Sequence, start: int, end: int) -> Iterator[tuple[int, Token]]:
+    """Positions and tokens in [start, end) but for the image, which stands behind the first token."""
+    num_image, tokens = sequence.num_image_tokens, sequence.tokens
+    if start == 0:
+        yield 0, tokens[0]
+    for position in range(max(start, 1 + num_image), end):
+        yield position, tokens[position - num_image]
+
+
+def _decode_layout(size: DecodeSize) -> PackedLayout:
+    count = (size.num_rows,)
+    return PackedLayout({"rows": ("int64", count), "positions": ("int64", count), "new_pages": ("int32", count)})
+
+
+def _prefill_layout(size: PrefillSize, values_per_token: int) -> PackedLayout:
+    tokens, chunks, samples = (size.num_tokens,), (size.num_chunks,), (size.num_samples,)
+    return PackedLayout(
+        {
+            "token_ids": ("int64", tokens),
+            "num_values": ("int64", tokens),
+            "token_values": ("float32", (size.num_tokens, values_per_token)),
+            "embedding_rows": ("int64", tokens),
+            "positions": ("int64", tokens),
+            "kv_slots": ("int64", tokens),
+            "query_starts": ("int32", (size.num_chunks + 1,)),
+            "context_lengths": ("int32", chunks),
+            "prefix_lengths": ("int32", chunks),
+            "rows": ("int64", chunks),
+            "sample_tokens": ("int64", samples),
+            "sample_rows": ("int64", samples),
+        }
+    )

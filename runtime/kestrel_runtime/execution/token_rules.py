@@ -1,4 +1,4 @@
-"""The grammars that sequences run under, as tensors on the device: what each state forbids and what follows it."""
+"""Token grammars as tensors on the device: which tokens each state forbids, and which state follows."""
 
 from __future__ import annotations
 
@@ -12,32 +12,24 @@ _MAX_STATES = 64
 _NEVER = -1
 
 
-class RuleTable:
-    """One row per state of every grammar met so far; rows stay where they are."""
+class TokenRules:
+    """One row for each state of every grammar used so far. Rows never move."""
 
-    def __init__(self, vocab_size: int, coordinate_id: int, size_id: int, device: torch.device) -> None:
-        self._value_ids = (coordinate_id, size_id)
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._first_row: dict[Grammar, int] = {}
         self._num_rows = 0
         self.forbidden = torch.zeros(_MAX_STATES, vocab_size, dtype=torch.bool, device=device)
-        """[states, vocabulary]: whether the token must not come."""
+        """[states, vocabulary]: whether the token is forbidden."""
         self.is_spatial = torch.zeros(_MAX_STATES, dtype=torch.bool, device=device)
-        """[states]: whether a coordinate or size token is read by the region heads."""
+        """[states]: whether tokens with values are sampled with their values."""
         # Per state: the row that follows, the token that leads elsewhere and that row, and the row when exhausted.
         self._successors = torch.full((_MAX_STATES, 4), _NEVER, dtype=torch.int64, device=device)
 
     def row(self, grammar: Grammar, state: int) -> int:
-        """The row of a state; a grammar met for the first time is written down."""
+        """The row of a state; a grammar is added when it is first used."""
         if grammar not in self._first_row:
             self._add(grammar)
         return self._first_row[grammar] + state
-
-    def may_draw(self, grammar: Grammar) -> tuple[bool, bool]:
-        """Whether some state lets a coordinate come that is read as one, and whether some lets a size."""
-        coordinates, sizes = (
-            any(rule.is_spatial and rule.lets_pass(id) for rule in grammar.rules) for id in self._value_ids
-        )
-        return coordinates, sizes
 
     def after(self, rows: Tensor, ids: Tensor, is_exhausted: Tensor) -> Tensor:
         """The rows that follow: rows, ids int64 [B], is_exhausted bool [B] → int64 [B]."""

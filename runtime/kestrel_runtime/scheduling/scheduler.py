@@ -188,7 +188,6 @@ class Scheduler:
             sequence.writing.clear()
         self._release_leaving()
         while self._active:
-            self._active[-1].rewind_random()
             self._preempt(self._active[-1])
         for sequence in self._waiting:
             sequence.num_encoded_tiles = 0

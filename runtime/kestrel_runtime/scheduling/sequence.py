@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
@@ -15,9 +14,6 @@ from kestrel_runtime.scheduling.ids import StepId
 if TYPE_CHECKING:
     from kestrel_runtime.interfaces.image import PreparedImage
     from kestrel_runtime.interfaces.output import OutputParser
-
-UNIFORMS_PER_TOKEN = 3
-"""Random numbers that every drawn token spends: its own, and two for the value of a place or size."""
 
 
 class SequenceState(Enum):
@@ -108,11 +104,6 @@ class Sequence:
     """Tokens that steps in flight sample: they have positions and pages, and are not in `tokens` yet."""
     writing: set[StepId] = field(default_factory=set)
     """Prefill steps in flight that write its prompt to its pages."""
-    random: random.Random = field(init=False)
-    """Spends `UNIFORMS_PER_TOKEN` numbers with every token drawn."""
-
-    def __post_init__(self) -> None:
-        self.rewind_random()
 
     @property
     def length(self) -> int:
@@ -149,12 +140,6 @@ class Sequence:
     @property
     def num_generated(self) -> int:
         return len(self.tokens) - self.num_prompt_tokens
-
-    def rewind_random(self) -> None:
-        """Put the random numbers where they were when the last token in `tokens` had been drawn."""
-        self.random = random.Random(self.seed)
-        for _ in range(UNIFORMS_PER_TOKEN * self.num_generated):
-            self.random.random()
 
     def move_to(self, state: SequenceState) -> None:
         """Enter another state; an illegal transition is our own bug."""

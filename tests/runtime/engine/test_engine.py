@@ -42,7 +42,7 @@ from kestrel_runtime.api.requests import (
 )
 from kestrel_runtime.api.stream import Stream
 from kestrel_runtime.engine.engine import LocalEngine
-from kestrel_runtime.execution.step_runner import ModelRunner, StepHandle
+from kestrel_runtime.execution.step_runner import StepHandle, StepRunner
 from kestrel_runtime.loading.loaded_model import LoadedModel
 from tests.golden import MD2_SMALL, MD3_SMALL
 
@@ -153,7 +153,7 @@ async def test_looking_ahead_changes_no_answer(
 ) -> None:
     requests = [*mixed_requests()[:9], Query("why?", reasoning=True, sampling=SamplingParams(max_tokens=4, seed=5))]
     one_by_one = await asyncio.gather(*(engine.submit(request).result() for request in requests))
-    monkeypatch.setattr(ModelRunner, "is_asynchronous", True)
+    monkeypatch.setattr(StepRunner, "is_asynchronous", True)
     monkeypatch.setattr(StepHandle, "is_complete", lambda _: next(is_complete))
     # Room for a few at a time, so that some are sent back while others look ahead; prompts go in by parts.
     ahead = LocalEngine(moondream3, EngineConfig(model="", num_kv_pages=150, max_prefill_tokens=8))

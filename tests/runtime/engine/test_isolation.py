@@ -17,8 +17,8 @@ from kestrel_runtime.api.stream import Stream
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.engine.offending_requests import fingerprint_of
 from kestrel_runtime.execution.kv_cache import KVCache
-from kestrel_runtime.execution.sampling import Sampler
-from kestrel_runtime.execution.step_runner import ModelRunner
+from kestrel_runtime.execution.request_state import RequestState
+from kestrel_runtime.execution.step_runner import StepRunner
 from kestrel_runtime.loading.loaded_model import LoadedModel
 from kestrel_runtime.models.moondream.skills.query import QuerySkill
 from kestrel_runtime.scheduling.batch import Chunk, EncodeItem
@@ -30,10 +30,10 @@ POISON = Query("poison", IMAGE, sampling=SamplingParams(temperature=5.0, max_tok
 SERVING, RECOVERING, DEAD = EngineStatus.SERVING, EngineStatus.RECOVERING, EngineStatus.DEAD
 
 Stage = tuple[type, str]
-ENCODE: Stage = (ModelRunner, "_encode")
-PREFILL: Stage = (ModelRunner, "_prefill")
-DECODE: Stage = (ModelRunner, "_decode")
-SAMPLING: Stage = (Sampler, "settings")
+ENCODE: Stage = (StepRunner, "_encode")
+PREFILL: Stage = (StepRunner, "_prefill")
+DECODE: Stage = (StepRunner, "_decode")
+SAMPLING: Stage = (RequestState, "value_kinds")
 
 
 def bystanders() -> list[Request]:
@@ -145,7 +145,7 @@ async def test_r1_the_culprit_ends_alone_and_is_refused_the_second_time(
     after: int,
     looks_ahead: bool,
 ) -> None:
-    monkeypatch.setattr(ModelRunner, "is_asynchronous", looks_ahead)
+    monkeypatch.setattr(StepRunner, "is_asynchronous", looks_ahead)
     poison(monkeypatch, stage, error, after=after)
     statuses = statuses_of(engine)
     requests = bystanders()

@@ -12,10 +12,11 @@ from kestrel_runtime.engine.isolation import Recovery
 from kestrel_runtime.engine.loop import EngineLoop
 from kestrel_runtime.engine.offending_requests import Culprits
 from kestrel_runtime.engine.probes import new_probes
-from kestrel_runtime.execution.execution_config import FastPaths
-from kestrel_runtime.execution.step_runner import ModelRunner, StepHandle
+from kestrel_runtime.execution.step_runner import StepHandle, StepRunner
 from kestrel_runtime.loading.loaded_model import LoadedModel
+from kestrel_runtime.models.moondream.execution_config import FastPaths
 from kestrel_runtime.models.moondream.memory_needs import new_cache
+from kestrel_runtime.models.moondream.runner import new_step_runner
 from kestrel_runtime.scheduling.admission import Admission, Burden, QueueLimits
 from kestrel_runtime.scheduling.limits import StepBounds
 from kestrel_runtime.scheduling.page_pool import PagePool
@@ -36,7 +37,7 @@ class Bench:
         self.pages = PagePool(cache.num_pages, config.page_size)
         scheduler = Scheduler(self.pages, max_batch_size=8, max_prefill_tokens=64, max_crops_per_step=3)
         runner, culprits = (
-            ModelRunner(loaded.model, cache, FastPaths.of(config, "cpu"), StepBounds(8, 64, 3)),
+            new_step_runner(loaded.model, cache, FastPaths.of(config, "cpu"), StepBounds(8, 64, 3)),
             Culprits(),
         )
         self.statuses: list[str] = []
@@ -120,7 +121,7 @@ async def test_a_long_prefill_does_not_hold_up_those_who_decode(bench: Bench) ->
 async def test_beside_a_prompt_on_its_way_others_get_their_tokens(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ModelRunner, "is_asynchronous", True)
+    monkeypatch.setattr(StepRunner, "is_asynchronous", True)
     monkeypatch.setattr(StepHandle, "is_complete", lambda _: False)
     decoding = bench.add(tell(40))
     for _ in range(3):
@@ -139,7 +140,7 @@ async def test_beside_a_prompt_on_its_way_others_get_their_tokens(
 async def test_a_prompt_that_nobody_waits_for_any_more_keeps_its_pages_until_it_has_landed(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ModelRunner, "is_asynchronous", True)
+    monkeypatch.setattr(StepRunner, "is_asynchronous", True)
     monkeypatch.setattr(StepHandle, "is_complete", lambda _: False)
     bench.add(tell(40))
     for _ in range(3):

@@ -79,11 +79,13 @@ def test_open_settings_take_the_skills_defaults_and_zero_is_not_open(preprocesso
     assert (greedy.temperature, greedy.top_p) == (0.0, 0.5)
 
 
-def test_equal_seeds_draw_equal_numbers(preprocessor: Preprocessor) -> None:
+def test_a_seed_is_that_of_the_request_or_drawn(preprocessor: Preprocessor) -> None:
     sampling = SamplingParams(seed=3)
     first, second = (preprocessor.prepare(Query("hello", sampling=sampling), clock()) for _ in range(2))
-    assert [first.random.random() for _ in range(3)] == [second.random.random() for _ in range(3)]
+    assert first.seed == second.seed == 3
     assert first.id != second.id
+    unseeded = [preprocessor.prepare(Query("hello"), clock()).seed for _ in range(2)]
+    assert unseeded[0] != unseeded[1]
 
 
 def test_a_prompt_that_leaves_no_room_is_refused_before_its_image_is_decoded(preprocessor: Preprocessor) -> None:

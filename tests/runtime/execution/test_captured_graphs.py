@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kestrel_runtime.execution.captured_graphs import CapturedGraphs, GraphBudget
-from kestrel_runtime.execution.cuda_stream import Lane
+from kestrel_runtime.execution.cuda_stream import CudaStream
 from kestrel_runtime.execution.graph_capture import Recorder
 from tests.runtime.fake_cuda import FakeCuda, FakeRecorder
 
@@ -52,7 +52,7 @@ def test_g2_a_late_capture_neither_waits_for_the_device_nor_empties_the_cache(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cuda = FakeCuda(monkeypatch)
-    graphs = CapturedGraphs("works", Recorder(Lane(torch.device("cpu"))), GraphBudget(max_bytes=2**40))
+    graphs = CapturedGraphs("works", Recorder(CudaStream(torch.device("cpu"))), GraphBudget(max_bytes=2**40))
     for _ in range(4):
         graphs.run("a", lambda: torch.zeros(1))
     assert (cuda.num_captures, cuda.num_synchronised, cuda.num_emptied) == (2, 0, 0)  # one holds the pool

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kestrel_runtime.execution.captured_graphs import CapturedGraphs, GraphBudget
-from kestrel_runtime.execution.cuda_stream import Lane
+from kestrel_runtime.execution.cuda_stream import CudaStream
 from kestrel_runtime.execution.graph_capture import Recorder
 from tests.runtime.fake_cuda import MIB, FakeCuda
 
@@ -24,7 +24,7 @@ def zeros():
 
 
 def test_a_capture_neither_waits_for_the_device_nor_empties_the_cache(cuda):
-    recorder = Recorder(Lane(CPU))
+    recorder = Recorder(CudaStream(CPU))
     for _ in range(3):
         assert recorder.record(zeros).result.tolist() == [0, 0, 0]
     assert (cuda.num_captures, cuda.num_synchronised, cuda.num_emptied) == (4, 0, 0)  # one holds the pool
@@ -35,7 +35,7 @@ def test_a_capture_neither_waits_for_the_device_nor_empties_the_cache(cuda):
 @pytest.mark.parametrize("fails_at", ["begin", "work", "waits", "memory", "interrupt", "end", "instantiate"])
 def test_after_a_capture_that_failed_the_next_one_succeeds(cuda, fails_at, closes_books_itself):
     cuda.closes_books_itself = closes_books_itself
-    recorder = Recorder(Lane(CPU))
+    recorder = Recorder(CudaStream(CPU))
 
     def work():
         if fails_at == "work":
@@ -60,7 +60,7 @@ def test_after_a_capture_that_failed_the_next_one_succeeds(cuda, fails_at, close
 
 
 def test_when_all_graphs_are_gone_others_are_captured(cuda):
-    recorder = Recorder(Lane(CPU))
+    recorder = Recorder(CudaStream(CPU))
     for _ in range(2):
         recordings = [recorder.record(zeros) for _ in range(2)]
         recordings.clear()
@@ -68,7 +68,7 @@ def test_when_all_graphs_are_gone_others_are_captured(cuda):
 
 
 def test_garbage_is_not_collected_in_the_middle_of_a_capture(cuda):
-    recorder, was_enabled = Recorder(Lane(CPU)), []
+    recorder, was_enabled = Recorder(CudaStream(CPU)), []
 
     def work():
         was_enabled.append(gc.isenabled())
@@ -80,7 +80,7 @@ def test_garbage_is_not_collected_in_the_middle_of_a_capture(cuda):
 
 
 def test_what_a_graph_and_its_pool_take_is_measured(cuda):
-    recorder = Recorder(Lane(CPU))
+    recorder = Recorder(CudaStream(CPU))
     recorder.record(zeros)  # and the graph that holds the pool
     cuda.bytes_per_graph, cuda.bytes_of_pool = 3 * MIB, 20 * MIB
     first, second = recorder.record(zeros), recorder.record(zeros)
@@ -91,7 +91,7 @@ def test_what_a_graph_and_its_pool_take_is_measured(cuda):
 def test_the_last_free_memory_is_left_to_steps(cuda):
     cuda.free_bytes = 255 * MIB
     with pytest.raises(torch.OutOfMemoryError, match="only 255 MiB"):
-        Recorder(Lane(CPU)).record(zeros)
+        Recorder(CudaStream(CPU)).record(zeros)
     assert cuda.num_captures == 0
 
 
@@ -108,7 +108,7 @@ class Work:
 
 
 def new_recorder():
-    return Recorder(Lane(torch.device("cuda")))
+    return Recorder(CudaStream(torch.device("cuda")))
 
 
 def new_graphs(recorder=None):

@@ -19,10 +19,12 @@ from kestrel_runtime.api.events import Finished
 from kestrel_runtime.api.requests import Detect, Point, Query, Request, SamplingParams
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.execution import step_runner as runner_module
-from kestrel_runtime.execution.execution_config import FastPaths
 from kestrel_runtime.execution.graph_capture import Recorder, Recording
 from kestrel_runtime.interfaces.tokens import TokenRule
 from kestrel_runtime.loading.loaded_model import LoadedModel
+from kestrel_runtime.models.moondream import executor as executor_module
+from kestrel_runtime.models.moondream.execution_config import FastPaths
+from kestrel_runtime.models.moondream.sampling import value_kinds
 from kestrel_runtime.models.moondream.skills import SKILLS
 from tests.golden import MD2_SMALL
 from tests.runtime.execution.test_step_runner import CASES, MODELS, Bench, written_out
@@ -67,7 +69,7 @@ class Captures:
         monkeypatch.setattr(FastPaths, "of", with_graphs)
         monkeypatch.setattr(runner_module, "Recorder", self._new_recorder)
         # The start captures nothing, which takes long on a CPU, so that all is captured in traffic.
-        monkeypatch.setattr(runner_module, "_MOST_START_S", 0.0)
+        monkeypatch.setattr(executor_module, "_MAX_START_S", 0.0)
 
     @property
     def num_tried(self) -> int:
@@ -123,7 +125,7 @@ async def test_whatever_fails_to_be_captured_every_answer_is_right_and_nobody_is
     looks_ahead: bool,
 ) -> None:
     captures = Captures(monkeypatch, failures(), in_place=not looks_ahead)
-    monkeypatch.setattr(runner_module.ModelRunner, "is_asynchronous", looks_ahead)
+    monkeypatch.setattr(runner_module.StepRunner, "is_asynchronous", looks_ahead)
     statuses: list[EngineStatus] = []
     with caplog.at_level(logging.WARNING):
         engine = LocalEngine(moondream2, CONFIG)
@@ -165,10 +167,10 @@ def test_usual_traffic_finds_its_graphs_captured_by_the_start(
     case: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     captures, (tokens, image), model = Captures(monkeypatch, ()), CASES[case], MODELS[2]
-    monkeypatch.setattr(runner_module, "_MOST_START_S", 3600.0)
+    monkeypatch.setattr(executor_module, "_MAX_START_S", 3600.0)
     bench = Bench(model, batch=4, prefill=128, text_path="fused", vision_path="fused")
-    with caplog.at_level(logging.INFO, logger="kestrel_runtime.execution.step_runner"):
-        bench.runner.record()
+    with caplog.at_level(logging.INFO, logger="kestrel_runtime.models.moondream.executor"):
+        bench.runner.capture()
     at_start = captures.num_tried
     assert f"captured {at_start} CUDA graphs" in caplog.text
     assert "0 are left" in caplog.text
@@ -182,19 +184,15 @@ def test_usual_traffic_finds_its_graphs_captured_by_the_start(
 
 def test_the_draws_of_every_skill_alone_and_together_are_usual(moondream2: LoadedModel) -> None:
     config = moondream2.model.config
-    spatial = (config.tokenizer.coord_id, config.tokenizer.size_id)
-    found: set[tuple[bool, bool]] = set()
+    found: set[int] = set()
     asked: list[Request] = [*requests(), Query("why?", SMALL_IMAGE)]
     for request in asked:
         grammar = SKILLS[request.skill].new_parser(request, moondream2.tokenizer, config).grammar
-        coordinates, sizes = (
-            any(rule.is_spatial and rule.lets_pass(id) for rule in grammar.rules) for id in spatial
-        )
-        found.add((coordinates, sizes))
-    together = {(a or c, b or d) for a, b in found for c, d in found}
-    usual = {needs[:2] for needs in (*runner_module._TEXT_NEEDS, *runner_module._SPATIAL_NEEDS)}
+        found.add(value_kinds(grammar, config.tokenizer))
+    together = {one | other for one in found for other in found}
+    usual = {needs.value_kinds for needs in (*executor_module._TEXT_NEEDS, *executor_module._SPATIAL_NEEDS)}
     assert together == usual
-    assert len({*runner_module._TEXT_NEEDS, *runner_module._SPATIAL_NEEDS}) == 2 * len(usual)
+    assert len({*executor_module._TEXT_NEEDS, *executor_module._SPATIAL_NEEDS}) == 2 * len(usual)
 
 
 Work = Callable[[], torch.Tensor]
@@ -248,7 +246,7 @@ async def test_on_a_gpu_captures_that_fail_change_no_answer(
     finally:
         plain.close()
     if not captures_at_start:
-        monkeypatch.setattr(runner_module, "_MOST_START_S", 0.0)
+        monkeypatch.setattr(executor_module, "_MAX_START_S", 0.0)
     if cause == "no memory":
         monkeypatch.setattr(Recorder, "record", starved(Recorder.record))
     statuses: list[EngineStatus] = []
@@ -267,7 +265,9 @@ async def test_on_a_gpu_captures_that_fail_change_no_answer(
         try:
             assert await greedy_answers(engine) == wanted
             assert (engine.status, statuses) == (EngineStatus.SERVING, [])
-            graphs = engine._loop._runner._graph_budget.num_graphs
+            captures = engine._loop._runner._graphs
+            assert captures is not None
+            graphs = captures.budget.num_graphs
         finally:
             engine.close()
     assert calls == {"synchronize": 0, "empty_cache": 0}
@@ -277,7 +277,7 @@ async def test_on_a_gpu_captures_that_fail_change_no_answer(
     if cause == "waits for the device":
         assert graphs > 0  # encodings and first tokens
         assert any(line.startswith("decode steps") for line in lines)
-        assert any(line.startswith("prompts") for line in lines)
+        assert any(line.startswith("prefill steps") for line in lines)
     if cause == "no memory":
         assert graphs == 0
         assert any("out of memory" in line for line in lines)

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
+from bench.harness.packed_chunks import packed_chunks
 from kestrel_runtime.execution.kv_cache import KVCache
-from kestrel_runtime.execution.step_inputs import PrefillPlan
 from kestrel_runtime.scheduling.batch import Chunk
 from tests.runtime.models.moondream.tiny import DenseAttend, tiny_config
 from tests.runtime.sequences import new_sequence
@@ -40,7 +40,7 @@ class Rows:
 
 
 def prefill(cache, *chunks):
-    return cache.prefill(PrefillPlan.of(chunks, cache.page_size, CPU))
+    return cache.prefill(packed_chunks(chunks, cache.page_size, CPU))
 
 
 def context(pages, own):

@@ -1,71 +1,112 @@
+import pytest
 import torch
 
-from kestrel_runtime.execution.request_state import Slots
-from kestrel_runtime.execution.token_rules import RuleTable
+from kestrel_runtime.execution.request_state import RequestState
+from kestrel_runtime.execution.token_rules import TokenRules
 from kestrel_runtime.interfaces.tokens import Token, TokenRule
 from tests.runtime.sequences import new_sequence
 
 CPU = torch.device("cpu")
-ONLY_3 = TokenRule(allowed=(3,))
+ONLY_3, SPATIAL = TokenRule(allowed=(3,)), TokenRule(allowed=(6,), is_spatial=True)
 
 
-def new_slots(count=4):
-    return Slots(count, 6, RuleTable(30, 5, 6, CPU), CPU)
+def kinds_of(grammar):
+    return 2 if grammar.rules[0].is_spatial else 0
 
 
-def holder(pages, *tokens, rule=ONLY_3):
-    sequence = new_sequence([Token(0), *tokens], rule=rule)
+def new_state(num_rows=4, max_pages=6):
+    rules = TokenRules(30, CPU)
+    return RequestState(rules, CPU, kinds_of, num_rows=num_rows, max_pages=max_pages, values_per_token=2)
+
+
+def holder(pages, *tokens, rule=ONLY_3, **settings):
+    sequence = new_sequence([Token(0), *tokens], rule=rule, **settings)
     sequence.pages = pages
     return sequence
 
 
-def test_a_slot_begins_with_the_last_token_and_its_value():
-    slots, sequence = new_slots(), holder([1], Token(6, (0.5, 0.25)))
-    slots.open(sequence)
-    (slot,) = slots.of([sequence])
-    assert slots.numbers[slot, :2].tolist() == [6, 2]
-    assert slots.values[slot].tolist() == [0.5, 0.25]
+def rows_of(state, *sequences):
+    return torch.tensor([state.row(sequence) for sequence in sequences])
 
 
-def test_sequences_have_slots_of_their_own_until_they_close():
-    slots = new_slots(2)
+def test_a_row_begins_with_the_last_token_its_values_the_settings_and_the_pages():
+    state, sequence = (
+        new_state(),
+        holder([4, 9], Token(6, (0.5, 0.25)), temperature=0.75, top_p=0.5, seed=2**62 + 1),
+    )
+    state.open([sequence])
+    rows = rows_of(state, sequence)
+    found = state.read(rows)
+    assert (found.token_ids.item(), found.num_values.item(), found.num_sampled.item()) == (6, 2, 0)
+    assert found.seeds.item() == 2**62 + 1
+    assert state.values(rows).tolist() == [[0.5, 0.25]]
+    assert [column.tolist() for column in state.settings(rows)] == [[0.75], [0.5]]
+    assert state.page_table[rows].tolist() == [[4, 9, 4, 4, 4, 4]]
+
+
+def test_sequences_have_rows_of_their_own_until_they_close():
+    state = new_state(2)
     first, second, third = (holder([1]) for _ in range(3))
-    slots.open(first)
-    slots.open(second)
-    assert len(set(slots.of([first, second]))) == 2
-    slots.close(first)
-    slots.close(first)  # a sequence that has none is left alone
-    slots.open(third)
-    assert slots.nobody not in slots.of([second, third])
-    assert len(set(slots.of([second, third]))) == 2
+    state.open([first, second])
+    assert state.row(first) != state.row(second)
+    state.close(first)
+    state.close(first)  # a sequence that has none is left alone
+    state.open([third])
+    assert len({state.row(second), state.row(third), state.padding_row}) == 3
 
 
-def test_drawing_moves_a_slot_on():
-    slots, sequence = new_slots(), holder([1])
+def test_sampling_moves_a_row_on():
+    state, sequence = new_state(), holder([1], seed=5)
     sequence.parser.budget = 5
-    slots.open(sequence)
-    rows = torch.tensor(slots.of([sequence]))
-    slots.advance(rows, torch.tensor([3]), torch.tensor([1]), torch.tensor([[0.5, 0.0]]))
-    assert slots.numbers[rows[0]].tolist()[:2] == [3, 1]
-    assert slots.numbers[rows[0]].tolist()[3:] == [1, 5]
-    assert slots.values[rows[0]].tolist() == [0.5, 0.0]
+    state.open([sequence])
+    rows = rows_of(state, sequence)
+    state.advance(rows, torch.tensor([3]), torch.tensor([1]), torch.tensor([[0.5, 0.0]]))
+    found = state.read(rows)
+    assert [column.item() for column in found] == [3, 1, found.rules.item(), 1, 5, 5]
+    assert state.values(rows).tolist() == [[0.5, 0.0]]
 
 
-def test_pages_are_padded_with_the_sequences_own():
-    slots = new_slots()
-    short, long = holder([4]), holder([7, 2, 9])
-    for sequence in (short, long):
-        slots.open(sequence)
-    assert slots.page_table([short, long]).tolist() == [[4, 4, 4], [7, 2, 9]]
-    assert slots.page_table([short]).tolist() == [[4]]
-    short.pages = [4, 8]
-    assert slots.page_table([short], width=6).tolist() == [[4, 8, 4, 4, 4, 4]]
+def test_a_sequence_that_comes_back_goes_on_where_it_was():
+    state, sequence = new_state(), holder([1])
+    sequence.tokens += [Token(3), Token(6, (0.5, 0.125))]
+    state.open([sequence])
+    found = state.read(rows_of(state, sequence))
+    assert (found.token_ids.item(), found.num_sampled.item()) == (6, 2)
 
 
-def test_a_slot_opened_anew_forgets_its_pages():
-    slots, sequence = new_slots(), holder([4, 5, 6])
-    slots.open(sequence)
-    slots.page_table([sequence])
+def test_a_new_page_is_told_once_and_written_where_its_position_needs_it():
+    state, short, long = new_state(), holder([4]), holder([7, 2, 9])
+    state.open([short, long])
+    assert [state.take_new_page(sequence) for sequence in (short, long)] == [-1, -1]
+    short.pages.append(8)
+    assert [state.take_new_page(short) for _ in range(2)] == [8, -1]
+    rows = rows_of(state, short, long)
+    padded = torch.cat((rows, torch.tensor([state.padding_row])))
+    new_pages = torch.tensor([8, -1, -1], dtype=torch.int32)
+    state.add_pages(padded, torch.tensor([16, 40, -1]), new_pages, page_size=16)
+    assert state.page_table[rows].tolist() == [[4, 8, 4, 4, 4, 4], [7, 2, 9, 7, 7, 7]]
+    assert state.page_table[state.padding_row].tolist() == [0] * 6
+
+
+def test_two_new_pages_at_once_are_our_own_mistake():
+    state, sequence = new_state(), holder([4])
+    state.open([sequence])
+    sequence.pages += [5, 6]
+    with pytest.raises(AssertionError):
+        state.take_new_page(sequence)
+
+
+def test_a_row_opened_anew_forgets_its_pages():
+    state, sequence = new_state(), holder([4, 5, 6])
+    state.open([sequence])
     sequence.pages = [1, 2]
-    slots.open(sequence)
-    assert slots.page_table([sequence], width=3).tolist() == [[1, 2, 1]]
+    state.open([sequence])
+    assert state.page_table[rows_of(state, sequence)].tolist() == [[1, 2, 1, 1, 1, 1]]
+    assert state.take_new_page(sequence) == -1
+
+
+def test_a_batch_may_sample_the_values_that_any_of_its_sequences_may():
+    state, plain, spatial = new_state(), holder([1]), holder([2], rule=SPATIAL)
+    state.open([plain, spatial])
+    assert state.value_kinds([plain]) == 0
+    assert state.value_kinds([plain, spatial]) == 2

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from kestrel_runtime.api.config import EngineConfig
-from kestrel_runtime.execution.execution_config import FastPaths
 from kestrel_runtime.execution.kv_cache import KVCache
-from kestrel_runtime.execution.step_runner import ModelRunner
 from kestrel_runtime.interfaces.tokens import Token, TokenRule
+from kestrel_runtime.models.moondream.execution_config import FastPaths
+from kestrel_runtime.models.moondream.runner import new_step_runner
 from kestrel_runtime.models.moondream.tiling import MoondreamTiling
 from kestrel_runtime.scheduling.ids import StepId
 from kestrel_runtime.scheduling.limits import StepBounds
@@ -39,7 +39,7 @@ class Bench:
         )
         self.model, self.runner = (
             model,
-            ModelRunner(
+            new_step_runner(
                 model, cache, FastPaths.of(EngineConfig(**paths), "cpu"), StepBounds(batch, prefill, crops)
             ),
         )

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from kestrel_runtime.api.requests import Caption, Detect, Point, Query, Segment
-from kestrel_runtime.execution.token_rules import RuleTable
+from kestrel_runtime.execution.token_rules import TokenRules
 from kestrel_runtime.interfaces.token_grammar import Grammar, GrammarState
 from kestrel_runtime.interfaces.tokens import TokenRule
 from kestrel_runtime.models.moondream.config import MoondreamConfig
@@ -29,7 +29,7 @@ def grammar_of(request: object, config: MoondreamConfig) -> Grammar:
 @pytest.mark.parametrize("config", [MOONDREAM_2, MOONDREAM_3], ids=["moondream2", "moondream3"])
 @pytest.mark.parametrize("request_", REQUESTS, ids=lambda request: type(request).__name__)
 def test_the_table_goes_where_the_grammar_of_each_skill_goes(request_: object, config: MoondreamConfig) -> None:
-    table, grammar = RuleTable(VOCABULARY, 5, 6, CPU), grammar_of(request_, config)
+    table, grammar = TokenRules(VOCABULARY, CPU), grammar_of(request_, config)
     table.row(Grammar((GrammarState(TokenRule(), 0),)), 0)  # so that rows and states are not the same numbers
     for state in range(len(grammar.states)):
         row = table.row(grammar, state)
@@ -42,7 +42,7 @@ def test_the_table_goes_where_the_grammar_of_each_skill_goes(request_: object, c
 
 @pytest.mark.parametrize("config", [MOONDREAM_2, MOONDREAM_3], ids=["moondream2", "moondream3"])
 def test_the_table_forbids_what_the_rules_forbid(config: MoondreamConfig) -> None:
-    table = RuleTable(VOCABULARY, 5, 6, CPU)
+    table = TokenRules(VOCABULARY, CPU)
     for request in REQUESTS:
         grammar = grammar_of(request, config)
         for state, rule in enumerate(grammar.rules):
@@ -52,7 +52,7 @@ def test_the_table_forbids_what_the_rules_forbid(config: MoondreamConfig) -> Non
 
 
 def test_a_grammar_is_written_down_once() -> None:
-    table = RuleTable(VOCABULARY, 5, 6, CPU)
+    table = TokenRules(VOCABULARY, CPU)
     grammar = grammar_of(Query("what?", reasoning=True), MOONDREAM_2)
     first = table.row(grammar, 0)
     assert table.row(grammar_of(Query("why?", reasoning=True), MOONDREAM_2), 0) == first

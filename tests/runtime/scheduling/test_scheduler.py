@@ -3,7 +3,7 @@
 import pytest
 
 from kestrel_runtime.api.requests import Priority
-from kestrel_runtime.scheduling.sequence import UNIFORMS_PER_TOKEN, SequenceState
+from kestrel_runtime.scheduling.sequence import SequenceState
 from tests.runtime.sequences import new_sequence
 from tests.runtime.world import World
 
@@ -327,19 +327,6 @@ def test_i6_trials_fit_where_the_failed_batch_filled_the_cache():
         assert len(world.step().members) == 1
     assert first.num_generated == second.num_generated == 3
     assert world.pool.num_free == 0
-
-
-def test_i6_random_numbers_go_back_to_where_they_were():
-    world = World()
-    sequence = world.add(2)
-    world.steps(3)
-    before = sequence.random.getstate()
-    for _ in range(UNIFORMS_PER_TOKEN * 3):  # `World` draws without them
-        sequence.random.random()
-    expected = sequence.random.getstate()
-    sequence.random.random()
-    world.fail()
-    assert sequence.random.getstate() == expected != before
 
 
 # I8: prompts on their way

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kestrel_ops import Kernels
 from kestrel_runtime.execution.kv_cache import KVCache, LayerPages
-from kestrel_runtime.execution.step_inputs import PrefillPlan
+from kestrel_runtime.execution.step_inputs import PackedChunks
 from kestrel_runtime.models.moondream.fused_weights import FusedBlock, Matrix
 from kestrel_runtime.models.moondream.rope import rotary_tables
 from kestrel_runtime.models.moondream.text import TextModel
@@ -43,7 +43,7 @@ class FusedPrefill:
     def forward(
         self,
         embeddings: Tensor,  # [T, dim], the model's type
-        plan: PrefillPlan,  # of the T tokens
+        plan: PackedChunks,  # of the T tokens
         cache: KVCache,
         last_rows: Tensor | None = None,  # [n] int64: rows that end their chunks
     ) -> Tensor:  # [T, dim] float32, or [n, dim] of the last rows: before the final LayerNorm
@@ -58,7 +58,9 @@ class FusedPrefill:
             return self._last_block(hidden, delta, plan, cache, last_rows)
         return hidden if delta is None else hidden.add_(delta)
 
-    def _block(self, layer: int, hidden: Tensor, delta: Tensor | None, plan: PrefillPlan, cache: KVCache) -> Tensor:
+    def _block(
+        self, layer: int, hidden: Tensor, delta: Tensor | None, plan: PackedChunks, cache: KVCache
+    ) -> Tensor:
         """Add `delta` to the stream and return what the block adds next."""
         block, pages = self._blocks[layer], cache.layer(layer)
         normed, scale = self._normed(block, hidden, delta)
@@ -69,7 +71,7 @@ class FusedPrefill:
         return self._down(block, hidden, attended, inner)
 
     def _last_block(
-        self, hidden: Tensor, delta: Tensor | None, plan: PrefillPlan, cache: KVCache, rows: Tensor
+        self, hidden: Tensor, delta: Tensor | None, plan: PackedChunks, cache: KVCache, rows: Tensor
     ) -> Tensor:
         """Write all keys and values of the last block, but go on with `rows` alone: their final hidden states."""
         block, pages, qkv_dim = self._blocks[-1], cache.layer(len(self._blocks) - 1), self._config.qkv_dim
@@ -93,7 +95,7 @@ class FusedPrefill:
         return self._kernels.scaled_linear(rows, scale, matrix.weight, matrix.scale, matrix.bias, self._dtype)
 
     def _turned(
-        self, block: FusedBlock, qkv: Tensor, plan: PrefillPlan, pages: LayerPages
+        self, block: FusedBlock, qkv: Tensor, plan: PackedChunks, pages: LayerPages
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value, of which the latter two are in the cache too."""
         factors = (None, None) if block.tau is None else block.tau(qkv, plan.positions)
@@ -110,7 +112,7 @@ class FusedPrefill:
             *factors,
         )
 
-    def _attended(self, query: Tensor, key: Tensor, value: Tensor, plan: PrefillPlan, pages: LayerPages) -> Tensor:
+    def _attended(self, query: Tensor, key: Tensor, value: Tensor, plan: PackedChunks, pages: LayerPages) -> Tensor:
         attended = self._kernels.prefill_attention(
             query,
             key,
@@ -147,10 +149,10 @@ def _part(matrix: Matrix, part: slice) -> Matrix:
     )
 
 
-def _single_rows(plan: PrefillPlan, rows: Tensor) -> PrefillPlan:
+def _single_rows(plan: PackedChunks, rows: Tensor) -> PackedChunks:
     """Each of `rows`, which end their chunks, as a chunk of its own: all before it is in the pages."""
     chunks = torch.searchsorted(plan.query_starts[1:], rows.to(torch.int32), right=True)
-    return PrefillPlan(
+    return PackedChunks(
         positions=plan.positions[rows],
         slots=plan.slots[rows],
         page_table=plan.page_table[chunks],

@@ -54,28 +54,24 @@ class Moondream(nn.Module):
 
     def embed(self, tokens: Sequence[Token]) -> Tensor:
         """Tokens → embeddings [tokens, dim]; one that carries a value is embedded by that value."""
-        kinds = [len(token.value) for token in tokens]
+        counts = [len(token.value) for token in tokens]
         device = self.device
-        return self.embed_drawn(
+        return self.embed_sampled(
             to_device([token.id for token in tokens], torch.int64, device),
-            to_device(kinds, torch.int64, device),
+            to_device(counts, torch.int64, device),
             to_device([(*token.value, 0.0, 0.0)[:2] for token in tokens], torch.float32, device),
-            with_coordinates=1 in kinds,
-            with_sizes=2 in kinds,
+            value_kinds=sum(1 << (count - 1) for count in set(counts) - {0}),
         )
 
-    def embed_drawn(
-        self, ids: Tensor, kinds: Tensor, values: Tensor, *, with_coordinates: bool, with_sizes: bool
-    ) -> Tensor:
-        """Embeddings [B, dim] of tokens that stand on the device: ids and kinds int64 [B], values float32 [B, 2].
+    def embed_sampled(self, ids: Tensor, num_values: Tensor, values: Tensor, value_kinds: int) -> Tensor:
+        """Embeddings [B, dim] of tokens on the device: ids and num_values int64 [B], values float32 [B, 2].
 
-        A token's kind is the number of its values. Without `with_coordinates` or `with_sizes` none of that kind
-        may be there.
+        Tokens with n values are only looked for where bit n - 1 of `value_kinds` is set.
         """
         embeddings = self.text.wte[ids]
-        if with_coordinates:
+        if value_kinds & 1:
             found = self.region.encode_coordinates(values[:, 0])
-            embeddings = torch.where((kinds == 1)[:, None], found, embeddings)
-        if with_sizes:
-            embeddings = torch.where((kinds == 2)[:, None], self.region.encode_sizes(values), embeddings)
+            embeddings = torch.where((num_values == 1)[:, None], found, embeddings)
+        if value_kinds & 2:
+            embeddings = torch.where((num_values == 2)[:, None], self.region.encode_sizes(values), embeddings)
         return embeddings

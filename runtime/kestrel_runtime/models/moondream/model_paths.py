@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kestrel_runtime.api.errors import CheckpointError
-from kestrel_runtime.execution.execution_config import FastPaths
 from kestrel_runtime.models.moondream.calibrated_vision import CalibratedVision
 from kestrel_runtime.models.moondream.calibration import calibration_crops
+from kestrel_runtime.models.moondream.execution_config import FastPaths
 from kestrel_runtime.models.moondream.fused_vision import FusedVision
 from kestrel_runtime.models.moondream.model import Moondream
 from kestrel_runtime.models.moondream.text_path import FusedText, PlainText, TextPath
@@ -27,6 +27,9 @@ class ModelPaths:
 
     text: TextPath
     vision: VisionModel | FusedVision
+    captures_prefill: bool
+    """Whether CUDA graphs can capture prefill steps."""
+    captures_encode: bool
 
     @classmethod
     def of(
@@ -41,6 +44,8 @@ class ModelPaths:
         return cls(
             _text(model, paths, max_batch_size, frees_originals=frees_originals),
             _vision(model, paths, frees_originals=frees_originals),
+            captures_prefill=paths.text != "plain",
+            captures_encode=paths.vision != "plain",
         )
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kestrel_ops import Kernels
 from kestrel_runtime.execution.kv_cache import KVCache
-from kestrel_runtime.execution.step_inputs import PrefillPlan
+from kestrel_runtime.execution.step_inputs import PackedChunks
 from kestrel_runtime.models.moondream.fused_decode import FusedDecoder
 from kestrel_runtime.models.moondream.fused_prefill import FusedPrefill
 from kestrel_runtime.models.moondream.fused_weights import fused_blocks, prompt_blocks
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 class TextPath(Protocol):
     """What the runner asks of the decoder. Hidden states are the last block's, before the final LayerNorm."""
 
-    def prefill(self, embeddings: Tensor, plan: PrefillPlan, rows: Tensor, cache: KVCache) -> Tensor:
+    def prefill(self, embeddings: Tensor, plan: PackedChunks, rows: Tensor, cache: KVCache) -> Tensor:
         """Packed tokens [T, dim] → hidden states of `rows` [n] int64: [n, dim]."""
         ...
 
@@ -36,7 +36,7 @@ class PlainText:
     def __init__(self, text: TextModel) -> None:
         self._text = text
 
-    def prefill(self, embeddings: Tensor, plan: PrefillPlan, rows: Tensor, cache: KVCache) -> Tensor:
+    def prefill(self, embeddings: Tensor, plan: PackedChunks, rows: Tensor, cache: KVCache) -> Tensor:
         return self._text(embeddings, plan.positions, cache.prefill(plan))[rows]
 
     def decode(self, embeddings: Tensor, positions: Tensor, page_table: Tensor, cache: KVCache) -> Tensor:
@@ -70,7 +70,7 @@ class FusedText:
         self._decoder = FusedDecoder(text, blocks, kernels)
         self._workspace = self._decoder.workspace(max_batch_size)
 
-    def prefill(self, embeddings: Tensor, plan: PrefillPlan, rows: Tensor, cache: KVCache) -> Tensor:
+    def prefill(self, embeddings: Tensor, plan: PackedChunks, rows: Tensor, cache: KVCache) -> Tensor:
         return self._prefill.forward(embeddings, plan, cache, rows)
 
     def decode(self, embeddings: Tensor, positions: Tensor, page_table: Tensor, cache: KVCache) -> Tensor:

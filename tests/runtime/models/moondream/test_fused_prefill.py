@@ -3,9 +3,9 @@ from typing import Literal
 import pytest
 import torch
 
+from bench.harness.packed_chunks import packed_chunks
 from kestrel_ops import Kernels
 from kestrel_runtime.execution.kv_cache import KVCache
-from kestrel_runtime.execution.step_inputs import PrefillPlan
 from kestrel_runtime.models.moondream.fused_prefill import FusedPrefill
 from kestrel_runtime.models.moondream.fused_weights import fused_blocks
 from kestrel_runtime.scheduling.batch import Chunk
@@ -56,7 +56,7 @@ class Prompts:
     def run(self, *ranges, last=None):
         """Prefill the given (row, start, end); with `last`, ask for the last rows of those of the chunks."""
         chunks = [Chunk(self.sequences[row], start, end) for row, start, end in ranges]
-        plan = PrefillPlan.of(chunks, self.cache.page_size, CPU)
+        plan = packed_chunks(chunks, self.cache.page_size, CPU)
         embeddings = torch.cat([self.embeddings[row][start:end] for row, start, end in ranges])
         rows = None if last is None else (plan.query_starts[1:].long() - 1)[torch.tensor(last, dtype=torch.int64)]
         return self.fused.forward(embeddings, plan, self.cache, rows)

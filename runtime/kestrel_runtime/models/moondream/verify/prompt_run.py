@@ -17,13 +17,13 @@ from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.requests import Request
 from kestrel_runtime.engine.offending_requests import Culprits
 from kestrel_runtime.engine.preprocessing import Preprocessor
-from kestrel_runtime.execution.execution_config import FastPaths
 from kestrel_runtime.execution.kv_cache import KVCache
-from kestrel_runtime.execution.step_runner import ModelRunner
 from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.loading.loaded_model import LoadedModel
+from kestrel_runtime.models.moondream.execution_config import FastPaths
 from kestrel_runtime.models.moondream.memory_needs import new_cache
 from kestrel_runtime.models.moondream.model_paths import ModelPaths
+from kestrel_runtime.models.moondream.runner import new_step_runner
 from kestrel_runtime.models.moondream.tiling import MoondreamTiling
 from kestrel_runtime.scheduling.batch import Batch, Chunk, EncodeItem
 from kestrel_runtime.scheduling.limits import StepBounds
@@ -64,7 +64,7 @@ class PromptRun:
         paths = FastPaths.of(config, loaded.model.device.type, loaded.model)
         self._model_paths = ModelPaths.of(loaded.model, paths, max_batch_size=1)
         bounds = StepBounds(max_batch_size=1, max_prefill_tokens=text.max_context, max_crops=1)
-        self._runner = ModelRunner(loaded.model, self.cache, paths, bounds, self._model_paths)
+        self._runner = new_step_runner(loaded.model, self.cache, paths, bounds, self._model_paths)
         tiling = MoondreamTiling(loaded.model.config.vision)
         self._preprocessor = Preprocessor(
             loaded.model.config,

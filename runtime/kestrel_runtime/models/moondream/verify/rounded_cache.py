@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kestrel_ops import write_kv
 from kestrel_runtime.execution.kv_cache import DecodeAttention, KVCache, PrefillAttention
-from kestrel_runtime.execution.step_inputs import PrefillPlan
+from kestrel_runtime.execution.step_inputs import PackedChunks
 from kestrel_runtime.models.moondream.config import TextConfig
 
 
@@ -40,7 +40,7 @@ class RoundedCache(KVCache):
             rounded_to_grid(value / values, self._rounded_to) * values,
         )
 
-    def prefill(self, plan: PrefillPlan) -> PrefillAttention:
+    def prefill(self, plan: PackedChunks) -> PrefillAttention:
         """As the base class says; what is kept is rounded."""
         return _RoundedPrefill(self, plan)
 
@@ -50,7 +50,7 @@ class RoundedCache(KVCache):
 
 
 class _RoundedPrefill(PrefillAttention):
-    def __init__(self, cache: RoundedCache, plan: PrefillPlan) -> None:
+    def __init__(self, cache: RoundedCache, plan: PackedChunks) -> None:
         super().__init__(cache, plan)
         self._rounded_cache = cache
         self._slots = plan.slots

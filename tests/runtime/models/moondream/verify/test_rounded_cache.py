@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kestrel_runtime.execution.kv_cache import KVCache
-from kestrel_runtime.execution.step_inputs import PrefillPlan
+from kestrel_runtime.execution.step_inputs import PackedChunks
 from kestrel_runtime.models.moondream.verify.rounded_cache import RoundedCache, rounded_to_grid
 from kestrel_runtime.models.moondream.verify.tolerances import rounding_deviation
 from tests.runtime.models.moondream.tiny import tiny_config
@@ -33,7 +33,7 @@ def rows(count, seed, num_heads=HEADS):
 def prefilled(cache, key, value):
     """What a prompt of these keys and values attends to, as its only chunk."""
     count = len(key)
-    plan = PrefillPlan(
+    plan = PackedChunks(
         positions=torch.arange(count),
         slots=torch.arange(count),
         page_table=torch.arange(8, dtype=torch.int32)[None],

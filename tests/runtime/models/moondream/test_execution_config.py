@@ -5,7 +5,7 @@ import pytest
 
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.errors import CheckpointError
-from kestrel_runtime.execution.execution_config import FastPaths
+from kestrel_runtime.models.moondream.execution_config import FastPaths
 from kestrel_runtime.models.moondream.model_paths import ModelPaths
 from tests.runtime.models.moondream.tiny import random_model, tiny_config
 

@@ -1,10 +1,12 @@
 import pytest
 import torch
 
-from kestrel_runtime.execution.request_state import Slots
-from kestrel_runtime.execution.sampling import DrawNeeds, Sampler
-from kestrel_runtime.execution.token_rules import RuleTable
+from kestrel_ops.reference.philox_uniform import philox_uniform
+from kestrel_runtime.execution.request_state import RequestState
+from kestrel_runtime.execution.sampling import SampleNeeds
+from kestrel_runtime.execution.token_rules import TokenRules
 from kestrel_runtime.interfaces.tokens import Token, TokenRule
+from kestrel_runtime.models.moondream.sampling import MoondreamSampler, value_kinds
 from tests.runtime.models.moondream.tiny import random_model, tiny_config
 from tests.runtime.sequences import RuleParser, new_sequence
 
@@ -25,15 +27,33 @@ def draw(hidden, *sequences):
     return draw_from(MODEL, hidden, list(sequences))
 
 
-def draw_from(model, hidden, sequences):
-    rules = RuleTable(model.config.text.vocab_size, COORDINATE, SIZE, hidden.device)
-    slots = Slots(len(sequences), 1, rules, hidden.device)
+def opened(model, sequences):
+    """Request state with a row for each sequence."""
+    config, device = model.config, torch.device("cpu")
+    state = RequestState(
+        TokenRules(config.text.vocab_size, device),
+        device,
+        lambda grammar: value_kinds(grammar, config.tokenizer),
+        num_rows=len(sequences),
+        max_pages=1,
+        values_per_token=2,
+    )
     for sequence in sequences:
-        slots.open(sequence)
-    sampler, rows = Sampler(model, rules, slots), torch.tensor(slots.of(sequences))
-    settings = torch.from_numpy(sampler.settings(sequences))
-    drawn = sampler.draw(hidden, rows, settings, sampler.needs(sequences))
-    return [Token(int(id), tuple(values[: int(kind)])) for id, kind, *values in drawn.tolist()]
+        sequence.pages = [0]
+    state.open(sequences)
+    return state
+
+
+def needs_of(state, sequences):
+    return SampleNeeds(any(item.temperature > 0 for item in sequences), state.value_kinds(sequences))
+
+
+def draw_from(model, hidden, sequences):
+    state = opened(model, sequences)
+    sampler = MoondreamSampler(model, state, philox_uniform)
+    rows = torch.tensor([state.row(sequence) for sequence in sequences])
+    sampled = sampler.sample(hidden, rows, needs_of(state, sequences))
+    return [Token(int(id), tuple(values[: int(count)])) for id, count, *values in sampled.tolist()]
 
 
 def best(logits):
@@ -158,18 +178,17 @@ def test_what_a_sequence_draws_does_not_depend_on_its_company():
     assert run(0) == run(3) == run(5)
 
 
-def test_a_row_spends_the_same_randomness_whatever_it_draws():
-    def state_after(rule, temperature):
-        sequence = new_sequence(rule=rule, temperature=temperature, seed=5)
-        draw(hidden_states(1), sequence)
-        return sequence.random.getstate()
+def test_a_seed_draws_anew_with_every_token():
+    hidden = hidden_states(1)
 
-    spent = {
-        state_after(rule, temperature)
-        for rule in (FREE, TokenRule((COORDINATE,), (), True), TokenRule((SIZE,), (), True))
-        for temperature in (0.5, 1.0)
-    }
-    assert len(spent) == 1
+    def at(num_generated):
+        sequence = new_sequence(temperature=50.0, seed=3)
+        sequence.tokens += [Token(1)] * num_generated
+        return draw(hidden, sequence)[0].id
+
+    drawn = [at(count) for count in range(20)]
+    assert len(set(drawn)) > 10
+    assert drawn == [at(count) for count in range(20)]
 
 
 def test_whether_an_object_comes_does_not_tell_where_it_is():
@@ -198,17 +217,26 @@ def test_width_and_height_are_drawn_apart():
 @pytest.mark.parametrize(
     ("rule", "temperature", "needs"),
     [
-        (FREE, 0.0, DrawNeeds(False, False, False)),
-        (FREE, 0.5, DrawNeeds(False, False, True)),
-        (X_OR_END, 0.0, DrawNeeds(True, False, False)),
-        (TokenRule(suppressed=(SIZE,), is_spatial=True), 0.0, DrawNeeds(True, False, False)),
-        (TokenRule((SIZE,), (), True), 0.0, DrawNeeds(False, True, False)),
+        (FREE, 0.0, SampleNeeds(False, 0)),
+        (FREE, 0.5, SampleNeeds(True, 0)),
+        (X_OR_END, 0.0, SampleNeeds(False, 1)),
+        (TokenRule(suppressed=(SIZE,), is_spatial=True), 0.0, SampleNeeds(False, 1)),
+        (TokenRule((SIZE,), (), True), 0.0, SampleNeeds(False, 2)),
     ],
 )
-def test_a_draw_computes_what_its_rules_leave_possible(rule, temperature, needs):
+def test_a_batch_computes_what_its_rules_leave_possible(rule, temperature, needs):
     sequences = [new_sequence(rule=rule, temperature=temperature), new_sequence()]
-    rules = RuleTable(MODEL.config.text.vocab_size, COORDINATE, SIZE, torch.device("cpu"))
-    slots = Slots(2, 1, rules, torch.device("cpu"))
-    for item in sequences:
-        slots.open(item)
-    assert Sampler(MODEL, rules, slots).needs(sequences) == needs
+    assert needs_of(opened(MODEL, sequences), sequences) == needs
+
+
+def test_what_is_sampled_is_fed_in_next():
+    sequence = new_sequence(rule=TokenRule((SIZE,), (), True))
+    state = opened(MODEL, [sequence])
+    rows = torch.tensor([state.row(sequence)])
+    sampled = MoondreamSampler(MODEL, state, philox_uniform).sample(
+        hidden_states(1), rows, needs_of(state, [sequence])
+    )
+    found = state.read(rows)
+    assert [found.token_ids.item(), found.num_values.item()] == sampled[0, :2].tolist() == [SIZE, 2]
+    assert torch.equal(state.values(rows), sampled[:, 2:])
+    assert found.num_sampled.item() == 1

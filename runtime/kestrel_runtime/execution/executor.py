@@ -1,0 +1,90 @@
+"""What a model family provides to run steps, and what the engine lends it for that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from kestrel_runtime.execution.captured_graphs import GraphBudget
+from kestrel_runtime.execution.embedding_slab import EmbeddingSlab
+from kestrel_runtime.execution.graph_capture import Recorder
+from kestrel_runtime.execution.kv_cache import KVCache
+from kestrel_runtime.execution.request_state import RequestState
+from kestrel_runtime.execution.step_inputs import DecodeInputs, InputBuffers, PrefillInputs
+from kestrel_runtime.scheduling.batch import EncodeItem
+from kestrel_runtime.scheduling.limits import StepBounds
+from kestrel_runtime.scheduling.sequence import Sequence as ScheduledSequence
+
+
+class EncodeWork(NamedTuple):
+    """Tiles of a sequence's image that a step encodes, and the slab's entry for the image."""
+
+    item: EncodeItem
+    entry: int
+
+
+@dataclass(frozen=True, slots=True)
+class GraphCapture:
+    """What captures need: a recorder for each of the two streams, and the memory that all graphs share."""
+
+    prefill: Recorder
+    decode: Recorder
+    budget: GraphBudget
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """What steps read and write on the device. It stays where it is as long as the executor lives."""
+
+    cache: KVCache
+    state: RequestState
+    slab: EmbeddingSlab
+    inputs: InputBuffers
+    bounds: StepBounds
+    graphs: GraphCapture | None
+    """None where steps run without captured graphs."""
+
+
+class Executor(Protocol):
+    """Runs the steps of one model. Engine thread only, in the CUDA stream that the step runner has entered.
+
+    Enqueues and never waits for the device.
+    """
+
+    def encode(self, works: Sequence[EncodeWork]) -> None:
+        """Encode tiles of images; an image whose last tile is among them is complete in its entry."""
+        ...
+
+    def prefill(self, inputs: PrefillInputs) -> Tensor:
+        """Embed the packed tokens, fill the cache and sample.
+
+        Returns float32 [N, 2 + V]: id, number of values, values. Valid until the next prefill.
+        """
+        ...
+
+    def prefill_hidden(self, inputs: PrefillInputs) -> Tensor:
+        """Embed the packed tokens and fill the cache: hidden states [N, dim] before the final normalisation."""
+        ...
+
+    def decode(self, inputs: DecodeInputs) -> Tensor:
+        """Feed each row's last token and sample the next: float32 [B, 2 + V]. Valid until the next decode step."""
+        ...
+
+    def release(self, sequence: ScheduledSequence) -> None:
+        """Forget what is kept of a sequence's image before it is complete."""
+        ...
+
+    def forget_images(self) -> None:
+        """The same for all sequences."""
+        ...
+
+    def capture(self) -> None:
+        """Capture the graphs that usual traffic needs. For the start alone: it waits for the device."""
+        ...
+
+    def reset(self) -> None:
+        """Drop all graphs: what they read and write is about to be allocated anew."""
+        ...

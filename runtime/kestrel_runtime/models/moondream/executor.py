@@ -1,0 +1,226 @@
+"""Runs the steps of a Moondream: tiles to embeddings, packed prompts and decode steps to sampled tokens.
+
+Takes the plain or the fused paths that `ModelPaths` holds, and captured graphs where there are any.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kestrel_ops import Kernels
+from kestrel_runtime.api.config import MIB
+from kestrel_runtime.execution.buckets import DecodeSize, PrefillSize, batch_sizes
+from kestrel_runtime.execution.captured_graphs import CapturedGraphs, Works
+from kestrel_runtime.execution.executor import DeviceMemory, EncodeWork
+from kestrel_runtime.execution.sampling import SampleNeeds
+from kestrel_runtime.execution.step_inputs import (
+    DecodeInputs,
+    PackedChunks,
+    PrefillInputs,
+    fill_blank_decode,
+    fill_blank_prefill,
+)
+from kestrel_runtime.imaging.tile_source import TileSource
+from kestrel_runtime.imaging.tiles import DecodedImage, Tiles
+from kestrel_runtime.models.moondream.model import Moondream
+from kestrel_runtime.models.moondream.model_paths import ModelPaths
+from kestrel_runtime.models.moondream.sampling import COORDINATES_BIT, SIZES_BIT, MoondreamSampler
+from kestrel_runtime.models.moondream.tiling import MoondreamTiling, Tiler
+from kestrel_runtime.models.moondream.vision_graphs import EncodeGraphs
+from kestrel_runtime.scheduling import sequence as scheduling
+from kestrel_runtime.scheduling.batch import EncodeItem
+
+_TEXT_NEEDS = (SampleNeeds(True, 0), SampleNeeds(False, 0))
+_SPATIAL_NEEDS = tuple(  # points, or points and boxes, in the batch
+    SampleNeeds(is_random, kinds)
+    for kinds in (COORDINATES_BIT, COORDINATES_BIT | SIZES_BIT)
+    for is_random in (True, False)
+)
+_MAX_START_S = 20.0
+"""For captures before the port opens. What is left then is captured when it has come twice."""
+
+_log = logging.getLogger(__name__)
+
+
+class MoondreamExecutor:
+    """The family's `Executor`."""
+
+    def __init__(self, model: Moondream, paths: ModelPaths, kernels: Kernels, memory: DeviceMemory) -> None:
+        self._model = model
+        self._paths = paths
+        self._memory = memory
+        self._sampler = MoondreamSampler(model, memory.state, kernels.philox_uniform)
+        tiler = Tiler(MoondreamTiling(model.config.vision), model.device, kernels.resample)
+        self._tiles = TileSource(tiler.make_tiles, tiler.upload)
+        self._features: dict[int, list[Tensor]] = {}  # of tiles encoded so far, by sequence id
+        self._encode_tiles: Callable[[Tensor], Tensor] = paths.vision.encode
+        self._encode_graphs: EncodeGraphs | None = None
+        self._prefill_graphs: CapturedGraphs | None = None
+        self._decode_graphs: CapturedGraphs | None = None
+        if memory.graphs is not None:
+            recorders, budget = memory.graphs, memory.graphs.budget
+            self._decode_graphs = CapturedGraphs("decode steps", recorders.decode, budget)
+            if paths.captures_prefill:
+                self._prefill_graphs = CapturedGraphs("prefill steps", recorders.prefill, budget)
+            if paths.captures_encode:
+                vision = model.config.vision
+                self._encode_tiles = self._encode_graphs = EncodeGraphs(
+                    paths.vision.encode,
+                    (vision.crop_size, vision.crop_size, vision.in_channels),
+                    model.device,
+                    recorders.prefill,
+                    budget,
+                    max_crops=memory.bounds.max_crops,
+                    max_crops_of_image=1 + vision.max_crops,
+                )
+
+    def encode(self, works: Sequence[EncodeWork]) -> None:
+        """Encode tiles; an image that is complete with them is projected into its entry."""
+        pixels = [
+            self._tiles.take(item.sequence.id, _image_of(item), item.first_tile, item.end_tile) for item, _ in works
+        ]
+        features = self._encode_tiles(torch.cat(pixels)).split([len(part) for part in pixels])
+        complete: list[tuple[int, Tensor, tuple[int, int]]] = []
+        for (item, entry), encoded in zip(works, features, strict=True):
+            known = self._features.setdefault(item.sequence.id, [])
+            known.append(encoded)
+            image = _image_of(item)
+            if item.end_tile == image.num_tiles:
+                complete.append((entry, torch.cat(known), (image.rows, image.columns)))
+                del self._features[item.sequence.id]
+        if complete:
+            entries, images, tilings = zip(*complete, strict=True)
+            projected = self._paths.vision.project_all(images, tilings)
+            for entry, embeddings in zip(entries, projected, strict=True):
+                self._memory.slab.embeddings[entry] = embeddings
+
+    def prefill(self, inputs: PrefillInputs) -> Tensor:
+        """Float32 [N, 4]: id, number of values and the values of what is sampled."""
+        if not inputs.size.num_samples:
+            return self.prefill_hidden(inputs).new_empty(0, 2, dtype=torch.float32)
+        work = partial(self._prefill, inputs)
+        if self._prefill_graphs is None:
+            return work()
+        return self._prefill_graphs.run((inputs.size, inputs.needs), work)
+
+    def prefill_hidden(self, inputs: PrefillInputs) -> Tensor:
+        """[N, dim], before the final LayerNorm."""
+        fields, state = inputs.device, self._memory.state
+        embeddings = self._model.embed_sampled(
+            fields.token_ids, fields.num_values, fields.token_values, inputs.needs.value_kinds
+        )
+        images = self._memory.slab.rows[fields.embedding_rows.clamp(min=0)]
+        embeddings = torch.where((fields.embedding_rows >= 0)[:, None], images, embeddings)
+        chunks = PackedChunks.of(inputs, state)
+        return self._paths.text.prefill(embeddings, chunks, fields.sample_tokens, self._memory.cache)
+
+    def decode(self, inputs: DecodeInputs) -> Tensor:
+        """Float32 [B, 4]: id, number of values and the values of what is sampled."""
+        work = partial(self._decode, inputs)
+        if self._decode_graphs is None:
+            return work()
+        return self._decode_graphs.run((inputs.size, inputs.needs), work)
+
+    def release(self, sequence: scheduling.Sequence) -> None:
+        """Forget tiles and features of an image that is not complete."""
+        self._features.pop(sequence.id, None)
+        self._tiles.release(sequence.id)
+
+    def forget_images(self) -> None:
+        """The same for all sequences."""
+        self._features.clear()
+        self._tiles.clear()
+
+    def capture(self) -> None:
+        """Capture what usual traffic needs; the rest is captured when it comes again."""
+        graphs = self._memory.graphs
+        assert graphs is not None, "captured where steps run by graphs"
+        started = time.monotonic()
+        until = started + _MAX_START_S
+        num_left = sum(captured.capture_all(works, until=until) for captured, works in self._usual_graphs())
+        graphs.prefill.release_rehearsal_memory()
+        _log.info(
+            "captured %d CUDA graphs, %.0f MiB, in %.1f s; %d are left for when they are needed",
+            graphs.budget.num_graphs,
+            graphs.budget.num_bytes / MIB,
+            time.monotonic() - started,
+            num_left,
+        )
+
+    def reset(self) -> None:
+        """Drop all graphs."""
+        for graphs in (
+            self._prefill_graphs,
+            self._decode_graphs,
+            self._encode_graphs and self._encode_graphs.captured,
+        ):
+            if graphs is not None:
+                graphs.clear()
+
+    def _prefill(self, inputs: PrefillInputs) -> Tensor:
+        return self._sampler.sample(self.prefill_hidden(inputs), inputs.device.sample_rows, inputs.needs)
+
+    def _decode(self, inputs: DecodeInputs) -> Tensor:
+        rows, positions, new_pages = inputs.device
+        state, cache = self._memory.state, self._memory.cache
+        state.add_pages(rows, positions, new_pages, cache.page_size)
+        last = state.read(rows)
+        embeddings = self._model.embed_sampled(
+            last.token_ids, last.num_values, state.values(rows), inputs.needs.value_kinds
+        )
+        page_table = state.page_table[rows, : inputs.size.max_pages]
+        hidden = self._paths.text.decode(embeddings, positions, page_table, cache)
+        return self._sampler.sample(hidden, rows, inputs.needs)
+
+    def _usual_graphs(self) -> Iterator[tuple[CapturedGraphs, Works]]:
+        """The graphs of each kind and their usual works; first what most requests need, should time run out."""
+        if self._decode_graphs is not None:
+            yield self._decode_graphs, self._usual_decodes(_TEXT_NEEDS)
+        if self._encode_graphs is not None:
+            yield self._encode_graphs.captured, self._encode_graphs.usual()
+        if self._prefill_graphs is not None:
+            yield self._prefill_graphs, self._usual_prefills(_TEXT_NEEDS)
+        if self._decode_graphs is not None:
+            yield self._decode_graphs, self._usual_decodes(_SPATIAL_NEEDS)
+        if self._prefill_graphs is not None:
+            yield self._prefill_graphs, self._usual_prefills(_SPATIAL_NEEDS)
+
+    def _usual_decodes(self, kinds: Sequence[SampleNeeds]) -> Works:
+        memory = self._memory
+        for num_rows in reversed(batch_sizes(memory.bounds.max_batch_size)):
+            size = DecodeSize(num_rows, memory.state.max_pages)
+            fields = memory.inputs.decode(
+                size, partial(fill_blank_decode, padding_row=memory.state.padding_row), in_place=True
+            )
+            for needs in kinds:
+                yield (size, needs), partial(self._decode, DecodeInputs(fields, size, needs, num_rows))
+
+    def _usual_prefills(self, kinds: Sequence[SampleNeeds]) -> Works:
+        memory, text = self._memory, self._model.config.text
+        sizes = PrefillSize.usual(
+            text.prefix_attn,
+            memory.state.max_pages,
+            max_tokens=memory.bounds.max_prefill_tokens,
+            max_chunks=memory.bounds.max_batch_size,
+            max_context=text.max_context,
+        )
+        for size in sizes:
+            fields = memory.inputs.prefill(
+                size,
+                partial(fill_blank_prefill, size=size, padding_row=memory.state.padding_row),
+                in_place=True,
+            )
+            for needs in kinds:
+                yield (size, needs), partial(self._prefill, PrefillInputs(fields, size, needs, size.num_samples))
+
+
+def _image_of(item: EncodeItem) -> Tiles | DecodedImage:
+    image = item.sequence.crops
+    assert isinstance(image, (Tiles, DecodedImage)), "only sequences with an image have tiles to encode"
+    return image

@@ -1,0 +1,70 @@
+"""Samples the tokens of a Moondream: ids by the language head, values of places and sizes by the region heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kestrel_runtime.execution.request_state import RequestState
+from kestrel_runtime.execution.sampling import SampleNeeds, TokenSampler
+from kestrel_runtime.interfaces.token_grammar import Grammar
+from kestrel_runtime.models.moondream.config import TokenizerConfig
+from kestrel_runtime.models.moondream.model import Moondream
+
+VALUES_PER_TOKEN = 2
+"""A coordinate has one value, a size has width and height."""
+COORDINATE, SIZE = 1, 2
+"""Tokens with values, by how many they have."""
+COORDINATES_BIT, SIZES_BIT = 1 << (COORDINATE - 1), 1 << (SIZE - 1)
+
+
+def value_kinds(grammar: Grammar, ids: TokenizerConfig) -> int:
+    """Which tokens with values may be sampled under a grammar, as `SampleNeeds` has them."""
+    kinds = 0
+    for bit, token_id in ((COORDINATES_BIT, ids.coord_id), (SIZES_BIT, ids.size_id)):
+        if any(rule.is_spatial and rule.lets_pass(token_id) for rule in grammar.rules):
+            kinds |= bit
+    return kinds
+
+
+class MoondreamSampler:
+    """Samples the next token of each row and writes it to the request state."""
+
+    def __init__(self, model: Moondream, state: RequestState, uniform: Callable[[Tensor, Tensor], Tensor]) -> None:
+        """`uniform` is the operation `philox_uniform`."""
+        self._text = model.text
+        self._region = model.region
+        self._ids = model.config.tokenizer
+        self._state = state
+        self._uniform = uniform
+
+    def sample(self, hidden: Tensor, rows: Tensor, needs: SampleNeeds) -> Tensor:
+        """Sample a token for each row and write it there.
+
+        hidden: [B, dim] after each row's last token, before the final LayerNorm; rows: [B] int64. Returns float32
+        [B, 4]: id, number of values and the values.
+        """
+        sampler = TokenSampler(self._state, rows, needs, self._uniform)
+        hidden = hidden.to(self._text.wte.dtype)
+        ids = sampler.ids(self._text.logits(hidden).float())
+        num_values = torch.zeros_like(ids)
+        values = torch.zeros(len(ids), VALUES_PER_TOKEN, device=hidden.device)
+        is_spatial = self._state.rules.is_spatial[sampler.row_state.rules]
+        if needs.value_kinds & COORDINATES_BIT:
+            logits = self._region.coordinate_logits(hidden).float()
+            found = self._region.coordinates(sampler.pick(logits, 1), logits.shape[-1])
+            is_coordinate = is_spatial & (ids == self._ids.coord_id)
+            num_values = torch.where(is_coordinate, COORDINATE, num_values)
+            values[:, 0] = torch.where(is_coordinate, found, values[:, 0])
+        if needs.value_kinds & SIZES_BIT:
+            logits = self._region.size_logits(hidden).float()
+            bins = [sampler.pick(logits[:, axis], 1 + axis) for axis in range(2)]
+            found = self._region.sizes(torch.stack(bins, dim=1), logits.shape[-1])
+            is_size = is_spatial & (ids == self._ids.size_id)
+            num_values = torch.where(is_size, SIZE, num_values)
+            values = torch.where(is_size[:, None], found, values)
+        self._state.advance(rows, ids, num_values, values)
+        # Ids lie far below 2^24, up to where float32 holds every whole number.
+        return torch.cat((torch.stack((ids, num_values), dim=1).float(), values), dim=1)

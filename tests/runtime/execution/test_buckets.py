@@ -1,0 +1,63 @@
+import pytest
+
+from kestrel_runtime.execution.buckets import PrefillSize, batch_sizes, largest_prefill
+
+PAGES = 46
+
+
+def usual(positions_per_image=730, *, max_tokens=8192, max_chunks=64, max_context=2048):
+    return PrefillSize.usual(
+        positions_per_image, PAGES, max_tokens=max_tokens, max_chunks=max_chunks, max_context=max_context
+    )
+
+
+@pytest.mark.parametrize("most", [1, 5, 16, 64, 100])
+def test_every_batch_has_a_size_little_above_it(most):
+    sizes = batch_sizes(most)
+    assert sizes[-1] == most
+    assert sizes == sorted(set(sizes))
+    for batch in range(1, most + 1):
+        above = next(size for size in sizes if size >= batch)
+        assert above <= max(2 * batch - 1, 8)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "size"),
+    [
+        ((20,), (64, 1, 64, 1)),
+        ((64,), (64, 1, 64, 1)),
+        ((65,), (128, 1, 128, 1)),
+        ((100, 20), (128, 2, 128, 2)),
+        ((30, 20, 17), (128, 4, 64, 4)),
+    ],
+)
+def test_sizes_are_rounded_up_to_few(lengths, size):
+    assert PrefillSize.bucket(sum(lengths), len(lengths), max(lengths), PAGES) == (*size, PAGES)
+
+
+def test_usual_are_prompts_of_moderate_length_and_several_questions_about_images():
+    sizes = usual()
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(sizes) < 50
+    assert {PrefillSize(tokens, 1, tokens, 1, PAGES) for tokens in range(64, 1025, 64)} <= set(sizes)
+    for count in range(2, 11):
+        for text in (8, 16, 24):
+            assert PrefillSize.bucket(count * (730 + text), count, 730 + text, PAGES) in sizes
+    assert all(size.num_tokens <= 8192 and size.num_chunks <= 64 for size in sizes)
+    assert all(size.num_tokens <= size.num_chunks * size.max_chunk for size in sizes)
+
+
+def test_a_context_shorter_than_a_usual_size_leaves_that_size_out():
+    sizes = {size[:3] for size in usual(17, max_tokens=128, max_chunks=3, max_context=100)}
+    assert (64, 1, 64) in sizes
+    assert (128, 1, 128) not in sizes
+    assert (128, 2, 64) in sizes  # of two prompts, each within the context
+
+
+def test_the_largest_size_holds_every_usual_one():
+    largest = largest_prefill(8100, 60, PAGES)
+    assert all(
+        own <= most
+        for size in usual(max_tokens=8100, max_chunks=60)
+        for own, most in zip(size, largest, strict=True)
+    )
