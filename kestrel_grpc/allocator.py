@@ -1,9 +1,9 @@
-"""How Python and the C library keep memory that is free. Knows nothing of what is in it.
+"""Settings of the memory allocators of Python and the C library. Knows nothing of what the memory holds.
 
-By default glibc learns from each large block that is freed to take the next one from its heaps, up to 32 MiB.
-Images and activations of all sizes then leave holes there, and a server under mixed load grows by what nobody uses.
-Python looks for old objects that hold only each other when there are a quarter more than the last time: beside all
-that a model's libraries have, that takes long, and each request may have left an image.
+After each large block that is freed, glibc by default takes the next block of that size from its heaps, up to
+32 MiB. Images and activations of all sizes fragment these heaps, and a server under mixed load grows by unused
+memory. Python's garbage collector examines old objects when their number has grown by a quarter: with the many
+objects of a model's libraries that is rare, and until then each request may keep an image in memory.
 """
 
 from __future__ import annotations
@@ -15,19 +15,18 @@ import platform
 from collections.abc import Mapping
 
 MAPPED_FROM_BYTES = 2 * 2**20
-"""Blocks from this size on go back to the system at once; a smaller limit would have steps wait for fresh pages."""
+"""Blocks from this size on are returned to the system when freed; a smaller limit would cause page faults."""
 KEPT_BYTES = 8 * 2**20
-"""Free memory that stays at the end of a heap."""
+"""Free memory that is kept at the end of a heap."""
 HEAPS = 2
-"""For all threads together: each heap keeps holes of its own, and the interpreter lets one thread run at a time."""
+"""For all threads together: each heap is fragmented separately, and the interpreter runs one thread at a time."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
 
 def return_large_blocks(environment: Mapping[str, str] = os.environ) -> bool:
-    """Have large blocks returned when they are freed, in this process from now on.
+    """Return large blocks to the system when they are freed, in this process from now on.
 
-    Returns False where nothing was done: where the C library is another, or an operator has set it up by variables
-    of its own.
+    Returns False where nothing was changed: with another C library, or where environment variables configure it.
     """
     if platform.libc_ver()[0] != "glibc" or any(name.startswith("MALLOC_") for name in environment):
         return False
@@ -39,14 +38,14 @@ def return_large_blocks(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def set_apart_what_stays() -> None:
-    """Have the garbage collector pass over whatever exists now: it then looks through the rest often, and soon."""
+    """Exclude all objects that exist now from garbage collection, so that it examines the others often."""
     gc.freeze()
 
 
 def return_free_memory() -> None:
-    """Collect garbage, and give back what is free between blocks in use, down to single pages. Wants glibc.
+    """Collect garbage, and return free memory between used blocks to the system, down to single pages. Needs glibc.
 
-    Blocks. Other threads wait while garbage is collected, then those that allocate while their heap is trimmed.
+    Blocks. Other threads wait while garbage is collected; then those that allocate wait while heaps are trimmed.
     """
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)

@@ -1,4 +1,4 @@
-"""Where a server listens: TCP ports and a socket in the file system. Knows nothing of what is served there."""
+"""Whether a TCP port or a Unix socket can be listened on. Knows nothing of what is served there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class PortUnavailable(Exception):
 
 
 def require_free_port(host: str, port: int) -> None:
-    """Raise `PortUnavailable` where nobody could listen: cheap to ask before a model is loaded."""
+    """Raise `PortUnavailable` where the port cannot be listened on, for a check before a model is loaded."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -27,12 +27,12 @@ def require_free_port(host: str, port: int) -> None:
 
 
 def address_of(host: str, port: int) -> str:
-    """As gRPC and people write it."""
+    """As `host:port`, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def require_free_socket(path: Path) -> None:
-    """Raise `PortUnavailable` where something is in the way. What a dead server left is not; gRPC takes it over."""
+    """Raise `PortUnavailable` where the path is taken. gRPC replaces a socket that no server listens on."""
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:

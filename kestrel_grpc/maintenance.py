@@ -1,4 +1,4 @@
-"""Work that waits until nobody asks anything, though not for ever. Knows when that is, not what the work does."""
+"""Runs work while the server is idle, or after a maximum interval. Knows when to run it, not what it does."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from kestrel_grpc.wire.call_context import CallContext, Outcome
 from kestrel_runtime.api.engine import Engine
 
 REST_S = 1.0
-"""A server rests when it has had nothing to do for so long."""
+"""A server is idle when no call has ended for this long and the engine has no request."""
 INTERVAL_S = 30.0
-"""At least so long lies between two turns."""
-PATIENCE_S = 300.0
-"""At most so long lies between two turns of a server that never rests."""
+"""The shortest time between two runs."""
+MAX_INTERVAL_S = 300.0
+"""After this long the work runs even if the server has never been idle."""
 
 _log = logging.getLogger(__name__)
 
 
 class Maintenance:
-    """Does `work` in a thread of its own once calls have been made and the engine rests, or has not for too long.
+    """Runs `work` in its own thread when calls have ended and the server is idle, or `max_interval_s` has passed.
 
-    A server that nobody has called since the last turn does nothing. What the work raises is logged. Belongs to the
-    event loop that it was made on. Times are in seconds.
+    Without calls since the last run there is no next run. Exceptions of the work are logged. Belongs to the event
+    loop that it was made on. Times are in seconds.
     """
 
     def __init__(
@@ -34,14 +34,14 @@ class Maintenance:
         *,
         rest_s: float = REST_S,
         interval_s: float = INTERVAL_S,
-        patience_s: float = PATIENCE_S,
+        max_interval_s: float = MAX_INTERVAL_S,
     ) -> None:
         self._engine = engine
         self._work = work
-        self._rest_s, self._interval_s, self._patience_s = rest_s, interval_s, patience_s
+        self._rest_s, self._interval_s, self._max_interval_s = rest_s, interval_s, max_interval_s
         self._loop = asyncio.get_running_loop()
         self._earliest = self._rests_at = self._loop.time()
-        self._latest = self._earliest + patience_s
+        self._latest = self._earliest + max_interval_s
         self._timer: asyncio.TimerHandle | None = None
 
     def note(self, call: CallContext, outcome: Outcome) -> None:
@@ -65,12 +65,12 @@ class Maintenance:
             load = self._engine.load()
             if load.num_running or load.num_waiting or load.num_preprocessing:
                 return  # the calls that wait for it will end, and be noted
-        self._earliest, self._latest = now + self._interval_s, now + self._patience_s
-        # Not the loop's own threads, which stay: most of the time there is nothing to do.
+        self._earliest, self._latest = now + self._interval_s, now + self._max_interval_s
+        # Not a thread of the event loop's pool, which would stay although there is rarely anything to do.
         threading.Thread(target=self._do, name="kestrel-maintenance", daemon=True).start()
 
     def _do(self) -> None:
         try:
             self._work()
-        except Exception:  # our own bug, and no reason for a server to end
+        except Exception:  # a bug in the work must not end the server
             _log.exception("maintenance failed")

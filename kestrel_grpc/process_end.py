@@ -1,6 +1,6 @@
-"""The end of a process whose threads may not end: one hangs on a device, another in a decoder. Knows no server.
+"""Ends a process whose threads may hang, for example in a device call or an image decoder. Knows no server.
 
-At its usual end Python waits for its threads and then tears down what they may still use. Both can hang.
+At a normal exit Python waits for the threads and then destroys what they may still use. Both can hang.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _STANDARD_ERROR = 2
 
 
 def end_within(timeout_s: float) -> None:
-    """Unless the process has ended by then, print where each of its threads is, and exit with status 1.
+    """Unless the process has ended by then, print the stack of every thread, and exit with status 1.
 
-    That happens in a thread of faulthandler's own, which does not need the interpreter's lock. Calling it again
-    begins anew.
+    A thread of faulthandler does so, which does not need the interpreter's lock. Calling this again restarts the
+    time.
     """
     faulthandler.dump_traceback_later(timeout_s, exit=True, file=_STANDARD_ERROR)
 
@@ -28,6 +28,6 @@ def end_now(status: int) -> NoReturn:
     """Exit without waiting for any thread. What was logged and printed is written first."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError, OSError, ValueError):  # closed, or nothing takes it any more
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # closed, or its reader has gone
             stream.flush()
     os._exit(status)

@@ -1,10 +1,10 @@
-"""Who may call what, and how often: bearer tokens against the file that `tokens.py` reads. Knows no statuses.
+"""Checks who may call what, and how often, by the bearer tokens that `tokens.py` reads. Knows no statuses.
 
-    TokenInvalid     no token, an unknown one, or one that was taken back
-    ScopeRequired    the token is not good for this method
-    RateLimited      the token is used up for now
+    TokenInvalid     no token, an unknown one, or one that was revoked
+    ScopeRequired    the token does not allow this method
+    RateLimited      the token has reached one of its limits
 
-A token that is taken back while its calls run ends them.
+A token that is revoked while its calls run ends them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Metadata = Iterable[tuple[str, str | bytes]]
 _AUTHORIZATION_KEY = "authorization"
 _SCHEME = "bearer "
 _RELOAD_INTERVAL_S = 1.0
-# Until another of its calls has ended; nobody knows when that will be.
+# A guess: when another call of the token will end is not known.
 _RETRY_CONCURRENT_S = 1.0
 _ANY_SCOPE = frozenset(Scope)
 _INFER = frozenset((Scope.INFER,))
@@ -54,7 +54,7 @@ class TokenInvalid(AccessRefused):
 
 
 class ScopeRequired(AccessRefused):
-    """The token is known but not good for this method; one of `scopes` is."""
+    """The token is known but does not allow this method; it needs one of `scopes`."""
 
     def __init__(self, scopes: frozenset[Scope]) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class ScopeRequired(AccessRefused):
 
 
 class RateLimited(AccessRefused):
-    """The token called too often or too much at a time: `limit` says which. `name` is that of its line."""
+    """The token has reached a limit, which `limit` describes. `name` is the name of the token in its file."""
 
     def __init__(self, name: str, limit: str, retry_after_s: float) -> None:
         super().__init__()
@@ -75,23 +75,23 @@ class Access(Protocol):
     """Decides about calls."""
 
     def admit(self, method: str, metadata: Metadata) -> AbstractContextManager[str]:
-        """Entering admits a call or raises why not, and gives the name of who calls; leaving ends the call."""
+        """Entering admits a call and gives its caller's name, or raises `AccessRefused`; leaving ends the call."""
         ...
 
     async def watch(self) -> None:
-        """Follow what decides, until cancelled."""
+        """Follow changes of the rules until cancelled."""
         ...
 
 
 class OpenAccess:
-    """Everybody may call everything, and is nobody."""
+    """Anybody may call every method; callers have no name."""
 
     def __init__(self) -> None:
-        self._nobody = nullcontext("")
+        self._anonymous = nullcontext("")
 
     def admit(self, method: str, metadata: Metadata) -> AbstractContextManager[str]:
         """Admits."""
-        return self._nobody
+        return self._anonymous
 
     async def watch(self) -> None:
         """Nothing changes."""
@@ -106,7 +106,7 @@ class TokenAccess:
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._file = ReloadedFiles((path,), lambda: read_tokens(path))
         self._clock = clock
-        # By hash, so that a line that changes its limits keeps its debts.
+        # By hash, so that a token whose limits change keeps what it has used.
         self._accounts: dict[bytes, _Account] = {}
 
     def admit(self, method: str, metadata: Metadata) -> AbstractContextManager[str]:
@@ -114,14 +114,14 @@ class TokenAccess:
         return _Admission(self, method, metadata)
 
     def identify(self, metadata: Metadata) -> Token:
-        """Whose token the metadata bears, whatever its scopes. Raises `TokenInvalid`."""
+        """The token in the metadata, whatever its scopes. Raises `TokenInvalid`."""
         token = self._file.value.get(hash_of(_secret(metadata)))
         if token is None:
             raise TokenInvalid
         return token
 
     def authorize(self, token: Token, method: str) -> None:
-        """Raise `ScopeRequired` where the token is not good for a method."""
+        """Raise `ScopeRequired` where the token does not allow a method."""
         scopes = required_scopes(method)
         if token.scopes.isdisjoint(scopes):
             raise ScopeRequired(scopes)
@@ -198,7 +198,7 @@ class _Account:
 
 
 class _Admission(AbstractContextManager[str]):
-    """One call. `end` makes its task leave with a refusal, in the way of `asyncio.timeout`."""
+    """One call. `end` cancels its task and replaces the cancellation by a refusal, as `asyncio.timeout` does."""
 
     __slots__ = ("_access", "_account", "_metadata", "_num_cancels", "_refusal", "_task", "method")
 
@@ -237,7 +237,7 @@ class _Admission(AbstractContextManager[str]):
         self._account.admissions.discard(self)
         if self._refusal is None:
             return
-        # The caller may have hung up at the same moment; then that is what ended the call.
+        # Where the caller has cancelled the call at the same moment, the cancellation is what ended it.
         is_ours = self._task.uncancel() <= self._num_cancels
         if is_ours and isinstance(error, asyncio.CancelledError):
             raise self._refusal from error

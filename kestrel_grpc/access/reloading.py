@@ -1,7 +1,7 @@
-"""A value read from files, read again when they change. Knows neither what the files hold nor who asks.
+"""A value read from files, read again when they change. Knows neither the contents of the files nor their use.
 
-A set of files that cannot be read leaves the last good value in place and is logged, once for every change: a
-mistake in a file must not take down a server that runs.
+Where changed files cannot be read, the last good value stays and an error is logged, once for every change: a
+mistake in a file must not stop a running server.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ _log = logging.getLogger(__name__)
 class ReloadedFiles(Generic[Value]):
     """`read` makes the value from `paths` and raises `OSError` or `ValueError` where it cannot.
 
-    What the first reading raises goes to whoever makes this. May be used from any thread.
+    The constructor raises what the first reading raises. May be used from any thread.
     """
 
     def __init__(self, paths: tuple[Path, ...], read: Callable[[], Value]) -> None:
         self._paths = paths
         self._read = read
         self._lock = threading.Lock()
-        # Looked at before reading: what changes meanwhile is then seen to have changed.
+        # Before reading, so that a change during the reading is noticed.
         self._known = self._look()
         self._value = read()
 
     @property
     def value(self) -> Value:
-        """What the files held when they were last in order."""
+        """The last value that could be read."""
         return self._value
 
     def refresh(self) -> bool:
-        """Read again if a file is another one than before. Whether the value is a new one."""
+        """Read again if a file has changed. Returns whether there is a new value."""
         with self._lock:
             seen = self._look()
             if seen == self._known:
@@ -51,7 +51,7 @@ class ReloadedFiles(Generic[Value]):
                 _log.error("cannot reload %s, so what was read before stays in force: %s", names, error)
                 return False
             if self._look() != seen:
-                return False  # Replaced while it was read, so possibly half of each; the next look reads it again.
+                return False  # Changed while it was read, so the value may mix both; the next call reads again.
             self._known = seen
             self._value = value
         _log.info("reloaded %s", names)
@@ -62,7 +62,7 @@ class ReloadedFiles(Generic[Value]):
 
 
 def _identity(path: Path) -> tuple[int, int, int, int] | None:
-    """What differs between a file and its successor; None where there is none."""
+    """What changes when a file is replaced; None where there is no file."""
     try:
         status = os.stat(path)
     except OSError:

@@ -1,6 +1,6 @@
-"""The file of tokens: who may call, what, and how much. Knows no calls; `access.py` applies what it says.
+"""Reads the file of tokens: who may call which methods, and how often. Knows no calls; `access.py` applies it.
 
-One line for each token, in TOML. The file holds hashes, so that who reads it cannot call:
+One line for each token, in TOML. The file holds hashes, so reading it does not allow anybody to call:
 
     alice = { sha256 = "2bb80d53…", scopes = ["infer"], rate = 10, burst = 20, concurrency = 4 }
     operator = { sha256 = "9f86d081…", scopes = ["infer", "admin"] }
@@ -26,12 +26,12 @@ _SETTINGS = ("sha256", "scopes", "rate", "burst", "concurrency")
 
 
 class Scope(Enum):
-    """What a token may be good for."""
+    """What a token may allow."""
 
     INFER = "infer"
     """Questions to the model, and which models there are."""
     ADMIN = "admin"
-    """How the server fares."""
+    """How busy the server is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,17 +75,17 @@ def read_tokens(path: Path) -> Mapping[bytes, Token]:
 
 
 def hash_of(secret: str) -> bytes:
-    """What the file holds in place of the secret. Secrets are random and long, so a plain hash keeps them."""
+    """What the file holds in place of the secret. Secrets are random and long, so a plain hash protects them."""
     return hashlib.sha256(secret.encode()).digest()
 
 
 def new_secret() -> str:
-    """A token that nobody can guess, with a head that tells scanners of leaked secrets what it is."""
+    """A random token, with a prefix by which scanners for leaked secrets recognise it."""
     return f"kestrel_{secrets.token_urlsafe(32)}"
 
 
 def line_for(name: str, secret: str, scopes: frozenset[Scope]) -> str:
-    """The line of the file that lets a secret in. Raises `ValueError` for a name that cannot stand there."""
+    """The line of the file that makes a secret valid. Raises `ValueError` for a name that the file cannot hold."""
     if not _NAME.fullmatch(name):
         raise ValueError(f"a name is 1 to 64 letters, digits, underscores and hyphens, not {name!r}")
     listed = ", ".join(f'"{scope.value}"' for scope in Scope if scope in scopes)
@@ -99,7 +99,7 @@ def _token(name: str, settings: Mapping[str, Any]) -> Token:
         sha256=bytes.fromhex(settings["sha256"]),
         scopes=frozenset(Scope(word) for word in settings["scopes"]),
         rate=rate,
-        # By default a second's worth may come at once.
+        # By default the calls of one second may come at once.
         burst=settings.get("burst", 1 if rate is None else max(1, math.ceil(rate))),
         concurrency=settings.get("concurrency"),
     )

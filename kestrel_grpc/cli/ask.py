@@ -1,6 +1,6 @@
-"""The commands that ask a running server: query, caption, point, detect, segment. Knows `kestrel_client` alone.
+"""The client commands: query, caption, point, detect, segment. Uses `kestrel_client` alone.
 
-Answers go to stdout, text as it comes. Everything else, the reasoning included, goes to stderr.
+Answers go to stdout, text as it arrives. Everything else, including the reasoning, goes to stderr.
 """
 
 from __future__ import annotations
@@ -35,26 +35,28 @@ from kestrel_grpc.cli.connection import add_connection_arguments, tls_of
 from kestrel_grpc.cli.diagnosis import why_no_answer
 
 NO_IMAGE = "-"
-"""What stands in the place of IMAGE in a query about nothing."""
+"""The value of IMAGE for a question without an image."""
 
 
 def add_client_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds the commands; each sets `run`, which takes the parsed arguments and returns the exit status."""
     query = _add(subparsers, _query, "answer a question", f"an image file, its address, or {NO_IMAGE} for none")
     query.add_argument("question", metavar="QUESTION")
-    query.add_argument("--reasoning", action="store_true", help="think first, and show the thoughts on stderr")
+    query.add_argument(
+        "--reasoning", action="store_true", help="let the model reason first, and print its reasoning on stderr"
+    )
     caption = _add(subparsers, _caption, "describe an image")
-    caption.add_argument("--length", choices=("short", "normal", "long"), help="how much to say (normal)")
+    caption.add_argument("--length", choices=("short", "normal", "long"), help="length of the caption (normal)")
     point = _add(subparsers, _point, "find the place of each object of a kind")
     detect = _add(subparsers, _detect, "find a box around each object of a kind")
     segment = _add(subparsers, _segment, "find the outline of an object")
     for command in (point, detect, segment):
         command.add_argument("object", metavar="OBJECT", help='what to look for, such as "dog"')
         command.add_argument(
-            "--draw", metavar="FILE", type=Path, help="write a PNG with what was found on the image"
+            "--draw", metavar="FILE", type=Path, help="write a PNG of the image with the result drawn on it"
         )
     for command in (point, detect):
-        command.add_argument("--max-objects", metavar="N", type=int, help="the most objects to find (150)")
+        command.add_argument("--max-objects", metavar="N", type=int, help="maximum number of objects to find (150)")
 
 
 Command = Callable[[Client, argparse.Namespace], None]
@@ -80,12 +82,19 @@ def _add(
     parser.add_argument(
         "--token",
         default=os.environ.get("KESTREL_TOKEN") or None,
-        help="API token, for servers that ask for one (KESTREL_TOKEN, which others on this machine do not see)",
+        help="API token, for servers that require one (KESTREL_TOKEN, which other users here cannot see)",
     )
-    parser.add_argument("--temperature", metavar="T", type=float, help="0 always takes the likeliest token")
-    parser.add_argument("--top-p", metavar="P", type=float, help="draw from the likeliest tokens that add up to P")
-    parser.add_argument("--max-tokens", metavar="N", type=int, help="the most tokens to generate")
-    parser.add_argument("--seed", metavar="N", type=int, help="draw the same tokens every time")
+    parser.add_argument("--temperature", metavar="T", type=float, help="temperature; 0 takes the most likely token")
+    parser.add_argument(
+        "--top-p",
+        metavar="P",
+        type=float,
+        help="sample from the most likely tokens with a total probability of P",
+    )
+    parser.add_argument("--max-tokens", metavar="N", type=int, help="maximum number of tokens to generate")
+    parser.add_argument(
+        "--seed", metavar="N", type=int, help="seed of the sampling, for the same tokens every time"
+    )
     parser.add_argument("--json", action="store_true", help="print the whole result as one line of JSON")
     parser.set_defaults(run=partial(_run, command))
     return parser
@@ -100,7 +109,7 @@ def _run(command: Command, arguments: argparse.Namespace) -> int:
         ) as client:
             command(client, arguments)
     except BrokenPipeError:
-        # Whoever reads stdout has seen enough; without this, Python complains again when it flushes at the end.
+        # The reader of stdout has closed it; without this, Python reports another error when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (KestrelClientError, OSError, ValueError) as error:  # a number too large for its field is a ValueError
@@ -220,7 +229,7 @@ def _draw(
 
 
 def _explain(error: Exception, arguments: argparse.Namespace) -> str:
-    """One line that says what to do about it, as far as anyone knows."""
+    """One line that says what is wrong and, where known, what to do about it."""
     if isinstance(error, Unavailable) and not error.reason:
         why = why_no_answer(arguments.address, tls_of(arguments))
         return why or f"no server answers at {arguments.address}: {error}"
@@ -231,7 +240,7 @@ def _explain(error: Exception, arguments: argparse.Namespace) -> str:
     if isinstance(error, DeadlineExceeded):
         return f"no answer within {arguments.timeout:g} s"
     if isinstance(error, ServerError) and error.request_id:
-        return f"{error} (its log knows more about request {error.request_id})"
+        return f"{error} (see request {error.request_id} in the log of the server)"
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return str(error)

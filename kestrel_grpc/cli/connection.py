@@ -1,4 +1,4 @@
-"""The flags that say which server a command asks, and how: address, time limit, TLS. Opens no connection."""
+"""The flags of connections to a server: address, timeout, TLS. Opens no connection."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import grpc
 class ClientTls:
     """How a connection is encrypted, from files in PEM.
 
-    `ca` holds the certificates that vouch for the server; None means the usual authorities. `certificate` and `key`
-    identify the client, for servers that ask. `server_name` is the name that the server's certificate must have,
-    where that is not the one it is asked by.
+    `ca` holds the CA certificates that the server's must be signed by; None means those of the system.
+    `certificate` and `key` identify the client, for servers that ask. `server_name` is the name that the server's
+    certificate must have, where that differs from the name in the address.
     """
 
     ca: Path | None
@@ -31,7 +31,7 @@ class ClientTls:
 
     def credentials(self) -> grpc.ChannelCredentials:
         """For a channel. Raises `OSError` or `ValueError` where a file cannot be used."""
-        # gRPC takes any bytes as certificates and then fails every connection without a word about the file.
+        # gRPC accepts any bytes as certificates, and then every connection fails without naming the file.
         self.context()
         return grpc.ssl_channel_credentials(
             *(None if path is None else path.read_bytes() for path in (self.ca, self.key, self.certificate))
@@ -56,7 +56,7 @@ class ClientTls:
             for path in (self.certificate, self.key):
                 path.read_bytes()  # an error of `load_cert_chain` does not name its file
             try:
-                # A password is asked for only where the key is encrypted; gRPC cannot use such a key.
+                # OpenSSL asks for the password of an encrypted key, which gRPC cannot use.
                 context.load_cert_chain(self.certificate, self.key, password=lambda: b"")
             except ssl.SSLError as error:
                 raise ValueError(
@@ -70,16 +70,14 @@ def add_connection_arguments(
 ) -> None:
     """Add the flags. `address` None leaves the choice of a default to the command."""
     parser.add_argument("--address", default=address, help=address_help)
-    _add_file(parser, "ca", "connect encrypted, to a server that the certificates in this file vouch for")
-    _add_file(parser, "client-certificate", "the certificate to show to servers that ask for one, in PEM")
+    _add_file(parser, "ca", "connect with TLS to a server whose certificate is signed by one in this file")
+    _add_file(parser, "client-certificate", "client certificate, for servers that ask for one, in PEM")
     _add_file(parser, "client-key", "the key of that certificate, in PEM")
-    parser.add_argument(
-        "--timeout", metavar="SECONDS", type=float, default=timeout_s, help="give up then (%(default)g)"
-    )
+    parser.add_argument("--timeout", metavar="SECONDS", type=float, default=timeout_s, help="timeout (%(default)g)")
 
 
 def tls_of(arguments: argparse.Namespace) -> ClientTls | None:
-    """What the flags say about encryption; None where it is off. Raises `ValueError`."""
+    """TLS as the flags configure it; None where it is off. Raises `ValueError`."""
     files = (arguments.tls_ca, arguments.tls_client_certificate, arguments.tls_client_key)
     return ClientTls(*files) if any(path is not None for path in files) else None
 

@@ -1,6 +1,6 @@
-"""The command `kestrel-grpc demo`: a server on the built-in model, asked all five skills over gRPC.
+"""The command `kestrel-grpc demo`: serves the built-in model and calls all five skills over gRPC.
 
-Starts the true server on a free port, asks it as any client would, and draws what was found.
+Starts a complete server on a free port, calls it as any client would, and draws the results.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def add_demo_command(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
         metavar="FILE",
         type=Path,
         default=Path("demo.png"),
-        help="where to draw what is found (default: %(default)s)",
+        help="PNG file to write, with the results drawn on the picture (default: %(default)s)",
     )
     parser.set_defaults(run=_run)
 

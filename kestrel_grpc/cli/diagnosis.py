@@ -1,4 +1,4 @@
-"""Why no server answers at an address: tried again over a plain socket, step by step, for one line that says so.
+"""Finds out why no server answers at an address: connects again over a plain socket, step by step.
 
 name       → address      the name is not known
 connect    → connection   nothing listens; the host does not answer
@@ -17,15 +17,15 @@ from kestrel_grpc.cli.connection import ClientTls
 _TARGET = re.compile(
     r"(?:dns:(?://[^/]*/)?|ipv4:|ipv6:)?(?:\[(?P<ipv6>[^\]]+)\]|(?P<host>[^:,/]+))(?::(?P<port>\d+))?"
 )
-# What gRPC takes where an address names no port.
+# The port that gRPC uses where an address has none.
 _DEFAULT_PORT = 443
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00"
-# How OpenSSL names the answer of a peer that does not speak TLS.
+# How OpenSSL describes the answer of a server without TLS.
 _NO_TLS = frozenset(("wrong version number", "record layer failure", "unknown protocol"))
 
 
 def why_no_answer(address: str, tls: ClientTls | None, *, timeout_s: float = 5.0) -> str | None:
-    """One line; None where the server can be reached, or the address is of a kind that cannot be tried here.
+    """The reason in one line; None where the server can be reached, or for addresses of other kinds.
 
     Takes up to `timeout_s` for each step. Raises what `ClientTls.context` raises.
     """
@@ -87,7 +87,7 @@ def _why_no_handshake(connection: socket.socket, address: str, tls: ClientTls, h
 
 
 def _why_no_http2(encrypted: ssl.SSLSocket, address: str, tls: ClientTls) -> str | None:
-    """In TLS 1.3 a server checks the client's certificate after the handshake; gRPC's closes without an alert."""
+    """In TLS 1.3 a server checks the client's certificate after the handshake; gRPC closes without an alert."""
     try:
         encrypted.sendall(_PREFACE)
         if encrypted.recv(1):
@@ -104,7 +104,7 @@ def _why_no_http2(encrypted: ssl.SSLSocket, address: str, tls: ClientTls) -> str
 
 
 def _why_not_plaintext(target: _Target, address: str, timeout_s: float) -> str | None:
-    """A server with TLS closes other connections without a word, so it is asked whether it speaks TLS."""
+    """A server with TLS closes plaintext connections without an error, so this tries a TLS handshake."""
     trust_all = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     trust_all.check_hostname = False
     trust_all.verify_mode = ssl.CERT_NONE

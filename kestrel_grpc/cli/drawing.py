@@ -1,4 +1,4 @@
-"""Draws answers onto the image they are about: points, boxes and outlines. Knows no server."""
+"""Draws points, boxes and outlines onto their image. Knows no server."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from kestrel_client import Box, Point, Segment
 from kestrel_grpc.cli.svg_path import polylines
 
 COLOURS = ((230, 25, 75), (0, 130, 200), (60, 180, 75), (245, 130, 48), (145, 30, 180), (0, 170, 170))
-"""What the first, second … thing found is drawn in, over and over."""
+"""Used in turn for the first, second … result."""
 
 _RIM = (255, 255, 255)
 _FILL_OPACITY = 0.35
 
 
 def open_upright(image_bytes: bytes) -> Image.Image:
-    """The picture as the model sees it: turned as the file says, on white where it is transparent."""
+    """The image as the model sees it: rotated by its EXIF orientation, transparent pixels on white."""
     image = ImageOps.exif_transpose(Image.open(io.BytesIO(image_bytes)))
     if not image.has_transparency_data:
         return image.convert("RGB")
@@ -76,5 +76,5 @@ def _in_box(canvas: Image.Image, box: Box, corner: complex) -> tuple[float, floa
 
 
 def _pixel(canvas: Image.Image, x: float, y: float) -> tuple[float, float]:
-    """Where a place is, in pixels; the right and bottom edges belong to the last ones."""
+    """A point in pixels; the right and bottom edges belong to the last pixels."""
     return min(x * canvas.width, canvas.width - 1), min(y * canvas.height, canvas.height - 1)

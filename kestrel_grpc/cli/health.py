@@ -1,6 +1,6 @@
 """The command `kestrel-grpc health`: asks a server whether it takes requests, for containers and scripts.
 
-Speaks `grpc.health.v1`, which asks for no token.
+Uses `grpc.health.v1`, which needs no token.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The server that the variables of this environment set up, as a command beside it reaches it."""
+"""The address of the server that the environment variables configure, for a command on the same machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CONNECT_TIMEOUT_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class OwnServer:
-    """Where to ask. `tls` None means without encryption."""
+    """Address and TLS; `tls` None means without encryption."""
 
     address: str
     tls: ClientTls | None
@@ -58,9 +58,9 @@ def _reachable(host: str, port: int, variable: str) -> str:
 
 
 def _name_in(certificate: Path, address: str) -> str | None:
-    """A name of the certificate that the server shows; None where it shows none that is trusted."""
+    """A name in the certificate of the server; None where it has no trusted certificate."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    # The name is what is asked for here; the certificate is checked.
+    # The name is what is being looked for; the certificate itself is verified.
     context.check_hostname = False
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     host, _, port = address.rpartition(":")
@@ -71,7 +71,7 @@ def _name_in(certificate: Path, address: str) -> str | None:
             context.wrap_socket(connection) as encrypted,
         ):
             shown = encrypted.getpeercert() or {}
-    except OSError:  # the question itself then fails as well, and says why
+    except OSError:  # the call itself then fails as well, and reports why
         return None
     names = [str(name) for kind, name in shown.get("subjectAltName", ()) if kind in {"DNS", "IP Address"}]
     return re.sub(r"^\*\.", "any.", names[0]) if names else None

@@ -1,4 +1,4 @@
-"""The command `kestrel-grpc token new`: a fresh token, and the line that lets it in. Asks no server."""
+"""The command `kestrel-grpc token new`: a new token, and its line for the file of tokens. Calls no server."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ def add_token_command(subparsers: argparse._SubParsersAction[argparse.ArgumentPa
     actions = token.add_subparsers(metavar="ACTION", required=True)
     new = actions.add_parser(
         "new",
-        help="print a fresh token and the line for the file of tokens",
-        description="Print a fresh token, for the caller, and to stderr the line for the file of --tokens.",
+        help="print a new token and the line for the file of tokens",
+        description="Print a new token, for the caller, and to stderr the line for the file of --tokens.",
     )
-    new.add_argument("name", metavar="NAME", help="what to call whoever bears it")
+    new.add_argument("name", metavar="NAME", help="name of the caller")
     new.add_argument(
         "--scope",
         action="append",
         choices=[scope.value for scope in Scope],
-        help="what it is good for; more than once for more (infer)",
+        help="what the token allows; may be repeated (infer)",
     )
     new.set_defaults(run=_new)
 
@@ -37,6 +37,6 @@ def _new(arguments: argparse.Namespace) -> int:
         complain(str(error))
         return 2
     print(secret)
-    # Apart from the secret, so that it can be piped to where it is kept.
+    # On stderr, so that the secret alone can be piped.
     print(f"# The line for the file of --tokens:\n{line}", file=sys.stderr)
     return 0

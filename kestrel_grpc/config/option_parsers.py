@@ -54,7 +54,7 @@ def on_or_off(text: str) -> bool:
 
 
 def fraction(text: str) -> float:
-    """Parses a part of a whole: above 0, at most 1."""
+    """Parses a fraction: above 0, at most 1."""
     try:
         value = float(text)
     except ValueError:
@@ -65,15 +65,15 @@ def fraction(text: str) -> float:
 
 
 def parse_kernels(text: str) -> tuple[tuple[str, str], ...]:
-    """Parses `operation=implementation`, several parted by commas."""
+    """Parses `operation=implementation`, several separated by commas."""
     pairs = [tuple(part.strip() for part in item.split("=")) for item in text.split(",")]
     if not all(len(pair) == 2 and all(pair) for pair in pairs):
-        raise ValueError("must be operation=implementation, several parted by commas")
+        raise ValueError("must be operation=implementation, several separated by commas")
     return tuple((operation, implementation) for operation, implementation in pairs)
 
 
 def some_text(text: str) -> str:
-    """Parses anything but nothing."""
+    """Parses any text that is not empty."""
     if not text.strip():
         raise ValueError("must not be empty")
     return text

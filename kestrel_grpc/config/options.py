@@ -1,7 +1,7 @@
-"""Every option of the server, once: its flag, its environment variable, its default and its unit.
+"""Defines every option of the server once: flag, environment variable, default, unit and help.
 
-`ServerConfig` is that list and the value it makes. A flag wins over its environment variable, which wins over the
-file of options, which wins over the default. Knows nothing about sockets or models.
+`ServerConfig` is the list of options and the parsed value. A flag takes precedence over its environment variable,
+that over the file of options, and that over the default. Knows nothing about sockets or models.
 `python -m kestrel_grpc.config.options` prints the table for the README.
 """
 
@@ -39,7 +39,7 @@ from kestrel_runtime.api.config import EngineConfig
 
 MIB = 2**20
 _OPTION = "option"
-# Of the commands that ask a server, which may run in the same environment.
+# Used by the client commands, which may run in the same environment.
 _CLIENT_VARIABLES = frozenset(
     ("KESTREL_TOKEN", "KESTREL_TLS_CA", "KESTREL_TLS_CLIENT_CERTIFICATE", "KESTREL_TLS_CLIENT_KEY")
 )
@@ -90,40 +90,45 @@ class ServerConfig:
         "number format of the weights: auto, float32, bfloat16 or float16",
     )
     host: str = _option(
-        "127.0.0.1", some_text, "address to listen on; one that others reach needs tokens or a certificate"
+        "127.0.0.1",
+        some_text,
+        "address to listen on; one that other machines can reach needs tokens or a certificate",
     )
     port: int = _option(50051, whole_number(0, 65_535), "port to listen on; 0 takes a free one and prints it")
     insecure_public: bool = _option(
         False,
         on_or_off,
-        "whether others may reach the server although it asks for no token and encrypts nothing: on or off",
+        "whether other machines may reach the server without tokens and encryption: on or off",
         default_text="off",
     )
     unix_socket: str | None = _option(
-        None, some_text, "path of a socket to listen on besides, without encryption", default_text="none"
+        None, some_text, "path of a Unix socket to listen on as well, without encryption", default_text="none"
     )
     admin_port: int | None = _option(
         None,
         whole_number(0, 65_535),
-        "port for `EngineService`, which then is on no other, and health; not encrypted; 0 takes a free one",
+        "separate port for `EngineService` (then on no other) and health; not encrypted; 0 takes a free one",
         default_text="none",
     )
-    admin_host: str = _option("127.0.0.1", some_text, "address to listen on for these")
+    admin_host: str = _option("127.0.0.1", some_text, "address that the admin port listens on")
     tls_certificate: str | None = _option(
         None,
         some_text,
-        "file of the server's certificate and those that vouch for it, in PEM",
+        "file of the server's certificate chain, in PEM",
         default_text="none; no encryption",
     )
     tls_key: str | None = _option(None, some_text, "file of the certificate's key, in PEM", default_text="none")
     tls_client_ca: str | None = _option(
         None,
         some_text,
-        "file of certificates, in PEM; clients then need one that these vouch for",
+        "file of CA certificates, in PEM; clients then need a certificate that one of them signed",
         default_text="none; any client",
     )
     tokens: str | None = _option(
-        None, some_text, "file of the tokens that callers must bear, in TOML", default_text="none; anybody may call"
+        None,
+        some_text,
+        "file of the API tokens that callers must send, in TOML",
+        default_text="none; anybody may call",
     )
     text_path: str = _option(
         "auto",
@@ -144,19 +149,19 @@ class ServerConfig:
     cuda_graphs: bool | None = _option(
         None,
         on_or_off,
-        "whether work on the device is recorded once and replayed: on or off",
+        "whether steps are captured as CUDA graphs and replayed: on or off",
         default_text="on with a fused text path on a GPU",
     )
     kernels: tuple[tuple[str, str], ...] | None = _option(
         None,
         parse_kernels,
-        "implementations of single operations, such as `concat_gelu=reference`, parted by commas",
+        "implementations of single operations, such as `concat_gelu=reference`, separated by commas",
         default_text="the fastest",
     )
     max_batch_size: int | None = _option(
         None,
         whole_number(1),
-        "requests that generate together",
+        "most requests that generate at a time",
         unit="requests",
         default_text="64 on a GPU, else 16",
     )
@@ -179,30 +184,33 @@ class ServerConfig:
     max_queue: int = _option(
         _ENGINE.max_queued_requests,
         whole_number(1),
-        "requests that may wait; one more is refused",
+        "most requests that may wait; further ones are refused",
         unit="requests",
     )
     max_queue_image_bytes: int = _option(
-        _ENGINE.max_queued_image_bytes, whole_number(1), "images of waiting requests together", unit="bytes"
+        _ENGINE.max_queued_image_bytes,
+        whole_number(1),
+        "total size of the images of waiting requests",
+        unit="bytes",
     )
     max_queue_tokens: int = _option(
         _ENGINE.max_queued_tokens,
         whole_number(1),
-        "prompts of waiting requests together; a byte of text counts as a token",
+        "total length of the prompts of waiting requests; a byte of text counts as a token",
         unit="tokens",
     )
     ageing: float = _option(
         _ENGINE.ageing_s,
         seconds_above_zero,
-        "waiting after which a request counts as one priority more urgent",
+        "seconds of waiting per priority boost",
         unit="seconds",
     )
     max_message_bytes: int = _option(48 * MIB, whole_number(1), "largest message received", unit="bytes")
     max_receiving_bytes: int = _option(
         384 * MIB,
         whole_number(1),
-        "messages that are being received together, each counted as the largest; more let more slow senders in at a"
-        " time",
+        "memory for messages that are being received, each counted as the largest; more memory admits more slow"
+        " senders at a time",
         unit="bytes",
     )
     receive_timeout: float = _option(
@@ -218,15 +226,15 @@ class ServerConfig:
     max_decoded_image_bytes: int | None = _option(
         None,
         whole_number(MIB),
-        "memory of all images together from their decoding to the end of their requests; one image may take three"
-        " quarters of it, and 512 MiB, while it is decoded",
+        "memory of all images from their decoding to the end of their requests; the decoding of one image may take"
+        " three quarters of it, and at most 512 MiB",
         unit="bytes",
-        default_text="683 MiB, or 512 MiB and room for two full batches where that is more",
+        default_text="683 MiB, or 512 MiB plus two full batches where that is more",
     )
     image_hosts: tuple[AllowedHost, ...] | None = _option(
         None,
         parse_hosts,
-        "hosts that images may be fetched from, such as `example.com` or, for all below it, `.example.com`",
+        "hosts that images may be fetched from, such as `example.com` or, for all its subdomains, `.example.com`",
         default_text="none; images come as bytes",
     )
     image_fetch_timeout: float = _option(
@@ -241,75 +249,77 @@ class ServerConfig:
     resize_on_device: bool | None = _option(
         None,
         on_or_off,
-        "whether images are resized where the model runs, and not by preprocessing threads: on or off",
+        "whether images are resized on the model's device instead of in preprocessing threads: on or off",
         default_text="on with a GPU",
     )
     max_prefill_tokens: int | None = _option(
         None,
         whole_number(1),
-        "prompt tokens that one step may carry while others decode",
+        "prompt tokens per step while other requests decode; lower values delay decoding less",
         unit="tokens",
         default_text="8192 on a GPU, else 1024",
     )
     max_crops: int | None = _option(
         None,
         whole_number(1),
-        "pieces of images that one step may encode while others decode; newcomers wait for such a step, and"
-        " without a GPU the next tokens of the others do",
-        unit="crops",
+        "image tiles that one step may encode while other requests decode; lower values reduce queueing delay, and"
+        " without a GPU the delay of decoding requests",
+        unit="tiles",
         default_text="72 on a GPU, else 4",
     )
     step_timeout: float | None = _option(
         None,
         seconds_above_zero,
-        "how long a step may make no progress before the device counts as hung and the server ends with an error",
+        "time without progress in a step after which the device counts as hung and the server exits with an error",
         unit="seconds",
         default_text="60 on a GPU, else 1800",
     )
     stream_idle_timeout: float = _option(
         60.0,
         seconds_above_zero,
-        "how long the reader of a stream may take none of its messages; then the call ends with ABORTED",
+        "time in which a client must read a message of its stream; otherwise the call ends with ABORTED",
         unit="seconds",
     )
     withdrawal_delay: float = _option(
         5.0,
         positive_seconds,
-        "how long calls are still taken after SIGTERM, while health says NOT_SERVING and balancers turn away",
+        "lame-duck period after SIGTERM: calls are still accepted, while health reports NOT_SERVING to balancers",
         unit="seconds",
     )
     drain_timeout: float = _option(
-        20.0, positive_seconds, "how long running requests may take to end after that", unit="seconds"
+        20.0, positive_seconds, "time for running requests to end after the lame-duck period", unit="seconds"
     )
     reflection: str = _option(
-        "on", one_of("on", "off", "token"), "who may ask for the schema: on (anybody), off (nobody) or token"
+        "on",
+        one_of("on", "off", "token"),
+        "who may use server reflection: on (any caller), off (no caller) or token (callers with a token)",
     )
     log_level: str = _option(
         "info",
         one_of("debug", "info", "warning", "error"),
-        "least severe line to log: debug, info, warning or error",
+        "lowest severity that is logged: debug, info, warning or error",
     )
-    log_format: str = _option("text", one_of("text", "json"), "how lines are logged: text or json")
+    log_format: str = _option("text", one_of("text", "json"), "format of log lines: text or json")
     metrics_port: int | None = _option(
         None,
         whole_number(0, 65_535),
         "port of `/metrics`, `/healthz` and `/readyz` over HTTP; 0 takes a free one and logs it",
         default_text="none",
     )
-    metrics_host: str = _option("127.0.0.1", some_text, "address to listen on for these")
+    metrics_host: str = _option("127.0.0.1", some_text, "address that the metrics port listens on")
     tracing: bool = _option(
         False,
         on_or_off,
-        "whether calls are traced, to where `OTEL_EXPORTER_OTLP_ENDPOINT` says: on or off",
+        "whether traces of calls are sent to `OTEL_EXPORTER_OTLP_ENDPOINT`: on or off",
         default_text="off",
     )
     trace_content: bool = _option(
-        False, on_or_off, "whether traces carry questions and answers: on or off", default_text="off"
+        False, on_or_off, "whether traces contain questions and answers: on or off", default_text="off"
     )
 
     @classmethod
     def parse(cls, flags: Mapping[str, str | None], environment: Mapping[str, str]) -> ServerConfig:
-        """From texts by field name, the environment and a file. Raises `ConfigurationError` with every problem."""
+        """From flags by field name, the environment and a file. Raises `ConfigurationError` with every problem."""
         problems: list[str] = []
         settings = _settings(flags, environment, problems)
         values: dict[str, Any] = {}
@@ -327,7 +337,7 @@ class ServerConfig:
         return config
 
     def engine_config(self) -> EngineConfig:
-        """The part that the engine needs."""
+        """The options of the engine."""
         return EngineConfig(
             model=self.model,
             revision=self.revision,
@@ -357,7 +367,7 @@ class ServerConfig:
         )
 
     def _contradictions(self) -> Iterator[str]:
-        """What is wrong with options together that are right alone."""
+        """Problems of options that are valid separately, but not together."""
         if (self.tls_certificate is None) != (self.tls_key is None):
             yield "--tls-certificate and --tls-key: each needs the other"
         elif self.tls_client_ca is not None and self.tls_certificate is None:
@@ -386,7 +396,7 @@ def named_values(items: Iterable[str]) -> dict[str, str | None]:
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address. A name may stand for any, but for the one that is reserved."""
+    """Whether only this machine can reach an address. A name may mean any address, except `localhost`."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -394,10 +404,10 @@ def _is_loopback(host: str) -> bool:
 
 
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add every flag. Values stay texts: `ServerConfig.parse` checks them together with the environment's."""
+    """Add every flag. Values stay texts: `ServerConfig.parse` checks them with those of the environment."""
     for name, option in options():
         unit = f", in {option.unit}" if option.unit else ""
-        # A switch that is named is on.
+        # A switch without a value means on.
         may_stand_alone: dict[str, Any] = {"nargs": "?", "const": "on"} if option.parse is on_or_off else {}
         parser.add_argument(
             flag_name(name),
@@ -449,7 +459,7 @@ def _settings(
 def _toml(value: Any) -> str:
     if isinstance(value, tuple):
         return f"[{', '.join(_toml(item) for item in value)}]"
-    # Texts, numbers and truth are written alike in both.
+    # JSON and TOML write strings, numbers and booleans in the same way.
     return json.dumps(value if isinstance(value, int | float) else str(value), ensure_ascii=False)
 
 

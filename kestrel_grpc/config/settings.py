@@ -1,6 +1,6 @@
-"""Where the value of an option comes from: a flag, the environment, a file, or nowhere; the first that has it.
+"""Collects the texts of options from flags, the environment and a file, in this order of precedence.
 
-Collects texts and names their sources; what the texts mean is for `config.py`.
+Names the source of each text; `options.py` parses the texts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ REPLACED: Mapping[str, str] = MappingProxyType({"kv_fraction": "memory_utilizati
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What was written for an option, and where, in words for people."""
+    """The text given for an option, and its source, for messages."""
 
     text: str
     source: str
@@ -51,9 +51,10 @@ def collect(
     other_variables: Collection[str],
     problems: list[str],
 ) -> dict[str, Setting]:
-    """The settings by option. Of the variables with our prefix all that are neither options nor others are wrong.
+    """The settings by option.
 
-    What is wrong is added to `problems`.
+    Adds what is wrong to `problems`, such as variables with our prefix that are neither options nor in
+    `other_variables`.
     """
     variables = {environment_name(name): name for name in names}
     settings: dict[str, Setting] = {}
@@ -97,7 +98,7 @@ def _read(path: Path, names: Collection[str], problems: list[str]) -> Iterator[t
 
 
 def _text(value: Any) -> str | None:
-    """As it would stand on the command line; None for what could not."""
+    """A value as on the command line; None for a type that options do not have."""
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, str | int | float):

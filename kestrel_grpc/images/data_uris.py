@@ -1,4 +1,4 @@
-"""Images that a request carries in its address: `data:` URIs, decoded within bounds and beside the event loop."""
+"""Decodes images in `data:` URIs, with limits on size and form, in a thread beside the event loop."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _PIECE_BYTES = 2**20  # a multiple of four, so that a piece is whole groups of b
 
 
 def is_embedded(uri: str) -> bool:
-    """Whether a URI carries its content itself, as `data:` does."""
+    """Whether a URI holds its content itself, as `data:` URIs do."""
     return uri[: len(_DATA)].lower() == _DATA
 
 
 class DataUris:
-    """Decodes them, one at a time and at most `max_bytes` each. Belongs to one event loop."""
+    """Decodes one URI at a time, of at most `max_bytes` of content. Belongs to one event loop."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -45,7 +45,7 @@ class DataUris:
 
 
 def _decode(uri: str, start: int, is_base64: bool) -> bytes:
-    """What a `data:` URI carries from `start` on. Decoded in pieces, since other threads wait during each."""
+    """The content of a `data:` URI from `start` on. Decoded in pieces, since other threads wait during each."""
     if uri.count("%", start) > _MAX_ESCAPES:
         raise ImageFetchFailed(f"holds more than {_MAX_ESCAPES} escaped characters; use base64")
     if not uri.isascii():
@@ -62,7 +62,7 @@ def _decode(uri: str, start: int, is_base64: bool) -> bytes:
         ]
     except binascii.Error:
         raise ImageFetchFailed("holds data that is not base64") from None
-    # Only the last piece may end early.
+    # Only the last piece may contain padding.
     if any(len(piece) < _PIECE_BYTES * 3 // 4 for piece in pieces[:-1]):
         raise ImageFetchFailed("holds data that is not base64")
     return b"".join(pieces)

@@ -1,6 +1,6 @@
-"""Which images may be named by address: a list of hosts, and only addresses that the whole world can reach.
+"""Decides which image URIs may be fetched: those on listed hosts, and only at public addresses.
 
-Decides, and fetches nothing; `remote_images.py` fetches what is allowed here.
+Fetches nothing; `remote_images.py` does.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ _PORTS = {"https": 443, "http": 80}
 # Public addresses of IPv6 have been allocated here only. Those outside belong to a single network, or embed an IPv4
 # address in one of several ways (::a.b.c.d, ::ffff:0:a.b.c.d, 64:ff9b:1::/48).
 _GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
-# The exception: gateways that everybody may run turn these into the IPv4 address in the last 32 bits.
+# The exception: NAT64 gateways translate these into the IPv4 address in the last 32 bits.
 _TRANSLATED = ipaddress.IPv6Network("64:ff9b::/96")
 
 
 class ImageUriNotAllowed(InvalidRequest):
-    """The server does not fetch images from there."""
+    """The server does not fetch images from this URI."""
 
     def __init__(self, description: str) -> None:
         super().__init__((Violation(_FIELD, description),))
 
 
 class ImageFetchFailed(InvalidRequest):
-    """The image is allowed to be fetched but could not be."""
+    """The URI is allowed, but the image could not be fetched."""
 
     def __init__(self, description: str) -> None:
         super().__init__((Violation(_FIELD, description),))
@@ -41,10 +41,10 @@ class RemoteImagesUnavailable(Exception):
 
 
 class ImageSource(Protocol):
-    """Where images come from that a request names by address."""
+    """Fetches images that requests name by URI."""
 
     async def fetch(self, uri: str) -> bytes:
-        """The bytes of an image file, or an `InvalidRequest` that says why not."""
+        """The bytes of an image file. Raises an `InvalidRequest` that says why there are none."""
         ...
 
     async def close(self) -> None:
@@ -65,7 +65,7 @@ class NoRemoteImages:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What to ask whom. `path` has the query too."""
+    """A URI in its parts. `path` includes the query."""
 
     scheme: str
     host: str
@@ -117,7 +117,7 @@ def parse_hosts(text: str) -> tuple[AllowedHost, ...]:
 
 
 def allowed_target(uri: str, hosts: tuple[AllowedHost, ...]) -> Target:
-    """What a URI names. Raises `ImageUriNotAllowed` where it is not on one of the hosts."""
+    """The parts of a URI. Raises `ImageUriNotAllowed` where it is not on one of the hosts."""
     if len(uri) > MAX_URI_CHARS:
         raise ImageUriNotAllowed(f"is longer than {MAX_URI_CHARS} characters")
     # Parsers of URIs disagree about anything else than printable ASCII, and about backslashes.
@@ -140,7 +140,7 @@ def allowed_target(uri: str, hosts: tuple[AllowedHost, ...]) -> Target:
 
 
 def is_public(address: str) -> bool:
-    """Whether an address of the internet protocol is one that everybody can reach, and not one inside a network."""
+    """Whether an IP address is public, and not one of a private or local network."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
         inner = ip.ipv4_mapped or ip.sixtofour

@@ -1,7 +1,7 @@
-"""Images that a request names by address, fetched within bounds. Who may be asked is decided by `image_uris.py`.
+"""Fetches images that requests name by URI, with limits on size and time. `image_uris.py` decides which.
 
-The address that a name stands for is looked up once, checked, and connected to, so that a second look-up cannot
-lead elsewhere. No cookies, no proxies, no credentials; redirects only within the same host.
+The name of a host is resolved once; the address is checked and connected to, so that a second resolution cannot
+give another address. No cookies, no proxies, no credentials; redirects only within the same host.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _REDIRECTS = frozenset((301, 302, 303, 307, 308))
 _HEADERS = (
     ("User-Agent", f"kestrel-grpc/{__version__}"),
     ("Accept", "image/*"),
-    # A compressed answer could be small on the way and huge here.
+    # A small compressed answer could be huge when decompressed.
     ("Accept-Encoding", "identity"),
 )
 
@@ -41,7 +41,7 @@ _HEADERS = (
 class RemoteImages:
     """Fetches from `hosts`, at most `max_bytes` and for at most `timeout_s` each. Belongs to one event loop.
 
-    `data:` URIs are read too. `allows_address` says which addresses may be connected to.
+    `data:` URIs are decoded too. `allows_address` says which IP addresses may be connected to.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class RemoteImages:
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
         self._data_uris = DataUris(max_bytes)
-        # A fetch above this number waits, as long as its time allows.
+        # Further fetches wait, until their timeout.
         self._pool = httpcore2.AsyncConnectionPool(
             ssl_context=ssl_context,
             max_connections=MAX_CONCURRENT_FETCHES,
@@ -85,7 +85,7 @@ class RemoteImages:
         await self._pool.aclose()
 
     async def _follow(self, target: Target) -> bytes:
-        """What the target holds, or what it redirects to on the same host."""
+        """The content of the target, or of what it redirects to on the same host."""
         host = target.host
         for _ in range(MAX_REDIRECTS + 1):
             found = await self._get(target)
@@ -97,7 +97,7 @@ class RemoteImages:
         raise ImageFetchFailed(f"redirects more than {MAX_REDIRECTS} times")
 
     async def _get(self, target: Target) -> bytes | str:
-        """The content, or the address that the host names instead."""
+        """The content, or the URI that the host redirects to."""
         url = httpcore2.URL(scheme=target.scheme, host=target.host, port=target.port, target=target.path)
         async with self._pool.stream("GET", url, headers=_HEADERS) as response:
             headers = {name.lower(): value for name, value in response.headers}
@@ -120,11 +120,11 @@ class RemoteImages:
 
 
 class _CheckedNetwork(httpcore2.AsyncNetworkBackend):
-    """Looks a host up and connects to those of its addresses that are allowed."""
+    """Resolves a host and connects to those of its addresses that are allowed."""
 
     def __init__(self, allows_address: Callable[[str], bool]) -> None:
         self._allows_address = allows_address
-        self._network: Any = httpcore2.AnyIOBackend()  # typed as whatever it would be without anyio
+        self._network: Any = httpcore2.AnyIOBackend()  # its declared type is that without anyio installed
 
     async def connect_tcp(
         self,

@@ -1,7 +1,7 @@
-"""Histograms in Prometheus' form that cost little to add to. Knows no metric by name.
+"""Histograms for Prometheus to which adding a value is cheap. Knows no metric by name.
 
-Prometheus' own lock every bucket, since any thread may add to them. These are added to by one thread and read by
-any, so a reader may miss what is being added; what it reads once, it reads from then on.
+Those of Prometheus' client lock every bucket, since any thread may add to them. Here one thread adds and any thread
+reads: a reader may miss a value that is being added, but counts never decrease.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Series:
         self._sum += value
 
     def read(self) -> tuple[list[int], float]:
-        """How many values lie at or below each bound, then how many there are; and their sum."""
+        """The numbers of values at or below each bound, then of all values; and the sum of all values."""
         total = self._sum
         return list(accumulate(tuple(self._counts))), total
 

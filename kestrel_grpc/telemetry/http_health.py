@@ -1,6 +1,6 @@
-"""A small HTTP port for machines: `/metrics` as Prometheus text, `/healthz` (alive) and `/readyz` (takes requests).
+"""An HTTP port for probes: `/metrics` as Prometheus text, `/healthz` (alive) and `/readyz` (takes requests).
 
-Served by a thread of its own, so that a busy event loop is measured like an idle one. Knows no RPC.
+Served by a thread of its own, so that a busy event loop does not delay it. Knows no RPC.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class HealthPort:
 
 
 class _ThreadingServer(ThreadingMixIn, WSGIServer):
-    """A thread for each connection, so that one that says nothing holds up nobody."""
+    """A thread for each connection, so that an idle one does not delay the others."""
 
     daemon_threads = True
 
@@ -79,7 +79,7 @@ class _ThreadingServerV6(_ThreadingServer):
 
 
 class _QuietHandler(WSGIRequestHandler):
-    """Logs nothing, and hangs up on who says nothing."""
+    """Logs nothing, and closes connections on which no request comes."""
 
     timeout = _CLIENT_TIMEOUT_S
 

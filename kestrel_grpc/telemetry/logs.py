@@ -1,4 +1,4 @@
-"""Logging, set up once at start, as text or as JSON; the one line that each call writes, and the one on stdout.
+"""Logging as text or JSON, set up once at start; the log line of each call; the line on standard output.
 
 A line that cannot be written, because the disk is full or the stream closed, is lost: no call fails for its log.
 """
@@ -44,20 +44,20 @@ def log_call(call: CallContext, outcome: Outcome) -> None:
 
 
 def announce(line: str) -> None:
-    """Print a line for whoever started the server; where standard output cannot be written, log it."""
+    """Print a line on standard output; log it where that cannot be written."""
     try:
         print(line, flush=True)
     except OSError as error:
         _log.warning("standard output cannot be written: %s", error.strerror)
         _log.info("%s", line)
-        # What is left in the buffer is written once more at the end of the process, and would fail it.
+        # Python writes the rest of the buffer when the process ends, which would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def set_up_logging(level: str, stream: TextIO | None = None, *, line_format: str = "text") -> None:
     """Write lines of `level` and above to `stream`, by default standard error, as `text` or `json`."""
     _claim_standard_error()
-    # Nobody reads these, and collecting them for each line costs as much as writing it.
+    # These are not part of a line, and collecting them costs as much as writing the line.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     handler = _LossyHandler(sys.stderr if stream is None else stream)
     handler.setFormatter(_JsonFormatter() if line_format == "json" else _LineFormatter())
@@ -65,7 +65,7 @@ def set_up_logging(level: str, stream: TextIO | None = None, *, line_format: str
 
 
 def _claim_standard_error() -> None:
-    """Where it is closed, the next file or socket to be opened would bear its number, and be written to."""
+    """Open standard error if it is closed: the next file or socket would get its number, and log lines with it."""
     try:
         os.fstat(2)
     except OSError:
@@ -73,7 +73,7 @@ def _claim_standard_error() -> None:
 
 
 class _LossyHandler(logging.StreamHandler[TextIO]):
-    """Loses what cannot be written. The library's own complains to standard error, which may be what is broken."""
+    """Ignores errors of writing. The standard handler writes them to standard error, which may be broken."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (overrides)
         pass
@@ -96,7 +96,7 @@ class _LineFormatter(logging.Formatter):
 
 
 class _JsonFormatter(_LineFormatter):
-    """One object a line. What a message was given by name stands as fields of its own."""
+    """One object per line. Named arguments of a message are fields of the object."""
 
     def __init__(self) -> None:
         super().__init__()

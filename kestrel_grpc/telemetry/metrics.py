@@ -1,8 +1,8 @@
-"""Every metric, once: its name, kind, unit, help, labels and buckets; and the store that calls are counted in.
+"""Defines every metric once (name, kind, unit, help, labels, buckets), and records calls in them.
 
-Names follow the OpenTelemetry conventions for RPC and generative AI where those have one, else they are ours and
-begin with `kestrel`. Counts live in a registry of Prometheus' own client: nothing runs between scrapes, and a
-collector that wants OTLP scrapes the same text. Knows no socket.
+Names follow the OpenTelemetry conventions for RPC and generative AI where those have one; the others begin with
+`kestrel`. Values are kept in a registry of Prometheus' client: nothing runs between scrapes, and OTLP collectors
+scrape the same text. Knows no socket.
 `python -m kestrel_grpc.telemetry.metrics` prints the table for the documentation.
 """
 
@@ -66,7 +66,7 @@ _FIRST_TOKEN_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08),
     *(0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
 )
-# The convention's first bucket ends at 10 ms, above all that these models take on a GPU.
+# The first bucket of the convention ends at 10 ms, which is longer than any token takes on a GPU.
 _PER_TOKEN_S = (0.0005, 0.001, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25)
 _TOKENS = tuple(4.0**power for power in range(14))
 _IMAGE_BYTES = tuple(1024.0 * 4**power for power in range(9))
@@ -75,7 +75,7 @@ CALL_DURATION = Definition(
     "rpc.server.call.duration",
     Kind.HISTOGRAM,
     "s",
-    "From a call's arrival to its end, by method and status.",
+    "From the arrival of a call to its end, by method and status.",
     ("rpc.method", "rpc.response.status_code"),
     _RPC_S,
 )
@@ -83,7 +83,7 @@ REQUEST_DURATION = Definition(
     "gen_ai.server.request.duration",
     Kind.HISTOGRAM,
     "s",
-    "From a request's arrival to its last message; error.type is the status of those that failed, else empty.",
+    "From the arrival of a request to its last message; error.type is the status of a failed request, else empty.",
     (*_GEN_AI, "error.type"),
     _REQUEST_S,
 )
@@ -99,7 +99,7 @@ TIME_PER_OUTPUT_TOKEN = Definition(
     "gen_ai.server.time_per_output_token",
     Kind.HISTOGRAM,
     "s",
-    "Time between a request's tokens, on average over those after its first.",
+    "Average time between the output tokens of a request, after its first.",
     _GEN_AI,
     _PER_TOKEN_S,
 )
@@ -107,7 +107,7 @@ TOKEN_USAGE = Definition(
     "gen_ai.client.token.usage",
     Kind.HISTOGRAM,
     "1",
-    "Tokens of a request: those of prompt and image (input), those generated (output).",
+    "Tokens of a request: of prompt and image (input), generated (output).",
     (*_GEN_AI, "gen_ai.token.type"),
     _TOKENS,
 )
@@ -115,17 +115,17 @@ FAILED = Definition(
     "kestrel.requests.failed",
     Kind.COUNTER,
     "1",
-    "Calls that ended otherwise than OK, by the reason that the caller was told.",
+    "Calls that did not end with OK, by the reason that the caller was told.",
     ("rpc.method", "reason"),
 )
 QUEUE_DURATION = Definition(
-    "kestrel.queue.duration", Kind.HISTOGRAM, "s", "How long a request waited to run.", (), _FIRST_TOKEN_S
+    "kestrel.queue.duration", Kind.HISTOGRAM, "s", "Time that a request waited before it ran.", (), _FIRST_TOKEN_S
 )
 PREPROCESS_DURATION = Definition(
     "kestrel.preprocess.duration",
     Kind.HISTOGRAM,
     "s",
-    "Decoding a request's image and building its prompt.",
+    "Time for decoding the image of a request and building its prompt.",
     (),
     _FIRST_TOKEN_S,
 )
@@ -133,25 +133,27 @@ PREFILL_DURATION = Definition(
     "kestrel.prefill.duration",
     Kind.HISTOGRAM,
     "s",
-    "From a request's admission to its first token.",
+    "From the start of a request to its first token.",
     (),
     _FIRST_TOKEN_S,
 )
 IMAGE_SIZE = Definition(
     "kestrel.image.size", Kind.HISTOGRAM, "By", "Encoded size of the images received.", (), _IMAGE_BYTES
 )
-RUNNING = Definition("kestrel.scheduler.running", Kind.GAUGE, "1", "Requests that hold key-value pages.")
-WAITING = Definition("kestrel.scheduler.waiting", Kind.GAUGE, "1", "Prepared requests that wait to run.")
-PREPROCESSING = Definition("kestrel.scheduler.preprocessing", Kind.GAUGE, "1", "Requests being prepared.")
+RUNNING = Definition(
+    "kestrel.scheduler.running", Kind.GAUGE, "1", "Requests that hold pages of the key-value cache."
+)
+WAITING = Definition("kestrel.scheduler.waiting", Kind.GAUGE, "1", "Preprocessed requests that wait to run.")
+PREPROCESSING = Definition(
+    "kestrel.scheduler.preprocessing", Kind.GAUGE, "1", "Requests that are being preprocessed."
+)
 DECODED_IMAGES = Definition(
     "kestrel.image.decoded", Kind.GAUGE, "By", "Memory of images that are being decoded or that requests hold."
 )
 KV_USED = Definition("kestrel.kv_cache.used", Kind.GAUGE, "1", "Pages of the key-value cache in use.")
 KV_CAPACITY = Definition("kestrel.kv_cache.capacity", Kind.GAUGE, "1", "Pages of the key-value cache.")
 READY = Definition("kestrel.engine.ready", Kind.GAUGE, "1", "1 while the engine takes requests, else 0.")
-RESTARTS = Definition(
-    "kestrel.engine.restarts", Kind.COUNTER, "1", "How often the engine has restarted after a failure."
-)
+RESTARTS = Definition("kestrel.engine.restarts", Kind.COUNTER, "1", "Restarts of the engine after a failure.")
 INFO = Definition(
     "kestrel.info",
     Kind.GAUGE,
@@ -177,13 +179,13 @@ _LOAD: tuple[tuple[Definition, Callable[[Load], int]], ...] = (
 
 
 class ServerMetrics:
-    """Counts calls as they end, in `registry`; the engine is asked when somebody reads.
+    """Records calls as they end, in `registry`; the engine is asked at each scrape.
 
     `record` belongs to the event loop; the registry may be read in any thread.
     """
 
     def __init__(self, engine: Engine) -> None:
-        disable_created_metrics()  # a series more for each, which no query asks for
+        disable_created_metrics()  # one more series for each metric, which is not used
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         self.registry.register(_EngineCollector(engine))
@@ -201,7 +203,7 @@ class ServerMetrics:
         self._preprocess = self._histogram(PREPROCESS_DURATION).series()
         self._prefill = self._histogram(PREFILL_DURATION).series()
         self._image_size = self._histogram(IMAGE_SIZE).series()
-        # Finding all of an answer's series by their labels would cost as much as the observations.
+        # Kept by skill: looking up each series by its labels would cost as much as the observation.
         self._answer_series: dict[str, _AnswerSeries] = {}
         engine.on_status_change(self._note_status)
 

@@ -1,4 +1,4 @@
-"""What a server is watched through, as its options ask: metrics, traces and the port for probes. Knows no RPC."""
+"""Metrics, traces and the port for probes, as the options configure them. Knows no RPC."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 class Telemetry:
-    """`observers` are told of every call that has ended. What is switched off is not there and costs nothing."""
+    """`observers` record every call that has ended. What is switched off has no observer and costs nothing."""
 
     def __init__(
         self, engine: Engine, config: ServerConfig, *, instance_id: str, is_ready: Callable[[], bool]
@@ -28,7 +28,7 @@ class Telemetry:
         self._health_port: HealthPort | None = None
         observers: list[Observer] = []
         if self._export is not None:
-            # First, so that whoever comes after knows the call's trace.
+            # First, since the other observers read the trace id of the call.
             tracer = CallTracer(
                 self._export.tracer,
                 self._export.add_part,
@@ -53,7 +53,7 @@ class Telemetry:
         return None if self._health_port is None else self._health_port.port
 
     def open(self) -> None:
-        """Listen for who wants to read. Raises `OSError`."""
+        """Open the port for metrics and probes. Raises `OSError`."""
         if self._health_port is not None and self._config.metrics_port is not None:
             self._health_port.open(self._config.metrics_host, self._config.metrics_port)
             _log.info("metrics and probes on http://%s:%d", self._config.metrics_host, self._health_port.port)

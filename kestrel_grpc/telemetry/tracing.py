@@ -1,4 +1,4 @@
-"""A trace for each call, made when it has ended: a server span, and below it where the engine's time went.
+"""A trace for each call, made when it has ended: a server span with one child for each stage in the engine.
 
     kestrel.v1.VisionService/Query
     ├── queue          waited to be prepared and to run
@@ -6,10 +6,10 @@
     ├── prefill        up to the first token
     └── decode         the other tokens
 
-The engine tells how long each part took, not when it began, so the children lie end to end from the call's start.
-Nothing is done while a call runs, and no span is ever current. Above `MAX_TRACED_PER_S` calls go untraced, so that
-tracing cannot slow a busy server down. Texts only where asked for; images never. Knows no socket: the exporter is
-the library's, set up by the standard `OTEL_*` variables.
+The engine reports how long each stage took, not when it began, so the children follow each other from the start of
+the call. Nothing is done while a call runs, and no span is ever current. At most `MAX_TRACED_PER_S` calls are
+traced, so that tracing cannot slow a busy server down. Spans hold texts only with `--trace-content`, and never
+images. The library's exporter sends them, configured by the standard `OTEL_*` variables.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kestrel_runtime.api.events import Finished, QueryOutput
 
 MAX_TRACED_PER_S = 50.0
 
-# The statuses that are the server's fault, as the convention has it.
+# The statuses that count as errors of the server, by the OpenTelemetry convention.
 _SERVER_FAULTS = frozenset(
     ("UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS")
 )
@@ -41,17 +41,17 @@ _LAST_SPANS_S = 3.0
 
 
 class TracingUnavailable(Exception):
-    """Traces were asked for and cannot be sent; the message says why."""
+    """Tracing is on, but traces cannot be sent; the message says why."""
 
 
 AddPart = Callable[[Span, str, int, int], None]
-"""Adds a child to a span that is sent: its name, and when it began and ended, in nanoseconds since the epoch."""
+"""Adds a child to a span: its name, its start and its end, in nanoseconds since the epoch."""
 
 
 class CallTracer:
-    """Makes the spans of calls that have ended, and their parts by `add_part`.
+    """Makes the spans of calls that have ended, and their children with `add_part`.
 
-    `clock` counts seconds for the bound on traced calls.
+    `clock` gives seconds, for the limit on traced calls per second.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class CallTracer:
         self._allowed_at = clock()
 
     def record(self, call: CallContext, outcome: Outcome) -> None:
-        """Trace a call that has ended, unless there were too many; the call then knows its trace."""
+        """Trace a call that has ended, within the limit, and set its `trace_id`."""
         if not self._is_allowed():
             return
         ended_ns = time.time_ns()
@@ -186,8 +186,8 @@ class TraceExport:
 
     def add_part(self, whole: Span, name: str, began_ns: int, ended_ns: int) -> None:
         """Send a span below `whole`, which is sent itself."""
-        # A span of the tracer's takes ten times as long to make, for all that these do not have: locks, attributes,
-        # events. Whether they are sent was decided with the whole.
+        # Making a span with the tracer takes ten times as long, for locks, attributes and events, which these
+        # spans do not need. Sampling was decided for the whole trace.
         parent = whole.get_span_context()
         own = SpanContext(
             parent.trace_id,
@@ -200,15 +200,15 @@ class TraceExport:
         self._processor.on_end(part)
 
     def close(self) -> None:
-        """Send what is left, if somebody takes it within a few seconds. Blocks until then."""
-        # The library tries again and again; a server that stops has no time for that.
+        """Send the remaining spans. Blocks until they are sent, for at most a few seconds."""
+        # The library retries for longer than a server that stops can wait.
         sending = threading.Thread(target=self._provider.shutdown, name="kestrel-last-spans", daemon=True)
         sending.start()
         sending.join(_LAST_SPANS_S)
 
 
 def require_tracing(environment: Mapping[str, str]) -> None:
-    """Raise `TracingUnavailable` where traces cannot be sent: cheap to ask before a model is loaded."""
+    """Raise `TracingUnavailable` where traces cannot be sent, for a check before a model is loaded."""
     protocol = environment.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or environment.get(
         "OTEL_EXPORTER_OTLP_PROTOCOL", _ONLY_PROTOCOL
     )
@@ -235,5 +235,5 @@ def _answered(finished: Finished) -> str:
 
 
 def _message(role: str, text: str) -> str:
-    """One message as the convention writes them."""
+    """One message in the format of the OpenTelemetry convention."""
     return json.dumps([{"role": role, "parts": [{"type": "text", "content": text}]}], ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""How many calls and messages a server takes at a time, worked out from its options. Knows no call."""
+"""How many calls and messages a server takes at a time, computed from its options. Knows no call."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from kestrel_grpc.wire.message_gate import GateLimits
 from kestrel_runtime.api.engine import EngineInfo
 
 MAX_SHORT_CALLS = 256
-"""Calls at a time of each kind that is answered at once: health checks, reflection, `EngineService`."""
+"""Open calls of each kind that is answered at once: health checks, reflection, `EngineService`."""
 MAX_WATCHES = 1024
-"""Streams of health at a time."""
-_SHORT_PLACES, _SHORT_HURRIED_PLACES = 1, 1
+"""Open streams of health."""
+_SHORT_PLACES, _SHORT_TIMEOUT_PLACES = 1, 1
 _SHORT_TIMEOUT_S = 2.0
-# For callers that still read their answers, or wait for room for their message.
+# For callers that still read their answers, or wait for a place for their message.
 _CALLS_BEYOND_ENGINE = 512
 
 
@@ -23,10 +23,10 @@ def max_calls(info: EngineInfo) -> int:
 
 def request_gate(config: ServerConfig) -> GateLimits:
     """For messages that may hold an image. With those of `short_gate` they fit into `max_receiving_bytes`."""
-    num_places = config.max_receiving_bytes // config.max_message_bytes - _SHORT_PLACES - _SHORT_HURRIED_PLACES
-    num_hurried = max(1, num_places // 3)
+    num_places = config.max_receiving_bytes // config.max_message_bytes - _SHORT_PLACES - _SHORT_TIMEOUT_PLACES
+    num_short = max(1, num_places // 3)
     return GateLimits(
-        places=max(1, num_places - num_hurried), hurried_places=num_hurried, timeout_s=config.receive_timeout
+        places=max(1, num_places - num_short), short_places=num_short, timeout_s=config.receive_timeout
     )
 
 
@@ -34,7 +34,7 @@ def short_gate(config: ServerConfig) -> GateLimits:
     """For messages that arrive together with their headers: those of health, reflection and `EngineService`."""
     return GateLimits(
         places=_SHORT_PLACES,
-        hurried_places=_SHORT_HURRIED_PLACES,
+        short_places=_SHORT_TIMEOUT_PLACES,
         timeout_s=min(_SHORT_TIMEOUT_S, config.receive_timeout),
-        patience_s=0.05,
+        wait_limit_s=0.05,
     )

@@ -1,13 +1,13 @@
-"""How many request messages are received at a time, and how long each may take.
+"""Limits how many request messages are received at a time, and how long each may take.
 
-The length of a message is not known before gRPC reads it, and once it does, the whole of it is held. So a call
+The length of a message is not known before it is read, and while it is read all of it is held in memory. So a call
 reads only when it has a place, and there are as many places as messages of the largest size fit into the memory
-that is set aside for them. Until then the transport holds no more of a message than the call's window.
+that is reserved for them. Until then the transport holds no more of a message than the call's window.
 
-Senders that are slow, or never finish, cannot keep the places from all others. Some places are for messages that
-have waited for a place, and by then have mostly arrived: those must be complete almost at once, or their calls end.
-And whoever did not finish a message comes after everybody else for a while. Knows nothing about tokens, messages or
-statuses.
+Slow senders cannot keep all places. Some places have a short timeout: they are given to calls that have waited for
+the wait limit, whose messages have mostly arrived by then; such a message must be complete almost at once, or its
+call ends. A sender that did not complete a message in time is a slow sender for the next minute, and gets a place
+only when no other call waits. Knows nothing about tokens, the contents of messages or statuses.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from kestrel_grpc.wire.shares import Shares
 from kestrel_runtime.api.errors import EngineUnavailable
 
 _RETRY_S = 1.0
-_SUSPICION_S = 60.0
-_MAX_SUSPECTS = 4096
-# In place of the tenant of callers that are not told apart, which then share half of the places among them.
-_SUSPECTS = "suspects"
-# The limit of a hurried message is this many turns of the event loop, so that a loop that stands still for a moment
-# ends no call.
-_HURRY_TURNS = 5
+_SLOW_SENDER_S = 60.0
+_MAX_SLOW_SENDERS = 4096
+# The tenant of slow senders without a token: together they get at most half of the places.
+_SLOW_SENDERS = "slow senders"
+# The short timeout is divided into this many waits, so that an event loop that is blocked for a moment ends no
+# call.
+_SHORT_TIMEOUT_TURNS = 5
 
 
 class MessageTimeout(Exception):
@@ -39,7 +39,7 @@ class MessageTimeout(Exception):
 
 
 class TooManyCalls(Exception):
-    """There is no room for the call or for its message. `description` says what is taken."""
+    """A limit on open calls or on messages in memory is reached. `description` says which."""
 
     def __init__(self, description: str) -> None:
         super().__init__(description)
@@ -49,26 +49,26 @@ class TooManyCalls(Exception):
 
 @dataclass(frozen=True, slots=True)
 class GateLimits:
-    """`places` and `hurried_places` count messages; the rest are seconds."""
+    """`places` and `short_places` count messages; the other fields are seconds."""
 
     places: int
-    hurried_places: int
+    short_places: int
     timeout_s: float
     """For a message that has one of the `places`; and the longest wait for a place."""
-    patience_s: float = 0.3
-    """After this long without a place a message may have one of the `hurried_places`."""
-    hurry_s: float = 0.1
-    """For a message that has one of the `hurried_places`."""
+    wait_limit_s: float = 0.3
+    """A call that has waited for this long may have one of the `short_places`."""
+    short_timeout_s: float = 0.1
+    """For a message that has one of the `short_places`."""
 
 
 class Place:
-    """Room for one message. `release` gives it back once nothing of the message is held; again does nothing."""
+    """Memory for one message. `release` gives it back once nothing of the message is held; again does nothing."""
 
-    __slots__ = ("_gate", "is_hurried", "tenant")
+    __slots__ = ("_gate", "is_short", "tenant")
 
-    def __init__(self, gate: MessageGate, tenant: str, *, is_hurried: bool) -> None:
+    def __init__(self, gate: MessageGate, tenant: str, *, is_short: bool) -> None:
         self.tenant = tenant
-        self.is_hurried = is_hurried
+        self.is_short = is_short
         self._gate: MessageGate | None = gate
 
     def release(self) -> None:
@@ -78,7 +78,7 @@ class Place:
 
 
 class _Reading:
-    """A task that reads a message, and what it was cancelled for, if it was."""
+    """A task that reads a message, and the reason for which the gate has cancelled it, if it has."""
 
     __slots__ = ("_task", "reason", "started")
 
@@ -90,13 +90,13 @@ class _Reading:
         self.reason: Exception | None = None
 
     def end(self, reason: Exception) -> None:
-        """Make the task raise this in place of what it reads."""
+        """Make the task raise this error instead of returning what it reads."""
         if self.reason is None:
             self.reason = reason
             self._task.cancel()
 
     def is_ended(self) -> bool:
-        """Asked where the task was cancelled: whether that was for the reason alone, and no caller has hung up."""
+        """For a cancelled task: whether the gate cancelled it, and not the caller as well."""
         return self.reason is not None and self._task.uncancel() == 0
 
 
@@ -109,28 +109,28 @@ class _Waiter:
         self.tenant = tenant
         self.place = place
         self.has_waited = False
-        """Whether it has waited long enough for a hurried place."""
+        """Whether it has waited for the wait limit."""
 
 
 class MessageGate:
-    """Hands out places. Belongs to one event loop.
+    """Assigns places to calls. Belongs to one event loop.
 
-    Places go to the call that has waited longest and whose tenant may have one. Hurried places go to the latest of
-    those that have waited for `patience_s`: where many senders stall, a new call does not wait for all of them.
-    Suspects, who have not finished a message in the last minute, come after all others.
+    A place goes to the call that has waited longest and whose tenant may have one. A place with the short timeout
+    goes to the latest of the calls that have waited for `wait_limit_s`: where many senders stall, a new call does
+    not wait for all of them. Slow senders come after all others.
     """
 
     def __init__(self, limits: GateLimits) -> None:
         self._limits = limits
         self._places = Shares(limits.places)
-        self._num_hurried = 0
-        # In the order of their arrival; suspects are in the second.
+        self._num_short = 0
+        # In the order of their arrival; slow senders are in the second queue.
         self._queues: tuple[dict[_Waiter, None], dict[_Waiter, None]] = ({}, {})
-        self._suspects: dict[str, float] = {}  # and until when they are, in that order
+        self._slow_senders: dict[str, float] = {}  # caller → time when it no longer counts as one, in that order
         self._readings: dict[_Reading, None] = {}  # in the order of their start
         self._is_closed = False
         self._loop = asyncio.get_running_loop()
-        # One for all readings: starting and cancelling one for each takes longer than the rest of `receive`.
+        # One timer for all readings: a timer for each would take longer than the rest of `receive`.
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -141,41 +141,41 @@ class MessageGate:
     async def receive(
         self, read: Callable[[], Awaitable[Any]], tenant: str, peer: Callable[[], str]
     ) -> tuple[Any, Place]:
-        """What `read` gives, and the place that it takes up. `peer` names the connection, where there is no tenant.
+        """What `read` returns, and the place of the message. `peer` names the connection of calls without tenant.
 
         Raises `MessageTimeout`, `TooManyCalls` where there is no place in time, and `EngineUnavailable` once the
         gate is closed.
         """
         if self._is_closed:
             raise EngineUnavailable("no messages are received any more")
-        is_suspect = bool(self._suspects) and self._is_suspect(tenant or peer())
-        group = tenant or (_SUSPECTS if is_suspect else "")
-        place = self._take(group) or await self._wait(group, self._queues[is_suspect])
+        is_slow_sender = bool(self._slow_senders) and self._is_slow_sender(tenant or peer())
+        group = tenant or (_SLOW_SENDERS if is_slow_sender else "")
+        place = self._take(group) or await self._wait(group, self._queues[is_slow_sender])
         try:
-            return await (self._read_in_a_hurry(read) if place.is_hurried else self._read(read)), place
+            return await (self._read_with_short_timeout(read) if place.is_short else self._read(read)), place
         except (MessageTimeout, TooManyCalls):
             place.release()
-            self._suspect(tenant or peer())
+            self._note_slow_sender(tenant or peer())
             raise
         except BaseException:
             place.release()
             raise
 
-    def _is_suspect(self, caller: str) -> bool:
-        until = self._suspects.get(caller)
+    def _is_slow_sender(self, caller: str) -> bool:
+        until = self._slow_senders.get(caller)
         if until is not None and until < self._loop.time():
-            del self._suspects[caller]
+            del self._slow_senders[caller]
             return False
         return until is not None
 
-    def _suspect(self, caller: str) -> None:
-        self._suspects.pop(caller, None)
-        self._suspects[caller] = self._loop.time() + _SUSPICION_S
-        if len(self._suspects) > _MAX_SUSPECTS:
-            del self._suspects[next(iter(self._suspects))]
+    def _note_slow_sender(self, caller: str) -> None:
+        self._slow_senders.pop(caller, None)
+        self._slow_senders[caller] = self._loop.time() + _SLOW_SENDER_S
+        if len(self._slow_senders) > _MAX_SLOW_SENDERS:
+            del self._slow_senders[next(iter(self._slow_senders))]
 
     def close(self) -> None:
-        """Receive nothing any more; calls that wait for their message end with `EngineUnavailable`."""
+        """Receive no further message; calls that wait for their message end with `EngineUnavailable`."""
         self._is_closed = True
         for queue in self._queues:
             for waiter in tuple(queue):
@@ -186,8 +186,8 @@ class MessageGate:
 
     def give_back(self, place: Place) -> None:
         """Called by a place that is released."""
-        if place.is_hurried:
-            self._num_hurried -= 1
+        if place.is_short:
+            self._num_short -= 1
         else:
             self._places.give_back(place.tenant)
         if any(self._queues):
@@ -195,7 +195,7 @@ class MessageGate:
 
     def _take(self, tenant: str) -> Place | None:
         """A place for a tenant, if there is one."""
-        return Place(self, tenant, is_hurried=False) if self._places.take(tenant) else None
+        return Place(self, tenant, is_short=False) if self._places.take(tenant) else None
 
     async def _read(self, read: Callable[[], Awaitable[Any]]) -> Any:
         reading = _Reading(self._loop.time())
@@ -226,12 +226,12 @@ class MessageGate:
     async def _wait(self, tenant: str, queue: dict[_Waiter, None]) -> Place:
         waiter = _Waiter(tenant, self._loop.create_future())
         queue[waiter] = None
-        timer = self._loop.call_later(self._limits.patience_s, self._hurry, waiter)
+        timer = self._loop.call_later(self._limits.wait_limit_s, self._end_wait_limit, waiter)
         try:
             async with asyncio.timeout(self._limits.timeout_s):
                 return await waiter.place
         except BaseException as error:
-            if _is_granted(waiter.place):  # in the same turn
+            if _is_granted(waiter.place):  # in the same turn of the event loop
                 waiter.place.result().release()
             if isinstance(error, TimeoutError):
                 raise TooManyCalls("other messages are being received") from None
@@ -240,18 +240,18 @@ class MessageGate:
             timer.cancel()
             queue.pop(waiter, None)
 
-    def _hurry(self, waiter: _Waiter) -> None:
+    def _end_wait_limit(self, waiter: _Waiter) -> None:
         waiter.has_waited = True
         self._grant()
 
     def _grant(self) -> None:
-        """Give the places that are free to those who wait."""
+        """Assign the free places to waiting calls."""
         for queue in self._queues:
-            self._hand(queue, self._unhurried(queue))
+            self._assign(queue, self._with_places(queue))
         for queue in self._queues:
-            self._hand(queue, self._hurried(queue))
+            self._assign(queue, self._with_short_places(queue))
 
-    def _unhurried(self, queue: dict[_Waiter, None]) -> list[tuple[_Waiter, Place]]:
+    def _with_places(self, queue: dict[_Waiter, None]) -> list[tuple[_Waiter, Place]]:
         granted: list[tuple[_Waiter, Place]] = []
         for waiter in queue:
             if self._places.is_full:
@@ -261,29 +261,29 @@ class MessageGate:
                 granted.append((waiter, place))
         return granted
 
-    def _hurried(self, queue: dict[_Waiter, None]) -> list[tuple[_Waiter, Place]]:
+    def _with_short_places(self, queue: dict[_Waiter, None]) -> list[tuple[_Waiter, Place]]:
         granted: list[tuple[_Waiter, Place]] = []
         for waiter in reversed(queue):
-            if self._num_hurried >= self._limits.hurried_places:
+            if self._num_short >= self._limits.short_places:
                 break
             if waiter.has_waited:
-                self._num_hurried += 1
-                granted.append((waiter, Place(self, waiter.tenant, is_hurried=True)))
+                self._num_short += 1
+                granted.append((waiter, Place(self, waiter.tenant, is_short=True)))
         return granted
 
-    def _hand(self, queue: dict[_Waiter, None], granted: list[tuple[_Waiter, Place]]) -> None:
+    def _assign(self, queue: dict[_Waiter, None], granted: list[tuple[_Waiter, Place]]) -> None:
         for waiter, place in granted:
             queue.pop(waiter, None)
-            if waiter.place.done():  # cancelled in this very turn
+            if waiter.place.done():  # cancelled in this turn of the event loop
                 place.release()
             else:
                 waiter.place.set_result(place)
 
-    async def _read_in_a_hurry(self, read: Callable[[], Awaitable[Any]]) -> Any:
+    async def _read_with_short_timeout(self, read: Callable[[], Awaitable[Any]]) -> Any:
         reading = asyncio.ensure_future(read())
         try:
-            for _ in range(_HURRY_TURNS):
-                await asyncio.wait((reading,), timeout=self._limits.hurry_s / _HURRY_TURNS)
+            for _ in range(_SHORT_TIMEOUT_TURNS):
+                await asyncio.wait((reading,), timeout=self._limits.short_timeout_s / _SHORT_TIMEOUT_TURNS)
                 if reading.done():
                     return reading.result()
             raise TooManyCalls("other messages are being received, and this one was not complete")

@@ -1,4 +1,4 @@
-"""The calls that have not ended yet, for whoever has to wait for them."""
+"""The calls that have not ended yet, so that a server that stops can wait for them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class OpenCalls:
         self._tasks: dict[asyncio.Task[object], Callable[[], str]] = {}
 
     def add(self, peer: Callable[[], str]) -> None:
-        """Add the task that runs, until it is done: then its caller has been told how the call ended.
+        """Add the current task until it is done; the caller has been told then how the call ended.
 
-        `peer` gives the address of the connection, as gRPC writes it.
+        `peer` gives the address of the connection, ending with `:port`.
         """
         task = asyncio.current_task()
         assert task is not None
@@ -23,11 +23,11 @@ class OpenCalls:
         task.add_done_callback(self._tasks.pop)
 
     def peer_ports(self) -> set[int]:
-        """The ports of the peers whose calls are open."""
+        """The remote ports of connections with open calls."""
         ports = (peer().rpartition(":")[2] for peer in self._tasks.values())
         return {int(port) for port in ports if port.isdecimal()}
 
     async def end(self) -> None:
-        """Wait for the calls that are open now. Those that come meanwhile are not waited for."""
+        """Wait for the calls that are open now, but not for those that arrive meanwhile."""
         if self._tasks:
             await asyncio.wait(tuple(self._tasks))

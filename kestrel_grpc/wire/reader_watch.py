@@ -1,4 +1,4 @@
-"""Ends a stream whose reader takes none of its messages. Knows only how long a write takes, not what is written."""
+"""Ends a stream whose reader takes none of its messages. Knows how long a write takes, not what is written."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class StreamIdle(Exception):
 class ReaderWatch:
     """For the length of an `async with` in the task that writes. Raises `StreamIdle` in it.
 
-    A write takes long only where the buffers between here and the reader are full. A timer for each write would be
-    dear beside the write, so there is one for the stream, which looks at how long the current write has taken.
+    A write takes long only where the buffers between server and reader are full. A timer for each write would cost
+    as much as the write, so one timer for the stream checks how long the current write has taken.
     """
 
     def __init__(self, limit_s: float) -> None:

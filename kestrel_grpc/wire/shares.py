@@ -1,4 +1,4 @@
-"""A number of things that callers share. Knows neither calls nor what is shared."""
+"""Divides a fixed number of units, such as open calls, fairly among tenants. Knows nothing about the units."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections import Counter
 
 
 class Shares:
-    """At most `limit` things are taken at a time.
+    """At most `limit` units are taken at a time.
 
     A named tenant may take one more only while it has fewer than are free: alone it gets half, two get a third
-    each. So however many of them a tenant takes, another finds one. The tenant "" stands for callers that are not
-    told apart, and may take all. Belongs to one thread.
+    each. So one tenant can never take all units. The tenant "" stands for all callers without a token, which may
+    take all. Belongs to one thread.
     """
 
     def __init__(self, limit: int) -> None:
@@ -20,7 +20,7 @@ class Shares:
 
     @property
     def is_full(self) -> bool:
-        """Whether nobody may take one."""
+        """Whether all units are taken."""
         return self._num_taken >= self.limit
 
     def take(self, tenant: str) -> bool:

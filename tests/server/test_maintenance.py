@@ -52,9 +52,9 @@ class Turns:
 
 
 def maintenance(
-    engine: Workshop, work: Callable[[], object], *, interval_s: float = 0.0, patience_s: float = NEVER_S
+    engine: Workshop, work: Callable[[], object], *, interval_s: float = 0.0, max_interval_s: float = NEVER_S
 ) -> Maintenance:
-    return Maintenance(engine, work, rest_s=SHORT_S, interval_s=interval_s, patience_s=patience_s)
+    return Maintenance(engine, work, rest_s=SHORT_S, interval_s=interval_s, max_interval_s=max_interval_s)
 
 
 async def after(delay_s: float) -> None:
@@ -88,7 +88,7 @@ async def test_an_engine_at_work_is_left_alone_until_its_calls_have_ended():
 async def test_a_server_that_never_rests_is_not_spared_for_ever():
     turns, engine = Turns(), Workshop()
     engine.num_running = 1
-    maintenance(engine, turns, patience_s=SHORT_S).note(CALL, OK)
+    maintenance(engine, turns, max_interval_s=SHORT_S).note(CALL, OK)
     await turns.next()
 
 

@@ -1,4 +1,4 @@
-"""The client that awaits. Requests and results are built elsewhere; here is the transport alone."""
+"""The asyncio client. Sends requests and reads responses; `requests` and `results` build the values."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class AsyncClient:
         spatial_refs: Sequence[SpatialRef] = (),
         **options: Unpack[CallOptions],
     ) -> AsyncTextStream[QueryResult]:
-        """Answers a question while the answer is being written. Without an image it stands alone."""
+        """Answers a question, with or without an image, as a stream of text."""
         message = requests.query(vision_pb2.QueryRequest, question, reasoning, spatial_refs, options)
         return AsyncTextStream(
             lambda: self._start(self._vision.Query, message, image, options), TextEvents(results.query_result)
@@ -96,7 +96,7 @@ class AsyncClient:
         spatial_refs: Sequence[SpatialRef] = (),
         **options: Unpack[CallOptions],
     ) -> QueryResult:
-        """Answers a question in one piece."""
+        """Answers a question in one response."""
         message = requests.query(vision_pb2.CompleteQueryRequest, question, reasoning, spatial_refs, options)
         response = await self._call(self._vision.CompleteQuery, message, image, options)
         return results.query_result(response.result)
@@ -104,7 +104,7 @@ class AsyncClient:
     def caption(
         self, image: ImageInput, *, length: Length | None = None, **options: Unpack[CallOptions]
     ) -> AsyncTextStream[CaptionResult]:
-        """Describes an image while the description is being written."""
+        """Describes an image, as a stream of text."""
         message = requests.caption(vision_pb2.CaptionRequest, length, options)
         return AsyncTextStream(
             lambda: self._start(self._vision.Caption, message, image, options),
@@ -114,7 +114,7 @@ class AsyncClient:
     async def complete_caption(
         self, image: ImageInput, *, length: Length | None = None, **options: Unpack[CallOptions]
     ) -> CaptionResult:
-        """Describes an image in one piece."""
+        """Describes an image in one response."""
         message = requests.caption(vision_pb2.CompleteCaptionRequest, length, options)
         response = await self._call(self._vision.CompleteCaption, message, image, options)
         return results.caption_result(response.result)
@@ -158,7 +158,7 @@ class AsyncClient:
         return results.segment_result(await self._call(self._vision.Segment, message, image, options))
 
     async def server_info(self, *, timeout_s: float | None = None) -> ServerInfo:
-        """Says which server this is and what it accepts."""
+        """The version, the instance and the limits of the server."""
         options = CallOptions(timeout_s=timeout_s)
         message = engine_pb2.GetServerInfoRequest()
         return results.server_info(await self._call(self._engine.GetServerInfo, message, None, options))
@@ -170,12 +170,12 @@ class AsyncClient:
         return results.models(await self._call(self._engine.ListModels, message, None, options))
 
     async def load(self, *, timeout_s: float | None = None) -> Load:
-        """Measures how busy the server is."""
+        """How busy the server is."""
         options = CallOptions(timeout_s=timeout_s)
         return results.load(await self._call(self._engine.GetLoad, engine_pb2.GetLoadRequest(), None, options))
 
     async def close(self) -> None:
-        """Ends the connection, and with it every call that is still open."""
+        """Closes the connection; calls that are still open end."""
         await self._channel.close()
 
     async def _call(self, rpc: Any, message: Any, image: ImageInput | None, options: CallOptions) -> Any:
@@ -186,9 +186,9 @@ class AsyncClient:
             raise from_rpc_error(error) from error
 
     async def _start(self, rpc: Any, message: Any, image: ImageInput | None, options: CallOptions) -> Any:
-        """The call, begun; what comes of it is awaited by the caller."""
+        """The started call, which the caller awaits."""
         if image is not None:
-            # Reading a disk or compressing a picture takes long enough to be felt in an event loop.
+            # Reading a file or compressing an image would block the event loop for too long.
             await asyncio.to_thread(put_image, message.image, image)
         return rpc(
             message,
@@ -199,7 +199,7 @@ class AsyncClient:
 
 
 class AsyncTextStream(Generic[AnyResult]):
-    """A text being written: iterate over its pieces, then take the `result`.
+    """A stream of text: iterate over its pieces, then read the `result`.
 
     The call begins with the first piece asked for. Cancelling it, leaving its `async with` block or dropping
     it before its end stops the server from writing on.
@@ -220,7 +220,7 @@ class AsyncTextStream(Generic[AnyResult]):
         self.cancel()
 
     def __del__(self) -> None:
-        # The call outlives whoever drops it: its own tasks refer to it.
+        # Without this, a call that is no longer referred to would go on: its own tasks refer to it.
         self.cancel()
 
     def __aiter__(self) -> AsyncIterator[str]:
@@ -234,18 +234,18 @@ class AsyncTextStream(Generic[AnyResult]):
         raise StopAsyncIteration
 
     async def deltas(self) -> AsyncIterator[TextDelta]:
-        """The pieces of every channel, the reasoning among them, in the order they come."""
+        """The pieces of every channel, including the reasoning, in the order of their arrival."""
         while (delta := await self._next_delta()) is not None:
             yield delta
 
     async def result(self) -> AnyResult:
-        """The whole, after reading whatever is left of the stream."""
+        """The whole result, after reading the rest of the stream."""
         while await self._next_delta() is not None:
             pass
         return self._events.result
 
     def cancel(self) -> None:
-        """Stops the writing. Does nothing once the stream has ended."""
+        """Cancels the call. Does nothing once the stream has ended."""
         if self._call is None or self._call.cancel():
             self._cancelled = True
 
@@ -262,7 +262,7 @@ class AsyncTextStream(Generic[AnyResult]):
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
         except asyncio.CancelledError:
-            # The same exception tells of this task being cancelled, which must go on, and of the stream.
+            # The same exception means that this task is cancelled, which must propagate, or that the stream is.
             task = asyncio.current_task()
             if self._cancelled and not (task is not None and task.cancelling()):
                 raise cancelled_here() from None

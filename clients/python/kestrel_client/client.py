@@ -1,4 +1,4 @@
-"""The client that blocks. Requests and results are built elsewhere; here is the transport alone."""
+"""The blocking client. Sends requests and reads responses; `requests` and `results` build the values."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Client:
         spatial_refs: Sequence[SpatialRef] = (),
         **options: Unpack[CallOptions],
     ) -> TextStream[QueryResult]:
-        """Answers a question while the answer is being written. Without an image it stands alone."""
+        """Answers a question, with or without an image, as a stream of text."""
         message = requests.query(vision_pb2.QueryRequest, question, reasoning, spatial_refs, options)
         call = self._start(self._vision.Query, message, image, options)
         return TextStream(call, TextEvents(results.query_result))
@@ -94,14 +94,14 @@ class Client:
         spatial_refs: Sequence[SpatialRef] = (),
         **options: Unpack[CallOptions],
     ) -> QueryResult:
-        """Answers a question in one piece."""
+        """Answers a question in one response."""
         message = requests.query(vision_pb2.CompleteQueryRequest, question, reasoning, spatial_refs, options)
         return results.query_result(self._call(self._vision.CompleteQuery, message, image, options).result)
 
     def caption(
         self, image: ImageInput, *, length: Length | None = None, **options: Unpack[CallOptions]
     ) -> TextStream[CaptionResult]:
-        """Describes an image while the description is being written."""
+        """Describes an image, as a stream of text."""
         message = requests.caption(vision_pb2.CaptionRequest, length, options)
         call = self._start(self._vision.Caption, message, image, options)
         return TextStream(call, TextEvents(results.caption_result))
@@ -109,7 +109,7 @@ class Client:
     def complete_caption(
         self, image: ImageInput, *, length: Length | None = None, **options: Unpack[CallOptions]
     ) -> CaptionResult:
-        """Describes an image in one piece."""
+        """Describes an image in one response."""
         message = requests.caption(vision_pb2.CompleteCaptionRequest, length, options)
         return results.caption_result(self._call(self._vision.CompleteCaption, message, image, options).result)
 
@@ -152,7 +152,7 @@ class Client:
         return results.segment_result(self._call(self._vision.Segment, message, image, options))
 
     def server_info(self, *, timeout_s: float | None = None) -> ServerInfo:
-        """Says which server this is and what it accepts."""
+        """The version, the instance and the limits of the server."""
         options = CallOptions(timeout_s=timeout_s)
         message = engine_pb2.GetServerInfoRequest()
         return results.server_info(self._call(self._engine.GetServerInfo, message, None, options))
@@ -164,12 +164,12 @@ class Client:
         return results.models(self._call(self._engine.ListModels, message, None, options))
 
     def load(self, *, timeout_s: float | None = None) -> Load:
-        """Measures how busy the server is."""
+        """How busy the server is."""
         options = CallOptions(timeout_s=timeout_s)
         return results.load(self._call(self._engine.GetLoad, engine_pb2.GetLoadRequest(), None, options))
 
     def close(self) -> None:
-        """Ends the connection, and with it every call that is still open."""
+        """Closes the connection; calls that are still open end."""
         self._channel.close()
 
     def _call(self, rpc: Any, message: Any, image: ImageInput | None, options: CallOptions) -> Any:
@@ -191,7 +191,7 @@ class Client:
 
 
 class TextStream(Generic[AnyResult]):
-    """A text being written: iterate over its pieces, then take the `result`.
+    """A stream of text: iterate over its pieces, then read the `result`.
 
     Cancelling it, leaving its `with` block or dropping it before its end stops the server from writing on.
     """
@@ -219,18 +219,18 @@ class TextStream(Generic[AnyResult]):
         raise StopIteration
 
     def deltas(self) -> Iterator[TextDelta]:
-        """The pieces of every channel, the reasoning among them, in the order they come."""
+        """The pieces of every channel, including the reasoning, in the order of their arrival."""
         while (delta := self._next_delta()) is not None:
             yield delta
 
     def result(self) -> AnyResult:
-        """The whole, after reading whatever is left of the stream."""
+        """The whole result, after reading the rest of the stream."""
         while self._next_delta() is not None:
             pass
         return self._events.result
 
     def cancel(self) -> None:
-        """Stops the writing. Does nothing once the stream has ended."""
+        """Cancels the call. Does nothing once the stream has ended."""
         self._call.cancel()
 
     def _next_delta(self) -> TextDelta | None:

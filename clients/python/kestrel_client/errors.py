@@ -1,18 +1,18 @@
-"""What a call can end in, and the one place where a gRPC status becomes an exception.
+"""The exceptions of calls, and the one place where a gRPC status becomes an exception.
 
     KestrelClientError
     ├── InvalidRequest       the request breaks a rule; carries every violation
-    ├── Unauthenticated      the server asks for a token, and the call bears none that it knows
-    ├── PermissionDenied     the token is not good for this call
+    ├── Unauthenticated      the server requires a token, and the call has no valid one
+    ├── PermissionDenied     the token does not allow this call
     ├── ModelNotFound        the server serves no model of that name
     ├── SkillUnsupported     the model has no such skill
     ├── RequestRefused       an equal request made the server fail before; it does not try again
-    ├── Overloaded           no room now, or too many calls with this token; carries when to try again
+    ├── Overloaded           a limit of the server or of the token is reached; carries when to try again
     ├── Unavailable          no server, or one that is starting or stopping; carries when to try again
     ├── DeadlineExceeded     no answer within `timeout_s`
     ├── Cancelled            the call was cancelled
-    ├── StreamIdle           nobody took the stream's messages
-    └── ServerError          anything else; the server's log knows more
+    ├── StreamIdle           the caller did not read the stream's messages
+    └── ServerError          anything else; see the server's log
 
 Every one carries the status `code`, the server's stable `reason`, its `metadata` and the `request_id` to look for
 in the server's log; the last three are empty where no server answered. A picture that cannot be read from disk
@@ -41,7 +41,7 @@ class Violation:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What the server told about a call that failed. `reason` is empty where it gave none."""
+    """What the server reported about a failed call. `reason` is empty where it gave none."""
 
     code: grpc.StatusCode
     message: str
@@ -52,7 +52,7 @@ class Failure:
 
 
 class KestrelClientError(Exception):
-    """The root of everything a call raises."""
+    """The base class of all exceptions of calls."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure)
@@ -79,11 +79,11 @@ class InvalidRequest(KestrelClientError):
 
 
 class Unauthenticated(KestrelClientError):
-    """The server asks for a token, and the call bears none that it knows."""
+    """The server requires a token, and the call has no valid one."""
 
 
 class PermissionDenied(KestrelClientError):
-    """The token is not good for this call."""
+    """The token does not allow this call."""
 
 
 class ModelNotFound(KestrelClientError):
@@ -95,11 +95,11 @@ class SkillUnsupported(KestrelClientError):
 
 
 class RequestRefused(KestrelClientError):
-    """An equal request made the server fail before, so it does not try this one. Waiting is of no use."""
+    """An equal request made the server fail before, so it does not try this one. A retry does not help."""
 
 
 class Overloaded(KestrelClientError):
-    """The server has no room now, or the token is used up. `retry_after_s` says when to try again, if known."""
+    """A limit of the server or of the token is reached. `retry_after_s` says when to try again, None if unknown."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure)
@@ -109,7 +109,7 @@ class Overloaded(KestrelClientError):
 class Unavailable(KestrelClientError):
     """No server answers, or it is starting or stopping, or the request waited for too long.
 
-    `retry_after_s` says when to try again, or None if nobody did.
+    `retry_after_s` says when to try again; None if no server said so.
     """
 
     def __init__(self, failure: Failure) -> None:
@@ -126,15 +126,15 @@ class Cancelled(KestrelClientError):
 
 
 class StreamIdle(KestrelClientError):
-    """The server ended a stream of which nothing was taken for too long: iterate over it, or cancel it."""
+    """The server ended a stream that was not read for too long: iterate over a stream, or cancel it."""
 
 
 class ServerError(KestrelClientError):
-    """The server failed, or answered what this client does not understand."""
+    """The server failed, or sent a response that this client does not understand."""
 
 
 def from_rpc_error(error: grpc.RpcError) -> KestrelClientError:
-    """The exception that says what a failed call's status says."""
+    """The exception for the status of a failed call."""
     failure = _failure(error)
     return _kind(failure)(failure)
 
@@ -190,6 +190,6 @@ def _details(error: Any) -> tuple[Any, ...]:
     try:
         status: status_pb2.Status | None = rpc_status.from_call(error)
     except (ValueError, DecodeError):
-        # Details that contradict the status, as a proxy on the way may leave them, are no details.
+        # Details that contradict the status, for example because a proxy changed it, are ignored.
         return ()
     return tuple(status.details) if status is not None else ()

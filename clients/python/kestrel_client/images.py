@@ -1,4 +1,4 @@
-"""What callers may pass as an image, turned into the bytes of an image file. Decodes nothing."""
+"""Converts what callers may pass as an image to the bytes of an image file. Decodes nothing."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ def put_image(message: media_pb2.Image, image: ImageInput) -> None:
 
 
 def is_address(image: ImageInput) -> TypeGuard[str]:
-    """Whether an image is a text that only an address can be."""
+    """Whether an image is given as a URI."""
     return isinstance(image, str) and image.lower().startswith(_SCHEMES)
 
 
 def image_bytes(image: ImageInput) -> bytes:
-    """The bytes to send. A PIL image goes as a PNG of its pixels: places in the answer are places in it."""
+    """The bytes to send. A PIL image is sent as a PNG of its pixels, so coordinates in the answer refer to them."""
     if isinstance(image, bytes | bytearray | memoryview):
         return bytes(image)
     if isinstance(image, str | os.PathLike):
         return Path(image).read_bytes()
-    # Whoever holds a PIL image has imported PIL; whoever does not need not have it installed.
+    # PIL is optional: only a caller that has imported it can pass a PIL image.
     pil = sys.modules.get("PIL.Image")
     if pil is not None and isinstance(image, pil.Image):
         return _png(image)
@@ -51,6 +51,6 @@ _PNG_MODES = frozenset({"1", "L", "LA", "I;16", "P", "RGB", "RGBA"})
 def _png(image: Image) -> bytes:
     pixels = image if image.mode in _PNG_MODES else image.convert("RGB")
     file = io.BytesIO()
-    # An orientation that came with the pixels stays behind, or the server would turn them and its answer.
+    # Without the EXIF orientation, since the server would rotate the image and its coordinates by it.
     pixels.save(file, format="PNG", compress_level=1, exif=b"")
     return file.getvalue()

@@ -1,4 +1,4 @@
-"""Python values in, request messages out, for both clients. Knows no transport; senders add the images."""
+"""Builds request messages from Python values, for both clients. Knows no transport; senders add the images."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kestrel_client.results import Box, Point
 from kestrel_client.v1 import generation_pb2, media_pb2, vision_service_pb2
 
 Length = Literal["short", "normal", "long"]
-"""How much a caption says."""
+"""The length of a caption."""
 
 SpatialRef = Point | Box
 """A part of the image that a request speaks about."""
@@ -52,7 +52,7 @@ def query(
 
 
 def caption(kind: type[AnyCaption], length: Length | None, options: CallOptions) -> AnyCaption:
-    """A wish for a caption, as a message of `kind`. Raises ValueError for a length that does not exist."""
+    """A caption request, as a message of `kind`. Raises ValueError for a length that does not exist."""
     name = "UNSPECIFIED" if length is None else length.upper()
     return kind(length=f"CAPTION_LENGTH_{name}", **_handling(options))
 
@@ -97,7 +97,7 @@ def timeout_s(options: CallOptions, default_s: float) -> float:
 
 
 def metadata(options: CallOptions, token: str | None) -> tuple[tuple[str, str], ...]:
-    """What travels beside the message."""
+    """The metadata that is sent with the message."""
     request_id = options.get("request_id")
     named = () if request_id is None else (("x-request-id", request_id),)
     return named if token is None else (*named, ("authorization", f"Bearer {token}"))

@@ -71,7 +71,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Grounding:
-    """The places that `text[start_char:end_char]` of a reasoning speaks of."""
+    """The points that `text[start_char:end_char]` of a reasoning refers to."""
 
     start_char: int
     end_char: int
@@ -80,7 +80,7 @@ class Grounding:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """What the model thought before it answered."""
+    """The reasoning of the model before its answer."""
 
     text: str
     groundings: tuple[Grounding, ...]
@@ -98,7 +98,7 @@ class TextDelta:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a request took, in tokens. The input includes the image."""
+    """Tokens of a request. The input includes the image."""
 
     input_token_count: int
     output_token_count: int
@@ -107,7 +107,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Where the time went on the server, in seconds."""
+    """Durations of the stages on the server, in seconds."""
 
     queue_s: float
     preprocess_s: float
@@ -118,7 +118,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What every result says about its request. `request_id` finds it in the server's log."""
+    """What every result reports about its request. `request_id` identifies it in the server's log."""
 
     request_id: str
     model: str
@@ -129,7 +129,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueryResult(Result):
-    """A whole answer; `reasoning` is None where none was asked for."""
+    """A whole answer; `reasoning` is None where none was requested."""
 
     answer: str
     reasoning: Reasoning | None
@@ -176,7 +176,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """Which server this is. `instance_id` is another after every start."""
+    """Which server this is. `instance_id` changes with every start."""
 
     server_version: str
     instance_id: str
@@ -186,7 +186,7 @@ class ServerInfo:
 
 @dataclass(frozen=True, slots=True)
 class SkillDefaults:
-    """What a server does where a request says nothing; None where the skill has no such setting."""
+    """Defaults of a skill, for fields that a request leaves out; None where the skill has no such field."""
 
     skill: str
     temperature: float
@@ -258,7 +258,7 @@ def text_delta(message: generation_pb2.TextDelta) -> TextDelta:
 
 
 def server_info(message: engine_service_pb2.GetServerInfoResponse) -> ServerInfo:
-    """A server's account of itself, read."""
+    """The server's information, read."""
     limits = Limits(
         max_message_bytes=message.limits.max_message_bytes,
         max_image_bytes=message.limits.max_image_bytes,

@@ -1,4 +1,4 @@
-"""How the events of a text stream become pieces and a result, for both clients. Knows no transport."""
+"""Converts the events of a text stream to pieces and a result, for both clients. Knows no transport."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class TextEvents(Generic[AnyResult]):
 
     @property
     def result(self) -> AnyResult:
-        """The whole, once the stream has ended."""
+        """The whole result, once the stream has ended."""
         if self._result is None:
             raise ServerError(Failure(grpc.StatusCode.INTERNAL, "the stream ended without a result"))
         return self._result
 
 
 def cancelled_here() -> Cancelled:
-    """The error of whoever reads on after cancelling."""
+    """The error for reading a stream after cancelling it."""
     return Cancelled(Failure(grpc.StatusCode.CANCELLED, "the stream was cancelled"))

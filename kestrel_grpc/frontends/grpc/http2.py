@@ -8,10 +8,10 @@ from __future__ import annotations
 MAX_CONCURRENT_STREAMS = 100
 """Calls that one connection may have open. Further ones wait in the client, which is told the number at first."""
 UNREAD_BYTES = 256 * 1024
-"""What a peer may send of a call's message before the server reads it."""
+"""How much of a call's message a client may send before the server reads it."""
 MAX_PING_STRIKES = 100
-"""Pings that may come too early in a row. A peer that pings every 10 seconds and whose pings were held up for a
-minute sends seven at once; one that sends a hundred is a flood, and its connection is closed."""
+"""How many pings in a row may come too early before the connection is closed. A client that pings every 10 seconds
+sends seven at once after a minute of network delay; a hundred are a flood."""
 _MIN_PING_INTERVAL_MS = 10_000
 _IDENTITY_ONLY = 1
 
@@ -26,22 +26,21 @@ def server_options(max_message_bytes: int) -> tuple[tuple[str, int], ...]:
         ("grpc.so_reuseport", 0),
         # Without it one connection can open and reset calls faster than the event loop can end them.
         ("grpc.max_concurrent_streams", MAX_CONCURRENT_STREAMS),
-        # It counts calls until their memory is freed, and refuses those that an honest client with many calls under
-        # way makes in the meantime.
+        # It counts calls until their memory is freed, and so refuses calls of ordinary clients that make many.
         ("grpc.http.overload_protection", 0),
         # With it gRPC widens the window of every call to what the network carries, whether the call is read or not:
-        # on a fast network whole messages would be held for callers that have not been let in.
+        # on a fast network whole messages would be held in memory for calls that are not admitted yet.
         ("grpc.http2.bdp_probe", 0),
         ("grpc.http2.lookahead_bytes", UNREAD_BYTES),
         # A compressed message can be a thousand times larger once it is decompressed, which gRPC does before the
         # length is checked. Images are compressed already. Compressed messages are refused with UNIMPLEMENTED.
         ("grpc.compression_enabled_algorithms_bitset", _IDENTITY_ONLY),
-        # A long prefill sends nothing; clients that ping meanwhile must not be sent away.
+        # During a long prefill nothing is sent; clients that ping meanwhile must not be disconnected.
         ("grpc.http2.min_ping_interval_without_data_ms", _MIN_PING_INTERVAL_MS),
         ("grpc.http2.max_ping_strikes", MAX_PING_STRIKES),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.keepalive_time_ms", 60_000),
         ("grpc.keepalive_timeout_ms", 20_000),
-        # The same for a peer whose kernel still acknowledges: by itself that waits a minute.
+        # The same for a client that hangs while its kernel still acknowledges packets; the default is a minute.
         ("grpc.http2.ping_timeout_ms", 20_000),
     )

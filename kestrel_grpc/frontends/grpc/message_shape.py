@@ -1,4 +1,4 @@
-"""What a serialized request may look like, checked before protobuf turns it into objects.
+"""Limits on serialized requests, checked before protobuf turns them into objects.
 
 A field that takes two bytes on the wire takes forty in memory, and checking it takes a microsecond: a message as
 large as an image could hold millions. So apart from the payload of one image a message is small, and it has few
@@ -32,7 +32,7 @@ def check_shape(message: bytes, image_field: int | None, max_image_bytes: int) -
 
     `image_field` is the number of the field that holds a `kestrel.v1.Image`, whose longest field is the payload;
     None where there is no such field. Raises `ImageError` for an image above `max_image_bytes`, and `DecodeError`
-    where the message is none.
+    where the bytes are no protobuf message.
     """
     num_bytes = len(message)
     if num_bytes <= _UNCHECKED_BYTES:

@@ -1,8 +1,8 @@
-"""protobuf → runtime requests, one function per RPC of `VisionService`; here the wire's messages are left behind.
+"""Converts protobuf to the engine's requests, one function per RPC of `VisionService`.
 
-An absent field becomes None or the default of the request type. What only the wire can get wrong (a oneof without a
-member, an unknown enum value) is reported together with every violation that the request type finds. Knows
-nothing about calls, statuses or the engine.
+An absent field becomes None or the default of the request type. Violations that only protobuf allows (a oneof
+without a member, an unknown enum value) are reported together with those that the request type finds. Knows nothing
+about calls, statuses or the engine.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _about_objects(
 
 
 def _build(violations: list[Violation], construct: Callable[[], RequestT]) -> RequestT:
-    """The request, or everything wrong with it: what the wire got wrong first."""
+    """The request. Raises `InvalidRequest` with all violations, those found here first."""
     try:
         request = construct()
     except InvalidRequest as error:
@@ -193,7 +193,7 @@ def _spatial_refs(messages: Sequence[media_pb2.SpatialRef], violations: list[Vio
             refs.append(BoxRef(box.x_min, box.y_min, box.x_max, box.y_max))
         else:
             violations.append(Violation(f"spatial_refs[{index}]", "needs a point or a box"))
-            refs.append(_PLACEHOLDER_REF)  # keeps the index of those behind it
+            refs.append(_PLACEHOLDER_REF)  # keeps the indices of the following ones
     return tuple(refs)
 
 

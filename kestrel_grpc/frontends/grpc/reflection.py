@@ -1,6 +1,6 @@
 """Server reflection in both versions, v1 and v1alpha: the same messages under two package names.
 
-The descriptors are served from a pool of our own, which holds the served services and nothing else of the process.
+The descriptors come from a separate pool, which holds the served services and nothing else of the process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def add_reflection(services: AdmittedServices, files: Iterable[Any]) -> None:
         _add(pool, file)
         names += [service.full_name for service in file.services_by_name.values()]
     pool.Add(_as_v1(reflection_pb2.DESCRIPTOR))
-    # Its handler ignores the context, in place of which it is given the call.
+    # Its handler ignores the context, and so can be given a `CallContext`.
     handler: Any = grpc.stream_stream_rpc_method_handler(
         aio.ReflectionServicer(frozenset(names), pool).ServerReflectionInfo,
         request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,

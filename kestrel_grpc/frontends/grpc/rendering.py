@@ -1,6 +1,6 @@
-"""Runtime events and results → protobuf, for every RPC of `VisionService`. Knows nothing about calls or the engine.
+"""Converts the engine's events and results to protobuf. Knows nothing about calls or the engine.
 
-`request_id` and `model` say whose answer it is; they are in `started` and in the `info` of every result.
+`request_id` and `model` are sent in `started` and in the `info` of every result.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ FOREVER_S = 3600.0
 AT_ONCE_S = 0.0
 
 
-def gate(places: int = 1, hurried_places: int = 1, **limits: float) -> MessageGate:
-    defaults = {"timeout_s": FOREVER_S, "patience_s": FOREVER_S, "hurry_s": FOREVER_S}
-    return MessageGate(GateLimits(places, hurried_places, **{**defaults, **limits}))
+def gate(places: int = 1, short_places: int = 1, **limits: float) -> MessageGate:
+    defaults = {"timeout_s": FOREVER_S, "wait_limit_s": FOREVER_S, "short_timeout_s": FOREVER_S}
+    return MessageGate(GateLimits(places, short_places, **{**defaults, **limits}))
 
 
 class Sender:
@@ -141,7 +141,7 @@ async def test_a_caller_that_hangs_up_as_it_gets_a_place_passes_it_on() -> None:
 
 
 async def test_a_call_without_a_place_in_time_is_refused() -> None:
-    door = gate(hurried_places=0, timeout_s=0.05)
+    door = gate(short_places=0, timeout_s=0.05)
     _, place = await door.receive(ready, "", peer)
     with pytest.raises(TooManyCalls):
         await door.receive(ready, "", peer)
@@ -150,27 +150,27 @@ async def test_a_call_without_a_place_in_time_is_refused() -> None:
 
 
 async def test_where_senders_stall_a_message_that_has_arrived_is_read_all_the_same() -> None:
-    door = gate(places=3, patience_s=0.01)
+    door = gate(places=3, wait_limit_s=0.01)
     tasks = [await stalled(door) for _ in range(3)]
     message, place = await door.receive(ready, "", peer)
-    assert (message, place.is_hurried) == (b"ready", True)
+    assert (message, place.is_short) == (b"ready", True)
     place.release()
     await ended(*tasks)
 
 
 async def test_a_message_that_has_waited_and_still_has_not_arrived_is_refused() -> None:
-    door = gate(patience_s=0.01, hurry_s=0.01)
+    door = gate(wait_limit_s=0.01, short_timeout_s=0.01)
     first = await stalled(door)
     with pytest.raises(TooManyCalls):
         await door.receive(Sender().read, "", peer)
-    _, place = await door.receive(ready, "", peer)  # the hurried place is free again
-    assert place.is_hurried
+    _, place = await door.receive(ready, "", peer)  # the short place is free again
+    assert place.is_short
     place.release()
     await ended(first)
 
 
 async def test_a_new_call_does_not_wait_for_all_that_stall() -> None:
-    door = gate(patience_s=AT_ONCE_S, hurry_s=0.01)
+    door = gate(wait_limit_s=AT_ONCE_S, short_timeout_s=0.01)
     first = await stalled(door)
     stalling = [asyncio.create_task(door.receive(Sender().read, "", peer)) for _ in range(50)]
     await asyncio.sleep(0)
@@ -181,8 +181,8 @@ async def test_a_new_call_does_not_wait_for_all_that_stall() -> None:
     await ended(first, *stalling)
 
 
-async def test_a_loop_that_stands_still_ends_no_hurried_message() -> None:
-    door = gate(patience_s=AT_ONCE_S, hurry_s=0.05)
+async def test_a_loop_that_stands_still_ends_no_short_message() -> None:
+    door = gate(wait_limit_s=AT_ONCE_S, short_timeout_s=0.05)
     first = await stalled(door)
     sender = Sender()
     loop = asyncio.get_running_loop()
@@ -226,26 +226,26 @@ async def test_a_caller_that_hangs_up_as_the_gate_closes_has_hung_up() -> None:
 
 
 async def test_whoever_did_not_finish_a_message_comes_after_all_others() -> None:
-    door = gate(places=1, hurried_places=1, patience_s=AT_ONCE_S, hurry_s=0.01)
+    door = gate(places=1, short_places=1, wait_limit_s=AT_ONCE_S, short_timeout_s=0.01)
     first = await stalled(door)
     with pytest.raises(TooManyCalls):
         await door.receive(Sender().read, "", lambda: "slow")
-    hurried = asyncio.create_task(door.receive(ready, "", peer))
-    _, place = await hurried
-    suspect = asyncio.create_task(door.receive(ready, "", lambda: "slow"))
+    short = asyncio.create_task(door.receive(ready, "", peer))
+    _, place = await short
+    slow_sender = asyncio.create_task(door.receive(ready, "", lambda: "slow"))
     await asyncio.sleep(0)
     clean = asyncio.create_task(door.receive(ready, "", lambda: "quick"))
     await asyncio.sleep(0)
-    first.cancel()  # its place goes to the later one, which is no suspect
+    first.cancel()  # its place goes to the later one, which is no slow_sender
     _, other_place = await clean
-    assert not suspect.done()
+    assert not slow_sender.done()
     place.release()
-    await suspect
+    await slow_sender
     other_place.release()
 
 
 async def test_those_who_did_not_finish_share_half_of_the_places() -> None:
-    door = gate(places=4, hurried_places=0, timeout_s=0.02)
+    door = gate(places=4, short_places=0, timeout_s=0.02)
     for _ in range(2):
         with pytest.raises(MessageTimeout):
             await door.receive(Sender().read, "", lambda: "slow")
@@ -257,7 +257,7 @@ async def test_those_who_did_not_finish_share_half_of_the_places() -> None:
 
 
 async def test_suspicion_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(message_gate, "_SUSPICION_S", -1.0)
+    monkeypatch.setattr(message_gate, "_SLOW_SENDER_S", -1.0)
     door = gate(places=2, timeout_s=0.02)
     with pytest.raises(MessageTimeout):
         await door.receive(Sender().read, "", peer)
@@ -268,9 +268,9 @@ async def test_suspicion_passes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_no_more_than_so_many_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(message_gate, "_MAX_SUSPECTS", 3)
+    monkeypatch.setattr(message_gate, "_MAX_SLOW_SENDERS", 3)
     door = gate(timeout_s=0.001)
     for number in range(5):
         with pytest.raises(MessageTimeout):
             await door.receive(Sender().read, "", lambda: str(number))  # noqa: B023 called before the next turn
-    assert len(door._suspects) == 3
+    assert len(door._slow_senders) == 3

@@ -1,8 +1,7 @@
-"""Ends the connections of servers whose calls have ended, so that no client is told that its call was cancelled.
+"""Ends the connections of a server whose calls have ended, so that new calls on them fail with UNAVAILABLE.
 
-While gRPC's server shuts down it resets calls that arrive with CANCELLED, which clients do not retry, and it has no
-way to turn them away before. A connection that is closed means UNAVAILABLE to the calls on it, which clients retry
-elsewhere.
+While gRPC's server shuts down, it resets arriving calls with CANCELLED, which clients do not retry, and it cannot
+refuse them earlier. On a connection that is closed, calls fail with UNAVAILABLE, which clients retry elsewhere.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from kestrel_grpc.frontends.grpc.connections.own_sockets import OwnSockets, is_l
 
 
 def hang_up(sockets: OwnSockets) -> None:
-    """Accept no further connection, and send no more on those that there are. What has been sent still arrives."""
-    # First those that accept, so that no connection is made in place of one that is ended.
+    """Accept no further connection, and send no more on the existing ones. What has been sent still arrives."""
+    # Listening sockets first, so that clients cannot reconnect.
     for are_listening, how in ((True, socket.SHUT_RD), (False, socket.SHUT_WR)):
         for _, item in sockets.each():
             with contextlib.suppress(OSError):  # the peer has closed it

@@ -1,8 +1,8 @@
-"""Closes idle connections where file descriptors run out, so that new ones can be accepted.
+"""Closes idle connections when file descriptors run out, so that new ones can be accepted.
 
-gRPC leaves new connections waiting while there is no descriptor for them, for as long as others keep theirs. A
-client whose idle connection is closed connects anew with its next call, and notices nothing. Needs Linux, where the
-system says how long nothing has been sent on a connection; elsewhere nothing is closed.
+gRPC does not accept a connection while there is no descriptor for it. A client whose idle connection is closed
+reconnects with its next call, without an error. Needs Linux, where the system reports for how long nothing was sent
+on a connection; elsewhere nothing is closed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kestrel_grpc.frontends.grpc.connections.own_sockets import OwnSockets, is_l
 
 _EVERY_S = 0.25
 _MIN_IDLE_S = 0.5
-# Of the limit, an eighth is kept free for connections to come, and for files that the server opens.
+# An eighth of the limit is kept free, for new connections and for files that the server opens.
 _FREE_SHARE, _MIN_FREE, _MAX_FREE = 8, 16, 1024
 _LOG_EVERY_S = 60.0
 # In Linux's struct tcp_info, milliseconds since data was last sent and received.
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 class IdleConnections:
-    """Watches the descriptors of this process. `busy_ports` gives the ports of peers whose calls are open."""
+    """Watches this process's descriptors. `busy_ports` gives the remote ports of connections with open calls."""
 
     def __init__(self, sockets: OwnSockets, busy_ports: Callable[[], Collection[int]]) -> None:
         self._sockets = sockets
@@ -46,7 +46,7 @@ class IdleConnections:
             await asyncio.sleep(_EVERY_S)
             if not is_short_of_descriptors():
                 continue
-            # A call that begins from now on has sent its headers, so that its connection is not idle any more.
+            # A call that begins after this has sent its headers, so that its connection does not count as idle.
             num_closed = await asyncio.to_thread(close_idle, self._sockets, self._busy_ports())
             if loop.time() >= may_log_at:
                 may_log_at = loop.time() + _LOG_EVERY_S
@@ -83,7 +83,7 @@ def close_idle(sockets: OwnSockets, busy_ports: Collection[int], *, min_idle_s: 
     chosen = sorted(idle_s, key=idle_s.__getitem__, reverse=True)[: (num_connections + 1) // 2]
     num_closed = 0
     for number, item in sockets.each():
-        # The number may mean another socket by now.
+        # The number may belong to another socket by now.
         if number in chosen and not is_listening(item) and _idle_s(item, busy_ports) >= min_idle_s:
             with contextlib.suppress(OSError):  # the peer has closed it
                 item.shutdown(socket.SHUT_RDWR)
@@ -92,7 +92,7 @@ def close_idle(sockets: OwnSockets, busy_ports: Collection[int], *, min_idle_s: 
 
 
 def _idle_s(item: socket.socket, busy_ports: Collection[int]) -> float:
-    """For how long nothing was sent or received; -1 where it is busy, or nobody is there any more."""
+    """For how long nothing was sent or received; -1 where calls are open, or the connection has ended."""
     try:
         if item.getpeername()[1] in busy_ports:
             return -1.0

@@ -1,7 +1,7 @@
-"""The sockets of this process that belong to given ports and paths, also where no descriptor is left.
+"""Finds the sockets of this process on given ports and paths, even when all file descriptors are in use.
 
-gRPC accepts and closes connections in threads of its own and tells nobody. Each socket is looked at through a
-descriptor that is kept for that, so that its number cannot come to mean another one meanwhile.
+gRPC accepts and closes connections in threads of its own and does not report them. Each socket is examined through
+a descriptor that is reserved for that, so that closing the original meanwhile cannot make it mean another socket.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _DESCRIPTORS = "/dev/fd"
 
 
 class OwnSockets:
-    """Keeps two descriptors until it is closed. For any thread; one looks at a time."""
+    """Keeps two descriptors until it is closed. May be used from any thread; one iterates at a time."""
 
     def __init__(self, ports: Collection[int], paths: Collection[str] = ()) -> None:
         self._ports, self._paths = frozenset(ports), frozenset(paths)
@@ -49,7 +49,7 @@ class OwnSockets:
                     with contextlib.suppress(OSError):
                         yield from self._seen(number)
             finally:
-                # Else the last one would stay open.
+                # Without this, the last socket would stay open.
                 os.dup2(self._nothing, self._view, inheritable=False)
 
     def _seen(self, number: int) -> Iterator[tuple[int, socket.socket]]:
@@ -73,7 +73,7 @@ class OwnSockets:
 
 
 def is_listening(item: socket.socket) -> bool:
-    """Whether it accepts connections rather than being one."""
+    """Whether the socket accepts connections; otherwise it is a connection."""
     return bool(item.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
