@@ -41,7 +41,7 @@ from kestrel_grpc.frontends.grpc import rendering
 from kestrel_grpc.server import Server
 from kestrel_grpc.telemetry.logs import set_up_logging
 from kestrel_runtime.api.config import EngineConfig
-from kestrel_runtime.api.engine import EngineInfo, EngineStatus, Load
+from kestrel_runtime.api.engine import EngineInfo, EngineStatus, Load, SkillDefaults
 from kestrel_runtime.api.events import (
     Event,
     Finished,
@@ -87,7 +87,18 @@ class EmptyEngine:
 
     def __init__(self) -> None:
         config = EngineConfig(model="empty")
-        self.info = EngineInfo("empty", None, "none", ("query", "point"), "cpu", "float32", 4096, 16, 0, config)
+        self.info = EngineInfo(
+            "empty",
+            None,
+            "none",
+            {name: SkillDefaults(0.0, 1.0) for name in ("query", "point")},
+            "cpu",
+            "float32",
+            4096,
+            16,
+            0,
+            config,
+        )
         self.status = EngineStatus.SERVING
         self._running: list[tuple[Stream, list[Event]]] = []
 

@@ -28,7 +28,7 @@ from bench.harness.workload import QUESTIONS, chart
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.requests import Query, SamplingParams
 from kestrel_runtime.interfaces.tokens import Token
-from kestrel_runtime.loading.loaded_model import LoadedModel
+from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.models.moondream.verify.prompt_run import PromptRun, plain_float32
 
 TOLERANCES: Mapping[str, float] = MappingProxyType(

@@ -48,7 +48,7 @@ from kestrel_runtime.api.events import Finished
 from kestrel_runtime.api.requests import Request
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.interfaces.tokens import Token
-from kestrel_runtime.loading.loaded_model import LoadedModel
+from kestrel_runtime.models.loaded_model import LoadedModel
 
 TOLERANCES: Mapping[str, float] = MappingProxyType(
     {"float32": 1e-4, "float16": 5e-3, "bfloat16": 0.02, "float8": 0.1}

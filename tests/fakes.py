@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from kestrel_runtime.api.config import EngineConfig
-from kestrel_runtime.api.engine import EngineInfo, EngineStatus, Load
+from kestrel_runtime.api.engine import EngineInfo, EngineStatus, Load, SkillDefaults
 from kestrel_runtime.api.errors import (
     DeadlineExceeded,
     EngineUnavailable,
@@ -46,7 +46,13 @@ HOLD = object()
 Script = Callable[[Request], Iterable[object]]
 
 TIMING = Timing(queue_s=0.001, preprocess_s=0.002, prefill_s=0.5, time_to_first_token_s=1.5, decode_s=0.25)
-SKILLS = ("query", "caption", "point", "detect", "segment")
+SKILLS = {
+    "query": SkillDefaults(temperature=0.2, top_p=0.9, max_tokens=768),
+    "caption": SkillDefaults(temperature=0.2, top_p=0.9, max_tokens=768),
+    "point": SkillDefaults(temperature=0.0, top_p=1.0, max_objects=150),
+    "detect": SkillDefaults(temperature=0.0, top_p=1.0, max_objects=150),
+    "segment": SkillDefaults(temperature=0.0, top_p=1.0, max_tokens=768),
+}
 
 
 def answers(request: Request) -> list[Event]:
@@ -81,10 +87,21 @@ class FakeEngine:
     """
 
     def __init__(
-        self, script: Script = answers, *, skills: tuple[str, ...] = SKILLS, max_queued_requests: int = 256
+        self, script: Script = answers, *, skills: Iterable[str] = SKILLS, max_queued_requests: int = 256
     ) -> None:
         config = EngineConfig(model="fake", max_queued_requests=max_queued_requests)
-        self.info = EngineInfo("fake", None, "moondream3", skills, "cpu", "float32", 4096, 16, 1_000_000, config)
+        self.info = EngineInfo(
+            "fake",
+            None,
+            "moondream3",
+            {name: SKILLS[name] for name in skills},
+            "cpu",
+            "float32",
+            4096,
+            16,
+            1_000_000,
+            config,
+        )
         self.status = EngineStatus.SERVING
         self.requests: list[Request] = []
         self.deadlines_s: list[float | None] = []

@@ -8,7 +8,7 @@ import torch
 from bench import dimension_sweep
 from bench.dimension_sweep import HEADINGS, Row, needed_references, shape_of, summary, write_fixture
 from kestrel_ops import Kernels
-from kestrel_runtime.loading.loaded_model import LoadedModel
+from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.models.moondream.verify import Case
 from kestrel_runtime.models.moondream.verify.tolerances import Comparison
 

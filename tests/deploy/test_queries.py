@@ -27,7 +27,7 @@ from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.server import Server
 from kestrel_grpc.telemetry.metrics import METRICS, Kind
 from kestrel_runtime.engine.engine import LocalEngine
-from kestrel_runtime.loading.loaded_model import LoadedModel
+from kestrel_runtime.models.loaded_model import LoadedModel
 from tests.golden import CHECKOUT, MD3_SMALL, image_paths
 
 PROMETHEUS = CHECKOUT / "deploy" / "prometheus"

@@ -20,7 +20,7 @@ from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.errors import InvalidRequest
 from kestrel_runtime.api.requests import Request
 from kestrel_runtime.engine.preprocessing import Preprocessor
-from kestrel_runtime.loading.loaded_model import LoadedModel
+from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.scheduling.sequence import SequenceClock
 from tests.fuzzing.images import damaged, images
 from tests.runtime.preprocessors import new_preprocessor

@@ -9,8 +9,7 @@ from PIL import Image
 from kestrel_runtime.engine.offending_requests import Culprits
 from kestrel_runtime.engine.preprocessing import Preprocessor
 from kestrel_runtime.imaging.tiles import DecodedImage, Tiles, keep_decoded
-from kestrel_runtime.loading.loaded_model import LoadedModel
-from kestrel_runtime.models.moondream.tiling import MoondreamTiling
+from kestrel_runtime.models.loaded_model import LoadedModel
 
 
 def new_preprocessor(
@@ -22,9 +21,11 @@ def new_preprocessor(
     **settings: Any,
 ) -> Preprocessor:
     """One worker, unless `settings` say otherwise; `keeps_decoded`: tiles are not made by the worker."""
-    tiling = MoondreamTiling(loaded.model.config.vision)
+    config, family = loaded.model.config, loaded.family
+    tiling = family.tiling(config)
     if make_tiles is None:
         make_tiles = partial(keep_decoded, tiling=tiling) if keeps_decoded else tiling.make_tiles
     settings = {"max_context": 1000, "max_image_pixels": 10**6, "num_threads": 1} | settings
     culprits = Culprits() if culprits is None else culprits
-    return Preprocessor(loaded.model.config, loaded.tokenizer, culprits, tiling, make_tiles, **settings)
+    skills = family.skills(config)
+    return Preprocessor(config, skills, loaded.tokenizer, culprits, tiling, make_tiles, **settings)

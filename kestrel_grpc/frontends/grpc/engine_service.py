@@ -4,15 +4,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from kestrel_client.v1 import engine_service_pb2 as wire
 from kestrel_grpc import __version__
 from kestrel_grpc.wire.call_context import CallContext
-from kestrel_runtime.api.engine import Engine
+from kestrel_runtime.api.engine import Engine, SkillDefaults
 from kestrel_runtime.api.memory_plan import MemoryPlan
-from kestrel_runtime.models.moondream.skills import SKILLS
-from kestrel_runtime.models.moondream.skills.base import DEFAULT_MAX_OBJECTS, DEFAULT_MAX_TOKENS
 
 
 class EngineService:
@@ -90,14 +88,15 @@ def _memory_plan(plan: MemoryPlan) -> wire.MemoryPlan:
     )
 
 
-def _skill_defaults(skills: tuple[str, ...]) -> Iterator[wire.SkillDefaults]:
-    for name in skills:
-        sampling = SKILLS[name].defaults
-        defaults = wire.SkillDefaults(skill=name, temperature=sampling.temperature, top_p=sampling.top_p)
-        if name in ("point", "detect"):
-            defaults.max_objects = DEFAULT_MAX_OBJECTS
-        else:
-            defaults.max_tokens = DEFAULT_MAX_TOKENS
+def _skill_defaults(skills: Mapping[str, SkillDefaults]) -> Iterator[wire.SkillDefaults]:
+    for name, given in skills.items():
+        defaults = wire.SkillDefaults(
+            skill=name,
+            temperature=given.temperature,
+            top_p=given.top_p,
+            max_tokens=given.max_tokens,
+            max_objects=given.max_objects,
+        )
         if name == "query":
             defaults.reasoning = False
         yield defaults

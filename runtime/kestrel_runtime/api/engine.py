@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -27,13 +27,25 @@ class EngineStatus(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class SkillDefaults:
+    """What a skill takes where the caller leaves a setting open."""
+
+    temperature: float
+    top_p: float
+    max_tokens: int | None = None
+    """None where the number of objects limits the answer."""
+    max_objects: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class EngineInfo:
     """What is served, for discovery."""
 
     model: str
     revision: str | None
     architecture: str
-    skills: tuple[str, ...]
+    skills: Mapping[str, SkillDefaults]
+    """By name, in the order in which clients are told them."""
     device: str
     dtype: str
     max_context_tokens: int

@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 
-import torch
-
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.engine import EngineInfo, EngineStatus, Load
 from kestrel_runtime.api.errors import (
@@ -40,12 +38,12 @@ from kestrel_runtime.engine.workers import Interrupted
 from kestrel_runtime.execution.cuda_stream import CudaStream
 from kestrel_runtime.imaging.device_tiler import DeviceTiler
 from kestrel_runtime.imaging.tiles import Tiling, max_kept_bytes
-from kestrel_runtime.loading.loaded_model import LoadedModel
+from kestrel_runtime.models.family import config_of
+from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.models.moondream.execution_config import FastPaths
 from kestrel_runtime.models.moondream.memory_needs import new_cache, plan_cache, weight_bytes
 from kestrel_runtime.models.moondream.model_paths import ModelPaths
 from kestrel_runtime.models.moondream.runner import new_step_runner
-from kestrel_runtime.models.moondream.tiling import MoondreamTiling, Tiler
 from kestrel_runtime.scheduling.admission import Admission, Burden, QueueLimits
 from kestrel_runtime.scheduling.limits import StepBounds
 from kestrel_runtime.scheduling.page_pool import PagePool
@@ -73,7 +71,8 @@ class LocalEngine:
 
         Raises `CheckpointError` where the model cannot be served as `config` says.
         """
-        model_config = loaded.model.config
+        model_config = config_of(loaded.model)
+        skills = loaded.family.skills(model_config)
         paths = FastPaths.of(config, loaded.model.device.type, loaded.model)
         bounds = StepBounds.of(config, loaded.model.device.type)
         loaded_bytes = weight_bytes(loaded.model)
@@ -81,7 +80,7 @@ class LocalEngine:
         model_paths = ModelPaths.of(
             loaded.model, paths, max_batch_size=bounds.max_batch_size, frees_originals=owns_model
         )
-        tiling = MoondreamTiling(model_config.vision)
+        tiling = loaded.family.tiling(model_config)
         max_decoded_bytes = _max_decoded_bytes(config, bounds, tiling, decoded=paths.resizes_images)
         num_pages, memory = plan_cache(
             loaded.model,
@@ -94,19 +93,19 @@ class LocalEngine:
         _log.info("memory of %s:\n%s", loaded.model.device, memory.table())
         cache = new_cache(loaded.model, config, num_pages)
         self._pages = PagePool(cache.num_pages, config.page_size)
-        max_context = min(model_config.text.max_context, cache.num_pages * config.page_size)
+        max_context = min(model_config.max_context, cache.num_pages * config.page_size)
         _log.info(
             "KV cache: %s tokens, %.1f GiB, %.1f requests of full length (%s tokens)",
             f"{cache.num_pages * config.page_size:,}",
             cache.num_bytes / 2**30,
-            cache.num_pages * config.page_size / model_config.text.max_context,
-            f"{model_config.text.max_context:,}",
+            cache.num_pages * config.page_size / model_config.max_context,
+            f"{model_config.max_context:,}",
         )
         self.info = EngineInfo(
             model=loaded.checkpoint.name,
             revision=loaded.checkpoint.revision,
-            architecture=f"moondream{model_config.generation}",
-            skills=model_config.skills,
+            architecture=model_config.architecture,
+            skills={name: skill.defaults for name, skill in skills.items()},
             device=loaded.model.device.type,
             dtype=str(loaded.model.dtype).removeprefix("torch."),
             max_context_tokens=max_context,
@@ -126,12 +125,15 @@ class LocalEngine:
         self._admission = Admission(
             QueueLimits(config.max_queued_requests, config.max_queued_image_bytes, config.max_queued_tokens)
         )
-        self._num_image_tokens = model_config.vision.num_image_tokens
+        self._num_image_tokens = model_config.positions_per_image
         make_tiles = tiling.make_tiles
         if paths.resizes_images:
-            make_tiles = _device_tiler(tiling, loaded.model.device, paths, bounds.max_batch_size)
+            tile = loaded.family.tile_on_device(model_config, loaded.model.device, paths.kernels.resample)
+            on_stream = CudaStream(loaded.model.device).entered
+            make_tiles = DeviceTiler(tiling, tile, on_stream, max_images=bounds.max_batch_size)
         self._preprocessor = Preprocessor(
             model_config,
+            skills,
             loaded.tokenizer,
             culprits,
             tiling,
@@ -358,11 +360,6 @@ class LocalEngine:
                     callback(status)
                 except Exception:  # the others must hear of it all the same, and the engine go on with its end
                     _log.exception("a callback failed to take the status %s", status.name)
-
-
-def _device_tiler(tiling: MoondreamTiling, device: torch.device, paths: FastPaths, max_images: int) -> DeviceTiler:
-    tiler = Tiler(tiling, device, paths.kernels.resample)
-    return DeviceTiler(tiling, tiler.make_tiles, CudaStream(device).entered, max_images=max_images)
 
 
 def _max_decoded_bytes(config: EngineConfig, bounds: StepBounds, tiling: Tiling, *, decoded: bool) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 
 from PIL import Image
@@ -20,11 +20,10 @@ from kestrel_runtime.engine.workers import Interrupted, Job, Workers
 from kestrel_runtime.imaging.decoding import decode_image, inspect_image
 from kestrel_runtime.imaging.formats.header import ImageHeader
 from kestrel_runtime.imaging.tiles import DecodedImage, Tiles, Tiling, tiles_bytes
+from kestrel_runtime.interfaces.family import ModelConfig, Skill
 from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.memory.image_budget import MemoryBudget
-from kestrel_runtime.models.moondream.config import MoondreamConfig
-from kestrel_runtime.models.moondream.skills import SKILLS
 from kestrel_runtime.scheduling.sequence import Sequence, SequenceClock
 
 MAX_DECODING_BYTES = 512 * 2**20
@@ -43,7 +42,8 @@ class Preprocessor:
 
     def __init__(
         self,
-        config: MoondreamConfig,
+        config: ModelConfig,
+        skills: Mapping[str, Skill],
         tokenizer: Tokenizer,
         culprits: Culprits,
         tiling: Tiling,
@@ -61,6 +61,7 @@ class Preprocessor:
         tiles are freed.
         """
         self._config = config
+        self._skills = skills
         self._tokenizer = tokenizer
         self._culprits = culprits
         self._max_context = max_context
@@ -139,9 +140,9 @@ class Preprocessor:
         fingerprint = fingerprint_of(request)
         if fingerprint in self._culprits:
             raise RequestRefused(f"{fingerprint} has failed before")
-        config, skill = self._config, SKILLS[request.skill]
-        prompt = [Token(config.tokenizer.bos_id), *skill.prompt(request, self._tokenizer, config)]
-        num_image_tokens = 0 if request.image is None else config.vision.num_image_tokens
+        config, skill = self._config, self._skills[request.skill]
+        prompt = [Token(config.bos_id), *skill.prompt(request, self._tokenizer, config)]
+        num_image_tokens = 0 if request.image is None else config.positions_per_image
         num_positions = len(prompt) + num_image_tokens
         if num_positions >= self._max_context:
             raise ContextLengthExceeded(skill.text_field, num_positions, self._max_context)

@@ -1,1 +1,1 @@
-"""The model families the engine can run, one package each."""
+"""The model families that the engine can run, one package each, and the registry that finds them by name."""

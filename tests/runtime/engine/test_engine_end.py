@@ -37,7 +37,7 @@ from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.engine.isolation import Recovery
 from kestrel_runtime.engine.loop import EngineLoop
 from kestrel_runtime.engine.preprocessing import Preprocessor
-from kestrel_runtime.loading.loaded_model import LoadedModel
+from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.scheduling import batch as step_batch
 from kestrel_runtime.scheduling import deadlines, page_pool, scheduler, sequence, waiting_queue
 from kestrel_runtime.scheduling.batch import Batch

@@ -7,7 +7,7 @@ from kestrel_runtime.api.errors import EngineUnavailable, ModelNotFound, Overloa
 from kestrel_runtime.api.requests import Caption, RequestOptions
 from kestrel_runtime.api.stream import Stream
 from kestrel_runtime.engine.engine import LocalEngine
-from kestrel_runtime.loading.loaded_model import LoadedModel
+from kestrel_runtime.models.loaded_model import LoadedModel
 from tests.runtime.engine.test_engine import endless
 
 

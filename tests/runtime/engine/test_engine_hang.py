@@ -15,7 +15,7 @@ from kestrel_runtime.api.events import Started
 from kestrel_runtime.api.requests import Query, SamplingParams
 from kestrel_runtime.api.stream import Outbox, Stream
 from kestrel_runtime.engine.engine import LocalEngine
-from kestrel_runtime.loading.loaded_model import LoadedModel
+from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.scheduling.batch import Batch
 from tests.runtime.fake_runner import FakeHandle, FakeRunner
 

@@ -11,7 +11,7 @@ from kestrel_runtime.api.errors import EngineUnavailable, ImageError
 from kestrel_runtime.api.requests import Caption
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.engine.workers import Interrupted
-from kestrel_runtime.loading.loaded_model import LoadedModel
+from kestrel_runtime.models.loaded_model import LoadedModel
 from tests import hostile_images
 from tests.runtime.engine.test_engine import SMALL_IMAGE, error_of, settled
 

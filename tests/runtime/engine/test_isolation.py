@@ -19,7 +19,7 @@ from kestrel_runtime.engine.offending_requests import fingerprint_of
 from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.execution.request_state import RequestState
 from kestrel_runtime.execution.step_runner import StepRunner
-from kestrel_runtime.loading.loaded_model import LoadedModel
+from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.models.moondream.skills.query import QuerySkill
 from kestrel_runtime.scheduling.batch import Chunk, EncodeItem
 from kestrel_runtime.scheduling.sequence import Sequence

@@ -13,7 +13,7 @@ from kestrel_runtime.engine.loop import EngineLoop
 from kestrel_runtime.engine.offending_requests import Culprits
 from kestrel_runtime.engine.probes import new_probes
 from kestrel_runtime.execution.step_runner import StepHandle, StepRunner
-from kestrel_runtime.loading.loaded_model import LoadedModel
+from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.models.moondream.execution_config import FastPaths
 from kestrel_runtime.models.moondream.memory_needs import new_cache
 from kestrel_runtime.models.moondream.runner import new_step_runner

@@ -17,7 +17,7 @@ from kestrel_runtime.api.errors import InternalError, RequestRefused
 from kestrel_runtime.api.requests import Query
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.engine.offending_requests import fingerprint_of
-from kestrel_runtime.loading.loaded_model import LoadedModel
+from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.scheduling.sequence import Sequence
 from tests.golden import MD3_SMALL
 from tests.runtime.engine.test_isolation import ENCODE, POISON, PREFILL, bystanders, outcome, outcomes, watch

@@ -24,8 +24,7 @@ from kestrel_runtime.engine.offending_requests import Culprits, fingerprint_of
 from kestrel_runtime.engine.preprocessing import Preprocessor
 from kestrel_runtime.engine.workers import Interrupted
 from kestrel_runtime.imaging.tiles import DecodedImage, keep_decoded
-from kestrel_runtime.loading.loaded_model import LoadedModel
-from kestrel_runtime.models.moondream.tiling import MoondreamTiling
+from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.scheduling.sequence import SequenceClock
 from tests import hostile_images
 from tests.golden import MD3_SMALL
@@ -144,7 +143,7 @@ class OneWorker:
     def __init__(self, moondream3: LoadedModel) -> None:
         self.widths: list[int] = []
         self._has_begun, self._may_go_on = threading.Event(), threading.Event()
-        self._tiling = MoondreamTiling(moondream3.model.config.vision)
+        self._tiling = moondream3.family.tiling(moondream3.model.config)
         self.preprocessor = new_preprocessor(moondream3, make_tiles=self._make_tiles, ageing_s=10.0)
 
     def after(self, *waiting: tuple[Priority, float], tenants: str = "") -> list[int]:

@@ -17,7 +17,7 @@ from kestrel_runtime.engine.isolation import Recovery
 from kestrel_runtime.engine.loop import EngineLoop
 from kestrel_runtime.engine.offending_requests import Culprits
 from kestrel_runtime.imaging.tiles import Tiles
-from kestrel_runtime.loading.loaded_model import LoadedModel
+from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.scheduling.admission import Admission, QueueLimits
 from kestrel_runtime.scheduling.batch import Batch
 from kestrel_runtime.scheduling.page_pool import PagePool

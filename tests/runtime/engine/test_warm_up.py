@@ -11,7 +11,7 @@ from kestrel_runtime.api.requests import Request
 from kestrel_runtime.api.stream import Stream
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.engine.warm_up import WarmUpFailed, warm_up
-from kestrel_runtime.loading.loaded_model import LoadedModel
+from kestrel_runtime.models.loaded_model import LoadedModel
 from tests.golden import MD2_SMALL, MD3_SMALL
 
 

@@ -21,7 +21,7 @@ from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.execution import step_runner as runner_module
 from kestrel_runtime.execution.graph_capture import Recorder, Recording
 from kestrel_runtime.interfaces.tokens import TokenRule
-from kestrel_runtime.loading.loaded_model import LoadedModel
+from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.models.moondream import executor as executor_module
 from kestrel_runtime.models.moondream.execution_config import FastPaths
 from kestrel_runtime.models.moondream.sampling import value_kinds

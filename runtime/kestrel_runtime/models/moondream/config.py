@@ -206,6 +206,29 @@ class MoondreamConfig:
         return 3 if self.text.tau_attn or self.text.moe is not None else 2
 
     @property
+    def architecture(self) -> str:
+        """The name of the generation."""
+        return f"moondream{self.generation}"
+
+    @property
+    def vocab_size(self) -> int:
+        return self.text.vocab_size
+
+    @property
+    def max_context(self) -> int:
+        """The most positions of a sequence."""
+        return self.text.max_context
+
+    @property
+    def bos_id(self) -> int:
+        return self.tokenizer.bos_id
+
+    @property
+    def positions_per_image(self) -> int:
+        """The positions of an image, which follow the first token."""
+        return self.vision.num_image_tokens
+
+    @property
     def skills(self) -> tuple[str, ...]:
         """The skills that this model has templates for, in a fixed order."""
         known = ("query", "caption", "point", "detect", "segment")

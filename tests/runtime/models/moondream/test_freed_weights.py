@@ -13,7 +13,7 @@ from torch import nn
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.requests import Caption, Detect, Point, Query, Request, SamplingParams
 from kestrel_runtime.engine.engine import LocalEngine
-from kestrel_runtime.loading.loaded_model import LoadedModel
+from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.models.moondream import fused_weights
 from kestrel_runtime.models.moondream.execution_config import FastPaths
 from kestrel_runtime.models.moondream.fused_vision import FusedVision

@@ -62,7 +62,7 @@ async def test_models_tell_their_skills_and_the_defaults_in_force() -> None:
     model, info = models[0], house.engine.info
     assert (model.architecture, model.device, model.dtype) == (info.architecture, info.device, info.dtype)
     assert (model.max_context_token_count, model.parameter_count) == (4096, 1_000_000)
-    assert tuple(model.skills) == info.skills
+    assert tuple(model.skills) == tuple(info.skills)
     defaults = {item.skill: item for item in model.defaults}
     assert set(defaults) == set(info.skills)
     assert (round(defaults["query"].temperature, 6), round(defaults["query"].top_p, 6)) == (0.2, 0.9)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
+from kestrel_runtime.api.engine import SkillDefaults
 from kestrel_runtime.api.events import TextChannel, TextDelta
 from kestrel_runtime.api.requests import BoxRef, SpatialRef
 from kestrel_runtime.interfaces.output import OutputParser
@@ -17,21 +17,13 @@ DEFAULT_MAX_TOKENS = 768
 DEFAULT_MAX_OBJECTS = 150
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingDefaults:
-    """What a skill takes where the caller leaves a setting open."""
-
-    temperature: float
-    top_p: float
-
-
 class Skill(ABC):
     """A task of the model. Stateless: one instance serves all requests."""
 
-    name: ClassVar[str]
-    text_field: ClassVar[str]
+    name: str
+    text_field: str
     """The request's field that holds free text, named where the prompt is too long."""
-    defaults: ClassVar[SamplingDefaults]
+    defaults: SkillDefaults
 
     @abstractmethod
     def prompt(self, request: Any, tokenizer: Tokenizer, config: MoondreamConfig) -> list[Token]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kestrel_runtime.api.engine import SkillDefaults
 from kestrel_runtime.api.errors import InvalidRequest, Violation
 from kestrel_runtime.api.events import CaptionOutput, FinishReason, TextChannel, TextDelta
 from kestrel_runtime.api.requests import Caption
@@ -12,7 +13,6 @@ from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.models.moondream.skills.base import (
     DEFAULT_MAX_TOKENS,
-    SamplingDefaults,
     Skill,
     TextEmitter,
     text_tokens,
@@ -24,7 +24,7 @@ class CaptionSkill(Skill):
 
     name = "caption"
     text_field = "length"
-    defaults = SamplingDefaults(temperature=0.2, top_p=0.9)
+    defaults = SkillDefaults(temperature=0.2, top_p=0.9, max_tokens=DEFAULT_MAX_TOKENS)
 
     def prompt(self, request: Caption, tokenizer: Tokenizer, config: MoondreamConfig) -> list[Token]:
         templates = config.tokenizer.templates["caption"]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from kestrel_runtime.api.engine import SkillDefaults
 from kestrel_runtime.api.events import Box, DetectOutput
 from kestrel_runtime.api.requests import Detect
 from kestrel_runtime.interfaces.output import OutputParser
 from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.models.moondream.config import MoondreamConfig
-from kestrel_runtime.models.moondream.skills.base import SamplingDefaults, Skill
+from kestrel_runtime.models.moondream.skills.base import DEFAULT_MAX_OBJECTS, Skill
 from kestrel_runtime.models.moondream.skills.point import ObjectParser, object_prompt
 
 
@@ -17,7 +18,7 @@ class DetectSkill(Skill):
 
     name = "detect"
     text_field = "object"
-    defaults = SamplingDefaults(temperature=0.0, top_p=1.0)
+    defaults = SkillDefaults(temperature=0.0, top_p=1.0, max_objects=DEFAULT_MAX_OBJECTS)
 
     def prompt(self, request: Detect, tokenizer: Tokenizer, config: MoondreamConfig) -> list[Token]:
         return object_prompt(self.name, request, tokenizer, config)

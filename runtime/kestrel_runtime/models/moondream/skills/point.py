@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
+from kestrel_runtime.api.engine import SkillDefaults
 from kestrel_runtime.api.events import FinishReason, Location, PointOutput, TextDelta
 from kestrel_runtime.api.requests import Detect, Point
 from kestrel_runtime.interfaces.output import OutputParser
@@ -17,7 +18,6 @@ from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.models.moondream.skills.base import (
     DEFAULT_MAX_OBJECTS,
-    SamplingDefaults,
     Skill,
     spatial_tokens,
     text_tokens,
@@ -29,7 +29,7 @@ class PointSkill(Skill):
 
     name = "point"
     text_field = "object"
-    defaults = SamplingDefaults(temperature=0.0, top_p=1.0)
+    defaults = SkillDefaults(temperature=0.0, top_p=1.0, max_objects=DEFAULT_MAX_OBJECTS)
 
     def prompt(self, request: Point, tokenizer: Tokenizer, config: MoondreamConfig) -> list[Token]:
         return object_prompt(self.name, request, tokenizer, config)

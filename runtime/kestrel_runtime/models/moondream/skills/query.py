@@ -7,6 +7,7 @@ Source: the public reference's `_generate_reasoning` and `_generate_answer`.
 
 from __future__ import annotations
 
+from kestrel_runtime.api.engine import SkillDefaults
 from kestrel_runtime.api.events import (
     FinishReason,
     Grounding,
@@ -24,7 +25,6 @@ from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.models.moondream.config import MoondreamConfig, TokenizerConfig
 from kestrel_runtime.models.moondream.skills.base import (
     DEFAULT_MAX_TOKENS,
-    SamplingDefaults,
     Skill,
     TextEmitter,
     spatial_tokens,
@@ -38,7 +38,7 @@ class QuerySkill(Skill):
 
     name = "query"
     text_field = "question"
-    defaults = SamplingDefaults(temperature=0.2, top_p=0.9)
+    defaults = SkillDefaults(temperature=0.2, top_p=0.9, max_tokens=DEFAULT_MAX_TOKENS)
 
     def prompt(self, request: Query, tokenizer: Tokenizer, config: MoondreamConfig) -> list[Token]:
         template = config.tokenizer.templates["query"]

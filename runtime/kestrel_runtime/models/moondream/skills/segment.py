@@ -7,6 +7,7 @@ from 0 to 960 over the box. Source: the peer engine's description of the format 
 
 from __future__ import annotations
 
+from kestrel_runtime.api.engine import SkillDefaults
 from kestrel_runtime.api.events import FinishReason, SegmentMask, SegmentOutput, TextDelta
 from kestrel_runtime.api.requests import Segment
 from kestrel_runtime.interfaces.output import OutputParser
@@ -16,7 +17,6 @@ from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.models.moondream.skills.base import (
     DEFAULT_MAX_TOKENS,
-    SamplingDefaults,
     Skill,
     spatial_tokens,
     text_tokens,
@@ -30,7 +30,7 @@ class SegmentSkill(Skill):
 
     name = "segment"
     text_field = "object"
-    defaults = SamplingDefaults(temperature=0.0, top_p=1.0)
+    defaults = SkillDefaults(temperature=0.0, top_p=1.0, max_tokens=DEFAULT_MAX_TOKENS)
 
     def prompt(self, request: Segment, tokenizer: Tokenizer, config: MoondreamConfig) -> list[Token]:
         template = config.tokenizer.templates["segment"]

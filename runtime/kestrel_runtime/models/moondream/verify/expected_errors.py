@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.requests import Request
-from kestrel_runtime.loading.loaded_model import LoadedModel
+from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.models.moondream.verify.formats import Formats
 from kestrel_runtime.models.moondream.verify.prompt_run import PromptRun, pages_of_context, plain_float32
 from kestrel_runtime.models.moondream.verify.prompt_tensors import prompt_tensors

@@ -27,7 +27,7 @@ from kestrel_runtime.api.errors import CheckpointError, KestrelError
 from kestrel_runtime.api.requests import Query
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.imaging.decoding import decode_image
-from kestrel_runtime.loading.loaded_model import LoadedModel
+from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.models.moondream.tiling import MoondreamTiling
 from kestrel_runtime.models.moondream.verify.answers import answer_differs, answer_of, request_of
 from kestrel_runtime.models.moondream.verify.expected_errors import PromptErrors, expected_errors

@@ -19,11 +19,12 @@ from kestrel_runtime.engine.offending_requests import Culprits
 from kestrel_runtime.engine.preprocessing import Preprocessor
 from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.interfaces.tokens import Token
-from kestrel_runtime.loading.loaded_model import LoadedModel
+from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.models.moondream.execution_config import FastPaths
 from kestrel_runtime.models.moondream.memory_needs import new_cache
 from kestrel_runtime.models.moondream.model_paths import ModelPaths
 from kestrel_runtime.models.moondream.runner import new_step_runner
+from kestrel_runtime.models.moondream.skills import SKILLS
 from kestrel_runtime.models.moondream.tiling import MoondreamTiling
 from kestrel_runtime.scheduling.batch import Batch, Chunk, EncodeItem
 from kestrel_runtime.scheduling.limits import StepBounds
@@ -68,6 +69,7 @@ class PromptRun:
         tiling = MoondreamTiling(loaded.model.config.vision)
         self._preprocessor = Preprocessor(
             loaded.model.config,
+            SKILLS,
             loaded.tokenizer,
             Culprits(),
             tiling,

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from bench.dimension_sweep import shape_of, write_fixture
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.requests import Query
-from kestrel_runtime.loading.loaded_model import LoadedModel
+from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.models.moondream.verify import GoldenFolder
 from kestrel_runtime.models.moondream.verify import expected_errors as module
 from kestrel_runtime.models.moondream.verify.formats import Formats

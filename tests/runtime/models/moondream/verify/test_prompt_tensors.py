@@ -6,7 +6,7 @@ from bench.dimension_sweep import shape_of, write_fixture
 from bench.harness.workload import chart
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.requests import Query
-from kestrel_runtime.loading.loaded_model import LoadedModel
+from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.models.moondream import fused_weights
 from kestrel_runtime.models.moondream.verify.prompt_run import PromptRun
 from kestrel_runtime.models.moondream.verify.prompt_tensors import DECODED_HIDDEN, HIDDEN, prompt_tensors

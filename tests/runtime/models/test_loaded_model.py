@@ -8,7 +8,7 @@ import torch
 
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.errors import CheckpointError
-from kestrel_runtime.loading.loaded_model import LoadedModel
+from kestrel_runtime.models.loaded_model import LoadedModel
 from tests.golden import MD2_SMALL, MD3_SMALL
 
 

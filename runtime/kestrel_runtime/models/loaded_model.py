@@ -1,9 +1,10 @@
-"""From a configuration to a model in memory: device, dtype, checkpoint, tokenizer."""
+"""From an engine's configuration to a model in memory: device, dtype, checkpoint, family, tokenizer."""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -12,8 +13,8 @@ from kestrel_runtime.api.errors import CheckpointError
 from kestrel_runtime.loading.checkpoint import Checkpoint, find_checkpoint
 from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.memory.host_limits import available_processors
-from kestrel_runtime.models.moondream.model import Moondream
-from kestrel_runtime.models.moondream.weights import load_moondream_state
+from kestrel_runtime.models.family import ModelFamily, config_of
+from kestrel_runtime.models.registry import family_of
 
 _log = logging.getLogger(__name__)
 
@@ -22,11 +23,13 @@ _log = logging.getLogger(__name__)
 class LoadedModel:
     """A model ready to run, and where it came from."""
 
-    model: Moondream
+    family: ModelFamily
+    model: Any
+    """The family's own object; see `LoadedWeights`."""
     tokenizer: Tokenizer
     checkpoint: Checkpoint
     num_parameters: int
-    """Elements of all weights; the scales of float8 experts are not counted."""
+    """Elements of all weights."""
 
     @classmethod
     def load(cls, config: EngineConfig) -> LoadedModel:
@@ -35,17 +38,16 @@ class LoadedModel:
         # More threads than a container's quota has processors would be stopped together, again and again.
         torch.set_num_threads(min(torch.get_num_threads(), available_processors()))
         checkpoint = find_checkpoint(config.model, config.revision)
-        model_config, state = load_moondream_state(checkpoint)
-        model = Moondream.from_state(model_config, state, device, _dtype(dtype, device))
+        family = family_of(checkpoint)
+        model, num_parameters = family.load(checkpoint, device, _dtype(dtype, device))
         tokenizer = Tokenizer.from_file(checkpoint.tokenizer_file)
-        if tokenizer.vocab_size > model_config.text.vocab_size:
+        if tokenizer.vocab_size > config_of(model).vocab_size:
             raise CheckpointError(
                 f"{checkpoint.tokenizer_file} has {tokenizer.vocab_size} tokens, "
-                f"the model only {model_config.text.vocab_size}"
+                f"the model only {config_of(model).vocab_size}"
             )
         _log.info("loaded %s on %s as %s", checkpoint.name, device, model.dtype)
-        weights = (tensor for name, tensor in model.named_parameters() if not name.endswith(".scale"))
-        return cls(model, tokenizer, checkpoint, sum(tensor.numel() for tensor in weights))
+        return cls(family, model, tokenizer, checkpoint, num_parameters)
 
 
 def _device(name: str) -> torch.device:

@@ -1,0 +1,46 @@
+"""Moondream as generic code sees it. The registry imports this module by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from kestrel_runtime.imaging.tiles import DecodedImage
+from kestrel_runtime.loading.checkpoint import Checkpoint
+from kestrel_runtime.models.family import LoadedWeights, ModelFamily
+from kestrel_runtime.models.moondream.config import MoondreamConfig
+from kestrel_runtime.models.moondream.model import Moondream
+from kestrel_runtime.models.moondream.skills import SKILLS
+from kestrel_runtime.models.moondream.skills.base import Skill
+from kestrel_runtime.models.moondream.tiling import MoondreamTiling, Tiler
+from kestrel_runtime.models.moondream.weights import load_moondream_state
+
+
+class MoondreamFamily:
+    """Moondream 2 and 3."""
+
+    def load(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> LoadedWeights:
+        """Float8 experts keep their type. Their scales are not counted as parameters. Raises `CheckpointError`."""
+        config, state = load_moondream_state(checkpoint)
+        model = Moondream.from_state(config, state, device, dtype)
+        weights = (tensor for name, tensor in model.named_parameters() if not name.endswith(".scale"))
+        return LoadedWeights(model, sum(tensor.numel() for tensor in weights))
+
+    def skills(self, config: MoondreamConfig) -> Mapping[str, Skill]:
+        """Those for which the model has prompt templates."""
+        return {name: skill for name, skill in SKILLS.items() if config.tokenizer.templates.get(name)}
+
+    def tiling(self, config: MoondreamConfig) -> MoondreamTiling:
+        """Overlapping square tiles."""
+        return MoondreamTiling(config.vision)
+
+    def tile_on_device(
+        self, config: MoondreamConfig, device: torch.device, resample: Callable[[Tensor, Tensor, int], Tensor]
+    ) -> Callable[[DecodedImage], Tensor]:
+        """A function that belongs to one thread."""
+        return Tiler(MoondreamTiling(config.vision), device, resample).make_tiles
+
+
+FAMILY: ModelFamily = MoondreamFamily()

@@ -1,0 +1,39 @@
+"""Finds the family of a checkpoint. A family is imported when a checkpoint of it is loaded, and not before.
+
+`model_type` in a checkpoint's `config.json` names its family. A name is looked up in `FAMILIES`, then among the
+entry points that installed packages declare in the group `kestrel_runtime.models`. Checkpoints of Moondream were
+published without that key, with values such as "moondream1", and without any `config.json`; whatever names no other
+family is therefore given to Moondream, which refuses weights that are not its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from types import MappingProxyType
+
+from kestrel_runtime.api.errors import CheckpointError
+from kestrel_runtime.loading.checkpoint import Checkpoint
+from kestrel_runtime.models.family import ModelFamily
+
+FAMILIES: Mapping[str, str] = MappingProxyType({"moondream": "kestrel_runtime.models.moondream.family:FAMILY"})
+"""Name → module:attribute of the families that come with the engine."""
+ENTRY_POINTS = "kestrel_runtime.models"
+_DEFAULT = "moondream"
+
+
+def family_of(checkpoint: Checkpoint) -> ModelFamily:
+    """The family of the checkpoint. Raises `CheckpointError` where it cannot be imported."""
+    name = (checkpoint.config or {}).get("model_type")
+    installed = {point.name: point.value for point in entry_points(group=ENTRY_POINTS)}
+    addresses = {**installed, **FAMILIES}
+    if not isinstance(name, str) or name not in addresses:
+        name = _DEFAULT
+    module, _, attribute = addresses[name].partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise CheckpointError(
+            f"the model family {name} cannot be imported from {addresses[name]}: {error}"
+        ) from error

@@ -1,0 +1,28 @@
+"""Generic modules work without the model families that come with the engine."""
+
+import subprocess
+import sys
+
+from tests.test_architecture import PACKAGES, is_of_a_family, modules
+
+# Modules that still import Moondream, themselves or by what they import.
+NEED_A_FAMILY = {"kestrel_runtime.engine.engine", "kestrel_runtime.engine.warm_up"}
+
+_IMPORT_EACH = """
+import importlib, sys
+sys.modules["kestrel_runtime.models.moondream"] = None  # imports of it raise ModuleNotFoundError
+for name in sys.argv[1:]:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError:
+        print(name)
+"""
+
+
+def test_generic_modules_can_be_imported_without_moondream():
+    runtime = PACKAGES["kestrel_runtime"]
+    names = [".".join(path.relative_to(runtime.parent).with_suffix("").parts) for path in modules(runtime)]
+    generic = [name for name in names if not is_of_a_family(name)]
+    command = (sys.executable, "-c", _IMPORT_EACH, *generic)
+    failed = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    assert set(failed) == NEED_A_FAMILY
