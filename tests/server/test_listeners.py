@@ -56,11 +56,11 @@ async def refusal(call: Any) -> grpc.aio.AioRpcError:
 async def test_a_server_with_a_certificate_speaks_only_encrypted(tmp_path):
     authority, pair = trustme.CA(), Pair.within(tmp_path)
     pair.write(authority)
-    async with serving(tls_certificate=str(pair.certificate), tls_key=str(pair.key)) as house:
-        async with grpc.aio.secure_channel(house.address, trusting(authority)) as channel:
+    async with serving(tls_certificate=str(pair.certificate), tls_key=str(pair.key)) as rig:
+        async with grpc.aio.secure_channel(rig.address, trusting(authority)) as channel:
             assert await ask(channel) == "a kestrel"
             assert await is_healthy(channel)
-        error = await refusal(ask(house.channel))
+        error = await refusal(ask(rig.channel))
         assert error.code() is grpc.StatusCode.UNAVAILABLE
 
 
@@ -74,22 +74,22 @@ async def test_a_server_may_ask_for_certificates_of_its_clients(tmp_path):
         "tls_key": str(pair.key),
         "tls_client_ca": str(client_ca),
     }
-    async with serving(**files) as house:
+    async with serving(**files) as rig:
         known = trusting(authority, authority.issue_cert("client"))
-        async with grpc.aio.secure_channel(house.address, known) as channel:
+        async with grpc.aio.secure_channel(rig.address, known) as channel:
             assert await ask(channel) == "a kestrel"
-        async with grpc.aio.secure_channel(house.address, trusting(authority)) as channel:
+        async with grpc.aio.secure_channel(rig.address, trusting(authority)) as channel:
             assert (await refusal(ask(channel))).code() is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_a_socket_serves_its_owner_and_its_group_and_goes_with_the_server(tmp_path):
     path = tmp_path / "kestrel.sock"
-    async with serving(unix_socket=str(path)) as house:
+    async with serving(unix_socket=str(path)) as rig:
         assert stat.S_IMODE(path.stat().st_mode) == 0o660
         async with grpc.aio.insecure_channel(f"unix:{path}") as channel:
             assert await ask(channel) == "a kestrel"
             assert await load(channel) == 500
-        assert await ask(house.channel) == "a kestrel"
+        assert await ask(rig.channel) == "a kestrel"
     assert not path.exists()
 
 
@@ -140,22 +140,22 @@ def test_a_path_where_no_socket_can_be_is_told(tmp_path, is_there):
 
 async def test_operators_may_have_a_port_of_their_own(tmp_path):
     async with (
-        serving(admin_port=0) as house,
-        grpc.aio.insecure_channel(f"127.0.0.1:{house.server.admin_port}") as operators,
+        serving(admin_port=0) as rig,
+        grpc.aio.insecure_channel(f"127.0.0.1:{rig.server.admin_port}") as operators,
     ):
-        assert house.server.admin_port not in (None, 0, house.server.port)
+        assert rig.server.admin_port not in (None, 0, rig.server.port)
         assert await load(operators) == 500
-        assert await ask(house.channel) == "a kestrel"
-        for call in (load(house.channel), ask(operators)):
+        assert await ask(rig.channel) == "a kestrel"
+        for call in (load(rig.channel), ask(operators)):
             assert (await refusal(call)).code() is grpc.StatusCode.UNIMPLEMENTED
         assert await is_healthy(operators)
-        assert await is_healthy(house.channel)
+        assert await is_healthy(rig.channel)
 
 
 async def test_without_a_port_of_their_own_operators_use_that_of_all():
-    async with serving() as house:
-        assert house.server.admin_port is None
-        assert await load(house.channel) == 500
+    async with serving() as rig:
+        assert rig.server.admin_port is None
+        assert await load(rig.channel) == 500
 
 
 async def test_the_port_for_operators_is_not_encrypted_and_asks_for_tokens(tmp_path):
@@ -168,8 +168,8 @@ async def test_the_port_for_operators_is_not_encrypted_and_asks_for_tokens(tmp_p
         "tokens": str(tokens),
     }
     async with (
-        serving(admin_port=0, **files) as house,
-        grpc.aio.insecure_channel(f"127.0.0.1:{house.server.admin_port}") as operators,
+        serving(admin_port=0, **files) as rig,
+        grpc.aio.insecure_channel(f"127.0.0.1:{rig.server.admin_port}") as operators,
     ):
         assert await load(operators, metadata=(("authorization", "Bearer secret"),)) == 500
         assert reason_of(await refusal(load(operators))) == "TOKEN_INVALID"
@@ -185,9 +185,9 @@ def test_files_that_cannot_be_used_are_told_before_a_model_is_loaded(tmp_path: P
 
 
 async def test_a_port_of_operators_that_is_taken_is_told():
-    async with serving() as house:
+    async with serving() as rig:
         with pytest.raises(PortUnavailable, match="Address already in use"):
-            require_usable(ServerConfig(model="fake", port=0, admin_port=house.server.port))
+            require_usable(ServerConfig(model="fake", port=0, admin_port=rig.server.port))
 
 
 @pytest.fixture
@@ -202,12 +202,12 @@ def files(tmp_path: Path) -> dict[str, str]:
 
 async def test_the_client_brings_a_token_over_an_encrypted_connection(files, tmp_path):
     credentials = grpc.ssl_channel_credentials((tmp_path / "ca.pem").read_bytes())
-    async with serving(**files) as house:
-        async with AsyncClient(house.address, token="secret", credentials=credentials) as client:
+    async with serving(**files) as rig:
+        async with AsyncClient(rig.address, token="secret", credentials=credentials) as client:
             assert (await client.complete_query(None, "?")).answer == "a kestrel"
             with pytest.raises(PermissionDenied, match="needs the scope admin"):
                 await client.load()
-        async with AsyncClient(house.address, credentials=credentials) as client:
+        async with AsyncClient(rig.address, credentials=credentials) as client:
             with pytest.raises(Unauthenticated):
                 await client.complete_query(None, "?")
             with pytest.raises(Unauthenticated):
@@ -221,16 +221,16 @@ def ask_on_the_command_line(address: str, *arguments: str, **environment: str) -
 
 async def test_the_command_line_brings_a_token_over_an_encrypted_connection(files, tmp_path):
     authority = str(tmp_path / "ca.pem")
-    async with serving(**files) as house:
+    async with serving(**files) as rig:
         by_flag = await asyncio.to_thread(
-            ask_on_the_command_line, house.address, "--token", "secret", "--tls-ca", authority
+            ask_on_the_command_line, rig.address, "--token", "secret", "--tls-ca", authority
         )
         by_environment = await asyncio.to_thread(
-            lambda: ask_on_the_command_line(house.address, KESTREL_TOKEN="secret", KESTREL_TLS_CA=authority)
+            lambda: ask_on_the_command_line(rig.address, KESTREL_TOKEN="secret", KESTREL_TLS_CA=authority)
         )
-        without = await asyncio.to_thread(ask_on_the_command_line, house.address, "--tls-ca", authority)
+        without = await asyncio.to_thread(ask_on_the_command_line, rig.address, "--tls-ca", authority)
         wrong_token = await asyncio.to_thread(
-            ask_on_the_command_line, house.address, "--tls-ca", authority, "--token", "wrong"
+            ask_on_the_command_line, rig.address, "--tls-ca", authority, "--token", "wrong"
         )
     assert (by_flag.stdout, by_flag.stderr) == ("a kestrel\n", "")
     assert by_environment.stdout == "a kestrel\n"
@@ -242,15 +242,15 @@ async def test_the_command_line_brings_a_token_over_an_encrypted_connection(file
 async def test_the_command_line_says_in_one_line_what_is_wrong_with_the_encryption(files, tmp_path):
     stranger = tmp_path / "stranger.pem"
     trustme.CA().cert_pem.write_to_path(str(stranger))
-    async with serving(**files) as house:
-        plain = await asyncio.to_thread(ask_on_the_command_line, house.address)
-        untrusted = await asyncio.to_thread(ask_on_the_command_line, house.address, "--tls-ca", str(stranger))
+    async with serving(**files) as rig:
+        plain = await asyncio.to_thread(ask_on_the_command_line, rig.address)
+        untrusted = await asyncio.to_thread(ask_on_the_command_line, rig.address, "--tls-ca", str(stranger))
         told_more = await asyncio.to_thread(
-            lambda: ask_on_the_command_line(house.address, "--tls-ca", str(stranger), GRPC_VERBOSITY="INFO")
+            lambda: ask_on_the_command_line(rig.address, "--tls-ca", str(stranger), GRPC_VERBOSITY="INFO")
         )
-    async with serving() as house:
-        encrypted = await asyncio.to_thread(ask_on_the_command_line, house.address, "--tls-ca", str(stranger))
-        address = house.address
+    async with serving() as rig:
+        encrypted = await asyncio.to_thread(ask_on_the_command_line, rig.address, "--tls-ca", str(stranger))
+        address = rig.address
     assert "speaks TLS only; give --tls-ca" in plain.stderr
     assert "is not trusted: " in untrusted.stderr
     assert encrypted.stderr == f"kestrel-grpc: {address} speaks no TLS; leave out --tls-ca and KESTREL_TLS_CA\n"
@@ -267,13 +267,13 @@ async def test_the_command_line_shows_a_certificate_to_a_server_that_asks_for_on
     leaf.cert_chain_pems[0].write_to_path(certificate)
     leaf.private_key_pem.write_to_path(key)
     connection = ("--token", "secret", "--tls-ca", authority)
-    async with serving(**files, tls_client_ca=str(tmp_path / "clients.pem")) as house:
+    async with serving(**files, tls_client_ca=str(tmp_path / "clients.pem")) as rig:
         with_it = await asyncio.to_thread(
             ask_on_the_command_line,
-            house.address,
+            rig.address,
             *(*connection, "--tls-client-certificate", certificate, "--tls-client-key", key),
         )
-        without = await asyncio.to_thread(ask_on_the_command_line, house.address, *connection)
+        without = await asyncio.to_thread(ask_on_the_command_line, rig.address, *connection)
     assert (with_it.stdout, with_it.stderr) == ("a kestrel\n", "")
     assert "give --tls-client-certificate and --tls-client-key" in without.stderr
 

@@ -30,8 +30,8 @@ def test_unusable_options_are_told_one_a_line(
 
 
 async def test_port_in_use_is_told_before_the_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
-    async with serving() as house:
-        assert main(["serve", "--model", "/nowhere", "--port", str(house.server.port)]) == 1
+    async with serving() as rig:
+        assert main(["serve", "--model", "/nowhere", "--port", str(rig.server.port)]) == 1
     error = capsys.readouterr().err
     assert "Address already in use" in error
     assert error.count("\n") == 1

@@ -84,18 +84,18 @@ async def serving_until_signal(
 
 
 async def test_port_zero_takes_a_free_one_and_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
-    async with serving() as house:
-        assert house.server.port
-        assert f"fake on 127.0.0.1:{house.server.port} (cpu, float32)\n" in capsys.readouterr().out
+    async with serving() as rig:
+        assert rig.server.port
+        assert f"fake on 127.0.0.1:{rig.server.port} (cpu, float32)\n" in capsys.readouterr().out
 
 
 async def test_port_in_use_is_one_clear_error() -> None:
-    async with serving() as house:
-        assert house.server.port is not None
-        other = Server(FakeEngine(), ServerConfig(model="fake", port=house.server.port))
-        with pytest.raises(PortUnavailable, match=rf"127\.0\.0\.1:{house.server.port}: Address already in use"):
+    async with serving() as rig:
+        assert rig.server.port is not None
+        other = Server(FakeEngine(), ServerConfig(model="fake", port=rig.server.port))
+        with pytest.raises(PortUnavailable, match=rf"127\.0\.0\.1:{rig.server.port}: Address already in use"):
             await other.start()
-        await house.vision.CompleteQuery(COMPLETE_QUERY)
+        await rig.vision.CompleteQuery(COMPLETE_QUERY)
 
 
 async def test_address_that_is_not_ours_is_one_clear_error() -> None:
@@ -117,39 +117,39 @@ async def test_addresses_of_version_six_are_fine() -> None:
 
 
 async def test_drain_lets_running_requests_finish_and_refuses_new_ones() -> None:
-    async with serving(FakeEngine(pauses)) as house:
-        stream, unary = house.vision.Query(QUERY), house.vision.CompleteQuery(COMPLETE_QUERY)
+    async with serving(FakeEngine(pauses)) as rig:
+        stream, unary = rig.vision.Query(QUERY), rig.vision.CompleteQuery(COMPLETE_QUERY)
         assert (await stream.read()).HasField("started")
         for _ in range(2):
-            await house.engine.num_submitted.acquire()
-        watch = house.health.Watch(HealthCheckRequest())
+            await rig.engine.num_submitted.acquire()
+        watch = rig.health.Watch(HealthCheckRequest())
         assert (await watch.read()).status == HealthCheckResponse.SERVING
-        drain = asyncio.ensure_future(house.server.drain())
+        drain = asyncio.ensure_future(rig.server.drain())
         assert (await watch.read()).status == HealthCheckResponse.NOT_SERVING
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await house.vision.CompleteQuery(COMPLETE_QUERY)
+            await rig.vision.CompleteQuery(COMPLETE_QUERY)
         assert (caught.value.code(), reason_of(caught.value)) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
         assert not drain.done()
-        house.engine.release()
+        rig.engine.release()
         await drain
         assert (await rest(stream))[-1].HasField("completed")
         assert (await unary).result.answer == "a kestrel"
 
 
 async def test_drain_gives_up_after_its_timeout() -> None:
-    async with serving(FakeEngine(never_ends), drain_timeout=0.01) as house:
-        stream = house.vision.Query(QUERY)
+    async with serving(FakeEngine(never_ends), drain_timeout=0.01) as rig:
+        stream = rig.vision.Query(QUERY)
         await stream.read()
-        await house.server.drain()
-        await house.server.stop()
+        await rig.server.drain()
+        await rig.server.stop()
         assert await ending(stream) is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_stop_fails_what_still_runs_rather_than_waiting_for_it() -> None:
-    async with serving(FakeEngine(never_ends)) as house:
-        stream, unary = house.vision.Query(QUERY), house.vision.CompleteQuery(COMPLETE_QUERY)
+    async with serving(FakeEngine(never_ends)) as rig:
+        stream, unary = rig.vision.Query(QUERY), rig.vision.CompleteQuery(COMPLETE_QUERY)
         await stream.read()
-        await house.server.stop()
+        await rig.server.stop()
         assert await ending(stream) is grpc.StatusCode.UNAVAILABLE
         assert await unary.code() is grpc.StatusCode.UNAVAILABLE
 
@@ -158,14 +158,14 @@ async def test_stop_fails_what_still_runs_rather_than_waiting_for_it() -> None:
 async def test_no_caller_is_told_that_its_call_was_cancelled_while_the_server_ends(is_drained: bool) -> None:
     # Only UNAVAILABLE is tried again by clients.
     for _ in range(3):
-        async with serving() as house:
+        async with serving() as rig:
             codes = Counter[grpc.StatusCode]()
-            callers = [asyncio.create_task(calling_on(house.server, codes)) for _ in range(24)]
+            callers = [asyncio.create_task(calling_on(rig.server, codes)) for _ in range(24)]
             while codes[grpc.StatusCode.OK] < 100:
-                await house.health.Check(HealthCheckRequest())
+                await rig.health.Check(HealthCheckRequest())
             if is_drained:
-                await house.server.drain()
-            await house.server.stop()
+                await rig.server.drain()
+            await rig.server.stop()
             await asyncio.gather(*callers)
         assert codes.keys() == {grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE}
 
@@ -198,11 +198,11 @@ async def test_connections_that_grpc_does_not_let_go_of_do_not_hold_up_the_end(
         return server
 
     monkeypatch.setattr(grpc.aio, "server", holding)
-    async with serving_until_signal(FakeEngine(), drain_timeout=0.01) as (house, serve):
-        assert (await house.vision.CompleteQuery(COMPLETE_QUERY)).result.answer
+    async with serving_until_signal(FakeEngine(), drain_timeout=0.01) as (rig, serve):
+        assert (await rig.vision.CompleteQuery(COMPLETE_QUERY)).result.answer
         os.kill(os.getpid(), signal.SIGTERM)
         assert await serve
-        assert not house.server.has_closed
+        assert not rig.server.has_closed
     assert not released.cancelled()
     released.set_result(None)
     for stop_now in stops:
@@ -210,21 +210,21 @@ async def test_connections_that_grpc_does_not_let_go_of_do_not_hold_up_the_end(
 
 
 async def test_messages_that_do_not_come_do_not_hold_up_the_end() -> None:
-    async with serving(drain_timeout=3600.0) as house, Http2Client.connected(house.address) as client:
+    async with serving(drain_timeout=3600.0) as rig, Http2Client.connected(rig.address) as client:
         stream = await client.begin(COMPLETE_QUERY_METHOD)
         await client.send(stream, b"\0\0\1\0\0")
-        await house.health.Check(HealthCheckRequest())
-        await house.server.drain()
+        await rig.health.Check(HealthCheckRequest())
+        await rig.server.drain()
         _, trailers = await client.read(stream)
     assert int(trailers["grpc-status"]) == grpc.StatusCode.UNAVAILABLE.value[0]
 
 
 async def test_what_the_engine_has_said_reaches_a_slow_reader_before_the_server_ends() -> None:
-    async with serving(FakeEngine(says_much)) as house:
-        stream, watch = house.vision.Query(QUERY), house.health.Watch(HealthCheckRequest())
-        await house.engine.num_submitted.acquire()
-        await house.engine.is_idle.wait()
-        drain = asyncio.ensure_future(house.server.drain())
+    async with serving(FakeEngine(says_much)) as rig:
+        stream, watch = rig.vision.Query(QUERY), rig.health.Watch(HealthCheckRequest())
+        await rig.engine.num_submitted.acquire()
+        await rig.engine.is_idle.wait()
+        drain = asyncio.ensure_future(rig.server.drain())
         while await watch.read() is not EOF:  # watchers are sent away and hold nothing up
             pass
         assert not drain.done()
@@ -233,16 +233,16 @@ async def test_what_the_engine_has_said_reaches_a_slow_reader_before_the_server_
 
 
 async def test_sigterm_withdraws_before_it_refuses() -> None:
-    async with serving_until_signal(FakeEngine(pauses), withdrawal_delay=3600, metrics_port=0) as (house, serve):
-        watch = house.health.Watch(HealthCheckRequest())
+    async with serving_until_signal(FakeEngine(pauses), withdrawal_delay=3600, metrics_port=0) as (rig, serve):
+        watch = rig.health.Watch(HealthCheckRequest())
         await watch.read()
         os.kill(os.getpid(), signal.SIGTERM)
         assert (await watch.read()).status == HealthCheckResponse.NOT_SERVING
         with pytest.raises(HTTPError, match="503"):
-            await asyncio.to_thread(urlopen, f"http://127.0.0.1:{house.server.metrics_port}/readyz", timeout=10)
-        late = house.vision.Query(QUERY)
+            await asyncio.to_thread(urlopen, f"http://127.0.0.1:{rig.server.metrics_port}/readyz", timeout=10)
+        late = rig.vision.Query(QUERY)
         assert (await late.read()).HasField("started")
-        house.engine.release()
+        rig.engine.release()
         assert (await rest(late))[-1].HasField("completed")
         assert not serve.done()
         os.kill(os.getpid(), signal.SIGTERM)
@@ -250,35 +250,35 @@ async def test_sigterm_withdraws_before_it_refuses() -> None:
 
 
 async def test_an_engine_that_dies_while_the_server_withdraws_ends_it() -> None:
-    async with serving_until_signal(FakeEngine(), withdrawal_delay=3600) as (house, serve):
-        watch = house.health.Watch(HealthCheckRequest())
+    async with serving_until_signal(FakeEngine(), withdrawal_delay=3600) as (rig, serve):
+        watch = rig.health.Watch(HealthCheckRequest())
         await watch.read()
         os.kill(os.getpid(), signal.SIGTERM)
         await watch.read()
-        house.engine.die()
+        rig.engine.die()
         assert not await serve  # the signal came first, and still it is no success
 
 
 @pytest.mark.parametrize(("number", "delay_s"), [(signal.SIGTERM, 0.05), (signal.SIGINT, 3600)])
 async def test_signal_drains_and_ends_with_success(number: signal.Signals, delay_s: float) -> None:
     # By hand nothing is withdrawn from: the long delay does not count.
-    async with serving_until_signal(FakeEngine(pauses), withdrawal_delay=delay_s) as (house, serve):
-        stream = house.vision.Query(QUERY)
+    async with serving_until_signal(FakeEngine(pauses), withdrawal_delay=delay_s) as (rig, serve):
+        stream = rig.vision.Query(QUERY)
         await stream.read()
-        watch = house.health.Watch(HealthCheckRequest())
+        watch = rig.health.Watch(HealthCheckRequest())
         await watch.read()
         os.kill(os.getpid(), number)
         assert (await watch.read()).status == HealthCheckResponse.NOT_SERVING
-        house.engine.release()
+        rig.engine.release()
         assert (await rest(stream))[-1].HasField("completed")
         assert await serve
 
 
 async def test_second_signal_stops_at_once() -> None:
-    async with serving_until_signal(FakeEngine(never_ends), drain_timeout=3600) as (house, serve):
-        stream = house.vision.Query(QUERY)
+    async with serving_until_signal(FakeEngine(never_ends), drain_timeout=3600) as (rig, serve):
+        stream = rig.vision.Query(QUERY)
         await stream.read()
-        watch = house.health.Watch(HealthCheckRequest())
+        watch = rig.health.Watch(HealthCheckRequest())
         await watch.read()
         os.kill(os.getpid(), signal.SIGTERM)
         assert (await watch.read()).status == HealthCheckResponse.NOT_SERVING
@@ -288,28 +288,28 @@ async def test_second_signal_stops_at_once() -> None:
 
 
 async def test_dead_engine_ends_the_server_without_success() -> None:
-    async with serving_until_signal(FakeEngine(never_ends)) as (house, serve):
-        stream = house.vision.Query(QUERY)
+    async with serving_until_signal(FakeEngine(never_ends)) as (rig, serve):
+        stream = rig.vision.Query(QUERY)
         await stream.read()
-        house.engine.die()
+        rig.engine.die()
         assert not await serve
         assert await ending(stream) is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_message_beyond_the_limit_is_refused_and_the_server_goes_on() -> None:
-    async with serving() as house:
+    async with serving() as rig:
         huge = wire.CompleteQueryRequest(question="?", image={"data": bytes(100_000_000)})
-        call = house.vision.CompleteQuery(huge)
+        call = rig.vision.CompleteQuery(huge)
         assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert house.engine.requests == []
-        assert (await house.vision.CompleteQuery(COMPLETE_QUERY)).result.answer == "a kestrel"
+        assert rig.engine.requests == []
+        assert (await rig.vision.CompleteQuery(COMPLETE_QUERY)).result.answer == "a kestrel"
 
 
 async def test_image_below_the_message_limit_arrives() -> None:
-    async with serving() as house:
+    async with serving() as rig:
         data = os.urandom(20_000_000)
-        await house.vision.Caption(wire.CaptionRequest(image={"data": data})).read()
-        assert house.engine.requests[0].image == data
+        await rig.vision.Caption(wire.CaptionRequest(image={"data": data})).read()
+        assert rig.engine.requests[0].image == data
 
 
 @pytest.mark.parametrize(
@@ -324,11 +324,11 @@ async def test_image_below_the_message_limit_arrives() -> None:
 async def test_a_message_that_is_large_without_its_image_is_refused_before_it_is_worked_on(
     request_: wire.PointRequest, told: str
 ) -> None:
-    async with serving() as house:
+    async with serving() as rig:
         with pytest.raises(grpc.aio.AioRpcError, match=told) as caught:
-            await house.vision.Point(request_)
+            await rig.vision.Point(request_)
     assert reason_of(caught.value) == "INVALID_REQUEST"
-    assert house.engine.requests == []
+    assert rig.engine.requests == []
 
 
 async def test_bad_input_leaves_the_server_serving() -> None:
@@ -340,12 +340,12 @@ async def test_bad_input_leaves_the_server_serving() -> None:
         wire.PointRequest(object="bird", image=IMAGE, sampling={"max_tokens": 2**31 - 1}),
         wire.PointRequest(object="bird", image=IMAGE, spatial_refs=[{}] * 1000),
     )
-    async with serving() as house:
+    async with serving() as rig:
         for request in nonsense:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await house.vision.Point(request)
+                await rig.vision.Point(request)
             assert (caught.value.code(), reason_of(caught.value)) == (
                 grpc.StatusCode.INVALID_ARGUMENT,
                 "INVALID_REQUEST",
             )
-        assert (await house.vision.CompleteQuery(COMPLETE_QUERY)).result.answer == "a kestrel"
+        assert (await rig.vision.CompleteQuery(COMPLETE_QUERY)).result.answer == "a kestrel"

@@ -63,9 +63,9 @@ async def refusal(call: Any) -> grpc.aio.AioRpcError:
 
 
 @asynccontextmanager
-async def running(house: Serving, name: str) -> AsyncIterator[Any]:
+async def running(rig: Serving, name: str) -> AsyncIterator[Any]:
     """A stream that has begun and will not end by itself."""
-    stream = house.vision.Query(QUERY, metadata=bearing(name))
+    stream = rig.vision.Query(QUERY, metadata=bearing(name))
     await stream.read()
     await stream.read()
     try:
@@ -75,10 +75,10 @@ async def running(house: Serving, name: str) -> AsyncIterator[Any]:
 
 
 async def test_a_known_token_gets_answers(path):
-    async with serving(tokens=str(path)) as house:
-        response = await house.vision.CompleteQuery(COMPLETE_QUERY, metadata=bearing("alice"))
+    async with serving(tokens=str(path)) as rig:
+        response = await rig.vision.CompleteQuery(COMPLETE_QUERY, metadata=bearing("alice"))
         assert response.result.answer == "a kestrel"
-        events = [event async for event in house.vision.Query(QUERY, metadata=bearing("alice"))]
+        events = [event async for event in rig.vision.Query(QUERY, metadata=bearing("alice"))]
         assert events[-1].completed.answer == "a kestrel"
 
 
@@ -97,19 +97,19 @@ async def test_a_known_token_gets_answers(path):
 )
 @pytest.mark.parametrize("method", ["Query", "CompleteQuery"])
 async def test_a_call_without_a_known_token_is_refused(path, metadata, method):
-    async with serving(tokens=str(path)) as house:
+    async with serving(tokens=str(path)) as rig:
         request = QUERY if method == "Query" else COMPLETE_QUERY
-        error = await refusal(getattr(house.vision, method)(request, metadata=metadata))
+        error = await refusal(getattr(rig.vision, method)(request, metadata=metadata))
     assert error.code() is grpc.StatusCode.UNAUTHENTICATED
     assert reason_of(error) == "TOKEN_INVALID"
-    assert house.engine.requests == []
+    assert rig.engine.requests == []
 
 
 async def test_the_name_on_the_token_is_the_tenant_of_the_engine(path):
-    async with serving(tokens=str(path)) as house:
-        await house.vision.CompleteQuery(COMPLETE_QUERY, metadata=bearing("alice"))
-        assert [event async for event in house.vision.Query(QUERY, metadata=bearing("bob"))]
-    assert house.engine.tenants == ["alice", "bob"]
+    async with serving(tokens=str(path)) as rig:
+        await rig.vision.CompleteQuery(COMPLETE_QUERY, metadata=bearing("alice"))
+        assert [event async for event in rig.vision.Query(QUERY, metadata=bearing("bob"))]
+    assert rig.engine.tenants == ["alice", "bob"]
 
 
 @pytest.mark.parametrize("method", [http2.QUERY, http2.COMPLETE_QUERY])
@@ -121,7 +121,7 @@ async def test_the_name_on_the_token_is_the_tenant_of_the_engine(path):
     ],
 )
 async def test_a_call_is_refused_from_its_headers_before_its_message_has_come(path, method, authorization, code):
-    async with serving(tokens=str(path)) as house, Http2Client.connected(house.address) as client:
+    async with serving(tokens=str(path)) as rig, Http2Client.connected(rig.address) as client:
         stream = await client.begin(method, authorization=authorization)
         await client.send(stream, struct.pack(">BI", 0, 40 * 2**20))
         _, trailers = await client.read(stream)
@@ -130,50 +130,50 @@ async def test_a_call_is_refused_from_its_headers_before_its_message_has_come(pa
 
 async def test_a_call_above_its_rate_is_refused_from_its_headers(path):
     write_tokens(path, limits=", rate = 0.001, burst = 1")
-    async with serving(tokens=str(path)) as house, Http2Client.connected(house.address) as client:
-        await house.vision.CompleteQuery(COMPLETE_QUERY, metadata=bearing("alice"))
+    async with serving(tokens=str(path)) as rig, Http2Client.connected(rig.address) as client:
+        await rig.vision.CompleteQuery(COMPLETE_QUERY, metadata=bearing("alice"))
         stream = await client.begin(http2.QUERY, authorization="Bearer kestrel_alice")
         _, trailers = await client.read(stream)
     assert int(trailers["grpc-status"]) == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
 
 
 async def test_a_token_is_checked_before_its_message_is_read(path):
-    async with serving(tokens=str(path)) as house:
-        call = house.channel.unary_unary("/kestrel.v1.VisionService/CompleteQuery")(b"\xff")
+    async with serving(tokens=str(path)) as rig:
+        call = rig.channel.unary_unary("/kestrel.v1.VisionService/CompleteQuery")(b"\xff")
         assert reason_of(await refusal(call)) == "TOKEN_INVALID"
 
 
 async def test_the_scheme_may_be_written_in_any_case(path):
-    async with serving(tokens=str(path)) as house:
+    async with serving(tokens=str(path)) as rig:
         metadata = (("authorization", "bearer kestrel_alice"),)
-        assert await house.vision.CompleteQuery(COMPLETE_QUERY, metadata=metadata)
+        assert await rig.vision.CompleteQuery(COMPLETE_QUERY, metadata=metadata)
 
 
 async def test_without_a_file_of_tokens_anybody_may_call():
-    async with serving() as house:
-        assert await house.vision.CompleteQuery(COMPLETE_QUERY)
-        assert await house.engine_service.GetLoad(engine_wire.GetLoadRequest())
+    async with serving() as rig:
+        assert await rig.vision.CompleteQuery(COMPLETE_QUERY)
+        assert await rig.engine_service.GetLoad(engine_wire.GetLoadRequest())
 
 
 async def test_no_token_is_written_to_the_log(path, caplog):
     caplog.set_level("DEBUG")
-    async with serving(tokens=str(path)) as house:
-        await house.vision.CompleteQuery(COMPLETE_QUERY, metadata=bearing("alice"))
+    async with serving(tokens=str(path)) as rig:
+        await rig.vision.CompleteQuery(COMPLETE_QUERY, metadata=bearing("alice"))
     assert SECRETS["alice"] not in caplog.text
 
 
 async def test_each_scope_opens_its_own_methods(path):
-    async with serving(tokens=str(path)) as house:
+    async with serving(tokens=str(path)) as rig:
         for name in ("alice", "operator"):
-            assert await house.engine_service.GetServerInfo(
+            assert await rig.engine_service.GetServerInfo(
                 engine_wire.GetServerInfoRequest(), metadata=bearing(name)
             )
-            assert await house.engine_service.ListModels(engine_wire.ListModelsRequest(), metadata=bearing(name))
-        assert await house.engine_service.GetLoad(engine_wire.GetLoadRequest(), metadata=bearing("operator"))
+            assert await rig.engine_service.ListModels(engine_wire.ListModelsRequest(), metadata=bearing(name))
+        assert await rig.engine_service.GetLoad(engine_wire.GetLoadRequest(), metadata=bearing("operator"))
         for call, scope in (
-            (house.engine_service.GetLoad(engine_wire.GetLoadRequest(), metadata=bearing("alice")), "admin"),
-            (house.vision.CompleteQuery(COMPLETE_QUERY, metadata=bearing("operator")), "infer"),
-            (house.vision.Query(QUERY, metadata=bearing("operator")), "infer"),
+            (rig.engine_service.GetLoad(engine_wire.GetLoadRequest(), metadata=bearing("alice")), "admin"),
+            (rig.vision.CompleteQuery(COMPLETE_QUERY, metadata=bearing("operator")), "infer"),
+            (rig.vision.Query(QUERY, metadata=bearing("operator")), "infer"),
         ):
             error = await refusal(call)
             assert error.code() is grpc.StatusCode.PERMISSION_DENIED
@@ -197,18 +197,18 @@ def test_every_method_asks_for_a_scope_and_new_ones_for_that_of_operators():
 
 
 async def test_health_asks_for_no_token(path):
-    async with serving(tokens=str(path)) as house:
-        answer = await house.health.Check(HealthCheckRequest())
+    async with serving(tokens=str(path)) as rig:
+        answer = await rig.health.Check(HealthCheckRequest())
         assert answer.status == HealthCheckResponse.SERVING
 
 
 async def test_too_many_requests_are_told_when_to_come_again(path):
     write_tokens(path, limits=", rate = 0.001, burst = 2")
-    async with serving(tokens=str(path)) as house:
+    async with serving(tokens=str(path)) as rig:
         for _ in range(2):
-            await house.vision.CompleteQuery(COMPLETE_QUERY, metadata=bearing("alice"))
-        error = await refusal(house.vision.CompleteQuery(COMPLETE_QUERY, metadata=bearing("alice")))
-        assert await house.vision.CompleteQuery(COMPLETE_QUERY, metadata=bearing("bob"))
+            await rig.vision.CompleteQuery(COMPLETE_QUERY, metadata=bearing("alice"))
+        error = await refusal(rig.vision.CompleteQuery(COMPLETE_QUERY, metadata=bearing("alice")))
+        assert await rig.vision.CompleteQuery(COMPLETE_QUERY, metadata=bearing("bob"))
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     details: Any = details_of(error)
     assert details["ErrorInfo"].reason == "RATE_LIMITED"
@@ -220,42 +220,42 @@ async def test_too_many_requests_are_told_when_to_come_again(path):
 
 async def test_too_many_requests_at_a_time_are_refused_until_one_has_ended(path):
     write_tokens(path, limits=", concurrency = 1")
-    async with serving(FakeEngine(stalls), tokens=str(path)) as house:
-        async with running(house, "alice"), running(house, "bob"):
-            error = await refusal(house.vision.Query(QUERY, metadata=bearing("alice")))
+    async with serving(FakeEngine(stalls), tokens=str(path)) as rig:
+        async with running(rig, "alice"), running(rig, "bob"):
+            error = await refusal(rig.vision.Query(QUERY, metadata=bearing("alice")))
         assert reason_of(error) == "RATE_LIMITED"
-        await house.engine.is_idle.wait()
-        async with running(house, "alice"):
+        await rig.engine.is_idle.wait()
+        async with running(rig, "alice"):
             pass
 
 
 async def test_a_token_that_is_taken_back_ends_its_streams_and_no_others(path):
-    async with serving(FakeEngine(stalls), tokens=str(path)) as house:
-        async with running(house, "alice") as revoked, running(house, "bob") as kept:
+    async with serving(FakeEngine(stalls), tokens=str(path)) as rig:
+        async with running(rig, "alice") as revoked, running(rig, "bob") as kept:
             write_tokens(path, ["bob", "operator"])
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await revoked.read()
             assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
             assert reason_of(caught.value) == "TOKEN_INVALID"
             assert not kept.done()
-        again = await refusal(house.vision.Query(QUERY, metadata=bearing("alice")))
+        again = await refusal(rig.vision.Query(QUERY, metadata=bearing("alice")))
         assert reason_of(again) == "TOKEN_INVALID"
-        await house.engine.is_idle.wait()
+        await rig.engine.is_idle.wait()
 
 
 async def test_a_token_that_is_taken_back_ends_its_unary_calls(path):
-    async with serving(FakeEngine(stalls), tokens=str(path)) as house:
-        call = house.vision.CompleteQuery(COMPLETE_QUERY, metadata=bearing("alice"))
-        await house.engine.num_submitted.acquire()
+    async with serving(FakeEngine(stalls), tokens=str(path)) as rig:
+        call = rig.vision.CompleteQuery(COMPLETE_QUERY, metadata=bearing("alice"))
+        await rig.engine.num_submitted.acquire()
         write_tokens(path, [])
         assert reason_of(await refusal(call)) == "TOKEN_INVALID"
-        await house.engine.is_idle.wait()
+        await rig.engine.is_idle.wait()
 
 
 async def test_a_token_that_loses_its_scope_ends_its_streams(path):
     async with (
-        serving(FakeEngine(stalls), tokens=str(path)) as house,
-        running(house, "alice") as stream,
+        serving(FakeEngine(stalls), tokens=str(path)) as rig,
+        running(rig, "alice") as stream,
     ):
         write_tokens(path, scope=Scope.ADMIN)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -265,13 +265,13 @@ async def test_a_token_that_loses_its_scope_ends_its_streams(path):
 
 async def test_a_new_token_is_let_in_without_a_restart(path):
     write_tokens(path, ["bob"])
-    async with serving(tokens=str(path)) as house:
-        await refusal(house.vision.CompleteQuery(COMPLETE_QUERY, metadata=bearing("alice")))
+    async with serving(tokens=str(path)) as rig:
+        await refusal(rig.vision.CompleteQuery(COMPLETE_QUERY, metadata=bearing("alice")))
         write_tokens(path)
         async with asyncio.timeout(20):
             while True:
                 with contextlib.suppress(grpc.aio.AioRpcError):
-                    await house.vision.CompleteQuery(COMPLETE_QUERY, metadata=bearing("alice"))
+                    await rig.vision.CompleteQuery(COMPLETE_QUERY, metadata=bearing("alice"))
                     return
 
 

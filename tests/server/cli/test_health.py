@@ -84,13 +84,13 @@ class Container:
     def options(self) -> dict[str, Any]:
         return {"tls_certificate": str(self.pair.certificate), "tls_key": str(self.pair.key)}
 
-    async def probe(self, house: Serving, *arguments: str, **more: str) -> tuple[int, str, str]:
+    async def probe(self, rig: Serving, *arguments: str, **more: str) -> tuple[int, str, str]:
         """Exit status, stdout and stderr."""
         variables = {f"KESTREL_{name.upper()}": value for name, value in {**self.options, **more}.items()}
         done = await asyncio.to_thread(
             subprocess.run,
             [sys.executable, "-m", "kestrel_grpc", "health", *arguments],
-            env={**os.environ, "KESTREL_HOST": "0.0.0.0", "KESTREL_PORT": str(house.server.port), **variables},
+            env={**os.environ, "KESTREL_HOST": "0.0.0.0", "KESTREL_PORT": str(rig.server.port), **variables},
             capture_output=True,
             text=True,
             check=False,
@@ -106,16 +106,16 @@ def container(tmp_path: Path) -> Container:
 @pytest.mark.parametrize("names", [["127.0.0.1"], ["kestrel.example.com", "10.0.0.1"], ["*.example.com"]])
 async def test_a_container_with_tls_finds_itself_healthy_whatever_its_certificate_is_for(container, names):
     container.write_certificate(*names)
-    async with serving(**container.options) as house:
-        assert await container.probe(house) == (0, "SERVING\n", "")
+    async with serving(**container.options) as rig:
+        assert await container.probe(rig) == (0, "SERVING\n", "")
 
 
 async def test_a_container_that_shows_another_certificate_than_its_own_is_not_healthy(container, tmp_path):
     (tmp_path / "other").mkdir()
-    async with serving(**Container(tmp_path / "other").options) as house:
-        status, printed, complaint = await container.probe(house)
+    async with serving(**Container(tmp_path / "other").options) as rig:
+        status, printed, complaint = await container.probe(rig)
     assert (status, printed) == (1, "")
-    assert complaint.startswith(f"kestrel-grpc: the certificate of 127.0.0.1:{house.server.port} is not trusted: ")
+    assert complaint.startswith(f"kestrel-grpc: the certificate of 127.0.0.1:{rig.server.port} is not trusted: ")
     assert complaint.count("\n") == 1
 
 
@@ -127,9 +127,9 @@ async def test_a_container_that_asks_clients_for_certificates_is_probed_with_one
     leaf.cert_chain_pems[0].write_to_path(str(tmp_path / "probe.pem"))
     container_options: dict[str, Any] = {**container.options, "tls_client_ca": str(tmp_path / "clients.pem")}
     files = {"tls_client_certificate": str(tmp_path / "probe.pem"), "tls_client_key": str(tmp_path / "probe.key")}
-    async with serving(**container_options) as house:
-        assert await container.probe(house, **files) == (0, "SERVING\n", "")
-        status, _, complaint = await container.probe(house)
+    async with serving(**container_options) as rig:
+        assert await container.probe(rig, **files) == (0, "SERVING\n", "")
+        status, _, complaint = await container.probe(rig)
     assert status == 1
     assert "give --tls-client-certificate and --tls-client-key" in complaint
     assert complaint.count("\n") == 1
@@ -137,8 +137,8 @@ async def test_a_container_that_asks_clients_for_certificates_is_probed_with_one
 
 async def test_a_server_elsewhere_is_asked_with_the_authority_given(container, tmp_path):
     container.authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
-    async with serving(**container.options) as house:
-        status = await health("--address", house.address, "--tls-ca", str(tmp_path / "ca.pem"))
+    async with serving(**container.options) as rig:
+        status = await health("--address", rig.address, "--tls-ca", str(tmp_path / "ca.pem"))
         assert status == 0
 
 

@@ -317,27 +317,27 @@ def asking(uri: str) -> wire.CompleteQueryRequest:
     return wire.CompleteQueryRequest(question="?", image={"uri": uri})
 
 
-async def refused(house: Serving, uri: str) -> str:
+async def refused(rig: Serving, uri: str) -> str:
     """The reason that a request is refused with."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await house.vision.CompleteQuery(asking(uri))
+        await rig.vision.CompleteQuery(asking(uri))
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     bad_request: Any = details_of(caught.value)["BadRequest"]
     assert [item.field for item in bad_request.field_violations] == ["image.uri"]
-    assert house.engine.requests == []
+    assert rig.engine.requests == []
     return reason_of(caught.value)
 
 
 @pytest.mark.parametrize("uri", ["https://example.com/a.png", "data:,abc", "file:///etc/passwd", ""])
 async def test_no_server_fetches_images_unasked(uri):
-    async with serving() as house:
-        assert await refused(house, uri) == "IMAGE_URI_NOT_ALLOWED"
+    async with serving() as rig:
+        assert await refused(rig, uri) == "IMAGE_URI_NOT_ALLOWED"
 
 
 async def test_a_server_with_hosts_refuses_all_others_and_those_inside_the_network():
-    async with serving(image_hosts=parse_hosts("example.com,localhost")) as house:
+    async with serving(image_hosts=parse_hosts("example.com,localhost")) as rig:
         for uri in ("https://evil.org/a.png", "https://localhost/a.png", ""):
-            assert await refused(house, uri) == "IMAGE_URI_NOT_ALLOWED"
+            assert await refused(rig, uri) == "IMAGE_URI_NOT_ALLOWED"
 
 
 async def test_every_task_takes_images_by_address():
@@ -348,19 +348,19 @@ async def test_every_task_takes_images_by_address():
             Server(engine, ServerConfig(model="fake", port=0), images=images) as server,
             open_channel(server) as channel,
         ):
-            house = Serving(server, engine, channel)
+            rig = Serving(server, engine, channel)
             image = {"uri": f"{uri}/a.png"}
-            assert [event async for event in house.vision.Query(wire.QueryRequest(question="?", image=image))]
-            assert [event async for event in house.vision.Caption(wire.CaptionRequest(image=image))]
-            await house.vision.CompleteQuery(asking(f"{uri}/a.png"), timeout=20)
-            await house.vision.CompleteCaption(wire.CompleteCaptionRequest(image=image))
-            await house.vision.Point(wire.PointRequest(object="bird", image=image))
-            await house.vision.Detect(wire.DetectRequest(object="bird", image=image))
-            await house.vision.Segment(wire.SegmentRequest(object="bird", image=image))
-            await house.vision.CompleteQuery(asking("data:,abc"))
+            assert [event async for event in rig.vision.Query(wire.QueryRequest(question="?", image=image))]
+            assert [event async for event in rig.vision.Caption(wire.CaptionRequest(image=image))]
+            await rig.vision.CompleteQuery(asking(f"{uri}/a.png"), timeout=20)
+            await rig.vision.CompleteCaption(wire.CompleteCaptionRequest(image=image))
+            await rig.vision.Point(wire.PointRequest(object="bird", image=image))
+            await rig.vision.Detect(wire.DetectRequest(object="bird", image=image))
+            await rig.vision.Segment(wire.SegmentRequest(object="bird", image=image))
+            await rig.vision.CompleteQuery(asking("data:,abc"))
             host.answers["/a.png"] = b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n"
             engine_requests, engine.requests = engine.requests, []
-            assert await refused(house, f"{uri}/a.png") == "IMAGE_FETCH_FAILED"
+            assert await refused(rig, f"{uri}/a.png") == "IMAGE_FETCH_FAILED"
     assert [request.image for request in engine_requests] == [IMAGE] * 7 + [b"abc"]
 
 
@@ -374,18 +374,18 @@ async def house_of(engine: FakeEngine, images: RemoteImages) -> AsyncIterator[Se
 
 
 async def test_an_image_is_not_fetched_for_a_request_that_the_queue_has_no_room_for():
-    async with plain() as (host, images, uri), house_of(FakeEngine(max_queued_requests=0), images) as house:
+    async with plain() as (host, images, uri), house_of(FakeEngine(max_queued_requests=0), images) as rig:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await house.vision.CompleteQuery(asking(f"{uri}/a.png"))
+            await rig.vision.CompleteQuery(asking(f"{uri}/a.png"))
     assert reason_of(caught.value) == "QUEUE_FULL"
     assert host.requests == []
 
 
 async def test_an_image_is_not_fetched_for_a_request_that_is_wrong_otherwise():
-    async with plain() as (host, images, uri), house_of(FakeEngine(), images) as house:
+    async with plain() as (host, images, uri), house_of(FakeEngine(), images) as rig:
         request = wire.CompleteQueryRequest(question=" ", image={"uri": f"{uri}/a.png"}, sampling={"top_p": 2.0})
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await house.vision.CompleteQuery(request)
+            await rig.vision.CompleteQuery(request)
     bad_request: Any = details_of(caught.value)["BadRequest"]
     assert [item.field for item in bad_request.field_violations] == ["question", "sampling.top_p"]
     assert host.requests == []
@@ -401,28 +401,28 @@ async def test_a_request_whose_image_is_being_fetched_counts_as_waiting_and_keep
             writer.write(ok(IMAGE))
 
         host.answers["/a.png"] = hesitate
-        async with house_of(FakeEngine(max_queued_requests=20), images) as house:
-            calls = [house.vision.CompleteQuery(asking(f"{uri}/a.png")) for _ in range(19)]
+        async with house_of(FakeEngine(max_queued_requests=20), images) as rig:
+            calls = [rig.vision.CompleteQuery(asking(f"{uri}/a.png")) for _ in range(19)]
             await is_asked.wait()
-            while house.engine.num_expected < 19:
-                await house.health.Check(HealthCheckRequest())
-            assert await house.vision.CompleteQuery(wire.CompleteQueryRequest(question="?"))
-            last = house.vision.CompleteQuery(asking(f"{uri}/a.png"))
-            while house.engine.num_expected < 20:
-                await house.health.Check(HealthCheckRequest())
+            while rig.engine.num_expected < 19:
+                await rig.health.Check(HealthCheckRequest())
+            assert await rig.vision.CompleteQuery(wire.CompleteQueryRequest(question="?"))
+            last = rig.vision.CompleteQuery(asking(f"{uri}/a.png"))
+            while rig.engine.num_expected < 20:
+                await rig.health.Check(HealthCheckRequest())
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await house.vision.CompleteQuery(asking(f"{uri}/a.png"))
+                await rig.vision.CompleteQuery(asking(f"{uri}/a.png"))
             assert reason_of(caught.value) == "QUEUE_FULL"
             goes_on.set()
             await asyncio.gather(*calls, last)
-            assert house.engine.num_expected == 0
+            assert rig.engine.num_expected == 0
 
 
 async def test_an_address_of_an_empty_file_is_no_image():
-    async with plain() as (host, images, uri), house_of(FakeEngine(), images) as house:
+    async with plain() as (host, images, uri), house_of(FakeEngine(), images) as rig:
         host.answers["/a.png"] = ok(b"")
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await house.vision.CompleteQuery(asking(f"{uri}/a.png"))
+            await rig.vision.CompleteQuery(asking(f"{uri}/a.png"))
     bad_request: Any = details_of(caught.value)["BadRequest"]
     assert [item.field for item in bad_request.field_violations] == ["image"]
 

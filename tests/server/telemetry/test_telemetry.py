@@ -30,7 +30,7 @@ PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 WATCHED = ServerConfig(port=0, metrics_port=0)
 
 
-class House:
+class Rig:
     """A server under watch, and a stub to ask it."""
 
     def __init__(self, server: Server, channel: grpc.aio.Channel) -> None:
@@ -69,9 +69,9 @@ def engine() -> FakeEngine:
 
 
 @pytest.fixture
-async def house(engine) -> AsyncIterator[House]:
+async def rig(engine) -> AsyncIterator[Rig]:
     async with Server(engine, WATCHED) as server, grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
-        yield House(server, channel)
+        yield Rig(server, channel)
 
 
 @pytest.fixture
@@ -81,12 +81,12 @@ def receiver(monkeypatch) -> Iterator[Receiver]:
         yield found
 
 
-async def test_streams_and_single_answers_are_counted_alike(house):
-    _ = [message async for message in house.stub.Query(wire.QueryRequest(question="?"))]
-    await house.stub.CompleteQuery(wire.CompleteQueryRequest(question="?"))
-    assert (await house.ended(QUERY, "OK"), await house.ended(COMPLETE_QUERY, "OK")) == (1, 1)
+async def test_streams_and_single_answers_are_counted_alike(rig):
+    _ = [message async for message in rig.stub.Query(wire.QueryRequest(question="?"))]
+    await rig.stub.CompleteQuery(wire.CompleteQueryRequest(question="?"))
+    assert (await rig.ended(QUERY, "OK"), await rig.ended(COMPLETE_QUERY, "OK")) == (1, 1)
     tokens = {"gen_ai_operation_name": "query", "gen_ai_token_type": "output"}
-    assert await house.counted("gen_ai_client_token_usage_sum", **tokens) == 6
+    assert await rig.counted("gen_ai_client_token_usage_sum", **tokens) == 6
 
 
 @pytest.fixture
@@ -108,46 +108,46 @@ def ended_calls(caplog) -> Iterator[asyncio.Semaphore]:
 async def test_a_caller_who_hangs_up_is_counted_as_such(ended_calls):
     engine = FakeEngine(lambda request: [*answers(request)[:2], HOLD])
     async with Server(engine, WATCHED) as server, grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
-        house = House(server, channel)
-        call = house.stub.Query(wire.QueryRequest(question="?"))
+        rig = Rig(server, channel)
+        call = rig.stub.Query(wire.QueryRequest(question="?"))
         await call.read()
         call.cancel()
         await ended_calls.acquire()
-        assert await house.ended(QUERY, "CANCELLED") == 1
+        assert await rig.ended(QUERY, "CANCELLED") == 1
 
 
 async def test_a_deadline_that_passes_is_told_from_hanging_up(ended_calls):
     engine = FakeEngine(lambda request: [HOLD])
     async with Server(engine, WATCHED) as server, grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
-        house = House(server, channel)
+        rig = Rig(server, channel)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await house.stub.CompleteQuery(wire.CompleteQueryRequest(question="?"), metadata=server_deadline(200))
+            await rig.stub.CompleteQuery(wire.CompleteQueryRequest(question="?"), metadata=server_deadline(200))
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         await ended_calls.acquire()
-        assert await house.ended(COMPLETE_QUERY, "DEADLINE_EXCEEDED") == 1
+        assert await rig.ended(COMPLETE_QUERY, "DEADLINE_EXCEEDED") == 1
 
 
 async def test_a_refusal_is_counted_by_its_reason():
     engine = FakeEngine(fails(Overloaded(1, retry_after_s=1.0)))
     async with Server(engine, WATCHED) as server, grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
-        house = House(server, channel)
+        rig = Rig(server, channel)
         with pytest.raises(grpc.aio.AioRpcError):
-            await house.stub.CompleteQuery(wire.CompleteQueryRequest(question="?"))
-        assert await house.counted("kestrel_requests_failed_total", reason="QUEUE_FULL") == 1
+            await rig.stub.CompleteQuery(wire.CompleteQueryRequest(question="?"))
+        assert await rig.counted("kestrel_requests_failed_total", reason="QUEUE_FULL") == 1
 
 
-async def test_probes_follow_the_engine(house, engine):
-    assert [(await house.get(path))[0] for path in ("/readyz", "/healthz")] == [200, 200]
+async def test_probes_follow_the_engine(rig, engine):
+    assert [(await rig.get(path))[0] for path in ("/readyz", "/healthz")] == [200, 200]
     engine.become(EngineStatus.DRAINING)
     await asyncio.to_thread(int)  # the news comes through the event loop
-    assert [(await house.get(path))[0] for path in ("/readyz", "/healthz")] == [503, 200]
+    assert [(await rig.get(path))[0] for path in ("/readyz", "/healthz")] == [503, 200]
     engine.become(EngineStatus.DEAD)
-    assert (await house.get("/healthz"))[0] == 503
+    assert (await rig.get("/healthz"))[0] == 503
 
 
-async def test_a_server_that_drains_is_no_longer_ready(house):
-    await house.server.drain()
-    assert [(await house.get(path))[0] for path in ("/readyz", "/healthz")] == [503, 200]
+async def test_a_server_that_drains_is_no_longer_ready(rig):
+    await rig.server.drain()
+    assert [(await rig.get(path))[0] for path in ("/readyz", "/healthz")] == [503, 200]
 
 
 async def test_a_call_from_afar_is_traced_to_the_receiver(receiver, engine):

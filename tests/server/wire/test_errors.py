@@ -44,11 +44,11 @@ SECRET = "the password is swordfish"
 async def failure(engine: FakeEngine, *, streaming: bool = False, **fields: Any) -> grpc.aio.AioRpcError:
     """How a query ends that an engine refuses."""
     fields = {"question": "?", **fields}
-    async with serving(engine) as house:
+    async with serving(engine) as rig:
         if streaming:
-            answer = house.vision.Query(wire.QueryRequest(**fields)).read()
+            answer = rig.vision.Query(wire.QueryRequest(**fields)).read()
         else:
-            answer = house.vision.CompleteQuery(wire.CompleteQueryRequest(**fields))
+            answer = rig.vision.CompleteQuery(wire.CompleteQueryRequest(**fields))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await answer
     return caught.value

@@ -12,12 +12,12 @@ from tests.server.serving import serving
 
 
 async def test_server_info_names_this_run_and_its_limits() -> None:
-    async with serving(max_message_bytes=1_000_000) as house:
-        info = await house.engine_service.GetServerInfo(wire.GetServerInfoRequest())
-        again = await house.engine_service.GetServerInfo(wire.GetServerInfoRequest())
+    async with serving(max_message_bytes=1_000_000) as rig:
+        info = await rig.engine_service.GetServerInfo(wire.GetServerInfoRequest())
+        again = await rig.engine_service.GetServerInfo(wire.GetServerInfoRequest())
     async with serving() as other_house:
         other = await other_house.engine_service.GetServerInfo(wire.GetServerInfoRequest())
-    config = house.engine.info.config
+    config = rig.engine.info.config
     assert info.server_version == __version__
     assert info.instance_id == again.instance_id != other.instance_id
     assert info.limits == wire.Limits(
@@ -25,7 +25,7 @@ async def test_server_info_names_this_run_and_its_limits() -> None:
         max_image_bytes=config.max_image_bytes,
         max_image_pixels=config.max_image_pixels,
         max_queued_requests=config.max_queued_requests,
-        max_running_requests=house.engine.info.max_batch_size,
+        max_running_requests=rig.engine.info.max_batch_size,
     )
 
 
@@ -33,8 +33,8 @@ async def test_server_info_tells_how_memory_was_divided() -> None:
     engine = FakeEngine()
     plan = MemoryPlan(2**36 + 1, 0.875, 2**35 + 3, 5, 7, 11, 13, 17, 19, -23)
     engine.info = replace(engine.info, memory=plan)
-    async with serving(engine) as house:
-        info = await house.engine_service.GetServerInfo(wire.GetServerInfoRequest())
+    async with serving(engine) as rig:
+        info = await rig.engine_service.GetServerInfo(wire.GetServerInfoRequest())
     assert info.memory_plan == wire.MemoryPlan(
         total_bytes=2**36 + 1,
         utilization=0.875,
@@ -50,16 +50,16 @@ async def test_server_info_tells_how_memory_was_divided() -> None:
 
 
 async def test_an_engine_that_divided_no_memory_tells_of_none() -> None:
-    async with serving() as house:
-        info = await house.engine_service.GetServerInfo(wire.GetServerInfoRequest())
+    async with serving() as rig:
+        info = await rig.engine_service.GetServerInfo(wire.GetServerInfoRequest())
     assert not info.HasField("memory_plan")
 
 
 async def test_models_tell_their_skills_and_the_defaults_in_force() -> None:
-    async with serving() as house:
-        models = (await house.engine_service.ListModels(wire.ListModelsRequest())).models
+    async with serving() as rig:
+        models = (await rig.engine_service.ListModels(wire.ListModelsRequest())).models
     assert [model.name for model in models] == ["fake"]
-    model, info = models[0], house.engine.info
+    model, info = models[0], rig.engine.info
     assert (model.architecture, model.device, model.dtype) == (info.architecture, info.device, info.dtype)
     assert (model.max_context_token_count, model.parameter_count) == (4096, 1_000_000)
     assert tuple(model.skills) == tuple(info.skills)
@@ -76,14 +76,14 @@ async def test_models_tell_their_skills_and_the_defaults_in_force() -> None:
 
 
 async def test_defaults_are_those_of_the_skills_that_are_served() -> None:
-    async with serving(FakeEngine(skills=("query", "point"))) as house:
-        models = (await house.engine_service.ListModels(wire.ListModelsRequest())).models
+    async with serving(FakeEngine(skills=("query", "point"))) as rig:
+        models = (await rig.engine_service.ListModels(wire.ListModelsRequest())).models
     assert [item.skill for item in models[0].defaults] == ["query", "point"]
 
 
 async def test_load_is_that_of_the_engine() -> None:
-    async with serving() as house:
-        load = (await house.engine_service.GetLoad(wire.GetLoadRequest())).load
+    async with serving() as rig:
+        load = (await rig.engine_service.GetLoad(wire.GetLoadRequest())).load
     assert load == wire.Load(
         running_request_count=0,
         waiting_request_count=2,

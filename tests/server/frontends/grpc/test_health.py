@@ -26,51 +26,51 @@ SERVING, NOT_SERVING = HealthCheckResponse.SERVING, HealthCheckResponse.NOT_SERV
 
 @pytest.mark.parametrize("name", NAMES)
 async def test_check_follows_the_engine(name: str) -> None:
-    async with serving() as house:
-        assert (await house.health.Check(HealthCheckRequest(service=name))).status == SERVING
-        watch = house.health.Watch(HealthCheckRequest(service=name))
+    async with serving() as rig:
+        assert (await rig.health.Check(HealthCheckRequest(service=name))).status == SERVING
+        watch = rig.health.Watch(HealthCheckRequest(service=name))
         assert (await watch.read()).status == SERVING
-        house.engine.die()
+        rig.engine.die()
         assert (await watch.read()).status == NOT_SERVING
-        assert (await house.health.Check(HealthCheckRequest(service=name))).status == NOT_SERVING
+        assert (await rig.health.Check(HealthCheckRequest(service=name))).status == NOT_SERVING
 
 
 async def test_change_may_come_from_any_thread() -> None:
-    async with serving() as house:
-        watch = house.health.Watch(HealthCheckRequest())
+    async with serving() as rig:
+        watch = rig.health.Watch(HealthCheckRequest())
         await watch.read()
-        thread = threading.Thread(target=house.engine.become, args=(EngineStatus.DRAINING,))
+        thread = threading.Thread(target=rig.engine.become, args=(EngineStatus.DRAINING,))
         thread.start()
         assert (await watch.read()).status == NOT_SERVING
         thread.join()
 
 
 async def test_all_watchers_hear_a_change() -> None:
-    async with serving() as house:
-        watches = [house.health.Watch(HealthCheckRequest()) for _ in range(10)]
+    async with serving() as rig:
+        watches = [rig.health.Watch(HealthCheckRequest()) for _ in range(10)]
         assert [(await watch.read()).status for watch in watches] == [SERVING] * 10
-        house.engine.die()
+        rig.engine.die()
         assert [(await watch.read()).status for watch in watches] == [NOT_SERVING] * 10
 
 
 async def test_check_of_an_unknown_service_is_not_found() -> None:
-    async with serving() as house:
-        call = house.health.Check(HealthCheckRequest(service="kestrel.v1.FlightService"))
+    async with serving() as rig:
+        call = rig.health.Check(HealthCheckRequest(service="kestrel.v1.FlightService"))
         assert await call.code() is grpc.StatusCode.NOT_FOUND
 
 
 async def test_watch_of_an_unknown_service_says_so_and_stays_open() -> None:
-    async with serving() as house:
-        watch = house.health.Watch(HealthCheckRequest(service="kestrel.v1.FlightService"))
+    async with serving() as rig:
+        watch = rig.health.Watch(HealthCheckRequest(service="kestrel.v1.FlightService"))
         assert (await watch.read()).status == HealthCheckResponse.SERVICE_UNKNOWN
         assert not watch.done()
 
 
 async def test_stop_ends_open_watches_with_a_last_word() -> None:
-    async with serving() as house:
-        watch = house.health.Watch(HealthCheckRequest())
+    async with serving() as rig:
+        watch = rig.health.Watch(HealthCheckRequest())
         await watch.read()
-        await house.server.stop()
+        await rig.server.stop()
         assert (await watch.read()).status == NOT_SERVING
         assert await watch.read() is EOF
         assert await watch.code() is grpc.StatusCode.OK
@@ -88,25 +88,25 @@ async def test_watch_has_its_last_word_even_where_the_word_before_is_still_being
 async def test_engine_that_is_dead_from_the_start_is_not_serving() -> None:
     engine = FakeEngine()
     engine.die()
-    async with serving(engine) as house:
-        assert (await house.health.Check(HealthCheckRequest())).status == NOT_SERVING
+    async with serving(engine) as rig:
+        assert (await rig.health.Check(HealthCheckRequest())).status == NOT_SERVING
 
 
 async def test_an_engine_that_recovers_does_not_call_back_a_server_that_has_withdrawn() -> None:
     engine = FakeEngine()
     engine.become(EngineStatus.RECOVERING)
-    async with serving(engine) as house:
-        house.server.withdraw()
+    async with serving(engine) as rig:
+        rig.server.withdraw()
         engine.become(EngineStatus.SERVING)
-        watch = house.health.Watch(HealthCheckRequest())
+        watch = rig.health.Watch(HealthCheckRequest())
         assert (await watch.read()).status == NOT_SERVING
-        await house.vision.CompleteQuery(wire.CompleteQueryRequest(question="?"))
-        assert (await house.health.Check(HealthCheckRequest())).status == NOT_SERVING
+        await rig.vision.CompleteQuery(wire.CompleteQueryRequest(question="?"))
+        assert (await rig.health.Check(HealthCheckRequest())).status == NOT_SERVING
 
 
 async def test_health_answers_while_the_queue_is_full() -> None:
-    async with serving(FakeEngine(max_queued_requests=0)) as house:
-        assert (await house.health.Check(HealthCheckRequest())).status == SERVING
+    async with serving(FakeEngine(max_queued_requests=0)) as rig:
+        assert (await rig.health.Check(HealthCheckRequest())).status == SERVING
 
 
 MALFORMED = b"\xff\xff\xff"
@@ -116,8 +116,8 @@ MALFORMED = b"\xff\xff\xff"
 async def test_bytes_that_are_no_message_are_the_callers_fault(
     method: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with serving() as house:
-        kind = house.channel.unary_unary if method == "Check" else house.channel.unary_stream
+    async with serving() as rig:
+        kind = rig.channel.unary_unary if method == "Check" else rig.channel.unary_stream
         call: Any = kind(f"/grpc.health.v1.Health/{method}")(MALFORMED)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await (call if method == "Check" else call.read())
@@ -126,15 +126,15 @@ async def test_bytes_that_are_no_message_are_the_callers_fault(
 
 
 async def test_health_is_told_although_others_stall_in_the_middle_of_their_question() -> None:
-    async with serving() as house, Http2Client.connected(house.address) as client:
+    async with serving() as rig, Http2Client.connected(rig.address) as client:
         for _ in range(50):
             stream = await client.begin("/grpc.health.v1.Health/Check")
             await client.send(stream, struct.pack(">BI", 0, 2**20) + MALFORMED)
         async with asyncio.timeout(20):
-            assert (await house.health.Check(HealthCheckRequest())).status == SERVING
+            assert (await rig.health.Check(HealthCheckRequest())).status == SERVING
 
 
 async def test_a_question_of_health_that_does_not_come_ends_its_call() -> None:
-    async with serving(receive_timeout=0.05) as house, Http2Client.connected(house.address) as client:
+    async with serving(receive_timeout=0.05) as rig, Http2Client.connected(rig.address) as client:
         _, trailers = await client.read(await client.begin("/grpc.health.v1.Health/Check"))
     assert int(trailers["grpc-status"]) == grpc.StatusCode.DEADLINE_EXCEEDED.value[0]

@@ -32,9 +32,9 @@ def waits(request: Any) -> list[object]:
 
 
 @asynccontextmanager
-async def connected(house: Serving) -> AsyncIterator[Http2Client]:
+async def connected(rig: Serving) -> AsyncIterator[Http2Client]:
     """A connection on which the server's settings have been read."""
-    async with Http2Client.connected(house.address) as client:
+    async with Http2Client.connected(rig.address) as client:
         await client.greeted()
         yield client
 
@@ -45,42 +45,42 @@ def test_no_argument_is_set_twice() -> None:
 
 
 async def test_a_connection_is_told_how_many_calls_it_may_have_open() -> None:
-    async with serving() as house, connected(house) as client:
+    async with serving() as rig, connected(rig) as client:
         assert client.max_concurrent_streams == MAX_CONCURRENT_STREAMS
 
 
 async def test_calls_beyond_that_number_wait_in_the_client_and_are_answered() -> None:
-    async with serving() as house:
-        calls = [house.vision.CompleteQuery(QUICK) for _ in range(2 * MAX_CONCURRENT_STREAMS)]
+    async with serving() as rig:
+        calls = [rig.vision.CompleteQuery(QUICK) for _ in range(2 * MAX_CONCURRENT_STREAMS)]
         assert all([(await call).result.answer == "a kestrel" for call in calls])
 
 
 async def test_calls_that_are_reset_as_soon_as_they_are_made_disturb_no_other_connection() -> None:
-    async with serving() as house, connected(house) as client:
+    async with serving() as rig, connected(rig) as client:
         for _ in range(20):
             for _ in range(MAX_CONCURRENT_STREAMS):
                 await client.reset(await client.ask(COMPLETE_QUERY, QUICK))
-            assert (await house.vision.CompleteQuery(QUICK)).result.answer == "a kestrel"
+            assert (await rig.vision.CompleteQuery(QUICK)).result.answer == "a kestrel"
 
 
 async def test_a_compressed_message_is_refused_and_not_decompressed() -> None:
     body = gzip.compress(bytes(8 * MIB))
-    async with serving() as house, connected(house) as client:
+    async with serving() as rig, connected(rig) as client:
         stream = await client.begin(COMPLETE_QUERY, grpc_encoding="gzip")
         await client.send(stream, struct.pack(">BI", 1, len(body)) + body, ends=True)
         _, trailers = await client.read(stream)
     assert int(trailers["grpc-status"]) == grpc.StatusCode.UNIMPLEMENTED.value[0]
-    assert house.engine.requests == []
+    assert rig.engine.requests == []
 
 
 async def test_a_client_that_asks_for_compression_is_told_so() -> None:
-    async with serving() as house:
-        call = house.vision.CompleteQuery(QUICK, compression=grpc.Compression.Gzip)
+    async with serving() as rig:
+        call = rig.vision.CompleteQuery(QUICK, compression=grpc.Compression.Gzip)
         assert await call.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 async def test_what_comes_before_it_is_read_is_bounded() -> None:
-    async with serving() as house, connected(house) as client:
+    async with serving() as rig, connected(rig) as client:
         assert client.window_bytes(await client.begin(COMPLETE_QUERY)) == UNREAD_BYTES
 
 
@@ -152,7 +152,7 @@ async def closing(client: Http2Client) -> h2.events.ConnectionTerminated:
 
 
 async def test_a_flood_of_pings_closes_its_connection() -> None:
-    async with serving() as house, connected(house) as client:
+    async with serving() as rig, connected(rig) as client:
         for _ in range(MAX_PING_STRIKES + 10):
             await client.ping()
         assert (await closing(client)).error_code == h2.errors.ErrorCodes.ENHANCE_YOUR_CALM
@@ -176,12 +176,12 @@ async def test_a_client_that_pings_at_the_allowed_interval_gets_its_answer_after
     pings = (("grpc.keepalive_time_ms", 10), ("grpc.keepalive_timeout_ms", 60_000))
     unlimited = (("grpc.http2.max_pings_without_data", 0), ("grpc.use_local_subchannel_pool", 1))
     async with (
-        serving(FakeEngine(waits)) as house,
-        Tap.open(house.address) as tap,
+        serving(FakeEngine(waits)) as rig,
+        Tap.open(rig.address) as tap,
         grpc.aio.insecure_channel(tap.address, options=(*pings, *unlimited)) as channel,
     ):
         call = VisionServiceStub(channel).CompleteQuery(QUICK)
-        await house.engine.num_submitted.acquire()
+        await rig.engine.num_submitted.acquire()
         await tap.has_seen_pings(4)  # the client sends one a second at most
-        house.engine.release()
+        rig.engine.release()
         assert (await call).result.answer == "a kestrel"

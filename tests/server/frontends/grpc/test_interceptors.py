@@ -42,37 +42,37 @@ async def read(stream: Any, count: int) -> list[Any]:
 
 async def test_request_id_of_the_caller_comes_back_everywhere() -> None:
     metadata = (("x-request-id", "my.id_1-A"),)
-    async with serving() as house:
-        stream = house.vision.Query(QUERY, metadata=metadata)
+    async with serving() as rig:
+        stream = rig.vision.Query(QUERY, metadata=metadata)
         messages = [message async for message in stream]
         assert dict(await stream.initial_metadata())["x-request-id"] == "my.id_1-A"
         assert messages[0].started.request_id == "my.id_1-A"
         assert messages[-1].completed.info.request_id == "my.id_1-A"
-        call = house.vision.CompleteQuery(COMPLETE_QUERY, metadata=metadata)
+        call = rig.vision.CompleteQuery(COMPLETE_QUERY, metadata=metadata)
         assert (await call).result.info.request_id == "my.id_1-A"
         assert dict(await call.trailing_metadata())["x-request-id"] == "my.id_1-A"
 
 
 @pytest.mark.parametrize("unfit", [None, "", "with space", "a" * 129, "line%0Abreak"])
 async def test_request_without_a_fit_id_is_given_one(unfit: str | None) -> None:
-    async with serving() as house:
+    async with serving() as rig:
         metadata = () if unfit is None else (("x-request-id", unfit),)
-        call = house.vision.CompleteQuery(COMPLETE_QUERY, metadata=metadata)
+        call = rig.vision.CompleteQuery(COMPLETE_QUERY, metadata=metadata)
         assert re.fullmatch("[0-9a-f]{32}", (await call).result.info.request_id)
 
 
 async def test_refusal_sends_no_headers_so_that_clients_may_retry() -> None:
-    async with serving(FakeEngine(max_queued_requests=0)) as house:
-        for call in (house.vision.Query(QUERY), house.vision.CompleteQuery(COMPLETE_QUERY)):
+    async with serving(FakeEngine(max_queued_requests=0)) as rig:
+        for call in (rig.vision.Query(QUERY), rig.vision.CompleteQuery(COMPLETE_QUERY)):
             assert "x-request-id" not in dict(await call.initial_metadata())
             assert "x-request-id" in dict(await call.trailing_metadata())
 
 
 async def test_deadline_of_the_caller_reaches_the_engine() -> None:
-    async with serving() as house:
-        await house.vision.CompleteQuery(COMPLETE_QUERY, timeout=30)
-        await house.vision.CompleteQuery(COMPLETE_QUERY)
-    bounded, unbounded = house.engine.deadlines_s
+    async with serving() as rig:
+        await rig.vision.CompleteQuery(COMPLETE_QUERY, timeout=30)
+        await rig.vision.CompleteQuery(COMPLETE_QUERY)
+    bounded, unbounded = rig.engine.deadlines_s
     assert bounded is not None
     assert 25 < bounded <= 30.3  # gRPC rounds up what it writes, by at most a hundredth
     assert unbounded is None
@@ -80,52 +80,52 @@ async def test_deadline_of_the_caller_reaches_the_engine() -> None:
 
 @pytest.mark.parametrize("method", ["Query", "CompleteQuery"])
 async def test_passed_deadline_ends_the_request_in_the_engine(method: str) -> None:
-    async with serving(FakeEngine(stalls)) as house:
+    async with serving(FakeEngine(stalls)) as rig:
         request = QUERY if method == "Query" else COMPLETE_QUERY
-        call = getattr(house.vision, method)(request, metadata=server_deadline(50))
+        call = getattr(rig.vision, method)(request, metadata=server_deadline(50))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await (read(call, 3) if method == "Query" else call)
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        await house.engine.num_submitted.acquire()
-        await house.engine.is_idle.wait()
+        await rig.engine.num_submitted.acquire()
+        await rig.engine.is_idle.wait()
 
 
 @pytest.mark.parametrize("method", ["Query", "CompleteQuery"])
 async def test_cancelled_call_cancels_its_request(method: str) -> None:
-    async with serving(FakeEngine(stalls)) as house:
-        call = getattr(house.vision, method)(QUERY if method == "Query" else COMPLETE_QUERY)
-        await house.engine.num_submitted.acquire()
+    async with serving(FakeEngine(stalls)) as rig:
+        call = getattr(rig.vision, method)(QUERY if method == "Query" else COMPLETE_QUERY)
+        await rig.engine.num_submitted.acquire()
         call.cancel()
-        await house.engine.is_idle.wait()
-        assert house.engine.num_cancelled == 1
+        await rig.engine.is_idle.wait()
+        assert rig.engine.num_cancelled == 1
 
 
 async def test_stream_cancelled_midway_cancels_its_request() -> None:
-    async with serving(FakeEngine(stalls)) as house:
-        stream = house.vision.Query(QUERY)
+    async with serving(FakeEngine(stalls)) as rig:
+        stream = rig.vision.Query(QUERY)
         await read(stream, 2)
         stream.cancel()
-        await house.engine.is_idle.wait()
-        assert house.engine.num_cancelled == 1
+        await rig.engine.is_idle.wait()
+        assert rig.engine.num_cancelled == 1
 
 
 async def test_client_that_vanishes_cancels_all_its_requests() -> None:
-    async with serving(FakeEngine(stalls)) as house:
-        async with open_channel(house.server) as channel:
-            other = Serving(house.server, house.engine, channel)
+    async with serving(FakeEngine(stalls)) as rig:
+        async with open_channel(rig.server) as channel:
+            other = Serving(rig.server, rig.engine, channel)
             streams = [other.vision.Query(QUERY) for _ in range(8)]
             for stream in streams:
                 await read(stream, 2)
             await channel.close(None)
-        await house.engine.is_idle.wait()
-        assert house.engine.num_cancelled == 8
+        await rig.engine.is_idle.wait()
+        assert rig.engine.num_cancelled == 8
 
 
 async def test_finished_request_is_not_cancelled() -> None:
-    async with serving() as house:
-        _ = [message async for message in house.vision.Query(QUERY)]
-        await house.vision.CompleteQuery(COMPLETE_QUERY)
-        assert house.engine.num_cancelled == 0
+    async with serving() as rig:
+        _ = [message async for message in rig.vision.Query(QUERY)]
+        await rig.vision.CompleteQuery(COMPLETE_QUERY)
+        assert rig.engine.num_cancelled == 0
 
 
 @pytest.mark.parametrize("method", ["Query", "CompleteQuery"])
@@ -135,8 +135,8 @@ async def test_own_cancellation_does_not_hang_the_caller(method: str) -> None:
     def cancels(request: object) -> list[object]:
         raise asyncio.CancelledError
 
-    async with serving(FakeEngine(cancels)) as house:
-        call = getattr(house.vision, method)(QUERY if method == "Query" else COMPLETE_QUERY, timeout=20)
+    async with serving(FakeEngine(cancels)) as rig:
+        call = getattr(rig.vision, method)(QUERY if method == "Query" else COMPLETE_QUERY, timeout=20)
         assert await call.code() is grpc.StatusCode.UNAVAILABLE
 
 
@@ -147,8 +147,8 @@ async def test_bug_is_internal_and_its_text_is_for_the_log_alone(
     def breaks(request: object) -> list[object]:
         raise RuntimeError(SECRET)
 
-    async with serving(FakeEngine(breaks)) as house:
-        call = getattr(house.vision, method)(QUERY if method == "Query" else COMPLETE_QUERY)
+    async with serving(FakeEngine(breaks)) as rig:
+        call = getattr(rig.vision, method)(QUERY if method == "Query" else COMPLETE_QUERY)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await (call.read() if method == "Query" else call)
     assert caught.value.code() is grpc.StatusCode.INTERNAL
@@ -159,8 +159,8 @@ async def test_bug_is_internal_and_its_text_is_for_the_log_alone(
 
 
 async def test_bytes_that_are_no_message_are_the_callers_fault() -> None:
-    async with serving() as house:
-        for kind, method in ((house.channel.unary_unary, "CompleteQuery"), (house.channel.unary_stream, "Query")):
+    async with serving() as rig:
+        for kind, method in ((rig.channel.unary_unary, "CompleteQuery"), (rig.channel.unary_stream, "Query")):
             call: Any = kind(f"/kestrel.v1.VisionService/{method}")(b"\xff\xff\xff")
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await (call if method == "CompleteQuery" else call.read())
@@ -171,9 +171,9 @@ async def test_bytes_that_are_no_message_are_the_callers_fault() -> None:
 
 
 async def test_a_call_without_a_message_is_the_callers_fault() -> None:
-    async with serving() as house:
+    async with serving() as rig:
         for method in (http2.COMPLETE_QUERY, http2.QUERY):
-            async with Http2Client.connected(house.address) as client:
+            async with Http2Client.connected(rig.address) as client:
                 stream = await client.begin(method)
                 await client.send(stream, b"", ends=True)
                 _, trailers = await client.read(stream)
@@ -182,13 +182,13 @@ async def test_a_call_without_a_message_is_the_callers_fault() -> None:
 
 
 async def test_only_the_first_message_of_a_call_is_read() -> None:
-    async with serving() as house, Http2Client.connected(house.address) as client:
+    async with serving() as rig, Http2Client.connected(rig.address) as client:
         stream = await client.begin(http2.COMPLETE_QUERY)
         await client.send(stream, framed(COMPLETE_QUERY) + framed(COMPLETE_QUERY), ends=True)
         body, trailers = await client.read(stream)
     assert len(messages_in(body)) == 1
     assert int(trailers["grpc-status"]) == 0
-    assert len(house.engine.requests) == 1
+    assert len(rig.engine.requests) == 1
 
 
 def promised(num_bytes: int) -> bytes:
@@ -207,7 +207,7 @@ async def stalling(client: Http2Client, count: int = 1) -> list[int]:
 
 @pytest.mark.parametrize("method", [http2.COMPLETE_QUERY, http2.QUERY])
 async def test_a_message_that_does_not_come_ends_its_call(method: str) -> None:
-    async with serving(receive_timeout=0.05) as house, Http2Client.connected(house.address) as client:
+    async with serving(receive_timeout=0.05) as rig, Http2Client.connected(rig.address) as client:
         stream = await client.begin(method)
         await client.send(stream, promised(MIB))
         _, trailers = await client.read(stream)
@@ -216,27 +216,27 @@ async def test_a_message_that_does_not_come_ends_its_call(method: str) -> None:
 
 
 async def test_senders_that_stall_keep_nobody_from_being_answered() -> None:
-    async with serving() as house, Http2Client.connected(house.address) as client:
+    async with serving() as rig, Http2Client.connected(rig.address) as client:
         await stalling(client, 50)
         async with asyncio.timeout(20):
             for _ in range(3):
-                assert (await house.vision.CompleteQuery(COMPLETE_QUERY)).result.answer == "a kestrel"
-            await house.health.Check(HealthCheckRequest())
-            await house.engine_service.GetLoad(engine_service_pb2.GetLoadRequest())
+                assert (await rig.vision.CompleteQuery(COMPLETE_QUERY)).result.answer == "a kestrel"
+            await rig.health.Check(HealthCheckRequest())
+            await rig.engine_service.GetLoad(engine_service_pb2.GetLoadRequest())
 
 
 async def test_many_images_at_a_time_all_arrive() -> None:
     image = bytes(MIB)
-    async with serving() as house:
+    async with serving() as rig:
         request = wire.CompleteCaptionRequest(image={"data": image})
-        calls = [house.vision.CompleteCaption(request) for _ in range(64)]
+        calls = [rig.vision.CompleteCaption(request) for _ in range(64)]
         assert all([(await call).result.caption for call in calls])
 
 
 async def test_a_message_that_has_no_place_yet_waits_with_its_sender() -> None:
     async with (
-        serving(max_message_bytes=4 * MIB, max_receiving_bytes=4 * MIB) as house,
-        Http2Client.connected(house.address) as client,
+        serving(max_message_bytes=4 * MIB, max_receiving_bytes=4 * MIB) as rig,
+        Http2Client.connected(rig.address) as client,
     ):
         served, waiting = await client.begin(http2.COMPLETE_QUERY), await client.begin(http2.COMPLETE_QUERY)
         for stream in (served, waiting):
@@ -253,36 +253,36 @@ async def test_calls_beyond_the_limit_are_refused_and_told_when_to_come_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(call_groups, "max_calls", lambda info: 1)
-    async with serving(FakeEngine(stalls)) as house:
-        stream = house.vision.Query(QUERY)
+    async with serving(FakeEngine(stalls)) as rig:
+        stream = rig.vision.Query(QUERY)
         await read(stream, 1)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await house.vision.CompleteQuery(COMPLETE_QUERY)
+            await rig.vision.CompleteQuery(COMPLETE_QUERY)
         assert (caught.value.code(), reason_of(caught.value)) == (
             grpc.StatusCode.RESOURCE_EXHAUSTED,
             "TOO_MANY_CALLS",
         )
         assert {"RetryInfo", "QuotaFailure"} <= details_of(caught.value).keys()
-        await house.health.Check(HealthCheckRequest())
+        await rig.health.Check(HealthCheckRequest())
         stream.cancel()
-        await house.engine.is_idle.wait()
-        await read(house.vision.Query(QUERY), 1)
+        await rig.engine.is_idle.wait()
+        await read(rig.vision.Query(QUERY), 1)
 
 
 @pytest.mark.parametrize("method", [http2.QUERY, http2.COMPLETE_QUERY])
 async def test_an_image_is_held_by_nobody_but_the_engine(method: str) -> None:
     image = bytes(200_000)
-    async with serving(FakeEngine(stalls)) as house, Http2Client.connected(house.address) as client:
+    async with serving(FakeEngine(stalls)) as rig, Http2Client.connected(rig.address) as client:
         await client.greeted()
         stream = await client.begin(method)
         tracemalloc.start()
         try:
             await client.send(stream, framed(wire.QueryRequest(question="?", image={"data": image})))
-            await house.engine.num_submitted.acquire()
-            (request,) = house.engine.requests
+            await rig.engine.num_submitted.acquire()
+            (request,) = rig.engine.requests
             assert request.image == image
             del request
-            house.engine.requests.clear()
+            rig.engine.requests.clear()
             held_bytes, _ = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
@@ -290,19 +290,17 @@ async def test_an_image_is_held_by_nobody_but_the_engine(method: str) -> None:
 
 
 async def test_unknown_method_is_unimplemented() -> None:
-    async with serving() as house:
-        call: Any = house.channel.unary_unary("/kestrel.v1.VisionService/Fly")(b"")
+    async with serving() as rig:
+        call: Any = rig.channel.unary_unary("/kestrel.v1.VisionService/Fly")(b"")
         assert await call.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 async def test_each_call_writes_one_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "kestrel_grpc.calls")
-    async with serving(FakeEngine()) as house:
-        await house.vision.CompleteQuery(COMPLETE_QUERY, metadata=(("x-request-id", "one"),))
-        _ = [message async for message in house.vision.Query(QUERY, metadata=(("x-request-id", "two"),))]
-        await house.engine_service.GetLoad(
-            engine_service_pb2.GetLoadRequest(), metadata=(("x-request-id", "three"),)
-        )
+    async with serving(FakeEngine()) as rig:
+        await rig.vision.CompleteQuery(COMPLETE_QUERY, metadata=(("x-request-id", "one"),))
+        _ = [message async for message in rig.vision.Query(QUERY, metadata=(("x-request-id", "two"),))]
+        await rig.engine_service.GetLoad(engine_service_pb2.GetLoadRequest(), metadata=(("x-request-id", "three"),))
     lines = [record.getMessage() for record in caplog.records if record.name == "kestrel_grpc.calls"]
     assert len(lines) == 3
     for line, name, method in zip(
@@ -318,8 +316,8 @@ async def test_each_call_writes_one_line(caplog: pytest.LogCaptureFixture) -> No
 
 async def test_failed_call_logs_its_reason(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "kestrel_grpc.calls")
-    async with serving(FakeEngine(max_queued_requests=0)) as house:
-        await house.vision.CompleteQuery(COMPLETE_QUERY).code()
+    async with serving(FakeEngine(max_queued_requests=0)) as rig:
+        await rig.vision.CompleteQuery(COMPLETE_QUERY).code()
     assert "QUEUE_FULL" in caplog.text
 
 
@@ -327,8 +325,8 @@ async def test_error_in_the_middle_of_a_stream_follows_what_was_said() -> None:
     def breaks(request: object) -> list[object]:
         return [Started(Usage(1, 0)), TextDelta("a", TextChannel.ANSWER, 0, 1), EngineUnavailable("gone")]
 
-    async with serving(FakeEngine(breaks)) as house:
-        stream = house.vision.Query(QUERY)
+    async with serving(FakeEngine(breaks)) as rig:
+        stream = rig.vision.Query(QUERY)
         started, delta = await read(stream, 2)
         assert (started.WhichOneof("event"), delta.delta.text) == ("started", "a")
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -337,15 +335,15 @@ async def test_error_in_the_middle_of_a_stream_follows_what_was_said() -> None:
 
 
 async def test_hanging_up_at_any_moment_leaves_nothing_behind() -> None:
-    async with serving(FakeEngine(stalls)) as house:
+    async with serving(FakeEngine(stalls)) as rig:
         for number in range(60):
-            stream = house.vision.Query(QUERY)
+            stream = rig.vision.Query(QUERY)
             await read(stream, number % 3)
             stream.cancel()
-        house.engine.release()
-        await house.engine.is_idle.wait()
+        rig.engine.release()
+        await rig.engine.is_idle.wait()
         assert (
-            await house.engine_service.GetLoad(engine_service_pb2.GetLoadRequest())
+            await rig.engine_service.GetLoad(engine_service_pb2.GetLoadRequest())
         ).load.running_request_count == 0
 
 
@@ -355,11 +353,11 @@ def says_much(request: object) -> list[object]:
 
 
 async def test_a_reader_that_takes_nothing_loses_its_request() -> None:
-    async with serving(FakeEngine(says_much), stream_idle_timeout=0.1) as house:
-        stream = house.vision.Query(QUERY)
+    async with serving(FakeEngine(says_much), stream_idle_timeout=0.1) as rig:
+        stream = rig.vision.Query(QUERY)
         await read(stream, 1)
-        await house.engine.is_idle.wait()
-        assert house.engine.num_cancelled == 1
+        await rig.engine.is_idle.wait()
+        assert rig.engine.num_cancelled == 1
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await read(stream, 17)
         assert (caught.value.code(), reason_of(caught.value)) == (grpc.StatusCode.ABORTED, "STREAM_IDLE")

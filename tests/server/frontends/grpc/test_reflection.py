@@ -20,10 +20,10 @@ SERVICES = {V1, V1ALPHA, "grpc.health.v1.Health", "kestrel.v1.EngineService", "k
 
 
 async def ask(
-    house: Serving, version: str, metadata: tuple[tuple[str, str], ...] = (), **question: Any
+    rig: Serving, version: str, metadata: tuple[tuple[str, str], ...] = (), **question: Any
 ) -> ServerReflectionResponse:
     # On the wire a stream of one question; asked as one, since a write that comes after the refusal hides it.
-    call: Any = house.channel.unary_stream(
+    call: Any = rig.channel.unary_stream(
         f"/{version}/ServerReflectionInfo",
         request_serializer=ServerReflectionRequest.SerializeToString,
         response_deserializer=ServerReflectionResponse.FromString,
@@ -33,16 +33,16 @@ async def ask(
 
 @pytest.mark.parametrize("version", [V1, V1ALPHA])
 async def test_all_services_are_listed(version: str) -> None:
-    async with serving() as house:
-        answer = await ask(house, version, list_services="")
+    async with serving() as rig:
+        answer = await ask(rig, version, list_services="")
         assert {service.name for service in answer.list_services_response.service} == SERVICES
 
 
 @pytest.mark.parametrize("version", [V1, V1ALPHA])
 @pytest.mark.parametrize("name", sorted(SERVICES))
 async def test_every_listed_service_is_described_with_all_it_needs(version: str, name: str) -> None:
-    async with serving() as house:
-        answer = await ask(house, version, file_containing_symbol=name)
+    async with serving() as rig:
+        answer = await ask(rig, version, file_containing_symbol=name)
     files = [FileDescriptorProto.FromString(text) for text in answer.file_descriptor_response.file_descriptor_proto]
     described = {f"{file.package}.{service.name}" for file in files for service in file.service}
     assert name in described
@@ -50,24 +50,24 @@ async def test_every_listed_service_is_described_with_all_it_needs(version: str,
 
 
 async def test_unknown_symbol_is_not_found() -> None:
-    async with serving() as house:
-        answer = await ask(house, V1, file_containing_symbol="kestrel.v1.FlightService")
+    async with serving() as rig:
+        answer = await ask(rig, V1, file_containing_symbol="kestrel.v1.FlightService")
         assert answer.error_response.error_code == grpc.StatusCode.NOT_FOUND.value[0]
 
 
 async def test_reflection_can_be_switched_off() -> None:
-    async with serving(reflection="off") as house:
+    async with serving(reflection="off") as rig:
         for version in (V1, V1ALPHA):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await ask(house, version, list_services="")
+                await ask(rig, version, list_services="")
             assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 async def test_grpcurl_shows_what_is_wrong_with_a_request() -> None:
     grpcurl = Path(sys.executable).parent / "grpcurl"
-    async with serving() as house:
+    async with serving() as rig:
         process = await asyncio.create_subprocess_exec(
-            *(str(grpcurl), "-plaintext", "-d", "{}", house.address, "kestrel.v1.VisionService/Point"),
+            *(str(grpcurl), "-plaintext", "-d", "{}", rig.address, "kestrel.v1.VisionService/Point"),
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
         )
@@ -81,18 +81,18 @@ async def test_grpcurl_shows_what_is_wrong_with_a_request() -> None:
 async def test_reflection_can_ask_for_a_token_of_any_scope(version: str, tmp_path: Path) -> None:
     tokens = tmp_path / "tokens.toml"
     tokens.write_text(line_for("alice", "secret", frozenset({Scope.INFER})))
-    async with serving(reflection="token", tokens=str(tokens)) as house:
+    async with serving(reflection="token", tokens=str(tokens)) as rig:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await ask(house, version, list_services="")
+            await ask(rig, version, list_services="")
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
         assert reason_of(caught.value) == "TOKEN_INVALID"
-        answer = await ask(house, version, metadata=(("authorization", "Bearer secret"),), list_services="")
+        answer = await ask(rig, version, metadata=(("authorization", "Bearer secret"),), list_services="")
         assert answer.list_services_response.service
 
 
 async def test_reflection_shows_to_whom_asks_a_port_what_is_served_there() -> None:
-    async with serving(admin_port=0) as house:
-        answer = await ask(house, V1, list_services="")
+    async with serving(admin_port=0) as rig:
+        answer = await ask(rig, V1, list_services="")
         names = {service.name for service in answer.list_services_response.service}
         assert names == SERVICES - {"kestrel.v1.EngineService"}
 
@@ -101,8 +101,8 @@ async def test_reflection_shows_to_whom_asks_a_port_what_is_served_there() -> No
 async def test_bytes_that_are_no_question_are_the_callers_fault(
     version: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with serving() as house:
-        call: Any = house.channel.unary_stream(f"/{version}/ServerReflectionInfo")(b"\xff\xff\xff")
+    async with serving() as rig:
+        call: Any = rig.channel.unary_stream(f"/{version}/ServerReflectionInfo")(b"\xff\xff\xff")
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
     assert (caught.value.code(), reason_of(caught.value)) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST")
@@ -110,8 +110,8 @@ async def test_bytes_that_are_no_question_are_the_callers_fault(
 
 
 async def test_several_questions_on_one_stream_are_answered_in_turn() -> None:
-    async with serving() as house:
-        call: Any = house.channel.stream_stream(
+    async with serving() as rig:
+        call: Any = rig.channel.stream_stream(
             f"/{V1}/ServerReflectionInfo",
             request_serializer=ServerReflectionRequest.SerializeToString,
             response_deserializer=ServerReflectionResponse.FromString,
@@ -124,8 +124,8 @@ async def test_several_questions_on_one_stream_are_answered_in_turn() -> None:
 
 
 async def test_a_stream_without_a_further_question_ends_well() -> None:
-    async with serving(receive_timeout=0.05) as house:
-        call: Any = house.channel.stream_stream(
+    async with serving(receive_timeout=0.05) as rig:
+        call: Any = rig.channel.stream_stream(
             f"/{V1}/ServerReflectionInfo",
             request_serializer=ServerReflectionRequest.SerializeToString,
             response_deserializer=ServerReflectionResponse.FromString,

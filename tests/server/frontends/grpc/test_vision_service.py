@@ -14,12 +14,12 @@ from tests.server.serving import IMAGE, serving
 
 
 async def test_query_streams_started_deltas_and_the_whole() -> None:
-    async with serving() as house:
+    async with serving() as rig:
         messages = [
             message
-            async for message in house.vision.Query(wire.QueryRequest(question="?", image=IMAGE, reasoning=True))
+            async for message in rig.vision.Query(wire.QueryRequest(question="?", image=IMAGE, reasoning=True))
         ]
-    assert house.engine.requests == [Query("?", IMAGE.data, reasoning=True)]
+    assert rig.engine.requests == [Query("?", IMAGE.data, reasoning=True)]
     kinds = [message.WhichOneof("event") for message in messages]
     assert kinds == ["started", "delta", "delta", "completed"]  # the pieces of the answer came at once
     completed = messages[-1].completed
@@ -30,10 +30,10 @@ async def test_query_streams_started_deltas_and_the_whole() -> None:
 
 
 async def test_caption_streams_started_deltas_and_the_whole() -> None:
-    async with serving() as house:
+    async with serving() as rig:
         request = wire.CaptionRequest(image=IMAGE, length=wire.CAPTION_LENGTH_SHORT)
-        messages = [message async for message in house.vision.Caption(request)]
-    assert house.engine.requests == [Caption(IMAGE.data, "short")]
+        messages = [message async for message in rig.vision.Caption(request)]
+    assert rig.engine.requests == [Caption(IMAGE.data, "short")]
     assert messages[0].started.model == "fake"
     deltas = [message.delta.text for message in messages[1:-1]]
     assert "".join(deltas) == messages[-1].completed.caption == "a short kestrel"
@@ -41,13 +41,11 @@ async def test_caption_streams_started_deltas_and_the_whole() -> None:
 
 async def test_unary_twins_return_what_the_streams_complete_with() -> None:
     metadata = (("x-request-id", "same"),)
-    async with serving() as house:
-        *_, query = [m async for m in house.vision.Query(wire.QueryRequest(question="?"), metadata=metadata)]
-        complete_query = await house.vision.CompleteQuery(
-            wire.CompleteQueryRequest(question="?"), metadata=metadata
-        )
-        *_, caption = [m async for m in house.vision.Caption(wire.CaptionRequest(image=IMAGE), metadata=metadata)]
-        complete_caption = await house.vision.CompleteCaption(
+    async with serving() as rig:
+        *_, query = [m async for m in rig.vision.Query(wire.QueryRequest(question="?"), metadata=metadata)]
+        complete_query = await rig.vision.CompleteQuery(wire.CompleteQueryRequest(question="?"), metadata=metadata)
+        *_, caption = [m async for m in rig.vision.Caption(wire.CaptionRequest(image=IMAGE), metadata=metadata)]
+        complete_caption = await rig.vision.CompleteCaption(
             wire.CompleteCaptionRequest(image=IMAGE), metadata=metadata
         )
     assert complete_query.result == query.completed
@@ -56,11 +54,11 @@ async def test_unary_twins_return_what_the_streams_complete_with() -> None:
 
 async def test_skills_that_find_answer_in_one_message() -> None:
     fields: Any = {"object": "bird", "image": IMAGE}
-    async with serving() as house:
-        points = await house.vision.Point(wire.PointRequest(**fields, max_objects=2))
-        boxes = await house.vision.Detect(wire.DetectRequest(**fields))
-        outlines = await house.vision.Segment(wire.SegmentRequest(**fields))
-    assert house.engine.requests == [
+    async with serving() as rig:
+        points = await rig.vision.Point(wire.PointRequest(**fields, max_objects=2))
+        boxes = await rig.vision.Detect(wire.DetectRequest(**fields))
+        outlines = await rig.vision.Segment(wire.SegmentRequest(**fields))
+    assert rig.engine.requests == [
         Point("bird", IMAGE.data, max_objects=2),
         Detect("bird", IMAGE.data),
         Segment("bird", IMAGE.data),
@@ -73,19 +71,19 @@ async def test_skills_that_find_answer_in_one_message() -> None:
 
 @pytest.mark.parametrize("count", [64])
 async def test_many_calls_at_once_get_each_their_own_answer(count: int) -> None:
-    async with serving() as house:
+    async with serving() as rig:
 
         async def ask(index: int) -> None:
             metadata = (("x-request-id", f"call-{index}"),)
             if index % 2:
-                response = await house.vision.CompleteQuery(
+                response = await rig.vision.CompleteQuery(
                     wire.CompleteQueryRequest(question="?"), metadata=metadata
                 )
                 assert response.result.info.request_id == f"call-{index}"
             else:
-                stream = house.vision.Query(wire.QueryRequest(question="?"), metadata=metadata)
+                stream = rig.vision.Query(wire.QueryRequest(question="?"), metadata=metadata)
                 last = [message async for message in stream][-1]
                 assert last.completed.info.request_id == f"call-{index}"
 
         await asyncio.gather(*(ask(index) for index in range(count)))
-        assert len(house.engine.requests) == count
+        assert len(rig.engine.requests) == count

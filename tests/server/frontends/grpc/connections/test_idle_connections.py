@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not hasattr(socket, "TCP_INFO"), reason="the sys
 NUM_CLIENTS = 6
 
 
-class House:
+class Rig:
     """A listener, and connections to it."""
 
     def __init__(self, stack: ExitStack) -> None:
@@ -46,38 +46,38 @@ class House:
 
 
 @pytest.fixture
-def house() -> Iterator[House]:
+def rig() -> Iterator[Rig]:
     with ExitStack() as stack:
-        yield House(stack)
+        yield Rig(stack)
 
 
-def test_half_of_the_connections_are_closed_and_the_listener_stays(house: House) -> None:
-    assert close_idle(house.sockets, (), min_idle_s=0.0) == NUM_CLIENTS // 2
-    assert len(house.open_clients()) == NUM_CLIENTS - NUM_CLIENTS // 2
-    socket.create_connection(house.listener.getsockname(), timeout=20).close()
+def test_half_of_the_connections_are_closed_and_the_listener_stays(rig: Rig) -> None:
+    assert close_idle(rig.sockets, (), min_idle_s=0.0) == NUM_CLIENTS // 2
+    assert len(rig.open_clients()) == NUM_CLIENTS - NUM_CLIENTS // 2
+    socket.create_connection(rig.listener.getsockname(), timeout=20).close()
 
 
-def test_connections_with_open_calls_stay(house: House) -> None:
-    busy = [client.getsockname()[1] for client in house.clients[1:]]
-    assert close_idle(house.sockets, busy, min_idle_s=0.0) == 1
-    assert house.open_clients() == list(range(1, NUM_CLIENTS))
+def test_connections_with_open_calls_stay(rig: Rig) -> None:
+    busy = [client.getsockname()[1] for client in rig.clients[1:]]
+    assert close_idle(rig.sockets, busy, min_idle_s=0.0) == 1
+    assert rig.open_clients() == list(range(1, NUM_CLIENTS))
 
 
-def test_connections_that_were_used_just_now_stay(house: House) -> None:
-    assert close_idle(house.sockets, (), min_idle_s=3600.0) == 0
-    assert house.open_clients() == list(range(NUM_CLIENTS))
+def test_connections_that_were_used_just_now_stay(rig: Rig) -> None:
+    assert close_idle(rig.sockets, (), min_idle_s=3600.0) == 0
+    assert rig.open_clients() == list(range(NUM_CLIENTS))
 
 
-def test_other_connections_of_the_process_stay(house: House) -> None:
+def test_other_connections_of_the_process_stay(rig: Rig) -> None:
     others = OwnSockets([1])
     assert close_idle(others, (), min_idle_s=0.0) == 0
     others.close()
 
 
-def test_nothing_is_closed_once_the_server_has_ended(house: House) -> None:
-    house.sockets.close()
-    assert close_idle(house.sockets, (), min_idle_s=0.0) == 0
-    assert len(house.open_clients()) == NUM_CLIENTS
+def test_nothing_is_closed_once_the_server_has_ended(rig: Rig) -> None:
+    rig.sockets.close()
+    assert close_idle(rig.sockets, (), min_idle_s=0.0) == 0
+    assert len(rig.open_clients()) == NUM_CLIENTS
 
 
 def test_descriptors_run_out_before_the_last_is_taken() -> None:
