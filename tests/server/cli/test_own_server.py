@@ -24,14 +24,14 @@ from kestrel_grpc.config.options import ConfigurationError
         ({"KESTREL_UNIX_SOCKET": "/run/kestrel", "KESTREL_ADMIN_PORT": "7001"}, "unix:/run/kestrel"),
     ],
 )
-def test_an_unencrypted_door_is_where_the_variables_say(environment, address):
+def test_an_unencrypted_listener_is_where_the_variables_say(environment, address):
     assert own_server(environment) == OwnServer(address, None)
 
 
-@pytest.mark.parametrize("door", [{"KESTREL_ADMIN_PORT": "7001"}, {"KESTREL_UNIX_SOCKET": "/run/kestrel"}])
-def test_an_unencrypted_door_is_preferred_to_an_encrypted_one(door):
+@pytest.mark.parametrize("listener", [{"KESTREL_ADMIN_PORT": "7001"}, {"KESTREL_UNIX_SOCKET": "/run/kestrel"}])
+def test_an_unencrypted_listener_is_preferred_to_an_encrypted_one(listener):
     tls = {"KESTREL_TLS_CERTIFICATE": "a.pem", "KESTREL_TLS_KEY": "a.key", "KESTREL_TLS_CLIENT_CA": "b.pem"}
-    assert own_server({**tls, **door}).tls is None
+    assert own_server({**tls, **listener}).tls is None
 
 
 def test_authorities_that_are_given_are_asked_for_instead_of_the_servers_certificate():

@@ -365,7 +365,7 @@ async def test_every_task_takes_images_by_address():
 
 
 @asynccontextmanager
-async def house_of(engine: FakeEngine, images: RemoteImages) -> AsyncIterator[Serving]:
+async def rig_of(engine: FakeEngine, images: RemoteImages) -> AsyncIterator[Serving]:
     async with (
         Server(engine, ServerConfig(model="fake", port=0), images=images) as server,
         open_channel(server) as channel,
@@ -374,7 +374,7 @@ async def house_of(engine: FakeEngine, images: RemoteImages) -> AsyncIterator[Se
 
 
 async def test_an_image_is_not_fetched_for_a_request_that_the_queue_has_no_room_for():
-    async with plain() as (host, images, uri), house_of(FakeEngine(max_queued_requests=0), images) as rig:
+    async with plain() as (host, images, uri), rig_of(FakeEngine(max_queued_requests=0), images) as rig:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await rig.vision.CompleteQuery(asking(f"{uri}/a.png"))
     assert reason_of(caught.value) == "QUEUE_FULL"
@@ -382,7 +382,7 @@ async def test_an_image_is_not_fetched_for_a_request_that_the_queue_has_no_room_
 
 
 async def test_an_image_is_not_fetched_for_a_request_that_is_wrong_otherwise():
-    async with plain() as (host, images, uri), house_of(FakeEngine(), images) as rig:
+    async with plain() as (host, images, uri), rig_of(FakeEngine(), images) as rig:
         request = wire.CompleteQueryRequest(question=" ", image={"uri": f"{uri}/a.png"}, sampling={"top_p": 2.0})
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await rig.vision.CompleteQuery(request)
@@ -401,7 +401,7 @@ async def test_a_request_whose_image_is_being_fetched_counts_as_waiting_and_keep
             writer.write(ok(IMAGE))
 
         host.answers["/a.png"] = hesitate
-        async with house_of(FakeEngine(max_queued_requests=20), images) as rig:
+        async with rig_of(FakeEngine(max_queued_requests=20), images) as rig:
             calls = [rig.vision.CompleteQuery(asking(f"{uri}/a.png")) for _ in range(19)]
             await is_asked.wait()
             while rig.engine.num_expected < 19:
@@ -419,7 +419,7 @@ async def test_a_request_whose_image_is_being_fetched_counts_as_waiting_and_keep
 
 
 async def test_an_address_of_an_empty_file_is_no_image():
-    async with plain() as (host, images, uri), house_of(FakeEngine(), images) as rig:
+    async with plain() as (host, images, uri), rig_of(FakeEngine(), images) as rig:
         host.answers["/a.png"] = ok(b"")
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await rig.vision.CompleteQuery(asking(f"{uri}/a.png"))

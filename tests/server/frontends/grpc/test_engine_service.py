@@ -15,8 +15,8 @@ async def test_server_info_names_this_run_and_its_limits() -> None:
     async with serving(max_message_bytes=1_000_000) as rig:
         info = await rig.engine_service.GetServerInfo(wire.GetServerInfoRequest())
         again = await rig.engine_service.GetServerInfo(wire.GetServerInfoRequest())
-    async with serving() as other_house:
-        other = await other_house.engine_service.GetServerInfo(wire.GetServerInfoRequest())
+    async with serving() as other_rig:
+        other = await other_rig.engine_service.GetServerInfo(wire.GetServerInfoRequest())
     config = rig.engine.info.config
     assert info.server_version == __version__
     assert info.instance_id == again.instance_id != other.instance_id
