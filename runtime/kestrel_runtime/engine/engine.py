@@ -41,7 +41,8 @@ from kestrel_runtime.imaging.tiles import Tiling, max_kept_bytes
 from kestrel_runtime.models.family import config_of
 from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.models.moondream.execution_config import FastPaths
-from kestrel_runtime.models.moondream.memory_needs import new_cache, plan_cache, weight_bytes
+from kestrel_runtime.models.moondream.largest_steps import step_bytes
+from kestrel_runtime.models.moondream.memory_needs import cache_dtype, new_cache, plan_cache, weight_bytes
 from kestrel_runtime.models.moondream.model_paths import ModelPaths
 from kestrel_runtime.models.moondream.runner import new_step_runner
 from kestrel_runtime.scheduling.admission import Admission, Burden, QueueLimits
@@ -86,6 +87,9 @@ class LocalEngine:
             loaded.model,
             config,
             bounds,
+            step_bytes=step_bytes(
+                loaded.model, model_paths, bounds, config.page_size, cache_dtype(loaded.model, config)
+            ),
             weight_bytes=loaded_bytes,
             with_graphs=paths.with_graphs,
             host_image_bytes=max_decoded_bytes,

@@ -1,8 +1,4 @@
-"""What a Moondream needs of its device's memory beside the weights, in plain numbers, and its key-value cache.
-
-Activations are estimated from above: a block holds the residual stream and what it adds in float32, its products,
-and copies of them for the next product. `python -m bench.graph_memory` compares the estimates with a GPU's figures.
-"""
+"""What a Moondream needs of its device's memory beside the weights, in plain numbers, and its key-value cache."""
 
 from __future__ import annotations
 
@@ -30,13 +26,15 @@ def plan_cache(
     config: EngineConfig,
     bounds: StepBounds,
     *,
+    step_bytes: int,
     weight_bytes: int,
     with_graphs: bool,
     host_image_bytes: int,
 ) -> tuple[int, MemoryPlan]:
     """The number of pages of the model's cache, and the plan of all memory. Comes after all that stays in memory.
 
-    `weight_bytes` and `host_image_bytes`, which decoded images may take, count where the device is the host.
+    `step_bytes` is what the largest step takes. `weight_bytes`, and `host_image_bytes` for decoded images, count
+    where the device is the host.
     Raises `CheckpointError` where memory has no room for the least pages.
     """
     reading = MemoryReading.of(model.device, weight_bytes)
@@ -44,6 +42,7 @@ def plan_cache(
         model,
         config,
         bounds,
+        step_bytes=step_bytes,
         available_bytes=reading.available_bytes,
         with_graphs=with_graphs,
         host_image_bytes=host_image_bytes,
@@ -56,13 +55,13 @@ def memory_needs(
     config: EngineConfig,
     bounds: StepBounds,
     *,
+    step_bytes: int,
     available_bytes: int,
     with_graphs: bool,
     host_image_bytes: int,
 ) -> MemoryNeeds:
     """What steps within `bounds` need of a device with `available_bytes` left; the rest is as in `plan_cache`."""
     text, page_size = model.config.text, config.page_size
-    step_bytes = largest_step_bytes(model.config, bounds, model.dtype.itemsize)
     typical_pages = -(-min(text.max_context, _TYPICAL_CONTEXT_TOKENS) // page_size)
     # Steps without a graph run beside the pools of captured ones, which compute in as much.
     graph_bytes = step_bytes + min(_MOST_GRAPH_BYTES, available_bytes // _GRAPHS_SHARE) if with_graphs else 0
@@ -80,19 +79,6 @@ def memory_needs(
 def weight_bytes(model: Moondream) -> int:
     """Bytes of all weights that are in memory."""
     return sum(tensor.nbytes for tensor in model.parameters() if not tensor.is_meta)
-
-
-def largest_step_bytes(config: MoondreamConfig, bounds: StepBounds, itemsize: int) -> int:
-    """An upper estimate of the activations of the largest step, of tiles or of prompts: they come one after the
-    other, in the same memory."""
-    text, vision = config.text, config.vision
-    token_bytes = 4 * text.dim * 4 + (2 * (text.qkv_dim + text.ff_dim) + 4 * text.dim) * itemsize
-    if text.moe is not None:
-        token_bytes += text.moe.experts_per_token * (4 * text.moe.expert_inner_dim + 3 * text.dim) * itemsize
-    patch_bytes = (2 * (3 * vision.enc_dim + vision.enc_ff_dim) + 6 * vision.enc_dim) * itemsize
-    num_tokens = max(bounds.max_prefill_tokens, text.prefix_attn)
-    num_patches = max(bounds.max_crops, 1 + vision.max_crops) * vision.num_image_tokens
-    return max(num_tokens * token_bytes, num_patches * patch_bytes)
 
 
 def smallest_num_pages(model: MoondreamConfig, page_size: int) -> int:

@@ -19,7 +19,6 @@ from kestrel_runtime.memory import plan as memory_plan
 from kestrel_runtime.memory.plan import MemoryNeeds
 from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.models.moondream.memory_needs import (
-    largest_step_bytes,
     memory_needs,
     new_cache,
     smallest_num_pages,
@@ -37,6 +36,7 @@ def needs_of(loaded: LoadedModel, **settings: object) -> MemoryNeeds:
         loaded.model,
         EngineConfig(model="", **settings),  # pyright: ignore[reportArgumentType]
         BOUNDS,
+        step_bytes=1_234_567,
         available_bytes=8_000_000_011,
         with_graphs=True,
         host_image_bytes=12_347,
@@ -57,7 +57,7 @@ def test_graphs_get_a_pool_for_the_largest_step_and_an_eighth_of_what_is_availab
     moondream2: LoadedModel,
 ) -> None:
     needs = needs_of(moondream2)
-    assert needs.activation_bytes == largest_step_bytes(moondream2.model.config, BOUNDS, 4) > 0
+    assert needs.activation_bytes == 1_234_567
     assert needs.graph_bytes - needs.activation_bytes == 1_000_000_001
 
 
@@ -66,6 +66,7 @@ def test_graphs_never_get_more_than_two_gibibytes_beside_their_pool(moondream2: 
         moondream2.model,
         EngineConfig(),
         BOUNDS,
+        step_bytes=1_234_567,
         available_bytes=140_000_000_003,
         with_graphs=True,
         host_image_bytes=0,
@@ -75,15 +76,15 @@ def test_graphs_never_get_more_than_two_gibibytes_beside_their_pool(moondream2: 
 
 def test_without_graphs_nothing_is_kept_for_them(moondream2: LoadedModel) -> None:
     needs = memory_needs(
-        moondream2.model, EngineConfig(), BOUNDS, available_bytes=2**33, with_graphs=False, host_image_bytes=1
+        moondream2.model,
+        EngineConfig(),
+        BOUNDS,
+        step_bytes=7,
+        available_bytes=2**33,
+        with_graphs=False,
+        host_image_bytes=1,
     )
     assert (needs.graph_bytes, needs.image_bytes) == (0, 1)
-
-
-@pytest.mark.parametrize("larger", [StepBounds(3, 777_777, 5), StepBounds(3, 777, 5_555)], ids=["prompts", "tiles"])
-def test_a_step_that_carries_more_needs_more(moondream3: LoadedModel, larger: StepBounds) -> None:
-    config = moondream3.model.config
-    assert largest_step_bytes(config, larger, 2) > largest_step_bytes(config, BOUNDS, 2)
 
 
 def test_all_weights_that_are_in_memory_are_counted(moondream2: LoadedModel) -> None:
