@@ -17,8 +17,9 @@ class FakeHandle:
 
     done = None
 
-    def __init__(self, runner: FakeRunner, batch: Batch) -> None:
+    def __init__(self, runner: FakeRunner, batch: Batch, after: Iterable[FakeHandle] = ()) -> None:
         self.batch = batch
+        self.after = list(after)
         self._runner = runner
 
     def is_complete(self) -> bool:
@@ -50,7 +51,7 @@ class FakeRunner:
 
     def launch(self, batch: Batch, after: Iterable[FakeHandle] = ()) -> FakeHandle:
         self.on_launch(batch)
-        return FakeHandle(self, batch)
+        return FakeHandle(self, batch, after)
 
     def run(self, batch: Batch) -> list[Token]:
         """What `Recovery` runs requests of our own with."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.scheduling.batch import Batch, Plan
 from kestrel_runtime.scheduling.ids import StepId
-from kestrel_runtime.scheduling.page_pool import PagePool
+from kestrel_runtime.scheduling.page_manager import PageManager
 from kestrel_runtime.scheduling.scheduler import Scheduler
 from kestrel_runtime.scheduling.sequence import Sequence, SequenceState
 from tests.runtime.sequences import blank_tiles, new_sequence
@@ -27,6 +27,8 @@ class Step(NamedTuple):
 
     id: StepId
     batch: Batch
+    prompts: dict[tuple[int, int], tuple[Sequence, int]]
+    """What it writes of prompts: page and place → sequence and position."""
 
 
 class Turn:
@@ -50,10 +52,10 @@ class World:
     """
 
     def __init__(self, num_pages=64, page_size=4, batch=8, prefill=1000, crops=100):
-        self.pool = PagePool(num_pages, page_size)
+        self.pages = PageManager(num_pages, page_size)
         self.max_prefill_tokens, self.max_crops = prefill, crops
         self.scheduler = Scheduler(
-            self.pool, max_batch_size=batch, max_prefill_tokens=prefill, max_crops_per_step=crops
+            self.pages, max_batch_size=batch, max_prefill_tokens=prefill, max_crops_per_step=crops
         )
         self.max_batch_size = batch
         self.slots = {}
@@ -64,7 +66,7 @@ class World:
 
     @property
     def capacity(self):
-        return self.pool.num_pages * self.pool.page_size
+        return self.pages.num_pages * self.pages.page_size
 
     def add(self, prompt=4, image=0, crops=0, generates=1000, **standing):
         sequence = new_sequence(
@@ -93,8 +95,8 @@ class World:
     def run_and_commit(self, batch):
         """Returns the step."""
         self.run(batch)
-        step = Step(StepId(next(self._step_ids)), batch)
-        self.scheduler.commit(*step)
+        step = Step(StepId(next(self._step_ids)), batch, self.prompts_of(batch))
+        self.scheduler.commit(step.id, batch)
         return step
 
     def end(self, turn):
@@ -125,7 +127,7 @@ class World:
 
     def run(self, batch):
         """Write and read the cache as the model would."""
-        self.write_prompts(batch)
+        self.slots |= self.prompts_of(batch)
         for sequence in batch.decode:
             position = sequence.num_cached
             self.slots[self.slot(sequence, position)] = (sequence, position)
@@ -133,13 +135,16 @@ class World:
             for position in range(sequence.length):
                 assert self.slots[self.slot(sequence, position)] == (sequence, position)
 
-    def write_prompts(self, batch):
-        for chunk in batch.prefill:
-            for position in range(chunk.start, chunk.end):
-                self.slots[self.slot(chunk.sequence, position)] = (chunk.sequence, position)
+    def prompts_of(self, batch):
+        """What a batch writes of prompts."""
+        return {
+            self.slot(chunk.sequence, position): (chunk.sequence, position)
+            for chunk in batch.prefill
+            for position in range(chunk.start, chunk.end)
+        }
 
     def slot(self, sequence, position):
-        page, place = divmod(position, self.pool.page_size)
+        page, place = divmod(position, self.pages.page_size)
         return sequence.pages[page], place
 
     def active(self):

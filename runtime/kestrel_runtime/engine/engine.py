@@ -47,7 +47,7 @@ from kestrel_runtime.models.moondream.model_paths import ModelPaths
 from kestrel_runtime.models.moondream.runner import new_step_runner
 from kestrel_runtime.scheduling.admission import Admission, Burden, QueueLimits
 from kestrel_runtime.scheduling.limits import StepBounds
-from kestrel_runtime.scheduling.page_pool import PagePool
+from kestrel_runtime.scheduling.page_manager import PageManager
 from kestrel_runtime.scheduling.scheduler import Scheduler
 from kestrel_runtime.scheduling.sequence import Sequence, SequenceClock
 
@@ -96,7 +96,7 @@ class LocalEngine:
         )
         _log.info("memory of %s:\n%s", loaded.model.device, memory.table())
         cache = new_cache(loaded.model, config, num_pages)
-        self._pages = PagePool(cache.num_pages, config.page_size)
+        self._pages = PageManager(cache.num_pages, config.page_size)
         max_context = min(model_config.max_context, cache.num_pages * config.page_size)
         _log.info(
             "KV cache: %s tokens, %.1f GiB, %.1f requests of full length (%s tokens)",
@@ -250,7 +250,7 @@ class LocalEngine:
             num_running=self._loop.num_active,
             num_waiting=self._loop.num_waiting,
             num_preprocessing=self._num_preprocessing,
-            num_used_pages=self._pages.num_used,
+            num_used_pages=self._pages.num_held,
             num_pages=self._pages.num_pages,
             tokens_per_second=self._loop.tokens_per_second(),
             decoded_image_bytes=self._preprocessor.decoded_bytes,

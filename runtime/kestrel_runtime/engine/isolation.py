@@ -147,7 +147,7 @@ class Recovery:
 
     def _runs_probes(self, *, only_cheapest: bool) -> bool:
         for probe in self._new_probes():
-            probe.pages = list(range(self._scheduler.pages_for(probe)))  # all are free after a failure
+            self._scheduler.allocate_probe(probe)  # after a failure every page is available
             encode = [] if probe.crops is None else [EncodeItem.rest_of(probe)]
             try:
                 self._runner.run(Batch.of_prefill(encode, [Chunk.of(probe, 0, probe.length)]))
@@ -156,6 +156,7 @@ class Recovery:
                 return False
             finally:
                 self._runner.release(probe)
+                self._scheduler.release_probe(probe)
             if only_cheapest:
                 break
         return True

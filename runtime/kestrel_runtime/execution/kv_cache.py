@@ -1,6 +1,6 @@
 """The tensors that hold keys and values, and how a batch of tokens writes and reads them.
 
-`PagePool` decides which page belongs to whom; here pages are only numbers.
+`PageManager` decides which page belongs to whom; here pages are only numbers.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Invariants
   I1  Only PREFILLING, PREFILLED and RUNNING sequences hold pages. A sequence that leaves these states returns all
-      of its pages: at once, or when the prefill steps in flight that write to them are complete.
+      of its pages at once; `PageManager` decides when they can be allocated again.
   I2  Each RUNNING sequence with room for a token is in every decode batch, so its next token takes one step.
   I3  While any sequence decodes, a prefill step has at most `max_prefill_tokens` prompt tokens (or one image
       prefix, which cannot be split) and at most `max_crops_per_step` tiles.
@@ -27,9 +27,12 @@ from typing import NamedTuple
 from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.scheduling.batch import Batch, Chunk, EncodeItem, Plan
 from kestrel_runtime.scheduling.ids import StepId
-from kestrel_runtime.scheduling.page_pool import PagePool
+from kestrel_runtime.scheduling.page_manager import PageManager, PrefixMatch
 from kestrel_runtime.scheduling.sequence import Sequence, SequenceState
 from kestrel_runtime.scheduling.waiting_queue import WaitingQueue
+
+_NO_MATCH = PrefixMatch()
+"""Nothing is published yet, so no sequence finds pages of another."""
 
 
 class _Suspect(NamedTuple):
@@ -48,7 +51,7 @@ class Scheduler:
 
     def __init__(
         self,
-        pages: PagePool,
+        pages: PageManager,
         *,
         max_batch_size: int,
         max_prefill_tokens: int,
@@ -61,9 +64,9 @@ class Scheduler:
         self._max_crops_per_step = max_crops_per_step
         self._waiting = WaitingQueue(ageing_s=ageing_s)
         self._active: list[Sequence] = []  # PREFILLING, PREFILLED and RUNNING, oldest first
-        self._leaving: list[Sequence] = []  # FINISHED, with pages that prefill steps in flight write
         self._suspects: deque[_Suspect] = deque()  # the first runs alone
-        self._last_decode: StepId | None = None  # in flight
+        self._in_flight: set[StepId] = set()
+        self._tail_steps: set[StepId] = set()  # decode steps in flight with sequences that have left
 
     @property
     def num_waiting(self) -> int:
@@ -87,19 +90,15 @@ class Scheduler:
         """Whether the next steps can be planned while tokens are pending."""
         if self._suspects:
             return False
-        if len(self._active) <= self._pages.num_free:  # a step needs at most a page for each
+        if len(self._active) <= self._pages.num_available:  # a step needs at most a page for each
             return True
         needed = sum(self._needs_page(sequence) for sequence in self._active if self._has_room(sequence))
-        return needed <= self._pages.num_free
+        return needed <= self._pages.num_available
 
     @property
     def is_decoding(self) -> bool:
         """Whether any sequence decodes in the next step."""
         return any(self._has_room(sequence) for sequence in self._active)
-
-    def pages_for(self, sequence: Sequence) -> int:
-        """How many pages the sequence needs for the tokens it has."""
-        return self._pages.pages_for(sequence.length)
 
     def sequences(self) -> Iterator[Sequence]:
         """Every sequence in the scheduler, active ones first."""
@@ -128,19 +127,20 @@ class Scheduler:
 
     def commit(self, step: StepId, batch: Batch) -> None:
         """The batch was launched as `step`; each token that it samples is pending from now on."""
+        self._in_flight.add(step)
         for item in batch.encode:
             item.sequence.num_encoded_tiles = item.end_tile
         for chunk in batch.prefill:
             chunk.sequence.num_cached = chunk.end
             chunk.sequence.writing.add(step)
+            chunk.sequence.after = frozenset()
             if chunk.num_samples:
                 chunk.sequence.move_to(SequenceState.PREFILLED)
         for sequence in batch.decode:
             sequence.num_cached += 1
+            sequence.last_decode = step
         for sequence in batch.sampled:
             sequence.num_pending += 1
-        if batch.kind == "decode":
-            self._last_decode = step
 
     def promote(self, batch: Batch) -> None:
         """The sequences whose prompts end in a prefill batch decode from now on, in steps that depend on it."""
@@ -154,11 +154,9 @@ class Scheduler:
         Returns the sampled sequences that are still here, each with its new token as the last.
         """
         self.promote(batch)
-        if step == self._last_decode:
-            self._last_decode = None
+        self._forget_step(step)
         for chunk in batch.prefill:
             chunk.sequence.writing.discard(step)
-        self._release_leaving()
         here: list[Sequence] = []
         for sequence, token in zip(batch.sampled, tokens, strict=True):
             if sequence.state is not SequenceState.FINISHED:
@@ -182,13 +180,14 @@ class Scheduler:
         active = [known.pop(item, _Suspect(item, item.state is SequenceState.RUNNING)) for item in self._active]
         suspects = (*active, *known.values())
         self._suspects = deque(sorted(suspects, key=lambda suspect: suspect.sequence is not failed))
-        self._last_decode = None
-        for sequence in (*self._active, *self._leaving):
+        for step in list(self._in_flight):
+            self._forget_step(step)
+        for sequence in self._active:
             sequence.num_pending = 0
             sequence.writing.clear()
-        self._release_leaving()
         while self._active:
             self._preempt(self._active[-1])
+        self._pages.forget_cached()  # nobody knows what the failed step has written
         for sequence in self._waiting:
             sequence.num_encoded_tiles = 0
 
@@ -198,16 +197,25 @@ class Scheduler:
             self._waiting.remove(sequence)
         else:
             self._active.remove(sequence)
+            self._release(sequence)
         sequence.move_to(SequenceState.FINISHED)
-        self._leaving.append(sequence)
-        self._release_leaving()
         self._suspects = deque(suspect for suspect in self._suspects if suspect.sequence is not sequence)
+
+    def allocate_probe(self, probe: Sequence) -> None:
+        """Give pages to a request of the engine's own, which is not scheduled. No step may be in flight."""
+        assert not self._in_flight, "a probe runs alone"
+        self._allocate(probe)
+
+    def release_probe(self, probe: Sequence) -> None:
+        """Take the pages of a probe back."""
+        self._release(probe)
 
     def _grow_running(self) -> None:
         for sequence in list(self._active):
             while self._needs_page(sequence) and self._has_room(sequence):
-                if self._pages.num_free:
-                    sequence.pages += self._pages.allocate(1)
+                if self._pages.num_available:
+                    # Decode steps run in the order of their launches, so this one comes after earlier writers.
+                    sequence.pages += self._pages.append(sequence.id, sequence.length).pages
                 else:
                     self._preempt(self._active[-1])  # may be `sequence` itself, and then the loop ends
 
@@ -226,28 +234,36 @@ class Scheduler:
         sequence.move_to(SequenceState.WAITING)
         self._waiting.put_back(sequence)
 
-    def _release_leaving(self) -> None:
-        for sequence in self._leaving:
-            if not sequence.writing:
-                self._release(sequence)
-        self._leaving = [sequence for sequence in self._leaving if sequence.writing]
+    def _allocate(self, sequence: Sequence) -> None:
+        allocation = self._pages.allocate(sequence.id, _NO_MATCH, sequence.length)
+        sequence.pages, sequence.after = list(allocation.pages), allocation.after
 
     def _release(self, sequence: Sequence) -> None:
-        self._pages.free(sequence.pages)
+        last_decode = sequence.last_decode if sequence.last_decode in self._in_flight else None
+        if last_decode is not None:
+            self._tail_steps.add(last_decode)
+        self._pages.release(sequence.id, sequence.writing, last_decode)
         sequence.pages = []
         sequence.num_cached = 0
+        sequence.after = frozenset()
+
+    def _forget_step(self, step: StepId) -> None:
+        self._in_flight.remove(step)
+        self._tail_steps.discard(step)
+        self._pages.complete(step)
 
     def _admit(self, now: float) -> None:
         while len(self._active) < self._max_batch_size and (sequence := self._waiting.first(now)) is not None:
             # Room for its next token, and a page in reserve for each active sequence: otherwise the new sequence
             # would be preempted at once.
-            if self._pages.pages_for(sequence.length + 1) + len(self._active) > self._pages.num_free:
+            num_needed = self._pages.num_needed(_NO_MATCH, sequence.length + 1)
+            if num_needed + len(self._active) > self._pages.num_available:
                 return
             self._start(sequence)
 
     def _start(self, sequence: Sequence) -> None:
         self._waiting.start(sequence)
-        sequence.pages = self._pages.allocate(self.pages_for(sequence))
+        self._allocate(sequence)
         sequence.move_to(SequenceState.PREFILLING)
         self._active.append(sequence)
 
@@ -262,10 +278,14 @@ class Scheduler:
         return Plan(self._prefill_batch(encode, [chunk]), Batch.of_decode())
 
     def _prefill_batch(self, encode: Iterable[EncodeItem] = (), prefill: Iterable[Chunk] = ()) -> Batch:
-        # It may take over pages and request state of sequences that have finished. These took part in the last
-        # decode step in flight at the latest.
-        after = frozenset[StepId]() if self._last_decode is None else frozenset((self._last_decode,))
-        return Batch.of_prefill(encode, prefill, after=after)
+        """A step that runs after the decode steps in flight that may still write what its sequences take over."""
+        chunks = list(prefill)
+        after = set[StepId]().union(*(chunk.sequence.after for chunk in chunks))
+        if any(chunk.start == 0 for chunk in chunks):
+            # A sequence that begins its prompt gets a row of the request state, which a sequence that has left may
+            # have had.
+            after |= self._tail_steps
+        return Batch.of_prefill(encode, chunks, after=frozenset(after & self._in_flight))
 
     def _plan_prefill(self, *, bounded: bool) -> tuple[list[EncodeItem], list[Chunk]]:
         tiles_left = self._max_crops_per_step

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kestrel_runtime.api.errors import DeadlineExceeded, KestrelError, QueueTimeout
 from kestrel_runtime.api.requests import Priority
 from kestrel_runtime.interfaces.tokens import Token
-from kestrel_runtime.scheduling.ids import StepId
+from kestrel_runtime.scheduling.ids import PageId, StepId
 
 if TYPE_CHECKING:
     from kestrel_runtime.interfaces.image import PreparedImage
@@ -96,7 +96,8 @@ class Sequence:
     tenant: str = ""
     """On whose behalf it runs; "" where tenants are not told apart."""
     state: SequenceState = SequenceState.WAITING
-    pages: list[int] = field(default_factory=list)
+    pages: list[PageId] = field(default_factory=list)
+    """In the order of its positions, as the page manager gave them."""
     num_cached: int = 0
     """Positions whose keys and values are in the cache."""
     num_encoded_tiles: int = 0
@@ -104,6 +105,10 @@ class Sequence:
     """Tokens that steps in flight sample: they have positions and pages, and are not in `tokens` yet."""
     writing: set[StepId] = field(default_factory=set)
     """Prefill steps in flight that write its prompt to its pages."""
+    last_decode: StepId | None = None
+    """The last decode step that wrote to its pages; it may be complete."""
+    after: frozenset[StepId] = frozenset()
+    """Decode steps that may still write its pages for earlier owners: its next prefill step runs after them."""
 
     @property
     def length(self) -> int:

@@ -22,7 +22,7 @@ from kestrel_runtime.engine.loop import EngineLoop
 from kestrel_runtime.engine.offending_requests import Culprits
 from kestrel_runtime.scheduling.admission import Admission, Burden, QueueLimits
 from kestrel_runtime.scheduling.batch import Batch
-from kestrel_runtime.scheduling.page_pool import PagePool
+from kestrel_runtime.scheduling.page_manager import PageManager
 from kestrel_runtime.scheduling.scheduler import Scheduler
 from kestrel_runtime.scheduling.sequence import Sequence
 from tests.runtime.fake_runner import FakeRunner
@@ -44,7 +44,7 @@ class Bench:
         self.events: list[str] = []
         """Which steps were begun, by the names of their sequences, with what happened between them."""
         self._fails = fails
-        self._pages = PagePool(256, 16)
+        self._pages = PageManager(256, 16)
         scheduler = Scheduler(self._pages, max_batch_size=8, max_prefill_tokens=64, max_crops_per_step=8)
         recovery = Recovery(
             scheduler,
@@ -70,7 +70,7 @@ class Bench:
         for _ in range(200):
             self.loop.step()
             if not (self.loop.num_active or self.loop.num_waiting):
-                assert self._pages.num_used == 0
+                assert self._pages.num_held == 0
                 return
         raise AssertionError("the loop goes on for ever")
 

@@ -19,7 +19,7 @@ from kestrel_runtime.models.moondream.memory_needs import new_cache
 from kestrel_runtime.models.moondream.runner import new_step_runner
 from kestrel_runtime.scheduling.admission import Admission, Burden, QueueLimits
 from kestrel_runtime.scheduling.limits import StepBounds
-from kestrel_runtime.scheduling.page_pool import PagePool
+from kestrel_runtime.scheduling.page_manager import PageManager
 from kestrel_runtime.scheduling.scheduler import Scheduler
 from kestrel_runtime.scheduling.sequence import SequenceClock
 from tests.golden import MD3_SMALL
@@ -34,7 +34,7 @@ class Bench:
     def __init__(self, loaded: LoadedModel) -> None:
         config = EngineConfig(model="")
         cache = new_cache(loaded.model, config, 512)
-        self.pages = PagePool(cache.num_pages, config.page_size)
+        self.pages = PageManager(cache.num_pages, config.page_size)
         scheduler = Scheduler(self.pages, max_batch_size=8, max_prefill_tokens=64, max_crops_per_step=3)
         runner, culprits = (
             new_step_runner(loaded.model, cache, FastPaths.of(config, "cpu"), StepBounds(8, 64, 3)),
@@ -87,7 +87,7 @@ async def test_a_step_draws_one_token_for_everybody(bench: Bench) -> None:
     for stream in streams:
         finished = await stream.result()
         assert finished.usage.num_output_tokens == 3
-    assert bench.pages.num_used == 0
+    assert bench.pages.num_held == 0
     assert len(bench.admission) == 0
 
 
@@ -145,33 +145,33 @@ async def test_a_prompt_that_nobody_waits_for_any_more_keeps_its_pages_until_it_
     bench.add(tell(40))
     for _ in range(3):
         bench.loop.step()
-    others = bench.pages.num_used
+    others = bench.pages.num_held
     young = bench.add(tell(5, "word " * 20))
     bench.loop.step()
-    held = bench.pages.num_used - others
+    held = bench.pages.num_held - others
     young.cancel()
     bench.loop.step()
     assert bench.loop.num_active == 1
-    assert bench.pages.num_used >= others + held > others
+    assert bench.pages.num_held >= others + held > others
     monkeypatch.setattr(StepHandle, "is_complete", lambda _: True)
     bench.loop.step()
-    assert bench.pages.num_used < others + held
+    assert bench.pages.num_held < others + held
 
 
 async def test_whom_nobody_waits_for_is_dropped_before_the_next_step(bench: Bench) -> None:
     stream = bench.add(tell(50))
     bench.loop.step()
-    assert bench.pages.num_used > 0
+    assert bench.pages.num_held > 0
     stream.cancel()
     bench.loop.step()
-    assert bench.pages.num_used == 0
+    assert bench.pages.num_held == 0
     assert bench.loop.num_active == 0
 
 
 async def test_a_deadline_that_has_passed_ends_a_request_before_it_costs_anything(bench: Bench) -> None:
     stream = bench.add(tell(50), deadline=time.monotonic() - 1)
     bench.loop.step()
-    assert bench.pages.num_used == 0
+    assert bench.pages.num_held == 0
     with pytest.raises(Exception, match="deadline"):
         await stream.result()
 

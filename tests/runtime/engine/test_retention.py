@@ -20,7 +20,7 @@ from kestrel_runtime.imaging.tiles import Tiles
 from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.scheduling.admission import Admission, QueueLimits
 from kestrel_runtime.scheduling.batch import Batch
-from kestrel_runtime.scheduling.page_pool import PagePool
+from kestrel_runtime.scheduling.page_manager import PageManager
 from kestrel_runtime.scheduling.scheduler import Scheduler
 from kestrel_runtime.scheduling.sequence import Sequence
 from tests.golden import MD3_SMALL
@@ -32,7 +32,7 @@ NUM_TURNS = 300
 
 def new_loop(runner: FakeRunner) -> EngineLoop:
     """A loop whose thread never runs; the test calls `step`."""
-    pages = PagePool(256, 16)
+    pages = PageManager(256, 16)
     scheduler = Scheduler(pages, max_batch_size=8, max_prefill_tokens=64, max_crops_per_step=8)
     fake: Any = runner
     recovery = Recovery(

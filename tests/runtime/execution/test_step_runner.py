@@ -11,7 +11,7 @@ from kestrel_runtime.models.moondream.runner import new_step_runner
 from kestrel_runtime.models.moondream.tiling import MoondreamTiling
 from kestrel_runtime.scheduling.ids import StepId
 from kestrel_runtime.scheduling.limits import StepBounds
-from kestrel_runtime.scheduling.page_pool import PagePool
+from kestrel_runtime.scheduling.page_manager import PageManager
 from kestrel_runtime.scheduling.scheduler import Scheduler
 from tests.runtime.models.moondream.tiny import DenseAttend, random_model, tiny_config
 from tests.runtime.noise import noise
@@ -32,7 +32,7 @@ class Bench:
         config = model.config.text
         cache = KVCache(config, num_pages, page_size, CPU, torch.float32)
         self.scheduler = Scheduler(
-            PagePool(num_pages, page_size),
+            PageManager(num_pages, page_size),
             max_batch_size=batch,
             max_prefill_tokens=prefill,
             max_crops_per_step=crops,

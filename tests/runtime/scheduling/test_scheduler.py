@@ -16,7 +16,7 @@ WAITING, PREFILLING, PREFILLED, RUNNING, FINISHED = SequenceState
 def test_i1_a_waiting_sequence_holds_no_page():
     world = World()
     sequence = world.add()
-    assert (sequence.pages, world.pool.num_used, world.scheduler.num_waiting) == ([], 0, 1)
+    assert (sequence.pages, world.pages.num_held, world.scheduler.num_waiting) == ([], 0, 1)
 
 
 @pytest.mark.parametrize("state", [WAITING, PREFILLING, RUNNING])
@@ -28,14 +28,14 @@ def test_i1_a_removed_sequence_gives_all_its_pages_back(state):
         world.step()
     held = len(sequence.pages)
     assert (held > 0) == (state is not WAITING)
-    used = world.pool.num_used
+    used = world.pages.num_held
     world.scheduler.remove(sequence)
     assert (sequence.state, sequence.pages) == (FINISHED, [])
-    assert world.pool.num_used == used - held
+    assert world.pages.num_held == used - held
     assert list(world.scheduler.sequences()) == [other]
     world.scheduler.remove(other)
     assert world.scheduler.is_idle
-    assert world.pool.num_used == 0
+    assert world.pages.num_held == 0
 
 
 def test_i1_pages_that_a_step_under_way_still_writes_to_are_given_back_when_it_has_landed():
@@ -43,11 +43,11 @@ def test_i1_pages_that_a_step_under_way_still_writes_to_are_given_back_when_it_h
     sequence = world.add(20)
     steps = [world.begin(), world.begin()]
     world.scheduler.remove(sequence)
-    assert (sequence.state, world.pool.num_used) == (FINISHED, 5)
+    assert (sequence.state, world.pages.num_held) == (FINISHED, 5)
     assert world.end(steps[0]) == []
-    assert world.pool.num_used == 5
+    assert world.pages.num_held == 5
     assert world.end(steps[1]) == []
-    assert (sequence.pages, world.pool.num_used) == ([], 0)
+    assert (sequence.pages, world.pages.num_held) == ([], 0)
 
 
 def test_i1_a_failure_gives_back_the_pages_of_those_who_left_too():
@@ -56,7 +56,7 @@ def test_i1_a_failure_gives_back_the_pages_of_those_who_left_too():
     world.begin()
     world.scheduler.remove(sequence)
     world.scheduler.preempt_all()
-    assert world.pool.num_used == 0
+    assert world.pages.num_held == 0
 
 
 def test_i1_a_preempted_sequence_holds_no_page_and_can_be_removed():
@@ -67,7 +67,7 @@ def test_i1_a_preempted_sequence_holds_no_page_and_can_be_removed():
     assert (youngest.pages, youngest.num_cached) == ([], 0)
     world.scheduler.remove(youngest)
     assert youngest.state is FINISHED
-    assert world.pool.num_used == len(oldest.pages)
+    assert world.pages.num_held == len(oldest.pages)
 
 
 # I2: decoding
@@ -271,7 +271,7 @@ def test_i6_after_a_failure_each_does_the_same_again_alone_oldest_first():
     pictured, late = world.add(2, image=5, crops=3), world.add(1)
     failed = world.fail()
     assert failed.members == [pictured, late, decoding, other]
-    assert (world.pool.num_used, world.scheduler.num_waiting, decoding.tokens) == (0, 4, tokens)
+    assert (world.pages.num_held, world.scheduler.num_waiting, decoding.tokens) == (0, 4, tokens)
     untouched = world.add(1, priority=Priority.INTERACTIVE)
     trials = [world.step() for _ in range(6)]
     # Who was decoding has everything but its last token put into the cache, and then decodes that.
@@ -326,7 +326,7 @@ def test_i6_trials_fit_where_the_failed_batch_filled_the_cache():
     while world.scheduler.is_isolating:
         assert len(world.step().members) == 1
     assert first.num_generated == second.num_generated == 3
-    assert world.pool.num_free == 0
+    assert world.pages.num_available == 0
 
 
 # I8: prompts on their way

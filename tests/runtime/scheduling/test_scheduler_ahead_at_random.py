@@ -30,7 +30,7 @@ class LookingAhead(Arrivals):
     def a_step_fails(self):
         self.end_all()
         self.world.fail()
-        assert self.world.pool.num_used == 0
+        assert self.world.pages.num_held == 0
 
     @rule(prompts_are_over=st.lists(st.booleans(), min_size=1, max_size=12))
     def turns_are_taken(self, prompts_are_over):
@@ -69,7 +69,7 @@ class LookingAhead(Arrivals):
         while any(step.id in line[0].batch.depends_on for step in self.prompts):
             self.end(self.prompts)
         step = line.popleft()
-        self.world.write_prompts(step.batch)
+        self.world.slots |= step.prompts
         self.world.complete(step)
 
     def end_all(self):
@@ -86,7 +86,7 @@ class LookingAhead(Arrivals):
             if self.world.scheduler.is_idle:
                 self.end_all()
         assert self.world.scheduler.is_idle, "somebody never finishes"
-        assert self.world.pool.num_used == 0
+        assert self.world.pages.num_held == 0
 
 
 TestLookingAhead = LookingAhead.TestCase

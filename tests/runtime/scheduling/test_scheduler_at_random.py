@@ -31,7 +31,7 @@ class SchedulerMachine(Arrivals):
         here, tokens = self.still_here(), {item: list(item.tokens) for item in self.arrived}
         was_trying = world.scheduler.is_isolating
         batch = world.fail()
-        assert world.pool.num_used == 0
+        assert world.pages.num_held == 0
         assert world.scheduler.num_waiting == len(here)
         assert {item: list(item.tokens) for item in self.arrived} == tokens
         assert world.scheduler.is_isolating == bool(batch.members)
@@ -86,8 +86,8 @@ class SchedulerMachine(Arrivals):
     def i1_no_page_is_held_by_who_may_not_have_it(self):
         for sequence in self.arrived:
             assert (sequence.state in (PREFILLING, RUNNING)) == bool(sequence.pages)
-            assert self.world.pool.pages_for(sequence.num_cached) <= len(sequence.pages)
-            assert len(sequence.pages) <= self.world.pool.pages_for(sequence.length)
+            assert self.world.pages.pages_for(sequence.num_cached) <= len(sequence.pages)
+            assert len(sequence.pages) <= self.world.pages.pages_for(sequence.length)
 
     @invariant()
     def i5_the_scheduler_keeps_the_order_of_arrival(self):
@@ -103,7 +103,7 @@ class SchedulerMachine(Arrivals):
                 break
             self.take_step()
         assert self.world.scheduler.is_idle, "somebody never finishes"
-        assert self.world.pool.num_used == 0
+        assert self.world.pages.num_held == 0
 
 
 TestScheduler = SchedulerMachine.TestCase

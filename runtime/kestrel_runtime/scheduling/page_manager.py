@@ -1,0 +1,313 @@
+"""Which sequence holds which page of the KV cache, and which published pages can be found again by their content.
+
+A page is `page_size` positions of keys and values of all layers. Knows no tensors, no clock and no scheduling
+order.
+
+Invariants
+  B1  A page is in one of four states: free, quarantined, held (it has references), or cached (published, no
+      references, evictable unless quarantined).
+  B2  Published positions are never written again. The sequence that published a partial page may write behind the
+      published positions in place; every other sequence gets a copy of that page before it writes.
+  B3  Only `publish` makes a page findable, and the caller publishes completed positions only.
+  B4  A page that a prefill step in flight writes is quarantined until that step is complete. A page that only a
+      decode step in flight writes can be allocated at once, to steps that run `after` it. Both can hold: a
+      cancelled sequence may have been promoted, so `after` outlives the quarantine.
+  B5  Eviction takes cached pages only: least recently used first, and of one chain its end first.
+  B6  No page is pinned: when all sequences have left and all steps are complete, every page can be allocated.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, NewType
+
+from kestrel_runtime.scheduling.ids import PageId, SequenceId, StepId
+
+Digest = NewType("Digest", bytes)
+
+
+@dataclass(slots=True)
+class PrefixKeys:
+    """Names the content of a sequence's positions, so that equal content has equal keys.
+
+    `root` covers everything but the tokens that changes keys and values: model, revision, paths, data types,
+    adapter and namespace. `pages[i]` covers `pages[i - 1]` and positions [i * page_size, (i + 1) * page_size).
+    """
+
+    root: Digest
+    pages: list[Digest] = field(default_factory=list)
+    boundaries: dict[int, Digest] = field(default_factory=dict)
+    """Share points inside a page: number of positions → key of these positions."""
+    spans: tuple[tuple[int, int], ...] = ()
+    """Bidirectional spans [start, end): their positions can be shared together or not at all."""
+
+    def shareable(self, num_positions: int) -> int:
+        """The most positions, at most `num_positions`, that can be shared without splitting a span."""
+        for start, end in self.spans:
+            if start < num_positions < end:
+                return start
+        return num_positions
+
+
+class PrefixMatch(NamedTuple):
+    """Published pages that hold the first `num_positions` positions of a prompt."""
+
+    pages: tuple[PageId, ...] = ()
+    num_positions: int = 0
+    is_partial_last: bool = False
+    """Whether the last page is shared up to a share point inside it, so that a new owner needs a copy."""
+
+
+class PageCopy(NamedTuple):
+    """A copy of a whole page that a step makes before it reads or writes the target."""
+
+    source: PageId
+    target: PageId
+
+
+class Allocation(NamedTuple):
+    """Pages for a sequence, in the order of its positions."""
+
+    pages: tuple[PageId, ...]
+    copies: tuple[PageCopy, ...]
+    after: frozenset[StepId]
+    """Decode steps in flight that may still write these pages (B4)."""
+
+
+@dataclass(slots=True)
+class _Page:
+    references: int = 0
+    keys: list[Digest] = field(default_factory=list)
+    writing: set[StepId] = field(default_factory=set)
+    """Prefill steps in flight: the page is quarantined until they are complete."""
+    after: set[StepId] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class _Owner:
+    pages: list[PageId] = field(default_factory=list)
+    num_published: int = 0
+    """Full pages that have been published or were found published."""
+    sources: list[PageId] = field(default_factory=list)
+    """Sources of copies that no step has been given yet."""
+
+
+class PageManager:
+    """A fixed number of equal pages, shared by reference. One thread."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        assert num_pages > 0, "a cache needs a page"
+        assert page_size > 0, "a page needs a position"
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self._pages = [_Page() for _ in range(num_pages)]
+        self._free: list[PageId] = list(range(num_pages - 1, -1, -1))
+        self._cached: OrderedDict[PageId, None] = OrderedDict()  # evictable, least recently used first
+        self._index: dict[Digest, PageId] = {}
+        self._owners: dict[SequenceId, _Owner] = {}
+        self._steps: defaultdict[StepId, list[PageId]] = defaultdict(list)  # whose end concerns these pages
+        self._copy_sources: defaultdict[StepId, list[PageId]] = defaultdict(list)
+
+    @property
+    def num_available(self) -> int:
+        """Pages that can be allocated now: free ones, and cached ones that can be evicted."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_held(self) -> int:
+        """Pages that cannot be allocated now."""
+        return self.num_pages - self.num_available
+
+    def pages_for(self, num_positions: int) -> int:
+        """How many pages hold `num_positions` positions."""
+        return -(-num_positions // self.page_size)
+
+    def pages_of(self, owner: SequenceId) -> tuple[PageId, ...]:
+        """The pages of a sequence; none where it holds none."""
+        return tuple(self._owners[owner].pages) if owner in self._owners else ()
+
+    def match(self, keys: PrefixKeys, max_positions: int) -> PrefixMatch:
+        """The longest published prefix of at most `max_positions` positions that splits no span."""
+        pages: list[PageId] = []
+        for key in keys.pages[: max_positions // self.page_size]:
+            page = self._index.get(key)
+            if page is None:
+                break
+            pages.append(page)
+        matched = len(pages) * self.page_size
+        most = min(max_positions, matched + self.page_size - 1)
+        for share_point in sorted(keys.boundaries, reverse=True):
+            if (
+                matched < share_point <= most
+                and (page := self._index.get(keys.boundaries[share_point])) is not None
+            ):
+                return PrefixMatch((*pages, page), share_point, is_partial_last=True)
+        # Where the matched pages end inside a span, go back to a page end that splits none.
+        while (shareable := keys.shareable(matched)) < matched:
+            matched = shareable // self.page_size * self.page_size
+        return PrefixMatch(tuple(pages[: matched // self.page_size]), matched)
+
+    def num_needed(self, match: PrefixMatch, num_positions: int) -> int:
+        """How much of `num_available` an allocation takes: new pages, a copy, and cached pages that become
+        held."""
+        num_shared = len(match.pages) - match.is_partial_last
+        num_revived = sum(page in self._cached for page in match.pages)
+        return self.pages_for(num_positions) - num_shared + num_revived
+
+    def allocate(self, owner: SequenceId, match: PrefixMatch, num_positions: int) -> Allocation:
+        """Give a sequence without pages those of `match`, and new ones up to `num_positions`.
+
+        The caller has compared `num_needed` with `num_available`. A partial last page comes as a copy, whose
+        source is held until `commit_copies` names the step that copies it and that step is complete.
+        """
+        assert owner not in self._owners, "a sequence is given its first pages once"
+        own = self._owners[owner] = _Owner()
+        for page in match.pages:
+            self._take(page)
+        num_shared = len(match.pages) - match.is_partial_last
+        own.pages, own.sources = list(match.pages[:num_shared]), list(match.pages[num_shared:])
+        own.num_published = num_shared
+        after = self._grow(own, num_positions).after
+        copies = (PageCopy(own.sources[0], own.pages[num_shared]),) if match.is_partial_last else ()
+        return Allocation(tuple(own.pages), copies, after)
+
+    def append(self, owner: SequenceId, num_positions: int) -> Allocation:
+        """Give a sequence new pages, so that it has room for `num_positions` positions in all.
+
+        The allocation names the new pages only. The caller has checked `num_available`.
+        """
+        return self._grow(self._owners[owner], num_positions)
+
+    def fork(self, parent: SequenceId, children: Sequence[SequenceId], num_positions: int) -> Allocation:
+        """Give each child the parent's first `num_positions` positions: full pages by reference, the last by a
+        copy.
+
+        The allocation names the copies' targets, child by child. The caller has checked that `num_available`
+        has one page for each child where the last page is partial.
+        """
+        source_pages = self._owners[parent].pages
+        num_full, is_partial = divmod(num_positions, self.page_size)
+        copies: list[PageCopy] = []
+        after: set[StepId] = set()
+        for child in children:
+            assert child not in self._owners, "a sequence is given its first pages once"
+            own = self._owners[child] = _Owner(list(source_pages[:num_full]))
+            own.num_published = min(self._owners[parent].num_published, num_full)
+            for page in own.pages:
+                self._take(page)
+            if is_partial:
+                source = source_pages[num_full]
+                self._take(source)
+                own.sources.append(source)
+                (target,), _, waits = self._grow(own, num_positions)
+                copies.append(PageCopy(source, target))
+                after |= waits
+        return Allocation(tuple(copy.target for copy in copies), tuple(copies), frozenset(after))
+
+    def commit_copies(self, owner: SequenceId, step: StepId) -> None:
+        """`step` has been launched and makes the sequence's copies: their sources are held until it is
+        complete."""
+        own = self._owners[owner]
+        self._copy_sources[step] += own.sources
+        own.sources = []
+
+    def publish(self, owner: SequenceId, keys: PrefixKeys, num_positions: int) -> None:
+        """Make the sequence's pages findable up to `num_positions`, all of which completed steps have written."""
+        own = self._owners[owner]
+        for place in range(own.num_published, min(num_positions // self.page_size, len(keys.pages))):
+            self._publish_page(own.pages[place], keys.pages[place])
+            own.num_published = place + 1
+        for share_point, key in keys.boundaries.items():
+            if share_point <= num_positions:
+                self._publish_page(own.pages[share_point // self.page_size], key)
+
+    def release(
+        self, owner: SequenceId, writing: Collection[StepId] = (), last_decode: StepId | None = None
+    ) -> None:
+        """Take all pages back from a sequence; without effect where it holds none.
+
+        `writing` are the prefill steps in flight that write its pages, `last_decode` the last decode step in
+        flight that does.
+        """
+        own = self._owners.pop(owner, None)
+        if own is None:
+            return
+        # The end of the chain comes first, so that it is evicted before what it continues.
+        for page in (*reversed(own.pages), *own.sources):
+            state = self._pages[page]
+            state.writing.update(writing)
+            if last_decode is not None:
+                state.after.add(last_decode)
+            for step in (*writing, *(() if last_decode is None else (last_decode,))):
+                self._steps[step].append(page)
+            self._drop(page)
+
+    def complete(self, step: StepId) -> None:
+        """A step is complete: ends quarantines, waits and copy references that name it."""
+        for page in self._steps.pop(step, ()):
+            state = self._pages[page]
+            state.after.discard(step)
+            if step in state.writing:
+                state.writing.remove(step)
+                if not state.references and not state.writing:
+                    self._settle(page)
+        for page in self._copy_sources.pop(step, ()):
+            self._drop(page)
+
+    def forget_cached(self) -> None:
+        """Make nothing findable any more: after a failed step nobody knows what the pages hold."""
+        self._index.clear()
+        for state in self._pages:
+            state.keys.clear()
+        while self._cached:
+            self._free.append(self._cached.popitem()[0])
+
+    def _grow(self, own: _Owner, num_positions: int) -> Allocation:
+        pages: list[PageId] = []
+        after: set[StepId] = set()
+        num_new = self.pages_for(num_positions) - len(own.pages)
+        assert num_new <= self.num_available, "the caller checks num_available first"
+        for _ in range(num_new):
+            page = self._free.pop() if self._free else self._evict()
+            state = self._pages[page]
+            assert not state.references, "a page that is allocated has no owner"
+            assert not state.writing, "a page that is allocated is not quarantined"
+            state.references = 1
+            after |= state.after
+            own.pages.append(page)
+            pages.append(page)
+        return Allocation(tuple(pages), (), frozenset(after))
+
+    def _evict(self) -> PageId:
+        page, _ = self._cached.popitem(last=False)
+        state = self._pages[page]
+        for key in state.keys:
+            del self._index[key]
+        state.keys.clear()
+        return page
+
+    def _publish_page(self, page: PageId, key: Digest) -> None:
+        # Two sequences may have computed the same content: the first to publish it is found.
+        if key not in self._index:
+            self._index[key] = page
+            self._pages[page].keys.append(key)
+
+    def _take(self, page: PageId) -> None:
+        self._pages[page].references += 1
+        self._cached.pop(page, None)
+
+    def _drop(self, page: PageId) -> None:
+        state = self._pages[page]
+        assert state.references, f"page {page} is released more often than it was taken"
+        state.references -= 1
+        if not state.references and not state.writing:
+            self._settle(page)
+
+    def _settle(self, page: PageId) -> None:
+        """A page without references and quarantine is cached where it is published, else free."""
+        if self._pages[page].keys:
+            self._cached[page] = None
+        else:
+            self._free.append(page)
