@@ -16,10 +16,10 @@ from kestrel_runtime.scheduling.admission import Admission
 from tests.golden import MD3_SMALL
 from tests.journey.conftest import House
 from tests.journey.test_bad_input import error_of
-from tests.runtime.engine import test_isolation as recovery
+from tests.runtime.engine import test_isolation as isolation
 
 IMAGE = (MD3_SMALL / "image_1_64x64.png").read_bytes()
-# As `recovery.POISON`, which stages of the engine are made to fail for.
+# As `isolation.POISON`, which stages of the engine are made to fail for.
 POISON = wire.CompleteQueryRequest(
     question="poison", image={"data": IMAGE}, sampling={"temperature": 5.0, "max_tokens": 40, "seed": 9}
 )
@@ -41,8 +41,8 @@ def fails_once(owner: Any, name: str, error: Exception) -> Break:
     return apply
 
 
-def fails_for_poison(stage: recovery.Stage, error: Exception, after: int = 0) -> Break:
-    return lambda monkeypatch: recovery.poison(monkeypatch, stage, error, after=after)
+def fails_for_poison(stage: isolation.Stage, error: Exception, after: int = 0) -> Break:
+    return lambda monkeypatch: isolation.poison(monkeypatch, stage, error, after=after)
 
 
 def fails_to_parse(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,7 +50,7 @@ def fails_to_parse(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def broken(self: QuerySkill, request: Any, *context: Any) -> Any:
         made = new_parser(self, request, *context)
-        if request == recovery.POISON:
+        if request == isolation.POISON:
             monkeypatch.setattr(made, "consume", lambda token: 1 / 0)
         return made
 
@@ -63,11 +63,11 @@ STAGES: dict[str, tuple[Break, grpc.StatusCode]] = {
     "no thread": (fails_once(Preprocessor, "submit", RuntimeError("can't start new thread")), UNAVAILABLE),
     "preprocess": (fails_once(preprocessing, "decode_image", RuntimeError("secret")), INTERNAL),
     "preprocess, out of memory": (fails_once(preprocessing, "decode_image", MemoryError()), INTERNAL),
-    "encode": (fails_for_poison(recovery.ENCODE, RuntimeError("secret")), INTERNAL),
-    "prefill": (fails_for_poison(recovery.PREFILL, RuntimeError("secret")), INTERNAL),
-    "prefill, out of memory": (fails_for_poison(recovery.PREFILL, torch.OutOfMemoryError("secret")), INTERNAL),
-    "decode": (fails_for_poison(recovery.DECODE, RuntimeError("secret"), 5), INTERNAL),
-    "decode, out of memory": (fails_for_poison(recovery.DECODE, torch.OutOfMemoryError("secret"), 5), INTERNAL),
+    "encode": (fails_for_poison(isolation.ENCODE, RuntimeError("secret")), INTERNAL),
+    "prefill": (fails_for_poison(isolation.PREFILL, RuntimeError("secret")), INTERNAL),
+    "prefill, out of memory": (fails_for_poison(isolation.PREFILL, torch.OutOfMemoryError("secret")), INTERNAL),
+    "decode": (fails_for_poison(isolation.DECODE, RuntimeError("secret"), 5), INTERNAL),
+    "decode, out of memory": (fails_for_poison(isolation.DECODE, torch.OutOfMemoryError("secret"), 5), INTERNAL),
     "parse": (fails_to_parse, INTERNAL),
 }
 

@@ -17,9 +17,8 @@ class FakeHandle:
 
     done = None
 
-    def __init__(self, runner: FakeRunner, batch: Batch, after: Iterable[FakeHandle] = ()) -> None:
+    def __init__(self, runner: FakeRunner, batch: Batch) -> None:
         self.batch = batch
-        self.after = list(after)
         self._runner = runner
 
     def is_complete(self) -> bool:
@@ -51,10 +50,10 @@ class FakeRunner:
 
     def launch(self, batch: Batch, after: Iterable[FakeHandle] = ()) -> FakeHandle:
         self.on_launch(batch)
-        return FakeHandle(self, batch, after)
+        return FakeHandle(self, batch)
 
     def run(self, batch: Batch) -> list[Token]:
-        """What `Recovery` runs requests of our own with."""
+        """What `Isolation` runs probes with."""
         self.on_run(batch)
         return [TOKEN] * len(batch.sampled)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from PIL import Image
 
-from kestrel_runtime.engine.offending_requests import Culprits
+from kestrel_runtime.engine.offending_requests import OffendingRequests
 from kestrel_runtime.engine.preprocessing import Preprocessor
 from kestrel_runtime.imaging.tiles import DecodedImage, Tiles, keep_decoded
 from kestrel_runtime.models.loaded_model import LoadedModel
@@ -14,7 +14,7 @@ from kestrel_runtime.models.loaded_model import LoadedModel
 
 def new_preprocessor(
     loaded: LoadedModel,
-    culprits: Culprits | None = None,
+    offending_requests: OffendingRequests | None = None,
     *,
     keeps_decoded: bool = False,
     make_tiles: Callable[[Image.Image], Tiles | DecodedImage] | None = None,
@@ -26,6 +26,6 @@ def new_preprocessor(
     if make_tiles is None:
         make_tiles = partial(keep_decoded, tiling=tiling) if keeps_decoded else tiling.make_tiles
     settings = {"max_context": 1000, "max_image_pixels": 10**6, "num_threads": 1} | settings
-    culprits = Culprits() if culprits is None else culprits
+    offending_requests = OffendingRequests() if offending_requests is None else offending_requests
     skills = family.skills(config)
-    return Preprocessor(config, skills, loaded.tokenizer, culprits, tiling, make_tiles, **settings)
+    return Preprocessor(config, skills, loaded.tokenizer, offending_requests, tiling, make_tiles, **settings)

@@ -26,12 +26,11 @@ from kestrel_runtime.api.errors import (
 )
 from kestrel_runtime.api.requests import Caption, Query, Request
 from kestrel_runtime.api.stream import Stream
-from kestrel_runtime.engine.isolation import Recovery
+from kestrel_runtime.engine.isolation import Isolation, new_probes
 from kestrel_runtime.engine.loop import EngineLoop
-from kestrel_runtime.engine.offending_requests import Culprits
+from kestrel_runtime.engine.offending_requests import OffendingRequests
 from kestrel_runtime.engine.open_streams import OpenStreams
 from kestrel_runtime.engine.preprocessing import MAX_DECODING_BYTES, Preprocessor, least_budget_bytes
-from kestrel_runtime.engine.probes import new_probes
 from kestrel_runtime.engine.tracebacks import clear_locals, drop_tracebacks
 from kestrel_runtime.engine.watchdog import Watchdog, all_stacks, step_timeout_s
 from kestrel_runtime.engine.workers import Interrupted
@@ -45,7 +44,7 @@ from kestrel_runtime.models.moondream.largest_steps import step_bytes
 from kestrel_runtime.models.moondream.memory_needs import cache_dtype, new_cache, plan_cache, weight_bytes
 from kestrel_runtime.models.moondream.model_paths import ModelPaths
 from kestrel_runtime.models.moondream.runner import new_step_runner
-from kestrel_runtime.scheduling.admission import Admission, Burden, QueueLimits
+from kestrel_runtime.scheduling.admission import Admission, Cost, QueueLimits
 from kestrel_runtime.scheduling.limits import StepBounds
 from kestrel_runtime.scheduling.page_manager import PageManager
 from kestrel_runtime.scheduling.scheduler import Scheduler
@@ -125,7 +124,7 @@ class LocalEngine:
             max_crops_per_step=bounds.max_crops,
             ageing_s=config.ageing_s,
         )
-        culprits = Culprits()
+        offending_requests = OffendingRequests()
         self._admission = Admission(
             QueueLimits(config.max_queued_requests, config.max_queued_image_bytes, config.max_queued_tokens)
         )
@@ -139,7 +138,7 @@ class LocalEngine:
             model_config,
             skills,
             loaded.tokenizer,
-            culprits,
+            offending_requests,
             tiling,
             make_tiles,
             max_context=max_context,
@@ -150,15 +149,15 @@ class LocalEngine:
         )
         runner = new_step_runner(loaded.model, cache, paths, bounds, model_paths, graph_bytes=memory.graph_bytes)
         runner.capture()
-        recovery = Recovery(
+        isolation = Isolation(
             scheduler,
             runner,
-            culprits,
+            offending_requests,
             new_probes=lambda: new_probes(self._preprocessor),
             on_restart=lambda: self._become(EngineStatus.RECOVERING),
             on_restarted=lambda: self._become(EngineStatus.SERVING),
         )
-        self._loop = EngineLoop(scheduler, runner, recovery, self._admission)
+        self._loop = EngineLoop(scheduler, runner, isolation, self._admission)
         self._status = EngineStatus.SERVING
         self._lock = threading.RLock()
         self._num_preprocessing = 0
@@ -199,7 +198,7 @@ class LocalEngine:
         self._check(request)
         now = time.monotonic()
         max_queue_s = request.options.max_queue_s
-        patience_s = min((limit for limit in (deadline_s, max_queue_s) if limit is not None), default=None)
+        wait_limit_s = min((limit for limit in (deadline_s, max_queue_s) if limit is not None), default=None)
         clock = SequenceClock(
             submitted=now,
             deadline=None if deadline_s is None else now + deadline_s,
@@ -208,7 +207,7 @@ class LocalEngine:
         stream = Stream()
         self._streams.add(stream)
         try:
-            self._admission.enter(stream, self._burden(request, tenant), now, patience_s=patience_s)
+            self._admission.enter(stream, self._cost_of(request, tenant), now, wait_limit_s=wait_limit_s)
             try:
                 preparation = self._preprocessor.submit(
                     request, clock, tenant, is_wanted=lambda: not stream.over.done()
@@ -222,8 +221,8 @@ class LocalEngine:
         with self._lock:
             self._num_preprocessing += 1
         stream.on_cancel(lambda: self._cancel(preparation, stream))
-        if patience_s is not None:
-            timer = stream.loop.call_later(patience_s, self._expire, preparation, stream, clock)
+        if wait_limit_s is not None:
+            timer = stream.loop.call_later(wait_limit_s, self._expire, preparation, stream, clock)
             stream.over.add_done_callback(lambda _: timer.cancel())
         preparation.add_done_callback(lambda done: self._prepared(done, stream))
         return stream
@@ -237,8 +236,8 @@ class LocalEngine:
         self._check(request)
         limits = (limit for limit in (deadline_s, request.options.max_queue_s) if limit is not None)
         place = object()
-        burden = self._burden(request, tenant)
-        self._admission.enter(place, burden, time.monotonic(), patience_s=min(limits, default=None))
+        cost = self._cost_of(request, tenant)
+        self._admission.enter(place, cost, time.monotonic(), wait_limit_s=min(limits, default=None))
         try:
             yield
         finally:
@@ -317,12 +316,12 @@ class LocalEngine:
         if request.image is not None and len(request.image) > max_image_bytes:
             raise ImageError(f"the image must not exceed {max_image_bytes} bytes", too_large=True)
 
-    def _burden(self, request: Request, tenant: str) -> Burden:
+    def _cost_of(self, request: Request, tenant: str) -> Cost:
         num_tokens = 0 if request.image is None else self._num_image_tokens
         if not isinstance(request, Caption):
             text = request.question if isinstance(request, Query) else request.object
             num_tokens += len(text.encode()) + _MAX_TOKENS_PER_REF * len(request.spatial_refs)
-        return Burden(tenant, request.options.priority, len(request.image or b""), num_tokens)
+        return Cost(tenant, request.options.priority, len(request.image or b""), num_tokens)
 
     def _prepared(self, preparation: Future[Sequence], stream: Stream) -> None:
         """In a worker's thread, or whichever cancelled the future. What raised there ends this request alone."""
@@ -349,7 +348,7 @@ class LocalEngine:
             self._loop.cancel(stream)
 
     def _expire(self, preparation: Future[Sequence], stream: Stream, clock: SequenceClock) -> None:
-        """The caller's patience is over. From the moment a worker has the request, worker and loop look at it."""
+        """The wait limit has passed. From the moment a worker has the request, worker and loop look at it."""
         if preparation.cancel():
             deadlines = (clock.deadline, clock.queue_deadline)
             stream.deliver([], clock.lateness(min(moment for moment in deadlines if moment is not None)))

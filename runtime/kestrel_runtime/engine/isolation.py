@@ -1,44 +1,50 @@
-"""After a step that raised: which request must end, who goes on, and whether the device still works.
+"""After a step that raised: finds the request that must end, if any, and checks that the device still works.
 
-     a step raises ─▶ all sequences go back to waiting; who was active runs alone (isolation run), oldest first
+     a step raises ─▶ all sequences wait again; those that were active run alone (isolation runs), oldest first
        an isolation run succeeds ─▶ the next one; after the last, everything goes on as before
-       an isolation run raises ─▶ does a request of our own run?
+       an isolation run raises ─▶ does a probe, which is a small request of the engine's own, run?
            yes, for the first time ──▶ the suspect runs alone once more
            yes, for the second time ─▶ the suspect is the offending request and ends; the others go on
            no, for the first time ───▶ restart: fresh cache, same weights; then the suspect runs alone once more
            no, for the second time ──▶ restart; the suspect is the offending request and ends
-       a request of our own fails after a restart too ─▶ DeviceLost
+       a probe fails after a restart too ─▶ DeviceLost
 
-In an isolation run no other step is in flight. The second one follows the first at once, on a quiet engine: no
-other sequence holds pages, all images are forgotten, and after a lack of memory the allocator has given back what
-it kept. So a sequence that runs out of memory twice needs more than there is, and one that ran out of it because of
-others passes the second time.
+In an isolation run no other step is in flight. The second run follows the first at once, and has the device to
+itself: no other sequence holds pages, all images are forgotten, and after an out-of-memory error the allocator has
+returned what it kept. So a sequence that runs out of memory twice needs more than there is; one that ran out of
+memory because of others passes the second time.
 
 Invariants
-  R1  A sequence ends only after it raised alone twice, each time on a device that still ran our request; or after
-      the device broke twice while it ran alone.
+  R1  A sequence ends only after it failed alone twice, each time on a device that still ran a probe; or after the
+      device failed a probe twice while the sequence ran alone.
   R2  After several offending requests in a row, with no successful step between them, the device is restarted
-      before the next one ends, and that one runs alone once more: our request may be too small to notice what is
-      wrong.
+      before the next one ends, and that one runs alone once more: a probe may be too small to notice a fault of the
+      device.
   R3  A sequence that goes on keeps its tokens, and samples what it would have sampled.
-  R4  A restart clears the fingerprints of offending requests, since the device may have been bad when they were
-      learned; except for requests that broke the device again right after it was restarted.
+  R4  A restart clears the fingerprints of offending requests, since the device may have been faulty when they were
+      learned; except for requests that made the device fail again right after it was restarted.
 """
 
 from __future__ import annotations
 
+import io
 import logging
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
+from PIL import Image
 
-from kestrel_runtime.engine.offending_requests import Culprits
+from kestrel_runtime.api.errors import ContextLengthExceeded
+from kestrel_runtime.api.requests import Query, SamplingParams
+from kestrel_runtime.engine.offending_requests import OffendingRequests
+from kestrel_runtime.engine.preprocessing import Preprocessor
 from kestrel_runtime.engine.tracebacks import clear_locals
 from kestrel_runtime.execution.step_runner import StepRunner
 from kestrel_runtime.scheduling.batch import Batch, Chunk, EncodeItem
 from kestrel_runtime.scheduling.scheduler import Scheduler
-from kestrel_runtime.scheduling.sequence import Sequence
+from kestrel_runtime.scheduling.sequence import Sequence, SequenceClock
 
 _MAX_OFFENDING_IN_A_ROW = 3
 _NUM_RUNS = 2
@@ -48,31 +54,31 @@ _log = logging.getLogger(__name__)
 
 
 class DeviceLost(Exception):
-    """The device fails our own request even after a restart."""
+    """The device fails a probe even after a restart."""
 
 
 @dataclass(slots=True)
 class _Case:
-    """What the isolation runs of one suspect have shown. Names it by id: a case must not keep an image alive."""
+    """What the isolation runs of one suspect have shown. Names it by id, so that it keeps no image alive."""
 
     sequence_id: int
     num_failures: int = 0
-    """After which the device still ran our request."""
+    """After which the device still ran a probe."""
     num_breakdowns: int = 0
     """After which it did not."""
 
 
-class Recovery:
-    """Sorts out failed steps. `new_probes` makes requests of our own, the first of them the cheapest.
+class Isolation:
+    """Decides what comes after a failed step. `new_probes` makes probes, the first of them the cheapest.
 
-    Tells `culprits` which requests must not come again. Engine thread only.
+    Adds the requests that must not come again to `offending_requests`. Engine thread only.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
         runner: StepRunner,
-        culprits: Culprits,
+        offending_requests: OffendingRequests,
         *,
         new_probes: Callable[[], Iterable[Sequence]],
         on_restart: Callable[[], None],
@@ -80,7 +86,7 @@ class Recovery:
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
-        self._culprits = culprits
+        self._offending_requests = offending_requests
         self._new_probes = new_probes
         self._on_restart = on_restart
         self._on_restarted = on_restarted
@@ -127,7 +133,7 @@ class Recovery:
             case.num_failures = 0
             return None
         self._num_offending_in_a_row += 1
-        self._culprits.remember(suspect.fingerprint, survives_restart=breaks_device)
+        self._offending_requests.remember(suspect.fingerprint, survives_restart=breaks_device)
         self._case = None
         return suspect
 
@@ -139,9 +145,9 @@ class Recovery:
         except Exception as error:
             raise DeviceLost("the cache cannot be made anew") from error
         if not self._runs_probes(only_cheapest=False):
-            raise DeviceLost("a request of our own fails after a restart")
+            raise DeviceLost("a probe fails after a restart")
         self._num_offending_in_a_row = 0
-        self._culprits.forget_learned_before_restart()
+        self._offending_requests.forget_learned_before_restart()
         self._on_restarted()
         _log.info("the engine has restarted")
 
@@ -152,7 +158,7 @@ class Recovery:
             try:
                 self._runner.run(Batch.of_prefill(encode, [Chunk.of(probe, 0, probe.length)]))
             except Exception:
-                _log.exception("a request of our own failed too")
+                _log.exception("a probe, which is a request of the engine's own, failed too")
                 return False
             finally:
                 self._runner.release(probe)
@@ -160,3 +166,17 @@ class Recovery:
             if only_cheapest:
                 break
         return True
+
+
+def new_probes(preprocessor: Preprocessor) -> Iterator[Sequence]:
+    """Probes: a short question, and the same about a small grey image where the cache has room for one."""
+    greedy = SamplingParams(temperature=0.0)
+    yield preprocessor.prepare(Query("hello", sampling=greedy), SequenceClock(time.monotonic()))
+    file = io.BytesIO()
+    Image.new("RGB", (32, 32), "grey").save(file, "PNG")
+    try:
+        yield preprocessor.prepare(
+            Query("hello", file.getvalue(), sampling=greedy), SequenceClock(time.monotonic())
+        )
+    except ContextLengthExceeded:
+        return

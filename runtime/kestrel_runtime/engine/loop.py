@@ -6,7 +6,7 @@ The life of a request in it:
   3. `Scheduler.schedule` plans up to two steps, a prefill step (images and prompts) and a decode step, and
      allocates their pages.
   4. `StepRunner.launch` has the device encode tiles, write the cache and sample tokens; `Scheduler.commit` records
-     the step. Where a launch raises, `Recovery` finds the offending request, and the next turns run suspects alone.
+     the step. Where a launch raises, `Isolation` finds the offending request: the next turns run suspects alone.
   5. `Scheduler.complete` takes the tokens of complete steps; each sequence's parser turns them into events.
   6. A finished sequence returns its pages; the outbox posts all events of the turn at once.
 
@@ -27,11 +27,12 @@ the sequences of the first prefill step in flight: they decode at once, in steps
 a prefill step takes the thread longer than a decode step takes the device, so more decode steps are launched before
 it.
 
-Tokens that a sequence sampled after its end, in steps that were already in flight, are dropped. Its pages may have
-another owner by then: decode steps that write there run before all later decode and prefill steps, and pages that a
-prefill step writes are kept until it is complete.
+A step in flight that contains a sequence which has finished meanwhile is a tail step; its token is dropped. The
+pages and the row of request state may have a new owner by then. Later decode steps run after the tail step anyway.
+A prefill step that takes them over waits for it on the device (`Batch.after`). Pages that a prefill step in flight
+writes have no new owner before it is complete.
 
-How the thread ends: `stop` was called, or something raised that `Recovery` does not handle. It only logs that. The
+How the thread ends: `stop` was called, or something raised that `Isolation` does not handle. It only logs that. The
 watchdog, which waits for the thread's end, calls `finish` and has the engine end every open stream.
 """
 
@@ -51,7 +52,7 @@ from kestrel_runtime.api.errors import EngineUnavailable, InternalError, Kestrel
 from kestrel_runtime.api.stream import Outbox, Stream
 from kestrel_runtime.engine.emission import events_after
 from kestrel_runtime.engine.in_flight import InFlightStep, describe
-from kestrel_runtime.engine.isolation import Recovery
+from kestrel_runtime.engine.isolation import Isolation
 from kestrel_runtime.execution.step_runner import StepHandle, StepRunner
 from kestrel_runtime.scheduling.admission import Admission
 from kestrel_runtime.scheduling.batch import Batch, Plan
@@ -84,12 +85,12 @@ class EngineLoop:
         self,
         scheduler: Scheduler,
         runner: StepRunner,
-        recovery: Recovery,
+        isolation: Isolation,
         admission: Admission,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
-        self._recovery = recovery
+        self._isolation = isolation
         self._admission = admission
         self._outbox = Outbox()
         self._deadlines = Deadlines()
@@ -210,7 +211,7 @@ class EngineLoop:
             while self._wait_for_work():
                 self.step()
         except BaseException:  # SystemExit and KeyboardInterrupt too: whatever it is, the engine has ended
-            # `Recovery` handles what the model raises. The rest is a broken device, or a bug of ours in the books
+            # `Isolation` handles what the model raises. The rest is a broken device, or a bug of ours in the books
             # of who owns what, which cannot be trusted any more.
             _log.critical("the engine thread ends", exc_info=True)
 
@@ -286,7 +287,7 @@ class EngineLoop:
             handle = self._runner.launch(batch, self._handles_of(batch.after | batch.depends_on))
         except Exception as error:
             if self._complete_all():
-                self._recover(batch, error)
+                self._isolate(batch, error)
             return False
         finally:
             self._launching = None
@@ -331,13 +332,13 @@ class EngineLoop:
         except Exception as error:
             steps.popleft()
             self._abandon_in_flight()
-            self._recover(step.batch, error)
+            self._isolate(step.batch, error)
             return False
         steps.popleft()
         self._num_marks += 1
         now = time.monotonic()
         here = self._scheduler.complete(step.id, step.batch, tokens)
-        self._recovery.succeeded(here)
+        self._isolation.succeeded(here)
         self._rate.add(now, len(here))
         for sequence in here:
             self._emit(sequence, now)
@@ -351,8 +352,8 @@ class EngineLoop:
         self._prefills.clear()
         self._decodes.clear()
 
-    def _recover(self, batch: Batch, error: Exception) -> None:
-        offending = self._recovery.failed(batch, error)
+    def _isolate(self, batch: Batch, error: Exception) -> None:
+        offending = self._isolation.failed(batch, error)
         if offending is not None:
             _log.error("%s fails by itself: it ends, and is refused from now on", offending.fingerprint)
             self._fail(offending, InternalError(error))

@@ -21,7 +21,7 @@ class _Entry(NamedTuple):
     survives_restart: bool
 
 
-class Culprits:
+class OffendingRequests:
     """Fingerprints of offending requests, each refused for `LIFETIME_S` after it was learned. For any thread.
 
     They expire since what a request met may not have been its own fault, and the device or the software may be

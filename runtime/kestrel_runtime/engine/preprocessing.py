@@ -15,7 +15,7 @@ from PIL import Image
 
 from kestrel_runtime.api.errors import ContextLengthExceeded, ImageError, RequestRefused
 from kestrel_runtime.api.requests import Request
-from kestrel_runtime.engine.offending_requests import Culprits, fingerprint_of
+from kestrel_runtime.engine.offending_requests import OffendingRequests, fingerprint_of
 from kestrel_runtime.engine.workers import Interrupted, Job, Workers
 from kestrel_runtime.imaging.decoding import decode_image, inspect_image
 from kestrel_runtime.imaging.formats.header import ImageHeader
@@ -45,7 +45,7 @@ class Preprocessor:
         config: ModelConfig,
         skills: Mapping[str, Skill],
         tokenizer: Tokenizer,
-        culprits: Culprits,
+        offending_requests: OffendingRequests,
         tiling: Tiling,
         make_tiles: Callable[[Image.Image], Tiles | DecodedImage],
         *,
@@ -63,7 +63,7 @@ class Preprocessor:
         self._config = config
         self._skills = skills
         self._tokenizer = tokenizer
-        self._culprits = culprits
+        self._offending_requests = offending_requests
         self._max_context = max_context
         self._max_image_pixels = max_image_pixels
         self._tiling = tiling
@@ -138,7 +138,7 @@ class Preprocessor:
         if lateness is not None:
             raise lateness
         fingerprint = fingerprint_of(request)
-        if fingerprint in self._culprits:
+        if fingerprint in self._offending_requests:
             raise RequestRefused(f"{fingerprint} has failed before")
         config, skill = self._config, self._skills[request.skill]
         prompt = [Token(config.bos_id), *skill.prompt(request, self._tokenizer, config)]

@@ -1,17 +1,17 @@
-"""Who is let into the queue, and how long a newcomer would wait there. No torch, no clock; may be called from any
-thread.
+"""Which requests are admitted to the queue, and how long a new request would wait there. No torch, no clock; may be
+called from any thread.
 
 A request is in the queue from `enter` until it starts or leaves; waiting for a preprocessing worker is part of it.
 
-Bounds on requests, image bytes and estimated tokens, each held like this
+Bounds on requests, image bytes and estimated tokens. For each of them
   B1  The queue never holds more than the bound, except that an empty queue takes any request.
   B2  A named tenant may take more of a bound only while what it holds is less than what is free. Alone it gets
-      half, two get a third each; so however many flood the queue, a newcomer finds room. The tenant "" stands for
-      callers that are not told apart and may fill the queue.
-  B3  A request that would outwait its caller's patience is refused at once, not taken in to time out.
+      half, two get a third each; so however many requests one tenant sends, a new tenant finds room. The tenant ""
+      stands for callers that are not distinguished; it may fill the queue.
+  B3  A request whose estimated wait exceeds its wait limit is refused at once, instead of timing out in the queue.
 
-The wait is estimated from recent starts, counting only time in which others were waiting: a quiet engine starts few
-requests and is still fast.
+The wait is estimated from recent starts. Only time in which other requests were waiting counts, since an idle
+engine starts few requests although it is fast.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class QueueLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Burden:
-    """What a request adds to the queue, and on whose behalf. `tokens` is an upper estimate of its prompt."""
+class Cost:
+    """What a request adds to the queue, and for which tenant. `tokens` is an upper estimate of its prompt."""
 
     tenant: str
     priority: Priority
@@ -60,7 +60,7 @@ class Admission:
             QueueBound.TOKENS: limits.tokens,
         }
         self._lock = RLock()
-        self._burdens: dict[Hashable, Burden] = {}
+        self._costs: dict[Hashable, Cost] = {}
         self._held: Counter[QueueBound] = Counter()
         self._held_by: dict[str, Counter[QueueBound]] = {}
         self._lines: Counter[tuple[str, Priority]] = Counter()
@@ -68,23 +68,23 @@ class Admission:
         self._last_start: float | None = None  # None where nobody has waited ever since
 
     def __len__(self) -> int:
-        return len(self._burdens)
+        return len(self._costs)
 
-    def enter(self, key: Hashable, burden: Burden, now: float, *, patience_s: float | None = None) -> None:
-        """Take a request in, or raise `Overloaded`; `patience_s` is how long its caller would wait."""
+    def enter(self, key: Hashable, cost: Cost, now: float, *, wait_limit_s: float | None = None) -> None:
+        """Take a request in, or raise `Overloaded`; `wait_limit_s` is how long its caller would wait."""
         with self._lock:
-            if self._burdens:
-                self._check_bounds(burden, now)
-                wait_s = self.estimated_wait_s(burden, now)
-                if wait_s is not None and patience_s is not None and wait_s > patience_s:
-                    raise Overloaded(patience_s, wait_s, QueueBound.WAIT)
-            self._burdens[key] = burden
-            self._book(burden, 1)
+            if self._costs:
+                self._check_bounds(cost, now)
+                wait_s = self.estimated_wait_s(cost, now)
+                if wait_s is not None and wait_limit_s is not None and wait_s > wait_limit_s:
+                    raise Overloaded(wait_limit_s, wait_s, QueueBound.WAIT)
+            self._costs[key] = cost
+            self._book(cost, 1)
 
     def start(self, key: Hashable, now: float) -> None:
         """The request has started, and is in the queue no more."""
         with self._lock:
-            if key not in self._burdens:
+            if key not in self._costs:
                 return
             if self._last_start is not None:
                 self._intervals.append((now, now - self._last_start))
@@ -94,13 +94,13 @@ class Admission:
     def leave(self, key: Hashable) -> None:
         """The request will not start; without effect where it is in the queue no more."""
         with self._lock:
-            burden = self._burdens.pop(key, None)
-            if burden is not None:
-                self._book(burden, -1)
-                if not self._burdens:
+            cost = self._costs.pop(key, None)
+            if cost is not None:
+                self._book(cost, -1)
+                if not self._costs:
                     self._last_start = None
 
-    def estimated_wait_s(self, burden: Burden, now: float) -> float | None:
+    def estimated_wait_s(self, cost: Cost, now: float) -> float | None:
         """How long the request would wait; None without enough evidence. Errs on the short side.
 
         Before it start those of its tenant that are as urgent, and of each other tenant one for each of these.
@@ -109,20 +109,20 @@ class Admission:
         with self._lock:
             pace_s = self._pace_s(now)
             for (tenant, priority), count in self._lines.items():
-                if priority <= burden.priority:
+                if priority <= cost.priority:
                     ahead[tenant] += count
         if pace_s is None:
             return None
-        own = ahead.pop(burden.tenant, 0)
+        own = ahead.pop(cost.tenant, 0)
         return pace_s * (own + sum(min(count, own + 1) for count in ahead.values()))
 
-    def _check_bounds(self, burden: Burden, now: float) -> None:
-        own = self._held_by.get(burden.tenant, Counter())
-        for bound, wanted in _amounts(burden).items():
+    def _check_bounds(self, cost: Cost, now: float) -> None:
+        own = self._held_by.get(cost.tenant, Counter())
+        for bound, wanted in _amounts(cost).items():
             limit, held = self._limits[bound], self._held[bound]
             if wanted and held + wanted > limit:
                 raise Overloaded(limit, self._retry_after_s(len(self), now), bound)
-            if wanted and burden.tenant and own[bound] >= limit - held:
+            if wanted and cost.tenant and own[bound] >= limit - held:
                 num_own = own[QueueBound.REQUESTS]
                 raise Overloaded(limit, self._retry_after_s(num_own, now), bound, is_tenant_share=True)
 
@@ -141,22 +141,22 @@ class Admission:
             return None
         return sum(interval for _, interval in self._intervals) / len(self._intervals)
 
-    def _book(self, burden: Burden, sign: int) -> None:
-        own = self._held_by.setdefault(burden.tenant, Counter())
-        for bound, amount in _amounts(burden).items():
+    def _book(self, cost: Cost, sign: int) -> None:
+        own = self._held_by.setdefault(cost.tenant, Counter())
+        for bound, amount in _amounts(cost).items():
             self._held[bound] += sign * amount
             own[bound] += sign * amount
-        line = (burden.tenant, burden.priority)
+        line = (cost.tenant, cost.priority)
         self._lines[line] += sign
         if not self._lines[line]:
             del self._lines[line]
         if not own[QueueBound.REQUESTS]:
-            del self._held_by[burden.tenant]
+            del self._held_by[cost.tenant]
 
 
-def _amounts(burden: Burden) -> dict[QueueBound, int]:
+def _amounts(cost: Cost) -> dict[QueueBound, int]:
     return {
         QueueBound.REQUESTS: 1,
-        QueueBound.IMAGE_BYTES: burden.image_bytes,
-        QueueBound.TOKENS: burden.tokens,
+        QueueBound.IMAGE_BYTES: cost.image_bytes,
+        QueueBound.TOKENS: cost.tokens,
     }

@@ -1,6 +1,6 @@
 """Whatever raises in the engine thread, at whichever line: no caller is left waiting.
 
-A scenario that passes through every line of the loop and of its recovery is played once for each of them, and the
+A scenario that passes through every line of the loop and of its isolation is played once for each of them, and the
 line raises. The runner is a fake one and sequences are made by hand, so that a run takes milliseconds and the same
 turns each time.
 """
@@ -34,7 +34,7 @@ from kestrel_runtime.api.stream import Stream
 from kestrel_runtime.engine import emission, isolation
 from kestrel_runtime.engine import loop as engine_loop
 from kestrel_runtime.engine.engine import LocalEngine
-from kestrel_runtime.engine.isolation import Recovery
+from kestrel_runtime.engine.isolation import Isolation
 from kestrel_runtime.engine.loop import EngineLoop
 from kestrel_runtime.engine.preprocessing import Preprocessor
 from kestrel_runtime.models.loaded_model import LoadedModel
@@ -265,11 +265,11 @@ async def play(loaded: LoadedModel, tracer: Tracer, scenario: str) -> Run:
 
 
 def lines_of_the_engine_thread() -> set[Line]:
-    """Where each statement begins that a turn of the loop and its recovery may pass."""
+    """Where each statement begins that a turn of the loop and its isolation may pass."""
     elsewhere = {"__init__", "start", "add", "cancel", "num_waiting", "num_active", "tokens_per_second"}
     elsewhere |= {"stop", "join", "activities", "in_flight", "finish"}
     found: set[Line] = set()
-    for owner, module in ((EngineLoop, engine_loop), (Recovery, isolation)):
+    for owner, module in ((EngineLoop, engine_loop), (Isolation, isolation)):
         file = str(module.__file__)
         tree = ast.parse(Path(file).read_text(encoding="utf-8"))
         classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
@@ -296,7 +296,7 @@ async def lines_by_scenario(loaded: LoadedModel) -> dict[Line, str]:
     return found
 
 
-async def test_the_scenarios_pass_through_every_line_of_the_loop_and_of_recovery(
+async def test_the_scenarios_pass_through_every_line_of_the_loop_and_of_isolation(
     moondream3: LoadedModel,
 ) -> None:
     passed = await lines_by_scenario(moondream3)

@@ -135,7 +135,7 @@ def alone(moondream3: LoadedModel) -> list[object]:
         pytest.param(SAMPLING, RuntimeError("secret"), 5, id="later draw"),
     ],
 )
-async def test_r1_the_culprit_ends_alone_and_is_refused_the_second_time(
+async def test_r1_the_offending_request_ends_alone_and_is_refused_the_second_time(
     engine: LocalEngine,
     alone: list[object],
     monkeypatch: pytest.MonkeyPatch,
@@ -149,20 +149,20 @@ async def test_r1_the_culprit_ends_alone_and_is_refused_the_second_time(
     poison(monkeypatch, stage, error, after=after)
     statuses = statuses_of(engine)
     requests = bystanders()
-    *others, culprit = await outcomes(engine, [*requests, POISON])
+    *others, offending = await outcomes(engine, [*requests, POISON])
     assert others == alone
-    assert isinstance(culprit, InternalError)
-    assert culprit.__cause__ is error
-    assert "secret" not in str(culprit)
+    assert isinstance(offending, InternalError)
+    assert offending.__cause__ is error
+    assert "secret" not in str(offending)
     assert "secret" in caplog.text
     assert fingerprint_of(POISON) in caplog.text
     assert ("out of memory" in caplog.text) == isinstance(error, torch.OutOfMemoryError)
     assert engine.load().num_used_pages == 0
     # The second time nothing is tried, so nobody else is held up.
     caplog.clear()
-    bystander, culprit = await outcomes(engine, [requests[0], POISON])
+    bystander, offending = await outcomes(engine, [requests[0], POISON])
     assert bystander == alone[0]
-    assert isinstance(culprit, RequestRefused)
+    assert isinstance(offending, RequestRefused)
     assert caplog.text == ""
     assert (engine.status, statuses) == (SERVING, [])  # nobody was told to look for another server
 
@@ -179,9 +179,9 @@ async def test_a_parser_that_fails_ends_its_own_request(
         return made
 
     monkeypatch.setattr(QuerySkill, "new_parser", broken)
-    *others, culprit = await outcomes(engine, [*bystanders(), POISON])
+    *others, offending = await outcomes(engine, [*bystanders(), POISON])
     assert others == alone
-    assert isinstance(culprit, InternalError)
+    assert isinstance(offending, InternalError)
     assert "ZeroDivisionError" in caplog.text
     assert engine.load().num_used_pages == 0
     assert engine.status is SERVING
@@ -209,14 +209,14 @@ async def test_r3_a_cache_too_small_for_everybody_does_not_stand_in_the_way(
 ) -> None:
     poison(monkeypatch, DECODE, RuntimeError("no"), after=5)
     engine = LocalEngine(moondream3, EngineConfig(model="", num_kv_pages=100))
-    *others, culprit = await outcomes(engine, [*bystanders(), POISON])
+    *others, offending = await outcomes(engine, [*bystanders(), POISON])
     assert others == alone
-    assert isinstance(culprit, InternalError)
+    assert isinstance(offending, InternalError)
     assert engine.load().num_used_pages == 0
     engine.close()
 
 
-async def test_r2_culprits_in_a_row_have_the_engine_restart_and_serve_on(
+async def test_r2_offending_requests_in_a_row_have_the_engine_restart_and_serve_on(
     engine: LocalEngine, alone: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     several = tuple(Query(f"poison {number}") for number in range(3))
@@ -275,10 +275,10 @@ async def test_who_breaks_the_device_itself_is_pardoned_once(
 
     watch(monkeypatch, [PREFILL], look)
     statuses = statuses_of(engine)
-    *others, culprit = await outcomes(engine, [*bystanders(), POISON])
+    *others, offending = await outcomes(engine, [*bystanders(), POISON])
     assert others == alone
-    assert isinstance(culprit, InternalError)
-    # Once for whoever was tried first on what the failed step had left, and twice for the culprit.
+    assert isinstance(offending, InternalError)
+    # Once for whoever was tried first on what the failed step had left, and twice for the offending.
     assert device.num_renewals in (2, 3)
     assert statuses == [RECOVERING, SERVING] * device.num_renewals
 

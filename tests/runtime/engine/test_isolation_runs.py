@@ -17,10 +17,10 @@ from kestrel_runtime.api.errors import InternalError
 from kestrel_runtime.api.events import Finished
 from kestrel_runtime.api.requests import Priority
 from kestrel_runtime.api.stream import Stream
-from kestrel_runtime.engine.isolation import DeviceLost, Recovery
+from kestrel_runtime.engine.isolation import DeviceLost, Isolation
 from kestrel_runtime.engine.loop import EngineLoop
-from kestrel_runtime.engine.offending_requests import Culprits
-from kestrel_runtime.scheduling.admission import Admission, Burden, QueueLimits
+from kestrel_runtime.engine.offending_requests import OffendingRequests
+from kestrel_runtime.scheduling.admission import Admission, Cost, QueueLimits
 from kestrel_runtime.scheduling.batch import Batch
 from kestrel_runtime.scheduling.page_manager import PageManager
 from kestrel_runtime.scheduling.scheduler import Scheduler
@@ -38,7 +38,7 @@ class Bench:
     def __init__(self, fails: Fails) -> None:
         self.runner = FakeRunner()
         self.runner.on_launch = self._launch
-        self.culprits = Culprits()
+        self.offending_requests = OffendingRequests()
         self.is_device_well = True
         self.runner.on_run = self._probe
         self.events: list[str] = []
@@ -46,23 +46,23 @@ class Bench:
         self._fails = fails
         self._pages = PageManager(256, 16)
         scheduler = Scheduler(self._pages, max_batch_size=8, max_prefill_tokens=64, max_crops_per_step=8)
-        recovery = Recovery(
+        isolation = Isolation(
             scheduler,
             self.runner,  # pyright: ignore[reportArgumentType] - it stands in for one
-            self.culprits,
+            self.offending_requests,
             new_probes=lambda: [new_sequence(2)],
             on_restart=lambda: self.events.append("restart"),
             on_restarted=lambda: None,
         )
         self._admission = Admission(QueueLimits(100, 10**9, 10**6))
-        self.loop = EngineLoop(scheduler, self.runner, recovery, self._admission)  # pyright: ignore[reportArgumentType]
+        self.loop = EngineLoop(scheduler, self.runner, isolation, self._admission)  # pyright: ignore[reportArgumentType]
         empty = self.runner.empty_device_cache
         self.runner.empty_device_cache = lambda: (empty(), self.events.append("cache emptied"))[0]
 
     def add(self, name: str, num_tokens: int = 4) -> Stream:
         sequence, stream = new_sequence(6), Stream()
         sequence.fingerprint, sequence.parser = name, ShortParser(num_tokens)
-        self._admission.enter(stream, Burden("", Priority.NORMAL, 0, 1), 0.0)
+        self._admission.enter(stream, Cost("", Priority.NORMAL, 0, 1), 0.0)
         self.loop.add(sequence, stream)
         return stream
 
@@ -104,8 +104,8 @@ async def test_r1_a_request_that_fails_alone_twice_is_offending_and_no_other() -
     # The second run follows the first at once; then the good one begins again.
     assert bench.events[:5] == ["good poison", "good", "poison", "poison", "good"]
     assert bench.events.count("poison") == 2
-    assert "poison" in bench.culprits
-    assert "good" not in bench.culprits
+    assert "poison" in bench.offending_requests
+    assert "good" not in bench.offending_requests
 
 
 @pytest.mark.parametrize("error", [RuntimeError("once"), OUT_OF_MEMORY])
@@ -125,7 +125,7 @@ async def test_r1_a_request_that_fails_alone_once_is_innocent(error: Exception) 
     for stream in streams:
         assert (await stream.result()).usage.num_output_tokens == 4
     assert left == 0
-    assert "unlucky" not in bench.culprits
+    assert "unlucky" not in bench.offending_requests
     assert "restart" not in bench.events
 
 
@@ -143,7 +143,7 @@ async def test_failures_count_from_zero_after_a_run_alone_that_passed() -> None:
     bench.turn_until_idle()
     for stream in streams:
         assert isinstance(await stream.result(), Finished)
-    assert "unlucky" not in bench.culprits
+    assert "unlucky" not in bench.offending_requests
 
 
 async def test_out_of_memory_empties_the_allocator_before_each_run_alone() -> None:
@@ -153,7 +153,7 @@ async def test_out_of_memory_empties_the_allocator_before_each_run_alone() -> No
     assert await failure_of(bad) is OUT_OF_MEMORY
     # In company (of nobody), then twice alone: a request that has all memory to itself, twice, needs too much.
     assert bench.events == ["large", "cache emptied"] * 3
-    assert "large" in bench.culprits
+    assert "large" in bench.offending_requests
 
 
 async def test_out_of_memory_that_the_company_causes_ends_nobody() -> None:
@@ -162,7 +162,7 @@ async def test_out_of_memory_that_the_company_causes_ends_nobody() -> None:
     bench.turn_until_idle()
     for stream in streams:
         assert isinstance(await stream.result(), Finished)
-    assert not any(f"one of {number}" in bench.culprits for number in range(4))
+    assert not any(f"one of {number}" in bench.offending_requests for number in range(4))
 
 
 @pytest.mark.parametrize("stage", ["prefill", "decode"])
@@ -182,7 +182,7 @@ async def test_r2_the_third_in_a_row_is_tried_again_after_a_restart_which_clears
     for stream in streams[2:]:
         assert isinstance(await stream.result(), Finished)
     assert bench.events.count("restart") == 1
-    assert not any(f"innocent {number}" in bench.culprits for number in range(5))
+    assert not any(f"innocent {number}" in bench.offending_requests for number in range(5))
 
 
 async def test_r4_a_restart_clears_what_was_learned_before_but_not_who_broke_the_device_again() -> None:
@@ -203,18 +203,18 @@ async def test_r4_a_restart_clears_what_was_learned_before_but_not_who_broke_the
     bench.runner.restart = restart
     bench.add("poison")
     bench.turn_until_idle()
-    assert "poison" in bench.culprits
+    assert "poison" in bench.offending_requests
     bench.add("breaks it")
     bench.turn_until_idle()
     assert bench.events.count("restart") == 2
-    assert "poison" not in bench.culprits
-    assert "breaks it" in bench.culprits
+    assert "poison" not in bench.offending_requests
+    assert "breaks it" in bench.offending_requests
     good = bench.add("good")
     bench.turn_until_idle()
     assert isinstance(await good.result(), Finished)
     # Another one does the same: the first is still refused.
-    bench.culprits.forget_learned_before_restart()
-    assert "breaks it" in bench.culprits
+    bench.offending_requests.forget_learned_before_restart()
+    assert "breaks it" in bench.offending_requests
 
 
 async def test_a_device_that_does_not_come_back_blames_nobody() -> None:
@@ -224,7 +224,7 @@ async def test_a_device_that_does_not_come_back_blames_nobody() -> None:
     bench.loop.step()
     with pytest.raises(DeviceLost):
         bench.loop.step()
-    assert "innocent" not in bench.culprits
+    assert "innocent" not in bench.offending_requests
 
 
 async def test_a_suspect_that_has_left_is_not_kept_alive(caplog: pytest.LogCaptureFixture) -> None:

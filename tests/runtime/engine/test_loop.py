@@ -8,16 +8,15 @@ from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.events import Finished, Started, TextDelta
 from kestrel_runtime.api.requests import Caption, Priority, Query, Request, SamplingParams
 from kestrel_runtime.api.stream import Stream
-from kestrel_runtime.engine.isolation import Recovery
+from kestrel_runtime.engine.isolation import Isolation, new_probes
 from kestrel_runtime.engine.loop import EngineLoop
-from kestrel_runtime.engine.offending_requests import Culprits
-from kestrel_runtime.engine.probes import new_probes
+from kestrel_runtime.engine.offending_requests import OffendingRequests
 from kestrel_runtime.execution.step_runner import StepHandle, StepRunner
 from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.models.moondream.execution_config import FastPaths
 from kestrel_runtime.models.moondream.memory_needs import new_cache
 from kestrel_runtime.models.moondream.runner import new_step_runner
-from kestrel_runtime.scheduling.admission import Admission, Burden, QueueLimits
+from kestrel_runtime.scheduling.admission import Admission, Cost, QueueLimits
 from kestrel_runtime.scheduling.limits import StepBounds
 from kestrel_runtime.scheduling.page_manager import PageManager
 from kestrel_runtime.scheduling.scheduler import Scheduler
@@ -36,29 +35,29 @@ class Bench:
         cache = new_cache(loaded.model, config, 512)
         self.pages = PageManager(cache.num_pages, config.page_size)
         scheduler = Scheduler(self.pages, max_batch_size=8, max_prefill_tokens=64, max_crops_per_step=3)
-        runner, culprits = (
+        runner, offending_requests = (
             new_step_runner(loaded.model, cache, FastPaths.of(config, "cpu"), StepBounds(8, 64, 3)),
-            Culprits(),
+            OffendingRequests(),
         )
         self.statuses: list[str] = []
-        recovery = Recovery(
+        isolation = Isolation(
             scheduler,
             runner,
-            culprits,
+            offending_requests,
             new_probes=lambda: new_probes(self._preprocessor),
             on_restart=lambda: self.statuses.append("recovering"),
             on_restarted=lambda: self.statuses.append("serving"),
         )
         self.admission = Admission(QueueLimits(100, 10**9, 10**6))
-        self.loop = EngineLoop(scheduler, runner, recovery, self.admission)
-        self._preprocessor = new_preprocessor(loaded, culprits, max_context=4096)
+        self.loop = EngineLoop(scheduler, runner, isolation, self.admission)
+        self._preprocessor = new_preprocessor(loaded, offending_requests, max_context=4096)
 
     def add(self, request: Request, deadline: float | None = None) -> Stream:
         stream = Stream()
         sequence = self._preprocessor.prepare(request, SequenceClock(time.monotonic()))
         sequence.clock.deadline = deadline
         stream.on_cancel(lambda: self.loop.cancel(stream))
-        self.admission.enter(stream, Burden("", Priority.NORMAL, 0, 1), time.monotonic())
+        self.admission.enter(stream, Cost("", Priority.NORMAL, 0, 1), time.monotonic())
         self.loop.add(sequence, stream)
         return stream
 

@@ -12,7 +12,7 @@ from kestrel_runtime.api.requests import (
     RequestOptions,
     SamplingParams,
 )
-from kestrel_runtime.engine.offending_requests import LIFETIME_S, Culprits, fingerprint_of
+from kestrel_runtime.engine.offending_requests import LIFETIME_S, OffendingRequests, fingerprint_of
 
 QUERY = Query("What?", b"image")
 
@@ -45,42 +45,42 @@ def test_a_fingerprint_names_the_skill_and_not_the_text() -> None:
 
 
 def test_the_oldest_of_too_many_are_forgotten() -> None:
-    culprits = Culprits()
+    offending_requests = OffendingRequests()
     for number in range(300):
-        culprits.remember(str(number))
-        culprits.remember("again and again")
-    assert "0" not in culprits
-    assert "299" in culprits
-    assert "again and again" in culprits
+        offending_requests.remember(str(number))
+        offending_requests.remember("again and again")
+    assert "0" not in offending_requests
+    assert "299" in offending_requests
+    assert "again and again" in offending_requests
 
 
 def test_a_fingerprint_is_refused_for_an_hour_and_then_tried_again() -> None:
     now = 1000.0
-    culprits = Culprits(clock=lambda: now)
-    culprits.remember("query-1")
+    offending_requests = OffendingRequests(clock=lambda: now)
+    offending_requests.remember("query-1")
     now += LIFETIME_S - 1
-    assert "query-1" in culprits
+    assert "query-1" in offending_requests
     now += 1
-    assert "query-1" not in culprits
-    culprits.remember("query-1")  # it has failed again
-    assert "query-1" in culprits
+    assert "query-1" not in offending_requests
+    offending_requests.remember("query-1")  # it has failed again
+    assert "query-1" in offending_requests
     assert LIFETIME_S == 3600.0
 
 
 def test_learning_a_fingerprint_again_begins_its_hour_anew() -> None:
     now = 0.0
-    culprits = Culprits(clock=lambda: now)
-    culprits.remember("query-1")
+    offending_requests = OffendingRequests(clock=lambda: now)
+    offending_requests.remember("query-1")
     now = LIFETIME_S / 2
-    culprits.remember("query-1")
+    offending_requests.remember("query-1")
     now = LIFETIME_S * 1.2
-    assert "query-1" in culprits
+    assert "query-1" in offending_requests
 
 
 def test_a_restart_clears_all_but_those_that_it_raises_no_doubt_about() -> None:
-    culprits = Culprits()
-    culprits.remember("query-1")
-    culprits.remember("query-2", survives_restart=True)
-    culprits.forget_learned_before_restart()
-    assert "query-1" not in culprits
-    assert "query-2" in culprits
+    offending_requests = OffendingRequests()
+    offending_requests.remember("query-1")
+    offending_requests.remember("query-2", survives_restart=True)
+    offending_requests.forget_learned_before_restart()
+    assert "query-1" not in offending_requests
+    assert "query-2" in offending_requests

@@ -20,7 +20,7 @@ from kestrel_runtime.api.errors import (
 )
 from kestrel_runtime.api.requests import Caption, Point, Priority, Query, RequestOptions, SamplingParams
 from kestrel_runtime.engine import preprocessing
-from kestrel_runtime.engine.offending_requests import Culprits, fingerprint_of
+from kestrel_runtime.engine.offending_requests import OffendingRequests, fingerprint_of
 from kestrel_runtime.engine.preprocessing import Preprocessor
 from kestrel_runtime.engine.workers import Interrupted
 from kestrel_runtime.imaging.tiles import DecodedImage, keep_decoded
@@ -120,10 +120,10 @@ def test_nobody_is_decoded_whose_time_is_over(
         preprocessor.prepare(Caption(b"not an image"), SequenceClock(now - 1, **{late: now}))
 
 
-def test_a_culprit_is_refused_before_its_image_is_decoded(moondream3: LoadedModel) -> None:
-    culprits = Culprits()
-    preprocessor = new_preprocessor(moondream3, culprits, max_image_pixels=1)
-    culprits.remember(fingerprint_of(Caption(b"not an image")))
+def test_an_offending_request_is_refused_before_its_image_is_decoded(moondream3: LoadedModel) -> None:
+    offending_requests = OffendingRequests()
+    preprocessor = new_preprocessor(moondream3, offending_requests, max_image_pixels=1)
+    offending_requests.remember(fingerprint_of(Caption(b"not an image")))
     with pytest.raises(RequestRefused):
         preprocessor.prepare(Caption(b"not an image"), clock())
     with pytest.raises(ImageError):

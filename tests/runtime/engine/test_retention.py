@@ -13,9 +13,9 @@ from kestrel_runtime.api.errors import ImageError
 from kestrel_runtime.api.requests import Query, SamplingParams
 from kestrel_runtime.api.stream import Stream
 from kestrel_runtime.engine.engine import LocalEngine
-from kestrel_runtime.engine.isolation import Recovery
+from kestrel_runtime.engine.isolation import Isolation
 from kestrel_runtime.engine.loop import EngineLoop
-from kestrel_runtime.engine.offending_requests import Culprits
+from kestrel_runtime.engine.offending_requests import OffendingRequests
 from kestrel_runtime.imaging.tiles import Tiles
 from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.scheduling.admission import Admission, QueueLimits
@@ -35,11 +35,11 @@ def new_loop(runner: FakeRunner) -> EngineLoop:
     pages = PageManager(256, 16)
     scheduler = Scheduler(pages, max_batch_size=8, max_prefill_tokens=64, max_crops_per_step=8)
     fake: Any = runner
-    recovery = Recovery(
-        scheduler, fake, Culprits(), new_probes=list, on_restart=lambda: None, on_restarted=lambda: None
+    isolation = Isolation(
+        scheduler, fake, OffendingRequests(), new_probes=list, on_restart=lambda: None, on_restarted=lambda: None
     )
     admission = Admission(QueueLimits(100, 10**9, 10**6))
-    return EngineLoop(scheduler, fake, recovery, admission)
+    return EngineLoop(scheduler, fake, isolation, admission)
 
 
 def census() -> dict[str, int]:

@@ -309,7 +309,7 @@ class Schedule:
             end = request.num_prompt if self.random.random() < 0.6 else request.num_computed + 1
             end = max(end, request.span_end)
             accesses.append(self.access(request, request.num_computed, end))
-            copies += [tuple(copy) for copy in request.copies]
+            copies += [(copy.source, copy.target) for copy in request.copies]
             after |= request.after
             self.manager.commit_copies(request.id, step)
             request.copies, request.after = (), frozenset()

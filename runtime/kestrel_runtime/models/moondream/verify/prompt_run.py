@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.requests import Request
-from kestrel_runtime.engine.offending_requests import Culprits
+from kestrel_runtime.engine.offending_requests import OffendingRequests
 from kestrel_runtime.engine.preprocessing import Preprocessor
 from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.interfaces.tokens import Token
@@ -71,7 +71,7 @@ class PromptRun:
             loaded.model.config,
             SKILLS,
             loaded.tokenizer,
-            Culprits(),
+            OffendingRequests(),
             tiling,
             tiling.make_tiles,
             max_context=text.max_context,
