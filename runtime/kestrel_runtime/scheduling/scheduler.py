@@ -153,7 +153,8 @@ class Scheduler:
 
         Returns the sampled sequences that are still here, each with its new token as the last.
         """
-        self.promote(batch)
+        if batch.kind == "prefill":
+            self.promote(batch)
         self._forget_step(step)
         for chunk in batch.prefill:
             chunk.sequence.writing.discard(step)
@@ -225,7 +226,7 @@ class Scheduler:
         return sequence.state is SequenceState.RUNNING and sequence.length < sequence.max_context
 
     def _needs_page(self, sequence: Sequence) -> bool:
-        return self._pages.pages_for(sequence.length) > len(sequence.pages)
+        return sequence.length > len(sequence.pages) * self._pages.page_size
 
     def _preempt(self, sequence: Sequence) -> None:
         assert not sequence.num_pending, "only a sequence whose tokens are known can be prefilled again"
