@@ -1,0 +1,40 @@
+"""The grammars of all skills as rows of the table on the device."""
+
+import pytest
+
+from kestrel_runtime.api.requests import Caption, Detect, Point, Query, Request, Segment
+from kestrel_runtime.interfaces.token_grammar import Grammar
+from kestrel_runtime.models.moondream.config import MoondreamConfig
+from kestrel_runtime.models.moondream.skills import SKILLS
+from tests.runtime.execution.test_token_rules import assert_same_rules, assert_same_successors
+from tests.runtime.models.moondream.skills.parsing import IMAGE, MOONDREAM_2, MOONDREAM_3, TOKENIZER
+
+CONFIGS = pytest.mark.parametrize("config", [MOONDREAM_2, MOONDREAM_3], ids=["moondream2", "moondream3"])
+REQUESTS = [
+    Query("what?"),
+    Query("what?", reasoning=True),
+    Caption(IMAGE),
+    Point("cat", IMAGE),
+    Detect("cat", IMAGE),
+    Segment("cat", IMAGE),
+]
+
+
+def grammar_of(request: Request, config: MoondreamConfig) -> Grammar:
+    return SKILLS[request.skill].new_parser(request, TOKENIZER, config).grammar
+
+
+@CONFIGS
+@pytest.mark.parametrize("request_", REQUESTS, ids=lambda request: type(request).__name__)
+def test_the_table_goes_where_the_grammar_of_each_skill_goes(request_: Request, config: MoondreamConfig) -> None:
+    assert_same_successors(grammar_of(request_, config))
+
+
+@CONFIGS
+def test_the_table_forbids_what_the_rules_of_the_skills_forbid(config: MoondreamConfig) -> None:
+    assert_same_rules(*(grammar_of(request, config) for request in REQUESTS))
+
+
+def test_two_parsers_of_one_skill_have_one_grammar() -> None:
+    first, second = (grammar_of(Query(text, reasoning=True), MOONDREAM_2) for text in ("what?", "why?"))
+    assert first == second
