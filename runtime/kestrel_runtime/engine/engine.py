@@ -39,11 +39,6 @@ from kestrel_runtime.imaging.device_tiler import DeviceTiler
 from kestrel_runtime.imaging.tiles import Tiling, max_kept_bytes
 from kestrel_runtime.models.family import config_of
 from kestrel_runtime.models.loaded_model import LoadedModel
-from kestrel_runtime.models.moondream.execution_config import FastPaths
-from kestrel_runtime.models.moondream.largest_steps import step_bytes
-from kestrel_runtime.models.moondream.memory_needs import cache_dtype, new_cache, plan_cache, weight_bytes
-from kestrel_runtime.models.moondream.model_paths import ModelPaths
-from kestrel_runtime.models.moondream.runner import new_step_runner
 from kestrel_runtime.scheduling.admission import Admission, Cost, QueueLimits
 from kestrel_runtime.scheduling.limits import StepBounds
 from kestrel_runtime.scheduling.page_manager import PageManager
@@ -73,35 +68,20 @@ class LocalEngine:
         """
         model_config = config_of(loaded.model)
         skills = loaded.family.skills(model_config)
-        paths = FastPaths.of(config, loaded.model.device.type, loaded.model)
         bounds = StepBounds.of(config, loaded.model.device.type)
-        loaded_bytes = weight_bytes(loaded.model)
-        # Before the cache, which takes a part of the memory that they leave.
-        model_paths = ModelPaths.of(
-            loaded.model, paths, max_batch_size=bounds.max_batch_size, frees_originals=owns_model
-        )
-        tiling = loaded.family.tiling(model_config)
-        max_decoded_bytes = _max_decoded_bytes(config, bounds, tiling, decoded=paths.resizes_images)
-        num_pages, memory = plan_cache(
-            loaded.model,
-            config,
-            bounds,
-            step_bytes=step_bytes(
-                loaded.model, model_paths, bounds, config.page_size, cache_dtype(loaded.model, config)
-            ),
-            weight_bytes=loaded_bytes,
-            with_graphs=paths.with_graphs,
-            host_image_bytes=max_decoded_bytes,
-        )
+        prepared = loaded.family.prepare(loaded.model, config, bounds, owns_model=owns_model)
+        tiling, tile_on_device = loaded.family.tiling(model_config), prepared.tile_on_device()
+        max_decoded_bytes = _max_decoded_bytes(config, bounds, tiling, decoded=tile_on_device is not None)
+        num_pages, memory = prepared.plan_cache(max_decoded_bytes)
         _log.info("memory of %s:\n%s", loaded.model.device, memory.table())
-        cache = new_cache(loaded.model, config, num_pages)
-        self._pages = PageManager(cache.num_pages, config.page_size)
-        max_context = min(model_config.max_context, cache.num_pages * config.page_size)
+        runner = prepared.new_step_runner(num_pages, memory.graph_bytes)
+        self._pages = PageManager(num_pages, config.page_size)
+        max_context = min(model_config.max_context, num_pages * config.page_size)
         _log.info(
             "KV cache: %s tokens, %.1f GiB, %.1f requests of full length (%s tokens)",
-            f"{cache.num_pages * config.page_size:,}",
-            cache.num_bytes / 2**30,
-            cache.num_pages * config.page_size / model_config.max_context,
+            f"{num_pages * config.page_size:,}",
+            memory.cache_bytes / 2**30,
+            num_pages * config.page_size / model_config.max_context,
             f"{model_config.max_context:,}",
         )
         self.info = EngineInfo(
@@ -130,10 +110,9 @@ class LocalEngine:
         )
         self._num_image_tokens = model_config.positions_per_image
         make_tiles = tiling.make_tiles
-        if paths.resizes_images:
-            tile = loaded.family.tile_on_device(model_config, loaded.model.device, paths.kernels.resample)
+        if tile_on_device is not None:
             on_stream = CudaStream(loaded.model.device).entered
-            make_tiles = DeviceTiler(tiling, tile, on_stream, max_images=bounds.max_batch_size)
+            make_tiles = DeviceTiler(tiling, tile_on_device, on_stream, max_images=bounds.max_batch_size)
         self._preprocessor = Preprocessor(
             model_config,
             skills,
@@ -147,7 +126,6 @@ class LocalEngine:
             max_decoded_bytes=max_decoded_bytes,
             ageing_s=config.ageing_s,
         )
-        runner = new_step_runner(loaded.model, cache, paths, bounds, model_paths, graph_bytes=memory.graph_bytes)
         runner.capture()
         isolation = Isolation(
             scheduler,

@@ -8,9 +8,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.memory_plan import MemoryPlan
+from kestrel_runtime.execution.step_runner import StepRunner
 from kestrel_runtime.imaging.tiles import DecodedImage, Tiling
 from kestrel_runtime.interfaces.family import ModelConfig, Skill
 from kestrel_runtime.loading.checkpoint import Checkpoint
+from kestrel_runtime.scheduling.limits import StepBounds
 
 
 class LoadedWeights(NamedTuple):
@@ -19,6 +23,32 @@ class LoadedWeights(NamedTuple):
     model: Any
     """The family's own object, with the attributes `config`, `device` and `dtype`."""
     num_parameters: int
+
+
+class PreparedModel(Protocol):
+    """A model laid out to run under one configuration."""
+
+    def tile_on_device(self) -> Callable[[DecodedImage], Tensor] | None:
+        """A function for one thread that makes on the device what `Tiling.make_tiles` makes on the host.
+
+        It returns uint8 [tiles, side, side, 3]. None where tiles are made on the host.
+        """
+        ...
+
+    def plan_cache(self, host_image_bytes: int) -> tuple[int, MemoryPlan]:
+        """How many pages the key-value cache gets, and how all memory is divided.
+
+        `host_image_bytes`: what decoded images may take on the host. Raises `CheckpointError` where memory has no
+        room for the least pages.
+        """
+        ...
+
+    def new_step_runner(self, num_pages: int, graph_bytes: int) -> StepRunner:
+        """A step runner with a cache of so many pages; `graph_bytes` of device memory are for captured graphs.
+
+        Raises `CheckpointError` where there is no memory for the cache.
+        """
+        ...
 
 
 class ModelFamily(Protocol):
@@ -36,12 +66,11 @@ class ModelFamily(Protocol):
         """How a model of this configuration divides images."""
         ...
 
-    def tile_on_device(
-        self, config: Any, device: torch.device, resample: Callable[[Tensor, Tensor, int], Tensor]
-    ) -> Callable[[DecodedImage], Tensor]:
-        """Makes on the device what `Tiling.make_tiles` makes on the host: uint8 [tiles, side, side, 3].
+    def prepare(self, model: Any, config: EngineConfig, bounds: StepBounds, *, owns_model: bool) -> PreparedModel:
+        """Lay a loaded model out to run as `config` says, in steps within `bounds`.
 
-        `resample`: an implementation of the operation of that name.
+        With `owns_model` nobody else uses it, so that weights of which the layout has a copy may be freed. Raises
+        `CheckpointError` where the model cannot run so.
         """
         ...
 

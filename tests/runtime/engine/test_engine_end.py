@@ -203,7 +203,7 @@ async def play(loaded: LoadedModel, tracer: Tracer, scenario: str) -> Run:
         everybody_is_there = threading.Event()
         tracer.install(monkeypatch, everybody_is_there)
         monkeypatch.setattr(threading, "excepthook", lambda _: None)  # what handles the thread's end may raise too
-        monkeypatch.setattr("kestrel_runtime.engine.engine.new_step_runner", Device)
+        monkeypatch.setattr("kestrel_runtime.models.moondream.prepared.new_step_runner", Device)
         monkeypatch.setattr(
             "kestrel_runtime.engine.engine.new_probes", lambda _: [prepared("probe"), prepared("probe")]
         )

@@ -29,7 +29,9 @@ class Hang:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.runner = FakeRunner()
         self._released = threading.Event()
-        monkeypatch.setattr("kestrel_runtime.engine.engine.new_step_runner", lambda *_, **__: self.runner)
+        monkeypatch.setattr(
+            "kestrel_runtime.models.moondream.prepared.new_step_runner", lambda *_, **__: self.runner
+        )
 
     def stuck_on_the_device(self, *_: object) -> None:
         self._released.wait(MAX_WAIT_S)

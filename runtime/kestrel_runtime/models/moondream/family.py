@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
-from torch import Tensor
 
-from kestrel_runtime.imaging.tiles import DecodedImage
+from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.loading.checkpoint import Checkpoint
 from kestrel_runtime.models.family import LoadedWeights, ModelFamily
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.models.moondream.model import Moondream
+from kestrel_runtime.models.moondream.prepared import PreparedMoondream
 from kestrel_runtime.models.moondream.skills import SKILLS
 from kestrel_runtime.models.moondream.skills.base import Skill
-from kestrel_runtime.models.moondream.tiling import MoondreamTiling, Tiler
+from kestrel_runtime.models.moondream.tiling import MoondreamTiling
 from kestrel_runtime.models.moondream.weights import load_moondream_state
+from kestrel_runtime.scheduling.limits import StepBounds
 
 
 class MoondreamFamily:
@@ -36,11 +37,11 @@ class MoondreamFamily:
         """Overlapping square tiles."""
         return MoondreamTiling(config.vision)
 
-    def tile_on_device(
-        self, config: MoondreamConfig, device: torch.device, resample: Callable[[Tensor, Tensor, int], Tensor]
-    ) -> Callable[[DecodedImage], Tensor]:
-        """A function that belongs to one thread."""
-        return Tiler(MoondreamTiling(config.vision), device, resample).make_tiles
+    def prepare(
+        self, model: Moondream, config: EngineConfig, bounds: StepBounds, *, owns_model: bool
+    ) -> PreparedMoondream:
+        """Select plain or fused paths, once."""
+        return PreparedMoondream(model, config, bounds, owns_model=owns_model)
 
 
 FAMILY: ModelFamily = MoondreamFamily()

@@ -1,0 +1,72 @@
+"""A Moondream laid out to run under one configuration: its paths, memory needs and step runner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.memory_plan import MemoryPlan
+from kestrel_runtime.execution.step_runner import StepRunner
+from kestrel_runtime.imaging.tiles import DecodedImage
+from kestrel_runtime.models.moondream.execution_config import FastPaths
+from kestrel_runtime.models.moondream.largest_steps import step_bytes
+from kestrel_runtime.models.moondream.memory_needs import cache_dtype, new_cache, plan_cache, weight_bytes
+from kestrel_runtime.models.moondream.model import Moondream
+from kestrel_runtime.models.moondream.model_paths import ModelPaths
+from kestrel_runtime.models.moondream.runner import new_step_runner
+from kestrel_runtime.models.moondream.tiling import MoondreamTiling, Tiler
+from kestrel_runtime.scheduling.limits import StepBounds
+
+
+class PreparedMoondream:
+    """The family's `PreparedModel`."""
+
+    def __init__(self, model: Moondream, config: EngineConfig, bounds: StepBounds, *, owns_model: bool) -> None:
+        """Raises `CheckpointError` where the model cannot run as `config` says."""
+        self._model = model
+        self._config = config
+        self._bounds = bounds
+        self._execution = FastPaths.of(config, model.device.type, model)
+        self._loaded_bytes = weight_bytes(model)
+        # Before the cache is sized, which takes a part of the memory that they leave.
+        self._paths = ModelPaths.of(
+            model, self._execution, max_batch_size=bounds.max_batch_size, frees_originals=owns_model
+        )
+
+    def tile_on_device(self) -> Callable[[DecodedImage], Tensor] | None:
+        """A new function for one thread."""
+        if not self._execution.resizes_images:
+            return None
+        tiling = MoondreamTiling(self._model.config.vision)
+        return Tiler(tiling, self._model.device, self._execution.kernels.resample).make_tiles
+
+    def plan_cache(self, host_image_bytes: int) -> tuple[int, MemoryPlan]:
+        """Pages of the cache, and the plan of all memory."""
+        return plan_cache(
+            self._model,
+            self._config,
+            self._bounds,
+            step_bytes=step_bytes(
+                self._model,
+                self._paths,
+                self._bounds,
+                self._config.page_size,
+                cache_dtype(self._model, self._config),
+            ),
+            weight_bytes=self._loaded_bytes,
+            with_graphs=self._execution.with_graphs,
+            host_image_bytes=host_image_bytes,
+        )
+
+    def new_step_runner(self, num_pages: int, graph_bytes: int) -> StepRunner:
+        """With a cache of so many pages."""
+        return new_step_runner(
+            self._model,
+            new_cache(self._model, self._config, num_pages),
+            self._execution,
+            self._bounds,
+            self._paths,
+            graph_bytes=graph_bytes,
+        )
