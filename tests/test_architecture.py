@@ -23,6 +23,7 @@ PACKAGES = {
     "kestrel_ops": CHECKOUT / "kernels" / "kestrel_ops",
     "kestrel_client": CHECKOUT / "clients" / "python" / "kestrel_client",
 }
+ARCHITECTURE = (CHECKOUT / "docs" / "architecture.md").read_text(encoding="utf-8")
 GENERATED = PACKAGES["kestrel_client"] / "v1"
 
 # What no module of a package may import, by the leading parts of the name.
@@ -263,6 +264,27 @@ def test_what_frontends_share_knows_no_transport():
         if is_within(name, TRANSPORTS)
     ]
     assert breaches == []
+
+
+@pytest.mark.parametrize(
+    ("heading", "arrows"),
+    [("The engine: `kestrel_runtime`", RUNTIME_ARROWS), ("The server: `kestrel_grpc`", SERVER_ARROWS)],
+)
+def test_dependencies_are_those_of_the_document(heading, arrows):
+    section = ARCHITECTURE.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \| .+ \| (.+) \|$", section, re.MULTILINE)
+    assert {unit: set(re.findall(r"`(\w+)`", cell)) for unit, cell in rows} == arrows
+
+
+def test_every_module_in_the_document_exists():
+    names = re.findall(r"`(kestrel_\w+)/([\w/]*)(\.py)?`", ARCHITECTURE)
+    missing = [
+        f"{package}/{inner}{suffix}"
+        for package, inner, suffix in names
+        if package in PACKAGES and not (PACKAGES[package] / f"{inner}{suffix}").exists()
+    ]
+    assert len(names) > len(PACKAGES)
+    assert missing == []
 
 
 def test_no_frontend_knows_another():
