@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from kestrel_ops import Kernels
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.engine import EngineStatus
 from kestrel_runtime.api.events import Finished
@@ -239,6 +240,8 @@ async def test_on_a_gpu_captures_that_fail_change_no_answer(
     config = ON_A_GPU
     if cause == "waits for the device":
         config = dataclasses.replace(config, kernels=WAITS_FOR_THE_DEVICE)
+        # Else these kernels are known to wait, and nothing is captured.
+        monkeypatch.setattr(Kernels, "waiting_for_device", lambda _: [])
     loaded = LoadedModel.load(config)
     plain = LocalEngine(loaded, dataclasses.replace(config, cuda_graphs=False))
     try:

@@ -1,0 +1,115 @@
+"""A model family that the engine does not know is served by the same loop, found by its package's entry point."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.nn.functional import scaled_dot_product_attention
+
+from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.errors import InvalidRequest, SkillUnsupported
+from kestrel_runtime.api.events import QueryOutput
+from kestrel_runtime.api.requests import Caption, Query, SamplingParams
+from kestrel_runtime.engine.engine import LocalEngine
+from kestrel_runtime.loading.tokenizer import Tokenizer
+from tests.golden import CHECKOUT, MD2_SMALL
+
+NANO_TOKENIZER = CHECKOUT / "runtime" / "kestrel_runtime" / "nano" / "tokenizer.json"
+MODULE = Path(__file__).with_name("small_text.py")
+DIM, HEADS, CONTEXT, NUM_TOKENS = 24, 3, 90, 30
+QUESTIONS = ["hello", "why?", "a longer question than the others are", "again " * 12]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of random weights, and the package of its family on the path."""
+    folder, chance = tmp_path_factory.mktemp("small_text"), torch.Generator().manual_seed(3)
+    vocabulary = Tokenizer.from_file(NANO_TOKENIZER).vocab_size
+    shapes = {
+        "embedding": (vocabulary, DIM),
+        "position": (CONTEXT, DIM),
+        "qkv": (3 * DIM, DIM),
+        "head": (vocabulary, DIM),
+    }
+    save_file(
+        {name: torch.randn(shape, generator=chance) for name, shape in shapes.items()}, folder / "model.safetensors"
+    )
+    shutil.copy(NANO_TOKENIZER, folder / "tokenizer.json")
+    config = {
+        "model_type": "small-text",
+        "vocab_size": vocabulary,
+        "dim": DIM,
+        "n_kv_heads": HEADS,
+        "max_context": CONTEXT,
+    }
+    (folder / "config.json").write_text(json.dumps({"model_type": "small-text", **config}))
+    return folder
+
+
+@pytest.fixture
+def engine(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalEngine]:
+    shutil.copy(MODULE, tmp_path / "their_small_text.py")
+    info = tmp_path / "their_small_text-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their-small-text\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[kestrel_runtime.models]\nsmall-text = their_small_text:FAMILY\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    engine = LocalEngine.start(
+        EngineConfig(model=str(checkpoint), device="cpu", max_batch_size=3, num_kv_pages=14, max_prefill_tokens=16)
+    )
+    yield engine
+    engine.close()
+
+
+def written_out(checkpoint: Path, question: str) -> str:
+    """The greedy answer without cache, pages or batches."""
+    from safetensors.torch import load_file
+
+    weights, tokenizer = load_file(checkpoint / "model.safetensors"), Tokenizer.from_file(NANO_TOKENIZER)
+    ids = [0, *tokenizer.encode(question)]
+    count = len(ids)
+    for _ in range(NUM_TOKENS):
+        rows = weights["embedding"][ids] + weights["position"][: len(ids)]
+        query, key, value = (rows @ weights["qkv"].T).unflatten(-1, (3, HEADS, -1)).permute(1, 2, 0, 3)
+        attended = scaled_dot_product_attention(query, key, value, is_causal=True).transpose(0, 1).flatten(1)
+        ids.append(int(((rows + attended)[-1] @ weights["head"].T).argmax()))
+    decoder = tokenizer.text_decoder()
+    return "".join(decoder.push(id) for id in ids[count:]) + decoder.flush()
+
+
+async def test_it_answers_many_at_once_as_it_would_alone_without_a_cache(
+    engine: LocalEngine, checkpoint: Path
+) -> None:
+    sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
+    streams = [engine.submit(Query(question, sampling=sampling)) for question in QUESTIONS]
+    answers = [(await stream.result()).output for stream in streams]
+    assert answers == [QueryOutput(written_out(checkpoint, question), None) for question in QUESTIONS]
+    assert engine.load().num_used_pages == 0
+
+
+async def test_a_seed_repeats_an_answer_in_any_company(engine: LocalEngine) -> None:
+    sampled = Query("hello", sampling=SamplingParams(temperature=1.0, max_tokens=NUM_TOKENS, seed=4))
+    alone = (await engine.submit(sampled).result()).output
+    crowd = [engine.submit(Query(question)) for question in QUESTIONS]
+    assert (await engine.submit(sampled).result()).output == alone
+    await asyncio.gather(*(stream.result() for stream in crowd))
+
+
+async def test_what_it_cannot_do_is_refused(engine: LocalEngine) -> None:
+    assert (engine.info.architecture, list(engine.info.skills)) == ("small-text", ["query"])
+    image = (MD2_SMALL / "image_1_100x80.png").read_bytes()
+    with pytest.raises(InvalidRequest, match="reads text alone"):
+        await engine.submit(Query("what?", image)).result()
+    with pytest.raises(SkillUnsupported):
+        engine.submit(Caption(image))
+
+
+def test_a_family_takes_no_more_than_two_hundred_lines() -> None:
+    assert len(MODULE.read_text().splitlines()) <= 200
