@@ -1,6 +1,6 @@
 """A second model family, as a package outside of the engine would bring it: text only, one attention layer.
 
-Nothing here is known to the engine: an entry point names `FAMILY`, and a checkpoint's `model_type` names the family.
+The engine does not know it: an entry point names `FAMILY`, and a checkpoint's `model_type` names the family.
 """
 
 from __future__ import annotations
