@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-_PIECE_LENGTH = 256
+_PIECE_LENGTH = 64
 
 
 def sample(
@@ -34,12 +34,15 @@ def _running_sums(rows: Tensor) -> Tensor:
     """`rows.cumsum(dim=-1)` of [B, V], with the same bits in every run and for a row in any company.
 
     Along the last dimension a CUDA device sums in an order that depends on the number of rows, and of a single long
-    row in the order in which its parts are ready. Along any other, one thread sums the elements in their order.
+    row in the order in which its parts are ready. Along any other, one thread sums the elements in their order. So
+    that no thread sums many, a row is cut into pieces, and the sums of whole pieces are summed in the same way.
     """
     num_rows, width = rows.shape
     # One piece more than is needed: of a single column torch would take the dimension for the last.
     num_pieces = -(-width // _PIECE_LENGTH) + 1
     pieces = pad(rows, (0, num_pieces * _PIECE_LENGTH - width)).view(num_rows, num_pieces, _PIECE_LENGTH)
     within = pieces.mT.contiguous().cumsum(dim=1)  # [B, elements of a piece, pieces]
-    before = pad(within[:, -1, :-1, None], (0, 1, 1, 0)).cumsum(dim=1)[..., :1]  # [B, pieces, 1]
-    return (within.mT + before).flatten(1)[:, :width].contiguous()
+    if width > _PIECE_LENGTH:
+        before = _running_sums(within[:, -1, :-1])
+        within[:, :, 1:] += before[:, None]
+    return within.mT.flatten(1)[:, :width].contiguous()
