@@ -49,6 +49,7 @@ def cases(seed: int) -> Iterator[Case]:
         _fixed_scales,
         _mixture_of_experts,
         _resample,
+        _philox_uniform,
     ):
         for _ in range(4):
             yield make(draw)
@@ -342,6 +343,18 @@ def _mixture_of_experts(draw: random.Random) -> Case:
 
     name = f"{count} x {dim}, {experts} experts of {inner} {_short(dtype)}"
     return Case("mixture_of_experts", name, run, 2 * TOLERANCES[dtype])
+
+
+def _philox_uniform(draw: random.Random) -> Case:
+    count = draw.randint(1, 200)
+    generator = torch.Generator().manual_seed(draw.getrandbits(32))
+    seeds = torch.randint(0, 2**62, (count,), generator=generator)
+    counters = torch.randint(0, 2**31, (count,), generator=generator)
+
+    def run(function: Callable[..., Any], device: torch.device) -> list[Tensor]:
+        return [function(*_on(device, seeds, counters))]
+
+    return Case("philox_uniform", f"{count} rows", run, 0.0)
 
 
 def _resample(draw: random.Random) -> Case:

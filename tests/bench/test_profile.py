@@ -29,7 +29,7 @@ def test_a_loaded_engine_leaves_a_trace_and_tables(tmp_path, monkeypatch, capsys
     assert "the engine's thread was idle for" in capsys.readouterr().out
     result = json.loads((tmp_path / "profile.json").read_text())
     calls = {phase["name"]: phase["calls"] for phase in result["phases"]}
-    assert calls["encode"] == calls["prefill"] == calls["first token"] == 3
+    assert calls["encode"] == calls["prefill"] == 3
     assert calls["decode"] >= 3  # of two requests that may share their two steps, and of a third
     assert 0 < result["idle_share"] < 1
     assert any(cost["name"] == "aten::addmm" for cost in result["host"])

@@ -135,6 +135,12 @@ def resample(height: int, width: int, length: int, dim: int, of: str = "triton")
     _operation(of, "resample")(torch.zeros(height, width, 3, dtype=torch.uint8), taps, dim)
 
 
+def philox_uniform(count: int, of: str = "triton") -> None:
+    """Seeds and counters of some rows."""
+    rows = torch.zeros(count, dtype=torch.int64)
+    _operation(of, "philox_uniform")(rows, rows)
+
+
 def scaled_linear(count: int, width: int, num_rows: int, weight: str, of: str = "triton") -> None:
     """Rows of float8 with a scale each, or of the weight's type."""
     scales = (_empty(count, 1), _empty(num_rows)) if weight == "fp8" else (None, None)

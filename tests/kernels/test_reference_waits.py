@@ -45,6 +45,7 @@ OPERANDS = {
         *(16, blank(3, 16), blank(3, 16)),
     ),
     "mixture_of_experts": lambda: (blank(6, 16), blank(6, 4), blank(4, 32, 16), blank(4, 16, 16), 2),
+    "philox_uniform": lambda: (longs(3), longs(3)),
     "prefill_attention": lambda: (
         *(blank(6, 2, 8) for _ in range(3)),
         *(*pages(), ints(3, 2), ints(4), ints(3), ints(3), 2),

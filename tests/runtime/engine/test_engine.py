@@ -50,7 +50,7 @@ SMALL_IMAGE = (MD3_SMALL / "image_1_64x64.png").read_bytes()
 TILED_IMAGE = (MD3_SMALL / "image_0_500x400.png").read_bytes()
 
 
-def endless(seed: int = 0) -> Query:
+def endless(seed: int = 14) -> Query:
     """A question whose answer goes on for as long as anybody will wait."""
     return Query("hello", sampling=SamplingParams(temperature=50.0, top_p=1.0, max_tokens=3000, seed=seed))
 
