@@ -193,7 +193,7 @@ class FakeRecorder:
     def entered(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def release_rehearsal_memory(self) -> None:
+    def release_warm_up_memory(self) -> None:
         self.num_releases += 1
 
     def record(self, run: Callable[[], Tensor]) -> Recording:

@@ -78,7 +78,7 @@ class Priority(IntEnum):
     """Somebody sits and waits."""
     NORMAL = 1
     BATCH = 2
-    """Nobody waits; it may take its time while others are served."""
+    """No person waits for it: other requests go first."""
 
 
 @dataclass(frozen=True, slots=True)

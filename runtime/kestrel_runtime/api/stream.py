@@ -61,7 +61,7 @@ class Stream:
         self._on_cancel = callback
 
     def cancel(self) -> None:
-        """Nobody waits any more; the pages come back within one step. A stream that is over is left alone."""
+        """End the request; its pages are freed within one step. A stream that has ended is left alone."""
         if self.over.done():
             return
         self.is_cancelled = True
@@ -133,7 +133,7 @@ def _deliver_all(letters: list[tuple[Stream, list[Event]]]) -> None:
 
 
 def _post(loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *arguments: Any) -> None:
-    """Have an event loop call `callback`. Nobody listens any more where it is closed, so nothing happens then."""
+    """Have an event loop call `callback`. Where it is closed nothing happens."""
     try:
         loop.call_soon_threadsafe(callback, *arguments)
     except RuntimeError:

@@ -166,7 +166,7 @@ class LocalEngine:
         self._callbacks.append(callback)
 
     def submit(self, request: Request, *, deadline_s: float | None = None, tenant: str = "") -> Stream:
-        """Queue a request; `deadline_s` seconds from now nobody waits for it any more.
+        """Queue a request; `deadline_s` seconds from now its caller no longer waits.
 
         Requests of different `tenant`s share the engine evenly; "" is a tenant like any other.
 

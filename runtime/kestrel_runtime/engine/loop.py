@@ -2,7 +2,7 @@
 
 The life of a request in it:
   1. `add` puts a prepared sequence and its stream into the inbox; `cancel` puts a cancelled stream there.
-  2. A turn takes the inbox, then drops sequences that nobody waits for any more (cancelled, past a deadline).
+  2. A turn takes the inbox, then drops sequences whose callers no longer wait (cancelled, past a deadline).
   3. `Scheduler.schedule` plans up to two steps, a prefill step (images and prompts) and a decode step, and
      allocates their pages.
   4. `StepRunner.launch` has the device encode tiles, write the cache and sample tokens; `Scheduler.commit` records
@@ -14,7 +14,7 @@ The life of a request in it:
        ▲                                                                       │
        └────────────────── waits here while there is no work ◀─────────────────┘
 
-Prefill steps and decode steps run beside each other, so a long prompt delays nobody's next token. A sequence whose
+Prefill steps and decode steps run beside each other, so a long prompt delays no other sequence. A sequence whose
 prompt is complete decodes with the others from the next turn on. An asynchronous device gets its next steps before
 it has completed those in flight, so it never waits for output parsers.
 

@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 class Interrupted(BaseException):
-    """The job was given up: nobody waits for its result, or the workers close.
+    """The job was given up: its caller is gone, or the workers close.
 
     No `Exception`, so that decoders, which take these for damaged files, do not catch it.
     """

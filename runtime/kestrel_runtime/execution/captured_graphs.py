@@ -130,7 +130,7 @@ class CapturedGraphs:
                 try:
                     work()
                     if is_first:
-                        self._recorder.release_rehearsal_memory()
+                        self._recorder.release_warm_up_memory()
                 except Exception as error:  # lack of memory, for a size that may never come
                     self._give_up(key, error)
                     continue

@@ -56,8 +56,8 @@ class Recorder:
         """What is launched in the context goes onto the stream."""
         return self._stream.entered()
 
-    def release_rehearsal_memory(self) -> None:
-        """Wait for the device, and give memory back to it that only rehearsals used. For the start alone."""
+    def release_warm_up_memory(self) -> None:
+        """Wait for the device, and give memory back to it that only warm-up runs used. For the start alone."""
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
 

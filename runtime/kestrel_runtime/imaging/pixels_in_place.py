@@ -45,7 +45,7 @@ def pixels_in_place(image: Image.Image) -> np.ndarray:
     assert pixels.length == image.width * image.height
     data = _Array.from_address(pixels.children[0]).buffers[1]
     memory = (ctypes.c_ubyte * (4 * pixels.length)).from_address(data)
-    memory.owner = capsule  # which gives the pixels back when nobody needs it any more
+    memory.owner = capsule  # which frees the pixels when it is no longer referenced
     return np.frombuffer(memory, np.uint8).reshape(image.height, image.width, 4)
 
 

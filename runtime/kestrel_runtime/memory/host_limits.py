@@ -20,7 +20,7 @@ _KIB = 1024
 def available_memory_bytes(proc: Path = _PROC) -> int:
     """Bytes that can still be taken: what the machine has available, within every limit of the control groups.
 
-    Page cache that nobody used lately counts as available, since the kernel gives it up first.
+    Page cache that was not used lately counts as available, since the kernel gives it up first.
     """
     return max(0, min((_machine_bytes(proc), *_group_bytes(proc))))
 

@@ -69,8 +69,8 @@ class ModelFamily(Protocol):
     def prepare(self, model: Any, config: EngineConfig, bounds: StepBounds, *, owns_model: bool) -> PreparedModel:
         """Lay a loaded model out to run as `config` says, in steps within `bounds`.
 
-        With `owns_model` nobody else uses it, so that weights of which the layout has a copy may be freed. Raises
-        `CheckpointError` where the model cannot run so.
+        With `owns_model` the model has no other user, so that weights of which the layout has a copy may be freed.
+        Raises `CheckpointError` where the model cannot run so.
         """
         ...
 

@@ -65,7 +65,7 @@ class Admission:
         self._held_by: dict[str, Counter[QueueBound]] = {}
         self._lines: Counter[tuple[str, Priority]] = Counter()
         self._intervals: deque[tuple[float, float]] = deque(maxlen=_MAX_STARTS)  # (moment, time since last start)
-        self._last_start: float | None = None  # None where nobody has waited ever since
+        self._last_start: float | None = None  # None where no request has waited since
 
     def __len__(self) -> int:
         return len(self._costs)

@@ -257,7 +257,7 @@ class PageManager:
             self._drop(page)
 
     def forget_cached(self) -> None:
-        """Make nothing findable any more: after a failed step nobody knows what the pages hold."""
+        """Make nothing findable any more: after a failed step it is unknown what the pages hold."""
         self._index.clear()
         for state in self._pages:
             state.keys.clear()

@@ -188,7 +188,7 @@ class Scheduler:
             sequence.writing.clear()
         while self._active:
             self._preempt(self._active[-1])
-        self._pages.forget_cached()  # nobody knows what the failed step has written
+        self._pages.forget_cached()  # it is unknown what the failed step has written
         for sequence in self._waiting:
             sequence.num_encoded_tiles = 0
 

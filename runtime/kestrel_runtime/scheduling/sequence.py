@@ -51,7 +51,7 @@ class SequenceClock:
 
     submitted: float
     deadline: float | None = None
-    """After it nobody waits for the answer."""
+    """After it the caller no longer waits for the answer."""
     queue_deadline: float | None = None
     """After it the request must not start any more."""
     preprocess_started: float | None = None

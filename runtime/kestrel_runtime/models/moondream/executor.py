@@ -144,7 +144,7 @@ class MoondreamExecutor:
         started = time.monotonic()
         until = started + _MAX_START_S
         num_left = sum(captured.capture_all(works, until=until) for captured, works in self._usual_graphs())
-        graphs.prefill.release_rehearsal_memory()
+        graphs.prefill.release_warm_up_memory()
         _log.info(
             "captured %d CUDA graphs, %.0f MiB, in %.1f s; %d are left for when they are needed",
             graphs.budget.num_graphs,

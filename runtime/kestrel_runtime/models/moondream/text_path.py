@@ -74,5 +74,5 @@ class FusedText:
         return self._prefill.forward(embeddings, plan, cache, rows)
 
     def decode(self, embeddings: Tensor, positions: Tensor, page_table: Tensor, cache: KVCache) -> Tensor:
-        """A negative position is that of nobody: nothing is written, and its hidden state is of no use."""
+        """A negative position is padding: nothing is written, and its hidden state is of no use."""
         return self._decoder.forward(embeddings, positions, page_table, cache, self._workspace)

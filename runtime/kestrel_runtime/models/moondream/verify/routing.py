@@ -72,7 +72,7 @@ class Routing:
 
 
 def _last_rows(of_prompt: Tensor, logits: Tensor) -> Tensor:
-    """Of a prompt's tokens the last, as many as the path computes: fused paths leave out what nobody reads."""
+    """Of a prompt's tokens the last, as many as the path computes: fused paths leave out what is not read."""
     return of_prompt[-len(logits) :].to(logits.device)
 
 
