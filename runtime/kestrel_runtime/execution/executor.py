@@ -59,7 +59,7 @@ class Executor(Protocol):
         ...
 
     def prefill(self, inputs: PrefillInputs) -> Tensor:
-        """Embed the packed tokens, fill the cache and sample.
+        """Embed the packed tokens, fill the cache and sample after at least one of them.
 
         Returns float32 [N, 2 + V]: id, number of values, values. Valid until the next prefill.
         """

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -131,6 +132,8 @@ class InputBuffers:
         self._device = device
         self._values_per_token = values_per_token
         self._static: dict[type, Tensor] = {}
+        # By size, of which there are few: where the fields of steps with captured graphs stand.
+        self._targets: dict[tuple[int, ...], _Target] = {}
 
     def reserve(self, largest_decode: DecodeSize, largest_prefill: PrefillSize) -> None:
         """Allocate the buffers of steps with captured graphs."""
@@ -144,26 +147,42 @@ class InputBuffers:
         self, size: DecodeSize, fill: Callable[[DecodeFields[NDArray[Any]]], None], *, in_place: bool
     ) -> DecodeFields[Tensor]:
         """Have `fill` write the fields, and send them; with `in_place` to where captured graphs read them."""
-        layout = _decode_layout(size)
-        packed = host_buffer(layout.num_bytes, self._device)
-        fill(DecodeFields(**layout.arrays(packed)))
-        return DecodeFields(**layout.tensors(self._sent(packed, DecodeFields, in_place=in_place)))
+        return self._send(DecodeFields, size, _decode_layout, fill, in_place=in_place)
 
     def prefill(
         self, size: PrefillSize, fill: Callable[[PrefillFields[NDArray[Any]]], None], *, in_place: bool
     ) -> PrefillFields[Tensor]:
         """The same for a prefill."""
-        layout = _prefill_layout(size, self._values_per_token)
-        packed = host_buffer(layout.num_bytes, self._device)
-        fill(PrefillFields(**layout.arrays(packed)))
-        return PrefillFields(**layout.tensors(self._sent(packed, PrefillFields, in_place=in_place)))
+        new_layout = partial(_prefill_layout, values_per_token=self._values_per_token)
+        return self._send(PrefillFields, size, new_layout, fill, in_place=in_place)
 
-    def _sent(self, packed: Tensor, fields: type, *, in_place: bool) -> Tensor:
+    def _send(
+        self,
+        fields: Any,
+        size: Any,
+        new_layout: Callable[[Any], PackedLayout],
+        fill: Callable[[Any], None],
+        *,
+        in_place: bool,
+    ) -> Any:
+        target = self._targets.get(size) if in_place else None
+        layout = new_layout(size) if target is None else target.layout
+        packed = host_buffer(layout.num_bytes, self._device)
+        fill(fields(**layout.arrays(packed)))
         if not in_place:
-            return packed.to(self._device, non_blocking=True)
-        own = self._static[fields][: len(packed)]
-        own.copy_(packed, non_blocking=True)
-        return own
+            return fields(**layout.tensors(packed.to(self._device, non_blocking=True)))
+        if target is None:
+            buffer = self._static[fields][: layout.num_bytes]
+            target = self._targets[size] = _Target(layout, buffer, fields(**layout.tensors(buffer)))
+        target.buffer.copy_(packed, non_blocking=True)
+        return target.fields
+
+
+class _Target(NamedTuple):
+    layout: PackedLayout
+    buffer: Tensor
+    fields: Any
+    """Views of `buffer`."""
 
 
 def fill_decode(

@@ -211,7 +211,7 @@ class StepRunner:
 
     def _prefill(self, chunks: list[Chunk], sampled: list[Sequence]) -> Tensor | None:
         inputs = self._prefill_inputs(chunks, sampled)
-        if not inputs.num_sampled and self._graphs is None:
+        if not inputs.size.num_samples:
             self._executor.prefill_hidden(inputs)
             return None
         return self._executor.prefill(inputs)[: inputs.num_sampled]

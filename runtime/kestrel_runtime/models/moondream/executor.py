@@ -102,8 +102,6 @@ class MoondreamExecutor:
 
     def prefill(self, inputs: PrefillInputs) -> Tensor:
         """Float32 [N, 4]: id, number of values and the values of what is sampled."""
-        if not inputs.size.num_samples:
-            return self.prefill_hidden(inputs).new_empty(0, 2, dtype=torch.float32)
         work = partial(self._prefill, inputs)
         if self._prefill_graphs is None:
             return work()
