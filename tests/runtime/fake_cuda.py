@@ -50,8 +50,8 @@ class FakeCuda:
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (self.free_bytes, 2**40))
         monkeypatch.setattr(torch.cuda, "memory_reserved", lambda *_: self.reserved_bytes)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.is_capturing)
-        monkeypatch.setattr(recording, "begin_capture", self._begin_by_driver)
-        monkeypatch.setattr(recording, "drop_capture", self._drop_by_driver)
+        monkeypatch.setattr(recording, "_begin_capture", self._begin_by_driver)
+        monkeypatch.setattr(recording, "_drop_capture", self._drop_by_driver)
 
     @property
     def is_clean(self) -> bool:

@@ -13,6 +13,7 @@ from kestrel_runtime.execution.embedding_slab import EmbeddingSlab
 from kestrel_runtime.execution.graph_capture import Recorder
 from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.execution.request_state import RequestState
+from kestrel_runtime.execution.sampling import TokenRules
 from kestrel_runtime.execution.step_inputs import DecodeInputs, InputBuffers, PrefillInputs
 from kestrel_runtime.scheduling.batch import EncodeItem
 from kestrel_runtime.scheduling.limits import StepBounds
@@ -41,6 +42,7 @@ class DeviceMemory:
 
     cache: KVCache
     state: RequestState
+    rules: TokenRules
     slab: EmbeddingSlab
     inputs: InputBuffers
     bounds: StepBounds

@@ -10,9 +10,12 @@ implementations of some operations do. torch does not clean up after all of thes
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from ctypes import byref, c_int, c_void_p
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +23,12 @@ import torch
 from torch import Tensor
 
 from kestrel_runtime.api.config import MIB
-from kestrel_runtime.execution.cuda_driver import begin_capture, drop_capture
 from kestrel_runtime.execution.cuda_stream import CudaStream
 
 _KEPT_FREE_BYTES = 256 * MIB
 """Of device memory, for steps that run without a graph: a captured graph only saves time."""
+_DRIVER = "libcuda.so.1"
+_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +110,12 @@ class Recorder:
             # is freed is not used again, and no further capture in this pool can begin. Its books are closed by
             # ending a capture for the same graph that is valid, of work that does not matter.
             self._clear_error()
-            if begin_capture(self._stream.handle):
+            if _begin_capture(self._stream.handle):
                 with contextlib.suppress(RuntimeError):  # newer torch: the books are closed already
                     self._launch_anything()
                     graph.capture_end()
                 if torch.cuda.is_current_stream_capturing():
-                    drop_capture(self._stream.handle)
+                    _drop_capture(self._stream.handle)
         graph.reset()
         self._clear_error()
 
@@ -135,3 +139,35 @@ def _without_garbage_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+# The driver itself, beside torch's books.
+
+
+def _begin_capture(stream: int) -> bool:
+    """Begin a capture on a stream, given by its handle. False where there is no driver or it refuses."""
+    driver = _driver()
+    return driver is not None and driver.cuStreamBeginCapture_v2(c_void_p(stream), _THREAD_LOCAL) == 0
+
+
+def _drop_capture(stream: int) -> None:
+    """End the capture of a stream, if there is one, and throw away what was captured."""
+    driver, graph = _driver(), c_void_p()
+    if driver is not None and driver.cuStreamEndCapture(c_void_p(stream), byref(graph)) == 0 and graph:
+        driver.cuGraphDestroy(graph)
+
+
+@functools.cache
+def _driver() -> ctypes.PyDLL | None:
+    try:
+        library = ctypes.PyDLL(_DRIVER)
+    except OSError:
+        return None
+    for name, arguments in (
+        ("cuStreamBeginCapture_v2", [c_void_p, c_int]),
+        ("cuStreamEndCapture", [c_void_p, c_void_p]),
+        ("cuGraphDestroy", [c_void_p]),
+    ):
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, c_int
+    return library

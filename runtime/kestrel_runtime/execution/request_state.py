@@ -12,8 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kestrel_runtime.execution.packed_layout import PackedLayout, host_buffer
-from kestrel_runtime.execution.token_rules import TokenRules
+from kestrel_runtime.execution.transfer import PackedLayout, host_buffer
 from kestrel_runtime.interfaces.token_grammar import Grammar
 from kestrel_runtime.scheduling import sequence as scheduling
 
@@ -41,16 +40,16 @@ class RequestState:
 
     def __init__(
         self,
-        rules: TokenRules,
         device: torch.device,
+        rule_row: Callable[[Grammar, int], int],
         value_kinds: Callable[[Grammar], int],
         *,
         num_rows: int,
         max_pages: int,
         values_per_token: int,
     ) -> None:
-        """`value_kinds` tells as a bit mask which kinds of values a sequence under a grammar may sample."""
-        self.rules = rules
+        """`rule_row` tells the row of the token rules for a state of a grammar; `value_kinds`, as a bit mask, which
+        kinds of values a sequence under a grammar may sample."""
         self.padding_row = num_rows
         self.max_pages = max_pages
         self.device = device
@@ -58,6 +57,7 @@ class RequestState:
         """int32; past a sequence's end its first page is repeated: masked reads stay within its own pages."""
         self._integers = torch.zeros(num_rows + 1, _NUM_INTEGERS, dtype=torch.int64, device=device)
         self._floats = torch.zeros(num_rows + 1, _NUM_SETTINGS + values_per_token, device=device)
+        self._rule_row = rule_row
         self._value_kinds = value_kinds
         self._num_values = values_per_token
         self._free = list(range(num_rows))[::-1]
@@ -89,7 +89,7 @@ class RequestState:
             fields["integers"][place] = (
                 token.id,
                 len(token.value),
-                self.rules.row(parser.grammar, parser.state),
+                self._rule_row(parser.grammar, parser.state),
                 sequence.num_generated,
                 _UNLIMITED if parser.budget is None else parser.budget,
                 sequence.seed,
@@ -153,10 +153,7 @@ class RequestState:
         known = self.page_table[rows, columns]
         self.page_table[rows, columns] = torch.where(new_pages >= 0, new_pages, known)
 
-    def advance(self, rows: Tensor, ids: Tensor, num_values: Tensor, values: Tensor) -> None:
-        """Write what was sampled: rows, ids, num_values int64 [B]; values float32 [B, V]."""
-        state = self.read(rows)
-        num_sampled = state.num_sampled + 1
-        rules = self.rules.after(state.rules, ids, num_sampled >= state.budgets)
-        self._integers[rows] = torch.stack((ids, num_values, rules, num_sampled, state.budgets, state.seeds), dim=1)
+    def write(self, rows: Tensor, integers: RowState, values: Tensor) -> None:
+        """Write rows int64 [B] whole, but for settings and pages; values: float32 [B, V]."""
+        self._integers[rows] = torch.stack(integers, dim=1)
         self._floats[rows, _NUM_SETTINGS:] = values

@@ -9,10 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from kestrel_ops import sample
 from kestrel_runtime.execution.request_state import RequestState, RowState
+from kestrel_runtime.interfaces.token_grammar import Grammar
+from kestrel_runtime.interfaces.tokens import TokenRule
+
+_MAX_STATES = 64
+_NEVER = -1
 
 
 class SampleNeeds(NamedTuple):
@@ -23,26 +29,81 @@ class SampleNeeds(NamedTuple):
     """Bit mask of the family: kinds of values that tokens of the batch carry or may be sampled with."""
 
 
+class TokenRules:
+    """Token grammars as tensors on the device: which tokens each state forbids, and which state follows.
+
+    One row for each state of every grammar used so far. Rows never move.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._first_row: dict[Grammar, int] = {}
+        self._num_rows = 0
+        self.forbidden = torch.zeros(_MAX_STATES, vocab_size, dtype=torch.bool, device=device)
+        """[states, vocabulary]: whether the token is forbidden."""
+        self.is_spatial = torch.zeros(_MAX_STATES, dtype=torch.bool, device=device)
+        """[states]: whether tokens with values are sampled with their values."""
+        # Per state: the row that follows, the token that leads elsewhere and that row, and the row when exhausted.
+        self._successors = torch.full((_MAX_STATES, 4), _NEVER, dtype=torch.int64, device=device)
+
+    def row(self, grammar: Grammar, state: int) -> int:
+        """The row of a state; a grammar is added when it is first used."""
+        if grammar not in self._first_row:
+            self._add(grammar)
+        return self._first_row[grammar] + state
+
+    def after(self, rows: Tensor, ids: Tensor, is_exhausted: Tensor) -> Tensor:
+        """The rows that follow: rows, ids int64 [B], is_exhausted bool [B] → int64 [B]."""
+        then, token, special, exhausted = self._successors[rows].unbind(1)
+        then = torch.where(is_exhausted & (exhausted != _NEVER), exhausted, then)
+        return torch.where(ids == token, special, then)
+
+    def _add(self, grammar: Grammar) -> None:
+        first, self._num_rows = self._num_rows, self._num_rows + len(grammar.states)
+        assert self._num_rows <= _MAX_STATES, "skills have a few states each"
+        self._first_row[grammar] = first
+        for row, (rule, then, on, exhausted) in enumerate(grammar.states, start=first):
+            self._forbid(row, rule)
+            self.is_spatial[row] = rule.is_spatial
+            token, special = (_NEVER, _NEVER) if on is None else (on[0], first + on[1])
+            last = _NEVER if exhausted is None else first + exhausted
+            self._successors[row] = torch.tensor((first + then, token, special, last))
+
+    def _forbid(self, row: int, rule: TokenRule) -> None:
+        if rule.allowed is not None:
+            self.forbidden[row] = True
+            self.forbidden[row, list(rule.allowed)] = False
+        if rule.suppressed:
+            self.forbidden[row, list(rule.suppressed)] = True
+
+
 class TokenSampler:
     """Samples for rows of the request state in one step: `ids` first, then further choices of the same tokens."""
 
     def __init__(
         self,
         state: RequestState,
+        rules: TokenRules,
         rows: Tensor,  # [B] int64
         needs: SampleNeeds,
         uniform: Callable[[Tensor, Tensor], Tensor],  # the operation `philox_uniform`
     ) -> None:
-        self.row_state: RowState = state.read(rows)
-        self._rules = state.rules
+        self._state = state
+        self._rules = rules
+        self._rows = rows
+        self._before: RowState = state.read(rows)
         self._random: tuple[Tensor, Tensor, Tensor] | None = None
         if needs.is_random:
-            numbers = uniform(self.row_state.seeds, self.row_state.num_sampled)
+            numbers = uniform(self._before.seeds, self._before.num_sampled)
             self._random = (*state.settings(rows), numbers)
+
+    @property
+    def is_spatial(self) -> Tensor:
+        """Bool [B]: whether a token with values is sampled with its values."""
+        return self._rules.is_spatial[self._before.rules]
 
     def ids(self, logits: Tensor) -> Tensor:
         """Token ids int64 [B] from logits float32 [B, vocabulary]."""
-        return self.pick(logits.masked_fill(self._rules.forbidden[self.row_state.rules], float("-inf")), 0)
+        return self.pick(logits.masked_fill(self._rules.forbidden[self._before.rules], float("-inf")), 0)
 
     def pick(self, logits: Tensor, number: int) -> Tensor:
         """Indices int64 [B] of logits float32 [B, choices], by the token's uniform number of this index, 0 to 3."""
@@ -50,3 +111,16 @@ class TokenSampler:
             return logits.argmax(dim=-1)
         temperature, top_p, uniform = self._random
         return sample(logits, temperature, top_p, uniform[:, number])
+
+    def write(self, ids: Tensor, num_values: Tensor, values: Tensor) -> Tensor:
+        """Write what was sampled to the rows: ids, num_values int64 [B]; values float32 [B, V].
+
+        Returns float32 [B, 2 + V]: id, number of values and the values.
+        """
+        before = self._before
+        num_sampled = before.num_sampled + 1
+        rules = self._rules.after(before.rules, ids, num_sampled >= before.budgets)
+        after = RowState(ids, num_values, rules, num_sampled, before.budgets, before.seeds)
+        self._state.write(self._rows, after, values)
+        # Ids lie far below 2^24, up to where float32 holds every whole number.
+        return torch.cat((torch.stack((ids, num_values), dim=1).float(), values), dim=1)

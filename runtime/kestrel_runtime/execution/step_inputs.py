@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kestrel_runtime.execution.buckets import DecodeSize, PrefillSize
-from kestrel_runtime.execution.packed_layout import PackedLayout, host_buffer
 from kestrel_runtime.execution.request_state import RequestState
 from kestrel_runtime.execution.sampling import SampleNeeds
+from kestrel_runtime.execution.transfer import PackedLayout, host_buffer
 from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.scheduling import sequence as scheduling
 from kestrel_runtime.scheduling.batch import Chunk

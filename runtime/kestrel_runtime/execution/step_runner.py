@@ -22,7 +22,7 @@ from kestrel_runtime.execution.executor import DeviceMemory, EncodeWork, Executo
 from kestrel_runtime.execution.graph_capture import Recorder
 from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.execution.request_state import RequestState
-from kestrel_runtime.execution.sampling import SampleNeeds
+from kestrel_runtime.execution.sampling import SampleNeeds, TokenRules
 from kestrel_runtime.execution.step_inputs import (
     DecodeInputs,
     InputBuffers,
@@ -31,7 +31,6 @@ from kestrel_runtime.execution.step_inputs import (
     fill_prefill,
     value_counts,
 )
-from kestrel_runtime.execution.token_rules import TokenRules
 from kestrel_runtime.interfaces.token_grammar import Grammar
 from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.scheduling.batch import Batch, Chunk, EncodeItem
@@ -179,9 +178,10 @@ class StepRunner:
 
     def _set_up(self) -> None:
         shape, device, num_rows = self._shape, self._device, self._bounds.max_batch_size + _NUM_SPARE_ROWS
+        rules = TokenRules(shape.vocab_size, device)
         self._state = RequestState(
-            TokenRules(shape.vocab_size, device),
             device,
+            rules.row,
             shape.value_kinds,
             num_rows=num_rows,
             max_pages=self._max_pages,
@@ -195,7 +195,7 @@ class StepRunner:
         if self._graphs is not None:
             self._inputs.reserve(DecodeSize(self._bounds.max_batch_size, self._max_pages), self._largest_prefill)
         self._executor = self._new_executor(
-            DeviceMemory(self._cache, self._state, self._slab, self._inputs, self._bounds, self._graphs)
+            DeviceMemory(self._cache, self._state, rules, self._slab, self._inputs, self._bounds, self._graphs)
         )
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # all of this was launched on no stream in particular

@@ -1,8 +1,7 @@
 import pytest
 import torch
 
-from kestrel_runtime.execution.request_state import RequestState
-from kestrel_runtime.execution.token_rules import TokenRules
+from kestrel_runtime.execution.request_state import RequestState, RowState
 from kestrel_runtime.interfaces.tokens import Token, TokenRule
 from tests.runtime.sequences import new_sequence
 
@@ -14,9 +13,12 @@ def kinds_of(grammar):
     return 2 if grammar.rules[0].is_spatial else 0
 
 
+def row_of(grammar, state):
+    return state
+
+
 def new_state(num_rows=4, max_pages=6):
-    rules = TokenRules(30, CPU)
-    return RequestState(rules, CPU, kinds_of, num_rows=num_rows, max_pages=max_pages, values_per_token=2)
+    return RequestState(CPU, row_of, kinds_of, num_rows=num_rows, max_pages=max_pages, values_per_token=2)
 
 
 def holder(pages, *tokens, rule=ONLY_3, **settings):
@@ -55,15 +57,16 @@ def test_sequences_have_rows_of_their_own_until_they_close():
     assert len({state.row(second), state.row(third), state.padding_row}) == 3
 
 
-def test_sampling_moves_a_row_on():
-    state, sequence = new_state(), holder([1], seed=5)
-    sequence.parser.budget = 5
+def test_what_is_written_stands_in_its_row_beside_settings_and_pages():
+    state, sequence = new_state(), holder([1], temperature=0.75)
     state.open([sequence])
     rows = rows_of(state, sequence)
-    state.advance(rows, torch.tensor([3]), torch.tensor([1]), torch.tensor([[0.5, 0.0]]))
-    found = state.read(rows)
-    assert [column.item() for column in found] == [3, 1, found.rules.item(), 1, 5, 5]
+    columns = [torch.tensor([number]) for number in (3, 1, 2, 1, 9, 5)]
+    state.write(rows, RowState(*columns), torch.tensor([[0.5, 0.0]]))
+    assert [column.item() for column in state.read(rows)] == [3, 1, 2, 1, 9, 5]
     assert state.values(rows).tolist() == [[0.5, 0.0]]
+    assert state.settings(rows)[0].item() == 0.75
+    assert state.page_table[rows].tolist() == [[1] * 6]
 
 
 def test_a_sequence_that_comes_back_goes_on_where_it_was():

@@ -16,7 +16,6 @@ from kestrel_runtime.execution.step_inputs import (
     fill_prefill,
     value_counts,
 )
-from kestrel_runtime.execution.token_rules import TokenRules
 from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.scheduling.batch import Chunk
 from tests.runtime.sequences import new_sequence
@@ -27,7 +26,7 @@ PAGE_SIZE = 3
 
 def new_state(num_rows=5, max_pages=4):
     return RequestState(
-        TokenRules(30, CPU), CPU, lambda _: 0, num_rows=num_rows, max_pages=max_pages, values_per_token=2
+        CPU, lambda grammar, state: 0, lambda _: 0, num_rows=num_rows, max_pages=max_pages, values_per_token=2
     )
 
 

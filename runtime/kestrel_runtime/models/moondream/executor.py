@@ -55,7 +55,7 @@ class MoondreamExecutor:
         self._model = model
         self._paths = paths
         self._memory = memory
-        self._sampler = MoondreamSampler(model, memory.state, kernels.philox_uniform)
+        self._sampler = MoondreamSampler(model, memory.state, memory.rules, kernels.philox_uniform)
         tiler = Tiler(MoondreamTiling(model.config.vision), model.device, kernels.resample)
         self._tiles = TileSource(tiler.make_tiles, tiler.upload)
         self._features: dict[int, list[Tensor]] = {}  # of tiles encoded so far, by sequence id

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kestrel_runtime.execution.request_state import RequestState
-from kestrel_runtime.execution.sampling import SampleNeeds, TokenSampler
+from kestrel_runtime.execution.sampling import SampleNeeds, TokenRules, TokenSampler
 from kestrel_runtime.interfaces.token_grammar import Grammar
 from kestrel_runtime.models.moondream.config import TokenizerConfig
 from kestrel_runtime.models.moondream.model import Moondream
@@ -32,12 +32,19 @@ def value_kinds(grammar: Grammar, ids: TokenizerConfig) -> int:
 class MoondreamSampler:
     """Samples the next token of each row and writes it to the request state."""
 
-    def __init__(self, model: Moondream, state: RequestState, uniform: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def __init__(
+        self,
+        model: Moondream,
+        state: RequestState,
+        rules: TokenRules,
+        uniform: Callable[[Tensor, Tensor], Tensor],
+    ) -> None:
         """`uniform` is the operation `philox_uniform`."""
         self._text = model.text
         self._region = model.region
         self._ids = model.config.tokenizer
         self._state = state
+        self._rules = rules
         self._uniform = uniform
 
     def sample(self, hidden: Tensor, rows: Tensor, needs: SampleNeeds) -> Tensor:
@@ -46,12 +53,12 @@ class MoondreamSampler:
         hidden: [B, dim] after each row's last token, before the final LayerNorm; rows: [B] int64. Returns float32
         [B, 4]: id, number of values and the values.
         """
-        sampler = TokenSampler(self._state, rows, needs, self._uniform)
+        sampler = TokenSampler(self._state, self._rules, rows, needs, self._uniform)
         hidden = hidden.to(self._text.wte.dtype)
         ids = sampler.ids(self._text.logits(hidden).float())
         num_values = torch.zeros_like(ids)
         values = torch.zeros(len(ids), VALUES_PER_TOKEN, device=hidden.device)
-        is_spatial = self._state.rules.is_spatial[sampler.row_state.rules]
+        is_spatial = sampler.is_spatial
         if needs.value_kinds & COORDINATES_BIT:
             logits = self._region.coordinate_logits(hidden).float()
             found = self._region.coordinates(sampler.pick(logits, 1), logits.shape[-1])
@@ -65,6 +72,4 @@ class MoondreamSampler:
             is_size = is_spatial & (ids == self._ids.size_id)
             num_values = torch.where(is_size, SIZE, num_values)
             values = torch.where(is_size[:, None], found, values)
-        self._state.advance(rows, ids, num_values, values)
-        # Ids lie far below 2^24, up to where float32 holds every whole number.
-        return torch.cat((torch.stack((ids, num_values), dim=1).float(), values), dim=1)
+        return sampler.write(ids, num_values, values)

@@ -3,8 +3,7 @@ import torch
 
 from kestrel_ops.reference.philox_uniform import philox_uniform
 from kestrel_runtime.execution.request_state import RequestState
-from kestrel_runtime.execution.sampling import SampleNeeds
-from kestrel_runtime.execution.token_rules import TokenRules
+from kestrel_runtime.execution.sampling import SampleNeeds, TokenRules
 from kestrel_runtime.interfaces.tokens import Token, TokenRule
 from kestrel_runtime.models.moondream.sampling import MoondreamSampler, value_kinds
 from tests.runtime.models.moondream.tiny import random_model, tiny_config
@@ -28,11 +27,12 @@ def draw(hidden, *sequences):
 
 
 def opened(model, sequences):
-    """Request state with a row for each sequence."""
+    """Request state with a row for each sequence, and its token rules."""
     config, device = model.config, torch.device("cpu")
+    rules = TokenRules(config.text.vocab_size, device)
     state = RequestState(
-        TokenRules(config.text.vocab_size, device),
         device,
+        rules.row,
         lambda grammar: value_kinds(grammar, config.tokenizer),
         num_rows=len(sequences),
         max_pages=1,
@@ -41,7 +41,7 @@ def opened(model, sequences):
     for sequence in sequences:
         sequence.pages = [0]
     state.open(sequences)
-    return state
+    return state, rules
 
 
 def needs_of(state, sequences):
@@ -49,8 +49,8 @@ def needs_of(state, sequences):
 
 
 def draw_from(model, hidden, sequences):
-    state = opened(model, sequences)
-    sampler = MoondreamSampler(model, state, philox_uniform)
+    state, rules = opened(model, sequences)
+    sampler = MoondreamSampler(model, state, rules, philox_uniform)
     rows = torch.tensor([state.row(sequence) for sequence in sequences])
     sampled = sampler.sample(hidden, rows, needs_of(state, sequences))
     return [Token(int(id), tuple(values[: int(count)])) for id, count, *values in sampled.tolist()]
@@ -226,14 +226,14 @@ def test_width_and_height_are_drawn_apart():
 )
 def test_a_batch_computes_what_its_rules_leave_possible(rule, temperature, needs):
     sequences = [new_sequence(rule=rule, temperature=temperature), new_sequence()]
-    assert needs_of(opened(MODEL, sequences), sequences) == needs
+    assert needs_of(opened(MODEL, sequences)[0], sequences) == needs
 
 
 def test_what_is_sampled_is_fed_in_next():
     sequence = new_sequence(rule=TokenRule((SIZE,), (), True))
-    state = opened(MODEL, [sequence])
+    state, rules = opened(MODEL, [sequence])
     rows = torch.tensor([state.row(sequence)])
-    sampled = MoondreamSampler(MODEL, state, philox_uniform).sample(
+    sampled = MoondreamSampler(MODEL, state, rules, philox_uniform).sample(
         hidden_states(1), rows, needs_of(state, [sequence])
     )
     found = state.read(rows)

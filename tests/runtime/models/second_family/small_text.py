@@ -98,10 +98,9 @@ class SmallTextExecutor:
     def reset(self) -> None: ...
 
     def _sampled(self, hidden: Tensor, rows: Tensor, needs: SampleNeeds) -> Tensor:
-        ids = TokenSampler(self._memory.state, rows, needs, philox_uniform).ids(self._model.logits(hidden))
-        none = torch.zeros_like(ids)
-        self._memory.state.advance(rows, ids, none, torch.zeros(len(ids), 1))
-        return torch.stack((ids, none, none), dim=1).float()
+        sampler = TokenSampler(self._memory.state, self._memory.rules, rows, needs, philox_uniform)
+        ids = sampler.ids(self._model.logits(hidden))
+        return sampler.write(ids, torch.zeros_like(ids), torch.zeros(len(ids), 1))
 
 
 class SmallTextParser(OutputParser):

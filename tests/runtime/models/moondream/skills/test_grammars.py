@@ -6,7 +6,7 @@ from kestrel_runtime.api.requests import Caption, Detect, Point, Query, Request,
 from kestrel_runtime.interfaces.token_grammar import Grammar
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.models.moondream.skills import SKILLS
-from tests.runtime.execution.test_token_rules import assert_same_rules, assert_same_successors
+from tests.runtime.execution.test_sampling import assert_same_rules, assert_same_successors
 from tests.runtime.models.moondream.skills.parsing import IMAGE, MOONDREAM_2, MOONDREAM_3, TOKENIZER
 
 CONFIGS = pytest.mark.parametrize("config", [MOONDREAM_2, MOONDREAM_3], ids=["moondream2", "moondream3"])

@@ -1,9 +1,12 @@
 import pytest
 import torch
 
-from kestrel_runtime.execution.token_rules import TokenRules
+from kestrel_ops.reference.philox_uniform import philox_uniform
+from kestrel_runtime.execution.request_state import RequestState
+from kestrel_runtime.execution.sampling import SampleNeeds, TokenRules, TokenSampler
 from kestrel_runtime.interfaces.token_grammar import Grammar, GrammarState
 from kestrel_runtime.interfaces.tokens import TokenRule
+from tests.runtime.sequences import new_sequence
 
 VOCABULARY = 30
 CPU = torch.device("cpu")
@@ -64,3 +67,23 @@ def test_a_grammar_is_written_down_once() -> None:
     first = table.row(grammar, 0)
     assert table.row(Grammar(tuple(grammar.states)), 0) == first
     assert table.row(grammar, 2) == first + 2
+
+
+def test_what_is_written_moves_a_row_on() -> None:
+    rules = TokenRules(VOCABULARY, CPU)
+    state = RequestState(CPU, rules.row, lambda _: 0, num_rows=2, max_pages=1, values_per_token=2)
+    sequence, other = new_sequence(seed=5), new_sequence(seed=6)
+    sequence.parser.grammar, sequence.parser.budget = GRAMMARS["a budget"], 1
+    for one in (sequence, other):
+        one.pages = [0]
+    state.open([sequence, other])
+    before = state.read(torch.tensor([state.row(other)]))
+    rows = torch.tensor([state.row(sequence)])
+    sampler = TokenSampler(state, rules, rows, SampleNeeds(False, 0), philox_uniform)
+    sampled = sampler.write(torch.tensor([7]), torch.tensor([1]), torch.tensor([[0.5, 0.0]]))
+    assert sampled.tolist() == [[7, 1, 0.5, 0.0]]
+    exhausted = rules.row(sequence.parser.grammar, 1)
+    assert [column.item() for column in state.read(rows)] == [7, 1, exhausted, 1, 1, 5]
+    assert state.values(rows).tolist() == [[0.5, 0.0]]
+    after = state.read(torch.tensor([state.row(other)]))
+    assert [column.item() for column in after] == [column.item() for column in before]
