@@ -50,7 +50,9 @@ _CHANNELS: Mapping[TextChannel, generation_pb2.TextChannel] = MappingProxyType(
 def query_event(event: Event, request_id: str, model: str) -> wire.QueryResponse:
     """One message of a `Query` stream."""
     if isinstance(event, TextDelta):  # first: nearly every event is one
-        return wire.QueryResponse(delta=_delta(event))
+        response = wire.QueryResponse()
+        _fill_delta(response.delta, event)
+        return response
     if isinstance(event, Started):
         return wire.QueryResponse(started=_started(event, request_id, model))
     return wire.QueryResponse(completed=query_result(event, request_id, model))
@@ -59,7 +61,9 @@ def query_event(event: Event, request_id: str, model: str) -> wire.QueryResponse
 def caption_event(event: Event, request_id: str, model: str) -> wire.CaptionResponse:
     """One message of a `Caption` stream."""
     if isinstance(event, TextDelta):
-        return wire.CaptionResponse(delta=_delta(event))
+        response = wire.CaptionResponse()
+        _fill_delta(response.delta, event)
+        return response
     if isinstance(event, Started):
         return wire.CaptionResponse(started=_started(event, request_id, model))
     return wire.CaptionResponse(completed=caption_result(event, request_id, model))
@@ -106,13 +110,12 @@ def _expect(finished: Finished, output_type: type[Any]) -> Any:
     return finished.output
 
 
-def _delta(event: TextDelta) -> generation_pb2.TextDelta:
-    return generation_pb2.TextDelta(
-        text=event.text,
-        channel=_CHANNELS[event.channel],
-        token_index=event.token_index,
-        token_count=event.num_tokens,
-    )
+def _fill_delta(delta: generation_pb2.TextDelta, event: TextDelta) -> None:
+    # In its place: a message that is made apart and then copied into its parent takes twice the time.
+    delta.text = event.text
+    delta.channel = _CHANNELS[event.channel]
+    delta.token_index = event.token_index
+    delta.token_count = event.num_tokens
 
 
 def _started(event: Started, request_id: str, model: str) -> generation_pb2.StreamStarted:

@@ -12,7 +12,7 @@ def events_after(sequence: Sequence, now: float) -> list[Event]:
     Ends the answer where the context is full. Raises what the parser raises.
     """
     parser = sequence.parser
-    events: list[Event] = [*parser.consume(sequence.tokens[-1])]
+    events: list[Event] = list(parser.consume(sequence.tokens[-1]))
     if sequence.clock.first_token is None:
         sequence.clock.first_token = now
         events.insert(0, Started(_usage(sequence)))

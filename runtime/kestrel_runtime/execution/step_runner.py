@@ -76,8 +76,9 @@ class StepHandle:
             self.done.synchronize()
         if self._output is None:
             return []
+        # Most tokens have no values. This runs for each token of each sequence, so the common case is kept short.
         return [
-            Token(int(id), tuple(values[: int(num_values)])) for id, num_values, *values in self._output.tolist()
+            Token(int(row[0]), tuple(row[2 : 2 + int(row[1])]) if row[1] else ()) for row in self._output.tolist()
         ]
 
 

@@ -31,14 +31,19 @@ class PackedLayout:
             self._starts[name] = self.num_bytes
             size = math.prod(shape) * np.dtype(dtype).itemsize
             self.num_bytes += -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        self._record = np.dtype(
+            {
+                "names": list(fields),
+                "formats": list(fields.values()),
+                "offsets": list(self._starts.values()),
+                "itemsize": self.num_bytes,
+            }
+        )
 
     def arrays(self, buffer: Tensor) -> dict[str, NDArray[Any]]:
         """Views of a uint8 buffer on the host, which the caller fills."""
-        raw = buffer.numpy()
-        return {
-            name: raw[start : start + math.prod(shape) * np.dtype(dtype).itemsize].view(dtype).reshape(shape)
-            for (name, (dtype, shape)), start in zip(self._fields.items(), self._starts.values(), strict=True)
-        }
+        records = buffer.numpy().view(self._record)
+        return {name: records[name][0] for name in self._fields}
 
     def tensors(self, buffer: Tensor) -> dict[str, Tensor]:
         """Views of a uint8 buffer anywhere."""
