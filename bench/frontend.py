@@ -41,7 +41,7 @@ from kestrel_grpc.frontends.grpc import rendering
 from kestrel_grpc.server import Server
 from kestrel_grpc.telemetry.logs import set_up_logging
 from kestrel_runtime.api.config import EngineConfig
-from kestrel_runtime.api.engine import EngineInfo, EngineStatus, Load, SkillDefaults
+from kestrel_runtime.api.engine import ClearedCache, EngineInfo, EngineStatus, Load, SkillDefaults
 from kestrel_runtime.api.events import (
     Event,
     Finished,
@@ -105,7 +105,9 @@ class EmptyEngine:
     def on_status_change(self, callback: Callable[[EngineStatus], None]) -> None:
         pass  # it never changes
 
-    def submit(self, request: Request, *, deadline_s: float | None = None, tenant: str = "") -> Stream:
+    def submit(
+        self, request: Request, *, deadline_s: float | None = None, tenant: str = "", namespace: str = ""
+    ) -> Stream:
         stream = Stream()
         events = POINT_EVENTS if isinstance(request, Point) else EVENTS
         self.add(stream, list(reversed(events)))
@@ -121,6 +123,12 @@ class EmptyEngine:
         if not self._running:
             stream.loop.call_soon(self._step)
         self._running.append((stream, events))
+
+    async def clear_cache(self, namespace: str | None = None) -> ClearedCache:
+        return ClearedCache(0, 0)
+
+    async def forget_image(self, digest: bytes, namespace: str = "") -> ClearedCache:
+        return ClearedCache(0, 0)
 
     def load(self) -> Load:
         return Load(0, 0, 0, 0, 0, 0.0)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from kestrel_runtime.api.config import EngineConfig
-from kestrel_runtime.api.engine import EngineInfo, EngineStatus, Load, SkillDefaults
+from kestrel_runtime.api.engine import ClearedCache, EngineInfo, EngineStatus, Load, SkillDefaults
 from kestrel_runtime.api.errors import (
     DeadlineExceeded,
     EngineUnavailable,
@@ -82,8 +82,8 @@ def fails(error: BaseException) -> Script:
 class FakeEngine:
     """Plays `script` for every request: events are sent, `HOLD` waits, an exception ends the stream with it.
 
-    Lives on one event loop. What it was asked is in `requests`; `deadlines_s` and `tenants` have the deadline
-    and the tenant of each.
+    Lives on one event loop. What it was asked is in `requests`; `deadlines_s`, `tenants` and `namespaces` have
+    those of each. `cleared` has the namespace and the digest of each removal from the caches.
     """
 
     def __init__(
@@ -106,6 +106,8 @@ class FakeEngine:
         self.requests: list[Request] = []
         self.deadlines_s: list[float | None] = []
         self.tenants: list[str] = []
+        self.namespaces: list[str] = []
+        self.cleared: list[tuple[str | None, bytes | None]] = []
         self.num_cancelled = 0
         self.num_expected = 0
         self.num_submitted = asyncio.Semaphore(0)
@@ -121,7 +123,9 @@ class FakeEngine:
     def on_status_change(self, callback: Callable[[EngineStatus], None]) -> None:
         self._callbacks.append(callback)
 
-    def submit(self, request: Request, *, deadline_s: float | None = None, tenant: str = "") -> Stream:
+    def submit(
+        self, request: Request, *, deadline_s: float | None = None, tenant: str = "", namespace: str = ""
+    ) -> Stream:
         if self.status is not EngineStatus.SERVING:
             raise EngineUnavailable("not serving")
         if request.options.model not in ("", self.info.model):
@@ -134,6 +138,7 @@ class FakeEngine:
         self.requests.append(request)
         self.deadlines_s.append(deadline_s)
         self.tenants.append(tenant)
+        self.namespaces.append(namespace)
         stream = Stream()
         stream.on_cancel(self._count_cancelled)
         self.is_idle.clear()
@@ -153,6 +158,14 @@ class FakeEngine:
             yield
         finally:
             self.num_expected -= 1
+
+    async def clear_cache(self, namespace: str | None = None) -> ClearedCache:
+        self.cleared.append((namespace, None))
+        return ClearedCache(num_pages=7, num_images=2)
+
+    async def forget_image(self, digest: bytes, namespace: str = "") -> ClearedCache:
+        self.cleared.append((namespace, digest))
+        return ClearedCache(num_pages=3, num_images=1)
 
     def load(self) -> Load:
         return Load(len(self._players), 2, 3, 40, 500, 123.5, 6789)

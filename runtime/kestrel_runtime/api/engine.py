@@ -57,6 +57,32 @@ class EngineInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheLoad:
+    """A reading of one cache. Counts are since the engine started; a cache that is off has `total_bytes` 0."""
+
+    num_lookups: int = 0
+    """Requests that looked for what they need."""
+    num_hits: int = 0
+    """Of these, requests that found at least a part."""
+    num_evictions: int = 0
+    """Entries that made room for others."""
+    used_bytes: int = 0
+    """Memory of entries that can be found, in use or not."""
+    total_bytes: int = 0
+    """The most memory that entries can take."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClearedCache:
+    """What `Engine.clear_cache` or `Engine.forget_image` has removed."""
+
+    num_pages: int
+    """Pages of the KV cache."""
+    num_images: int
+    """Images whose embeddings were cached."""
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
     """A reading of how busy the engine is."""
 
@@ -68,6 +94,10 @@ class Load:
     tokens_per_second: float
     decoded_image_bytes: int = 0
     """Memory of images that are being decoded or that requests hold."""
+    prefix_cache: CacheLoad = CacheLoad()
+    """Pages of the KV cache that later requests can use."""
+    image_cache: CacheLoad = CacheLoad()
+    """Image embeddings that later requests can use."""
 
 
 class Engine(Protocol):
@@ -87,10 +117,12 @@ class Engine(Protocol):
         """Call `callback` at every change, in any thread."""
         ...
 
-    def submit(self, request: Request, *, deadline_s: float | None = None, tenant: str = "") -> Stream:
+    def submit(
+        self, request: Request, *, deadline_s: float | None = None, tenant: str = "", namespace: str = ""
+    ) -> Stream:
         """Admit a request that must end within `deadline_s` seconds from now, or raise why not.
 
-        Tenants share the engine evenly.
+        Tenants share the engine evenly. Requests of different namespaces never share what is cached.
         """
         ...
 
@@ -99,6 +131,17 @@ class Engine(Protocol):
     ) -> AbstractContextManager[None]:
         """Entering takes a request, whose image is still being fetched, into the queue or raises why not, as
         `submit` does; leaving takes it out."""
+        ...
+
+    async def clear_cache(self, namespace: str | None = None) -> ClearedCache:
+        """Remove what is cached for a namespace, or for all. Requests that run go on and cache nothing more.
+
+        On an event loop; returns when the engine's thread has done it. Raises `EngineUnavailable`.
+        """
+        ...
+
+    async def forget_image(self, digest: bytes, namespace: str = "") -> ClearedCache:
+        """The same for one image of a namespace. `digest`: the SHA-256 of its encoded bytes."""
         ...
 
     def load(self) -> Load:

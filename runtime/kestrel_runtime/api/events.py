@@ -27,11 +27,16 @@ class TextChannel(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts. `num_input_tokens` includes BOS and `num_image_tokens`."""
+    """Token counts. `num_input_tokens` includes BOS and `num_image_tokens`.
+
+    `num_cached_tokens` are those input tokens whose keys and values were in the prefix cache when the request
+    started.
+    """
 
     num_input_tokens: int
     num_image_tokens: int
     num_output_tokens: int = 0
+    num_cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from enum import IntEnum
+from enum import Enum, IntEnum, auto
 from typing import ClassVar
 
 from kestrel_runtime.api.errors import InvalidRequest, Violation
@@ -81,6 +81,17 @@ class Priority(IntEnum):
     """No person waits for it: other requests go first."""
 
 
+class CachePolicy(Enum):
+    """What a request does with the caches of prompts and image embeddings."""
+
+    USE = auto()
+    """It uses what is cached, and what it computes is cached."""
+    REFRESH = auto()
+    """It computes everything anew, and that replaces what is cached."""
+    BYPASS = auto()
+    """It neither uses the caches nor adds to them."""
+
+
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
     """What every skill shares. `model` "" takes the served model; `max_queue_s` None waits without bound."""
@@ -88,6 +99,7 @@ class RequestOptions:
     model: str = ""
     max_queue_s: float | None = None
     priority: Priority = Priority.NORMAL
+    cache: CachePolicy = CachePolicy.USE
 
     def violations(self) -> Iterator[Violation]:
         """Every breach, with paths below `options`."""

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 
 from kestrel_runtime.api.config import EngineConfig
-from kestrel_runtime.api.engine import EngineInfo, EngineStatus, Load
+from kestrel_runtime.api.engine import ClearedCache, EngineInfo, EngineStatus, Load
 from kestrel_runtime.api.errors import (
     EngineUnavailable,
     ImageError,
@@ -165,10 +165,13 @@ class LocalEngine:
         """Have `callback` run, in whatever thread it happens, whenever the status changes."""
         self._callbacks.append(callback)
 
-    def submit(self, request: Request, *, deadline_s: float | None = None, tenant: str = "") -> Stream:
+    def submit(
+        self, request: Request, *, deadline_s: float | None = None, tenant: str = "", namespace: str = ""
+    ) -> Stream:
         """Queue a request; `deadline_s` seconds from now its caller no longer waits.
 
-        Requests of different `tenant`s share the engine evenly; "" is a tenant like any other.
+        Requests of different `tenant`s share the engine evenly; "" is a tenant like any other. What is cached for
+        a `namespace` is used for requests of that namespace only.
 
         Raises `EngineUnavailable`, `ModelNotFound`, `SkillUnsupported`, `ImageError` and `Overloaded` at once;
         what is found out later is raised by the stream, `RequestRefused` before anything else.
@@ -188,7 +191,7 @@ class LocalEngine:
             self._admission.enter(stream, self._cost_of(request, tenant), now, wait_limit_s=wait_limit_s)
             try:
                 preparation = self._preprocessor.submit(
-                    request, clock, tenant, is_wanted=lambda: not stream.over.done()
+                    request, clock, tenant, namespace, is_wanted=lambda: not stream.over.done()
                 )
             except RuntimeError as error:  # closed at this very moment, or the system has no thread left for us
                 raise EngineUnavailable("no worker can take the request") from error
@@ -220,6 +223,17 @@ class LocalEngine:
             yield
         finally:
             self._admission.leave(place)
+
+    async def clear_cache(self, namespace: str | None = None) -> ClearedCache:
+        """Remove what is cached for a namespace, or for all. Requests that run go on and cache nothing more.
+
+        Raises `EngineUnavailable`.
+        """
+        return await asyncio.wrap_future(self._loop.forget_cached(namespace))
+
+    async def forget_image(self, digest: bytes, namespace: str = "") -> ClearedCache:
+        """The same for one image of a namespace. `digest`: the SHA-256 of its encoded bytes."""
+        return await asyncio.wrap_future(self._loop.forget_cached(namespace, digest))
 
     def load(self) -> Load:
         """How busy the engine is now."""

@@ -45,14 +45,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
+from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import NamedTuple
 
+from kestrel_runtime.api.engine import ClearedCache
 from kestrel_runtime.api.errors import EngineUnavailable, InternalError, KestrelError
 from kestrel_runtime.api.stream import Outbox, Stream
 from kestrel_runtime.engine.emission import events_after
 from kestrel_runtime.engine.in_flight import InFlightStep, describe
 from kestrel_runtime.engine.isolation import Isolation
+from kestrel_runtime.engine.open_streams import CacheClearings
 from kestrel_runtime.execution.step_runner import StepHandle, StepRunner
 from kestrel_runtime.scheduling.admission import Admission
 from kestrel_runtime.scheduling.batch import Batch, Plan
@@ -98,6 +101,7 @@ class EngineLoop:
         self._sequences: dict[Stream, Sequence] = {}
         # A bare stream is one that was cancelled; None only wakes the thread.
         self._inbox: SimpleQueue[_Arrival | Stream | None] = SimpleQueue()
+        self._clearings = CacheClearings()
         self._step_ids = itertools.count(1)
         self._prefills: deque[InFlightStep] = deque()
         self._decodes: deque[InFlightStep] = deque()
@@ -124,6 +128,15 @@ class EngineLoop:
     def cancel(self, stream: Stream) -> None:
         """From any thread: drop the stream's sequence before the next step, if it is here."""
         self._inbox.put(stream)
+
+    def forget_cached(self, namespace: str | None, image: bytes | None = None) -> Future[ClearedCache]:
+        """From any thread: before the next step, remove what is cached for a namespace, or for all.
+
+        With `image`, only what belongs to the image of this digest. The future may fail with `EngineUnavailable`.
+        """
+        done = self._clearings.add(namespace, image)
+        self._inbox.put(None)
+        return done
 
     @property
     def num_waiting(self) -> int:
@@ -176,6 +189,7 @@ class EngineLoop:
         """
         self._is_finished = True
         self._outbox.post()
+        self._clearings.close()
         if self._thread.is_alive():  # it hangs, and may still touch the books
             return
         try:
@@ -188,6 +202,8 @@ class EngineLoop:
     def step(self) -> None:
         """One turn."""
         self._take_inbox()
+        if self._clearings.are_any:
+            self._clearings.carry_out(self._forget_cached)
         now = time.monotonic()
         self._drop_expired(now)
         self._complete_finished_prefills()
@@ -227,6 +243,9 @@ class EngineLoop:
     def _take_inbox(self) -> None:
         while not self._inbox.empty():
             self._receive(self._inbox.get())
+
+    def _forget_cached(self, namespace: str | None, image: bytes | None) -> ClearedCache:
+        return ClearedCache(self._scheduler.forget_cached(namespace, image), num_images=0)
 
     def _receive(self, item: _Arrival | Stream | None) -> None:
         if isinstance(item, Stream):

@@ -1,4 +1,6 @@
-"""The streams that callers wait for. When the engine ends they all end, whatever state the loop's books are in.
+"""What callers wait for: streams, and removals of cached content.
+
+When the engine ends all of it ends, whatever state the loop's books are in.
 
 A stream is here from before its request is queued until it is over, and nothing else is known about it: what went
 wrong in preprocessing, in the queue or in the engine thread cannot make an entry wrong.
@@ -6,9 +8,14 @@ wrong in preprocessing, in the queue or in the engine thread cannot make an entr
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Hashable
+from collections import deque
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future, InvalidStateError
+from typing import NamedTuple
 
+from kestrel_runtime.api.engine import ClearedCache
 from kestrel_runtime.api.errors import EngineUnavailable
 from kestrel_runtime.api.stream import Stream
 
@@ -57,3 +64,47 @@ class OpenStreams:
             streams = [stream for of_loop in self._streams.values() for stream in of_loop]
         for stream in streams:
             stream.fail(EngineUnavailable("the engine has stopped"))
+
+
+class _Clearing(NamedTuple):
+    namespace: str | None
+    image: bytes | None
+    done: Future[ClearedCache]
+
+
+class CacheClearings:
+    """What is to be removed, in the order of asking. Every future is resolved, also after `close`."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[_Clearing] = deque()
+        self._is_closed = False
+
+    def add(self, namespace: str | None, image: bytes | None) -> Future[ClearedCache]:
+        """Ask for a removal. The future fails with `EngineUnavailable` where it is not carried out any more."""
+        clearing = _Clearing(namespace, image, Future())
+        self._waiting.append(clearing)
+        if self._is_closed:  # maybe since a moment ago, so that nobody carries it out
+            self.close()
+        return clearing.done
+
+    @property
+    def are_any(self) -> bool:
+        """Whether any removal waits."""
+        return bool(self._waiting)
+
+    def carry_out(self, forget: Callable[[str | None, bytes | None], ClearedCache]) -> None:
+        """In the engine thread: have `forget` remove each namespace, or image of a namespace."""
+        while self._waiting:
+            namespace, image, done = self._waiting[0]  # it stays there: where this raises, `close` resolves it
+            removed = forget(namespace, image)
+            with contextlib.suppress(InvalidStateError):  # nobody waits any more
+                done.set_result(removed)
+            with contextlib.suppress(IndexError):  # `close` has emptied the queue meanwhile
+                self._waiting.popleft()
+
+    def close(self) -> None:
+        """From any thread, when the engine thread has ended or hangs: refuse all that waits and that will come."""
+        self._is_closed = True
+        while self._waiting:
+            with contextlib.suppress(IndexError, InvalidStateError):
+                self._waiting.popleft().done.set_exception(EngineUnavailable("the engine has stopped"))

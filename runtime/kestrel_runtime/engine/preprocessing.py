@@ -93,6 +93,7 @@ class Preprocessor:
         request: Request,
         clock: SequenceClock,
         tenant: str = "",
+        namespace: str = "",
         *,
         is_wanted: Callable[[], bool] = lambda: True,
     ) -> Future[Sequence]:
@@ -112,7 +113,7 @@ class Preprocessor:
 
         return self._workers.submit(
             Job(
-                lambda: self.prepare(request, clock, tenant, check_wanted=check_wanted),
+                lambda: self.prepare(request, clock, tenant, namespace, check_wanted=check_wanted),
                 submitted=clock.submitted,
                 priority=request.options.priority,
                 tenant=tenant,
@@ -125,6 +126,7 @@ class Preprocessor:
         request: Request,
         clock: SequenceClock,
         tenant: str = "",
+        namespace: str = "",
         *,
         check_wanted: Callable[[], None] = lambda: None,
     ) -> Sequence:

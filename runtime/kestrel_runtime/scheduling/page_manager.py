@@ -28,6 +28,22 @@ from kestrel_runtime.scheduling.ids import PageId, SequenceId, StepId
 Digest = NewType("Digest", bytes)
 
 
+class CacheScope(NamedTuple):
+    """What cached content belongs to, so that it can be removed."""
+
+    namespace: str = ""
+    images: frozenset[bytes] = frozenset()
+    """SHA-256 of each image's encoded bytes."""
+
+    def is_part_of(self, namespace: str | None, image: bytes | None) -> bool:
+        """Whether removing a namespace, or an image of it, removes this. None stands for all."""
+        return namespace in (None, self.namespace) and (image is None or image in self.images)
+
+
+EVERYBODY = CacheScope()
+"""The only namespace where callers are not told apart, and no image."""
+
+
 @dataclass(slots=True)
 class PrefixKeys:
     """Names the content of a sequence's positions, so that equal content has equal keys.
@@ -42,6 +58,7 @@ class PrefixKeys:
     """Share points inside a page: number of positions → key of these positions."""
     spans: tuple[tuple[int, int], ...] = ()
     """Bidirectional spans [start, end): their positions can be shared together or not at all."""
+    scope: CacheScope = EVERYBODY
 
     def shareable(self, num_positions: int) -> int:
         """The most positions, at most `num_positions`, that can be shared without splitting a span."""
@@ -80,6 +97,8 @@ class Allocation(NamedTuple):
 class _Page:
     references: int = 0
     keys: list[Digest] = field(default_factory=list)
+    scope: CacheScope = EVERYBODY
+    """Of its content, where it has keys."""
     writing: set[StepId] = field(default_factory=set)
     """Prefill steps in flight: the page is quarantined until they are complete."""
     after: set[StepId] = field(default_factory=set)
@@ -217,11 +236,11 @@ class PageManager:
         """Make the sequence's pages findable up to `num_positions`, all of which completed steps have written."""
         own = self._owners[owner]
         for place in range(own.num_published, min(num_positions // self.page_size, len(keys.pages))):
-            self._publish_page(own.pages[place], keys.pages[place])
+            self._publish_page(own.pages[place], keys.pages[place], keys.scope)
             own.num_published = place + 1
         for share_point, key in keys.boundaries.items():
             if share_point <= num_positions:
-                self._publish_page(own.pages[share_point // self.page_size], key)
+                self._publish_page(own.pages[share_point // self.page_size], key, keys.scope)
 
     def release(
         self, owner: SequenceId, writing: Collection[StepId] = (), last_decode: StepId | None = None
@@ -256,13 +275,21 @@ class PageManager:
         for page in self._copy_sources.pop(step, ()):
             self._drop(page)
 
-    def forget_cached(self) -> None:
-        """Make nothing findable any more: after a failed step it is unknown what the pages hold."""
-        self._index.clear()
-        for state in self._pages:
+    def forget_cached(self, namespace: str | None = None, image: bytes | None = None) -> int:
+        """Make pages of a namespace, or of an image in it, not findable any more; all of them where both are None.
+
+        Returns how many pages that were. Owners go on and may publish again.
+        """
+        forgotten = {page for page in self._index.values() if self._pages[page].scope.is_part_of(namespace, image)}
+        for page in forgotten:
+            state = self._pages[page]
+            for key in state.keys:
+                del self._index[key]
             state.keys.clear()
-        while self._cached:
-            self._free.append(self._cached.popitem()[0])
+            if page in self._cached:
+                del self._cached[page]
+                self._free.append(page)
+        return len(forgotten)
 
     def _grow(self, own: _Owner, num_positions: int) -> Allocation:
         pages: list[PageId] = []
@@ -288,11 +315,12 @@ class PageManager:
         state.keys.clear()
         return page
 
-    def _publish_page(self, page: PageId, key: Digest) -> None:
+    def _publish_page(self, page: PageId, key: Digest, scope: CacheScope) -> None:
         # Two sequences may have computed the same content: the first to publish it is found.
         if key not in self._index:
             self._index[key] = page
             self._pages[page].keys.append(key)
+            self._pages[page].scope = scope
 
     def _take(self, page: PageId) -> None:
         self._pages[page].references += 1

@@ -202,6 +202,13 @@ class Scheduler:
         sequence.move_to(SequenceState.FINISHED)
         self._suspects = deque(suspect for suspect in self._suspects if suspect.sequence is not sequence)
 
+    def forget_cached(self, namespace: str | None = None, image: bytes | None = None) -> int:
+        """Remove pages of a namespace, or of one image in it, from the cache; of all where both are None.
+
+        Returns how many pages that were.
+        """
+        return self._pages.forget_cached(namespace, image)
+
     def allocate_probe(self, probe: Sequence) -> None:
         """Give pages to a request of the engine's own, which is not scheduled. No step may be in flight."""
         assert not self._in_flight, "a probe runs alone"

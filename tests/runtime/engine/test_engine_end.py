@@ -18,7 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
+from types import FrameType, NoneType
 from typing import Any
 
 import pytest
@@ -31,7 +31,7 @@ from kestrel_runtime.api.errors import DeadlineExceeded, EngineUnavailable, Inte
 from kestrel_runtime.api.events import Finished
 from kestrel_runtime.api.requests import Query
 from kestrel_runtime.api.stream import Stream
-from kestrel_runtime.engine import emission, isolation
+from kestrel_runtime.engine import emission, isolation, open_streams
 from kestrel_runtime.engine import loop as engine_loop
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.engine.isolation import Isolation
@@ -52,6 +52,7 @@ TRACED = {
     module.__file__
     for module in (
         engine_loop,
+        open_streams,
         isolation,
         scheduler,
         deadlines,
@@ -240,6 +241,8 @@ async def play(loaded: LoadedModel, tracer: Tracer, scenario: str) -> Run:
         streams["gone"].cancel()
         future.set_result(prepared("gone"))
         streams["unprepared"], _ = preparations.of_next(engine)
+        clearing = asyncio.ensure_future(engine.clear_cache())
+        await asyncio.sleep(0)  # until it is asked for
         ends = {name: asyncio.ensure_future(end_of(item)) for name, item in streams.items()}
         # Whoever left has nothing to wait for, but for the engine's end.
         others = [ends[name] for name in ends if name not in ("leaving", "unprepared")]
@@ -247,6 +250,8 @@ async def play(loaded: LoadedModel, tracer: Tracer, scenario: str) -> Run:
         try:
             await asyncio.wait(others, timeout=MAX_WAIT_S)
             assert all(item.done() for item in others), f"somebody waits for ever after {tracer}"
+            await asyncio.wait([clearing], timeout=MAX_WAIT_S)
+            assert isinstance(clearing.exception(), NoneType | EngineUnavailable), "a removal is answered too"
             status = engine.status
             if status is EngineStatus.DEAD:
                 await asyncio.wait(ends.values(), timeout=MAX_WAIT_S)
@@ -267,7 +272,7 @@ async def play(loaded: LoadedModel, tracer: Tracer, scenario: str) -> Run:
 def lines_of_the_engine_thread() -> set[Line]:
     """Where each statement begins that a turn of the loop and its isolation may pass."""
     elsewhere = {"__init__", "start", "add", "cancel", "num_waiting", "num_active", "tokens_per_second"}
-    elsewhere |= {"stop", "join", "activities", "in_flight", "finish"}
+    elsewhere |= {"stop", "join", "activities", "in_flight", "finish", "forget_cached"}
     found: set[Line] = set()
     for owner, module in ((EngineLoop, engine_loop), (Isolation, isolation)):
         file = str(module.__file__)

@@ -6,10 +6,11 @@ import weakref
 
 import pytest
 
+from kestrel_runtime.api.engine import ClearedCache
 from kestrel_runtime.api.errors import EngineUnavailable
 from kestrel_runtime.api.events import Started, Usage
 from kestrel_runtime.api.stream import Outbox, Stream
-from kestrel_runtime.engine.open_streams import OpenStreams
+from kestrel_runtime.engine.open_streams import CacheClearings, OpenStreams
 
 STARTED = Started(Usage(1, 0))
 
@@ -66,3 +67,41 @@ async def test_streams_of_an_event_loop_that_is_gone_are_not_kept() -> None:
     gc.collect()
     assert sum(stream() is not None for stream in asked) < 5
     streams.close()
+
+
+def test_removals_are_carried_out_in_the_order_in_which_they_were_asked_for():
+    clearings, asked = CacheClearings(), []
+    futures = [clearings.add("a", None), clearings.add(None, None), clearings.add("b", b"digest")]
+
+    def forget(namespace: str | None, image: bytes | None) -> ClearedCache:
+        asked.append((namespace, image))
+        return ClearedCache(len(asked), 0)
+
+    clearings.carry_out(forget)
+    assert asked == [("a", None), (None, None), ("b", b"digest")]
+    assert [future.result(0).num_pages for future in futures] == [1, 2, 3]
+
+
+def test_a_removal_that_nobody_waits_for_any_more_hinders_no_other():
+    clearings = CacheClearings()
+    first, second = clearings.add(None, None), clearings.add(None, None)
+    first.cancel()
+    clearings.carry_out(lambda *_: ClearedCache(0, 0))
+    assert second.done()
+
+
+def test_after_the_end_removals_are_refused_before_and_after():
+    clearings = CacheClearings()
+    before = clearings.add(None, None)
+    clearings.close()
+    for future in (before, clearings.add(None, None)):
+        assert isinstance(future.exception(0), EngineUnavailable)
+
+
+def test_a_removal_that_fails_is_answered_at_the_end():
+    clearings = CacheClearings()
+    future = clearings.add(None, None)
+    with pytest.raises(ZeroDivisionError):
+        clearings.carry_out(lambda *_: ClearedCache(1 // 0, 0))
+    clearings.close()
+    assert isinstance(future.exception(0), EngineUnavailable)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 
@@ -22,9 +23,9 @@ class TellingEngine(LocalEngine):
         super().__init__(loaded, config)
         self.skills_asked: list[str] = []
 
-    def submit(self, request: Request, *, deadline_s: float | None = None, tenant: str = "") -> Stream:
+    def submit(self, request: Request, **options: Any) -> Stream:
         self.skills_asked.append(request.skill)
-        return super().submit(request, deadline_s=deadline_s, tenant=tenant)
+        return super().submit(request, **options)
 
 
 @pytest.mark.parametrize("folder", [MD2_SMALL, MD3_SMALL], ids=lambda folder: folder.name)

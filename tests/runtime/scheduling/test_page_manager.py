@@ -15,6 +15,7 @@ import pytest
 
 from kestrel_runtime.scheduling.ids import SequenceId, StepId
 from kestrel_runtime.scheduling.page_manager import (
+    CacheScope,
     Digest,
     PageCopy,
     PageManager,
@@ -201,6 +202,29 @@ def test_after_a_failure_nothing_is_found():
     manager.forget_cached()
     assert manager.match(keys, 8) == NOTHING
     assert manager.num_available == 4
+
+
+def test_what_belongs_to_one_namespace_or_one_image_of_it_can_be_forgotten():
+    manager = PageManager(8, 4)
+    scopes = [
+        CacheScope("mine", frozenset({b"cat"})),
+        CacheScope("mine", frozenset({b"dog"})),
+        CacheScope("yours", frozenset({b"cat"})),
+    ]
+    all_keys = [keys_of([place] * 8, 4) for place in range(3)]
+    for owner, keys, scope in zip((A, B, C), all_keys, scopes, strict=True):
+        keys.scope = scope
+        published(manager, owner, keys, 8)
+    manager.release(A)
+
+    def found() -> list[bool]:
+        check_books(manager)
+        return [manager.match(keys, 8) != NOTHING for keys in all_keys]
+
+    assert (manager.forget_cached("mine", b"cat"), found()) == (2, [False, True, True])
+    assert (manager.forget_cached("mine"), found()) == (2, [False, False, True])
+    assert (manager.forget_cached(), found()) == (2, [False, False, False])
+    assert manager.num_available == 4, "the pages that have owners stay theirs"
 
 
 # Random schedules
