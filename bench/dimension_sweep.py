@@ -38,7 +38,8 @@ from bench.harness.workload import chart
 from kestrel_ops import Kernels
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.errors import CheckpointError
-from kestrel_runtime.models.moondream.verify import Case, GoldenFolder
+from kestrel_runtime.models.verification import Case
+from kestrel_runtime.verify.reference_fixture import ReferenceFixture
 
 _MOST_COMPLAINTS = 3
 """Kept of each path."""
@@ -114,8 +115,8 @@ def write_fixture(folder: Path, shape: ModelShape, *, with_answers: bool = True)
 
 def check(folder: Path, config: EngineConfig, num_runs: int) -> list[list[Case]]:
     """All cases of so many runs. Raises `CheckpointError` where the path cannot be had."""
-    golden = GoldenFolder(folder, config)
-    return [list(golden.cases()) for _ in range(num_runs)]
+    fixture = ReferenceFixture(folder, config)
+    return [list(fixture.cases()) for _ in range(num_runs)]
 
 
 def summary(shape: str, path: str, runs: Sequence[Sequence[Case]], seconds: float) -> Row:
@@ -175,8 +176,8 @@ def _path_row(folder: Path, shape: str, path: str, num_runs: int, device: str) -
         return row
 
     def passes(operation: str) -> bool:
-        golden = GoldenFolder(folder, replace(config, kernels=((operation, "reference"),), cuda_graphs=False))
-        return all(case.complaint is None for _ in range(num_runs) for case in golden.cases())
+        fixture = ReferenceFixture(folder, replace(config, kernels=((operation, "reference"),), cuda_graphs=False))
+        return all(case.complaint is None for _ in range(num_runs) for case in fixture.cases())
 
     operations = [field.name for field in fields(Kernels)] if config.text_path != "plain" else []
     return replace(row, without=tuple(needed_references(operations, passes)))

@@ -30,6 +30,7 @@ from kestrel_runtime.api.requests import Query, SamplingParams
 from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.models.moondream.verify.prompt_run import PromptRun, plain_float32
+from kestrel_runtime.verify.preparing import preparing
 
 TOLERANCES: Mapping[str, float] = MappingProxyType(
     {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2, "float8": 2e-1}
@@ -102,16 +103,14 @@ class Run:
 def run(config: EngineConfig, request: Query, num_tokens: int, forced: Sequence[Token] = ()) -> Run:
     """Take `request` and `num_tokens` tokens after it through a path: those `forced`, or else what it draws."""
     loaded = LoadedModel.load(config)
-    prompt = PromptRun(loaded, config)
-    try:
+    with preparing(loaded, config) as prepare:
+        prompt = PromptRun(loaded.model, config, prepare)
         prompt.begin(request)
-        drawn = [prompt.prefill()]
-        parts = Parts(prompt.sequence.prefix_length, prompt.sequence.num_cached)
-        for place in range(num_tokens):
-            drawn.append(prompt.decode(forced[place] if forced else drawn[-1]))
-        layers = [prompt.cached(layer) for layer in range(loaded.model.config.text.n_layers)]
-    finally:
-        prompt.close()
+    drawn = [prompt.prefill()]
+    parts = Parts(prompt.sequence.prefix_length, prompt.sequence.num_cached)
+    for place in range(num_tokens):
+        drawn.append(prompt.decode(forced[place] if forced else drawn[-1]))
+    layers = [prompt.cached(layer) for layer in range(loaded.model.config.text.n_layers)]
     types = (config.text_path, config.vision_path, config.kv_dtype)
     is_float8 = any(name.endswith("float8") for name in types)
     return Run(layers, drawn, parts, "float8" if is_float8 else str(loaded.model.dtype).removeprefix("torch."))

@@ -23,9 +23,10 @@ from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.imaging.decoding import decode_image
 from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.models.moondream.tiling import MoondreamTiling
-from kestrel_runtime.models.moondream.verify.answers import answer_of, request_of
 from kestrel_runtime.models.moondream.verify.prompt_run import PromptRun
 from kestrel_runtime.models.moondream.verify.prompt_tensors import DECODED_HIDDEN, prompt_tensors
+from kestrel_runtime.verify.answers import answer_of, request_of
+from kestrel_runtime.verify.preparing import preparing
 
 MAX_TOKENS = 24
 _MAX_OBJECTS = 4
@@ -47,7 +48,8 @@ def write_expected(folder: Path, images: Mapping[str, bytes], *, with_answers: b
         (folder / name).write_bytes(data)
     expected: dict[str, Any] = {"dtype": "float32", "max_tokens": MAX_TOKENS}
     expected["images"], tensors = [], {}
-    with PromptRun(loaded, config) as run:
+    with preparing(loaded, config) as prepare:
+        run = PromptRun(loaded.model, config, prepare)
         for index, (name, data) in enumerate(images.items()):
             found = prompt_tensors(run, Query(_QUESTION, data))
             tensors |= {f"{index}.{key}": tensor for key, tensor in found.items() if key != DECODED_HIDDEN}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from kestrel_runtime.api.requests import Request
 from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.models.moondream.verify.prompt_run import PromptRun
+from kestrel_runtime.verify.preparing import preparing
 
 
 def first_difference(one: Sequence[Token], other: Sequence[Token]) -> int | None:
@@ -33,11 +35,14 @@ class TieJudge:
 
     def __init__(self, config: EngineConfig) -> None:
         """Load the model."""
-        self._run = PromptRun(LoadedModel.load(config), config)
+        loaded = LoadedModel.load(config)
+        self._resources = ExitStack()
+        prepare = self._resources.enter_context(preparing(loaded, config))
+        self._run = PromptRun(loaded.model, config, prepare)
 
     def close(self) -> None:
         """End its thread."""
-        self._run.close()
+        self._resources.close()
 
     @torch.inference_mode()
     def margin(self, request: Request, common: Sequence[Token], one: Token | None, other: Token | None) -> float:

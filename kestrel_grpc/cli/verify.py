@@ -34,11 +34,11 @@ def add_verify_command(subparsers: argparse._SubParsersAction[argparse.ArgumentP
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from kestrel_runtime.models.moondream.verify import GoldenFolder
+    from kestrel_runtime.verify.reference_fixture import ReferenceFixture
 
     try:
-        folder = GoldenFolder(arguments.folder, _engine_config(arguments))
-        num_passed, num_failed = folder.run(lambda line: print(line, flush=True))
+        fixture = ReferenceFixture(arguments.folder, _engine_config(arguments))
+        num_passed, num_failed = fixture.run(lambda line: print(line, flush=True))
     except ConfigurationError as error:
         return refuse(error)
     except CheckpointError as error:

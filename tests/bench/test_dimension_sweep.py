@@ -9,8 +9,7 @@ from bench import dimension_sweep
 from bench.dimension_sweep import HEADINGS, Row, needed_references, shape_of, summary, write_fixture
 from kestrel_ops import Kernels
 from kestrel_runtime.models.loaded_model import LoadedModel
-from kestrel_runtime.models.moondream.verify import Case
-from kestrel_runtime.models.moondream.verify.tolerances import Comparison
+from kestrel_runtime.models.verification import Case, Comparison
 
 SMALL = "seed-2"  # 25 patches, four layers, dimensions of 14, 72 and 77
 

@@ -14,6 +14,7 @@ from kestrel_runtime.execution.step_runner import StepRunner
 from kestrel_runtime.imaging.tiles import DecodedImage, Tiling
 from kestrel_runtime.interfaces.family import ModelConfig, Skill
 from kestrel_runtime.loading.checkpoint import Checkpoint
+from kestrel_runtime.models.verification import Verification
 from kestrel_runtime.scheduling.limits import StepBounds
 
 
@@ -72,6 +73,10 @@ class ModelFamily(Protocol):
         With `owns_model` the model has no other user, so that weights of which the layout has a copy may be freed.
         Raises `CheckpointError` where the model cannot run so.
         """
+        ...
+
+    def verification(self, model: Any, config: EngineConfig) -> Verification:
+        """How a loaded model, run as `config` says, is compared with a reference fixture."""
         ...
 
 

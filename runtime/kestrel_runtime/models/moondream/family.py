@@ -16,6 +16,7 @@ from kestrel_runtime.models.moondream.skills import SKILLS
 from kestrel_runtime.models.moondream.skills.base import Skill
 from kestrel_runtime.models.moondream.tiling import MoondreamTiling
 from kestrel_runtime.models.moondream.weights import load_moondream_state
+from kestrel_runtime.models.verification import Verification
 from kestrel_runtime.scheduling.limits import StepBounds
 
 
@@ -42,6 +43,13 @@ class MoondreamFamily:
     ) -> PreparedMoondream:
         """Select plain or fused paths, once."""
         return PreparedMoondream(model, config, bounds, owns_model=owns_model)
+
+    def verification(self, model: Moondream, config: EngineConfig) -> Verification:
+        """Tiles, and tensors of one prompt about each image."""
+        # An engine that serves requests does not need this package.
+        from kestrel_runtime.models.moondream.verify.verification import verification
+
+        return verification(model, config)
 
 
 FAMILY: ModelFamily = MoondreamFamily()

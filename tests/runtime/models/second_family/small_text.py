@@ -33,6 +33,7 @@ from kestrel_runtime.interfaces.tokens import Token, TokenRule
 from kestrel_runtime.loading.checkpoint import Checkpoint
 from kestrel_runtime.memory.plan import MemoryNeeds, MemoryReading, plan_memory
 from kestrel_runtime.models.family import LoadedWeights
+from kestrel_runtime.models.verification import Verification
 from kestrel_runtime.scheduling.limits import StepBounds
 from kestrel_runtime.scheduling.sequence import Sequence as ScheduledSequence
 
@@ -182,6 +183,9 @@ class SmallTextFamily:
         self, model: SmallText, config: EngineConfig, bounds: StepBounds, *, owns_model: bool
     ) -> PreparedSmallText:
         return PreparedSmallText(model, config, bounds)
+
+    def verification(self, model: SmallText, config: EngineConfig) -> Verification:
+        return Verification(model.dtype == torch.float32, lambda fixture, prepare: iter(()))
 
 
 FAMILY = SmallTextFamily()

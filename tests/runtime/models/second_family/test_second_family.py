@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import save_file
 from torch.nn.functional import scaled_dot_product_attention
 
 from kestrel_runtime.api.config import EngineConfig
@@ -19,37 +16,18 @@ from kestrel_runtime.api.events import QueryOutput
 from kestrel_runtime.api.requests import Caption, Query, SamplingParams
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.loading.tokenizer import Tokenizer
-from tests.golden import CHECKOUT, MD2_SMALL
+from tests.golden import MD2_SMALL
+from tests.runtime.models.second_family.checkpoint import HEADS, NANO_TOKENIZER, write_checkpoint
 
-NANO_TOKENIZER = CHECKOUT / "runtime" / "kestrel_runtime" / "nano" / "tokenizer.json"
 MODULE = Path(__file__).with_name("small_text.py")
-DIM, HEADS, CONTEXT, NUM_TOKENS = 24, 3, 90, 30
+NUM_TOKENS = 30
 QUESTIONS = ["hello", "why?", "a longer question than the others are", "again " * 12]
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of random weights, and the package of its family on the path."""
-    folder, chance = tmp_path_factory.mktemp("small_text"), torch.Generator().manual_seed(3)
-    vocabulary = Tokenizer.from_file(NANO_TOKENIZER).vocab_size
-    shapes = {
-        "embedding": (vocabulary, DIM),
-        "position": (CONTEXT, DIM),
-        "qkv": (3 * DIM, DIM),
-        "head": (vocabulary, DIM),
-    }
-    save_file(
-        {name: torch.randn(shape, generator=chance) for name, shape in shapes.items()}, folder / "model.safetensors"
-    )
-    shutil.copy(NANO_TOKENIZER, folder / "tokenizer.json")
-    config = {
-        "model_type": "small-text",
-        "vocab_size": vocabulary,
-        "dim": DIM,
-        "n_kv_heads": HEADS,
-        "max_context": CONTEXT,
-    }
-    (folder / "config.json").write_text(json.dumps({"model_type": "small-text", **config}))
+    folder = tmp_path_factory.mktemp("small_text")
+    write_checkpoint(folder)
     return folder
 
 

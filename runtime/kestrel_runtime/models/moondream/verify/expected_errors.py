@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -16,6 +16,7 @@ from kestrel_runtime.models.moondream.verify.prompt_tensors import prompt_tensor
 from kestrel_runtime.models.moondream.verify.rounding_noise import RoundingNoise
 from kestrel_runtime.models.moondream.verify.routing import Routing
 from kestrel_runtime.models.moondream.verify.tolerances import NUM_SIMULATIONS, ExpectedError
+from kestrel_runtime.models.verification import Prepare
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,24 +27,26 @@ class PromptErrors:
     routing: Routing
 
 
-def expected_errors(config: EngineConfig, formats: Formats, requests: Sequence[Request]) -> list[PromptErrors]:
+def expected_errors(
+    config: EngineConfig, formats: Formats, requests: Sequence[Request], prepare: Prepare
+) -> list[PromptErrors]:
     """Run each request exactly and then with random rounding, by the plain path in float32 on `config.device`."""
     config = plain_float32(config)
-    loaded = LoadedModel.load(config)
+    model = LoadedModel.load(config).model
     routings = [Routing() for _ in requests]
     exact: list[dict[str, Tensor]] = []
-    with PromptRun(loaded, config) as run:
-        for request, routing in zip(requests, routings, strict=True):
-            with routing.recorded(run.model):
-                exact.append(prompt_tensors(run, request))
+    run = PromptRun(model, config, prepare)
+    for request, routing in zip(requests, routings, strict=True):
+        with routing.recorded(model):
+            exact.append(prompt_tensors(run, request))
     simulated: list[list[dict[str, Tensor]]] = [[] for _ in requests]
     for seed in range(NUM_SIMULATIONS):
-        noise = RoundingNoise(formats, seed, loaded.model.device)
-        cache = noise.cache(loaded.model.config.text, pages_of_context(loaded, config), config.page_size)
-        with PromptRun(replace(loaded, model=noise.perturbed(loaded.model)), config, cache) as run:
-            for request, routing, samples in zip(requests, routings, simulated, strict=True):
-                with routing.simulated(run.model):
-                    samples.append(prompt_tensors(run, request))
+        noise = RoundingNoise(formats, seed, model.device)
+        cache = noise.cache(model.config.text, pages_of_context(model, config), config.page_size)
+        run = PromptRun(noise.perturbed(model), config, prepare, cache)
+        for request, routing, samples in zip(requests, routings, simulated, strict=True):
+            with routing.simulated(run.model):
+                samples.append(prompt_tensors(run, request))
     return [
         PromptErrors(
             {name: ExpectedError.of(tensor, [sample[name] for sample in samples]) for name, tensor in own.items()},

@@ -5,30 +5,25 @@ Does without the engine's thread and scheduler, so that tensors can be read betw
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Self
 
 import torch
 from torch import Tensor
 
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.requests import Request
-from kestrel_runtime.engine.offending_requests import OffendingRequests
-from kestrel_runtime.engine.preprocessing import Preprocessor
 from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.interfaces.tokens import Token
-from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.models.moondream.execution_config import FastPaths
 from kestrel_runtime.models.moondream.memory_needs import new_cache
+from kestrel_runtime.models.moondream.model import Moondream
 from kestrel_runtime.models.moondream.model_paths import ModelPaths
 from kestrel_runtime.models.moondream.runner import new_step_runner
-from kestrel_runtime.models.moondream.skills import SKILLS
-from kestrel_runtime.models.moondream.tiling import MoondreamTiling
+from kestrel_runtime.models.verification import Prepare
 from kestrel_runtime.scheduling.batch import Batch, Chunk, EncodeItem
 from kestrel_runtime.scheduling.limits import StepBounds
-from kestrel_runtime.scheduling.sequence import Sequence, SequenceClock
+from kestrel_runtime.scheduling.sequence import Sequence
 
 
 def plain_float32(config: EngineConfig) -> EngineConfig:
@@ -44,9 +39,9 @@ def plain_float32(config: EngineConfig) -> EngineConfig:
     )
 
 
-def pages_of_context(loaded: LoadedModel, config: EngineConfig) -> int:
+def pages_of_context(model: Moondream, config: EngineConfig) -> int:
     """How many pages of a cache hold the longest sequence."""
-    return -(-loaded.model.config.text.max_context // config.page_size)
+    return -(-model.config.text.max_context // config.page_size)
 
 
 _NUM_RUNS_WITH_GRAPHS = 3
@@ -54,30 +49,19 @@ _NUM_RUNS_WITH_GRAPHS = 3
 
 
 class PromptRun:
-    """A runner of one sequence with a cache for its whole context. `begin` a request first, and `close` it."""
+    """A runner of one sequence with a cache for its whole context. `begin` a request first."""
 
-    def __init__(self, loaded: LoadedModel, config: EngineConfig, cache: KVCache | None = None) -> None:
+    def __init__(
+        self, model: Moondream, config: EngineConfig, prepare: Prepare, cache: KVCache | None = None
+    ) -> None:
         """With `cache`, of `pages_of_context` pages, in the place of one that `config` describes."""
-        text = loaded.model.config.text
-        self.model = loaded.model
-        num_pages = pages_of_context(loaded, config)
-        self.cache = new_cache(loaded.model, config, num_pages) if cache is None else cache
-        paths = FastPaths.of(config, loaded.model.device.type, loaded.model)
-        self._model_paths = ModelPaths.of(loaded.model, paths, max_batch_size=1)
-        bounds = StepBounds(max_batch_size=1, max_prefill_tokens=text.max_context, max_crops=1)
-        self._runner = new_step_runner(loaded.model, self.cache, paths, bounds, self._model_paths)
-        tiling = MoondreamTiling(loaded.model.config.vision)
-        self._preprocessor = Preprocessor(
-            loaded.model.config,
-            SKILLS,
-            loaded.tokenizer,
-            OffendingRequests(),
-            tiling,
-            tiling.make_tiles,
-            max_context=text.max_context,
-            max_image_pixels=config.max_image_pixels,
-            num_threads=1,
-        )
+        self.model = model
+        self._prepare = prepare
+        self.cache = new_cache(model, config, pages_of_context(model, config)) if cache is None else cache
+        paths = FastPaths.of(config, model.device.type, model)
+        self._model_paths = ModelPaths.of(model, paths, max_batch_size=1)
+        bounds = StepBounds(max_batch_size=1, max_prefill_tokens=model.config.text.max_context, max_crops=1)
+        self._runner = new_step_runner(model, self.cache, paths, bounds, self._model_paths)
         self._sequence: Sequence | None = None
         self._num_runs = _NUM_RUNS_WITH_GRAPHS if paths.with_graphs else 1
 
@@ -91,7 +75,7 @@ class PromptRun:
         """Forget the last request and prepare another."""
         if self._sequence is not None:
             self._runner.release(self._sequence)
-        self._sequence = self._preprocessor.prepare(request, SequenceClock(submitted=time.monotonic()))
+        self._sequence = self._prepare(request)
         self._sequence.pages = list(range(self.cache.num_pages))
 
     @property
@@ -144,16 +128,6 @@ class PromptRun:
         both = ((pages.key_pages, pages.key_scale), (pages.value_pages, pages.value_scale))
         keys, values = (self._rows(stored, scale) for stored, scale in both)
         return keys, values
-
-    def close(self) -> None:
-        """End the thread that prepares requests."""
-        self._preprocessor.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def _drawn_by(self, *steps: Batch) -> Token:
         """Run steps, again where that takes other paths; returns what the last one draws."""

@@ -13,6 +13,8 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
+from kestrel_runtime.models.verification import Comparison
+
 FLOAT32_RELATIVE = 2e-4
 """Largest error of embeddings, hidden states, keys and values in float32, as a share of the largest value."""
 FLOAT32_LOGIT = 1e-3
@@ -45,30 +47,6 @@ def f_quantile(exceeded_by: float, dof: float, reference_dof: float) -> float:
     # The cube root of F, r, makes ((1 - b) r - (1 - a)) / sqrt(b r² + a) nearly normal.
     square, linear, constant = (1 - b) ** 2 - b * z**2, (1 - a) * (1 - b), (1 - a) ** 2 - a * z**2
     return ((linear + math.sqrt(linear**2 - square * constant)) / square) ** 3
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """One measure of an error and its bound."""
-
-    measure: str
-    error: float
-    tolerance: float
-
-    @property
-    def holds(self) -> bool:
-        """Whether the error is a number within its bound."""
-        return self.error <= self.tolerance
-
-    @property
-    def share(self) -> float:
-        """The error as a part of its bound; infinite where it is no number."""
-        if math.isnan(self.error):
-            return math.inf
-        return self.error / max(self.tolerance, torch.finfo(torch.float32).tiny)
-
-    def __str__(self) -> str:
-        return f"{self.measure} {self.error:.2e}, tolerance {self.tolerance:.2e}"
 
 
 @dataclass(frozen=True, slots=True)

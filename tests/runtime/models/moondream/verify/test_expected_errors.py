@@ -11,11 +11,12 @@ from bench.dimension_sweep import shape_of, write_fixture
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.requests import Query
 from kestrel_runtime.models.loaded_model import LoadedModel
-from kestrel_runtime.models.moondream.verify import GoldenFolder
 from kestrel_runtime.models.moondream.verify import expected_errors as module
 from kestrel_runtime.models.moondream.verify.formats import Formats
 from kestrel_runtime.models.moondream.verify.prompt_run import PromptRun
 from kestrel_runtime.models.moondream.verify.prompt_tensors import DECODED_HIDDEN, HIDDEN, prompt_tensors
+from kestrel_runtime.verify.preparing import preparing
+from kestrel_runtime.verify.reference_fixture import ReferenceFixture
 from tests.golden import MD2_SMALL
 
 CONFIG = EngineConfig(device="cpu", dtype="bfloat16", text_path="plain", kv_dtype="float8")
@@ -27,10 +28,11 @@ def test_a_decode_step_over_a_real_float8_cache_is_off_as_far_as_simulated_ones(
     config = replace(CONFIG, model=str(MD2_SMALL))
     loaded = LoadedModel.load(config)
     request = Query("license terms", (MD2_SMALL / "image_2_300x900.png").read_bytes())
-    (errors,) = module.expected_errors(config, Formats.of(config, loaded.model), [request])
     exact = load_file(MD2_SMALL / "expected.safetensors")[f"2.{HIDDEN}"]
     chance, squares = torch.Generator().manual_seed(1), []
-    with PromptRun(loaded, config) as run:
+    with preparing(loaded, config) as prepare:
+        (errors,) = module.expected_errors(config, Formats.of(config, loaded.model), [request], prepare)
+        run = PromptRun(loaded.model, config, prepare)
         for _ in range(12):
             for scales in (run.cache.key_scales, run.cache.value_scales):
                 assert scales is not None
@@ -45,4 +47,4 @@ def test_a_decode_step_over_a_float8_cache_may_choose_another_expert_where_two_n
     # At this shape the cache's rounding moves the routers' logits of the decoded token by more than the gap of two
     # experts, and the prompt's logits by less.
     write_fixture(tmp_path, shape_of("odd-experts"), with_answers=False)
-    assert [case.complaint for case in GoldenFolder(tmp_path, CONFIG).cases() if case.complaint] == []
+    assert [case.complaint for case in ReferenceFixture(tmp_path, CONFIG).cases() if case.complaint] == []

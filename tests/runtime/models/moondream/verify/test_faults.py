@@ -9,7 +9,7 @@ import pytest
 from bench.dimension_sweep import shape_of, write_fixture
 from kestrel_ops import Kernels
 from kestrel_runtime.api.config import EngineConfig
-from kestrel_runtime.models.moondream.verify import GoldenFolder
+from kestrel_runtime.verify.reference_fixture import ReferenceFixture
 
 SHAPE = shape_of("seed-5")
 """Four layers of four heads and seven experts of which four are chosen; products of multiples of 16."""
@@ -40,7 +40,7 @@ def failed(folder, monkeypatch):
             return replace(kernels, **{operation: fault(getattr(kernels, operation))})
 
         monkeypatch.setattr(Kernels, "select", faulty)
-        return [case.name for case in GoldenFolder(folder, config).cases() if case.complaint is not None]
+        return [case.name for case in ReferenceFixture(folder, config).cases() if case.complaint is not None]
 
     return run
 

@@ -10,6 +10,7 @@ from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.models.moondream import fused_weights
 from kestrel_runtime.models.moondream.verify.prompt_run import PromptRun
 from kestrel_runtime.models.moondream.verify.prompt_tensors import DECODED_HIDDEN, HIDDEN, prompt_tensors
+from kestrel_runtime.verify.preparing import preparing
 
 REQUEST = Query("What is the value of the tallest bar?", chart(1, 60, 50))
 VALUES = ("last_layer_v_first8", "last_layer_v_last8")
@@ -24,8 +25,9 @@ def folder(tmp_path_factory):
 
 def tensors(folder, text_path):
     config = EngineConfig(model=str(folder), device="cpu", dtype="float32", text_path=text_path)
-    with PromptRun(LoadedModel.load(config), config) as run:
-        return prompt_tensors(run, REQUEST)
+    loaded = LoadedModel.load(config)
+    with preparing(loaded, config) as prepare:
+        return prompt_tensors(PromptRun(loaded.model, config, prepare), REQUEST)
 
 
 def off_by(result, wanted):

@@ -9,14 +9,14 @@ from safetensors.torch import load_file, save_file
 
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.errors import CheckpointError
-from kestrel_runtime.models.moondream.verify import GoldenFolder
+from kestrel_runtime.verify.reference_fixture import ReferenceFixture
 from tests.golden import MD2_SMALL, MD3_SMALL, copy_with_one_image
 
 
 def verify(folder: Path, dtype: str = "float32", **paths: str) -> tuple[int, int, list[str]]:
     lines: list[str] = []
     config = replace(EngineConfig(device="cpu", dtype=dtype), **paths)
-    passed, failed = GoldenFolder(folder, config).run(lines.append)
+    passed, failed = ReferenceFixture(folder, config).run(lines.append)
     return passed, failed, lines
 
 
@@ -80,4 +80,4 @@ def test_float8_is_held_to_its_own_tolerance_in_numbers_alone(copy: Path, paths:
 
 def test_a_folder_without_answers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no golden folder: expected\.json is missing"):
-        GoldenFolder(tmp_path, EngineConfig())
+        ReferenceFixture(tmp_path, EngineConfig())

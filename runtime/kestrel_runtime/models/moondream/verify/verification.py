@@ -1,0 +1,124 @@
+"""Compares the tiles of a fixture's images, and the tensors of one prompt about each, with those of the reference.
+
+In float32 bounds are fixed. In a shorter format they follow from simulated rounding.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.requests import Query
+from kestrel_runtime.imaging.decoding import decode_image
+from kestrel_runtime.models.moondream.model import Moondream
+from kestrel_runtime.models.moondream.tiling import MoondreamTiling
+from kestrel_runtime.models.moondream.verify.expected_errors import PromptErrors, expected_errors
+from kestrel_runtime.models.moondream.verify.formats import Formats
+from kestrel_runtime.models.moondream.verify.prompt_run import PromptRun
+from kestrel_runtime.models.moondream.verify.prompt_tensors import DECODED_HIDDEN, HIDDEN, LOGITS, prompt_tensors
+from kestrel_runtime.models.moondream.verify.tolerances import (
+    DEVIATIONS,
+    FLOAT32_LOGIT,
+    FLOAT32_RELATIVE,
+    ExpectedError,
+    LargestError,
+)
+from kestrel_runtime.models.verification import Case, Fixture, Prepare, Verification
+
+
+def verification(model: Moondream, config: EngineConfig) -> Verification:
+    """The family's part of `kestrel-grpc verify`."""
+    formats = Formats.of(config, model)
+
+    def tensor_cases(fixture: Fixture, prepare: Prepare) -> Iterator[Case]:
+        return _TensorCases(model, config, formats, fixture, prepare).run()
+
+    return Verification(formats.shortest == torch.float32, tensor_cases)
+
+
+class _TensorCases:
+    def __init__(
+        self, model: Moondream, config: EngineConfig, formats: Formats, fixture: Fixture, prepare: Prepare
+    ) -> None:
+        self._model = model
+        self._config = config
+        self._formats = formats
+        self._fixture = fixture
+        self._prepare = prepare
+        self._is_exact = formats.shortest == torch.float32
+
+    def run(self) -> Iterator[Case]:
+        for index, image in enumerate(self._fixture.expected["images"]):
+            yield from self._tiling_cases(index, image)
+            yield from self._prompt_cases(index, image)
+
+    def _tiling_cases(self, index: int, expected: dict[str, Any]) -> Iterator[Case]:
+        name = expected["image"]
+        image = decode_image(self._fixture.data(name), max_image_pixels=self._config.max_image_pixels)
+        tiles = MoondreamTiling(self._model.config.vision).make_tiles(image)
+        shape = [[tiles.rows, tiles.columns], tiles.num_tiles]
+        yield Case(f"{name} tiling", _differs(shape, [expected["tiling"], expected["n_crops"]]))
+        for key, place in (("global_crop_u8", 0), ("last_crop_u8", -1)):
+            if (pixels := self._fixture.tensors.get(f"{index}.{key}")) is not None:
+                equal = np.array_equal(pixels.numpy(), tiles.pixels[place])
+                yield Case(f"{name} {key}", None if equal else "pixels differ")
+
+    def _prompt_cases(self, index: int, expected: dict[str, Any]) -> Iterator[Case]:
+        name, request, errors = expected["image"], self._request(expected), self._errors(index)
+        run = PromptRun(self._model, self._prompt_config, self._prepare)
+        with errors.routing.decided(self._model, DEVIATIONS) if errors else nullcontext():
+            tensors = prompt_tensors(run, request)
+        ids = [token.id for token in run.sequence.tokens[1:]]
+        yield Case(f"{name} query_prompt_tokens", _differs(ids, expected["query_prompt_tokens"]))
+        for key, actual in tensors.items():
+            stored = self._fixture.tensors.get(f"{index}.{HIDDEN if key == DECODED_HIDDEN else key}")
+            if stored is not None:
+                bounds = [_float32_bound(key, stored), *([errors.tensors[key]] if errors else [])]
+                yield _compared(f"{name} {key}", actual, stored, bounds)
+
+    @property
+    def _prompt_config(self) -> EngineConfig:
+        # Which experts a token goes to is followed from outside of the model where numbers are rounded, which a
+        # captured graph would not do.
+        follows = not self._is_exact and self._model.config.text.moe is not None
+        return replace(self._config, cuda_graphs=False) if follows else self._config
+
+    def _errors(self, index: int) -> PromptErrors | None:
+        return None if self._is_exact else self._all_errors[index]
+
+    @cached_property
+    def _all_errors(self) -> list[PromptErrors]:
+        requests = [self._request(image) for image in self._fixture.expected["images"]]
+        return expected_errors(self._config, self._formats, requests, self._prepare)
+
+    def _request(self, expected: dict[str, Any]) -> Query:
+        """The prompt whose tensors are compared: the first question, unless the fixture names one."""
+        questions = (call["args"]["question"] for call in expected["calls"] if call["skill"] == "query")
+        return Query(expected.get("query_prompt") or next(questions), self._fixture.data(expected["image"]))
+
+
+def _differs(actual: Any, expected: Any) -> str | None:
+    return None if actual == expected else f"expected {expected}, got {actual}"
+
+
+def _float32_bound(key: str, expected: Tensor) -> LargestError:
+    return LargestError(FLOAT32_LOGIT if key == LOGITS else FLOAT32_RELATIVE * expected.abs().max().item())
+
+
+def _compared(name: str, actual: Tensor, expected: Tensor, bounds: Sequence[LargestError | ExpectedError]) -> Case:
+    """A tensor's case: one bound that holds is enough, since parts of a model may not be rounded at all."""
+    if actual.shape != expected.shape:
+        return Case(name, f"expected shape {list(expected.shape)}, got {list(actual.shape)}")
+    comparisons = [bound.compare(actual, expected) for bound in bounds]
+    comparison = next((comparison for comparison in comparisons if comparison.holds), comparisons[-1])
+    digest = hashlib.sha256(actual.contiguous().numpy().tobytes()).hexdigest()
+    return Case(name, None if comparison.holds else str(comparison), comparison, digest)

@@ -1,0 +1,37 @@
+"""Requests prepared as an engine does, for a model that is taken through its steps by hand. Knows no model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.engine.offending_requests import OffendingRequests
+from kestrel_runtime.engine.preprocessing import Preprocessor
+from kestrel_runtime.models.family import config_of
+from kestrel_runtime.models.loaded_model import LoadedModel
+from kestrel_runtime.models.verification import Prepare
+from kestrel_runtime.scheduling.sequence import SequenceClock
+
+
+@contextmanager
+def preparing(loaded: LoadedModel, config: EngineConfig) -> Iterator[Prepare]:
+    """Prepares on the calling thread, in the context."""
+    model_config = config_of(loaded.model)
+    tiling = loaded.family.tiling(model_config)
+    preprocessor = Preprocessor(
+        model_config,
+        loaded.family.skills(model_config),
+        loaded.tokenizer,
+        OffendingRequests(),
+        tiling,
+        tiling.make_tiles,
+        max_context=model_config.max_context,
+        max_image_pixels=config.max_image_pixels,
+        num_threads=1,
+    )
+    try:
+        yield lambda request: preprocessor.prepare(request, SequenceClock(submitted=time.monotonic()))
+    finally:
+        preprocessor.close()
