@@ -23,9 +23,9 @@ from bench.harness.engine_options import add_engine_options, engine_config
 from kestrel_runtime.api.config import MIB, EngineConfig
 from kestrel_runtime.execution.captured_graphs import CapturedGraphs, GraphBudget
 from kestrel_runtime.execution.cuda_stream import CudaStream
-from kestrel_runtime.execution.graph_capture import Recorder
+from kestrel_runtime.execution.graph_capture import StreamCapture
 from kestrel_runtime.models.loaded_model import LoadedModel
-from kestrel_runtime.models.moondream.execution_config import FastPaths
+from kestrel_runtime.models.moondream.execution_config import ExecutionConfig
 from kestrel_runtime.models.moondream.largest_steps import (
     estimated_step_bytes,
     largest_encode,
@@ -67,7 +67,7 @@ def measure(config: EngineConfig) -> dict[str, float]:
     """The figures by what they are, unit included."""
     loaded = LoadedModel.load(config)
     model, device = loaded.model, loaded.model.device
-    paths, bounds = FastPaths.of(config, device.type), StepBounds.of(config, device.type)
+    paths, bounds = ExecutionConfig.of(config, device.type), StepBounds.of(config, device.type)
     torch.cuda.synchronize()
     loaded_bytes = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -124,7 +124,7 @@ def _crop_shape(loaded: LoadedModel) -> tuple[int, int, int]:
 def _late_capture_ms(loaded: LoadedModel, model_paths: ModelPaths) -> float:
     """Host time of a step that captures, less that of one that replays."""
     stream = CudaStream(loaded.model.device)
-    graphs = CapturedGraphs("encodings", Recorder(stream), GraphBudget(max_bytes=2**40))
+    graphs = CapturedGraphs("encodings", StreamCapture(stream), GraphBudget(max_bytes=2**40))
     crops = torch.zeros(2, *_crop_shape(loaded), dtype=torch.uint8, device=loaded.model.device)
     torch.cuda.synchronize()
     times: list[float] = []

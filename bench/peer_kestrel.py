@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from bench.harness.lanes import Lanes, Sample, Window
+from bench.harness.closed_loop import Lanes, Sample, Window
 from bench.harness.progress import Progress
 from bench.harness.serving import machine_facts, write_json
 from bench.harness.summary import Objective, Recording, Row, summarise

@@ -182,8 +182,8 @@ class TimedRunner:
 
 def _share(part: EncodeItem) -> float:
     """How much of its image is encoded."""
-    assert part.sequence.crops is not None, "only sequences with an image have tiles"
-    return (part.end_tile - part.first_tile) / part.sequence.crops.num_tiles
+    assert part.sequence.tiles is not None, "only sequences with an image have tiles"
+    return (part.end_tile - part.first_tile) / part.sequence.tiles.num_tiles
 
 
 def _without_tiles(tiling: Tiling, *_: object, max_images: int) -> partial[DecodedImage | Tiles]:

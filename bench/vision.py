@@ -28,7 +28,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bench.device_timing import Limits, attempted, launch_us, measure_limits, time_us
 from bench.harness.parts import NUM_INPUT_SETS, Part, PartTimer, random_linear
-from bench.harness.vision_checks import check_kernels, check_layers, random_crops
+from bench.harness.vision_checks import check_kernels, check_layers, random_tiles
 from bench.random_weights import MOONDREAM_2
 from kestrel_grpc.config.option_parsers import parse_kernels
 from kestrel_ops import Kernels
@@ -189,7 +189,7 @@ def _attend(packed: Tensor, num_patches: int, heads: int, _: float | None) -> Te
 @torch.no_grad()
 def time_whole(vision: FusedVision, num_crops: int, device: torch.device) -> dict[str, float]:
     """Encoder and projection as they run, and what the host spends to launch them."""
-    crops = random_crops(num_crops, vision.config, device)
+    crops = random_tiles(num_crops, vision.config, device)
     num_images = max(1, num_crops // CROPS_OF_AN_IMAGE)
     shape = (CROPS_OF_AN_IMAGE, vision.config.num_image_tokens, vision.config.enc_dim)
     features = [torch.randn(shape, device=device).bfloat16() for _ in range(num_images)]
@@ -288,7 +288,7 @@ def main() -> int:
     for precision in arguments.precision:
         with attempted(f"building {precision}"):
             if precision == "calibrated":
-                fused[precision] = CalibratedVision(short, kernels, random_crops(3, config, device))
+                fused[precision] = CalibratedVision(short, kernels, random_tiles(3, config, device))
             else:
                 fused[precision] = FusedVision(short, kernels, precision)
     if arguments.check:

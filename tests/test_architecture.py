@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.golden import CHECKOUT
+from tests.reference_fixtures import CHECKOUT
 
 PACKAGES = {
     "kestrel_grpc": CHECKOUT / "kestrel_grpc",

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from kestrel_grpc.config.options import markdown_table
-from tests.golden import CHECKOUT
+from tests.reference_fixtures import CHECKOUT
 
 README = (CHECKOUT / "README.md").read_text(encoding="utf-8")
 COMMAND = [sys.executable, "-m", "kestrel_grpc"]

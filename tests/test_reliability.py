@@ -3,7 +3,7 @@
 import ast
 import re
 
-from tests.golden import CHECKOUT
+from tests.reference_fixtures import CHECKOUT
 
 TABLE = (CHECKOUT / "docs" / "reliability.md").read_text(encoding="utf-8")
 

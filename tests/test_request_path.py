@@ -19,7 +19,7 @@ from kestrel_client.v1.vision_service_pb2_grpc import VisionServiceStub
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.server import Server
 from kestrel_runtime.engine.engine import LocalEngine
-from tests.golden import CHECKOUT
+from tests.reference_fixtures import CHECKOUT
 
 DOCUMENT = (CHECKOUT / "docs" / "architecture.md").read_text(encoding="utf-8")
 ROOTS = {

@@ -22,7 +22,7 @@ from typing import Any, Self
 
 import grpc
 
-from bench.harness.lanes import Lanes, Sample, Window
+from bench.harness.closed_loop import Lanes, Sample, Window
 from bench.harness.workload import Album, Workload
 from kestrel_client.v1 import generation_pb2, media_pb2, vision_service_pb2
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
-from bench.harness.lanes import Sample, Window
+from bench.harness.closed_loop import Sample, Window
 from bench.harness.load import Recording
 
 PERCENTILES = (50, 90, 99)

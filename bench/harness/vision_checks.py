@@ -27,7 +27,7 @@ FLOAT8 = torch.float8_e4m3fn
 EPSILON = 1e-5
 
 
-def random_crops(count: int, config: VisionConfig, device: torch.device) -> Tensor:
+def random_tiles(count: int, config: VisionConfig, device: torch.device) -> Tensor:
     """Blocks of colour with noise, so that patches differ as those of pictures do."""
     side = config.crop_size
     coarse = torch.rand(count, 3, side // 14, side // 14, device=device)
@@ -141,7 +141,7 @@ def check_layers(
     model: VisionModel, fused: Mapping[Any, FusedVision], device: torch.device
 ) -> dict[str, list[float]]:
     """Relative errors after each block, of the features and of the embeddings, against float32."""
-    crops = random_crops(3, model.config, device)
+    crops = random_tiles(3, model.config, device)
     wanted = _plain_states(model, crops)
     features = model.encode(crops)
     embeddings = model.project(features, 1, 2)

@@ -362,7 +362,7 @@ class ServerConfig:
             num_preprocess_threads=self.preprocess_threads,
             resize_on_device=self.resize_on_device,
             max_prefill_tokens=self.max_prefill_tokens,
-            max_crops_per_step=self.max_crops,
+            max_tiles_per_step=self.max_crops,
             step_timeout_s=self.step_timeout,
         )
 

@@ -9,7 +9,7 @@ import pytest
 
 from bench.alternate import Comparison, Load
 from bench.harness.endless import write_endless
-from tests.golden import CHECKOUT
+from tests.reference_fixtures import CHECKOUT
 
 
 def test_a_lower_rate_and_a_longer_time_are_both_slower():

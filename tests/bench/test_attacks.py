@@ -22,7 +22,7 @@ from bench.attacks.bombs import jpeg_of_scans, png_of_one_colour, tiff_of_one_ti
 from bench.attacks.http2 import RawConnection
 from bench.attacks.shutdown import Shutdown, as_text
 from bench.attacks.target import MemoryWatch, resident_bytes, tree_of
-from tests.golden import CHECKOUT
+from tests.reference_fixtures import CHECKOUT
 
 MAX_WAIT_S = 60.0
 

@@ -9,7 +9,7 @@ import torch
 
 from bench import inspect_kv
 from bench.inspect_kv import Parts, compare
-from tests.golden import MD2_SMALL, MD3_SMALL
+from tests.reference_fixtures import MD2_SMALL, MD3_SMALL
 
 PARTS = Parts(prefix_length=3, num_prompt=5)
 

@@ -3,7 +3,7 @@
 import asyncio
 import time
 
-from bench.harness.lanes import Lanes, Sample, Window
+from bench.harness.closed_loop import Lanes, Sample, Window
 
 
 class Desk:

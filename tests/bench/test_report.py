@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from bench.harness.lanes import Sample, Window
+from bench.harness.closed_loop import Sample, Window
 from bench.harness.load import Recording
 from bench.harness.report import Results, over_peer, part_plots, write_report
 from bench.harness.summary import Objective, Row, summarise

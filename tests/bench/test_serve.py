@@ -14,7 +14,7 @@ from bench.harness.progress import Progress
 from bench.harness.summary import Row
 from bench.harness.workload import WORKLOADS
 from bench.serve import MAX_RATES, RATE_STEP, parser, plan_of, ramp
-from tests.golden import CHECKOUT
+from tests.reference_fixtures import CHECKOUT
 
 
 def ramped(*options: str) -> list[Row]:

@@ -12,7 +12,7 @@ import pytest
 from bench.harness.mixed_traffic import Tally
 from bench.harness.watched_server import Holdings, Vitals
 from bench.soak import Look, Rest, Soak
-from tests.golden import CHECKOUT
+from tests.reference_fixtures import CHECKOUT
 
 MIB = 2**20
 VITALS = Vitals(500 * MIB, 20, 18, 1.0, num_used_pages=0, num_running=0, num_waiting=0)

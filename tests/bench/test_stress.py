@@ -21,7 +21,7 @@ from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.models.moondream.tiling import MoondreamTiling
-from tests.golden import MD2_SMALL
+from tests.reference_fixtures import MD2_SMALL
 
 CONFIG = EngineConfig(model=str(MD2_SMALL), device="cpu", dtype="float32")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)

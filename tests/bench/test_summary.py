@@ -4,7 +4,7 @@ from array import array
 
 import pytest
 
-from bench.harness.lanes import Sample, Window
+from bench.harness.closed_loop import Sample, Window
 from bench.harness.load import Recording
 from bench.harness.summary import Objective, Row, percentiles, summarise
 

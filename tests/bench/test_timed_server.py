@@ -10,7 +10,7 @@ import pytest
 from bench.harness.workload import chart
 from bench.timed_server import Cost, Device
 from kestrel_client import Client
-from tests.golden import CHECKOUT
+from tests.reference_fixtures import CHECKOUT
 
 COST = Cost(device_ms=1.0, each_ms=2.0, launch_ms=0.0)
 

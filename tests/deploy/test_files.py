@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from kestrel_grpc.config.options import ServerConfig, environment_name, options
-from tests.golden import CHECKOUT
+from tests.reference_fixtures import CHECKOUT
 
 DEPLOY = CHECKOUT / "deploy"
 VARIABLE = re.compile(r"\bKESTREL_[A-Z_]+")

@@ -28,7 +28,7 @@ from kestrel_grpc.server import Server
 from kestrel_grpc.telemetry.metrics import METRICS, Kind
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.models.loaded_model import LoadedModel
-from tests.golden import CHECKOUT, MD3_SMALL, image_paths
+from tests.reference_fixtures import CHECKOUT, MD3_SMALL, image_paths
 
 PROMETHEUS = CHECKOUT / "deploy" / "prometheus"
 DASHBOARD = json.loads((CHECKOUT / "deploy" / "grafana" / "dashboard.json").read_text(encoding="utf-8"))

@@ -13,7 +13,7 @@ from kestrel_grpc.server import Server
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.models.loaded_model import LoadedModel
-from tests.golden import MD3_SMALL
+from tests.reference_fixtures import MD3_SMALL
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from collections.abc import Awaitable
 from typing import Any
 
 from kestrel_client.v1 import vision_service_pb2 as wire
-from tests.golden import MD3_SMALL
+from tests.reference_fixtures import MD3_SMALL
 from tests.journey.conftest import House
 
 SMALL_IMAGE = (MD3_SMALL / "image_1_64x64.png").read_bytes()

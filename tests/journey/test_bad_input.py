@@ -12,7 +12,7 @@ from google.rpc import error_details_pb2, status_pb2
 from PIL import Image
 
 from kestrel_client.v1 import vision_service_pb2 as wire
-from tests.golden import MD3_SMALL
+from tests.reference_fixtures import MD3_SMALL
 from tests.journey.conftest import House
 
 IMAGE = (MD3_SMALL / "image_1_64x64.png").read_bytes()

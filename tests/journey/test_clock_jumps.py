@@ -15,7 +15,7 @@ from kestrel_client.v1.vision_service_pb2_grpc import VisionServiceStub
 from kestrel_grpc.access.tokens import hash_of
 from tests.journey.http2 import QUERY, Http2Client
 from tests.journey.serving_process import ServingProcess, serving_process
-from tests.journey.test_farewells import endless
+from tests.journey.test_cancellation import endless
 
 HOUR_S = 3_600
 BEARER, RARE_BEARER = "a secret nobody would guess", "another secret nobody would guess"

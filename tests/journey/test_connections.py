@@ -24,7 +24,7 @@ from tests.fakes import HOLD, FakeEngine, answers
 from tests.journey.conftest import House
 from tests.journey.http2 import COMPLETE_QUERY, QUERY, Http2Client, messages_in
 from tests.journey.serving_process import ServingProcess, serving_process
-from tests.journey.test_farewells import endless
+from tests.journey.test_cancellation import endless
 from tests.server.serving import serving
 
 MIB = 2**20

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from kestrel_client.v1 import vision_service_pb2 as wire
-from tests.golden import MD3_SMALL
+from tests.reference_fixtures import MD3_SMALL
 from tests.journey.conftest import House
 
 IMAGE = (MD3_SMALL / "image_1_64x64.png").read_bytes()

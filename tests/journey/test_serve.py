@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kestrel_client import Client
-from tests.golden import MD2_SMALL, expected
+from tests.reference_fixtures import MD2_SMALL, expected
 from tests.hub import Hub, Repository
 from tests.runtime.models.moondream.layouts import save_shards
 

@@ -13,7 +13,7 @@ from kestrel_runtime.engine import preprocessing
 from kestrel_runtime.engine.preprocessing import Preprocessor
 from kestrel_runtime.models.moondream.skills.query import QuerySkill
 from kestrel_runtime.scheduling.admission import Admission
-from tests.golden import MD3_SMALL
+from tests.reference_fixtures import MD3_SMALL
 from tests.journey.conftest import House
 from tests.journey.test_bad_input import error_of
 from tests.runtime.engine import test_isolation as isolation

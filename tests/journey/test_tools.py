@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kestrel_grpc.__main__ import main
-from tests.golden import MD2_SMALL, MD3_SMALL, copy_with_one_image, expected
+from tests.reference_fixtures import MD2_SMALL, MD3_SMALL, copy_with_one_image, expected
 from tests.journey.conftest import House
 
 BIN = Path(sys.executable).parent

@@ -17,7 +17,7 @@ class Arrivals(RuleBasedStateMachine):
         page_size=st.integers(1, 4),
         batch=st.integers(1, 5),
         prefill=st.integers(1, 12),
-        crops=st.integers(1, 5),
+        tiles=st.integers(1, 5),
     )
     def build(self, **sizes):
         self.world = World(**sizes)
@@ -30,10 +30,10 @@ class Arrivals(RuleBasedStateMachine):
     def a_question_comes(self, prompt, generates):
         self.arrived.append(self.world.add(min(prompt, self.world.capacity - 1), generates=generates))
 
-    @rule(prompt=st.integers(1, 5), image=st.integers(1, 14), crops=st.integers(2, 7), generates=st.integers(1, 25))
-    def an_image_comes(self, prompt, image, crops, generates):
+    @rule(prompt=st.integers(1, 5), image=st.integers(1, 14), tiles=st.integers(2, 7), generates=st.integers(1, 25))
+    def an_image_comes(self, prompt, image, tiles, generates):
         if prompt + image < self.world.capacity:
-            self.arrived.append(self.world.add(prompt, image, crops, generates))
+            self.arrived.append(self.world.add(prompt, image, tiles, generates))
 
     @invariant()
     def i1_every_page_has_one_owner(self):

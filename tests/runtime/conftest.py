@@ -7,7 +7,7 @@ import pytest
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.models.loaded_model import LoadedModel
-from tests.golden import MD2_SMALL, MD3_SMALL
+from tests.reference_fixtures import MD2_SMALL, MD3_SMALL
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
 """CUDA graph capture as far as the host sees it, on a machine without a GPU, with failures on demand.
 
-`FakeCuda` stands in for what torch and the driver do in a capture, so that `Recorder` itself runs. `FakeRecorder`
-stands in for `Recorder` where real work is to go on: a capture must not run it, and on a CPU it would.
+`FakeCuda` replaces what torch and the driver do in a capture, so that `StreamCapture` itself runs.
+`FakeStreamCapture` replaces `StreamCapture` in tests with real work, which a capture on a CPU would run.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kestrel_runtime.execution import graph_capture as recording
+from kestrel_runtime.execution import graph_capture
 from kestrel_runtime.execution.cuda_stream import CudaStream
-from kestrel_runtime.execution.graph_capture import Recorder, Recording
+from kestrel_runtime.execution.graph_capture import CapturedGraph, StreamCapture
 
 MIB = 2**20
 
@@ -50,8 +50,8 @@ class FakeCuda:
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (self.free_bytes, 2**40))
         monkeypatch.setattr(torch.cuda, "memory_reserved", lambda *_: self.reserved_bytes)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.is_capturing)
-        monkeypatch.setattr(recording, "_begin_capture", self._begin_by_driver)
-        monkeypatch.setattr(recording, "_drop_capture", self._drop_by_driver)
+        monkeypatch.setattr(graph_capture, "_begin_capture", self._begin_by_driver)
+        monkeypatch.setattr(graph_capture, "_drop_capture", self._drop_by_driver)
 
     @property
     def is_clean(self) -> bool:
@@ -140,10 +140,10 @@ class FakeGraph:
         assert self.has_ended
 
 
-def new_recorder(device: torch.device) -> Recorder:
+def new_stream_capture(device: torch.device) -> StreamCapture:
     """A real one on a GPU, else one that only looks so."""
     settle(device)
-    return Recorder(CudaStream(device)) if device.type == "cuda" else FakeRecorder()  # pyright: ignore[reportReturnType]
+    return StreamCapture(CudaStream(device)) if device.type == "cuda" else FakeStreamCapture()  # pyright: ignore[reportReturnType]
 
 
 def settle(device: torch.device) -> None:
@@ -178,8 +178,8 @@ class ReplayingGraph:
             self.result.copy_(result)
 
 
-class FakeRecorder:
-    """As `Recorder`. `failures` are raised by the captures to come; for None, and after the last, one succeeds."""
+class FakeStreamCapture:
+    """Like `StreamCapture`. Each capture raises the next of `failures`; it succeeds for None and after the last."""
 
     def __init__(self, failures: Iterable[Exception | None] = ()) -> None:
         self._failures = iter(failures)
@@ -196,13 +196,13 @@ class FakeRecorder:
     def release_warm_up_memory(self) -> None:
         self.num_releases += 1
 
-    def record(self, run: Callable[[], Tensor]) -> Recording:
+    def capture(self, run: Callable[[], Tensor]) -> CapturedGraph:
         self.num_captures += 1
         failure = next(self._failures, None)
         if failure is not None:
             raise failure
         pool_bytes, self.pool_bytes = self.pool_bytes, 0
-        return _LazyRecording(ReplayingGraph(run, in_place=self.in_place), self.graph_bytes, pool_bytes)  # pyright: ignore[reportReturnType]
+        return _LazyGraph(ReplayingGraph(run, in_place=self.in_place), self.graph_bytes, pool_bytes)  # pyright: ignore[reportReturnType]
 
     def mark(self) -> FakeEvent | None:
         if not self.has_events:
@@ -211,8 +211,8 @@ class FakeRecorder:
         return self.events[-1]
 
 
-class _LazyRecording:
-    """As `Recording`; its result has a place from the first replay on."""
+class _LazyGraph:
+    """As `CapturedGraph`; its result has a place from the first replay on."""
 
     def __init__(self, graph: ReplayingGraph, graph_bytes: int, pool_bytes: int) -> None:
         self.graph, self.graph_bytes, self.pool_bytes = graph, graph_bytes, pool_bytes

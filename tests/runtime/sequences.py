@@ -59,7 +59,7 @@ def new_sequence(
     prompt: list[Token] | int = 1,
     *,
     num_image_tokens: int = 0,
-    crops: Tiles | DecodedImage | None = None,
+    tiles: Tiles | DecodedImage | None = None,
     rule: TokenRule = TokenRule(),  # noqa: B008 - a rule is immutable
     temperature: float = 0.0,
     top_p: float = 1.0,
@@ -76,7 +76,7 @@ def new_sequence(
         tokens=tokens,
         num_prompt_tokens=len(tokens),
         num_image_tokens=num_image_tokens,
-        crops=crops,
+        tiles=tiles,
         parser=RuleParser(rule),
         temperature=temperature,
         top_p=top_p,

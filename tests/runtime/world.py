@@ -51,11 +51,11 @@ class World:
     that what a sequence gets can be told from what it should have got.
     """
 
-    def __init__(self, num_pages=64, page_size=4, batch=8, prefill=1000, crops=100):
+    def __init__(self, num_pages=64, page_size=4, batch=8, prefill=1000, tiles=100):
         self.pages = PageManager(num_pages, page_size)
-        self.max_prefill_tokens, self.max_crops = prefill, crops
+        self.max_prefill_tokens, self.max_tiles = prefill, tiles
         self.scheduler = Scheduler(
-            self.pages, max_batch_size=batch, max_prefill_tokens=prefill, max_crops_per_step=crops
+            self.pages, max_batch_size=batch, max_prefill_tokens=prefill, max_tiles_per_step=tiles
         )
         self.max_batch_size = batch
         self.slots = {}
@@ -68,11 +68,11 @@ class World:
     def capacity(self):
         return self.pages.num_pages * self.pages.page_size
 
-    def add(self, prompt=4, image=0, crops=0, generates=1000, **standing):
+    def add(self, prompt=4, image=0, tiles=0, generates=1000, **standing):
         sequence = new_sequence(
             prompt,
             num_image_tokens=image,
-            crops=blank_tiles(crops) if crops else None,
+            tiles=blank_tiles(tiles) if tiles else None,
             max_context=self.capacity,
             **standing,
         )

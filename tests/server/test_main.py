@@ -9,7 +9,7 @@ import pytest
 
 from kestrel_grpc import __version__
 from kestrel_grpc.__main__ import main
-from tests.golden import MD3_SMALL
+from tests.reference_fixtures import MD3_SMALL
 from tests.server.serving import serving
 
 

@@ -59,7 +59,7 @@ class EngineConfig:
     """Whether images are tiled on the device of the model, and not by preprocessing threads; None: on CUDA."""
     max_prefill_tokens: int | None = None
     """Prompt tokens that a step may carry; None: 8192 on CUDA, else 1024."""
-    max_crops_per_step: int | None = None
+    max_tiles_per_step: int | None = None
     """Image crops that a step may encode while other requests are decoding; None: 72 on CUDA, else 4."""
     step_timeout_s: float | None = None
     """Time without progress after which the device counts as hung; None: 60 on CUDA, else 1800."""

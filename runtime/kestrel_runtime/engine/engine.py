@@ -101,7 +101,7 @@ class LocalEngine:
             self._pages,
             max_batch_size=bounds.max_batch_size,
             max_prefill_tokens=bounds.max_prefill_tokens,
-            max_crops_per_step=bounds.max_crops,
+            max_tiles_per_step=bounds.max_tiles,
             ageing_s=config.ageing_s,
         )
         offending_requests = OffendingRequests()
@@ -343,7 +343,7 @@ class LocalEngine:
         """The wait limit has passed. From the moment a worker has the request, worker and loop look at it."""
         if preparation.cancel():
             deadlines = (clock.deadline, clock.queue_deadline)
-            stream.deliver([], clock.lateness(min(moment for moment in deadlines if moment is not None)))
+            stream.deliver([], clock.expiry(min(moment for moment in deadlines if moment is not None)))
 
     def _become(self, status: EngineStatus) -> None:
         with self._lock:  # callbacks too, so that they come in the order of the changes

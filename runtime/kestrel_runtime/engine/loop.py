@@ -261,9 +261,9 @@ class EngineLoop:
 
     def _drop_expired(self, now: float) -> None:
         for sequence in self._deadlines.due(now):
-            lateness = sequence.clock.lateness(now)
-            if lateness is not None:
-                self._fail(sequence, lateness)
+            expiry = sequence.clock.expiry(now)
+            if expiry is not None:
+                self._fail(sequence, expiry)
 
     def _note_starts(self, batch: Batch) -> None:
         now = time.monotonic()

@@ -1,4 +1,4 @@
-"""Worker threads: a request's image bytes and words → a `Sequence` ready to be scheduled.
+"""Turns requests into sequences on worker threads: decodes and tiles the image, builds and tokenises the prompt.
 
 Knows skills, the tokenizer and images; knows no pages and no model.
 """
@@ -27,13 +27,14 @@ from kestrel_runtime.memory.image_budget import MemoryBudget
 from kestrel_runtime.scheduling.sequence import Sequence, SequenceClock
 
 MAX_DECODING_BYTES = 512 * 2**20
-"""For one image. A PNG of 64 megapixels takes that, a WebP of 32, a progressive JPEG without subsampling of 53."""
+"""Memory that decoding one image may take. A PNG of 64 megapixels takes as much, a WebP of 32 megapixels, a
+progressive JPEG without subsampling of 53."""
 _TILING_COPIES = 3
-"""Copies of an image's tiles that exist at the peak of tiling: the resized image, it as an array, and the tiles."""
+"""Copies of an image's tiles that exist at the peak of tiling: the resized image, its array, and the tiles."""
 
 
 def least_budget_bytes(decoding_bytes: int) -> int:
-    """The smallest budget in which an image may take so much. A quarter is for small ones that pass it."""
+    """The smallest budget that admits an image of `decoding_bytes`; a quarter stays free for smaller images."""
     return -(-decoding_bytes * 4 // 3)
 
 
@@ -75,11 +76,11 @@ class Preprocessor:
 
     @property
     def decoded_bytes(self) -> int:
-        """Memory of images that are being decoded or have been; a reading."""
+        """Memory of images that are being decoded, and of tiles that are not freed yet."""
         return self._budget.used_bytes
 
     def inspect(self, image: bytes | None) -> ImageHeader | None:
-        """What an image declares, in little time. Raises `ImageError` where it is none or takes too much memory."""
+        """Read an image's header only. Raises `ImageError` if it is invalid or takes too much memory to decode."""
         if image is None:
             return None
         header = inspect_image(image, max_image_pixels=self._max_image_pixels)
@@ -97,17 +98,17 @@ class Preprocessor:
         *,
         is_wanted: Callable[[], bool] = lambda: True,
     ) -> Future[Sequence]:
-        """Have a worker `prepare` the request; the future can be cancelled until one does.
+        """Have a worker `prepare` the request; the future can be cancelled until a worker starts.
 
-        Who waits for a worker goes by priority, tenant and age, as who waits for pages does. Decoding stops soon
-        after `is_wanted` says no or the request's time is over. Raises `ImageError` as `inspect` does.
+        Requests wait for a worker by priority, tenant and age, like sequences that wait for pages. Decoding stops
+        soon after `is_wanted` returns False or a deadline passes. Raises `ImageError` like `inspect`.
         """
         header = self.inspect(request.image)
 
         def check_wanted() -> None:
-            lateness = clock.lateness(time.monotonic())
-            if lateness is not None:
-                raise lateness
+            expiry = clock.expiry(time.monotonic())
+            if expiry is not None:
+                raise expiry
             if self._workers.is_closing or not is_wanted():
                 raise Interrupted
 
@@ -132,13 +133,13 @@ class Preprocessor:
     ) -> Sequence:
         """Decode, tile and tokenise.
 
-        Raises `InvalidRequest`, mostly as `ImageError` or `ContextLengthExceeded`; `RequestRefused`; before any
-        work is spent, `DeadlineExceeded` and `QueueTimeout`; and what `check_wanted` does.
+        Raises `DeadlineExceeded` or `QueueTimeout` before any work is done; `RequestRefused`; `InvalidRequest`,
+        usually as `ImageError` or `ContextLengthExceeded`; and whatever `check_wanted` raises.
         """
         clock.preprocess_started = time.monotonic()
-        lateness = clock.lateness(clock.preprocess_started)
-        if lateness is not None:
-            raise lateness
+        expiry = clock.expiry(clock.preprocess_started)
+        if expiry is not None:
+            raise expiry
         fingerprint = fingerprint_of(request)
         if fingerprint in self._offending_requests:
             raise RequestRefused(f"{fingerprint} has failed before")
@@ -148,11 +149,11 @@ class Preprocessor:
         num_positions = len(prompt) + num_image_tokens
         if num_positions >= self._max_context:
             raise ContextLengthExceeded(skill.text_field, num_positions, self._max_context)
-        crops = None
+        tiles = None
         if request.image is not None:
             image = decode_image(request.image, max_image_pixels=self._max_image_pixels, check_wanted=check_wanted)
-            crops = self._make_tiles(image)
-            self._budget.hold(tenant, crops, crops.pixels.nbytes)
+            tiles = self._make_tiles(image)
+            self._budget.hold(tenant, tiles, tiles.pixels.nbytes)
         sampling, defaults = request.sampling, skill.defaults
         clock.prepared = time.monotonic()
         return Sequence(
@@ -160,7 +161,7 @@ class Preprocessor:
             tokens=prompt,
             num_prompt_tokens=len(prompt),
             num_image_tokens=num_image_tokens,
-            crops=crops,
+            tiles=tiles,
             parser=skill.new_parser(request, self._tokenizer, config),
             temperature=defaults.temperature if sampling.temperature is None else sampling.temperature,
             top_p=defaults.top_p if sampling.top_p is None else sampling.top_p,
@@ -173,7 +174,7 @@ class Preprocessor:
         )
 
     def close(self) -> None:
-        """Drop what has not begun, and wait for the workers for a bounded time."""
+        """Drop requests that have not started, and wait for the workers for a bounded time."""
         self._workers.close()
 
     def _num_bytes(self, header: ImageHeader) -> int:

@@ -100,8 +100,8 @@ class Workers:
         self._wake_one()
         return future
 
-    def close(self, patience_s: float = _CLOSING_S) -> None:
-        """Cancel what has not begun, and wait for the rest for `patience_s` seconds; then give it up.
+    def close(self, wait_limit_s: float = _CLOSING_S) -> None:
+        """Cancel what has not begun, and wait for the rest for `wait_limit_s` seconds; then give it up.
 
         Jobs that are given up fail with `Interrupted`; their threads go on until they end by themselves.
         """
@@ -112,14 +112,14 @@ class Workers:
         for future in waiting:
             future.cancel()
         self._wake_one()
-        end = time.monotonic() + patience_s
+        end = time.monotonic() + wait_limit_s
         for thread in threads:
             thread.join(max(0.0, end - time.monotonic()))
         with self._lock:
             abandoned = list(self._running.values())
             self._running.clear()
         if abandoned:
-            _log.warning("%d jobs did not end in %g s and are given up", len(abandoned), patience_s)
+            _log.warning("%d jobs did not end in %g s and are given up", len(abandoned), wait_limit_s)
         for future in abandoned:
             future.set_exception(Interrupted())
 

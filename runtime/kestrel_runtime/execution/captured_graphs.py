@@ -19,7 +19,7 @@ from collections.abc import Callable, Hashable, Iterator
 import torch
 from torch import Tensor
 
-from kestrel_runtime.execution.graph_capture import Recorder, Recording
+from kestrel_runtime.execution.graph_capture import CapturedGraph, StreamCapture
 
 _MOST_GRAPHS = 512
 _MOST_FAILURES = 8
@@ -55,11 +55,11 @@ class GraphBudget:
         """Whether dropping graphs can make room: pools keep what they have."""
         return self._pool_bytes < self._max_bytes
 
-    def add(self, owner: CapturedGraphs, key: Hashable, recording: Recording) -> None:
+    def add(self, owner: CapturedGraphs, key: Hashable, captured: CapturedGraph) -> None:
         """Count a new graph, and drop others until all are within bounds."""
-        self._graph_bytes[owner, key] = recording.graph_bytes
+        self._graph_bytes[owner, key] = captured.graph_bytes
         had_room = self.has_room
-        self._pool_bytes += recording.pool_bytes
+        self._pool_bytes += captured.pool_bytes
         if had_room and not self.has_room:
             _log.warning("the memory for CUDA graphs is used up: no more are captured")
         while self.num_graphs > 1 and (self.num_graphs > self._max_graphs or self.num_bytes > self._max_bytes):
@@ -78,15 +78,15 @@ class GraphBudget:
 class CapturedGraphs:
     """Graphs of one kind of work, each under a key. A key's work always reads its inputs in the same places."""
 
-    def __init__(self, kind: str, recorder: Recorder, budget: GraphBudget) -> None:
+    def __init__(self, kind: str, stream_capture: StreamCapture, budget: GraphBudget) -> None:
         """`kind` names them in the log."""
         self._kind = kind
-        self._recorder = recorder
+        self._stream_capture = stream_capture
         self._budget = budget
-        self._captured: dict[Hashable, Recording] = {}
+        self._captured: dict[Hashable, CapturedGraph] = {}
         self._met: set[Hashable] = set()
         self._failed: set[Hashable] = set()
-        self._dropped: list[tuple[Recording, torch.cuda.Event]] = []
+        self._dropped: list[tuple[CapturedGraph, torch.cuda.Event]] = []
 
     def __len__(self) -> int:
         return len(self._captured)
@@ -94,20 +94,20 @@ class CapturedGraphs:
     def run(self, key: Hashable, work: Callable[[], Tensor]) -> Tensor:
         """Do `work` once, by a replay where there is a graph. Returns its result, valid until the next `run`."""
         self._destroy_dropped()
-        recording = self._captured.get(key)
-        if recording is not None:
-            recording.graph.replay()
+        captured = self._captured.get(key)
+        if captured is not None:
+            captured.graph.replay()
             self._budget.use(self, key)
-            return recording.result
+            return captured.result
         if key in self._met and self._may_capture(key) and self._capture(key, work):
-            recording = self._captured[key]
+            captured = self._captured[key]
             try:
-                recording.graph.replay()
+                captured.graph.replay()
             except Exception as error:  # the first launch takes memory too; nothing has run then
                 self.drop(key)
                 self._give_up(key, error)
             else:
-                return recording.result
+                return captured.result
         self._met.add(key)
         return work()
 
@@ -120,7 +120,7 @@ class CapturedGraphs:
         """
         num_left = 0
         is_first = True
-        with self._recorder.entered():  # for the inputs, which `works` lays out
+        with self._stream_capture.entered():  # for the inputs, which `works` lays out
             for key, work in works:
                 if not self._may_capture(key):
                     continue
@@ -130,7 +130,7 @@ class CapturedGraphs:
                 try:
                     work()
                     if is_first:
-                        self._recorder.release_warm_up_memory()
+                        self._stream_capture.release_warm_up_memory()
                 except Exception as error:  # lack of memory, for a size that may never come
                     self._give_up(key, error)
                     continue
@@ -141,11 +141,11 @@ class CapturedGraphs:
 
     def drop(self, key: Hashable) -> None:
         """Let a graph go. It is destroyed when all that was launched on its stream until now is over."""
-        recording, event = self._captured.pop(key), self._recorder.mark()
+        captured, event = self._captured.pop(key), self._stream_capture.mark()
         self._budget.remove(self, key)
         self._met.discard(key)
         if event is not None:
-            self._dropped.append((recording, event))
+            self._dropped.append((captured, event))
 
     def clear(self) -> None:
         """Let all graphs go: what they read and write is no longer where it was."""
@@ -159,12 +159,12 @@ class CapturedGraphs:
     def _capture(self, key: Hashable, work: Callable[[], Tensor]) -> bool:
         started = time.monotonic()
         try:
-            recording = self._recorder.record(work)
+            captured = self._stream_capture.capture(work)
         except Exception as error:  # of the work itself too, which then raises again where it runs as it is
             self._give_up(key, error)
             return False
-        self._captured[key] = recording
-        self._budget.add(self, key, recording)
+        self._captured[key] = captured
+        self._budget.add(self, key, captured)
         _log.debug("captured %s of %s in %.3f s", self._kind, key, time.monotonic() - started)
         return key in self._captured
 
@@ -176,4 +176,4 @@ class CapturedGraphs:
 
     def _destroy_dropped(self) -> None:
         if self._dropped:
-            self._dropped = [(recording, event) for recording, event in self._dropped if not event.query()]
+            self._dropped = [(captured, event) for captured, event in self._dropped if not event.query()]

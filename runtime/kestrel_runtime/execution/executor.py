@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kestrel_runtime.execution.captured_graphs import GraphBudget
 from kestrel_runtime.execution.embedding_slab import EmbeddingSlab
-from kestrel_runtime.execution.graph_capture import Recorder
+from kestrel_runtime.execution.graph_capture import StreamCapture
 from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.execution.request_state import RequestState
 from kestrel_runtime.execution.sampling import TokenRules
@@ -29,10 +29,10 @@ class EncodeWork(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GraphCapture:
-    """What captures need: a recorder for each of the two streams, and the memory that all graphs share."""
+    """What captures need: a `StreamCapture` for each of the two streams, and the memory that all graphs share."""
 
-    prefill: Recorder
-    decode: Recorder
+    prefill: StreamCapture
+    decode: StreamCapture
     budget: GraphBudget
 
 

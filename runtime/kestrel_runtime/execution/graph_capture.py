@@ -32,7 +32,7 @@ _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 
 @dataclass(frozen=True, slots=True)
-class Recording:
+class CapturedGraph:
     """A captured graph: replaying it does the work again."""
 
     graph: torch.cuda.CUDAGraph
@@ -44,7 +44,7 @@ class Recording:
     """Device memory by which the pool had to grow for it, and which later captures use again."""
 
 
-class Recorder:
+class StreamCapture:
     """Captures on the CUDA stream that replays: kernels keep its priority, and libraries their workspaces there.
 
     All graphs of a stream share a pool of memory, since they never run beside each other. One graph that is never
@@ -65,7 +65,7 @@ class Recorder:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
 
-    def record(self, run: Callable[[], Tensor]) -> Recording:
+    def capture(self, run: Callable[[], Tensor]) -> CapturedGraph:
         """Capture `run`, which has run with the same shapes before; neither runs it nor waits for the device.
 
         Raises whatever went wrong; nothing of the capture is left then, and `run` can be run as it is.
@@ -79,7 +79,7 @@ class Recorder:
         graph, result = self._captured(run, self._holder.pool())
         pool_bytes = max(0, torch.cuda.memory_reserved() - reserved_before)
         graph_bytes = max(0, free_before - torch.cuda.mem_get_info()[0] - pool_bytes)
-        return Recording(graph, result, graph_bytes, pool_bytes)
+        return CapturedGraph(graph, result, graph_bytes, pool_bytes)
 
     def _captured(self, run: Callable[[], Tensor], pool: Any) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """A graph of `run` in a pool, or in one of its own, and what `run` returned."""

@@ -1,7 +1,8 @@
-"""What the device holds of each active sequence between its steps, so that no step waits for the host.
+"""The request state table: what the device holds of each active sequence between steps.
 
-A row holds the last token, where in its grammar the sequence stands, its sampling settings and its pages. The host
-writes a row when a sequence begins its prompt; from then on steps read and write it on the device.
+A row holds the last token, the state of the sequence's grammar, its sampling settings and its pages. The host
+writes a row when a sequence starts its prompt; from then on steps read and write it on the device, so that no step
+waits for the host.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ _NUM_INTEGERS, _NUM_SETTINGS = 6, 2
 
 
 class RowState(NamedTuple):
-    """Columns of some rows, as views: int64 [B] each."""
+    """Integer columns of the rows that were read: int64 [B] each."""
 
     token_ids: Tensor
-    """The last token, which is not in the cache yet."""
+    """The last token, whose keys and values are not in the cache yet."""
     num_values: Tensor
     """How many values that token carries; 0 for text."""
     rules: Tensor
     """Row of the token rules."""
     num_sampled: Tensor
     budgets: Tensor
-    """How many tokens may be sampled before the grammar's exhausted states apply."""
+    """Tokens that may be sampled before the grammar's exhausted states apply."""
     seeds: Tensor
 
 
@@ -66,7 +67,10 @@ class RequestState:
         self._num_pages = [0] * (num_rows + 1)
 
     def open(self, sequences: Sequence[scheduling.Sequence]) -> None:
-        """Give sequences that begin their prompts a row, or write their own anew: one copy, in stream order."""
+        """Give a row to each sequence that starts its prompt; one that has a row keeps it, rewritten.
+
+        One copy to the device, in stream order.
+        """
         if not sequences:
             return
         count = len(sequences)
@@ -109,7 +113,7 @@ class RequestState:
         self.page_table[sent["rows"]] = sent["pages"]
 
     def close(self, sequence: scheduling.Sequence) -> None:
-        """Take the row back, if the sequence has one."""
+        """Free the sequence's row, if it has one."""
         row = self._row_of.pop(sequence.id, None)
         if row is not None:
             self._free.append(row)

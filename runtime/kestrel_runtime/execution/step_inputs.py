@@ -53,11 +53,11 @@ class PrefillFields(NamedTuple, Generic[_A]):
     kv_slots: _A
     """[T] int64: page * page size + place in the page; -1 writes nothing."""
     query_starts: _A
-    """[C + 1] int32: where each chunk begins in the packed tokens."""
+    """[C + 1] int32: where each chunk starts in the packed tokens."""
     context_lengths: _A
     """[C] int32: positions of each sequence up to the chunk's end."""
     prefix_lengths: _A
-    """[C] int32: leading positions that see each other both ways."""
+    """[C] int32: leading positions with bidirectional attention."""
     rows: _A
     """[C] int64: of the request state."""
     sample_tokens: _A
@@ -74,7 +74,7 @@ class DecodeInputs:
     size: DecodeSize
     needs: SampleNeeds
     num_sampled: int
-    """Rows that are no padding."""
+    """Rows that are not padding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class PrefillInputs:
 
 @dataclass(frozen=True, slots=True)
 class PackedChunks:
-    """How packed tokens attend: what the operations of prefill take. T tokens, C chunks."""
+    """The arguments of the attention operations of a prefill step. T tokens, C chunks."""
 
     positions: Tensor
     """[T] int64."""
@@ -108,7 +108,7 @@ class PackedChunks:
 
     @classmethod
     def of(cls, inputs: PrefillInputs, state: RequestState) -> PackedChunks:
-        """Those of a step, with the pages of its sequences."""
+        """The chunks of a prefill step, with the pages of their sequences."""
         fields = inputs.device
         return cls(
             positions=fields.positions,
@@ -122,7 +122,7 @@ class PackedChunks:
 
 
 class InputBuffers:
-    """Sends the inputs of steps to the device, without waiting for it.
+    """Sends the inputs of steps to the device without waiting for it.
 
     For steps with captured graphs the device buffer stays where it is: one for all decode steps, one for all
     prefills, since steps of a kind run one after the other. Other steps get new ones.
@@ -132,7 +132,7 @@ class InputBuffers:
         self._device = device
         self._values_per_token = values_per_token
         self._static: dict[type, Tensor] = {}
-        # By size, of which there are few: where the fields of steps with captured graphs stand.
+        # By size, of which there are few: the fields that captured graphs read.
         self._targets: dict[tuple[int, ...], _Target] = {}
 
     def reserve(self, largest_decode: DecodeSize, largest_prefill: PrefillSize) -> None:
@@ -152,7 +152,7 @@ class InputBuffers:
     def prefill(
         self, size: PrefillSize, fill: Callable[[PrefillFields[NDArray[Any]]], None], *, in_place: bool
     ) -> PrefillFields[Tensor]:
-        """The same for a prefill."""
+        """Like `decode`, for a prefill step."""
         new_layout = partial(_prefill_layout, values_per_token=self._values_per_token)
         return self._send(PrefillFields, size, new_layout, fill, in_place=in_place)
 

@@ -19,7 +19,7 @@ from kestrel_runtime.execution.captured_graphs import GraphBudget
 from kestrel_runtime.execution.cuda_stream import CudaStream
 from kestrel_runtime.execution.embedding_slab import EmbeddingSlab
 from kestrel_runtime.execution.executor import DeviceMemory, EncodeWork, Executor, GraphCapture
-from kestrel_runtime.execution.graph_capture import Recorder
+from kestrel_runtime.execution.graph_capture import StreamCapture
 from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.execution.request_state import RequestState
 from kestrel_runtime.execution.sampling import SampleNeeds, TokenRules
@@ -105,8 +105,8 @@ class StepRunner:
         self._decode_stream = CudaStream(self._device, is_urgent=True)
         self._graphs: GraphCapture | None = None
         if max_graph_bytes is not None:
-            recorders = Recorder(self._prefill_stream), Recorder(self._decode_stream)
-            self._graphs = GraphCapture(*recorders, GraphBudget(max_bytes=max_graph_bytes))
+            stream_captures = StreamCapture(self._prefill_stream), StreamCapture(self._decode_stream)
+            self._graphs = GraphCapture(*stream_captures, GraphBudget(max_bytes=max_graph_bytes))
             self._decode_sizes = batch_sizes(bounds.max_batch_size)
             self._largest_prefill = largest_prefill(
                 bounds.max_prefill_tokens, bounds.max_batch_size, self._max_pages

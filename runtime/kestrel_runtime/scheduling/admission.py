@@ -6,8 +6,8 @@ A request is in the queue from `enter` until it starts or leaves; waiting for a 
 Bounds on requests, image bytes and estimated tokens. For each of them
   B1  The queue never holds more than the bound, except that an empty queue takes any request.
   B2  A named tenant may take more of a bound only while what it holds is less than what is free. Alone it gets
-      half, two get a third each; so however many requests one tenant sends, a new tenant finds room. The tenant ""
-      stands for callers that are not distinguished; it may fill the queue.
+      half, two get a third each; so a new tenant is admitted however many requests another tenant sends. The
+      tenant "" stands for callers that are not distinguished; it may fill the queue.
   B3  A request whose estimated wait exceeds its wait limit is refused at once, instead of timing out in the queue.
 
 The wait is estimated from recent starts. Only time in which other requests were waiting counts, since an idle
@@ -33,7 +33,7 @@ _MIN_RETRY_S, _MAX_RETRY_S = 0.1, 60.0
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """The most that may wait together."""
+    """Upper bounds on what the queue holds."""
 
     requests: int
     image_bytes: int
@@ -51,7 +51,7 @@ class Cost:
 
 
 class Admission:
-    """The queue's books. Keys name requests; all moments are of one monotonic clock."""
+    """Counts what is in the queue. Keys identify requests; all times are of one monotonic clock."""
 
     def __init__(self, limits: QueueLimits) -> None:
         self._limits = {
@@ -71,7 +71,7 @@ class Admission:
         return len(self._costs)
 
     def enter(self, key: Hashable, cost: Cost, now: float, *, wait_limit_s: float | None = None) -> None:
-        """Take a request in, or raise `Overloaded`; `wait_limit_s` is how long its caller would wait."""
+        """Admit a request, or raise `Overloaded`. `wait_limit_s` is the longest its caller is willing to wait."""
         with self._lock:
             if self._costs:
                 self._check_bounds(cost, now)
@@ -82,7 +82,7 @@ class Admission:
             self._book(cost, 1)
 
     def start(self, key: Hashable, now: float) -> None:
-        """The request has started, and is in the queue no more."""
+        """The request has started and leaves the queue."""
         with self._lock:
             if key not in self._costs:
                 return
@@ -92,7 +92,7 @@ class Admission:
             self.leave(key)
 
     def leave(self, key: Hashable) -> None:
-        """The request will not start; without effect where it is in the queue no more."""
+        """The request leaves without having started. No effect if it is not in the queue."""
         with self._lock:
             cost = self._costs.pop(key, None)
             if cost is not None:
@@ -101,9 +101,10 @@ class Admission:
                     self._last_start = None
 
     def estimated_wait_s(self, cost: Cost, now: float) -> float | None:
-        """How long the request would wait; None without enough evidence. Errs on the short side.
+        """Estimated wait of a new request, rather too short than too long; None without enough recent starts.
 
-        Before it start those of its tenant that are as urgent, and of each other tenant one for each of these.
+        All requests of its own tenant with at least its priority start before it, and as many of each other
+        tenant.
         """
         ahead: Counter[str] = Counter()
         with self._lock:
@@ -127,14 +128,14 @@ class Admission:
                 raise Overloaded(limit, self._retry_after_s(num_own, now), bound, is_tenant_share=True)
 
     def _retry_after_s(self, num_requests: int, now: float) -> float:
-        """The time in which half of them start: earlier, others who try again would have taken what came free."""
+        """The time in which half of `num_requests` start. Shorter delays would make many retries fail again."""
         pace_s = self._pace_s(now)
         if pace_s is None:
             return _RETRY_UNKNOWN_S
         return min(max(pace_s * num_requests / 2, _MIN_RETRY_S), _MAX_RETRY_S)
 
     def _pace_s(self, now: float) -> float | None:
-        """Time between two starts while somebody waits."""
+        """Mean time between two starts while requests wait; None without enough recent starts."""
         while self._intervals and self._intervals[0][0] < now - _EVIDENCE_S:
             self._intervals.popleft()
         if len(self._intervals) < _MIN_STARTS:

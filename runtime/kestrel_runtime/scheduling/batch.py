@@ -1,7 +1,7 @@
-"""The work of one step, complete when it is made. Plain data: no torch.
+"""The work of one step. Plain data: no torch.
 
-A step is launched after it was planned and reported later still, while its sequences go on changing. So everything
-that a step means is decided here: who gets a token, and which steps it waits for.
+A step is launched after it was planned and completes later still; its sequences change meanwhile. So a batch fixes
+when it is made which sequences get a token and which steps it waits for.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kestrel_runtime.scheduling.sequence import Sequence
 
 
 class EncodeItem(NamedTuple):
-    """Tiles [first_tile, end_tile) of a sequence's image, which the vision encoder takes in one step."""
+    """Tiles [first_tile, end_tile) of a sequence's image, which one step encodes."""
 
     sequence: Sequence
     first_tile: int
@@ -23,8 +23,8 @@ class EncodeItem(NamedTuple):
     @classmethod
     def rest_of(cls, sequence: Sequence) -> EncodeItem:
         """All tiles of the sequence's image that are not encoded yet."""
-        assert sequence.crops is not None, "only sequences with an image have tiles"
-        return cls(sequence, sequence.num_encoded_tiles, sequence.crops.num_tiles)
+        assert sequence.tiles is not None, "only sequences with an image have tiles"
+        return cls(sequence, sequence.num_encoded_tiles, sequence.tiles.num_tiles)
 
 
 class Chunk(NamedTuple):
@@ -50,10 +50,10 @@ class Batch(NamedTuple):
     prefill: tuple[Chunk, ...]
     decode: tuple[Sequence, ...]
     sampled: tuple[Sequence, ...]
-    """Who gets a token in this step, in the order of the step's outputs."""
+    """The sequences that get a token in this step, in the order of the step's outputs."""
     after: frozenset[StepId]
-    """Steps of the other kind that the device must complete first, because they may still write what this step
-    takes over."""
+    """Steps of the other kind that the device must complete first, because they may still write the pages and rows
+    of this step."""
     depends_on: frozenset[StepId]
     """Steps of the other kind that the device must complete first and that must be reported first, because they
     compute what this step reads."""
@@ -81,7 +81,7 @@ class Batch(NamedTuple):
 
     @property
     def sequences(self) -> list[Sequence]:
-        """Everybody who takes part, once."""
+        """All sequences of the step, each once."""
         parts = (*self.encode, *self.prefill)
         return list(dict.fromkeys([*(part.sequence for part in parts), *self.decode]))
 
@@ -91,7 +91,7 @@ class Batch(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The work of a turn: up to two steps, which run beside each other. No sequence is in both."""
+    """The work of one turn of the loop: up to two steps, which run concurrently. No sequence is in both."""
 
     prefill: Batch
     decode: Batch

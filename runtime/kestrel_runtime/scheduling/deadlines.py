@@ -1,4 +1,4 @@
-"""When to look at whom: moments by which something must have happened. Pure bookkeeping; no clock."""
+"""Finds the sequences whose deadlines have passed without looking at the others. No clock."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from kestrel_runtime.scheduling.sequence import Sequence
 
 
 class Deadlines:
-    """The deadlines of sequences, soonest first; a step looks at those that are due and at no other."""
+    """The deadlines of sequences, soonest first."""
 
     def __init__(self) -> None:
         self._moments: list[tuple[float, int]] = []  # a heap of (moment, sequence id)
         self._sequences: dict[int, Sequence] = {}
 
     def watch(self, sequence: Sequence) -> None:
-        """Name the sequence once each of its deadlines is due."""
+        """Have `due` yield the sequence once for each of its deadlines."""
         clock = sequence.clock
         self._sequences[sequence.id] = sequence
         for moment in (clock.deadline, clock.queue_deadline):
@@ -24,15 +24,15 @@ class Deadlines:
                 heappush(self._moments, (moment, sequence.id))
 
     def forget(self, sequence: Sequence) -> None:
-        """The sequence is over."""
+        """The sequence has ended: `due` no longer yields it."""
         del self._sequences[sequence.id]
-        # Far deadlines of sequences long gone would pile up: a caller may set one years away.
+        # Else distant deadlines of ended sequences would accumulate: a caller may set one years ahead.
         if len(self._moments) > 64 + 4 * len(self._sequences):
             self._moments = [item for item in self._moments if item[1] in self._sequences]
             heapify(self._moments)
 
     def due(self, now: float) -> Iterator[Sequence]:
-        """Those with a deadline at or before `now`; a deadline is named once."""
+        """Sequences with a deadline at or before `now`, once for each deadline."""
         while self._moments and self._moments[0][0] <= now:
             sequence = self._sequences.get(heappop(self._moments)[1])
             if sequence is not None:

@@ -9,4 +9,4 @@ PageId: TypeAlias = int
 SequenceId: TypeAlias = int
 """Unique among the sequences of an engine."""
 StepId = NewType("StepId", int)
-"""Counts the steps that an engine has launched. Ids rise and are never used again."""
+"""Number of a launched step of an engine. Ids rise and are never reused."""

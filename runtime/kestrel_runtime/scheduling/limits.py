@@ -1,4 +1,4 @@
-"""How much one step may carry, by what a device does in a few hundredths of a second."""
+"""The most work in one step; the defaults are what a device computes in a few hundredths of a second."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from kestrel_runtime.api.config import EngineConfig
 
 @dataclass(frozen=True, slots=True)
 class StepBounds:
-    """The bounds of steps, with what the configuration leaves open filled in for a kind of device."""
+    """The bounds of a step. Defaults depend on the kind of device."""
 
     max_batch_size: int
-    """Sequences."""
+    """Sequences of a decode step."""
     max_prefill_tokens: int
-    max_crops: int
+    max_tiles: int
 
     @classmethod
     def of(cls, config: EngineConfig, device_type: str) -> StepBounds:
-        """The configured bounds, or those that suit the device."""
-        batch_size, prefill_tokens, crops = (64, 8192, 72) if device_type == "cuda" else (16, 1024, 4)
+        """The configured bounds; defaults where the configuration has none."""
+        batch_size, prefill_tokens, tiles = (64, 8192, 72) if device_type == "cuda" else (16, 1024, 4)
         return cls(
             batch_size if config.max_batch_size is None else config.max_batch_size,
             prefill_tokens if config.max_prefill_tokens is None else config.max_prefill_tokens,
-            crops if config.max_crops_per_step is None else config.max_crops_per_step,
+            tiles if config.max_tiles_per_step is None else config.max_tiles_per_step,
         )

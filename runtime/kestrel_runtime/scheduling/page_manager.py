@@ -193,7 +193,7 @@ class PageManager:
         return Allocation(tuple(own.pages), copies, after)
 
     def append(self, owner: SequenceId, num_positions: int) -> Allocation:
-        """Give a sequence new pages, so that it has room for `num_positions` positions in all.
+        """Give a sequence new pages, so that its pages hold `num_positions` positions in all.
 
         The allocation names the new pages only. The caller has checked `num_available`.
         """

@@ -1,11 +1,13 @@
-"""Who runs in the next step, and who owns which page. Pure decisions: no torch, no threads, no clock.
+"""Decides which sequences run in the next step, and preempts sequences when pages run out.
+
+Pure decisions: no torch, no threads, no clock.
 
 Invariants
   I1  Only PREFILLING, PREFILLED and RUNNING sequences hold pages. A sequence that leaves these states returns all
       of its pages at once; `PageManager` decides when they can be allocated again.
-  I2  Each RUNNING sequence with room for a token is in every decode batch, so its next token takes one step.
+  I2  Each RUNNING sequence whose context is not full is in every decode batch, so its next token takes one step.
   I3  While any sequence decodes, a prefill step has at most `max_prefill_tokens` prompt tokens (or one image
-      prefix, which cannot be split) and at most `max_crops_per_step` tiles.
+      prefix, which cannot be split) and at most `max_tiles_per_step` tiles.
   I4  A page is allocated when a token needs it. Where none is available, the youngest sequence is preempted: it
       waits again, keeps its tokens, and is prefilled with them later. So the oldest sequence always advances.
   I5  Sequences start in the order of `WaitingQueue`: preempted ones first, then by priority, tenant and age. A
@@ -55,13 +57,13 @@ class Scheduler:
         *,
         max_batch_size: int,
         max_prefill_tokens: int,
-        max_crops_per_step: int,
+        max_tiles_per_step: int,
         ageing_s: float = 10.0,
     ) -> None:
         self._pages = pages
         self._max_batch_size = max_batch_size
         self._max_prefill_tokens = max_prefill_tokens
-        self._max_crops_per_step = max_crops_per_step
+        self._max_tiles_per_step = max_tiles_per_step
         self._waiting = WaitingQueue(ageing_s=ageing_s)
         self._active: list[Sequence] = []  # PREFILLING, PREFILLED and RUNNING, oldest first
         self._suspects: deque[_Suspect] = deque()  # the first runs alone
@@ -172,8 +174,8 @@ class Scheduler:
     def preempt_all(self) -> None:
         """A step failed, and none is in flight: all sequences wait again, and their images must be encoded again.
 
-        Each sequence that was active is a suspect from now on, also those that have passed an isolation run, so
-        that their order stays. But a suspect that failed in its isolation run comes first, so that in its next one
+        Every active sequence becomes a suspect, including those that have passed an isolation run, so that their
+        order stays. But a suspect that failed in its isolation run comes first, so that in its next one
         no other sequence is active.
         """
         known = {suspect.sequence: suspect for suspect in self._suspects}
@@ -229,7 +231,7 @@ class Scheduler:
 
     @staticmethod
     def _has_room(sequence: Sequence) -> bool:
-        """Whether the sequence decodes and its context has room for a token beyond those known and pending."""
+        """Whether the sequence decodes and its context can hold a token beyond those known and pending."""
         return sequence.state is SequenceState.RUNNING and sequence.length < sequence.max_context
 
     def _needs_page(self, sequence: Sequence) -> bool:
@@ -240,7 +242,7 @@ class Scheduler:
         self._active.remove(sequence)
         self._release(sequence)
         sequence.move_to(SequenceState.WAITING)
-        self._waiting.put_back(sequence)
+        self._waiting.push_preempted(sequence)
 
     def _allocate(self, sequence: Sequence) -> None:
         allocation = self._pages.allocate(sequence.id, _NO_MATCH, sequence.length)
@@ -262,7 +264,7 @@ class Scheduler:
 
     def _admit(self, now: float) -> None:
         while len(self._active) < self._max_batch_size and (sequence := self._waiting.first(now)) is not None:
-            # Room for its next token, and a page in reserve for each active sequence: otherwise the new sequence
+            # Pages for its next token, and a page in reserve for each active sequence: otherwise the new sequence
             # would be preempted at once.
             num_needed = self._pages.num_needed(_NO_MATCH, sequence.length + 1)
             if num_needed + len(self._active) > self._pages.num_available:
@@ -296,7 +298,7 @@ class Scheduler:
         return Batch.of_prefill(encode, chunks, after=frozenset(after & self._in_flight))
 
     def _plan_prefill(self, *, bounded: bool) -> tuple[list[EncodeItem], list[Chunk]]:
-        tiles_left = self._max_crops_per_step
+        tiles_left = self._max_tiles_per_step
         tokens_left = self._max_prefill_tokens
         encode: list[EncodeItem] = []
         prefill: list[Chunk] = []

@@ -1,4 +1,4 @@
-"""One request inside the engine: its tokens, its pages, its state. Plain data and legal transitions; no torch."""
+"""One request inside the engine: its tokens, pages and state. Plain data and legal transitions; no torch."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 
 class SequenceState(Enum):
-    """Where a sequence is in its life."""
+    """The states of a sequence."""
 
     WAITING = auto()
     """Prepared, holds no page."""
     PREFILLING = auto()
-    """Holds pages; its prompt goes into the cache, step by step."""
+    """Holds pages; steps write its prompt to the cache."""
     PREFILLED = auto()
-    """The step that carries the last of its prompt is under way."""
+    """The step that writes the end of its prompt is in flight."""
     RUNNING = auto()
-    """It decodes: each step adds a token."""
+    """Decodes: each step adds a token."""
     FINISHED = auto()
-    """Done, cancelled or failed; holds no page, but while steps under way still write its prompt there."""
+    """Done, cancelled or failed; holds no page. Pages that steps in flight still write are quarantined."""
 
 
 _TRANSITIONS = {
@@ -59,8 +59,8 @@ class SequenceClock:
     admitted: float | None = None
     first_token: float | None = None
 
-    def lateness(self, now: float) -> KestrelError | None:
-        """Why the request must end for want of time, if it must."""
+    def expiry(self, now: float) -> KestrelError | None:
+        """The error with which the request ends if a deadline has passed at `now`, else None."""
         if self.deadline is not None and now >= self.deadline:
             return DeadlineExceeded("the deadline passed")
         if self.admitted is None and self.queue_deadline is not None and now >= self.queue_deadline:
@@ -72,29 +72,29 @@ class SequenceClock:
 class Sequence:
     """A prompt and what has been generated after it.
 
-    Positions: the first token (BOS) stands at 0, the image's tokens follow it, then all other tokens.
+    Positions: the first token (BOS) is at 0, then come the image's tokens, then all other tokens.
     """
 
     id: int
     tokens: list[Token]
-    """Prompt and generated tokens, BOS first, without the image's."""
+    """Prompt and generated tokens, BOS first, without image tokens."""
     num_prompt_tokens: int
     """How many of `tokens` are prompt."""
     num_image_tokens: int
-    crops: PreparedImage | None
+    tiles: PreparedImage | None
     parser: OutputParser
     temperature: float
     top_p: float
     seed: int
-    """Where its random numbers begin."""
+    """Seed of its random numbers."""
     max_context: int
     """Positions after which the sequence must end."""
     clock: SequenceClock
     fingerprint: str = ""
-    """Names the work it asks for, without telling what it is."""
+    """Hash of the request: equal requests have equal fingerprints."""
     priority: Priority = Priority.NORMAL
     tenant: str = ""
-    """On whose behalf it runs; "" where tenants are not told apart."""
+    """The tenant that sent it; "" where tenants are not distinguished."""
     state: SequenceState = SequenceState.WAITING
     pages: list[PageId] = field(default_factory=list)
     """In the order of its positions, as the page manager gave them."""
@@ -117,17 +117,17 @@ class Sequence:
 
     @property
     def is_full(self) -> bool:
-        """Whether the tokens that are known fill the context."""
+        """Whether the known tokens fill the context."""
         return len(self.tokens) + self.num_image_tokens >= self.max_context
 
     @property
     def prefix_length(self) -> int:
-        """Positions that see each other both ways: BOS and the image, or none."""
+        """Positions with bidirectional attention: BOS and the image; 0 without an image."""
         return 1 + self.num_image_tokens if self.num_image_tokens else 0
 
     @property
     def num_tiles_to_encode(self) -> int:
-        return 0 if self.crops is None else self.crops.num_tiles - self.num_encoded_tiles
+        return 0 if self.tiles is None else self.tiles.num_tiles - self.num_encoded_tiles
 
     @property
     def num_prompt_positions(self) -> int:
@@ -139,7 +139,7 @@ class Sequence:
 
     @property
     def cost(self) -> int:
-        """The service that its start is, compared with the 1 of a token."""
+        """What its start costs its tenant, in units of one generated token."""
         return self.num_prompt_positions
 
     @property

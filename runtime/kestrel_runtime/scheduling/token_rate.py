@@ -1,4 +1,4 @@
-"""How many tokens per second the engine generates, over the last seconds. One thread adds, any thread reads."""
+"""Tokens per second that the engine generates, over the last seconds. One thread adds, any thread reads."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ _WINDOW_S = 5.0
 
 
 class TokenRate:
-    """Counts tokens by the moment they came; forgets those older than the window."""
+    """Counts tokens by time; forgets those older than the window."""
 
     def __init__(self) -> None:
         self._counts: deque[tuple[float, int]] = deque()  # (moment in seconds, tokens)
 
     def add(self, now: float, num_tokens: int) -> None:
-        """Count tokens that came at `now`, in seconds of the monotonic clock."""
+        """Count tokens that were generated at `now`, in seconds of the monotonic clock."""
         self._counts.append((now, num_tokens))
         while self._counts[0][0] < now - _WINDOW_S:
             self._counts.popleft()

@@ -1,18 +1,18 @@
-"""Who starts next among those that wait. Pure decisions: no torch, no threads, no clock.
+"""Which waiting item starts next. Pure decisions: no torch, no threads, no clock.
 
-Rules, the first that tells two items apart decides
-  W1  Those that had started and were put back come before everybody, in the order they had started.
+Rules, in this order: the first on which two items differ decides
+  W1  Preempted items come first, in the order in which they had started.
   W2  Priority: interactive before normal before batch. An item rises one level per `ageing_s` of waiting, up to
       the top, so urgent requests delay it for a bounded time.
-      Between tenants, an item counts as urgent as the most urgent of equal or lower priority: age alone, which a
-      backlog has plenty of, does not bring one tenant's requests before another's.
-  W3  Among tenants, the one that has been served least (start-time fair queueing). Service is counted in what items
-      cost and in tokens generated. Who comes back after a pause has the service of whoever is served then, not
-      less: idleness earns no credit.
+      Between tenants, an item has the level of the most urgent waiting item of equal or lower priority, so a
+      tenant with a long backlog gains nothing from the age of its items.
+  W3  Among tenants, the one that has been served least (start-time fair queueing). Service is the cost
+      of the items started plus the tokens generated. A tenant that returns after a pause starts with the service
+      of the tenant that is served then: idle time earns no credit.
   W4  The order of submission.
 
-Nothing starves: at the top a tenant that is passed over becomes the one served least, and within a tenant the
-oldest is first.
+No item starves: at the highest level a tenant that is not served becomes the one served least, and within a tenant
+the oldest item is first.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Generic, Protocol, TypeVar
 
 from kestrel_runtime.api.requests import Priority
 
-# Priorities are the numbers from 0 on. As such they are compared here, which is several times faster.
+# Priorities are compared as integers, which is several times faster than as enum members.
 _TOP, _LAST, _NUM_PRIORITIES = int(min(Priority)), int(max(Priority)), len(Priority)
 _MAX_IDLE_TENANTS = 1024
 
@@ -34,7 +34,7 @@ class Waiter(Protocol):
 
     @property
     def tenant(self) -> str:
-        """On whose behalf; "" where tenants are not told apart."""
+        """The tenant it belongs to; "" where tenants are not distinguished."""
         ...
 
     @property
@@ -42,12 +42,12 @@ class Waiter(Protocol):
 
     @property
     def submitted(self) -> float:
-        """When its request came, in seconds of a monotonic clock."""
+        """When its request arrived, in seconds of a monotonic clock."""
         ...
 
     @property
     def cost(self) -> int:
-        """How much service its start is, in the queue's own unit."""
+        """How much service its start counts as, in a unit that all items of the queue share."""
         ...
 
 
@@ -55,12 +55,12 @@ Item = TypeVar("Item", bound=Waiter)
 
 
 class WaitingQueue(Generic[Item]):
-    """What has not started yet. A choice costs a look at each tenant, whatever the length of the queue."""
+    """Items that have not started. Choosing one takes time linear in the number of tenants, not of items."""
 
     def __init__(self, *, ageing_s: float) -> None:
         assert ageing_s > 0, "ageing takes time"
         self._ageing_s = ageing_s
-        self._put_back: list[Item] = []
+        self._preempted: list[Item] = []
         self._tenants: dict[str, _Tenant[Item]] = {}
         self._num_waiting = 0
         self._num_pushed = 0
@@ -68,17 +68,17 @@ class WaitingQueue(Generic[Item]):
         self._virtual_time = 0.0
 
     def __len__(self) -> int:
-        return len(self._put_back) + self._num_waiting
+        return len(self._preempted) + self._num_waiting
 
     def __iter__(self) -> Iterator[Item]:
-        """Everybody: first who was put back, then by tenant, priority and age."""
-        yield from self._put_back
+        """All items: preempted ones first, then by tenant, priority and age."""
+        yield from self._preempted
         for tenant in self._tenants.values():
             for line in tenant.lines:
                 yield from (place.item for place in line)
 
     def push(self, item: Item) -> None:
-        """Take in an item that has not started yet."""
+        """Add an item that has not started yet."""
         tenant = self._tenant(item.tenant)
         if not tenant.is_waiting:
             tenant.service = max(tenant.service, self._virtual_time)
@@ -86,15 +86,15 @@ class WaitingQueue(Generic[Item]):
         insort(tenant.lines[item.priority], _Place(item.submitted, self._num_pushed, item))
         self._num_waiting += 1
 
-    def put_back(self, item: Item) -> None:
-        """Take in an item that had started before everybody who was put back earlier."""
-        self._put_back.insert(0, item)
+    def push_preempted(self, item: Item) -> None:
+        """Add an item that has started before; it must have started before all preempted items in the queue."""
+        self._preempted.insert(0, item)
 
     def first(self, now: float, may_start: Callable[[Item], bool] | None = None) -> Item | None:
-        """Who starts next, of all or of those that `may_start`, which costs a look at each that may not."""
-        if may_start is None and self._put_back:
-            return self._put_back[0]
-        for item in self._put_back:
+        """The item that starts next, or None. With `may_start`, the first item for which it returns True."""
+        if may_start is None and self._preempted:
+            return self._preempted[0]
+        for item in self._preempted:
             if may_start is not None and may_start(item):
                 return item
         heads: list[tuple[int, float, int, _Place[Item]]] = []
@@ -120,9 +120,9 @@ class WaitingQueue(Generic[Item]):
         return best[3].item
 
     def start(self, item: Item) -> None:
-        """The item starts: it leaves, and its tenant has been served what it costs."""
-        if item in self._put_back:
-            self._put_back.remove(item)  # its cost was counted when it started first
+        """The item starts: it leaves the queue, and its cost is added to its tenant's service."""
+        if item in self._preempted:
+            self._preempted.remove(item)  # its cost was counted when it first started
             return
         tenant = self._tenants[item.tenant]
         self._virtual_time = max(self._virtual_time, tenant.service)
@@ -130,13 +130,13 @@ class WaitingQueue(Generic[Item]):
         self._take_out(tenant, item)
 
     def serve(self, item: Item) -> None:
-        """A token was generated for an item that has started."""
+        """Count a token generated for an item that has started."""
         self._tenant(item.tenant).service += 1
 
     def remove(self, item: Item) -> None:
-        """The item leaves without having started again."""
-        if item in self._put_back:
-            self._put_back.remove(item)
+        """The item leaves the queue without starting."""
+        if item in self._preempted:
+            self._preempted.remove(item)
         else:
             self._take_out(self._tenants[item.tenant], item)
 
@@ -148,7 +148,7 @@ class WaitingQueue(Generic[Item]):
         return tenant
 
     def _forget_tenants(self) -> None:
-        """Idle tenants that would come back with the virtual time anyway; of too many others, the least served."""
+        """Drop idle tenants whose service is at most the virtual time; beyond a limit, also the least served."""
         idle = sorted((item.service, name) for name, item in self._tenants.items() if not item.is_waiting)
         for place, (service, name) in enumerate(idle):
             if service <= self._virtual_time or len(idle) - place > _MAX_IDLE_TENANTS:
@@ -165,7 +165,7 @@ class WaitingQueue(Generic[Item]):
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Place(Generic[Item]):
-    """A place in a line: no two are equal, so items are never compared."""
+    """A position in a tenant's line. No two are equal, so items are never compared."""
 
     submitted: float
     number: int

@@ -44,7 +44,7 @@ from kestrel_runtime.api.stream import Stream
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.execution.step_runner import StepHandle, StepRunner
 from kestrel_runtime.models.loaded_model import LoadedModel
-from tests.golden import MD2_SMALL, MD3_SMALL
+from tests.reference_fixtures import MD2_SMALL, MD3_SMALL
 
 SMALL_IMAGE = (MD3_SMALL / "image_1_64x64.png").read_bytes()
 TILED_IMAGE = (MD3_SMALL / "image_0_500x400.png").read_bytes()
@@ -192,10 +192,10 @@ async def test_an_answer_is_the_same_wherever_its_image_is_cut(
     ]
     cut_by_workers = [(await engine.submit(request).result()).output for request in requests]
     on_device = LocalEngine(
-        moondream3, EngineConfig(model="", max_batch_size=3, max_crops_per_step=2, resize_on_device=True)
+        moondream3, EngineConfig(model="", max_batch_size=3, max_tiles_per_step=2, resize_on_device=True)
     )
     try:
-        # Somebody decodes meanwhile, so that crops are encoded a few at a time.
+        # Somebody decodes meanwhile, so that tiles are encoded a few at a time.
         company = on_device.submit(endless())
         await anext(aiter(company))
         finished = await asyncio.gather(*(on_device.submit(request).result() for request in requests))

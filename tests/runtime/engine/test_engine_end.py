@@ -71,7 +71,7 @@ Line = tuple[str, int]
 
 def prepared(name: str, num_tokens: int = 3, *, is_broken: bool = False, has_image: bool = False) -> Sequence:
     """A sequence whose fingerprint is its name."""
-    image: dict[str, Any] = {"num_image_tokens": 4, "crops": blank_tiles(3)} if has_image else {}
+    image: dict[str, Any] = {"num_image_tokens": 4, "tiles": blank_tiles(3)} if has_image else {}
     made = new_sequence(6, max_context=200, **image)
     made.fingerprint = name
     made.parser = ShortParser(num_tokens, is_broken=is_broken)

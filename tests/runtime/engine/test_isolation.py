@@ -23,7 +23,7 @@ from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.models.moondream.skills.query import QuerySkill
 from kestrel_runtime.scheduling.batch import Chunk, EncodeItem
 from kestrel_runtime.scheduling.sequence import Sequence
-from tests.golden import MD3_SMALL
+from tests.reference_fixtures import MD3_SMALL
 
 IMAGE = (MD3_SMALL / "image_1_64x64.png").read_bytes()
 POISON = Query("poison", IMAGE, sampling=SamplingParams(temperature=5.0, max_tokens=40, seed=9))

@@ -13,7 +13,7 @@ from kestrel_runtime.engine.loop import EngineLoop
 from kestrel_runtime.engine.offending_requests import OffendingRequests
 from kestrel_runtime.execution.step_runner import StepHandle, StepRunner
 from kestrel_runtime.models.loaded_model import LoadedModel
-from kestrel_runtime.models.moondream.execution_config import FastPaths
+from kestrel_runtime.models.moondream.execution_config import ExecutionConfig
 from kestrel_runtime.models.moondream.memory_needs import new_cache
 from kestrel_runtime.models.moondream.runner import new_step_runner
 from kestrel_runtime.scheduling.admission import Admission, Cost, QueueLimits
@@ -21,7 +21,7 @@ from kestrel_runtime.scheduling.limits import StepBounds
 from kestrel_runtime.scheduling.page_manager import PageManager
 from kestrel_runtime.scheduling.scheduler import Scheduler
 from kestrel_runtime.scheduling.sequence import SequenceClock
-from tests.golden import MD3_SMALL
+from tests.reference_fixtures import MD3_SMALL
 from tests.runtime.preprocessors import new_preprocessor
 
 IMAGE = (MD3_SMALL / "image_0_500x400.png").read_bytes()
@@ -34,9 +34,9 @@ class Bench:
         config = EngineConfig(model="")
         cache = new_cache(loaded.model, config, 512)
         self.pages = PageManager(cache.num_pages, config.page_size)
-        scheduler = Scheduler(self.pages, max_batch_size=8, max_prefill_tokens=64, max_crops_per_step=3)
+        scheduler = Scheduler(self.pages, max_batch_size=8, max_prefill_tokens=64, max_tiles_per_step=3)
         runner, offending_requests = (
-            new_step_runner(loaded.model, cache, FastPaths.of(config, "cpu"), StepBounds(8, 64, 3)),
+            new_step_runner(loaded.model, cache, ExecutionConfig.of(config, "cpu"), StepBounds(8, 64, 3)),
             OffendingRequests(),
         )
         self.statuses: list[str] = []
@@ -106,7 +106,7 @@ async def test_a_long_prefill_does_not_hold_up_those_who_decode(bench: Bench) ->
     decoding = bench.add(tell(40))
     bench.loop.step()
     picture = bench.add(Caption(IMAGE, sampling=SamplingParams(max_tokens=1)))
-    for _ in range(3):  # nine crops, three a step; the prompt follows the last of them
+    for _ in range(3):  # nine tiles, three a step; the prompt follows the last of them
         bench.loop.step()
     long = bench.add(tell(1, "word " * 80))
     for _ in range(2):

@@ -19,7 +19,7 @@ from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.engine.offending_requests import fingerprint_of
 from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.scheduling.sequence import Sequence
-from tests.golden import MD3_SMALL
+from tests.reference_fixtures import MD3_SMALL
 from tests.runtime.engine.test_isolation import ENCODE, POISON, PREFILL, bystanders, outcome, outcomes, watch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -27,7 +27,7 @@ from kestrel_runtime.imaging.tiles import DecodedImage, keep_decoded
 from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.scheduling.sequence import SequenceClock
 from tests import hostile_images
-from tests.golden import MD3_SMALL
+from tests.reference_fixtures import MD3_SMALL
 from tests.runtime.preprocessors import new_preprocessor
 
 IMAGE = (MD3_SMALL / "image_0_500x400.png").read_bytes()
@@ -51,7 +51,7 @@ def test_a_prompt_is_bos_then_image_then_the_skills_tokens(preprocessor: Preproc
     assert sequence.num_image_tokens == 729
     assert sequence.length == sequence.num_prompt_positions == 8 + 729
     assert sequence.prefix_length == 730
-    assert sequence.crops is not None
+    assert sequence.tiles is not None
     assert sequence.num_tiles_to_encode == 9
 
 
@@ -59,14 +59,14 @@ def test_images_may_be_kept_decoded_and_tiled_later(moondream3: LoadedModel) -> 
     preprocessor = new_preprocessor(moondream3, keeps_decoded=True)
     sequence = preprocessor.prepare(Caption(IMAGE), clock())
     preprocessor.close()
-    assert isinstance(sequence.crops, DecodedImage)
-    assert sequence.crops.pixels.shape[:2] == (400, 500)
+    assert isinstance(sequence.tiles, DecodedImage)
+    assert sequence.tiles.pixels.shape[:2] == (400, 500)
     assert sequence.num_tiles_to_encode == 9
 
 
 def test_a_question_without_an_image_has_no_prefix(preprocessor: Preprocessor) -> None:
     sequence = preprocessor.prepare(Query("hello"), clock())
-    assert (sequence.num_image_tokens, sequence.prefix_length, sequence.crops) == (0, 0, None)
+    assert (sequence.num_image_tokens, sequence.prefix_length, sequence.tiles) == (0, 0, None)
 
 
 def test_open_settings_take_the_skills_defaults_and_zero_is_not_open(preprocessor: Preprocessor) -> None:

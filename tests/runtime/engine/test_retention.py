@@ -23,7 +23,7 @@ from kestrel_runtime.scheduling.batch import Batch
 from kestrel_runtime.scheduling.page_manager import PageManager
 from kestrel_runtime.scheduling.scheduler import Scheduler
 from kestrel_runtime.scheduling.sequence import Sequence
-from tests.golden import MD3_SMALL
+from tests.reference_fixtures import MD3_SMALL
 from tests.runtime.fake_runner import FakeHandle, FakeRunner
 from tests.runtime.sequences import ShortParser, blank_tiles, new_sequence
 
@@ -33,7 +33,7 @@ NUM_TURNS = 300
 def new_loop(runner: FakeRunner) -> EngineLoop:
     """A loop whose thread never runs; the test calls `step`."""
     pages = PageManager(256, 16)
-    scheduler = Scheduler(pages, max_batch_size=8, max_prefill_tokens=64, max_crops_per_step=8)
+    scheduler = Scheduler(pages, max_batch_size=8, max_prefill_tokens=64, max_tiles_per_step=8)
     fake: Any = runner
     isolation = Isolation(
         scheduler, fake, OffendingRequests(), new_probes=list, on_restart=lambda: None, on_restarted=lambda: None
@@ -64,7 +64,7 @@ async def test_a_steady_load_retains_neither_sequences_nor_images_nor_steps(num_
         peak, num_sent = dict(before), 0
         for turn in range(NUM_TURNS):
             if loop.num_waiting < 2:  # no more than is served: a queue that grows is not what is looked for
-                sequence = new_sequence(6, num_image_tokens=4, crops=blank_tiles(2))
+                sequence = new_sequence(6, num_image_tokens=4, tiles=blank_tiles(2))
                 sequence.parser = ShortParser(num_tokens)
                 loop.add(sequence, Stream())
                 num_sent += 1

@@ -46,7 +46,7 @@ class RecordingRunner(FakeRunner):
 async def test_a_prefill_step_waits_for_the_tail_steps_and_for_no_other_decode_step() -> None:
     runner = RecordingRunner()
     fake: Any = runner
-    scheduler = Scheduler(PageManager(64, 4), max_batch_size=4, max_prefill_tokens=64, max_crops_per_step=8)
+    scheduler = Scheduler(PageManager(64, 4), max_batch_size=4, max_prefill_tokens=64, max_tiles_per_step=8)
     isolation = Isolation(
         scheduler, fake, OffendingRequests(), new_probes=list, on_restart=lambda: None, on_restarted=lambda: None
     )

@@ -13,7 +13,7 @@ from kestrel_runtime.api.stream import Stream
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.engine.warm_up import WarmUpFailed, warm_up
 from kestrel_runtime.models.loaded_model import LoadedModel
-from tests.golden import MD2_SMALL, MD3_SMALL
+from tests.reference_fixtures import MD2_SMALL, MD3_SMALL
 
 
 class TellingEngine(LocalEngine):

@@ -290,7 +290,7 @@ def test_j4_a_job_that_does_not_end_fails_and_is_left_behind(houses: list[House]
     house = house_of(houses, 2)
     stuck = house.submit("stuck")
     house.wait_for("stuck")
-    house.workers.close(patience_s=0.01)
+    house.workers.close(wait_limit_s=0.01)
     assert isinstance(stuck.exception(MAX_WAIT_S), Interrupted)
     house.end("stuck")  # its late result goes nowhere
 
@@ -304,7 +304,7 @@ began = threading.Event()
 workers = Workers(1, "test", MemoryBudget(1))
 workers.submit(Job(lambda: (began.set(), threading.Event().wait()), 0.0))
 began.wait()
-workers.close(patience_s=0.01)
+workers.close(wait_limit_s=0.01)
 """
 
 

@@ -7,7 +7,7 @@ import torch
 
 from kestrel_runtime.execution.captured_graphs import CapturedGraphs, GraphBudget
 from kestrel_runtime.execution.cuda_stream import CudaStream
-from kestrel_runtime.execution.graph_capture import Recorder
+from kestrel_runtime.execution.graph_capture import StreamCapture
 from tests.runtime.fake_cuda import MIB, FakeCuda
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -24,9 +24,9 @@ def zeros():
 
 
 def test_a_capture_neither_waits_for_the_device_nor_empties_the_cache(cuda):
-    recorder = Recorder(CudaStream(CPU))
+    stream_capture = StreamCapture(CudaStream(CPU))
     for _ in range(3):
-        assert recorder.record(zeros).result.tolist() == [0, 0, 0]
+        assert stream_capture.capture(zeros).result.tolist() == [0, 0, 0]
     assert (cuda.num_captures, cuda.num_synchronised, cuda.num_emptied) == (4, 0, 0)  # one holds the pool
     assert cuda.is_clean
 
@@ -35,7 +35,7 @@ def test_a_capture_neither_waits_for_the_device_nor_empties_the_cache(cuda):
 @pytest.mark.parametrize("fails_at", ["begin", "work", "waits", "memory", "interrupt", "end", "instantiate"])
 def test_after_a_capture_that_failed_the_next_one_succeeds(cuda, fails_at, closes_books_itself):
     cuda.closes_books_itself = closes_books_itself
-    recorder = Recorder(CudaStream(CPU))
+    stream_capture = StreamCapture(CudaStream(CPU))
 
     def work():
         if fails_at == "work":
@@ -51,39 +51,39 @@ def test_after_a_capture_that_failed_the_next_one_succeeds(cuda, fails_at, close
 
     cuda.fails_at = fails_at if fails_at in ("begin", "end", "instantiate") else None
     with pytest.raises((RuntimeError, ValueError, KeyboardInterrupt)):
-        recorder.record(work)
+        stream_capture.capture(work)
     assert cuda.is_clean
     cuda.fails_at = None
-    assert recorder.record(zeros).result.tolist() == [0, 0, 0]
+    assert stream_capture.capture(zeros).result.tolist() == [0, 0, 0]
     assert cuda.is_clean
     assert (cuda.num_synchronised, cuda.num_emptied) == (0, 0)
 
 
 def test_when_all_graphs_are_gone_others_are_captured(cuda):
-    recorder = Recorder(CudaStream(CPU))
+    stream_capture = StreamCapture(CudaStream(CPU))
     for _ in range(2):
-        recordings = [recorder.record(zeros) for _ in range(2)]
-        recordings.clear()
-    recorder.record(zeros).graph.replay()
+        graphs = [stream_capture.capture(zeros) for _ in range(2)]
+        graphs.clear()
+    stream_capture.capture(zeros).graph.replay()
 
 
 def test_garbage_is_not_collected_in_the_middle_of_a_capture(cuda):
-    recorder, was_enabled = Recorder(CudaStream(CPU)), []
+    stream_capture, was_enabled = StreamCapture(CudaStream(CPU)), []
 
     def work():
         was_enabled.append(gc.isenabled())
         return torch.zeros(3)
 
-    recorder.record(work)
+    stream_capture.capture(work)
     assert was_enabled == [False]
     assert gc.isenabled()
 
 
 def test_what_a_graph_and_its_pool_take_is_measured(cuda):
-    recorder = Recorder(CudaStream(CPU))
-    recorder.record(zeros)  # and the graph that holds the pool
+    stream_capture = StreamCapture(CudaStream(CPU))
+    stream_capture.capture(zeros)  # and the graph that holds the pool
     cuda.bytes_per_graph, cuda.bytes_of_pool = 3 * MIB, 20 * MIB
-    first, second = recorder.record(zeros), recorder.record(zeros)
+    first, second = stream_capture.capture(zeros), stream_capture.capture(zeros)
     assert (first.graph_bytes, first.pool_bytes) == (3 * MIB, 20 * MIB)
     assert (second.graph_bytes, second.pool_bytes) == (3 * MIB, 0)
 
@@ -91,7 +91,7 @@ def test_what_a_graph_and_its_pool_take_is_measured(cuda):
 def test_the_last_free_memory_is_left_to_steps(cuda):
     cuda.free_bytes = 255 * MIB
     with pytest.raises(torch.OutOfMemoryError, match="only 255 MiB"):
-        Recorder(CudaStream(CPU)).record(zeros)
+        StreamCapture(CudaStream(CPU)).capture(zeros)
     assert cuda.num_captures == 0
 
 
@@ -107,32 +107,32 @@ class Work:
         return self.source * 2
 
 
-def new_recorder():
-    return Recorder(CudaStream(torch.device("cuda")))
+def new_stream_capture():
+    return StreamCapture(CudaStream(torch.device("cuda")))
 
 
-def new_graphs(recorder=None):
-    return CapturedGraphs("works", recorder or new_recorder(), GraphBudget(max_bytes=2**30))
+def new_graphs(stream_capture=None):
+    return CapturedGraphs("works", stream_capture or new_stream_capture(), GraphBudget(max_bytes=2**30))
 
 
 @needs_cuda
 def test_a_replay_does_the_work_again_on_what_stands_there_now():
-    recorder, work = new_recorder(), Work()
+    stream_capture, work = new_stream_capture(), Work()
     torch.cuda.synchronize()
-    with recorder.entered():
+    with stream_capture.entered():
         work()
-        recording = recorder.record(work)
+        captured = stream_capture.capture(work)
         work.source += 4
-        recording.graph.replay()
-        assert recording.result.tolist() == [8, 8, 8]
+        captured.graph.replay()
+        assert captured.result.tolist() == [8, 8, 8]
 
 
 @needs_cuda
 def test_rare_work_is_run_and_work_that_comes_again_is_replayed():
-    recorder, rare, frequent = new_recorder(), Work(), Work()
-    graphs = new_graphs(recorder)
+    stream_capture, rare, frequent = new_stream_capture(), Work(), Work()
+    graphs = new_graphs(stream_capture)
     torch.cuda.synchronize()
-    with recorder.entered():
+    with stream_capture.entered():
         for number in range(5):
             frequent.source.fill_(number)
             assert graphs.run("frequent", frequent).tolist() == [2.0 * number] * 3
@@ -174,10 +174,10 @@ def breaks_unseen(work):
 @needs_cuda
 @pytest.mark.parametrize("breaks", [waits, takes_too_much, breaks_unseen])
 def test_work_that_cannot_be_captured_runs_as_it_is_and_leaves_torch_as_it_was(breaks):
-    recorder, work, healthy = new_recorder(), Work(), Work()
-    graphs = new_graphs(recorder)
+    stream_capture, work, healthy = new_stream_capture(), Work(), Work()
+    graphs = new_graphs(stream_capture)
     torch.cuda.synchronize()
-    with recorder.entered():
+    with stream_capture.entered():
         for number in range(4):
             work.source.fill_(number)
             assert graphs.run("broken", breaks(work)).tolist() == [2.0 * number] * 3
@@ -201,8 +201,8 @@ def test_work_that_cannot_be_captured_runs_as_it_is_and_leaves_torch_as_it_was(b
 
 @needs_cuda
 def test_what_others_launch_meanwhile_is_not_recorded():
-    recorder, work, others = new_recorder(), Work(), torch.zeros(1, device="cuda")
-    graphs = new_graphs(recorder)
+    stream_capture, work, others = new_stream_capture(), Work(), torch.zeros(1, device="cuda")
+    graphs = new_graphs(stream_capture)
     aside = torch.cuda.Stream()
 
     def launch_aside():
@@ -216,7 +216,7 @@ def test_what_others_launch_meanwhile_is_not_recorded():
         return work()
 
     torch.cuda.synchronize()
-    with recorder.entered():
+    with stream_capture.entered():
         for _ in range(4):
             graphs.run("disturbed", disturbed)
     torch.cuda.synchronize()

@@ -20,16 +20,16 @@ from kestrel_runtime.api.events import Finished
 from kestrel_runtime.api.requests import Detect, Point, Query, Request, SamplingParams
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.execution import step_runner as runner_module
-from kestrel_runtime.execution.graph_capture import Recorder, Recording
+from kestrel_runtime.execution.graph_capture import CapturedGraph, StreamCapture
 from kestrel_runtime.interfaces.tokens import TokenRule
 from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.models.moondream import executor as executor_module
-from kestrel_runtime.models.moondream.execution_config import FastPaths
+from kestrel_runtime.models.moondream.execution_config import ExecutionConfig
 from kestrel_runtime.models.moondream.sampling import value_kinds
 from kestrel_runtime.models.moondream.skills import SKILLS
-from tests.golden import MD2_SMALL
+from tests.reference_fixtures import MD2_SMALL
 from tests.runtime.execution.test_step_runner import CASES, MODELS, Bench, written_out
-from tests.runtime.fake_cuda import FakeRecorder
+from tests.runtime.fake_cuda import FakeStreamCapture
 
 SMALL_IMAGE = (MD2_SMALL / "image_1_100x80.png").read_bytes()
 LOGGER = "kestrel_runtime.execution.captured_graphs"
@@ -53,33 +53,33 @@ def requests() -> list[Request]:
 
 
 class Captures:
-    """Makes recorders for an engine, which share failures, and remembers them."""
+    """Makes the stream captures of an engine, which share failures, and remembers them."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, failures: Iterable[Exception | None], *, in_place: bool = True
     ) -> None:
-        """`in_place` as recorders have it; a step that is not copied at once must not be overwritten."""
+        """`in_place` as of `FakeStreamCapture`; a step that is not copied at once must not be overwritten."""
         self._in_place = in_place
-        self.recorders: list[FakeRecorder] = []
+        self.stream_captures: list[FakeStreamCapture] = []
         self._failures = iter(failures)
-        choose = FastPaths.of
+        choose = ExecutionConfig.of
 
-        def with_graphs(*arguments: Any) -> FastPaths:
+        def with_graphs(*arguments: Any) -> ExecutionConfig:
             return dataclasses.replace(choose(*arguments), with_graphs=True)
 
-        monkeypatch.setattr(FastPaths, "of", with_graphs)
-        monkeypatch.setattr(runner_module, "Recorder", self._new_recorder)
+        monkeypatch.setattr(ExecutionConfig, "of", with_graphs)
+        monkeypatch.setattr(runner_module, "StreamCapture", self._new_stream_capture)
         # The start captures nothing, which takes long on a CPU, so that all is captured in traffic.
         monkeypatch.setattr(executor_module, "_MAX_START_S", 0.0)
 
     @property
     def num_tried(self) -> int:
-        return sum(recorder.num_captures for recorder in self.recorders)
+        return sum(stream_capture.num_captures for stream_capture in self.stream_captures)
 
-    def _new_recorder(self, lane: object) -> FakeRecorder:
-        self.recorders.append(FakeRecorder(self._failures))
-        self.recorders[-1].in_place = self._in_place
-        return self.recorders[-1]
+    def _new_stream_capture(self, stream: object) -> FakeStreamCapture:
+        self.stream_captures.append(FakeStreamCapture(self._failures))
+        self.stream_captures[-1].in_place = self._in_place
+        return self.stream_captures[-1]
 
 
 async def answers(engine: LocalEngine, times: int = 2) -> list[object]:
@@ -143,8 +143,8 @@ async def test_whatever_fails_to_be_captured_every_answer_is_right_and_nobody_is
     keys = [record.message.partition(" run without")[0] for record in caplog.records]
     assert len(keys) == len(set(keys)) <= 8 * 4
     assert all("\n" not in record.message for record in caplog.records)
-    # In traffic nothing waited for the device: recorders are asked to at the start alone.
-    assert sum(recorder.num_releases for recorder in captures.recorders) == 1
+    # In traffic nothing waited for the device: this is done at the start alone.
+    assert sum(stream_capture.num_releases for stream_capture in captures.stream_captures) == 1
 
 
 async def test_graphs_are_captured_anew_after_a_restart(
@@ -218,13 +218,15 @@ async def greedy_answers(engine: LocalEngine) -> list[object]:
     return outputs
 
 
-def starved(record: Callable[[Recorder, Work], Recording]) -> Callable[[Recorder, Work], Recording]:
+def starved(
+    capture: Callable[[StreamCapture, Work], CapturedGraph],
+) -> Callable[[StreamCapture, Work], CapturedGraph]:
     """Captures that may not take a byte more than torch has at hand, which is not for them."""
 
-    def without_memory(self: Recorder, run: Work) -> Recording:
+    def without_memory(self: StreamCapture, run: Work) -> CapturedGraph:
         torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / torch.cuda.mem_get_info()[1])
         try:
-            return record(self, run)
+            return capture(self, run)
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0)
 
@@ -251,7 +253,7 @@ async def test_on_a_gpu_captures_that_fail_change_no_answer(
     if not captures_at_start:
         monkeypatch.setattr(executor_module, "_MAX_START_S", 0.0)
     if cause == "no memory":
-        monkeypatch.setattr(Recorder, "record", starved(Recorder.record))
+        monkeypatch.setattr(StreamCapture, "capture", starved(StreamCapture.capture))
     statuses: list[EngineStatus] = []
     with caplog.at_level(logging.WARNING):
         engine = LocalEngine(loaded, config)

@@ -6,7 +6,7 @@ import torch
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.interfaces.tokens import Token, TokenRule
-from kestrel_runtime.models.moondream.execution_config import FastPaths
+from kestrel_runtime.models.moondream.execution_config import ExecutionConfig
 from kestrel_runtime.models.moondream.runner import new_step_runner
 from kestrel_runtime.models.moondream.tiling import MoondreamTiling
 from kestrel_runtime.scheduling.ids import StepId
@@ -28,28 +28,28 @@ REFERENCES = [Token(0), Token(1), Token(5, (0.25,)), Token(5, (0.75,)), Token(6,
 class Bench:
     """Scheduler, cache and runner of a tiny model, turned step by step without output parsers."""
 
-    def __init__(self, model, *, num_pages=200, page_size=4, batch=8, prefill=1000, crops=100, **paths):
+    def __init__(self, model, *, num_pages=200, page_size=4, batch=8, prefill=1000, tiles=100, **paths):
         config = model.config.text
         cache = KVCache(config, num_pages, page_size, CPU, torch.float32)
         self.scheduler = Scheduler(
             PageManager(num_pages, page_size),
             max_batch_size=batch,
             max_prefill_tokens=prefill,
-            max_crops_per_step=crops,
+            max_tiles_per_step=tiles,
         )
         self.model, self.runner = (
             model,
             new_step_runner(
-                model, cache, FastPaths.of(EngineConfig(**paths), "cpu"), StepBounds(batch, prefill, crops)
+                model, cache, ExecutionConfig.of(EngineConfig(**paths), "cpu"), StepBounds(batch, prefill, tiles)
             ),
         )
         self.num_preemptions = 0
         self.step_ids = itertools.count(1)
 
     def add(self, tokens, image=None, **settings):
-        crops = None if image is None else MoondreamTiling(self.model.config.vision).make_tiles(image)
+        tiles = None if image is None else MoondreamTiling(self.model.config.vision).make_tiles(image)
         sequence = new_sequence(
-            tokens, num_image_tokens=0 if image is None else NUM_IMAGE_TOKENS, crops=crops, **settings
+            tokens, num_image_tokens=0 if image is None else NUM_IMAGE_TOKENS, tiles=tiles, **settings
         )
         self.scheduler.add(sequence)
         return sequence
@@ -122,7 +122,7 @@ def test_fused_paths_say_what_the_plain_ones_say(generation, case):
 
 @GENERATIONS
 @pytest.mark.parametrize(
-    "sizes", [{"prefill": 3}, {"prefill": 18}, {"crops": 2}, {"page_size": 1}, {"page_size": 7}]
+    "sizes", [{"prefill": 3}, {"prefill": 18}, {"tiles": 2}, {"page_size": 1}, {"page_size": 7}]
 )
 def test_the_size_of_steps_and_pages_does_not_show(generation, sizes):
     model = MODELS[generation]
@@ -182,8 +182,8 @@ def test_a_step_samples_for_the_prompts_that_end_in_it_and_for_no_other():
     assert len(bench.runner.run(plan.prefill)) == len(bench.runner.run(plan.decode)) == 1
 
 
-def test_a_step_that_only_encodes_crops_draws_nothing():
-    bench = Bench(MODELS[2], crops=2)
+def test_a_step_that_only_encodes_tiles_draws_nothing():
+    bench = Bench(MODELS[2], tiles=2)
     running = bench.add(TEXT[:2])
     bench.step()
     bench.scheduler.remove(running)

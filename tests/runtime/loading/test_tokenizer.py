@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kestrel_runtime.api.errors import CheckpointError
 from kestrel_runtime.loading.tokenizer import Tokenizer
-from tests.golden import MD2_SMALL, SMALL_FOLDERS, expected, shared_folders
+from tests.reference_fixtures import MD2_SMALL, SMALL_FOLDERS, expected, shared_folders
 
 FILE = MD2_SMALL / "tokenizer.json"
 TOKENIZER = Tokenizer.from_file(FILE)

@@ -9,7 +9,7 @@ import torch
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.errors import CheckpointError
 from kestrel_runtime.models.loaded_model import LoadedModel
-from tests.golden import MD2_SMALL, MD3_SMALL
+from tests.reference_fixtures import MD2_SMALL, MD3_SMALL
 
 
 def test_weights_take_the_type_asked_for_and_float8_experts_keep_theirs() -> None:

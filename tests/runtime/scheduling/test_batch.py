@@ -39,7 +39,7 @@ def test_a_decode_step_depends_on_the_prefill_steps_that_still_write_its_prompts
 
 
 def test_an_encode_item_takes_the_tiles_that_are_not_encoded():
-    sequence = new_sequence(num_image_tokens=4, crops=blank_tiles(5))
+    sequence = new_sequence(num_image_tokens=4, tiles=blank_tiles(5))
     assert EncodeItem.rest_of(sequence) == (sequence, 0, 5)
     sequence.num_encoded_tiles = 3
     assert EncodeItem.rest_of(sequence) == (sequence, 3, 5)
@@ -48,7 +48,7 @@ def test_an_encode_item_takes_the_tiles_that_are_not_encoded():
 
 
 def test_a_batch_names_each_of_its_sequences_once():
-    pictured, other = new_sequence(num_image_tokens=4, crops=blank_tiles(5)), new_sequence(3)
+    pictured, other = new_sequence(num_image_tokens=4, tiles=blank_tiles(5)), new_sequence(3)
     batch = Batch.of_prefill([EncodeItem.rest_of(pictured)], [Chunk.of(other, 0, 3), Chunk.of(pictured, 0, 5)])
     assert batch.sequences == [pictured, other]
     assert Batch.of_decode([other]).sequences == [other]

@@ -9,5 +9,5 @@ def test_a_gpu_takes_more_in_a_step_than_a_cpu():
 
 
 def test_what_is_configured_holds_on_every_device():
-    config = EngineConfig(max_batch_size=3, max_prefill_tokens=100, max_crops_per_step=2)
+    config = EngineConfig(max_batch_size=3, max_prefill_tokens=100, max_tiles_per_step=2)
     assert StepBounds.of(config, "cpu") == StepBounds.of(config, "cuda") == StepBounds(3, 100, 2)

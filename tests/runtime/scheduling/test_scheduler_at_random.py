@@ -67,7 +67,7 @@ class SchedulerMachine(Arrivals):
             ((pictured, start, end),) = batch.prefill
             assert (start, end) == (0, pictured.prefix_length)
         if batch.decode:
-            assert sum(part.end - part.start for part in batch.encode) <= world.max_crops
+            assert sum(part.end - part.start for part in batch.encode) <= world.max_tiles
         for sequence, start, end in batch.encode:
             assert start == encoded[sequence] < end
             assert sequence.num_encoded_tiles == end

@@ -41,7 +41,7 @@ class Schedule:
             self.manager,
             max_batch_size=max_batch_size,
             max_prefill_tokens=self.random.randrange(1, 12),
-            max_crops_per_step=self.random.randrange(1, 5),
+            max_tiles_per_step=self.random.randrange(1, 5),
         )
         self.num_left: dict[Sequence, int] = {}  # of those that are here: tokens until they finish
         self.free_rows = list(range(max_batch_size + 1))
@@ -95,7 +95,7 @@ class Schedule:
         capacity = self.manager.num_pages * self.manager.page_size
         image: dict[str, Any] = {}
         if self.random.random() < 0.3:
-            image = {"num_image_tokens": self.random.randrange(1, 6), "crops": blank_tiles(3)}
+            image = {"num_image_tokens": self.random.randrange(1, 6), "tiles": blank_tiles(3)}
         num_prompt = self.random.randrange(1, 8)
         if num_prompt + image.get("num_image_tokens", 0) < capacity:
             sequence = new_sequence(num_prompt, max_context=capacity, **image)

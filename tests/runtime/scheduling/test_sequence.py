@@ -58,8 +58,8 @@ def test_generated_tokens_lengthen_a_sequence_but_not_its_prompt():
     assert (sequence.length, sequence.num_prompt_positions, sequence.num_generated) == (15, 13, 2)
 
 
-def test_crops_are_due_until_they_are_encoded():
-    sequence = new_sequence(num_image_tokens=4, crops=blank_tiles(3))
+def test_tiles_are_due_until_they_are_encoded():
+    sequence = new_sequence(num_image_tokens=4, tiles=blank_tiles(3))
     assert sequence.num_tiles_to_encode == 3
     sequence.num_encoded_tiles = 2
     assert sequence.num_tiles_to_encode == 1

@@ -36,13 +36,13 @@ def test_an_empty_queue_names_nobody(queue: WaitingQueue) -> None:
     assert len(queue) == 0
 
 
-def test_w1_who_was_put_back_comes_before_everybody_oldest_first(queue: WaitingQueue) -> None:
+def test_w1_preempted_items_come_first_the_oldest_before_others(queue: WaitingQueue) -> None:
     oldest, youngest, urgent = new_sequence(), new_sequence(), new_sequence(priority=INTERACTIVE)
     push(queue, oldest, youngest)
     assert start_all(queue) == [oldest, youngest]
     push(queue, urgent)
-    queue.put_back(youngest)
-    queue.put_back(oldest)
+    queue.push_preempted(youngest)
+    queue.push_preempted(oldest)
     assert list(queue) == [oldest, youngest, urgent]
     assert start_all(queue) == [oldest, youngest, urgent]
 
@@ -51,7 +51,7 @@ def test_w1_a_second_start_is_not_counted_as_service(queue: WaitingQueue) -> Non
     returning = new_sequence(100, tenant="a")
     push(queue, returning)
     queue.start(returning)
-    queue.put_back(returning)
+    queue.push_preempted(returning)
     queue.start(returning)
     own, other = new_sequence(1, tenant="a"), new_sequence(101, tenant="b")
     push(queue, other, own)  # b has had nothing, a its prompt of 100 once
@@ -136,8 +136,8 @@ def test_who_may_not_start_is_passed_over_and_keeps_its_place(queue: WaitingQueu
     queue.start(second)
     assert queue.first(0.0, lambda _: False) is None
     assert start_all(queue) == [first, third]
-    queue.put_back(third)
-    queue.put_back(first)
+    queue.push_preempted(third)
+    queue.push_preempted(first)
     assert queue.first(0.0, lambda item: item is third) is third
 
 
@@ -205,7 +205,7 @@ def test_whoever_comes_is_counted_named_and_let_go_exactly_once(
         assert set(queue) == set(here)
         first = queue.first(60.0)
         assert first in here
-        match data.draw(st.sampled_from(["start", "remove", "put back"])):
+        match data.draw(st.sampled_from(["start", "remove", "preempt"])):
             case "start":
                 queue.start(first)
                 here.remove(first)
@@ -216,7 +216,7 @@ def test_whoever_comes_is_counted_named_and_let_go_exactly_once(
                 here.remove(leaver)
             case _ if started:
                 here.append(started.pop())
-                queue.put_back(here[-1])
+                queue.push_preempted(here[-1])
             case _:
                 pass
     assert queue.first(60.0) is None

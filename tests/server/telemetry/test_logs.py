@@ -20,7 +20,7 @@ from kestrel_client import Client
 from kestrel_grpc.telemetry.logs import log_call, set_up_logging
 from kestrel_grpc.wire.call_context import OK, CallContext, Outcome
 from kestrel_runtime.api.events import Finished, FinishReason, QueryOutput, Timing, Usage
-from tests.golden import MD3_SMALL
+from tests.reference_fixtures import MD3_SMALL
 
 QUERY = "kestrel.v1.VisionService/Query"
 SERVE = (sys.executable, "-m", "kestrel_grpc", "serve", "--port", "0", "--model", str(MD3_SMALL))

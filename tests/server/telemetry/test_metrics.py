@@ -14,7 +14,7 @@ from kestrel_runtime.api.engine import EngineStatus
 from kestrel_runtime.api.events import Finished, FinishReason, QueryOutput, Timing, Usage
 from kestrel_runtime.api.requests import Query
 from tests.fakes import FakeEngine
-from tests.golden import CHECKOUT
+from tests.reference_fixtures import CHECKOUT
 
 QUERY = "kestrel.v1.VisionService/Query"
 GEN_AI = {"gen_ai_operation_name": "query", "gen_ai_provider_name": "kestrel", "gen_ai_request_model": "fake"}

@@ -20,7 +20,7 @@ from kestrel_grpc.server import Server
 from kestrel_runtime.api.engine import EngineStatus
 from kestrel_runtime.api.errors import Overloaded
 from tests.fakes import HOLD, FakeEngine, answers, fails
-from tests.golden import MD3_SMALL
+from tests.reference_fixtures import MD3_SMALL
 from tests.server.otlp import Receiver, attributes, receiving
 from tests.server.serving import server_deadline
 

@@ -10,7 +10,7 @@ from kestrel_runtime.models.moondream.config import VisionConfig
 _SEED = 1
 
 
-def calibration_crops(config: VisionConfig, device: torch.device) -> Tensor:
+def calibration_tiles(config: VisionConfig, device: torch.device) -> Tensor:
     """uint8 crops [6, side, side, channels]: noise, fine and coarse, a slope, stripes, white and black.
 
     Between even areas, edges and noise lies what cameras and screens show.

@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class FastPaths:
+class ExecutionConfig:
     """How text and images go through the model, and whether what can be is recorded and replayed."""
 
     text: TextPathName
@@ -31,7 +31,7 @@ class FastPaths:
     kernels: Kernels
 
     @classmethod
-    def of(cls, config: EngineConfig, device_type: str, model: Moondream | None = None) -> FastPaths:
+    def of(cls, config: EngineConfig, device_type: str, model: Moondream | None = None) -> ExecutionConfig:
         """What `config` asks for on this kind of device, with kernels that can serve `model`, if one is given.
 
         What a model's dimensions do not allow is logged and done in another way, unless it was asked for by name.

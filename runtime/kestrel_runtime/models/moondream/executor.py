@@ -64,19 +64,19 @@ class MoondreamExecutor:
         self._prefill_graphs: CapturedGraphs | None = None
         self._decode_graphs: CapturedGraphs | None = None
         if memory.graphs is not None:
-            recorders, budget = memory.graphs, memory.graphs.budget
-            self._decode_graphs = CapturedGraphs("decode steps", recorders.decode, budget)
+            graphs, budget = memory.graphs, memory.graphs.budget
+            self._decode_graphs = CapturedGraphs("decode steps", graphs.decode, budget)
             if paths.captures_prefill:
-                self._prefill_graphs = CapturedGraphs("prefill steps", recorders.prefill, budget)
+                self._prefill_graphs = CapturedGraphs("prefill steps", graphs.prefill, budget)
             if paths.captures_encode:
                 vision = model.config.vision
                 self._encode_tiles = self._encode_graphs = EncodeGraphs(
                     paths.vision.encode,
                     (vision.crop_size, vision.crop_size, vision.in_channels),
                     model.device,
-                    recorders.prefill,
+                    graphs.prefill,
                     budget,
-                    max_crops=memory.bounds.max_crops,
+                    max_crops=memory.bounds.max_tiles,
                     max_crops_of_image=1 + vision.max_crops,
                 )
 
@@ -219,6 +219,6 @@ class MoondreamExecutor:
 
 
 def _image_of(item: EncodeItem) -> Tiles | DecodedImage:
-    image = item.sequence.crops
+    image = item.sequence.tiles
     assert isinstance(image, (Tiles, DecodedImage)), "only sequences with an image have tiles to encode"
     return image

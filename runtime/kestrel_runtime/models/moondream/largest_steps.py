@@ -61,7 +61,7 @@ def estimated_step_bytes(config: MoondreamConfig, bounds: StepBounds, itemsize: 
         token_bytes += text.moe.experts_per_token * (4 * text.moe.expert_inner_dim + 3 * text.dim) * itemsize
     patch_bytes = (2 * (3 * vision.enc_dim + vision.enc_ff_dim) + 6 * vision.enc_dim) * itemsize
     num_tokens = max(bounds.max_prefill_tokens, text.prefix_attn)
-    num_patches = max(bounds.max_crops, 1 + vision.max_crops) * vision.num_image_tokens
+    num_patches = max(bounds.max_tiles, 1 + vision.max_crops) * vision.num_image_tokens
     return max(num_tokens * token_bytes, num_patches * patch_bytes)
 
 
@@ -92,7 +92,7 @@ def largest_prefill(
 def largest_encode(model: Moondream, paths: ModelPaths, bounds: StepBounds) -> Callable[[], Tensor]:
     """The encoding of as many tiles as a step may carry, all of images of two tiles, and their projection."""
     vision = model.config.vision
-    num_images = -(-max(bounds.max_crops, 1 + vision.max_crops) // 2)
+    num_images = -(-max(bounds.max_tiles, 1 + vision.max_crops) // 2)
     tiles = torch.zeros(
         2 * num_images,
         vision.crop_size,

@@ -119,7 +119,7 @@ def _device_image_bytes(model: Moondream, bounds: StepBounds) -> int:
     num_tiles = 1 + vision.max_crops
     tile_bytes = num_tiles * vision.crop_size**2 * vision.in_channels
     # Features wait for the other tiles of their image only while a batch of images is being encoded.
-    num_feature_tiles = max(bounds.max_crops, num_tiles) + num_tiles
+    num_feature_tiles = max(bounds.max_tiles, num_tiles) + num_tiles
     feature_bytes = num_feature_tiles * vision.num_image_tokens * vision.enc_dim * model.dtype.itemsize
     embedding_bytes = vision.num_image_tokens * text.dim * model.dtype.itemsize
     tiling_bytes = 2 * 2 * max_kept_bytes(MoondreamTiling(vision), decoded=True)

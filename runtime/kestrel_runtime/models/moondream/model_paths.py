@@ -11,8 +11,8 @@ from typing import Literal
 
 from kestrel_runtime.api.errors import CheckpointError
 from kestrel_runtime.models.moondream.calibrated_vision import CalibratedVision
-from kestrel_runtime.models.moondream.calibration import calibration_crops
-from kestrel_runtime.models.moondream.execution_config import FastPaths
+from kestrel_runtime.models.moondream.calibration import calibration_tiles
+from kestrel_runtime.models.moondream.execution_config import ExecutionConfig
 from kestrel_runtime.models.moondream.fused_vision import FusedVision
 from kestrel_runtime.models.moondream.model import Moondream
 from kestrel_runtime.models.moondream.text_path import FusedText, PlainText, TextPath
@@ -33,7 +33,7 @@ class ModelPaths:
 
     @classmethod
     def of(
-        cls, model: Moondream, paths: FastPaths, *, max_batch_size: int, frees_originals: bool = False
+        cls, model: Moondream, paths: ExecutionConfig, *, max_batch_size: int, frees_originals: bool = False
     ) -> ModelPaths:
         """Build what `paths` names, with room for decode steps of `max_batch_size` sequences.
 
@@ -49,7 +49,7 @@ class ModelPaths:
         )
 
 
-def _text(model: Moondream, paths: FastPaths, max_batch_size: int, *, frees_originals: bool) -> TextPath:
+def _text(model: Moondream, paths: ExecutionConfig, max_batch_size: int, *, frees_originals: bool) -> TextPath:
     if paths.text == "plain":
         return PlainText(model.text)
     return FusedText(
@@ -61,12 +61,12 @@ def _text(model: Moondream, paths: FastPaths, max_batch_size: int, *, frees_orig
     )
 
 
-def _vision(model: Moondream, paths: FastPaths, *, frees_originals: bool) -> VisionModel | FusedVision:
+def _vision(model: Moondream, paths: ExecutionConfig, *, frees_originals: bool) -> VisionModel | FusedVision:
     if paths.vision == "plain":
         return model.vision
     if paths.vision != "calibrated-float8":
         return FusedVision(model.vision, paths.kernels, _PRECISIONS[paths.vision], frees_originals=frees_originals)
-    crops = calibration_crops(model.config.vision, model.device)
+    crops = calibration_tiles(model.config.vision, model.device)
     try:
         return CalibratedVision(model.vision, paths.kernels, crops, frees_originals=frees_originals)
     except ValueError as error:  # dimensions that float8 products do not have

@@ -10,7 +10,7 @@ from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.memory_plan import MemoryPlan
 from kestrel_runtime.execution.step_runner import StepRunner
 from kestrel_runtime.imaging.tiles import DecodedImage
-from kestrel_runtime.models.moondream.execution_config import FastPaths
+from kestrel_runtime.models.moondream.execution_config import ExecutionConfig
 from kestrel_runtime.models.moondream.largest_steps import step_bytes
 from kestrel_runtime.models.moondream.memory_needs import cache_dtype, new_cache, plan_cache, weight_bytes
 from kestrel_runtime.models.moondream.model import Moondream
@@ -28,7 +28,7 @@ class PreparedMoondream:
         self._model = model
         self._config = config
         self._bounds = bounds
-        self._execution = FastPaths.of(config, model.device.type, model)
+        self._execution = ExecutionConfig.of(config, model.device.type, model)
         self._loaded_bytes = weight_bytes(model)
         # Before the cache is sized, which takes a part of the memory that they leave.
         self._paths = ModelPaths.of(

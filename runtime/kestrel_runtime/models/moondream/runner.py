@@ -7,7 +7,7 @@ from functools import partial
 from kestrel_runtime.api.config import MIB
 from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.execution.step_runner import StateShape, StepRunner
-from kestrel_runtime.models.moondream.execution_config import FastPaths
+from kestrel_runtime.models.moondream.execution_config import ExecutionConfig
 from kestrel_runtime.models.moondream.executor import MoondreamExecutor
 from kestrel_runtime.models.moondream.model import Moondream
 from kestrel_runtime.models.moondream.model_paths import ModelPaths
@@ -20,7 +20,7 @@ _DEFAULT_GRAPH_BYTES = 4096 * MIB
 def new_step_runner(
     model: Moondream,
     cache: KVCache,
-    paths: FastPaths,
+    paths: ExecutionConfig,
     bounds: StepBounds,
     model_paths: ModelPaths | None = None,
     *,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kestrel_runtime.execution.captured_graphs import CapturedGraphs, GraphBudget, Works
-from kestrel_runtime.execution.graph_capture import Recorder
+from kestrel_runtime.execution.graph_capture import StreamCapture
 
 
 class EncodeGraphs:
@@ -20,7 +20,7 @@ class EncodeGraphs:
         encode: Callable[[Tensor], Tensor],
         crop_shape: tuple[int, int, int],
         device: torch.device,
-        recorder: Recorder,
+        stream_capture: StreamCapture,
         budget: GraphBudget,
         *,
         max_crops: int,
@@ -30,7 +30,7 @@ class EncodeGraphs:
         self._encode = encode
         self._max_crops = max(max_crops, max_crops_of_image)
         self._max_crops_of_image = max_crops_of_image
-        self.captured = CapturedGraphs("encodings", recorder, budget)
+        self.captured = CapturedGraphs("encodings", stream_capture, budget)
         # Where all graphs read and write, one at a time.
         self._crops = torch.zeros(self._max_crops, *crop_shape, dtype=torch.uint8, device=device)
         self._features: Tensor | None = None

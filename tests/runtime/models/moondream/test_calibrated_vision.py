@@ -9,7 +9,7 @@ from kestrel_runtime.models.moondream.calibrated_vision import CalibratedVision
 from kestrel_runtime.models.moondream.fused_vision import FusedVision
 from tests.runtime.models.moondream import test_fused_vision
 from tests.runtime.models.moondream.test_fused_vision import ALIGNED, TINY, relative_error, some_model
-from tests.runtime.models.moondream.test_vision import some_crops
+from tests.runtime.models.moondream.test_vision import some_tiles
 
 KERNELS = dataclasses.replace(
     test_fused_vision.KERNELS, scaled_linear_gelu=scaled_linear_gelu, scaled_linear_add=scaled_linear_add
@@ -19,9 +19,9 @@ KERNELS = dataclasses.replace(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_features_are_about_as_good_as_with_a_scale_for_every_row(dtype):
     model = some_model(ALIGNED)
-    wanted, crops = model.encode(some_crops(4, ALIGNED)), some_crops(4, ALIGNED)
+    wanted, crops = model.encode(some_tiles(4, ALIGNED)), some_tiles(4, ALIGNED)
     short = some_model(ALIGNED).to(dtype)
-    calibrated = CalibratedVision(short, KERNELS, some_crops(2, ALIGNED, seed=1)).encode(crops)
+    calibrated = CalibratedVision(short, KERNELS, some_tiles(2, ALIGNED, seed=1)).encode(crops)
     by_row = FusedVision(short, KERNELS, "float8").encode(crops)
     assert calibrated.dtype == dtype
     assert 1e-3 < relative_error(calibrated, wanted) < 1.5 * relative_error(by_row, wanted)
@@ -29,14 +29,14 @@ def test_features_are_about_as_good_as_with_a_scale_for_every_row(dtype):
 
 def test_values_may_be_eight_times_those_that_were_seen():
     # Blank crops leave everything small.
-    model, crops = some_model(ALIGNED), some_crops(4, ALIGNED)
+    model, crops = some_model(ALIGNED), some_tiles(4, ALIGNED)
     blank = torch.full_like(crops[:1], 128)
     calibrated = CalibratedVision(model, KERNELS, blank).encode(crops)
     assert relative_error(calibrated, model.encode(crops)) < 0.1
 
 
 def test_the_stream_after_the_last_block_is_what_features_are_made_of():
-    model, crops = some_model(ALIGNED), some_crops(2, ALIGNED)
+    model, crops = some_model(ALIGNED), some_tiles(2, ALIGNED)
     vision = CalibratedVision(model, KERNELS, crops)
     states = list(vision.states(crops))
     assert len(states) == len(model.blocks)
@@ -46,4 +46,4 @@ def test_the_stream_after_the_last_block_is_what_features_are_made_of():
 
 def test_dimensions_that_float8_products_refuse_are_refused():
     with pytest.raises(ValueError, match="multiples of 16"):
-        CalibratedVision(some_model(TINY), KERNELS, some_crops(1))
+        CalibratedVision(some_model(TINY), KERNELS, some_tiles(1))

@@ -3,7 +3,7 @@ import copy
 import pytest
 
 from kestrel_runtime.models.moondream.config import ConfigError, MoondreamConfig
-from tests.golden import MD2_SMALL, MD3_SMALL, model_config
+from tests.reference_fixtures import MD2_SMALL, MD3_SMALL, model_config
 
 REMOVE = object()
 

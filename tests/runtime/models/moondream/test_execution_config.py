@@ -5,7 +5,7 @@ import pytest
 
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.errors import CheckpointError
-from kestrel_runtime.models.moondream.execution_config import FastPaths
+from kestrel_runtime.models.moondream.execution_config import ExecutionConfig
 from kestrel_runtime.models.moondream.model_paths import ModelPaths
 from tests.runtime.models.moondream.tiny import random_model, tiny_config
 
@@ -17,13 +17,13 @@ def tiny_model(*generation, **heads):
 
 
 def test_a_cpu_takes_the_plain_paths():
-    paths = FastPaths.of(EngineConfig(), "cpu")
+    paths = ExecutionConfig.of(EngineConfig(), "cpu")
     assert (paths.text, paths.vision, paths.with_graphs) == ("plain", "plain", False)
     assert paths.kernels.resample.__module__ == "kestrel_ops.reference.resample"
 
 
 def test_what_is_asked_for_is_taken():
-    paths = FastPaths.of(EngineConfig(text_path="fused-float8", vision_path="fused"), "cpu")
+    paths = ExecutionConfig.of(EngineConfig(text_path="fused-float8", vision_path="fused"), "cpu")
     assert (paths.text, paths.vision, paths.with_graphs) == ("fused-float8", "fused", False)
 
 
@@ -39,12 +39,12 @@ def test_what_is_asked_for_is_taken():
 )
 def test_what_cannot_be_had_is_refused(settings, message):
     with pytest.raises(CheckpointError, match=message):
-        FastPaths.of(EngineConfig(**settings), "cpu")
+        ExecutionConfig.of(EngineConfig(**settings), "cpu")
 
 
 def test_an_encoder_without_float8_products_for_all_of_it_has_none_with_fixed_scales(caplog):
     model, config = tiny_model(), EngineConfig(text_path="fused", vision_path="calibrated-float8")
-    paths = FastPaths.of(config, "cpu", model)
+    paths = ExecutionConfig.of(config, "cpu", model)
     assert paths.vision == "fused-float8"
     assert "vision.enc_dim is 12 and vision.enc_ff_dim 20" in caplog.text
     ModelPaths.of(model, paths, max_batch_size=1)
@@ -57,8 +57,8 @@ def test_a_kernel_that_cannot_serve_the_model_is_refused_only_if_it_was_asked_fo
     model.config = dataclasses.replace(model.config, text=wide)
     config = EngineConfig(text_path="fused", kernels=(("prefill_attention", "triton"),))
     with pytest.raises(CheckpointError, match=r"prefill_attention=triton: heads of 256 lanes"):
-        FastPaths.of(config, "cpu", model)
-    paths = FastPaths.of(EngineConfig(text_path="fused", vision_path="plain"), "cuda", model)
+        ExecutionConfig.of(config, "cpu", model)
+    paths = ExecutionConfig.of(EngineConfig(text_path="fused", vision_path="plain"), "cuda", model)
     assert paths.kernels.prefill_attention.__module__ == "kestrel_ops.reference.prefill_attention"
     assert paths.kernels.decode_expand.__module__ == "kestrel_ops.triton.decode_expand"
     assert "prefill_attention=triton is passed over for reference: heads of 256 lanes" in caplog.text
@@ -67,13 +67,13 @@ def test_a_kernel_that_cannot_serve_the_model_is_refused_only_if_it_was_asked_fo
 @needs_triton
 def test_graphs_are_off_where_a_kernel_waits_for_the_device(caplog):
     choice = (("rotary_decode_attention", "reference"),)
-    assert FastPaths.of(EngineConfig(), "cuda").with_graphs
-    assert not FastPaths.of(EngineConfig(kernels=choice), "cuda").with_graphs
+    assert ExecutionConfig.of(EngineConfig(), "cuda").with_graphs
+    assert not ExecutionConfig.of(EngineConfig(kernels=choice), "cuda").with_graphs
     assert "CUDA graphs are off" in caplog.text
     assert "rotary_decode_attention" in caplog.text
     with pytest.raises(CheckpointError, match="rotary_decode_attention"):
-        FastPaths.of(EngineConfig(kernels=choice, cuda_graphs=True), "cuda")
+        ExecutionConfig.of(EngineConfig(kernels=choice, cuda_graphs=True), "cuda")
     # What mixes experts waits only where there are experts.
     choice = (("mixture_of_experts", "reference"),)
-    assert FastPaths.of(EngineConfig(kernels=choice), "cuda", tiny_model()).with_graphs
-    assert not FastPaths.of(EngineConfig(kernels=choice), "cuda", tiny_model(3)).with_graphs
+    assert ExecutionConfig.of(EngineConfig(kernels=choice), "cuda", tiny_model()).with_graphs
+    assert not ExecutionConfig.of(EngineConfig(kernels=choice), "cuda", tiny_model(3)).with_graphs

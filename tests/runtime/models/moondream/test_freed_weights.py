@@ -15,12 +15,12 @@ from kestrel_runtime.api.requests import Caption, Detect, Point, Query, Request,
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.models.moondream import fused_weights
-from kestrel_runtime.models.moondream.execution_config import FastPaths
+from kestrel_runtime.models.moondream.execution_config import ExecutionConfig
 from kestrel_runtime.models.moondream.fused_vision import FusedVision
 from kestrel_runtime.models.moondream.memory_needs import weight_bytes
 from kestrel_runtime.models.moondream.model import Moondream
 from kestrel_runtime.models.moondream.model_paths import ModelPaths
-from tests.golden import MD2_SMALL, MD3_SMALL
+from tests.reference_fixtures import MD2_SMALL, MD3_SMALL
 
 IMAGE = (MD3_SMALL / "image_1_64x64.png").read_bytes()
 # What no fused path has a copy of.
@@ -48,7 +48,7 @@ def first_matrices(part: nn.Module) -> list[weakref.ref[Any]]:
 
 
 def build(model: Moondream, config: EngineConfig, *, frees_originals: bool) -> ModelPaths:
-    paths = FastPaths.of(config, "cpu", model)
+    paths = ExecutionConfig.of(config, "cpu", model)
     return ModelPaths.of(model, paths, max_batch_size=2, frees_originals=frees_originals)
 
 

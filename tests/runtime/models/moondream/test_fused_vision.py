@@ -10,7 +10,7 @@ from kestrel_ops.reference.crop_attention import crop_attention
 from kestrel_ops.reference.scaled_linear import scaled_linear
 from kestrel_runtime.models.moondream.fused_vision import FusedVision
 from kestrel_runtime.models.moondream.vision import VisionModel
-from tests.runtime.models.moondream.test_vision import some_crops
+from tests.runtime.models.moondream.test_vision import some_tiles
 from tests.runtime.models.moondream.tiny import randomised, tiny_config
 
 TINY = tiny_config().vision
@@ -49,20 +49,20 @@ def relative_error(got, wanted):
 
 @pytest.mark.parametrize("config", [TINY, ALIGNED, tiny_config(3).vision, tiny_config(crop_size=98).vision])
 def test_features_are_those_of_the_plain_encoder(config):
-    model, crops = some_model(config), some_crops(3, config)
+    model, crops = some_model(config), some_tiles(3, config)
     features = FusedVision(model, KERNELS, "model").encode(crops)
     torch.testing.assert_close(features, model.encode(crops), rtol=1e-4, atol=1e-4)
 
 
 def test_an_encoder_without_blocks_embeds_its_patches():
     config = dataclasses.replace(TINY, enc_n_layers=0)
-    model, crops = some_model(config), some_crops(2, config)
+    model, crops = some_model(config), some_tiles(2, config)
     features = FusedVision(model, KERNELS, "model").encode(crops)
     torch.testing.assert_close(features, model.encode(crops), rtol=1e-4, atol=1e-4)
 
 
 def test_the_stream_can_be_read_after_each_block():
-    model, crops = some_model(), some_crops(2)
+    model, crops = some_model(), some_tiles(2)
     wanted = model.patch_emb(model._patches(crops)) + model.pos_emb
     states = list(FusedVision(model, KERNELS, "model").states(crops))
     assert len(states) == len(model.blocks)
@@ -81,7 +81,7 @@ def test_an_even_picture_keeps_its_colour_in_a_short_type():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_a_short_type_is_kept_and_no_less_exact(dtype):
-    exact, crops = some_model(ALIGNED), some_crops(4, ALIGNED)
+    exact, crops = some_model(ALIGNED), some_tiles(4, ALIGNED)
     short = some_model(ALIGNED).to(dtype)
     wanted = exact.encode(crops)
     features = FusedVision(short, KERNELS, "model").encode(crops)
@@ -90,19 +90,19 @@ def test_a_short_type_is_kept_and_no_less_exact(dtype):
 
 
 def test_float8_features_are_within_a_few_percent():
-    model, crops = some_model(ALIGNED), some_crops(4, ALIGNED)
+    model, crops = some_model(ALIGNED), some_tiles(4, ALIGNED)
     error = relative_error(FusedVision(model, KERNELS, "float8").encode(crops), model.encode(crops))
     assert 1e-3 < error < 0.08  # not zero, or nothing was quantised
 
 
 def test_dimensions_that_float8_products_refuse_stay_in_the_models_type():
-    model, crops = some_model(TINY), some_crops(2)
+    model, crops = some_model(TINY), some_tiles(2)
     features = FusedVision(model, KERNELS, "float8").encode(crops)
     torch.testing.assert_close(features, model.encode(crops), rtol=1e-4, atol=1e-4)
 
 
 def test_crops_handed_in_stay_as_they_are():
-    crops = some_crops(2)
+    crops = some_tiles(2)
     before = crops.clone()
     FusedVision(some_model(), KERNELS, "model").encode(crops)
     assert torch.equal(crops, before)
@@ -174,7 +174,7 @@ def test_only_the_chosen_kernels_compute():
         out, scale = KERNELS.concat_gelu(rows, *rest)
         return 2 * out, scale
 
-    model, crops = some_model(), some_crops(1)
+    model, crops = some_model(), some_tiles(1)
     plain = FusedVision(model, KERNELS, "model").encode(crops)
     changed = FusedVision(model, dataclasses.replace(KERNELS, concat_gelu=doubled), "model").encode(crops)
     assert relative_error(changed, plain) > 0.01

@@ -13,7 +13,7 @@ from torch import Tensor
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.models.moondream import largest_steps
-from kestrel_runtime.models.moondream.execution_config import FastPaths
+from kestrel_runtime.models.moondream.execution_config import ExecutionConfig
 from kestrel_runtime.models.moondream.largest_steps import (
     estimated_step_bytes,
     largest_encode,
@@ -25,12 +25,12 @@ from kestrel_runtime.models.moondream.memory_needs import new_cache
 from kestrel_runtime.models.moondream.model_paths import ModelPaths
 from kestrel_runtime.scheduling.limits import StepBounds
 
-BOUNDS = StepBounds(max_batch_size=4, max_prefill_tokens=256, max_crops=5)
+BOUNDS = StepBounds(max_batch_size=4, max_prefill_tokens=256, max_tiles=5)
 FUSED = EngineConfig(text_path="fused", vision_path="fused")
 
 
 def fused_paths(loaded: LoadedModel) -> ModelPaths:
-    return ModelPaths.of(loaded.model, FastPaths.of(FUSED, "cpu", loaded.model), max_batch_size=4)
+    return ModelPaths.of(loaded.model, ExecutionConfig.of(FUSED, "cpu", loaded.model), max_batch_size=4)
 
 
 class OnADevice:
@@ -71,9 +71,9 @@ def test_the_largest_prefill_has_as_many_tokens_as_a_step_may_carry_and_needs_on
 def test_the_largest_encoding_has_as_many_tiles_as_one_image_or_one_step(moondream2: LoadedModel) -> None:
     vision, paths = moondream2.model.config.vision, fused_paths(moondream2)
     most_of_image = 1 + vision.max_crops
-    for max_crops in (5, most_of_image + 3):
-        images = largest_encode(moondream2.model, paths, StepBounds(4, 256, max_crops))()
-        num_tiles = max(max_crops, most_of_image)
+    for max_tiles in (5, most_of_image + 3):
+        images = largest_encode(moondream2.model, paths, StepBounds(4, 256, max_tiles))()
+        num_tiles = max(max_tiles, most_of_image)
         assert len(images) == -(-num_tiles // 2)
         assert images.shape[1:] == (vision.num_image_tokens, moondream2.model.config.text.dim)
 

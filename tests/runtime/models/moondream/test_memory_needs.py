@@ -25,10 +25,10 @@ from kestrel_runtime.models.moondream.memory_needs import (
     weight_bytes,
 )
 from kestrel_runtime.scheduling.limits import StepBounds
-from tests.golden import MD2_SMALL, MD3_SMALL
+from tests.reference_fixtures import MD2_SMALL, MD3_SMALL
 
 IMAGE = (MD3_SMALL / "image_1_64x64.png").read_bytes()
-BOUNDS = StepBounds(max_batch_size=3, max_prefill_tokens=777, max_crops=5)
+BOUNDS = StepBounds(max_batch_size=3, max_prefill_tokens=777, max_tiles=5)
 
 
 def needs_of(loaded: LoadedModel, **settings: object) -> MemoryNeeds:

@@ -6,7 +6,7 @@ from kestrel_runtime.imaging.decoding import decode_image
 from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.models.moondream.model import Moondream
 from kestrel_runtime.models.moondream.tiling import MoondreamTiling
-from tests.golden import MD2_SMALL, MD3_SMALL, expected, image_paths
+from tests.reference_fixtures import MD2_SMALL, MD3_SMALL, expected, image_paths
 from tests.runtime.models.moondream.tiny import DenseAttend, random_model, tiny_config
 from tests.runtime.noise import noise
 

@@ -12,7 +12,7 @@ from kestrel_runtime.imaging.decoding import decode_image
 from kestrel_runtime.imaging.tiles import DecodedImage, Tiles, keep_decoded
 from kestrel_runtime.models.moondream.config import MoondreamConfig, VisionConfig
 from kestrel_runtime.models.moondream.tiling import MoondreamTiling, Tiler
-from tests.golden import MD2_SMALL, expected, model_config, shared_folders
+from tests.reference_fixtures import MD2_SMALL, expected, model_config, shared_folders
 from tests.kernels.implementations import DEVICE, implementation_name, implementations
 from tests.runtime.noise import noise
 

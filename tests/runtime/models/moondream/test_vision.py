@@ -15,7 +15,7 @@ TINY = tiny_config().vision
 TILINGS = [(rows, columns) for rows in range(1, 13) for columns in range(1, 13) if rows * columns <= 12]
 
 
-def some_crops(count, config=TINY, seed=0):
+def some_tiles(count, config=TINY, seed=0):
     shape = (count, config.crop_size, config.crop_size, config.in_channels)
     return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8))
 
@@ -30,7 +30,7 @@ def test_a_patch_is_a_vector_of_channel_row_column_with_pixels_from_minus_one_to
     model.patch_emb.bias.zero_()
     model.pos_emb.zero_()
     model.register_module("post_ln", torch.nn.Identity())
-    crops = some_crops(2, config)
+    crops = some_tiles(2, config)
     features = model.encode(crops)
     assert features.shape == (2, 9, 12)
     for crop in range(2):
@@ -88,13 +88,13 @@ def written_out(model, crops):
 
 def test_the_encoder_is_its_blocks_written_out():
     model = randomised(VisionModel(TINY))
-    crops = some_crops(3)
+    crops = some_tiles(3)
     torch.testing.assert_close(model.encode(crops), written_out(model, crops), rtol=1e-4, atol=1e-4)
 
 
 def test_a_crop_is_encoded_the_same_in_any_company():
     model = randomised(VisionModel(TINY))
-    crops = some_crops(5)
+    crops = some_tiles(5)
     together = model.encode(crops)
     for place in range(5):
         torch.testing.assert_close(model.encode(crops[place : place + 1])[0], together[place], rtol=1e-4, atol=1e-5)

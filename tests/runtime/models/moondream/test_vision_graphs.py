@@ -3,7 +3,7 @@ import torch
 
 from kestrel_runtime.execution.captured_graphs import GraphBudget
 from kestrel_runtime.models.moondream.vision_graphs import EncodeGraphs
-from tests.runtime.fake_cuda import new_recorder, settle
+from tests.runtime.fake_cuda import new_stream_capture, settle
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -12,20 +12,20 @@ def encode(crops):
     return crops.float().flatten(1).cumsum(1)
 
 
-def new_graphs(recorder, **bounds):
-    return EncodeGraphs(encode, (4, 4, 3), DEVICE, recorder, GraphBudget(max_bytes=2**30), **bounds)
+def new_graphs(stream_capture, **bounds):
+    return EncodeGraphs(encode, (4, 4, 3), DEVICE, stream_capture, GraphBudget(max_bytes=2**30), **bounds)
 
 
 @pytest.mark.parametrize("is_warm", [False, True])
 def test_replayed_encodings_are_those_of_the_encoder(is_warm):
-    recorder = new_recorder(DEVICE)
-    graphs = new_graphs(recorder, max_crops=6, max_crops_of_image=3)
+    stream_capture = new_stream_capture(DEVICE)
+    graphs = new_graphs(stream_capture, max_crops=6, max_crops_of_image=3)
     settle(DEVICE)
     if is_warm:
         graphs.captured.capture_all(graphs.usual(), until=float("inf"))
     kept = []
     settle(DEVICE)
-    with recorder.entered():
+    with stream_capture.entered():
         for count in (5, 1, 3, 2, 3, 5, 1, 5, 6, 5, 7, 5):
             crops = torch.randint(0, 256, (count, 4, 4, 3), dtype=torch.uint8, device=DEVICE)
             kept.append((graphs(crops), encode(crops)))
@@ -35,5 +35,5 @@ def test_replayed_encodings_are_those_of_the_encoder(is_warm):
 
 
 def test_usual_are_the_numbers_of_crops_of_one_image():
-    graphs = new_graphs(new_recorder(DEVICE), max_crops=2, max_crops_of_image=13)
+    graphs = new_graphs(new_stream_capture(DEVICE), max_crops=2, max_crops_of_image=13)
     assert [key for key, _ in graphs.usual()] == list(range(13, 0, -1))

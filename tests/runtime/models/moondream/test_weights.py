@@ -17,7 +17,7 @@ from kestrel_runtime.models.moondream.weights import (
     load_moondream_state,
     read_tensors,
 )
-from tests.golden import MD2_SMALL, MD3_SMALL, SMALL_FOLDERS, model_config, shared_folders
+from tests.reference_fixtures import MD2_SMALL, MD3_SMALL, SMALL_FOLDERS, model_config, shared_folders
 from tests.runtime.models.moondream.full_size import FULL_SIZES, published_config
 from tests.runtime.models.moondream.layouts import (
     compiled,

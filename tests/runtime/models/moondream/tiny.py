@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.models.moondream.model import Moondream
-from tests.golden import MD2_SMALL, MD3_SMALL, model_config
+from tests.reference_fixtures import MD2_SMALL, MD3_SMALL, model_config
 
 Module = TypeVar("Module", bound=torch.nn.Module)
 

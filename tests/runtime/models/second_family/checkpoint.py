@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from kestrel_runtime.loading.tokenizer import Tokenizer
-from tests.golden import CHECKOUT
+from tests.reference_fixtures import CHECKOUT
 
 NANO_TOKENIZER = CHECKOUT / "runtime" / "kestrel_runtime" / "nano" / "tokenizer.json"
 DIM, HEADS, CONTEXT = 24, 3, 90

@@ -16,7 +16,7 @@ from kestrel_runtime.api.events import QueryOutput
 from kestrel_runtime.api.requests import Caption, Query, SamplingParams
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.loading.tokenizer import Tokenizer
-from tests.golden import MD2_SMALL
+from tests.reference_fixtures import MD2_SMALL
 from tests.runtime.models.second_family.checkpoint import HEADS, NANO_TOKENIZER, write_checkpoint
 
 MODULE = Path(__file__).with_name("small_text.py")

@@ -15,7 +15,7 @@ from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.requests import Request
 from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.interfaces.tokens import Token
-from kestrel_runtime.models.moondream.execution_config import FastPaths
+from kestrel_runtime.models.moondream.execution_config import ExecutionConfig
 from kestrel_runtime.models.moondream.memory_needs import new_cache
 from kestrel_runtime.models.moondream.model import Moondream
 from kestrel_runtime.models.moondream.model_paths import ModelPaths
@@ -58,9 +58,9 @@ class PromptRun:
         self.model = model
         self._prepare = prepare
         self.cache = new_cache(model, config, pages_of_context(model, config)) if cache is None else cache
-        paths = FastPaths.of(config, model.device.type, model)
+        paths = ExecutionConfig.of(config, model.device.type, model)
         self._model_paths = ModelPaths.of(model, paths, max_batch_size=1)
-        bounds = StepBounds(max_batch_size=1, max_prefill_tokens=model.config.text.max_context, max_crops=1)
+        bounds = StepBounds(max_batch_size=1, max_prefill_tokens=model.config.text.max_context, max_tiles=1)
         self._runner = new_step_runner(model, self.cache, paths, bounds, self._model_paths)
         self._sequence: Sequence | None = None
         self._num_runs = _NUM_RUNS_WITH_GRAPHS if paths.with_graphs else 1
@@ -141,7 +141,7 @@ class PromptRun:
 
     def _whole(self) -> Batch:
         sequence = self.sequence
-        encode = [EncodeItem.rest_of(sequence)] if sequence.crops is not None else []
+        encode = [EncodeItem.rest_of(sequence)] if sequence.tiles is not None else []
         return Batch.of_prefill(encode, [Chunk.of(sequence, 0, sequence.length)])
 
     @torch.inference_mode()

@@ -11,7 +11,7 @@ from kestrel_runtime.interfaces.output import OutputParser
 from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.models.moondream.config import MoondreamConfig
-from tests.golden import MD2_SMALL, MD3_SMALL, model_config
+from tests.reference_fixtures import MD2_SMALL, MD3_SMALL, model_config
 from tests.runtime.models.moondream.full_size import published_config
 
 MOONDREAM_2 = MoondreamConfig.from_dict(model_config(MD2_SMALL))

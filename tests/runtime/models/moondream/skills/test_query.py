@@ -7,7 +7,7 @@ from kestrel_runtime.api.requests import Query, SamplingParams
 from kestrel_runtime.interfaces.tokens import Token, TokenRule
 from kestrel_runtime.models.moondream.skills.base import DEFAULT_MAX_TOKENS
 from kestrel_runtime.models.moondream.skills.query import QuerySkill
-from tests.golden import MD2_SMALL, MD3_SMALL, expected
+from tests.reference_fixtures import MD2_SMALL, MD3_SMALL, expected
 from tests.runtime.models.moondream.skills.parsing import (
     ANSWER,
     COORDINATE,

@@ -17,7 +17,7 @@ from kestrel_runtime.models.moondream.verify.prompt_run import PromptRun
 from kestrel_runtime.models.moondream.verify.prompt_tensors import DECODED_HIDDEN, HIDDEN, prompt_tensors
 from kestrel_runtime.verify.preparing import preparing
 from kestrel_runtime.verify.reference_fixture import ReferenceFixture
-from tests.golden import MD2_SMALL
+from tests.reference_fixtures import MD2_SMALL
 
 CONFIG = EngineConfig(device="cpu", dtype="bfloat16", text_path="plain", kv_dtype="float8")
 

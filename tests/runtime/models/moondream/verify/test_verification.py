@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.errors import CheckpointError
 from kestrel_runtime.verify.reference_fixture import ReferenceFixture
-from tests.golden import MD2_SMALL, MD3_SMALL, copy_with_one_image
+from tests.reference_fixtures import MD2_SMALL, MD3_SMALL, copy_with_one_image
 
 
 def verify(folder: Path, dtype: str = "float32", **paths: str) -> tuple[int, int, list[str]]:
