@@ -63,11 +63,11 @@ def expand_call(model: Model, batch: int) -> Callable[..., Any]:
     torch.manual_seed(batch)
     hidden = torch.randn(batch, config.dim, device=device) + 0.1
     plain = torch.empty(batch, config.qkv_dim, device=device, dtype=model.activation_dtype)
-    room = torch.empty(batch, config.dim + config.ff_dim, device=device, dtype=model.activation_dtype)
+    storage = torch.empty(batch, config.dim + config.ff_dim, device=device, dtype=model.activation_dtype)
 
     def call(operation: Callable[..., Any], layer: int, **options: Any) -> tuple[Tensor, ...]:
         up = model.blocks[layer].up
-        inner = room[:, config.dim :]
+        inner = storage[:, config.dim :]
         operation(
             hidden, up.weight, up.scale, up.row_sums, up.bias, _EPSILON, config.qkv_dim, plain, inner, **options
         )

@@ -37,7 +37,7 @@ fi
 for stage in $stages; do
     case $stage in
     parts)
-        for part in "decode_step" "vision --crops 1 3 5 7 9 11 13 18 36" "prefill" "images --json $out/images.json"; do
+        for part in "decode_step" "vision --tiles 1 3 5 7 9 11 13 18 36" "prefill" "images --json $out/images.json"; do
             read -r -a command <<<"$part"
             if [ -e "bench/${command[0]}.py" ]; then
                 say "$part"

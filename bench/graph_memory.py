@@ -116,7 +116,7 @@ def _free_bytes() -> int:
     return torch.cuda.mem_get_info()[0]
 
 
-def _crop_shape(loaded: LoadedModel) -> tuple[int, int, int]:
+def _tile_shape(loaded: LoadedModel) -> tuple[int, int, int]:
     vision = loaded.model.config.vision
     return vision.crop_size, vision.crop_size, vision.in_channels
 
@@ -125,13 +125,13 @@ def _late_capture_ms(loaded: LoadedModel, model_paths: ModelPaths) -> float:
     """Host time of a step that captures, less that of one that replays."""
     stream = CudaStream(loaded.model.device)
     graphs = CapturedGraphs("encodings", StreamCapture(stream), GraphBudget(max_bytes=2**40))
-    crops = torch.zeros(2, *_crop_shape(loaded), dtype=torch.uint8, device=loaded.model.device)
+    tiles = torch.zeros(2, *_tile_shape(loaded), dtype=torch.uint8, device=loaded.model.device)
     torch.cuda.synchronize()
     times: list[float] = []
     with stream.entered():
         for _ in range(4):
             started = time.monotonic()
-            graphs.run("two crops", lambda: model_paths.vision.encode(crops))
+            graphs.run("two tiles", lambda: model_paths.vision.encode(tiles))
             times.append(time.monotonic() - started)
     torch.cuda.synchronize()
     return (times[1] - times[3]) * 1e3

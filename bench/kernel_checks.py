@@ -133,12 +133,12 @@ def time_rows(device: Any) -> list[dict[str, Any]]:
         us = time_us([partial(add_layer_norm, *pair, 1e-5, out) for pair in pairs])
         rows.append({"name": f"add_layer_norm {count} x {dim} to {str(out)[6:]}", "us": us})
     for count in (752, 6000):
-        room = [_random(device, 32 * count, 64, short).to(float8).view(-1, 32, 16, 64) for _ in range(2)]
+        storage = [_random(device, 32 * count, 64, short).to(float8).view(-1, 32, 16, 64) for _ in range(2)]
         numbers, scale = torch.arange(count, device=device), torch.ones(1, device=device)
         angles = _random(device, 8192, 16, wide)
         qkv = [_random(device, count, 14_336, short) for _ in range(4)]
         calls = [
-            partial(rotary, packed[:, :6144], numbers, angles, angles, *room, numbers, scale, scale)
+            partial(rotary, packed[:, :6144], numbers, angles, angles, *storage, numbers, scale, scale)
             for packed in qkv
         ]
         rows.append({"name": f"rotary_write_kv {count} x 96 x 64", "us": time_us(calls)})
@@ -179,10 +179,10 @@ def time_plans(device: Any) -> list[dict[str, Any]]:
             cuts = ((64, 128, 3, 8), (64, 128, 4, 8), (64, 128, 3, 16), (64, 128, 4, 5), (64, 128, 4, 4))
             plans += [(batch, SmallBatchPlan(n, k, 4, stages, splits, is_early)) for n, k, stages, splits in cuts]
         for batch, plan in plans:
-            hidden, room = _random(device, batch, 2048, torch.float32), _random(device, batch, 10_240, dtype)
+            hidden, storage = _random(device, batch, 2048, torch.float32), _random(device, batch, 10_240, dtype)
 
-            def one(layer: Any, hidden: Any = hidden, room: Any = room, plan: Any = plan) -> None:
-                contract(room, layer[1], layer[3], layer[5], hidden, plan=plan)
+            def one(layer: Any, hidden: Any = hidden, storage: Any = storage, plan: Any = plan) -> None:
+                contract(storage, layer[1], layer[3], layer[5], hidden, plan=plan)
 
             us = time_us([partial(one, layer) for layer in layers])
             rows.append({"name": f"contract, {precision}, batch {batch}, {plan}", "us": us})
@@ -202,10 +202,10 @@ def time_products(device: Any, batches: list[int]) -> list[dict[str, Any]]:
         layers = _layers(device, precision)
         for batch in batches:
             hidden, qkv = _random(device, batch, 2048, torch.float32), _random(device, batch, 6144, dtype)
-            room = _random(device, batch, 10_240, dtype)
+            storage = _random(device, batch, 10_240, dtype)
             pending: list[Any] = [None]
 
-            def block(layer: Any, out: tuple[Any, ...] = (hidden, qkv, room, pending)) -> None:
+            def block(layer: Any, out: tuple[Any, ...] = (hidden, qkv, storage, pending)) -> None:
                 stream, plain, activations, deferred = out
                 up, down, up_scale, down_scale, up_bias, down_bias = layer
                 more = (deferred[0],) if defers else ()
@@ -214,8 +214,8 @@ def time_products(device: Any, batches: list[int]) -> list[dict[str, Any]]:
                 more = (True,) if defers else ()
                 deferred[0] = contract(activations, down, down_scale, down_bias, stream, *more)
 
-            def one(layer: Any, hidden: Any = hidden, room: Any = room) -> None:
-                contract(room, layer[1], layer[3], layer[5], hidden)
+            def one(layer: Any, hidden: Any = hidden, storage: Any = storage) -> None:
+                contract(storage, layer[1], layer[3], layer[5], hidden)
 
             for name, call in (("expand and contract", block), ("contract", one)):
                 us = time_us([partial(call, layer) for layer in layers])

@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from bench.harness.closed_loop import Lanes, Sample, Window
+from bench.harness.closed_loop import ClosedLoop, Sample, Window
 from bench.harness.progress import Progress
 from bench.harness.serving import machine_facts, write_json
 from bench.harness.summary import Objective, Recording, Row, summarise
@@ -80,16 +80,16 @@ class PeerEngine:
 
     async def record(self, workload: Workload, concurrency: int, duration_s: float, warm_up_s: float) -> Recording:
         """As `LoadProcesses.closed`."""
-        lanes = Lanes(lambda started: self.ask(workload, started), concurrency)
-        await lanes.warm_up(warm_up_s)
+        loop = ClosedLoop(lambda started: self.ask(workload, started), concurrency)
+        await loop.warm_up(warm_up_s)
         start, cpu_s = time.perf_counter(), time.process_time()
         window = Window(start, start + duration_s)
         await asyncio.sleep(duration_s)
         cpu_s = time.process_time() - cpu_s
-        await lanes.outlast(window)
+        await loop.outlast(window)
         # Its engine does not stop writing what nobody waits for.
-        await lanes.finish()
-        return Recording(window, lanes.overlapping(window), cpu_s / duration_s, 0.0)
+        await loop.finish()
+        return Recording(window, loop.overlapping(window), cpu_s / duration_s, 0.0)
 
 
 def peer_model(folder: Path) -> str:

@@ -1,7 +1,7 @@
 """Do 10,000 mixed requests at once leave nothing behind, and does each get the answer that a quiet engine gives?
 
 Runs the engine in this process. First every distinct request is asked alone; then they are drawn at random, so
-many at once, all greedy: every skill, pictures of every number of crops, several formats, answers of a few tokens.
+many at once, all greedy: every skill, pictures of every number of tiles, several formats, answers of a few tokens.
 In the end no request may have failed and no page may be taken, memory of host and device may not have risen in the
 second half, and every answer must be, token for token, that of the quiet engine. Batches of other sizes round
 otherwise; so where an answer parts from its quiet one, a second copy of the model is led along to that place, alone

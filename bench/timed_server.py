@@ -7,7 +7,7 @@ the device would, that is the host's doing; when it stops it tells how long the 
     python -m bench.timed_server --slower 2.5 -- --port 50052 --max-batch-size 64 --max-crops 56
     python -m bench.serve --target localhost:50052 --workloads cot,long --batches 64 --open none
 
-Every image costs what nine crops do; the built-in model cuts a chart into seven, of which eight charts make a step.
+Every image costs what nine tiles do; the built-in model cuts a chart into seven, of which eight charts make a step.
 `--slower` stretches the device's times where this machine's cores are slower than those beside a GPU: requests and
 tokens per second are then to be multiplied by it. Launching costs the host what it costs to replay a step of some
 images. Options after `--` go to the server.

@@ -10,8 +10,8 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # A red run then speaks of the change, not of the draw or of a busy machine.
-settings.register_profile("house", derandomize=True, deadline=None, database=None)
-settings.load_profile("house")
+settings.register_profile("reproducible", derandomize=True, deadline=None, database=None)
+settings.load_profile("reproducible")
 
 # The models of the tests are so small that threads inside an operation cost more than they save.
 torch.set_num_threads(1)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.golden import CHECKOUT
+from tests.reference_fixtures import CHECKOUT
 
 CHECKED = ("kestrel_grpc", "clients", "deploy")
 # What to write instead is in the table "Vocabulary" of the architecture.

@@ -1,4 +1,4 @@
-"""Scenes to arrays: crops of the pictures, and rows of examples that share a picture.
+"""Scenes to arrays: tiles of the pictures, and rows of examples that share a picture.
 
 A row holds many examples of one picture one after another; none sees another. Knows the vocabulary and the
 vision configuration, no weights.
@@ -70,8 +70,8 @@ class Rows:
 class Group:
     """Some pictures and, for each time they are visited, a row for each."""
 
-    crops: Tensor
-    """uint8 [crops of all pictures, side, side, 3]."""
+    tiles: Tensor
+    """uint8 [tiles of all pictures, side, side, 3]."""
     tilings: list[tuple[int, int]]
     visits: list[Rows]
 
@@ -87,14 +87,14 @@ class GroupMaker:
     jitter: bool = True
 
     def __call__(self, index: int) -> Group:
-        crops, tilings = [], []
+        tiles, tilings = [], []
         rows: list[list[dict[str, np.ndarray]]] = [[] for _ in range(self.num_visits)]
         for seed in range(
             self.first_seed + index * self.num_scenes, self.first_seed + (index + 1) * self.num_scenes
         ):
             scene = make_scene(seed)
             pixels, tiling = scene_crops(scene, self.teacher.config.vision)
-            crops.append(pixels)
+            tiles.append(pixels)
             tilings.append(tiling)
             for visit in range(self.num_visits):
                 rows[visit].append(self._row(scene, random.Random(f"{seed} {visit}")))
@@ -102,7 +102,7 @@ class GroupMaker:
             Rows(*(torch.from_numpy(np.stack([row[name] for row in part])) for name in Rows.__slots__))
             for part in rows
         ]
-        return Group(torch.from_numpy(np.concatenate(crops)), tilings, visits)
+        return Group(torch.from_numpy(np.concatenate(tiles)), tilings, visits)
 
     def _row(self, scene: Scene, rng: random.Random) -> dict[str, np.ndarray]:
         row = _Row(self.teacher, rng if self.jitter else None)
@@ -205,7 +205,7 @@ def size_bins(values: tuple[float, ...], num_bins: int) -> list[int]:
 
 
 def scene_crops(scene: Scene, vision: VisionConfig) -> tuple[np.ndarray, tuple[int, int]]:
-    """The crops of a scene's picture, drawn no larger than they need, tiled as its true size asks for."""
+    """The tiles of a scene's picture, drawn no larger than they need, tiled as its true size asks for."""
     image = draw_scene(scene, max_area_px=_DRAWN_AREA_PX)
     tiling = MoondreamTiling(vision)
     rows, columns = tiling.select(scene.height_px, scene.width_px)

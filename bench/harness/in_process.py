@@ -19,11 +19,11 @@ async def closed_loop(
     """Ask all of `requests`, each as soon as there is room; `answered` is called with its place and what came."""
     queue = enumerate(requests)
 
-    async def lane() -> None:
+    async def caller() -> None:
         for number, request in queue:
             try:
                 answered(number, await engine.submit(request).result())
             except KestrelError as error:
                 answered(number, error)
 
-    await asyncio.gather(*(lane() for _ in range(num_at_once)))
+    await asyncio.gather(*(caller() for _ in range(num_at_once)))

@@ -22,7 +22,7 @@ from typing import Any, Self
 
 import grpc
 
-from bench.harness.closed_loop import Lanes, Sample, Window
+from bench.harness.closed_loop import ClosedLoop, Sample, Window
 from bench.harness.workload import Album, Workload
 from kestrel_client.v1 import generation_pb2, media_pb2, vision_service_pb2
 
@@ -155,17 +155,17 @@ class _Load:
         return await asyncio.to_thread(self._pipe.recv)
 
     async def _closed(self, workload: Workload, concurrency: int, warm_up_s: float) -> None:
-        num_lanes = len(range(self._index, concurrency, self._num_processes))
-        lanes = Lanes(lambda started: self._ask(workload, started, CALL_TIMEOUT_S), num_lanes)
-        await lanes.warm_up(warm_up_s)
+        num_callers = len(range(self._index, concurrency, self._num_processes))
+        loop = ClosedLoop(lambda started: self._ask(workload, started, CALL_TIMEOUT_S), num_callers)
+        await loop.warm_up(warm_up_s)
         self._pipe.send("warm")
         (window,) = await self._hear()
         cpu_s, lag_s = await self._watch(window)
-        await lanes.outlast(window)
+        await loop.outlast(window)
         self._pipe.send("outlasted")
         await self._hear()
-        await lanes.cancel()
-        self._pipe.send((lanes.overlapping(window), cpu_s, lag_s))
+        await loop.cancel()
+        self._pipe.send((loop.overlapping(window), cpu_s, lag_s))
 
     async def _open(self, workload: Workload, rate_per_s: float, window: Window, patience_s: float) -> None:
         chance = random.Random(self._index)

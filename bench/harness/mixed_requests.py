@@ -1,4 +1,4 @@
-"""Requests of every skill about pictures of every number of crops and many formats, with answers of a few tokens.
+"""Requests of every skill about pictures of every number of tiles and many formats, with answers of a few tokens.
 
 The same seed makes the same requests. Knows no engine.
 """
@@ -41,8 +41,8 @@ OBJECTS = ("bar", "tallest bar", "label", "red bar", "number")
 _LONGEST_SIDE_TILES = 25
 
 
-def sizes_by_crops(vision: VisionConfig) -> dict[int, tuple[int, int]]:
-    """The least width and height in pixels of a picture of so many crops, for every number that there is."""
+def sizes_by_tiles(vision: VisionConfig) -> dict[int, tuple[int, int]]:
+    """The least width and height in pixels of a picture of so many tiles, for every number that there is."""
     tiling = MoondreamTiling(vision)
     sides = [tiling.stride_px * quarters // 4 for quarters in range(1, 4 * _LONGEST_SIDE_TILES)]
     found: dict[int, tuple[int, int]] = {}
@@ -72,8 +72,8 @@ def _kinds(config: MoondreamConfig) -> list[str]:
 
 
 def _pictures(vision: VisionConfig, chance: random.Random) -> Iterator[bytes]:
-    """One after another: each number of crops in turn, upright and lying, in each format in turn."""
-    sizes = [*sizes_by_crops(vision).values()]
+    """One after another: each number of tiles in turn, upright and lying, in each format in turn."""
+    sizes = [*sizes_by_tiles(vision).values()]
     formats = itertools.cycle(FORMATS)
     for width, height in itertools.cycle(sizes):
         size = (width, height) if chance.random() < 0.5 else (height, width)

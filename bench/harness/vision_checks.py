@@ -141,27 +141,27 @@ def check_layers(
     model: VisionModel, fused: Mapping[Any, FusedVision], device: torch.device
 ) -> dict[str, list[float]]:
     """Relative errors after each block, of the features and of the embeddings, against float32."""
-    crops = random_tiles(3, model.config, device)
-    wanted = _plain_states(model, crops)
-    features = model.encode(crops)
+    tiles = random_tiles(3, model.config, device)
+    wanted = _plain_states(model, tiles)
+    features = model.encode(tiles)
     embeddings = model.project(features, 1, 2)
     short = VisionModel(model.config).to(device).bfloat16()
     short.load_state_dict(model.state_dict())
     columns: dict[str, list[float]] = {}
     with attempted("plain bfloat16"):
-        short_features = short.encode(crops)
+        short_features = short.encode(tiles)
         columns["plain bf16"] = [
-            *map(relative_error, _plain_states(short, crops), wanted),
+            *map(relative_error, _plain_states(short, tiles), wanted),
             relative_error(short_features, features),
             relative_error(short.project(short_features, 1, 2), embeddings),
         ]
     for precision, vision in fused.items():
         with attempted(f"layers of {precision}"):
-            fused_features = vision.encode(crops)
+            fused_features = vision.encode(tiles)
             columns[precision] = [
                 *(
                     relative_error(got.view_as(want), want)
-                    for got, want in zip(vision.states(crops), wanted, strict=True)
+                    for got, want in zip(vision.states(tiles), wanted, strict=True)
                 ),
                 relative_error(fused_features, features),
                 relative_error(vision.project_all([fused_features], [(1, 2)])[0], embeddings),
@@ -173,8 +173,8 @@ def check_layers(
     return columns
 
 
-def _plain_states(model: VisionModel, crops: Tensor) -> list[Tensor]:
-    state = model.patch_emb(model._patches(crops)) + model.pos_emb
+def _plain_states(model: VisionModel, tiles: Tensor) -> list[Tensor]:
+    state = model.patch_emb(model._patches(tiles)) + model.pos_emb
     states = []
     for block in model.blocks:
         state = block(state)

@@ -10,7 +10,7 @@ from PIL import Image
 
 from bench import stress
 from bench.harness.answer_tokens import noted_tokens
-from bench.harness.mixed_requests import FORMATS, mixed_requests, sizes_by_crops
+from bench.harness.mixed_requests import FORMATS, mixed_requests, sizes_by_tiles
 from bench.harness.progress import Progress
 from bench.harness.ties import TieJudge, first_difference
 from bench.random_weights import MOONDREAM_2
@@ -50,8 +50,8 @@ def test_sixty_mixed_requests_leave_nothing_behind(tmp_path, monkeypatch, capsys
 
 
 @pytest.mark.parametrize("vision", [MOONDREAM_2.vision, LoadedModel.load(CONFIG).model.config.vision])
-def test_there_is_a_picture_for_every_number_of_crops(vision):
-    sizes = sizes_by_crops(vision)
+def test_there_is_a_picture_for_every_number_of_tiles(vision):
+    sizes = sizes_by_tiles(vision)
     for num_crops, (width, height) in sizes.items():
         rows, columns = MoondreamTiling(vision).select(height, width)
         assert num_crops == 1 + rows * columns

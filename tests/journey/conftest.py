@@ -1,4 +1,4 @@
-"""The true server over the true engine on a small golden model, and a stub to ask it."""
+"""The true server over the true engine on a small reference model, and a stub to ask it."""
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from tests.reference_fixtures import MD3_SMALL
 
 
 @dataclass(frozen=True)
-class House:
+class LiveServer:
     """A running server, with a look at the engine behind it."""
 
     server: Server
@@ -53,11 +53,11 @@ def loaded() -> LoadedModel:
 
 
 @pytest.fixture
-async def house(loaded: LoadedModel) -> AsyncIterator[House]:
+async def live_server(loaded: LoadedModel) -> AsyncIterator[LiveServer]:
     config = ServerConfig(model=str(MD3_SMALL), port=0, max_batch_size=32)
     engine = LocalEngine(loaded, config.engine_config())
     async with Server(engine, config) as server, _channel(server) as channel:
-        yield House(server, engine, channel)
+        yield LiveServer(server, engine, channel)
 
 
 def _channel(server: Server) -> grpc.aio.Channel:

@@ -5,8 +5,8 @@ from collections.abc import Awaitable
 from typing import Any
 
 from kestrel_client.v1 import vision_service_pb2 as wire
+from tests.journey.conftest import LiveServer
 from tests.reference_fixtures import MD3_SMALL
-from tests.journey.conftest import House
 
 SMALL_IMAGE = (MD3_SMALL / "image_1_64x64.png").read_bytes()
 TILED_IMAGE = (MD3_SMALL / "image_0_500x400.png").read_bytes()
@@ -17,9 +17,9 @@ def drawn(seed: int) -> dict[str, Any]:
     return {"temperature": 1.0, "top_p": 0.9, "max_tokens": 12, "seed": seed}
 
 
-async def query(house: House, **fields: Any) -> wire.QueryResult:
+async def query(live_server: LiveServer, **fields: Any) -> wire.QueryResult:
     """Ask, check the stream's shape, and return what completed it."""
-    responses = [response async for response in house.stub.Query(wire.QueryRequest(**fields))]
+    responses = [response async for response in live_server.stub.Query(wire.QueryRequest(**fields))]
     kinds = [response.WhichOneof("event") for response in responses]
     assert kinds[0] == "started"
     assert kinds[-1] == "completed"
@@ -31,24 +31,24 @@ async def query(house: House, **fields: Any) -> wire.QueryResult:
     return completed
 
 
-async def caption(house: House, **fields: Any) -> wire.CaptionResult:
-    responses = [response async for response in house.stub.Caption(wire.CaptionRequest(**fields))]
+async def caption(live_server: LiveServer, **fields: Any) -> wire.CaptionResult:
+    responses = [response async for response in live_server.stub.Caption(wire.CaptionRequest(**fields))]
     assert responses[-1].completed.caption == "".join(response.delta.text for response in responses)
     return responses[-1].completed
 
 
-def ask(house: House, number: int) -> Awaitable[Any]:
+def ask(live_server: LiveServer, number: int) -> Awaitable[Any]:
     """The request of this number, of every kind in turn."""
-    small, stub = {"data": SMALL_IMAGE}, house.stub
+    small, stub = {"data": SMALL_IMAGE}, live_server.stub
     tiled = {"data": TILED_IMAGE}
     refs = [{"point": {"x": 0.25, "y": 0.75}}, {"box": {"x_min": 0.1, "y_min": 0.2, "x_max": 0.6, "y_max": 0.9}}]
     kinds = (
-        lambda: query(house, question="What is in this image?", image=small, sampling=GREEDY),
-        lambda: query(house, question="license", image=small, reasoning=True, sampling=drawn(number)),
-        lambda: query(house, question="Tell me about the oceans.", sampling=drawn(number)),
-        lambda: query(house, question="Here?", image=small, spatial_refs=refs, sampling=GREEDY),
-        lambda: caption(house, image=small, length="CAPTION_LENGTH_SHORT", sampling=GREEDY),
-        lambda: caption(house, image=tiled if number < 8 else small, sampling=drawn(number)),
+        lambda: query(live_server, question="What is in this image?", image=small, sampling=GREEDY),
+        lambda: query(live_server, question="license", image=small, reasoning=True, sampling=drawn(number)),
+        lambda: query(live_server, question="Tell me about the oceans.", sampling=drawn(number)),
+        lambda: query(live_server, question="Here?", image=small, spatial_refs=refs, sampling=GREEDY),
+        lambda: caption(live_server, image=small, length="CAPTION_LENGTH_SHORT", sampling=GREEDY),
+        lambda: caption(live_server, image=tiled if number < 8 else small, sampling=drawn(number)),
         lambda: stub.CompleteQuery(wire.CompleteQueryRequest(question="GNU", sampling=drawn(number))),
         lambda: stub.CompleteCaption(wire.CompleteCaptionRequest(image=small, sampling=drawn(number))),
         lambda: stub.Point(wire.PointRequest(object="copy", image=small, max_objects=5)),
@@ -68,8 +68,8 @@ def without_circumstances(message: Any) -> Any:
     return answer
 
 
-async def test_thirty_two_mixed_requests_in_flight_answer_as_they_do_alone(house: House) -> None:
-    alone = [without_circumstances(await ask(house, number)) for number in range(32)]
-    together = await asyncio.gather(*(ask(house, number) for number in range(32)))
+async def test_thirty_two_mixed_requests_in_flight_answer_as_they_do_alone(live_server: LiveServer) -> None:
+    alone = [without_circumstances(await ask(live_server, number)) for number in range(32)]
+    together = await asyncio.gather(*(ask(live_server, number) for number in range(32)))
     assert [without_circumstances(answer) for answer in together] == alone
-    await house.assert_empty()
+    await live_server.assert_empty()

@@ -12,8 +12,8 @@ from google.rpc import error_details_pb2, status_pb2
 from PIL import Image
 
 from kestrel_client.v1 import vision_service_pb2 as wire
+from tests.journey.conftest import LiveServer
 from tests.reference_fixtures import MD3_SMALL
-from tests.journey.conftest import House
 
 IMAGE = (MD3_SMALL / "image_1_64x64.png").read_bytes()
 
@@ -84,44 +84,46 @@ async def error_of(call: Any) -> tuple[grpc.StatusCode, str, list[str]]:
     return caught.value.code(), reason, fields
 
 
-async def still_serves(house: House) -> bool:
-    answer = await house.stub.CompleteQuery(wire.CompleteQueryRequest(question="hi", sampling={"max_tokens": 2}))
+async def still_serves(live_server: LiveServer) -> bool:
+    answer = await live_server.stub.CompleteQuery(
+        wire.CompleteQueryRequest(question="hi", sampling={"max_tokens": 2})
+    )
     return answer.result.info.usage.output_token_count > 0
 
 
 @pytest.mark.parametrize("image", USABLE_IMAGES.values(), ids=USABLE_IMAGES.keys())
-async def test_an_unusual_image_is_answered(house: House, image: bytes) -> None:
+async def test_an_unusual_image_is_answered(live_server: LiveServer, image: bytes) -> None:
     request = wire.CompleteCaptionRequest(image={"data": image}, sampling={"max_tokens": 2})
-    answer = await house.stub.CompleteCaption(request)
+    answer = await live_server.stub.CompleteCaption(request)
     assert answer.result.info.usage.image_token_count == 729
 
 
-async def test_broken_images_are_refused_by_name(house: House) -> None:
+async def test_broken_images_are_refused_by_name(live_server: LiveServer) -> None:
     for name, (image, expected_reason) in BROKEN_IMAGES.items():
         code, reason, fields = await error_of(
-            house.stub.Detect(wire.DetectRequest(object="cat", image={"data": image}))
+            live_server.stub.Detect(wire.DetectRequest(object="cat", image={"data": image}))
         )
         assert (name, code, reason) == (name, grpc.StatusCode.INVALID_ARGUMENT, expected_reason)
         assert [field.split(".")[0] for field in fields] == ["image"]
-    assert await still_serves(house)
+    assert await still_serves(live_server)
 
 
-async def test_a_prompt_longer_than_the_context_is_refused(house: House) -> None:
+async def test_a_prompt_longer_than_the_context_is_refused(live_server: LiveServer) -> None:
     request = wire.CompleteQueryRequest(question="word " * 5000)
-    code, reason, fields = await error_of(house.stub.CompleteQuery(request))
+    code, reason, fields = await error_of(live_server.stub.CompleteQuery(request))
     assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "CONTEXT_LENGTH_EXCEEDED")
     assert fields == ["question"]
-    assert await still_serves(house)
+    assert await still_serves(live_server)
 
 
-async def test_settings_that_are_no_numbers_or_out_of_range_are_all_named_at_once(house: House) -> None:
+async def test_settings_that_are_no_numbers_or_out_of_range_are_all_named_at_once(live_server: LiveServer) -> None:
     request = wire.CompleteQueryRequest(
         question=" ",
         spatial_refs=[{"point": {"x": math.nan, "y": 2.0}}, {}],
         sampling={"temperature": math.nan, "top_p": math.inf, "max_tokens": 0, "seed": -1},
         options={"max_queue_duration": {"seconds": -1}},
     )
-    code, reason, fields = await error_of(house.stub.CompleteQuery(request))
+    code, reason, fields = await error_of(live_server.stub.CompleteQuery(request))
     assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST")
     assert {
         "question",
@@ -133,35 +135,35 @@ async def test_settings_that_are_no_numbers_or_out_of_range_are_all_named_at_onc
         "sampling.seed",
         "options.max_queue_duration",
     } <= set(fields)
-    assert await still_serves(house)
+    assert await still_serves(live_server)
 
 
-async def test_an_unknown_enum_value_and_an_unknown_model_are_refused(house: House) -> None:
+async def test_an_unknown_enum_value_and_an_unknown_model_are_refused(live_server: LiveServer) -> None:
     length = wire.CompleteCaptionRequest.FromString(
         wire.CompleteCaptionRequest(image={"data": IMAGE}).SerializeToString() + b"\x10\x63"
     )
-    code, _, fields = await error_of(house.stub.CompleteCaption(length))
+    code, _, fields = await error_of(live_server.stub.CompleteCaption(length))
     assert (code, fields) == (grpc.StatusCode.INVALID_ARGUMENT, ["length"])
     named = wire.PointRequest(object="cat", image={"data": IMAGE}, options={"model": "another"})
-    code, reason, _ = await error_of(house.stub.Point(named))
+    code, reason, _ = await error_of(live_server.stub.Point(named))
     assert (code, reason) == (grpc.StatusCode.NOT_FOUND, "MODEL_NOT_FOUND")
-    unknown = house.channel.unary_unary("/kestrel.v1.VisionService/Paint")
+    unknown = live_server.channel.unary_unary("/kestrel.v1.VisionService/Paint")
     code, _, _ = await error_of(unknown(b""))
     assert code is grpc.StatusCode.UNIMPLEMENTED
-    assert await still_serves(house)
+    assert await still_serves(live_server)
 
 
-async def test_bytes_that_are_no_message_are_refused(house: House) -> None:
-    raw = house.channel.unary_unary("/kestrel.v1.VisionService/Point")
+async def test_bytes_that_are_no_message_are_refused(live_server: LiveServer) -> None:
+    raw = live_server.channel.unary_unary("/kestrel.v1.VisionService/Point")
     code, reason, _ = await error_of(raw(b"\xff\xff\xff\xff"))
     assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST")
-    assert await still_serves(house)
+    assert await still_serves(live_server)
 
 
-async def test_a_message_of_a_hundred_megabytes_is_refused(house: House) -> None:
+async def test_a_message_of_a_hundred_megabytes_is_refused(live_server: LiveServer) -> None:
     huge = wire.CaptionRequest(image={"data": bytes(100 * 10**6)})
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        async for _ in house.stub.Caption(huge):
+        async for _ in live_server.stub.Caption(huge):
             pass
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert await still_serves(house)
+    assert await still_serves(live_server)

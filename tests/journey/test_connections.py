@@ -21,7 +21,7 @@ from kestrel_runtime.api.events import TextChannel, TextDelta
 from kestrel_runtime.api.requests import Query
 from kestrel_runtime.execution.step_runner import StepHandle, StepRunner
 from tests.fakes import HOLD, FakeEngine, answers
-from tests.journey.conftest import House
+from tests.journey.conftest import LiveServer
 from tests.journey.http2 import COMPLETE_QUERY, QUERY, Http2Client, messages_in
 from tests.journey.serving_process import ServingProcess, serving_process
 from tests.journey.test_cancellation import endless
@@ -127,27 +127,27 @@ def standstill(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 @pytest.mark.usefixtures("impatient")
 async def test_a_peer_that_vanishes_without_a_word_is_noticed_and_its_pages_come_back(
-    house: House, outcomes: Outcomes, standstill: threading.Event
+    live_server: LiveServer, outcomes: Outcomes, standstill: threading.Event
 ) -> None:
-    assert house.server.port is not None
-    line = Wire(house.server.port)
+    assert live_server.server.port is not None
+    line = Wire(live_server.server.port)
     async with line.open() as address, grpc.aio.insecure_channel(address) as channel:
         call = VisionServiceStub(channel).Query(endless(1))
         await call.read()
         line.cut()
         assert await outcomes.next() == "CANCELLED"  # before its answer can be complete
         standstill.set()
-    await house.assert_empty()
+    await live_server.assert_empty()
 
 
-async def test_a_slow_reader_keeps_nobody_waiting_and_gets_its_whole_answer(house: House) -> None:
+async def test_a_slow_reader_keeps_nobody_waiting_and_gets_its_whole_answer(live_server: LiveServer) -> None:
     question = endless(7)
     question.sampling.max_tokens = 200
-    expected = [event async for event in house.stub.Query(question)]
-    async with Http2Client.connected(house.address, window_bytes=64) as client:
+    expected = [event async for event in live_server.stub.Query(question)]
+    async with Http2Client.connected(live_server.address, window_bytes=64) as client:
         stream = await client.ask(QUERY, question)
         first = await client.next_data()
-        await house.assert_empty()  # the pages are back, although most of the answer waits for its reader
+        await live_server.assert_empty()  # the pages are back, although most of the answer waits for its reader
         await client.acknowledge(first)
         body, trailers = await client.read(stream)
     assert trailers["grpc-status"] == "0"
@@ -159,48 +159,48 @@ async def test_a_slow_reader_keeps_nobody_waiting_and_gets_its_whole_answer(hous
 async def test_pings_that_come_all_at_once_end_no_call() -> None:
     # As after a minute in which one side had stood still.
     async with (
-        serving(FakeEngine(lambda request: [HOLD, *answers(request)])) as house,
-        Http2Client.connected(house.address) as client,
+        serving(FakeEngine(lambda request: [HOLD, *answers(request)])) as live_server,
+        Http2Client.connected(live_server.address) as client,
     ):
         stream = await client.ask(COMPLETE_QUERY, QUICK)
-        await house.engine.num_submitted.acquire()
+        await live_server.engine.num_submitted.acquire()
         for _ in range(20):
             await client.ping()
         async for event in client.events():
             if isinstance(event, h2.events.PingAckReceived):
                 break
-        house.engine.release()
+        live_server.engine.release()
         _, trailers = await client.read(stream)
     assert trailers["grpc-status"] == "0"
 
 
-async def test_readers_that_never_read_hold_no_page(house: House) -> None:
+async def test_readers_that_never_read_hold_no_page(live_server: LiveServer) -> None:
     async with AsyncExitStack() as stack:
         for seed in range(8):
-            client = await stack.enter_async_context(Http2Client.connected(house.address, window_bytes=0))
+            client = await stack.enter_async_context(Http2Client.connected(live_server.address, window_bytes=0))
             question = endless(seed)
             question.sampling.max_tokens = 200
             await client.ask(QUERY, question)
-        await house.assert_empty()
+        await live_server.assert_empty()
 
 
 async def test_a_reader_that_never_reads_and_then_hangs_up_is_no_failure_of_ours(outcomes: Outcomes) -> None:
     # Far more than gRPC takes in for a stream that does not move: the server waits in the middle of a write.
     script = [answers(Query("hello"))[0], *(TextDelta("x" * MIB, TextChannel.ANSWER, 0, 1) for _ in range(8)), HOLD]
-    async with serving(FakeEngine(lambda request: script)) as house:
+    async with serving(FakeEngine(lambda request: script)) as live_server:
         for _ in range(5):
-            async with Http2Client.connected(house.address, window_bytes=1_000) as client:
+            async with Http2Client.connected(live_server.address, window_bytes=1_000) as client:
                 await client.ask(QUERY, endless(0))
                 await client.next_data()
             assert await outcomes.next() == "CANCELLED"
-        await house.engine.is_idle.wait()
+        await live_server.engine.is_idle.wait()
 
 
-async def test_a_storm_of_disconnects_leaves_nothing_behind(house: House) -> None:
+async def test_a_storm_of_disconnects_leaves_nothing_behind(live_server: LiveServer) -> None:
     num_tasks = len(asyncio.all_tasks())
 
     async def leave_abruptly(number: int) -> None:
-        async with Http2Client.connected(house.address) as client:
+        async with Http2Client.connected(live_server.address) as client:
             await client.ask(QUERY, endless(number))
             if number % 3:  # the others are gone before they have heard anything
                 for _ in range(number % 5):
@@ -208,9 +208,9 @@ async def test_a_storm_of_disconnects_leaves_nothing_behind(house: House) -> Non
 
     for _ in range(3):
         await asyncio.gather(*(leave_abruptly(number) for number in range(100)))
-    await house.assert_empty()
+    await live_server.assert_empty()
     for _ in range(100):
-        await house.stub.CompleteQuery(QUICK)
+        await live_server.stub.CompleteQuery(QUICK)
         if len(asyncio.all_tasks()) <= num_tasks + 1:
             return
     raise AssertionError(asyncio.all_tasks())
@@ -249,19 +249,19 @@ async def test_more_idle_connections_than_descriptors_keep_nobody_out_and_end_no
         limit = server.num_descriptors + 60
         resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (limit, limit))
         async with AsyncExitStack() as stack:
-            answer = aiter((await newcomer(stack, server)).Query(endless(1)))
+            answer = aiter((await new_caller(stack, server)).Query(endless(1)))
             await anext(answer)
             for number in range(2 * limit):
                 client = mute_connection(server) if number % 2 else Http2Client.connected(server.address)
                 await stack.enter_async_context(client)
             for _ in range(3):
-                stub = await newcomer(stack, server)
+                stub = await new_caller(stack, server)
                 assert (await stub.CompleteQuery(QUICK, timeout=MAX_WAIT_S)).HasField("result")
             messages = [message async for message in answer]
             assert messages[-1].HasField("completed")
 
 
-async def newcomer(stack: AsyncExitStack, server: ServingProcess) -> Any:
+async def new_caller(stack: AsyncExitStack, server: ServingProcess) -> Any:
     """A connection of its own."""
     channel = grpc.aio.insecure_channel(server.address, options=OWN_CONNECTION)
     return VisionServiceStub(await stack.enter_async_context(channel))

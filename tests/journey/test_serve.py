@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kestrel_client import Client
-from tests.reference_fixtures import MD2_SMALL, expected
 from tests.hub import Hub, Repository
+from tests.reference_fixtures import MD2_SMALL, expected
 from tests.runtime.models.moondream.layouts import save_shards
 
 COMMAND = (sys.executable, "-m", "kestrel_grpc", "serve", "--port", "0", "--withdrawal-delay", "0", "--model")
@@ -50,7 +50,7 @@ def serving(model: str, env: dict[str, str], log: Path) -> Iterator[str]:
     assert (process.returncode, rest) == (0, "")
 
 
-def golden_answer(address: str) -> str:
+def reference_answer(address: str) -> str:
     with Client(address) as client:
         image = (MD2_SMALL / CASE["image"]).read_bytes()
         sampling = {"temperature": 0.0, "max_tokens": expected(MD2_SMALL)["max_tokens"]}
@@ -63,12 +63,12 @@ def test_a_hub_name_is_downloaded_with_progress_and_served_then_served_offline(t
     home, log = tmp_path / "home", tmp_path / "log"
     with Hub({"org/sharded": sharded_repository(files)}) as hub:
         with serving("org/sharded", environment(home, hub.endpoint), log) as address:
-            assert golden_answer(address) == QUERY["expect"]["answer"]
+            assert reference_answer(address) == QUERY["expect"]["answer"]
         assert any(name.endswith("-of-00002.safetensors") for name in hub.downloads)
     assert "100%" in log.read_text()
     offline = environment(home, "http://127.0.0.1:9", HF_HUB_OFFLINE="1")
     with serving("org/sharded", offline, log) as address:
-        assert golden_answer(address) == QUERY["expect"]["answer"]
+        assert reference_answer(address) == QUERY["expect"]["answer"]
 
 
 def refusal(model: str, env: dict[str, str]) -> str:

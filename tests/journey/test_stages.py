@@ -13,9 +13,9 @@ from kestrel_runtime.engine import preprocessing
 from kestrel_runtime.engine.preprocessing import Preprocessor
 from kestrel_runtime.models.moondream.skills.query import QuerySkill
 from kestrel_runtime.scheduling.admission import Admission
-from tests.reference_fixtures import MD3_SMALL
-from tests.journey.conftest import House
+from tests.journey.conftest import LiveServer
 from tests.journey.test_bad_input import error_of
+from tests.reference_fixtures import MD3_SMALL
 from tests.runtime.engine import test_isolation as isolation
 
 IMAGE = (MD3_SMALL / "image_1_64x64.png").read_bytes()
@@ -74,19 +74,19 @@ STAGES: dict[str, tuple[Break, grpc.StatusCode]] = {
 
 @pytest.mark.parametrize("stage", STAGES)
 async def test_an_exception_at_any_stage_ends_its_own_request_alone(
-    house: House, monkeypatch: pytest.MonkeyPatch, stage: str
+    live_server: LiveServer, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
     fail, expected_code = STAGES[stage]
     # They run all the while; the one that fails joins them midway.
     request = wire.QueryRequest(question="hello", sampling={"temperature": 5.0, "max_tokens": 60, "seed": 3})
-    others = [aiter(house.stub.Query(request)) for _ in range(3)]
+    others = [aiter(live_server.stub.Query(request)) for _ in range(3)]
     await asyncio.gather(*(anext(events) for events in others))
     fail(monkeypatch)
-    code, reason, _ = await error_of(house.stub.CompleteQuery(POISON))
+    code, reason, _ = await error_of(live_server.stub.CompleteQuery(POISON))
     assert code is expected_code
     assert reason == ("INTERNAL" if code is INTERNAL else "ENGINE_UNAVAILABLE")
     answers = [[event async for event in events][-1].completed.answer for events in others]
     assert len(set(answers)) == 1
     assert answers[0]
     monkeypatch.undo()
-    await house.assert_empty()
+    await live_server.assert_empty()

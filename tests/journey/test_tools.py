@@ -1,4 +1,4 @@
-"""The tools people use: grpcurl, buf curl and our own commands, against the true server on golden answers."""
+"""The tools people use: grpcurl, buf curl and our own commands, against the true server on reference answers."""
 
 import asyncio
 import base64
@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from kestrel_grpc.__main__ import main
+from tests.journey.conftest import LiveServer
 from tests.reference_fixtures import MD2_SMALL, MD3_SMALL, copy_with_one_image, expected
-from tests.journey.conftest import House
 
 BIN = Path(sys.executable).parent
 CASE = expected(MD3_SMALL)["images"][1]
@@ -26,7 +26,7 @@ REQUEST = json.dumps(
         "sampling": {"temperature": 0, "max_tokens": expected(MD3_SMALL)["max_tokens"]},
     }
 )
-GOLDEN_ANSWER = QUERY["expect"]["answer"]
+REFERENCE_ANSWER = QUERY["expect"]["answer"]
 
 
 async def run(*command: str, stdin: str = "") -> str:
@@ -49,36 +49,36 @@ def json_values(text: str) -> list[dict[str, Any]]:
     return values
 
 
-async def test_grpcurl_lists_the_services_and_streams_the_golden_answer(house: House) -> None:
+async def test_grpcurl_lists_the_services_and_streams_the_reference_answer(live_server: LiveServer) -> None:
     grpcurl = str(BIN / "grpcurl")
-    services = (await run(grpcurl, "-plaintext", house.address, "list")).split()
+    services = (await run(grpcurl, "-plaintext", live_server.address, "list")).split()
     assert {"kestrel.v1.VisionService", "kestrel.v1.EngineService", "grpc.health.v1.Health"} <= set(services)
     method = "kestrel.v1.VisionService/Query"
-    printed = json_values(await run(grpcurl, "-plaintext", "-d", "@", house.address, method, stdin=REQUEST))
+    printed = json_values(await run(grpcurl, "-plaintext", "-d", "@", live_server.address, method, stdin=REQUEST))
     assert "started" in printed[0]
-    assert printed[-1]["completed"]["answer"] == GOLDEN_ANSWER
-    assert "".join(item.get("delta", {}).get("text", "") for item in printed) == GOLDEN_ANSWER
+    assert printed[-1]["completed"]["answer"] == REFERENCE_ANSWER
+    assert "".join(item.get("delta", {}).get("text", "") for item in printed) == REFERENCE_ANSWER
 
 
-async def test_buf_curl_lists_the_methods_and_gets_the_golden_answer(house: House) -> None:
+async def test_buf_curl_lists_the_methods_and_gets_the_reference_answer(live_server: LiveServer) -> None:
     curl = (str(BIN / "buf"), "curl", "--protocol", "grpc", "--http2-prior-knowledge")
-    methods = (await run(*curl, "--list-methods", f"http://{house.address}")).split()
+    methods = (await run(*curl, "--list-methods", f"http://{live_server.address}")).split()
     assert "kestrel.v1.VisionService/CompleteQuery" in methods
-    url = f"http://{house.address}/kestrel.v1.VisionService/CompleteQuery"
+    url = f"http://{live_server.address}/kestrel.v1.VisionService/CompleteQuery"
     printed = json_values(await run(*curl, "-d", "@-", url, stdin=REQUEST))
-    assert printed[0]["result"]["answer"] == GOLDEN_ANSWER
+    assert printed[0]["result"]["answer"] == REFERENCE_ANSWER
 
 
-async def test_our_own_command_streams_the_golden_answer(house: House) -> None:
+async def test_our_own_command_streams_the_reference_answer(live_server: LiveServer) -> None:
     command = (sys.executable, "-m", "kestrel_grpc", "query", str(IMAGE), QUERY["args"]["question"])
-    options = ("--address", house.address, "--temperature", "0", "--max-tokens", "24")
-    assert (await run(*command, *options)).removesuffix(os.linesep) == GOLDEN_ANSWER
+    options = ("--address", live_server.address, "--temperature", "0", "--max-tokens", "24")
+    assert (await run(*command, *options)).removesuffix(os.linesep) == REFERENCE_ANSWER
 
 
 def test_verify_prints_a_line_per_case_and_then_the_count(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert main(["verify", str(copy_with_one_image(MD2_SMALL, tmp_path / "golden"))]) == 0
+    assert main(["verify", str(copy_with_one_image(MD2_SMALL, tmp_path / "fixture"))]) == 0
     *cases, count = capsys.readouterr().out.splitlines()
     assert len(cases) > 5
     assert count == f"{len(cases)} passed, 0 failed"

@@ -32,13 +32,13 @@ def rotary_write_kv(
     heads: int, groups: int, head_dim: int, dtype: str, pages: str, has_factors: bool, of: str = "triton"
 ) -> None:
     """Three tokens whose heads turn by half of their lanes."""
-    room = _empty(2, groups, 16, head_dim, dtype=pages)
+    storage = _empty(2, groups, 16, head_dim, dtype=pages)
     angles, scale = _empty(64, head_dim // 4), _empty(1) if pages == "fp8" else None
     factors = (_empty(3, heads, dtype=dtype), _empty(3, groups, dtype=dtype)) if has_factors else (None, None)
     qkv = _empty(3, (heads + 2 * groups) * head_dim, dtype=dtype)
     numbers = torch.zeros(3, dtype=torch.int64)
     _operation(of, "rotary_write_kv")(
-        qkv, numbers, angles, angles, room, room.clone(), numbers, scale, scale, *factors
+        qkv, numbers, angles, angles, storage, storage.clone(), numbers, scale, scale, *factors
     )
 
 
@@ -75,12 +75,12 @@ def prefill_attention(
 ) -> None:
     """One chunk of packed rows."""
     rows = _empty(max_chunk, (heads + 2 * groups) * head_dim, dtype=dtype).unflatten(1, (-1, head_dim))
-    room = _empty(2, groups, 16, head_dim, dtype=pages)
+    storage = _empty(2, groups, 16, head_dim, dtype=pages)
     numbers, scale = torch.zeros(2, dtype=torch.int32), _empty(1) if pages == "fp8" else None
     _operation(of, "prefill_attention")(
         *rows.split((heads, groups, groups), dim=1),
-        room,
-        room.clone(),
+        storage,
+        storage.clone(),
         numbers[None],
         numbers,
         numbers[:1],
@@ -102,7 +102,7 @@ def rotary_decode_attention(
     of: str = "triton",
 ) -> None:
     """One token for each of `batch` sequences."""
-    room = _empty(2, groups, 16, head_dim, dtype=pages)
+    storage = _empty(2, groups, 16, head_dim, dtype=pages)
     angles, scale = _empty(64, head_dim // 4), _empty(1) if pages == "fp8" else None
     numbers = torch.zeros(batch, dtype=torch.int32)
     _operation(of, "rotary_decode_attention")(
@@ -110,8 +110,8 @@ def rotary_decode_attention(
         numbers,
         angles,
         angles,
-        room,
-        room.clone(),
+        storage,
+        storage.clone(),
         numbers[:, None],
         _empty(batch, heads * head_dim, dtype=dtype),
         scale,

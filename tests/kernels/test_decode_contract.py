@@ -22,8 +22,8 @@ class Layer:
 
     def __init__(self, batch, num_rows, width, dtype, weight_dtype):
         torch.manual_seed(batch)
-        room = torch.full((batch, width + 8), torch.nan, device=DEVICE, dtype=dtype)
-        self.activations = room[:, :width]
+        storage = torch.full((batch, width + 8), torch.nan, device=DEVICE, dtype=dtype)
+        self.activations = storage[:, :width]
         self.activations.copy_(torch.randn(batch, width))
         self.weight = (torch.randn(num_rows, width) / width**0.5).to(DEVICE, weight_dtype)
         self.scale = 0.5 + torch.rand(num_rows, device=DEVICE) if weight_dtype == FLOAT8 else None

@@ -66,7 +66,7 @@ class Step:
         batch, heads = len(self.positions), self.heads
         counters = torch.zeros(batch, heads.num_heads, dtype=torch.int32, device=DEVICE)
         partials = torch.full((batch, heads.num_heads, num_parts, heads.head_dim + 2), torch.nan, device=DEVICE)
-        room = torch.full(
+        storage = torch.full(
             (batch, heads.num_heads * heads.head_dim + 8), torch.nan, device=DEVICE, dtype=self.qkv.dtype
         )
         rotary_decode_attention(
@@ -77,7 +77,7 @@ class Step:
             self.key_pages,
             self.value_pages,
             padded(self.tables).int().to(DEVICE),
-            room[:, :-8],
+            storage[:, :-8],
             self.key_scale,
             self.value_scale,
             self.query_scale,
@@ -86,8 +86,8 @@ class Step:
             counters,
         )
         assert (counters == 0).all()
-        assert room[:, -8:].isnan().all()
-        return room[:, :-8].cpu()
+        assert storage[:, -8:].isnan().all()
+        return storage[:, :-8].cpu()
 
     def token(self, row):
         """Query, key and value of a row's token, [1, heads, D] each, as they are attended with."""

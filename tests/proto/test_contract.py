@@ -117,8 +117,8 @@ def _messages() -> Mapping[str, descriptor_pb2.DescriptorProto]:
 def test_every_number_that_is_skipped_is_reserved_or_planned() -> None:
     gaps: dict[str, set[int]] = {}
     for name, message in _messages().items():
-        room = range(INFO_NUMBER) if message.field[-1:] and message.field[-1].name == "info" else ()
-        gaps[name] = _gaps(message) - set(room) - set(PLANNED.get(name, ()))
+        storage = range(INFO_NUMBER) if message.field[-1:] and message.field[-1].name == "info" else ()
+        gaps[name] = _gaps(message) - set(storage) - set(PLANNED.get(name, ()))
     gaps |= {enum.name: _enum_gaps(enum) for contents in _contents() for enum in contents.enum_type}
     assert {name: numbers for name, numbers in gaps.items() if numbers} == {}
 

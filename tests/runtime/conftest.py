@@ -1,4 +1,4 @@
-"""The small golden models, loaded once."""
+"""The small reference models, loaded once."""
 
 from collections.abc import Iterator
 

@@ -17,7 +17,7 @@ def _state(teacher: Teacher, recipe: Recipe) -> State:
 
 def test_a_run_goes_on_from_its_checkpoint_as_if_never_stopped(teacher: Teacher):
     group, recipe = GroupMaker(teacher, 0, 1, 1)(0), Recipe(num_steps=10, num_warmup_steps=2)
-    batch = (group.crops, group.tilings, group.visits[0])
+    batch = (group.tiles, group.tilings, group.visits[0])
     whole, resumed = _state(teacher, recipe), _state(teacher, recipe)
     whole.learn(batch)
     file = io.BytesIO()

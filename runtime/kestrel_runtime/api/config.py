@@ -60,6 +60,6 @@ class EngineConfig:
     max_prefill_tokens: int | None = None
     """Prompt tokens that a step may carry; None: 8192 on CUDA, else 1024."""
     max_tiles_per_step: int | None = None
-    """Image crops that a step may encode while other requests are decoding; None: 72 on CUDA, else 4."""
+    """Image tiles that a step may encode while other requests are decoding; None: 72 on CUDA, else 4."""
     step_timeout_s: float | None = None
     """Time without progress after which the device counts as hung; None: 60 on CUDA, else 1800."""

@@ -22,6 +22,8 @@ Invariants
 
 from __future__ import annotations
 
+import itertools
+from bisect import insort
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -66,6 +68,7 @@ class Scheduler:
         self._max_tiles_per_step = max_tiles_per_step
         self._waiting = WaitingQueue(ageing_s=ageing_s)
         self._active: list[Sequence] = []  # PREFILLING, PREFILLED and RUNNING, oldest first
+        self._start_numbers = itertools.count()
         self._suspects: deque[_Suspect] = deque()  # the first runs alone
         self._in_flight: set[StepId] = set()
         self._tail_steps: set[StepId] = set()  # decode steps in flight with sequences that have left
@@ -190,6 +193,7 @@ class Scheduler:
             sequence.writing.clear()
         while self._active:
             self._preempt(self._active[-1])
+        self._restore_order()
         self._pages.forget_cached()  # it is unknown what the failed step has written
         for sequence in self._waiting:
             sequence.num_encoded_tiles = 0
@@ -271,11 +275,20 @@ class Scheduler:
                 return
             self._start(sequence)
 
+    def _restore_order(self) -> None:
+        """Have preempted sequences wait in the order in which they had started: isolation runs may change it."""
+        started = [sequence for sequence in self._waiting if sequence.start_number is not None]
+        for sequence in sorted(started, key=_start_number, reverse=True):
+            self._waiting.remove(sequence)
+            self._waiting.push_preempted(sequence)
+
     def _start(self, sequence: Sequence) -> None:
         self._waiting.start(sequence)
         self._allocate(sequence)
         sequence.move_to(SequenceState.PREFILLING)
-        self._active.append(sequence)
+        if sequence.start_number is None:
+            sequence.start_number = next(self._start_numbers)
+        insort(self._active, sequence, key=_start_number)
 
     def _isolation_run(self, sequence: Sequence, is_decoding: bool) -> Plan:
         """One sequence alone: its image and tokens in a step; where it was decoding, its last token in another."""
@@ -331,3 +344,8 @@ class Scheduler:
                 return None
             end = sequence.prefix_length
         return Chunk.of(sequence, start, end) if end > start else None
+
+
+def _start_number(sequence: Sequence) -> int:
+    assert sequence.start_number is not None, "only sequences that have started are compared"
+    return sequence.start_number

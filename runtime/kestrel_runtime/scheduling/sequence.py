@@ -101,6 +101,8 @@ class Sequence:
     num_cached: int = 0
     """Positions whose keys and values are in the cache."""
     num_encoded_tiles: int = 0
+    start_number: int | None = None
+    """Rises in the order in which sequences first started; None before. Preemption does not change it."""
     num_pending: int = 0
     """Tokens that steps in flight sample: they have positions and pages, and are not in `tokens` yet."""
     writing: set[StepId] = field(default_factory=set)

@@ -40,7 +40,9 @@ class ReferenceFixture:
             expected = json.loads((folder / "expected.json").read_text())
             self._fixture = Fixture(folder, expected, load_file(folder / "expected.safetensors"))
         except FileNotFoundError as error:
-            raise CheckpointError(f"{folder} is no golden folder: {Path(error.filename).name} is missing") from None
+            raise CheckpointError(
+                f"{folder} is no reference fixture: {Path(error.filename).name} is missing"
+            ) from None
         self._config = replace(
             config,
             model=str(folder),

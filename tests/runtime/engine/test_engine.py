@@ -1,4 +1,4 @@
-"""The engine on a small golden model: answers do not depend on company, and nobody who leaves keeps a page."""
+"""The engine on a small reference model: answers do not depend on company, and nobody who leaves keeps a page."""
 
 import asyncio
 import contextlib

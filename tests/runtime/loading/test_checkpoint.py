@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from kestrel_runtime.api.config import BUILT_IN_MODEL
 from kestrel_runtime.api.errors import CheckpointError
 from kestrel_runtime.loading.checkpoint import Checkpoint, find_checkpoint
-from tests.reference_fixtures import MD2_SMALL, MD3_SMALL, model_config
 from tests.hub import Hub, Repository
+from tests.reference_fixtures import MD2_SMALL, MD3_SMALL, model_config
 from tests.runtime.models.moondream.layouts import save_shards
 
 TOKENIZER = (MD2_SMALL / "tokenizer.json").read_bytes()

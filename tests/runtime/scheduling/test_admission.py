@@ -93,7 +93,7 @@ def test_b2_however_many_flood_the_queue_a_newcomer_finds_room(num_tenants: int,
                 held[tenant] += 1
     assert all(abs(count - share) <= 1 for count in held.values())
     assert refusal(admission, cost("0")).is_tenant_share
-    fill(admission, 1, cost("newcomer"))
+    fill(admission, 1, cost("newest"))
 
 
 def test_b2_a_flood_of_large_images_leaves_room_for_other_images() -> None:

@@ -450,8 +450,8 @@ class ForgetsAReference(PageManager):
 
 class PublishesUnwrittenPositions(PageManager):
     def publish(self, owner, keys, num_positions):
-        room = len(self.pages_of(owner)) * self.page_size
-        super().publish(owner, keys, min(num_positions + self.page_size - 1, room))
+        capacity = len(self.pages_of(owner)) * self.page_size
+        super().publish(owner, keys, min(num_positions + self.page_size - 1, capacity))
 
 
 class ReleasesWithoutQuarantine(PageManager):

@@ -318,6 +318,18 @@ def test_i6_who_has_passed_is_tried_anew_when_a_later_trial_fails():
     assert world.step().decode == [first, third]
 
 
+def test_i5_a_failed_isolation_run_keeps_the_order_of_arrival():
+    world = World()
+    first, second = world.add(2), world.add(2)
+    world.fail()
+    assert world.step().members == [first]
+    assert world.fail().members == [second]
+    assert list(world.scheduler.sequences()) == [first, second]
+    while world.scheduler.is_isolating:
+        world.step()
+    assert world.active() == [first, second]
+
+
 def test_i6_trials_fit_where_the_failed_batch_filled_the_cache():
     world = World(num_pages=8, page_size=2)
     first, second = world.add(5), world.add(5)
@@ -336,17 +348,17 @@ def test_i8_who_decodes_does_not_wait_for_the_prompts_of_others():
     world = World()
     decoding = world.add(3)
     world.step()
-    newcomer = world.add(5)
+    newest = world.add(5)
     prompts = world.begin()
-    assert newcomer.state is PREFILLED
+    assert newest.state is PREFILLED
     for _ in range(3):
         turn = world.begin(may_prefill=False)
         assert turn.decode == [decoding]
         world.end(turn)
-    assert (decoding.num_generated, newcomer.num_generated) == (4, 0)
-    assert newcomer in world.end(prompts)
-    assert newcomer.state is RUNNING
-    assert world.step().decode == [decoding, newcomer]
+    assert (decoding.num_generated, newest.num_generated) == (4, 0)
+    assert newest in world.end(prompts)
+    assert newest.state is RUNNING
+    assert world.step().decode == [decoding, newest]
 
 
 def test_i8_who_follows_its_prompt_decodes_before_that_has_landed():
@@ -401,10 +413,10 @@ def test_a_newcomer_waits_until_each_active_sequence_has_a_page_in_reserve():
     world.add(4)
     world.add(4)
     world.step()
-    newcomer = world.add(11)  # needs three pages; four are free, two of them in reserve
+    newest = world.add(11)  # needs three pages; four are free, two of them in reserve
     world.step()
-    assert newcomer.state is WAITING
-    world.scheduler.remove(newcomer)
+    assert newest.state is WAITING
+    world.scheduler.remove(newest)
     smaller = world.add(7)
     world.step()
     assert smaller.state is RUNNING
@@ -418,10 +430,10 @@ def test_a_newcomer_is_not_sent_back_at_once(num_pages, num_steps, num_tokens):
     world.add(4)
     world.add(8)
     world.steps(num_steps)
-    newcomer = world.add(num_tokens)
+    newest = world.add(num_tokens)
     if world.step().prefill:
         world.step()
-        assert newcomer.state is RUNNING
+        assert newest.state is RUNNING
 
 
 def test_a_prompt_that_leaves_no_room_for_a_token_is_a_bug():

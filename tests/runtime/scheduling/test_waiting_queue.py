@@ -68,9 +68,9 @@ def test_w2_the_more_urgent_start_first(queue: WaitingQueue) -> None:
 def test_w2_waiting_raises_a_sequence_by_a_level_every_ten_seconds(
     queue: WaitingQueue, age_s: float, passes: bool
 ) -> None:
-    old, newcomer = new_sequence(priority=BATCH), new_sequence(priority=INTERACTIVE, submitted=age_s)
-    push(queue, old, newcomer)
-    assert queue.first(age_s) is (old if passes else newcomer)
+    old, newest = new_sequence(priority=BATCH), new_sequence(priority=INTERACTIVE, submitted=age_s)
+    push(queue, old, newest)
+    assert queue.first(age_s) is (old if passes else newest)
 
 
 def test_w2_an_endless_run_of_urgent_requests_starves_nobody(queue: WaitingQueue) -> None:
@@ -100,33 +100,33 @@ def test_w3_old_backlog_does_not_come_before_another_tenants_newcomer(queue: Wai
     first = queue.first(0.0)
     assert first is not None
     queue.start(first)
-    newcomer = new_sequence(10, tenant="modest", submitted=300.0)
-    push(queue, newcomer)
-    assert queue.first(300.0) is newcomer
+    newest = new_sequence(10, tenant="modest", submitted=300.0)
+    push(queue, newest)
+    assert queue.first(300.0) is newest
 
 
 @pytest.mark.parametrize("backlog", Priority)
-@pytest.mark.parametrize("newcomer", Priority)
+@pytest.mark.parametrize("newest", Priority)
 def test_w2_age_brings_no_tenant_before_another_that_is_as_urgent(
-    queue: WaitingQueue, backlog: Priority, newcomer: Priority
+    queue: WaitingQueue, backlog: Priority, newest: Priority
 ) -> None:
     push(queue, *(new_sequence(10, tenant="flood", priority=backlog) for _ in range(50)))
     first = queue.first(0.0)
     assert first is not None
     queue.start(first)
-    other = new_sequence(10, tenant="modest", submitted=5.0, priority=newcomer)
+    other = new_sequence(10, tenant="modest", submitted=5.0, priority=newest)
     push(queue, other)
-    assert (queue.first(5.0) is other) is (newcomer <= backlog)
-    assert (queue.first(24.9) is other) is (newcomer <= backlog or newcomer is NORMAL)
+    assert (queue.first(5.0) is other) is (newest <= backlog)
+    assert (queue.first(24.9) is other) is (newest <= backlog or newest is NORMAL)
     assert queue.first(25.1) is other
 
 
 def test_w2_age_still_counts_within_a_tenant(queue: WaitingQueue) -> None:
     aged, urgent = new_sequence(tenant="a", priority=NORMAL), new_sequence(tenant="a", submitted=11.0)
     push(queue, new_sequence(tenant="b", priority=BATCH), aged, urgent)
-    newcomer = new_sequence(tenant="a", submitted=12.0, priority=INTERACTIVE)
-    push(queue, newcomer)
-    assert [item for item in start_all(queue, now=12.0) if item.tenant == "a"] == [aged, newcomer, urgent]
+    newest = new_sequence(tenant="a", submitted=12.0, priority=INTERACTIVE)
+    push(queue, newest)
+    assert [item for item in start_all(queue, now=12.0) if item.tenant == "a"] == [aged, newest, urgent]
 
 
 def test_who_may_not_start_is_passed_over_and_keeps_its_place(queue: WaitingQueue) -> None:

@@ -95,5 +95,5 @@ def test_the_family_compares_tensors_with_requests_prepared_as_the_engine_does(
 
 
 def test_a_folder_without_answers_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"no golden folder: expected\.json is missing"):
+    with pytest.raises(CheckpointError, match=r"no reference fixture: expected\.json is missing"):
         ReferenceFixture(tmp_path, EngineConfig())

@@ -16,7 +16,7 @@ FOREVER_S = 3600.0
 AT_ONCE_S = 0.0
 
 
-def gate(places: int = 1, short_places: int = 1, **limits: float) -> MessageGate:
+def new_gate(places: int = 1, short_places: int = 1, **limits: float) -> MessageGate:
     defaults = {"timeout_s": FOREVER_S, "wait_limit_s": FOREVER_S, "short_timeout_s": FOREVER_S}
     return MessageGate(GateLimits(places, short_places, **{**defaults, **limits}))
 
@@ -64,25 +64,25 @@ async def ended(*tasks: asyncio.Task[Any]) -> None:
 
 
 async def test_a_message_takes_up_a_place_until_it_is_released() -> None:
-    door = gate()
-    message, place = await door.receive(ready, "", peer)
+    gate = new_gate()
+    message, place = await gate.receive(ready, "", peer)
     assert message == b"ready"
-    second = await waiting(door)
+    second = await waiting(gate)
     assert not second.done()
     place.release()
     place.release()
     _, place = await second
-    third = await waiting(door)
+    third = await waiting(gate)
     assert not third.done()
     place.release()
     await third
 
 
 async def test_places_go_to_those_that_have_waited_longest() -> None:
-    door = gate()
-    _, place = await door.receive(ready, "", peer)
-    first, second = await waiting(door), await waiting(door)
-    assert door.num_waiting == 2
+    gate = new_gate()
+    _, place = await gate.receive(ready, "", peer)
+    first, second = await waiting(gate), await waiting(gate)
+    assert gate.num_waiting == 2
     place.release()
     _, place = await first
     assert not second.done()
@@ -91,90 +91,90 @@ async def test_places_go_to_those_that_have_waited_longest() -> None:
 
 
 async def test_a_tenant_leaves_a_place_for_others() -> None:
-    door = gate(places=2)
-    greedy = await stalled(door, "greedy")
-    more = await waiting(door, "greedy")
+    gate = new_gate(places=2)
+    greedy = await stalled(gate, "greedy")
+    more = await waiting(gate, "greedy")
     assert not more.done()
-    await door.receive(ready, "modest", peer)
+    await gate.receive(ready, "modest", peer)
     await ended(greedy, more)
 
 
 async def test_a_message_that_does_not_come_ends_its_call_and_frees_its_place() -> None:
-    door = gate(timeout_s=0.01)
+    gate = new_gate(timeout_s=0.01)
     with pytest.raises(MessageTimeout):
-        await door.receive(Sender().read, "", peer)
-    _, place = await door.receive(ready, "", peer)
+        await gate.receive(Sender().read, "", peer)
+    _, place = await gate.receive(ready, "", peer)
     place.release()
 
 
 async def test_messages_that_do_not_come_are_ended_each_in_its_time() -> None:
-    door = gate(places=3, timeout_s=0.02)
-    tasks = [await stalled(door) for _ in range(3)]
+    gate = new_gate(places=3, timeout_s=0.02)
+    tasks = [await stalled(gate) for _ in range(3)]
     for task in tasks:
         with pytest.raises(MessageTimeout):
             await task
 
 
 async def test_a_caller_that_hangs_up_while_it_sends_frees_its_place() -> None:
-    door = gate()
-    await ended(await stalled(door))
-    await door.receive(ready, "", peer)
+    gate = new_gate()
+    await ended(await stalled(gate))
+    await gate.receive(ready, "", peer)
 
 
 async def test_a_caller_that_hangs_up_while_it_waits_is_forgotten() -> None:
-    door = gate()
-    first = await stalled(door)
-    second = await waiting(door)
+    gate = new_gate()
+    first = await stalled(gate)
+    second = await waiting(gate)
     await ended(second)
-    assert door.num_waiting == 0
+    assert gate.num_waiting == 0
     await ended(first)
-    await door.receive(ready, "", peer)
+    await gate.receive(ready, "", peer)
 
 
 async def test_a_caller_that_hangs_up_as_it_gets_a_place_passes_it_on() -> None:
-    door = gate()
-    _, place = await door.receive(ready, "", peer)
-    second = await waiting(door)
+    gate = new_gate()
+    _, place = await gate.receive(ready, "", peer)
+    second = await waiting(gate)
     place.release()  # its place is granted; it has not noticed
     await ended(second)
-    await door.receive(ready, "", peer)
+    await gate.receive(ready, "", peer)
 
 
 async def test_a_call_without_a_place_in_time_is_refused() -> None:
-    door = gate(short_places=0, timeout_s=0.05)
-    _, place = await door.receive(ready, "", peer)
+    gate = new_gate(short_places=0, timeout_s=0.05)
+    _, place = await gate.receive(ready, "", peer)
     with pytest.raises(TooManyCalls):
-        await door.receive(ready, "", peer)
+        await gate.receive(ready, "", peer)
     place.release()
-    await door.receive(ready, "", peer)
+    await gate.receive(ready, "", peer)
 
 
 async def test_where_senders_stall_a_message_that_has_arrived_is_read_all_the_same() -> None:
-    door = gate(places=3, wait_limit_s=0.01)
-    tasks = [await stalled(door) for _ in range(3)]
-    message, place = await door.receive(ready, "", peer)
+    gate = new_gate(places=3, wait_limit_s=0.01)
+    tasks = [await stalled(gate) for _ in range(3)]
+    message, place = await gate.receive(ready, "", peer)
     assert (message, place.is_short) == (b"ready", True)
     place.release()
     await ended(*tasks)
 
 
 async def test_a_message_that_has_waited_and_still_has_not_arrived_is_refused() -> None:
-    door = gate(wait_limit_s=0.01, short_timeout_s=0.01)
-    first = await stalled(door)
+    gate = new_gate(wait_limit_s=0.01, short_timeout_s=0.01)
+    first = await stalled(gate)
     with pytest.raises(TooManyCalls):
-        await door.receive(Sender().read, "", peer)
-    _, place = await door.receive(ready, "", peer)  # the short place is free again
+        await gate.receive(Sender().read, "", peer)
+    _, place = await gate.receive(ready, "", peer)  # the short place is free again
     assert place.is_short
     place.release()
     await ended(first)
 
 
 async def test_a_new_call_does_not_wait_for_all_that_stall() -> None:
-    door = gate(wait_limit_s=AT_ONCE_S, short_timeout_s=0.01)
-    first = await stalled(door)
-    stalling = [asyncio.create_task(door.receive(Sender().read, "", peer)) for _ in range(50)]
+    gate = new_gate(wait_limit_s=AT_ONCE_S, short_timeout_s=0.01)
+    first = await stalled(gate)
+    stalling = [asyncio.create_task(gate.receive(Sender().read, "", peer)) for _ in range(50)]
     await asyncio.sleep(0)
-    message, place = await door.receive(ready, "", peer)
+    message, place = await gate.receive(ready, "", peer)
     assert message == b"ready"
     assert sum(task.done() for task in stalling) <= 3
     place.release()
@@ -182,8 +182,8 @@ async def test_a_new_call_does_not_wait_for_all_that_stall() -> None:
 
 
 async def test_a_loop_that_stands_still_ends_no_short_message() -> None:
-    door = gate(wait_limit_s=AT_ONCE_S, short_timeout_s=0.05)
-    first = await stalled(door)
+    gate = new_gate(wait_limit_s=AT_ONCE_S, short_timeout_s=0.05)
+    first = await stalled(gate)
     sender = Sender()
     loop = asyncio.get_running_loop()
 
@@ -192,7 +192,7 @@ async def test_a_loop_that_stands_still_ends_no_short_message() -> None:
         loop.call_soon(lambda: (busy_for(0.1), sender.message.set_result(b"late")))
         return await sender.message
 
-    message, _ = await door.receive(read, "", peer)
+    message, _ = await gate.receive(read, "", peer)
     assert message == b"late"
     await ended(first)
 
@@ -204,20 +204,20 @@ def busy_for(duration_s: float) -> None:
 
 
 async def test_a_gate_that_closes_ends_those_who_send_and_those_who_wait() -> None:
-    door = gate(places=1)
-    sends, waits = await stalled(door), await waiting(door)
-    door.close()
+    gate = new_gate(places=1)
+    sends, waits = await stalled(gate), await waiting(gate)
+    gate.close()
     for task in (sends, waits):
         with pytest.raises(EngineUnavailable):
             await task
     with pytest.raises(EngineUnavailable):
-        await door.receive(ready, "", peer)
+        await gate.receive(ready, "", peer)
 
 
 async def test_a_caller_that_hangs_up_as_the_gate_closes_has_hung_up() -> None:
-    door = gate(places=1)
-    sends, waits = await stalled(door), await waiting(door)
-    door.close()
+    gate = new_gate(places=1)
+    sends, waits = await stalled(gate), await waiting(gate)
+    gate.close()
     for task in (sends, waits):
         task.cancel()
         with pytest.raises((asyncio.CancelledError, EngineUnavailable)):
@@ -226,15 +226,15 @@ async def test_a_caller_that_hangs_up_as_the_gate_closes_has_hung_up() -> None:
 
 
 async def test_whoever_did_not_finish_a_message_comes_after_all_others() -> None:
-    door = gate(places=1, short_places=1, wait_limit_s=AT_ONCE_S, short_timeout_s=0.01)
-    first = await stalled(door)
+    gate = new_gate(places=1, short_places=1, wait_limit_s=AT_ONCE_S, short_timeout_s=0.01)
+    first = await stalled(gate)
     with pytest.raises(TooManyCalls):
-        await door.receive(Sender().read, "", lambda: "slow")
-    short = asyncio.create_task(door.receive(ready, "", peer))
+        await gate.receive(Sender().read, "", lambda: "slow")
+    short = asyncio.create_task(gate.receive(ready, "", peer))
     _, place = await short
-    slow_sender = asyncio.create_task(door.receive(ready, "", lambda: "slow"))
+    slow_sender = asyncio.create_task(gate.receive(ready, "", lambda: "slow"))
     await asyncio.sleep(0)
-    clean = asyncio.create_task(door.receive(ready, "", lambda: "quick"))
+    clean = asyncio.create_task(gate.receive(ready, "", lambda: "quick"))
     await asyncio.sleep(0)
     first.cancel()  # its place goes to the later one, which is no slow_sender
     _, other_place = await clean
@@ -245,32 +245,32 @@ async def test_whoever_did_not_finish_a_message_comes_after_all_others() -> None
 
 
 async def test_those_who_did_not_finish_share_half_of_the_places() -> None:
-    door = gate(places=4, short_places=0, timeout_s=0.02)
+    gate = new_gate(places=4, short_places=0, timeout_s=0.02)
     for _ in range(2):
         with pytest.raises(MessageTimeout):
-            await door.receive(Sender().read, "", lambda: "slow")
-    tasks = [asyncio.create_task(door.receive(Sender().read, "", lambda: "slow")) for _ in range(4)]
+            await gate.receive(Sender().read, "", lambda: "slow")
+    tasks = [asyncio.create_task(gate.receive(Sender().read, "", lambda: "slow")) for _ in range(4)]
     await asyncio.sleep(0)
-    assert door.num_waiting == 2
-    await door.receive(ready, "", peer)
+    assert gate.num_waiting == 2
+    await gate.receive(ready, "", peer)
     await ended(*tasks)
 
 
 async def test_suspicion_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(message_gate, "_SLOW_SENDER_S", -1.0)
-    door = gate(places=2, timeout_s=0.02)
+    gate = new_gate(places=2, timeout_s=0.02)
     with pytest.raises(MessageTimeout):
-        await door.receive(Sender().read, "", peer)
-    tasks = [asyncio.create_task(door.receive(Sender().read, "", peer)) for _ in range(2)]
+        await gate.receive(Sender().read, "", peer)
+    tasks = [asyncio.create_task(gate.receive(Sender().read, "", peer)) for _ in range(2)]
     await asyncio.sleep(0)
-    assert door.num_waiting == 0
+    assert gate.num_waiting == 0
     await ended(*tasks)
 
 
 async def test_no_more_than_so_many_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(message_gate, "_MAX_SLOW_SENDERS", 3)
-    door = gate(timeout_s=0.001)
+    gate = new_gate(timeout_s=0.001)
     for number in range(5):
         with pytest.raises(MessageTimeout):
-            await door.receive(Sender().read, "", lambda: str(number))  # noqa: B023 called before the next turn
-    assert len(door._slow_senders) == 3
+            await gate.receive(Sender().read, "", lambda: str(number))  # noqa: B023 called before the next turn
+    assert len(gate._slow_senders) == 3

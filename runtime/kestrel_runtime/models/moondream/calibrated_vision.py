@@ -57,12 +57,12 @@ class _CalibratedBlock:
 
 
 class CalibratedVision(FusedVision):
-    """A `FusedVision` in float8 whose blocks round by scales that some crops have shown to fit."""
+    """A `FusedVision` in float8 whose blocks round by scales that some tiles have shown to fit."""
 
     def __init__(
-        self, vision: VisionModel, kernels: Kernels, crops: Tensor, *, frees_originals: bool = False
+        self, vision: VisionModel, kernels: Kernels, tiles: Tensor, *, frees_originals: bool = False
     ) -> None:
-        """Encodes uint8 crops [N, side, side, channels] to see how large values grow; others may be 8 times larger.
+        """Encodes uint8 tiles [N, side, side, channels] to see how large values grow; others may be 8 times larger.
 
         With `frees_originals` the model's own weights are freed block by block, but for its final norm.
         Raises ValueError where a dimension of the blocks is no multiple of 16, and RuntimeError where the device
@@ -71,12 +71,12 @@ class CalibratedVision(FusedVision):
         if vision.config.enc_dim % 16 or vision.config.enc_ff_dim % 16:
             raise ValueError("float8 products need vision.enc_dim and vision.enc_ff_dim to be multiples of 16")
         # No value of a normalised row is above the root of the row's length.
-        self._normed_scale = _Scale.of(math.sqrt(vision.config.enc_dim), crops.device)
+        self._normed_scale = _Scale.of(math.sqrt(vision.config.enc_dim), tiles.device)
         self._calibrated: list[_CalibratedBlock] = []
-        self._pictures = crops
+        self._pictures = tiles
         super().__init__(vision, kernels, "float8", frees_originals=frees_originals)
         with torch.no_grad():
-            self.encode(crops)  # what the device cannot do should show now
+            self.encode(tiles)  # what the device cannot do should show now
         del self._pictures
 
     def _fold_blocks(self, vision: VisionModel, *, frees_originals: bool) -> None:

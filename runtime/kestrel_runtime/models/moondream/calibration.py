@@ -11,7 +11,7 @@ _SEED = 1
 
 
 def calibration_tiles(config: VisionConfig, device: torch.device) -> Tensor:
-    """uint8 crops [6, side, side, channels]: noise, fine and coarse, a slope, stripes, white and black.
+    """uint8 tiles [6, side, side, channels]: noise, fine and coarse, a slope, stripes, white and black.
 
     Between even areas, edges and noise lies what cameras and screens show.
     """

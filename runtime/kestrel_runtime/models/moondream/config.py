@@ -73,7 +73,7 @@ class TextConfig:
 
 @dataclass(frozen=True, slots=True)
 class VisionConfig:
-    """The crop encoder, the stitching of its crops and the projection into the decoder."""
+    """The tile encoder, the stitching of its tiles and the projection into the decoder."""
 
     enc_dim: int
     enc_patch_size: int
@@ -89,7 +89,7 @@ class VisionConfig:
 
     @property
     def grid_size(self) -> int:
-        """Patches along one side of a crop; an image becomes `grid_size ** 2` tokens."""
+        """Patches along one side of a tile; an image becomes `grid_size ** 2` tokens."""
         return self.crop_size // self.enc_patch_size
 
     @property

@@ -76,8 +76,8 @@ class MoondreamExecutor:
                     model.device,
                     graphs.prefill,
                     budget,
-                    max_crops=memory.bounds.max_tiles,
-                    max_crops_of_image=1 + vision.max_crops,
+                    max_tiles=memory.bounds.max_tiles,
+                    max_tiles_of_image=1 + vision.max_crops,
                 )
 
     def encode(self, works: Sequence[EncodeWork]) -> None:

@@ -1,6 +1,6 @@
 """The vision side at full speed: the plain `VisionModel` with its steps fused and, if wished, products in float8.
 
-Knows the weights and which kernels to call; nothing of requests, and nothing of who encodes which crops together.
+Knows the weights and which kernels to call; nothing of requests, and nothing of who encodes which tiles together.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def folded(layer: nn.Linear, norm: nn.LayerNorm | None) -> tuple[Tensor, Tensor]
 
 
 class FusedVision:
-    """Encoder and projector of a loaded `VisionModel`, for many crops and many images at a time."""
+    """Encoder and projector of a loaded `VisionModel`, for many tiles and many images at a time."""
 
     def __init__(
         self,
@@ -86,20 +86,20 @@ class FusedVision:
         self._log_kept()
         self._plans: dict[tuple[int, int], PoolingPlan] = {}
 
-    def encode(self, crops: Tensor) -> Tensor:
-        """uint8 crops [N, side, side, channels] → features [N, patches, enc_dim], those of `VisionModel.encode`."""
-        hidden = self._embed_patches(crops)
+    def encode(self, tiles: Tensor) -> Tensor:
+        """uint8 tiles [N, side, side, channels] → features [N, patches, enc_dim], those of `VisionModel.encode`."""
+        hidden = self._embed_patches(tiles)
         delta: Tensor | None = None
         for layer in range(self.config.enc_n_layers):
             delta = self._run_block(layer, hidden, delta)
         if delta is not None:
             hidden += delta
         features = layer_norm(hidden, hidden.shape[-1:], self._post_ln.weight, self._post_ln.bias, self._epsilon)
-        return features.view(len(crops), self.config.num_image_tokens, -1)
+        return features.view(len(tiles), self.config.num_image_tokens, -1)
 
-    def states(self, crops: Tensor) -> Iterator[Tensor]:
+    def states(self, tiles: Tensor) -> Iterator[Tensor]:
         """The stream [N * patches, enc_dim] after each block, for those who look into the encoder."""
-        hidden = self._embed_patches(crops)
+        hidden = self._embed_patches(tiles)
         delta: Tensor | None = None
         for layer in range(self.config.enc_n_layers):
             delta = self._run_block(layer, hidden, delta)
@@ -108,7 +108,7 @@ class FusedVision:
     def project_all(self, features: Sequence[Tensor], tilings: Sequence[tuple[int, int]]) -> Tensor:
         """Features of several images → their embeddings [images, patches, text dim].
 
-        Each image's are [1 + rows * columns, patches, enc_dim], the global crop first; a tiling is (rows, columns).
+        Each image's are [1 + rows * columns, patches, enc_dim], the global tile first; a tiling is (rows, columns).
         """
         num_patches = self.config.num_image_tokens
         plans = [self._plan(tiling, image.device) for image, tiling in zip(features, tilings, strict=True)]
@@ -117,24 +117,24 @@ class FusedVision:
         patches = torch.cat([plan.patches + base for plan, base in zip(plans, num_rows, strict=False)])
         starts = torch.cat([plan.starts + base for plan, base in zip(plans, num_entries, strict=False)])
         rows = torch.cat([image.flatten(0, 1) for image in features])
-        # A row of the projector's input: a patch of the global crop, then an average of local ones.
+        # A row of the projector's input: a patch of the global tile, then an average of local ones.
         joined = embedding_bag(patches, rows, starts, mode="mean").view(len(plans) * num_patches, -1)
         fc1, fc2 = self._projector
         inner = self._product(*self._quantised(joined, fc1, activate=False), fc1)
         return self._product(*self._quantised(inner, fc2), fc2).view(len(plans), num_patches, -1)
 
-    def _embed_patches(self, crops: Tensor) -> Tensor:
+    def _embed_patches(self, tiles: Tensor) -> Tensor:
         config = self.config
         size, side, channels = config.enc_patch_size, config.grid_size, config.in_channels
         # Pixels as signed bytes, -128 to 127: exact in every type. A patch is ordered channel, row, column.
-        signed = (crops ^ 128).view(torch.int8).view(-1, side, size, side, size, channels)
+        signed = (tiles ^ 128).view(torch.int8).view(-1, side, size, side, size, channels)
         padded = torch.zeros(
-            len(crops) * side * side, self._patch_weight.shape[1], dtype=self._dtype, device=crops.device
+            len(tiles) * side * side, self._patch_weight.shape[1], dtype=self._dtype, device=tiles.device
         )
         patches = padded[:, : channels * size * size].view(-1, side, side, channels, size, size)
         patches.copy_(signed.permute(0, 1, 3, 5, 2, 4))
         hidden = self._kernels.scaled_linear(padded, None, self._patch_weight, None, None, self._dtype)
-        hidden.view(len(crops), side * side, -1).add_(self._patch_offsets)
+        hidden.view(len(tiles), side * side, -1).add_(self._patch_offsets)
         return hidden
 
     def _run_block(self, layer: int, hidden: Tensor, delta: Tensor | None) -> Tensor | None:

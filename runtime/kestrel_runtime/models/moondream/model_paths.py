@@ -66,8 +66,8 @@ def _vision(model: Moondream, paths: ExecutionConfig, *, frees_originals: bool) 
         return model.vision
     if paths.vision != "calibrated-float8":
         return FusedVision(model.vision, paths.kernels, _PRECISIONS[paths.vision], frees_originals=frees_originals)
-    crops = calibration_tiles(model.config.vision, model.device)
+    tiles = calibration_tiles(model.config.vision, model.device)
     try:
-        return CalibratedVision(model.vision, paths.kernels, crops, frees_originals=frees_originals)
+        return CalibratedVision(model.vision, paths.kernels, tiles, frees_originals=frees_originals)
     except ValueError as error:  # dimensions that float8 products do not have
         raise CheckpointError(f"vision path calibrated-float8: {error}") from error

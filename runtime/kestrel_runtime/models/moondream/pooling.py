@@ -1,6 +1,6 @@
-"""Which patches of an image's crops are averaged into which row of the projector's input.
+"""Which patches of an image's tiles are averaged into which row of the projector's input.
 
-Stitching the crops and pooling the whole are averages over fixed patches, so a tiling's are listed once.
+Stitching the tiles and pooling the whole are averages over fixed patches, so a tiling's are listed once.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from kestrel_runtime.models.moondream.config import VisionConfig
 
 @dataclass(frozen=True, slots=True)
 class PoolingPlan:
-    """Averages in the order: patch 0 of the global crop, place 0 of the pooled whole, patch 1, place 1 …"""
+    """Averages in the order: patch 0 of the global tile, place 0 of the pooled whole, patch 1, place 1 …"""
 
     patches: Tensor
-    """[entries] int64: what is averaged, counted from the image's first crop."""
+    """[entries] int64: what is averaged, counted from the image's first tile."""
     starts: Tensor
-    """[2 * patches of a crop] int64: where each average begins in `patches`."""
+    """[2 * patches of a tile] int64: where each average begins in `patches`."""
 
     @classmethod
     def of(cls, config: VisionConfig, rows: int, columns: int, device: torch.device) -> PoolingPlan:
-        """The plan of a tiling, equal to stitching and then an adaptive average pool to the size of a crop."""
+        """The plan of a tiling, equal to stitching and then an adaptive average pool to the size of a tile."""
         side = config.grid_size
         stitched_rows, stitched_columns = _stitched(config, rows), _stitched(config, columns)
         averages: list[list[int]] = []
@@ -46,13 +46,13 @@ class PoolingPlan:
 
 
 def _stitched(config: VisionConfig, count: int) -> list[tuple[int, int]]:
-    # Along one axis: crop and place within it of every patch that stitching keeps. Each crop gives its middle, and
+    # Along one axis: tile and place within it of every patch that stitching keeps. Each tile gives its middle, and
     # its margin only at the rim.
     margin, side = config.overlap_margin, config.grid_size
     return [
-        (crop, place)
-        for crop in range(count)
-        for place in range(0 if crop == 0 else margin, side if crop == count - 1 else side - margin)
+        (tile, place)
+        for tile in range(count)
+        for place in range(0 if tile == 0 else margin, side if tile == count - 1 else side - margin)
     ]
 
 

@@ -1,4 +1,4 @@
-"""The vision side: crops to features, features of all crops to one grid, grid to decoder embeddings.
+"""The vision side: tiles to features, features of all tiles to one grid, grid to decoder embeddings.
 
 Source: the public reference's `vision.py` and `image_crops.py`.
 """
@@ -28,9 +28,9 @@ class VisionModel(nn.Module):
         self.post_ln = nn.LayerNorm(config.enc_dim)
         self.proj_mlp = Mlp(2 * config.enc_dim, config.proj_inner_dim, config.proj_out_dim)
 
-    def encode(self, crops: Tensor) -> Tensor:
-        """uint8 crops [N, side, side, channels] → features [N, patches, enc_dim]."""
-        features = self.patch_emb(self._patches(crops)) + self.pos_emb
+    def encode(self, tiles: Tensor) -> Tensor:
+        """uint8 tiles [N, side, side, channels] → features [N, patches, enc_dim]."""
+        features = self.patch_emb(self._patches(tiles)) + self.pos_emb
         for block in self.blocks:
             features = block(features)
         return self.post_ln(features)
@@ -41,16 +41,16 @@ class VisionModel(nn.Module):
         return torch.stack([self.project(image, rows, columns) for image, (rows, columns) in pairs])
 
     def project(self, features: Tensor, rows: int, columns: int) -> Tensor:
-        """Features of the global crop and then rows * columns local ones → embeddings [patches, text dim]."""
+        """Features of the global tile and then rows * columns local ones → embeddings [patches, text dim]."""
         side = self.config.grid_size
         local = self._stitch(features[1:].unflatten(1, (side, side)), rows, columns)  # [height, width, enc_dim]
         pooled = adaptive_avg_pool2d(local.permute(2, 0, 1).float(), (side, side)).to(features.dtype)
         return self.proj_mlp(torch.cat((features[0], pooled.flatten(1).T), dim=-1))
 
-    def _patches(self, crops: Tensor) -> Tensor:
+    def _patches(self, tiles: Tensor) -> Tensor:
         # A patch is a vector ordered channel, row, column. Pixels go to [-1, 1] in float32.
         size, side = self.config.enc_patch_size, self.config.grid_size
-        pixels = (crops.float() / 255 - 0.5) / 0.5
+        pixels = (tiles.float() / 255 - 0.5) / 0.5
         grid = pixels.view(-1, side, size, side, size, self.config.in_channels)
         return (
             grid.permute(0, 1, 3, 5, 2, 4)
@@ -59,7 +59,7 @@ class VisionModel(nn.Module):
         )
 
     def _stitch(self, grids: Tensor, rows: int, columns: int) -> Tensor:
-        # Neighbouring crops overlap by two margins: each gives its middle, and its margin only at the rim.
+        # Neighbouring tiles overlap by two margins: each gives its middle, and its margin only at the rim.
         margin, side = self.config.overlap_margin, self.config.grid_size
 
         def kept(index: int, count: int) -> slice:

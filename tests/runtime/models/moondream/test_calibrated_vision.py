@@ -19,29 +19,29 @@ KERNELS = dataclasses.replace(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_features_are_about_as_good_as_with_a_scale_for_every_row(dtype):
     model = some_model(ALIGNED)
-    wanted, crops = model.encode(some_tiles(4, ALIGNED)), some_tiles(4, ALIGNED)
+    wanted, tiles = model.encode(some_tiles(4, ALIGNED)), some_tiles(4, ALIGNED)
     short = some_model(ALIGNED).to(dtype)
-    calibrated = CalibratedVision(short, KERNELS, some_tiles(2, ALIGNED, seed=1)).encode(crops)
-    by_row = FusedVision(short, KERNELS, "float8").encode(crops)
+    calibrated = CalibratedVision(short, KERNELS, some_tiles(2, ALIGNED, seed=1)).encode(tiles)
+    by_row = FusedVision(short, KERNELS, "float8").encode(tiles)
     assert calibrated.dtype == dtype
     assert 1e-3 < relative_error(calibrated, wanted) < 1.5 * relative_error(by_row, wanted)
 
 
 def test_values_may_be_eight_times_those_that_were_seen():
-    # Blank crops leave everything small.
-    model, crops = some_model(ALIGNED), some_tiles(4, ALIGNED)
-    blank = torch.full_like(crops[:1], 128)
-    calibrated = CalibratedVision(model, KERNELS, blank).encode(crops)
-    assert relative_error(calibrated, model.encode(crops)) < 0.1
+    # Blank tiles leave everything small.
+    model, tiles = some_model(ALIGNED), some_tiles(4, ALIGNED)
+    blank = torch.full_like(tiles[:1], 128)
+    calibrated = CalibratedVision(model, KERNELS, blank).encode(tiles)
+    assert relative_error(calibrated, model.encode(tiles)) < 0.1
 
 
 def test_the_stream_after_the_last_block_is_what_features_are_made_of():
-    model, crops = some_model(ALIGNED), some_tiles(2, ALIGNED)
-    vision = CalibratedVision(model, KERNELS, crops)
-    states = list(vision.states(crops))
+    model, tiles = some_model(ALIGNED), some_tiles(2, ALIGNED)
+    vision = CalibratedVision(model, KERNELS, tiles)
+    states = list(vision.states(tiles))
     assert len(states) == len(model.blocks)
     assert not torch.equal(states[0], states[-1])
-    torch.testing.assert_close(model.post_ln(states[-1]).view_as(vision.encode(crops)), vision.encode(crops))
+    torch.testing.assert_close(model.post_ln(states[-1]).view_as(vision.encode(tiles)), vision.encode(tiles))
 
 
 def test_dimensions_that_float8_products_refuse_are_refused():

@@ -49,22 +49,22 @@ def relative_error(got, wanted):
 
 @pytest.mark.parametrize("config", [TINY, ALIGNED, tiny_config(3).vision, tiny_config(crop_size=98).vision])
 def test_features_are_those_of_the_plain_encoder(config):
-    model, crops = some_model(config), some_tiles(3, config)
-    features = FusedVision(model, KERNELS, "model").encode(crops)
-    torch.testing.assert_close(features, model.encode(crops), rtol=1e-4, atol=1e-4)
+    model, tiles = some_model(config), some_tiles(3, config)
+    features = FusedVision(model, KERNELS, "model").encode(tiles)
+    torch.testing.assert_close(features, model.encode(tiles), rtol=1e-4, atol=1e-4)
 
 
 def test_an_encoder_without_blocks_embeds_its_patches():
     config = dataclasses.replace(TINY, enc_n_layers=0)
-    model, crops = some_model(config), some_tiles(2, config)
-    features = FusedVision(model, KERNELS, "model").encode(crops)
-    torch.testing.assert_close(features, model.encode(crops), rtol=1e-4, atol=1e-4)
+    model, tiles = some_model(config), some_tiles(2, config)
+    features = FusedVision(model, KERNELS, "model").encode(tiles)
+    torch.testing.assert_close(features, model.encode(tiles), rtol=1e-4, atol=1e-4)
 
 
 def test_the_stream_can_be_read_after_each_block():
-    model, crops = some_model(), some_tiles(2)
-    wanted = model.patch_emb(model._patches(crops)) + model.pos_emb
-    states = list(FusedVision(model, KERNELS, "model").states(crops))
+    model, tiles = some_model(), some_tiles(2)
+    wanted = model.patch_emb(model._patches(tiles)) + model.pos_emb
+    states = list(FusedVision(model, KERNELS, "model").states(tiles))
     assert len(states) == len(model.blocks)
     for block, state in zip(model.blocks, states, strict=True):
         wanted = block(wanted)
@@ -74,38 +74,38 @@ def test_the_stream_can_be_read_after_each_block():
 def test_an_even_picture_keeps_its_colour_in_a_short_type():
     # In a short type what is left of large terms that cancel is noise: bytes must be centred before the product.
     model = some_model().bfloat16()
-    crops = torch.full((1, TINY.crop_size, TINY.crop_size, 3), 128, dtype=torch.uint8)
-    got = FusedVision(model, KERNELS, "model").encode(crops)
-    assert relative_error(got, some_model().encode(crops)) < 0.03
+    tiles = torch.full((1, TINY.crop_size, TINY.crop_size, 3), 128, dtype=torch.uint8)
+    got = FusedVision(model, KERNELS, "model").encode(tiles)
+    assert relative_error(got, some_model().encode(tiles)) < 0.03
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_a_short_type_is_kept_and_no_less_exact(dtype):
-    exact, crops = some_model(ALIGNED), some_tiles(4, ALIGNED)
+    exact, tiles = some_model(ALIGNED), some_tiles(4, ALIGNED)
     short = some_model(ALIGNED).to(dtype)
-    wanted = exact.encode(crops)
-    features = FusedVision(short, KERNELS, "model").encode(crops)
+    wanted = exact.encode(tiles)
+    features = FusedVision(short, KERNELS, "model").encode(tiles)
     assert features.dtype == dtype
-    assert relative_error(features, wanted) < 1.3 * relative_error(short.encode(crops), wanted)
+    assert relative_error(features, wanted) < 1.3 * relative_error(short.encode(tiles), wanted)
 
 
 def test_float8_features_are_within_a_few_percent():
-    model, crops = some_model(ALIGNED), some_tiles(4, ALIGNED)
-    error = relative_error(FusedVision(model, KERNELS, "float8").encode(crops), model.encode(crops))
+    model, tiles = some_model(ALIGNED), some_tiles(4, ALIGNED)
+    error = relative_error(FusedVision(model, KERNELS, "float8").encode(tiles), model.encode(tiles))
     assert 1e-3 < error < 0.08  # not zero, or nothing was quantised
 
 
 def test_dimensions_that_float8_products_refuse_stay_in_the_models_type():
-    model, crops = some_model(TINY), some_tiles(2)
-    features = FusedVision(model, KERNELS, "float8").encode(crops)
-    torch.testing.assert_close(features, model.encode(crops), rtol=1e-4, atol=1e-4)
+    model, tiles = some_model(TINY), some_tiles(2)
+    features = FusedVision(model, KERNELS, "float8").encode(tiles)
+    torch.testing.assert_close(features, model.encode(tiles), rtol=1e-4, atol=1e-4)
 
 
-def test_crops_handed_in_stay_as_they_are():
-    crops = some_tiles(2)
-    before = crops.clone()
-    FusedVision(some_model(), KERNELS, "model").encode(crops)
-    assert torch.equal(crops, before)
+def test_tiles_handed_in_stay_as_they_are():
+    tiles = some_tiles(2)
+    before = tiles.clone()
+    FusedVision(some_model(), KERNELS, "model").encode(tiles)
+    assert torch.equal(tiles, before)
 
 
 # Projection
@@ -174,7 +174,7 @@ def test_only_the_chosen_kernels_compute():
         out, scale = KERNELS.concat_gelu(rows, *rest)
         return 2 * out, scale
 
-    model, crops = some_model(), some_tiles(1)
-    plain = FusedVision(model, KERNELS, "model").encode(crops)
-    changed = FusedVision(model, dataclasses.replace(KERNELS, concat_gelu=doubled), "model").encode(crops)
+    model, tiles = some_model(), some_tiles(1)
+    plain = FusedVision(model, KERNELS, "model").encode(tiles)
+    changed = FusedVision(model, dataclasses.replace(KERNELS, concat_gelu=doubled), "model").encode(tiles)
     assert relative_error(changed, plain) > 0.01

@@ -107,9 +107,9 @@ def test_a_state_must_hold_exactly_the_models_tensors(change):
 @torch.inference_mode()
 def prompted(model, image, ids):
     """What the model makes of BOS, an image and a prompt: the image's embeddings and the hidden states."""
-    crops = MoondreamTiling(model.config.vision).make_tiles(image)
-    features = model.vision.encode(torch.from_numpy(crops.pixels))
-    pictured = model.vision.project(features, crops.rows, crops.columns)
+    tiles = MoondreamTiling(model.config.vision).make_tiles(image)
+    features = model.vision.encode(torch.from_numpy(tiles.pixels))
+    pictured = model.vision.project(features, tiles.rows, tiles.columns)
     bos = model.embed([Token(model.config.tokenizer.bos_id)])
     embeddings = torch.cat((bos, pictured, model.embed([Token(id) for id in ids])))
     attend = DenseAttend(model.config.text.prefix_attn)
@@ -118,7 +118,7 @@ def prompted(model, image, ids):
 
 @pytest.mark.parametrize("generation", [2, 3])
 @pytest.mark.parametrize("crop_size", [56, 196])
-def test_crops_of_other_sizes_work_from_pixels_to_logits(generation, crop_size):
+def test_tiles_of_other_sizes_work_from_pixels_to_logits(generation, crop_size):
     model = random_model(tiny_config(generation, crop_size=crop_size))
     pictured, hidden = prompted(model, noise(500, 300), [1, 17, 2, 3])
     num_image_tokens = (crop_size // 14) ** 2
@@ -132,7 +132,7 @@ def test_crops_of_other_sizes_work_from_pixels_to_logits(generation, crop_size):
 @pytest.mark.parametrize(
     ("folder", "loaded"), [(MD2_SMALL, "moondream2"), (MD3_SMALL, "moondream3")], ids=["moondream2", "moondream3"]
 )
-def test_a_golden_model_sees_and_answers_as_the_reference(folder, loaded, request):
+def test_a_reference_model_sees_and_answers_as_the_reference(folder, loaded, request):
     model = request.getfixturevalue(loaded).model
     tensors, place = load_file(folder / "expected.safetensors"), 1  # the smallest image
     image = decode_image(image_paths(folder)[place].read_bytes(), max_image_pixels=10**6)

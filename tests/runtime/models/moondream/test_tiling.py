@@ -12,8 +12,8 @@ from kestrel_runtime.imaging.decoding import decode_image
 from kestrel_runtime.imaging.tiles import DecodedImage, Tiles, keep_decoded
 from kestrel_runtime.models.moondream.config import MoondreamConfig, VisionConfig
 from kestrel_runtime.models.moondream.tiling import MoondreamTiling, Tiler
-from tests.reference_fixtures import MD2_SMALL, expected, model_config, shared_folders
 from tests.kernels.implementations import DEVICE, implementation_name, implementations
+from tests.reference_fixtures import MD2_SMALL, expected, model_config, shared_folders
 from tests.runtime.noise import noise
 
 VISION = MoondreamConfig.from_dict(model_config(MD2_SMALL)).vision
@@ -73,12 +73,12 @@ def test_tiling_of_any_size_stays_within_its_bound_and_turns_with_the_image(heig
 @pytest.mark.parametrize(("folder", "index"), IMAGES)
 def test_tiling_and_number_of_tiles_equal_the_reference(folder, index):
     case = expected(folder)["images"][index]
-    tiles = golden_tiles(folder, index)
+    tiles = reference_tiles(folder, index)
     assert [tiles.rows, tiles.columns] == case["tiling"]
     assert len(tiles.pixels) == case["n_crops"]
 
 
-def golden_tiles(folder, index) -> Tiles:
+def reference_tiles(folder, index) -> Tiles:
     case = expected(folder)["images"][index]
     vision = MoondreamConfig.from_dict(json.loads((folder / "config.json").read_text())).vision
     return make_tiles(decode_image((folder / case["image"]).read_bytes(), max_image_pixels=64_000_000), vision)
@@ -91,8 +91,8 @@ def test_tiles_equal_those_of_the_reference_to_the_bit(folder):
     for name in tensors:
         if name.endswith("_crop_u8"):
             index, which = name.split(".")
-            crop = golden_tiles(folder, int(index)).pixels[0 if which == "global_crop_u8" else -1]
-            np.testing.assert_array_equal(crop, tensors[name], err_msg=name)
+            tile = reference_tiles(folder, int(index)).pixels[0 if which == "global_crop_u8" else -1]
+            np.testing.assert_array_equal(tile, tensors[name], err_msg=name)
 
 
 def test_a_single_tile_equals_the_whole_image():

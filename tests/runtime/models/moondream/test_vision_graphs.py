@@ -8,8 +8,8 @@ from tests.runtime.fake_cuda import new_stream_capture, settle
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def encode(crops):
-    return crops.float().flatten(1).cumsum(1)
+def encode(tiles):
+    return tiles.float().flatten(1).cumsum(1)
 
 
 def new_graphs(stream_capture, **bounds):
@@ -19,7 +19,7 @@ def new_graphs(stream_capture, **bounds):
 @pytest.mark.parametrize("is_warm", [False, True])
 def test_replayed_encodings_are_those_of_the_encoder(is_warm):
     stream_capture = new_stream_capture(DEVICE)
-    graphs = new_graphs(stream_capture, max_crops=6, max_crops_of_image=3)
+    graphs = new_graphs(stream_capture, max_tiles=6, max_tiles_of_image=3)
     settle(DEVICE)
     if is_warm:
         graphs.captured.capture_all(graphs.usual(), until=float("inf"))
@@ -27,13 +27,13 @@ def test_replayed_encodings_are_those_of_the_encoder(is_warm):
     settle(DEVICE)
     with stream_capture.entered():
         for count in (5, 1, 3, 2, 3, 5, 1, 5, 6, 5, 7, 5):
-            crops = torch.randint(0, 256, (count, 4, 4, 3), dtype=torch.uint8, device=DEVICE)
-            kept.append((graphs(crops), encode(crops)))
+            tiles = torch.randint(0, 256, (count, 4, 4, 3), dtype=torch.uint8, device=DEVICE)
+            kept.append((graphs(tiles), encode(tiles)))
         for features, wanted in kept:  # none was overwritten by a later one
             assert torch.equal(features, wanted)
     assert len(graphs.captured) == 3 + is_warm  # 1, 3 and 5 came again; more than 6 never have a graph
 
 
-def test_usual_are_the_numbers_of_crops_of_one_image():
-    graphs = new_graphs(new_stream_capture(DEVICE), max_crops=2, max_crops_of_image=13)
+def test_usual_are_the_numbers_of_tiles_of_one_image():
+    graphs = new_graphs(new_stream_capture(DEVICE), max_tiles=2, max_tiles_of_image=13)
     assert [key for key, _ in graphs.usual()] == list(range(13, 0, -1))

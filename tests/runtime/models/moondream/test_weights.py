@@ -79,7 +79,7 @@ def test_every_layout_and_file_format_gives_the_same_tensors(folder, layout, spe
     assert_same(tensors, read_tensors(save(spelling(layout(tensors)), tmp_path)))
 
 
-def test_the_golden_files_hold_both_layouts():
+def test_the_reference_files_hold_both_layouts():
     with (
         safe_open(MD2_SMALL / "model.safetensors", "pt") as md2,
         safe_open(MD3_SMALL / "model.safetensors", "pt") as md3,
@@ -113,7 +113,7 @@ def test_scales_of_a_quantised_cache_are_ignored_with_a_line_in_the_log(tmp_path
 
 
 @pytest.mark.parametrize("folder", [pytest.param(folder, id=folder.name) for folder in shared_folders()])
-def test_every_golden_checkpoint_loads(folder):
+def test_every_reference_checkpoint_loads(folder):
     config, tensors = load_moondream_state(find_checkpoint(str(folder)))
     assert config == MoondreamConfig.from_dict(model_config(folder))
     assert not any(tensor.is_meta for tensor in tensors.values())

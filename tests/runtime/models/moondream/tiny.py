@@ -23,7 +23,7 @@ def tiny_config(
     max_context: int = 400,
     ff_dim: int = 32,
 ) -> MoondreamConfig:
-    """A configuration as small as it may be; the ids and templates are those of the golden models."""
+    """A configuration as small as it may be; the ids and templates are those of the reference models."""
     data = model_config(MD2_SMALL if generation == 2 else MD3_SMALL)
     side = crop_size // 14
     data["text"] |= {

@@ -1,4 +1,4 @@
-"""The acceptance of a checkpoint: the small golden folders pass, and a wrong number or answer is found."""
+"""The acceptance of a checkpoint: the small reference fixtures pass, and a wrong number or answer is found."""
 
 import json
 from dataclasses import replace
@@ -23,11 +23,11 @@ def verify(folder: Path, dtype: str = "float32", **paths: str) -> tuple[int, int
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
     """The Moondream 3 folder with one image, to be spoiled."""
-    return copy_with_one_image(MD3_SMALL, tmp_path / "golden")
+    return copy_with_one_image(MD3_SMALL, tmp_path / "fixture")
 
 
 @pytest.mark.parametrize(("folder", "num_cases"), [(MD2_SMALL, 56), (MD3_SMALL, 45)], ids=["md2", "md3"])
-def test_every_case_of_the_small_golden_folders_passes(folder: Path, num_cases: int) -> None:
+def test_every_case_of_the_small_reference_folders_passes(folder: Path, num_cases: int) -> None:
     passed, failed, lines = verify(folder)
     assert [line for line in lines if line.startswith("FAILED")] == []
     assert (passed, failed, len(lines)) == (num_cases, 0, num_cases)
@@ -79,5 +79,5 @@ def test_float8_is_held_to_its_own_tolerance_in_numbers_alone(copy: Path, paths:
 
 
 def test_a_folder_without_answers_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"no golden folder: expected\.json is missing"):
+    with pytest.raises(CheckpointError, match=r"no reference fixture: expected\.json is missing"):
         ReferenceFixture(tmp_path, EngineConfig())

@@ -10,8 +10,8 @@ import grpc
 import pytest
 
 from kestrel_client.v1 import vision_service_pb2 as wire
+from tests.journey.conftest import LiveServer
 from tests.reference_fixtures import MD3_SMALL
-from tests.journey.conftest import House
 
 IMAGE = (MD3_SMALL / "image_1_64x64.png").read_bytes()
 
@@ -22,15 +22,15 @@ def endless(seed: int) -> wire.QueryRequest:
     return wire.QueryRequest(question="hello", sampling=sampling)
 
 
-async def test_two_hundred_cancelled_requests_leave_no_page_behind(house: House) -> None:
+async def test_two_hundred_cancelled_requests_leave_no_page_behind(live_server: LiveServer) -> None:
     chance = random.Random(3)
-    background = [house.stub.Query(endless(seed)) for seed in range(3)]
+    background = [live_server.stub.Query(endless(seed)) for seed in range(3)]
 
     async def leave_midway(number: int) -> None:
         if number % 5:
-            call = house.stub.Query(endless(number))
+            call = live_server.stub.Query(endless(number))
         else:
-            call = house.stub.Caption(wire.CaptionRequest(image={"data": IMAGE}))
+            call = live_server.stub.Caption(wire.CaptionRequest(image={"data": IMAGE}))
         for _ in range(chance.randrange(5)):  # 0: before the server has said anything
             await call.read()
         call.cancel()
@@ -39,34 +39,34 @@ async def test_two_hundred_cancelled_requests_leave_no_page_behind(house: House)
         await asyncio.gather(*(leave_midway(10 * batch + number) for number in range(10)))
     for call in background:
         call.cancel()
-    await house.assert_empty()
+    await live_server.assert_empty()
 
 
-async def test_deadlines_at_every_stage_leave_no_page_behind(house: House) -> None:
+async def test_deadlines_at_every_stage_leave_no_page_behind(live_server: LiveServer) -> None:
     async def wait_until_too_late(number: int) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            async for _ in house.stub.Query(endless(number), timeout=0.002 * number + 0.001):
+            async for _ in live_server.stub.Query(endless(number), timeout=0.002 * number + 0.001):
                 pass
         # Or turned away at once, where half are in and the others can tell that they would come too late.
         is_hopeless = "longer than this request may wait" in (caught.value.details() or "")
         assert is_hopeless or caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
     await asyncio.gather(*(wait_until_too_late(number) for number in range(60)))
-    await house.assert_empty()
+    await live_server.assert_empty()
 
 
-async def test_a_client_that_closes_its_channel_leaves_no_page_behind(house: House) -> None:
+async def test_a_client_that_closes_its_channel_leaves_no_page_behind(live_server: LiveServer) -> None:
     for number in range(5):
-        channel = house.new_channel()
-        calls = [house.stub.Query(endless(number)) for _ in range(3)]
+        channel = live_server.new_channel()
+        calls = [live_server.stub.Query(endless(number)) for _ in range(3)]
         await asyncio.gather(*(call.read() for call in calls))
         await channel.close()
         for call in calls:
             call.cancel()
-    await house.assert_empty()
+    await live_server.assert_empty()
 
 
-async def test_a_client_that_is_killed_leaves_no_page_behind(house: House) -> None:
+async def test_a_client_that_is_killed_leaves_no_page_behind(live_server: LiveServer) -> None:
     program = (
         "import sys\n"
         "from kestrel_client import Client\n"
@@ -76,11 +76,11 @@ async def test_a_client_that_is_killed_leaves_no_page_behind(house: House) -> No
         "    print(len(piece), flush=True)\n"
     )
     client = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", program, house.address, stdout=subprocess.PIPE
+        sys.executable, "-c", program, live_server.address, stdout=subprocess.PIPE
     )
     assert client.stdout is not None
     assert await client.stdout.readline()  # it is in the middle of its answer
-    assert house.engine.load().num_used_pages > 0
+    assert live_server.engine.load().num_used_pages > 0
     client.send_signal(signal.SIGKILL)
     await client.communicate()
-    await house.assert_empty()
+    await live_server.assert_empty()

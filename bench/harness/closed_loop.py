@@ -1,4 +1,4 @@
-"""A closed loop: so many lanes, each of which asks again as soon as it is answered. Knows no server."""
+"""A closed loop: a fixed number of callers, each of which asks again as soon as it is answered. Knows no server."""
 
 from __future__ import annotations
 
@@ -39,23 +39,23 @@ class Window:
         return self.end - self.start
 
 
-class Lanes:
-    """Keeps `num_lanes` requests running from the moment it is made. `ask` makes one, which began at a given time.
+class ClosedLoop:
+    """Keeps `num_callers` requests running from its construction on. `ask` makes one that began at a given time.
 
     The load goes on until every request that a window overlaps has ended, so that none ends in a calm.
     """
 
-    def __init__(self, ask: Callable[[float], Awaitable[Sample]], num_lanes: int) -> None:
+    def __init__(self, ask: Callable[[float], Awaitable[Sample]], num_callers: int) -> None:
         self._ask = ask
         self._started: dict[int, float] = {}
         self._samples: list[Sample] = []
         self._answered: set[int] = set()
         self._is_closing = False
         self._changed = asyncio.Event()
-        self._tasks = [asyncio.create_task(self._run(number)) for number in range(num_lanes)]
+        self._tasks = [asyncio.create_task(self._run(number)) for number in range(num_callers)]
 
     async def warm_up(self, longest_s: float) -> None:
-        """Return once every lane has had an answer, or after `longest_s`."""
+        """Return once every caller has had an answer, or after `longest_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(longest_s):
                 await self._until(lambda: len(self._answered) == len(self._tasks))
@@ -65,13 +65,13 @@ class Lanes:
         await self._until(lambda: all(started >= window.end for started in self._started.values()))
 
     async def cancel(self) -> None:
-        """End all lanes now, in the middle of their requests."""
+        """End all callers now, in the middle of their requests."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def finish(self) -> None:
-        """End each lane after its request."""
+        """End each caller after its request."""
         self._is_closing = True
         await asyncio.gather(*self._tasks)
 

@@ -3,7 +3,7 @@
 import asyncio
 import time
 
-from bench.harness.closed_loop import Lanes, Sample, Window
+from bench.harness.closed_loop import ClosedLoop, Sample, Window
 
 
 class Desk:
@@ -33,46 +33,46 @@ class Desk:
 
 async def test_so_many_requests_run_and_no_more():
     desk = Desk()
-    lanes = Lanes(desk.ask, 3)
+    loop = ClosedLoop(desk.ask, 3)
     for _ in range(10):
         await desk.answer()
     assert desk.most == 3
-    await lanes.cancel()
+    await loop.cancel()
 
 
 async def test_warm_is_when_every_lane_has_been_answered():
     desk = Desk()
-    lanes = Lanes(desk.ask, 2)
-    warm = asyncio.create_task(lanes.warm_up(60.0))
+    loop = ClosedLoop(desk.ask, 2)
+    warm = asyncio.create_task(loop.warm_up(60.0))
     await desk.answer()
     await asyncio.sleep(0)
     assert not warm.done()
     await desk.answer()
     await warm
-    await lanes.cancel()
+    await loop.cancel()
 
 
 async def test_the_load_goes_on_until_the_windows_requests_have_ended():
     desk = Desk()
-    lanes = Lanes(desk.ask, 2)
+    loop = ClosedLoop(desk.ask, 2)
     await asyncio.sleep(0)
     window = Window(0.0, time.perf_counter())
-    outlasted = asyncio.create_task(lanes.outlast(window))
+    outlasted = asyncio.create_task(loop.outlast(window))
     await desk.answer()
     await asyncio.sleep(0)
     assert not outlasted.done()
-    assert len(desk.waiting) == 2  # the lane that was answered asks again
+    assert len(desk.waiting) == 2  # the caller that was answered asks again
     await desk.answer()
     await outlasted
-    assert len(lanes.overlapping(window)) == 2
-    await lanes.cancel()
+    assert len(loop.overlapping(window)) == 2
+    await loop.cancel()
 
 
 async def test_finishing_waits_for_what_runs_and_asks_nothing_more():
     desk = Desk()
-    lanes = Lanes(desk.ask, 2)
+    loop = ClosedLoop(desk.ask, 2)
     await asyncio.sleep(0)
-    finished = asyncio.create_task(lanes.finish())
+    finished = asyncio.create_task(loop.finish())
     await desk.answer()
     await asyncio.sleep(0)
     assert not finished.done()
@@ -83,8 +83,8 @@ async def test_finishing_waits_for_what_runs_and_asks_nothing_more():
 
 async def test_a_failed_request_is_kept_with_what_it_ended_in():
     desk = Desk()
-    lanes = Lanes(desk.ask, 1)
+    loop = ClosedLoop(desk.ask, 1)
     await desk.answer("UNAVAILABLE")
     await desk.answer()
-    await lanes.cancel()
-    assert [sample.error for sample in lanes.overlapping(Window(0.0, time.perf_counter()))] == ["UNAVAILABLE", ""]
+    await loop.cancel()
+    assert [sample.error for sample in loop.overlapping(Window(0.0, time.perf_counter()))] == ["UNAVAILABLE", ""]

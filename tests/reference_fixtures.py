@@ -1,4 +1,4 @@
-"""The golden checkpoints: small models with random weights and the reference implementation's answers.
+"""The reference fixtures: small models with random weights and the reference implementation's answers.
 
 Two lie in `tests/golden` and are all that a test may rely on. Larger ones lie beside a development checkout;
 tests that can use more take `shared_folders()`. Knows where the files are, not what a model does with them.
@@ -14,14 +14,14 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 
 CHECKOUT = Path(__file__).resolve().parent.parent
-GOLDEN = CHECKOUT / "tests" / "golden"
-MD2_SMALL = GOLDEN / "md2-small"
-MD3_SMALL = GOLDEN / "md3-small"
+FIXTURES = CHECKOUT / "tests" / "golden"
+MD2_SMALL = FIXTURES / "md2-small"
+MD3_SMALL = FIXTURES / "md3-small"
 SMALL_FOLDERS = (MD2_SMALL, MD3_SMALL)
 
 
 def shared_folders() -> tuple[Path, ...]:
-    """Every golden folder at hand: those beside the checkout where they exist, else the two small ones."""
+    """Every reference fixture at hand: those beside the checkout where they exist, else the two small ones."""
     beside = CHECKOUT.parent / "shared" / "golden"
     found = tuple(sorted(folder.parent for folder in beside.glob("*/expected.json")))
     return found or SMALL_FOLDERS
