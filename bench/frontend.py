@@ -41,7 +41,7 @@ from kestrel_grpc.frontends.grpc import rendering
 from kestrel_grpc.server import Server
 from kestrel_grpc.telemetry.logs import set_up_logging
 from kestrel_runtime.api.config import EngineConfig
-from kestrel_runtime.api.engine import ClearedCache, EngineInfo, EngineStatus, Load, SkillDefaults
+from kestrel_runtime.api.engine import ClearedCache, EngineInfo, EngineStatus, ImageInfo, Load, SkillDefaults
 from kestrel_runtime.api.events import (
     Event,
     Finished,
@@ -117,6 +117,9 @@ class EmptyEngine:
         self, request: Request, *, deadline_s: float | None = None, tenant: str = ""
     ) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def inspect_image(self, data: bytes) -> ImageInfo:
+        return ImageInfo("image/png", 1, 1)
 
     def add(self, stream: Stream, events: list[Event]) -> None:
         """Take a request, whose last event comes first."""

@@ -16,6 +16,7 @@ from kestrel_grpc.access.access import Access, OpenAccess, TokenAccess
 from kestrel_grpc.access.tls import CertificateFiles
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.frontends.grpc.frontend import GrpcFrontend
+from kestrel_grpc.images.image_store import ImageStore
 from kestrel_grpc.images.image_uris import ImageSource, NoRemoteImages, RemoteImagesUnavailable
 from kestrel_grpc.listeners import PortUnavailable, address_of, require_free_port, require_free_socket
 from kestrel_grpc.maintenance import Maintenance
@@ -23,6 +24,7 @@ from kestrel_grpc.telemetry.logs import announce, log_call
 from kestrel_grpc.telemetry.telemetry import Telemetry
 from kestrel_grpc.wire.call_admission import Observer
 from kestrel_grpc.wire.call_groups import CallGroups
+from kestrel_grpc.wire.limits import image_store
 from kestrel_grpc.wire.readiness import Readiness
 from kestrel_runtime.api.engine import Engine, EngineStatus
 
@@ -59,6 +61,9 @@ class Server:
         self._maintenance = None if at_rest is None else Maintenance(engine, at_rest)
         self._access = _access(config)
         self._images = images or _images(config)
+        self._store = ImageStore(image_store(config)) if config.max_stored_image_bytes else None
+        if self._store is not None:
+            self._access.on_namespace_gone(self._store.drop_namespace)
         self._groups = CallGroups(engine, config, self._access, self._observers())
         self._frontend = GrpcFrontend(
             engine,
@@ -66,10 +71,11 @@ class Server:
             self._groups,
             self._readiness,
             self._images,
+            self._store,
             _certificate(config),
             instance_id=self.instance_id,
         )
-        self._watch: asyncio.Task[None] | None = None
+        self._watches: list[asyncio.Task[None]] = []
 
     @property
     def port(self) -> int | None:
@@ -95,7 +101,9 @@ class Server:
         """Listen on all ports. Raises `PortUnavailable`."""
         config = self._config
         await self._frontend.start()
-        self._watch = asyncio.create_task(self._access.watch())
+        self._watches.append(asyncio.create_task(self._access.watch()))
+        if self._store is not None:
+            self._watches.append(asyncio.create_task(self._store.watch()))
         try:
             self._telemetry.open()
         except OSError as error:
@@ -162,8 +170,8 @@ class Server:
                 await self._groups.ended()
         await self._frontend.close()
         await self._images.close()
-        if self._watch is not None:
-            self._watch.cancel()
+        for watch in self._watches:
+            watch.cancel()
         if self._maintenance is not None:
             self._maintenance.close()
         await asyncio.to_thread(self._telemetry.close)

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from kestrel_runtime.api.config import EngineConfig
-from kestrel_runtime.api.engine import ClearedCache, EngineInfo, EngineStatus, Load, SkillDefaults
+from kestrel_runtime.api.engine import ClearedCache, EngineInfo, EngineStatus, ImageInfo, Load, SkillDefaults
 from kestrel_runtime.api.errors import (
     DeadlineExceeded,
     EngineUnavailable,
+    ImageError,
     KestrelError,
     ModelNotFound,
     Overloaded,
@@ -166,6 +167,11 @@ class FakeEngine:
     async def forget_image(self, digest: bytes, namespace: str = "") -> ClearedCache:
         self.cleared.append((namespace, digest))
         return ClearedCache(num_pages=3, num_images=1)
+
+    def inspect_image(self, data: bytes) -> ImageInfo:
+        if data.startswith(b"broken"):
+            raise ImageError("is broken")
+        return ImageInfo("image/png", 4, 3)
 
     def load(self) -> Load:
         return Load(len(self._players), 2, 3, 40, 500, 123.5, 6789)

@@ -29,6 +29,7 @@ ROOTS = {
 }
 # Modules that a timer or a thread of their own enters, whether or not a call is being served.
 BACKGROUND = {
+    "kestrel_grpc/images/image_store.py",  # a timer looks for images whose time is over
     "kestrel_grpc/frontends/grpc/connections/idle_connections.py",  # a timer looks for idle connections
     "kestrel_runtime/engine/watchdog.py",  # a thread of its own looks at the engine thread
 }

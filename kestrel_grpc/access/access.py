@@ -29,12 +29,14 @@ _RELOAD_INTERVAL_S = 1.0
 _RETRY_CONCURRENT_S = 1.0
 _ANY_SCOPE = frozenset(Scope)
 _INFER = frozenset((Scope.INFER,))
+_IMAGES = frozenset((Scope.IMAGES,))
 _ADMIN = frozenset((Scope.ADMIN,))
 
 # By method or by service; one of the scopes is enough. What is not here needs the scope `admin`.
 SCOPES: Mapping[str, frozenset[Scope]] = MappingProxyType(
     {
         "kestrel.v1.VisionService/": _INFER,
+        "kestrel.v1.ImageService/": _IMAGES,
         "kestrel.v1.EngineService/GetServerInfo": _ANY_SCOPE,
         "kestrel.v1.EngineService/ListModels": _ANY_SCOPE,
         # It tells what all callers together do.
@@ -78,6 +80,14 @@ class Access(Protocol):
         """Entering admits a call and gives its caller's name, or raises `AccessRefused`; leaving ends the call."""
         ...
 
+    def namespace_of(self, name: str) -> str:
+        """The namespace of a caller that has been admitted under this name."""
+        ...
+
+    def on_namespace_gone(self, callback: Callable[[str], None]) -> None:
+        """Call `callback` with each namespace whose last caller may not call any more."""
+        ...
+
     async def watch(self) -> None:
         """Follow changes of the rules until cancelled."""
         ...
@@ -92,6 +102,13 @@ class OpenAccess:
     def admit(self, method: str, metadata: Metadata) -> AbstractContextManager[str]:
         """Admits."""
         return self._anonymous
+
+    def namespace_of(self, name: str) -> str:
+        """There is one namespace."""
+        return ""
+
+    def on_namespace_gone(self, callback: Callable[[str], None]) -> None:
+        """The one namespace stays."""
 
     async def watch(self) -> None:
         """Nothing changes."""
@@ -108,10 +125,20 @@ class TokenAccess:
         self._clock = clock
         # By hash, so that a token whose limits change keeps what it has used.
         self._accounts: dict[bytes, _Account] = {}
+        self._namespaces = _namespaces(self._file.value)
+        self._callbacks: list[Callable[[str], None]] = []
 
     def admit(self, method: str, metadata: Metadata) -> AbstractContextManager[str]:
         """Entering admits a call of a task or raises an `AccessRefused`."""
         return _Admission(self, method, metadata)
+
+    def namespace_of(self, name: str) -> str:
+        """The namespace of the token of this name."""
+        return self._namespaces[name]
+
+    def on_namespace_gone(self, callback: Callable[[str], None]) -> None:
+        """Call `callback` with each namespace that has lost its last token."""
+        self._callbacks.append(callback)
 
     def identify(self, metadata: Metadata) -> Token:
         """The token in the metadata, whatever its scopes. Raises `TokenInvalid`."""
@@ -157,6 +184,7 @@ class TokenAccess:
         if not self._file.refresh():
             return
         tokens = self._file.value
+        before, self._namespaces = self._namespaces, _namespaces(tokens)
         for sha256, account in list(self._accounts.items()):
             token = tokens.get(sha256)
             for admission in tuple(account.admissions):
@@ -169,12 +197,20 @@ class TokenAccess:
                     admission.end(refusal)
             if token is None:
                 del self._accounts[sha256]
+        for namespace in set(before.values()) - set(self._namespaces.values()):
+            for callback in self._callbacks:
+                callback(namespace)
 
 
 def required_scopes(method: str) -> frozenset[Scope]:
     """The scopes of which a token needs one to call a method."""
     service = method[: method.rindex("/") + 1]
     return SCOPES.get(method) or SCOPES.get(service) or _ADMIN
+
+
+def _namespaces(tokens: Mapping[bytes, Token]) -> Mapping[str, str]:
+    """The namespace of each token, by its name."""
+    return {token.name: token.namespace for token in tokens.values()}
 
 
 class _Account:

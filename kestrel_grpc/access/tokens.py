@@ -22,7 +22,7 @@ from typing import Any
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_SETTINGS = ("sha256", "scopes", "rate", "burst", "concurrency")
+_SETTINGS = ("sha256", "scopes", "rate", "burst", "concurrency", "namespace")
 
 
 class Scope(Enum):
@@ -30,6 +30,8 @@ class Scope(Enum):
 
     INFER = "infer"
     """Questions to the model, and which models there are."""
+    IMAGES = "images"
+    """Images that the server keeps for the caller."""
     ADMIN = "admin"
     """How busy the server is."""
 
@@ -44,6 +46,13 @@ class Token:
     rate: float | None = None
     burst: int = 1
     concurrency: int | None = None
+    shared_namespace: str | None = None
+    """Tokens with the same one share stored and cached images; None means that the token shares with no other."""
+
+    @property
+    def namespace(self) -> str:
+        """Where images of this token are known. A shared one never has the name of that of a single token."""
+        return f"token:{self.name}" if self.shared_namespace is None else f"shared:{self.shared_namespace}"
 
 
 class TokenFileError(ValueError):
@@ -102,6 +111,7 @@ def _token(name: str, settings: Mapping[str, Any]) -> Token:
         # By default the calls of one second may come at once.
         burst=settings.get("burst", 1 if rate is None else max(1, math.ceil(rate))),
         concurrency=settings.get("concurrency"),
+        shared_namespace=settings.get("namespace"),
     )
 
 
@@ -120,13 +130,16 @@ def _problems(name: str, settings: Any) -> Iterator[str]:
         yield "sha256 must be 64 hexadecimal digits, in lower case"
     words = [scope.value for scope in Scope]
     if not isinstance(scopes, list) or not scopes or any(word not in words for word in scopes):
-        yield f"scopes must be a list of {' and '.join(words)}"
+        yield f"scopes must be a list of {', '.join(words)}"
     if rate is not None and not (_is_number(rate) and 0 < rate < math.inf):
         yield "rate must be a number of requests per second above 0"
     for key in ("burst", "concurrency"):
         value = settings.get(key)
         if value is not None and not (_is_number(value) and isinstance(value, int) and value >= 1):
             yield f"{key} must be a whole number of requests from 1"
+    namespace = settings.get("namespace")
+    if namespace is not None and not (isinstance(namespace, str) and _NAME.fullmatch(namespace)):
+        yield "namespace must be 1 to 64 letters, digits, underscores and hyphens"
     if "burst" in settings and rate is None:
         yield "burst needs a rate"
 

@@ -23,14 +23,14 @@ def add_token_command(subparsers: argparse._SubParsersAction[argparse.ArgumentPa
         "--scope",
         action="append",
         choices=[scope.value for scope in Scope],
-        help="what the token allows; may be repeated (infer)",
+        help="what the token allows; may be repeated (infer and images)",
     )
     new.set_defaults(run=_new)
 
 
 def _new(arguments: argparse.Namespace) -> int:
     secret = new_secret()
-    scopes = frozenset(Scope(word) for word in arguments.scope or [Scope.INFER.value])
+    scopes = frozenset(Scope(word) for word in arguments.scope or ("infer", "images"))
     try:
         line = line_for(arguments.name, secret, scopes)
     except ValueError as error:

@@ -240,6 +240,28 @@ class ServerConfig:
     image_fetch_timeout: float = _option(
         10.0, positive_seconds, "how long fetching an image may take", unit="seconds"
     )
+    max_stored_image_bytes: int = _option(
+        256 * MIB,
+        whole_number(0),
+        "memory for images that callers store in the server by `ImageService`; 0 switches it off",
+        unit="bytes",
+    )
+    image_quota_bytes: int | None = _option(
+        None,
+        whole_number(1),
+        "most bytes of stored images for each token, or for each namespace that tokens share",
+        unit="bytes",
+        default_text="half of --max-stored-image-bytes with --tokens, else all of it",
+    )
+    image_ttl: float = _option(
+        3600.0,
+        seconds_above_zero,
+        "how long a stored image is kept where its caller does not say it",
+        unit="seconds",
+    )
+    max_image_ttl: float = _option(
+        86_400.0, seconds_above_zero, "how long a stored image is kept at most", unit="seconds"
+    )
     preprocess_threads: int = _option(
         _ENGINE.num_preprocess_threads,
         whole_number(1, 1024),

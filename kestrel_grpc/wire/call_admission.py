@@ -87,7 +87,7 @@ class CallAdmission:
 
         Leaving gives back what the call takes up. A call whose token is revoked meanwhile leaves with the refusal.
         """
-        return _Admitted(call, self._access.admit(call.method, call.headers), self._shares)
+        return _Admitted(call, self._access, self._shares)
 
     async def receive(self, read: Callable[[], Awaitable[Any]], call: CallContext, peer: Callable[[], str]) -> Any:
         """What `read` returns, once there is memory for a message. Raises as `MessageGate.receive` does."""
@@ -137,18 +137,20 @@ class CallAdmission:
 class _Admitted(AbstractContextManager[None]):
     """A call between its admission and its end."""
 
-    __slots__ = ("_access", "_call", "_shares")
+    __slots__ = ("_access", "_admission", "_call", "_shares")
 
-    def __init__(self, call: CallContext, access: AbstractContextManager[str], shares: Shares) -> None:
+    def __init__(self, call: CallContext, access: Access, shares: Shares) -> None:
         self._call = call
         self._access = access
+        self._admission = access.admit(call.method, call.headers)
         self._shares = shares
 
     def __enter__(self) -> None:
         call = self._call
-        call.principal = self._access.__enter__()
+        call.principal = self._admission.__enter__()
+        call.namespace = self._access.namespace_of(call.principal)
         if not self._shares.take(call.principal):
-            self._access.__exit__(None, None, None)
+            self._admission.__exit__(None, None, None)
             raise TooManyCalls(f"all of the {self._shares.limit} calls that may be open, or this caller's share")
 
     def __exit__(
@@ -159,7 +161,7 @@ class _Admitted(AbstractContextManager[None]):
     ) -> None:
         self._shares.give_back(self._call.principal)
         self._call.release()
-        self._access.__exit__(kind, error, traceback)
+        self._admission.__exit__(kind, error, traceback)
 
 
 def _drop_frames(error: BaseException) -> None:

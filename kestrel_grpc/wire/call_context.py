@@ -71,6 +71,7 @@ class CallContext:
         "finished",
         "headers",
         "method",
+        "namespace",
         "principal",
         "release",
         "request",
@@ -89,6 +90,8 @@ class CallContext:
         self.finished: Finished | None = None
         self.principal = ""
         """The name on the caller's token; empty where none was needed, or none was valid."""
+        self.namespace = ""
+        """What the caller stores, and what is computed for it, is known in this namespace and in no other."""
         self.trace_id = ""
         """The trace that the call belongs to, once it is known."""
         self.release: Callable[[], None] = _nothing

@@ -7,7 +7,14 @@ from collections.abc import Sequence
 from kestrel_grpc.access.access import Access, OpenAccess
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.wire.call_admission import CallAdmission, Observer
-from kestrel_grpc.wire.limits import MAX_SHORT_CALLS, MAX_WATCHES, max_calls, request_gate, short_gate
+from kestrel_grpc.wire.limits import (
+    MAX_IMAGE_CALLS,
+    MAX_SHORT_CALLS,
+    MAX_WATCHES,
+    max_calls,
+    request_gate,
+    short_gate,
+)
 from kestrel_grpc.wire.message_gate import MessageGate
 from kestrel_grpc.wire.open_calls import OpenCalls
 from kestrel_runtime.api.engine import Engine
@@ -25,6 +32,8 @@ class CallGroups:
         self._open_calls, self._open_watches = OpenCalls(), OpenCalls()
         self.inference = self._group(access, self._request_gate, max_calls(engine.info), observers)
         """Requests to the model."""
+        self.images = self._group(access, self._request_gate, MAX_IMAGE_CALLS, observers)
+        """Images that the server keeps."""
         self.operations = self._group(access, self._short_gate, MAX_SHORT_CALLS, observers)
         """Which server this is, what it serves, how busy it is."""
 

@@ -14,6 +14,13 @@ from typing import Any
 
 from kestrel_grpc.access.access import RateLimited, ScopeRequired, TokenInvalid
 from kestrel_grpc.images.image_uris import ImageFetchFailed, ImageUriNotAllowed
+from kestrel_grpc.images.stored_images import (
+    ImageDigestMismatch,
+    ImageNotFound,
+    ImageQuotaExceeded,
+    ImageSizeMismatch,
+    ImageStoreFull,
+)
 from kestrel_grpc.wire.message_gate import MessageTimeout, TooManyCalls
 from kestrel_grpc.wire.reader_watch import StreamIdle
 from kestrel_grpc.wire.readiness import ServiceUnknown
@@ -206,6 +213,35 @@ ERRORS = (
         ImageUriNotAllowed, "IMAGE_URI_NOT_ALLOWED", Code.INVALID_ARGUMENT, 400, _violations_text, _bad_fields
     ),
     ErrorRow(ImageFetchFailed, "IMAGE_FETCH_FAILED", Code.INVALID_ARGUMENT, 400, _violations_text, _bad_fields),
+    ErrorRow(ImageSizeMismatch, "IMAGE_SIZE_MISMATCH", Code.INVALID_ARGUMENT, 400, _violations_text, _bad_fields),
+    ErrorRow(
+        ImageDigestMismatch, "IMAGE_DIGEST_MISMATCH", Code.INVALID_ARGUMENT, 400, _violations_text, _bad_fields
+    ),
+    ErrorRow(
+        ImageNotFound,
+        "IMAGE_NOT_FOUND",
+        Code.NOT_FOUND,
+        404,
+        lambda error: "no image of this name is stored for this caller",
+        lambda error: (MissingResource("image", error.image_id),),
+    ),
+    ErrorRow(
+        ImageQuotaExceeded,
+        "IMAGE_QUOTA_EXCEEDED",
+        Code.RESOURCE_EXHAUSTED,
+        429,
+        lambda error: f"the image and the pinned ones of this caller exceed {error.limit_bytes} bytes",
+        lambda error: (QuotaExceeded("images", f"{error.limit_bytes} bytes of this caller"),),
+    ),
+    ErrorRow(
+        ImageStoreFull,
+        "IMAGE_STORE_FULL",
+        Code.RESOURCE_EXHAUSTED,
+        429,
+        lambda error: f"the image and the pinned ones of all callers exceed {error.limit_bytes} bytes",
+        lambda error: (QuotaExceeded("images", f"{error.limit_bytes} bytes of all callers"),),
+        retry_after_s=lambda error: error.retry_after_s,
+    ),
     ErrorRow(
         ModelNotFound,
         "MODEL_NOT_FOUND",

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from kestrel_grpc.config.options import ServerConfig
+from kestrel_grpc.images.image_store import StoreLimits
 from kestrel_grpc.wire.message_gate import GateLimits
 from kestrel_runtime.api.engine import EngineInfo
 
 MAX_SHORT_CALLS = 256
 """Open calls of each kind that is answered at once: health checks, reflection, `EngineService`."""
+MAX_IMAGE_CALLS = 256
+"""Open calls of `ImageService`."""
 MAX_WATCHES = 1024
 """Open streams of health."""
 _SHORT_PLACES, _SHORT_TIMEOUT_PLACES = 1, 1
@@ -27,6 +30,19 @@ def request_gate(config: ServerConfig) -> GateLimits:
     num_short = max(1, num_places // 3)
     return GateLimits(
         places=max(1, num_places - num_short), short_places=num_short, timeout_s=config.receive_timeout
+    )
+
+
+def image_store(config: ServerConfig) -> StoreLimits:
+    """For stored images. One token alone gets half of the memory; without tokens there is one namespace."""
+    quota_bytes = config.image_quota_bytes
+    if quota_bytes is None:
+        quota_bytes = config.max_stored_image_bytes // (1 if config.tokens is None else 2)
+    return StoreLimits(
+        max_bytes=config.max_stored_image_bytes,
+        quota_bytes=quota_bytes,
+        default_ttl_s=min(config.image_ttl, config.max_image_ttl),
+        max_ttl_s=config.max_image_ttl,
     )
 
 

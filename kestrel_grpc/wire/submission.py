@@ -7,7 +7,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from kestrel_grpc.images.data_uris import is_embedded
+from kestrel_grpc.images.image_store import ImageStore
 from kestrel_grpc.images.image_uris import ImageSource
+from kestrel_grpc.images.stored_images import ImageNotFound, ImageReference, ImageUri
 from kestrel_grpc.wire.call_context import CallContext, RequestSummary
 from kestrel_runtime.api.engine import Engine
 from kestrel_runtime.api.events import Finished
@@ -16,27 +18,37 @@ from kestrel_runtime.api.stream import Stream
 
 
 class Submission:
-    """Shared by all calls. Raises what the engine and the source of images raise."""
+    """Shared by all calls. Raises what the engine, the source of images and the store of images raise."""
 
-    def __init__(self, engine: Engine, images: ImageSource) -> None:
+    def __init__(self, engine: Engine, images: ImageSource, store: ImageStore | None = None) -> None:
+        """Where `store` is None no images are stored."""
         self._engine = engine
         self._images = images
+        self._store = store
 
-    async def submit(self, request: Request, image_uri: str | None, call: CallContext) -> Stream:
-        """The events of a request. Where `image_uri` is not None, the image is fetched from there, and the bytes in
-        `request.image` are a placeholder.
+    async def submit(self, request: Request, image: ImageReference | None, call: CallContext) -> Stream:
+        """The events of a request. Where `image` is not None, the image is taken from where it says, and the bytes
+        in `request.image` are a placeholder.
 
-        Afterwards only the engine holds the image, provided that the caller does not.
+        A stored image is taken now: the request has its bytes, whatever happens to the stored image afterwards.
+        When this returns only the engine holds the image, provided that neither the store nor the caller does.
         """
         call.request = RequestSummary(request)
-        if image_uri is not None:
-            request = await self._with_image(request, image_uri, call)
+        if image is not None:
+            request = await self._with_image(request, image, call)
             call.request = RequestSummary(request)
         stream = self._engine.submit(request, deadline_s=call.remaining_s, tenant=call.principal)
         call.release()
         return stream
 
-    async def _with_image(self, request: Request, uri: str, call: CallContext) -> Request:
+    async def _with_image(self, request: Request, image: ImageReference, call: CallContext) -> Request:
+        if isinstance(image, ImageUri):
+            return await self._with_fetched_image(request, image.uri, call)
+        if self._store is None:
+            raise ImageNotFound(image)
+        return replace(request, image=self._store.get(call.namespace, image).data)
+
+    async def _with_fetched_image(self, request: Request, uri: str, call: CallContext) -> Request:
         """The request with its image, fetched once the engine has admitted the request to its queue."""
         if not is_embedded(uri):
             call.release()

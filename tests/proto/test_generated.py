@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kestrel_client.v1 import engine_service_pb2, generation_pb2, media_pb2, vision_service_pb2
+from kestrel_client.v1 import engine_service_pb2, generation_pb2, image_service_pb2, media_pb2, vision_service_pb2
 
 ROOT = Path(__file__).parents[2]
 COMMITTED = ROOT / "clients/python/kestrel_client/v1"
@@ -39,6 +39,6 @@ def test_stubs_run_on_the_oldest_libraries_that_the_client_allows(generated: dic
 
 
 def test_descriptors_keep_the_name_of_the_contract() -> None:
-    for module in (media_pb2, generation_pb2, vision_service_pb2, engine_service_pb2):
+    for module in (media_pb2, generation_pb2, vision_service_pb2, image_service_pb2, engine_service_pb2):
         assert module.DESCRIPTOR.package == "kestrel.v1"
         assert module.DESCRIPTOR.name.startswith("kestrel/v1/")

@@ -15,6 +15,7 @@ from grpc_status import rpc_status
 
 from kestrel_client.v1 import media_pb2
 from kestrel_client.v1.engine_service_pb2_grpc import EngineServiceStub
+from kestrel_client.v1.image_service_pb2_grpc import ImageServiceStub
 from kestrel_client.v1.vision_service_pb2_grpc import VisionServiceStub
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.server import Server
@@ -38,6 +39,10 @@ class Serving:
     @property
     def vision(self) -> Any:
         return VisionServiceStub(self.channel)
+
+    @property
+    def images(self) -> Any:
+        return ImageServiceStub(self.channel)
 
     @property
     def engine_service(self) -> Any:

@@ -297,7 +297,10 @@ def test_what_cannot_be_served_is_told_in_a_line_and_with_status_two(arguments, 
 def test_a_token_is_made_on_the_command_line(tmp_path):
     command = [sys.executable, "-m", "kestrel_grpc", "token", "new"]
     made = subprocess.run(
-        [*command, "alice", "--scope", "admin", "--scope", "infer"], capture_output=True, text=True, check=True
+        [*command, "alice", "--scope", "admin", "--scope", "infer", "--scope", "images"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     (tmp_path / "tokens.toml").write_text(made.stderr)
     (token,) = read_tokens(tmp_path / "tokens.toml").values()

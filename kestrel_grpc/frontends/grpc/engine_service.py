@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from kestrel_client.v1 import engine_service_pb2 as wire
 from kestrel_grpc import __version__
@@ -16,9 +16,11 @@ from kestrel_runtime.api.memory_plan import MemoryPlan
 class EngineService:
     """Answers from the engine's own description; `instance_id` names this run of the server."""
 
-    def __init__(self, engine: Engine, *, instance_id: str, max_message_bytes: int) -> None:
+    def __init__(
+        self, engine: Engine, *, instance_id: str, max_message_bytes: int, capabilities: Sequence[str] = ()
+    ) -> None:
         self._engine = engine
-        self._server_info = self._render_server_info(instance_id, max_message_bytes)
+        self._server_info = self._render_server_info(instance_id, max_message_bytes, capabilities)
         self._models = wire.ListModelsResponse(models=[self._render_model()])
 
     async def GetServerInfo(
@@ -42,12 +44,15 @@ class EngineService:
             )
         )
 
-    def _render_server_info(self, instance_id: str, max_message_bytes: int) -> wire.GetServerInfoResponse:
+    def _render_server_info(
+        self, instance_id: str, max_message_bytes: int, capabilities: Sequence[str]
+    ) -> wire.GetServerInfoResponse:
         info = self._engine.info
         config = info.config
         return wire.GetServerInfoResponse(
             server_version=__version__,
             instance_id=instance_id,
+            capabilities=capabilities,
             limits=wire.Limits(
                 max_message_bytes=max_message_bytes,
                 max_image_bytes=config.max_image_bytes,

@@ -14,6 +14,8 @@ from grpc_health.v1 import health_pb2
 from kestrel_client.v1 import (
     engine_service_pb2,
     engine_service_pb2_grpc,
+    image_service_pb2,
+    image_service_pb2_grpc,
     vision_service_pb2,
     vision_service_pb2_grpc,
 )
@@ -26,9 +28,11 @@ from kestrel_grpc.frontends.grpc.connections.ports import open_port, open_unix_s
 from kestrel_grpc.frontends.grpc.engine_service import EngineService
 from kestrel_grpc.frontends.grpc.health import Health
 from kestrel_grpc.frontends.grpc.http2 import server_options
+from kestrel_grpc.frontends.grpc.images.service import ImageService
 from kestrel_grpc.frontends.grpc.interceptors import AdmittedServices
 from kestrel_grpc.frontends.grpc.reflection import add_reflection
 from kestrel_grpc.frontends.grpc.vision_service import VisionService
+from kestrel_grpc.images.image_store import ImageStore
 from kestrel_grpc.images.image_uris import ImageSource
 from kestrel_grpc.wire.call_admission import CallAdmission
 from kestrel_grpc.wire.call_groups import CallGroups
@@ -37,6 +41,7 @@ from kestrel_grpc.wire.submission import Submission
 from kestrel_runtime.api.engine import Engine
 
 _VISION: Any = vision_service_pb2.DESCRIPTOR
+_IMAGES: Any = image_service_pb2.DESCRIPTOR
 _ENGINE: Any = engine_service_pb2.DESCRIPTOR
 # gRPC may work for seconds on what a flood of calls has left on a connection, and cannot be told to stop.
 _CLOSING_S = 1.0
@@ -45,7 +50,10 @@ _log = logging.getLogger(__name__)
 
 
 class GrpcFrontend:
-    """Serves `VisionService`, `EngineService`, health and reflection. Belongs to the event loop of its calls."""
+    """Serves `VisionService`, `ImageService`, `EngineService`, health and reflection.
+
+    Belongs to the event loop of its calls. Where `store` is None there is no `ImageService`.
+    """
 
     def __init__(
         self,
@@ -54,6 +62,7 @@ class GrpcFrontend:
         groups: CallGroups,
         readiness: Readiness,
         images: ImageSource,
+        store: ImageStore | None,
         certificate: CertificateFiles | None,
         *,
         instance_id: str,
@@ -67,16 +76,21 @@ class GrpcFrontend:
         self._config = config
         self._groups = groups
         self._certificate = certificate
-        self._vision = VisionService(Submission(engine, images), engine.info.model)
+        self._vision = VisionService(Submission(engine, images, store), engine.info.model)
+        self._images = None if store is None else ImageService(engine, store)
         self._operations = EngineService(
-            engine, instance_id=instance_id, max_message_bytes=config.max_message_bytes
+            engine,
+            instance_id=instance_id,
+            max_message_bytes=config.max_message_bytes,
+            capabilities=() if store is None else ("images",),
         )
-        names = (service.full_name for file in (_VISION, _ENGINE) for service in file.services_by_name.values())
+        public = (_VISION,) if store is None else (_VISION, _IMAGES)
+        names = (service.full_name for file in (*public, _ENGINE) for service in file.services_by_name.values())
         self._health = Health(readiness, names)
         self._servers = (
-            (self._server(_VISION, _ENGINE),)
+            (self._server(*public, _ENGINE),)
             if config.admin_port is None
-            else (self._server(_VISION), self._server(_ENGINE))
+            else (self._server(*public), self._server(_ENGINE))
         )
         self._sockets: OwnSockets | None = None
         self._watch: asyncio.Task[None] | None = None
@@ -131,6 +145,8 @@ class GrpcFrontend:
             vision_service_pb2_grpc.add_VisionServiceServicer_to_server(
                 self._vision, with_admission(groups.inference)
             )
+        if _IMAGES in files:
+            image_service_pb2_grpc.add_ImageServiceServicer_to_server(self._images, with_admission(groups.images))
         if _ENGINE in files:
             engine_service_pb2_grpc.add_EngineServiceServicer_to_server(
                 self._operations, with_admission(groups.operations)

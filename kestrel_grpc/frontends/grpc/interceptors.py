@@ -2,7 +2,7 @@
 
 Every method is served as one that streams its requests, although most have exactly one. On the wire that is the
 same, but gRPC then reads no message by itself: the caller is authenticated from the headers before the message is
-received. A second message is never read, and the end of the call discards it.
+received. Where a method takes one message, a second one is never read, and the end of the call discards it.
 
 Response headers carry the request id and are sent with the first message: until then a refusal is a bare status,
 which clients may retry. Servicers take a `CallContext` in place of gRPC's context, so they can neither abort nor
@@ -20,6 +20,7 @@ from collections.abc import (
     Iterable,
     Mapping,
 )
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -27,6 +28,7 @@ from google.protobuf.message import DecodeError, Message
 
 from kestrel_grpc.frontends.grpc.message_shape import check_shape
 from kestrel_grpc.frontends.grpc.status import status_code, trailing_metadata
+from kestrel_grpc.images.upload import MAX_CHUNK_BYTES
 from kestrel_grpc.wire.call_admission import CallAdmission
 from kestrel_grpc.wire.call_context import REQUEST_ID_KEY, CallContext
 from kestrel_grpc.wire.message_gate import MessageTimeout
@@ -35,8 +37,11 @@ from kestrel_runtime.api.errors import InvalidRequest, Violation
 Context = grpc.aio.ServicerContext[bytes, bytes]
 
 _Receive = Callable[[Context, CallContext], Awaitable[Message | None]]
+_Answer = Callable[[Context, CallContext], Awaitable[Message]]
 _Begin = Callable[[Context, CallContext], Awaitable[AsyncGenerator[Message, None]]]
 
+# A chunk of an image, and the tags around it.
+_MAX_PART_BYTES = MAX_CHUNK_BYTES + 1024
 # What reading returns where no message is left; the type stubs do not list it.
 _END_OF_STREAM: Any = vars(grpc.aio)["EOF"]
 
@@ -66,8 +71,12 @@ class AdmittedServices:
         # Bytes are parsed and written here: gRPC itself ends a call whose message does not parse with INTERNAL.
         serialize, receive = handler.response_serializer, self._receiver(handler.request_deserializer)
         if not handler.response_streaming:
-            unary = self._unary(method, handler.unary_unary, receive, serialize)
-            return grpc.stream_unary_rpc_method_handler(unary)
+            answer = (
+                self._upload(handler.stream_unary, handler.request_deserializer)
+                if handler.request_streaming
+                else _one_to_one(handler.unary_unary, receive)
+            )
+            return grpc.stream_unary_rpc_method_handler(self._unary(method, answer, serialize))
         begin = (
             _many_to_many(handler.stream_stream, receive)
             if handler.request_streaming
@@ -77,8 +86,7 @@ class AdmittedServices:
 
     def _receiver(self, parse: Any) -> _Receive:
         """Receives the next message of a call; None where there is none. Raises `InvalidRequest`."""
-        image = parse.__self__.DESCRIPTOR.fields_by_name.get("image")
-        image_field = None if image is None else image.number
+        image_field = _image_field(parse.__self__.DESCRIPTOR)
         admission = self._admission
 
         async def receive(context: Context, call: CallContext) -> Message | None:
@@ -93,12 +101,32 @@ class AdmittedServices:
 
         return receive
 
+    def _upload(
+        self, serve: Callable[[AsyncIterator[Message], CallContext], Awaitable[Message]], parse: Any
+    ) -> _Answer:
+        """Many small messages are answered by one. All of them together count as one message that is received, with
+        one place and one timeout, and what the servicer has collected of them belongs to it."""
+        admission = self._admission
+
+        async def messages(context: Context) -> AsyncGenerator[Message, None]:
+            while (data := await context.read()) is not _END_OF_STREAM:
+                if len(data) > _MAX_PART_BYTES:
+                    raise _invalid(f"a part of an upload must not exceed {_MAX_PART_BYTES} bytes")
+                try:
+                    message = parse(data)
+                except DecodeError:
+                    raise _invalid("a part of the upload cannot be parsed") from None
+                del data
+                yield message
+
+        async def answer(context: Context, call: CallContext) -> Message:
+            async with aclosing(messages(context)) as parts:
+                return await admission.receive(lambda: serve(parts, call), call, context.peer)
+
+        return answer
+
     def _unary(
-        self,
-        method: str,
-        serve: Callable[[Message, CallContext], Awaitable[Message]],
-        receive: _Receive,
-        serialize: Callable[[Message], bytes],
+        self, method: str, answer: _Answer, serialize: Callable[[Message], bytes]
     ) -> Callable[[object, Context], Awaitable[bytes]]:
         admission = self._admission
 
@@ -108,8 +136,7 @@ class AdmittedServices:
             )
             try:
                 with admission.admit(call):
-                    # Only the servicer refers to the message, and drops it when the engine has the request.
-                    response = serialize(await serve(_required(await receive(context, call)), call))
+                    response = serialize(await answer(context, call))
                 context.set_trailing_metadata(((REQUEST_ID_KEY, call.request_id),))
             except BaseException as error:
                 await self._abort(call, context, error)
@@ -161,6 +188,14 @@ class AdmittedServices:
             await context.abort(status_code(failure), failure.message, trailing_metadata(failure, call.request_id))
 
 
+def _image_field(descriptor: Any) -> int | None:
+    """Where a message has an image, as `check_shape` takes it."""
+    if "data" in descriptor.fields_by_name:
+        return 0
+    image = descriptor.fields_by_name.get("image")
+    return None if image is None else image.number
+
+
 def _required(message: Message | None) -> Message:
     if message is None:
         raise _invalid("there is no message")
@@ -169,6 +204,16 @@ def _required(message: Message | None) -> Message:
 
 def _invalid(description: str) -> InvalidRequest:
     return InvalidRequest((Violation("", description),))
+
+
+def _one_to_one(serve: Callable[[Message, CallContext], Awaitable[Message]], receive: _Receive) -> _Answer:
+    """One message is answered by one."""
+
+    async def answer(context: Context, call: CallContext) -> Message:
+        # Only the servicer refers to the message, and drops it when the engine has the request.
+        return await serve(_required(await receive(context, call)), call)
+
+    return answer
 
 
 def _one_to_many(

@@ -31,8 +31,9 @@ def check_shape(message: bytes, image_field: int | None, max_image_bytes: int) -
     """Raise `InvalidRequest` for a message that is too large or has too many fields, apart from its image.
 
     `image_field` is the number of the field that holds a `kestrel.v1.Image`, whose longest field is the payload;
-    None where there is no such field. Raises `ImageError` for an image above `max_image_bytes`, and `DecodeError`
-    where the bytes are no protobuf message.
+    None where there is no such field, and 0 for a message that has its image as an `Image` has it, in `data`.
+    Raises `ImageError` for an image above `max_image_bytes`, and `DecodeError` where the bytes are no protobuf
+    message.
     """
     num_bytes = len(message)
     if num_bytes <= _UNCHECKED_BYTES:

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TypeVar
 
-from google.protobuf.duration_pb2 import Duration
-
 from kestrel_client.v1 import generation_pb2, media_pb2
 from kestrel_client.v1 import vision_service_pb2 as wire
+from kestrel_grpc.frontends.grpc.durations import seconds_of
+from kestrel_grpc.images.stored_images import BAD_IMAGE_ID, ImageHandle, ImageReference, ImageUri
 from kestrel_runtime.api.errors import InvalidRequest, Violation
 from kestrel_runtime.api.requests import (
     MAX_SPATIAL_REFS,
@@ -51,8 +51,9 @@ _PRIORITIES: Mapping[int, Priority] = MappingProxyType(
         generation_pb2.PRIORITY_BATCH: Priority.BATCH,
     }
 )
-_MAX_DURATION_S = 315_576_000_000
 _PLACEHOLDER_REF = PointRef(0.0, 0.0)
+# In place of the bytes of an image that the request names by an address or a handle.
+_PLACEHOLDER_IMAGE = b"?"
 _DEFAULT_SAMPLING = SamplingParams()
 _DEFAULT_OPTIONS = RequestOptions()
 
@@ -62,11 +63,12 @@ def query(message: wire.QueryRequest | wire.CompleteQueryRequest) -> Query:
     violations: list[Violation] = []
     refs = _spatial_refs(message.spatial_refs, violations)
     options = _options(message, violations)
+    image = _image(message, violations) if message.HasField("image") else None
     return _build(
         violations,
         lambda: Query(
             question=message.question,
-            image=message.image.data if message.HasField("image") else None,
+            image=image,
             reasoning=message.reasoning,
             spatial_refs=refs,
             sampling=_sampling(message),
@@ -82,10 +84,11 @@ def caption(message: wire.CaptionRequest | wire.CompleteCaptionRequest) -> Capti
     if length is None:
         violations.append(Violation("length", f"{message.length} is not a known value"))
     options = _options(message, violations)
+    image = _image(message, violations)
     return _build(
         violations,
         lambda: Caption(
-            image=message.image.data,
+            image=image,
             length=length or "normal",
             sampling=_sampling(message),
             options=options,
@@ -108,6 +111,15 @@ def segment(message: wire.SegmentRequest) -> Segment:
     return _about_objects(Segment, message, None)
 
 
+def image_reference(message: _Generating) -> ImageReference | None:
+    """What a message that has been converted has in place of the bytes of its image, which are a placeholder in the
+    request; None where it has the bytes or no image."""
+    source = message.image.WhichOneof("source")
+    if source == "uri":
+        return ImageUri(message.image.uri)
+    return ImageHandle.parse(message.image.image_id) if source == "image_id" else None
+
+
 def _about_objects(
     kind: type[ObjectRequestT],
     message: wire.PointRequest | wire.DetectRequest | wire.SegmentRequest,
@@ -116,11 +128,12 @@ def _about_objects(
     violations: list[Violation] = []
     refs = _spatial_refs(message.spatial_refs, violations)
     options = _options(message, violations)
+    image = _image(message, violations)
     return _build(
         violations,
         lambda: kind(
             object=message.object,
-            image=message.image.data,
+            image=image,
             max_objects=max_objects,
             spatial_refs=refs,
             sampling=_sampling(message),
@@ -138,6 +151,14 @@ def _build(violations: list[Violation], construct: Callable[[], RequestT]) -> Re
     if violations:
         raise InvalidRequest(tuple(violations))
     return request
+
+
+def _image(message: _Generating, violations: list[Violation]) -> bytes:
+    """The bytes of an image, or a placeholder for those that `image_reference` names."""
+    source = message.image.WhichOneof("source")
+    if source == "image_id" and ImageHandle.parse(message.image.image_id) is None:
+        violations.append(Violation("image.image_id", BAD_IMAGE_ID))
+    return _PLACEHOLDER_IMAGE if source in ("uri", "image_id") else message.image.data
 
 
 def _max_objects(message: wire.PointRequest | wire.DetectRequest) -> int | None:
@@ -162,21 +183,14 @@ def _options(message: _Generating, violations: list[Violation]) -> RequestOption
     options: generation_pb2.RequestOptions = message.options
     max_queue_s = None
     if options.HasField("max_queue_duration"):
-        duration = options.max_queue_duration
-        if _is_well_formed(duration):
-            max_queue_s = duration.seconds + duration.nanos * 1e-9
-        else:
+        max_queue_s = seconds_of(options.max_queue_duration)
+        if max_queue_s is None:
             violations.append(Violation("options.max_queue_duration", "is not a well-formed duration"))
     priority = _PRIORITIES.get(options.priority)
     if priority is None:
         violations.append(Violation("options.priority", f"{options.priority} is not a known value"))
         priority = Priority.NORMAL
     return RequestOptions(options.model, max_queue_s, priority)
-
-
-def _is_well_formed(duration: Duration) -> bool:
-    same_sign = duration.seconds == 0 or duration.nanos == 0 or (duration.seconds > 0) == (duration.nanos > 0)
-    return same_sign and abs(duration.nanos) < 10**9 and abs(duration.seconds) <= _MAX_DURATION_S
 
 
 def _spatial_refs(messages: Sequence[media_pb2.SpatialRef], violations: list[Violation]) -> tuple[SpatialRef, ...]:

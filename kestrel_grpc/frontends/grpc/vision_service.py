@@ -9,13 +9,11 @@ from typing import Any
 
 from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_grpc.frontends.grpc import parsing, rendering
+from kestrel_grpc.images.stored_images import ImageReference
 from kestrel_grpc.wire.call_context import CallContext
 from kestrel_grpc.wire.submission import Submission, ending_with, last_event
 from kestrel_runtime.api.events import Finished
 from kestrel_runtime.api.requests import Request
-
-# In place of an image that has yet to be fetched.
-_PLACEHOLDER_IMAGE = b"?"
 
 
 class VisionService:
@@ -82,10 +80,6 @@ class VisionService:
         return rendering.segment_response(await last_event(stream, call), call.request_id, self._model)
 
 
-def _parsed(parse: Callable[[Any], Request], message: Any) -> tuple[Request, str | None]:
-    """The request, and the URI of its image where the message has that in place of the image."""
-    if message.image.WhichOneof("source") != "uri":
-        return parse(message), None
-    uri = message.image.uri
-    message.image.data = _PLACEHOLDER_IMAGE
-    return parse(message), uri
+def _parsed(parse: Callable[[Any], Request], message: Any) -> tuple[Request, ImageReference | None]:
+    """The request, and what its message has in place of the bytes of its image."""
+    return parse(message), parsing.image_reference(message)

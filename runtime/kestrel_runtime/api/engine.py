@@ -83,6 +83,16 @@ class ClearedCache:
 
 
 @dataclass(frozen=True, slots=True)
+class ImageInfo:
+    """What the header of an image file declares; an orientation recorded in the file is not applied."""
+
+    media_type: str
+    """Such as "image/jpeg"."""
+    width_px: int
+    height_px: int
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
     """A reading of how busy the engine is."""
 
@@ -142,6 +152,10 @@ class Engine(Protocol):
 
     async def forget_image(self, digest: bytes, namespace: str = "") -> ClearedCache:
         """The same for one image of a namespace. `digest`: the SHA-256 of its encoded bytes."""
+        ...
+
+    def inspect_image(self, data: bytes) -> ImageInfo:
+        """What an image file declares, in little time. Raises `ImageError` for one that requests could not use."""
         ...
 
     def load(self) -> Load:

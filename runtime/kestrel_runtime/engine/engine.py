@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 
 from kestrel_runtime.api.config import EngineConfig
-from kestrel_runtime.api.engine import ClearedCache, EngineInfo, EngineStatus, Load
+from kestrel_runtime.api.engine import ClearedCache, EngineInfo, EngineStatus, ImageInfo, Load
 from kestrel_runtime.api.errors import (
     EngineUnavailable,
     ImageError,
@@ -235,6 +235,12 @@ class LocalEngine:
         """The same for one image of a namespace. `digest`: the SHA-256 of its encoded bytes."""
         return await asyncio.wrap_future(self._loop.forget_cached(namespace, digest))
 
+    def inspect_image(self, data: bytes) -> ImageInfo:
+        """What an image file declares, in little time. Raises `ImageError` for one that requests could not use."""
+        self._check_size(data)
+        header = self._preprocessor.inspect(data)
+        return ImageInfo(f"image/{header.format.lower()}", header.width, header.height)
+
     def load(self) -> Load:
         """How busy the engine is now."""
         return Load(
@@ -304,8 +310,12 @@ class LocalEngine:
             raise ModelNotFound(request.options.model)
         if request.skill not in self.info.skills:
             raise SkillUnsupported(request.skill, self.info.model)
+        if request.image is not None:
+            self._check_size(request.image)
+
+    def _check_size(self, image: bytes) -> None:
         max_image_bytes = self.info.config.max_image_bytes
-        if request.image is not None and len(request.image) > max_image_bytes:
+        if len(image) > max_image_bytes:
             raise ImageError(f"the image must not exceed {max_image_bytes} bytes", too_large=True)
 
     def _cost_of(self, request: Request, tenant: str) -> Cost:

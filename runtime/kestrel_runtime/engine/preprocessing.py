@@ -79,10 +79,8 @@ class Preprocessor:
         """Memory of images that are being decoded, and of tiles that are not freed yet."""
         return self._budget.used_bytes
 
-    def inspect(self, image: bytes | None) -> ImageHeader | None:
+    def inspect(self, image: bytes) -> ImageHeader:
         """Read an image's header only. Raises `ImageError` if it is invalid or takes too much memory to decode."""
-        if image is None:
-            return None
         header = inspect_image(image, max_image_pixels=self._max_image_pixels)
         if self._num_bytes(header) > self._max_decoding_bytes:
             limit_mib = self._max_decoding_bytes // 2**20
@@ -103,7 +101,7 @@ class Preprocessor:
         Requests wait for a worker by priority, tenant and age, like sequences that wait for pages. Decoding stops
         soon after `is_wanted` returns False or a deadline passes. Raises `ImageError` like `inspect`.
         """
-        header = self.inspect(request.image)
+        header = None if request.image is None else self.inspect(request.image)
 
         def check_wanted() -> None:
             expiry = clock.expiry(time.monotonic())

@@ -10,7 +10,7 @@ import grpc
 import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
-from kestrel_client.v1 import engine_service_pb2, vision_service_pb2
+from kestrel_client.v1 import engine_service_pb2, image_service_pb2, vision_service_pb2
 from kestrel_client.v1 import engine_service_pb2 as engine_wire
 from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_grpc.access.access import RateLimited, TokenAccess, TokenInvalid, required_scopes
@@ -184,13 +184,15 @@ async def test_each_scope_opens_its_own_methods(path):
 def test_every_method_asks_for_a_scope_and_new_ones_for_that_of_operators():
     methods = {
         f"{service.full_name}/{method.name}": required_scopes(f"{service.full_name}/{method.name}")
-        for file in (vision_service_pb2.DESCRIPTOR, engine_service_pb2.DESCRIPTOR)
+        for file in (vision_service_pb2.DESCRIPTOR, image_service_pb2.DESCRIPTOR, engine_service_pb2.DESCRIPTOR)
         for service in file.services_by_name.values()
         for method in service.methods
     }
     infer = {name for name, scopes in methods.items() if scopes == {Scope.INFER}}
+    stored = {name for name, scopes in methods.items() if scopes == {Scope.IMAGES}}
     either = {name for name, scopes in methods.items() if scopes == set(Scope)}
     assert infer == {name for name in methods if name.startswith(VISION)}
+    assert stored == {name for name in methods if name.startswith("kestrel.v1.ImageService/")}
     assert either == {f"kestrel.v1.EngineService/{name}" for name in ("GetServerInfo", "ListModels")}
     assert required_scopes("kestrel.v1.EngineService/Invented") == {Scope.ADMIN}
     assert required_scopes("kestrel.v2.VisionService/Query") == {Scope.ADMIN}

@@ -14,6 +14,7 @@ from kestrel_grpc.access.access import OpenAccess, TokenAccess
 from kestrel_grpc.access.tokens import Scope, line_for
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.images.image_uris import NoRemoteImages
+from kestrel_grpc.images.stored_images import ImageUri
 from kestrel_grpc.wire.call_context import OK, CallContext, Headers, Outcome
 from kestrel_grpc.wire.call_groups import CallGroups
 from kestrel_grpc.wire.errors import CallFailure
@@ -50,7 +51,7 @@ class PlainFrontend:
         try:
             with admission.admit(call):
                 request = await admission.receive(read, call, lambda: "nowhere:1")
-                stream = await self._submission.submit(request, uri, call)
+                stream = await self._submission.submit(request, None if uri is None else ImageUri(uri), call)
                 with ending_with(stream):
                     async with admission.watch_reader() as reader:
                         async for event in stream:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kestrel/v1/media.proto\x12\nkestrel.v1\"0\n\x05Image\x12\x0e\n\x04\x64\x61ta\x18\x01 \x01(\x0cH\x00\x12\r\n\x03uri\x18\x03 \x01(\tH\x00\x42\x08\n\x06source\"\'\n\x0fNormalizedPoint\x12\t\n\x01x\x18\x01 \x01(\x02\x12\t\n\x01y\x18\x02 \x01(\x02\"K\n\rNormalizedBox\x12\r\n\x05x_min\x18\x01 \x01(\x02\x12\r\n\x05y_min\x18\x02 \x01(\x02\x12\r\n\x05x_max\x18\x03 \x01(\x02\x12\r\n\x05y_max\x18\x04 \x01(\x02\"k\n\nSpatialRef\x12,\n\x05point\x18\x01 \x01(\x0b\x32\x1b.kestrel.v1.NormalizedPointH\x00\x12(\n\x03\x62ox\x18\x02 \x01(\x0b\x32\x19.kestrel.v1.NormalizedBoxH\x00\x42\x05\n\x03refb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kestrel/v1/media.proto\x12\nkestrel.v1\"D\n\x05Image\x12\x0e\n\x04\x64\x61ta\x18\x01 \x01(\x0cH\x00\x12\x12\n\x08image_id\x18\x02 \x01(\tH\x00\x12\r\n\x03uri\x18\x03 \x01(\tH\x00\x42\x08\n\x06source\"\'\n\x0fNormalizedPoint\x12\t\n\x01x\x18\x01 \x01(\x02\x12\t\n\x01y\x18\x02 \x01(\x02\"K\n\rNormalizedBox\x12\r\n\x05x_min\x18\x01 \x01(\x02\x12\r\n\x05y_min\x18\x02 \x01(\x02\x12\r\n\x05x_max\x18\x03 \x01(\x02\x12\r\n\x05y_max\x18\x04 \x01(\x02\"k\n\nSpatialRef\x12,\n\x05point\x18\x01 \x01(\x0b\x32\x1b.kestrel.v1.NormalizedPointH\x00\x12(\n\x03\x62ox\x18\x02 \x01(\x0b\x32\x19.kestrel.v1.NormalizedBoxH\x00\x42\x05\n\x03refb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,11 +32,11 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kestrel.v1.media_pb2', _glo
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_IMAGE']._serialized_start=38
-  _globals['_IMAGE']._serialized_end=86
-  _globals['_NORMALIZEDPOINT']._serialized_start=88
-  _globals['_NORMALIZEDPOINT']._serialized_end=127
-  _globals['_NORMALIZEDBOX']._serialized_start=129
-  _globals['_NORMALIZEDBOX']._serialized_end=204
-  _globals['_SPATIALREF']._serialized_start=206
-  _globals['_SPATIALREF']._serialized_end=313
+  _globals['_IMAGE']._serialized_end=106
+  _globals['_NORMALIZEDPOINT']._serialized_start=108
+  _globals['_NORMALIZEDPOINT']._serialized_end=147
+  _globals['_NORMALIZEDBOX']._serialized_start=149
+  _globals['_NORMALIZEDBOX']._serialized_end=224
+  _globals['_SPATIALREF']._serialized_start=226
+  _globals['_SPATIALREF']._serialized_end=333
 # @@protoc_insertion_point(module_scope)

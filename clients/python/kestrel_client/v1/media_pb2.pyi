@@ -6,12 +6,14 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Image(_message.Message):
-    __slots__ = ("data", "uri")
+    __slots__ = ("data", "image_id", "uri")
     DATA_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_ID_FIELD_NUMBER: _ClassVar[int]
     URI_FIELD_NUMBER: _ClassVar[int]
     data: bytes
+    image_id: str
     uri: str
-    def __init__(self, data: _Optional[bytes] = ..., uri: _Optional[str] = ...) -> None: ...
+    def __init__(self, data: _Optional[bytes] = ..., image_id: _Optional[str] = ..., uri: _Optional[str] = ...) -> None: ...
 
 class NormalizedPoint(_message.Message):
     __slots__ = ("x", "y")

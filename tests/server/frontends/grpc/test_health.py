@@ -20,7 +20,7 @@ from tests.fakes import FakeEngine
 from tests.journey.http2 import Http2Client
 from tests.server.serving import EOF, reason_of, serving
 
-NAMES = ["", "kestrel.v1.VisionService", "kestrel.v1.EngineService"]
+NAMES = ["", "kestrel.v1.VisionService", "kestrel.v1.ImageService", "kestrel.v1.EngineService"]
 SERVING, NOT_SERVING = HealthCheckResponse.SERVING, HealthCheckResponse.NOT_SERVING
 
 

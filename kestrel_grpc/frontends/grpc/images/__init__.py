@@ -1,0 +1,1 @@
+"""`ImageService`: stores images, which requests then name instead of sending them."""

@@ -1,0 +1,102 @@
+"""Values of stored images: what a request may name instead of bytes, what is stored, and what can go wrong."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from kestrel_runtime.api.engine import ImageInfo
+from kestrel_runtime.api.errors import InvalidRequest, Violation
+
+_PREFIX = "sha256:"
+BAD_IMAGE_ID = "must be `sha256:` and 64 lower-case hexadecimal digits"
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class ImageUri:
+    """An image that the server fetches for a request."""
+
+    uri: str
+
+
+@dataclass(frozen=True, slots=True)
+class ImageHandle:
+    """An image that is stored in the caller's namespace; `sha256` is the digest of its file in hexadecimal."""
+
+    sha256: str
+
+    def __str__(self) -> str:
+        return f"{_PREFIX}{self.sha256}"
+
+    @classmethod
+    def parse(cls, image_id: str) -> ImageHandle | None:
+        """The handle that an `image_id` names; None where it is not well formed."""
+        sha256 = image_id.removeprefix(_PREFIX)
+        return cls(sha256) if sha256 != image_id and is_sha256(sha256) else None
+
+
+ImageReference = ImageUri | ImageHandle
+"""What a request may have in place of the bytes of its image."""
+
+
+def is_sha256(text: str) -> bool:
+    """Whether a text is a digest as handles have it: 64 lower-case hexadecimal digits."""
+    return _SHA256.fullmatch(text) is not None
+
+
+@dataclass(slots=True, eq=False)
+class StoredImage:
+    """An image in the store. `size_bytes` is that of the file; times are of the store's clock, in seconds."""
+
+    handle: ImageHandle
+    data: bytes
+    info: ImageInfo
+    stored_at: float
+    expires_at: float
+    is_pinned: bool
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.data)
+
+
+class ImageNotFound(Exception):
+    """No image of this name is stored in the namespace of the caller."""
+
+    def __init__(self, handle: ImageHandle) -> None:
+        super().__init__(str(handle))
+        self.image_id = str(handle)
+
+
+class ImageQuotaExceeded(Exception):
+    """The image does not fit beside the pinned images of its namespace into the quota of `limit_bytes`."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__(limit_bytes)
+        self.limit_bytes = limit_bytes
+
+
+class ImageStoreFull(Exception):
+    """The image does not fit beside the pinned images of all namespaces into the store of `limit_bytes`."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__(limit_bytes)
+        self.limit_bytes = limit_bytes
+        self.retry_after_s = 10.0
+        """A guess: pinned images leave when their time is over."""
+
+
+class ImageSizeMismatch(InvalidRequest):
+    """Other than the announced number of bytes came; `num_bytes` is None where more came than were counted."""
+
+    def __init__(self, announced_bytes: int, num_bytes: int | None) -> None:
+        came = "more" if num_bytes is None else str(num_bytes)
+        super().__init__((Violation("header.size_bytes", f"is {announced_bytes}, but {came} bytes came"),))
+
+
+class ImageDigestMismatch(InvalidRequest):
+    """The bytes that came have another digest than the caller has announced."""
+
+    def __init__(self, field: str, actual: ImageHandle) -> None:
+        super().__init__((Violation(field, f"the bytes that came have the digest {actual.sha256}"),))
