@@ -22,11 +22,11 @@ _NEVER = -1
 
 
 class SampleNeeds(NamedTuple):
-    """What the tokens of a batch may need. What none of them needs is not computed. Part of every graph's key."""
+    """What sampling for a batch may need. What no row needs is not computed. Part of a graph's key."""
 
     is_random: bool
     value_kinds: int
-    """Bit mask of the family: kinds of values that tokens of the batch carry or may be sampled with."""
+    """Bit mask of the family: kinds of values that tokens may be sampled with, and those that are fed in carry."""
 
 
 class TokenRules:

@@ -83,8 +83,12 @@ class PrefillInputs:
 
     device: PrefillFields[Tensor]
     size: PrefillSize
+    value_kinds: int
+    """Bit mask of the kinds of values that its tokens carry."""
     needs: SampleNeeds
     num_sampled: int
+    is_in_place: bool
+    """Whether the fields are where captured graphs read them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,6 +308,8 @@ def _prefill_layout(size: PrefillSize, values_per_token: int) -> PackedLayout:
     tokens, chunks, samples = (size.num_tokens,), (size.num_chunks,), (size.num_samples,)
     return PackedLayout(
         {
+            # At the same place in the buffer whatever else the size is: sampling has graphs of its own.
+            "sample_rows": ("int64", samples),
             "token_ids": ("int64", tokens),
             "num_values": ("int64", tokens),
             "token_values": ("float32", (size.num_tokens, values_per_token)),
@@ -315,6 +321,5 @@ def _prefill_layout(size: PrefillSize, values_per_token: int) -> PackedLayout:
             "prefix_lengths": ("int32", chunks),
             "rows": ("int64", chunks),
             "sample_tokens": ("int64", samples),
-            "sample_rows": ("int64", samples),
         }
     )

@@ -226,10 +226,11 @@ class StepRunner:
         if size is None:
             max_pages = max(len(chunk.sequence.pages) for chunk in chunks)
             size = PrefillSize(sum(lengths), len(chunks), max(lengths), len(sampled), max_pages)
-        kinds = self._state.value_kinds(sampled)
+        kinds = 0
         for count in value_counts(chunks):
             kinds |= 1 << (count - 1)
-        needs = SampleNeeds(any(sequence.temperature > 0 for sequence in sampled), kinds)
+        is_random = any(sequence.temperature > 0 for sequence in sampled)
+        needs = SampleNeeds(is_random, self._state.value_kinds(sampled))
         positions = self._shape.positions_per_image
         fields = self._inputs.prefill(
             size,
@@ -243,7 +244,7 @@ class StepRunner:
             ),
             in_place=in_place,
         )
-        return PrefillInputs(fields, size, needs, len(sampled))
+        return PrefillInputs(fields, size, kinds, needs, len(sampled), in_place)
 
     def _prefill_bucket(self, num_tokens: int, num_chunks: int, max_chunk: int) -> PrefillSize | None:
         """The size of the captured graphs for a step; None where there are none for so large a one."""

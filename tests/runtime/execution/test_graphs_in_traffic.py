@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import logging
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -20,6 +21,7 @@ from kestrel_runtime.api.events import Finished
 from kestrel_runtime.api.requests import Detect, Point, Query, Request, SamplingParams
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.execution import step_runner as runner_module
+from kestrel_runtime.execution.buckets import PrefillSize
 from kestrel_runtime.execution.graph_capture import CapturedGraph, StreamCapture
 from kestrel_runtime.interfaces.tokens import TokenRule
 from kestrel_runtime.models.loaded_model import LoadedModel
@@ -28,8 +30,17 @@ from kestrel_runtime.models.moondream.execution_config import ExecutionConfig
 from kestrel_runtime.models.moondream.sampling import value_kinds
 from kestrel_runtime.models.moondream.skills import SKILLS
 from tests.reference_fixtures import MD2_SMALL
-from tests.runtime.execution.test_step_runner import CASES, MODELS, Bench, written_out
+from tests.runtime.execution.test_step_runner import (
+    CASES,
+    MODELS,
+    NUM_IMAGE_TOKENS,
+    TEXT,
+    Bench,
+    written_out,
+)
 from tests.runtime.fake_cuda import FakeStreamCapture
+from tests.runtime.models.moondream.tiny import random_model, tiny_config
+from tests.runtime.noise import noise
 
 SMALL_IMAGE = (MD2_SMALL / "image_1_100x80.png").read_bytes()
 LOGGER = "kestrel_runtime.execution.captured_graphs"
@@ -180,7 +191,39 @@ def test_usual_traffic_finds_its_graphs_captured_by_the_start(
         assert generated == written_out(model, 6, tokens, image)
         rule = TokenRule(allowed=(5, 6), is_spatial=True)  # which draws coordinates and sizes
         bench.generate(3, bench.add(tokens, image, rule=rule, temperature=1.0))
-    assert captures.num_tried == at_start
+    # Prompts with references to places are rare: their graph is captured when their size comes again.
+    assert captures.num_tried - at_start == (1 if case == "places" else 0)
+
+
+def test_sampling_kinds_multiply_no_graphs_of_prefill(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    Captures(monkeypatch, ())
+    monkeypatch.setattr(executor_module, "_MAX_START_S", 3600.0)
+    bench = Bench(MODELS[2], batch=4, prefill=128, text_path="fused", vision_path="fused")
+    with caplog.at_level(logging.DEBUG, logger=LOGGER):
+        bench.runner.capture()
+    kinds = Counter(record.message.partition(" of ")[0] for record in caplog.records)
+    sizes = PrefillSize.usual(NUM_IMAGE_TOKENS + 1, 100, max_tokens=128, max_chunks=4, max_context=400)
+    needs = len(executor_module._TEXT_NEEDS + executor_module._SPATIAL_NEEDS)
+    assert kinds["captured prefill steps"] == len(sizes) > 3
+    assert kinds["captured first tokens"] == 3 * needs  # after 1, 2 and 4 prompts
+    assert kinds["captured decode steps"] == 3 * needs
+
+
+def test_a_span_longer_than_steps_may_be_runs_on_its_own_inputs_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Its fields are no place that a graph could read again.
+    Captures(monkeypatch, ())
+    model = random_model(tiny_config(crop_size=168))
+    bench = Bench(model, batch=4, prefill=64, text_path="fused", vision_path="fused")
+    num_image_tokens = model.config.text.prefix_attn - 1
+    assert num_image_tokens > 128
+    for seed in range(3):
+        image = noise(40, 40, seed)
+        (generated,) = bench.generate(3, bench.add(TEXT[:1], image, num_image_tokens=num_image_tokens))
+        assert generated == written_out(model, 3, TEXT[:1], image)
+        bench.add(TEXT)  # takes pages and a row, so that the next one gets others
+        bench.step()
 
 
 def test_the_draws_of_every_skill_alone_and_together_are_usual(moondream2: LoadedModel) -> None:

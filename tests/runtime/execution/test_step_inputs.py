@@ -106,7 +106,7 @@ def test_the_kernels_get_the_types_they_ask_for_and_the_pages_of_each_row():
     first, second = holder([3, 1, 0], 7), holder([5], 2)
     state, chunks = new_state(), [Chunk(first, 0, 7), Chunk(second, 0, 2)]
     fields = prefill(chunks, [], state)
-    inputs = PrefillInputs(fields, PrefillSize(9, 2, 7, 0, 3), SampleNeeds(False, 0), 0)
+    inputs = PrefillInputs(fields, PrefillSize(9, 2, 7, 0, 3), 0, SampleNeeds(False, 0), 0, is_in_place=False)
     packed = PackedChunks.of(inputs, state)
     assert packed.page_table.tolist() == [[3, 1, 0], [5, 5, 5]]
     assert packed.positions.dtype == packed.slots.dtype == torch.int64

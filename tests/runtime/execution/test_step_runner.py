@@ -46,10 +46,10 @@ class Bench:
         self.num_preemptions = 0
         self.step_ids = itertools.count(1)
 
-    def add(self, tokens, image=None, **settings):
+    def add(self, tokens, image=None, num_image_tokens=NUM_IMAGE_TOKENS, **settings):
         tiles = None if image is None else MoondreamTiling(self.model.config.vision).make_tiles(image)
         sequence = new_sequence(
-            tokens, num_image_tokens=0 if image is None else NUM_IMAGE_TOKENS, tiles=tiles, **settings
+            tokens, num_image_tokens=0 if image is None else num_image_tokens, tiles=tiles, **settings
         )
         self.scheduler.add(sequence)
         return sequence

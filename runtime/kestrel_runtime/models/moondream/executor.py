@@ -62,12 +62,18 @@ class MoondreamExecutor:
         self._encode_tiles: Callable[[Tensor], Tensor] = paths.vision.encode
         self._encode_graphs: EncodeGraphs | None = None
         self._prefill_graphs: CapturedGraphs | None = None
+        self._first_token_graphs: CapturedGraphs | None = None
         self._decode_graphs: CapturedGraphs | None = None
         if memory.graphs is not None:
             graphs, budget = memory.graphs, memory.graphs.budget
             self._decode_graphs = CapturedGraphs("decode steps", graphs.decode, budget)
             if paths.captures_prefill:
                 self._prefill_graphs = CapturedGraphs("prefill steps", graphs.prefill, budget)
+                self._first_token_graphs = CapturedGraphs("first tokens", graphs.prefill, budget)
+                # [most samples, dim]: where graphs of prefill write, and those of first tokens read.
+                self._prefilled = torch.zeros(
+                    self._sample_counts()[-1], model.config.text.dim, dtype=model.dtype, device=model.device
+                )
             if paths.captures_encode:
                 vision = model.config.vision
                 self._encode_tiles = self._encode_graphs = EncodeGraphs(
@@ -101,17 +107,24 @@ class MoondreamExecutor:
                 self._memory.slab.embeddings[entry] = embeddings
 
     def prefill(self, inputs: PrefillInputs) -> Tensor:
-        """Float32 [N, 4]: id, number of values and the values of what is sampled."""
-        work = partial(self._prefill, inputs)
-        if self._prefill_graphs is None:
-            return work()
-        return self._prefill_graphs.run((inputs.size, inputs.needs), work)
+        """Float32 [N, 4]: id, number of values and the values of what is sampled.
+
+        Two graphs run it: the layers have one for each size, sampling one for each number of rows and each kind of
+        needs, which together are far fewer than one for each size and kind.
+        """
+        if self._prefill_graphs is None or self._first_token_graphs is None or not inputs.is_in_place:
+            return self._sampler.sample(self.prefill_hidden(inputs), inputs.device.sample_rows, inputs.needs)
+        hidden = self._prefill_graphs.run((inputs.size, inputs.value_kinds), partial(self._prefill, inputs))
+        return self._first_token_graphs.run(
+            (inputs.size.num_samples, inputs.needs),
+            partial(self._sampler.sample, hidden, inputs.device.sample_rows, inputs.needs),
+        )
 
     def prefill_hidden(self, inputs: PrefillInputs) -> Tensor:
         """[N, dim], before the final LayerNorm."""
         fields, state = inputs.device, self._memory.state
         embeddings = self._model.embed_sampled(
-            fields.token_ids, fields.num_values, fields.token_values, inputs.needs.value_kinds
+            fields.token_ids, fields.num_values, fields.token_values, inputs.value_kinds
         )
         images = self._memory.slab.rows[fields.embedding_rows.clamp(min=0)]
         embeddings = torch.where((fields.embedding_rows >= 0)[:, None], images, embeddings)
@@ -155,6 +168,7 @@ class MoondreamExecutor:
         """Drop all graphs."""
         for graphs in (
             self._prefill_graphs,
+            self._first_token_graphs,
             self._decode_graphs,
             self._encode_graphs and self._encode_graphs.captured,
         ):
@@ -162,7 +176,7 @@ class MoondreamExecutor:
                 graphs.clear()
 
     def _prefill(self, inputs: PrefillInputs) -> Tensor:
-        return self._sampler.sample(self.prefill_hidden(inputs), inputs.device.sample_rows, inputs.needs)
+        return self._prefilled[: inputs.size.num_samples].copy_(self.prefill_hidden(inputs))
 
     def _decode(self, inputs: DecodeInputs) -> Tensor:
         rows, positions, new_pages = inputs.device
@@ -182,12 +196,11 @@ class MoondreamExecutor:
             yield self._decode_graphs, self._usual_decodes(_TEXT_NEEDS)
         if self._encode_graphs is not None:
             yield self._encode_graphs.captured, self._encode_graphs.usual()
-        if self._prefill_graphs is not None:
-            yield self._prefill_graphs, self._usual_prefills(_TEXT_NEEDS)
+        if self._prefill_graphs is not None and self._first_token_graphs is not None:
+            yield self._prefill_graphs, self._usual_prefills()
+            yield self._first_token_graphs, self._usual_first_tokens()
         if self._decode_graphs is not None:
             yield self._decode_graphs, self._usual_decodes(_SPATIAL_NEEDS)
-        if self._prefill_graphs is not None:
-            yield self._prefill_graphs, self._usual_prefills(_SPATIAL_NEEDS)
 
     def _usual_decodes(self, kinds: Sequence[SampleNeeds]) -> Works:
         memory = self._memory
@@ -199,23 +212,37 @@ class MoondreamExecutor:
             for needs in kinds:
                 yield (size, needs), partial(self._decode, DecodeInputs(fields, size, needs, num_rows))
 
-    def _usual_prefills(self, kinds: Sequence[SampleNeeds]) -> Works:
-        memory, text = self._memory, self._model.config.text
+    def _usual_prefills(self) -> Works:
+        # Few prompts have tokens with values: references to places in the image.
+        text, bounds = self._model.config.text, self._memory.bounds
         sizes = PrefillSize.usual(
             text.prefix_attn,
-            memory.state.max_pages,
-            max_tokens=memory.bounds.max_prefill_tokens,
-            max_chunks=memory.bounds.max_batch_size,
+            self._memory.state.max_pages,
+            max_tokens=bounds.max_prefill_tokens,
+            max_chunks=bounds.max_batch_size,
             max_context=text.max_context,
         )
-        for size in sizes:
-            fields = memory.inputs.prefill(
-                size,
-                partial(fill_blank_prefill, size=size, padding_row=memory.state.padding_row),
-                in_place=True,
-            )
-            for needs in kinds:
-                yield (size, needs), partial(self._prefill, PrefillInputs(fields, size, needs, size.num_samples))
+        for inputs in map(self._blank_prefill, sizes):
+            yield (inputs.size, inputs.value_kinds), partial(self._prefill, inputs)
+
+    def _usual_first_tokens(self) -> Works:
+        for num_samples in reversed(self._sample_counts()):
+            size = PrefillSize.bucket(num_samples, num_samples, 1, self._memory.state.max_pages)
+            rows = self._blank_prefill(size).device.sample_rows
+            hidden = self._prefilled[:num_samples]
+            for needs in (*_TEXT_NEEDS, *_SPATIAL_NEEDS):
+                yield (num_samples, needs), partial(self._sampler.sample, hidden, rows, needs)
+
+    def _sample_counts(self) -> list[int]:
+        """How many tokens prefills with graphs sample; the smallest first."""
+        counts = range(1, self._memory.bounds.max_batch_size + 1)
+        return sorted({PrefillSize.bucket(count, count, 1, 1).num_samples for count in counts})
+
+    def _blank_prefill(self, size: PrefillSize) -> PrefillInputs:
+        """Padding of a size, laid out where graphs read it."""
+        fill = partial(fill_blank_prefill, size=size, padding_row=self._memory.state.padding_row)
+        fields = self._memory.inputs.prefill(size, fill, in_place=True)
+        return PrefillInputs(fields, size, 0, SampleNeeds(False, 0), size.num_samples, is_in_place=True)
 
 
 def _image_of(item: EncodeItem) -> Tiles | DecodedImage:
