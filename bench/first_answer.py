@@ -1,4 +1,4 @@
-"""How long a newcomer waits for the built-in model: from the command to the open port, and from there to answers.
+"""How long a new user waits for the built-in model: from the command to the open port, and from there to answers.
 
 Starts the true command as a process of its own, cold, several times, and asks it over gRPC, one request at a time.
 """

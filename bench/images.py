@@ -130,7 +130,7 @@ def cost_of(width: int, height: int, new_tiler: Callable[[], Tiler]) -> Cost:
 
 def device_costs(new_tiler: Callable[[], Tiler]) -> list[Cost]:
     """Time every size."""
-    heads = ("crops", "Pillow ms", "uncut ms", "device µs", "upload µs", "host µs", "new lengths µs")
+    heads = ("crops", "Pillow ms", "untiled ms", "device µs", "upload µs", "host µs", "new lengths µs")
     print(f"\n{'size':>11}" + "".join(f"{head:>15}" for head in heads))
     costs = []
     for width, height in SIZES:

@@ -1,4 +1,4 @@
-"""Is every kernel right on sizes that nobody chose for it, the same in every run, and what does it cost?
+"""Is every kernel correct for random sizes, the same in every run, and what does it cost?
 
 Checks: each implementation of each operation on random odd sizes, many runs of each call, against the definition in
 float32 on the CPU. The table shows the largest error of all runs, relative to the largest value, and in how many

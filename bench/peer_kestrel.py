@@ -87,7 +87,7 @@ class PeerEngine:
         await asyncio.sleep(duration_s)
         cpu_s = time.process_time() - cpu_s
         await loop.outlast(window)
-        # Its engine does not stop writing what nobody waits for.
+        # Its engine does not stop generating when the caller leaves.
         await loop.finish()
         return Recording(window, loop.overlapping(window), cpu_s / duration_s, 0.0)
 

@@ -231,7 +231,7 @@ def time_parts(
         is_whole = (page_dtype == FLOAT8) == (dtype == FLOAT8)  # which of the two the sum counts
         turned = (
             rows * config.head_dim * (config.n_heads + config.n_kv_heads) * 2
-        )  # half of the lanes, there and back
+        )  # half of the dimensions, read and written
         copied = rows * config.n_kv_heads * config.head_dim * (3 + 2 * page_dtype.itemsize)
         timer.time(
             f"rotary_write_kv{suffix}",

@@ -35,7 +35,7 @@ FIRST_RATE, RATE_STEP, MAX_RATES = 0.4, 1.25, 9
 """The open loop starts at this share of the closed loop's best rate, and asks for so much more each time."""
 OVERLOADED = 0.9
 """Answering in time less than this share of what is sent is overload."""
-PATIENCE_S = 10.0
+WAIT_LIMIT_S = 10.0
 FIRST_ANSWERS_S = 90.0
 ALONE = ("cached",)
 """Workloads that are asked one request at a time, whatever the batch."""
@@ -96,7 +96,7 @@ def ramp(
     for _ in range(MAX_RATES):
         name = f"{workload.name}, {rate_per_s:.1f} sent per second"
         progress.begin(name)
-        recording = load.open(workload, rate_per_s, plan.open_window_s, PATIENCE_S)
+        recording = load.open(workload, rate_per_s, plan.open_window_s, WAIT_LIMIT_S)
         row = summarise(workload.name, rate_per_s, recording, workload.num_tokens, plan.objective, is_open=True)
         progress.end(f"{name}: {row.goodput_per_s:.1f} answered in time")
         yield row

@@ -49,7 +49,7 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """The server while nobody asks anything."""
+    """The server without requests."""
 
     vitals: Vitals
     holdings: Holdings

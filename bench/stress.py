@@ -76,7 +76,7 @@ class Look:
 
     @classmethod
     def now(cls, requests: int) -> Look:
-        """What this process takes, without what the C library keeps for reuse: nobody has that."""
+        """Memory of this process in use, without memory that the C library keeps for reuse."""
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
             trim(0)

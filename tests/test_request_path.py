@@ -40,7 +40,7 @@ QUERY = wire.QueryRequest(
 )
 
 
-class Recorder:
+class Tracer:
     """Collects the modules whose functions are entered while `recording`, in the order of first entry.
 
     Installed as the profile function of this thread and of all that start later. Code that `dataclass` generates
@@ -86,7 +86,7 @@ async def ask(stub: Any) -> None:
         pass
 
 
-async def record(recorder: Recorder) -> None:
+async def record(tracer: Tracer) -> None:
     config = ServerConfig(port=0, device="cpu", dtype="float32")
     engine = LocalEngine.start(config.engine_config())
     async with (
@@ -95,19 +95,19 @@ async def record(recorder: Recorder) -> None:
     ):
         stub: Any = VisionServiceStub(channel)
         await ask(stub)
-        recorder.recording = True
+        tracer.recording = True
         await ask(stub)
         # What the server does after the last message of a call is done once it has served another.
         await ask(stub)
-        recorder.recording = False
+        tracer.recording = False
 
 
 @pytest.fixture
 async def entered() -> list[str]:
-    recorder = Recorder()
-    with recorder.installed():
-        await record(recorder)
-    return [name for name in recorder.entered if name not in BACKGROUND]
+    tracer = Tracer()
+    with tracer.installed():
+        await record(tracer)
+    return [name for name in tracer.entered if name not in BACKGROUND]
 
 
 async def test_modules_that_a_query_enters_are_those_of_the_document(entered: list[str]) -> None:

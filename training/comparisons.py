@@ -159,7 +159,7 @@ def place(scene: Scene, rng: random.Random) -> Exchange | None:
     one = thing and unique(scene, thing, rng)
     if thing is None or one is None:
         return None
-    # Near a line between two of the nine places nobody can say.
+    # Near a border between two of the nine places the answer is not defined.
     if any(abs(value - line) < 0.035 for value in thing.center for line in (1 / 3, 2 / 3)):
         return None
     templates = (

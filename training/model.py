@@ -98,10 +98,10 @@ def new_model(config: MoondreamConfig, seed: int) -> Moondream:
         model.vision.pos_emb.normal_(std=0.1)
         model.region.coord_features.copy_(_frequencies(model.region.coord_features.shape[1])[None])
         sizes = model.region.size_features
-        lanes = _frequencies(sizes.shape[1] // 2)
+        frequencies = _frequencies(sizes.shape[1] // 2)
         sizes.zero_()
-        sizes[0, ::2] = lanes
-        sizes[1, 1::2] = lanes
+        sizes[0, ::2] = frequencies
+        sizes[1, 1::2] = frequencies
     # Exact in bfloat16 and never trained, so that the shipped file computes the same features.
     model.region.coord_features.requires_grad_(False)
     model.region.size_features.requires_grad_(False)

@@ -26,7 +26,7 @@ _SOCKET_TIMEOUT_S = 5.0
 NUM_IDLE, NUM_DESCRIPTORS = 400, 256
 NUM_SLOW_CONNECTIONS, NUM_SLOW_CALLS = 8, 16
 MAX_PINGS = 500_000
-"""On one connection. So many fit into the buffers of the kernels, if nobody reads them."""
+"""On one connection. So many fit into the socket buffers if the other side does not read."""
 
 
 def _resets(headers: bytes) -> Iterator[bytes]:

@@ -20,7 +20,7 @@ END_STREAM, ACK, END_HEADERS, PADDED, PRIORITY = 0x1, 0x1, 0x4, 0x8, 0x20
 INITIAL_WINDOW_SIZE, MAX_FRAME_SIZE = 0x4, 0x5
 CANCEL = 0x8
 _USUAL_WINDOW, _USUAL_FRAME = 65_535, 16_384
-# Between frames there is room for the answer to a ping, without which servers close the connection.
+# Answers to pings are sent between frames: without them servers close the connection.
 _LARGEST_FRAME = 2**18
 _READ_BYTES = 2**16
 

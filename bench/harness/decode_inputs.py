@@ -64,7 +64,7 @@ def dequantised(cache: KVCache, config: TextConfig) -> KVCache:
 
 
 class AttentionInputs:
-    """One layer's attention: new tokens, pages, and room to work in."""
+    """One layer's attention: new tokens, pages, and workspace."""
 
     def __init__(
         self, config: TextConfig, contexts: Contexts, cache: KVCache, dtype: torch.dtype, num_parts: int

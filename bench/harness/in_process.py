@@ -16,7 +16,7 @@ Answered = Callable[[int, "Finished | KestrelError"], None]
 async def closed_loop(
     engine: LocalEngine, requests: Iterable[Request], num_at_once: int, answered: Answered
 ) -> None:
-    """Ask all of `requests`, each as soon as there is room; `answered` is called with its place and what came."""
+    """Ask all of `requests`, `num_at_once` at a time; `answered` is called with each request's index and result."""
     queue = enumerate(requests)
 
     async def caller() -> None:

@@ -70,7 +70,7 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def _heads(draw: random.Random) -> tuple[int, int, int]:
-    """Query heads, key heads and lanes of each."""
+    """Query heads, key heads and dimensions of a head."""
     groups = draw.choice((1, 1, 2, 3))
     return groups * draw.choice((1, 2, 5)), groups, draw.choice((12, 20, 24, 36, 64))
 
@@ -271,14 +271,14 @@ def _rotary_decode_attention(draw: random.Random) -> Case:
 
 def _crop_attention(draw: random.Random) -> Case:
     patches, head_dim = draw.choice(((9, 72), (49, 24), (97, 24), (200, 72), (192, 16), (20, 3), (300, 40)))
-    dtype, heads, crops = draw.choice(_SHORT), draw.choice((1, 3)), draw.choice((1, 5))
-    packed = _rows(draw, crops * patches, 3 * heads * head_dim, dtype=dtype)
+    dtype, heads, tiles = draw.choice(_SHORT), draw.choice((1, 3)), draw.choice((1, 5))
+    packed = _rows(draw, tiles * patches, 3 * heads * head_dim, dtype=dtype)
     out_scale = draw.choice((None, 1 / 448))
 
     def run(function: Callable[..., Any], device: torch.device) -> list[Tensor]:
         return [function(*_on(device, packed), patches, heads, out_scale)]
 
-    name = f"{crops} crops of {patches}, {heads} heads of {head_dim} {_short(dtype)}" + (
+    name = f"{tiles} tiles of {patches}, {heads} heads of {head_dim} {_short(dtype)}" + (
         " to float8" if out_scale else ""
     )
     return Case("crop_attention", name, run, TOLERANCES[dtype] if out_scale is None else TOLERANCES[FLOAT8])

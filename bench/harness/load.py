@@ -88,13 +88,13 @@ class LoadProcesses:
         self._tell("stop")
         return self._recording(Window(start, start + duration_s))
 
-    def open(self, workload: Workload, rate_per_s: float, duration_s: float, patience_s: float) -> Recording:
+    def open(self, workload: Workload, rate_per_s: float, duration_s: float, wait_limit_s: float) -> Recording:
         """Send requests at random moments, on average `rate_per_s`, however long the answers take.
 
-        An answer that has not come `patience_s` after the last request was sent counts as an error.
+        An answer that has not come `wait_limit_s` after the last request was sent counts as an error.
         """
         start = time.perf_counter() + 0.2
-        self._tell("open", workload, rate_per_s, Window(start, start + duration_s), patience_s)
+        self._tell("open", workload, rate_per_s, Window(start, start + duration_s), wait_limit_s)
         return self._recording(Window(start, start + duration_s))
 
     def _recording(self, window: Window) -> Recording:
@@ -167,13 +167,13 @@ class _Load:
         await loop.cancel()
         self._pipe.send((loop.overlapping(window), cpu_s, lag_s))
 
-    async def _open(self, workload: Workload, rate_per_s: float, window: Window, patience_s: float) -> None:
+    async def _open(self, workload: Workload, rate_per_s: float, window: Window, wait_limit_s: float) -> None:
         chance = random.Random(self._index)
         samples: list[Sample] = []
         tasks: list[asyncio.Task[None]] = []
 
         async def one(due: float) -> None:
-            samples.append(await self._ask(workload, due, window.end + patience_s - time.perf_counter()))
+            samples.append(await self._ask(workload, due, window.end + wait_limit_s - time.perf_counter()))
 
         async def send() -> None:
             due = window.start

@@ -1,7 +1,7 @@
 """Traffic as it comes: every skill, streams and unary calls, pictures of many sizes, and callers who misbehave.
 
 Some cancel midway, some have deadlines that pass, some send what is no request. Each of these says beforehand what
-may become of its call; whatever else happens is an error that nobody injected. Knows the client alone.
+may become of its call; any other outcome is an unexpected error. Knows the client alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from bench.harness.workload import QUESTIONS, TEXT_QUESTIONS, chart
 from kestrel_client import AsyncClient
 from kestrel_client.errors import Cancelled, DeadlineExceeded, KestrelClientError
 
-PATIENCE_S = 120.0
+WAIT_LIMIT_S = 120.0
 _SIZES_PX = ((64, 48), (200, 140), (378, 378), (800, 557), (1280, 900), (2400, 1600))
 _OBJECTS = ("star", "yellow star", "bar", "blue circle", "label")
 _MAX_ERRORS = 50
@@ -32,7 +32,7 @@ Ask = Callable[[AsyncClient, random.Random], Awaitable[Any]]
 
 @dataclass(slots=True)
 class Tally:
-    """What became of the calls, by kind. `errors` are those that nobody injected, the first of them in words."""
+    """What became of the calls, by kind. `errors` are unexpected ones, the first of them with their messages."""
 
     answered: Counter[str] = field(default_factory=Counter)
     injected: Counter[str] = field(default_factory=Counter)
@@ -72,7 +72,7 @@ class MixedTraffic:
         """So many calls at once, of every skill: what grows with the number of calls has then grown."""
         chance = random.Random(self._seed)
         names = list(self._skills)
-        async with AsyncClient(self._address, timeout_s=PATIENCE_S) as client:
+        async with AsyncClient(self._address, timeout_s=WAIT_LIMIT_S) as client:
             await asyncio.gather(
                 *(self._ask(client, chance, names[number % len(names)]) for number in range(num_calls))
             )
@@ -88,7 +88,7 @@ class MixedTraffic:
     async def _call_until(self, end: float, chance: random.Random) -> None:
         loop = asyncio.get_running_loop()
         while loop.time() < end:
-            async with AsyncClient(self._address, timeout_s=PATIENCE_S) as client:
+            async with AsyncClient(self._address, timeout_s=WAIT_LIMIT_S) as client:
                 for _ in range(_CALLS_PER_CONNECTION):
                     if loop.time() >= end:
                         return
@@ -174,7 +174,7 @@ class MixedTraffic:
                 ("a bomb", "IMAGE_TOO_LARGE", lambda: client.point(_BOMB, "star")),
                 ("no question", "INVALID_REQUEST", lambda: client.complete_query(picture, "")),
                 ("a setting", "INVALID_REQUEST", lambda: client.query(picture, "What?", temperature=-1.0).result()),
-                ("a model", "MODEL_NOT_FOUND", lambda: client.segment(picture, "star", model="nobody")),
+                ("a model", "MODEL_NOT_FOUND", lambda: client.segment(picture, "star", model="missing")),
                 ("an address", "IMAGE_URI_NOT_ALLOWED", lambda: client.detect("https://example.com/a.png", "star")),
             )
         )
@@ -222,7 +222,7 @@ class MixedTraffic:
         return await client.segment(self._picture(chance), chance.choice(_OBJECTS))
 
     def _picture(self, chance: random.Random) -> bytes:
-        """Often small, seldom large. Half of them nobody has sent before, for whoever remembers them."""
+        """Often small, seldom large. Half of the pictures are new, so that caches have hits and misses."""
         picture = chance.choices(self._pictures, (20, 20, 20, 15, 5, 2, 10, 10, 10))[0]
         if chance.random() < 0.5 or not picture.startswith(_JPEG):
             return picture

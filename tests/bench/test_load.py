@@ -34,11 +34,11 @@ def test_fewer_requests_than_processes_are_as_many_as_asked(load: LoadProcesses)
 
 
 def test_an_open_loop_sends_at_its_rate_whatever_the_answers(load: LoadProcesses):
-    recording = load.open(WORKLOADS["text"], 60.0, duration_s=0.5, patience_s=10.0)
+    recording = load.open(WORKLOADS["text"], 60.0, duration_s=0.5, wait_limit_s=10.0)
     window = recording.window
     assert all(window.start <= sample.started < window.end for sample in recording.samples)
     # The moments follow from the processes' numbers, so their count is always the same.
-    again = load.open(WORKLOADS["text"], 60.0, duration_s=0.5, patience_s=10.0)
+    again = load.open(WORKLOADS["text"], 60.0, duration_s=0.5, wait_limit_s=10.0)
     assert len(recording.samples) == len(again.samples) == pytest.approx(30, abs=12)
 
 

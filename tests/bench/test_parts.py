@@ -34,11 +34,11 @@ def test_every_call_has_inputs_of_its_own():
 
 
 def test_what_fails_is_told_and_left_out(capsys):
-    timer = PartTimer(CPU, LIMITS, "model", "three crops")
+    timer = PartTimer(CPU, LIMITS, "model", "three tiles")
     timer.time("broken", lambda: 1 / 0, tuple, calls=1, size=1)
     timer.time("whole", lambda: None, tuple, calls=1, size=1)
     assert [part.name for part in timer.parts] == ["whole"]
-    assert "broken, three crops failed" in capsys.readouterr().out
+    assert "broken, three tiles failed" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("precision", ["model", "float8"])

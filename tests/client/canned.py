@@ -220,7 +220,7 @@ def serving(vision: CannedVision) -> Iterator[str]:
 
 
 def queue_full(retry_after_s: int) -> status_pb2.Status:
-    """A server without room."""
+    """A server with a full queue."""
     retry_info = error_details_pb2.RetryInfo(retry_delay=duration_pb2.Duration(seconds=retry_after_s))
     return status(code_pb2.RESOURCE_EXHAUSTED, "the queue is full", error_info("QUEUE_FULL"), retry_info)
 

@@ -178,7 +178,7 @@ async def load(server: Server) -> None:
         ]
         codes = await asyncio.gather(*(call.code() for call in calls))
         answered, invalid = {grpc.StatusCode.OK}, {grpc.StatusCode.INVALID_ARGUMENT}
-        # Who may not wait at all is refused at the door once the wait is known, and in the queue before that.
+        # A caller that may not wait is refused on arrival once the wait is known, and in the queue before that.
         too_late = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED}
         assert set(codes) - too_late == answered | invalid
         assert set(codes) & too_late

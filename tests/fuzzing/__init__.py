@@ -1,4 +1,4 @@
-"""Input that nobody meant well: requests, images and frames, drawn at random around the true ones."""
+"""Malformed and hostile input: requests, images and frames, drawn at random around valid ones."""
 
 from hypothesis import HealthCheck
 

@@ -49,7 +49,7 @@ def _draw(
     others_cpu_s: Callable[[], float] = lambda: 0.0,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """`clock` times each; work that waits for nobody is timed by its own CPU, whatever else the machine does."""
+    """`clock` times each; work that never waits is timed by its own CPU time, independent of the machine's load."""
     outcomes: Counter[str] = Counter()
     slowest_s = 0.0
 

@@ -35,7 +35,7 @@ REASONS = frozenset(
         "CONTEXT_LENGTH_EXCEEDED",
     )
 )
-# What gRPC carries at most in the headers of a call, with room for those that are not ours.
+# What gRPC carries at most in the headers of a call, with a margin for headers of other origin.
 _MAX_TRAILER_BYTES = 8_192
 _HOSTS = parse_hosts("example.com,.example.org")
 _MAX_CONTEXT = 256

@@ -60,7 +60,7 @@ BROKEN_IMAGES = {
     "empty": (b"", "INVALID_REQUEST"),
     "truncated": (IMAGE[: len(IMAGE) // 2], "IMAGE_DECODE_FAILED"),
     "not an image": (b"hello, world" * 100, "IMAGE_DECODE_FAILED"),
-    "a format nobody serves": (b"%PDF-1.7\n%%EOF", "IMAGE_DECODE_FAILED"),
+    "a format that is not supported": (b"%PDF-1.7\n%%EOF", "IMAGE_DECODE_FAILED"),
     "declared as 20,000 by 20,000": (declared_png(20_000, 20_000), "IMAGE_TOO_LARGE"),
     "more bytes than allowed": (b"\xff\xd8" + b"x" * (33 * 2**20), "IMAGE_TOO_LARGE"),
 }

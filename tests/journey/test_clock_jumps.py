@@ -18,7 +18,7 @@ from tests.journey.serving_process import ServingProcess, serving_process
 from tests.journey.test_cancellation import endless
 
 HOUR_S = 3_600
-BEARER, RARE_BEARER = "a secret nobody would guess", "another secret nobody would guess"
+BEARER, RARE_BEARER = "a secret hard to guess", "another secret hard to guess"
 QUICK = wire.CompleteQueryRequest(question="hi", sampling={"max_tokens": 2})
 
 

@@ -16,7 +16,7 @@ from tests.journey.serving_process import serving_process
 NUM_RUNNING, NUM_WAITING = 4, 4
 CAPACITY = NUM_RUNNING + NUM_WAITING
 NUM_ACCEPTED = 4 * CAPACITY
-# What is asserted: with room for whoever else uses the machine. docs/reliability.md has what was measured.
+# Asserted limits, with a margin for other load on the machine. docs/reliability.md has what was measured.
 MAX_SLOWDOWN = 4.0
 MAX_REFUSAL_S = 0.05
 # Of so many tries one must do: what disturbs them comes from outside.
@@ -52,7 +52,7 @@ async def ask(stub: Any, seed: int, latencies: Latencies) -> bool:
 
 
 async def at_capacity(stub: Any) -> Latencies:
-    """As many callers as there is room for, each asking again as soon as it is answered."""
+    """As many callers as the server admits, each asking again as soon as it is answered."""
     latencies = Latencies()
 
     async def caller(number: int) -> None:

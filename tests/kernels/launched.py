@@ -31,7 +31,7 @@ def add_layer_norm(count: int, width: int, delta: str, out: str, of: str = "trit
 def rotary_write_kv(
     heads: int, groups: int, head_dim: int, dtype: str, pages: str, has_factors: bool, of: str = "triton"
 ) -> None:
-    """Three tokens whose heads turn by half of their lanes."""
+    """Three tokens whose heads are rotated in half of their dimensions."""
     storage = _empty(2, groups, 16, head_dim, dtype=pages)
     angles, scale = _empty(64, head_dim // 4), _empty(1) if pages == "fp8" else None
     factors = (_empty(3, heads, dtype=dtype), _empty(3, groups, dtype=dtype)) if has_factors else (None, None)

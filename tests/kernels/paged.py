@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 GARBAGE = 1e4
-"""What slots hold that nobody owns: finite, and ruinous where it is read."""
+"""Content of slots without an owner: finite, and visible in any result that reads it."""
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ def test_what_lies_past_the_length_does_not_count():
     batch = Batch([7], HEADS[1], 4)
     before = batch.run()
     last_page = batch.tables[0][1]
-    assert (batch.key_pages[last_page, :, 3:] == GARBAGE).all()  # position 7 is nobody's
+    assert (batch.key_pages[last_page, :, 3:] == GARBAGE).all()  # position 7 has no owner
     batch.key_pages[last_page, :, 3:] = -GARBAGE
     batch.value_pages[last_page, :, 3:] = -GARBAGE
     assert torch.equal(batch.run(), before)

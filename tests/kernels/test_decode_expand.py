@@ -19,7 +19,7 @@ every_implementation = pytest.mark.parametrize(
 
 
 class Layer:
-    """A random weight over random tokens, and room for what comes out, poisoned."""
+    """A random weight over random tokens, and output buffers filled with NaN."""
 
     def __init__(self, batch, width=48, num_plain=80, num_activated=48, weight_dtype=torch.float32, out_dtype=None):
         torch.manual_seed(batch)

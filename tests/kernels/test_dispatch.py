@@ -103,12 +103,12 @@ def test_every_implementation_says_what_it_cannot_serve():
 @pytest.mark.parametrize(
     ("model", "operation", "fallback", "reason"),
     [
-        (with_text(head_dim=192), "prefill_attention", "reference", "heads of 192 lanes"),
-        (with_text(head_dim=192), "rotary_decode_attention", "reference", "heads of 192 lanes"),
-        (with_text(head_dim=192), "rotary_write_kv", "reference", "heads of 192 lanes"),
+        (with_text(head_dim=192), "prefill_attention", "reference", "heads of 192 dimensions"),
+        (with_text(head_dim=192), "rotary_decode_attention", "reference", "heads of 192 dimensions"),
+        (with_text(head_dim=192), "rotary_write_kv", "reference", "heads of 192 dimensions"),
         (with_text(ff_dim=80_000), "decode_contract", "reference", "rows of 82048 values"),
         (with_text(ff_dim=80_000), "concat_gelu", "reference", "rows of 82048 values"),
-        (with_vision(dim=48, num_heads=4), "crop_attention", "library", "heads of 16 to 80 lanes"),
+        (with_vision(dim=48, num_heads=4), "crop_attention", "library", "heads of 16 to 80 dimensions"),
         (with_vision(dim=48, num_heads=2, num_patches=49), "crop_attention", "library", "more than 96 patches"),
         (with_vision(num_patches=1600), "crop_attention", "library", "do not fit into shared memory"),
         (with_vision(dim=40), "scaled_linear_gelu", "reference", "multiples of 16, not 40"),

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kestrel_ops import rotary
 
-FREQUENCIES = torch.tensor([1.0, 0.31, 0.07])  # six of eight lanes are rotated
+FREQUENCIES = torch.tensor([1.0, 0.31, 0.07])  # six of eight dimensions are rotated
 
 
 def angles(positions, frequencies=FREQUENCIES):
@@ -33,11 +33,11 @@ def test_lanes_turn_in_pairs_as_complex_numbers():
     turned = rotated(heads, positions)
     for token, position in enumerate(positions):
         for head in range(2):
-            for lane, frequency in enumerate(FREQUENCIES.tolist()):
-                pair = complex(heads[token, head, lane], heads[token, head, lane + 3])
+            for dim, frequency in enumerate(FREQUENCIES.tolist()):
+                pair = complex(heads[token, head, dim], heads[token, head, dim + 3])
                 wanted = pair * cmath.exp(1j * position * frequency)
-                assert turned[token, head, lane].item() == pytest.approx(wanted.real, abs=1e-3)
-                assert turned[token, head, lane + 3].item() == pytest.approx(wanted.imag, abs=1e-3)
+                assert turned[token, head, dim].item() == pytest.approx(wanted.real, abs=1e-3)
+                assert turned[token, head, dim + 3].item() == pytest.approx(wanted.imag, abs=1e-3)
 
 
 def test_lanes_behind_the_rotated_ones_pass_through():

@@ -1,4 +1,4 @@
-"""Certificates for tests, from authorities that are made for them and trusted by nobody else."""
+"""Certificates for tests, signed by authorities that only the tests trust."""
 
 from __future__ import annotations
 

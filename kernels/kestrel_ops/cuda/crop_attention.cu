@@ -1,6 +1,6 @@
 // Attention of every patch of a crop to every patch of the same crop, for Hopper's warpgroup products.
 //
-// Keys and values of one head of one crop fit into the shared memory of a multiprocessor as they are, 72 lanes and
+// Keys and values of one head of one crop fit into the shared memory of a multiprocessor as they are, 72 dimensions and
 // not the 128 of a power of two. A program keeps them there while its warpgroups take 64 queries each in rounds; one
 // more warpgroup, the loader, brings the next head's tiles as soon as the last round has let go of these. Rounds of
 // all heads stand in one line, which the programs share out evenly.
@@ -9,8 +9,8 @@
 // That the running maximum corrects what was summed before is as in FlashAttention-2 (Dao, 2023), and that products
 // and weights of two tiles overlap and warpgroups take turns as in FlashAttention-3 (Shah et al., 2024).
 //
-// In shared memory eight lanes of one row, 16 bytes, are a piece; the pieces of all rows lie one after the other, then
-// come the next eight lanes. Products read that without a swizzle, keys as rows and values as columns alike.
+// In shared memory eight dimensions of one row, 16 bytes, are a piece; the pieces of all rows lie one after the other, then
+// come the next eight dimensions. Products read that without a swizzle, keys as rows and values as columns alike.
 //
 // Compiled with DIM, HEADS, PATCHES, TILE, WARPGROUPS, PIECE_BYTES, SHARED_BYTES, ELEMENT ("bf16" or "f16") and
 // IS_FLOAT8, and behind the functions multiply_keys and multiply_values of warpgroup_products.py.
@@ -37,7 +37,7 @@ struct Barriers {
     uint64 free[TILES];
 };
 
-static_assert(DIM % 8 == 0 && DIM >= 16 && TILES > 1, "such heads or crops are for somebody else");
+static_assert(DIM % 8 == 0 && DIM >= 16 && TILES > 1, "these sizes are not supported");
 static_assert(2 * OPERAND_BYTES + sizeof(Barriers) <= SHARED_BYTES, "keys and values do not fit");
 
 __device__ uint32 shared_address(const void* pointer) { return (uint32)__cvta_generic_to_shared(pointer); }

@@ -18,7 +18,7 @@ from kestrel_ops.shapes import ModelShape
 
 _ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "f16"}
 _HOPPER = (9, 0)
-# Of all that the registers of a multiprocessor have room for, the fastest with heads of 72 lanes.
+# Of all sizes that fit into the registers of a multiprocessor, the fastest with heads of 72 dimensions.
 _TILE, _WARPGROUPS, _WIDEST_HEAD = 96, 3, 80
 _SHARED_BYTES = 227 * 1024
 # Pieces of one row are to lie in different banks.
@@ -75,11 +75,11 @@ def _misfit(capability: tuple[int, int] | None, dtype: torch.dtype, num_patches:
     if dtype not in _ELEMENTS:
         return f"it takes bfloat16 and float16, not {dtype}"
     if head_dim % 8 or not 16 <= head_dim <= _WIDEST_HEAD:
-        return f"it takes heads of 16 to {_WIDEST_HEAD} lanes, a multiple of 8, not of {head_dim}"
+        return f"it takes heads of 16 to {_WIDEST_HEAD} dimensions, a multiple of 8, not of {head_dim}"
     if num_patches <= _TILE:
         return f"it takes crops of more than {_TILE} patches, not of {num_patches}"
     if _operand_bytes(num_patches, head_dim) > _SHARED_BYTES:
-        return f"keys and values of {num_patches} patches and {head_dim} lanes do not fit into shared memory"
+        return f"keys and values of {num_patches} patches and {head_dim} dimensions do not fit into shared memory"
     return None
 
 
@@ -96,7 +96,7 @@ def _program(
             source = _source(_ELEMENTS[dtype], num_patches, num_heads, head_dim, is_float8)
             return Program(source, "crop_attention", architecture="sm_90a", shared_bytes=_SHARED_BYTES)
     except (OSError, RuntimeError) as error:
-        _log.warning("attention within crops is left to cuDNN: %s", error)
+        _log.warning("attention within crops uses cuDNN: %s", error)
         return None
 
 

@@ -9,7 +9,7 @@ from kestrel_ops.shapes import ModelShape
 from kestrel_ops.triton.concat_gelu import concat_gelu
 from kestrel_ops.triton.requirements import unsupported_device, unsupported_rows
 
-# cuDNN is the fastest at heads of 72 lanes; what it refuses, float32 above all, goes to the next.
+# cuDNN is the fastest at heads of 72 dimensions; what it refuses, float32 above all, goes to the next.
 _BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,

@@ -7,10 +7,10 @@ from torch import Tensor
 def store_rows(
     rows: Tensor,  # [T, G, D]
     pages: Tensor,  # [P, G, S, D], written in place
-    slots: Tensor,  # [T] int64: page * S + place in the page; a negative one is nobody's
+    slots: Tensor,  # [T] int64: page * S + place in the page; a negative slot stores nothing
     scale: Tensor | None,  # one element, float32, where the pages are float8: stored = row / scale, saturating
 ) -> None:
-    """Write row t of `rows` to slot `slots[t]`; nobody's are not written."""
+    """Write row t of `rows` to slot `slots[t]`, unless that is negative."""
     rows, slots = rows[slots >= 0], slots[slots >= 0]
     if scale is not None:
         largest = torch.finfo(pages.dtype).max

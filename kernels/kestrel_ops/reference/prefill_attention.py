@@ -17,9 +17,9 @@ def prefill_attention(
     key_pages: Tensor,  # [P, G, S, D] in the type of `query` or float8_e4m3fn; read before a chunk's start alone
     value_pages: Tensor,  # [P, G, S, D], likewise
     page_table: Tensor,  # [B, most pages] int32; entries past a sequence's end are any valid page
-    query_starts: Tensor,  # [B + 1] int32: where each chunk begins in the packed rows; what follows is nobody's
+    query_starts: Tensor,  # [B + 1] int32: first packed row of each chunk; rows after the last are padding
     lengths: Tensor,  # [B] int32: positions of each sequence up to its chunk's end
-    prefix_lengths: Tensor,  # [B] int32: positions that see each other both ways; 0 for plain causal
+    prefix_lengths: Tensor,  # [B] int32: positions with bidirectional attention; 0 for causal attention
     max_chunk: int,  # tokens of the longest chunk
     key_scale: Tensor | None = None,  # [1] float32: multiplies what `key_pages` holds
     value_scale: Tensor | None = None,  # [1] float32
@@ -27,7 +27,7 @@ def prefill_attention(
     """Position i attends to every position up to i, and within the prefix to all of the prefix.
 
     The last row of chunk b stands at position lengths[b] - 1. A chunk that begins inside the prefix must reach
-    its end: the prefix is one indivisible block. The scale of the scores is 1 / sqrt(D). What nobody's rows of the
+    its end: the prefix is one indivisible block. The scale of the scores is 1 / sqrt(D). What padding rows of the
     result hold is not said.
     """
     attended = torch.empty(query.shape, dtype=query.dtype, device=query.device)

@@ -1,4 +1,4 @@
-"""Rotary position embedding of the leading lanes of each head."""
+"""Rotary position embedding of the leading dimensions of each head."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ def rotary(
     cosine: Tensor,  # [T, R / 2] float32
     sine: Tensor,  # [T, R / 2] float32
 ) -> Tensor:  # [T, H, D], dtype of `heads`
-    """Rotate lanes i and i + R/2 of the first R lanes by the angle of lane i; the rest pass through.
+    """Rotate dimensions i and i + R/2 of the first R by the angle of dimension i; the others are unchanged.
 
     Computed in float32. The public reference interleaves the rotated pairs; here both halves stay in place,
     which permutes queries and keys alike and leaves their products as they are.

@@ -24,8 +24,8 @@ def rotary_decode_attention(
     value_scale: Tensor | None,
     query_scale: Tensor | None,  # [B, H]: multiplies queries before they turn
     value_factor: Tensor | None,  # [B, G]: multiplies values before they are stored
-    partials: Tensor,  # [B, H, most parts, D + 2] float32: room to work in, one part per share of a context
-    counters: Tensor,  # [B, H] int32: room to work in, 0 before and after
+    partials: Tensor,  # [B, H, most parts, D + 2] float32: workspace, one entry per part of a context
+    counters: Tensor,  # [B, H] int32: workspace, 0 before and after
 ) -> None:
     """Write the token's key and value to its place and attend to every position up to its own, 1 / sqrt(D).
 

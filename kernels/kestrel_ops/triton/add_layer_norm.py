@@ -70,7 +70,7 @@ def _rounded_sum(values, delta, dtype: tl.constexpr):
 
 @triton.jit
 def _centred_piece(values, mean, begin: tl.constexpr, size: tl.constexpr, width: tl.constexpr):
-    # Lanes beyond the row must stay 0: they take part in the sums.
+    # Columns beyond the row must stay 0: they take part in the sums.
     return tl.where((begin + tl.arange(0, size) < width)[None, :], values - mean[:, None], 0.0)
 
 

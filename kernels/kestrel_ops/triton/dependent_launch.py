@@ -38,7 +38,7 @@ def wait_for_previous() -> None:
 
 @triton.jit
 def let_next_start() -> None:
-    """Allow the next kernel onto multiprocessors that have room, up to its own wait.
+    """Allow the next kernel onto multiprocessors with free resources, up to its own wait.
 
     After this kernel's own wait, so that never more than one runs ahead: the weights of two would crowd the cache.
     """

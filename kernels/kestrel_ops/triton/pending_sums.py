@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kestrel_ops.triton.dependent_launch import has_dependent_launch, launch, let_next_start, wait_for_previous
-from kestrel_ops.triton.rows import RowBlocks, block_lanes
+from kestrel_ops.triton.rows import RowBlocks, block_columns
 
 _BLOCKS = RowBlocks(rows=1, num_warps=8)
 
@@ -55,7 +55,7 @@ def _launch(
         batch,
         epsilon,
         width=width,
-        lanes=block_lanes(width, _BLOCKS),
+        block=block_columns(width, _BLOCKS),
         num_shares=0 if pending is None else len(pending),
         is_dependent=is_dependent,
         num_warps=_BLOCKS.num_warps,
@@ -71,7 +71,7 @@ def _add_and_normalise(
     batch,
     epsilon,
     width: tl.constexpr,
-    lanes: tl.constexpr,
+    block: tl.constexpr,
     num_shares: tl.constexpr,
     is_dependent: tl.constexpr,
 ):
@@ -79,7 +79,7 @@ def _add_and_normalise(
         wait_for_previous()
         let_next_start()
     row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, lanes)
+    columns = tl.arange(0, block)
     inside = columns < width
     values = tl.load(hidden + row * width + columns, mask=inside, other=0.0)
     for share in tl.static_range(num_shares):

@@ -42,9 +42,9 @@ def prefill_attention(
     key_pages: Tensor,  # [P, G, S, D] in the type of `query` or float8_e4m3fn; read before a chunk's start alone
     value_pages: Tensor,  # [P, G, S, D], likewise
     page_table: Tensor,  # [B, most pages] int32; entries past a sequence's end are any valid page
-    query_starts: Tensor,  # [B + 1] int32: where each chunk begins in the packed rows; what follows is nobody's
+    query_starts: Tensor,  # [B + 1] int32: first packed row of each chunk; rows after the last are padding
     lengths: Tensor,  # [B] int32: positions of each sequence up to its chunk's end
-    prefix_lengths: Tensor,  # [B] int32: positions that see each other both ways; 0 for plain causal
+    prefix_lengths: Tensor,  # [B] int32: positions with bidirectional attention; 0 for causal attention
     max_chunk: int,  # tokens of the longest chunk
     key_scale: Tensor | None = None,  # [1] float32: multiplies what `key_pages` holds
     value_scale: Tensor | None = None,  # [1] float32
@@ -85,7 +85,7 @@ def attend(
     attended = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     assert query.stride()[1:] == key.stride()[1:] == value.stride()[1:] == (head_dim, 1)
     assert all(tensor.is_contiguous() for tensor in (key_pages, value_pages, page_table))
-    # Heads vary first: what runs at a time then reads neighbouring lanes of the same packed rows.
+    # Heads vary first: what runs at a time then reads neighbouring columns of the same packed rows.
     grid = (num_heads, triton.cdiv(max_chunk, tiles.queries), len(lengths))
     kernel: Any = _prefill_attention[grid]  # takes launch options beside its parameters
     kernel(
@@ -110,7 +110,7 @@ def attend(
         num_heads=num_heads,
         num_groups=num_groups,
         head_dim=head_dim,
-        lanes=max(16, triton.next_power_of_2(head_dim)),
+        dims=max(16, triton.next_power_of_2(head_dim)),
         num_queries=tiles.queries,
         num_keys=tiles.keys,
         num_warps=tiles.num_warps,
@@ -121,12 +121,12 @@ def attend(
 
 
 @triton.jit
-def _load(pointers, rows, row_limit, lanes, head_dim: tl.constexpr, mask_rows: tl.constexpr):
-    """A tile [rows, lanes]; what lies outside is 0."""
+def _load(pointers, rows, row_limit, dims, head_dim: tl.constexpr, mask_rows: tl.constexpr):
+    """A tile [rows, dims]; what lies outside is 0."""
     if mask_rows:
-        tile = tl.load(pointers, mask=(rows < row_limit)[:, None] & (lanes < head_dim)[None, :], other=0.0)
-    elif lanes.shape[0] != head_dim:
-        tile = tl.load(pointers, mask=(lanes < head_dim)[None, :], other=0.0)
+        tile = tl.load(pointers, mask=(rows < row_limit)[:, None] & (dims < head_dim)[None, :], other=0.0)
+    elif dims.shape[0] != head_dim:
+        tile = tl.load(pointers, mask=(dims < head_dim)[None, :], other=0.0)
     else:
         tile = tl.load(pointers)
     return tile
@@ -172,7 +172,7 @@ def _prefill_attention(
     num_heads: tl.constexpr,
     num_groups: tl.constexpr,
     head_dim: tl.constexpr,
-    lanes: tl.constexpr,
+    dims: tl.constexpr,
     num_queries: tl.constexpr,
     num_keys: tl.constexpr,
 ):
@@ -189,7 +189,7 @@ def _prefill_attention(
     group = head // (num_heads // num_groups)
     element = query.dtype.element_ty
 
-    lane = tl.arange(0, lanes)
+    dim = tl.arange(0, dims)
     rows = block * num_queries + tl.arange(0, num_queries)
     places = start + rows
     visible = tl.where(places < prefix, prefix, places + 1)
@@ -200,12 +200,12 @@ def _prefill_attention(
     limit = tl.maximum(common, last)
 
     row_offsets = (first_row + rows).to(tl.int64)[:, None]
-    own_queries = query + row_offsets * query_stride + head * head_dim + lane[None, :]
-    queries = _load(own_queries, rows, chunk_length, lane, head_dim, True)
+    own_queries = query + row_offsets * query_stride + head * head_dim + dim[None, :]
+    queries = _load(own_queries, rows, chunk_length, dim, head_dim, True)
     state = (
         tl.full((num_queries,), float("-inf"), tl.float32),
         tl.zeros((num_queries,), tl.float32),
-        tl.zeros((num_queries, lanes), tl.float32),
+        tl.zeros((num_queries, dims), tl.float32),
     )
     columns = tl.arange(0, num_keys)
 
@@ -221,9 +221,9 @@ def _prefill_attention(
         at = position + columns
         pages = tl.load(page_table + chunk * table_stride + at // page_size, mask=at < start, other=0)
         offsets = ((pages.to(tl.int64) * num_groups + group) * page_size + at % page_size) * head_dim
-        offsets = offsets[:, None] + lane[None, :]
-        keys = _load(key_pages + offsets, at, start, lane, head_dim, True)
-        values = _load(value_pages + offsets, at, start, lane, head_dim, True)
+        offsets = offsets[:, None] + dim[None, :]
+        keys = _load(key_pages + offsets, at, start, dim, head_dim, True)
+        values = _load(value_pages + offsets, at, start, dim, head_dim, True)
         if value_scale is not None:
             values = values.to(tl.float32) * read_scale
         state = _add_tile(
@@ -231,21 +231,21 @@ def _prefill_attention(
         )
 
     # The chunk's own, first without a mask as far as all of the block's queries see.
-    own_keys = key + first_row.to(tl.int64) * key_stride + group * head_dim + lane[None, :]
-    own_values = value + first_row.to(tl.int64) * value_stride + group * head_dim + lane[None, :]
+    own_keys = key + first_row.to(tl.int64) * key_stride + group * head_dim + dim[None, :]
+    own_values = value + first_row.to(tl.int64) * value_stride + group * head_dim + dim[None, :]
     whole = (common - start) // num_keys * num_keys
     for own in range(0, whole, num_keys):
         at = own + columns
-        keys = _load(own_keys + at[:, None] * key_stride, at, 0, lane, head_dim, False)
-        values = _load(own_values + at[:, None] * value_stride, at, 0, lane, head_dim, False)
+        keys = _load(own_keys + at[:, None] * key_stride, at, 0, dim, head_dim, False)
+        values = _load(own_values + at[:, None] * value_stride, at, 0, dim, head_dim, False)
         state = _add_tile(queries, keys, values, visible, start + at, state, score_scale, False)
     for own in range(whole, limit - start, num_keys):
         at = own + columns
-        keys = _load(own_keys + at[:, None] * key_stride, at, chunk_length, lane, head_dim, True)
-        values = _load(own_values + at[:, None] * value_stride, at, chunk_length, lane, head_dim, True)
+        keys = _load(own_keys + at[:, None] * key_stride, at, chunk_length, dim, head_dim, True)
+        values = _load(own_values + at[:, None] * value_stride, at, chunk_length, dim, head_dim, True)
         state = _add_tile(queries, keys, values, visible, start + at, state, score_scale, True)
 
     _, total, weighted = state
     result = (weighted / total[:, None]).to(element)
-    out = attended + row_offsets * (num_heads * head_dim) + head * head_dim + lane[None, :]
-    tl.store(out, result, mask=(rows < chunk_length)[:, None] & (lane < head_dim)[None, :])
+    out = attended + row_offsets * (num_heads * head_dim) + head * head_dim + dim[None, :]
+    tl.store(out, result, mask=(rows < chunk_length)[:, None] & (dim < head_dim)[None, :])

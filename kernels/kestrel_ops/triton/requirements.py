@@ -27,4 +27,4 @@ def unsupported_heads(model: ModelShape) -> str | None:
     """Why attention heads of the text part cannot be held by one program."""
     if model.text is None or model.text.head_dim <= _WIDEST_HEAD:
         return None
-    return f"heads of {model.text.head_dim} lanes are wider than {_WIDEST_HEAD}"
+    return f"heads of {model.text.head_dim} dimensions are wider than {_WIDEST_HEAD}"

@@ -139,16 +139,16 @@ def plan_for(batch: int, dtype: torch.dtype) -> AttentionPlan:
 
 @triton.jit
 def _turned(row, position, cosine, sine, half: tl.constexpr, head_dim: tl.constexpr, block_d: tl.constexpr):
-    """One head's vector at `row`, its first 2 * half lanes turned by the position's angles, in float32."""
-    lanes = tl.arange(0, block_d)
-    angles = tl.where(lanes < half, lanes, lanes - half)
-    partners = tl.where(lanes < half, lanes + half, lanes - half)
-    is_turned = lanes < 2 * half
-    own = tl.load(row + lanes, mask=lanes < head_dim, other=0.0).to(tl.float32)
+    """One head's vector at `row`, its first 2 * half dims turned by the position's angles, in float32."""
+    dims = tl.arange(0, block_d)
+    angles = tl.where(dims < half, dims, dims - half)
+    partners = tl.where(dims < half, dims + half, dims - half)
+    is_turned = dims < 2 * half
+    own = tl.load(row + dims, mask=dims < head_dim, other=0.0).to(tl.float32)
     other = tl.load(row + partners, mask=is_turned, other=0.0).to(tl.float32)
     cosines = tl.load(cosine + position * half + angles, mask=is_turned, other=1.0)
     sines = tl.load(sine + position * half + angles, mask=is_turned, other=0.0)
-    return own * cosines + tl.where(lanes < half, -other, other) * sines
+    return own * cosines + tl.where(dims < half, -other, other) * sines
 
 
 @triton.jit
@@ -174,9 +174,9 @@ def _slots(table_row, places, end, group, num_groups: tl.constexpr, page_size: t
 
 @triton.jit
 def _rows(pages, slots, is_there, head_dim: tl.constexpr, block_d: tl.constexpr):
-    lanes = tl.arange(0, block_d)
-    mask = is_there[:, None] & (lanes < head_dim)[None, :]
-    return tl.load(pages + slots[:, None] * head_dim + lanes[None, :], mask=mask, other=0.0)
+    dims = tl.arange(0, block_d)
+    mask = is_there[:, None] & (dims < head_dim)[None, :]
+    return tl.load(pages + slots[:, None] * head_dim + dims[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -228,7 +228,7 @@ def _attend_in_steps(
     """
     steps: tl.constexpr = turn // step
     is_shared: tl.constexpr = page_size % step == 0  # a step then lies within one page
-    lanes = tl.arange(0, block_d)
+    dims = tl.arange(0, block_d)
     rows = tl.arange(0, turn)
     highest = tl.full((step,), _LOWEST, tl.float32)
     weight = tl.zeros((step,), tl.float32)
@@ -242,12 +242,12 @@ def _attend_in_steps(
             slots += places_there % step
         else:
             slots = _slots(table_row, places_there, end, group, num_groups, page_size)
-        addresses = slots[:, None] * head_dim + lanes[None, :]
+        addresses = slots[:, None] * head_dim + dims[None, :]
         if head_dim == block_d:
             keys = tl.load(key_pages + addresses)
             values = tl.load(value_pages + addresses)
         else:
-            in_head = (lanes < head_dim)[None, :]
+            in_head = (dims < head_dim)[None, :]
             keys = tl.load(key_pages + addresses, mask=in_head, other=0.0)
             values = tl.load(value_pages + addresses, mask=in_head, other=0.0)
         scores = tl.sum(keys.to(tl.float32) * query[None, :], axis=1)
@@ -303,13 +303,13 @@ def _attend(
         wait_for_previous()
         if lets_next_start:
             let_next_start()
-    lanes = tl.arange(0, block_d)
-    in_head = lanes < head_dim
+    dims = tl.arange(0, block_d)
+    in_head = dims < head_dim
     out_row = out + sequence.to(tl.int64) * out_stride + head * head_dim
     position = tl.load(positions + sequence).to(tl.int32)
     if position < 0:
         if part == 0:
-            tl.store(out_row + lanes, tl.zeros((block_d,), out.dtype.element_ty), mask=in_head)
+            tl.store(out_row + dims, tl.zeros((block_d,), out.dtype.element_ty), mask=in_head)
         return
     # The tokens before this one are shared out; part 0 also takes the token itself, so it is there even alone.
     turn: tl.constexpr = 2 * tile
@@ -381,15 +381,15 @@ def _attend(
         value_row = row + (num_heads + num_groups + group) * head_dim
         new_key = _turned(key_row, position, cosine, sine, half, head_dim, block_d)
         new_key = _as_stored(new_key, key_scale, key_pages.dtype.element_ty)
-        new_value = tl.load(value_row + lanes, mask=in_head, other=0.0).to(tl.float32)
+        new_value = tl.load(value_row + dims, mask=in_head, other=0.0).to(tl.float32)
         if value_factor is not None:
             new_value *= tl.load(value_factor + sequence * num_groups + group).to(tl.float32)
         new_value = _as_stored(new_value, value_scale, value_pages.dtype.element_ty)
         if head % (num_heads // num_groups) == 0:
             own_page = tl.load(table_row + position // page_size)
             own_slot = _slot(own_page, position, group, num_groups, page_size)
-            tl.store(key_pages + own_slot * head_dim + lanes, new_key, mask=in_head)
-            tl.store(value_pages + own_slot * head_dim + lanes, new_value, mask=in_head)
+            tl.store(key_pages + own_slot * head_dim + dims, new_key, mask=in_head)
+            tl.store(value_pages + own_slot * head_dim + dims, new_value, mask=in_head)
         score = tl.sum(new_key.to(tl.float32) * query, axis=0)
         higher_top = tl.maximum(top, score)
         decay_of_top = tl.exp2(top - higher_top)
@@ -402,7 +402,7 @@ def _attend(
         row_of_parts = partials + (sequence * num_heads + head).to(tl.int64) * num_parts * (head_dim + 2)
         if num_active > 1:
             own_part = row_of_parts + part * (head_dim + 2)
-            tl.store(own_part + lanes, attended, mask=in_head)
+            tl.store(own_part + dims, attended, mask=in_head)
             tl.store(own_part + head_dim, top)
             tl.store(own_part + head_dim + 1, sum_of_weights)
             counter = counters + sequence * num_heads + head
@@ -418,7 +418,7 @@ def _attend(
             tops = tl.load(part_rows + head_dim, mask=is_part, other=_LOWEST, cache_modifier=".cg")
             sums = tl.load(part_rows + head_dim + 1, mask=is_part, other=0.0, cache_modifier=".cg")
             rows = tl.load(
-                part_rows[:, None] + lanes[None, :],
+                part_rows[:, None] + dims[None, :],
                 mask=is_part[:, None] & in_head[None, :],
                 other=0.0,
                 cache_modifier=".cg",
@@ -429,4 +429,4 @@ def _attend(
     attended /= sum_of_weights
     if value_scale is not None:
         attended *= tl.load(value_scale)
-    tl.store(out_row + lanes, operand(attended, out.dtype.element_ty), mask=in_head)
+    tl.store(out_row + dims, operand(attended, out.dtype.element_ty), mask=in_head)

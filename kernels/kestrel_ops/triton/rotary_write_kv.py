@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kestrel_ops.shapes import ModelShape
 from kestrel_ops.triton.requirements import unsupported_device, unsupported_heads, unsupported_rows
-from kestrel_ops.triton.rows import RowBlocks, block_lanes
+from kestrel_ops.triton.rows import RowBlocks, block_columns
 
 _NUM_WARPS = 4
 _LARGEST_FLOAT8 = tl.constexpr(448.0)
@@ -33,7 +33,7 @@ def rotary_write_kv(
     query_scale: Tensor | None = None,  # [T, H]: multiplies queries before they turn
     value_factor: Tensor | None = None,  # [T, G]: multiplies values before they are stored
 ) -> tuple[Tensor, Tensor, Tensor]:  # query [T, H, D], key [T, G, D], value [T, G, D]: views of `qkv`
-    """As the definition says; one program for each token. Lanes that do not change are not touched."""
+    """As the definition says; one program for each token. Dimensions that do not change are not touched."""
     num_tokens, num_groups, head_dim = len(qkv), key_pages.shape[1], key_pages.shape[3]
     key_value = num_groups * head_dim
     num_heads = qkv.shape[1] // head_dim - 2 * num_groups
@@ -64,9 +64,9 @@ def rotary_write_kv(
         half=half,
         all_heads=all_heads,
         all_groups=all_groups,
-        half_lanes=block_lanes(half, blocks),
-        rest_lanes=block_lanes(head_dim - 2 * half, blocks) if head_dim > 2 * half else 0,
-        all_lanes=block_lanes(head_dim, blocks),
+        half_block=block_columns(half, blocks),
+        rest_lanes=block_columns(head_dim - 2 * half, blocks) if head_dim > 2 * half else 0,
+        all_lanes=block_columns(head_dim, blocks),
         is_float8=key_pages.dtype == torch.float8_e4m3fn,
         num_warps=_NUM_WARPS,
     )
@@ -111,7 +111,7 @@ def _rotary_write_kv(
     half: tl.constexpr,
     all_heads: tl.constexpr,
     all_groups: tl.constexpr,
-    half_lanes: tl.constexpr,
+    half_block: tl.constexpr,
     rest_lanes: tl.constexpr,
     all_lanes: tl.constexpr,
     is_float8: tl.constexpr,
@@ -120,20 +120,20 @@ def _rotary_write_kv(
     row = qkv + token * row_stride
     heads = tl.arange(0, all_heads)
     groups = tl.arange(0, all_groups)
-    lanes = tl.arange(0, half_lanes)
+    dims = tl.arange(0, half_block)
     value_lanes = tl.arange(0, all_lanes)
     is_head = (heads < num_heads)[:, None]
     is_group = (groups < num_groups)[:, None]
-    in_half = (lanes < half)[None, :]
+    in_half = (dims < half)[None, :]
     is_value = is_group & (value_lanes < head_dim)[None, :]
 
     # Everything that is read of `qkv`, which is then written in place.
-    queries = row + heads[:, None] * head_dim + lanes[None, :]
+    queries = row + heads[:, None] * head_dim + dims[None, :]
     query_left = tl.load(queries, mask=is_head & in_half, other=0.0).to(tl.float32)
     query_right = tl.load(queries + half, mask=is_head & in_half, other=0.0).to(tl.float32)
     keys = row + (num_heads + groups)[:, None] * head_dim
-    key_left = tl.load(keys + lanes[None, :], mask=is_group & in_half, other=0.0).to(tl.float32)
-    key_right = tl.load(keys + half + lanes[None, :], mask=is_group & in_half, other=0.0).to(tl.float32)
+    key_left = tl.load(keys + dims[None, :], mask=is_group & in_half, other=0.0).to(tl.float32)
+    key_right = tl.load(keys + half + dims[None, :], mask=is_group & in_half, other=0.0).to(tl.float32)
     values = row + (num_heads + num_groups + groups)[:, None] * head_dim + value_lanes[None, :]
     value = tl.load(values, mask=is_value, other=0.0)
     if rest_lanes > 0:
@@ -145,9 +145,9 @@ def _rotary_write_kv(
             query_rest = tl.load(query_rests, mask=is_head & in_rest, other=0.0).to(tl.float32)
     tl.debug_barrier()  # no thread writes before every thread has read
 
-    angle = tl.load(positions + token) * half + lanes
-    turn_cosine = tl.load(cosine + angle, mask=lanes < half, other=0.0)[None, :]
-    turn_sine = tl.load(sine + angle, mask=lanes < half, other=0.0)[None, :]
+    angle = tl.load(positions + token) * half + dims
+    turn_cosine = tl.load(cosine + angle, mask=dims < half, other=0.0)[None, :]
+    turn_sine = tl.load(sine + angle, mask=dims < half, other=0.0)[None, :]
     if query_scale is not None:
         scale = tl.load(query_scale + token * num_heads + heads, mask=heads < num_heads, other=0.0).to(tl.float32)
         query_left *= scale[:, None]
@@ -172,9 +172,9 @@ def _rotary_write_kv(
 
     left = (key_left * turn_cosine - key_right * turn_sine).to(qkv.dtype.element_ty)
     right = (key_left * turn_sine + key_right * turn_cosine).to(qkv.dtype.element_ty)
-    tl.store(keys + lanes[None, :], left, mask=is_group & in_half)
-    tl.store(keys + half + lanes[None, :], right, mask=is_group & in_half)
-    stored = key_pages + place + lanes[None, :]
+    tl.store(keys + dims[None, :], left, mask=is_group & in_half)
+    tl.store(keys + half + dims[None, :], right, mask=is_group & in_half)
+    stored = key_pages + place + dims[None, :]
     tl.store(stored, _stored(left, inverse_key, key_pages, is_float8), mask=stays & in_half)
     tl.store(stored + half, _stored(right, inverse_key, key_pages, is_float8), mask=stays & in_half)
     if rest_lanes > 0:

@@ -4,12 +4,12 @@ A block with fewer elements than its program has threads is replicated: several 
 lets only one of them store it, but all of them load it, and the compiler may even load it twice, in two layouts. A
 kernel that reads and writes the same place then races with itself. Two rules exclude that:
 
-- `block_lanes` never makes a block smaller than the program has threads, for any width;
+- `block_columns` never makes a block smaller than the program has threads, for any width;
 - a kernel that writes what it has read loads everything, passes `tl.debug_barrier()`, and stores then, which is
   right for every layout that the compiler may choose.
 
 A stream in two buffers, read from one and written to the other, would exclude it too and move as many bytes, but it
-would hold the stream twice: 64 MiB more for 8,192 prompt tokens, 121 MB for 72 crops, neither of which then shares
+would hold the stream twice: 64 MiB more for 8,192 prompt tokens, 121 MB for 72 tiles, neither of which then shares
 the L2 cache with what comes next. The barrier costs some 30 cycles of a program that waits for memory anyway.
 """
 
@@ -32,24 +32,24 @@ class RowBlocks:
     num_warps: int
 
 
-def block_lanes(width: int, blocks: RowBlocks) -> int:
-    """The smallest power of two that covers `width` and gives a block [rows, lanes] an element for each thread."""
+def block_columns(width: int, blocks: RowBlocks) -> int:
+    """The smallest power of two that covers `width` and gives a block [rows, columns] one element per thread."""
     assert width > 0
     return max(1 << (width - 1).bit_length(), THREADS_PER_WARP * blocks.num_warps // blocks.rows, 1)
 
 
 def pieces(width: int, blocks: RowBlocks) -> tuple[int, int]:
-    """Lanes of the one or two blocks that cover `width` with few to spare, the second 0 where one is enough.
+    """Columns of the one or two blocks that cover `width` with few to spare, the second 0 where one is enough.
 
     4304 → 4096 and 256. Each is a power of two with at least as many elements as the program has threads. A width
     of 0 has no block.
     """
     if width == 0:
         return 0, 0
-    whole = block_lanes(width, blocks)
+    whole = block_columns(width, blocks)
     main = whole // 2
-    if 0 < main < width and main == block_lanes(main, blocks):
-        tail = block_lanes(width - main, blocks)
+    if 0 < main < width and main == block_columns(main, blocks):
+        tail = block_columns(width - main, blocks)
         if tail < main:
             return main, tail
     return whole, 0
@@ -59,10 +59,10 @@ def pieces(width: int, blocks: RowBlocks) -> tuple[int, int]:
 def load_piece(
     pointer, row_starts, in_range, begin: tl.constexpr, size: tl.constexpr, width: tl.constexpr
 ) -> tl.tensor:
-    """Columns from `begin` on, `size` lanes of rows that are `width` wide, as float32; 0 beyond."""
-    lanes = begin + tl.arange(0, size)
-    inside = in_range[:, None] & (lanes < width)[None, :]
-    return tl.load(pointer + row_starts[:, None] + lanes[None, :], mask=inside, other=0.0).to(tl.float32)
+    """Columns from `begin` on, `size` columns of rows that are `width` wide, as float32; 0 beyond."""
+    columns = begin + tl.arange(0, size)
+    inside = in_range[:, None] & (columns < width)[None, :]
+    return tl.load(pointer + row_starts[:, None] + columns[None, :], mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -70,9 +70,9 @@ def store_piece(
     pointer, row_starts, in_range, values, begin: tl.constexpr, size: tl.constexpr, width: tl.constexpr
 ) -> None:
     """The counterpart of `load_piece`, rounding to the type that is stored."""
-    lanes = begin + tl.arange(0, size)
-    inside = in_range[:, None] & (lanes < width)[None, :]
-    tl.store(pointer + row_starts[:, None] + lanes[None, :], values.to(pointer.dtype.element_ty), mask=inside)
+    columns = begin + tl.arange(0, size)
+    inside = in_range[:, None] & (columns < width)[None, :]
+    tl.store(pointer + row_starts[:, None] + columns[None, :], values.to(pointer.dtype.element_ty), mask=inside)
 
 
 @triton.jit

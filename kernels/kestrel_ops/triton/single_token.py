@@ -186,8 +186,8 @@ def _expand(
         let_next_start()
     token = tl.load(hidden + columns, mask=columns < width, other=0.0)
     # Once more, each value by one thread only, where those of the product are with every warp.
-    lanes = tl.arange(0, num_turns * turn)
-    values = tl.load(hidden + lanes, mask=lanes < width, other=0.0)
+    places = tl.arange(0, num_turns * turn)
+    values = tl.load(hidden + places, mask=places < width, other=0.0)
     total, squares = tl.reduce((values, values * values), 0, _add_pairs)
     mean = total / width
     variance = tl.maximum(squares / width - mean * mean, 0.0)

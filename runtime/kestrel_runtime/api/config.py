@@ -53,7 +53,7 @@ class EngineConfig:
     max_decoded_image_bytes: int | None = None
     """Memory of all images together, from the start of their decoding until their requests are over. One image may
     take three quarters of it, and 512 MiB, while it is decoded. None: 683 MiB, or 512 MiB
-    and room for two full batches where that is more."""
+    and memory for two full batches where that is more."""
     num_preprocess_threads: int = 4
     resize_on_device: bool | None = None
     """Whether images are tiled on the device of the model, and not by preprocessing threads; None: on CUDA."""

@@ -65,7 +65,7 @@ class CacheLoad:
     num_hits: int = 0
     """Of these, requests that found at least a part."""
     num_evictions: int = 0
-    """Entries that made room for others."""
+    """Entries that were dropped to free memory for others."""
     used_bytes: int = 0
     """Memory of entries that can be found, in use or not."""
     total_bytes: int = 0

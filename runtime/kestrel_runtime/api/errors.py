@@ -6,7 +6,7 @@ KestrelError
 │   └── ContextLengthExceeded
 ├── ModelNotFound           no model of that name is served
 ├── SkillUnsupported        the model has no such skill
-├── Overloaded              no room in the queue, or none in time
+├── Overloaded              the queue is full, or the wait would be too long
 ├── RequestRefused          this very request broke the engine before
 ├── QueueTimeout            waited longer than the caller allows
 ├── DeadlineExceeded        the caller's deadline passed
@@ -50,7 +50,7 @@ class ImageError(InvalidRequest):
 
 
 class ContextLengthExceeded(InvalidRequest):
-    """The prompt and its image leave no room for a single new token."""
+    """The prompt and its image fill the context, so that no token can be generated."""
 
     def __init__(self, field: str, num_prompt_tokens: int, max_context_tokens: int) -> None:
         text = f"the prompt takes {num_prompt_tokens} tokens and must stay below {max_context_tokens}"
@@ -87,7 +87,7 @@ class QueueBound(Enum):
 
 
 class Overloaded(KestrelError):
-    """No room in the queue. `bound` says for lack of what, `retry_after_s` estimates when room is likely.
+    """The queue is full. `bound` names the exceeded limit, `retry_after_s` estimates when to try again.
 
     `limit` is the bound's most: of everybody together, or, with `is_tenant_share`, what a tenant holds too large a
     share of. For `QueueBound.WAIT` it is how long the caller would have waited, and `retry_after_s` the wait that
@@ -107,7 +107,7 @@ class Overloaded(KestrelError):
         elif is_tenant_share:
             text = f"the caller holds its share of the {limit:.0f} {bound.value} that may wait"
         else:
-            text = f"there is room for {limit:.0f} {bound.value} to wait, and not for this request"
+            text = f"{limit:.0f} {bound.value} may wait at a time, and this request would exceed that"
         super().__init__(text)
         self.limit = limit
         self.retry_after_s = retry_after_s

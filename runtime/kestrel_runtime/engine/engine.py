@@ -1,4 +1,4 @@
-"""The engine: the only door into this package. Requests go in, streams of events come out.
+"""The engine: takes requests and returns streams of events. Other packages use this module only.
 
 Knows the engine's state and puts its parts together; the work is done by `Admission`, `Preprocessor` and
 `EngineLoop`.
@@ -368,7 +368,7 @@ class LocalEngine:
 
 
 def _max_decoded_bytes(config: EngineConfig, bounds: StepBounds, tiling: Tiling, *, decoded: bool) -> int:
-    """The configured limit, or room for a batch that runs, one that comes next, and the largest image to decode."""
+    """The configured limit, or memory for a running batch, the next batch and the largest image to decode."""
     if config.max_decoded_image_bytes is not None:
         return config.max_decoded_image_bytes
     kept_bytes = 2 * bounds.max_batch_size * max_kept_bytes(tiling, decoded=decoded)

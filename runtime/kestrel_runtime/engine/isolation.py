@@ -169,7 +169,7 @@ class Isolation:
 
 
 def new_probes(preprocessor: Preprocessor) -> Iterator[Sequence]:
-    """Probes: a short question, and the same about a small grey image where the cache has room for one."""
+    """Probes: a short question, and the same about a small grey image if the cache can hold one."""
     greedy = SamplingParams(temperature=0.0)
     yield preprocessor.prepare(Query("hello", sampling=greedy), SequenceClock(time.monotonic()))
     file = io.BytesIO()
@@ -178,5 +178,5 @@ def new_probes(preprocessor: Preprocessor) -> Iterator[Sequence]:
         yield preprocessor.prepare(
             Query("hello", file.getvalue(), sampling=greedy), SequenceClock(time.monotonic())
         )
-    except InvalidRequest:  # the context has no room for an image, or the model takes none
+    except InvalidRequest:  # an image does not fit into the context, or the model takes none
         return

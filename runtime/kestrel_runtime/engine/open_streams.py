@@ -83,7 +83,7 @@ class CacheClearings:
         """Ask for a removal. The future fails with `EngineUnavailable` where it is not carried out any more."""
         clearing = _Clearing(namespace, image, Future())
         self._waiting.append(clearing)
-        if self._is_closed:  # maybe since a moment ago, so that nobody carries it out
+        if self._is_closed:  # maybe just now, and then `carry_out` is not called again
             self.close()
         return clearing.done
 
@@ -97,7 +97,7 @@ class CacheClearings:
         while self._waiting:
             namespace, image, done = self._waiting[0]  # it stays there: where this raises, `close` resolves it
             removed = forget(namespace, image)
-            with contextlib.suppress(InvalidStateError):  # nobody waits any more
+            with contextlib.suppress(InvalidStateError):  # the caller has cancelled it
                 done.set_result(removed)
             with contextlib.suppress(IndexError):  # `close` has emptied the queue meanwhile
                 self._waiting.popleft()

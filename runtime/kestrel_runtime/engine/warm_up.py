@@ -29,7 +29,7 @@ class WarmUpFailed(Exception):
 async def warm_up(engine: LocalEngine) -> None:
     """Run the requests one after the other, and have steps guarded from then on. Raises `WarmUpFailed`.
 
-    What the bounds of the engine leave no room for is passed over: it is refused to everybody.
+    A request that exceeds the bounds of the engine is skipped: every caller would be refused it.
     """
     started = time.monotonic()
     for request in _requests():
@@ -37,7 +37,7 @@ async def warm_up(engine: LocalEngine) -> None:
             try:
                 await engine.submit(request).result()
             except InvalidRequest as error:
-                _log.warning("no room for a %s of a small image: %s", request.skill, error)
+                _log.warning("a %s of a small image does not fit: %s", request.skill, error)
             except KestrelError as error:
                 raise WarmUpFailed(f"the engine fails a request of its own, a {request.skill}") from error
     engine.guard_steps()

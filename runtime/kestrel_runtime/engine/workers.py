@@ -1,10 +1,10 @@
-"""Threads that do what waits, in a fair order and within a budget of memory. Knows no requests.
+"""A pool of threads that run jobs in a fair order and within a memory budget. Knows no requests.
 
 Rules
   J1  Jobs start in the order of `WaitingQueue`: by priority, tenant and age. A job costs the memory that it needs.
-  J2  A job starts when its memory can be taken from the budget. One that cannot start yet is passed by those that
-      can, as long as they leave it the room that it waits for.
-  J3  Large jobs never occupy every thread, where there are several: a small one waits for small ones at most.
+  J2  A job starts when its memory can be taken from the budget. Smaller jobs may overtake a job that waits for
+      memory, as long as they do not take the memory that it waits for.
+  J3  With several threads, large jobs never occupy all of them: a small job waits for small jobs only.
   J4  Closing waits for running jobs for a bounded time. The threads are daemons: a job that never ends delays
       neither `close` nor the end of the process.
 """
@@ -28,7 +28,7 @@ from kestrel_runtime.scheduling.waiting_queue import WaitingQueue
 Result = TypeVar("Result")
 
 _LARGE_BYTES = 128 * 2**20
-"""From here on a job is large. It takes about a third of a second to decode as much."""
+"""Jobs of at least this size are large. Decoding an image of this size takes about a third of a second."""
 _SMALLEST_COST = 2**16
 _CLOSING_S = 2.0
 
@@ -36,15 +36,15 @@ _log = logging.getLogger(__name__)
 
 
 class Interrupted(BaseException):
-    """The job was given up: its caller is gone, or the workers close.
+    """The job was abandoned: its caller is gone, or the workers close.
 
-    No `Exception`, so that decoders, which take these for damaged files, do not catch it.
+    Not an `Exception`, because decoders treat every `Exception` as a damaged file.
     """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Job(Generic[Result]):
-    """Work, on whose behalf it is done and what it takes. `num_bytes` are set aside while it runs."""
+    """Work for a thread. `num_bytes` of the memory budget are taken while it runs."""
 
     work: Callable[[], Result]
     submitted: float
@@ -72,10 +72,10 @@ class Workers:
         self._queue: WaitingQueue[Job[Any]] = WaitingQueue(ageing_s=ageing_s)
         self._futures: dict[Job[Any], _JobFuture[Any]] = {}  # of the jobs in the queue
         self._running: dict[Job[Any], _JobFuture[Any]] = {}
-        self._passing: set[Job[Any]] = set()  # running jobs that passed one which waited for memory
+        self._passing: set[Job[Any]] = set()  # running jobs that overtook one which waited for memory
         self._threads: list[threading.Thread] = []
         self._is_closing = False
-        # An entry has one thread look for a job. Finalizers of images put them too: this queue is re-entrant.
+        # Each entry wakes one thread. Finalizers of images add entries too, so the queue must be re-entrant.
         self._wake_ups: SimpleQueue[None] = SimpleQueue()
         budget.on_freed(self._wake_one)
 
@@ -84,9 +84,9 @@ class Workers:
         return self._is_closing
 
     def submit(self, job: Job[Result]) -> Future[Result]:
-        """Have a thread do the job. The future can be cancelled until one does, and the job is then forgotten.
+        """Queue a job. Its future can be cancelled until a thread starts it.
 
-        Raises RuntimeError where the pool is closed, or the system has no thread left.
+        Raises RuntimeError if the pool is closed or no thread can be started.
         """
         assert job.num_bytes <= self._budget.limit_bytes, "such a job would wait for ever"
         future: _JobFuture[Result] = _JobFuture(self, job)
@@ -101,9 +101,9 @@ class Workers:
         return future
 
     def close(self, wait_limit_s: float = _CLOSING_S) -> None:
-        """Cancel what has not begun, and wait for the rest for `wait_limit_s` seconds; then give it up.
+        """Cancel jobs that have not started, and wait at most `wait_limit_s` seconds for the others.
 
-        Jobs that are given up fail with `Interrupted`; their threads go on until they end by themselves.
+        Jobs that still run then fail with `Interrupted`; their threads continue until the work returns.
         """
         with self._lock:
             self._is_closing = True
@@ -119,19 +119,19 @@ class Workers:
             abandoned = list(self._running.values())
             self._running.clear()
         if abandoned:
-            _log.warning("%d jobs did not end in %g s and are given up", len(abandoned), wait_limit_s)
+            _log.warning("%d jobs did not end in %g s and are abandoned", len(abandoned), wait_limit_s)
         for future in abandoned:
             future.set_exception(Interrupted())
 
     def discard(self, job: Job[Any]) -> None:
-        """Forget a job that was cancelled, and all that it refers to."""
+        """Remove a cancelled job from the queue, so that nothing refers to its work."""
         with self._lock:
             if self._futures.pop(job, None) is not None:
                 self._queue.remove(job)
-        self._wake_one()  # others may have waited behind it
+        self._wake_one()  # other jobs may have waited for it
 
     def _wake_one(self) -> None:
-        # One is enough: who wakes up looks at everything that has changed by then, and wakes the next.
+        # One wake-up is enough: the thread that wakes looks at all changes up to then, and wakes the next thread.
         if self._wake_ups.empty():
             self._wake_ups.put(None)
 
@@ -143,7 +143,7 @@ class Workers:
         except RuntimeError:
             if not self._threads:
                 raise
-            return  # the threads that exist do the job
+            return  # the existing threads run the job
         self._threads.append(thread)
 
     def _run(self) -> None:
@@ -154,11 +154,11 @@ class Workers:
                 self._wake_ups.get()
             else:
                 self._do(*taken)
-            del taken  # the job knows its request's image
+            del taken  # the job refers to its request's image
         self._wake_one()
 
     def _take(self) -> tuple[Job[Any], _JobFuture[Any]] | None:
-        """The job that starts now, with its memory taken, if there is one."""
+        """Take the job that starts now, and its memory, or return None."""
         while True:
             now = time.monotonic()
             first = job = self._queue.first(now, self._has_share)
@@ -168,7 +168,7 @@ class Workers:
                 return None
             self._queue.start(job)
             future = self._futures.pop(job)
-            if future.set_running_or_notify_cancel():  # else it was cancelled a moment ago
+            if future.set_running_or_notify_cancel():  # False if it has just been cancelled
                 break
         self._running[job] = future
         self._budget.take(job.tenant, job.num_bytes)
@@ -189,7 +189,7 @@ class Workers:
     def _can_pass(self, first: Job[Any], job: Job[Any]) -> bool:
         if not self._has_share(job) or not self._can_start(job):
             return False
-        # `first` waits for those that were running when it came, so it must fit beside all others.
+        # `first` waits for the jobs that ran before it came first, so it must fit beside all others.
         awaited = sum(other.num_bytes for other in self._running if other not in self._passing)
         return not job.num_bytes or self._budget.has_room(job.num_bytes + first.num_bytes - awaited)
 
@@ -201,30 +201,30 @@ class Workers:
             failure = error
         self._budget.give_back(job.tenant, job.num_bytes)
         with self._lock:
-            is_given_up = self._running.pop(job, None) is None
+            is_abandoned = self._running.pop(job, None) is None
             self._passing.discard(job)
-        if not is_given_up:
+        if not is_abandoned:
             if failure is None:
                 future.set_result(result)
             else:
                 future.set_exception(failure)
-        del job, future, failure  # the error knows this frame, which would know the error
+        del job, future, failure  # the error refers to this frame, which would refer to the error
 
 
 class _JobFuture(Future[Result]):
-    """Takes its job out of the queue when it is cancelled."""
+    """A future whose cancellation removes its job from the queue."""
 
     def __init__(self, workers: Workers, job: Job[Result]) -> None:
         super().__init__()
-        self._withdraw: Callable[[], None] | None = lambda: workers.discard(job)
+        self._on_cancel: Callable[[], None] | None = lambda: workers.discard(job)
 
     def set_running_or_notify_cancel(self) -> bool:
-        self._withdraw = None  # the job knows its request's image, and is done before the future is
+        self._on_cancel = None  # the job refers to its request's image; free it before the future is done
         return super().set_running_or_notify_cancel()
 
     def cancel(self) -> bool:
         is_cancelled = super().cancel()
-        withdraw, self._withdraw = self._withdraw, None
-        if is_cancelled and withdraw is not None:
-            withdraw()
+        on_cancel, self._on_cancel = self._on_cancel, None
+        if is_cancelled and on_cancel is not None:
+            on_cancel()
         return is_cancelled

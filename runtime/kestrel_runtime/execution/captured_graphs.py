@@ -1,11 +1,11 @@
-"""Which work has a captured graph: when it is captured, when it is dropped, and what runs where there is none.
+"""Decides which work is captured as a CUDA graph, when graphs are dropped, and what runs without one.
 
 Invariants
-  G1  Work runs once and gives its result, whether or not a capture succeeds. No failure to capture gets out.
-  G2  In traffic nothing is run twice, and nothing waits for the device: work that comes the first time runs as it
-      is, and is captured when it comes again.
-  G3  All graphs of a runner together stay within their budget. Those used longest ago are dropped, each destroyed
-      once its last replay is over.
+  G1  Work runs once and returns its result, whether or not a capture succeeds. A failed capture raises nothing.
+  G2  In traffic nothing runs twice, and nothing waits for the device: work runs without a graph the first time,
+      and is captured when it comes again.
+  G3  All graphs of a runner together stay within their budget. The least recently used ones are dropped, and
+      destroyed when their last replay is complete.
   G4  A failure to capture is logged once for its key, and not tried again.
 """
 
@@ -23,10 +23,10 @@ from kestrel_runtime.execution.graph_capture import CapturedGraph, StreamCapture
 
 _MOST_GRAPHS = 512
 _MOST_FAILURES = 8
-"""Of one kind, after which no more are captured: what fails so often fails for all, and trying takes time."""
+"""After so many failed captures of one kind no more are tried: the others would most likely fail too."""
 
 Works = Iterator[tuple[Hashable, Callable[[], Tensor]]]
-"""Keys, and for each the work to capture. Its inputs are in their places until the next is asked for."""
+"""Keys with the work to capture. The inputs of a work are valid until the iterator is advanced."""
 
 _log = logging.getLogger(__name__)
 
@@ -47,12 +47,12 @@ class GraphBudget:
 
     @property
     def num_bytes(self) -> int:
-        """Device memory that graphs and their pools take, as far as it was measured."""
+        """Device memory of all graphs and their pools, as measured at capture."""
         return self._pool_bytes + sum(self._graph_bytes.values())
 
     @property
     def has_room(self) -> bool:
-        """Whether dropping graphs can make room: pools keep what they have."""
+        """Whether dropping graphs can bring the total below the limit: pools never shrink."""
         return self._pool_bytes < self._max_bytes
 
     def add(self, owner: CapturedGraphs, key: Hashable, captured: CapturedGraph) -> None:
@@ -71,15 +71,15 @@ class GraphBudget:
         self._graph_bytes.move_to_end((owner, key))
 
     def remove(self, owner: CapturedGraphs, key: Hashable) -> None:
-        """Count a graph no longer."""
+        """Stop counting a graph."""
         del self._graph_bytes[owner, key]
 
 
 class CapturedGraphs:
-    """Graphs of one kind of work, each under a key. A key's work always reads its inputs in the same places."""
+    """Graphs of one kind of work, by key. The work of a key always reads its inputs at the same addresses."""
 
     def __init__(self, kind: str, stream_capture: StreamCapture, budget: GraphBudget) -> None:
-        """`kind` names them in the log."""
+        """`kind` names the graphs in the log."""
         self._kind = kind
         self._stream_capture = stream_capture
         self._budget = budget
@@ -92,7 +92,7 @@ class CapturedGraphs:
         return len(self._captured)
 
     def run(self, key: Hashable, work: Callable[[], Tensor]) -> Tensor:
-        """Do `work` once, by a replay where there is a graph. Returns its result, valid until the next `run`."""
+        """Run `work` once, by a replay if it has a graph. The result is valid until the next `run`."""
         self._destroy_dropped()
         captured = self._captured.get(key)
         if captured is not None:
@@ -114,13 +114,13 @@ class CapturedGraphs:
     def capture_all(self, works: Works, *, until: float) -> int:
         """Capture works before traffic, in their order: the largest first, so that others fit into its memory.
 
-        Each is run once before, because what libraries do on first use no capture allows; whatever it changes then
-        must not matter. Waits for the device. Stops at `until`, a moment of the monotonic clock. Returns how many
-        were left out for that.
+        Each work runs once before its capture, because libraries do things on first use that a capture does not
+        allow; what this run writes must not matter. Waits for the device. Stops at `until`, in seconds of the
+        monotonic clock, and returns how many works were not captured for that reason.
         """
         num_left = 0
         is_first = True
-        with self._stream_capture.entered():  # for the inputs, which `works` lays out
+        with self._stream_capture.entered():  # the iterator writes the inputs
             for key, work in works:
                 if not self._may_capture(key):
                     continue
@@ -131,7 +131,7 @@ class CapturedGraphs:
                     work()
                     if is_first:
                         self._stream_capture.release_warm_up_memory()
-                except Exception as error:  # lack of memory, for a size that may never come
+                except Exception as error:  # out of memory, for a size that may never be needed
                     self._give_up(key, error)
                     continue
                 is_first = False
@@ -140,7 +140,7 @@ class CapturedGraphs:
         return num_left
 
     def drop(self, key: Hashable) -> None:
-        """Let a graph go. It is destroyed when all that was launched on its stream until now is over."""
+        """Drop a graph. It is destroyed when all work launched on its stream so far is complete."""
         captured, event = self._captured.pop(key), self._stream_capture.mark()
         self._budget.remove(self, key)
         self._met.discard(key)
@@ -148,19 +148,19 @@ class CapturedGraphs:
             self._dropped.append((captured, event))
 
     def clear(self) -> None:
-        """Let all graphs go: what they read and write is no longer where it was."""
+        """Drop all graphs: the addresses that they read and write are no longer valid."""
         for key in list(self._captured):
             self.drop(key)
 
     def _may_capture(self, key: Hashable) -> bool:
-        has_luck = len(self._failed) < _MOST_FAILURES
-        return key not in self._captured and key not in self._failed and has_luck and self._budget.has_room
+        may_try = len(self._failed) < _MOST_FAILURES
+        return key not in self._captured and key not in self._failed and may_try and self._budget.has_room
 
     def _capture(self, key: Hashable, work: Callable[[], Tensor]) -> bool:
         started = time.monotonic()
         try:
             captured = self._stream_capture.capture(work)
-        except Exception as error:  # of the work itself too, which then raises again where it runs as it is
+        except Exception as error:  # or an error of the work itself, which is raised again without a graph
             self._give_up(key, error)
             return False
         self._captured[key] = captured

@@ -18,7 +18,7 @@ class CudaStream:
     """
 
     def __init__(self, device: torch.device, *, is_urgent: bool = False) -> None:
-        """Where the device has no room for both, work of an urgent stream starts before that of others."""
+        """With `is_urgent`, kernels of this stream start before those of others when both wait for the device."""
         self.device = device
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":

@@ -1,10 +1,10 @@
-"""Captures work on a CUDA stream as a graph that replays it. Knows nothing of what is captured, nor of when.
+"""Captures work on a CUDA stream as a CUDA graph. Does not know what is captured or when.
 
-Every launch gives other threads of the interpreter a chance to take its lock, and the launching one must wait for
-it: under load, hundreds of launches take several times as long as the device needs for them. A replay is one.
+At every launch another thread may take the interpreter's lock, and the launching thread then waits for it. Under
+load, hundreds of launches take several times as long as the device needs for them. A replay is a single launch.
 
-A capture can fail at any point: for lack of memory, or because the work waits for the device, which the reference
-implementations of some operations do. torch does not clean up after all of these failures, so it is done here.
+A capture can fail at any point: for lack of memory, or because the work waits for the device, as the reference
+implementations of some operations do. torch does not clean up after all of these failures, so this module does.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from kestrel_runtime.api.config import MIB
 from kestrel_runtime.execution.cuda_stream import CudaStream
 
 _KEPT_FREE_BYTES = 256 * MIB
-"""Of device memory, for steps that run without a graph: a captured graph only saves time."""
+"""Device memory that captures leave free, for steps that run without a graph."""
 _DRIVER = "libcuda.so.1"
 _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 
 @dataclass(frozen=True, slots=True)
 class CapturedGraph:
-    """A captured graph: replaying it does the work again."""
+    """A captured graph. Replaying it runs the work again."""
 
     graph: torch.cuda.CUDAGraph
     result: Tensor
-    """What the work returned; every replay writes it anew."""
+    """What the work returned. Every replay overwrites it."""
     graph_bytes: int
-    """Device memory that the graph itself takes, and gives back when it is dropped."""
+    """Device memory of the graph itself, freed when it is destroyed."""
     pool_bytes: int
-    """Device memory by which the pool had to grow for it, and which later captures use again."""
+    """Device memory by which the pool grew for it. Later captures reuse it."""
 
 
 class StreamCapture:
-    """Captures on the CUDA stream that replays: kernels keep its priority, and libraries their workspaces there.
+    """Captures on the CUDA stream that replays, so that kernels keep its priority and libraries their workspaces.
 
-    All graphs of a stream share a pool of memory, since they never run beside each other. One graph that is never
+    All graphs of a stream share a pool of memory, since they never run concurrently. One graph that is never
     replayed holds the pool: torch refuses to capture into a pool whose graphs are all gone, or have all failed.
     """
 
@@ -57,18 +57,18 @@ class StreamCapture:
         self._blank: Tensor | None = None
 
     def entered(self) -> AbstractContextManager[object]:
-        """What is launched in the context goes onto the stream."""
+        """A context in which work is launched on the stream."""
         return self._stream.entered()
 
     def release_warm_up_memory(self) -> None:
-        """Wait for the device, and give memory back to it that only warm-up runs used. For the start alone."""
+        """Wait for the device and free memory that only warm-up runs used. Called at the start only."""
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
 
     def capture(self, run: Callable[[], Tensor]) -> CapturedGraph:
-        """Capture `run`, which has run with the same shapes before; neither runs it nor waits for the device.
+        """Capture `run`, which has run with the same shapes before. Neither runs it nor waits for the device.
 
-        Raises whatever went wrong; nothing of the capture is left then, and `run` can be run as it is.
+        Raises whatever made the capture fail. No part of the capture is left then; `run` can run without a graph.
         """
         free_before, reserved_before = torch.cuda.mem_get_info()[0], torch.cuda.memory_reserved()
         if free_before < _KEPT_FREE_BYTES:
@@ -82,12 +82,12 @@ class StreamCapture:
         return CapturedGraph(graph, result, graph_bytes, pool_bytes)
 
     def _captured(self, run: Callable[[], Tensor], pool: Any) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """A graph of `run` in a pool, or in one of its own, and what `run` returned."""
+        """A graph of `run` in a pool, by default a new one, and what `run` returned."""
         graph = torch.cuda.CUDAGraph()
-        # A garbage collection in the middle could destroy another graph, which makes the capture invalid.
+        # A garbage collection during the capture could destroy another graph, which makes the capture invalid.
         with self._stream.entered(), _without_garbage_collection():
             try:
-                # Other threads go on as if nothing were captured.
+                # Other threads are not restricted by this capture.
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 result = run()
                 graph.capture_end()
@@ -97,21 +97,21 @@ class StreamCapture:
         return graph, result
 
     def mark(self) -> torch.cuda.Event | None:
-        """An event behind all that was launched on the stream until now."""
+        """An event after all work launched on the stream so far; None on a CPU."""
         return self._stream.record_event()
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End a capture that failed, on the stream and in torch's books, so that the work can run as it is."""
-        self._clear_error()  # and a capture that is still valid is not empty, of which torch would warn
+        """End a failed capture on the stream and in torch's state, so that the work can run without a graph."""
+        self._clear_error()  # this also adds work to a valid capture: torch warns of empty ones
         try:
             graph.capture_end()
         except RuntimeError:
-            # The capture is over, but torch before 2.13 goes on as if it were not where its end raised: memory that
-            # is freed is not used again, and no further capture in this pool can begin. Its books are closed by
-            # ending a capture for the same graph that is valid, of work that does not matter.
+            # The capture has ended, but if `capture_end` raises, torch before 2.13 behaves as if it had not: freed
+            # memory is not reused, and no capture in this pool can begin. Ending a valid capture of arbitrary work
+            # for the same graph resets that state.
             self._clear_error()
             if _begin_capture(self._stream.handle):
-                with contextlib.suppress(RuntimeError):  # newer torch: the books are closed already
+                with contextlib.suppress(RuntimeError):  # newer torch has reset its state already
                     self._launch_anything()
                     graph.capture_end()
                 if torch.cuda.is_current_stream_capturing():
@@ -120,13 +120,13 @@ class StreamCapture:
         self._clear_error()
 
     def _clear_error(self) -> None:
-        """Have CUDA forget an error that a library met in the capture and did not fetch: the next launch would."""
+        """Clear a pending CUDA error that a library left: otherwise the next launch would raise it."""
         with contextlib.suppress(RuntimeError):
             self._launch_anything()
 
     def _launch_anything(self) -> Tensor:
         assert self._blank is not None, "made before the first capture"
-        with torch.inference_mode():  # the tensor may be of that mode or not
+        with torch.inference_mode():  # so that inference tensors can be written too
             return self._blank.add_(1)
 
 

@@ -58,7 +58,7 @@ class _Hierarchy:
 
 def _machine_bytes(proc: Path) -> int:
     available = _meminfo_bytes(proc, "MemAvailable")
-    # Not Linux: nothing says what is available. Half of what there is leaves room for others.
+    # Not Linux: the available memory is unknown. Half of the total leaves enough for other processes.
     return _physical_bytes() // 2 if available is None else available
 
 

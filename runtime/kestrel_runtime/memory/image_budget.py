@@ -19,7 +19,8 @@ class MemoryBudget:
       M1  Bytes are taken only while the total stays within the limit. An object's bytes are counted until it is
           freed, wherever it goes.
       M2  A named owner may take more only while it holds less than what is free: alone it gets half, two get a
-          third each. So there is room for another. The owner "" stands for callers that are not told apart.
+          third each. So another owner always gets a share. The owner "" stands for callers that are not
+          distinguished.
     """
 
     def __init__(self, limit_bytes: int) -> None:

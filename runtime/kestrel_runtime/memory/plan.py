@@ -23,7 +23,7 @@ _GIB = 2**30
 _ADVICE = {
     "weights": "choose a smaller model, or weights in float8 (--text-path, --vision-path)",
     "activations": "lower --max-prefill-tokens or --max-crops",
-    "CUDA graphs": "lower --max-prefill-tokens or --max-crops, or say --cuda-graphs off",
+    "CUDA graphs": "lower --max-prefill-tokens or --max-crops, or set --cuda-graphs off",
     "images": "lower --max-batch-size or --max-decoded-image-bytes",
     "other processes, context and libraries": "end what else uses the memory",
     "margin": "use a device with more memory",
@@ -124,6 +124,6 @@ def _too_small(num_pages: int, needs: MemoryNeeds, plan: MemoryPlan, unusable: i
     largest, _ = max(terms, key=lambda term: term[1])
     listed = ", ".join(f"{name} {num_bytes / _GIB:.2f} GiB" for name, num_bytes in terms)
     return (
-        f"{complaint}Of {plan.total_bytes / _GIB:.2f} GiB the largest part is taken by: {largest}. To make room, "
+        f"{complaint}Of {plan.total_bytes / _GIB:.2f} GiB the largest part is taken by: {largest}. To free memory, "
         f"{_ADVICE[largest]}. The parts: {listed}"
     )

@@ -40,7 +40,7 @@ class PreparedModel(Protocol):
         """How many pages the key-value cache gets, and how all memory is divided.
 
         `host_image_bytes`: what decoded images may take on the host. Raises `CheckpointError` where memory has no
-        room for the least pages.
+        memory for the fewest pages.
         """
         ...
 

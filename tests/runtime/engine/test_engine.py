@@ -1,4 +1,4 @@
-"""The engine on a small reference model: answers do not depend on company, and nobody who leaves keeps a page."""
+"""The engine on a small reference model: answers depend on no other request, finished requests hold no page."""
 
 import asyncio
 import contextlib
@@ -155,7 +155,7 @@ async def test_looking_ahead_changes_no_answer(
     one_by_one = await asyncio.gather(*(engine.submit(request).result() for request in requests))
     monkeypatch.setattr(StepRunner, "is_asynchronous", True)
     monkeypatch.setattr(StepHandle, "is_complete", lambda _: next(is_complete))
-    # Room for a few at a time, so that some are sent back while others look ahead; prompts go in by parts.
+    # Pages for a few at a time, so that some are preempted while others decode ahead; prompts are chunked.
     ahead = LocalEngine(moondream3, EngineConfig(model="", num_kv_pages=150, max_prefill_tokens=8))
     try:
         overlapped = await asyncio.gather(*(ahead.submit(request).result() for request in requests))
@@ -279,7 +279,7 @@ async def test_a_full_queue_refuses_at_once(moondream3: LoadedModel) -> None:
             engine.submit(endless())
         assert (caught.value.bound, caught.value.limit) == (QueueBound.REQUESTS, 3)
         running.cancel()
-        await anext(waiting[0])  # room again, though not for long
+        await anext(waiting[0])  # a free place in the queue, for a moment
         assert isinstance(engine.submit(endless()), Stream)
     finally:
         engine.close()

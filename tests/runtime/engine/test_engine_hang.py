@@ -1,4 +1,4 @@
-"""A device that hangs, and a thread that ends: health changes, every caller is told, and nobody waits for it."""
+"""A device that hangs, and a thread that ends: health changes, every caller is told, and no thread waits for it."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ async def test_a_step_that_hangs_ends_the_engine_and_every_stream(
     assert "thread kestrel-engine:" in caplog.text
     assert "in stuck_on_the_device" in caplog.text
     assert "decode step of query-" in caplog.text
-    # The thread cannot be joined, so nobody tries for long.
+    # The thread cannot be joined, so closing must not wait for it.
     await asyncio.wait_for(asyncio.to_thread(engine.close), MAX_WAIT_S)
     assert not engine.has_ended
     hang.release()

@@ -110,7 +110,7 @@ async def outcomes(engine: LocalEngine, requests: list[Request]) -> list[object]
 
 @pytest.fixture(scope="module")
 def alone(moondream3: LoadedModel) -> list[object]:
-    """The bystanders' answers when nothing fails and nobody else is there."""
+    """The bystanders' answers when nothing fails and no other request runs."""
 
     async def ask() -> list[object]:
         return [await outcome(engine.submit(request)) for request in bystanders()]
@@ -158,13 +158,13 @@ async def test_r1_the_offending_request_ends_alone_and_is_refused_the_second_tim
     assert fingerprint_of(POISON) in caplog.text
     assert ("out of memory" in caplog.text) == isinstance(error, torch.OutOfMemoryError)
     assert engine.load().num_used_pages == 0
-    # The second time nothing is tried, so nobody else is held up.
+    # The second time nothing is tried, so no other request is delayed.
     caplog.clear()
     bystander, offending = await outcomes(engine, [requests[0], POISON])
     assert bystander == alone[0]
     assert isinstance(offending, RequestRefused)
     assert caplog.text == ""
-    assert (engine.status, statuses) == (SERVING, [])  # nobody was told to look for another server
+    assert (engine.status, statuses) == (SERVING, [])  # no caller was told to use another server
 
 
 async def test_a_parser_that_fails_ends_its_own_request(
@@ -299,7 +299,7 @@ async def test_a_device_that_a_restart_does_not_mend_is_dead(
     await anext(streams[0])
     device.is_broken = True
     ends = await asyncio.gather(*map(outcome, streams))
-    assert {type(end) for end in ends} == {EngineUnavailable}  # nobody is blamed
+    assert {type(end) for end in ends} == {EngineUnavailable}  # no request is blamed
     assert statuses == [RECOVERING, DEAD]
     assert "the device is gone" in caplog.text
     with pytest.raises(EngineUnavailable):

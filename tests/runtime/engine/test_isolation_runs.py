@@ -151,7 +151,7 @@ async def test_out_of_memory_empties_the_allocator_before_each_run_alone() -> No
     bad = bench.add("large")
     bench.turn_until_idle()
     assert await failure_of(bad) is OUT_OF_MEMORY
-    # In company (of nobody), then twice alone: a request that has all memory to itself, twice, needs too much.
+    # Once in a batch, then twice alone: a request that runs out of memory alone twice needs too much.
     assert bench.events == ["large", "cache emptied"] * 3
     assert "large" in bench.offending_requests
 

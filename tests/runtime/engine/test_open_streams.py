@@ -1,4 +1,4 @@
-"""Whoever waits when the engine ends is told, and nobody is kept who waits no more."""
+"""Open streams end when the engine ends, and closed streams are not kept."""
 
 import asyncio
 import gc

@@ -292,7 +292,7 @@ def test_the_largest_image_in_the_simplest_format_is_not_refused(moondream3: Loa
 # Giving up
 
 
-@pytest.mark.parametrize("reason", ["nobody waits", "deadline", "closing"])
+@pytest.mark.parametrize("reason", ["caller left", "deadline", "closing"])
 def test_decoding_stops_between_two_scans_when_nobody_waits_for_it_any_more(
     moondream3: LoadedModel, monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:
@@ -307,7 +307,7 @@ def test_decoding_stops_between_two_scans_when_nobody_waits_for_it_any_more(
             num_checks += 1
             if num_checks == 30:  # the header takes about 20
                 match reason:
-                    case "nobody waits":
+                    case "caller left":
                         is_wanted = False
                     case "deadline":
                         timing.deadline = time.monotonic()

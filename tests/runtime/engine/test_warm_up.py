@@ -43,7 +43,7 @@ async def test_what_would_be_refused_to_everybody_is_passed_over(moondream3, bou
     engine = LocalEngine(moondream3, EngineConfig(model=str(MD3_SMALL), **bound))
     with caplog.at_level(logging.WARNING):
         await warm_up(engine)
-    assert "no room for a caption" in caplog.text
+    assert "a caption of a small image does not fit" in caplog.text
     engine.close()
 
 

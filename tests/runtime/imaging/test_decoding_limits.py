@@ -57,7 +57,7 @@ def test_a_decoder_that_pillow_lets_see_another_size_is_not_used(monkeypatch):
 
 
 class Unwanted(BaseException):
-    """Nobody waits any more."""
+    """The caller has left."""
 
 
 @pytest.mark.parametrize("image_format", ["JPEG", "PNG", "GIF", "BMP"])

@@ -56,7 +56,7 @@ class Machine:
     home: Path
 
     def find(self, hub: Hub | None, *arguments: str, offline: bool = False) -> Found:
-        endpoint = hub.endpoint if hub is not None else "http://127.0.0.1:9"  # where nobody listens
+        endpoint = hub.endpoint if hub is not None else "http://127.0.0.1:9"  # where no server listens
         environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith("HF_")},
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
@@ -393,7 +393,7 @@ def test_offline_with_half_a_cache_is_refused_clearly(machine, sharded):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nobody/nothing"], "has no repository nobody/nothing"),
+        (["missing/nothing"], "has no repository missing/nothing"),
         (["org/model", "v9"], "org/model has no revision 'v9'"),
         (["org/gated"], "org/gated is gated: accept its terms on"),
         (["org/empty"], "holds no weights"),

@@ -120,7 +120,7 @@ def test_a_start_without_room_is_refused_by_the_name_of_what_takes_most(term: st
         plan_memory(A_GPU, needs, 0.9)
     message = str(caught.value)
     assert "0 pages cannot hold one request with an image: 47 pages are the least" in message
-    assert f"the largest part is taken by: {name}. To make room, " in message
+    assert f"the largest part is taken by: {name}. To free memory, " in message
     assert advice in message
     assert f"{name} 76.00 GiB" in message
 

@@ -237,7 +237,7 @@ def test_i5_equal_sequences_start_in_the_order_they_came():
     world = World(num_pages=4, page_size=4, batch=2)
     large, small = world.add(13), world.add(1)
     world.step()
-    assert (large.state, small.state) == (RUNNING, WAITING)  # there is room for `small` alone, not for both
+    assert (large.state, small.state) == (RUNNING, WAITING)  # `small` alone would fit, but not both
     third = world.add(1)
     world.scheduler.remove(large)
     assert world.step().prefill == [(small, 0, 1), (third, 0, 1)]

@@ -56,7 +56,7 @@ class SchedulerMachine(Arrivals):
             assert len(batch.members) == 1
             return
         working = {item.sequence for item in (*batch.encode, *batch.prefill)} | set(batch.decode)
-        # I2: whoever ran before decodes or has made room; nobody works twice.
+        # I2: each sequence that ran before decodes or was preempted; none is in a step twice.
         for sequence in running_before:
             assert sequence in batch.decode or sequence.state is WAITING
         assert len({chunk.sequence for chunk in batch.prefill}) == len(batch.prefill)

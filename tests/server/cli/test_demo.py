@@ -1,4 +1,4 @@
-"""The demo as a newcomer runs it: true answers on stdout, and a picture with what was found."""
+"""The demo as a new user runs it: correct answers on stdout, and a picture with the objects found."""
 
 from importlib.resources import files
 from pathlib import Path

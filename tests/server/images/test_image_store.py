@@ -19,7 +19,7 @@ COST = KIB + BOOKKEEPING_BYTES
 
 
 class Rig:
-    """A store with room for four images of 1 KiB, of which one namespace may have three."""
+    """A store that holds four images of 1 KiB, of which one namespace may have three."""
 
     def __init__(self, **limits: float) -> None:
         self.now = 1000.0

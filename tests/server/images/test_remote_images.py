@@ -434,7 +434,7 @@ async def test_a_caller_that_hangs_up_ends_the_fetching_of_its_image():
         async def pour(reader: StreamReader, writer: StreamWriter) -> None:
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
             has_begun.set()
-            await reader.read()  # up to the end, which comes when nobody is there any more
+            await reader.read()  # until the client closes the connection
             has_ended.set()
 
         host.answers["/a.png"] = pour

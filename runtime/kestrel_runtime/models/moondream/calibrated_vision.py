@@ -17,7 +17,7 @@ from kestrel_ops import Kernels
 from kestrel_runtime.models.moondream.fused_vision import FusedVision, folded
 from kestrel_runtime.models.moondream.vision import VisionModel
 
-# float8 keeps its relative precision over fifteen powers of two, so that room above costs nothing.
+# float8 keeps its relative precision over fifteen powers of two, so this margin costs no accuracy.
 _MARGIN = 8
 _LARGEST_FLOAT8 = torch.finfo(torch.float8_e4m3fn).max
 
@@ -57,12 +57,12 @@ class _CalibratedBlock:
 
 
 class CalibratedVision(FusedVision):
-    """A `FusedVision` in float8 whose blocks round by scales that some tiles have shown to fit."""
+    """A `FusedVision` in float8 that rounds activations with scales measured on sample tiles."""
 
     def __init__(
         self, vision: VisionModel, kernels: Kernels, tiles: Tensor, *, frees_originals: bool = False
     ) -> None:
-        """Encodes uint8 tiles [N, side, side, channels] to see how large values grow; others may be 8 times larger.
+        """Measures scales by encoding uint8 tiles [N, side, side, channels]; later values may be 8 times larger.
 
         With `frees_originals` the model's own weights are freed block by block, but for its final norm.
         Raises ValueError where a dimension of the blocks is no multiple of 16, and RuntimeError where the device
@@ -76,7 +76,7 @@ class CalibratedVision(FusedVision):
         self._pictures = tiles
         super().__init__(vision, kernels, "float8", frees_originals=frees_originals)
         with torch.no_grad():
-            self.encode(tiles)  # what the device cannot do should show now
+            self.encode(tiles)  # an unsupported device fails here, at start
         del self._pictures
 
     def _fold_blocks(self, vision: VisionModel, *, frees_originals: bool) -> None:

@@ -60,7 +60,7 @@ class TextConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """How many leading lanes of a head are rotated."""
+        """Number of leading dimensions of a head that are rotated."""
         return self.head_dim // 2
 
     @property
@@ -73,7 +73,7 @@ class TextConfig:
 
 @dataclass(frozen=True, slots=True)
 class VisionConfig:
-    """The tile encoder, the stitching of its tiles and the projection into the decoder."""
+    """The encoder of tiles, the stitching of tiles and the projection into the decoder."""
 
     enc_dim: int
     enc_patch_size: int

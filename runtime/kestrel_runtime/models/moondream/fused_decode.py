@@ -56,7 +56,7 @@ class FusedDecoder:
         )
 
     def workspace(self, max_batch: int) -> DecodeWorkspace:
-        """Room for steps of up to `max_batch` sequences."""
+        """Allocate the workspace of steps of up to `max_batch` sequences."""
         config = self._config
         widths = [block.down.weight.shape[1] for block in self._blocks]
         rows = max(batch * self._num_parts(batch) for batch in range(1, max_batch + 1))

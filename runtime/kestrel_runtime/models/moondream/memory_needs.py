@@ -35,7 +35,7 @@ def plan_cache(
 
     `step_bytes` is what the largest step takes. `weight_bytes`, and `host_image_bytes` for decoded images, count
     where the device is the host.
-    Raises `CheckpointError` where memory has no room for the least pages.
+    Raises `CheckpointError` if memory is too small for the fewest pages.
     """
     reading = MemoryReading.of(model.device, weight_bytes)
     needs = memory_needs(

@@ -35,7 +35,7 @@ class ModelPaths:
     def of(
         cls, model: Moondream, paths: ExecutionConfig, *, max_batch_size: int, frees_originals: bool = False
     ) -> ModelPaths:
-        """Build what `paths` names, with room for decode steps of `max_batch_size` sequences.
+        """Build the selected paths, for decode steps of up to `max_batch_size` sequences.
 
         With `frees_originals` no other paths can be built of `model` afterwards: weights of which a fused path has
         a copy are freed, block by block. Embedding, final norm, head, region part and experts stay in `model`.

@@ -54,7 +54,7 @@ class RegionModel(nn.Module):
     @staticmethod
     def sizes(bins: Tensor, num_bins: int) -> Tensor:
         """Bins int64 → float32 from 2^-10 to 1."""
-        # In double, since float32 powers differ in their last bit between the lanes of a vector.
+        # In double: vectorised float32 powers differ in their last bit between elements.
         return torch.exp2(bins.double() / (num_bins - 1) * SIZE_OCTAVES - SIZE_OCTAVES).float()
 
     def _normed(self, hidden: Tensor) -> Tensor:

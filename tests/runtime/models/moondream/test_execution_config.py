@@ -53,15 +53,15 @@ def test_an_encoder_without_float8_products_for_all_of_it_has_none_with_fixed_sc
 @needs_triton
 def test_a_kernel_that_cannot_serve_the_model_is_refused_only_if_it_was_asked_for(caplog):
     model = tiny_model(n_heads=2, n_kv_heads=2)
-    wide = dataclasses.replace(model.config.text, dim=512)  # heads of 256 lanes
+    wide = dataclasses.replace(model.config.text, dim=512)  # heads of 256 dimensions
     model.config = dataclasses.replace(model.config, text=wide)
     config = EngineConfig(text_path="fused", kernels=(("prefill_attention", "triton"),))
-    with pytest.raises(CheckpointError, match=r"prefill_attention=triton: heads of 256 lanes"):
+    with pytest.raises(CheckpointError, match=r"prefill_attention=triton: heads of 256 dimensions"):
         ExecutionConfig.of(config, "cpu", model)
     paths = ExecutionConfig.of(EngineConfig(text_path="fused", vision_path="plain"), "cuda", model)
     assert paths.kernels.prefill_attention.__module__ == "kestrel_ops.reference.prefill_attention"
     assert paths.kernels.decode_expand.__module__ == "kestrel_ops.triton.decode_expand"
-    assert "prefill_attention=triton is passed over for reference: heads of 256 lanes" in caplog.text
+    assert "prefill_attention=triton is passed over for reference: heads of 256 dimensions" in caplog.text
 
 
 @needs_triton

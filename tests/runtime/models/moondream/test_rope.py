@@ -9,15 +9,15 @@ from kestrel_runtime.models.moondream.rope import rotary_tables, tau_positions
 
 
 @pytest.mark.parametrize("theta", [10_000.0, 1_500_000.0])
-def test_an_angle_is_the_position_times_the_frequency_of_its_lane(theta):
+def test_an_angle_is_the_position_times_the_frequency_of_its_dimension(theta):
     cosine, sine = rotary_tables(32, 800, theta)
     assert cosine.shape == sine.shape == (800, 16)
     assert cosine.dtype == sine.dtype == torch.float32
     for position in (0, 1, 2, 729, 799):
-        for lane in range(16):
-            angle = position * theta ** (-2 * lane / 32)
-            assert cosine[position, lane].item() == pytest.approx(math.cos(angle), abs=2e-4)
-            assert sine[position, lane].item() == pytest.approx(math.sin(angle), abs=2e-4)
+        for dim in range(16):
+            angle = position * theta ** (-2 * dim / 32)
+            assert cosine[position, dim].item() == pytest.approx(math.cos(angle), abs=2e-4)
+            assert sine[position, dim].item() == pytest.approx(math.sin(angle), abs=2e-4)
 
 
 def test_the_first_lane_turns_by_one_radian_and_position_zero_not_at_all():

@@ -87,7 +87,7 @@ class WrittenOut:
         return (by_token + by_position)[:, None]
 
     def turned(self, rows):
-        """The first half of the lanes, turned in pairs of lane i and lane i + quarter."""
+        """The first half of the dimensions, turned in pairs of dim i and dim i + quarter."""
         quarter = rows.shape[1] // 4
         frequencies = self.config.rope_theta ** (-torch.arange(quarter, dtype=torch.float64) / quarter)
         angles = torch.arange(len(rows), dtype=torch.float64)[:, None] * frequencies

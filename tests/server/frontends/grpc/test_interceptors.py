@@ -1,4 +1,4 @@
-"""What every call goes through: ids, deadlines, hang-ups, and exceptions that nobody expected."""
+"""What every call goes through: ids, deadlines, hang-ups, and unexpected exceptions."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ async def test_finished_request_is_not_cancelled() -> None:
 
 @pytest.mark.parametrize("method", ["Query", "CompleteQuery"])
 async def test_own_cancellation_does_not_hang_the_caller(method: str) -> None:
-    """Something that the handler waits for is cancelled, by nobody's wish: the caller must hear of it."""
+    """Something that the handler waits for is cancelled, not by the caller, who must get an error."""
 
     def cancels(request: object) -> list[object]:
         raise asyncio.CancelledError

@@ -41,6 +41,6 @@ def prompt_tensors(run: PromptRun, request: Request) -> dict[str, Tensor]:
 
 
 def _interleaved(keys: Tensor, rotary_dim: int) -> Tensor:
-    # The reference stores lanes 0, R/2, 1, R/2 + 1 … where this engine keeps both halves in place.
+    # The reference stores dimensions in the order 0, R/2, 1, R/2 + 1, …; this engine keeps both halves in place.
     pairs = keys[..., :rotary_dim].unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
     return torch.cat((pairs, keys[..., rotary_dim:]), dim=-1)
