@@ -22,6 +22,7 @@ from kestrel_grpc.listeners import PortUnavailable, address_of, require_free_por
 from kestrel_grpc.maintenance import Maintenance
 from kestrel_grpc.telemetry.logs import announce, log_call
 from kestrel_grpc.telemetry.telemetry import Telemetry
+from kestrel_grpc.wire.cache_purges import CachePurges
 from kestrel_grpc.wire.call_admission import Observer
 from kestrel_grpc.wire.call_groups import CallGroups
 from kestrel_grpc.wire.limits import image_store
@@ -61,13 +62,17 @@ class Server:
         self._maintenance = None if at_rest is None else Maintenance(engine, at_rest)
         self._access = _access(config)
         self._images = images or _images(config)
-        self._store = ImageStore(image_store(config)) if config.max_stored_image_bytes else None
-        if self._store is not None:
+        self._purges = CachePurges(engine)
+        self._access.on_namespace_gone(self._purges.clear)
+        self._store = None
+        if config.max_stored_image_bytes:
+            self._store = ImageStore(image_store(config), self._purges.forget_image)
             self._access.on_namespace_gone(self._store.drop_namespace)
         self._groups = CallGroups(engine, config, self._access, self._observers())
         self._frontend = GrpcFrontend(
             engine,
             config,
+            self._access,
             self._groups,
             self._readiness,
             self._images,

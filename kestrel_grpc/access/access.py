@@ -28,6 +28,7 @@ _RELOAD_INTERVAL_S = 1.0
 # A guess: when another call of the token will end is not known.
 _RETRY_CONCURRENT_S = 1.0
 _ANY_SCOPE = frozenset(Scope)
+_NO_NAMES: Mapping[str, str] = MappingProxyType({})
 _INFER = frozenset((Scope.INFER,))
 _IMAGES = frozenset((Scope.IMAGES,))
 _ADMIN = frozenset((Scope.ADMIN,))
@@ -84,6 +85,10 @@ class Access(Protocol):
         """The namespace of a caller that has been admitted under this name."""
         ...
 
+    def namespaces(self) -> Mapping[str, str]:
+        """The namespace of each caller that may call now, by the caller's name."""
+        ...
+
     def on_namespace_gone(self, callback: Callable[[str], None]) -> None:
         """Call `callback` with each namespace whose last caller may not call any more."""
         ...
@@ -106,6 +111,10 @@ class OpenAccess:
     def namespace_of(self, name: str) -> str:
         """There is one namespace."""
         return ""
+
+    def namespaces(self) -> Mapping[str, str]:
+        """No caller has a name."""
+        return _NO_NAMES
 
     def on_namespace_gone(self, callback: Callable[[str], None]) -> None:
         """The one namespace stays."""
@@ -135,6 +144,10 @@ class TokenAccess:
     def namespace_of(self, name: str) -> str:
         """The namespace of the token of this name."""
         return self._namespaces[name]
+
+    def namespaces(self) -> Mapping[str, str]:
+        """The namespace of each token, by the token's name."""
+        return self._namespaces
 
     def on_namespace_gone(self, callback: Callable[[str], None]) -> None:
         """Call `callback` with each namespace that has lost its last token."""

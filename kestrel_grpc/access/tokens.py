@@ -52,7 +52,7 @@ class Token:
     @property
     def namespace(self) -> str:
         """Where images of this token are known. A shared one never has the name of that of a single token."""
-        return f"token:{self.name}" if self.shared_namespace is None else f"shared:{self.shared_namespace}"
+        return f"token:{self.name}" if self.shared_namespace is None else shared_namespace(self.shared_namespace)
 
 
 class TokenFileError(ValueError):
@@ -81,6 +81,11 @@ def read_tokens(path: Path) -> Mapping[bytes, Token]:
     if problems:
         raise TokenFileError(f"{path}: {'; '.join(problems)}")
     return tokens
+
+
+def shared_namespace(name: str) -> str:
+    """The namespace of all tokens whose line has this `namespace`."""
+    return f"shared:{name}"
 
 
 def hash_of(secret: str) -> bytes:

@@ -59,8 +59,8 @@ class ImageStore:
 
     Where an image does not fit, unpinned ones that were used least recently leave: first of its own namespace,
     until its quota holds; then of the namespace that holds most, until the bound of the store holds. So a namespace
-    that stores much evicts itself before others. `forget` is called for every image whose time is over or that is
-    deleted; not for one that is evicted, since it may come back soon.
+    that stores much evicts itself before others. `forget` is called for every image whose time is over. It is not
+    called for one that is evicted, which may come back soon, nor for one that is deleted: who deletes waits for it.
     """
 
     def __init__(
@@ -153,13 +153,11 @@ class ImageStore:
         return self._find(namespace, handle) is not None
 
     def delete(self, namespace: str, handle: ImageHandle) -> None:
-        """Drop an image, and what was computed from it even where it is not stored. Raises `ImageNotFound`."""
+        """Drop an image. Raises `ImageNotFound`. Does not forget what was computed from it."""
         image = self._find(namespace, handle)
-        if image is not None:
-            self._drop(namespace, image)
-        self._forget(namespace, handle.sha256)
         if image is None:
             raise ImageNotFound(handle)
+        self._drop(namespace, image)
 
     def drop_namespace(self, namespace: str) -> None:
         """Drop all images of a namespace whose callers are gone. Does not forget what was computed from them."""

@@ -38,7 +38,7 @@ from kestrel_grpc.wire.call_context import (
 )
 from kestrel_grpc.wire.errors import CallFailure, Code, describe
 from kestrel_grpc.wire.message_gate import MessageGate, TooManyCalls
-from kestrel_grpc.wire.open_calls import OpenCalls
+from kestrel_grpc.wire.open_calls import CancellableCall, CancellableCalls, OpenCalls, RequestCancelled
 from kestrel_grpc.wire.reader_watch import ReaderWatch
 from kestrel_grpc.wire.shares import Shares
 from kestrel_runtime.api.engine import Engine
@@ -61,6 +61,7 @@ class CallAdmission:
         max_calls: int,
         open_calls: OpenCalls,
         observers: Sequence[Observer] = (),
+        cancellable: CancellableCalls | None = None,
         *,
         stream_idle_timeout_s: float,
     ) -> None:
@@ -72,6 +73,7 @@ class CallAdmission:
         self._shares = Shares(max_calls)
         self._open_calls = open_calls
         self._observers = observers
+        self._cancellable = cancellable
         self._stream_idle_timeout_s = stream_idle_timeout_s
 
     def begin(
@@ -85,9 +87,10 @@ class CallAdmission:
     def admit(self, call: CallContext) -> AbstractContextManager[None]:
         """Entering sets the principal of the call, or raises an `AccessRefused` or `TooManyCalls`.
 
-        Leaving gives back what the call takes up. A call whose token is revoked meanwhile leaves with the refusal.
+        Leaving gives back what the call takes up. A call whose token is revoked meanwhile leaves with the refusal,
+        and one that an operator cancels with `RequestCancelled`.
         """
-        return _Admitted(call, self._access, self._shares)
+        return _Admitted(call, self._access, self._shares, self._cancellable)
 
     async def receive(self, read: Callable[[], Awaitable[Any]], call: CallContext, peer: Callable[[], str]) -> Any:
         """What `read` returns, once there is memory for a message. Raises as `MessageGate.receive` does."""
@@ -137,10 +140,14 @@ class CallAdmission:
 class _Admitted(AbstractContextManager[None]):
     """A call between its admission and its end."""
 
-    __slots__ = ("_access", "_admission", "_call", "_shares")
+    __slots__ = ("_access", "_admission", "_call", "_cancellable", "_cancellables", "_shares")
 
-    def __init__(self, call: CallContext, access: Access, shares: Shares) -> None:
+    def __init__(
+        self, call: CallContext, access: Access, shares: Shares, cancellables: CancellableCalls | None
+    ) -> None:
         self._call = call
+        self._cancellables = cancellables
+        self._cancellable: CancellableCall | None = None
         self._access = access
         self._admission = access.admit(call.method, call.headers)
         self._shares = shares
@@ -152,6 +159,8 @@ class _Admitted(AbstractContextManager[None]):
         if not self._shares.take(call.principal):
             self._admission.__exit__(None, None, None)
             raise TooManyCalls(f"all of the {self._shares.limit} calls that may be open, or this caller's share")
+        if self._cancellables is not None:
+            self._cancellable = self._cancellables.add(call)
 
     def __exit__(
         self,
@@ -161,6 +170,12 @@ class _Admitted(AbstractContextManager[None]):
     ) -> None:
         self._shares.give_back(self._call.principal)
         self._call.release()
+        try:
+            if self._cancellable is not None:
+                self._cancellable.end(error)
+        except RequestCancelled:
+            self._admission.__exit__(None, None, None)
+            raise
         self._admission.__exit__(kind, error, traceback)
 
 

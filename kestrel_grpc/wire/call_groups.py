@@ -16,7 +16,7 @@ from kestrel_grpc.wire.limits import (
     short_gate,
 )
 from kestrel_grpc.wire.message_gate import MessageGate
-from kestrel_grpc.wire.open_calls import OpenCalls
+from kestrel_grpc.wire.open_calls import CancellableCalls, OpenCalls
 from kestrel_runtime.api.engine import Engine
 
 
@@ -30,7 +30,11 @@ class CallGroups:
         self._request_gate = MessageGate(request_gate(config))
         self._short_gate = MessageGate(short_gate(config))
         self._open_calls, self._open_watches = OpenCalls(), OpenCalls()
-        self.inference = self._group(access, self._request_gate, max_calls(engine.info), observers)
+        self.requests = CancellableCalls()
+        """The open calls of `inference`."""
+        self.inference = self._group(
+            access, self._request_gate, max_calls(engine.info), observers, cancellable=self.requests
+        )
         """Requests to the model."""
         self.images = self._group(access, self._request_gate, MAX_IMAGE_CALLS, observers)
         """Images that the server keeps."""
@@ -69,6 +73,7 @@ class CallGroups:
         max_calls: int,
         observers: Sequence[Observer] = (),
         open_calls: OpenCalls | None = None,
+        cancellable: CancellableCalls | None = None,
     ) -> CallAdmission:
         return CallAdmission(
             self._engine,
@@ -77,5 +82,6 @@ class CallGroups:
             max_calls,
             open_calls or self._open_calls,
             observers,
+            cancellable,
             stream_idle_timeout_s=self._config.stream_idle_timeout,
         )

@@ -22,6 +22,7 @@ from kestrel_grpc.images.stored_images import (
     ImageStoreFull,
 )
 from kestrel_grpc.wire.message_gate import MessageTimeout, TooManyCalls
+from kestrel_grpc.wire.open_calls import RequestCancelled
 from kestrel_grpc.wire.reader_watch import StreamIdle
 from kestrel_grpc.wire.readiness import ServiceUnknown
 from kestrel_runtime.api.engine import EngineStatus
@@ -50,6 +51,7 @@ _RETRY_ELSEWHERE_S = 1.0
 class Code(Enum):
     """The gRPC status codes in use, with their numbers."""
 
+    CANCELLED = 1
     INVALID_ARGUMENT = 3
     DEADLINE_EXCEEDED = 4
     NOT_FOUND = 5
@@ -333,6 +335,13 @@ ERRORS = (
         Code.DEADLINE_EXCEEDED,
         408,
         lambda error: f"the message of the call was not complete within {error.limit_s:g} s",
+    ),
+    ErrorRow(
+        RequestCancelled,
+        "REQUEST_CANCELLED",
+        Code.CANCELLED,
+        499,
+        lambda error: "an operator of the server has cancelled the request",
     ),
     ErrorRow(
         StreamIdle,

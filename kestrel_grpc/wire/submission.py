@@ -37,7 +37,9 @@ class Submission:
         if image is not None:
             request = await self._with_image(request, image, call)
             call.request = RequestSummary(request)
-        stream = self._engine.submit(request, deadline_s=call.remaining_s, tenant=call.principal)
+        stream = self._engine.submit(
+            request, deadline_s=call.remaining_s, tenant=call.principal, namespace=call.namespace
+        )
         call.release()
         return stream
 

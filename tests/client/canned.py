@@ -31,7 +31,9 @@ INFO = generation_pb2.ResponseInfo(
     request_id="r-1",
     model="tiny",
     finish_reason=generation_pb2.FINISH_REASON_LENGTH,
-    usage=generation_pb2.Usage(input_token_count=740, output_token_count=3, image_token_count=729),
+    usage=generation_pb2.Usage(
+        input_token_count=740, output_token_count=3, image_token_count=729, cached_token_count=730
+    ),
     timing=generation_pb2.Timing(
         queue_duration=duration_pb2.Duration(nanos=1_000_000),
         preprocess_duration=duration_pb2.Duration(nanos=2_000_000),
@@ -198,6 +200,14 @@ class CannedEngine(engine_service_pb2_grpc.EngineServiceServicer):
             output_tokens_per_second=6.5,
         )
         return engine_service_pb2.GetLoadResponse(load=load)
+
+    def ClearCache(self, request: Any, context: Any) -> Any:
+        pages = {"alice": 1, "yard": 2}.get(request.token or request.namespace, 3)
+        return engine_service_pb2.ClearCacheResponse(page_count=pages, image_count=4)
+
+    def CancelRequests(self, request: Any, context: Any) -> Any:
+        count = {"request_id": 1, "token": 2}[request.WhichOneof("selection")]
+        return engine_service_pb2.CancelRequestsResponse(cancelled_request_count=count)
 
 
 @contextmanager

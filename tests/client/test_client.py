@@ -11,6 +11,7 @@ from google.rpc import code_pb2
 from kestrel_client import (
     Box,
     Cancelled,
+    ClearedCache,
     Client,
     DeadlineExceeded,
     DetectedObject,
@@ -104,6 +105,18 @@ def test_the_server_tells_about_itself(client: Client) -> None:
     assert model.defaults[0].reasoning is False
     assert model.defaults[1].max_tokens is None
     assert client.load().output_tokens_per_second == 6.5
+
+
+def test_operators_clear_caches_and_cancel_requests(client: Client) -> None:
+    assert client.clear_cache() == ClearedCache(page_count=3, image_count=4)
+    assert client.clear_cache(token="alice").page_count == 1
+    assert client.clear_cache(namespace="yard").page_count == 2
+    assert client.cancel_requests(request_id="r") == 1
+    assert client.cancel_requests(token="alice") == 2
+
+
+def test_cached_tokens_are_told(client: Client) -> None:
+    assert client.complete_query(PICTURE, "q").usage.cached_token_count == 730
 
 
 def test_every_call_has_a_deadline(client: Client, vision: CannedVision) -> None:

@@ -43,6 +43,11 @@ def test_every_option_reaches_its_field() -> None:
     assert message.options.max_queue_duration.ToMilliseconds() == 1500
 
 
+@pytest.mark.parametrize(("policy", "number"), [(None, 0), ("use", 1), ("refresh", 2), ("bypass", 3)])
+def test_a_cache_policy_is_sent_by_its_number(policy: Any, number: int) -> None:
+    assert requests.point("kite", None, (), {"cache": policy}).options.cache == number
+
+
 def test_references_keep_their_order_and_kind() -> None:
     message = requests.segment("kite", (Point(0.5, 0.25), Box(0, 0, 0.5, 1)), {})
     assert [ref.WhichOneof("ref") for ref in message.spatial_refs] == ["point", "box"]

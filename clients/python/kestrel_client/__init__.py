@@ -15,6 +15,7 @@ from kestrel_client.client import Client, TextStream
 from kestrel_client.errors import (
     Cancelled,
     DeadlineExceeded,
+    ImageNotFound,
     InvalidRequest,
     KestrelClientError,
     ModelNotFound,
@@ -33,6 +34,7 @@ from kestrel_client.requests import CallOptions, Length, SpatialRef
 from kestrel_client.results import (
     Box,
     CaptionResult,
+    ClearedCache,
     DetectedObject,
     DetectResult,
     FinishReason,
@@ -62,6 +64,7 @@ __all__ = [
     "CallOptions",
     "Cancelled",
     "CaptionResult",
+    "ClearedCache",
     "Client",
     "DeadlineExceeded",
     "DetectResult",
@@ -69,6 +72,7 @@ __all__ = [
     "FinishReason",
     "Grounding",
     "ImageInput",
+    "ImageNotFound",
     "InvalidRequest",
     "KestrelClientError",
     "Length",

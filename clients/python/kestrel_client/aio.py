@@ -16,6 +16,7 @@ from kestrel_client.images import ImageInput, put_image
 from kestrel_client.requests import CallOptions, Length, SpatialRef
 from kestrel_client.results import (
     CaptionResult,
+    ClearedCache,
     DetectResult,
     Load,
     Model,
@@ -173,6 +174,29 @@ class AsyncClient:
         """How busy the server is."""
         options = CallOptions(timeout_s=timeout_s)
         return results.load(await self._call(self._engine.GetLoad, engine_pb2.GetLoadRequest(), None, options))
+
+    async def clear_cache(
+        self, *, token: str | None = None, namespace: str | None = None, timeout_s: float | None = None
+    ) -> ClearedCache:
+        """Removes what is cached for the token of this name or for a namespace that tokens share, or else for all.
+
+        Needs the scope `admin`.
+        """
+        options = CallOptions(timeout_s=timeout_s)
+        message = engine_pb2.ClearCacheRequest(token=token, namespace=namespace)
+        return results.cleared_cache(await self._call(self._engine.ClearCache, message, None, options))
+
+    async def cancel_requests(
+        self, *, request_id: str | None = None, token: str | None = None, timeout_s: float | None = None
+    ) -> int:
+        """Cancels the requests of this id, or of the token of this name; returns how many.
+
+        Needs the scope `admin`.
+        """
+        options = CallOptions(timeout_s=timeout_s)
+        message = engine_pb2.CancelRequestsRequest(request_id=request_id, token=token)
+        response = await self._call(self._engine.CancelRequests, message, None, options)
+        return response.cancelled_request_count
 
     async def close(self) -> None:
         """Closes the connection; calls that are still open end."""

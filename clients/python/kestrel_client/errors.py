@@ -5,6 +5,7 @@
     ├── Unauthenticated      the server requires a token, and the call has no valid one
     ├── PermissionDenied     the token does not allow this call
     ├── ModelNotFound        the server serves no model of that name
+    ├── ImageNotFound        the server has no stored image of that name for this caller
     ├── SkillUnsupported     the model has no such skill
     ├── RequestRefused       an equal request made the server fail before; it does not try again
     ├── Overloaded           a limit of the server or of the token is reached; carries when to try again
@@ -90,6 +91,10 @@ class ModelNotFound(KestrelClientError):
     """The server serves no model of that name."""
 
 
+class ImageNotFound(KestrelClientError):
+    """The server has no stored image of that name for this caller. Its time may be over: store it again."""
+
+
 class SkillUnsupported(KestrelClientError):
     """The model has no such skill."""
 
@@ -151,6 +156,7 @@ _KINDS: Mapping[grpc.StatusCode, type[KestrelClientError]] = {
 # Codes that stand for several failures are told apart by the server's reason.
 _KINDS_BY_REASON: Mapping[tuple[grpc.StatusCode, str], type[KestrelClientError]] = {
     (grpc.StatusCode.NOT_FOUND, "MODEL_NOT_FOUND"): ModelNotFound,
+    (grpc.StatusCode.NOT_FOUND, "IMAGE_NOT_FOUND"): ImageNotFound,
     (grpc.StatusCode.FAILED_PRECONDITION, "SKILL_UNSUPPORTED"): SkillUnsupported,
     (grpc.StatusCode.FAILED_PRECONDITION, "REQUEST_REFUSED"): RequestRefused,
     (grpc.StatusCode.ABORTED, "STREAM_IDLE"): StreamIdle,

@@ -12,6 +12,9 @@ from kestrel_client.v1 import generation_pb2, media_pb2, vision_service_pb2
 Length = Literal["short", "normal", "long"]
 """The length of a caption."""
 
+CachePolicy = Literal["use", "refresh", "bypass"]
+"""What a request does with the server's caches: use and fill them, replace what they have, or neither."""
+
 SpatialRef = Point | Box
 """A part of the image that a request speaks about."""
 
@@ -23,8 +26,8 @@ class CallOptions(TypedDict, total=False):
     """What every skill takes by keyword. Left out or None means the default of the server, or of the client.
 
     `temperature`, `top_p`, `max_tokens` and `seed` say how tokens are drawn; 0 is a value. `model` names a
-    model. `max_queue_s` bounds the wait for a start, `timeout_s` the whole call. `request_id` names the
-    request in the server's log.
+    model. `cache` says what the request does with the server's caches. `max_queue_s` bounds the wait for a
+    start, `timeout_s` the whole call. `request_id` names the request in the server's log.
     """
 
     temperature: float | None
@@ -32,6 +35,7 @@ class CallOptions(TypedDict, total=False):
     max_tokens: int | None
     seed: int | None
     model: str | None
+    cache: CachePolicy | None
     max_queue_s: float | None
     timeout_s: float | None
     request_id: str | None
@@ -109,6 +113,7 @@ def _handling(options: CallOptions) -> dict[str, Any]:
     if unknown:
         raise TypeError(f"unexpected keyword argument: {', '.join(sorted(unknown))}")
     max_queue_s = options.get("max_queue_s")
+    cache = options.get("cache")
     return {
         "sampling": generation_pb2.SamplingParams(
             temperature=options.get("temperature"),
@@ -118,6 +123,7 @@ def _handling(options: CallOptions) -> dict[str, Any]:
         ),
         "options": generation_pb2.RequestOptions(
             model=options.get("model"),
+            cache=None if cache is None else f"CACHE_POLICY_{cache.upper()}",
             max_queue_duration=None if max_queue_s is None else timedelta(seconds=max_queue_s),
         ),
     }

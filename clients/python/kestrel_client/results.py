@@ -103,6 +103,8 @@ class Usage:
     input_token_count: int
     output_token_count: int
     image_token_count: int
+    cached_token_count: int = 0
+    """Input tokens that the server did not compute, since it had them cached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +214,14 @@ class Model:
 
 
 @dataclass(frozen=True, slots=True)
+class ClearedCache:
+    """What was removed from the server's caches."""
+
+    page_count: int
+    image_count: int
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
     """How busy a server is."""
 
@@ -274,6 +284,11 @@ def models(message: engine_service_pb2.ListModelsResponse) -> tuple[Model, ...]:
     return tuple(_model(model) for model in message.models)
 
 
+def cleared_cache(message: engine_service_pb2.ClearCacheResponse) -> ClearedCache:
+    """What was removed from the server's caches."""
+    return ClearedCache(message.page_count, message.image_count)
+
+
 def load(message: engine_service_pb2.GetLoadResponse) -> Load:
     """The load, read."""
     return Load(
@@ -304,7 +319,12 @@ def _info(message: generation_pb2.ResponseInfo) -> dict[str, Any]:
         "request_id": message.request_id,
         "model": message.model,
         "finish_reason": _FINISH_REASONS.get(message.finish_reason, FinishReason.UNKNOWN),
-        "usage": Usage(usage.input_token_count, usage.output_token_count, usage.image_token_count),
+        "usage": Usage(
+            usage.input_token_count,
+            usage.output_token_count,
+            usage.image_token_count,
+            usage.cached_token_count,
+        ),
         "timing": Timing(
             queue_s=_seconds(timing.queue_duration),
             preprocess_s=_seconds(timing.preprocess_duration),

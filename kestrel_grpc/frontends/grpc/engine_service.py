@@ -1,4 +1,4 @@
-"""`EngineService`: which server this is, what it serves, how busy it is."""
+"""`EngineService`: which server this is, what it serves, how busy it is; clears caches and cancels requests."""
 
 # ruff: noqa: N802 (methods bear the names of their RPCs)
 
@@ -8,18 +8,34 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from kestrel_client.v1 import engine_service_pb2 as wire
 from kestrel_grpc import __version__
+from kestrel_grpc.access.access import Access
+from kestrel_grpc.access.tokens import shared_namespace
 from kestrel_grpc.wire.call_context import CallContext
+from kestrel_grpc.wire.open_calls import CancellableCalls
 from kestrel_runtime.api.engine import Engine, SkillDefaults
+from kestrel_runtime.api.errors import InvalidRequest, Violation
 from kestrel_runtime.api.memory_plan import MemoryPlan
 
 
 class EngineService:
-    """Answers from the engine's own description; `instance_id` names this run of the server."""
+    """Answers from the engine's own description; `instance_id` names this run of the server.
+
+    `access` knows the namespaces of callers, and `requests` are those that can be cancelled.
+    """
 
     def __init__(
-        self, engine: Engine, *, instance_id: str, max_message_bytes: int, capabilities: Sequence[str] = ()
+        self,
+        engine: Engine,
+        access: Access,
+        requests: CancellableCalls,
+        *,
+        instance_id: str,
+        max_message_bytes: int,
+        capabilities: Sequence[str] = (),
     ) -> None:
         self._engine = engine
+        self._access = access
+        self._requests = requests
         self._server_info = self._render_server_info(instance_id, max_message_bytes, capabilities)
         self._models = wire.ListModelsResponse(models=[self._render_model()])
 
@@ -43,6 +59,31 @@ class EngineService:
                 output_tokens_per_second=load.tokens_per_second,
             )
         )
+
+    async def ClearCache(self, request: wire.ClearCacheRequest, call: CallContext) -> wire.ClearCacheResponse:
+        cleared = await self._engine.clear_cache(self._namespace(request))
+        return wire.ClearCacheResponse(page_count=cleared.num_pages, image_count=cleared.num_images)
+
+    async def CancelRequests(
+        self, request: wire.CancelRequestsRequest, call: CallContext
+    ) -> wire.CancelRequestsResponse:
+        selection = request.WhichOneof("selection")
+        wanted = "" if selection is None else getattr(request, selection)
+        if not wanted:
+            raise InvalidRequest((Violation(selection or "", "needs a request id or the name of a token"),))
+        attribute = "request_id" if selection == "request_id" else "principal"
+        count = self._requests.cancel(lambda call: getattr(call, attribute) == wanted)
+        return wire.CancelRequestsResponse(cancelled_request_count=count)
+
+    def _namespace(self, request: wire.ClearCacheRequest) -> str | None:
+        """The namespace that a request names; None for all. Raises `InvalidRequest` where there is none."""
+        owner, known = request.WhichOneof("owner"), self._access.namespaces()
+        if owner is None:
+            return None
+        namespace = known.get(request.token) if owner == "token" else shared_namespace(request.namespace)
+        if namespace not in known.values():
+            raise InvalidRequest((Violation(owner, "is not in the file of tokens"),))
+        return namespace
 
     def _render_server_info(
         self, instance_id: str, max_message_bytes: int, capabilities: Sequence[str]

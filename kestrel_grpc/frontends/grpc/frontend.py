@@ -19,6 +19,7 @@ from kestrel_client.v1 import (
     vision_service_pb2,
     vision_service_pb2_grpc,
 )
+from kestrel_grpc.access.access import Access
 from kestrel_grpc.access.tls import CertificateFiles
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.frontends.grpc.connections.hang_up import hang_up
@@ -59,6 +60,7 @@ class GrpcFrontend:
         self,
         engine: Engine,
         config: ServerConfig,
+        access: Access,
         groups: CallGroups,
         readiness: Readiness,
         images: ImageSource,
@@ -80,6 +82,8 @@ class GrpcFrontend:
         self._images = None if store is None else ImageService(engine, store)
         self._operations = EngineService(
             engine,
+            access,
+            groups.requests,
             instance_id=instance_id,
             max_message_bytes=config.max_message_bytes,
             capabilities=() if store is None else ("images",),

@@ -19,6 +19,7 @@ from kestrel_runtime.api.errors import InvalidRequest, Violation
 from kestrel_runtime.api.requests import (
     MAX_SPATIAL_REFS,
     BoxRef,
+    CachePolicy,
     Caption,
     Detect,
     Point,
@@ -52,6 +53,14 @@ _PRIORITIES: Mapping[int, Priority] = MappingProxyType(
     }
 )
 _PLACEHOLDER_REF = PointRef(0.0, 0.0)
+_CACHE_POLICIES: Mapping[int, CachePolicy] = MappingProxyType(
+    {
+        generation_pb2.CACHE_POLICY_UNSPECIFIED: CachePolicy.USE,
+        generation_pb2.CACHE_POLICY_USE: CachePolicy.USE,
+        generation_pb2.CACHE_POLICY_REFRESH: CachePolicy.REFRESH,
+        generation_pb2.CACHE_POLICY_BYPASS: CachePolicy.BYPASS,
+    }
+)
 # In place of the bytes of an image that the request names by an address or a handle.
 _PLACEHOLDER_IMAGE = b"?"
 _DEFAULT_SAMPLING = SamplingParams()
@@ -190,7 +199,11 @@ def _options(message: _Generating, violations: list[Violation]) -> RequestOption
     if priority is None:
         violations.append(Violation("options.priority", f"{options.priority} is not a known value"))
         priority = Priority.NORMAL
-    return RequestOptions(options.model, max_queue_s, priority)
+    cache = _CACHE_POLICIES.get(options.cache)
+    if cache is None:
+        violations.append(Violation("options.cache", f"{options.cache} is not a known value"))
+        cache = CachePolicy.USE
+    return RequestOptions(options.model, max_queue_s, priority, cache)
 
 
 def _spatial_refs(messages: Sequence[media_pb2.SpatialRef], violations: list[Violation]) -> tuple[SpatialRef, ...]:

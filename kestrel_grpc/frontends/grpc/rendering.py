@@ -136,6 +136,7 @@ def _usage(usage: Usage) -> generation_pb2.Usage:
     return generation_pb2.Usage(
         input_token_count=usage.num_input_tokens,
         output_token_count=usage.num_output_tokens,
+        cached_token_count=usage.num_cached_tokens,
         image_token_count=usage.num_image_tokens,
     )
 

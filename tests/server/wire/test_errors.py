@@ -210,6 +210,7 @@ def test_the_last_row_of_each_error_always_applies() -> None:
 
 # The codes of HTTP that a gRPC code can stand for, as AIP-193 has it, and the more exact ones that we have.
 HTTP_STATUSES = {
+    "CANCELLED": {499},
     "INVALID_ARGUMENT": {400, 413},
     "DEADLINE_EXCEEDED": {504, 408},
     "NOT_FOUND": {404},

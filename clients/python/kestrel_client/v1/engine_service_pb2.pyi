@@ -135,3 +135,33 @@ class Load(_message.Message):
     page_count: int
     output_tokens_per_second: float
     def __init__(self, running_request_count: _Optional[int] = ..., waiting_request_count: _Optional[int] = ..., preprocessing_request_count: _Optional[int] = ..., used_page_count: _Optional[int] = ..., page_count: _Optional[int] = ..., output_tokens_per_second: _Optional[float] = ...) -> None: ...
+
+class ClearCacheRequest(_message.Message):
+    __slots__ = ("token", "namespace")
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    token: str
+    namespace: str
+    def __init__(self, token: _Optional[str] = ..., namespace: _Optional[str] = ...) -> None: ...
+
+class ClearCacheResponse(_message.Message):
+    __slots__ = ("page_count", "image_count")
+    PAGE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    page_count: int
+    image_count: int
+    def __init__(self, page_count: _Optional[int] = ..., image_count: _Optional[int] = ...) -> None: ...
+
+class CancelRequestsRequest(_message.Message):
+    __slots__ = ("request_id", "token")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    token: str
+    def __init__(self, request_id: _Optional[str] = ..., token: _Optional[str] = ...) -> None: ...
+
+class CancelRequestsResponse(_message.Message):
+    __slots__ = ("cancelled_request_count",)
+    CANCELLED_REQUEST_COUNT_FIELD_NUMBER: _ClassVar[int]
+    cancelled_request_count: int
+    def __init__(self, cancelled_request_count: _Optional[int] = ...) -> None: ...

@@ -50,6 +50,16 @@ class EngineServiceStub(object):
                 request_serializer=kestrel_dot_v1_dot_engine__service__pb2.GetLoadRequest.SerializeToString,
                 response_deserializer=kestrel_dot_v1_dot_engine__service__pb2.GetLoadResponse.FromString,
                 _registered_method=True)
+        self.ClearCache = channel.unary_unary(
+                '/kestrel.v1.EngineService/ClearCache',
+                request_serializer=kestrel_dot_v1_dot_engine__service__pb2.ClearCacheRequest.SerializeToString,
+                response_deserializer=kestrel_dot_v1_dot_engine__service__pb2.ClearCacheResponse.FromString,
+                _registered_method=True)
+        self.CancelRequests = channel.unary_unary(
+                '/kestrel.v1.EngineService/CancelRequests',
+                request_serializer=kestrel_dot_v1_dot_engine__service__pb2.CancelRequestsRequest.SerializeToString,
+                response_deserializer=kestrel_dot_v1_dot_engine__service__pb2.CancelRequestsResponse.FromString,
+                _registered_method=True)
 
 
 class EngineServiceServicer(object):
@@ -77,6 +87,21 @@ class EngineServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ClearCache(self, request, context):
+        """Removes cached image embeddings, keys and values, of all callers or of some. Requests that run go on, and cache
+        nothing of what they have begun with. Images that `ImageService` stores stay.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CancelRequests(self, request, context):
+        """Cancels requests of `VisionService`. Their calls end with CANCELLED and the reason `REQUEST_CANCELLED`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EngineServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -94,6 +119,16 @@ def add_EngineServiceServicer_to_server(servicer, server):
                     servicer.GetLoad,
                     request_deserializer=kestrel_dot_v1_dot_engine__service__pb2.GetLoadRequest.FromString,
                     response_serializer=kestrel_dot_v1_dot_engine__service__pb2.GetLoadResponse.SerializeToString,
+            ),
+            'ClearCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.ClearCache,
+                    request_deserializer=kestrel_dot_v1_dot_engine__service__pb2.ClearCacheRequest.FromString,
+                    response_serializer=kestrel_dot_v1_dot_engine__service__pb2.ClearCacheResponse.SerializeToString,
+            ),
+            'CancelRequests': grpc.unary_unary_rpc_method_handler(
+                    servicer.CancelRequests,
+                    request_deserializer=kestrel_dot_v1_dot_engine__service__pb2.CancelRequestsRequest.FromString,
+                    response_serializer=kestrel_dot_v1_dot_engine__service__pb2.CancelRequestsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -178,6 +213,60 @@ class EngineService(object):
             '/kestrel.v1.EngineService/GetLoad',
             kestrel_dot_v1_dot_engine__service__pb2.GetLoadRequest.SerializeToString,
             kestrel_dot_v1_dot_engine__service__pb2.GetLoadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ClearCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kestrel.v1.EngineService/ClearCache',
+            kestrel_dot_v1_dot_engine__service__pb2.ClearCacheRequest.SerializeToString,
+            kestrel_dot_v1_dot_engine__service__pb2.ClearCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CancelRequests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kestrel.v1.EngineService/CancelRequests',
+            kestrel_dot_v1_dot_engine__service__pb2.CancelRequestsRequest.SerializeToString,
+            kestrel_dot_v1_dot_engine__service__pb2.CancelRequestsResponse.FromString,
             options,
             channel_credentials,
             insecure,

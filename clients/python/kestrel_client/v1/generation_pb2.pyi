@@ -18,6 +18,13 @@ class Priority(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PRIORITY_NORMAL: _ClassVar[Priority]
     PRIORITY_BATCH: _ClassVar[Priority]
 
+class CachePolicy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CACHE_POLICY_UNSPECIFIED: _ClassVar[CachePolicy]
+    CACHE_POLICY_USE: _ClassVar[CachePolicy]
+    CACHE_POLICY_REFRESH: _ClassVar[CachePolicy]
+    CACHE_POLICY_BYPASS: _ClassVar[CachePolicy]
+
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
@@ -34,6 +41,10 @@ PRIORITY_UNSPECIFIED: Priority
 PRIORITY_INTERACTIVE: Priority
 PRIORITY_NORMAL: Priority
 PRIORITY_BATCH: Priority
+CACHE_POLICY_UNSPECIFIED: CachePolicy
+CACHE_POLICY_USE: CachePolicy
+CACHE_POLICY_REFRESH: CachePolicy
+CACHE_POLICY_BYPASS: CachePolicy
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
@@ -55,24 +66,28 @@ class SamplingParams(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., max_tokens: _Optional[int] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class RequestOptions(_message.Message):
-    __slots__ = ("model", "priority", "max_queue_duration")
+    __slots__ = ("model", "priority", "cache", "max_queue_duration")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    CACHE_FIELD_NUMBER: _ClassVar[int]
     MAX_QUEUE_DURATION_FIELD_NUMBER: _ClassVar[int]
     model: str
     priority: Priority
+    cache: CachePolicy
     max_queue_duration: _duration_pb2.Duration
-    def __init__(self, model: _Optional[str] = ..., priority: _Optional[_Union[Priority, str]] = ..., max_queue_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    def __init__(self, model: _Optional[str] = ..., priority: _Optional[_Union[Priority, str]] = ..., cache: _Optional[_Union[CachePolicy, str]] = ..., max_queue_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("input_token_count", "output_token_count", "image_token_count")
+    __slots__ = ("input_token_count", "output_token_count", "cached_token_count", "image_token_count")
     INPUT_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     IMAGE_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     input_token_count: int
     output_token_count: int
+    cached_token_count: int
     image_token_count: int
-    def __init__(self, input_token_count: _Optional[int] = ..., output_token_count: _Optional[int] = ..., image_token_count: _Optional[int] = ...) -> None: ...
+    def __init__(self, input_token_count: _Optional[int] = ..., output_token_count: _Optional[int] = ..., cached_token_count: _Optional[int] = ..., image_token_count: _Optional[int] = ...) -> None: ...
 
 class Timing(_message.Message):
     __slots__ = ("queue_duration", "preprocess_duration", "prefill_duration", "time_to_first_token", "decode_duration")

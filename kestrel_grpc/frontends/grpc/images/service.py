@@ -65,7 +65,12 @@ class ImageService:
         return wire.GetImageResponse(image=self._rendered(image), data=image.data if message.include_data else b"")
 
     async def DeleteImage(self, message: wire.DeleteImageRequest, call: CallContext) -> wire.DeleteImageResponse:
-        self._store.delete(call.namespace, parsing.handle(message.image_id))
+        handle = parsing.handle(message.image_id)
+        try:
+            self._store.delete(call.namespace, handle)
+        finally:
+            # The caches may have an image that the store does not have any more, or never had.
+            await self._engine.forget_image(bytes.fromhex(handle.sha256), call.namespace)
         return wire.DeleteImageResponse()
 
     def _require_serving(self) -> None:

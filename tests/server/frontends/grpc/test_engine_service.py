@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
 
 from kestrel_client.v1 import engine_service_pb2 as wire
+from kestrel_client.v1 import vision_service_pb2
 from kestrel_grpc import __version__
+from kestrel_grpc.access.tokens import Scope, line_for
 from kestrel_runtime.api.memory_plan import MemoryPlan
-from tests.fakes import FakeEngine
-from tests.server.serving import serving
+from tests.fakes import HOLD, FakeEngine
+from tests.server.serving import Serving, details_of, reason_of, serving
 
 
 async def test_server_info_names_this_run_and_its_limits() -> None:
@@ -92,3 +100,132 @@ async def test_load_is_that_of_the_engine() -> None:
         page_count=500,
         output_tokens_per_second=123.5,
     )
+
+
+def bearing(name: str, **more: str) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer kestrel_{name}"), *((key.replace("_", "-"), more[key]) for key in more))
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> str:
+    """Alice and Bob share no namespace with anybody; the cameras share one."""
+    path = tmp_path / "tokens.toml"
+    lines = [line_for(name, f"kestrel_{name}", frozenset({Scope.INFER})) for name in ("alice", "bob", "camera")]
+    lines[-1] = lines[-1].replace(" }", ', namespace = "yard" }')
+    lines.append(line_for("operator", "kestrel_operator", frozenset({Scope.ADMIN})))
+    path.write_text("\n".join(lines))
+    return str(path)
+
+
+async def clear(rig: Serving, **owner: str) -> Any:
+    return await rig.engine_service.ClearCache(wire.ClearCacheRequest(**owner), metadata=bearing("operator"))
+
+
+async def test_caches_are_cleared_for_all_for_a_token_or_for_a_namespace(tokens: str) -> None:
+    async with serving(tokens=tokens) as rig:
+        response = await clear(rig)
+        assert (response.page_count, response.image_count) == (7, 2)
+        await clear(rig, token="alice")
+        await clear(rig, token="camera")
+        await clear(rig, namespace="yard")
+    spaces = [None, "token:alice", "shared:yard", "shared:yard"]
+    assert rig.engine.cleared == [(space, None) for space in spaces]
+
+
+@pytest.mark.parametrize("owner", [{"token": "eve"}, {"token": ""}, {"namespace": "alice"}, {"namespace": ""}])
+async def test_who_has_nothing_cached_is_no_owner(tokens: str, owner: dict[str, str]) -> None:
+    async with serving(tokens=tokens) as rig:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await clear(rig, **owner)
+    assert (caught.value.code(), reason_of(caught.value)) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST")
+    assert rig.engine.cleared == []
+
+
+async def test_without_tokens_there_is_one_cache() -> None:
+    async with serving() as rig:
+        await rig.engine_service.ClearCache(wire.ClearCacheRequest())
+        with pytest.raises(grpc.aio.AioRpcError):
+            await rig.engine_service.ClearCache(wire.ClearCacheRequest(token="alice"))
+    assert rig.engine.cleared == [(None, None)]
+
+
+async def test_requests_reach_the_engine_in_the_namespace_of_their_token(tokens: str) -> None:
+    async with serving(tokens=tokens) as rig:
+        for name in ("alice", "camera"):
+            await rig.vision.CompleteQuery(
+                vision_service_pb2.CompleteQueryRequest(question="?"), metadata=bearing(name)
+            )
+    assert rig.engine.namespaces == ["token:alice", "shared:yard"]
+
+
+async def begun(rig: Serving, name: str, request_id: str, *, streaming: bool) -> asyncio.Task[grpc.StatusCode]:
+    """A request that the engine has; its task returns how it ends."""
+    metadata = bearing(name, x_request_id=request_id)
+    call = (
+        rig.vision.Query(vision_service_pb2.QueryRequest(question="?"), metadata=metadata)
+        if streaming
+        else rig.vision.CompleteQuery(vision_service_pb2.CompleteQueryRequest(question="?"), metadata=metadata)
+    )
+    ended = asyncio.ensure_future(call.code())
+    await rig.engine.num_submitted.acquire()
+    return ended
+
+
+async def cancel(rig: Serving, **selection: str) -> int:
+    request = wire.CancelRequestsRequest(**selection)
+    response = await rig.engine_service.CancelRequests(request, metadata=bearing("operator"))
+    return response.cancelled_request_count
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+async def test_requests_are_cancelled_by_their_id_or_by_their_token(tokens: str, streaming: bool) -> None:
+    async with serving(FakeEngine(lambda request: [HOLD]), tokens=tokens) as rig:
+        one, two, three, other = [
+            await begun(rig, name, request_id, streaming=streaming)
+            for name, request_id in (("alice", "a"), ("alice", "b"), ("bob", "b"), ("bob", "c"))
+        ]
+        assert await cancel(rig, request_id="unknown") == 0
+        assert await cancel(rig, request_id="b") == 2
+        assert [await two, await three] == [grpc.StatusCode.CANCELLED] * 2
+        assert await cancel(rig, token="alice") == 1
+        assert await one is grpc.StatusCode.CANCELLED
+        assert await cancel(rig, token="alice") == 0
+        assert rig.engine.num_cancelled == 3
+        assert not other.done()
+        assert await cancel(rig, token="bob") == 1
+        await other
+        await rig.engine.is_idle.wait()
+
+
+async def test_the_caller_of_a_cancelled_request_is_told_who_cancelled_it(tokens: str) -> None:
+    async with serving(FakeEngine(lambda request: [HOLD]), tokens=tokens) as rig:
+        metadata = bearing("alice")
+        call = rig.vision.CompleteQuery(vision_service_pb2.CompleteQueryRequest(question="?"), metadata=metadata)
+        await rig.engine.num_submitted.acquire()
+        assert await cancel(rig, token="alice") == 1
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call
+    assert (caught.value.code(), reason_of(caught.value)) == (grpc.StatusCode.CANCELLED, "REQUEST_CANCELLED")
+    assert "operator" in (caught.value.details() or "")
+
+
+@pytest.mark.parametrize("selection", [{}, {"request_id": ""}, {"token": ""}])
+async def test_cancelling_needs_a_name(tokens: str, selection: dict[str, str]) -> None:
+    async with serving(FakeEngine(lambda request: [HOLD]), tokens=tokens) as rig:
+        ended = await begun(rig, "alice", "a", streaming=False)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await cancel(rig, **selection)
+        assert "BadRequest" in details_of(caught.value)
+        assert not ended.done()
+
+
+async def test_clearing_and_cancelling_take_the_scope_of_operators(tokens: str) -> None:
+    async with serving(tokens=tokens) as rig:
+        for call in (
+            rig.engine_service.ClearCache(wire.ClearCacheRequest(), metadata=bearing("alice")),
+            rig.engine_service.CancelRequests(wire.CancelRequestsRequest(token="bob"), metadata=bearing("alice")),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call
+            assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
+    assert rig.engine.cleared == []

@@ -19,6 +19,7 @@ from kestrel_runtime.api.errors import InvalidRequest
 from kestrel_runtime.api.requests import (
     MAX_SPATIAL_REFS,
     BoxRef,
+    CachePolicy,
     Caption,
     Detect,
     Point,
@@ -109,6 +110,26 @@ def test_length_of_the_future_is_a_violation() -> None:
 def test_priority_is_that_of_the_runtime(number: generation_pb2.Priority, priority: Priority) -> None:
     request = parsing.query(wire.QueryRequest(question="?", options={"priority": number}))
     assert request.options.priority is priority
+
+
+@pytest.mark.parametrize(
+    ("number", "policy"),
+    [
+        (generation_pb2.CACHE_POLICY_UNSPECIFIED, CachePolicy.USE),
+        (generation_pb2.CACHE_POLICY_USE, CachePolicy.USE),
+        (generation_pb2.CACHE_POLICY_REFRESH, CachePolicy.REFRESH),
+        (generation_pb2.CACHE_POLICY_BYPASS, CachePolicy.BYPASS),
+    ],
+)
+def test_cache_policy_is_that_of_the_runtime(number: generation_pb2.CachePolicy, policy: CachePolicy) -> None:
+    request = parsing.query(wire.QueryRequest(question="?", options={"cache": number}))
+    assert request.options.cache is policy
+
+
+def test_a_cache_policy_of_the_future_is_a_violation() -> None:
+    options = generation_pb2.RequestOptions.FromString(b"\x20\x63")
+    assert options.cache == 99
+    assert violations(parsing.query, wire.QueryRequest(question="?", options=options)) == ["options.cache"]
 
 
 def test_priority_of_the_future_is_a_violation() -> None:

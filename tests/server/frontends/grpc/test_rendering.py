@@ -38,7 +38,12 @@ INFO = {
     "request_id": "id",
     "model": "m",
     "finish_reason": "FINISH_REASON_STOP",
-    "usage": {"input_token_count": 735, "output_token_count": 12, "image_token_count": 729},
+    "usage": {
+        "input_token_count": 735,
+        "output_token_count": 12,
+        "image_token_count": 729,
+        "cached_token_count": 720,
+    },
     "timing": {
         "queue_duration": "0.001s",
         "preprocess_duration": "0.062500s",
@@ -52,7 +57,7 @@ BOX_DICT = {"x_min": 0.125, "y_min": 0.25, "x_max": 0.5, "y_max": 0.75}
 
 
 def finished(output: Output, reason: FinishReason = FinishReason.STOP) -> Finished:
-    return Finished(output, reason, Usage(735, 729, 12), TIMING)
+    return Finished(output, reason, Usage(735, 729, 12, 720), TIMING)
 
 
 def as_dict(message: Message) -> dict[str, Any]:

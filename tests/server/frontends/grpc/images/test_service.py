@@ -119,12 +119,20 @@ async def test_a_deleted_image_is_gone() -> None:
         await upload(rig, parts())
         await rig.images.DeleteImage(wire.DeleteImageRequest(image_id=id_of(DATA)))
         assert stored(rig) == (0, 0)
+        assert rig.engine.cleared == [("", hashlib.sha256(DATA).digest())]
         for call in (
             ask(rig, id_of(DATA)),
             rig.images.GetImage(wire.GetImageRequest(image_id=id_of(DATA))),
             rig.images.DeleteImage(wire.DeleteImageRequest(image_id=id_of(DATA))),
         ):
             assert await refusal(call) == (Code.NOT_FOUND, "IMAGE_NOT_FOUND")
+
+
+async def test_what_was_computed_from_an_image_can_be_deleted_though_it_is_not_stored() -> None:
+    async with serving() as rig:
+        call = rig.images.DeleteImage(wire.DeleteImageRequest(image_id=id_of(DATA)))
+        assert await refusal(call) == (Code.NOT_FOUND, "IMAGE_NOT_FOUND")
+        assert rig.engine.cleared == [("", hashlib.sha256(DATA).digest())]
 
 
 async def test_a_miss_names_the_image() -> None:
@@ -304,6 +312,11 @@ async def test_many_uploads_at_a_time_are_all_stored() -> None:
         assert stored(rig) == (32, sum(map(len, images)) + 32 * BOOKKEEPING_BYTES)
 
 
+async def purged(rig: Serving) -> None:
+    """Wait until the engine has dropped all that it is to drop."""
+    await rig.server._purges.done()  # pyright: ignore[reportPrivateUsage]
+
+
 async def no_open_calls(rig: Serving) -> None:
     """Wait until the server has noticed that its calls have ended."""
     async with asyncio.timeout(20):
@@ -328,6 +341,11 @@ async def test_an_image_expires() -> None:
     async with serving() as rig:
         await rig.images.PutImage(wire.PutImageRequest(data=DATA, ttl=Duration(nanos=1)))
         assert await refusal(ask(rig, id_of(DATA))) == (Code.NOT_FOUND, "IMAGE_NOT_FOUND")
+        store: Any = rig.server._store  # pyright: ignore[reportPrivateUsage]
+        store.expire()
+        await purged(rig)
+        assert rig.engine.cleared == [("", hashlib.sha256(DATA).digest())]
+        assert stored(rig) == (0, 0)
 
 
 async def test_a_server_that_stores_no_images_says_so() -> None:
@@ -426,6 +444,8 @@ async def test_images_of_a_token_that_is_taken_back_are_dropped(tokens: Path) ->
         write_tokens(tokens, "bob", "reader")
         access: Any = rig.server._access  # pyright: ignore[reportPrivateUsage]
         access.reload()
+        await purged(rig)
+        assert rig.engine.cleared == [("token:alice", None)]
         assert stored(rig)[0] == 2  # Bob's, and Carol's for the reader, who shares her namespace
         assert (await ask(rig, id_of(DATA), metadata=bearing("reader"))).result.answer
 
