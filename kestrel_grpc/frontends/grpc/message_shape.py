@@ -23,6 +23,9 @@ _UNCHECKED_BYTES = 128 * 1024
 """A message up to here holds too little to take long."""
 _IMAGE: Any = media_pb2.Image.DESCRIPTOR
 _DATA_FIELD: int = _IMAGE.fields_by_name["data"].number
+_RAW_FIELD: int = _IMAGE.fields_by_name["raw"].number
+_WITHIN_IMAGE, _WITHIN_RAW = 0, -1
+"""In place of the number of the field of the image: the fields are those of an `Image`, or of a `RawImage`."""
 _VARINT, _FIXED64, _LENGTH, _START_GROUP, _END_GROUP, _FIXED32 = range(6)
 _MAX_VARINT_BYTES = 10
 
@@ -41,7 +44,7 @@ def check_shape(message: bytes, image_field: int | None, max_image_bytes: int) -
     payload_bytes, payload_field, _ = _walk(message, 0, num_bytes, image_field, 0)
     if num_bytes - payload_bytes > MAX_OTHER_BYTES:
         raise _refusal(f"holds more than {MAX_OTHER_BYTES} bytes besides its image")
-    if payload_field == _DATA_FIELD and payload_bytes > max_image_bytes:
+    if payload_field in (_DATA_FIELD, _RAW_FIELD) and payload_bytes > max_image_bytes:
         raise ImageError(f"must not exceed {max_image_bytes} bytes", too_large=True)
 
 
@@ -50,7 +53,8 @@ def _walk(
 ) -> tuple[int, int, int]:
     """The length and the number of the longest field of the image, and how many fields there are with `num_fields`.
 
-    Within the image itself `image_field` is 0, which no field has: then every field with a length is a candidate.
+    Within the image itself `image_field` is `_WITHIN_IMAGE`, which no field has: then every field with a length is
+    a candidate, and of a `RawImage` its longest field.
     """
     payload_bytes = payload_field = depth = 0
     while position < end:
@@ -63,10 +67,15 @@ def _walk(
             length, position = _varint(message, position, end)
             if length > end - position:
                 raise DecodeError
-            if image_field == 0:
+            if image_field == _WITHIN_IMAGE and tag >> 3 == _RAW_FIELD and not depth:
+                field_bytes, _, num_fields = _walk(message, position, position + length, _WITHIN_RAW, num_fields)
+                field = _RAW_FIELD
+            elif image_field in (_WITHIN_IMAGE, _WITHIN_RAW):
                 field, field_bytes = tag >> 3, length
             elif tag >> 3 == image_field and not depth:
-                field_bytes, field, num_fields = _walk(message, position, position + length, 0, num_fields)
+                field_bytes, field, num_fields = _walk(
+                    message, position, position + length, _WITHIN_IMAGE, num_fields
+                )
             else:
                 field = field_bytes = 0
             if field_bytes > payload_bytes:

@@ -16,6 +16,7 @@ from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_grpc.frontends.grpc.durations import seconds_of
 from kestrel_grpc.images.stored_images import BAD_IMAGE_ID, ImageHandle, ImageReference, ImageUri
 from kestrel_runtime.api.errors import InvalidRequest, Violation
+from kestrel_runtime.api.raw_image import PixelFormat, RawImage, side_violations
 from kestrel_runtime.api.requests import (
     MAX_SPATIAL_REFS,
     BoxRef,
@@ -59,6 +60,14 @@ _CACHE_POLICIES: Mapping[int, CachePolicy] = MappingProxyType(
         generation_pb2.CACHE_POLICY_USE: CachePolicy.USE,
         generation_pb2.CACHE_POLICY_REFRESH: CachePolicy.REFRESH,
         generation_pb2.CACHE_POLICY_BYPASS: CachePolicy.BYPASS,
+    }
+)
+_PIXEL_FORMATS: Mapping[int, PixelFormat] = MappingProxyType(
+    {
+        media_pb2.PIXEL_FORMAT_RGB8: PixelFormat.RGB8,
+        media_pb2.PIXEL_FORMAT_BGR8: PixelFormat.BGR8,
+        media_pb2.PIXEL_FORMAT_RGBA8: PixelFormat.RGBA8,
+        media_pb2.PIXEL_FORMAT_GRAY8: PixelFormat.GRAY8,
     }
 )
 # In place of the bytes of an image that the request names by an address or a handle.
@@ -162,12 +171,24 @@ def _build(violations: list[Violation], construct: Callable[[], RequestT]) -> Re
     return request
 
 
-def _image(message: _Generating, violations: list[Violation]) -> bytes:
-    """The bytes of an image, or a placeholder for those that `image_reference` names."""
+def _image(message: _Generating, violations: list[Violation]) -> bytes | RawImage:
+    """The image, or a placeholder for one that `image_reference` names."""
     source = message.image.WhichOneof("source")
+    if source == "raw":
+        return _raw_image(message.image.raw, violations)
     if source == "image_id" and ImageHandle.parse(message.image.image_id) is None:
         violations.append(Violation("image.image_id", BAD_IMAGE_ID))
     return _PLACEHOLDER_IMAGE if source in ("uri", "image_id") else message.image.data
+
+
+def _raw_image(message: media_pb2.RawImage, violations: list[Violation]) -> bytes | RawImage:
+    pixel_format = _PIXEL_FORMATS.get(message.format)
+    if pixel_format is None:
+        violations.append(Violation("image.raw.format", "must be one of RGB8, BGR8, RGBA8 and GRAY8"))
+        violations += side_violations(message.width_px, message.height_px)
+        return _PLACEHOLDER_IMAGE
+    stride_bytes = message.row_stride_bytes or message.width_px * pixel_format.pixel_bytes
+    return RawImage(message.pixels, message.width_px, message.height_px, pixel_format, stride_bytes)
 
 
 def _max_objects(message: wire.PointRequest | wire.DetectRequest) -> int | None:

@@ -13,6 +13,7 @@ from enum import Enum, IntEnum, auto
 from typing import ClassVar
 
 from kestrel_runtime.api.errors import InvalidRequest, Violation
+from kestrel_runtime.api.raw_image import RawImage
 
 CAPTION_LENGTHS = ("short", "normal", "long")
 MAX_OUTPUT_TOKENS = 32_768
@@ -123,10 +124,10 @@ class _Checked:
 
 @dataclass(frozen=True, slots=True)
 class Query(_Checked):
-    """A question, about an image or about nothing; `image` is an encoded file's bytes."""
+    """A question, about an image or about nothing; `image` is an encoded file's bytes, or pixels."""
 
     question: str
-    image: bytes | None = None
+    image: bytes | RawImage | None = None
     reasoning: bool = False
     spatial_refs: tuple[SpatialRef, ...] = ()
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -148,7 +149,7 @@ class Query(_Checked):
 class Caption(_Checked):
     """A description of an image; `length` is one of `CAPTION_LENGTHS`."""
 
-    image: bytes
+    image: bytes | RawImage
     length: str = "normal"
     sampling: SamplingParams = field(default_factory=SamplingParams)
     options: RequestOptions = field(default_factory=RequestOptions)
@@ -167,7 +168,7 @@ class _ObjectRequest(_Checked):
     """The fields that point, detect and segment share; `object` names what to look for."""
 
     object: str
-    image: bytes
+    image: bytes | RawImage
     max_objects: int | None = None
     spatial_refs: tuple[SpatialRef, ...] = ()
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -215,8 +216,10 @@ def _text(name: str, value: str) -> Iterator[Violation]:
         yield Violation(name, "must not be empty")
 
 
-def _image(value: bytes) -> Iterator[Violation]:
-    if not value:
+def _image(value: bytes | RawImage) -> Iterator[Violation]:
+    if isinstance(value, RawImage):
+        yield from value.violations()
+    elif not value:
         yield Violation("image", "must not be empty")
 
 

@@ -24,6 +24,7 @@ from kestrel_runtime.api.errors import (
     ModelNotFound,
     SkillUnsupported,
 )
+from kestrel_runtime.api.raw_image import RawImage
 from kestrel_runtime.api.requests import Caption, Query, Request
 from kestrel_runtime.api.stream import Stream
 from kestrel_runtime.engine.isolation import Isolation, new_probes
@@ -313,7 +314,7 @@ class LocalEngine:
         if request.image is not None:
             self._check_size(request.image)
 
-    def _check_size(self, image: bytes) -> None:
+    def _check_size(self, image: bytes | RawImage) -> None:
         max_image_bytes = self.info.config.max_image_bytes
         if len(image) > max_image_bytes:
             raise ImageError(f"the image must not exceed {max_image_bytes} bytes", too_large=True)

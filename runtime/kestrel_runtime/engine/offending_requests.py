@@ -10,6 +10,7 @@ from dataclasses import fields
 from threading import Lock
 from typing import NamedTuple
 
+from kestrel_runtime.api.raw_image import RawImage
 from kestrel_runtime.api.requests import Request
 
 LIFETIME_S = 3600.0
@@ -64,6 +65,8 @@ def fingerprint_of(request: Request) -> str:
             continue
         value = getattr(request, item.name)
         # Lengths keep the border between two values from moving.
+        if isinstance(value, RawImage):
+            value = value.digest()
         data = value if isinstance(value, bytes) else repr(value).encode()
         digest.update(b"%d:" % len(data))
         digest.update(data)

@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from PIL import Image
 
 from kestrel_runtime.api.errors import ContextLengthExceeded, ImageError, RequestRefused
+from kestrel_runtime.api.raw_image import RawImage
 from kestrel_runtime.api.requests import Request
 from kestrel_runtime.engine.offending_requests import OffendingRequests, fingerprint_of
 from kestrel_runtime.engine.workers import Interrupted, Job, Workers
@@ -79,7 +80,7 @@ class Preprocessor:
         """Memory of images that are being decoded, and of tiles that are not freed yet."""
         return self._budget.used_bytes
 
-    def inspect(self, image: bytes) -> ImageHeader:
+    def inspect(self, image: bytes | RawImage) -> ImageHeader:
         """Read an image's header only. Raises `ImageError` if it is invalid or takes too much memory to decode."""
         header = inspect_image(image, max_image_pixels=self._max_image_pixels)
         if self._num_bytes(header) > self._max_decoding_bytes:

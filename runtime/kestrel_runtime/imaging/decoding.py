@@ -1,4 +1,4 @@
-"""Decodes image files to 8-bit RGB, within limits on their size and on the time that a damaged file may take.
+"""Decodes image files and raw pixels to 8-bit RGB, within limits on size and on the time that damaged files take.
 
 Knows nothing about tensors, models or requests, keeps no state, and may run in any number of threads.
 """
@@ -13,8 +13,9 @@ import numpy as np
 from PIL import ExifTags, Image
 
 from kestrel_runtime.api.errors import ImageError, KestrelError
-from kestrel_runtime.imaging.formats.detection import check_structure, read_header
-from kestrel_runtime.imaging.formats.header import ImageHeader, undecodable
+from kestrel_runtime.api.raw_image import RawImage
+from kestrel_runtime.imaging.formats.detection import check_size, check_structure, read_header
+from kestrel_runtime.imaging.formats.header import ImageHeader, simple_header, undecodable
 
 MAX_IMAGE_PIXELS: int = Image.MAX_IMAGE_PIXELS or 2**31
 """Pillow warns of larger ones. They are refused before it sees them: warnings are the application's to filter."""
@@ -34,20 +35,28 @@ _UPRIGHT = {
 }
 
 
-def inspect_image(data: bytes, *, max_image_pixels: int) -> ImageHeader:
-    """What an encoded file declares, in a bounded time that does not depend on its length. Raises `ImageError`."""
-    return read_header(data, max_image_pixels=min(max_image_pixels, MAX_IMAGE_PIXELS))
+def inspect_image(data: bytes | RawImage, *, max_image_pixels: int) -> ImageHeader:
+    """What an image declares, in a bounded time that does not depend on its length. Raises `ImageError`."""
+    most = min(max_image_pixels, MAX_IMAGE_PIXELS)
+    if not isinstance(data, RawImage):
+        return read_header(data, max_image_pixels=most)
+    header = simple_header("RAW", data.width_px, data.height_px)
+    check_size(header, max_image_pixels=most)
+    return header
 
 
 def decode_image(
-    data: bytes, *, max_image_pixels: int, check_wanted: Callable[[], None] = lambda: None
+    data: bytes | RawImage, *, max_image_pixels: int, check_wanted: Callable[[], None] = lambda: None
 ) -> Image.Image:
-    """Decode an encoded file to upright 8-bit RGB: the first frame, transparency over white.
+    """Decode an image to 8-bit RGB, with transparency over white; of a file the first frame, upright.
 
     Size and structure are checked before any pixel is decoded. `check_wanted` is called between pieces of the file
     and stops the decoding by raising a `KestrelError` or what is no `Exception`. Raises `ImageError`.
     """
     header = inspect_image(data, max_image_pixels=max_image_pixels)
+    if isinstance(data, RawImage):
+        check_wanted()
+        return _to_rgb(_loaded(data))
     try:
         file = _Pieces(data, check_structure(data, header), check_wanted)
         image, turn = _load(file, header)
@@ -74,6 +83,16 @@ class _Pieces(io.BytesIO):
             if place < len(self._ends):
                 size = min(size, self._ends[place] - position)
         return super().read(size)
+
+
+def _loaded(raw: RawImage) -> Image.Image:
+    """The pixels as an image, without the padding of rows."""
+    layout = raw.format.value[1]
+    mode = "RGB" if layout == "BGR" else layout
+    # After the last row the padding may be missing, which the decoder takes for an image that ends too early.
+    padding = bytes(raw.row_stride_bytes * raw.height_px - len(raw.pixels))
+    pixels = raw.pixels + padding if padding else raw.pixels
+    return Image.frombytes(mode, (raw.width_px, raw.height_px), pixels, "raw", layout, raw.row_stride_bytes, 1)
 
 
 def _load(file: io.BytesIO, header: ImageHeader) -> tuple[Image.Image, Image.Transpose | None]:

@@ -1,14 +1,18 @@
 """What the engine does with images that are large, slow to decode, or not wanted any more."""
 
 import asyncio
+import io
 import threading
 from collections.abc import Callable
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.errors import EngineUnavailable, ImageError
-from kestrel_runtime.api.requests import Caption
+from kestrel_runtime.api.raw_image import PixelFormat, RawImage
+from kestrel_runtime.api.requests import Caption, SamplingParams
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.engine.workers import Interrupted
 from kestrel_runtime.models.loaded_model import LoadedModel
@@ -75,3 +79,29 @@ def test_the_memory_of_images_is_as_configured(moondream3: LoadedModel, engine: 
             small._preprocessor.inspect(large)  # pyright: ignore[reportPrivateUsage]
     finally:
         small.close()
+
+
+@pytest.mark.parametrize("pixel_format", [PixelFormat.RGB8, PixelFormat.BGR8])
+async def test_pixels_are_answered_about_as_a_file_of_them_is(
+    engine: LocalEngine, pixel_format: PixelFormat
+) -> None:
+    pixels = np.asarray(Image.open(io.BytesIO(SMALL_IMAGE)).convert("RGB"))
+    height, width, _ = pixels.shape
+    if pixel_format is PixelFormat.BGR8:
+        pixels = pixels[:, :, ::-1]
+    image = RawImage.packed(pixels.tobytes(), width, height, pixel_format)
+    greedy = SamplingParams(temperature=0.0, max_tokens=12)
+    of_pixels = await engine.submit(Caption(image, sampling=greedy)).result()
+    of_file = await engine.submit(Caption(SMALL_IMAGE, sampling=greedy)).result()
+    assert of_pixels.output == of_file.output
+    assert of_pixels.usage.num_image_tokens == of_file.usage.num_image_tokens > 0
+
+
+async def test_pixels_above_the_limit_of_images_are_refused(moondream3: LoadedModel) -> None:
+    engine = LocalEngine(moondream3, EngineConfig(model="", max_image_bytes=11))
+    try:
+        with pytest.raises(ImageError) as caught:
+            engine.submit(Caption(RawImage.packed(bytes(12), 2, 2, PixelFormat.RGB8)))
+        assert caught.value.too_large
+    finally:
+        engine.close()

@@ -2,6 +2,7 @@
 
 import pytest
 
+from kestrel_runtime.api.raw_image import PixelFormat, RawImage
 from kestrel_runtime.api.requests import (
     Caption,
     Detect,
@@ -33,10 +34,17 @@ def test_how_a_request_is_handled_does_not_change_its_fingerprint() -> None:
         Point("What?", b"image"),
         Detect("What?", b"image"),
         Caption(b"image"),
+        Query("What?", RawImage.packed(b"image", 5, 1, PixelFormat.GRAY8)),
     ],
 )
 def test_other_work_has_another_fingerprint(other: Request) -> None:
     assert fingerprint_of(other) != fingerprint_of(QUERY)
+
+
+def test_raw_images_of_another_shape_are_other_work() -> None:
+    images = [RawImage.packed(b"images", *size, PixelFormat.GRAY8) for size in ((6, 1), (3, 2), (3, 2))]
+    one, other, same = (fingerprint_of(Query("What?", image)) for image in images)
+    assert one != other == same
 
 
 def test_a_fingerprint_names_the_skill_and_not_the_text() -> None:

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from kestrel_runtime.api.errors import ImageError
-from kestrel_runtime.imaging.decoding import decode_image
+from kestrel_runtime.api.raw_image import PixelFormat, RawImage
+from kestrel_runtime.imaging.decoding import decode_image, inspect_image
 from kestrel_runtime.imaging.formats.detection import MAX_SIDE_PX
 
 MAX_PIXELS = 64_000_000
@@ -275,3 +276,66 @@ def test_many_threads_decode_at_once():
     with ThreadPoolExecutor(8) as pool:
         for index, found in enumerate(pool.map(decode, data * 8)):
             np.testing.assert_array_equal(np.asarray(found), images[index % 4])
+
+
+# Raw images
+
+
+def raw(
+    image: Image.Image, pixel_format: PixelFormat, *, padding: int = 0, is_last_padded: bool = True
+) -> RawImage:
+    """The pixels of a picture, with so many bytes of noise after each row."""
+    mode = {"BGR8": "RGB", "GRAY8": "L"}.get(pixel_format.name, pixel_format.name.removesuffix("8"))
+    pixels = np.asarray(image.convert(mode)).reshape(image.height, -1)
+    if pixel_format is PixelFormat.BGR8:
+        pixels = pixels.reshape(image.height, image.width, 3)[:, :, ::-1].reshape(image.height, -1)
+    rows = np.pad(pixels, ((0, 0), (0, padding)), constant_values=77)
+    data = rows.tobytes()
+    return RawImage(
+        data if is_last_padded else data[: len(data) - padding], *image.size, pixel_format, rows.shape[1]
+    )
+
+
+@pytest.mark.parametrize("is_last_padded", [True, False])
+@pytest.mark.parametrize("padding", [0, 1, 13])
+@pytest.mark.parametrize("pixel_format", PixelFormat)
+def test_raw_pixels_are_the_image_that_a_png_of_them_is(
+    pixel_format: PixelFormat, padding: int, is_last_padded: bool
+) -> None:
+    picture = noise(37, 21)
+    if pixel_format is PixelFormat.RGBA8:
+        picture.putalpha(noise(37, 21).convert("L"))
+    image = raw(picture, pixel_format, padding=padding, is_last_padded=is_last_padded)
+    assert list(image.violations()) == []
+    mode = {"RGBA8": "RGBA", "GRAY8": "L"}.get(pixel_format.name, "RGB")
+    expected = decode(encode(picture.convert(mode), "PNG"))
+    decoded = decode_image(image, max_image_pixels=MAX_PIXELS)
+    assert (decoded.mode, decoded.size) == ("RGB", (37, 21))
+    np.testing.assert_array_equal(np.asarray(decoded), np.asarray(expected))
+
+
+def test_raw_pixels_are_bound_by_the_same_limits() -> None:
+    with pytest.raises(ImageError) as caught:
+        decode_image(RawImage.packed(bytes(300), 10, 10, PixelFormat.RGB8), max_image_pixels=99)
+    assert caught.value.too_large
+    with pytest.raises(ImageError) as caught:
+        inspect_image(
+            RawImage.packed(bytes(MAX_SIDE_PX + 1), MAX_SIDE_PX + 1, 1, PixelFormat.GRAY8),
+            max_image_pixels=MAX_PIXELS,
+        )
+    assert caught.value.too_large
+    header = inspect_image(RawImage.packed(bytes(6), 2, 3, PixelFormat.GRAY8), max_image_pixels=MAX_PIXELS)
+    assert (header.width, header.height, header.tells_all) == (2, 3, False)
+
+
+def test_raw_pixels_are_not_decoded_for_nobody() -> None:
+    class Unwanted(BaseException):
+        pass
+
+    def refuse() -> None:
+        raise Unwanted
+
+    with pytest.raises(Unwanted):
+        decode_image(
+            RawImage.packed(bytes(3), 1, 1, PixelFormat.RGB8), max_image_pixels=MAX_PIXELS, check_wanted=refuse
+        )

@@ -24,19 +24,23 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kestrel/v1/media.proto\x12\nkestrel.v1\"D\n\x05Image\x12\x0e\n\x04\x64\x61ta\x18\x01 \x01(\x0cH\x00\x12\x12\n\x08image_id\x18\x02 \x01(\tH\x00\x12\r\n\x03uri\x18\x03 \x01(\tH\x00\x42\x08\n\x06source\"\'\n\x0fNormalizedPoint\x12\t\n\x01x\x18\x01 \x01(\x02\x12\t\n\x01y\x18\x02 \x01(\x02\"K\n\rNormalizedBox\x12\r\n\x05x_min\x18\x01 \x01(\x02\x12\r\n\x05y_min\x18\x02 \x01(\x02\x12\r\n\x05x_max\x18\x03 \x01(\x02\x12\r\n\x05y_max\x18\x04 \x01(\x02\"k\n\nSpatialRef\x12,\n\x05point\x18\x01 \x01(\x0b\x32\x1b.kestrel.v1.NormalizedPointH\x00\x12(\n\x03\x62ox\x18\x02 \x01(\x0b\x32\x19.kestrel.v1.NormalizedBoxH\x00\x42\x05\n\x03refb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kestrel/v1/media.proto\x12\nkestrel.v1\"i\n\x05Image\x12\x0e\n\x04\x64\x61ta\x18\x01 \x01(\x0cH\x00\x12\x12\n\x08image_id\x18\x02 \x01(\tH\x00\x12\r\n\x03uri\x18\x03 \x01(\tH\x00\x12#\n\x03raw\x18\x04 \x01(\x0b\x32\x14.kestrel.v1.RawImageH\x00\x42\x08\n\x06source\"\x82\x01\n\x08RawImage\x12\x0e\n\x06pixels\x18\x01 \x01(\x0c\x12\x10\n\x08width_px\x18\x02 \x01(\x05\x12\x11\n\theight_px\x18\x03 \x01(\x05\x12\'\n\x06\x66ormat\x18\x04 \x01(\x0e\x32\x17.kestrel.v1.PixelFormat\x12\x18\n\x10row_stride_bytes\x18\x05 \x01(\x05\"\'\n\x0fNormalizedPoint\x12\t\n\x01x\x18\x01 \x01(\x02\x12\t\n\x01y\x18\x02 \x01(\x02\"K\n\rNormalizedBox\x12\r\n\x05x_min\x18\x01 \x01(\x02\x12\r\n\x05y_min\x18\x02 \x01(\x02\x12\r\n\x05x_max\x18\x03 \x01(\x02\x12\r\n\x05y_max\x18\x04 \x01(\x02\"k\n\nSpatialRef\x12,\n\x05point\x18\x01 \x01(\x0b\x32\x1b.kestrel.v1.NormalizedPointH\x00\x12(\n\x03\x62ox\x18\x02 \x01(\x0b\x32\x19.kestrel.v1.NormalizedBoxH\x00\x42\x05\n\x03ref*\x89\x01\n\x0bPixelFormat\x12\x1c\n\x18PIXEL_FORMAT_UNSPECIFIED\x10\x00\x12\x15\n\x11PIXEL_FORMAT_RGB8\x10\x01\x12\x15\n\x11PIXEL_FORMAT_BGR8\x10\x02\x12\x16\n\x12PIXEL_FORMAT_RGBA8\x10\x03\x12\x16\n\x12PIXEL_FORMAT_GRAY8\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kestrel.v1.media_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_PIXELFORMAT']._serialized_start=506
+  _globals['_PIXELFORMAT']._serialized_end=643
   _globals['_IMAGE']._serialized_start=38
-  _globals['_IMAGE']._serialized_end=106
-  _globals['_NORMALIZEDPOINT']._serialized_start=108
-  _globals['_NORMALIZEDPOINT']._serialized_end=147
-  _globals['_NORMALIZEDBOX']._serialized_start=149
-  _globals['_NORMALIZEDBOX']._serialized_end=224
-  _globals['_SPATIALREF']._serialized_start=226
-  _globals['_SPATIALREF']._serialized_end=333
+  _globals['_IMAGE']._serialized_end=143
+  _globals['_RAWIMAGE']._serialized_start=146
+  _globals['_RAWIMAGE']._serialized_end=276
+  _globals['_NORMALIZEDPOINT']._serialized_start=278
+  _globals['_NORMALIZEDPOINT']._serialized_end=317
+  _globals['_NORMALIZEDBOX']._serialized_start=319
+  _globals['_NORMALIZEDBOX']._serialized_end=394
+  _globals['_SPATIALREF']._serialized_start=396
+  _globals['_SPATIALREF']._serialized_end=503
 # @@protoc_insertion_point(module_scope)

@@ -1,3 +1,4 @@
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Mapping as _Mapping
@@ -5,15 +6,44 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class PixelFormat(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PIXEL_FORMAT_UNSPECIFIED: _ClassVar[PixelFormat]
+    PIXEL_FORMAT_RGB8: _ClassVar[PixelFormat]
+    PIXEL_FORMAT_BGR8: _ClassVar[PixelFormat]
+    PIXEL_FORMAT_RGBA8: _ClassVar[PixelFormat]
+    PIXEL_FORMAT_GRAY8: _ClassVar[PixelFormat]
+PIXEL_FORMAT_UNSPECIFIED: PixelFormat
+PIXEL_FORMAT_RGB8: PixelFormat
+PIXEL_FORMAT_BGR8: PixelFormat
+PIXEL_FORMAT_RGBA8: PixelFormat
+PIXEL_FORMAT_GRAY8: PixelFormat
+
 class Image(_message.Message):
-    __slots__ = ("data", "image_id", "uri")
+    __slots__ = ("data", "image_id", "uri", "raw")
     DATA_FIELD_NUMBER: _ClassVar[int]
     IMAGE_ID_FIELD_NUMBER: _ClassVar[int]
     URI_FIELD_NUMBER: _ClassVar[int]
+    RAW_FIELD_NUMBER: _ClassVar[int]
     data: bytes
     image_id: str
     uri: str
-    def __init__(self, data: _Optional[bytes] = ..., image_id: _Optional[str] = ..., uri: _Optional[str] = ...) -> None: ...
+    raw: RawImage
+    def __init__(self, data: _Optional[bytes] = ..., image_id: _Optional[str] = ..., uri: _Optional[str] = ..., raw: _Optional[_Union[RawImage, _Mapping]] = ...) -> None: ...
+
+class RawImage(_message.Message):
+    __slots__ = ("pixels", "width_px", "height_px", "format", "row_stride_bytes")
+    PIXELS_FIELD_NUMBER: _ClassVar[int]
+    WIDTH_PX_FIELD_NUMBER: _ClassVar[int]
+    HEIGHT_PX_FIELD_NUMBER: _ClassVar[int]
+    FORMAT_FIELD_NUMBER: _ClassVar[int]
+    ROW_STRIDE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    pixels: bytes
+    width_px: int
+    height_px: int
+    format: PixelFormat
+    row_stride_bytes: int
+    def __init__(self, pixels: _Optional[bytes] = ..., width_px: _Optional[int] = ..., height_px: _Optional[int] = ..., format: _Optional[_Union[PixelFormat, str]] = ..., row_stride_bytes: _Optional[int] = ...) -> None: ...
 
 class NormalizedPoint(_message.Message):
     __slots__ = ("x", "y")

@@ -51,11 +51,16 @@ def read_header(data: bytes, *, max_image_pixels: int) -> ImageHeader:
         raise undecodable() from error
     if header.width < 1 or header.height < 1:
         raise undecodable()
+    check_size(header, max_image_pixels=max_image_pixels)
+    return header
+
+
+def check_size(header: ImageHeader, *, max_image_pixels: int) -> None:
+    """Raise `ImageError` for an image that is too large."""
     if header.width * header.height > max_image_pixels:
         raise ImageError(f"must have at most {max_image_pixels} pixels", too_large=True)
     if max(header.width, header.height) > MAX_SIDE_PX:
         raise ImageError(f"must be at most {MAX_SIDE_PX} pixels wide and high", too_large=True)
-    return header
 
 
 def check_structure(data: bytes, header: ImageHeader) -> list[int]:

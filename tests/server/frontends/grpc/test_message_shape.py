@@ -10,6 +10,7 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kestrel_client.v1 import image_service_pb2
 from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_grpc.frontends.grpc import message_shape
 from kestrel_grpc.frontends.grpc.message_shape import MAX_FIELDS, MAX_OTHER_BYTES, check_shape
@@ -43,6 +44,29 @@ def test_an_image_above_the_limit_is_refused_before_it_is_copied() -> None:
     with pytest.raises(ImageError) as caught:
         check_shape(image, IMAGE_FIELD, MAX_IMAGE_BYTES)
     assert caught.value.too_large
+
+
+def test_pixels_may_be_of_any_length_up_to_the_limit_and_nothing_beside_them() -> None:
+    raw = {"pixels": b"x" * (4 * MIB), "width_px": 1, "height_px": 1}
+    check_shape(point(image={"raw": raw}), IMAGE_FIELD, MAX_IMAGE_BYTES)
+    with pytest.raises(ImageError):
+        check_shape(point(image={"raw": {"pixels": b"x" * (MAX_IMAGE_BYTES + 1)}}), IMAGE_FIELD, MAX_IMAGE_BYTES)
+    image = wire.PointRequest(image={"raw": raw}).image
+    unknown = image.raw.SerializeToString() + b"\x9a\x06" + varint(MIB + 1) + b"x" * (MIB + 1)
+    nested = b"\x22" + varint(len(unknown)) + unknown
+    assert "besides its image" in refusal(b"\x12" + varint(len(nested)) + nested)
+    many = image.raw.SerializeToString() + b"\x10\x01" * MAX_FIELDS
+    nested = b"\x22" + varint(len(many)) + many
+    assert "fields" in refusal(b"\x12" + varint(len(nested)) + nested)
+
+
+def test_a_message_that_is_stored_has_its_image_outside() -> None:
+    check_shape(image_service_pb2.PutImageRequest(data=b"x" * (4 * MIB)).SerializeToString(), 0, MAX_IMAGE_BYTES)
+    large = image_service_pb2.PutImageRequest(data=b"x" * (MAX_IMAGE_BYTES + 1)).SerializeToString()
+    with pytest.raises(ImageError):
+        check_shape(large, 0, MAX_IMAGE_BYTES)
+    crowded = image_service_pb2.PutImageRequest(data=b"x" * MIB, sha256="0" * (MIB - 10)).SerializeToString()
+    assert "besides its image" in refusal(crowded + crowded, 0)
 
 
 def test_all_but_the_image_is_small() -> None:

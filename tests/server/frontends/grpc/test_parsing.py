@@ -12,10 +12,11 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kestrel_client.v1 import generation_pb2
+from kestrel_client.v1 import generation_pb2, media_pb2
 from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_grpc.frontends.grpc import parsing
 from kestrel_runtime.api.errors import InvalidRequest
+from kestrel_runtime.api.raw_image import PixelFormat, RawImage
 from kestrel_runtime.api.requests import (
     MAX_SPATIAL_REFS,
     BoxRef,
@@ -130,6 +131,46 @@ def test_a_cache_policy_of_the_future_is_a_violation() -> None:
     options = generation_pb2.RequestOptions.FromString(b"\x20\x63")
     assert options.cache == 99
     assert violations(parsing.query, wire.QueryRequest(question="?", options=options)) == ["options.cache"]
+
+
+RAW = {"pixels": bytes(12), "width_px": 2, "height_px": 2, "format": media_pb2.PIXEL_FORMAT_RGB8}
+
+
+@pytest.mark.parametrize(
+    ("number", "pixel_format", "num_bytes"),
+    [
+        (media_pb2.PIXEL_FORMAT_RGB8, PixelFormat.RGB8, 12),
+        (media_pb2.PIXEL_FORMAT_BGR8, PixelFormat.BGR8, 12),
+        (media_pb2.PIXEL_FORMAT_RGBA8, PixelFormat.RGBA8, 16),
+        (media_pb2.PIXEL_FORMAT_GRAY8, PixelFormat.GRAY8, 4),
+    ],
+)
+def test_pixels_are_packed_unless_they_say_otherwise(number: Any, pixel_format: Any, num_bytes: int) -> None:
+    raw: Any = RAW | {"format": number, "pixels": bytes(num_bytes)}
+    request = parsing.caption(wire.CaptionRequest(image={"raw": raw}))
+    assert request.image == RawImage.packed(bytes(num_bytes), 2, 2, pixel_format)
+    raw |= {"pixels": bytes(60), "row_stride_bytes": 30}
+    request = parsing.query(wire.QueryRequest(question="?", image={"raw": raw}))
+    assert request.image == RawImage(bytes(60), 2, 2, pixel_format, 30)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fields"),
+    [
+        ({"pixels": b""}, ["pixels"]),
+        ({"format": 0}, ["format"]),
+        ({"format": 99}, ["format"]),
+        ({"format": 0, "width_px": 0, "height_px": -1}, ["format", "width_px", "height_px"]),
+        ({"width_px": 0, "height_px": 0}, ["width_px", "height_px"]),
+        ({"row_stride_bytes": 5}, ["row_stride_bytes"]),
+        ({"row_stride_bytes": -1}, ["row_stride_bytes"]),
+        ({"height_px": 0, "row_stride_bytes": 5}, ["height_px", "row_stride_bytes"]),
+    ],
+)
+def test_every_violation_of_raw_pixels_is_told(changes: dict[str, Any], fields: list[str]) -> None:
+    message = wire.DetectRequest(object="", image={"raw": RAW | changes})
+    found = violations(parsing.detect, message)
+    assert sorted(found) == sorted(["object", *(f"image.raw.{field}" for field in fields)])
 
 
 def test_priority_of_the_future_is_a_violation() -> None:

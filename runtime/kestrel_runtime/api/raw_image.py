@@ -1,0 +1,78 @@
+"""An image as pixels, without a file around them."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from kestrel_runtime.api.errors import Violation
+
+_DIGEST_PREFIX = b"kestrel raw image\0"
+
+
+class PixelFormat(Enum):
+    """The channels of a pixel in their order, 8 bits each; the value is how many there are in bytes, and a name."""
+
+    RGB8 = (3, "RGB")
+    BGR8 = (3, "BGR")
+    RGBA8 = (4, "RGBA")
+    """The last is the opacity, not premultiplied."""
+    GRAY8 = (1, "L")
+
+    @property
+    def pixel_bytes(self) -> int:
+        return self.value[0]
+
+
+@dataclass(frozen=True, slots=True)
+class RawImage:
+    """Rows from the top, each from the left. `row_stride_bytes` is from the start of a row to that of the next.
+
+    After the last row the padding may be missing. Its length is that of `pixels`.
+    """
+
+    pixels: bytes
+    width_px: int
+    height_px: int
+    format: PixelFormat
+    row_stride_bytes: int
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    @classmethod
+    def packed(cls, pixels: bytes, width_px: int, height_px: int, format: PixelFormat) -> RawImage:
+        """An image whose rows follow each other without padding."""
+        return cls(pixels, width_px, height_px, format, width_px * format.pixel_bytes)
+
+    def violations(self) -> Iterator[Violation]:
+        """Every breach, with paths below `image.raw`."""
+        wrong = list(side_violations(self.width_px, self.height_px))
+        yield from wrong
+        row_bytes = self.width_px * self.format.pixel_bytes
+        if self.width_px >= 1 and self.row_stride_bytes < row_bytes:
+            yield Violation("image.raw.row_stride_bytes", f"must be at least {row_bytes}, the length of a row")
+        elif not wrong:
+            most = self.row_stride_bytes * self.height_px
+            least = most - self.row_stride_bytes + row_bytes
+            if not least <= len(self.pixels) <= most:
+                bounds = f"{most}" if least == most else f"{least} to {most}"
+                yield Violation("image.raw.pixels", f"must be {bounds} bytes long")
+
+    def digest(self) -> bytes:
+        """The SHA-256 of the image with its format and shape, 32 bytes; no file has the same."""
+        shape = struct.pack(">QQQ", self.width_px, self.height_px, self.row_stride_bytes)
+        name = self.format.name.encode()
+        digest = hashlib.sha256(_DIGEST_PREFIX + struct.pack(">B", len(name)) + name + shape)
+        digest.update(self.pixels)
+        return digest.digest()
+
+
+def side_violations(width_px: int, height_px: int) -> Iterator[Violation]:
+    """The breaches of the size of an image, whatever its format."""
+    for name, side_px in (("width_px", width_px), ("height_px", height_px)):
+        if side_px < 1:
+            yield Violation(f"image.raw.{name}", "must be positive")
