@@ -90,8 +90,8 @@ class ImageServiceServicer(object):
         already is answered as soon as its header has come. Fails with INVALID_ARGUMENT and one of these reasons:
         `IMAGE_SIZE_MISMATCH` where other than `UploadHeader.size_bytes` bytes came, `IMAGE_DIGEST_MISMATCH` where they
         have another digest, `IMAGE_TOO_LARGE` and `IMAGE_DECODE_FAILED` as for images in requests; with
-        RESOURCE_EXHAUSTED and `IMAGE_QUOTA_EXCEEDED` or `IMAGE_STORE_FULL` where there is no room that unpinned images
-        could give; and with DEADLINE_EXCEEDED and `MESSAGE_TIMEOUT` where not all had come in time. What fails leaves
+        RESOURCE_EXHAUSTED and `IMAGE_QUOTA_EXCEEDED` or `IMAGE_STORE_FULL` where evicting
+        unpinned images does not free enough memory; and with DEADLINE_EXCEEDED and `MESSAGE_TIMEOUT` where not all had come in time. What fails leaves
         nothing in the server.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
