@@ -204,7 +204,7 @@ async def play(loaded: LoadedModel, tracer: Tracer, scenario: str) -> Run:
         everybody_is_there = threading.Event()
         tracer.install(monkeypatch, everybody_is_there)
         monkeypatch.setattr(threading, "excepthook", lambda _: None)  # what handles the thread's end may raise too
-        monkeypatch.setattr("kestrel_runtime.models.moondream.prepared.new_step_runner", Device)
+        monkeypatch.setattr("tests.runtime.models.second_family.small_pictures.StepRunner", Device)
         monkeypatch.setattr(
             "kestrel_runtime.engine.engine.new_probes", lambda _: [prepared("probe"), prepared("probe")]
         )
@@ -302,14 +302,14 @@ async def lines_by_scenario(loaded: LoadedModel) -> dict[Line, str]:
 
 
 async def test_the_scenarios_pass_through_every_line_of_the_loop_and_of_isolation(
-    moondream3: LoadedModel,
+    loaded: LoadedModel,
 ) -> None:
-    passed = await lines_by_scenario(moondream3)
+    passed = await lines_by_scenario(loaded)
     assert lines_of_the_engine_thread() - passed.keys() == set()
 
 
-async def test_without_a_fault_everybody_gets_an_answer(moondream3: LoadedModel) -> None:
-    run = await play(moondream3, Tracer(), "recovers")
+async def test_without_a_fault_everybody_gets_an_answer(loaded: LoadedModel) -> None:
+    run = await play(loaded, Tracer(), "recovers")
     kinds = {name: type(end) for name, end in run.ends.items()}
     assert run.status is EngineStatus.SERVING
     assert kinds["long"] is kinds["short"] is kinds["image"] is Finished
@@ -319,9 +319,9 @@ async def test_without_a_fault_everybody_gets_an_answer(moondream3: LoadedModel)
 
 @pytest.mark.parametrize("part", range(4))
 async def test_whatever_raises_at_any_line_every_caller_is_told_within_a_second(
-    moondream3: LoadedModel, part: int
+    loaded: LoadedModel, part: int
 ) -> None:
-    passed = await lines_by_scenario(moondream3)
+    passed = await lines_by_scenario(loaded)
     kinds = itertools.cycle(KINDS)
     delays: list[float] = []
     statuses: Counter[EngineStatus] = Counter()
@@ -330,7 +330,7 @@ async def test_whatever_raises_at_any_line_every_caller_is_told_within_a_second(
         if number % 4 != part:
             continue
         tracer = Tracer(line, kind("raised by the test"))
-        run = await play(moondream3, tracer, scenario)
+        run = await play(loaded, tracer, scenario)
         where = f"{kind.__name__} at {line}"
         assert tracer.raised_at is not None, where
         if run.status is EngineStatus.DEAD:

@@ -11,8 +11,8 @@ from kestrel_runtime.models.loaded_model import LoadedModel
 from tests.runtime.engine.test_engine import endless
 
 
-async def test_a_request_whose_image_is_still_to_come_counts_as_waiting(moondream3: LoadedModel) -> None:
-    engine = LocalEngine(moondream3, EngineConfig(model="", max_batch_size=1, max_queued_requests=2))
+async def test_a_request_whose_image_is_still_to_come_counts_as_waiting(loaded: LoadedModel) -> None:
+    engine = LocalEngine(loaded, EngineConfig(model="", max_batch_size=1, max_queued_requests=2))
     try:
         running = engine.submit(endless())
         await anext(running)
@@ -27,8 +27,8 @@ async def test_a_request_whose_image_is_still_to_come_counts_as_waiting(moondrea
         engine.close()
 
 
-async def test_what_cannot_be_submitted_is_not_waited_for(moondream3: LoadedModel) -> None:
-    engine = LocalEngine(moondream3, EngineConfig(model=""))
+async def test_what_cannot_be_submitted_is_not_waited_for(loaded: LoadedModel) -> None:
+    engine = LocalEngine(loaded, EngineConfig(model=""))
     with pytest.raises(ModelNotFound), engine.expecting(Caption(b"?", options=RequestOptions(model="another"))):
         pass
     engine.close()

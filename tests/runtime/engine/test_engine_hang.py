@@ -30,7 +30,7 @@ class Hang:
         self.runner = FakeRunner()
         self._released = threading.Event()
         monkeypatch.setattr(
-            "kestrel_runtime.models.moondream.prepared.new_step_runner", lambda *_, **__: self.runner
+            "tests.runtime.models.second_family.small_pictures.StepRunner", lambda *_, **__: self.runner
         )
 
     def stuck_on_the_device(self, *_: object) -> None:
@@ -65,9 +65,9 @@ def ask(engine: LocalEngine, num_tokens: int = 50) -> Stream:
 
 @pytest.mark.parametrize("stage", ["launch", "wait"])
 async def test_a_step_that_hangs_ends_the_engine_and_every_stream(
-    moondream3: LoadedModel, hang: Hang, caplog: pytest.LogCaptureFixture, stage: str
+    loaded: LoadedModel, hang: Hang, caplog: pytest.LogCaptureFixture, stage: str
 ) -> None:
-    engine = new_engine(moondream3)
+    engine = new_engine(loaded)
     statuses: list[EngineStatus] = []
     engine.on_status_change(statuses.append)
     num_steps = 0
@@ -102,8 +102,8 @@ async def test_a_step_that_hangs_ends_the_engine_and_every_stream(
     assert engine.has_ended
 
 
-async def test_a_prefill_that_hangs_is_noticed_while_others_decode(moondream3: LoadedModel, hang: Hang) -> None:
-    engine = new_engine(moondream3)
+async def test_a_prefill_that_hangs_is_noticed_while_others_decode(loaded: LoadedModel, hang: Hang) -> None:
+    engine = new_engine(loaded)
     hang.runner.on_wait = lambda _: hang.takes_s(0.002)
     decoding = ask(engine, 4000)
     await anext(decoding)
@@ -120,8 +120,8 @@ async def test_a_prefill_that_hangs_is_noticed_while_others_decode(moondream3: L
     assert engine.has_ended
 
 
-async def test_an_engine_without_work_does_not_hang(moondream3: LoadedModel, hang: Hang) -> None:
-    engine = new_engine(moondream3)
+async def test_an_engine_without_work_does_not_hang(loaded: LoadedModel, hang: Hang) -> None:
+    engine = new_engine(loaded)
     try:
         await ask(engine, 2).result()
         looked = threading.Event()
@@ -143,8 +143,8 @@ async def test_an_engine_without_work_does_not_hang(moondream3: LoadedModel, han
         engine.close()
 
 
-async def test_the_first_steps_may_take_longer(moondream3: LoadedModel, hang: Hang) -> None:
-    engine = LocalEngine(moondream3, EngineConfig(model="", num_kv_pages=256, step_timeout_s=LIMIT_S))
+async def test_the_first_steps_may_take_longer(loaded: LoadedModel, hang: Hang) -> None:
+    engine = LocalEngine(loaded, EngineConfig(model="", num_kv_pages=256, step_timeout_s=LIMIT_S))
     started = threading.Event()
 
     def compiles(_: Batch) -> None:
@@ -161,9 +161,9 @@ async def test_the_first_steps_may_take_longer(moondream3: LoadedModel, hang: Ha
 
 
 async def test_what_was_read_before_the_end_of_the_thread_still_arrives(
-    moondream3: LoadedModel, hang: Hang, monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedModel, hang: Hang, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = new_engine(moondream3)
+    engine = new_engine(loaded)
     post, num_posts = Outbox.post, 0
 
     def post_later(outbox: Outbox) -> None:
@@ -185,11 +185,11 @@ async def test_what_was_read_before_the_end_of_the_thread_still_arrives(
 
 
 async def test_closing_does_not_wait_for_a_step_that_takes_long(
-    moondream3: LoadedModel, hang: Hang, monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedModel, hang: Hang, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kestrel_runtime.engine.engine._CLOSE_TIMEOUT_S", 0.05)
     config = EngineConfig(model="", num_kv_pages=256, num_preprocess_threads=1)
-    engine = LocalEngine(moondream3, config)
+    engine = LocalEngine(loaded, config)
     is_stuck = threading.Event()
 
     def stuck(handle: FakeHandle) -> None:

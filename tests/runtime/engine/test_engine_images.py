@@ -50,7 +50,7 @@ async def test_an_image_of_a_caller_who_has_gone_is_not_decoded_to_its_end(
 
 
 async def test_a_decoder_that_does_not_end_keeps_neither_the_engine_nor_its_caller(
-    moondream3: LoadedModel, monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     has_begun, may_end = threading.Event(), threading.Event()
 
@@ -59,7 +59,7 @@ async def test_a_decoder_that_does_not_end_keeps_neither_the_engine_nor_its_call
         may_end.wait()
 
     monkeypatch.setattr("kestrel_runtime.engine.preprocessing.decode_image", decode)
-    engine = LocalEngine(moondream3, EngineConfig(model=""))
+    engine = LocalEngine(loaded, EngineConfig(model=""))
     try:
         stream = engine.submit(Caption(SMALL_IMAGE))
         await asyncio.to_thread(has_begun.wait)
@@ -69,11 +69,11 @@ async def test_a_decoder_that_does_not_end_keeps_neither_the_engine_nor_its_call
         may_end.set()
 
 
-def test_the_memory_of_images_is_as_configured(moondream3: LoadedModel, engine: LocalEngine) -> None:
+def test_the_memory_of_images_is_as_configured(loaded: LoadedModel, engine: LocalEngine) -> None:
     large = hostile_images.png(2000, 1000, colour_type=2)
     assert engine._preprocessor.inspect(large) is not None  # pyright: ignore[reportPrivateUsage] - starts nothing
     config = EngineConfig(model="", num_kv_pages=60, max_decoded_image_bytes=16 * 2**20)
-    small = LocalEngine(moondream3, config)
+    small = LocalEngine(loaded, config)
     try:
         with pytest.raises(ImageError, match="must take at most 12 MiB while it is decoded"):
             small._preprocessor.inspect(large)  # pyright: ignore[reportPrivateUsage]

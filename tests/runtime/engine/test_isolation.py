@@ -20,10 +20,10 @@ from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.execution.request_state import RequestState
 from kestrel_runtime.execution.step_runner import StepRunner
 from kestrel_runtime.models.loaded_model import LoadedModel
-from kestrel_runtime.models.moondream.skills.query import QuerySkill
 from kestrel_runtime.scheduling.batch import Chunk, EncodeItem
 from kestrel_runtime.scheduling.sequence import Sequence
 from tests.reference_fixtures import MD3_SMALL
+from tests.runtime.models.second_family.small_pictures import PicturesQuery
 
 IMAGE = (MD3_SMALL / "image_1_64x64.png").read_bytes()
 POISON = Query("poison", IMAGE, sampling=SamplingParams(temperature=5.0, max_tokens=40, seed=9))
@@ -109,13 +109,13 @@ async def outcomes(engine: LocalEngine, requests: list[Request]) -> list[object]
 
 
 @pytest.fixture(scope="module")
-def alone(moondream3: LoadedModel) -> list[object]:
+def alone(loaded: LoadedModel) -> list[object]:
     """The bystanders' answers when nothing fails and no other request runs."""
 
     async def ask() -> list[object]:
         return [await outcome(engine.submit(request)) for request in bystanders()]
 
-    engine = LocalEngine(moondream3, EngineConfig(model=""))
+    engine = LocalEngine(loaded, EngineConfig(model=""))
     answers = asyncio.run(ask())
     engine.close()
     assert not [answer for answer in answers if isinstance(answer, KestrelError)]
@@ -170,15 +170,15 @@ async def test_r1_the_offending_request_ends_alone_and_is_refused_the_second_tim
 async def test_a_parser_that_fails_ends_its_own_request(
     engine: LocalEngine, alone: list[object], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    new_parser = QuerySkill.new_parser
+    new_parser = PicturesQuery.new_parser
 
-    def broken(self: QuerySkill, request: Query, *context: Any) -> Any:
+    def broken(self: PicturesQuery, request: Query, *context: Any) -> Any:
         made = new_parser(self, request, *context)
         if request == POISON:
             monkeypatch.setattr(made, "consume", lambda token: 1 / 0)
         return made
 
-    monkeypatch.setattr(QuerySkill, "new_parser", broken)
+    monkeypatch.setattr(PicturesQuery, "new_parser", broken)
     *others, offending = await outcomes(engine, [*bystanders(), POISON])
     assert others == alone
     assert isinstance(offending, InternalError)
@@ -205,10 +205,10 @@ async def test_r3_failures_in_company_alone_end_nobody(
 
 
 async def test_r3_a_cache_too_small_for_everybody_does_not_stand_in_the_way(
-    moondream3: LoadedModel, alone: list[object], monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedModel, alone: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     poison(monkeypatch, DECODE, RuntimeError("no"), after=5)
-    engine = LocalEngine(moondream3, EngineConfig(model="", num_kv_pages=100))
+    engine = LocalEngine(loaded, EngineConfig(model="", num_kv_pages=100))
     *others, offending = await outcomes(engine, [*bystanders(), POISON])
     assert others == alone
     assert isinstance(offending, InternalError)
@@ -233,7 +233,7 @@ class FragileDevice:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, model: Any, *, is_lost: bool = False) -> None:
         self.is_broken = False
         self.num_renewals = 0
-        forward, renew = model.forward, KVCache.renew
+        forward, renew = model.attended, KVCache.renew
 
         def fragile(*work: Any) -> Any:
             if self.is_broken:
@@ -245,14 +245,14 @@ class FragileDevice:
             self.is_broken = is_lost
             renew(cache)
 
-        monkeypatch.setattr(model, "forward", fragile)
+        monkeypatch.setattr(model, "attended", fragile)
         monkeypatch.setattr(KVCache, "renew", renewed)
 
 
 async def test_a_device_that_a_restart_mends_costs_nobody_the_answer(
-    engine: LocalEngine, moondream3: LoadedModel, alone: list[object], monkeypatch: pytest.MonkeyPatch
+    engine: LocalEngine, loaded: LoadedModel, alone: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device = FragileDevice(monkeypatch, moondream3.model.text)
+    device = FragileDevice(monkeypatch, loaded.model)
     statuses = statuses_of(engine)
     streams = [engine.submit(request) for request in bystanders()]
     await anext(streams[0])
@@ -264,9 +264,9 @@ async def test_a_device_that_a_restart_mends_costs_nobody_the_answer(
 
 
 async def test_who_breaks_the_device_itself_is_pardoned_once(
-    engine: LocalEngine, moondream3: LoadedModel, alone: list[object], monkeypatch: pytest.MonkeyPatch
+    engine: LocalEngine, loaded: LoadedModel, alone: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device = FragileDevice(monkeypatch, moondream3.model.text)
+    device = FragileDevice(monkeypatch, loaded.model)
 
     def look(sequences: list[Sequence]) -> None:
         if any(sequence.fingerprint == fingerprint_of(POISON) for sequence in sequences):
@@ -286,12 +286,12 @@ async def test_who_breaks_the_device_itself_is_pardoned_once(
 @pytest.mark.parametrize("fails", ["the probe", "the cache"])
 async def test_a_device_that_a_restart_does_not_mend_is_dead(
     engine: LocalEngine,
-    moondream3: LoadedModel,
+    loaded: LoadedModel,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     fails: str,
 ) -> None:
-    device = FragileDevice(monkeypatch, moondream3.model.text, is_lost=fails == "the probe")
+    device = FragileDevice(monkeypatch, loaded.model, is_lost=fails == "the probe")
     if fails == "the cache":
         monkeypatch.setattr(KVCache, "renew", lambda cache: 1 / 0)
     statuses = statuses_of(engine)
@@ -308,9 +308,9 @@ async def test_a_device_that_a_restart_does_not_mend_is_dead(
 
 
 async def test_while_it_restarts_newcomers_are_refused_and_draining_goes_on(
-    engine: LocalEngine, moondream3: LoadedModel, alone: list[object], monkeypatch: pytest.MonkeyPatch
+    engine: LocalEngine, loaded: LoadedModel, alone: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device = FragileDevice(monkeypatch, moondream3.model.text)
+    device = FragileDevice(monkeypatch, loaded.model)
     statuses = statuses_of(engine)
     refusals: list[Exception] = []
 

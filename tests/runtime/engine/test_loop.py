@@ -13,9 +13,6 @@ from kestrel_runtime.engine.loop import EngineLoop
 from kestrel_runtime.engine.offending_requests import OffendingRequests
 from kestrel_runtime.execution.step_runner import StepHandle, StepRunner
 from kestrel_runtime.models.loaded_model import LoadedModel
-from kestrel_runtime.models.moondream.execution_config import ExecutionConfig
-from kestrel_runtime.models.moondream.memory_needs import new_cache
-from kestrel_runtime.models.moondream.runner import new_step_runner
 from kestrel_runtime.scheduling.admission import Admission, Cost, QueueLimits
 from kestrel_runtime.scheduling.limits import StepBounds
 from kestrel_runtime.scheduling.page_manager import PageManager
@@ -32,13 +29,10 @@ class Bench:
 
     def __init__(self, loaded: LoadedModel) -> None:
         config = EngineConfig(model="")
-        cache = new_cache(loaded.model, config, 512)
-        self.pages = PageManager(cache.num_pages, config.page_size)
+        self.pages = PageManager(512, config.page_size)
         scheduler = Scheduler(self.pages, max_batch_size=8, max_prefill_tokens=64, max_tiles_per_step=3)
-        runner, offending_requests = (
-            new_step_runner(loaded.model, cache, ExecutionConfig.of(config, "cpu"), StepBounds(8, 64, 3)),
-            OffendingRequests(),
-        )
+        prepared = loaded.family.prepare(loaded.model, config, StepBounds(8, 64, 3), owns_model=False)
+        runner, offending_requests = prepared.new_step_runner(512, 0), OffendingRequests()
         self.statuses: list[str] = []
         isolation = Isolation(
             scheduler,
@@ -71,8 +65,8 @@ class Bench:
 
 
 @pytest.fixture
-def bench(moondream3: LoadedModel) -> Bench:
-    return Bench(moondream3)
+def bench(loaded: LoadedModel) -> Bench:
+    return Bench(loaded)
 
 
 def tell(num_tokens: int, question: str = "hello") -> Query:

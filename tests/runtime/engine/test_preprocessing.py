@@ -18,7 +18,7 @@ from kestrel_runtime.api.errors import (
     QueueTimeout,
     RequestRefused,
 )
-from kestrel_runtime.api.requests import Caption, Point, Priority, Query, RequestOptions, SamplingParams
+from kestrel_runtime.api.requests import Caption, Detect, Priority, Query, RequestOptions, SamplingParams
 from kestrel_runtime.engine import preprocessing
 from kestrel_runtime.engine.offending_requests import OffendingRequests, fingerprint_of
 from kestrel_runtime.engine.preprocessing import Preprocessor
@@ -35,8 +35,8 @@ MAX_WAIT_S = 30
 
 
 @pytest.fixture
-def preprocessor(moondream3: LoadedModel):
-    preprocessor = new_preprocessor(moondream3, num_threads=2)
+def preprocessor(loaded: LoadedModel):
+    preprocessor = new_preprocessor(loaded, num_threads=2)
     yield preprocessor
     preprocessor.close()
 
@@ -45,18 +45,8 @@ def clock() -> SequenceClock:
     return SequenceClock(submitted=time.monotonic())
 
 
-def test_a_prompt_is_bos_then_image_then_the_skills_tokens(preprocessor: Preprocessor) -> None:
-    sequence = preprocessor.prepare(Caption(IMAGE, "short"), clock())
-    assert [token.id for token in sequence.tokens] == [0, 1, 287, 80, 2, 550, 277, 3]
-    assert sequence.num_image_tokens == 729
-    assert sequence.length == sequence.num_prompt_positions == 8 + 729
-    assert sequence.prefix_length == 730
-    assert sequence.tiles is not None
-    assert sequence.num_tiles_to_encode == 9
-
-
-def test_images_may_be_kept_decoded_and_tiled_later(moondream3: LoadedModel) -> None:
-    preprocessor = new_preprocessor(moondream3, keeps_decoded=True)
+def test_images_may_be_kept_decoded_and_tiled_later(loaded: LoadedModel) -> None:
+    preprocessor = new_preprocessor(loaded, keeps_decoded=True)
     sequence = preprocessor.prepare(Caption(IMAGE), clock())
     preprocessor.close()
     assert isinstance(sequence.tiles, DecodedImage)
@@ -71,7 +61,7 @@ def test_a_question_without_an_image_has_no_prefix(preprocessor: Preprocessor) -
 
 def test_open_settings_take_the_skills_defaults_and_zero_is_not_open(preprocessor: Preprocessor) -> None:
     text = preprocessor.prepare(Query("hello"), clock())
-    place = preprocessor.prepare(Point("cat", IMAGE), clock())
+    place = preprocessor.prepare(Detect("cat", IMAGE), clock())
     greedy = preprocessor.prepare(Query("hello", sampling=SamplingParams(temperature=0.0, top_p=0.5)), clock())
     assert (text.temperature, text.top_p) == (0.2, 0.9)
     assert (place.temperature, place.top_p) == (0.0, 1.0)
@@ -93,8 +83,8 @@ def test_a_prompt_that_leaves_no_room_is_refused_before_its_image_is_decoded(pre
     assert caught.value.max_context_tokens == 1000
 
 
-def test_an_image_over_the_pixel_limit_is_refused(moondream3: LoadedModel) -> None:
-    strict = new_preprocessor(moondream3, max_context=4096, max_image_pixels=1000)
+def test_an_image_over_the_pixel_limit_is_refused(loaded: LoadedModel) -> None:
+    strict = new_preprocessor(loaded, max_context=4096, max_image_pixels=1000)
     with pytest.raises(ImageError) as caught:
         strict.prepare(Caption(IMAGE), clock())
     assert caught.value.too_large
@@ -120,9 +110,9 @@ def test_nobody_is_decoded_whose_time_is_over(
         preprocessor.prepare(Caption(b"not an image"), SequenceClock(now - 1, **{late: now}))
 
 
-def test_an_offending_request_is_refused_before_its_image_is_decoded(moondream3: LoadedModel) -> None:
+def test_an_offending_request_is_refused_before_its_image_is_decoded(loaded: LoadedModel) -> None:
     offending_requests = OffendingRequests()
-    preprocessor = new_preprocessor(moondream3, offending_requests, max_image_pixels=1)
+    preprocessor = new_preprocessor(loaded, offending_requests, max_image_pixels=1)
     offending_requests.remember(fingerprint_of(Caption(b"not an image")))
     with pytest.raises(RequestRefused):
         preprocessor.prepare(Caption(b"not an image"), clock())
@@ -140,11 +130,11 @@ def test_a_sequence_knows_its_tenant_and_priority(preprocessor: Preprocessor) ->
 class OneWorker:
     """A preprocessor with one thread, which notes the widths of images in the order in which it takes them."""
 
-    def __init__(self, moondream3: LoadedModel) -> None:
+    def __init__(self, loaded: LoadedModel) -> None:
         self.widths: list[int] = []
         self._has_begun, self._may_go_on = threading.Event(), threading.Event()
-        self._tiling = moondream3.family.tiling(moondream3.model.config)
-        self.preprocessor = new_preprocessor(moondream3, make_tiles=self._make_tiles, ageing_s=10.0)
+        self._tiling = loaded.family.tiling(loaded.model.config)
+        self.preprocessor = new_preprocessor(loaded, make_tiles=self._make_tiles, ageing_s=10.0)
 
     def after(self, *waiting: tuple[Priority, float], tenants: str = "") -> list[int]:
         """The order in which requests of these priorities and ages in seconds are taken, by their places here.
@@ -181,28 +171,28 @@ def picture(width_px: int) -> bytes:
     return file.getvalue()
 
 
-def test_workers_take_the_most_urgent_first(moondream3: LoadedModel) -> None:
+def test_workers_take_the_most_urgent_first(loaded: LoadedModel) -> None:
     waiting = [(Priority.BATCH, 0.0), (Priority.NORMAL, 0.0), (Priority.INTERACTIVE, 0.0), (Priority.NORMAL, 1.0)]
-    assert OneWorker(moondream3).after(*waiting) == [2, 3, 1, 0]
+    assert OneWorker(loaded).after(*waiting) == [2, 3, 1, 0]
 
 
-def test_who_has_waited_long_enough_is_no_less_urgent(moondream3: LoadedModel) -> None:
+def test_who_has_waited_long_enough_is_no_less_urgent(loaded: LoadedModel) -> None:
     waiting = [(Priority.INTERACTIVE, 0.0), (Priority.BATCH, 19.0), (Priority.BATCH, 21.0)]
-    assert OneWorker(moondream3).after(*waiting) == [2, 0, 1]
+    assert OneWorker(loaded).after(*waiting) == [2, 0, 1]
 
 
-def test_tenants_take_turns_however_old_the_backlog_of_one_is(moondream3: LoadedModel) -> None:
+def test_tenants_take_turns_however_old_the_backlog_of_one_is(loaded: LoadedModel) -> None:
     waiting = [(Priority.NORMAL, 60.0)] * 8 + [(Priority.NORMAL, 0.0)] * 2
-    order = OneWorker(moondream3).after(*waiting, tenants="a" * 8 + "bb")
+    order = OneWorker(loaded).after(*waiting, tenants="a" * 8 + "bb")
     assert {8, 9} <= set(order[:4])
 
 
 # Memory
 
 
-def bounded(moondream3: LoadedModel, max_decoded_bytes: int, num_threads: int = 2) -> Preprocessor:
+def bounded(loaded: LoadedModel, max_decoded_bytes: int, num_threads: int = 2) -> Preprocessor:
     return new_preprocessor(
-        moondream3,
+        loaded,
         keeps_decoded=True,
         max_image_pixels=64_000_000,
         num_threads=num_threads,
@@ -210,8 +200,8 @@ def bounded(moondream3: LoadedModel, max_decoded_bytes: int, num_threads: int = 
     )
 
 
-def test_what_an_image_takes_is_counted_until_its_pixels_are_freed(moondream3: LoadedModel) -> None:
-    preprocessor = bounded(moondream3, 2**30)
+def test_what_an_image_takes_is_counted_until_its_pixels_are_freed(loaded: LoadedModel) -> None:
+    preprocessor = bounded(loaded, 2**30)
     sequence = preprocessor.submit(Caption(IMAGE), clock()).result(MAX_WAIT_S)
     assert preprocessor.decoded_bytes == 4 * 500 * 400
     assert preprocessor.submit(Query("hello"), clock()).result(MAX_WAIT_S)
@@ -223,11 +213,11 @@ def test_what_an_image_takes_is_counted_until_its_pixels_are_freed(moondream3: L
 
 @pytest.mark.parametrize("tenant", ["", "somebody"])
 def test_files_that_are_small_wait_encoded_where_their_pixels_would_take_too_much(
-    moondream3: LoadedModel, tenant: str
+    loaded: LoadedModel, tenant: str
 ) -> None:
     limit_bytes, file = 64 * 2**20, hostile_images.png(1600, 1000, colour_type=2)
     assert len(file) < 10_000
-    preprocessor = bounded(moondream3, limit_bytes)  # 256 of them would take 1.6 GB
+    preprocessor = bounded(loaded, limit_bytes)  # 256 of them would take 1.6 GB
     futures = [preprocessor.submit(Caption(file), clock(), tenant) for _ in range(40)]
     most_bytes, num_prepared = 0, 0
     while futures:
@@ -244,9 +234,9 @@ def test_files_that_are_small_wait_encoded_where_their_pixels_would_take_too_muc
     assert preprocessor.decoded_bytes == 0
 
 
-def test_so_many_wait_decoded_and_no_more_are_decoded_until_they_go_on(moondream3: LoadedModel) -> None:
+def test_so_many_wait_decoded_and_no_more_are_decoded_until_they_go_on(loaded: LoadedModel) -> None:
     file, kept_bytes, limit_bytes = hostile_images.png(1000, 800, colour_type=2), 4 * 800_000, 48 * 2**20
-    preprocessor = bounded(moondream3, limit_bytes, num_threads=1)
+    preprocessor = bounded(loaded, limit_bytes, num_threads=1)
     futures = [preprocessor.submit(Caption(file), clock()) for _ in range(30)]
     # Whoever waits behind them and needs no memory comes when no other can.
     last = preprocessor.submit(Query("hi", options=RequestOptions(priority=Priority.BATCH)), clock())
@@ -272,17 +262,17 @@ def test_so_many_wait_decoded_and_no_more_are_decoded_until_they_go_on(moondream
     ],
 )
 def test_an_image_that_takes_too_much_to_decode_is_refused_before_it_is(
-    moondream3: LoadedModel, name: str, file: bytes
+    loaded: LoadedModel, name: str, file: bytes
 ) -> None:
-    preprocessor = bounded(moondream3, 600 * 2**20)
+    preprocessor = bounded(loaded, 600 * 2**20)
     with pytest.raises(ImageError, match="must take at most 450 MiB while it is decoded") as caught:
         preprocessor.submit(Caption(file), clock())
     assert caught.value.too_large, name
     preprocessor.close()
 
 
-def test_the_largest_image_in_the_simplest_format_is_not_refused(moondream3: LoadedModel) -> None:
-    preprocessor = bounded(moondream3, 2**30)
+def test_the_largest_image_in_the_simplest_format_is_not_refused(loaded: LoadedModel) -> None:
+    preprocessor = bounded(loaded, 2**30)
     for kind in (2, 6):
         header = hostile_images.png(2, 2, colour_type=kind)[:16] + struct.pack(">II", 8000, 8000) + bytes(30)
         assert preprocessor.inspect(header) is not None
@@ -294,9 +284,9 @@ def test_the_largest_image_in_the_simplest_format_is_not_refused(moondream3: Loa
 
 @pytest.mark.parametrize("reason", ["caller left", "deadline", "closing"])
 def test_decoding_stops_between_two_scans_when_nobody_waits_for_it_any_more(
-    moondream3: LoadedModel, monkeypatch: pytest.MonkeyPatch, reason: str
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:
-    preprocessor = bounded(moondream3, 2**30, num_threads=1)
+    preprocessor = bounded(loaded, 2**30, num_threads=1)
     timing, is_wanted, num_checks = clock(), True, 0
     closer, is_closing = threading.Thread(target=preprocessor.close), threading.Event()
     decode_image = preprocessing.decode_image

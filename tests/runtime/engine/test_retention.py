@@ -83,11 +83,11 @@ async def test_a_steady_load_retains_neither_sequences_nor_images_nor_steps(num_
 
 
 async def test_a_request_that_is_over_leaves_nothing_behind_however_it_ended(
-    moondream3: LoadedModel, monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kestrel_runtime.models.moondream.prepared.new_step_runner", FakeRunner)
+    monkeypatch.setattr("tests.runtime.models.second_family.small_pictures.StepRunner", FakeRunner)
     image = (MD3_SMALL / "image_1_64x64.png").read_bytes()
-    engine = LocalEngine(moondream3, EngineConfig(model="", num_kv_pages=256, num_preprocess_threads=1))
+    engine = LocalEngine(loaded, EngineConfig(model="", num_kv_pages=256, num_preprocess_threads=1))
 
     async def ask(number: int) -> None:
         query = Query("hi", image, sampling=SamplingParams(max_tokens=1, seed=number))

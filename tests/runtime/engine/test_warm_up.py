@@ -39,16 +39,16 @@ async def test_every_skill_of_the_model_is_asked_for_once_and_nothing_is_left_be
 
 
 @pytest.mark.parametrize("bound", [{"max_image_bytes": 10}, {"max_image_pixels": 10}])
-async def test_what_would_be_refused_to_everybody_is_passed_over(moondream3, bound, caplog):
-    engine = LocalEngine(moondream3, EngineConfig(model=str(MD3_SMALL), **bound))
+async def test_what_would_be_refused_to_everybody_is_passed_over(loaded, bound, caplog):
+    engine = LocalEngine(loaded, EngineConfig(model=str(MD3_SMALL), **bound))
     with caplog.at_level(logging.WARNING):
         await warm_up(engine)
     assert "a caption of a small image does not fit" in caplog.text
     engine.close()
 
 
-async def test_an_engine_that_fails_its_own_requests_is_not_warm(moondream3):
-    engine = LocalEngine(moondream3, EngineConfig(model=str(MD3_SMALL)))
+async def test_an_engine_that_fails_its_own_requests_is_not_warm(loaded):
+    engine = LocalEngine(loaded, EngineConfig(model=str(MD3_SMALL)))
     engine.close()
     with pytest.raises(WarmUpFailed, match="a query"):
         await warm_up(engine)

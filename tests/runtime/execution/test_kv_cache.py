@@ -1,14 +1,24 @@
+from typing import NamedTuple
+
 import pytest
 import torch
 
 from bench.harness.packed_chunks import packed_chunks
 from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.scheduling.batch import Chunk
-from tests.runtime.models.moondream.tiny import DenseAttend, tiny_config
+from tests.runtime.dense_attend import DenseAttend
 from tests.runtime.sequences import new_sequence
 
 CPU = torch.device("cpu")
-CONFIG = tiny_config(n_heads=4, n_kv_heads=2, max_context=64).text
+
+
+class Sizes(NamedTuple):
+    n_layers: int
+    n_kv_heads: int
+    head_dim: int
+
+
+CONFIG = Sizes(n_layers=3, n_kv_heads=2, head_dim=8)
 WIDTH = CONFIG.head_dim
 
 

@@ -1,56 +1,61 @@
+"""The step runner on the tests' own family: whatever the steps, each sequence gets what it would get alone."""
+
+from __future__ import annotations
+
 import itertools
 
 import pytest
 import torch
 
 from kestrel_runtime.api.config import EngineConfig
-from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.interfaces.tokens import Token, TokenRule
-from kestrel_runtime.models.moondream.execution_config import ExecutionConfig
-from kestrel_runtime.models.moondream.runner import new_step_runner
-from kestrel_runtime.models.moondream.tiling import MoondreamTiling
 from kestrel_runtime.scheduling.ids import StepId
 from kestrel_runtime.scheduling.limits import StepBounds
 from kestrel_runtime.scheduling.page_manager import PageManager
 from kestrel_runtime.scheduling.scheduler import Scheduler
-from tests.runtime.models.moondream.tiny import DenseAttend, random_model, tiny_config
+from tests.runtime.dense_attend import DenseAttend
+from tests.runtime.models.second_family.small_pictures import (
+    NUM_IMAGE_TOKENS,
+    PLACE_ID,
+    PicturesTiling,
+    SmallPicturesFamily,
+    random_pictures,
+)
 from tests.runtime.noise import noise
 from tests.runtime.sequences import new_sequence
 
-CPU = torch.device("cpu")
-MODELS = {generation: random_model(tiny_config(generation)) for generation in (2, 3)}
-GENERATIONS = pytest.mark.parametrize("generation", MODELS)
-NUM_IMAGE_TOKENS = 16
+MODEL = random_pictures(640)
 TEXT = [Token(id) for id in (0, 1, 236, 409, 2, 70, 87, 293, 3)]
-REFERENCES = [Token(0), Token(1), Token(5, (0.25,)), Token(5, (0.75,)), Token(6, (0.5, 0.25)), Token(70), Token(3)]
+PLACES = [Token(0), Token(1), Token(PLACE_ID, (0.25,)), Token(PLACE_ID, (0.75,)), Token(70)]
+CASES = {
+    "text": (TEXT, None),
+    "image": (TEXT, noise(40, 40)),
+    "tiles": (TEXT, noise(300, 120)),
+    "places": (PLACES, None),
+}
 
 
 class Bench:
-    """Scheduler, cache and runner of a tiny model, turned step by step without output parsers."""
+    """Scheduler and runner, turned step by step without output parsers."""
 
-    def __init__(self, model, *, num_pages=200, page_size=4, batch=8, prefill=1000, tiles=100, **paths):
-        config = model.config.text
-        cache = KVCache(config, num_pages, page_size, CPU, torch.float32)
+    def __init__(self, *, num_pages=500, page_size=16, batch=8, prefill=1000, max_tiles=100):
+        bounds = StepBounds(batch, prefill, max_tiles)
+        config = EngineConfig(model="", page_size=page_size)
+        prepared = SmallPicturesFamily().prepare(MODEL, config, bounds, owns_model=False)
+        self.runner = prepared.new_step_runner(num_pages, 0)
         self.scheduler = Scheduler(
             PageManager(num_pages, page_size),
             max_batch_size=batch,
             max_prefill_tokens=prefill,
-            max_tiles_per_step=tiles,
-        )
-        self.model, self.runner = (
-            model,
-            new_step_runner(
-                model, cache, ExecutionConfig.of(EngineConfig(**paths), "cpu"), StepBounds(batch, prefill, tiles)
-            ),
+            max_tiles_per_step=max_tiles,
         )
         self.num_preemptions = 0
         self.step_ids = itertools.count(1)
 
-    def add(self, tokens, image=None, num_image_tokens=NUM_IMAGE_TOKENS, **settings):
-        tiles = None if image is None else MoondreamTiling(self.model.config.vision).make_tiles(image)
-        sequence = new_sequence(
-            tokens, num_image_tokens=0 if image is None else num_image_tokens, tiles=tiles, **settings
-        )
+    def add(self, tokens, image=None, **settings):
+        tiles = None if image is None else PicturesTiling().make_tiles(image)
+        num_image_tokens = 0 if image is None else NUM_IMAGE_TOKENS
+        sequence = new_sequence(tokens, num_image_tokens=num_image_tokens, tiles=tiles, **settings)
         self.scheduler.add(sequence)
         return sequence
 
@@ -60,8 +65,7 @@ class Bench:
         self.num_preemptions += max(0, self.scheduler.num_waiting - waiting)
         for batch in plan:
             if not batch.is_empty:
-                tokens = self.runner.run(batch)
-                step = StepId(next(self.step_ids))
+                tokens, step = self.runner.run(batch), StepId(next(self.step_ids))
                 self.scheduler.commit(step, batch)
                 self.scheduler.complete(step, batch, tokens)
 
@@ -77,143 +81,62 @@ class Bench:
 
 
 @torch.inference_mode()
-def written_out(model, count, tokens, image):
+def written_out(count, tokens, image):
     """Greedy generation without cache, pages or batches: every step from the start."""
-    tokens, pictured = list(tokens), torch.empty(0, model.config.text.dim)
+    tokens, pictured = list(tokens), torch.empty(0, MODEL.config.dim)
     if image is not None:
-        tiles = MoondreamTiling(model.config.vision).make_tiles(image)
-        features = model.vision.encode(torch.from_numpy(tiles.pixels))
-        pictured = model.vision.project(features, tiles.rows, tiles.columns)
+        pictured = MODEL.encode(torch.from_numpy(PicturesTiling().make_tiles(image).pixels)).mean(0)
     prefix_length = 1 + len(pictured) if image is not None else 0
     for _ in range(count):
-        embeddings = torch.cat((model.embed(tokens[:1]), pictured, model.embed(tokens[1:])))
-        hidden = model.text(embeddings, torch.arange(len(embeddings)), DenseAttend(prefix_length))
-        tokens.append(Token(model.text.logits(hidden[-1:]).argmax().item()))
+        ids = torch.tensor([token.id for token in tokens])
+        num_values = torch.tensor([len(token.value) for token in tokens])
+        values = torch.tensor([(*token.value, 0.0)[:1] for token in tokens])
+        text = MODEL.embed(ids, num_values, values)
+        embeddings = torch.cat((text[:1], pictured, text[1:]))
+        hidden = MODEL.attended(embeddings, torch.arange(len(embeddings)), DenseAttend(prefix_length))
+        tokens.append(Token(int(MODEL.logits(hidden[-1:]).argmax())))
     return tokens[-count:]
 
 
-CASES = {
-    "text": (TEXT, None),
-    "image": (TEXT, noise(40, 40)),
-    "tiles": (TEXT, noise(300, 120)),
-    "places": (REFERENCES, noise(40, 40)),
-}
-
-
-@GENERATIONS
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_generated_is_what_the_model_says_from_the_start(generation, case):
-    model = MODELS[generation]
-    tokens, image = CASES[case]
-    bench = Bench(model)
-    (generated,) = bench.generate(6, bench.add(tokens, image))
-    assert generated == written_out(model, 6, tokens, image)
+def test_what_is_generated_is_what_the_model_says_from_the_start(case):
+    bench = Bench()
+    assert bench.generate(4, bench.add(*CASES[case])) == [written_out(4, *CASES[case])]
 
 
-@GENERATIONS
-@pytest.mark.parametrize("case", CASES)
-def test_fused_paths_say_what_the_plain_ones_say(generation, case):
-    tokens, image = CASES[case]
-    plain, fused = Bench(MODELS[generation]), Bench(MODELS[generation], text_path="fused", vision_path="fused")
-    (wanted,) = plain.generate(6, plain.add(tokens, image))
-    (actual,) = fused.generate(6, fused.add(tokens, image))
-    assert actual == wanted
-
-
-@GENERATIONS
-@pytest.mark.parametrize(
-    "sizes", [{"prefill": 3}, {"prefill": 18}, {"tiles": 2}, {"page_size": 1}, {"page_size": 7}]
-)
-def test_the_size_of_steps_and_pages_does_not_show(generation, sizes):
-    model = MODELS[generation]
-    bench = Bench(model, **sizes)
+@pytest.mark.parametrize("sizes", [{"prefill": 18}, {"max_tiles": 2}, {"page_size": 7}])
+def test_the_size_of_steps_and_pages_does_not_show(sizes):
+    bench = Bench(**sizes)
     early = bench.add(TEXT)
-    bench.step()  # somebody decodes from here on, so that the rest comes in bounded steps
+    bench.step()  # one decodes from here on, so that the rest comes in bounded steps
     late = [bench.add(*case) for case in CASES.values()]
-    generated = bench.generate(6, early, *late)
-    assert generated == [written_out(model, 6, *case) for case in ((TEXT, None), *CASES.values())]
+    generated = bench.generate(4, early, *late)
+    assert generated == [written_out(4, *case) for case in ((TEXT, None), *CASES.values())]
 
 
-@GENERATIONS
-def test_a_sequence_that_makes_room_and_comes_back_says_the_same(generation):
-    model = MODELS[generation]
-    bench = Bench(model, num_pages=24, page_size=2)
-    sequences = [bench.add(TEXT), bench.add(TEXT[:4], noise(40, 40)), bench.add(REFERENCES)]
-    generated = bench.generate(16, *sequences)
+def test_a_preempted_sequence_goes_on_where_it_was():
+    bench = Bench(num_pages=20, page_size=2)
+    cases = [(TEXT, None), (PLACES, None), (TEXT[:4], None)]
+    generated = bench.generate(12, *(bench.add(*case) for case in cases))
     assert bench.num_preemptions > 0
-    wanted = [(TEXT, None), (TEXT[:4], noise(40, 40)), (REFERENCES, None)]
-    assert generated == [written_out(model, 16, *case) for case in wanted]
+    assert generated == [written_out(12, *case) for case in cases]
 
 
-def test_seeded_draws_do_not_depend_on_company_or_pressure():
-    def generated(num_pages, others):
-        bench = Bench(MODELS[3], num_pages=num_pages, page_size=2)
-        company = [bench.add(TEXT, temperature=1.0, seed=place) for place in range(others)]
-        sequence = bench.add(REFERENCES, noise(40, 40), temperature=1.0, top_p=0.9, seed=11)
-        return bench.generate(20, sequence, *company)[0], bench.num_preemptions
-
-    alone, _ = generated(200, 0)
-    beside, no_preemptions = generated(200, 3)
-    pressed, some_preemptions = generated(40, 3)
-    assert alone == beside == pressed
-    assert no_preemptions == 0 < some_preemptions
-
-
-def test_generated_places_are_fed_back_by_their_value():
-    model = MODELS[2]
-    rule = TokenRule(allowed=(5,), is_spatial=True)
-    bench = Bench(model)
+def test_sampled_values_are_fed_back():
+    rule = TokenRule(allowed=(PLACE_ID,), is_spatial=True)
+    bench = Bench()
     (generated,) = bench.generate(3, bench.add(TEXT, rule=rule))
-    assert all(token.id == 5 and len(token.value) == 1 for token in generated)
-    again = Bench(model)
-    (rest,) = again.generate(1, again.add([*TEXT, *generated[:2]], rule=rule))
+    assert all(token.id == PLACE_ID and len(token.value) == 1 for token in generated)
+    (rest,) = bench.generate(1, bench.add([*TEXT, *generated[:2]], rule=rule))
     assert rest == generated[2:]
 
 
-def test_a_step_samples_for_the_prompts_that_end_in_it_and_for_no_other():
-    bench = Bench(MODELS[2], prefill=4)
-    running = bench.add(TEXT[:2])
-    bench.step()
-    ending, begun = bench.add(TEXT[:1]), bench.add(TEXT)
-    plan = bench.scheduler.schedule(now=0.0)
-    assert [chunk.sequence for chunk in plan.prefill.prefill] == [ending, begun]
-    assert plan.prefill.sampled == (ending,)
-    assert plan.decode.sampled == (running,)
-    assert len(bench.runner.run(plan.prefill)) == len(bench.runner.run(plan.decode)) == 1
-
-
-def test_a_step_that_only_encodes_tiles_draws_nothing():
-    bench = Bench(MODELS[2], tiles=2)
-    running = bench.add(TEXT[:2])
-    bench.step()
-    bench.scheduler.remove(running)
-    bench.add(TEXT[:2])
-    bench.step()
-    sequence = bench.add(TEXT, noise(300, 120))
-    batch = bench.scheduler.schedule(now=0.0).prefill
-    assert [item.sequence for item in batch.encode] == [sequence]
-    assert batch.prefill == ()
-    assert bench.runner.run(batch) == []
-
-
-def test_an_image_is_kept_until_its_sequence_is_released():
-    bench = Bench(MODELS[2])
-    sequence = bench.add(TEXT, noise(40, 40))
-    bench.step()
-    assert bench.runner.image_embeddings(sequence).shape == (NUM_IMAGE_TOKENS, MODELS[2].config.text.dim)
-    bench.runner.release(sequence)
-    with pytest.raises(KeyError):
-        bench.runner.image_embeddings(sequence)
-    bench.runner.release(sequence)  # a sequence without an image is released all the same
-
-
 def test_two_images_in_a_step_are_told_apart():
-    model = MODELS[2]
-    bench = Bench(model)
-    pictures = [noise(40, 40, seed) for seed in range(2)]
+    bench, pictures = Bench(prefill=2000), [noise(40, 40, seed) for seed in range(2)]
     sequences = [bench.add(TEXT, picture) for picture in pictures]
     bench.step()
     first, second = (bench.runner.image_embeddings(sequence) for sequence in sequences)
     assert not torch.allclose(first, second)
-    for sequence, picture in zip(sequences, pictures, strict=True):
-        assert sequence.tokens[-1:] == written_out(model, 1, TEXT, picture)
+    assert [list(sequence.tokens[-1:]) for sequence in sequences] == [
+        written_out(1, TEXT, picture) for picture in pictures
+    ]

@@ -8,7 +8,8 @@ from kestrel_ops import Kernels
 from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.models.moondream.fused_decode import FusedDecoder
 from kestrel_runtime.models.moondream.fused_weights import fused_blocks, fused_head
-from tests.runtime.models.moondream.tiny import DenseAttend, random_model, tiny_config
+from tests.runtime.dense_attend import DenseAttend
+from tests.runtime.models.moondream.tiny import random_model, tiny_config
 
 CPU = torch.device("cpu")
 FLOAT8 = torch.float8_e4m3fn

@@ -9,7 +9,8 @@ from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.models.moondream.fused_prefill import FusedPrefill
 from kestrel_runtime.models.moondream.fused_weights import fused_blocks
 from kestrel_runtime.scheduling.batch import Chunk
-from tests.runtime.models.moondream.tiny import DenseAttend, random_model, tiny_config
+from tests.runtime.dense_attend import DenseAttend
+from tests.runtime.models.moondream.tiny import random_model, tiny_config
 from tests.runtime.sequences import new_sequence
 
 CPU = torch.device("cpu")

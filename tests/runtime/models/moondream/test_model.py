@@ -7,7 +7,8 @@ from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.models.moondream.model import Moondream
 from kestrel_runtime.models.moondream.tiling import MoondreamTiling
 from tests.reference_fixtures import MD2_SMALL, MD3_SMALL, expected, image_paths
-from tests.runtime.models.moondream.tiny import DenseAttend, random_model, tiny_config
+from tests.runtime.dense_attend import DenseAttend
+from tests.runtime.models.moondream.tiny import random_model, tiny_config
 from tests.runtime.noise import noise
 
 CPU = torch.device("cpu")

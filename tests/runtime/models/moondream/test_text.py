@@ -7,7 +7,8 @@ import torch
 from torch.nn.functional import gelu, layer_norm
 
 from kestrel_runtime.models.moondream.text import Mlp, TextModel
-from tests.runtime.models.moondream.tiny import DenseAttend, randomised, tiny_config
+from tests.runtime.dense_attend import DenseAttend
+from tests.runtime.models.moondream.tiny import randomised, tiny_config
 
 GENERATIONS = pytest.mark.parametrize("generation", [2, 3], ids=["moondream2", "moondream3"])
 GROUPED = tiny_config(2, n_heads=4, n_kv_heads=2).text

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.models.moondream.model import Moondream
@@ -67,26 +66,3 @@ def randomised(module: Module, seed: int = 0) -> Module:
     for parameter in module.parameters():
         parameter.data = (0.3 * torch.randn(parameter.shape)).to(parameter.dtype)
     return module.eval().requires_grad_(False)
-
-
-class DenseAttend:
-    """Attention of one sequence, written out: keeps all keys and values, position by position."""
-
-    def __init__(self, prefix_length: int = 0) -> None:
-        self.prefix_length = prefix_length
-        self.keys: dict[int, Tensor] = {}
-        self.values: dict[int, Tensor] = {}
-
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        self.keys[layer] = torch.cat((self.keys[layer], key)) if layer in self.keys else key
-        self.values[layer] = torch.cat((self.values[layer], value)) if layer in self.values else value
-        length = len(self.keys[layer])
-        heads_per_group = query.shape[1] // key.shape[1]
-        keys = self.keys[layer].repeat_interleave(heads_per_group, dim=1)
-        values = self.values[layer].repeat_interleave(heads_per_group, dim=1)
-        rows = []
-        for row, position in enumerate(range(length - len(query), length)):
-            visible = self.prefix_length if position < self.prefix_length else position + 1
-            scores = torch.einsum("hd,nhd->hn", query[row], keys[:visible]) / query.shape[-1] ** 0.5
-            rows.append(torch.einsum("hn,nhd->hd", scores.softmax(dim=-1), values[:visible]))
-        return torch.stack(rows)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from PIL import Image
@@ -62,7 +62,10 @@ class SmallText:
         self.dtype, self.device = weights["embedding"].dtype, weights["embedding"].device
 
     def hidden(self, ids: Tensor, positions: Tensor, attend: Any) -> Tensor:
-        rows = self.weights["embedding"][ids] + self.weights["position"][positions]
+        return self.attended(self.weights["embedding"][ids], positions, attend)
+
+    def attended(self, embeddings: Tensor, positions: Tensor, attend: Any) -> Tensor:
+        rows = embeddings + self.weights["position"][positions]
         packed = rows @ self.weights["qkv"].T
         query, key, value = packed.unflatten(-1, (3, self.config.n_kv_heads, -1)).unbind(1)
         return rows + attend(0, query, key, value).flatten(1)
@@ -149,13 +152,14 @@ class PreparedSmallText:
     model: SmallText
     config: EngineConfig
     bounds: StepBounds
+    most_pages: ClassVar[int] = 64
 
     def tile_on_device(self) -> None:
         return None
 
     def plan_cache(self, host_image_bytes: int) -> tuple[int, MemoryPlan]:
         page_bytes = KVCache.bytes_per_page(self.model.config, self.config.page_size, self.model.dtype)
-        needs = MemoryNeeds(page_bytes, 1, 64, activation_bytes=2**20, graph_bytes=0, image_bytes=0)
+        needs = MemoryNeeds(page_bytes, 1, self.most_pages, activation_bytes=2**20, graph_bytes=0, image_bytes=0)
         reading = MemoryReading.of(self.model.device, sum(item.nbytes for item in self.model.weights.values()))
         return plan_memory(reading, needs, self.config.memory_utilization, self.config.num_kv_pages)
 

@@ -30,7 +30,8 @@ from kestrel_runtime.models.moondream.execution_config import ExecutionConfig
 from kestrel_runtime.models.moondream.sampling import value_kinds
 from kestrel_runtime.models.moondream.skills import SKILLS
 from tests.reference_fixtures import MD2_SMALL
-from tests.runtime.execution.test_step_runner import (
+from tests.runtime.fake_cuda import FakeStreamCapture
+from tests.runtime.models.moondream.test_runner import (
     CASES,
     MODELS,
     NUM_IMAGE_TOKENS,
@@ -38,7 +39,6 @@ from tests.runtime.execution.test_step_runner import (
     Bench,
     written_out,
 )
-from tests.runtime.fake_cuda import FakeStreamCapture
 from tests.runtime.models.moondream.tiny import random_model, tiny_config
 from tests.runtime.noise import noise
 

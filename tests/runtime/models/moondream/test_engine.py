@@ -1,0 +1,110 @@
+"""The engine on a small Moondream 3: all skills together answer as they do alone."""
+
+import asyncio
+from collections.abc import Iterator
+from itertools import cycle, repeat
+
+import pytest
+
+from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.events import Event, Finished, QueryOutput, TextChannel, TextDelta
+from kestrel_runtime.api.requests import (
+    Caption,
+    Detect,
+    Point,
+    PointRef,
+    Query,
+    Request,
+    SamplingParams,
+    Segment,
+)
+from kestrel_runtime.engine.engine import LocalEngine
+from kestrel_runtime.execution.step_runner import StepHandle, StepRunner
+from kestrel_runtime.models.loaded_model import LoadedModel
+from tests.reference_fixtures import MD3_SMALL
+
+SMALL_IMAGE = (MD3_SMALL / "image_1_64x64.png").read_bytes()
+TILED_IMAGE = (MD3_SMALL / "image_0_500x400.png").read_bytes()
+
+
+@pytest.fixture
+def engine(moondream3: LoadedModel) -> Iterator[LocalEngine]:
+    engine = LocalEngine(moondream3, EngineConfig(model="", max_batch_size=8))
+    yield engine
+    engine.close()
+
+
+def text_of(events: list[Event], channel: TextChannel) -> str:
+    return "".join(item.text for item in events if isinstance(item, TextDelta) and item.channel is channel)
+
+
+async def test_the_deltas_of_each_channel_add_up_to_the_final_text(engine: LocalEngine) -> None:
+    for seed in range(5):
+        sampling = SamplingParams(temperature=2.0, max_tokens=60, seed=seed)
+        query = Query("license", SMALL_IMAGE, reasoning=True, sampling=sampling)
+        events = [event async for event in engine.submit(query)]
+        finished = events[-1]
+        assert isinstance(finished, Finished)
+        assert isinstance(finished.output, QueryOutput)
+        assert finished.output.reasoning is not None
+        assert text_of(events, TextChannel.REASONING) == finished.output.reasoning.text != ""
+        assert text_of(events, TextChannel.ANSWER) == finished.output.answer
+
+
+async def test_usage_and_timing_tell_what_was_spent(engine: LocalEngine) -> None:
+    finished = await engine.submit(
+        Caption(SMALL_IMAGE, sampling=SamplingParams(temperature=0, max_tokens=5))
+    ).result()
+    assert finished.usage.num_image_tokens == 729
+    assert finished.usage.num_input_tokens == 1 + 729 + 7  # BOS, image, the caption's template
+    assert finished.usage.num_output_tokens == 5
+    timing = finished.timing
+    parts = timing.queue_s + timing.preprocess_s + timing.prefill_s
+    assert timing.time_to_first_token_s == pytest.approx(parts)
+    assert min(timing.queue_s, timing.preprocess_s, timing.prefill_s, timing.decode_s) >= 0
+
+
+def mixed_requests() -> list[Request]:
+    """Thirty-two requests: every skill, with and without image, greedy and drawn."""
+    drawn = [SamplingParams(temperature=1.0, top_p=0.9, max_tokens=12, seed=seed) for seed in range(4)]
+    greedy = SamplingParams(temperature=0.0, max_tokens=12)
+    kinds: list[Request] = [
+        Query("What is in this image?", SMALL_IMAGE, sampling=greedy),
+        Query("license", SMALL_IMAGE, reasoning=True, sampling=drawn[0]),
+        Query("Tell me about the oceans.", sampling=drawn[1]),
+        Query("Here?", SMALL_IMAGE, spatial_refs=(PointRef(0.25, 0.75),), sampling=greedy),
+        Caption(SMALL_IMAGE, "short", sampling=greedy),
+        Caption(TILED_IMAGE, "long", sampling=drawn[2]),
+        Point("copy", SMALL_IMAGE, max_objects=5),
+        Detect("License", SMALL_IMAGE, max_objects=4),
+        Segment("copy", SMALL_IMAGE, sampling=drawn[3]),
+    ]
+    return [kinds[place % len(kinds)] for place in range(32)]
+
+
+async def test_thirty_two_mixed_requests_answer_as_they_do_alone(engine: LocalEngine) -> None:
+    requests = mixed_requests()
+    alone = {id(request): (await engine.submit(request).result()).output for request in set(requests)}
+    together = await asyncio.gather(*(engine.submit(request).result() for request in requests))
+    assert [finished.output for finished in together] == [alone[id(request)] for request in requests]
+
+
+@pytest.mark.parametrize(
+    "is_complete", [repeat(True), repeat(False), cycle([False, False, True])], ids=["soon", "late", "now and then"]
+)
+async def test_looking_ahead_changes_no_answer(
+    moondream3: LoadedModel, engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, is_complete: Iterator[bool]
+) -> None:
+    requests = [*mixed_requests()[:9], Query("why?", reasoning=True, sampling=SamplingParams(max_tokens=4, seed=5))]
+    one_by_one = await asyncio.gather(*(engine.submit(request).result() for request in requests))
+    monkeypatch.setattr(StepRunner, "is_asynchronous", True)
+    monkeypatch.setattr(StepHandle, "is_complete", lambda _: next(is_complete))
+    # Room for a few at a time, so that some are sent back while others look ahead; prompts go in by parts.
+    ahead = LocalEngine(moondream3, EngineConfig(model="", num_kv_pages=150, max_prefill_tokens=8))
+    try:
+        overlapped = await asyncio.gather(*(ahead.submit(request).result() for request in requests))
+        assert [finished.output for finished in overlapped] == [finished.output for finished in one_by_one]
+        assert [finished.usage for finished in overlapped] == [finished.usage for finished in one_by_one]
+        assert ahead.load().num_used_pages == 0
+    finally:
+        ahead.close()

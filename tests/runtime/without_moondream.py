@@ -1,0 +1,5 @@
+"""A pytest plugin that refuses imports of Moondream, as if its package had been deleted."""
+
+import sys
+
+sys.modules["kestrel_runtime.models.moondream"] = None  # pyright: ignore[reportArgumentType]
