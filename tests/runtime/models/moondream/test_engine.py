@@ -99,7 +99,7 @@ async def test_looking_ahead_changes_no_answer(
     one_by_one = await asyncio.gather(*(engine.submit(request).result() for request in requests))
     monkeypatch.setattr(StepRunner, "is_asynchronous", True)
     monkeypatch.setattr(StepHandle, "is_complete", lambda _: next(is_complete))
-    # Room for a few at a time, so that some are sent back while others look ahead; prompts go in by parts.
+    # Pages for a few at a time, so that some are preempted while others decode ahead; prompts are chunked.
     ahead = LocalEngine(moondream3, EngineConfig(model="", num_kv_pages=150, max_prefill_tokens=8))
     try:
         overlapped = await asyncio.gather(*(ahead.submit(request).result() for request in requests))
