@@ -19,7 +19,7 @@ FLOAT32_RELATIVE = 2e-4
 """Largest error of embeddings, hidden states, keys and values in float32, as a share of the largest value."""
 FLOAT32_LOGIT = 1e-3
 """Largest absolute error of a logit in float32, where the largest logits are about 10."""
-NUM_SIMULATIONS = 8
+NUM_SIMULATIONS = 24
 FALSE_ALARM = 1e-4
 """How likely it is that a correct path exceeds the bound on a tensor's RMS error, if simulations are exact."""
 SLACK = 1.5
