@@ -116,6 +116,9 @@ def test_two_swapped_heads_of_a_decode_step_are_found_by_the_decoded_token(faile
         attended = arguments[7].view(1, 4, -1)
         attended.copy_(attended[:, [1, 0, 2, 3]])
 
-    names = failed(config, "rotary_decode_attention", at_call(1, swapped))
+    # As above: in float8 a single row of one layer alone does not show it.
+    is_float8 = config.text_path == "fused-float8"
+    fault = (lambda operation: partial(swapped, operation)) if is_float8 else at_call(1, swapped)
+    names = failed(config, "rotary_decode_attention", fault)
     assert names
     assert all("decode step" in name for name in names)
