@@ -95,6 +95,7 @@ async def record(tracer: Tracer) -> None:
     ):
         stub: Any = VisionServiceStub(channel)
         await ask(stub)
+        await engine.clear_cache()  # so that the next call encodes its image again
         tracer.recording = True
         await ask(stub)
         # What the server does after the last message of a call is done once it has served another.

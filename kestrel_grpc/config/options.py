@@ -181,6 +181,12 @@ class ServerConfig:
     page_size: int = _option(
         _ENGINE.page_size, whole_number(1), "size of a page of the key-value cache", unit="tokens"
     )
+    prefix_cache: bool = _option(
+        _ENGINE.prefix_cache,
+        on_or_off,
+        "whether pages of images, prompts and answers are kept for later requests: on or off",
+        default_text="on",
+    )
     max_queue: int = _option(
         _ENGINE.max_queued_requests,
         whole_number(1),
@@ -374,6 +380,7 @@ class ServerConfig:
             num_kv_pages=self.kv_pages,
             memory_utilization=self.memory_utilization,
             page_size=self.page_size,
+            prefix_cache=self.prefix_cache,
             max_queued_requests=self.max_queue,
             max_queued_image_bytes=self.max_queue_image_bytes,
             max_queued_tokens=self.max_queue_tokens,

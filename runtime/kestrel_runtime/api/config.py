@@ -40,6 +40,8 @@ class EngineConfig:
     weights, cache, activations, captured graphs and images together."""
     page_size: int = 16
     """Tokens in a page."""
+    prefix_cache: bool = True
+    """Whether pages of images, prompts and answers are kept for later requests until their memory is needed."""
     max_queued_requests: int = 256
     """Requests that may wait for a preprocessing worker or for pages."""
     max_queued_image_bytes: int = 512 * MIB

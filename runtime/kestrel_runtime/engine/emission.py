@@ -25,7 +25,8 @@ def events_after(sequence: Sequence, now: float) -> list[Event]:
 
 
 def _usage(sequence: Sequence) -> Usage:
-    return Usage(sequence.num_prompt_positions, sequence.num_image_tokens, sequence.num_generated)
+    num_cached = sequence.num_cached_prompt or 0
+    return Usage(sequence.num_prompt_positions, sequence.num_image_tokens, sequence.num_generated, num_cached)
 
 
 def _timing(sequence: Sequence, now: float) -> Timing:

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 
 from kestrel_runtime.api.config import EngineConfig
-from kestrel_runtime.api.engine import ClearedCache, EngineInfo, EngineStatus, ImageInfo, Load
+from kestrel_runtime.api.engine import CacheLoad, ClearedCache, EngineInfo, EngineStatus, ImageInfo, Load
 from kestrel_runtime.api.errors import (
     EngineUnavailable,
     ImageError,
@@ -43,6 +43,7 @@ from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.scheduling.admission import Admission, Cost, QueueLimits
 from kestrel_runtime.scheduling.limits import StepBounds
 from kestrel_runtime.scheduling.page_manager import PageManager
+from kestrel_runtime.scheduling.prefix_keys import PrefixKeyMaker, key_parts
 from kestrel_runtime.scheduling.scheduler import Scheduler
 from kestrel_runtime.scheduling.sequence import Sequence, SequenceClock
 
@@ -77,6 +78,7 @@ class LocalEngine:
         _log.info("memory of %s:\n%s", loaded.model.device, memory.table())
         runner = prepared.new_step_runner(num_pages, memory.graph_bytes)
         self._pages = PageManager(num_pages, config.page_size)
+        self._page_bytes = memory.cache_bytes // num_pages
         max_context = min(model_config.max_context, num_pages * config.page_size)
         _log.info(
             "KV cache: %s tokens, %.1f GiB, %.1f requests of full length (%s tokens)",
@@ -98,12 +100,20 @@ class LocalEngine:
             config=config,
             memory=memory,
         )
-        scheduler = Scheduler(
+        parts = key_parts(
+            config,
+            model=model_config,
+            checkpoint=(loaded.checkpoint.name, loaded.checkpoint.revision),
+            device=loaded.model.device,
+            dtype=loaded.model.dtype,
+        )
+        self._scheduler = Scheduler(
             self._pages,
             max_batch_size=bounds.max_batch_size,
             max_prefill_tokens=bounds.max_prefill_tokens,
             max_tiles_per_step=bounds.max_tiles,
             ageing_s=config.ageing_s,
+            cuts_at_share_points=bounds.cuts_at_share_points,
         )
         offending_requests = OffendingRequests()
         self._admission = Admission(
@@ -121,6 +131,7 @@ class LocalEngine:
             offending_requests,
             tiling,
             make_tiles,
+            PrefixKeyMaker(parts, config.page_size) if config.prefix_cache else None,
             max_context=max_context,
             max_image_pixels=config.max_image_pixels,
             num_threads=config.num_preprocess_threads,
@@ -129,14 +140,14 @@ class LocalEngine:
         )
         runner.capture()
         isolation = Isolation(
-            scheduler,
+            self._scheduler,
             runner,
             offending_requests,
             new_probes=lambda: new_probes(self._preprocessor),
             on_restart=lambda: self._become(EngineStatus.RECOVERING),
             on_restarted=lambda: self._become(EngineStatus.SERVING),
         )
-        self._loop = EngineLoop(scheduler, runner, isolation, self._admission)
+        self._loop = EngineLoop(self._scheduler, runner, isolation, self._admission)
         self._status = EngineStatus.SERVING
         self._lock = threading.RLock()
         self._num_preprocessing = 0
@@ -252,6 +263,7 @@ class LocalEngine:
             num_pages=self._pages.num_pages,
             tokens_per_second=self._loop.tokens_per_second(),
             decoded_image_bytes=self._preprocessor.decoded_bytes,
+            prefix_cache=self._prefix_cache_load(),
         )
 
     async def drain(self) -> None:
@@ -303,6 +315,19 @@ class LocalEngine:
         self._become(EngineStatus.DEAD)
         self._loop.finish()
         self._streams.close()
+
+    def _prefix_cache_load(self) -> CacheLoad:
+        """Readings of numbers that the engine thread changes."""
+        if not self.info.config.prefix_cache:
+            return CacheLoad()
+        pages, page_bytes = self._pages, self._page_bytes
+        return CacheLoad(
+            num_lookups=self._scheduler.num_lookups,
+            num_hits=self._scheduler.num_hits,
+            num_evictions=pages.num_evictions,
+            used_bytes=pages.num_findable * page_bytes,
+            total_bytes=pages.num_pages * page_bytes,
+        )
 
     def _check(self, request: Request) -> None:
         if self._status is not EngineStatus.SERVING:

@@ -5,6 +5,7 @@ Knows skills, the tokenizer and images; knows no pages and no model.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import secrets
 import time
@@ -15,7 +16,7 @@ from PIL import Image
 
 from kestrel_runtime.api.errors import ContextLengthExceeded, ImageError, RequestRefused
 from kestrel_runtime.api.raw_image import RawImage
-from kestrel_runtime.api.requests import Request
+from kestrel_runtime.api.requests import CachePolicy, Request
 from kestrel_runtime.engine.offending_requests import OffendingRequests, fingerprint_of
 from kestrel_runtime.engine.workers import Interrupted, Job, Workers
 from kestrel_runtime.imaging.decoding import decode_image, inspect_image
@@ -25,6 +26,7 @@ from kestrel_runtime.interfaces.family import ModelConfig, Skill
 from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.memory.image_budget import MemoryBudget
+from kestrel_runtime.scheduling.prefix_keys import PrefixKeyMaker
 from kestrel_runtime.scheduling.sequence import Sequence, SequenceClock
 
 MAX_DECODING_BYTES = 512 * 2**20
@@ -50,6 +52,7 @@ class Preprocessor:
         offending_requests: OffendingRequests,
         tiling: Tiling,
         make_tiles: Callable[[Image.Image], Tiles | DecodedImage],
+        key_maker: PrefixKeyMaker | None = None,
         *,
         max_context: int,
         max_image_pixels: int,
@@ -57,7 +60,8 @@ class Preprocessor:
         max_decoded_bytes: int = 2 * MAX_DECODING_BYTES,
         ageing_s: float = 10.0,
     ) -> None:
-        """`make_tiles` turns an RGB image into what the engine takes; all the threads call it.
+        """`make_tiles` turns an RGB image into what the engine takes; all the threads call it. Without `key_maker`
+        sequences do not use the prefix cache.
 
         `max_decoded_bytes` bounds the memory of all images together, from the start of their decoding until their
         tiles are freed.
@@ -70,6 +74,7 @@ class Preprocessor:
         self._max_image_pixels = max_image_pixels
         self._tiling = tiling
         self._make_tiles = make_tiles
+        self._key_maker = key_maker
         self._ids = itertools.count(1)
         self._budget = MemoryBudget(max_decoded_bytes)
         self._max_decoding_bytes = min(MAX_DECODING_BYTES, max_decoded_bytes * 3 // 4)
@@ -154,6 +159,10 @@ class Preprocessor:
             tiles = self._make_tiles(image)
             self._budget.hold(tenant, tiles, tiles.pixels.nbytes)
         sampling, defaults = request.sampling, skill.defaults
+        keys = None
+        if self._key_maker is not None and request.options.cache is not CachePolicy.BYPASS:
+            image = None if request.image is None else _digest_of(request.image)
+            keys = self._key_maker.keys(prompt, num_image_tokens, image, namespace)
         clock.prepared = time.monotonic()
         return Sequence(
             id=next(self._ids),
@@ -170,6 +179,8 @@ class Preprocessor:
             fingerprint=fingerprint,
             priority=request.options.priority,
             tenant=tenant,
+            keys=keys,
+            computes_anew=request.options.cache is CachePolicy.REFRESH,
         )
 
     def close(self) -> None:
@@ -179,3 +190,8 @@ class Preprocessor:
     def _num_bytes(self, header: ImageHeader) -> int:
         """The most memory that decoding and tiling an image takes."""
         return header.decoding_bytes + _TILING_COPIES * tiles_bytes(header.height, header.width, self._tiling)
+
+
+def _digest_of(image: bytes | RawImage) -> bytes:
+    """What names an image in the caches: SHA-256 of the file, or of pixels with their format and shape."""
+    return image.digest() if isinstance(image, RawImage) else hashlib.sha256(image).digest()

@@ -31,27 +31,46 @@ class PrefillSize(NamedTuple):
     max_pages: int
 
     @classmethod
-    def bucket(cls, num_tokens: int, num_chunks: int, max_chunk: int, max_pages: int) -> PrefillSize:
-        """The next size with a graph of its own. It samples after each chunk."""
+    def bucket(
+        cls, num_tokens: int, num_chunks: int, max_chunk: int, num_samples: int, max_pages: int
+    ) -> PrefillSize:
+        """The next size with a graph of its own. It samples at least once."""
         step = _STEP_TOKENS if num_tokens <= _LARGE_FROM_TOKENS else _LARGE_STEP_TOKENS
         padded = _rounded_up(num_tokens, step)
         if num_chunks == 1:
             return cls(padded, 1, padded, 1, max_pages)
-        count = _power_of_two(num_chunks)
-        return cls(padded, count, max(_power_of_two(max_chunk), _STEP_TOKENS), count, max_pages)
+        longest = max(_power_of_two(max_chunk), _STEP_TOKENS)
+        return cls(padded, _power_of_two(num_chunks), longest, _power_of_two(max(num_samples, 1)), max_pages)
 
     @classmethod
     def usual(
-        cls, positions_per_image: int, max_pages: int, *, max_tokens: int, max_chunks: int, max_context: int
+        cls,
+        positions_per_image: int,
+        max_pages: int,
+        *,
+        max_tokens: int,
+        max_prompts: int,
+        max_context: int,
+        cuts_at_share_points: bool,
     ) -> list[PrefillSize]:
         """The sizes of one prompt of moderate length, and of several short questions about an image each; the
-        largest first."""
+        largest first.
+
+        With `cuts_at_share_points` a question about an image has two chunks, or one where the image is cached.
+        """
         longest = min(max_tokens, _LARGE_FROM_TOKENS)
-        sizes = {cls.bucket(length, 1, length, max_pages) for length in range(1, longest + 1)}
+        sizes = {cls.bucket(length, 1, length, 1, max_pages) for length in range(1, longest + 1)}
         for text in _USUAL_TEXT_TOKENS:
             length = positions_per_image + text
-            most = min(max_chunks, max_tokens // length)
-            sizes |= {cls.bucket(count * length, count, length, max_pages) for count in range(2, most + 1)}
+            counts = range(1, min(max_prompts, max_tokens // length) + 1)
+            if cuts_at_share_points:
+                sizes |= {
+                    cls.bucket(count * length, 2 * count, positions_per_image, count, max_pages) for count in counts
+                }
+                known = range(2, min(max_prompts, max_tokens // text) + 1)
+                sizes |= {cls.bucket(count * text, count, text, count, max_pages) for count in known}
+            else:
+                sizes |= {cls.bucket(count * length, count, length, count, max_pages) for count in counts}
         # A chunk is no longer than a context.
         return sorted((size for size in sizes if size.num_tokens <= size.num_chunks * max_context), reverse=True)
 
@@ -62,10 +81,12 @@ def batch_sizes(max_batch_size: int) -> list[int]:
     return [size for size in sizes if size < max_batch_size] + [max_batch_size]
 
 
-def largest_prefill(max_tokens: int, max_chunks: int, max_pages: int) -> PrefillSize:
+def largest_prefill(
+    max_tokens: int, max_prompts: int, max_pages: int, *, cuts_at_share_points: bool = False
+) -> PrefillSize:
     """The largest size with a graph, for buffers that all sizes share."""
-    tokens, chunks = _rounded_up(max_tokens, _LARGE_STEP_TOKENS), _power_of_two(max_chunks)
-    return PrefillSize(tokens, chunks, tokens, chunks, max_pages)
+    tokens, prompts = _rounded_up(max_tokens, _LARGE_STEP_TOKENS), _power_of_two(max_prompts)
+    return PrefillSize(tokens, prompts * (1 + cuts_at_share_points), tokens, prompts, max_pages)
 
 
 def _rounded_up(count: int, step: int) -> int:

@@ -82,6 +82,13 @@ class KVCache:
         self.key_pages = torch.zeros(shape, device=self.device, dtype=dtype)
         self.value_pages = torch.zeros(shape, device=self.device, dtype=dtype)
 
+    def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy pages of all layers: sources and targets int64 [copies], on the device, no page among both."""
+        for pages in (self.key_pages, self.value_pages):
+            # Torch does not index float8 everywhere.
+            bits = pages.view(torch.uint8) if pages.dtype.itemsize == 1 else pages
+            bits[:, targets] = bits[:, sources]
+
     @staticmethod
     def bytes_per_page(config: AttentionSizes, page_size: int, dtype: torch.dtype) -> int:
         """Memory that one page takes over all layers, keys and values."""

@@ -31,6 +31,7 @@ from kestrel_runtime.execution.step_inputs import (
     fill_prefill,
     value_counts,
 )
+from kestrel_runtime.execution.transfer import to_device
 from kestrel_runtime.interfaces.token_grammar import Grammar
 from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.scheduling.batch import Batch, Chunk, EncodeItem
@@ -109,7 +110,10 @@ class StepRunner:
             self._graphs = GraphCapture(*stream_captures, GraphBudget(max_bytes=max_graph_bytes))
             self._decode_sizes = batch_sizes(bounds.max_batch_size)
             self._largest_prefill = largest_prefill(
-                bounds.max_prefill_tokens, bounds.max_batch_size, self._max_pages
+                bounds.max_prefill_tokens,
+                bounds.max_batch_size,
+                self._max_pages,
+                cuts_at_share_points=bounds.cuts_at_share_points,
             )
         self._set_up()
 
@@ -203,6 +207,9 @@ class StepRunner:
 
     def _encode_and_prefill(self, batch: Batch) -> Tensor | None:
         """The tokens sampled after prompts, if there are any."""
+        if batch.copies:
+            sources, targets = to_device(list(zip(*batch.copies, strict=True)), torch.int64, self._device)
+            self._cache.copy_pages(sources, targets)
         if batch.encode:
             self._encode(list(batch.encode))
         return self._prefill(list(batch.prefill), list(batch.sampled)) if batch.prefill else None
@@ -218,10 +225,10 @@ class StepRunner:
         return self._executor.prefill(inputs)[: inputs.num_sampled]
 
     def _prefill_inputs(self, chunks: list[Chunk], sampled: list[Sequence]) -> PrefillInputs:
-        # Its pages may have changed since it began before, so that its row is written anew.
-        self._state.open([chunk.sequence for chunk in chunks if chunk.start == 0])
+        # Its pages may have changed since it started before, so that its row is written anew.
+        self._state.open([chunk.sequence for chunk in chunks if chunk.is_first])
         lengths = [chunk.end - chunk.start for chunk in chunks]
-        size = self._prefill_bucket(sum(lengths), len(chunks), max(lengths))
+        size = self._prefill_bucket(lengths, len(sampled))
         in_place = size is not None
         if size is None:
             max_pages = max(len(chunk.sequence.pages) for chunk in chunks)
@@ -246,14 +253,12 @@ class StepRunner:
         )
         return PrefillInputs(fields, size, kinds, needs, len(sampled), in_place)
 
-    def _prefill_bucket(self, num_tokens: int, num_chunks: int, max_chunk: int) -> PrefillSize | None:
+    def _prefill_bucket(self, lengths: list[int], num_samples: int) -> PrefillSize | None:
         """The size of the captured graphs for a step; None where there are none for so large a one."""
         if self._graphs is None:
             return None
-        size, largest = (
-            PrefillSize.bucket(num_tokens, num_chunks, max_chunk, self._max_pages),
-            self._largest_prefill,
-        )
+        size = PrefillSize.bucket(sum(lengths), len(lengths), max(lengths), num_samples, self._max_pages)
+        largest = self._largest_prefill
         fits = size.num_tokens <= largest.num_tokens and size.num_chunks <= largest.num_chunks
         return size if fits else None
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 from kestrel_runtime.scheduling.ids import StepId
+from kestrel_runtime.scheduling.page_manager import PageCopy
 from kestrel_runtime.scheduling.sequence import Sequence
 
 
@@ -35,11 +36,13 @@ class Chunk(NamedTuple):
     end: int
     num_samples: int = 0
     """Tokens sampled after this chunk: 1 where it ends the prompt, else 0."""
+    is_first: bool = False
+    """Whether the sequence starts with it, and needs a row of the request state."""
 
     @classmethod
     def of(cls, sequence: Sequence, start: int, end: int) -> Chunk:
         """A chunk that samples a token where it ends with the sequence's last position."""
-        return cls(sequence, start, end, num_samples=int(end == sequence.length))
+        return cls(sequence, start, end, int(end == sequence.length), start == sequence.num_matched)
 
 
 class Batch(NamedTuple):
@@ -51,6 +54,8 @@ class Batch(NamedTuple):
     decode: tuple[Sequence, ...]
     sampled: tuple[Sequence, ...]
     """The sequences that get a token in this step, in the order of the step's outputs."""
+    copies: tuple[PageCopy, ...]
+    """Copies of pages that the step makes before anything else."""
     after: frozenset[StepId]
     """Steps of the other kind that the device must complete first, because they may still write the pages and rows
     of this step."""
@@ -69,7 +74,8 @@ class Batch(NamedTuple):
         """A prefill step. A sequence may be in both: its tiles are encoded before its chunk is computed."""
         chunks = tuple(prefill)
         sampled = tuple(chunk.sequence for chunk in chunks if chunk.num_samples)
-        return cls("prefill", tuple(encode), chunks, (), sampled, after, frozenset())
+        copies = tuple(copy for chunk in chunks if chunk.is_first for copy in chunk.sequence.copies)
+        return cls("prefill", tuple(encode), chunks, (), sampled, copies, after, frozenset())
 
     @classmethod
     def of_decode(cls, sequences: Iterable[Sequence] = ()) -> Batch:
@@ -77,7 +83,7 @@ class Batch(NamedTuple):
         prompts."""
         running = tuple(sequences)
         writing = [sequence.writing for sequence in running if sequence.writing]
-        return cls("decode", (), (), running, running, frozenset(), frozenset[StepId]().union(*writing))
+        return cls("decode", (), (), running, running, (), frozenset(), frozenset[StepId]().union(*writing))
 
     @property
     def sequences(self) -> list[Sequence]:

@@ -15,6 +15,8 @@ class StepBounds:
     """Sequences of a decode step."""
     max_prefill_tokens: int
     max_tiles: int
+    cuts_at_share_points: bool = False
+    """Whether a prompt has a new chunk where its image ends, so that pages of the image can be shared."""
 
     @classmethod
     def of(cls, config: EngineConfig, device_type: str) -> StepBounds:
@@ -24,4 +26,5 @@ class StepBounds:
             batch_size if config.max_batch_size is None else config.max_batch_size,
             prefill_tokens if config.max_prefill_tokens is None else config.max_prefill_tokens,
             tiles if config.max_tiles_per_step is None else config.max_tiles_per_step,
+            config.prefix_cache,
         )

@@ -21,51 +21,10 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, NewType
+from typing import NamedTuple
 
 from kestrel_runtime.scheduling.ids import PageId, SequenceId, StepId
-
-Digest = NewType("Digest", bytes)
-
-
-class CacheScope(NamedTuple):
-    """What cached content belongs to, so that it can be removed."""
-
-    namespace: str = ""
-    images: frozenset[bytes] = frozenset()
-    """SHA-256 of each image's encoded bytes."""
-
-    def is_part_of(self, namespace: str | None, image: bytes | None) -> bool:
-        """Whether removing a namespace, or an image of it, removes this. None stands for all."""
-        return namespace in (None, self.namespace) and (image is None or image in self.images)
-
-
-EVERYBODY = CacheScope()
-"""The only namespace where callers are not told apart, and no image."""
-
-
-@dataclass(slots=True)
-class PrefixKeys:
-    """Names the content of a sequence's positions, so that equal content has equal keys.
-
-    `root` covers everything but the tokens that changes keys and values: model, revision, paths, data types,
-    adapter and namespace. `pages[i]` covers `pages[i - 1]` and positions [i * page_size, (i + 1) * page_size).
-    """
-
-    root: Digest
-    pages: list[Digest] = field(default_factory=list)
-    boundaries: dict[int, Digest] = field(default_factory=dict)
-    """Share points inside a page: number of positions → key of these positions."""
-    spans: tuple[tuple[int, int], ...] = ()
-    """Bidirectional spans [start, end): their positions can be shared together or not at all."""
-    scope: CacheScope = EVERYBODY
-
-    def shareable(self, num_positions: int) -> int:
-        """The most positions, at most `num_positions`, that can be shared without splitting a span."""
-        for start, end in self.spans:
-            if start < num_positions < end:
-                return start
-        return num_positions
+from kestrel_runtime.scheduling.prefix_keys import EVERYBODY, CacheScope, Digest, PrefixKeys
 
 
 class PrefixMatch(NamedTuple):
@@ -121,6 +80,9 @@ class PageManager:
         assert page_size > 0, "a page needs a position"
         self.num_pages = num_pages
         self.page_size = page_size
+        self.num_findable = 0
+        """Published pages, whether they are held or not."""
+        self.num_evictions = 0
         self._pages = [_Page() for _ in range(num_pages)]
         self._free: list[PageId] = list(range(num_pages - 1, -1, -1))
         self._cached: OrderedDict[PageId, None] = OrderedDict()  # evictable, least recently used first
@@ -232,15 +194,20 @@ class PageManager:
         self._copy_sources[step] += own.sources
         own.sources = []
 
-    def publish(self, owner: SequenceId, keys: PrefixKeys, num_positions: int) -> None:
-        """Make the sequence's pages findable up to `num_positions`, all of which completed steps have written."""
+    def publish(self, owner: SequenceId, keys: PrefixKeys, num_positions: int, *, replaces: bool = False) -> None:
+        """Make the sequence's pages findable up to `num_positions`, all of which completed steps have written.
+
+        Where the same content has been published before, that is found; with `replaces`, the sequence's.
+        """
         own = self._owners[owner]
+        first = own.num_published * self.page_size
         for place in range(own.num_published, min(num_positions // self.page_size, len(keys.pages))):
-            self._publish_page(own.pages[place], keys.pages[place], keys.scope)
+            self._publish_page(own.pages[place], keys.pages[place], keys.scope, replaces=replaces)
             own.num_published = place + 1
         for share_point, key in keys.boundaries.items():
-            if share_point <= num_positions:
-                self._publish_page(own.pages[share_point // self.page_size], key, keys.scope)
+            if first <= share_point <= num_positions:
+                page = own.pages[share_point // self.page_size]
+                self._publish_page(page, key, keys.scope, replaces=replaces)
 
     def release(
         self, owner: SequenceId, writing: Collection[StepId] = (), last_decode: StepId | None = None
@@ -283,12 +250,9 @@ class PageManager:
         forgotten = {page for page in self._index.values() if self._pages[page].scope.is_part_of(namespace, image)}
         for page in forgotten:
             state = self._pages[page]
-            for key in state.keys:
+            for key in list(state.keys):
                 del self._index[key]
-            state.keys.clear()
-            if page in self._cached:
-                del self._cached[page]
-                self._free.append(page)
+                self._forget_key(page, key)
         return len(forgotten)
 
     def _grow(self, own: _Owner, num_positions: int) -> Allocation:
@@ -313,14 +277,31 @@ class PageManager:
         for key in state.keys:
             del self._index[key]
         state.keys.clear()
+        self.num_findable -= 1
+        self.num_evictions += 1
         return page
 
-    def _publish_page(self, page: PageId, key: Digest, scope: CacheScope) -> None:
+    def _publish_page(self, page: PageId, key: Digest, scope: CacheScope, *, replaces: bool) -> None:
         # Two sequences may have computed the same content: the first to publish it is found.
-        if key not in self._index:
-            self._index[key] = page
-            self._pages[page].keys.append(key)
-            self._pages[page].scope = scope
+        known = self._index.get(key)
+        if known == page or (known is not None and not replaces):
+            return
+        if known is not None:
+            self._forget_key(known, key)
+        self._index[key] = page
+        state = self._pages[page]
+        self.num_findable += not state.keys
+        state.keys.append(key)
+        state.scope = scope
+
+    def _forget_key(self, page: PageId, key: Digest) -> None:
+        state = self._pages[page]
+        state.keys.remove(key)
+        if not state.keys:
+            self.num_findable -= 1
+            if page in self._cached:
+                del self._cached[page]
+                self._free.append(page)
 
     def _take(self, page: PageId) -> None:
         self._pages[page].references += 1

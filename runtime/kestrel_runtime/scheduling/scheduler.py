@@ -18,6 +18,10 @@ Invariants
       sequence is preempted, and no failed step is isolated, while a token is pending.
   I8  A PREFILLED sequence decodes when the step that ends its prompt is complete; or earlier where `promote` says
       so, in decode steps that depend on that step. So decoding sequences need not wait for prompts of others.
+  I9  What the prefix cache holds of a sequence when it starts is not computed again, but for its last position.
+      Pages are published when the step that wrote them is complete, for sequences that are still here.
+  I10 An image that several sequences need is computed once: the others are PARKED until it is published. Where the
+      sequence that computes it leaves, the first of them computes it.
 """
 
 from __future__ import annotations
@@ -32,11 +36,12 @@ from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.scheduling.batch import Batch, Chunk, EncodeItem, Plan
 from kestrel_runtime.scheduling.ids import StepId
 from kestrel_runtime.scheduling.page_manager import PageManager, PrefixMatch
+from kestrel_runtime.scheduling.prefix_keys import Digest
 from kestrel_runtime.scheduling.sequence import Sequence, SequenceState
+from kestrel_runtime.scheduling.shared_prefills import SharedPrefills
 from kestrel_runtime.scheduling.waiting_queue import WaitingQueue
 
 _NO_MATCH = PrefixMatch()
-"""Nothing is published yet, so no sequence finds pages of another."""
 
 
 class _Suspect(NamedTuple):
@@ -61,21 +66,30 @@ class Scheduler:
         max_prefill_tokens: int,
         max_tiles_per_step: int,
         ageing_s: float = 10.0,
+        cuts_at_share_points: bool = False,
     ) -> None:
+        """With `cuts_at_share_points`, a new chunk begins where an image ends, also within one step: what follows
+        reads the image's positions from pages, whether they were cached or have just been computed."""
         self._pages = pages
         self._max_batch_size = max_batch_size
         self._max_prefill_tokens = max_prefill_tokens
         self._max_tiles_per_step = max_tiles_per_step
+        self._cuts_at_share_points = cuts_at_share_points
         self._waiting = WaitingQueue(ageing_s=ageing_s)
+        self._shared_prefills = SharedPrefills()
         self._active: list[Sequence] = []  # PREFILLING, PREFILLED and RUNNING, oldest first
         self._start_numbers = itertools.count()
         self._suspects: deque[_Suspect] = deque()  # the first runs alone
         self._in_flight: set[StepId] = set()
         self._tail_steps: set[StepId] = set()  # decode steps in flight with sequences that have left
+        self.num_lookups = 0
+        """Sequences that looked for what is cached when they started first."""
+        self.num_hits = 0
+        """Of these, sequences that found something."""
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + len(self._shared_prefills)
 
     @property
     def num_active(self) -> int:
@@ -83,7 +97,7 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        return not self._waiting and not self._active
+        return not (self._waiting or self._active or self._shared_prefills)
 
     @property
     def is_isolating(self) -> bool:
@@ -109,6 +123,7 @@ class Scheduler:
         """Every sequence in the scheduler, active ones first."""
         yield from self._active
         yield from self._waiting
+        yield from self._shared_prefills
 
     def add(self, sequence: Sequence) -> None:
         """Have a prepared sequence wait for its start."""
@@ -139,6 +154,9 @@ class Scheduler:
             chunk.sequence.num_cached = chunk.end
             chunk.sequence.writing.add(step)
             chunk.sequence.after = frozenset()
+            if chunk.sequence.copies:
+                self._pages.commit_copies(chunk.sequence.id, step)
+                chunk.sequence.copies = ()
             if chunk.num_samples:
                 chunk.sequence.move_to(SequenceState.PREFILLED)
         for sequence in batch.decode:
@@ -162,6 +180,10 @@ class Scheduler:
             self.promote(batch)
         self._forget_step(step)
         for chunk in batch.prefill:
+            # A sequence that was preempted meanwhile does not have these pages any more.
+            if step in chunk.sequence.writing:
+                self._publish(chunk.sequence, chunk.end)
+        for chunk in batch.prefill:
             chunk.sequence.writing.discard(step)
         here: list[Sequence] = []
         for sequence, token in zip(batch.sampled, tokens, strict=True):
@@ -170,6 +192,8 @@ class Scheduler:
                 sequence.tokens.append(token)
                 self._waiting.serve(sequence)
                 here.append(sequence)
+                if batch.kind == "decode" and not sequence.num_written % self._pages.page_size:
+                    self._publish(sequence, sequence.num_written)
         if self._suspects and self._suspects[0].sequence in here:
             self._suspects.popleft()
         return here
@@ -202,6 +226,8 @@ class Scheduler:
         """Take a finished, cancelled or failed sequence out and return its pages, as I1 says."""
         if sequence.state is SequenceState.WAITING:
             self._waiting.remove(sequence)
+        elif sequence.state is SequenceState.PARKED:
+            self._shared_prefills.remove(sequence)
         else:
             self._active.remove(sequence)
             self._release(sequence)
@@ -211,14 +237,18 @@ class Scheduler:
     def forget_cached(self, namespace: str | None = None, image: bytes | None = None) -> int:
         """Remove pages of a namespace, or of one image in it, from the cache; of all where both are None.
 
-        Returns how many pages that were.
+        Returns how many pages that were. Sequences that are here publish nothing more of it.
         """
+        for sequence in list(self.sequences()):
+            if sequence.keys is not None and sequence.keys.scope.is_part_of(namespace, image):
+                sequence.keys = None
+                self._stop_filling(sequence)
         return self._pages.forget_cached(namespace, image)
 
     def allocate_probe(self, probe: Sequence) -> None:
         """Give pages to a request of the engine's own, which is not scheduled. No step may be in flight."""
         assert not self._in_flight, "a probe runs alone"
-        self._allocate(probe)
+        self._allocate(probe, _NO_MATCH)
 
     def release_probe(self, probe: Sequence) -> None:
         """Take the pages of a probe back."""
@@ -248,18 +278,21 @@ class Scheduler:
         sequence.move_to(SequenceState.WAITING)
         self._waiting.push_preempted(sequence)
 
-    def _allocate(self, sequence: Sequence) -> None:
-        allocation = self._pages.allocate(sequence.id, _NO_MATCH, sequence.length)
+    def _allocate(self, sequence: Sequence, match: PrefixMatch) -> None:
+        allocation = self._pages.allocate(sequence.id, match, sequence.length)
         sequence.pages, sequence.after = list(allocation.pages), allocation.after
+        sequence.copies = allocation.copies
+        sequence.num_cached = sequence.num_matched = match.num_positions
 
     def _release(self, sequence: Sequence) -> None:
+        self._stop_filling(sequence)
         last_decode = sequence.last_decode if sequence.last_decode in self._in_flight else None
         if last_decode is not None:
             self._tail_steps.add(last_decode)
         self._pages.release(sequence.id, sequence.writing, last_decode)
-        sequence.pages = []
-        sequence.num_cached = 0
-        sequence.after = frozenset()
+        sequence.pages, sequence.copies = [], ()
+        sequence.num_cached = sequence.num_matched = 0
+        sequence.after, sequence.writing = frozenset(), set()
 
     def _forget_step(self, step: StepId) -> None:
         self._in_flight.remove(step)
@@ -268,12 +301,41 @@ class Scheduler:
 
     def _admit(self, now: float) -> None:
         while len(self._active) < self._max_batch_size and (sequence := self._waiting.first(now)) is not None:
-            # Pages for its next token, and a page in reserve for each active sequence: otherwise the new sequence
-            # would be preempted at once.
-            num_needed = self._pages.num_needed(_NO_MATCH, sequence.length + 1)
-            if num_needed + len(self._active) > self._pages.num_available:
+            match = self._match(sequence, sequence.length - 1)
+            share_point = self._missing_share_point(sequence, match)
+            if (
+                share_point is not None
+                and self._shared_prefills.is_filled(share_point)
+                and not sequence.computes_anew
+            ):
+                self._waiting.start(sequence)
+                sequence.move_to(SequenceState.PARKED)
+                self._shared_prefills.park(share_point, sequence)
+            elif self._has_pages(sequence, match):
+                self._start(sequence, match)
+            elif match.is_partial_last and self._has_pages(sequence, _NO_MATCH):
+                # The page to copy takes a page more than computing all anew, and maybe no other one becomes free.
+                self._start(sequence, _NO_MATCH)
+            else:
                 return
-            self._start(sequence)
+
+    def _match(self, sequence: Sequence, max_positions: int) -> PrefixMatch:
+        if sequence.keys is None or sequence.computes_anew:
+            return _NO_MATCH
+        return self._pages.match(sequence.keys, max_positions)
+
+    def _missing_share_point(self, sequence: Sequence, match: PrefixMatch) -> Digest | None:
+        if sequence.keys is None:
+            return None
+        return sequence.keys.missing_share_point(match.num_positions, self._pages.page_size)
+
+    def _has_pages(self, sequence: Sequence, match: PrefixMatch) -> bool:
+        """Whether there are pages for its next token, and a page in reserve for each active sequence.
+
+        Otherwise the new sequence would be preempted at once.
+        """
+        num_needed = self._pages.num_needed(match, sequence.length + 1)
+        return num_needed + len(self._active) <= self._pages.num_available
 
     def _restore_order(self) -> None:
         """Have preempted sequences wait in the order in which they had started: isolation runs may change it."""
@@ -282,29 +344,58 @@ class Scheduler:
             self._waiting.remove(sequence)
             self._waiting.push_preempted(sequence)
 
-    def _start(self, sequence: Sequence) -> None:
+    def _start(self, sequence: Sequence, match: PrefixMatch) -> None:
         self._waiting.start(sequence)
-        self._allocate(sequence)
+        self._allocate(sequence, match)
+        if sequence.num_cached_prompt is None:
+            sequence.num_cached_prompt = match.num_positions
+            self.num_lookups += sequence.keys is not None and not sequence.computes_anew
+            self.num_hits += match.num_positions > 0
+        share_point = self._missing_share_point(sequence, match)
+        if share_point is not None:
+            self._shared_prefills.begin(share_point, sequence)
         sequence.move_to(SequenceState.PREFILLING)
         if sequence.start_number is None:
             sequence.start_number = next(self._start_numbers)
         insort(self._active, sequence, key=_start_number)
+
+    def _publish(self, sequence: Sequence, num_positions: int) -> None:
+        """Completed steps have written so many of the sequence's positions."""
+        keys = sequence.keys
+        if keys is None:
+            return
+        keys.extend(sequence.tokens, sequence.num_image_tokens, num_positions, self._pages.page_size)
+        self._pages.publish(sequence.id, keys, num_positions, replaces=sequence.computes_anew)
+        if num_positions >= sequence.prefix_length:
+            self._stop_filling(sequence)
+
+    def _stop_filling(self, sequence: Sequence) -> None:
+        for parked in self._shared_prefills.end(sequence):
+            parked.move_to(SequenceState.WAITING)
+            self._waiting.push_parked(parked)
 
     def _isolation_run(self, sequence: Sequence, is_decoding: bool) -> Plan:
         """One sequence alone: its image and tokens in a step; where it was decoding, its last token in another."""
         if sequence.state is SequenceState.PREFILLING:
             sequence.move_to(SequenceState.RUNNING)
             return Plan(self._prefill_batch(), Batch.of_decode([sequence]))
-        self._start(sequence)  # all suspects held pages together, so there are enough
+        match = self._match(sequence, sequence.length - 1 - is_decoding)
+        # All suspects held pages together. Where they shared more of them than they find now, others wait again.
+        while self._pages.num_needed(match, sequence.length) > self._pages.num_available:
+            if self._active:
+                self._preempt(self._active[-1])
+            else:
+                match = _NO_MATCH
+        self._start(sequence, match)
         encode = [EncodeItem.rest_of(sequence)] if sequence.num_tiles_to_encode else []
-        chunk = Chunk.of(sequence, 0, sequence.length - is_decoding)
-        return Plan(self._prefill_batch(encode, [chunk]), Batch.of_decode())
+        chunks = self._cut(sequence, sequence.num_matched, sequence.length - is_decoding)
+        return Plan(self._prefill_batch(encode, chunks), Batch.of_decode())
 
     def _prefill_batch(self, encode: Iterable[EncodeItem] = (), prefill: Iterable[Chunk] = ()) -> Batch:
         """A step that runs after the decode steps in flight that may still write what its sequences take over."""
         chunks = list(prefill)
         after = set[StepId]().union(*(chunk.sequence.after for chunk in chunks))
-        if any(chunk.start == 0 for chunk in chunks):
+        if any(chunk.is_first for chunk in chunks):
             # A sequence that begins its prompt gets a row of the request state, which a sequence that has left may
             # have had.
             after |= self._tail_steps
@@ -327,23 +418,28 @@ class Scheduler:
                     tiles_left -= count
                 if count < num_tiles:
                     continue
-            chunk = self._next_chunk(sequence, tokens_left, may_exceed_limit=not prefill)
-            if chunk is not None:
-                prefill.append(chunk)
-                tokens_left -= chunk.end - chunk.start
+            chunks = self._next_chunks(sequence, tokens_left, may_exceed_limit=not prefill)
+            prefill += chunks
+            tokens_left -= sum(chunk.end - chunk.start for chunk in chunks)
             if tokens_left <= 0 or (not bounded and tiles_left <= 0):
                 break
         return encode, prefill
 
-    @staticmethod
-    def _next_chunk(sequence: Sequence, tokens_left: int, *, may_exceed_limit: bool) -> Chunk | None:
+    def _next_chunks(self, sequence: Sequence, tokens_left: int, *, may_exceed_limit: bool) -> list[Chunk]:
         start = sequence.num_cached
         end = min(sequence.length, start + tokens_left)
         if end < sequence.prefix_length:  # a prefix is not split; the first of a step may exceed the limit, alone
             if not may_exceed_limit:
-                return None
+                return []
             end = sequence.prefix_length
-        return Chunk.of(sequence, start, end) if end > start else None
+        return self._cut(sequence, start, end) if end > start else []
+
+    def _cut(self, sequence: Sequence, start: int, end: int) -> list[Chunk]:
+        """Positions [start, end) as one chunk, or as two with a share point between them."""
+        share_point = sequence.prefix_length
+        if self._cuts_at_share_points and start < share_point < end:
+            return [Chunk.of(sequence, start, share_point), Chunk.of(sequence, share_point, end)]
+        return [Chunk.of(sequence, start, end)]
 
 
 def _start_number(sequence: Sequence) -> int:

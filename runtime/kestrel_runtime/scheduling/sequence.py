@@ -14,6 +14,8 @@ from kestrel_runtime.scheduling.ids import PageId, StepId
 if TYPE_CHECKING:
     from kestrel_runtime.interfaces.image import PreparedImage
     from kestrel_runtime.interfaces.output import OutputParser
+    from kestrel_runtime.scheduling.page_manager import PageCopy
+    from kestrel_runtime.scheduling.prefix_keys import PrefixKeys
 
 
 class SequenceState(Enum):
@@ -21,6 +23,8 @@ class SequenceState(Enum):
 
     WAITING = auto()
     """Prepared, holds no page."""
+    PARKED = auto()
+    """As WAITING, but what it needs is being computed for another sequence."""
     PREFILLING = auto()
     """Holds pages; steps write its prompt to the cache."""
     PREFILLED = auto()
@@ -32,7 +36,8 @@ class SequenceState(Enum):
 
 
 _TRANSITIONS = {
-    SequenceState.WAITING: {SequenceState.PREFILLING, SequenceState.FINISHED},
+    SequenceState.WAITING: {SequenceState.PARKED, SequenceState.PREFILLING, SequenceState.FINISHED},
+    SequenceState.PARKED: {SequenceState.WAITING, SequenceState.FINISHED},
     SequenceState.PREFILLING: {
         SequenceState.PREFILLED,
         SequenceState.RUNNING,
@@ -95,11 +100,21 @@ class Sequence:
     priority: Priority = Priority.NORMAL
     tenant: str = ""
     """The tenant that sent it; "" where tenants are not distinguished."""
+    keys: PrefixKeys | None = None
+    """Names its positions in the prefix cache; None where it neither uses the cache nor adds to it."""
+    computes_anew: bool = False
+    """Whether it uses nothing that is cached, and replaces it."""
     state: SequenceState = SequenceState.WAITING
     pages: list[PageId] = field(default_factory=list)
     """In the order of its positions, as the page manager gave them."""
     num_cached: int = 0
     """Positions whose keys and values are in the cache."""
+    num_matched: int = 0
+    """Of these, positions that were in the prefix cache when it started last."""
+    num_cached_prompt: int | None = None
+    """The same when it started first; None until then."""
+    copies: tuple[PageCopy, ...] = ()
+    """Of pages that it shares in part: its next prefill step makes them."""
     num_encoded_tiles: int = 0
     start_number: int | None = None
     """Rises in the order in which sequences first started; None before. Preemption does not change it."""
@@ -129,7 +144,14 @@ class Sequence:
 
     @property
     def num_tiles_to_encode(self) -> int:
-        return 0 if self.tiles is None else self.tiles.num_tiles - self.num_encoded_tiles
+        if self.tiles is None or self.num_cached >= self.prefix_length:
+            return 0
+        return self.tiles.num_tiles - self.num_encoded_tiles
+
+    @property
+    def num_written(self) -> int:
+        """Positions that completed steps have written, once the prompt is: all but that of the last token."""
+        return len(self.tokens) + self.num_image_tokens - 1
 
     @property
     def num_prompt_positions(self) -> int:

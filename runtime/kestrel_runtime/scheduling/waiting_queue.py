@@ -90,6 +90,10 @@ class WaitingQueue(Generic[Item]):
         """Add an item that has started before; it must have started before all preempted items in the queue."""
         self._preempted.insert(0, item)
 
+    def push_parked(self, item: Item) -> None:
+        """Add an item that was parked after it was its turn to start: it comes behind preempted ones."""
+        self._preempted.append(item)
+
     def first(self, now: float, may_start: Callable[[Item], bool] | None = None) -> Item | None:
         """The item that starts next, or None. With `may_start`, the first item for which it returns True."""
         if may_start is None and self._preempted:

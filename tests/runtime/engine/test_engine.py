@@ -29,6 +29,7 @@ from kestrel_runtime.api.errors import (
 )
 from kestrel_runtime.api.events import Finished, FinishReason, Started, TextDelta
 from kestrel_runtime.api.requests import (
+    CachePolicy,
     Caption,
     Detect,
     Priority,
@@ -117,6 +118,7 @@ async def test_looking_ahead_changes_no_answer(
     loaded: LoadedModel, engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, is_complete: Iterator[bool]
 ) -> None:
     requests = [*mixed_requests()[:6], Query("why?", sampling=SamplingParams(max_tokens=4, seed=5))]
+    requests = [replace(item, options=RequestOptions(cache=CachePolicy.BYPASS)) for item in requests]
     one_by_one = await asyncio.gather(*(engine.submit(request).result() for request in requests))
     monkeypatch.setattr(StepRunner, "is_asynchronous", True)
     monkeypatch.setattr(StepHandle, "is_complete", lambda _: next(is_complete))
@@ -137,7 +139,7 @@ async def test_a_cache_too_small_for_everybody_changes_no_answer(loaded: LoadedM
     ]
     roomy = [(await engine.submit(request).result()).output for request in requests]
     # Two prompts fit with a page to spare; both cannot grow to their end, so one must go back and start over.
-    tight = LocalEngine(loaded, EngineConfig(model="", max_batch_size=6, num_kv_pages=96))
+    tight = LocalEngine(loaded, EngineConfig(model="", max_batch_size=6, num_kv_pages=96, prefix_cache=False))
     try:
         finished = await asyncio.gather(*(tight.submit(request).result() for request in requests))
         assert [item.output for item in finished] == roomy

@@ -82,7 +82,7 @@ def test_removals_are_carried_out_in_the_order_in_which_they_were_asked_for():
     assert [future.result(0).num_pages for future in futures] == [1, 2, 3]
 
 
-def test_a_removal_that_nobody_waits_for_any_more_hinders_no_other():
+def test_a_removal_whose_caller_has_left_hinders_no_other():
     clearings = CacheClearings()
     first, second = clearings.add(None, None), clearings.add(None, None)
     first.cancel()

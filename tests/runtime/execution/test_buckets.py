@@ -5,9 +5,14 @@ from kestrel_runtime.execution.buckets import PrefillSize, batch_sizes, largest_
 PAGES = 46
 
 
-def usual(positions_per_image=730, *, max_tokens=8192, max_chunks=64, max_context=2048):
+def usual(positions_per_image=730, *, max_tokens=8192, max_prompts=64, max_context=2048, cuts=False):
     return PrefillSize.usual(
-        positions_per_image, PAGES, max_tokens=max_tokens, max_chunks=max_chunks, max_context=max_context
+        positions_per_image,
+        PAGES,
+        max_tokens=max_tokens,
+        max_prompts=max_prompts,
+        max_context=max_context,
+        cuts_at_share_points=cuts,
     )
 
 
@@ -32,7 +37,7 @@ def test_every_batch_has_a_size_little_above_it(most):
     ],
 )
 def test_sizes_are_rounded_up_to_few(lengths, size):
-    assert PrefillSize.bucket(sum(lengths), len(lengths), max(lengths), PAGES) == (*size, PAGES)
+    assert PrefillSize.bucket(sum(lengths), len(lengths), max(lengths), len(lengths), PAGES) == (*size, PAGES)
 
 
 def test_usual_are_prompts_of_moderate_length_and_several_questions_about_images():
@@ -42,22 +47,33 @@ def test_usual_are_prompts_of_moderate_length_and_several_questions_about_images
     assert {PrefillSize(tokens, 1, tokens, 1, PAGES) for tokens in range(64, 1025, 64)} <= set(sizes)
     for count in range(2, 11):
         for text in (8, 16, 24):
-            assert PrefillSize.bucket(count * (730 + text), count, 730 + text, PAGES) in sizes
+            assert PrefillSize.bucket(count * (730 + text), count, 730 + text, count, PAGES) in sizes
     assert all(size.num_tokens <= 8192 and size.num_chunks <= 64 for size in sizes)
     assert all(size.num_tokens <= size.num_chunks * size.max_chunk for size in sizes)
 
 
 def test_a_context_shorter_than_a_usual_size_leaves_that_size_out():
-    sizes = {size[:3] for size in usual(17, max_tokens=128, max_chunks=3, max_context=100)}
+    sizes = {size[:3] for size in usual(17, max_tokens=128, max_prompts=3, max_context=100)}
     assert (64, 1, 64) in sizes
     assert (128, 1, 128) not in sizes
     assert (128, 2, 64) in sizes  # of two prompts, each within the context
 
 
-def test_the_largest_size_holds_every_usual_one():
-    largest = largest_prefill(8100, 60, PAGES)
+@pytest.mark.parametrize("cuts", [False, True])
+def test_the_largest_size_holds_every_usual_one(cuts):
+    largest = largest_prefill(8100, 60, PAGES, cuts_at_share_points=cuts)
     assert all(
         own <= most
-        for size in usual(max_tokens=8100, max_chunks=60)
+        for size in usual(max_tokens=8100, max_prompts=60, cuts=cuts)
         for own, most in zip(size, largest, strict=True)
     )
+
+
+def test_with_a_cache_a_question_about_an_image_has_two_chunks_and_one_sample():
+    sizes = usual(cuts=True)
+    assert len(sizes) < 110
+    assert PrefillSize.bucket(746, 2, 730, 1, PAGES) == PrefillSize(768, 2, 1024, 1, PAGES)
+    for count in range(1, 11):
+        for text in (8, 16, 24):
+            assert PrefillSize.bucket(count * (730 + text), 2 * count, 730, count, PAGES) in sizes
+            assert PrefillSize.bucket(count * text, count, text, count, PAGES) in sizes, "of known images"

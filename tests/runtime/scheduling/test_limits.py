@@ -4,10 +4,10 @@ from kestrel_runtime.scheduling.limits import StepBounds
 
 def test_a_gpu_takes_more_in_a_step_than_a_cpu():
     cpu, gpu = (StepBounds.of(EngineConfig(), device) for device in ("cpu", "cuda"))
-    assert cpu == StepBounds(16, 1024, 4)
-    assert gpu == StepBounds(64, 8192, 72)
+    assert cpu == StepBounds(16, 1024, 4, cuts_at_share_points=True)
+    assert gpu == StepBounds(64, 8192, 72, cuts_at_share_points=True)
 
 
 def test_what_is_configured_holds_on_every_device():
-    config = EngineConfig(max_batch_size=3, max_prefill_tokens=100, max_tiles_per_step=2)
+    config = EngineConfig(max_batch_size=3, max_prefill_tokens=100, max_tiles_per_step=2, prefix_cache=False)
     assert StepBounds.of(config, "cpu") == StepBounds.of(config, "cuda") == StepBounds(3, 100, 2)

@@ -449,9 +449,9 @@ class ForgetsAReference(PageManager):
 
 
 class PublishesUnwrittenPositions(PageManager):
-    def publish(self, owner, keys, num_positions):
+    def publish(self, owner, keys, num_positions, *, replaces=False):
         capacity = len(self.pages_of(owner)) * self.page_size
-        super().publish(owner, keys, min(num_positions + self.page_size - 1, capacity))
+        super().publish(owner, keys, min(num_positions + self.page_size - 1, capacity), replaces=replaces)
 
 
 class ReleasesWithoutQuarantine(PageManager):

@@ -7,7 +7,7 @@ from kestrel_runtime.scheduling.sequence import SequenceState
 from tests.runtime.sequences import new_sequence
 from tests.runtime.world import World
 
-WAITING, PREFILLING, PREFILLED, RUNNING, FINISHED = SequenceState
+WAITING, _, PREFILLING, PREFILLED, RUNNING, FINISHED = SequenceState
 
 
 # I1: pages

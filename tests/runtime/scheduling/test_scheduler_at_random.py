@@ -8,7 +8,7 @@ from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.scheduling.sequence import SequenceState
 from tests.runtime.arrivals import Arrivals
 
-WAITING, PREFILLING, PREFILLED, RUNNING, FINISHED = SequenceState
+WAITING, PARKED, PREFILLING, PREFILLED, RUNNING, FINISHED = SequenceState
 
 
 class SchedulerMachine(Arrivals):

@@ -6,8 +6,11 @@ from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.scheduling.sequence import SequenceState
 from tests.runtime.sequences import blank_tiles, new_sequence
 
-WAITING, PREFILLING, PREFILLED, RUNNING, FINISHED = SequenceState
+WAITING, PARKED, PREFILLING, PREFILLED, RUNNING, FINISHED = SequenceState
 LEGAL = {
+    (WAITING, PARKED),
+    (PARKED, WAITING),
+    (PARKED, FINISHED),
     (WAITING, PREFILLING),
     (WAITING, FINISHED),
     (PREFILLING, PREFILLED),

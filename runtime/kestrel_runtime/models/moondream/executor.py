@@ -219,15 +219,16 @@ class MoondreamExecutor:
             text.prefix_attn,
             self._memory.state.max_pages,
             max_tokens=bounds.max_prefill_tokens,
-            max_chunks=bounds.max_batch_size,
+            max_prompts=bounds.max_batch_size,
             max_context=text.max_context,
+            cuts_at_share_points=bounds.cuts_at_share_points,
         )
         for inputs in map(self._blank_prefill, sizes):
             yield (inputs.size, inputs.value_kinds), partial(self._prefill, inputs)
 
     def _usual_first_tokens(self) -> Works:
         for num_samples in reversed(self._sample_counts()):
-            size = PrefillSize.bucket(num_samples, num_samples, 1, self._memory.state.max_pages)
+            size = PrefillSize.bucket(num_samples, num_samples, 1, num_samples, self._memory.state.max_pages)
             rows = self._blank_prefill(size).device.sample_rows
             hidden = self._prefilled[:num_samples]
             for needs in (*_TEXT_NEEDS, *_SPATIAL_NEEDS):
@@ -236,7 +237,7 @@ class MoondreamExecutor:
     def _sample_counts(self) -> list[int]:
         """How many tokens prefills with graphs sample; the smallest first."""
         counts = range(1, self._memory.bounds.max_batch_size + 1)
-        return sorted({PrefillSize.bucket(count, count, 1, 1).num_samples for count in counts})
+        return sorted({PrefillSize.bucket(count, count, 1, count, 1).num_samples for count in counts})
 
     def _blank_prefill(self, size: PrefillSize) -> PrefillInputs:
         """Padding of a size, laid out where graphs read it."""

@@ -72,7 +72,7 @@ def largest_prefill(
     text, tokens = model.config.text, bounds.max_prefill_tokens
     max_pages = -(-text.max_context // cache.page_size)
     num_chunks = -(-tokens // text.max_context) * _CHUNKS_PER_CONTEXT
-    size = PrefillSize.bucket(tokens, num_chunks, -(-tokens // num_chunks), max_pages)
+    size = PrefillSize.bucket(tokens, num_chunks, -(-tokens // num_chunks), num_chunks, max_pages)
     fields = InputBuffers(model.device, 2).prefill(
         size, partial(fill_blank_prefill, size=size, padding_row=0), in_place=False
     )

@@ -166,7 +166,8 @@ async def test_graphs_are_captured_anew_after_a_restart(
     try:
         assert await answers(engine) == wanted
         before = captures.num_tried
-        engine._loop._runner.restart()  # nothing is under way
+        engine._loop._scheduler.preempt_all()  # nothing is under way; it forgets the cached pages
+        engine._loop._runner.restart()
         assert await answers(engine) == wanted
         assert captures.num_tried > before
         assert isinstance(await engine.submit(Query("hi")).result(), Finished)
@@ -204,7 +205,9 @@ def test_sampling_kinds_multiply_no_graphs_of_prefill(
     with caplog.at_level(logging.DEBUG, logger=LOGGER):
         bench.runner.capture()
     kinds = Counter(record.message.partition(" of ")[0] for record in caplog.records)
-    sizes = PrefillSize.usual(NUM_IMAGE_TOKENS + 1, 100, max_tokens=128, max_chunks=4, max_context=400)
+    sizes = PrefillSize.usual(
+        NUM_IMAGE_TOKENS + 1, 100, max_tokens=128, max_prompts=4, max_context=400, cuts_at_share_points=False
+    )
     needs = len(executor_module._TEXT_NEEDS + executor_module._SPATIAL_NEEDS)
     assert kinds["captured prefill steps"] == len(sizes) > 3
     assert kinds["captured first tokens"] == 3 * needs  # after 1, 2 and 4 prompts

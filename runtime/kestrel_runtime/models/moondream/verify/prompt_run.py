@@ -95,7 +95,7 @@ class PromptRun:
         self._append(token)
         # A sequence that begins its prompt has its last token written where the next step looks for it. What that
         # puts into the cache once more is what was there.
-        prefix = Batch.of_prefill(prefill=[Chunk(sequence, 0, max(sequence.prefix_length, 1))])
+        prefix = Batch.of_prefill(prefill=[Chunk(sequence, 0, max(sequence.prefix_length, 1), is_first=True)])
         drawn = self._drawn_by(prefix, Batch.of_decode([sequence]))
         sequence.num_cached += 1
         return drawn

@@ -1,0 +1,208 @@
+"""Keys that name the content of a sequence's positions, so that equal content has equal keys and nothing else has.
+
+A key is the SHA-256 of typed parts of known length, each with what stands before it. Workers make the keys of
+prompts; the engine thread adds one when a page fills while decoding. Knows no pages and no tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from threading import Lock
+from typing import NamedTuple, NewType
+
+from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.interfaces.tokens import Token
+
+Digest = NewType("Digest", bytes)
+
+_MAX_KNOWN_IMAGES = 1024
+
+FIELDS_WITHOUT_EFFECT: Mapping[str, str] = {
+    "cuda_graphs": "graphs replay the very kernels that run without them",
+    "max_batch_size": "how many sequences run together; rows of a step do not read each other",
+    "num_kv_pages": "how many pages there are, not what they hold",
+    "memory_utilization": "how many pages there are, not what they hold",
+    "max_queued_requests": "who may wait",
+    "max_queued_image_bytes": "who may wait",
+    "max_queued_tokens": "who may wait",
+    "ageing_s": "who starts first",
+    "max_image_bytes": "which images are refused",
+    "max_image_pixels": "which images are refused",
+    "max_decoded_image_bytes": "which images are refused, and how many are decoded together",
+    "num_preprocess_threads": "how many images are decoded together",
+    "max_prefill_tokens": "how prompts are divided into chunks; a chunk reads what those before it have written",
+    "max_tiles_per_step": "how images are divided among steps; tiles do not read each other",
+    "step_timeout_s": "when a device counts as hung",
+}
+"""Fields of `EngineConfig` that change neither keys and values nor image embeddings of a sequence, and why.
+
+They are part of no key. How many rows a step has may change the last bits of a result, as it does without a cache.
+"""
+
+
+class CacheScope(NamedTuple):
+    """What cached content belongs to, so that it can be removed."""
+
+    namespace: str = ""
+    images: frozenset[bytes] = frozenset()
+    """SHA-256 of each image's encoded bytes."""
+
+    def is_part_of(self, namespace: str | None, image: bytes | None) -> bool:
+        """Whether removing a namespace, or an image of it, removes this. None stands for all."""
+        return namespace in (None, self.namespace) and (image is None or image in self.images)
+
+
+EVERYBODY = CacheScope()
+"""The only namespace where callers are not told apart, and no image."""
+
+
+@dataclass(slots=True)
+class PrefixKeys:
+    """Names the content of a sequence's positions.
+
+    `root` covers everything but the tokens that changes keys and values: model, revision, paths, data types,
+    adapter and namespace. `pages[i]` covers `pages[i - 1]` and positions [i * page_size, (i + 1) * page_size).
+    """
+
+    root: Digest
+    pages: list[Digest] = field(default_factory=list)
+    boundaries: dict[int, Digest] = field(default_factory=dict)
+    """Share points inside a page: number of positions → key of these positions."""
+    spans: tuple[tuple[int, int], ...] = ()
+    """Bidirectional spans [start, end): their positions can be shared together or not at all."""
+    scope: CacheScope = EVERYBODY
+    image: bytes = b""
+    """SHA-256 of the encoded bytes of the image; b"" where there is none."""
+
+    def shareable(self, num_positions: int) -> int:
+        """The most positions, at most `num_positions`, that can be shared without splitting a span."""
+        for start, end in self.spans:
+            if start < num_positions < end:
+                return start
+        return num_positions
+
+    def missing_share_point(self, num_positions: int, page_size: int) -> Digest | None:
+        """The key of the first span that `num_positions` do not cover; None where they cover all."""
+        for _, end in self.spans:
+            if end > num_positions:
+                return self.boundaries[end] if end % page_size else self.pages[end // page_size - 1]
+        return None
+
+    def extend(self, tokens: Sequence[Token], num_image_tokens: int, num_positions: int, page_size: int) -> None:
+        """Add the keys of pages that `num_positions` fill; tokens and image are those of the sequence."""
+        previous = self.pages[-1] if self.pages else self.root
+        for start in range(len(self.pages) * page_size, num_positions - page_size + 1, page_size):
+            content = _content(tokens, num_image_tokens, self.image, start, start + page_size)
+            previous = _digest(b"page", previous, content)
+            self.pages.append(previous)
+
+
+class PrefixKeyMaker:
+    """Makes the keys of prompts. For any thread."""
+
+    def __init__(self, parts: Mapping[str, str], page_size: int) -> None:
+        """`parts`: all that changes keys and values of an engine, by name; see `key_parts`."""
+        self._parts = dict(parts)
+        self._page_size = page_size
+        self._lock = Lock()
+        # Keys of the positions up to the end of an image are the same for all questions about it.
+        self._of_images: OrderedDict[tuple[Digest, Token, bytes, int], _ImageKeys] = OrderedDict()
+
+    def root(self, namespace: str) -> Digest:
+        """What all keys of a namespace begin with."""
+        named = [item.encode() for pair in sorted(self._parts.items()) for item in pair]
+        return _digest(b"root", *named, b"namespace", namespace.encode())
+
+    def keys(
+        self, tokens: Sequence[Token], num_image_tokens: int, image: bytes | None, namespace: str
+    ) -> PrefixKeys:
+        """The keys of a prompt: its first token, its image, then the other tokens.
+
+        `image`: SHA-256 of the image's encoded bytes.
+        """
+        root = self.root(namespace)
+        if image is None:
+            keys = PrefixKeys(root, scope=CacheScope(namespace))
+        else:
+            known = self._image_keys(root, tokens, num_image_tokens, image)
+            span_end = 1 + num_image_tokens
+            keys = PrefixKeys(
+                root,
+                list(known.pages),
+                {} if known.boundary is None else {span_end: known.boundary},
+                spans=((0, span_end),),
+                scope=CacheScope(namespace, frozenset((image,))),
+                image=image,
+            )
+        keys.extend(tokens, num_image_tokens, len(tokens) + num_image_tokens, self._page_size)
+        return keys
+
+    def _image_keys(self, root: Digest, tokens: Sequence[Token], num_image_tokens: int, image: bytes) -> _ImageKeys:
+        name = (root, tokens[0], image, num_image_tokens)
+        with self._lock:
+            known = self._of_images.get(name)
+            if known is not None:
+                self._of_images.move_to_end(name)
+                return known
+        span_end = 1 + num_image_tokens
+        keys = PrefixKeys(root, image=image)
+        keys.extend(tokens[:1], num_image_tokens, span_end, self._page_size)
+        boundary = None
+        if start := span_end % self._page_size:
+            content = _content(tokens, num_image_tokens, image, span_end - start, span_end)
+            boundary = _digest(b"boundary", keys.pages[-1] if keys.pages else root, content)
+        known = _ImageKeys(tuple(keys.pages), boundary)
+        with self._lock:
+            self._of_images[name] = known
+            if len(self._of_images) > _MAX_KNOWN_IMAGES:
+                self._of_images.popitem(last=False)
+        return known
+
+
+class _ImageKeys(NamedTuple):
+    pages: tuple[Digest, ...]
+    boundary: Digest | None
+
+
+def key_parts(config: EngineConfig, **others: object) -> dict[str, str]:
+    """What the keys of an engine cover beside namespace, tokens and images.
+
+    All fields of its configuration that may change a result, and `others`, such as the model's own configuration.
+    """
+    own = {
+        item.name: repr(getattr(config, item.name))
+        for item in fields(config)
+        if item.name not in FIELDS_WITHOUT_EFFECT
+    }
+    return {**{f"config.{name}": value for name, value in own.items()}, **{k: repr(v) for k, v in others.items()}}
+
+
+def _content(tokens: Sequence[Token], num_image_tokens: int, image: bytes, start: int, end: int) -> bytes:
+    """Positions [start, end) as bytes: each record begins with its type and has a length that follows from it."""
+    records: list[bytes] = []
+    if num_image_tokens and start <= num_image_tokens:
+        # The first token sees the image too, so that all of a page within the span depends on all of the image.
+        records.append(
+            b"i" + struct.pack("<32sqqq", image, num_image_tokens, start, min(end, 1 + num_image_tokens))
+        )
+    if start == 0:
+        records.append(_record(tokens[0]))
+    first_token = max(start, 1 + num_image_tokens) - num_image_tokens
+    records += map(_record, tokens[first_token : end - num_image_tokens])
+    return b"".join(records)
+
+
+def _record(token: Token) -> bytes:
+    if not token.value:
+        return b"t" + struct.pack("<q", token.id)
+    return b"v" + struct.pack(f"<qB{len(token.value)}d", token.id, len(token.value), *token.value)
+
+
+def _digest(kind: bytes, *parts: bytes) -> Digest:
+    """SHA-256 of the kind and the parts, each with its length."""
+    framed = [kind, *(piece for part in parts for piece in (struct.pack("<Q", len(part)), part))]
+    return Digest(hashlib.sha256(b"".join(framed)).digest())

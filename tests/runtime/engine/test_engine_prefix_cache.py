@@ -1,0 +1,216 @@
+"""Answers with the prefix cache are those without it, and only what is complete is shared."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.events import Finished
+from kestrel_runtime.api.requests import (
+    CachePolicy,
+    Caption,
+    Detect,
+    Point,
+    PointRef,
+    Query,
+    Request,
+    RequestOptions,
+    SamplingParams,
+)
+from kestrel_runtime.engine.engine import LocalEngine
+from kestrel_runtime.execution.step_runner import StepHandle, StepRunner
+from kestrel_runtime.models.loaded_model import LoadedModel
+from kestrel_runtime.scheduling.batch import Batch
+from tests.reference_fixtures import MD2_SMALL, MD3_SMALL
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=10)
+IMAGES = [path.read_bytes() for path in sorted(MD3_SMALL.glob("image_*.png"))][:2]
+LONG = "Tell me all about the oceans, the rivers, the lakes and what lives in each of them. " * 2
+PREFIX = 730
+MAX_WAIT_S = 30.0
+
+
+@asynccontextmanager
+async def served(loaded: LoadedModel, **settings: Any) -> AsyncIterator[LocalEngine]:
+    engine = LocalEngine(loaded, EngineConfig(model="", **settings))
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def questions() -> list[Request]:
+    """Every way in which prompts begin alike: images, questions, values of tokens, texts."""
+    drawn = SamplingParams(temperature=1.0, max_tokens=10, seed=3)
+    found: list[Request] = []
+    for image in IMAGES:
+        found += [
+            Query("What is in this image?", image, sampling=GREEDY),
+            Query("What is in this image, and where?", image, sampling=GREEDY),
+            Query("license", image, reasoning=True, sampling=drawn),
+            Query("Here?", image, spatial_refs=(PointRef(0.25, 0.75),), sampling=GREEDY),
+            Query("Here?", image, spatial_refs=(PointRef(0.25, 0.5),), sampling=GREEDY),
+            Caption(image, "short", sampling=GREEDY),
+            Point("copy", image, max_objects=5),
+            Detect("License", image, max_objects=4),
+        ]
+    return [*found, Query(LONG, sampling=GREEDY), Query(f"{LONG}And why?", sampling=drawn)]
+
+
+async def answer(engine: LocalEngine, request: Request, **caller: Any) -> Finished:
+    return await engine.submit(request, **caller).result()
+
+
+async def wanted(loaded: LoadedModel, requests: Sequence[Request]) -> list[object]:
+    """The answers of an engine without a cache, one after the other."""
+    async with served(loaded, prefix_cache=False) as engine:
+        return [(await answer(engine, request)).output for request in requests]
+
+
+def with_policy(request: Request, policy: CachePolicy) -> Request:
+    return replace(request, options=RequestOptions(cache=policy))
+
+
+@pytest.fixture(params=[MD2_SMALL, MD3_SMALL], ids=lambda folder: folder.name)
+def loaded(request: pytest.FixtureRequest) -> LoadedModel:
+    return request.getfixturevalue("moondream2" if request.param is MD2_SMALL else "moondream3")
+
+
+async def test_hits_and_misses_answer_as_an_engine_without_a_cache(loaded: LoadedModel) -> None:
+    requests = questions()
+    expected = await wanted(loaded, requests)
+    async with served(loaded) as engine:
+        first = [await answer(engine, request) for request in requests]
+        again = [await answer(engine, request) for request in requests]
+        load = engine.load()
+    assert [finished.output for finished in first] == expected
+    assert [finished.output for finished in again] == expected
+    assert all(finished.usage.num_cached_tokens >= PREFIX for finished in again[:-2])
+    assert all(finished.usage.num_cached_tokens >= 16 for finished in again[-2:]), "of text too"
+    for finished in again:
+        assert finished.usage.num_cached_tokens < finished.usage.num_input_tokens, "the last position is computed"
+    assert load.prefix_cache.num_lookups == 2 * len(requests)
+    assert load.prefix_cache.num_hits >= 2 * len(requests) - 4
+    assert load.num_used_pages == 0, "what is cached is available"
+    assert 0 < load.prefix_cache.used_bytes <= load.prefix_cache.total_bytes
+
+
+@pytest.mark.parametrize("num_kv_pages", [52, 110])
+async def test_mixed_load_that_forces_evictions_changes_no_answer(loaded: LoadedModel, num_kv_pages: int) -> None:
+    requests = questions()
+    expected = await wanted(loaded, requests)
+    async with served(loaded, num_kv_pages=num_kv_pages, max_batch_size=4, max_prefill_tokens=64) as engine:
+        for _ in range(2):
+            finished = await asyncio.gather(*(answer(engine, request) for request in requests))
+            assert [item.output for item in finished] == expected
+        load = engine.load()
+    assert load.prefix_cache.num_evictions > 0
+    assert load.num_used_pages == 0
+
+
+async def test_the_first_of_two_identical_questions_is_cancelled_while_its_prompt_is_computed(
+    moondream3: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = Query("What is in this image?", IMAGES[0], sampling=GREEDY)
+    expected = await wanted(moondream3, [request])
+    began, may_go_on, launch = threading.Event(), threading.Event(), StepRunner.launch
+
+    def launch_once_told(runner: StepRunner, batch: Batch, *waits: Any) -> StepHandle:
+        began.set()
+        may_go_on.wait(MAX_WAIT_S)
+        return launch(runner, batch, *waits)
+
+    # Prompts are computed in many steps, because an image has more positions than a step may carry.
+    async with served(moondream3, max_prefill_tokens=8) as engine:
+        monkeypatch.setattr(StepRunner, "launch", launch_once_told)
+        first, second = engine.submit(request), engine.submit(request)
+        assert await asyncio.to_thread(began.wait, MAX_WAIT_S)
+        first.cancel()
+        may_go_on.set()
+        assert (await second.result()).output == expected[0]
+
+
+async def test_two_first_questions_about_an_image_compute_it_once(moondream3: LoadedModel) -> None:
+    requests = [Query(text, IMAGES[0], sampling=GREEDY) for text in ("What is it?", "Where is it?", "Is it new?")]
+    expected = await wanted(moondream3, requests)
+    async with served(moondream3) as engine:
+        finished = await asyncio.gather(*(answer(engine, request) for request in requests))
+        load = engine.load()
+    assert [item.output for item in finished] == expected
+    found = sorted(item.usage.num_cached_tokens for item in finished)
+    assert found[0] == 0
+    assert found[1] >= PREFIX
+    assert load.num_waiting == 0
+
+
+async def test_a_request_can_compute_anew_or_bypass_the_cache(moondream3: LoadedModel) -> None:
+    use = Query("What is in this image?", IMAGES[0], sampling=GREEDY)
+    refresh, bypass = with_policy(use, CachePolicy.REFRESH), with_policy(use, CachePolicy.BYPASS)
+    async with served(moondream3) as engine:
+        cached = [
+            (await answer(engine, item)).usage.num_cached_tokens for item in (bypass, use, refresh, bypass, use)
+        ]
+    assert cached == [0, 0, 0, 0, 736]
+
+
+async def test_namespaces_share_nothing(moondream3: LoadedModel) -> None:
+    request = Query("What is in this image?", IMAGES[0], sampling=GREEDY)
+    async with served(moondream3) as engine:
+        await answer(engine, request, namespace="mine")
+        assert (await answer(engine, request, namespace="yours")).usage.num_cached_tokens == 0
+        assert (await answer(engine, request, namespace="mine")).usage.num_cached_tokens == 736
+
+
+async def test_what_is_removed_is_computed_again(moondream3: LoadedModel) -> None:
+    first, second = (Query("What is in this image?", image, sampling=GREEDY) for image in IMAGES)
+    async with served(moondream3) as engine:
+
+        async def cached() -> list[int]:
+            return [
+                (await answer(engine, request, namespace=namespace)).usage.num_cached_tokens
+                for namespace in ("mine", "yours")
+                for request in (first, second)
+            ]
+
+        assert await cached() == [0] * 4
+        assert await cached() == [736] * 4
+        removed = await engine.forget_image(hashlib.sha256(IMAGES[0]).digest(), "mine")
+        assert removed.num_pages > 45
+        assert await cached() == [0, 736, 736, 736]
+        await engine.clear_cache("yours")
+        assert await cached() == [736, 736, 0, 0]
+        await engine.clear_cache()
+        assert engine.load().prefix_cache.used_bytes == 0
+        assert await cached() == [0] * 4
+
+
+async def test_a_step_that_fails_publishes_nothing_and_forgets_what_is_cached(
+    moondream3: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = Query("What is in this image?", IMAGES[0], sampling=GREEDY)
+    other = Query("What is in this image?", IMAGES[1], sampling=GREEDY)
+    expected = await wanted(moondream3, [request, other])
+    wait, failures = StepHandle.wait, [RuntimeError("the device failed, once")]
+
+    def fails_once(handle: StepHandle) -> Any:
+        if failures:
+            raise failures.pop()
+        return wait(handle)
+
+    async with served(moondream3) as engine:
+        await answer(engine, other)
+        monkeypatch.setattr(StepHandle, "wait", fails_once)
+        finished = await answer(engine, request)
+        assert not failures
+        assert finished.output == expected[0]
+        assert finished.usage.num_cached_tokens == 0
+        again = await answer(engine, other)
+        assert (again.output, again.usage.num_cached_tokens) == (expected[1], 0)
