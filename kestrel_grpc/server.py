@@ -16,6 +16,8 @@ from kestrel_grpc.access.access import Access, OpenAccess, TokenAccess
 from kestrel_grpc.access.tls import CertificateFiles
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.frontends.grpc.frontend import GrpcFrontend
+from kestrel_grpc.frontends.http.frontend import HttpFrontend
+from kestrel_grpc.frontends.rest.service import RestService
 from kestrel_grpc.images.image_store import ImageStore
 from kestrel_grpc.images.image_uris import ImageSource, NoRemoteImages, RemoteImagesUnavailable
 from kestrel_grpc.listeners import PortUnavailable, address_of, require_free_port, require_free_socket
@@ -27,6 +29,7 @@ from kestrel_grpc.wire.call_admission import Observer
 from kestrel_grpc.wire.call_groups import CallGroups
 from kestrel_grpc.wire.limits import image_store
 from kestrel_grpc.wire.readiness import Readiness
+from kestrel_grpc.wire.submission import Submission
 from kestrel_runtime.api.engine import Engine, EngineStatus
 
 # After a request has ended, its last message may still be on its way to the client.
@@ -69,6 +72,7 @@ class Server:
             self._store = ImageStore(image_store(config), self._purges.forget_image)
             self._access.on_namespace_gone(self._store.drop_namespace)
         self._groups = CallGroups(engine, config, self._access, self._observers())
+        certificate = _certificate(config)
         self._frontend = GrpcFrontend(
             engine,
             config,
@@ -77,9 +81,10 @@ class Server:
             self._readiness,
             self._images,
             self._store,
-            _certificate(config),
+            certificate,
             instance_id=self.instance_id,
         )
+        self._http = None if config.http_port is None else self._http_frontend(certificate)
         self._watches: list[asyncio.Task[None]] = []
 
     @property
@@ -91,6 +96,11 @@ class Server:
     def admin_port(self) -> int | None:
         """The port for operators; None where there is none, and before `start`."""
         return self._frontend.admin_port
+
+    @property
+    def http_port(self) -> int | None:
+        """The port of the HTTP frontends; None where there is none, and before `start`."""
+        return None if self._http is None else self._http.port
 
     @property
     def metrics_port(self) -> int | None:
@@ -106,6 +116,8 @@ class Server:
         """Listen on all ports. Raises `PortUnavailable`."""
         config = self._config
         await self._frontend.start()
+        if self._http is not None:
+            await self._http.start()
         self._watches.append(asyncio.create_task(self._access.watch()))
         if self._store is not None:
             self._watches.append(asyncio.create_task(self._store.watch()))
@@ -119,6 +131,8 @@ class Server:
         announce(f"kestrel-grpc serves {info.model} on {address} ({info.device}, {info.dtype})")
         if config.unix_socket is not None:
             _log.info("listening on the socket %s", config.unix_socket)
+        if self.http_port is not None:
+            _log.info("HTTP is served on %s", address_of(config.host, self.http_port))
         if self.admin_port is not None:
             _log.info("operators are served on %s", address_of(config.admin_host, self.admin_port))
 
@@ -161,7 +175,7 @@ class Server:
                 # Messages of finished requests may still be on their way to a slow reader.
                 self._readiness.close()
                 await self._groups.ended()
-                await self._frontend.close()
+                await self._close_frontends()
                 return
         _log.warning("the drain timeout has passed; calls that still run are ended")
 
@@ -173,7 +187,7 @@ class Server:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LAST_MESSAGES_S):
                 await self._groups.ended()
-        await self._frontend.close()
+        await self._close_frontends()
         await self._images.close()
         for watch in self._watches:
             watch.cancel()
@@ -199,6 +213,23 @@ class Server:
         traceback: TracebackType | None,
     ) -> None:
         await self.stop()
+
+    async def _close_frontends(self) -> None:
+        await asyncio.gather(self._frontend.close(), *(() if self._http is None else (self._http.close(),)))
+
+    def _http_frontend(self, certificate: CertificateFiles | None) -> HttpFrontend:
+        info = self._engine.info
+        submission = Submission(self._engine, self._images, self._store)
+        services = (RestService(submission, info.model, max_image_bytes=info.config.max_image_bytes),)
+        return HttpFrontend(
+            self._engine,
+            self._config,
+            self._groups,
+            self._readiness,
+            services,
+            certificate,
+            self._telemetry.metrics_text,
+        )
 
     def _observers(self) -> Sequence[Observer]:
         at_rest = () if self._maintenance is None else (self._maintenance.note,)
@@ -247,6 +278,8 @@ def require_usable(config: ServerConfig) -> None:
     _certificate(config)
     _images(config)
     require_free_port(config.host, config.port)
+    if config.http_port is not None:
+        require_free_port(config.host, config.http_port)
     if config.unix_socket is not None:
         require_free_socket(Path(config.unix_socket))
     for host, port in ((config.admin_host, config.admin_port), (config.metrics_host, config.metrics_port)):

@@ -44,6 +44,11 @@ SCOPES: Mapping[str, frozenset[Scope]] = MappingProxyType(
         "kestrel.v1.EngineService/GetLoad": _ADMIN,
         "grpc.reflection.v1.ServerReflection/": _ANY_SCOPE,
         "grpc.reflection.v1alpha.ServerReflection/": _ANY_SCOPE,
+        "rest/": _INFER,
+        "openai/": _INFER,
+        "openai/models": _ANY_SCOPE,
+        "http/openapi": _ANY_SCOPE,
+        "http/metrics": _ADMIN,
     }
 )
 

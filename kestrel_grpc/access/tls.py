@@ -6,7 +6,7 @@ Open connections keep the certificate that they were made with.
 from __future__ import annotations
 
 import ssl
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from kestrel_grpc.access.reloading import ReloadedFiles
@@ -23,6 +23,8 @@ class Pem:
     certificate: bytes
     key: bytes
     client_ca: bytes | None
+    context: ssl.SSLContext = field(compare=False)
+    """For servers that use Python's own TLS."""
 
 
 class CertificateFiles(ReloadedFiles[Pem]):
@@ -42,9 +44,11 @@ class CertificateFiles(ReloadedFiles[Pem]):
 
 
 def _read(certificate: Path, key: Path, client_ca: Path | None) -> Pem:
-    pem = Pem(certificate.read_bytes(), key.read_bytes(), None if client_ca is None else client_ca.read_bytes())
     # gRPC accepts any bytes and then refuses every connection, so the files are checked here.
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    pem = Pem(
+        certificate.read_bytes(), key.read_bytes(), None if client_ca is None else client_ca.read_bytes(), context
+    )
     try:
         # OpenSSL asks for the password of an encrypted key; without this it would wait for input from a terminal.
         context.load_cert_chain(certificate, key, password=lambda: b"")
@@ -55,6 +59,7 @@ def _read(certificate: Path, key: Path, client_ca: Path | None) -> Pem:
     if client_ca is not None:
         try:
             context.load_verify_locations(client_ca)
+            context.verify_mode = ssl.CERT_REQUIRED
         except ssl.SSLError as error:
             raise CertificateError(f"{client_ca} holds no certificates: {_reason(error)}") from error
     return pem

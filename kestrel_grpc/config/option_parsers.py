@@ -77,3 +77,19 @@ def some_text(text: str) -> str:
     if not text.strip():
         raise ValueError("must not be empty")
     return text
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Parses names of hosts, separated by commas."""
+    found = tuple(part.strip().lower() for part in text.split(","))
+    if not all(re.fullmatch(r"[a-z0-9._-]+", name) for name in found):
+        raise ValueError("must be names such as kestrel.example.com, separated by commas")
+    return found
+
+
+def origins(text: str) -> tuple[str, ...]:
+    """Parses origins of web pages, separated by commas."""
+    found = tuple(part.strip().lower() for part in text.split(","))
+    if not all(re.fullmatch(r"https?://[a-z0-9._-]+(:[0-9]+)?", origin) for origin in found):
+        raise ValueError("must be origins such as https://example.com, separated by commas")
+    return found

@@ -17,8 +17,10 @@ from typing import Any
 
 from kestrel_grpc.config.option_parsers import (
     fraction,
+    names,
     on_or_off,
     one_of,
+    origins,
     parse_kernels,
     positive_seconds,
     seconds_above_zero,
@@ -100,6 +102,24 @@ class ServerConfig:
         on_or_off,
         "whether other machines may reach the server without tokens and encryption: on or off",
         default_text="off",
+    )
+    http_port: int | None = _option(
+        None,
+        whole_number(0, 65_535),
+        "port for REST and OpenAI clients, probes and metrics over HTTP, on the same address; 0 takes a free one",
+        default_text="none",
+    )
+    http_hosts: tuple[str, ...] | None = _option(
+        None,
+        names,
+        "names that HTTP clients call the server by, separated by commas; addresses and `localhost` always work",
+        default_text="any with tokens, else none",
+    )
+    http_origins: tuple[str, ...] | None = _option(
+        None,
+        origins,
+        "sites whose pages may call over HTTP (CORS), such as `https://example.com`, separated by commas",
+        default_text="none",
     )
     unix_socket: str | None = _option(
         None, some_text, "path of a Unix socket to listen on as well, without encryption", default_text="none"
@@ -405,6 +425,9 @@ class ServerConfig:
             yield "--max-receiving-bytes: must be at least --max-message-bytes"
         if self.reflection == "token" and self.tokens is None:
             yield "--reflection token: needs --tokens"
+        for name in ("http_hosts", "http_origins"):
+            if getattr(self, name) is not None and self.http_port is None:
+                yield f"{flag_name(name)}: needs --http-port"
         if self.tokens is not None or self.insecure_public:
             return
         advice = "anybody could call; give --tokens{}, or say --insecure-public"

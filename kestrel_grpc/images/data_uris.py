@@ -45,7 +45,7 @@ class DataUris:
 
 
 def _decode(uri: str, start: int, is_base64: bool) -> bytes:
-    """The content of a `data:` URI from `start` on. Decoded in pieces, since other threads wait during each."""
+    """The content of a `data:` URI from `start` on."""
     if uri.count("%", start) > _MAX_ESCAPES:
         raise ImageFetchFailed(f"holds more than {_MAX_ESCAPES} escaped characters; use base64")
     if not uri.isascii():
@@ -56,13 +56,18 @@ def _decode(uri: str, start: int, is_base64: bool) -> bytes:
     if not is_base64:
         return text
     try:
-        pieces = [
-            binascii.a2b_base64(text[position : position + _PIECE_BYTES], strict_mode=True)
-            for position in range(0, len(text), _PIECE_BYTES)
-        ]
-    except binascii.Error:
+        return decode_base64(text)
+    except ValueError:
         raise ImageFetchFailed("holds data that is not base64") from None
+
+
+def decode_base64(text: bytes | memoryview) -> bytes:
+    """What base64 stands for. Decoded in pieces, since other threads wait during each. Raises `ValueError`."""
+    pieces = [
+        binascii.a2b_base64(text[position : position + _PIECE_BYTES], strict_mode=True)
+        for position in range(0, len(text), _PIECE_BYTES)
+    ]
     # Only the last piece may contain padding.
     if any(len(piece) < _PIECE_BYTES * 3 // 4 for piece in pieces[:-1]):
-        raise ImageFetchFailed("holds data that is not base64")
-    return b"".join(pieces)
+        raise ValueError("padding before the end")
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)

@@ -6,6 +6,8 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 
+from prometheus_client import CollectorRegistry, generate_latest
+
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.telemetry.http_health import HealthPort
 from kestrel_grpc.telemetry.metrics import ServerMetrics
@@ -37,11 +39,14 @@ class Telemetry:
                 has_content=config.trace_content,
             )
             observers.append(tracer.record)
-        if config.metrics_port is not None:
+        self._registry = CollectorRegistry()
+        if config.metrics_port is not None or config.http_port is not None:
             metrics = ServerMetrics(engine)
             observers.append(metrics.record)
+            self._registry = metrics.registry
+        if config.metrics_port is not None:
             self._health_port = HealthPort(
-                metrics.registry,
+                self._registry,
                 is_alive=lambda: engine.status is not EngineStatus.DEAD,
                 is_ready=is_ready,
             )
@@ -51,6 +56,10 @@ class Telemetry:
     def port(self) -> int | None:
         """The port of metrics and probes; None where there is none, and before `open`."""
         return None if self._health_port is None else self._health_port.port
+
+    def metrics_text(self) -> bytes:
+        """All metrics as Prometheus text. May be called from any thread."""
+        return generate_latest(self._registry)
 
     def open(self) -> None:
         """Open the port for metrics and probes. Raises `OSError`."""

@@ -49,8 +49,8 @@ class CallGroups:
         """Streams of health on one port. Their connections count as idle: a client opens the stream again."""
         return self._group(OpenAccess(), self._short_gate, MAX_WATCHES, open_calls=self._open_watches)
 
-    def schema(self, *, needs_token: bool) -> CallAdmission:
-        """Questions about the schema on one port."""
+    def unrecorded(self, *, needs_token: bool) -> CallAdmission:
+        """Questions about the schema, or for the metrics, on one port."""
         return self._group(self._access if needs_token else OpenAccess(), self._short_gate, MAX_SHORT_CALLS)
 
     def busy_ports(self) -> set[int]:

@@ -25,6 +25,7 @@ from kestrel_grpc.wire.message_gate import MessageTimeout, TooManyCalls
 from kestrel_grpc.wire.open_calls import RequestCancelled
 from kestrel_grpc.wire.reader_watch import StreamIdle
 from kestrel_grpc.wire.readiness import ServiceUnknown
+from kestrel_grpc.wire.refusals import MediaTypeUnsupported, MessageTooLarge, MethodUnknown, SourceNotAllowed
 from kestrel_runtime.api.engine import EngineStatus
 from kestrel_runtime.api.errors import (
     ContextLengthExceeded,
@@ -59,6 +60,7 @@ class Code(Enum):
     RESOURCE_EXHAUSTED = 8
     FAILED_PRECONDITION = 9
     ABORTED = 10
+    UNIMPLEMENTED = 12
     INTERNAL = 13
     UNAVAILABLE = 14
     UNAUTHENTICATED = 16
@@ -356,6 +358,43 @@ ERRORS = (
         Code.NOT_FOUND,
         404,
         lambda error: "no service of this name is served",
+    ),
+    ErrorRow(
+        SourceNotAllowed,
+        "SOURCE_NOT_ALLOWED",
+        Code.PERMISSION_DENIED,
+        403,
+        lambda error: f"the {error.header} {error.value[:MAX_ECHO_CHARS]!r} is not one that this server answers",
+    ),
+    ErrorRow(
+        MessageTooLarge,
+        "MESSAGE_TOO_LARGE",
+        Code.RESOURCE_EXHAUSTED,
+        413,
+        lambda error: f"the message must not exceed {error.limit_bytes} bytes",
+    ),
+    ErrorRow(
+        MediaTypeUnsupported,
+        "MEDIA_TYPE_UNSUPPORTED",
+        Code.INVALID_ARGUMENT,
+        415,
+        lambda error: f"the message must be {error.expected}",
+    ),
+    ErrorRow(
+        MethodUnknown,
+        "METHOD_NOT_ALLOWED",
+        Code.UNIMPLEMENTED,
+        405,
+        lambda error: f"{error.name[:MAX_ECHO_CHARS]!r} takes {', '.join(error.allowed)} only",
+        facts=lambda error: {"allowed": ", ".join(error.allowed)},
+        applies=lambda error, engine_status: bool(error.allowed),
+    ),
+    ErrorRow(
+        MethodUnknown,
+        "METHOD_UNKNOWN",
+        Code.UNIMPLEMENTED,
+        404,
+        lambda error: f"there is no {error.name[:MAX_ECHO_CHARS]!r}",
     ),
 )
 INTERNAL = ErrorRow(Exception, "INTERNAL", Code.INTERNAL, 500, lambda error: "internal error")

@@ -160,5 +160,5 @@ class GrpcFrontend:
         if reflection != "off":
             # With the error details, clients that learn the schema by reflection can show what was wrong.
             described = (*files, health_pb2.DESCRIPTOR, error_details_pb2.DESCRIPTOR)
-            add_reflection(with_admission(groups.schema(needs_token=reflection == "token")), described)
+            add_reflection(with_admission(groups.unrecorded(needs_token=reflection == "token")), described)
         return server

@@ -211,13 +211,14 @@ def test_the_last_row_of_each_error_always_applies() -> None:
 # The codes of HTTP that a gRPC code can stand for, as AIP-193 has it, and the more exact ones that we have.
 HTTP_STATUSES = {
     "CANCELLED": {499},
-    "INVALID_ARGUMENT": {400, 413},
+    "INVALID_ARGUMENT": {400, 413, 415},
     "DEADLINE_EXCEEDED": {504, 408},
     "NOT_FOUND": {404},
     "PERMISSION_DENIED": {403},
-    "RESOURCE_EXHAUSTED": {429},
+    "RESOURCE_EXHAUSTED": {429, 413},
     "FAILED_PRECONDITION": {400},
     "ABORTED": {409},
+    "UNIMPLEMENTED": {404, 405},
     "INTERNAL": {500},
     "UNAVAILABLE": {503},
     "UNAUTHENTICATED": {401},

@@ -1,0 +1,1 @@
+"""What the HTTP frontends share: connections, checks of headers, bodies, event streams. Knows no route."""

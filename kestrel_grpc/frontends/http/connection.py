@@ -1,0 +1,209 @@
+"""One HTTP/1.1 connection: uvicorn's protocol with limits on time, size and number. Knows no route.
+
+Bounds what a client can take up before the application sees its request: the bytes and the time of the headers, the
+bytes that frame a body, the time between requests, and the number of connections. The body itself is bounded by who
+reads it; until then at most 64 KiB of it are held.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import time
+from collections.abc import Callable
+from email.utils import formatdate
+from functools import lru_cache
+from typing import Any
+
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.server import ServerState
+
+HEAD_TIMEOUT_S = 10.0
+"""For the headers of a request, from the connection or from their first byte."""
+IDLE_TIMEOUT_S = 75.0
+"""Between two requests on a connection."""
+MAX_HEAD_BYTES = 64 * 1024
+"""Of a request apart from its body: request line, headers, and the framing of chunks."""
+MAX_CONNECTIONS = 1024
+CONNECTION_KEY = "kestrel.connection"
+"""The entry of an ASGI scope that holds the `Connection`."""
+_BODY_BYTES_PER_FRAMING_BYTE = 8
+_DESCRIPTOR_SHARE = 4
+_TOO_LARGE = "the headers, or the framing of the body, are too large"
+
+
+class Connection(HttpToolsProtocol):
+    """Serves one request at a time. Whoever serves it is cancelled when the client disconnects.
+
+    A request that arrives before the answer to the one before it is complete is not read; the connection then
+    closes with that answer.
+    """
+
+    def __init__(
+        self, config: Config, server_state: ServerState, app_state: dict[str, Any], max_connections: int
+    ) -> None:
+        super().__init__(config, server_state, app_state)
+        self.closed: asyncio.Future[None] = self.loop.create_future()
+        """Done when the connection has ended."""
+        self.idle_since = time.monotonic()
+        self._max_connections = max_connections
+        self._serving: asyncio.Task[Any] | None = None
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._framing_bytes = self._header_bytes = self._body_bytes = 0
+        self._ignores_input = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request has begun that is not answered yet."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def serve_by(self, task: asyncio.Task[Any] | None) -> None:
+        """Cancel this task if the client disconnects; None ends that."""
+        self._serving = task
+        if task is not None and self.closed.done():
+            task.cancel()
+
+    def abort(self) -> None:
+        """Close at once. What has not been sent is lost."""
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+        self.transport.abort()
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        if len(self.connections) > self._max_connections and not _close_longest_idle(self.connections, self):
+            transport.abort()
+            return
+        self._arm_head_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._disarm_head_timer()
+        self._unset_keepalive_if_required()
+        serving, self._serving = self._serving, None
+        if serving is not None:
+            serving.cancel()
+        if not self.closed.done():
+            self.closed.set_result(None)
+
+    def data_received(self, data: bytes) -> None:
+        if self._ignores_input:
+            return
+        self._framing_bytes += len(data)
+        super().data_received(data)
+        if self.transport.is_closing():
+            return
+        if self._framing_bytes > MAX_HEAD_BYTES + self._body_bytes // _BODY_BYTES_PER_FRAMING_BYTE:
+            self._refuse(431, _TOO_LARGE)
+        elif self.is_idle and self._head_timer is None:
+            self._arm_head_timer()
+
+    def on_message_begin(self) -> None:
+        if not self.is_idle:
+            # Raising ends the parsing of what has been received.
+            self._ignores_input = True
+            self.cycle.keep_alive = False
+            raise ValueError("a request before the answer to the one before it")
+        super().on_message_begin()
+        scope: Any = self.scope  # its declared type lists the keys of the specification
+        scope[CONNECTION_KEY] = self
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._header_bytes += len(name) + len(value)
+        if self._header_bytes > MAX_HEAD_BYTES:
+            raise ValueError("the headers are too large")
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._disarm_head_timer()
+        self.server_state.default_headers = _default_headers(int(time.time()))
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._framing_bytes -= len(body)
+        self._body_bytes += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._framing_bytes = self._header_bytes = self._body_bytes = 0
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        self.idle_since = time.monotonic()
+        super().on_response_complete()
+        if self.cycle.more_body and not self.transport.is_closing():
+            self.transport.close()  # otherwise the rest of a body that is not wanted would have no timeout
+
+    def send_400_response(self, msg: str) -> None:
+        """Called by uvicorn for what its parser, or one of the methods above, refuses."""
+        if self._header_bytes > MAX_HEAD_BYTES:
+            self._refuse(431, _TOO_LARGE)
+        elif not self._ignores_input:
+            self._refuse(400, "this is no valid HTTP/1.1 request")
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answer a request that never reaches the application, and close."""
+        self._ignores_input = True
+        if not self.is_idle:
+            self.abort()  # an answer may have begun
+            return
+        content = message.encode() + b"\n"
+        head = b"content-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+        self.transport.write(STATUS_LINE[status] + head % len(content) + content)
+        self.transport.close()
+
+    def _arm_head_timer(self) -> None:
+        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._end_head_time)
+
+    def _disarm_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _end_head_time(self) -> None:
+        self._head_timer = None
+        if not self.transport.is_closing():
+            self._refuse(408, f"the headers were not complete within {HEAD_TIMEOUT_S:g} s")
+
+
+def connection_limit() -> int:
+    """How many connections there may be, so that a quarter of the process's descriptors suffices for them."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_CONNECTIONS if limit == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, limit // _DESCRIPTOR_SHARE)
+
+
+def connection_factory(app: Any, state: ServerState) -> Callable[[], Connection]:
+    """Makes the connections of a listener, which `state` keeps."""
+    config = Config(
+        app,
+        http=Connection,
+        interface="asgi3",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="error",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=round(IDLE_TIMEOUT_S),
+    )
+    config.load()
+    max_connections = connection_limit()
+    return lambda: Connection(config, state, {}, max_connections)
+
+
+def _close_longest_idle(connections: Any, newest: Connection) -> bool:
+    idle = [item for item in connections if item is not newest and item.is_idle]
+    if not idle:
+        return False
+    longest = min(idle, key=lambda item: item.idle_since)
+    connections.discard(longest)
+    longest.transport.close()
+    return True
+
+
+@lru_cache(maxsize=1)
+def _default_headers(now_s: int) -> list[tuple[bytes, bytes]]:
+    """The date, which has whole seconds."""
+    return [(b"date", formatdate(now_s, usegmt=True).encode())]

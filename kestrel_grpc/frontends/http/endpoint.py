@@ -1,0 +1,183 @@
+"""Runs every operation over HTTP through `CallAdmission`: reads its body, writes its response or its failure.
+
+The counterpart of `frontends/grpc/interceptors.py`. The caller is authenticated from the headers before the body is
+read. The response begins with the first event of a stream: until then a refusal has its own status.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kestrel_grpc.frontends.http.event_stream import EventStream
+from kestrel_grpc.frontends.http.exchange import JSON, Exchange, Header, Receive, Scope, Send, encoded
+from kestrel_grpc.wire.call_admission import CallAdmission
+from kestrel_grpc.wire.call_context import CallContext
+from kestrel_grpc.wire.errors import CallFailure, Code
+from kestrel_runtime.api.errors import DeadlineExceeded, InvalidRequest, Violation
+
+TIMEOUT_KEY = "x-request-timeout"
+"""The header with the seconds that the caller waits, as gRPC's deadline."""
+_INLINE_BYTES = 256 * 1024
+"""A larger body is parsed in a thread, so that other calls need not wait for it."""
+_MAX_TIMEOUT_S = 86_400.0
+
+
+class Dialect(Protocol):
+    """How one frontend speaks: the names of its fields and the form of its errors."""
+
+    def authorization(self, exchange: Exchange) -> str | None:
+        """The value of an `authorization` header that other headers stand for."""
+        ...
+
+    def field_name(self, field: str) -> str:
+        """The name that a field of the engine's requests has here."""
+        ...
+
+    def failure(self, failure: CallFailure, request_id: str) -> bytes:
+        """The body of a response that tells a failure."""
+        ...
+
+    def failure_event(self, failure: CallFailure, request_id: str) -> bytes:
+        """The last event of a stream that has begun and fails."""
+        ...
+
+
+Answer = bytes | AsyncGenerator[bytes, None]
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """What is served at a path. `parse` is pure and may run in a thread; `serve` gets what it returns.
+
+    `serve` answers with JSON or with a stream of server-sent events.
+    """
+
+    verb: str
+    path: str
+    method: str
+    """The name of the call for access rules, metrics and logs, as `rest/query`."""
+    parse: Callable[[bytes], Any] | None
+    """None where there is no body."""
+    serve: Callable[[Any, CallContext], Awaitable[Answer]]
+    content_type: bytes = JSON
+    is_inference: bool = True
+    """Whether the model is asked, and not the server itself."""
+
+
+class Endpoint:
+    """An ASGI application that serves one operation."""
+
+    def __init__(
+        self, operation: Operation, admission: CallAdmission, dialect: Dialect, max_message_bytes: int
+    ) -> None:
+        self._operation = operation
+        self._admission = admission
+        self._dialect = dialect
+        self._max_message_bytes = max_message_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(scope, receive, send)
+        headers, admission = exchange.headers, self._admission
+        authorization = self._dialect.authorization(exchange)
+        if authorization is not None:
+            headers = (*headers, ("authorization", authorization))
+        timeout_s, problem = _timeout(exchange.header(TIMEOUT_KEY))
+        call = admission.begin(headers, timeout_s, self._operation.method, exchange.peer)
+        exchange.connection.serve_by(asyncio.current_task())
+        events = EventStream(exchange, call.request_id)
+        try:
+            with admission.admit(call):
+                if problem is not None:
+                    raise problem
+                answer = await self._operation.serve(await self._received(exchange, call), call)
+                if not isinstance(answer, bytes):
+                    await self._stream(answer, events)
+        except BaseException as error:
+            events.close()
+            await self._fail(error, call, exchange, events)
+            return
+        events.close()
+        exchange.connection.serve_by(None)
+        admission.succeed(call)
+        if isinstance(answer, bytes):
+            await exchange.respond(200, answer, call.request_id, content_type=self._operation.content_type)
+        else:
+            await events.end()
+
+    async def _received(self, exchange: Exchange, call: CallContext) -> Any:
+        parse = self._operation.parse
+        if parse is None:
+            return None
+        exchange.require_json(self._max_message_bytes)
+
+        async def read() -> bytes:
+            return await exchange.read_body(self._max_message_bytes)
+
+        try:
+            async with asyncio.timeout(call.remaining_s):
+                body = await self._admission.receive(read, call, exchange.peer)
+        except TimeoutError:
+            raise DeadlineExceeded from None
+        return parse(body) if len(body) <= _INLINE_BYTES else await asyncio.to_thread(parse, body)
+
+    async def _stream(self, messages: AsyncGenerator[bytes, None], events: EventStream) -> None:
+        try:
+            async with self._admission.watch_reader() as reader:
+                async for message in messages:
+                    await reader.wait_for(events.write(message))
+        finally:
+            await messages.aclose()
+
+    async def _fail(self, error: BaseException, call: CallContext, exchange: Exchange, events: EventStream) -> None:
+        """Tell the caller, unless it is the caller that has ended the call."""
+        if isinstance(error, InvalidRequest) and call.request is not None:  # parsed here, and refused by the engine
+            error.violations = renamed(error.violations, self._dialect.field_name)
+        failure = self._admission.fail(call, error)
+        exchange.connection.serve_by(None)
+        if failure is None:
+            exchange.connection.abort()
+            if not isinstance(error, asyncio.CancelledError):
+                raise error
+        elif failure.code is Code.ABORTED:  # the client reads nothing, so nothing can be told
+            exchange.connection.abort()
+        elif events.has_begun:
+            await events.end(self._dialect.failure_event(failure, call.request_id))
+        else:
+            body = self._dialect.failure(failure, call.request_id)
+            await exchange.respond(failure.http_status, body, call.request_id, headers=failure_headers(failure))
+
+
+def renamed(violations: Iterable[Violation], name: Callable[[str], str]) -> tuple[Violation, ...]:
+    """Violations of the engine's requests, with the names that their fields have in a frontend."""
+    return tuple(Violation(name(item.field), item.description) for item in violations)
+
+
+def failure_headers(failure: CallFailure) -> list[Header]:
+    """The headers of a response that tells a failure."""
+    headers: dict[str, str] = {}
+    if failure.retry_after_s is not None:
+        headers["retry-after"] = str(max(1, math.ceil(failure.retry_after_s)))
+        headers["retry-after-ms"] = str(round(failure.retry_after_s * 1000.0))
+    if failure.http_status == 401:
+        headers["www-authenticate"] = "Bearer"
+    if "allowed" in failure.facts:
+        headers["allow"] = failure.facts["allowed"]
+    return encoded(headers)
+
+
+def _timeout(text: str | None) -> tuple[float | None, InvalidRequest | None]:
+    """The seconds in the header, or why they are none."""
+    if text is None:
+        return None, None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0.0 < seconds <= _MAX_TIMEOUT_S:
+        description = f"must be a number of seconds above 0 and at most {_MAX_TIMEOUT_S:g}"
+        return None, InvalidRequest((Violation(TIMEOUT_KEY, description),))
+    return seconds, None

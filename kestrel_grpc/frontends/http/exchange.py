@@ -1,0 +1,137 @@
+"""One request over HTTP and its response: reads the body within limits, writes answers. Knows no route."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
+from typing import Any
+
+from kestrel_grpc.frontends.http.connection import CONNECTION_KEY, Connection
+from kestrel_grpc.wire.call_context import REQUEST_ID_KEY
+from kestrel_grpc.wire.refusals import MediaTypeUnsupported, MessageTooLarge
+from kestrel_runtime.api.errors import EngineUnavailable
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Header = tuple[bytes, bytes]
+
+JSON = b"application/json"
+# For the rest of a body that is not wanted: a client that is still sending would not see an answer behind which the
+# connection is closed.
+_DISCARD_S = 2.0
+_ALWAYS: tuple[Header, ...] = ((b"x-content-type-options", b"nosniff"),)
+
+
+class Exchange:
+    """`headers` are those of the request, decoded, with names in lower case."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.headers: tuple[tuple[str, str], ...] = tuple(
+            (name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]
+        )
+        self.connection: Connection = scope[CONNECTION_KEY]
+        self.send = send
+        self._scope = scope
+        self._receive = receive
+        self._has_whole_body = False
+
+    def header(self, name: str) -> str | None:
+        """The first value of a header."""
+        return next((value for key, value in self.headers if key == name), None)
+
+    def peer(self) -> str:
+        """The address of the client, as `host:port`."""
+        client = self._scope.get("client")
+        return f"{client[0]}:{client[1]}" if client else ""
+
+    def require_json(self, limit_bytes: int) -> None:
+        """Raise where the headers say that the body is no JSON, is compressed, or is larger than the limit."""
+        media_type = (self.header("content-type") or "").partition(";")[0].strip().lower()
+        if media_type != "application/json":
+            raise MediaTypeUnsupported("JSON, with the content type application/json")
+        self.require_fit(limit_bytes)
+
+    def require_fit(self, limit_bytes: int) -> None:
+        """Raise where the headers say that the body is compressed, or is larger than the limit."""
+        if (self.header("content-encoding") or "identity").lower() != "identity":
+            raise MediaTypeUnsupported("sent without compression")
+        length = self.header("content-length")
+        if length is not None and int(length) > limit_bytes:
+            raise MessageTooLarge(limit_bytes)
+
+    async def read_body(self, limit_bytes: int) -> bytes:
+        """The whole body. Raises `MessageTooLarge` as soon as it exceeds the limit."""
+        first = await self._next_piece()
+        if self._has_whole_body:
+            if len(first) > limit_bytes:
+                raise MessageTooLarge(limit_bytes)
+            return first
+        body = bytearray(first)
+        while not self._has_whole_body:
+            if len(body) > limit_bytes:
+                raise MessageTooLarge(limit_bytes)
+            body += await self._next_piece()
+        if len(body) > limit_bytes:
+            raise MessageTooLarge(limit_bytes)
+        return bytes(body)
+
+    async def _next_piece(self) -> bytes:
+        message = await self._receive()
+        if message["type"] != "http.request":  # the task is about to be cancelled, if it was not already
+            raise EngineUnavailable("the client has disconnected")
+        self._has_whole_body = not message.get("more_body", False)
+        return message.get("body", b"")
+
+    async def respond(
+        self,
+        status: int,
+        body: bytes,
+        request_id: str,
+        *,
+        content_type: bytes = JSON,
+        headers: Iterable[Header] = (),
+    ) -> None:
+        """Send a response at once. The connection is closed after it where the body has not been read."""
+        is_last = not self._has_whole_body and self.connection.cycle.more_body
+        head: list[Header] = [
+            (b"content-type", content_type),
+            (b"content-length", str(len(body)).encode()),
+            (REQUEST_ID_KEY.encode(), request_id.encode()),
+            *_ALWAYS,
+            *headers,
+        ]
+        if is_last:
+            head.append((b"connection", b"close"))
+        await self.send({"type": "http.response.start", "status": status, "headers": head})
+        await self.send({"type": "http.response.body", "body": body, "more_body": is_last})
+        if is_last:
+            await self._discard_body()
+            await self.send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def begin_events(self, request_id: str) -> None:
+        """Begin a response that is a stream of server-sent events."""
+        head: list[Header] = [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),  # proxies would hold events back
+            (REQUEST_ID_KEY.encode(), request_id.encode()),
+            *_ALWAYS,
+        ]
+        await self.send({"type": "http.response.start", "status": 200, "headers": head})
+
+    async def write(self, data: bytes, *, is_last: bool = False) -> None:
+        """A piece of a response that has begun."""
+        await self.send({"type": "http.response.body", "body": data, "more_body": not is_last})
+
+    async def _discard_body(self) -> None:
+        with contextlib.suppress(TimeoutError, EngineUnavailable):
+            async with asyncio.timeout(_DISCARD_S):
+                while not self._has_whole_body:
+                    await self._next_piece()
+
+
+def encoded(headers: Mapping[str, str]) -> list[Header]:
+    """Headers as they are sent."""
+    return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]

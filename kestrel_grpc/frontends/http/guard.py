@@ -1,0 +1,65 @@
+"""Decides from the headers whether a request may come from a web page, or is meant for another host.
+
+A page that a user of this machine opens can send requests to a server on it. Those of another site carry an
+`Origin`. Those of a site whose name has been made to stand for this machine (DNS rebinding) carry that name as
+`Host`. Callers that are no browsers are not affected: they send no `Origin`, and as `Host` what they connect to.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Collection, Sequence
+
+from kestrel_grpc.wire.refusals import SourceNotAllowed
+
+RawHeaders = Sequence[tuple[bytes, bytes]]
+
+
+class SourceGuard:
+    """`hosts` are the names that the server is called by, besides addresses and `localhost`.
+
+    Where `hosts` is None, every name is allowed: no page has the token that such a server asks for.
+    `origins` are the sites whose pages may call, as `https://example.com`.
+    """
+
+    def __init__(self, hosts: Collection[str] | None, origins: Collection[str]) -> None:
+        self._hosts = None if hosts is None else frozenset(host.lower() for host in hosts)
+        self._origins = frozenset(origin.lower() for origin in origins)
+        self._known_good: set[bytes] = set()
+
+    def check(self, headers: RawHeaders) -> None:
+        """Raise `SourceNotAllowed` for a request that is not to be answered."""
+        host: bytes | None = None
+        for name, value in headers:
+            if name == b"host":
+                if host is not None:
+                    raise SourceNotAllowed("Host", "more than one")
+                host = value
+            elif name == b"origin" and value.decode("latin-1").lower() not in self._origins:
+                raise SourceNotAllowed("Origin", value.decode("latin-1"))
+        if host is None:
+            raise SourceNotAllowed("Host", "")
+        if host in self._known_good:
+            return
+        if not self._is_ours(host.decode("latin-1").lower()):
+            raise SourceNotAllowed("Host", host.decode("latin-1"))
+        if len(self._known_good) < 64:
+            self._known_good.add(host)
+
+    def _is_ours(self, host: str) -> bool:
+        name, separator, port = host.rpartition(":")
+        if not separator or not port.isdecimal():
+            name = host
+        if name.startswith("[") and name.endswith("]"):
+            name = name[1:-1]
+        if name == "localhost" or name.endswith(".localhost") or _is_address(name):
+            return True
+        return self._hosts is None or name in self._hosts
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

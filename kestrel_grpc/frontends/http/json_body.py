@@ -1,0 +1,108 @@
+"""Parses the JSON of a request body, whose images are long texts of base64. Knows no field.
+
+A text that long is cut out before the rest is parsed, so that it is neither copied nor searched for escapes, and
+what is left is small: a body as large as an image could otherwise hold millions of values, each of which takes many
+times its length in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from typing import Any
+
+from kestrel_runtime.api.errors import InvalidRequest, Violation
+
+MAX_OTHER_BYTES = 2**20
+"""For everything in a body but its long texts."""
+MAX_TEXTS = 20_000
+"""In a body of more than `_UNCHECKED_BYTES`, counting names."""
+_UNCHECKED_BYTES = 128 * 1024
+"""A body up to here holds too little to take long."""
+_LONG_BYTES = 64 * 1024
+
+
+class LongText:
+    """A text of more than 64 KiB, as it stands in the JSON: with its escapes, without its quotes."""
+
+    __slots__ = ("_raw",)
+
+    def __init__(self, raw: bytes) -> None:
+        self._raw = raw
+
+    def ascii_bytes(self) -> bytes:
+        """The characters, all of which must be ASCII. Raises `ValueError`."""
+        if b"\\" in self._raw:
+            return json.loads(b'"%b"' % self._raw).encode("ascii")
+        if not self._raw.isascii():
+            raise ValueError("not ASCII")
+        return self._raw
+
+
+def parse_json(body: bytes) -> dict[str, Any]:
+    """The object in a body; long texts that are values of an object become `LongText`. Raises `InvalidRequest`."""
+    long_texts: dict[str, LongText] = {}
+    if len(body) > _UNCHECKED_BYTES:
+        body, long_texts = _without_long_texts(body)
+
+    def replace(found: dict[str, Any]) -> dict[str, Any]:
+        return {
+            name: long_texts.get(value, value) if type(value) is str else value for name, value in found.items()
+        }
+
+    try:
+        document = json.loads(
+            body.decode("utf-8"), parse_constant=_refuse_constant, object_hook=replace if long_texts else None
+        )
+    except RecursionError:
+        raise _invalid("the JSON is nested too deeply") from None
+    except ValueError:
+        raise _invalid("the body is not valid JSON in UTF-8") from None
+    if not isinstance(document, dict):
+        raise _invalid("the body must be a JSON object")
+    return document
+
+
+def _without_long_texts(body: bytes) -> tuple[bytes, dict[str, LongText]]:
+    """The JSON with a short text in place of each long one, and what the short ones stand for."""
+    pieces: list[bytes] = []
+    found: dict[str, LongText] = {}
+    nonce = secrets.token_hex(8)  # it cannot be guessed, so that no other text of the body equals one of ours
+    num_texts = position = kept_to = 0
+    while (start := body.find(b'"', position)) >= 0:
+        num_texts += 1
+        if num_texts > MAX_TEXTS:
+            raise _invalid(f"the body holds more than {MAX_TEXTS} texts")
+        end = _end_of_text(body, start)
+        if end - start > _LONG_BYTES:
+            name = f"{nonce}-{len(found)}"
+            pieces += (body[kept_to:start], b'"%b"' % name.encode())
+            found[name] = LongText(body[start + 1 : end])
+            kept_to = end + 1
+        position = end + 1
+    pieces.append(body[kept_to:])
+    if sum(map(len, pieces)) > MAX_OTHER_BYTES:
+        raise _invalid(f"the body holds more than {MAX_OTHER_BYTES} bytes besides its image")
+    return b"".join(pieces), found
+
+
+def _end_of_text(body: bytes, start: int) -> int:
+    """Where the closing quote of the text is whose opening quote is at `start`."""
+    before, num_quotes = start, 0
+    while (quote := body.find(b'"', before + 1)) >= 0:
+        num_backslashes = quote - before - 1 - len(body[before + 1 : quote].rstrip(b"\\"))
+        if num_backslashes % 2 == 0:
+            return quote
+        num_quotes += 1
+        if num_quotes > MAX_TEXTS:
+            raise _invalid(f"a text of the body holds more than {MAX_TEXTS} quotes")
+        before = quote
+    raise _invalid("the body is not valid JSON in UTF-8")
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _invalid(description: str) -> InvalidRequest:
+    return InvalidRequest((Violation("", description),))

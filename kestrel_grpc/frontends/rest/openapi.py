@@ -1,0 +1,73 @@
+"""Describes the REST routes for the OpenAPI document, from the fields that their parsers read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from kestrel_grpc.frontends.http.fields import Field, Kind
+from kestrel_grpc.frontends.rest import fields
+
+_TYPES: Mapping[Kind, Mapping[str, Any]] = MappingProxyType(
+    {
+        Kind.TEXT: {"type": "string"},
+        Kind.BOOLEAN: {"type": "boolean"},
+        Kind.INTEGER: {"type": "integer"},
+        Kind.NUMBER: {"type": "number"},
+        Kind.IMAGE: {"type": "string"},
+        Kind.LIST: {"type": "array"},
+        Kind.OBJECT: {"type": "object"},
+    }
+)
+_ROUTES: tuple[tuple[str, str, tuple[Field, ...]], ...] = (
+    ("query", "Answers a question, about an image or about nothing.", fields.QUERY),
+    ("caption", "Describes an image.", fields.CAPTION),
+    ("point", "Finds the places of objects.", fields.OBJECTS),
+    ("detect", "Finds boxes around objects.", fields.OBJECTS),
+    ("segment", "Finds the outline of an object.", fields.SEGMENT),
+)
+
+
+def descriptions() -> Mapping[str, Any]:
+    """The value of `paths`."""
+    return {f"/v1/{name}": {"post": _operation(name, summary, known)} for name, summary, known in _ROUTES}
+
+
+def _operation(name: str, summary: str, known: tuple[Field, ...]) -> dict[str, Any]:
+    responses: dict[str, Any] = {
+        "200": {"description": "The answer.", "content": {"application/json": {"schema": {"type": "object"}}}},
+        "default": {
+            "description": "A failure, in `error`: `code`, `message`, `status`, `request_id` and `violations`.",
+            "content": {"application/json": {"schema": {"type": "object"}}},
+        },
+    }
+    if any(field.name == "stream" for field in known):
+        responses["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+    return {
+        "operationId": name,
+        "summary": summary,
+        "requestBody": {"required": True, "content": {"application/json": {"schema": _object(known)}}},
+        "responses": responses,
+    }
+
+
+def _object(known: Iterable[Field]) -> dict[str, Any]:
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": {field.name: _schema(field) for field in known},
+        "additionalProperties": False,
+    }
+    required = [field.name for field in known if field.is_required]
+    if required:
+        schema["required"] = required
+    return schema
+
+
+def _schema(field: Field) -> dict[str, Any]:
+    schema = _object(field.fields) if field.fields else dict(_TYPES[field.kind])
+    if field.choices:
+        schema["enum"] = list(field.choices)
+    if field.item is not None:
+        schema["items"] = field.item
+    return {**schema, "description": field.description}

@@ -1,0 +1,176 @@
+"""Converts the engine's events and results to JSON and server-sent events. Knows nothing about calls or the engine.
+
+Every answer has `request_id`, `model`, `finish_reason` and metrics beside its result.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from kestrel_grpc.frontends.rest.fields import KESTREL
+from kestrel_grpc.wire.errors import BadFields, CallFailure
+from kestrel_runtime.api.events import (
+    Box,
+    CaptionOutput,
+    DetectOutput,
+    Event,
+    Finished,
+    FinishReason,
+    Location,
+    Output,
+    PointOutput,
+    QueryOutput,
+    Reasoning,
+    SegmentOutput,
+    TextChannel,
+    TextDelta,
+)
+
+_FINISH_REASONS: Mapping[FinishReason, str] = MappingProxyType(
+    {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.MAX_OBJECTS: "max_objects"}
+)
+_dumps = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
+class Renderer:
+    """For one request: `format` is one of `FORMATS`."""
+
+    def __init__(self, request_id: str, model: str, format: str) -> None:
+        self._request_id = request_id
+        self._model = model
+        self._is_kestrel = format == KESTREL
+
+    def answer(self, finished: Finished) -> bytes:
+        """A whole answer."""
+        return _dumps(self._facts(finished)).encode()
+
+    def events(self, event: Event) -> bytes:
+        """The server-sent events of an event; empty where there is none to tell."""
+        if isinstance(event, TextDelta):
+            return _event({_CHUNKS[event.channel]: event.text, "completed": False})
+        if not isinstance(event, Finished):
+            return b""
+        facts = {**self._facts(event), "completed": True}
+        if isinstance(event.output, SegmentOutput):
+            return b"".join(map(_event, _segment_events(facts)))
+        return _event(facts)
+
+    def _facts(self, finished: Finished) -> dict[str, Any]:
+        metrics = self._metrics(finished)
+        return {
+            "request_id": self._request_id,
+            "model": self._model,
+            **self._result(finished.output),
+            "finish_reason": _FINISH_REASONS[finished.finish_reason],
+            **(metrics if self._is_kestrel else {"metrics": metrics}),
+        }
+
+    def _result(self, output: Output) -> dict[str, Any]:
+        if isinstance(output, QueryOutput):
+            reasoning = {} if output.reasoning is None else {"reasoning": _reasoning(output.reasoning)}
+            return {"answer": output.answer, **reasoning}
+        if isinstance(output, CaptionOutput):
+            return {"caption": output.caption}
+        if isinstance(output, PointOutput):
+            return {"points": _pairs(output.points) if self._is_kestrel else _points(output.points)}
+        if isinstance(output, DetectOutput):
+            return {"objects": [_box(box) for box in output.boxes]}
+        return next(
+            ({"path": mask.svg_path, "bbox": _box(mask.box)} for mask in output.segments),
+            {"path": "", "bbox": None},
+        )
+
+    def _metrics(self, finished: Finished) -> dict[str, Any]:
+        usage, timing = finished.usage, finished.timing
+        counts = {"input_tokens": usage.num_input_tokens, "output_tokens": usage.num_output_tokens}
+        if self._is_kestrel:
+            num_decoded = max(0, usage.num_output_tokens - 1)
+            return {
+                **counts,
+                "ttft_s": timing.time_to_first_token_s,
+                "prefill_time_s": timing.prefill_s,
+                "decode_time_s": timing.decode_s,
+                "decode_tokens_per_s": num_decoded / timing.decode_s if timing.decode_s > 0.0 else 0.0,
+            }
+        return {
+            **counts,
+            "prefill_time_ms": timing.prefill_s * 1000.0,
+            "decode_time_ms": timing.decode_s * 1000.0,
+            "ttft_ms": timing.time_to_first_token_s * 1000.0,
+        }
+
+
+def failure_body(failure: CallFailure, request_id: str) -> dict[str, Any]:
+    """A failure as every response of the REST API tells it."""
+    error: dict[str, Any] = {
+        "code": failure.reason,
+        "message": failure.message,
+        "status": failure.http_status,
+        "request_id": request_id,
+    }
+    violations = [
+        {"field": item.field, "description": item.description}
+        for detail in failure.details
+        if isinstance(detail, BadFields)
+        for item in detail.violations
+    ]
+    if violations:
+        error["violations"] = violations
+    if failure.facts:
+        error["facts"] = dict(failure.facts)
+    if failure.retry_after_s is not None:
+        error["retry_after_seconds"] = failure.retry_after_s
+    return {"error": error}
+
+
+def failure_json(failure: CallFailure, request_id: str) -> bytes:
+    """The body of a response."""
+    return _dumps(failure_body(failure, request_id)).encode()
+
+
+def failure_event(failure: CallFailure, request_id: str) -> bytes:
+    """The last event of a stream."""
+    return _event({**failure_body(failure, request_id), "completed": True})
+
+
+_CHUNKS: Mapping[TextChannel, str] = MappingProxyType(
+    {TextChannel.ANSWER: "chunk", TextChannel.REASONING: "reasoning_chunk"}
+)
+
+
+def _event(facts: Mapping[str, Any]) -> bytes:
+    return b"data: %b\n\n" % _dumps(facts).encode()
+
+
+def _segment_events(facts: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The box and the path on their own, and then everything: the path is known when it is complete."""
+    if facts["bbox"] is not None:
+        yield {"type": "bbox", "bbox": facts["bbox"], "completed": False}
+    if facts["path"]:
+        yield {"type": "path_delta", "chunk": facts["path"], "completed": False}
+    yield {"type": "final", **facts}
+
+
+def _reasoning(reasoning: Reasoning) -> dict[str, Any]:
+    return {
+        "text": reasoning.text,
+        "grounding": [
+            {"start_idx": item.start_char, "end_idx": item.end_char, "points": _pairs(item.points)}
+            for item in reasoning.groundings
+        ],
+    }
+
+
+def _points(locations: Iterable[Location]) -> list[dict[str, float]]:
+    return [{"x": location.x, "y": location.y} for location in locations]
+
+
+def _pairs(locations: Iterable[Location]) -> list[tuple[float, float]]:
+    return [(location.x, location.y) for location in locations]
+
+
+def _box(box: Box) -> dict[str, float]:
+    return {"x_min": box.x_min, "y_min": box.y_min, "x_max": box.x_max, "y_max": box.y_max}

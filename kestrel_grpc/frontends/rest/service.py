@@ -1,0 +1,79 @@
+"""The REST API: its routes, and how each is served."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from typing import Any
+
+from kestrel_grpc.frontends.http.endpoint import Answer, Operation
+from kestrel_grpc.frontends.http.exchange import Exchange
+from kestrel_grpc.frontends.rest.fields import field_name
+from kestrel_grpc.frontends.rest.openapi import descriptions
+from kestrel_grpc.frontends.rest.parsing import ParsedRequest, RequestParser
+from kestrel_grpc.frontends.rest.rendering import Renderer, failure_event, failure_json
+from kestrel_grpc.wire.call_context import CallContext
+from kestrel_grpc.wire.errors import CallFailure
+from kestrel_grpc.wire.submission import Submission, ending_with, last_event
+from kestrel_runtime.api.events import Finished
+from kestrel_runtime.api.stream import Stream
+
+_TOKEN_KEY = "x-moondream-auth"
+
+
+class RestDialect:
+    """Names and errors of the REST API."""
+
+    def authorization(self, exchange: Exchange) -> str | None:
+        """Moondream's client sends its key in a header of its own."""
+        token = exchange.header(_TOKEN_KEY)
+        return None if token is None or exchange.header("authorization") is not None else f"Bearer {token}"
+
+    def field_name(self, field: str) -> str:
+        return field_name(field)
+
+    def failure(self, failure: CallFailure, request_id: str) -> bytes:
+        return failure_json(failure, request_id)
+
+    def failure_event(self, failure: CallFailure, request_id: str) -> bytes:
+        return failure_event(failure, request_id)
+
+
+class RestService:
+    """The five skills. Each call is one request of the engine and ends with it."""
+
+    def __init__(self, submission: Submission, model: str, *, max_image_bytes: int) -> None:
+        self._submission = submission
+        self._model = model
+        parser = RequestParser(max_image_bytes)
+        parsers: Mapping[str, Callable[[bytes], ParsedRequest]] = {
+            "query": parser.query,
+            "caption": parser.caption,
+            "point": parser.point,
+            "detect": parser.detect,
+            "segment": parser.segment,
+        }
+        self.dialect = RestDialect()
+        self.operations: Sequence[Operation] = tuple(
+            Operation("POST", f"/v1/{skill}", f"rest/{skill}", parse, self._serve)
+            for skill, parse in parsers.items()
+        )
+        self.descriptions: Mapping[str, Any] = descriptions()
+
+    async def _serve(self, parsed: ParsedRequest, call: CallContext) -> Answer:
+        renderer = Renderer(call.request_id, self._model, parsed.format)
+        is_streamed = parsed.is_streamed
+        stream = await self._submission.submit(parsed.request, parsed.image, call)
+        del parsed  # and with it the image
+        if is_streamed:
+            return _events(stream, renderer, call)
+        return renderer.answer(await last_event(stream, call))
+
+
+async def _events(stream: Stream, renderer: Renderer, call: CallContext) -> AsyncGenerator[bytes, None]:
+    with ending_with(stream):
+        async for event in stream:
+            if isinstance(event, Finished):
+                call.finished = event
+            told = renderer.events(event)
+            if told:
+                yield told

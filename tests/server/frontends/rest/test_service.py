@@ -1,0 +1,241 @@
+"""The REST API over HTTP: shapes of requests, answers, streams and failures."""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import Any
+
+import pytest
+
+from kestrel_runtime.api.errors import Overloaded
+from kestrel_runtime.api.requests import BoxRef, Caption, Detect, Point, PointRef, Priority, Query, Segment
+from tests.fakes import HOLD, FakeEngine, answers, fails
+from tests.server.http_calls import IMAGE_BYTES, IMAGE_URL, serving_http
+
+METRICS = {
+    "input_tokens": 735,
+    "output_tokens": 3,
+    "prefill_time_ms": 500.0,
+    "decode_time_ms": 250.0,
+    "ttft_ms": 1500.0,
+}
+BOX = {"x_min": 0.125, "y_min": 0.25, "x_max": 0.5, "y_max": 0.75}
+
+
+def with_metrics(**result: Any) -> dict[str, Any]:
+    return {"request_id": "mine", "model": "fake", **result, "finish_reason": "stop", "metrics": METRICS}
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "result"),
+    [
+        ("query", {"question": "?"}, {"answer": "a kestrel"}),
+        (
+            "query",
+            {"question": "?", "reasoning": True},
+            {
+                "answer": "a kestrel",
+                "reasoning": {
+                    "text": "A bird.",
+                    "grounding": [{"start_idx": 2, "end_idx": 6, "points": [[0.5, 0.25]]}],
+                },
+            },
+        ),
+        ("caption", {"image_url": IMAGE_URL, "length": "short"}, {"caption": "a short kestrel"}),
+        (
+            "point",
+            {"image_url": IMAGE_URL, "object": "bird"},
+            {"points": [{"x": 0.5, "y": 0.25}, {"x": 0.75, "y": 0.5}]},
+        ),
+        ("detect", {"image_url": IMAGE_URL, "object": "bird"}, {"objects": [BOX]}),
+        ("segment", {"image_url": IMAGE_URL, "object": "bird"}, {"path": "M 0 0 L 1 1 z", "bbox": BOX}),
+    ],
+)
+async def test_every_route_answers_in_the_shape_of_the_moondream_client(route, body, result):
+    async with serving_http() as rig:
+        answer = await rig.ask(f"/v1/{route}", body, headers={"X-Request-Id": "mine"})
+    assert (answer.status, answer.headers["x-request-id"]) == (200, "mine")
+    assert answer.json == with_metrics(**result)
+
+
+async def test_the_other_format_has_pairs_and_metrics_beside_the_answer():
+    async with serving_http() as rig:
+        body = {"image_url": IMAGE_URL, "object": "bird", "format": "kestrel"}
+        answer = (await rig.ask("/v1/point", body)).json
+    assert answer["points"] == [[0.5, 0.25], [0.75, 0.5]]
+    assert "metrics" not in answer
+    assert (answer["input_tokens"], answer["ttft_s"], answer["decode_tokens_per_s"]) == (735, 1.5, 8.0)
+
+
+async def test_every_field_reaches_the_engine():
+    image = {"image_url": IMAGE_URL}
+    settings = {"temperature": 0.5, "top_p": 0.25, "max_tokens": 7, "max_objects": 3, "seed": 9}
+    common = {"settings": settings, "model": "fake", "priority": "batch", "max_queue_seconds": 2.5}
+    refs = {"spatial_refs": [[0.5, 0.25], [0.1, 0.2, 0.3, 0.4]]}
+    async with serving_http() as rig:
+        for route, body in (
+            ("query", {"question": "?", "reasoning": True, **refs}),
+            ("caption", {"length": "long"}),
+            ("point", {"object": "bird", **refs}),
+            ("detect", {"object": "bird", **refs}),
+            ("segment", {"object": "bird", **refs}),
+        ):
+            assert (await rig.ask(f"/v1/{route}", {**image, **common, **body})).status == 200
+        query, caption, point, detect, segment = rig.engine.requests
+    for request in rig.engine.requests:
+        sampling, options = request.sampling, request.options
+        assert request.image == IMAGE_BYTES
+        assert (sampling.temperature, sampling.top_p, sampling.max_tokens, sampling.seed) == (0.5, 0.25, 7, 9)
+        assert (options.model, options.max_queue_s, options.priority) == ("fake", 2.5, Priority.BATCH)
+    expected = (PointRef(0.5, 0.25), BoxRef(0.1, 0.2, 0.3, 0.4))
+    assert isinstance(query, Query)
+    assert (query.reasoning, query.spatial_refs) == (True, expected)
+    assert isinstance(caption, Caption)
+    assert caption.length == "long"
+    assert isinstance(point, Point)
+    assert isinstance(detect, Detect)
+    assert (point.max_objects, detect.max_objects, detect.spatial_refs) == (3, 3, expected)
+    assert isinstance(segment, Segment)
+
+
+async def test_streams_have_chunks_and_end_with_the_answer():
+    async with serving_http() as rig:
+        body = {"question": "?", "stream": True, "reasoning": True}
+        answer = await rig.ask("/v1/query", body, headers={"X-Request-Id": "mine"})
+    *chunks, last = answer.events
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert answer.headers["x-accel-buffering"] == "no"
+    assert answer.headers["x-request-id"] == "mine"
+    assert "".join(chunk.get("chunk", "") for chunk in chunks) == "a kestrel"
+    assert "".join(chunk.get("reasoning_chunk", "") for chunk in chunks) == "A bird."
+    assert not any(chunk["completed"] for chunk in chunks)
+    assert last["completed"]
+    assert "chunk" not in last
+    assert last["answer"] == "a kestrel"
+
+
+async def test_a_streamed_outline_has_the_three_kinds_of_events_of_the_client():
+    async with serving_http() as rig:
+        events = (await rig.ask("/v1/segment", {"object": "x", "image_url": IMAGE_URL, "stream": True})).events
+    assert [event["type"] for event in events] == ["bbox", "path_delta", "final"]
+    assert events[0]["bbox"] == BOX
+    assert events[1]["chunk"] == events[2]["path"]
+
+
+async def test_every_violation_is_told_by_the_name_of_its_field():
+    body = {
+        "question": 3,
+        "image": "x",
+        "image_url": "not base64!",
+        "settings": {"temperature": -1, "top_k": 5, "max_tokens": "many"},
+        "spatial_refs": [[0.5], [0.5, 2]],
+        "priority": "soon",
+        "max_queue_seconds": -1,
+    }
+    async with serving_http() as rig:
+        answer = await rig.ask("/v1/query", body)
+    assert answer.status == 400
+    error = answer.json["error"]
+    assert (error["code"], error["status"]) == ("INVALID_REQUEST", 400)
+    assert error["request_id"] == answer.headers["x-request-id"]
+    assert {item["field"] for item in error["violations"]} == {
+        "question",
+        "image",
+        "image_url",
+        "settings.temperature",
+        "settings.top_k",
+        "settings.max_tokens",
+        "spatial_refs[0]",
+        "spatial_refs[1][1]",
+        "priority",
+        "max_queue_seconds",
+    }
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (b"", "not valid JSON"),
+        (b"[]", "must be a JSON object"),
+        (b"{", "not valid JSON"),
+        (b'{"question": NaN}', "not valid JSON"),
+        (b'{"question": "\xff"}', "not valid JSON"),
+        (b'{"question": "\\ud800"}', "surrogate"),
+        (b'{"question": ' + b"[" * 100_000, "nested"),
+        (b'{"question": ' + b"1" * 5000 + b"}", "not valid JSON"),
+        (b"{}", "question: is required"),
+        (b'{"question": null}', "question: is required"),
+        (b'{"question": "%b"}' % (b"a" * 200_000), "at most 65536 bytes"),
+        (b'{"question": "?", "x": [%b]}' % (b"{}," * 700_000 + b"{}"), "besides its image"),
+        (b'{"question": "?", "x": [%b]}' % (b'"",' * 100_000 + b'""'), "more than 20000 texts"),
+    ],
+    ids=range(13),
+)
+async def test_bodies_of_another_form_are_told_why(body, told):
+    async with serving_http() as rig:
+        answer = await rig.ask("/v1/query", body)
+    assert answer.status == 400
+    assert told in answer.json["error"]["message"]
+
+
+async def test_a_large_image_arrives_whole():
+    image = bytes(range(256)) * 20_000
+    text = base64.b64encode(image).decode()
+    async with serving_http() as rig:
+        for written in (json.dumps({"image_url": text}), json.dumps({"image_url": text}).replace("/", "\\/")):
+            assert (await rig.ask("/v1/caption", written.encode())).status == 200
+            assert rig.engine.requests[-1].image == image
+
+
+async def test_a_full_queue_is_a_status_and_not_an_event():
+    for body in ({"question": "?"}, {"question": "?", "stream": True}):
+        async with serving_http(FakeEngine(max_queued_requests=0)) as rig:
+            answer = await rig.ask("/v1/query", body)
+        assert answer.status == 429
+        assert answer.headers["content-type"] == "application/json"
+        assert (answer.headers["retry-after"], answer.headers["retry-after-ms"]) == ("1", "250")
+        assert answer.json["error"]["code"] == "QUEUE_FULL"
+    async with serving_http(FakeEngine(fails(Overloaded(3, 0.25)))) as rig:
+        assert (await rig.ask("/v1/query", {"question": "?", "stream": True})).status == 429
+
+
+async def test_a_failure_behind_the_first_event_ends_the_stream_with_an_error():
+    def breaks(request: Any) -> list[object]:
+        return [*answers(request)[:2], Overloaded(3, 0.25)]
+
+    async with serving_http(FakeEngine(breaks)) as rig:
+        answer = await rig.ask("/v1/query", {"question": "?", "stream": True})
+    assert answer.status == 200
+    assert answer.events[-1]["error"]["code"] == "QUEUE_FULL"
+    assert answer.events[-1]["completed"]
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_client_that_disconnects_cancels_its_request(is_streamed):
+    def holds(request: Any) -> list[object]:
+        return [*answers(request)[:2], HOLD]
+
+    async with serving_http(FakeEngine(holds)) as rig:
+        async with rig.connect() as connection:
+            await connection.send("/v1/query", {"question": "?", "stream": is_streamed})
+            await rig.engine.num_submitted.acquire()
+            if is_streamed:
+                assert (await connection.head())[0] == 200
+        await rig.engine.is_idle.wait()
+        assert rig.engine.num_cancelled == 1
+
+
+async def test_the_description_of_the_api_has_the_fields_that_are_read():
+    async with serving_http() as rig:
+        document = (await rig.ask("/openapi.json")).json
+    schema = document["paths"]["/v1/query"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert schema["required"] == ["question"]
+    assert schema["properties"]["settings"]["properties"].keys() == {
+        "temperature",
+        "top_p",
+        "max_tokens",
+        "max_objects",
+        "seed",
+    }
+    assert set(document["paths"]) >= {f"/v1/{name}" for name in ("query", "caption", "point", "detect", "segment")}
