@@ -12,7 +12,8 @@ from collections.abc import Iterator
 
 from kestrel_grpc.allocator import return_free_memory, return_large_blocks, set_apart_what_stays
 from kestrel_grpc.cli.problems import complain, refuse
-from kestrel_grpc.config.options import ConfigurationError, ServerConfig, add_serve_arguments, effective_values
+from kestrel_grpc.config.effective import effective_values
+from kestrel_grpc.config.options import ConfigurationError, ServerConfig, add_serve_arguments
 from kestrel_grpc.process_end import end_now, end_within
 from kestrel_grpc.telemetry.logs import set_up_logging
 

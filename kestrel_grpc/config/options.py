@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
 from types import MappingProxyType
@@ -28,7 +27,6 @@ from kestrel_grpc.config.option_parsers import (
     whole_number,
 )
 from kestrel_grpc.config.settings import (
-    FILE_OPTION,
     REPLACED,
     Setting,
     collect,
@@ -369,7 +367,7 @@ class ServerConfig:
     def parse(cls, flags: Mapping[str, str | None], environment: Mapping[str, str]) -> ServerConfig:
         """From flags by field name, the environment and a file. Raises `ConfigurationError` with every problem."""
         problems: list[str] = []
-        settings = _settings(flags, environment, problems)
+        settings = settings_of(flags, environment, problems)
         values: dict[str, Any] = {}
         for name, option in options():
             setting = settings.get(name)
@@ -477,21 +475,6 @@ def options() -> Iterator[tuple[str, Option]]:
         yield item.name, _option_of(item)
 
 
-def effective_values(flags: Mapping[str, str | None], environment: Mapping[str, str]) -> str:
-    """Every option as a line of the file, with where it came from. Raises `ConfigurationError` as parsing does."""
-    config = ServerConfig.parse(flags, environment)
-    settings = _settings(flags, environment, [])
-    lines: list[str] = []
-    for name, option in options():
-        value = getattr(config, name)
-        line = f"{name} = {_toml(option.default_text if value is None else value)}"
-        if value is None or name == FILE_OPTION:
-            line = f"# {line}"
-        source = settings[name].source if name in settings else "default"
-        lines.append(f"{line:<47} # {source}")
-    return "\n".join(lines)
-
-
 def markdown_table() -> str:
     """The table of options as the README shows it."""
     rows = ["| Flag | Environment | Default | Unit | What it sets |", "|---|---|---|---|---|"]
@@ -501,18 +484,12 @@ def markdown_table() -> str:
     return "\n".join(rows)
 
 
-def _settings(
+def settings_of(
     flags: Mapping[str, str | None], environment: Mapping[str, str], problems: list[str]
 ) -> Mapping[str, Setting]:
+    """The texts that are given for the options. Adds what is wrong to `problems`."""
     names = [name for name, _ in options()]
     return MappingProxyType(collect(names, flags, environment, _CLIENT_VARIABLES, problems))
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, tuple):
-        return f"[{', '.join(_toml(item) for item in value)}]"
-    # JSON and TOML write strings, numbers and booleans in the same way.
-    return json.dumps(value if isinstance(value, int | float) else str(value), ensure_ascii=False)
 
 
 def _option_of(item: Field[Any]) -> Option:

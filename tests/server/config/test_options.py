@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kestrel_grpc.config.effective import effective_values
 from kestrel_grpc.config.options import (
     ConfigurationError,
     ServerConfig,
     add_serve_arguments,
-    effective_values,
     environment_name,
     flag_name,
     markdown_table,
