@@ -17,6 +17,7 @@ from kestrel_grpc.access.tls import CertificateFiles
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.frontends.grpc.frontend import GrpcFrontend
 from kestrel_grpc.frontends.http.frontend import HttpFrontend
+from kestrel_grpc.frontends.openai.service import OpenAiService
 from kestrel_grpc.frontends.rest.service import RestService
 from kestrel_grpc.images.image_store import ImageStore
 from kestrel_grpc.images.image_uris import ImageSource, NoRemoteImages, RemoteImagesUnavailable
@@ -220,7 +221,11 @@ class Server:
     def _http_frontend(self, certificate: CertificateFiles | None) -> HttpFrontend:
         info = self._engine.info
         submission = Submission(self._engine, self._images, self._store)
-        services = (RestService(submission, info.model, max_image_bytes=info.config.max_image_bytes),)
+        max_image_bytes = info.config.max_image_bytes
+        services = (
+            RestService(submission, info.model, max_image_bytes=max_image_bytes),
+            OpenAiService(submission, info.model, max_image_bytes=max_image_bytes),
+        )
         return HttpFrontend(
             self._engine,
             self._config,

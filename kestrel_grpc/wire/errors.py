@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from kestrel_grpc.access.access import RateLimited, ScopeRequired, TokenInvalid
+from kestrel_grpc.access.sources import SourceNotAllowed
 from kestrel_grpc.images.image_uris import ImageFetchFailed, ImageUriNotAllowed
 from kestrel_grpc.images.stored_images import (
     ImageDigestMismatch,
@@ -21,11 +22,10 @@ from kestrel_grpc.images.stored_images import (
     ImageSizeMismatch,
     ImageStoreFull,
 )
-from kestrel_grpc.wire.message_gate import MessageTimeout, TooManyCalls
+from kestrel_grpc.wire.message_gate import MessageTimeout, MessageTooLarge, TooManyCalls
 from kestrel_grpc.wire.open_calls import RequestCancelled
 from kestrel_grpc.wire.reader_watch import StreamIdle
 from kestrel_grpc.wire.readiness import ServiceUnknown
-from kestrel_grpc.wire.refusals import MediaTypeUnsupported, MessageTooLarge, MethodUnknown, SourceNotAllowed
 from kestrel_runtime.api.engine import EngineStatus
 from kestrel_runtime.api.errors import (
     ContextLengthExceeded,
@@ -47,6 +47,23 @@ DOMAIN = "kestrel.dev"
 MAX_VIOLATIONS = 20
 MAX_ECHO_CHARS = 128
 _RETRY_ELSEWHERE_S = 1.0
+
+
+class MediaTypeUnsupported(Exception):
+    """The message is not of the type that the method takes, or is compressed; `expected` says what it must be."""
+
+    def __init__(self, expected: str) -> None:
+        super().__init__(expected)
+        self.expected = expected
+
+
+class MethodUnknown(Exception):
+    """No method has this name. `allowed` lists the verbs that the path takes instead; empty where there is none."""
+
+    def __init__(self, name: str, allowed: tuple[str, ...] = ()) -> None:
+        super().__init__(name)
+        self.name = name
+        self.allowed = allowed
 
 
 class Code(Enum):

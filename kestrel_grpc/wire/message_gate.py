@@ -38,6 +38,14 @@ class MessageTimeout(Exception):
         self.limit_s = limit_s
 
 
+class MessageTooLarge(Exception):
+    """The message of a call has more than `limit_bytes` bytes."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__(limit_bytes)
+        self.limit_bytes = limit_bytes
+
+
 class TooManyCalls(Exception):
     """A limit on open calls or on messages in memory is reached. `description` says which."""
 

@@ -27,14 +27,10 @@ _MAX_TIMEOUT_S = 86_400.0
 
 
 class Dialect(Protocol):
-    """How one frontend speaks: the names of its fields and the form of its errors."""
+    """What one frontend does otherwise than others: where its token is, and the form of its errors."""
 
     def authorization(self, exchange: Exchange) -> str | None:
         """The value of an `authorization` header that other headers stand for."""
-        ...
-
-    def field_name(self, field: str) -> str:
-        """The name that a field of the engine's requests has here."""
         ...
 
     def failure(self, failure: CallFailure, request_id: str) -> bytes:
@@ -61,8 +57,10 @@ class Operation:
     method: str
     """The name of the call for access rules, metrics and logs, as `rest/query`."""
     parse: Callable[[bytes], Any] | None
-    """None where there is no body."""
+    """None where there is no body; `serve` then gets the variable parts of the path, by name."""
     serve: Callable[[Any, CallContext], Awaitable[Answer]]
+    field_name: Callable[[str], str] = str
+    """The name that a field of the engine's requests has here."""
     content_type: bytes = JSON
     is_inference: bool = True
     """Whether the model is asked, and not the server itself."""
@@ -111,7 +109,7 @@ class Endpoint:
     async def _received(self, exchange: Exchange, call: CallContext) -> Any:
         parse = self._operation.parse
         if parse is None:
-            return None
+            return exchange.path_parameters
         exchange.require_json(self._max_message_bytes)
 
         async def read() -> bytes:
@@ -135,7 +133,7 @@ class Endpoint:
     async def _fail(self, error: BaseException, call: CallContext, exchange: Exchange, events: EventStream) -> None:
         """Tell the caller, unless it is the caller that has ended the call."""
         if isinstance(error, InvalidRequest) and call.request is not None:  # parsed here, and refused by the engine
-            error.violations = renamed(error.violations, self._dialect.field_name)
+            error.violations = renamed(error.violations, self._operation.field_name)
         failure = self._admission.fail(call, error)
         exchange.connection.serve_by(None)
         if failure is None:

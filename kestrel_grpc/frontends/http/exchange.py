@@ -9,7 +9,8 @@ from typing import Any
 
 from kestrel_grpc.frontends.http.connection import CONNECTION_KEY, Connection
 from kestrel_grpc.wire.call_context import REQUEST_ID_KEY
-from kestrel_grpc.wire.refusals import MediaTypeUnsupported, MessageTooLarge
+from kestrel_grpc.wire.errors import MediaTypeUnsupported
+from kestrel_grpc.wire.message_gate import MessageTooLarge
 from kestrel_runtime.api.errors import EngineUnavailable
 
 Scope = MutableMapping[str, Any]
@@ -32,6 +33,7 @@ class Exchange:
             (name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]
         )
         self.connection: Connection = scope[CONNECTION_KEY]
+        self.path_parameters: Mapping[str, Any] = scope.get("path_params", {})
         self.send = send
         self._scope = scope
         self._receive = receive

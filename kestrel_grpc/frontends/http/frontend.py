@@ -13,19 +13,18 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route, Router
 from uvicorn.server import ServerState
 
+from kestrel_grpc.access.sources import SourceGuard
 from kestrel_grpc.access.tls import CertificateFiles
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.frontends.http.connection import HEAD_TIMEOUT_S, Connection, connection_factory
 from kestrel_grpc.frontends.http.endpoint import TIMEOUT_KEY, Dialect, Endpoint, Operation, failure_headers
 from kestrel_grpc.frontends.http.exchange import Exchange, Receive, Scope, Send
-from kestrel_grpc.frontends.http.guard import SourceGuard
 from kestrel_grpc.listeners import PortUnavailable, address_of, require_free_port
 from kestrel_grpc.wire.call_admission import CallAdmission
 from kestrel_grpc.wire.call_context import REQUEST_ID_KEY, CallContext
 from kestrel_grpc.wire.call_groups import CallGroups
-from kestrel_grpc.wire.errors import describe
+from kestrel_grpc.wire.errors import MethodUnknown, describe
 from kestrel_grpc.wire.readiness import Readiness
-from kestrel_grpc.wire.refusals import MethodUnknown
 from kestrel_runtime.api.engine import Engine, EngineStatus
 
 _CLOSING_S = 1.0

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from kestrel_grpc.frontends.http.answers import rendered_events
 from kestrel_grpc.frontends.http.endpoint import Answer, Operation
 from kestrel_grpc.frontends.http.exchange import Exchange
 from kestrel_grpc.frontends.rest.fields import field_name
@@ -13,23 +14,18 @@ from kestrel_grpc.frontends.rest.parsing import ParsedRequest, RequestParser
 from kestrel_grpc.frontends.rest.rendering import Renderer, failure_event, failure_json
 from kestrel_grpc.wire.call_context import CallContext
 from kestrel_grpc.wire.errors import CallFailure
-from kestrel_grpc.wire.submission import Submission, ending_with, last_event
-from kestrel_runtime.api.events import Finished
-from kestrel_runtime.api.stream import Stream
+from kestrel_grpc.wire.submission import Submission, last_event
 
 _TOKEN_KEY = "x-moondream-auth"
 
 
 class RestDialect:
-    """Names and errors of the REST API."""
+    """Headers and errors of the REST API."""
 
     def authorization(self, exchange: Exchange) -> str | None:
         """Moondream's client sends its key in a header of its own."""
         token = exchange.header(_TOKEN_KEY)
         return None if token is None or exchange.header("authorization") is not None else f"Bearer {token}"
-
-    def field_name(self, field: str) -> str:
-        return field_name(field)
 
     def failure(self, failure: CallFailure, request_id: str) -> bytes:
         return failure_json(failure, request_id)
@@ -54,7 +50,7 @@ class RestService:
         }
         self.dialect = RestDialect()
         self.operations: Sequence[Operation] = tuple(
-            Operation("POST", f"/v1/{skill}", f"rest/{skill}", parse, self._serve)
+            Operation("POST", f"/v1/{skill}", f"rest/{skill}", parse, self._serve, field_name=field_name)
             for skill, parse in parsers.items()
         )
         self.descriptions: Mapping[str, Any] = descriptions()
@@ -65,15 +61,5 @@ class RestService:
         stream = await self._submission.submit(parsed.request, parsed.image, call)
         del parsed  # and with it the image
         if is_streamed:
-            return _events(stream, renderer, call)
+            return rendered_events(stream, renderer, call)
         return renderer.answer(await last_event(stream, call))
-
-
-async def _events(stream: Stream, renderer: Renderer, call: CallContext) -> AsyncGenerator[bytes, None]:
-    with ending_with(stream):
-        async for event in stream:
-            if isinstance(event, Finished):
-                call.finished = event
-            told = renderer.events(event)
-            if told:
-                yield told

@@ -2,8 +2,7 @@
 
 import pytest
 
-from kestrel_grpc.frontends.http.guard import SourceGuard
-from kestrel_grpc.wire.refusals import SourceNotAllowed
+from kestrel_grpc.access.sources import SourceGuard, SourceNotAllowed
 
 HOST = (b"host", b"localhost:8000")
 

@@ -10,9 +10,16 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Collection, Sequence
 
-from kestrel_grpc.wire.refusals import SourceNotAllowed
-
 RawHeaders = Sequence[tuple[bytes, bytes]]
+
+
+class SourceNotAllowed(Exception):
+    """The call was made for another host, or by a page of another site. `header` names what tells so."""
+
+    def __init__(self, header: str, value: str) -> None:
+        super().__init__(header, value)
+        self.header = header
+        self.value = value
 
 
 class SourceGuard:

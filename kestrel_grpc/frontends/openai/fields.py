@@ -1,0 +1,111 @@
+"""The fields of OpenAI's requests: those that are read, and those that are taken at their default value only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from kestrel_grpc.frontends.http.fields import Field, Kind
+
+_STREAM_OPTIONS = Field(
+    "stream_options",
+    Kind.OBJECT,
+    "Options of a stream.",
+    fields=(
+        Field("include_usage", Kind.BOOLEAN, "Whether the last chunk has the numbers of tokens."),
+        Field("include_obfuscation", Kind.BOOLEAN, "Without effect: chunks are not padded."),
+    ),
+)
+_SHARED = (
+    Field("model", Kind.TEXT, "The model's name, as `/v1/models` has it.", is_required=True),
+    Field("temperature", Kind.NUMBER, "0 is greedy; the default is the skill's."),
+    Field("top_p", Kind.NUMBER, "Share of probability that tokens are sampled from."),
+    Field("max_tokens", Kind.INTEGER, "Most tokens to generate."),
+    Field("seed", Kind.INTEGER, "Makes the answer repeatable."),
+    Field("stream", Kind.BOOLEAN, "Whether the answer comes as server-sent events."),
+    _STREAM_OPTIONS,
+    Field("user", Kind.TEXT, "Without effect: callers are told apart by their tokens."),
+)
+
+CHAT = (
+    Field(
+        "messages",
+        Kind.LIST,
+        "Messages of the roles `system`, `developer`, `user` and `assistant`; the last one is of the user.",
+        is_required=True,
+        item={"type": "object", "required": ["role", "content"]},
+    ),
+    Field("max_completion_tokens", Kind.INTEGER, "Most tokens to generate; goes before `max_tokens`."),
+    Field("reasoning", Kind.BOOLEAN, "Whether the model reasons before it answers."),
+    *_SHARED,
+)
+COMPLETIONS = (Field("prompt", Kind.TEXT, "The text to answer.", is_required=True), *_SHARED)
+
+_NONE: tuple[Any, ...] = (None,)
+# What is not built is refused by its name, unless the value is the one that asks for nothing.
+_DEFAULTS_OF_BOTH: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "n": (None, 1),
+        "stop": (None, []),
+        "frequency_penalty": (None, 0),
+        "presence_penalty": (None, 0),
+        "logit_bias": (None, {}),
+    }
+)
+CHAT_DEFAULTS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        **_DEFAULTS_OF_BOTH,
+        "logprobs": (None, False),
+        "top_logprobs": _NONE,
+        "tools": (None, []),
+        "tool_choice": (None, "none", "auto"),
+        "parallel_tool_calls": (None, True),
+        "functions": (None, []),
+        "function_call": (None, "none", "auto"),
+        "response_format": (None, {"type": "text"}),
+        "modalities": (None, ["text"]),
+        "audio": _NONE,
+        "prediction": _NONE,
+        "store": (None, False),
+        "metadata": (None, {}),
+        "service_tier": (None, "auto", "default"),
+        "reasoning_effort": _NONE,
+        "verbosity": _NONE,
+        "web_search_options": _NONE,
+    }
+)
+COMPLETIONS_DEFAULTS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        **_DEFAULTS_OF_BOTH,
+        "best_of": (None, 1),
+        "echo": (None, False),
+        "logprobs": _NONE,
+        "suffix": _NONE,
+    }
+)
+NOT_SUPPORTED = "is not supported"
+MANY_IMAGES = "several images in one conversation are not supported"
+
+_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "sampling.temperature": "temperature",
+        "sampling.top_p": "top_p",
+        "sampling.seed": "seed",
+        "options.model": "model",
+    }
+)
+
+
+def chat_name(field: str) -> str:
+    """The name in a chat request of a field of the engine's requests."""
+    if field == "sampling.max_tokens":
+        return "max_completion_tokens"
+    return _NAMES.get(field, "messages")
+
+
+def completions_name(field: str) -> str:
+    """The name in a completion request of a field of the engine's requests."""
+    if field == "sampling.max_tokens":
+        return "max_tokens"
+    return _NAMES.get(field, "prompt")

@@ -1,0 +1,108 @@
+"""OpenAI's routes, and how each is served."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from kestrel_grpc.frontends.http.answers import rendered_events
+from kestrel_grpc.frontends.http.endpoint import Answer, Operation
+from kestrel_grpc.frontends.http.exchange import Exchange
+from kestrel_grpc.frontends.openai import fields
+from kestrel_grpc.frontends.openai.parsing import ParsedQuery, QueryParser
+from kestrel_grpc.frontends.openai.rendering import (
+    ChatRenderer,
+    CompletionRenderer,
+    failure_json,
+    model_json,
+    models_json,
+)
+from kestrel_grpc.wire.call_context import CallContext
+from kestrel_grpc.wire.errors import CallFailure, MethodUnknown
+from kestrel_grpc.wire.submission import Submission, last_event
+from kestrel_runtime.api.errors import ModelNotFound
+
+# Routes that clients of OpenAI know and that are refused by their name.
+_REFUSED = ("/v1/responses", "/v1/embeddings", "/v1/images/generations", "/v1/moderations", "/v1/batches")
+
+
+class OpenAiDialect:
+    """Errors of OpenAI's API."""
+
+    def authorization(self, exchange: Exchange) -> str | None:
+        """There is no other header."""
+        return None
+
+    def failure(self, failure: CallFailure, request_id: str) -> bytes:
+        return failure_json(failure)
+
+    def failure_event(self, failure: CallFailure, request_id: str) -> bytes:
+        return b"data: %b\n\n" % failure_json(failure)
+
+
+class OpenAiService:
+    """Chat and completions are queries of the engine. Each call is one request of the engine and ends with it."""
+
+    def __init__(self, submission: Submission, model: str, *, max_image_bytes: int) -> None:
+        self._submission = submission
+        self._model = model
+        self._started_s = int(time.time())
+        parser = QueryParser(max_image_bytes)
+        self.dialect = OpenAiDialect()
+        self.operations: Sequence[Operation] = (
+            Operation(
+                "POST",
+                "/v1/chat/completions",
+                "openai/chat.completions",
+                parser.chat,
+                self._serving(ChatRenderer),
+                field_name=fields.chat_name,
+            ),
+            Operation(
+                "POST",
+                "/v1/completions",
+                "openai/completions",
+                parser.completion,
+                self._serving(CompletionRenderer),
+                field_name=fields.completions_name,
+            ),
+            Operation("GET", "/v1/models", "openai/models", None, self._list_models, is_inference=False),
+            Operation("GET", "/v1/models/{model:path}", "openai/models", None, self._get_model, is_inference=False),
+            *(
+                Operation("POST", path, "openai/models", None, _refusing(path), is_inference=False)
+                for path in _REFUSED
+            ),
+        )
+        self.descriptions: Mapping[str, Any] = {}
+
+    def _serving(
+        self, make_renderer: type[ChatRenderer] | type[CompletionRenderer]
+    ) -> Callable[[ParsedQuery, CallContext], Awaitable[Answer]]:
+        async def serve(parsed: ParsedQuery, call: CallContext) -> Answer:
+            renderer = make_renderer(
+                call.request_id, self._model, int(time.time()), includes_usage=parsed.includes_usage
+            )
+            is_streamed = parsed.is_streamed
+            stream = await self._submission.submit(parsed.query, parsed.image, call)
+            del parsed  # and with it the image
+            if is_streamed:
+                return rendered_events(stream, renderer, call)
+            return renderer.answer(await last_event(stream, call))
+
+        return serve
+
+    async def _list_models(self, _: object, call: CallContext) -> bytes:
+        return models_json(self._model, self._started_s)
+
+    async def _get_model(self, parameters: Mapping[str, str], call: CallContext) -> bytes:
+        if parameters["model"] != self._model:
+            raise ModelNotFound(parameters["model"])
+        return model_json(self._model, self._started_s)
+
+
+def _refusing(path: str) -> Callable[[object, CallContext], Awaitable[bytes]]:
+    async def refuse(_: object, call: CallContext) -> bytes:
+        raise MethodUnknown(path)
+
+    return refuse

@@ -1,0 +1,264 @@
+"""OpenAI's routes over HTTP: shapes of requests, answers, chunks and errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kestrel_runtime.api.errors import ContextLengthExceeded, Overloaded
+from kestrel_runtime.api.requests import Query
+from tests.fakes import HOLD, FakeEngine, answers, fails
+from tests.server.http_calls import IMAGE_BYTES, IMAGE_URL, serving_http
+
+CHAT = "/v1/chat/completions"
+TEXT = {"role": "user", "content": "What is it?"}
+PICTURE = {"type": "image_url", "image_url": {"url": IMAGE_URL}}
+SEEN = {"role": "user", "content": [{"type": "text", "text": "What is it?"}, PICTURE]}
+USAGE = {
+    "prompt_tokens": 735,
+    "completion_tokens": 3,
+    "total_tokens": 738,
+    "prompt_tokens_details": {"cached_tokens": 0},
+}
+
+
+def chat(*messages: Any, **fields: Any) -> dict[str, Any]:
+    return {"model": "fake", "messages": list(messages), **fields}
+
+
+async def test_a_chat_is_answered():
+    async with serving_http() as rig:
+        answer = await rig.ask(CHAT, chat(SEEN), headers={"X-Request-Id": "mine"})
+        (query,) = rig.engine.requests
+    assert isinstance(query, Query)
+    assert (query.question, query.image) == ("What is it?", IMAGE_BYTES)
+    found = answer.json
+    assert (answer.status, found["id"], found["object"], found["model"]) == (
+        200,
+        "chatcmpl-mine",
+        "chat.completion",
+        "fake",
+    )
+    assert found["usage"] == USAGE
+    message = {"role": "assistant", "content": "a kestrel", "refusal": None}
+    assert found["choices"] == [{"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}]
+
+
+async def test_turns_are_written_out_by_the_template():
+    messages = (
+        {"role": "system", "content": "Be brief."},
+        SEEN,
+        {"role": "assistant", "content": "A bird.", "refusal": None},
+        {"role": "user", "content": "Which?"},
+    )
+    async with serving_http() as rig:
+        assert (await rig.ask(CHAT, chat(*messages))).status == 200
+        (query,) = rig.engine.requests
+    assert isinstance(query, Query)
+    expected = "Be brief.\n\nUser: What is it?\n\nAssistant: A bird.\n\nUser: Which?\n\nAssistant:"
+    assert (query.question, query.image) == (expected, IMAGE_BYTES)
+
+
+async def test_every_field_reaches_the_engine():
+    body = chat(TEXT, temperature=0.5, top_p=0.25, max_tokens=1, max_completion_tokens=7, seed=9, reasoning=True)
+    async with serving_http() as rig:
+        answer = await rig.ask(CHAT, body)
+        (query,) = rig.engine.requests
+    assert isinstance(query, Query)
+    sampling = query.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.max_tokens, sampling.seed) == (0.5, 0.25, 7, 9)
+    assert answer.json["choices"][0]["message"]["reasoning"] == "A bird."
+
+
+@pytest.mark.parametrize("includes_usage", [False, True])
+async def test_a_chat_is_streamed(includes_usage):
+    body = chat(TEXT, stream=True, reasoning=True, stream_options={"include_usage": includes_usage})
+    async with serving_http() as rig:
+        answer = await rig.ask(CHAT, body)
+    *chunks, done = answer.events
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert done == "[DONE]"
+    if includes_usage:
+        *chunks, last = chunks
+        assert (last["choices"], last["usage"]) == ([], USAGE)
+    assert all(("usage" in chunk) is includes_usage for chunk in chunks)
+    assert {(chunk["id"], chunk["object"]) for chunk in chunks} == {(chunks[0]["id"], "chat.completion.chunk")}
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert "".join(delta.get("content", "") for delta in deltas) == "a kestrel"
+    assert "".join(delta.get("reasoning", "") for delta in deltas) == "A bird."
+    reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
+    assert reasons == [None] * (len(chunks) - 1) + ["stop"]
+
+
+async def test_a_completion_is_answered_and_streamed():
+    body = {"model": "fake", "prompt": "Why?", "max_tokens": 5}
+    async with serving_http() as rig:
+        whole = (await rig.ask("/v1/completions", body)).json
+        *chunks, done = (await rig.ask("/v1/completions", {**body, "stream": True})).events
+        query = rig.engine.requests[0]
+    assert isinstance(query, Query)
+    assert (query.question, query.image, query.sampling.max_tokens) == ("Why?", None, 5)
+    assert (whole["object"], whole["choices"][0]["text"], whole["usage"]) == (
+        "text_completion",
+        "a kestrel",
+        USAGE,
+    )
+    assert done == "[DONE]"
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "a kestrel"
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_the_model_is_listed():
+    async with serving_http() as rig:
+        listed = (await rig.ask("/v1/models")).json
+        one = await rig.ask("/v1/models/fake")
+        none = await rig.ask("/v1/models/gull/2")
+    assert [model["id"] for model in listed["data"]] == ["fake"]
+    assert one.json == listed["data"][0]
+    assert (none.status, none.json["error"]["code"]) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", 2),
+        ("n", True),
+        ("stop", "."),
+        ("logprobs", True),
+        ("top_logprobs", 2),
+        ("tools", [{"type": "function"}]),
+        ("tool_choice", "required"),
+        ("functions", [{}]),
+        ("response_format", {"type": "json_schema"}),
+        ("response_format", {"type": "json_object"}),
+        ("frequency_penalty", 0.5),
+        ("presence_penalty", -1),
+        ("logit_bias", {"1": 2}),
+        ("modalities", ["audio"]),
+        ("audio", {}),
+        ("store", True),
+        ("service_tier", "flex"),
+        ("reasoning_effort", "high"),
+    ],
+)
+async def test_what_is_not_built_is_refused_by_its_name(field, value):
+    async with serving_http() as rig:
+        answer = await rig.ask(CHAT, chat(TEXT, **{field: value}))
+        assert rig.engine.requests == []
+    error = answer.json["error"]
+    assert (answer.status, error["type"]) == (400, "invalid_request_error")
+    assert (error["param"], error["code"]) == (field, "unsupported_parameter")
+
+
+async def test_parameters_at_the_value_that_asks_for_nothing_are_taken():
+    body = chat(
+        TEXT,
+        n=1,
+        stop=None,
+        logprobs=False,
+        tools=[],
+        response_format={"type": "text"},
+        frequency_penalty=0.0,
+        presence_penalty=0,
+        user="me",
+    )
+    async with serving_http() as rig:
+        assert (await rig.ask(CHAT, body)).status == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "told"),
+    [
+        ({}, "messages", "model: is required"),
+        (chat(), "messages", "must be 1 to 256"),
+        (chat("x"), "messages[0]", "must be an object"),
+        (chat({"role": "tool", "content": "x"}), "messages[0].role", "must be one of"),
+        (chat({"role": "user"}), "messages[0].content", "is required"),
+        (chat(TEXT, {"role": "assistant", "content": "x"}), "messages[1].role", "must be user"),
+        (chat({"role": "user", "content": ""}), "messages", "must not be empty"),
+        (chat({"role": "user", "content": [{"type": "input_audio"}]}), "messages[0].content[0].type", "must be"),
+        (chat(SEEN, SEEN), "messages[1].content[1]", "several images"),
+        (
+            chat({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,x"}}]}),
+            "messages",
+            "must not be empty",
+        ),
+        (
+            chat({"role": "system", "content": [PICTURE]}, TEXT),
+            "messages[0].content[0]",
+            "of the user only",
+        ),
+        (
+            chat({"role": "assistant", "content": "x", "tool_calls": [{}]}, TEXT),
+            "messages[0].tool_calls",
+            "is not supported",
+        ),
+        (chat(TEXT, max_completion_tokens=0), "max_completion_tokens", "must be from 1"),
+        (chat(TEXT, temperature="warm"), "temperature", "must be a number"),
+        (chat(TEXT, colour="red"), "colour", "is not a field"),
+    ],
+)
+async def test_other_violations_name_their_place(body, param, told):
+    async with serving_http() as rig:
+        answer = await rig.ask(CHAT, body)
+    error = answer.json["error"]
+    assert (answer.status, error["param"]) == (400, param)
+    assert told in error["message"]
+
+
+async def test_an_image_by_address_is_refused_where_none_is_fetched():
+    picture = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
+    content = [{"type": "text", "text": "What is it?"}, picture]
+    async with serving_http() as rig:
+        answer = await rig.ask(CHAT, chat({"role": "user", "content": content}))
+    assert (answer.status, answer.json["error"]["code"]) == (400, "image_uri_not_allowed")
+    assert answer.json["error"]["param"] == "messages"
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/embeddings"])
+async def test_other_routes_of_openai_are_refused_by_their_name(path):
+    async with serving_http() as rig:
+        answer = await rig.ask(path, {"model": "fake"})
+    assert answer.status == 404
+    assert path in answer.json["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (Overloaded(3, 0.25), 429, "queue_full"),
+        (ContextLengthExceeded("question", 5000, 2048), 400, "context_length_exceeded"),
+    ],
+)
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_failures_of_the_engine_are_statuses(error, status, code, is_streamed):
+    async with serving_http(FakeEngine(fails(error))) as rig:
+        answer = await rig.ask(CHAT, chat(TEXT, stream=is_streamed))
+    assert (answer.status, answer.json["error"]["code"]) == (status, code)
+
+
+async def test_a_failure_behind_the_first_chunk_is_an_error_in_the_stream():
+    def breaks(request: Any) -> list[object]:
+        return [*answers(request)[:2], Overloaded(3, 0.25)]
+
+    async with serving_http(FakeEngine(breaks)) as rig:
+        answer = await rig.ask(CHAT, chat(TEXT, stream=True))
+    assert answer.status == 200
+    assert answer.events[-1]["error"]["code"] == "queue_full"
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_client_that_disconnects_cancels_its_request(is_streamed):
+    def holds(request: Any) -> list[object]:
+        return [*answers(request)[:2], HOLD]
+
+    async with serving_http(FakeEngine(holds)) as rig:
+        async with rig.connect() as connection:
+            await connection.send(CHAT, chat(TEXT, stream=is_streamed))
+            await rig.engine.num_submitted.acquire()
+            if is_streamed:
+                assert (await connection.head())[0] == 200
+        await rig.engine.is_idle.wait()
+        assert rig.engine.num_cancelled == 1
