@@ -81,8 +81,8 @@ def _add(
     )
     parser.add_argument(
         "--token",
-        default=os.environ.get("KESTREL_TOKEN") or None,
-        help="API token, for servers that require one (KESTREL_TOKEN, which other users here cannot see)",
+        default=os.environ.get("KESTREL_GRPC_TOKEN") or None,
+        help="API token, for servers that require one (KESTREL_GRPC_TOKEN, which other users here cannot see)",
     )
     parser.add_argument("--temperature", metavar="T", type=float, help="temperature; 0 takes the most likely token")
     parser.add_argument(
@@ -235,8 +235,8 @@ def _explain(error: Exception, arguments: argparse.Namespace) -> str:
         return why or f"no server answers at {arguments.address}: {error}"
     if isinstance(error, Unauthenticated):
         if arguments.token is None:
-            return "the server asks for a token; give --token or KESTREL_TOKEN"
-        return "the server does not know the token of --token or KESTREL_TOKEN"
+            return "the server asks for a token; give --token or KESTREL_GRPC_TOKEN"
+        return "the server does not know the token of --token or KESTREL_GRPC_TOKEN"
     if isinstance(error, DeadlineExceeded):
         return f"no answer within {arguments.timeout:g} s"
     if isinstance(error, ServerError) and error.request_id:

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import grpc
 
+from kestrel_grpc.config.environment import CLIENT_VARIABLES, former_names
+from kestrel_grpc.config.settings import environment_name
+
 
 @dataclass(frozen=True, slots=True)
 class ClientTls:
@@ -77,13 +80,19 @@ def add_connection_arguments(
 
 
 def tls_of(arguments: argparse.Namespace) -> ClientTls | None:
-    """TLS as the flags configure it; None where it is off. Raises `ValueError`."""
+    """TLS as the flags configure it; None where it is off. Raises `ValueError`.
+
+    Raises it too where a variable of the client commands has its former name: without that variable, a token could
+    be sent without encryption.
+    """
+    for problem in former_names(CLIENT_VARIABLES, os.environ):
+        raise ValueError(problem)
     files = (arguments.tls_ca, arguments.tls_client_certificate, arguments.tls_client_key)
     return ClientTls(*files) if any(path is not None for path in files) else None
 
 
 def _add_file(parser: argparse.ArgumentParser, name: str, help: str) -> None:
-    variable = f"KESTREL_TLS_{name.replace('-', '_').upper()}"
+    variable = environment_name(f"tls_{name.replace('-', '_')}")
     parser.add_argument(
         f"--tls-{name}",
         metavar="FILE",

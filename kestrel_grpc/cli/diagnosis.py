@@ -82,7 +82,7 @@ def _why_no_handshake(connection: socket.socket, address: str, tls: ClientTls, h
     except ssl.SSLError as error:
         reason = (error.reason or "").replace("_", " ").lower()
         if reason in _NO_TLS:
-            return f"{address} speaks no TLS; leave out --tls-ca and KESTREL_TLS_CA"
+            return f"{address} speaks no TLS; leave out --tls-ca and KESTREL_GRPC_TLS_CA"
         return f"no encrypted connection to {address}: {reason or error}"
 
 
@@ -113,4 +113,4 @@ def _why_not_plaintext(target: _Target, address: str, timeout_s: float) -> str |
             trust_all.wrap_socket(connection, server_hostname=target.host).close()
         except (ssl.SSLError, ConnectionError):
             return None
-    return f"{address} speaks TLS only; give --tls-ca or KESTREL_TLS_CA"
+    return f"{address} speaks TLS only; give --tls-ca or KESTREL_GRPC_TLS_CA"

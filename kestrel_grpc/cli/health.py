@@ -28,7 +28,7 @@ def add_health_command(subparsers: argparse._SubParsersAction[argparse.ArgumentP
     add_connection_arguments(
         parser,
         address=None,
-        address_help="where the server is (the server that KESTREL_… variables of this environment set up)",
+        address_help="where the server is (the server that KESTREL_GRPC_… variables of this environment set up)",
         timeout_s=5.0,
     )
     parser.add_argument("--service", default="", help="the service to ask about (all of them)")

@@ -36,8 +36,8 @@ def own_server(environment: Mapping[str, str], given: ClientTls | None = None) -
     if config.unix_socket is not None:
         return OwnServer(f"unix:{config.unix_socket}", None)
     if config.admin_port is not None:
-        return OwnServer(_reachable(config.admin_host, config.admin_port, "KESTREL_ADMIN_PORT"), None)
-    address = _reachable(config.host, config.port, "KESTREL_PORT")
+        return OwnServer(_reachable(config.admin_host, config.admin_port, "KESTREL_GRPC_ADMIN_PORT"), None)
+    address = _reachable(config.host, config.port, "KESTREL_GRPC_PORT")
     if config.tls_certificate is None or (given is not None and given.ca is not None):
         return OwnServer(address, given)
     certificate = Path(config.tls_certificate)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -13,7 +14,8 @@ from collections.abc import Iterator
 from kestrel_grpc.allocator import return_free_memory, return_large_blocks, set_apart_what_stays
 from kestrel_grpc.cli.problems import complain, refuse
 from kestrel_grpc.config.effective import effective_values
-from kestrel_grpc.config.options import ConfigurationError, ServerConfig, add_serve_arguments
+from kestrel_grpc.config.environment import environment_warnings
+from kestrel_grpc.config.options import ConfigurationError, ServerConfig, add_serve_arguments, options
 from kestrel_grpc.process_end import end_now, end_within
 from kestrel_grpc.telemetry.logs import set_up_logging
 
@@ -22,6 +24,8 @@ SWITCH_INTERVAL_S = 0.00005
 moment, for a kernel launch or a write; the other thread then keeps it for at most this long."""
 END_TIMEOUT_S = 20.0
 """For the process to end once its engine is closed or dead. Normally that takes a few seconds."""
+
+_log = logging.getLogger(__name__)
 
 
 def add_serve_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -48,6 +52,8 @@ def add_serve_command(subparsers: argparse._SubParsersAction[argparse.ArgumentPa
 def _config(arguments: argparse.Namespace) -> int:
     try:
         print(effective_values(vars(arguments), os.environ))
+        for warning in environment_warnings((name for name, _ in options()), os.environ):
+            complain(warning)
     except ConfigurationError as error:
         return refuse(error)
     return 0
@@ -59,6 +65,8 @@ def _serve(arguments: argparse.Namespace) -> int:
     except ConfigurationError as error:
         return refuse(error)
     set_up_logging(config.log_level, line_format=config.log_format)
+    for warning in environment_warnings((name for name, _ in options()), os.environ):
+        _log.warning("%s", warning)
     from kestrel_grpc.access.tls import CertificateError
     from kestrel_grpc.access.tokens import TokenFileError
     from kestrel_grpc.images.image_uris import RemoteImagesUnavailable

@@ -14,6 +14,7 @@ from dataclasses import Field, dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
 
+from kestrel_grpc.config.environment import security_problems
 from kestrel_grpc.config.option_parsers import (
     fraction,
     names,
@@ -39,10 +40,6 @@ from kestrel_runtime.api.config import EngineConfig
 
 MIB = 2**20
 _OPTION = "option"
-# Used by the client commands, which may run in the same environment.
-_CLIENT_VARIABLES = frozenset(
-    ("KESTREL_TOKEN", "KESTREL_TLS_CA", "KESTREL_TLS_CLIENT_CERTIFICATE", "KESTREL_TLS_CLIENT_KEY")
-)
 
 
 class ConfigurationError(Exception):
@@ -75,8 +72,8 @@ _ENGINE = EngineConfig()
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """How a server is set up. `max_queue` is the flag `--max-queue`, the variable `KESTREL_MAX_QUEUE`, and the key
-    `max_queue` of the file."""
+    """How a server is set up. `max_queue` is the flag `--max-queue`, the variable `KESTREL_GRPC_MAX_QUEUE`, and the
+    key `max_queue` of the file."""
 
     config: str | None = _option(None, some_text, "file with options, in TOML", default_text="none")
     model: str = _option(
@@ -376,6 +373,7 @@ class ServerConfig:
                     values[name] = option.parse(setting.text)
                 except ValueError as error:
                     problems.append(f"{setting.source}: {setting.text!r} {error}")
+        problems += security_problems([name for name, _ in options()], environment)
         config = cls(**values)
         problems += config._contradictions()
         if problems:
@@ -489,7 +487,7 @@ def settings_of(
 ) -> Mapping[str, Setting]:
     """The texts that are given for the options. Adds what is wrong to `problems`."""
     names = [name for name, _ in options()]
-    return MappingProxyType(collect(names, flags, environment, _CLIENT_VARIABLES, problems))
+    return MappingProxyType(collect(names, flags, environment, problems))
 
 
 def _option_of(item: Field[Any]) -> Option:

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-ENVIRONMENT_PREFIX = "KESTREL_"
+ENVIRONMENT_PREFIX = "KESTREL_GRPC_"
 FILE_OPTION = "config"
 """The option that names the file. It cannot stand in the file itself."""
 REPLACED: Mapping[str, str] = MappingProxyType({"kv_fraction": "memory_utilization"})
@@ -34,7 +34,7 @@ def flag_name(name: str) -> str:
 
 
 def environment_name(name: str) -> str:
-    """`max_queue` → `KESTREL_MAX_QUEUE`."""
+    """`max_queue` → `KESTREL_GRPC_MAX_QUEUE`."""
     return ENVIRONMENT_PREFIX + name.upper()
 
 
@@ -48,22 +48,18 @@ def collect(
     names: Collection[str],
     flags: Mapping[str, str | None],
     environment: Mapping[str, str],
-    other_variables: Collection[str],
     problems: list[str],
 ) -> dict[str, Setting]:
-    """The settings by option.
-
-    Adds what is wrong to `problems`, such as variables with our prefix that are neither options nor in
-    `other_variables`.
-    """
-    variables = {environment_name(name): name for name in names}
+    """The settings by option. Adds what is wrong to `problems`."""
     settings: dict[str, Setting] = {}
-    for variable, text in environment.items():
-        if variable in variables:
-            settings[variables[variable]] = Setting(text, variable)
-        elif variable.startswith(ENVIRONMENT_PREFIX) and variable not in other_variables:
-            problems.append(f"{variable}: is no variable of this server{_meant(variable, variables)}")
+    for name in names:
+        variable = environment_name(name)
+        if variable in environment:
+            settings[name] = Setting(environment[variable], variable)
     for name in REPLACED:
+        variable = environment_name(name)
+        if variable in environment:
+            problems.append(f"{variable}: is no variable of this server{meant(variable, ())}")
         if flags.get(name) is not None:
             problems.append(unknown_flag(name))
     for name in names:
@@ -90,7 +86,7 @@ def _read(path: Path, names: Collection[str], problems: list[str]) -> Iterator[t
         source = f"{path}: {key}"
         text = _text(value)
         if key not in names:
-            problems.append(f"{source}: is no option{_meant(key, names)}")
+            problems.append(f"{source}: is no option{meant(key, names)}")
         elif text is None:
             problems.append(f"{source}: must be a text, a number, true or false, or a list of texts")
         else:
@@ -108,7 +104,8 @@ def _text(value: Any) -> str | None:
     return None
 
 
-def _meant(word: str, words: Collection[str]) -> str:
+def meant(word: str, words: Collection[str]) -> str:
+    """The end of a message about an unknown word: what replaced it, or the word that is most like it."""
     replaced = {**REPLACED, **{environment_name(old): environment_name(new) for old, new in REPLACED.items()}}
     if word in replaced:
         return f"; use {replaced[word]}"

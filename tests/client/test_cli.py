@@ -161,13 +161,15 @@ def test_a_wrong_token_is_told_from_a_missing_one(
     vision.failures = [refusal] * 3
     query = ("query", "-", "q", "--address", address)
     assert _run(*query) == 1
-    assert capsys.readouterr().err == "kestrel-grpc: the server asks for a token; give --token or KESTREL_TOKEN\n"
-    monkeypatch.setenv("KESTREL_TOKEN", "")
+    assert (
+        capsys.readouterr().err == "kestrel-grpc: the server asks for a token; give --token or KESTREL_GRPC_TOKEN\n"
+    )
+    monkeypatch.setenv("KESTREL_GRPC_TOKEN", "")
     assert _run(*query) == 1
     assert "asks for a token" in capsys.readouterr().err
     assert _run(*query, "--token", "wrong") == 1
     complaint = capsys.readouterr().err
-    assert complaint == "kestrel-grpc: the server does not know the token of --token or KESTREL_TOKEN\n"
+    assert complaint == "kestrel-grpc: the server does not know the token of --token or KESTREL_GRPC_TOKEN\n"
 
 
 def test_a_server_that_takes_too_long_is_given_up(

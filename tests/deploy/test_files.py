@@ -19,7 +19,7 @@ from kestrel_grpc.config.options import ServerConfig, environment_name, options
 from tests.reference_fixtures import CHECKOUT
 
 DEPLOY = CHECKOUT / "deploy"
-VARIABLE = re.compile(r"\bKESTREL_[A-Z_]+")
+VARIABLE = re.compile(r"\bKESTREL_(?!GRPC_…)[A-Z_]+")
 KNOWN_VARIABLES = {environment_name(name) for name, _ in options()}
 
 
@@ -83,7 +83,7 @@ def test_whoever_stops_the_server_waits_until_it_has_drained():
     (container,) = pod["containers"]
     before_s = float(container["lifecycle"]["preStop"]["exec"]["command"][1])
     told = {item["name"]: item.get("value") for item in container["env"]}
-    told_s = float(told["KESTREL_WITHDRAWAL_DELAY"]) + float(told["KESTREL_DRAIN_TIMEOUT"])
+    told_s = float(told["KESTREL_GRPC_WITHDRAWAL_DELAY"]) + float(told["KESTREL_GRPC_DRAIN_TIMEOUT"])
     assert pod["terminationGracePeriodSeconds"] >= before_s + told_s + 5
     assert (
         float(document("compose.yml")["services"]["kestrel"]["stop_grace_period"].removesuffix("s")) >= drain_s + 5

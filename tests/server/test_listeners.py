@@ -226,7 +226,7 @@ async def test_the_command_line_brings_a_token_over_an_encrypted_connection(file
             ask_on_the_command_line, rig.address, "--token", "secret", "--tls-ca", authority
         )
         by_environment = await asyncio.to_thread(
-            lambda: ask_on_the_command_line(rig.address, KESTREL_TOKEN="secret", KESTREL_TLS_CA=authority)
+            lambda: ask_on_the_command_line(rig.address, KESTREL_GRPC_TOKEN="secret", KESTREL_GRPC_TLS_CA=authority)
         )
         without = await asyncio.to_thread(ask_on_the_command_line, rig.address, "--tls-ca", authority)
         wrong_token = await asyncio.to_thread(
@@ -235,7 +235,7 @@ async def test_the_command_line_brings_a_token_over_an_encrypted_connection(file
     assert (by_flag.stdout, by_flag.stderr) == ("a kestrel\n", "")
     assert by_environment.stdout == "a kestrel\n"
     assert without.returncode == 1
-    assert "give --token or KESTREL_TOKEN" in without.stderr
+    assert "give --token or KESTREL_GRPC_TOKEN" in without.stderr
     assert "does not know the token" in wrong_token.stderr
 
 
@@ -253,7 +253,9 @@ async def test_the_command_line_says_in_one_line_what_is_wrong_with_the_encrypti
         address = rig.address
     assert "speaks TLS only; give --tls-ca" in plain.stderr
     assert "is not trusted: " in untrusted.stderr
-    assert encrypted.stderr == f"kestrel-grpc: {address} speaks no TLS; leave out --tls-ca and KESTREL_TLS_CA\n"
+    assert (
+        encrypted.stderr == f"kestrel-grpc: {address} speaks no TLS; leave out --tls-ca and KESTREL_GRPC_TLS_CA\n"
+    )
     for done in (plain, untrusted, encrypted):
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
     assert "Handshake failed" in told_more.stderr, "lines of gRPC's core are there for whoever asks for them"

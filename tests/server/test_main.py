@@ -22,7 +22,7 @@ def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> N
 def test_unusable_options_are_told_one_a_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("KESTREL_DEVICE", "tpu")
+    monkeypatch.setenv("KESTREL_GRPC_DEVICE", "tpu")
     assert main(["serve", "--port", "many", "--dtype", "int3"]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 3

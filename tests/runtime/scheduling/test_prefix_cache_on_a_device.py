@@ -5,7 +5,7 @@ equal contents where all tokens up to there, the image and the namespace are equ
 page that is published too early, shared wrongly, freed twice or not copied shows as a wrong read or in the books; a
 sequence that is lost never finishes. Each mutation at the end makes one such mistake, and the schedules find it.
 
-`KESTREL_CACHE_OPERATIONS` sets how many operations are tried.
+`KESTREL_GRPC_CACHE_OPERATIONS` sets how many operations are tried.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.runtime.scheduling.page_books import check_books
 from tests.runtime.scheduling.simulated_device import Access, DeviceStep, RowAccess, SimulatedDevice
 from tests.runtime.sequences import blank_tiles, new_sequence
 
-NUM_OPERATIONS = int(os.environ.get("KESTREL_CACHE_OPERATIONS", "100000"))
+NUM_OPERATIONS = int(os.environ.get("KESTREL_GRPC_CACHE_OPERATIONS", "100000"))
 NUM_TURNS = 60
 IMAGES = tuple(bytes([number]) * 32 for number in range(3))
 NAMESPACES = ("", "another")

@@ -37,16 +37,28 @@ def test_files_come_from_flags_or_from_the_environment(monkeypatch):
     expected = ClientTls(Path("a.pem"), Path("b.pem"), Path("c.key"))
     assert tls_of(parsed(*files)) == expected
     for name, value in (("CA", "a.pem"), ("CLIENT_CERTIFICATE", "b.pem"), ("CLIENT_KEY", "c.key")):
-        monkeypatch.setenv(f"KESTREL_TLS_{name}", value)
+        monkeypatch.setenv(f"KESTREL_GRPC_TLS_{name}", value)
     assert tls_of(parsed()) == expected
     assert tls_of(parsed("--tls-ca", "d.pem")) == ClientTls(Path("d.pem"), Path("b.pem"), Path("c.key"))
-    monkeypatch.setenv("KESTREL_TLS_CA", "")
+    monkeypatch.setenv("KESTREL_GRPC_TLS_CA", "")
     assert tls_of(parsed()) == ClientTls(None, Path("b.pem"), Path("c.key"))
 
 
 def test_the_server_does_not_take_these_variables_for_mistakes():
-    names = ("KESTREL_TLS_CA", "KESTREL_TLS_CLIENT_CERTIFICATE", "KESTREL_TLS_CLIENT_KEY", "KESTREL_TOKEN")
+    names = (
+        "KESTREL_GRPC_TLS_CA",
+        "KESTREL_GRPC_TLS_CLIENT_CERTIFICATE",
+        "KESTREL_GRPC_TLS_CLIENT_KEY",
+        "KESTREL_GRPC_TOKEN",
+    )
     assert ServerConfig.parse({}, dict.fromkeys(names, "x")) == ServerConfig()
+
+
+@pytest.mark.parametrize("name", ["TOKEN", "TLS_CA", "TLS_CLIENT_CERTIFICATE", "TLS_CLIENT_KEY"])
+def test_a_former_name_of_a_variable_is_refused_with_the_name_of_now(monkeypatch, name):
+    monkeypatch.setenv(f"KESTREL_{name}", "x")
+    with pytest.raises(ValueError, match=f"^KESTREL_{name}: .* KESTREL_GRPC_{name}$"):
+        tls_of(parsed())
 
 
 def test_a_certificate_needs_its_key():

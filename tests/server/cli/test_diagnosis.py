@@ -117,13 +117,13 @@ def test_no_unix_socket_is_there(tmp_path):
 async def test_the_server_speaks_no_tls(tmp_path, authority):
     async with serving() as address:
         line = await why(address, client_tls(tmp_path, authority))
-    assert line == f"{address} speaks no TLS; leave out --tls-ca and KESTREL_TLS_CA"
+    assert line == f"{address} speaks no TLS; leave out --tls-ca and KESTREL_GRPC_TLS_CA"
 
 
 async def test_the_server_speaks_tls_only(pair):
     async with serving(server_credentials(CertificateFiles(pair.certificate, pair.key))) as address:
         line = await why(address)
-    assert line == f"{address} speaks TLS only; give --tls-ca or KESTREL_TLS_CA"
+    assert line == f"{address} speaks TLS only; give --tls-ca or KESTREL_GRPC_TLS_CA"
 
 
 async def test_nobody_trusted_vouches_for_the_certificate(tmp_path, pair):

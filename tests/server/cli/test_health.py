@@ -86,11 +86,16 @@ class Container:
 
     async def probe(self, rig: Serving, *arguments: str, **more: str) -> tuple[int, str, str]:
         """Exit status, stdout and stderr."""
-        variables = {f"KESTREL_{name.upper()}": value for name, value in {**self.options, **more}.items()}
+        variables = {f"KESTREL_GRPC_{name.upper()}": value for name, value in {**self.options, **more}.items()}
         done = await asyncio.to_thread(
             subprocess.run,
             [sys.executable, "-m", "kestrel_grpc", "health", *arguments],
-            env={**os.environ, "KESTREL_HOST": "0.0.0.0", "KESTREL_PORT": str(rig.server.port), **variables},
+            env={
+                **os.environ,
+                "KESTREL_GRPC_HOST": "0.0.0.0",
+                "KESTREL_GRPC_PORT": str(rig.server.port),
+                **variables,
+            },
             capture_output=True,
             text=True,
             check=False,
@@ -148,6 +153,6 @@ async def test_a_file_or_variable_that_is_wrong_is_told_in_one_line(address, tmp
     assert capsys.readouterr().err == f"kestrel-grpc: {missing}: No such file or directory\n"
     assert await health("--address", address, "--tls-client-key", "a.key") == 1
     assert "each needs the other" in capsys.readouterr().err
-    monkeypatch.setenv("KESTREL_PROT", "1")
+    monkeypatch.setenv("KESTREL_GRPC_TOKNES", "1")
     assert await health() == 2
-    assert "KESTREL_PROT" in capsys.readouterr().err
+    assert "KESTREL_GRPC_TOKNES" in capsys.readouterr().err

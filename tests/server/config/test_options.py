@@ -44,23 +44,23 @@ def test_defaults_of_the_engine_are_its_own() -> None:
 
 
 def test_flag_wins_over_environment_which_wins_over_default() -> None:
-    assert parse("--model", "m", "--port", "1", KESTREL_PORT="2").port == 1
-    assert parse("--model", "m", KESTREL_PORT="2").port == 2
-    assert parse(KESTREL_MODEL="m").port == 50051
+    assert parse("--model", "m", "--port", "1", KESTREL_GRPC_PORT="2").port == 1
+    assert parse("--model", "m", KESTREL_GRPC_PORT="2").port == 2
+    assert parse(KESTREL_GRPC_MODEL="m").port == 50051
 
 
 def test_environment_that_a_flag_overrides_is_not_read() -> None:
-    assert parse("--model", "m", "--port", "1", KESTREL_PORT="tcp://10.0.0.1:50051").port == 1
+    assert parse("--model", "m", "--port", "1", KESTREL_GRPC_PORT="tcp://10.0.0.1:50051").port == 1
 
 
 def test_every_problem_is_told_with_its_source() -> None:
     with pytest.raises(ConfigurationError) as caught:
-        parse("--port", "many", "--device", "tpu", KESTREL_DTYPE="int3", KESTREL_DRAIN_TIMEOUT="nan")
+        parse("--port", "many", "--device", "tpu", KESTREL_GRPC_DTYPE="int3", KESTREL_GRPC_DRAIN_TIMEOUT="nan")
     assert [problem.split(":")[0] for problem in caught.value.problems] == [
         "--device",
-        "KESTREL_DTYPE",
+        "KESTREL_GRPC_DTYPE",
         "--port",
-        "KESTREL_DRAIN_TIMEOUT",
+        "KESTREL_GRPC_DRAIN_TIMEOUT",
     ]
 
 
@@ -127,8 +127,8 @@ def test_switches_are_on_or_off_and_on_where_they_are_only_named() -> None:
     assert not parse("--model", "m").tracing
     assert parse("--model", "m", "--tracing").tracing
     assert parse("--model", "m", "--tracing", "on").tracing
-    assert not parse("--model", "m", "--tracing", "off", KESTREL_TRACING="on").tracing
-    assert parse("--model", "m", KESTREL_TRACING="on").tracing
+    assert not parse("--model", "m", "--tracing", "off", KESTREL_GRPC_TRACING="on").tracing
+    assert parse("--model", "m", KESTREL_GRPC_TRACING="on").tracing
 
 
 @pytest.mark.parametrize(
@@ -177,11 +177,15 @@ def test_effective_values_name_their_sources_and_make_a_file(tmp_path: Path) -> 
     file = tmp_path / "kestrel.toml"
     file.write_text('model = "m"\nport = 1\nmax_queue = 3\ntracing = true\n')
     flags: dict[str, str | None] = {"config": str(file), "page_size": "8", "host": None}
-    environment = {"KESTREL_PORT": "2", "KESTREL_REVISION": 'a "b"', "HOME": "/root"}
+    environment = {"KESTREL_GRPC_PORT": "2", "KESTREL_GRPC_REVISION": 'a "b"', "HOME": "/root"}
     printed = effective_values(flags, environment)
     sources = dict(re.findall(r"^(\w+) = .*? # (.*)$", printed, re.MULTILINE))
     assert sources["model"] == f"{file}: model"
-    assert (sources["port"], sources["page_size"], sources["host"]) == ("KESTREL_PORT", "--page-size", "default")
+    assert (sources["port"], sources["page_size"], sources["host"]) == (
+        "KESTREL_GRPC_PORT",
+        "--page-size",
+        "default",
+    )
     again = tmp_path / "again.toml"
     again.write_text(printed)
     read = ServerConfig.parse({"config": str(again)}, {})
@@ -228,8 +232,8 @@ def test_named_values_are_taken_as_flags_and_what_is_no_option_is_refused() -> N
         (["--kv-fraction", "0.3"], {}, "--kv-fraction: is no option; use --memory-utilization"),
         (
             [],
-            {"KESTREL_KV_FRACTION": "0.3"},
-            "KESTREL_KV_FRACTION: is no variable of this server; use KESTREL_MEMORY_UTILIZATION",
+            {"KESTREL_GRPC_KV_FRACTION": "0.3"},
+            "KESTREL_GRPC_KV_FRACTION: is no variable of this server; use KESTREL_GRPC_MEMORY_UTILIZATION",
         ),
     ],
 )

@@ -9,7 +9,7 @@ NAMES = ("config", "port", "max_queue", "image_hosts")
 
 def settings(flags=None, environment=None, problems=None) -> dict[str, Setting]:
     told: list[str] = []
-    found = collect(NAMES, flags or {}, environment or {}, ["KESTREL_TOKEN"], told)
+    found = collect(NAMES, flags or {}, environment or {}, told)
     if problems is None:
         assert told == []
     else:
@@ -26,16 +26,16 @@ def write(tmp_path: Path, text: str) -> str:
 def test_the_first_source_that_has_a_value_wins(tmp_path):
     file = write(tmp_path, "port = 3\nmax_queue = 3")
     flags = {"config": file, "port": "1"}
-    environment = {"KESTREL_PORT": "2", "KESTREL_MAX_QUEUE": "2"}
+    environment = {"KESTREL_GRPC_PORT": "2", "KESTREL_GRPC_MAX_QUEUE": "2"}
     assert settings(flags, environment)["port"] == Setting("1", "--port")
-    assert settings({"config": file}, environment)["port"] == Setting("2", "KESTREL_PORT")
+    assert settings({"config": file}, environment)["port"] == Setting("2", "KESTREL_GRPC_PORT")
     assert settings({"config": file})["port"] == Setting("3", f"{file}: port")
     assert "port" not in settings()
 
 
 def test_the_environment_may_name_the_file(tmp_path):
     file = write(tmp_path, "port = 3")
-    assert settings(environment={"KESTREL_CONFIG": file})["port"].text == "3"
+    assert settings(environment={"KESTREL_GRPC_CONFIG": file})["port"].text == "3"
 
 
 def test_an_unset_flag_is_no_value():
@@ -50,12 +50,11 @@ def test_values_of_the_file_read_as_on_the_command_line(tmp_path, value, text):
     assert settings({"config": write(tmp_path, f"port = {value}")})["port"].text == text
 
 
-def test_unknown_keys_and_variables_are_told_with_what_was_meant(tmp_path):
+def test_unknown_keys_are_told_with_what_was_meant(tmp_path):
     file = write(tmp_path, 'prot = 3\n"max-queue" = 3\nzzz = 1\nconfig = "other.toml"')
     problems: list[str] = []
-    settings({"config": file}, {"KESTREL_PROT": "1", "KESTREL_TOKEN": "x", "PROT": "1"}, problems)
+    settings({"config": file}, {"KESTREL_GRPC_PROT": "1"}, problems)
     assert problems == [
-        "KESTREL_PROT: is no variable of this server; did you mean KESTREL_PORT?",
         f"{file}: prot: is no option; did you mean port?",
         f"{file}: max-queue: is no option; did you mean max_queue?",
         f"{file}: zzz: is no option",
