@@ -12,7 +12,15 @@ from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.engine import EngineStatus
 from kestrel_runtime.api.errors import EngineUnavailable, InternalError, KestrelError, RequestRefused
 from kestrel_runtime.api.events import Finished
-from kestrel_runtime.api.requests import Caption, Detect, Query, Request, SamplingParams
+from kestrel_runtime.api.requests import (
+    CachePolicy,
+    Caption,
+    Detect,
+    Query,
+    Request,
+    RequestOptions,
+    SamplingParams,
+)
 from kestrel_runtime.api.stream import Stream
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.engine.offending_requests import fingerprint_of
@@ -26,7 +34,12 @@ from tests.reference_fixtures import MD3_SMALL
 from tests.runtime.models.second_family.small_pictures import PicturesQuery
 
 IMAGE = (MD3_SMALL / "image_1_64x64.png").read_bytes()
-POISON = Query("poison", IMAGE, sampling=SamplingParams(temperature=5.0, max_tokens=40, seed=9))
+POISON = Query(
+    "poison",
+    IMAGE,
+    sampling=SamplingParams(temperature=5.0, max_tokens=40, seed=9),
+    options=RequestOptions(cache=CachePolicy.BYPASS),  # so that its image is encoded
+)
 SERVING, RECOVERING, DEAD = EngineStatus.SERVING, EngineStatus.RECOVERING, EngineStatus.DEAD
 
 Stage = tuple[type, str]
