@@ -43,7 +43,7 @@ from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.scheduling.admission import Admission, Cost, QueueLimits
 from kestrel_runtime.scheduling.limits import StepBounds
 from kestrel_runtime.scheduling.page_manager import PageManager
-from kestrel_runtime.scheduling.prefix_keys import PrefixKeyMaker, key_parts
+from kestrel_runtime.scheduling.prefix_keys import PrefixKeyMaker, PrefixKeys, key_parts
 from kestrel_runtime.scheduling.scheduler import Scheduler
 from kestrel_runtime.scheduling.sequence import Sequence, SequenceClock
 
@@ -132,6 +132,7 @@ class LocalEngine:
             tiling,
             make_tiles,
             PrefixKeyMaker(parts, config.page_size) if config.prefix_cache else None,
+            self._is_cached,
             max_context=max_context,
             max_image_pixels=config.max_image_pixels,
             num_threads=config.num_preprocess_threads,
@@ -147,7 +148,9 @@ class LocalEngine:
             on_restart=lambda: self._become(EngineStatus.RECOVERING),
             on_restarted=lambda: self._become(EngineStatus.SERVING),
         )
-        self._loop = EngineLoop(self._scheduler, runner, isolation, self._admission)
+        self._loop = EngineLoop(
+            self._scheduler, runner, isolation, self._admission, self._preprocessor.decode_again
+        )
         self._status = EngineStatus.SERVING
         self._lock = threading.RLock()
         self._num_preprocessing = 0
@@ -315,6 +318,11 @@ class LocalEngine:
         self._become(EngineStatus.DEAD)
         self._loop.finish()
         self._streams.close()
+
+    def _is_cached(self, keys: PrefixKeys) -> bool:
+        """In a worker: whether the pages of an image are cached now."""
+        share_point = keys.missing_share_point(0, self._pages.page_size)
+        return share_point is not None and self._pages.has(share_point)
 
     def _prefix_cache_load(self) -> CacheLoad:
         """Readings of numbers that the engine thread changes."""

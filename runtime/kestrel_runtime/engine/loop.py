@@ -44,10 +44,10 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from queue import SimpleQueue
-from typing import NamedTuple
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple
 
 from kestrel_runtime.api.engine import ClearedCache
 from kestrel_runtime.api.errors import EngineUnavailable, InternalError, KestrelError
@@ -57,6 +57,7 @@ from kestrel_runtime.engine.in_flight import InFlightStep, describe
 from kestrel_runtime.engine.isolation import Isolation
 from kestrel_runtime.engine.open_streams import CacheClearings
 from kestrel_runtime.execution.step_runner import StepHandle, StepRunner
+from kestrel_runtime.interfaces.image import PreparedImage
 from kestrel_runtime.scheduling.admission import Admission
 from kestrel_runtime.scheduling.batch import Batch, Plan
 from kestrel_runtime.scheduling.deadlines import Deadlines
@@ -69,6 +70,8 @@ _MAX_PREFILLS = 2
 """Prefill steps in flight: one that runs, and one that begins when it ends."""
 _MAX_DECODES, _MAX_DECODES_BEFORE_PREFILL = 2, 5
 """Decode steps in flight, the one that runs included; the second where a prefill step is about to be launched."""
+_BLOCKED_S = 0.05
+"""How long the thread waits for an image that is being decoded before it looks at deadlines."""
 
 _log = logging.getLogger(__name__)
 
@@ -76,6 +79,11 @@ _log = logging.getLogger(__name__)
 class _Arrival(NamedTuple):
     sequence: Sequence
     stream: Stream
+
+
+class _DecodedImage(NamedTuple):
+    sequence: Sequence
+    tiles: Future[PreparedImage]
 
 
 class EngineLoop:
@@ -90,17 +98,20 @@ class EngineLoop:
         runner: StepRunner,
         isolation: Isolation,
         admission: Admission,
+        decode_again: Callable[[Sequence], Future[Any]] | None = None,
     ) -> None:
+        """`decode_again` has a worker decode the image of a sequence whose pages were cached and are evicted."""
         self._scheduler = scheduler
         self._runner = runner
         self._isolation = isolation
         self._admission = admission
+        self._decode_again = decode_again
         self._outbox = Outbox()
         self._deadlines = Deadlines()
         self._streams: dict[Sequence, Stream] = {}
         self._sequences: dict[Stream, Sequence] = {}
         # A bare stream is one that was cancelled; None only wakes the thread.
-        self._inbox: SimpleQueue[_Arrival | Stream | None] = SimpleQueue()
+        self._inbox: SimpleQueue[_Arrival | _DecodedImage | Stream | None] = SimpleQueue()
         self._clearings = CacheClearings()
         self._step_ids = itertools.count(1)
         self._prefills: deque[InFlightStep] = deque()
@@ -212,6 +223,8 @@ class EngineLoop:
             self._complete_all()
         had_decodes = bool(self._decodes)
         plan = self._scheduler.schedule(now, may_prefill=len(self._prefills) < _MAX_PREFILLS)
+        for sequence in self._scheduler.take_without_tiles():
+            self._have_decoded(sequence)
         if self._launch_decodes(plan, now):
             self._launch(plan.prefill, self._prefills)
         if not self._runner.is_asynchronous:
@@ -233,11 +246,12 @@ class EngineLoop:
 
     def _wait_for_work(self) -> bool:
         """Return when there is work. False where the thread shall end."""
-        if self._scheduler.is_idle and not (self._prefills or self._decodes):
+        is_blocked = self._scheduler.is_blocked
+        if (is_blocked or self._scheduler.is_idle) and not (self._prefills or self._decodes):
             self._is_waiting = True
-            item = self._inbox.get()
+            with contextlib.suppress(Empty):  # deadlines pass meanwhile
+                self._receive(self._inbox.get(timeout=_BLOCKED_S if is_blocked else None))
             self._is_waiting = False
-            self._receive(item)
         return not self._is_stopping
 
     def _take_inbox(self) -> None:
@@ -247,10 +261,25 @@ class EngineLoop:
     def _forget_cached(self, namespace: str | None, image: bytes | None) -> ClearedCache:
         return ClearedCache(self._scheduler.forget_cached(namespace, image), num_images=0)
 
-    def _receive(self, item: _Arrival | Stream | None) -> None:
+    def _have_decoded(self, sequence: Sequence) -> None:
+        assert self._decode_again is not None, "only with it are images left out"
+        tiles = self._decode_again(sequence)
+        tiles.add_done_callback(lambda done: self._inbox.put(_DecodedImage(sequence, done)))
+
+    def _take_tiles(self, sequence: Sequence, tiles: Future[PreparedImage]) -> None:
+        error = EngineUnavailable("the engine has stopped") if tiles.cancelled() else tiles.exception()
+        is_here = sequence in self._streams  # else it has left meanwhile
+        if is_here and error is None:
+            self._scheduler.add_tiles(sequence, tiles.result())
+        elif is_here and error is not None:
+            self._fail(sequence, error if isinstance(error, KestrelError) else InternalError(error))
+
+    def _receive(self, item: _Arrival | _DecodedImage | Stream | None) -> None:
         if isinstance(item, Stream):
             if item in self._sequences:
                 self._remove(self._sequences[item])
+        elif isinstance(item, _DecodedImage):
+            self._take_tiles(*item)
         elif item is not None and item.stream.is_cancelled:
             self._admission.leave(item.stream)
         elif item is not None:

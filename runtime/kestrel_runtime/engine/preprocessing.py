@@ -11,10 +11,11 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from functools import partial
 
 from PIL import Image
 
-from kestrel_runtime.api.errors import ContextLengthExceeded, ImageError, RequestRefused
+from kestrel_runtime.api.errors import ContextLengthExceeded, EngineUnavailable, ImageError, RequestRefused
 from kestrel_runtime.api.raw_image import RawImage
 from kestrel_runtime.api.requests import CachePolicy, Request
 from kestrel_runtime.engine.offending_requests import OffendingRequests, fingerprint_of
@@ -26,7 +27,7 @@ from kestrel_runtime.interfaces.family import ModelConfig, Skill
 from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.memory.image_budget import MemoryBudget
-from kestrel_runtime.scheduling.prefix_keys import PrefixKeyMaker
+from kestrel_runtime.scheduling.prefix_keys import PrefixKeyMaker, PrefixKeys
 from kestrel_runtime.scheduling.sequence import Sequence, SequenceClock
 
 MAX_DECODING_BYTES = 512 * 2**20
@@ -53,6 +54,7 @@ class Preprocessor:
         tiling: Tiling,
         make_tiles: Callable[[Image.Image], Tiles | DecodedImage],
         key_maker: PrefixKeyMaker | None = None,
+        is_cached: Callable[[PrefixKeys], bool] = lambda keys: False,
         *,
         max_context: int,
         max_image_pixels: int,
@@ -61,7 +63,7 @@ class Preprocessor:
         ageing_s: float = 10.0,
     ) -> None:
         """`make_tiles` turns an RGB image into what the engine takes; all the threads call it. Without `key_maker`
-        sequences do not use the prefix cache.
+        sequences do not use the prefix cache. An image is not decoded where `is_cached` says that its pages are.
 
         `max_decoded_bytes` bounds the memory of all images together, from the start of their decoding until their
         tiles are freed.
@@ -75,6 +77,7 @@ class Preprocessor:
         self._tiling = tiling
         self._make_tiles = make_tiles
         self._key_maker = key_maker
+        self._is_cached = is_cached
         self._ids = itertools.count(1)
         self._budget = MemoryBudget(max_decoded_bytes)
         self._max_decoding_bytes = min(MAX_DECODING_BYTES, max_decoded_bytes * 3 // 4)
@@ -153,16 +156,22 @@ class Preprocessor:
         num_positions = len(prompt) + num_image_tokens
         if num_positions >= self._max_context:
             raise ContextLengthExceeded(skill.text_field, num_positions, self._max_context)
-        tiles = None
-        if request.image is not None:
-            image = decode_image(request.image, max_image_pixels=self._max_image_pixels, check_wanted=check_wanted)
-            tiles = self._make_tiles(image)
-            self._budget.hold(tenant, tiles, tiles.pixels.nbytes)
+        image, policy, keys, tiles, tile_job = request.image, request.options.cache, None, None, None
+        if self._key_maker is not None and policy is not CachePolicy.BYPASS:
+            digest = None if image is None else _digest_of(image)
+            keys = self._key_maker.keys(prompt, num_image_tokens, digest, namespace)
+        if image is not None:
+            if keys is not None and policy is CachePolicy.USE and self._is_cached(keys):
+                tile_job = Job(
+                    partial(self._decode, image, tenant),
+                    submitted=clock.submitted,
+                    priority=request.options.priority,
+                    tenant=tenant,
+                    num_bytes=self._num_bytes(self.inspect(image)),
+                )
+            else:
+                tiles = self._decode(image, tenant, check_wanted)
         sampling, defaults = request.sampling, skill.defaults
-        keys = None
-        if self._key_maker is not None and request.options.cache is not CachePolicy.BYPASS:
-            image = None if request.image is None else _digest_of(request.image)
-            keys = self._key_maker.keys(prompt, num_image_tokens, image, namespace)
         clock.prepared = time.monotonic()
         return Sequence(
             id=next(self._ids),
@@ -180,12 +189,33 @@ class Preprocessor:
             priority=request.options.priority,
             tenant=tenant,
             keys=keys,
+            tile_job=tile_job,
             computes_anew=request.options.cache is CachePolicy.REFRESH,
         )
+
+    def decode_again(self, sequence: Sequence) -> Future[Tiles | DecodedImage]:
+        """Have a worker decode the image of a sequence that was prepared without its tiles.
+
+        The future fails with `EngineUnavailable` where the workers are closed.
+        """
+        try:
+            return self._workers.submit(sequence.tile_job)
+        except RuntimeError:
+            refused: Future[Tiles | DecodedImage] = Future()
+            refused.set_exception(EngineUnavailable("no worker can decode the image"))
+            return refused
 
     def close(self) -> None:
         """Drop requests that have not started, and wait for the workers for a bounded time."""
         self._workers.close()
+
+    def _decode(
+        self, image: bytes | RawImage, tenant: str, check_wanted: Callable[[], None] = lambda: None
+    ) -> Tiles | DecodedImage:
+        decoded = decode_image(image, max_image_pixels=self._max_image_pixels, check_wanted=check_wanted)
+        tiles = self._make_tiles(decoded)
+        self._budget.hold(tenant, tiles, tiles.pixels.nbytes)
+        return tiles
 
     def _num_bytes(self, header: ImageHeader) -> int:
         """The most memory that decoding and tiling an image takes."""

@@ -109,6 +109,10 @@ class PageManager:
         """The pages of a sequence; none where it holds none."""
         return tuple(self._owners[owner].pages) if owner in self._owners else ()
 
+    def has(self, key: Digest) -> bool:
+        """Whether a page is published under a key. From any thread: the answer may be out of date when it comes."""
+        return key in self._index
+
     def match(self, keys: PrefixKeys, max_positions: int) -> PrefixMatch:
         """The longest published prefix of at most `max_positions` positions that splits no span."""
         pages: list[PageId] = []

@@ -32,6 +32,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from kestrel_runtime.interfaces.image import PreparedImage
 from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.scheduling.batch import Batch, Chunk, EncodeItem, Plan
 from kestrel_runtime.scheduling.ids import StepId
@@ -77,6 +78,7 @@ class Scheduler:
         self._cuts_at_share_points = cuts_at_share_points
         self._waiting = WaitingQueue(ageing_s=ageing_s)
         self._shared_prefills = SharedPrefills()
+        self._without_tiles: dict[Sequence, bool] = {}  # parked for their tiles; whether these have been asked for
         self._active: list[Sequence] = []  # PREFILLING, PREFILLED and RUNNING, oldest first
         self._start_numbers = itertools.count()
         self._suspects: deque[_Suspect] = deque()  # the first runs alone
@@ -89,7 +91,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting) + len(self._shared_prefills)
+        return len(self._waiting) + len(self._shared_prefills) + len(self._without_tiles)
 
     @property
     def num_active(self) -> int:
@@ -97,7 +99,14 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        return not (self._waiting or self._active or self._shared_prefills)
+        return not (self._waiting or self._active or self._shared_prefills or self._without_tiles)
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether nothing can be planned before the tiles of a sequence come, or another sequence."""
+        if self._suspects:
+            return self._suspects[0].sequence in self._without_tiles
+        return bool(self._without_tiles) and not (self._waiting or self._active)
 
     @property
     def is_isolating(self) -> bool:
@@ -124,6 +133,7 @@ class Scheduler:
         yield from self._active
         yield from self._waiting
         yield from self._shared_prefills
+        yield from self._without_tiles
 
     def add(self, sequence: Sequence) -> None:
         """Have a prepared sequence wait for its start."""
@@ -228,11 +238,25 @@ class Scheduler:
             self._waiting.remove(sequence)
         elif sequence.state is SequenceState.PARKED:
             self._shared_prefills.remove(sequence)
+            self._without_tiles.pop(sequence, None)
         else:
             self._active.remove(sequence)
             self._release(sequence)
         sequence.move_to(SequenceState.FINISHED)
         self._suspects = deque(suspect for suspect in self._suspects if suspect.sequence is not sequence)
+
+    def take_without_tiles(self) -> list[Sequence]:
+        """Sequences whose image must be decoded because its pages were evicted; each is returned once."""
+        found = [sequence for sequence, is_asked_for in self._without_tiles.items() if not is_asked_for]
+        self._without_tiles.update(dict.fromkeys(found, True))
+        return found
+
+    def add_tiles(self, sequence: Sequence, tiles: PreparedImage) -> None:
+        """The image of a sequence has been decoded: it waits for its start again."""
+        del self._without_tiles[sequence]
+        sequence.tiles = tiles
+        sequence.move_to(SequenceState.WAITING)
+        self._waiting.push_parked(sequence)
 
     def forget_cached(self, namespace: str | None = None, image: bytes | None = None) -> int:
         """Remove pages of a namespace, or of one image in it, from the cache; of all where both are None.
@@ -312,12 +336,20 @@ class Scheduler:
                 sequence.move_to(SequenceState.PARKED)
                 self._shared_prefills.park(share_point, sequence)
             elif self._has_pages(sequence, match):
-                self._start(sequence, match)
+                self._start_or_park(sequence, match)
             elif match.is_partial_last and self._has_pages(sequence, _NO_MATCH):
                 # The page to copy takes a page more than computing all anew, and maybe no other one becomes free.
-                self._start(sequence, _NO_MATCH)
+                self._start_or_park(sequence, _NO_MATCH)
             else:
                 return
+
+    def _start_or_park(self, sequence: Sequence, match: PrefixMatch) -> None:
+        if sequence.lacks_tiles(match.num_positions):
+            self._waiting.start(sequence)
+            sequence.move_to(SequenceState.PARKED)
+            self._without_tiles[sequence] = False
+        else:
+            self._start(sequence, match)
 
     def _match(self, sequence: Sequence, max_positions: int) -> PrefixMatch:
         if sequence.keys is None or sequence.computes_anew:
@@ -379,6 +411,8 @@ class Scheduler:
         if sequence.state is SequenceState.PREFILLING:
             sequence.move_to(SequenceState.RUNNING)
             return Plan(self._prefill_batch(), Batch.of_decode([sequence]))
+        if sequence in self._without_tiles:
+            return Plan(self._prefill_batch(), Batch.of_decode())
         match = self._match(sequence, sequence.length - 1 - is_decoding)
         # All suspects held pages together. Where they shared more of them than they find now, others wait again.
         while self._pages.num_needed(match, sequence.length) > self._pages.num_available:
@@ -386,7 +420,9 @@ class Scheduler:
                 self._preempt(self._active[-1])
             else:
                 match = _NO_MATCH
-        self._start(sequence, match)
+        self._start_or_park(sequence, match)
+        if sequence in self._without_tiles:
+            return Plan(self._prefill_batch(), Batch.of_decode())
         encode = [EncodeItem.rest_of(sequence)] if sequence.num_tiles_to_encode else []
         chunks = self._cut(sequence, sequence.num_matched, sequence.length - is_decoding)
         return Plan(self._prefill_batch(encode, chunks), Batch.of_decode())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kestrel_runtime.api.errors import DeadlineExceeded, KestrelError, QueueTimeout
 from kestrel_runtime.api.requests import Priority
@@ -102,6 +102,8 @@ class Sequence:
     """The tenant that sent it; "" where tenants are not distinguished."""
     keys: PrefixKeys | None = None
     """Names its positions in the prefix cache; None where it neither uses the cache nor adds to it."""
+    tile_job: Any = None
+    """A worker's job that decodes its image, where `tiles` were left out because the image's pages were cached."""
     computes_anew: bool = False
     """Whether it uses nothing that is cached, and replaces it."""
     state: SequenceState = SequenceState.WAITING
@@ -147,6 +149,10 @@ class Sequence:
         if self.tiles is None or self.num_cached >= self.prefix_length:
             return 0
         return self.tiles.num_tiles - self.num_encoded_tiles
+
+    def lacks_tiles(self, num_cached: int) -> bool:
+        """Whether its image must be decoded before it can start behind so many cached positions."""
+        return self.tiles is None and self.tile_job is not None and num_cached < self.prefix_length
 
     @property
     def num_written(self) -> int:

@@ -145,6 +145,16 @@ class Device(FakeRunner):
             raise RuntimeError("no cache can be made")
 
 
+def decoded_again(item: Sequence) -> Future[Any]:
+    """What a worker does for a sequence without tiles."""
+    future: Future[Any] = Future()
+    if item.tile_job == "lost image":
+        future.set_exception(RuntimeError("it cannot be decoded any more"))
+    else:
+        future.set_result(blank_tiles(3))
+    return future
+
+
 @dataclass
 class Tracer:
     """Notes the lines that the engine thread passes; raises `error` at the first visit of `target`."""
@@ -209,6 +219,7 @@ async def play(loaded: LoadedModel, tracer: Tracer, scenario: str) -> Run:
             "kestrel_runtime.engine.engine.new_probes", lambda _: [prepared("probe"), prepared("probe")]
         )
         preparations = Preparations(monkeypatch)
+        monkeypatch.setattr(Preprocessor, "decode_again", lambda _, item: decoded_again(item))
         engine = LocalEngine(
             loaded, EngineConfig(model="", num_kv_pages=64, max_batch_size=5, max_prefill_tokens=6)
         )
@@ -226,8 +237,12 @@ async def play(loaded: LoadedModel, tracer: Tracer, scenario: str) -> Run:
             prepared("short", 1),
             prepared("image", has_image=True),
             prepared("parser", is_broken=True),
+            prepared("forgotten image", has_image=True),
+            prepared("lost image", has_image=True),
             prepared("late"),
         ]
+        for item in sequences[-3:-1]:  # their pages were cached when they were prepared
+            item.tiles, item.tile_job = None, item.fingerprint
         sequences[-1].clock.deadline = 0.0
         if scenario == "three in a row":
             sequences.sort(key=lambda item: not item.fingerprint.startswith("poison"))

@@ -25,8 +25,10 @@ from kestrel_runtime.api.requests import (
     RequestOptions,
     SamplingParams,
 )
+from kestrel_runtime.engine import preprocessing
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.execution.step_runner import StepHandle, StepRunner
+from kestrel_runtime.imaging.decoding import decode_image
 from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.scheduling.batch import Batch
 from tests.reference_fixtures import MD2_SMALL, MD3_SMALL
@@ -214,3 +216,29 @@ async def test_a_step_that_fails_publishes_nothing_and_forgets_what_is_cached(
         assert finished.usage.num_cached_tokens == 0
         again = await answer(engine, other)
         assert (again.output, again.usage.num_cached_tokens) == (expected[1], 0)
+
+
+async def test_a_known_image_is_decoded_only_where_its_pages_are_gone_when_it_starts(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = [Query(text, IMAGES[0], sampling=GREEDY) for text in ("What is it?", "Where is it?", "Is it new?")]
+    expected = await wanted(loaded, requests)
+    decoded: list[object] = []
+
+    def counting(image: Any, **settings: Any) -> Any:
+        decoded.append(image)
+        return decode_image(image, **settings)
+
+    monkeypatch.setattr(preprocessing, "decode_image", counting)
+    async with served(loaded) as engine:
+        assert (await answer(engine, requests[0])).output == expected[0]
+        assert (await answer(engine, requests[1])).output == expected[1]
+        assert len(decoded) == 1
+        # It is found by the worker, and removed before the sequence starts.
+        start = vars(engine)["_scheduler"].add
+        monkeypatch.setattr(
+            vars(engine)["_scheduler"], "add", lambda item: (vars(engine)["_pages"].forget_cached(), start(item))
+        )
+        last = await answer(engine, requests[2])
+        assert (last.output, last.usage.num_cached_tokens) == (expected[2], 0)
+        assert len(decoded) == 2
