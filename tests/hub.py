@@ -12,10 +12,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from threading import Thread
 from types import TracebackType
 from typing import Any, ClassVar, Self
 from urllib.parse import unquote, urlsplit
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+
+def save_shards(folder: Path, tensors: dict[str, Tensor], num_shards: int) -> list[Path]:
+    """Several files and their index, as the hub keeps large models."""
+    names = sorted(tensors)
+    shards = {
+        f"model-{place + 1:05}-of-{num_shards:05}.safetensors": names[place::num_shards]
+        for place in range(num_shards)
+    }
+    for file, members in shards.items():
+        save_file({name: tensors[name].contiguous() for name in members}, folder / file)
+    index = {"metadata": {}, "weight_map": {name: file for file, held in shards.items() for name in held}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return [folder / file for file in shards]
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kestrel_client import Client
-from tests.hub import Hub, Repository
+from tests.hub import Hub, Repository, save_shards
 from tests.reference_fixtures import MD2_SMALL, expected
-from tests.runtime.models.moondream.layouts import save_shards
 
 COMMAND = (sys.executable, "-m", "kestrel_grpc", "serve", "--port", "0", "--withdrawal-delay", "0", "--model")
 CASE = expected(MD2_SMALL)["images"][1]

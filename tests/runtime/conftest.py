@@ -1,4 +1,4 @@
-"""Loaded models: one of the tests' own family for what holds of any model, and the small reference models."""
+"""A loaded model of the tests' own family, for what holds of any model."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.loading.checkpoint import Checkpoint
 from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.models.loaded_model import LoadedModel
-from tests.reference_fixtures import MD2_SMALL, MD3_SMALL
+from tests.reference_fixtures import MD3_SMALL
 from tests.runtime.models.second_family.small_pictures import SmallPicturesFamily, random_pictures
 
 
@@ -20,16 +20,6 @@ def loaded() -> LoadedModel:
     model = random_pictures(tokenizer.vocab_size)
     files = Checkpoint("small-pictures", None, (), None, MD3_SMALL / "tokenizer.json")
     return LoadedModel(SmallPicturesFamily(), model, tokenizer, files, 0)
-
-
-@pytest.fixture(scope="session")
-def moondream2() -> LoadedModel:
-    return LoadedModel.load(EngineConfig(model=str(MD2_SMALL), dtype="float32", device="cpu"))
-
-
-@pytest.fixture(scope="session")
-def moondream3() -> LoadedModel:
-    return LoadedModel.load(EngineConfig(model=str(MD3_SMALL), dtype="float32", device="cpu"))
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ from kestrel_runtime.api.stream import Stream
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.execution.step_runner import StepHandle, StepRunner
 from kestrel_runtime.models.loaded_model import LoadedModel
-from tests.reference_fixtures import MD2_SMALL, MD3_SMALL
+from tests.reference_fixtures import MD3_SMALL
 
 SMALL_IMAGE = (MD3_SMALL / "image_1_64x64.png").read_bytes()
 TILED_IMAGE = (MD3_SMALL / "image_0_500x400.png").read_bytes()
@@ -378,15 +378,11 @@ async def test_bad_images_fail_alone(engine: LocalEngine) -> None:
     assert isinstance(await good.result(), Finished)
 
 
-def test_an_unknown_model_and_a_missing_skill_are_refused(moondream2: LoadedModel) -> None:
-    engine = LocalEngine(moondream2, EngineConfig(model=str(MD2_SMALL)))
-    try:
-        with pytest.raises(ModelNotFound):
-            engine.submit(Query("hi", options=RequestOptions(model="another")))
-        with pytest.raises(SkillUnsupported):
-            engine.submit(Segment("cat", SMALL_IMAGE))
-    finally:
-        engine.close()
+def test_an_unknown_model_and_a_missing_skill_are_refused(engine: LocalEngine) -> None:
+    with pytest.raises(ModelNotFound):
+        engine.submit(Query("hi", options=RequestOptions(model="another")))
+    with pytest.raises(SkillUnsupported):
+        engine.submit(Segment("cat", SMALL_IMAGE))
 
 
 async def test_the_served_model_may_be_named(engine: LocalEngine) -> None:

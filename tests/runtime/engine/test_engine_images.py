@@ -97,8 +97,8 @@ async def test_pixels_are_answered_about_as_a_file_of_them_is(
     assert of_pixels.usage.num_image_tokens == of_file.usage.num_image_tokens > 0
 
 
-async def test_pixels_above_the_limit_of_images_are_refused(moondream3: LoadedModel) -> None:
-    engine = LocalEngine(moondream3, EngineConfig(model="", max_image_bytes=11))
+async def test_pixels_above_the_limit_of_images_are_refused(loaded: LoadedModel) -> None:
+    engine = LocalEngine(loaded, EngineConfig(model="", max_image_bytes=11))
     try:
         with pytest.raises(ImageError) as caught:
             engine.submit(Caption(RawImage.packed(bytes(12), 2, 2, PixelFormat.RGB8)))

@@ -13,11 +13,11 @@ from kestrel_runtime.api.stream import Stream
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.engine.warm_up import WarmUpFailed, warm_up
 from kestrel_runtime.models.loaded_model import LoadedModel
-from tests.reference_fixtures import MD2_SMALL, MD3_SMALL
+from tests.reference_fixtures import MD3_SMALL
 
 
-class TellingEngine(LocalEngine):
-    """Remembers what it was asked."""
+class RecordingEngine(LocalEngine):
+    """Records the skills of its requests."""
 
     def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
         super().__init__(loaded, config)
@@ -28,10 +28,8 @@ class TellingEngine(LocalEngine):
         return super().submit(request, **options)
 
 
-@pytest.mark.parametrize("folder", [MD2_SMALL, MD3_SMALL], ids=lambda folder: folder.name)
-async def test_every_skill_of_the_model_is_asked_for_once_and_nothing_is_left_behind(folder):
-    config = EngineConfig(model=str(folder), dtype="float32", device="cpu", max_queued_requests=1)
-    engine = TellingEngine(LoadedModel.load(config), config)
+async def test_every_skill_of_the_model_is_asked_for_once_and_nothing_is_left_behind(loaded):
+    engine = RecordingEngine(loaded, EngineConfig(model="", max_queued_requests=1))
     await warm_up(engine)
     assert sorted(engine.skills_asked) == sorted(engine.info.skills)
     engine.close()
@@ -39,7 +37,7 @@ async def test_every_skill_of_the_model_is_asked_for_once_and_nothing_is_left_be
 
 
 @pytest.mark.parametrize("bound", [{"max_image_bytes": 10}, {"max_image_pixels": 10}])
-async def test_what_would_be_refused_to_everybody_is_passed_over(loaded, bound, caplog):
+async def test_requests_that_the_limits_refuse_are_skipped(loaded, bound, caplog):
     engine = LocalEngine(loaded, EngineConfig(model=str(MD3_SMALL), **bound))
     with caplog.at_level(logging.WARNING):
         await warm_up(engine)

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 # Canonical name → training name, piece by piece, in order.
@@ -58,20 +54,6 @@ def joined_tau(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def compiled(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The names that a compiled module's state has."""
     return {name.replace(".ln.", "._orig_mod.ln."): tensor for name, tensor in tensors.items()}
-
-
-def save_shards(folder: Path, tensors: dict[str, Tensor], num_shards: int) -> list[Path]:
-    """Several files and their index, as the hub keeps large models."""
-    names = sorted(tensors)
-    shards = {
-        f"model-{place + 1:05}-of-{num_shards:05}.safetensors": names[place::num_shards]
-        for place in range(num_shards)
-    }
-    for file, members in shards.items():
-        save_file({name: tensors[name].contiguous() for name in members}, folder / file)
-    index = {"metadata": {}, "weight_map": {name: file for file, held in shards.items() for name in held}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    return [folder / file for file in shards]
 
 
 def _training_name(name: str, tensor: Tensor) -> str:

@@ -7,6 +7,7 @@ from itertools import cycle, repeat
 import pytest
 
 from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.errors import SkillUnsupported
 from kestrel_runtime.api.events import Event, Finished, QueryOutput, TextChannel, TextDelta
 from kestrel_runtime.api.requests import (
     Caption,
@@ -19,9 +20,11 @@ from kestrel_runtime.api.requests import (
     Segment,
 )
 from kestrel_runtime.engine.engine import LocalEngine
+from kestrel_runtime.engine.warm_up import warm_up
 from kestrel_runtime.execution.step_runner import StepHandle, StepRunner
 from kestrel_runtime.models.loaded_model import LoadedModel
 from tests.reference_fixtures import MD3_SMALL
+from tests.runtime.engine.test_warm_up import RecordingEngine
 
 SMALL_IMAGE = (MD3_SMALL / "image_1_64x64.png").read_bytes()
 TILED_IMAGE = (MD3_SMALL / "image_0_500x400.png").read_bytes()
@@ -80,6 +83,26 @@ def mixed_requests() -> list[Request]:
         Segment("copy", SMALL_IMAGE, sampling=drawn[3]),
     ]
     return [kinds[place % len(kinds)] for place in range(32)]
+
+
+async def test_the_warm_up_asks_for_every_skill_once_and_leaves_nothing_behind(
+    moondream2: LoadedModel, moondream3: LoadedModel
+) -> None:
+    for loaded in (moondream2, moondream3):
+        engine = RecordingEngine(loaded, EngineConfig(model="", max_queued_requests=1))
+        await warm_up(engine)
+        assert sorted(engine.skills_asked) == sorted(engine.info.skills)
+        engine.close()
+        assert engine.load().num_used_pages == 0
+
+
+def test_moondream_2_refuses_to_segment(moondream2: LoadedModel) -> None:
+    engine = LocalEngine(moondream2, EngineConfig(model=""))
+    try:
+        with pytest.raises(SkillUnsupported):
+            engine.submit(Segment("cat", SMALL_IMAGE))
+    finally:
+        engine.close()
 
 
 async def test_thirty_two_mixed_requests_answer_as_they_do_alone(engine: LocalEngine) -> None:

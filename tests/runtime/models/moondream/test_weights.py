@@ -6,6 +6,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from kestrel_runtime.api.config import BUILT_IN_MODEL
 from kestrel_runtime.api.errors import CheckpointError
 from kestrel_runtime.loading.checkpoint import Checkpoint, find_checkpoint
 from kestrel_runtime.models.moondream.config import MoondreamConfig
@@ -17,13 +18,13 @@ from kestrel_runtime.models.moondream.weights import (
     load_moondream_state,
     read_tensors,
 )
+from tests.hub import save_shards
 from tests.reference_fixtures import MD2_SMALL, MD3_SMALL, SMALL_FOLDERS, model_config, shared_folders
 from tests.runtime.models.moondream.full_size import FULL_SIZES, published_config
 from tests.runtime.models.moondream.layouts import (
     compiled,
     hub_layout,
     joined_tau,
-    save_shards,
     training_layout,
 )
 
@@ -117,6 +118,23 @@ def test_every_reference_checkpoint_loads(folder):
     config, tensors = load_moondream_state(find_checkpoint(str(folder)))
     assert config == MoondreamConfig.from_dict(model_config(folder))
     assert not any(tensor.is_meta for tensor in tensors.values())
+
+
+def test_the_built_in_model_is_a_moondream_3_with_every_skill():
+    config, _ = load_moondream_state(find_checkpoint(BUILT_IN_MODEL))
+    assert config.generation == 3
+    assert config.skills == ("query", "caption", "point", "detect", "segment")
+
+
+def test_the_shards_that_an_index_names_are_loaded(tmp_path):
+    tensors = canonical(MD2_SMALL)
+    save_three_shards(tensors, tmp_path)
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes((MD2_SMALL / name).read_bytes())
+    config, loaded = load_moondream_state(find_checkpoint(str(tmp_path)))
+    assert config == MoondreamConfig.from_dict(model_config(MD2_SMALL))
+    assert len(loaded) == 392
+    assert_same(tensors, loaded)
 
 
 def test_fp8_experts_keep_their_bytes_and_scales():
