@@ -38,8 +38,6 @@ class TextShape:
     num_experts: int = 0
     """0: no mixture of experts."""
     experts_per_token: int = 0
-    expert_dim: int = 0
-    expert_dtype: torch.dtype = torch.bfloat16
 
     @property
     def qkv_dim(self) -> int:

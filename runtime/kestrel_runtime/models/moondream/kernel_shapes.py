@@ -1,4 +1,4 @@
-"""What a loaded model asks of the fused operations, for those who choose among implementations."""
+"""The sizes and types of a loaded model, from which the implementations of fused operations are chosen."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from kestrel_ops import ModelShape, TextShape, VisionShape
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.models.moondream.config import TextConfig, VisionConfig
 from kestrel_runtime.models.moondream.model import Moondream
-from kestrel_runtime.models.moondream.moe import MixtureOfExperts
 from kestrel_runtime.scheduling.limits import StepBounds
 
 _FLOAT8 = torch.float8_e4m3fn
 
 
 def model_shape(model: Moondream, config: EngineConfig, text_path: str, vision_path: str) -> ModelShape:
-    """The sizes and types of `model` on its device, where text and images go by the named paths."""
+    """The sizes and types of `model` on its device, for these paths of text and images."""
     device = model.device
     return ModelShape(
         device_type=device.type,
@@ -32,8 +31,6 @@ def _weight_dtype(model: Moondream, path: str) -> torch.dtype:
 
 def _text(model: Moondream, config: EngineConfig, weight_dtype: torch.dtype) -> TextShape:
     text: TextConfig = model.config.text
-    mlps = (block.mlp for block in model.text.blocks)
-    experts = next((mlp for mlp in mlps if isinstance(mlp, MixtureOfExperts)), None)
     moe = text.moe
     return TextShape(
         dim=text.dim,
@@ -48,8 +45,6 @@ def _text(model: Moondream, config: EngineConfig, weight_dtype: torch.dtype) -> 
         cache_dtype=_FLOAT8 if config.kv_dtype == "float8" else model.dtype,
         num_experts=0 if moe is None else moe.num_experts,
         experts_per_token=0 if moe is None else moe.experts_per_token,
-        expert_dim=0 if moe is None else moe.expert_inner_dim,
-        expert_dtype=model.dtype if experts is None else experts.fc1.weight.dtype,
     )
 
 

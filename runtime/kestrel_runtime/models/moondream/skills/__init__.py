@@ -1,4 +1,4 @@
-"""The tasks a model can do, and the one place that lists them."""
+"""The skills of Moondream: one module for the prompt and the output parser of each."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

@@ -1,15 +1,17 @@
-"""What Moondream's skills share: prompt tokens and the text of answers. Knows tokens and text, no tensors."""
+"""What the skills share: prompt tokens and parsers of text. Knows tokens and text, no tensors."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any
 
 from kestrel_runtime.api.engine import SkillDefaults
-from kestrel_runtime.api.events import TextChannel, TextDelta
+from kestrel_runtime.api.events import FinishReason, TextChannel, TextDelta
 from kestrel_runtime.api.requests import BoxRef, SpatialRef
 from kestrel_runtime.interfaces.output import OutputParser
-from kestrel_runtime.interfaces.tokens import Token
+from kestrel_runtime.interfaces.token_grammar import Grammar, GrammarState
+from kestrel_runtime.interfaces.tokens import Token, TokenRule
 from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 
@@ -22,7 +24,7 @@ class Skill(ABC):
 
     name: str
     text_field: str
-    """The request's field that holds free text, named where the prompt is too long."""
+    """The request's field with free text, which the error names if the prompt is too long."""
     defaults: SkillDefaults
 
     @abstractmethod
@@ -35,7 +37,7 @@ class Skill(ABC):
 
 
 class TextEmitter:
-    """Turns text tokens into deltas on one channel; what it returns adds up to `text`."""
+    """Turns text tokens into deltas on one channel. Joined, the deltas equal `text`."""
 
     def __init__(self, tokenizer: Tokenizer, channel: TextChannel) -> None:
         self._tokenizer = tokenizer
@@ -51,12 +53,12 @@ class TextEmitter:
         return "".join(self._parts)
 
     def push(self, token_id: int) -> list[TextDelta]:
-        """Take a token; returns a delta if characters are complete."""
+        """Add a token; returns a delta if it completes characters."""
         self.num_tokens += 1
         return self._emit(self._decoder.push(token_id))
 
     def flush(self) -> list[TextDelta]:
-        """End a run of text: broken bytes become U+FFFD, and nothing later joins them."""
+        """End a run of text: the bytes of an incomplete character become U+FFFD."""
         text = self._decoder.flush()
         self._decoder = self._tokenizer.text_decoder()
         return self._emit(text)
@@ -70,8 +72,49 @@ class TextEmitter:
         return [TextDelta(text, self._channel, start, self.num_tokens - start)]
 
 
+class AnswerParser(OutputParser):
+    """Parses plain text until the end token or `max_tokens`. A skill defines the `output` that holds the text."""
+
+    def __init__(self, tokenizer: Tokenizer, config: MoondreamConfig, max_tokens: int) -> None:
+        self.grammar = Grammar(answer_states(config))
+        self._emitter = TextEmitter(tokenizer, TextChannel.ANSWER)
+        self._eos_id = config.tokenizer.eos_id
+        self._max_tokens = max_tokens
+
+    @property
+    def text(self) -> str:
+        return self._emitter.text
+
+    def parse(self, token: Token) -> list[TextDelta]:
+        if token.id == self._eos_id:
+            self.finish_reason = FinishReason.STOP
+            return self._emitter.flush()
+        deltas = self._emitter.push(token.id)
+        return deltas + self.truncate() if self._emitter.num_tokens >= self._max_tokens else deltas
+
+    def truncate(self) -> list[TextDelta]:
+        self.finish_reason = FinishReason.LENGTH
+        return self._emitter.flush()
+
+
+def answer_states(config: MoondreamConfig, start: int = 0) -> tuple[GrammarState, ...]:
+    """The grammar states of text until the end token; `start` is the index of the first one."""
+    # Moondream 2 must not begin a second answer. Its first token is not restricted.
+    suppressed = (config.tokenizer.answer_id,) if config.generation == 2 else ()
+    later = start + 1
+    return (GrammarState(TokenRule(), later), GrammarState(TokenRule(suppressed=suppressed), later))
+
+
+def framed_prompt(
+    template: Mapping[str, tuple[int, ...]], refs: tuple[SpatialRef, ...], text: list[int], config: MoondreamConfig
+) -> list[Token]:
+    """The template's prefix, references, the ids of a text, and the template's suffix."""
+    prefix, suffix = text_tokens(template["prefix"]), text_tokens(template["suffix"])
+    return prefix + spatial_tokens(refs, config) + text_tokens(text) + suffix
+
+
 def spatial_tokens(refs: tuple[SpatialRef, ...], config: MoondreamConfig) -> list[Token]:
-    """References as prompt tokens: a point is two coordinates, a box its centre's two and a size."""
+    """References as prompt tokens: two coordinates of a point, or of a box's centre with a size after them."""
     coord_id, size_id = config.tokenizer.coord_id, config.tokenizer.size_id
     tokens: list[Token] = []
     for ref in refs:

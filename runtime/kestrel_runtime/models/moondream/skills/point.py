@@ -1,7 +1,7 @@
-"""Point: where each object of a kind is, and the prompt and the loop over objects that detect shares.
+"""Point: the centre of each object of a kind. Detect uses the same prompt and the same parser of lists.
 
-The model alternates between "another object or the end" and the forced steps of that object. Source: the public
-reference's `_generate_points`.
+Before each object the model chooses between another object and the end; the tokens within an object are forced.
+Source: the public reference's `_generate_points`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,7 @@ from kestrel_runtime.interfaces.token_grammar import Grammar, GrammarState
 from kestrel_runtime.interfaces.tokens import Token, TokenRule
 from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.models.moondream.config import MoondreamConfig
-from kestrel_runtime.models.moondream.skills.base import (
-    DEFAULT_MAX_OBJECTS,
-    Skill,
-    spatial_tokens,
-    text_tokens,
-)
+from kestrel_runtime.models.moondream.skills.base import DEFAULT_MAX_OBJECTS, Skill, framed_prompt
 
 
 class PointSkill(Skill):
@@ -41,18 +36,13 @@ class PointSkill(Skill):
 def object_prompt(
     skill: str, request: Point | Detect, tokenizer: Tokenizer, config: MoondreamConfig
 ) -> list[Token]:
-    """Template, references, and the object's name after one space."""
-    template = config.tokenizer.templates[skill]
-    return (
-        text_tokens(template["prefix"])
-        + spatial_tokens(request.spatial_refs, config)
-        + text_tokens(tokenizer.encode(" " + request.object.strip()))
-        + text_tokens(template["suffix"])
-    )
+    """The prompt for an object's name, which follows one space."""
+    text = tokenizer.encode(" " + request.object.strip())
+    return framed_prompt(config.tokenizer.templates[skill], request.spatial_refs, text, config)
 
 
 class ObjectParser(OutputParser):
-    """Reads objects of a fixed number of values until the end, `max_objects` or `max_tokens`."""
+    """Parses objects of a fixed number of values until the end token, `max_objects` or `max_tokens`."""
 
     def __init__(self, request: Point | Detect, config: MoondreamConfig, value_ids: tuple[int, ...]) -> None:
         ids = config.tokenizer
@@ -73,7 +63,7 @@ class ObjectParser(OutputParser):
 
     @abstractmethod
     def add(self, values: list[tuple[float, ...]]) -> None:
-        """Keep one complete object."""
+        """Add one complete object to the answer."""
 
     def parse(self, token: Token) -> list[TextDelta]:
         if token.id == self._eos_id:

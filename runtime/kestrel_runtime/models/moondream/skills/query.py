@@ -1,7 +1,7 @@
-"""Query: a question and its answer, on request with reasoning before it.
+"""Query: a question and its answer, with reasoning before the answer if the request asks for it.
 
-Reasoning is text that `start_ground_points_id` and `end_ground_id` part into passages; coordinate pairs in a
-passage are the places in the image that it speaks of. It ends with `answer_id`, after which the answer follows.
+Reasoning is text that the tokens `start_ground_points_id` and `end_ground_id` divide into passages. Coordinate
+pairs in a passage are the points in the image that the passage refers to. `answer_id` ends the reasoning.
 Source: the public reference's `_generate_reasoning` and `_generate_answer`.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from kestrel_runtime.api.engine import SkillDefaults
 from kestrel_runtime.api.events import (
-    FinishReason,
     Grounding,
     Location,
     QueryOutput,
@@ -25,12 +24,12 @@ from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.models.moondream.config import MoondreamConfig, TokenizerConfig
 from kestrel_runtime.models.moondream.skills.base import (
     DEFAULT_MAX_TOKENS,
+    AnswerParser,
     Skill,
     TextEmitter,
-    spatial_tokens,
-    text_tokens,
+    answer_states,
+    framed_prompt,
 )
-from kestrel_runtime.models.moondream.skills.caption import AnswerParser, answer_states
 
 
 class QuerySkill(Skill):
@@ -42,54 +41,45 @@ class QuerySkill(Skill):
 
     def prompt(self, request: Query, tokenizer: Tokenizer, config: MoondreamConfig) -> list[Token]:
         template = config.tokenizer.templates["query"]
-        thinking = (config.tokenizer.thinking_id,)
-        if config.generation == 2:  # trained with the suffix, and then once more or the thinking id
-            end = template["suffix"] + (thinking if request.reasoning else template["suffix"])
-        else:
-            end = thinking if request.reasoning else template["suffix"]
-        return (
-            text_tokens(template["prefix"])
-            + spatial_tokens(request.spatial_refs, config)
-            + text_tokens(tokenizer.encode(request.question.strip()))
-            + text_tokens(end)
-        )
+        end = (config.tokenizer.thinking_id,) if request.reasoning else template["suffix"]
+        if config.generation == 2:  # its training data has the suffix before either end
+            end = template["suffix"] + end
+        question = tokenizer.encode(request.question.strip())
+        return framed_prompt({**template, "suffix": end}, request.spatial_refs, question, config)
 
     def new_parser(self, request: Query, tokenizer: Tokenizer, config: MoondreamConfig) -> OutputParser:
         return _QueryParser(request, tokenizer, config)
 
 
-class _QueryParser(OutputParser):
-    """Reads reasoning if there is any, then the answer."""
+class _QueryParser(AnswerParser):
+    """Parses reasoning if the request asks for it, then the answer."""
 
     def __init__(self, request: Query, tokenizer: Tokenizer, config: MoondreamConfig) -> None:
         max_tokens = request.sampling.max_tokens or DEFAULT_MAX_TOKENS
-        self._reasoning = _ReasoningParser(tokenizer, config) if request.reasoning else None
-        self._answer = AnswerParser(tokenizer, config, max_tokens)
-        self._is_reasoning = request.reasoning
-        self.grammar = Grammar(_reasoning_states(config) if request.reasoning else answer_states(config))
-        self.budget = max_tokens if request.reasoning else None
+        super().__init__(tokenizer, config, max_tokens)
+        self._reasoning: _ReasoningParser | None = None
+        if request.reasoning:
+            self._reasoning = _ReasoningParser(tokenizer, config)
+            self.grammar = Grammar(_reasoning_states(config))
+            self.budget = max_tokens
 
     def parse(self, token: Token) -> list[TextDelta]:
-        if self._is_reasoning and self._reasoning is not None:
-            deltas = self._reasoning.consume(token)
-            self._is_reasoning = not self._reasoning.is_over
-            return deltas
-        deltas = self._answer.consume(token)
-        self.finish_reason = self._answer.finish_reason
-        return deltas
+        if self._reasoning is None or self._reasoning.is_over:
+            return super().parse(token)
+        return self._reasoning.consume(token)
 
     def truncate(self) -> list[TextDelta]:
-        deltas = self._reasoning.end() if self._is_reasoning and self._reasoning is not None else []
-        self.finish_reason = FinishReason.LENGTH
-        return deltas + self._answer.truncate()
+        deltas: list[TextDelta] = []
+        if self._reasoning is not None and not self._reasoning.is_over:
+            deltas = self._reasoning.end()
+        return deltas + super().truncate()
 
     def output(self) -> QueryOutput:
-        reasoning = None if self._reasoning is None else self._reasoning.output()
-        return QueryOutput(self._answer.text, reasoning)
+        return QueryOutput(self.text, None if self._reasoning is None else self._reasoning.output())
 
 
 def _reasoning_states(config: MoondreamConfig) -> tuple[GrammarState, ...]:
-    """Reasoning until the answer id, which the budget forces, and then the answer."""
+    """Reasoning until `answer_id`, which is forced when the budget is used up, then the answer."""
     ids = config.tokenizer
     later, last, answer = 1, 2, 3
     opens_answer = (ids.answer_id, answer)
@@ -103,7 +93,7 @@ def _reasoning_states(config: MoondreamConfig) -> tuple[GrammarState, ...]:
 
 
 class _ReasoningParser:
-    """Reads text and grounded points until the answer begins."""
+    """Parses text and grounded points until the answer begins."""
 
     def __init__(self, tokenizer: Tokenizer, config: MoondreamConfig) -> None:
         self._ids: TokenizerConfig = config.tokenizer
@@ -133,7 +123,7 @@ class _ReasoningParser:
 
     def _end_passage(self) -> list[TextDelta]:
         deltas = self._text.flush()
-        pairs = zip(self._coordinates[::2], self._coordinates[1::2], strict=False)  # a lone last x is dropped
+        pairs = zip(self._coordinates[::2], self._coordinates[1::2], strict=False)  # an x without a y is dropped
         points = tuple(Location(x, y) for x, y in pairs)
         if points:
             self._groundings.append(Grounding(self._passage_start, self._text.num_chars, points))

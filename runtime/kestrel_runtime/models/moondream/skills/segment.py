@@ -1,8 +1,8 @@
 """Segment: the outline of one object, as a box and an SVG path over it.
 
-The model writes two coordinates and a size, then text tokens that spell path commands and integers; numbers run
-from 0 to 960 over the box. Source: the peer engine's description of the format (`skills/segment.py`,
-`utils/svg.py`); arguments are grouped per command here, so that H, V and A keep theirs.
+The model generates two coordinates and a size, then text tokens that spell path commands and integers. The integers
+range from 0 to 960 over the box. Source: the baseline engine's description of the format (`skills/segment.py`,
+`utils/svg.py`). Here arguments are grouped by command, so that H, V and A have the right number of them.
 """
 
 from __future__ import annotations
@@ -15,12 +15,7 @@ from kestrel_runtime.interfaces.token_grammar import Grammar, GrammarState
 from kestrel_runtime.interfaces.tokens import Token, TokenRule
 from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.models.moondream.config import MoondreamConfig
-from kestrel_runtime.models.moondream.skills.base import (
-    DEFAULT_MAX_TOKENS,
-    Skill,
-    spatial_tokens,
-    text_tokens,
-)
+from kestrel_runtime.models.moondream.skills.base import DEFAULT_MAX_TOKENS, Skill, framed_prompt
 from kestrel_runtime.models.moondream.skills.detect import box_around
 from kestrel_runtime.models.moondream.svg import svg_path
 
@@ -33,20 +28,15 @@ class SegmentSkill(Skill):
     defaults = SkillDefaults(temperature=0.0, top_p=1.0, max_tokens=DEFAULT_MAX_TOKENS)
 
     def prompt(self, request: Segment, tokenizer: Tokenizer, config: MoondreamConfig) -> list[Token]:
-        template = config.tokenizer.templates["segment"]
-        return (
-            text_tokens(template["prefix"])
-            + spatial_tokens(request.spatial_refs, config)
-            + text_tokens(tokenizer.encode(request.object.strip()))
-            + text_tokens(template["suffix"])
-        )
+        text = tokenizer.encode(request.object.strip())
+        return framed_prompt(config.tokenizer.templates["segment"], request.spatial_refs, text, config)
 
     def new_parser(self, request: Segment, tokenizer: Tokenizer, config: MoondreamConfig) -> OutputParser:
         return _SegmentParser(tokenizer, config, request.sampling.max_tokens or DEFAULT_MAX_TOKENS)
 
 
 class _SegmentParser(OutputParser):
-    """Reads the first two coordinates, the first size and every text token."""
+    """Keeps the first two coordinates, the first size and every text token."""
 
     grammar = Grammar((GrammarState(TokenRule(is_spatial=True), 0),))
 
