@@ -62,6 +62,21 @@ def test_python_example_runs_as_written(address):
     assert printed.count("Box(") == 5
 
 
+def test_examples_of_stored_images_run_as_written(address, tmp_path):
+    text = (CHECKOUT / "docs" / "images.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert "yellow star" in run([sys.executable, "-c", block], address)
+    (block,) = (
+        found for found in re.findall(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL) if " image " in found
+    )
+    upload, *others = block.splitlines()
+    name = run(["bash", "-euc", f"{upload} --address {address}"], address).strip()
+    for line in others:
+        command = line.replace("sha256:9f86…", name).replace("picture.png", str(tmp_path / "picture.png"))
+        run(["bash", "-euc", f"{command} --address {address}"], address)
+    assert (tmp_path / "picture.png").read_bytes() == (CHECKOUT / "kestrel_grpc" / "demo_picture.png").read_bytes()
+
+
 def test_command_line_examples_run_as_written(address, tmp_path):
     (block,) = blocks("sh", "kestrel-grpc query")
     drawing = tmp_path / "demo.png"

@@ -1,4 +1,4 @@
-"""The client commands: query, caption, point, detect, segment. Uses `kestrel_client` alone.
+"""The client commands: query, caption, point, detect, segment, image. Uses `kestrel_client` alone.
 
 Answers go to stdout, text as it arrives. Everything else, including the reasoning, goes to stderr.
 """
@@ -24,23 +24,30 @@ from kestrel_client import (
     Result,
     Segment,
     ServerError,
+    StoredImage,
     TextChannel,
     TextDelta,
     Unauthenticated,
     Unavailable,
 )
 from kestrel_client.channel import DEFAULT_ADDRESS, DEFAULT_TIMEOUT_S
-from kestrel_client.images import is_address
+from kestrel_client.images import is_on_server
 from kestrel_grpc.cli.connection import add_connection_arguments, tls_of
 from kestrel_grpc.cli.diagnosis import why_no_answer
 
 NO_IMAGE = "-"
 """The value of IMAGE for a question without an image."""
+IMAGE_HELP = "an image file, its address (https://…), or the name of a stored one (sha256:…)"
 
 
 def add_client_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds the commands; each sets `run`, which takes the parsed arguments and returns the exit status."""
-    query = _add(subparsers, _query, "answer a question", f"an image file, its address, or {NO_IMAGE} for none")
+    query = _add(
+        subparsers,
+        _query,
+        "answer a question",
+        f"an image file, its address, the name of a stored one, or {NO_IMAGE} for none",
+    )
     query.add_argument("question", metavar="QUESTION")
     query.add_argument(
         "--reasoning", action="store_true", help="let the model reason first, and print its reasoning on stderr"
@@ -57,6 +64,30 @@ def add_client_commands(subparsers: argparse._SubParsersAction[argparse.Argument
         )
     for command in (point, detect):
         command.add_argument("--max-objects", metavar="N", type=int, help="maximum number of objects to find (150)")
+    _add_image_commands(subparsers)
+
+
+def _add_image_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    image = subparsers.add_parser("image", help="store, describe or drop an image on the server")
+    actions = image.add_subparsers(metavar="ACTION", required=True)
+    upload = actions.add_parser(
+        "upload", help="store an image, and print its name", description="Store an image, and print its name."
+    )
+    upload.add_argument("image", metavar="IMAGE", help="an image file")
+    upload.add_argument(
+        "--ttl", metavar="SECONDS", type=float, help="how long to keep it (as the server is set up)"
+    )
+    upload.add_argument("--pin", action="store_true", help="keep it even where its memory is needed for others")
+    get = actions.add_parser("get", help="describe a stored image", description="Describe a stored image.")
+    get.add_argument("--output", metavar="FILE", type=Path, help="write the image to this file as well")
+    delete = actions.add_parser("delete", help="drop a stored image", description="Drop a stored image.")
+    for parser in (get, delete):
+        parser.add_argument("image", metavar="NAME", help="the name of the image, sha256:…")
+    for parser, command in ((upload, _upload), (get, _get), (delete, _delete)):
+        _add_connection(parser)
+        parser.set_defaults(run=partial(_run, command))
+    for parser in (upload, get):
+        parser.add_argument("--json", action="store_true", help="print all about the image as one line of JSON")
 
 
 Command = Callable[[Client, argparse.Namespace], None]
@@ -66,24 +97,14 @@ def _add(
     subparsers: argparse._SubParsersAction[argparse.ArgumentParser],
     command: Command,
     summary: str,
-    image_help: str = "an image file, or its address",
+    image_help: str = IMAGE_HELP,
 ) -> argparse.ArgumentParser:
     name = command.__name__.removeprefix("_")
     parser = subparsers.add_parser(
         name, help=summary, description=f"{summary.capitalize()}, asking a running server."
     )
     parser.add_argument("image", metavar="IMAGE", help=image_help)
-    add_connection_arguments(
-        parser,
-        address=DEFAULT_ADDRESS,
-        address_help="where the server is (%(default)s)",
-        timeout_s=DEFAULT_TIMEOUT_S,
-    )
-    parser.add_argument(
-        "--token",
-        default=os.environ.get("KESTREL_GRPC_TOKEN") or None,
-        help="API token, for servers that require one (KESTREL_GRPC_TOKEN, which other users here cannot see)",
-    )
+    _add_connection(parser)
     parser.add_argument("--temperature", metavar="T", type=float, help="temperature; 0 takes the most likely token")
     parser.add_argument(
         "--top-p",
@@ -98,6 +119,20 @@ def _add(
     parser.add_argument("--json", action="store_true", help="print the whole result as one line of JSON")
     parser.set_defaults(run=partial(_run, command))
     return parser
+
+
+def _add_connection(parser: argparse.ArgumentParser) -> None:
+    add_connection_arguments(
+        parser,
+        address=DEFAULT_ADDRESS,
+        address_help="where the server is (%(default)s)",
+        timeout_s=DEFAULT_TIMEOUT_S,
+    )
+    parser.add_argument(
+        "--token",
+        default=os.environ.get("KESTREL_GRPC_TOKEN") or None,
+        help="API token, for servers that require one (KESTREL_GRPC_TOKEN, which other users here cannot see)",
+    )
 
 
 def _run(command: Command, arguments: argparse.Namespace) -> int:
@@ -164,12 +199,34 @@ def _segment(client: Client, arguments: argparse.Namespace) -> None:
     _draw(arguments, image, segments=result.segments)
 
 
+def _upload(client: Client, arguments: argparse.Namespace) -> None:
+    image = client.upload_image(arguments.image, ttl_s=arguments.ttl, pin=arguments.pin)
+    _print_image(image, arguments, image.image_id)
+
+
+def _get(client: Client, arguments: argparse.Namespace) -> None:
+    image = client.get_image(arguments.image)
+    if arguments.output is not None:
+        arguments.output.write_bytes(client.read_image(arguments.image))
+    pinned = ", pinned" if image.pinned else ""
+    size = f"{image.width_px}x{image.height_px}, {image.size_bytes} bytes"
+    _print_image(image, arguments, f"{image.media_type}, {size}, until {image.expires:%Y-%m-%dT%H:%M:%SZ}{pinned}")
+
+
+def _delete(client: Client, arguments: argparse.Namespace) -> None:
+    client.delete_image(arguments.image)
+
+
+def _print_image(image: StoredImage, arguments: argparse.Namespace, line: str) -> None:
+    print(json.dumps(dataclasses.asdict(image), default=str) if arguments.json else line)
+
+
 def _image(arguments: argparse.Namespace) -> bytes | str:
-    """The bytes of an image file, which drawing needs too, or an address for the server."""
-    if not is_address(arguments.image):
+    """The bytes of an image file, which drawing needs too, or the address or name of an image for the server."""
+    if not is_on_server(arguments.image):
         return Path(arguments.image).read_bytes()
     if arguments.draw is not None:
-        raise ValueError("--draw needs an image file, not an address")
+        raise ValueError("--draw needs an image file")
     return arguments.image
 
 

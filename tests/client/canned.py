@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import grpc
-from google.protobuf import duration_pb2
+from google.protobuf import duration_pb2, timestamp_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
@@ -19,6 +20,8 @@ from kestrel_client.v1 import (
     engine_service_pb2,
     engine_service_pb2_grpc,
     generation_pb2,
+    image_service_pb2,
+    image_service_pb2_grpc,
     media_pb2,
     vision_service_pb2,
     vision_service_pb2_grpc,
@@ -88,6 +91,9 @@ def error_info(reason: str, **metadata: str) -> error_details_pb2.ErrorInfo:
     return error_details_pb2.ErrorInfo(reason=reason, domain="kestrel.test", metadata=metadata)
 
 
+NOT_STORED = status(code_pb2.NOT_FOUND, "no such image", error_info("IMAGE_NOT_FOUND"))
+
+
 class CannedVision(vision_service_pb2_grpc.VisionServiceServicer):
     """Answers from the can and remembers what it was asked.
 
@@ -96,6 +102,7 @@ class CannedVision(vision_service_pb2_grpc.VisionServiceServicer):
     """
 
     def __init__(self) -> None:
+        self.images = CannedImages()
         self.failures: list[status_pb2.Status] = []
         self.endless = False
         self.answer_pieces: tuple[str, ...] = ANSWER_PIECES
@@ -144,8 +151,15 @@ class CannedVision(vision_service_pb2_grpc.VisionServiceServicer):
         self.requests.append(request)
         self.metadata.append(dict(context.invocation_metadata()))
         self.time_left_s.append(context.time_remaining())
+        if self.names_unknown(request):
+            context.abort_with_status(rpc_status.to_status(NOT_STORED))
         if self.failures:
             context.abort_with_status(rpc_status.to_status(self.failures.pop(0)))
+
+    def names_unknown(self, request: Any) -> bool:
+        """Whether a request names an image that is not stored."""
+        named = request.image.WhichOneof("source") == "image_id"
+        return named and request.image.image_id not in self.images.stored
 
     def _until_cancelled(self, events: Iterator[Any], context: Any) -> Iterator[Any]:
         if not self.endless:
@@ -210,6 +224,48 @@ class CannedEngine(engine_service_pb2_grpc.EngineServiceServicer):
         return engine_service_pb2.CancelRequestsResponse(cancelled_request_count=count)
 
 
+class CannedImages(image_service_pb2_grpc.ImageServiceServicer):
+    """Keeps images, for all callers. `is_refusing` makes it store nothing."""
+
+    def __init__(self) -> None:
+        self.stored: dict[str, bytes] = {}
+        self.requests: list[Any] = []
+        self.refusal: grpc.StatusCode | None = None
+
+    def PutImage(self, request: Any, context: Any) -> Any:
+        self.requests.append(request)
+        if self.refusal is not None:
+            context.abort(self.refusal, "no")
+        image_id = f"sha256:{hashlib.sha256(request.data).hexdigest()}"
+        self.stored[image_id] = request.data
+        return image_service_pb2.PutImageResponse(image=self._described(image_id, request.pin))
+
+    def GetImage(self, request: Any, context: Any) -> Any:
+        self._require(request.image_id, context)
+        data = self.stored[request.image_id] if request.include_data else b""
+        return image_service_pb2.GetImageResponse(image=self._described(request.image_id, False), data=data)
+
+    def DeleteImage(self, request: Any, context: Any) -> Any:
+        self._require(request.image_id, context)
+        del self.stored[request.image_id]
+        return image_service_pb2.DeleteImageResponse()
+
+    def _described(self, image_id: str, is_pinned: bool) -> Any:
+        return image_service_pb2.StoredImage(
+            image_id=image_id,
+            size_bytes=len(self.stored[image_id]),
+            media_type="image/png",
+            width_px=4,
+            height_px=3,
+            expire_time=timestamp_pb2.Timestamp(seconds=1_900_000_000),
+            pinned=is_pinned,
+        )
+
+    def _require(self, image_id: str, context: Any) -> None:
+        if image_id not in self.stored:
+            context.abort_with_status(rpc_status.to_status(NOT_STORED))
+
+
 @contextmanager
 def serving(vision: CannedVision) -> Iterator[str]:
     """Serves on a free port; gives the address."""
@@ -217,6 +273,7 @@ def serving(vision: CannedVision) -> Iterator[str]:
         ThreadPoolExecutor(max_workers=4), options=(("grpc.max_receive_message_length", 8 * 1024 * 1024),)
     )
     vision_service_pb2_grpc.add_VisionServiceServicer_to_server(vision, server)
+    image_service_pb2_grpc.add_ImageServiceServicer_to_server(vision.images, server)
     engine_service_pb2_grpc.add_EngineServiceServicer_to_server(CannedEngine(), server)
     service = health.HealthServicer()
     service.set("kestrel.v1.VisionService", health_pb2.HealthCheckResponse.SERVING)

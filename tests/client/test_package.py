@@ -63,9 +63,9 @@ def test_the_examples_of_the_readme_run_as_written(
     monkeypatch.chdir(tmp_path)
     Path("bird.jpg").write_bytes(b"bird")
     examples = re.findall("```python\n(.*?)```", (PACKAGE.parent / "README.md").read_text(), re.DOTALL)
-    # The second and third example go on inside the `with` of the first.
-    for example in ("".join(examples[:3]), examples[3]):
+    # The second, third and fourth example go on inside the `with` of the first.
+    for example in ("".join(examples[:4]), examples[4]):
         exec(example.replace("localhost:50051", address), {})
     printed = capsys.readouterr().out
     assert printed.startswith("A red kite – höher.")
-    assert len(examples) == 4
+    assert len(examples) == 5

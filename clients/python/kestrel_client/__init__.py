@@ -29,7 +29,7 @@ from kestrel_client.errors import (
     Unavailable,
     Violation,
 )
-from kestrel_client.images import ImageInput
+from kestrel_client.images import ImageInput, RawImage, StoredImage
 from kestrel_client.requests import CallOptions, Length, SpatialRef
 from kestrel_client.results import (
     Box,
@@ -85,6 +85,7 @@ __all__ = [
     "Point",
     "PointResult",
     "QueryResult",
+    "RawImage",
     "Reasoning",
     "RequestRefused",
     "Result",
@@ -95,6 +96,7 @@ __all__ = [
     "SkillDefaults",
     "SkillUnsupported",
     "SpatialRef",
+    "StoredImage",
     "StreamIdle",
     "TextChannel",
     "TextDelta",

@@ -10,7 +10,7 @@ DEFAULT_ADDRESS = "localhost:50051"
 DEFAULT_TIMEOUT_S = 120.0
 
 _MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-_SERVICES = ("kestrel.v1.VisionService", "kestrel.v1.EngineService")
+_SERVICES = ("kestrel.v1.VisionService", "kestrel.v1.ImageService", "kestrel.v1.EngineService")
 _SERVICE_CONFIG = {
     "loadBalancingConfig": [{"round_robin": {}}],
     # A server that is starting or draining reports that by its health, and gets no calls meanwhile.

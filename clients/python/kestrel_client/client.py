@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Generic, Self, Unpack
+from typing import Any, Generic, NamedTuple, Self, Unpack
 
 import grpc
 
 from kestrel_client import requests, results
 from kestrel_client.channel import DEFAULT_ADDRESS, DEFAULT_TIMEOUT_S, channel_options
-from kestrel_client.errors import from_rpc_error
-from kestrel_client.images import ImageInput, put_image
+from kestrel_client.errors import KestrelClientError, from_rpc_error
+from kestrel_client.images import ImageInput, StoredImage, image_bytes, put_reference
 from kestrel_client.requests import CallOptions, Length, SpatialRef
 from kestrel_client.results import (
     CaptionResult,
@@ -26,10 +26,13 @@ from kestrel_client.results import (
     TextChannel,
     TextDelta,
 )
+from kestrel_client.sent_images import DEFAULT_STORE_FROM_BYTES, Delivery, SentImages
 from kestrel_client.streams import AnyResult, TextEvents
 from kestrel_client.v1 import engine_service_pb2 as engine_pb2
+from kestrel_client.v1 import image_service_pb2 as image_pb2
 from kestrel_client.v1 import vision_service_pb2 as vision_pb2
 from kestrel_client.v1.engine_service_pb2_grpc import EngineServiceStub
+from kestrel_client.v1.image_service_pb2_grpc import ImageServiceStub
 from kestrel_client.v1.vision_service_pb2_grpc import VisionServiceStub
 
 
@@ -39,6 +42,9 @@ class Client:
     Calls end after `timeout_s` at the latest, if they do not say otherwise themselves. With `wait_for_ready`
     a call waits that long for a server to come up; without it, it fails with `Unavailable` after a few short
     retries.
+
+    An image of at least `store_from_bytes` that is sent again is stored on the server, and named from then on; None
+    switches that off.
 
     Calls bear the `token`, for servers that ask for one. With `credentials`, such as those of
     `grpc.ssl_channel_credentials()`, the connection is encrypted.
@@ -52,16 +58,19 @@ class Client:
         wait_for_ready: bool = False,
         token: str | None = None,
         credentials: grpc.ChannelCredentials | None = None,
+        store_from_bytes: int | None = DEFAULT_STORE_FROM_BYTES,
     ) -> None:
         self._timeout_s = timeout_s
         self._wait_for_ready = wait_for_ready
         self._token = token
+        self._sent = SentImages(store_from_bytes)
         self._channel = (
             grpc.insecure_channel(address, channel_options())
             if credentials is None
             else grpc.secure_channel(address, credentials, channel_options())
         )
         self._vision = VisionServiceStub(self._channel)
+        self._images = ImageServiceStub(self._channel)
         self._engine = EngineServiceStub(self._channel)
 
     def __enter__(self) -> Self:
@@ -83,8 +92,9 @@ class Client:
     ) -> TextStream[QueryResult]:
         """Answers a question, with or without an image, as a stream of text."""
         message = requests.query(vision_pb2.QueryRequest, question, reasoning, spatial_refs, options)
-        call = self._start(self._vision.Query, message, image, options)
-        return TextStream(call, TextEvents(results.query_result))
+        return TextStream(
+            self._stream(self._vision.Query, message, image, options), TextEvents(results.query_result)
+        )
 
     def complete_query(
         self,
@@ -104,8 +114,9 @@ class Client:
     ) -> TextStream[CaptionResult]:
         """Describes an image, as a stream of text."""
         message = requests.caption(vision_pb2.CaptionRequest, length, options)
-        call = self._start(self._vision.Caption, message, image, options)
-        return TextStream(call, TextEvents(results.caption_result))
+        return TextStream(
+            self._stream(self._vision.Caption, message, image, options), TextEvents(results.caption_result)
+        )
 
     def complete_caption(
         self, image: ImageInput, *, length: Length | None = None, **options: Unpack[CallOptions]
@@ -152,6 +163,35 @@ class Client:
         message = requests.segment(object, spatial_refs, options)
         return results.segment_result(self._call(self._vision.Segment, message, image, options))
 
+    def upload_image(
+        self, image: ImageInput, *, ttl_s: float | None = None, pin: bool = False, timeout_s: float | None = None
+    ) -> StoredImage:
+        """Stores an image on the server, for `ttl_s` seconds or as long as the server does by default.
+
+        With `pin` it is kept for that time even where its memory is needed for other images. The result, or its
+        `image_id`, stands for the image in every request. `image` has to be a file, its bytes or a PIL image.
+        """
+        options = CallOptions(timeout_s=timeout_s)
+        data = image_bytes(image)
+        response = self._call(self._images.PutImage, requests.put_image(data, ttl_s, pin), None, options)
+        return results.stored_image(response.image)
+
+    def get_image(self, image: str | StoredImage, *, timeout_s: float | None = None) -> StoredImage:
+        """Describes a stored image. Raises `ImageNotFound`."""
+        message = image_pb2.GetImageRequest(image_id=requests.image_id(image))
+        response = self._call(self._images.GetImage, message, None, CallOptions(timeout_s=timeout_s))
+        return results.stored_image(response.image)
+
+    def read_image(self, image: str | StoredImage, *, timeout_s: float | None = None) -> bytes:
+        """The file of a stored image. Raises `ImageNotFound`."""
+        message = image_pb2.GetImageRequest(image_id=requests.image_id(image), include_data=True)
+        return (self._call(self._images.GetImage, message, None, CallOptions(timeout_s=timeout_s))).data
+
+    def delete_image(self, image: str | StoredImage, *, timeout_s: float | None = None) -> None:
+        """Drops a stored image, and what the server has computed from it. Raises `ImageNotFound`."""
+        message = image_pb2.DeleteImageRequest(image_id=requests.image_id(image))
+        self._call(self._images.DeleteImage, message, None, CallOptions(timeout_s=timeout_s))
+
     def server_info(self, *, timeout_s: float | None = None) -> ServerInfo:
         """The version, the instance and the limits of the server."""
         options = CallOptions(timeout_s=timeout_s)
@@ -197,21 +237,55 @@ class Client:
         self._channel.close()
 
     def _call(self, rpc: Any, message: Any, image: ImageInput | None, options: CallOptions) -> Any:
-        try:
-            return self._start(rpc, message, image, options)
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from error
+        delivery = self._delivery(message, image)
+        while True:
+            try:
+                return self._start(rpc, message, delivery, options)
+            except grpc.RpcError as error:
+                failure = from_rpc_error(error)
+                if delivery is None or not delivery.can_retry(failure):
+                    raise failure from error
 
-    def _start(self, rpc: Any, message: Any, image: ImageInput | None, options: CallOptions) -> Any:
+    def _stream(self, rpc: Any, message: Any, image: ImageInput | None, options: CallOptions) -> _Attempts:
+        delivery = self._delivery(message, image)
+        return _Attempts(
+            lambda: self._start(rpc, message, delivery, options),
+            lambda failure: delivery is not None and delivery.can_retry(failure),
+        )
+
+    def _delivery(self, message: Any, image: ImageInput | None) -> Delivery | None:
+        """How the image is sent; None where there is none, or the message has what there is to send of it."""
+        if image is None or put_reference(message.image, image):
+            return None
+        return self._sent.delivery(image_bytes(image))
+
+    def _start(self, rpc: Any, message: Any, delivery: Delivery | None, options: CallOptions) -> Any:
         """The response of a unary call, or the call itself of a streaming one, which does not wait."""
-        if image is not None:
-            put_image(message.image, image)
+        if delivery is not None:
+            if delivery.must_store:
+                self._store(delivery, options)
+            delivery.fill(message.image)
         return rpc(
             message,
             timeout=requests.timeout_s(options, self._timeout_s),
             metadata=requests.metadata(options, self._token),
             wait_for_ready=self._wait_for_ready,
         )
+
+    def _store(self, delivery: Delivery, options: CallOptions) -> None:
+        try:
+            self._start(self._images.PutImage, delivery.put_request(), None, options)
+        except grpc.RpcError as error:
+            delivery.note_not_stored(from_rpc_error(error))
+        else:
+            delivery.note_stored()
+
+
+class _Attempts(NamedTuple):
+    """A streaming call that is begun again where `can_retry` says so about its failure."""
+
+    start: Callable[[], Any]
+    can_retry: Callable[[KestrelClientError], bool]
 
 
 class TextStream(Generic[AnyResult]):
@@ -220,8 +294,9 @@ class TextStream(Generic[AnyResult]):
     Cancelling it, leaving its `with` block or dropping it before its end stops the server from writing on.
     """
 
-    def __init__(self, call: Any, events: TextEvents[AnyResult]) -> None:
-        self._call = call
+    def __init__(self, attempts: _Attempts, events: TextEvents[AnyResult]) -> None:
+        self._attempts = attempts
+        self._call = attempts.start()
         self._events = events
 
     def __enter__(self) -> Self:
@@ -258,11 +333,15 @@ class TextStream(Generic[AnyResult]):
         self._call.cancel()
 
     def _next_delta(self) -> TextDelta | None:
-        try:
-            for response in self._call:
-                delta = self._events.accept(response)
-                if delta is not None:
-                    return delta
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from error
-        return None
+        while True:
+            try:
+                for response in self._call:
+                    delta = self._events.accept(response)
+                    if delta is not None:
+                        return delta
+                return None
+            except grpc.RpcError as error:
+                failure = from_rpc_error(error)
+                if not self._attempts.can_retry(failure):
+                    raise failure from error
+                self._call = self._attempts.start()

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Literal, TypedDict, TypeVar
 
+from kestrel_client.images import StoredImage
 from kestrel_client.results import Box, Point
-from kestrel_client.v1 import generation_pb2, media_pb2, vision_service_pb2
+from kestrel_client.v1 import generation_pb2, image_service_pb2, media_pb2, vision_service_pb2
 
 Length = Literal["short", "normal", "long"]
 """The length of a caption."""
@@ -92,6 +93,17 @@ def segment(
     return vision_service_pb2.SegmentRequest(
         object=object, spatial_refs=_spatial_refs(spatial_refs), **_handling(options)
     )
+
+
+def put_image(data: bytes, ttl_s: float | None, pin: bool) -> image_service_pb2.PutImageRequest:
+    """An image to store."""
+    ttl = None if ttl_s is None else timedelta(seconds=ttl_s)
+    return image_service_pb2.PutImageRequest(data=data, ttl=ttl, pin=pin)
+
+
+def image_id(image: str | StoredImage) -> str:
+    """The name of a stored image."""
+    return image.image_id if isinstance(image, StoredImage) else image
 
 
 def timeout_s(options: CallOptions, default_s: float) -> float:

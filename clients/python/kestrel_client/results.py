@@ -6,12 +6,20 @@ Coordinates are fractions of the image's width and height, from 0 to 1, measured
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import UTC
 from enum import StrEnum
 from typing import Any
 
 from google.protobuf import duration_pb2
 
-from kestrel_client.v1 import engine_service_pb2, generation_pb2, media_pb2, vision_service_pb2
+from kestrel_client.images import StoredImage
+from kestrel_client.v1 import (
+    engine_service_pb2,
+    generation_pb2,
+    image_service_pb2,
+    media_pb2,
+    vision_service_pb2,
+)
 
 
 class FinishReason(StrEnum):
@@ -282,6 +290,19 @@ def server_info(message: engine_service_pb2.GetServerInfoResponse) -> ServerInfo
 def models(message: engine_service_pb2.ListModelsResponse) -> tuple[Model, ...]:
     """The models served, read."""
     return tuple(_model(model) for model in message.models)
+
+
+def stored_image(message: image_service_pb2.StoredImage) -> StoredImage:
+    """What the server keeps."""
+    return StoredImage(
+        image_id=message.image_id,
+        size_bytes=message.size_bytes,
+        media_type=message.media_type,
+        width_px=message.width_px,
+        height_px=message.height_px,
+        expires=message.expire_time.ToDatetime(UTC),
+        pinned=message.pinned,
+    )
 
 
 def cleared_cache(message: engine_service_pb2.ClearCacheResponse) -> ClearedCache:
