@@ -31,7 +31,7 @@ from kestrel_grpc.wire.call_groups import CallGroups
 from kestrel_grpc.wire.limits import image_store
 from kestrel_grpc.wire.readiness import Readiness
 from kestrel_grpc.wire.submission import Submission
-from kestrel_runtime.api.engine import Engine, EngineStatus
+from kestrel_runtime.api.engine import CacheLoad, Engine, EngineStatus
 
 # After a request has ended, its last message may still be on its way to the client.
 _LAST_MESSAGES_S = 2.0
@@ -60,18 +60,22 @@ class Server:
         self._engine = engine
         self._config = config
         self._readiness = Readiness(engine)
-        self._telemetry = Telemetry(
-            engine, config, instance_id=self.instance_id, is_ready=lambda: self._readiness.is_ready
-        )
-        self._maintenance = None if at_rest is None else Maintenance(engine, at_rest)
         self._access = _access(config)
-        self._images = images or _images(config)
         self._purges = CachePurges(engine)
         self._access.on_namespace_gone(self._purges.clear)
         self._store = None
         if config.max_stored_image_bytes:
             self._store = ImageStore(image_store(config), self._purges.forget_image)
             self._access.on_namespace_gone(self._store.drop_namespace)
+        self._telemetry = Telemetry(
+            engine,
+            config,
+            CacheLoad if self._store is None else self._store.load,
+            instance_id=self.instance_id,
+            is_ready=lambda: self._readiness.is_ready,
+        )
+        self._maintenance = None if at_rest is None else Maintenance(engine, at_rest)
+        self._images = images or _images(config)
         self._groups = CallGroups(engine, config, self._access, self._observers())
         certificate = _certificate(config)
         self._frontend = GrpcFrontend(

@@ -19,7 +19,7 @@ from kestrel_grpc.images.stored_images import (
     ImageStoreFull,
     StoredImage,
 )
-from kestrel_runtime.api.engine import ImageInfo
+from kestrel_runtime.api.engine import CacheLoad, ImageInfo
 
 _EXPIRY_INTERVAL_S = 1.0
 BOOKKEEPING_BYTES = 1024
@@ -79,6 +79,18 @@ class ImageStore:
         self._by_age: dict[tuple[str, str], StoredImage] = {}
         # One entry for each image, and some of images that have left earlier.
         self._expiries: list[tuple[float, str, str]] = []
+
+    def load(self) -> CacheLoad:
+        """A reading, in any thread."""
+        usage, oldest = self.usage, self.usage.oldest_stored_at
+        return CacheLoad(
+            num_lookups=usage.num_lookups,
+            num_hits=usage.num_hits,
+            num_evictions=usage.num_evictions,
+            used_bytes=usage.num_bytes,
+            total_bytes=self.limits.max_bytes,
+            oldest_age_s=0.0 if oldest is None else self.clock() - oldest,
+        )
 
     def require_room(self, namespace: str, num_bytes: int) -> None:
         """Raise `ImageQuotaExceeded` or `ImageStoreFull` where a file of this size would not be stored."""

@@ -15,13 +15,13 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, ProcessCollector, disable_created_metrics
-from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kestrel_grpc import __version__
 from kestrel_grpc.telemetry.histograms import Histogram, Series
 from kestrel_grpc.wire.call_context import CallContext, Outcome
-from kestrel_runtime.api.engine import Engine, EngineStatus, Load
+from kestrel_runtime.api.engine import CacheLoad, Engine, EngineStatus, Load
 from kestrel_runtime.api.events import Finished
 
 PROVIDER = "kestrel"
@@ -152,6 +152,36 @@ DECODED_IMAGES = Definition(
 )
 KV_USED = Definition("kestrel.kv_cache.used", Kind.GAUGE, "1", "Pages of the key-value cache in use.")
 KV_CAPACITY = Definition("kestrel.kv_cache.capacity", Kind.GAUGE, "1", "Pages of the key-value cache.")
+_TIER = ("tier",)
+CACHE_LOOKUPS = Definition(
+    "kestrel.cache.lookups",
+    Kind.COUNTER,
+    "1",
+    "Requests that looked for what they need in a tier: stored_images (files that callers have stored), embeddings "
+    "(of images) or prefix_pages (of the key-value cache).",
+    _TIER,
+)
+CACHE_HITS = Definition(
+    "kestrel.cache.hits", Kind.COUNTER, "1", "Lookups that found at least a part of what they need.", _TIER
+)
+CACHE_EVICTIONS = Definition(
+    "kestrel.cache.evictions", Kind.COUNTER, "1", "Entries of a tier that were dropped to store others.", _TIER
+)
+CACHE_USED = Definition("kestrel.cache.used", Kind.GAUGE, "By", "Memory of the entries of a tier.", _TIER)
+CACHE_CAPACITY = Definition(
+    "kestrel.cache.capacity",
+    Kind.GAUGE,
+    "By",
+    "The most memory that the entries of a tier can take; 0 for a tier that is off.",
+    _TIER,
+)
+CACHE_AGE = Definition(
+    "kestrel.cache.oldest.age",
+    Kind.GAUGE,
+    "s",
+    "Time since the oldest entry of a tier was stored, 0 without entries; of tiers that know it.",
+    _TIER,
+)
 READY = Definition("kestrel.engine.ready", Kind.GAUGE, "1", "1 while the engine takes requests, else 0.")
 RESTARTS = Definition("kestrel.engine.restarts", Kind.COUNTER, "1", "Restarts of the engine after a failure.")
 INFO = Definition(
@@ -165,7 +195,9 @@ INFO = Definition(
 METRICS = (
     *(CALL_DURATION, REQUEST_DURATION, TIME_TO_FIRST_TOKEN, TIME_PER_OUTPUT_TOKEN, TOKEN_USAGE),
     *(FAILED, QUEUE_DURATION, PREPROCESS_DURATION, PREFILL_DURATION, IMAGE_SIZE),
-    *(RUNNING, WAITING, PREPROCESSING, DECODED_IMAGES, KV_USED, KV_CAPACITY, READY, RESTARTS, INFO),
+    *(RUNNING, WAITING, PREPROCESSING, DECODED_IMAGES, KV_USED, KV_CAPACITY),
+    *(CACHE_LOOKUPS, CACHE_HITS, CACHE_EVICTIONS, CACHE_USED, CACHE_CAPACITY, CACHE_AGE),
+    *(READY, RESTARTS, INFO),
 )
 
 _LOAD: tuple[tuple[Definition, Callable[[Load], int]], ...] = (
@@ -178,17 +210,29 @@ _LOAD: tuple[tuple[Definition, Callable[[Load], int]], ...] = (
 )
 
 
+_CACHE_COUNTERS: tuple[tuple[Definition, Callable[[CacheLoad], int]], ...] = (
+    (CACHE_LOOKUPS, lambda cache: cache.num_lookups),
+    (CACHE_HITS, lambda cache: cache.num_hits),
+    (CACHE_EVICTIONS, lambda cache: cache.num_evictions),
+)
+_CACHE_GAUGES: tuple[tuple[Definition, Callable[[CacheLoad], float | None]], ...] = (
+    (CACHE_USED, lambda cache: cache.used_bytes),
+    (CACHE_CAPACITY, lambda cache: cache.total_bytes),
+    (CACHE_AGE, lambda cache: cache.oldest_age_s),
+)
+
+
 class ServerMetrics:
-    """Records calls as they end, in `registry`; the engine is asked at each scrape.
+    """Records calls as they end, in `registry`; the engine and `stored_images` are asked at each scrape.
 
     `record` belongs to the event loop; the registry may be read in any thread.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, stored_images: Callable[[], CacheLoad] = CacheLoad) -> None:
         disable_created_metrics()  # one more series for each metric, which is not used
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        self.registry.register(_EngineCollector(engine))
+        self.registry.register(_EngineCollector(engine, stored_images))
         self._model = engine.info.model
         self._calls = self._histogram(CALL_DURATION)
         self._failed = Counter(
@@ -270,15 +314,23 @@ class _AnswerSeries(NamedTuple):
 
 
 class _EngineCollector(Collector):
-    """Reads the engine at each scrape."""
+    """Reads the engine and the caches at each scrape."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, stored_images: Callable[[], CacheLoad]) -> None:
         self._engine = engine
+        self._stored_images = stored_images
 
     def collect(self) -> Iterator[Metric]:
         load = self._engine.load()
         for definition, read in _LOAD:
             yield GaugeMetricFamily(definition.prometheus_name, definition.help, read(load))
+        yield from _cache_families(
+            {
+                "stored_images": self._stored_images(),
+                "embeddings": load.image_cache,
+                "prefix_pages": load.prefix_cache,
+            }
+        )
         is_ready = self._engine.status is EngineStatus.SERVING
         yield GaugeMetricFamily(READY.prometheus_name, READY.help, int(is_ready))
         info = self._engine.info
@@ -291,6 +343,23 @@ class _EngineCollector(Collector):
         """Names alone, so that registering asks nothing of the engine."""
         for definition in (*(definition for definition, _ in _LOAD), READY, INFO):
             yield GaugeMetricFamily(definition.prometheus_name, definition.help)
+        yield from _cache_families({})
+
+
+def _cache_families(tiers: Mapping[str, CacheLoad]) -> Iterator[Metric]:
+    """The metrics of caches with a sample for each tier."""
+    for definition, read in _CACHE_COUNTERS:
+        counter = CounterMetricFamily(definition.prometheus_name, definition.help, labels=_TIER)
+        for tier, cache in tiers.items():
+            counter.add_metric((tier,), read(cache))
+        yield counter
+    for definition, read in _CACHE_GAUGES:
+        gauge = GaugeMetricFamily(definition.prometheus_name, definition.help, labels=_TIER)
+        for tier, cache in tiers.items():
+            reading = read(cache)
+            if reading is not None:
+                gauge.add_metric((tier,), reading)
+        yield gauge
 
 
 def markdown_table() -> str:

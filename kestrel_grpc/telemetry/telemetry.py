@@ -13,7 +13,7 @@ from kestrel_grpc.telemetry.http_health import HealthPort
 from kestrel_grpc.telemetry.metrics import ServerMetrics
 from kestrel_grpc.telemetry.tracing import CallTracer, TraceExport
 from kestrel_grpc.wire.call_admission import Observer
-from kestrel_runtime.api.engine import Engine, EngineStatus
+from kestrel_runtime.api.engine import CacheLoad, Engine, EngineStatus
 
 _log = logging.getLogger(__name__)
 
@@ -22,9 +22,15 @@ class Telemetry:
     """`observers` record every call that has ended. What is switched off has no observer and costs nothing."""
 
     def __init__(
-        self, engine: Engine, config: ServerConfig, *, instance_id: str, is_ready: Callable[[], bool]
+        self,
+        engine: Engine,
+        config: ServerConfig,
+        stored_images: Callable[[], CacheLoad] = CacheLoad,
+        *,
+        instance_id: str,
+        is_ready: Callable[[], bool],
     ) -> None:
-        """Raises `TracingUnavailable`."""
+        """`stored_images` reads the store of images. Raises `TracingUnavailable`."""
         self._config = config
         self._export = TraceExport(os.environ, instance_id=instance_id) if config.tracing else None
         self._health_port: HealthPort | None = None
@@ -41,7 +47,7 @@ class Telemetry:
             observers.append(tracer.record)
         self._registry = CollectorRegistry()
         if config.metrics_port is not None or config.http_port is not None:
-            metrics = ServerMetrics(engine)
+            metrics = ServerMetrics(engine, stored_images)
             observers.append(metrics.record)
             self._registry = metrics.registry
         if config.metrics_port is not None:

@@ -104,6 +104,12 @@ KINDS_BY_REASON = {
     "SCOPE_REQUIRED": PermissionDenied,
     "STREAM_IDLE": StreamIdle,
     "SERVICE_UNKNOWN": ServerError,
+    # Of HTTP, which this client does not speak.
+    "SOURCE_NOT_ALLOWED": PermissionDenied,
+    "MESSAGE_TOO_LARGE": Overloaded,
+    "MEDIA_TYPE_UNSUPPORTED": InvalidRequest,
+    "METHOD_NOT_ALLOWED": ServerError,
+    "METHOD_UNKNOWN": ServerError,
     "INTERNAL": ServerError,
 }
 

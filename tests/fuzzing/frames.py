@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from bench.attacks import http2
 from kestrel_client import Client
 from tests.fuzzing.images import damaged
-from tests.fuzzing.requests import methods, requests
+from tests.fuzzing.requests import methods, paths, requests
 from tests.journey.serving_process import ServingProcess, serving_process
 
 _PATIENCE_S = 30.0
@@ -80,9 +80,7 @@ def _framed(data: bytes, compressed: int, length_off_by: int) -> bytes:
 
 
 _ids = st.one_of(st.sampled_from((0, 1, 3, 5, 7, 2)), st.integers(0, 2**31 - 1))
-_paths = st.one_of(
-    st.sampled_from([f"/kestrel.v1.VisionService/{name}" for name in methods()]), st.text(max_size=30)
-)
+_paths = st.one_of(st.sampled_from(paths()), st.text(max_size=30))
 _flag_names = ("END_STREAM", "END_HEADERS", "PADDED", "PRIORITY", "ACK")
 _header_values = st.one_of(
     st.sampled_from(("1S", "0n", "99999999H", "-1S", "1", "gzip", "identity", "deflate", "x" * 9_000)),

@@ -11,8 +11,9 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 from hypothesis import strategies as st
 
-from kestrel_client.v1 import vision_service_pb2
+from kestrel_client.v1 import image_service_pb2, vision_service_pb2
 from kestrel_grpc.frontends.grpc import parsing
+from kestrel_grpc.frontends.grpc.images import parsing as image_parsing
 from kestrel_grpc.frontends.grpc.status import trailing_metadata
 from kestrel_grpc.images.image_uris import allowed_target, parse_hosts
 from kestrel_grpc.wire.errors import describe
@@ -40,9 +41,21 @@ _MAX_TRAILER_BYTES = 8_192
 _HOSTS = parse_hosts("example.com,.example.org")
 _MAX_CONTEXT = 256
 _MAX_PIXELS = 250_000
-_METHODS: Any = vision_service_pb2.DESCRIPTOR.services_by_name["VisionService"].methods_by_name
+_MAX_IMAGE_BYTES = 2**20
+_SERVICES: Any = (
+    vision_service_pb2.DESCRIPTOR.services_by_name["VisionService"],
+    image_service_pb2.DESCRIPTOR.services_by_name["ImageService"],
+)
+_METHODS: Any = {method.name: method for service in _SERVICES for method in service.methods}
 
-PARSERS: Mapping[str, Callable[[Any], Request]] = MappingProxyType(
+
+def _part_of_upload(message: Any) -> object:
+    if message.WhichOneof("part") == "header":
+        return image_parsing.header(message, _MAX_IMAGE_BYTES)
+    return image_parsing.chunk(message)
+
+
+PARSERS: Mapping[str, Callable[[Any], object]] = MappingProxyType(
     {
         "Query": parsing.query,
         "CompleteQuery": parsing.query,
@@ -51,13 +64,22 @@ PARSERS: Mapping[str, Callable[[Any], Request]] = MappingProxyType(
         "Point": parsing.point,
         "Detect": parsing.detect,
         "Segment": parsing.segment,
+        "UploadImage": _part_of_upload,
+        "PutImage": image_parsing.put_image,
+        "GetImage": lambda message: image_parsing.handle(message.image_id),
+        "DeleteImage": lambda message: image_parsing.handle(message.image_id),
     }
 )
 
 
 def methods() -> list[str]:
-    """Every RPC that takes a request of the engine's."""
+    """Every RPC that takes an image, or names one."""
     return sorted(_METHODS)
+
+
+def paths() -> list[str]:
+    """Their paths in HTTP/2."""
+    return [f"/{method.containing_service.full_name}/{name}" for name, method in sorted(_METHODS.items())]
 
 
 def parse(method: str, data: bytes) -> str:
@@ -67,9 +89,12 @@ def parse(method: str, data: bytes) -> str:
     except DecodeError:
         return "no message"
     try:
+        request = PARSERS[method](message)
+        if not isinstance(request, Request):
+            return "understood"
         if message.image.WhichOneof("source") == "uri":
             allowed_target(message.image.uri, _HOSTS)
-        _preprocessor().prepare(PARSERS[method](message), SequenceClock(submitted=0.0))
+        _preprocessor().prepare(request, SequenceClock(submitted=0.0))
     except InvalidRequest as error:
         return _told(error)
     return "prepared"

@@ -15,8 +15,8 @@ import grpc
 from kestrel_client.errors import ImageNotFound, KestrelClientError, PermissionDenied
 from kestrel_client.v1 import image_service_pb2, media_pb2
 
-DEFAULT_STORE_FROM_BYTES = 256 * 1024
-"""Below this, sending an image again takes hardly longer than naming it."""
+DEFAULT_STORE_FROM_BYTES = 2**20
+"""Below this, sending an image again takes hardly longer than hashing and naming it, see `bench/NOTES.md`."""
 _MAX_REMEMBERED = 4096
 
 _IN_MESSAGE, _STORE_FIRST, _BY_NAME = "in message", "store first", "by name"

@@ -70,6 +70,8 @@ class CacheLoad:
     """Memory of entries that can be found, in use or not."""
     total_bytes: int = 0
     """The most memory that entries can take."""
+    oldest_age_s: float | None = None
+    """Time since the oldest entry was stored, 0 where there is none; None for a cache that does not know it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kestrel_grpc.images.image_store import BOOKKEEPING_BYTES, ImageStore, StoreLimits
 from kestrel_grpc.images.stored_images import ImageHandle, ImageNotFound, ImageQuotaExceeded, ImageStoreFull
-from kestrel_runtime.api.engine import ImageInfo
+from kestrel_runtime.api.engine import CacheLoad, ImageInfo
 
 INFO = ImageInfo("image/png", 2, 1)
 KIB = 1024
@@ -204,6 +204,8 @@ def test_the_oldest_image_is_known() -> None:
     rig.put("two")
     rig.store.get("a", handle_of("one"))
     assert rig.store.usage.oldest_stored_at == 1000.0
+    rig.now += 1.5
+    assert rig.store.load() == CacheLoad(1, 1, 0, 2 * COST, 4 * COST, 2.5)
     rig.store.delete("a", handle_of("one"))
     assert rig.store.usage.oldest_stored_at == 1001.0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 from prometheus_client import generate_latest
@@ -10,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kestrel_grpc.telemetry.metrics import METRICS, Kind, ServerMetrics, bucket_table, markdown_table
 from kestrel_grpc.wire.call_context import OK, CallContext, Outcome, RequestSummary
-from kestrel_runtime.api.engine import EngineStatus
+from kestrel_runtime.api.engine import CacheLoad, EngineStatus
 from kestrel_runtime.api.events import Finished, FinishReason, QueryOutput, Timing, Usage
 from kestrel_runtime.api.requests import Query
 from tests.fakes import FakeEngine
@@ -44,7 +45,7 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 def metrics(engine) -> ServerMetrics:
-    return ServerMetrics(engine)
+    return ServerMetrics(engine, lambda: CacheLoad(oldest_age_s=0.0))
 
 
 def value(metrics: ServerMetrics, name: str, **labels: str) -> float | None:
@@ -154,3 +155,19 @@ def test_the_documentation_lists_the_metrics_there_are(name, table):
     found = re.search(rf"<!-- {name} -->\n(.*)\n<!-- /{name} -->", text, re.DOTALL)
     assert found is not None
     assert found[1] == table, "write it anew: python -m kestrel_grpc.telemetry.metrics"
+
+
+def test_every_tier_of_the_caches_is_read_at_each_scrape(engine: FakeEngine) -> None:
+    load = replace(engine.load(), image_cache=CacheLoad(1, 2, 3, 4, 5), prefix_cache=CacheLoad(6, 7, 8, 9, 10))
+    engine.load = lambda: load
+    metrics = ServerMetrics(engine, lambda: CacheLoad(11, 12, 13, 14, 15, 16.5))
+    names = ("lookups_total", "hits_total", "evictions_total", "used_bytes", "capacity_bytes", "oldest_age_seconds")
+    found = {
+        tier: [value(metrics, f"kestrel_cache_{name}", tier=tier) for name in names]
+        for tier in ("embeddings", "prefix_pages", "stored_images")
+    }
+    assert found == {
+        "embeddings": [1, 2, 3, 4, 5, None],
+        "prefix_pages": [6, 7, 8, 9, 10, None],
+        "stored_images": [11, 12, 13, 14, 15, 16.5],
+    }
