@@ -286,6 +286,20 @@ async def test_a_broken_file_keeps_the_tokens_it_had(path, caplog):
     assert "stays in force" in caplog.text
 
 
+async def test_a_namespace_is_gone_with_its_last_token_and_not_with_a_new_secret(path):
+    access = TokenAccess(path)
+    gone: list[str] = []
+    access.on_namespace_gone(gone.append)
+    assert access.namespace_of("alice") == "token:alice"
+    replace(path, line_for("alice", "another secret", frozenset({Scope.INFER})).encode())
+    access.reload()
+    assert sorted(gone) == ["token:bob", "token:operator"]
+    assert access.namespaces() == {"alice": "token:alice"}
+    replace(path, b"")
+    access.reload()
+    assert gone[2:] == ["token:alice"]
+
+
 class Clock:
     def __init__(self) -> None:
         self.now = 1000.0

@@ -65,6 +65,8 @@ def test_a_file_without_tokens_lets_nobody_in(tmp_path):
         (f'{{ sha256 = "{HASH}", scopes = ["infer"], rate = 1, burst = 0 }}', "burst must be a whole number"),
         (f'{{ sha256 = "{HASH}", scopes = ["infer"], burst = 3 }}', "burst needs a rate"),
         (f'{{ sha256 = "{HASH}", scopes = ["infer"], concurrency = 1.5 }}', "concurrency must be a whole number"),
+        (f'{{ sha256 = "{HASH}", scopes = ["infer"], namespace = "a b" }}', "namespace must be 1 to 64 letters"),
+        (f'{{ sha256 = "{HASH}", scopes = ["infer"], namespace = 1 }}', "namespace must be 1 to 64 letters"),
     ],
 )
 def test_a_bad_line_is_named_with_its_problem(tmp_path, settings, problem):
@@ -106,3 +108,15 @@ def test_a_missing_file_is_named(tmp_path):
 def test_no_line_is_made_for_a_name_that_cannot_stand_there(name):
     with pytest.raises(ValueError, match="a name is"):
         line_for(name, "secret", frozenset({Scope.INFER}))
+
+
+def test_a_token_shares_its_namespace_only_where_both_lines_say_so(tmp_path):
+    text = "\n".join(
+        f'{name} = {{ sha256 = "{number:064x}", scopes = ["infer"]{more} }}'
+        for number, (name, more) in enumerate(
+            [("alice", ""), ("bob", ', namespace = "alice"'), ("carol", ', namespace = "alice"'), ("dave", "")]
+        )
+    )
+    found = {token.name: token.namespace for token in read(tmp_path, text).values()}
+    assert found["bob"] == found["carol"]
+    assert len(set(found.values())) == 3

@@ -114,6 +114,21 @@ async def test_the_metadata_tells_what_is_stored_and_the_file_only_on_request() 
         assert got.data == DATA
 
 
+@pytest.mark.parametrize("limit", [0, 1])
+async def test_files_are_sent_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    monkeypatch.setattr("kestrel_grpc.frontends.grpc.images.service._MAX_SENT_AT_ONCE", limit)
+    request = wire.GetImageRequest(image_id=id_of(DATA), include_data=True)
+    async with serving() as rig:
+        await rig.images.PutImage(wire.PutImageRequest(data=DATA))
+        assert (await rig.images.GetImage(wire.GetImageRequest(image_id=id_of(DATA)))).image.image_id
+        if not limit:
+            assert await refusal(rig.images.GetImage(request)) == (Code.RESOURCE_EXHAUSTED, "TOO_MANY_CALLS")
+            return
+        for _ in range(3):  # each gives back its place when its call is over
+            assert (await rig.images.GetImage(request)).data == DATA
+            await no_open_calls(rig)
+
+
 async def test_a_deleted_image_is_gone() -> None:
     async with serving() as rig:
         await upload(rig, parts())
