@@ -115,9 +115,9 @@ class PageManager:
 
     def match(self, keys: PrefixKeys, max_positions: int) -> PrefixMatch:
         """The longest published prefix of at most `max_positions` positions that splits no span."""
+        # A prefix with an image has dozens of pages, so the loop over them is left to `map`.
         pages: list[PageId] = []
-        for key in keys.pages[: max_positions // self.page_size]:
-            page = self._index.get(key)
+        for page in map(self._index.get, keys.pages[: max_positions // self.page_size]):
             if page is None:
                 break
             pages.append(page)
@@ -138,7 +138,7 @@ class PageManager:
         """How much of `num_available` an allocation takes: new pages, a copy, and cached pages that become
         held."""
         num_shared = len(match.pages) - match.is_partial_last
-        num_revived = sum(page in self._cached for page in match.pages)
+        num_revived = sum(map(self._cached.__contains__, match.pages))
         return self.pages_for(num_positions) - num_shared + num_revived
 
     def allocate(self, owner: SequenceId, match: PrefixMatch, num_positions: int) -> Allocation:
@@ -226,12 +226,8 @@ class PageManager:
             return
         # The end of the chain comes first, so that it is evicted before what it continues.
         for page in (*reversed(own.pages), *own.sources):
-            state = self._pages[page]
-            state.writing.update(writing)
-            if last_decode is not None:
-                state.after.add(last_decode)
-            for step in (*writing, *(() if last_decode is None else (last_decode,))):
-                self._steps[step].append(page)
+            if writing or last_decode is not None:
+                self._note_steps(page, writing, last_decode)
             self._drop(page)
 
     def complete(self, step: StepId) -> None:
@@ -258,6 +254,15 @@ class PageManager:
                 del self._index[key]
                 self._forget_key(page, key)
         return len(forgotten)
+
+    def _note_steps(self, page: PageId, writing: Collection[StepId], last_decode: StepId | None) -> None:
+        state = self._pages[page]
+        state.writing.update(writing)
+        for step in writing:
+            self._steps[step].append(page)
+        if last_decode is not None:
+            state.after.add(last_decode)
+            self._steps[last_decode].append(page)
 
     def _grow(self, own: _Owner, num_positions: int) -> Allocation:
         pages: list[PageId] = []

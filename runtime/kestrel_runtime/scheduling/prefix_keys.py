@@ -19,7 +19,7 @@ from kestrel_runtime.interfaces.tokens import Token
 
 Digest = NewType("Digest", bytes)
 
-_MAX_KNOWN_IMAGES = 1024
+_MAX_KNOWN_IMAGES, _MAX_KNOWN_NAMESPACES = 1024, 1024
 
 FIELDS_WITHOUT_EFFECT: Mapping[str, str] = {
     "cuda_graphs": "graphs replay the very kernels that run without them",
@@ -109,11 +109,20 @@ class PrefixKeyMaker:
         self._parts = dict(parts)
         self._page_size = page_size
         self._lock = Lock()
+        self._roots: dict[str, Digest] = {}  # by namespace
         # Keys of the positions up to the end of an image are the same for all questions about it.
         self._of_images: OrderedDict[tuple[Digest, Token, bytes, int], _ImageKeys] = OrderedDict()
 
     def root(self, namespace: str) -> Digest:
         """What all keys of a namespace begin with."""
+        root = self._roots.get(namespace)
+        if root is None:
+            if len(self._roots) >= _MAX_KNOWN_NAMESPACES:
+                self._roots = {}
+            root = self._roots[namespace] = self._new_root(namespace)
+        return root
+
+    def _new_root(self, namespace: str) -> Digest:
         named = [item.encode() for pair in sorted(self._parts.items()) for item in pair]
         return _digest(b"root", *named, b"namespace", namespace.encode())
 
