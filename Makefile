@@ -16,11 +16,11 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Everything into .venv; nothing to do until pyproject.toml changes.
 setup: .venv/installed
 
-.venv/installed: pyproject.toml
+.venv/installed: pyproject.toml clients/python/pyproject.toml
 	@test -n "$(PYTHON)" || { echo "needs Python 3.11, 3.12 or 3.13; name one with PYTHON=…" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(INSTALL) $(TORCH)
-	$(INSTALL) --editable '.[dev]'
+	$(INSTALL) --editable clients/python --editable '.[dev]'
 	@touch $@
 
 # The Python messages and stubs, anew from proto/.

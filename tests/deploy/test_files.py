@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from kestrel_grpc import __version__
 from kestrel_grpc.config.options import ServerConfig, environment_name, options
 from tests.reference_fixtures import CHECKOUT
 
@@ -122,10 +124,21 @@ def test_every_version_in_the_lock_has_a_hash():
     assert [entry for entry in entries if "--hash=sha256:" not in entry] == []
 
 
+def test_the_lock_holds_the_versions_that_the_gpu_was_measured_with():
+    results = CHECKOUT / "bench" / "results"
+    measured = json.loads((results / "serve-moondream2.json").read_text(encoding="utf-8"))["machine"]
+    text = (results / "README.md").read_text(encoding="utf-8")
+    (triton,) = re.findall(r"\bTriton (\d+\.\d+)", text)
+    assert locked()["torch"] == measured["torch"].partition("+")[0]
+    assert locked()["triton"].startswith(f"{triton}.")
+
+
 def test_the_lock_holds_a_fitting_version_of_every_dependency():
     project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    needed = [*project["dependencies"], *project["optional-dependencies"]["otel"]]
-    versions = locked()
+    extras = project["optional-dependencies"]
+    needed = [*project["dependencies"], *extras["gpu"], *extras["otel"], *extras["remote"]]
+    # Built from the checkout, as the server itself is.
+    versions = locked() | {"kestrel-grpc-client": __version__}
     unfit = [
         line
         for line, requirement in ((line, Requirement(line)) for line in needed)

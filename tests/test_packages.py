@@ -1,0 +1,116 @@
+"""The two packages, as their users install them: built, installed into an empty environment, served and asked."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+import venv
+import zipfile
+from collections.abc import Iterator, Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+import kestrel_client
+from kestrel_grpc import __version__
+from tests.reference_fixtures import CHECKOUT
+
+DEMO_PICTURE = CHECKOUT / "kestrel_grpc" / "demo_picture.png"
+# Users' settings of Python and of this server have no effect on what is tested.
+ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "KESTREL"))}
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    """What a command prints; fails with what it complains about."""
+    done = subprocess.run(command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The server's and the client's, built from a copy of the files that git tracks."""
+    source = tmp_path_factory.mktemp("source")
+    tracked = run("git", "ls-files", "-z", cwd=CHECKOUT).split("\0")
+    for name in filter(None, tracked):
+        if not name.startswith(("tests/", "bench/", "training/")) and (CHECKOUT / name).exists():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes((CHECKOUT / name).read_bytes())
+    built = source / "wheels"
+    # In this environment, which has setuptools, so that nothing is downloaded for it.
+    build = (sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation")
+    run(*build, "--wheel-dir", built, source, source / "clients" / "python", cwd=source)
+    (server,) = built.glob("kestrel_grpc-*.whl")
+    (client,) = built.glob("kestrel_grpc_client-*.whl")
+    return server, client
+
+
+@pytest.fixture(scope="module")
+def commands(wheels: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of commands of an environment that has both packages and what they need, and nothing else."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, with_pip=True)
+    # The build of torch that this environment has; on its own, pip would take the newest and largest.
+    constraints = folder / "constraints.txt"
+    constraints.write_text(f"torch=={version('torch')}\n")
+    pip = (folder / "bin" / "python", "-m", "pip", "--disable-pip-version-check")
+    run(*pip, "install", "--quiet", "--constraint", constraints, *wheels, cwd=folder)
+    run(*pip, "check", cwd=folder)
+    return folder / "bin"
+
+
+@pytest.fixture(scope="module")
+def address(commands: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server of the installed package."""
+    command: Sequence[str | Path] = (commands / "kestrel-grpc", "serve", "--port", "0")
+    folder = tmp_path_factory.mktemp("server")
+    with subprocess.Popen(command, cwd=folder, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            found = re.search(r" on (\S+) ", server.stdout.readline())
+            assert found is not None
+            yield found[1]
+        finally:
+            server.terminate()
+
+
+def test_the_installed_server_answers_the_installed_client(commands, address, tmp_path):
+    ask = ("query", DEMO_PICTURE, "What color is the star?", "--address", address)
+    assert run(commands / "kestrel-grpc", *ask, cwd=tmp_path).strip() == "yellow"
+    code = (
+        "import sys; from kestrel_client import Client\n"
+        "with Client(sys.argv[1]) as client: print(len(client.detect(sys.argv[2], 'shape').objects))"
+    )
+    assert run(commands / "python", "-c", code, address, DEMO_PICTURE, cwd=tmp_path).strip() == "5"
+
+
+def test_no_file_is_in_both_packages(wheels):
+    server, client = (set(zipfile.ZipFile(wheel).namelist()) for wheel in wheels)
+    assert server & client == set()
+    assert {name.partition("/")[0] for name in client if ".dist-info" not in name} == {"kestrel_client"}
+
+
+def test_every_module_is_in_its_package(wheels):
+    server, client = (set(zipfile.ZipFile(wheel).namelist()) for wheel in wheels)
+    roots = {"": server, "runtime": server, "kernels": server, "clients/python": client}
+    for root, packed in roots.items():
+        for package in ("kestrel_grpc", "kestrel_runtime", "kestrel_ops", "kestrel_client"):
+            modules = {path.relative_to(CHECKOUT / root) for path in (CHECKOUT / root / package).rglob("*.py")}
+            assert {path.as_posix() for path in modules} <= packed
+
+
+def test_the_server_needs_the_client_of_its_own_version():
+    project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (needed,) = (
+        requirement
+        for requirement in map(Requirement, project["dependencies"])
+        if requirement.name == "kestrel-grpc-client"
+    )
+    assert __version__ == version("kestrel-grpc-client") == version("kestrel-grpc")
+    assert f">={__version__}" in str(needed.specifier)
+    assert Path(kestrel_client.__file__).is_relative_to(CHECKOUT)
