@@ -11,7 +11,7 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: setup proto check test fuzz serve demo attacks quality train bench supply clean
+.PHONY: setup proto check test test-clients fuzz serve demo attacks quality train bench supply clean
 
 # Everything into .venv; nothing to do until pyproject.toml changes.
 setup: .venv/installed
@@ -39,6 +39,10 @@ WORKERS ?= 2
 test: check
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m 'not alone'
 	$(BIN)/python -m pytest -m alone
+
+# Clients that others have written, each in an environment of its own; one of them with ARGS=openai.
+test-clients: setup
+	$(BIN)/python -m tests.clients $(ARGS)
 
 # Ten minutes of CPU for requests, images and frames that nobody meant well; another length with CPU_SECONDS=…
 CPU_SECONDS ?= 600

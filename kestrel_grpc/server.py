@@ -137,7 +137,7 @@ class Server:
         if config.unix_socket is not None:
             _log.info("listening on the socket %s", config.unix_socket)
         if self.http_port is not None:
-            _log.info("HTTP is served on %s", address_of(config.host, self.http_port))
+            announce(f"HTTP is served on {address_of(config.host, self.http_port)}")
         if self.admin_port is not None:
             _log.info("operators are served on %s", address_of(config.admin_host, self.admin_port))
 

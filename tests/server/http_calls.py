@@ -58,8 +58,8 @@ class Connection:
     async def head(self) -> tuple[int, dict[str, str]]:
         """Status and headers of the next response."""
         lines = (await self.reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
-        headers = dict(line.lower().split(": ", 1) for line in lines[1:] if line)
-        return int(lines[0].split()[1]), headers
+        headers = [line.split(": ", 1) for line in lines[1:] if line]
+        return int(lines[0].split()[1]), {name.lower(): value for name, value in headers}
 
     async def response(self) -> Response:
         """The next response as a whole."""

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from email.utils import formatdate
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 from uvicorn.config import Config
@@ -30,6 +32,7 @@ CONNECTION_KEY = "kestrel.connection"
 """The entry of an ASGI scope that holds the `Connection`."""
 _BODY_BYTES_PER_FRAMING_BYTE = 8
 _DESCRIPTOR_SHARE = 4
+_PROBES: Mapping[str, int] = MappingProxyType({"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 2})
 _TOO_LARGE = "the headers, or the framing of the body, are too large"
 
 
@@ -75,6 +78,7 @@ class Connection(HttpToolsProtocol):
         if len(self.connections) > self._max_connections and not _close_longest_idle(self.connections, self):
             transport.abort()
             return
+        _probe_when_silent(transport.get_extra_info("socket"))
         self._arm_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -165,6 +169,14 @@ class Connection(HttpToolsProtocol):
         self._head_timer = None
         if not self.transport.is_closing():
             self._refuse(408, f"the headers were not complete within {HEAD_TIMEOUT_S:g} s")
+
+
+def _probe_when_silent(item: socket.socket) -> None:
+    """Have the system find out whether a client that sends nothing still exists; it takes 80 seconds at most."""
+    item.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _PROBES.items():
+        if hasattr(socket, name):
+            item.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def connection_limit() -> int:

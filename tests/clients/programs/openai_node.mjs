@@ -1,0 +1,71 @@
+// OpenAI's package for Node against our routes: answers, streams, and its classes of errors.
+
+import assert from "node:assert/strict";
+import { readFileSync } from "node:fs";
+import OpenAI from "openai";
+
+const facts = JSON.parse(process.argv[2]);
+const url = "data:image/png;base64," + readFileSync(facts.picture).toString("base64");
+const messages = [
+  { role: "user", content: [{ type: "text", text: "What is in this image?" }, { type: "image_url", image_url: { url } }] },
+];
+const client = (apiKey, options = {}) => new OpenAI({ baseURL: `${facts.http}/v1`, apiKey, ...options });
+const alice = client(facts.alice, { maxRetries: 0 });
+
+const models = [];
+for await (const model of alice.models.list()) models.push(model.id);
+assert.equal(models.length, 1);
+const [model] = models;
+console.log("models");
+
+const sampling = { model, messages, temperature: 0, max_tokens: 32 };
+const whole = await alice.chat.completions.create(sampling);
+const text = whole.choices[0].message.content;
+assert.match(text, /star/);
+console.log("chat with an image");
+
+let joined = "";
+let usage = null;
+for await (const chunk of await alice.chat.completions.create({
+  ...sampling,
+  stream: true,
+  stream_options: { include_usage: true },
+})) {
+  joined += chunk.choices[0]?.delta?.content ?? "";
+  usage = chunk.usage ?? usage;
+}
+assert.equal(joined, text);
+assert.equal(usage.completion_tokens, whole.usage.completion_tokens);
+console.log("streamed chat");
+
+const helper = alice.chat.completions.stream(sampling);
+assert.equal(await helper.finalContent(), text);
+console.log("the package's own stream helper");
+
+const stream = await alice.chat.completions.create({ ...sampling, temperature: 5, max_tokens: 512, stream: true });
+for await (const _ of stream) break;
+console.log("a stream that is closed early");
+
+const done = await alice.completions.create({ model, prompt: "What is a star?", max_tokens: 8, temperature: 0 });
+assert.equal(done.object, "text_completion");
+console.log("completions");
+
+const refuse = (kind, code, call) =>
+  assert.rejects(call, (error) => error instanceof kind && error.code === code && Boolean(error.requestID));
+await refuse(OpenAI.AuthenticationError, "invalid_api_key", () => client("wrong", { maxRetries: 0 }).models.list());
+await refuse(OpenAI.PermissionDeniedError, "scope_required", () =>
+  client(facts.operator, { maxRetries: 0 }).chat.completions.create(sampling),
+);
+await refuse(OpenAI.NotFoundError, "model_not_found", () =>
+  alice.chat.completions.create({ ...sampling, model: "gull" }),
+);
+await refuse(OpenAI.NotFoundError, "method_unknown", () => alice.responses.create({ model, input: "hi" }));
+await refuse(OpenAI.BadRequestError, "unsupported_parameter", () =>
+  alice.chat.completions.create({ ...sampling, n: 2 }),
+);
+console.log("classes of errors");
+
+// The token allows one call at once, and two in a second: the package waits as it is told, and tries again.
+const limited = client(facts.limited, { maxRetries: 3 });
+for (let number = 0; number < 3; number++) await limited.models.list();
+console.log("rate limit, and retries that succeed");

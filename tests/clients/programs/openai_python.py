@@ -1,0 +1,136 @@
+"""OpenAI's Python package against our routes: answers, streams, and its classes of errors."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import openai  # pyright: ignore[reportMissingImports] installed in an environment of its own
+
+FACTS = json.loads(sys.argv[1])
+URL = "data:image/png;base64," + base64.b64encode(Path(FACTS["picture"]).read_bytes()).decode()
+SEEN: Any = [
+    {
+        "role": "user",
+        "content": [
+            {"type": "text", "text": "What is in this image?"},
+            {"type": "image_url", "image_url": {"url": URL}},
+        ],
+    }
+]
+
+
+def client(token: str = "alice", **options: Any) -> Any:
+    return openai.OpenAI(base_url=f"{FACTS['http']}/v1", api_key=FACTS.get(token, token), **options)
+
+
+def main() -> None:
+    alice = client(max_retries=0)
+    (model,) = [model.id for model in alice.models.list()]
+    assert alice.models.retrieve(model).owned_by == "kestrel"
+    print("models")
+
+    sampling: Any = {"model": model, "messages": SEEN, "temperature": 0, "max_tokens": 32}
+    whole = alice.chat.completions.create(**sampling)
+    text = whole.choices[0].message.content
+    assert "star" in text, text
+    assert whole.choices[0].finish_reason in ("stop", "length")
+    assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
+    print("chat with an image")
+
+    chunks = list(alice.chat.completions.create(**sampling, stream=True, stream_options={"include_usage": True}))
+    joined = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert joined == text, (joined, text)
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    print("streamed chat")
+
+    turns: Any = [
+        {"role": "system", "content": "Be brief."},
+        *SEEN,
+        whole.choices[0].message.model_dump(),
+        {"role": "user", "content": "Which colour has it?"},
+    ]
+    assert alice.chat.completions.create(model=model, messages=turns, max_tokens=16).choices[0].message.content
+    print("several turns")
+
+    drawn = {**sampling, "temperature": 5.0, "seed": 7}
+    first, second = (alice.chat.completions.create(**drawn).choices[0].message.content for _ in range(2))
+    assert first == second
+    print("seed")
+
+    done = alice.completions.create(model=model, prompt="What is a star?", max_tokens=8, temperature=0)
+    pieces = alice.completions.create(
+        model=model, prompt="What is a star?", max_tokens=8, temperature=0, stream=True
+    )
+    assert "".join(piece.choices[0].text for piece in pieces) == done.choices[0].text
+    print("completions")
+
+    with alice.chat.completions.create(model=model, messages=SEEN, temperature=5.0, stream=True) as stream:
+        next(iter(stream))
+    print("a stream that is closed early")
+
+    async def at_once() -> None:
+        async with openai.AsyncOpenAI(base_url=f"{FACTS['http']}/v1", api_key=FACTS["alice"]) as many:
+            answers = await asyncio.gather(*(many.chat.completions.create(**sampling) for _ in range(8)))
+        assert {answer.choices[0].message.content for answer in answers} == {text}
+
+    asyncio.run(at_once())
+    print("eight at once, with asyncio")
+
+    refuse(openai.AuthenticationError, lambda: client("wrong", max_retries=0).models.list(), "invalid_api_key")
+    refuse(
+        openai.PermissionDeniedError,
+        lambda: client("operator", max_retries=0).chat.completions.create(**sampling),
+        "scope_required",
+    )
+    refuse(
+        openai.NotFoundError,
+        lambda: alice.chat.completions.create(model="gull", messages=SEEN),
+        "model_not_found",
+    )
+    refuse(openai.NotFoundError, lambda: alice.responses.create(model=model, input="hi"), "method_unknown")
+    for unsupported in (
+        {"n": 2},
+        {"logprobs": True},
+        {"stop": ["."]},
+        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+        {"response_format": {"type": "json_object"}},
+    ):
+        (name,) = unsupported
+        error = refuse(
+            openai.BadRequestError,
+            lambda fields=unsupported: alice.chat.completions.create(**sampling, **fields),
+            "unsupported_parameter",
+        )
+        assert error.param == name, error.param
+    print("classes of errors")
+
+    limited = client("limited", max_retries=0)
+    limited.models.list()
+    error = refuse(openai.RateLimitError, lambda: limited.models.list(), "rate_limit_exceeded")
+    assert int(error.response.headers["retry-after-ms"]) <= 500
+    client("limited", max_retries=3).models.list()
+    print("rate limit, and a retry that succeeds")
+
+
+def refuse(kind: type[Any], call: Any, code: str) -> Any:
+    """The error of a call that must fail with this class and code."""
+    error = error_of(call, kind)
+    assert error.code == code, (error.code, str(error))
+    assert error.request_id, "no id to look for in the server's log"
+    return error
+
+
+def error_of(call: Any, kind: Any) -> Any:
+    try:
+        call()
+    except kind as error:
+        return error
+    raise AssertionError(f"no {kind.__name__}")
+
+
+main()

@@ -1,0 +1,255 @@
+"""The HTTP port as a whole: tokens, pages, deadlines, certificates, probes, draining."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import ssl
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trustme
+
+from kestrel_grpc.config.options import ServerConfig
+from kestrel_grpc.listeners import PortUnavailable
+from kestrel_grpc.server import Server
+from kestrel_runtime.api.engine import EngineStatus
+from tests.fakes import HOLD, FakeEngine, answers
+from tests.server.certificates import Pair
+from tests.server.http_calls import Connection, HttpServing, serving_http
+
+QUERY = {"question": "?"}
+SITE = "https://good.example"
+
+
+def holds(request: Any) -> list[object]:
+    return [*answers(request)[:2], HOLD, *answers(request)[2:]]
+
+
+def tokens_in(folder: Path, **scopes: str) -> str:
+    """A file with a token for each name, which is also its secret."""
+    file = folder / "tokens.toml"
+    digests = {name: hashlib.sha256(name.encode()).hexdigest() for name in scopes}
+    file.write_text(
+        "".join(f'{name} = {{ sha256 = "{digests[name]}", {rest} }}\n' for name, rest in scopes.items())
+    )
+    return str(file)
+
+
+def bearer(token: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}"}
+
+
+async def test_a_call_needs_a_token_that_allows_it(tmp_path: Path) -> None:
+    file = tokens_in(tmp_path, alice='scopes = ["infer"]', root='scopes = ["admin"]')
+    async with serving_http(tokens=file) as rig:
+        refused = await rig.ask("/v1/query", QUERY)
+        assert (refused.status, refused.headers["www-authenticate"]) == (401, "Bearer")
+        assert refused.json["error"]["code"] == "TOKEN_INVALID"
+        assert (await rig.ask("/v1/query", QUERY, headers=bearer("root"))).status == 403
+        assert (await rig.ask("/v1/query", QUERY, headers=bearer("alice"))).status == 200
+        assert (await rig.ask("/v1/query", QUERY, headers={"X-Moondream-Auth": "alice"})).status == 200
+        assert (await rig.ask("/v1/models", headers=bearer("root"))).status == 200
+        assert (await rig.ask("/metrics", headers=bearer("alice"))).status == 403
+        assert (await rig.ask("/metrics", headers=bearer("root"))).status == 200
+        assert (await rig.ask("/readyz")).status == 200
+        assert rig.engine.tenants == ["alice", "alice"]
+
+
+async def test_a_call_is_refused_from_its_headers_before_its_body_has_come(tmp_path: Path) -> None:
+    file = tokens_in(tmp_path, alice='scopes = ["infer"]')
+    async with serving_http(tokens=file) as rig, rig.connect() as connection:
+        announced = {"Content-Type": "application/json", "Content-Length": "1000000"}
+        await connection.send("/v1/query", verb="POST", headers=announced)
+        assert (await connection.response()).status == 401
+
+
+async def test_a_rate_that_is_exceeded_is_a_status_with_the_time_to_wait(tmp_path: Path) -> None:
+    file = tokens_in(tmp_path, alice='scopes = ["infer"], rate = 0.001, burst = 1')
+    async with serving_http(tokens=file) as rig:
+        assert (await rig.ask("/v1/query", QUERY, headers=bearer("alice"))).status == 200
+        refused = await rig.ask("/v1/query", QUERY, headers=bearer("alice"))
+    assert (refused.status, refused.json["error"]["code"]) == (429, "RATE_LIMITED")
+    assert 900 < int(refused.headers["retry-after"]) <= 1000
+
+
+async def test_a_token_that_is_revoked_ends_its_stream_with_an_error(tmp_path: Path) -> None:
+    file = tokens_in(tmp_path, alice='scopes = ["infer"]')
+    async with serving_http(FakeEngine(holds), tokens=file) as rig, rig.connect() as connection:
+        await connection.send("/v1/query", {**QUERY, "stream": True}, headers=bearer("alice"))
+        assert (await connection.head())[0] == 200
+        assert await connection.chunk()
+        tokens_in(tmp_path)
+        assert b"TOKEN_INVALID" in await connection.chunk()
+        assert await connection.chunk() == b""
+        await rig.engine.is_idle.wait()
+
+
+async def test_pages_of_other_sites_are_refused() -> None:
+    async with serving_http() as rig:
+        for headers in (
+            {"Origin": "https://evil.example", "Content-Type": "text/plain"},
+            {"Origin": "null"},
+            {"Host": "evil.example"},
+        ):
+            refused = await rig.ask("/v1/query", QUERY, headers=headers)
+            assert (refused.status, refused.json["error"]["code"]) == (403, "SOURCE_NOT_ALLOWED")
+            assert "access-control-allow-origin" not in refused.headers
+        plain = await rig.ask("/v1/query", QUERY, headers={"Content-Type": "text/plain"})
+        assert (plain.status, plain.json["error"]["code"]) == (415, "MEDIA_TYPE_UNSUPPORTED")
+        assert rig.engine.requests == []
+
+
+async def test_pages_of_listed_sites_are_answered() -> None:
+    async with serving_http(http_origins=(SITE,)) as rig:
+        asked = {"Origin": SITE, "Access-Control-Request-Method": "POST"}
+        asked["Access-Control-Request-Headers"] = "content-type,authorization"
+        preflight = await rig.ask("/v1/query", verb="OPTIONS", headers=asked)
+        assert (preflight.status, preflight.headers["access-control-allow-origin"]) == (200, SITE)
+        answer = await rig.ask("/v1/query", QUERY, headers={"Origin": SITE})
+        assert (answer.status, answer.headers["access-control-allow-origin"]) == (200, SITE)
+        asked["Origin"] = "https://evil.example"
+        assert (await rig.ask("/v1/query", verb="OPTIONS", headers=asked)).status == 400
+        refused = await rig.ask("/v1/query", QUERY, headers={"Origin": "https://evil.example"})
+        assert refused.status == 403
+
+
+async def test_compressed_bodies_are_refused() -> None:
+    async with serving_http() as rig:
+        answer = await rig.ask("/v1/query", QUERY, headers={"Content-Encoding": "gzip"})
+    assert (answer.status, answer.json["error"]["code"]) == (415, "MEDIA_TYPE_UNSUPPORTED")
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_deadline_ends_the_request(is_streamed: bool) -> None:
+    def waits(request: Any) -> list[object]:
+        return [HOLD]
+
+    async with serving_http(FakeEngine(waits)) as rig:
+        body = {**QUERY, "stream": is_streamed}
+        answer = await rig.ask("/v1/query", body, headers={"X-Request-Timeout": "0.05"})
+        assert (answer.status, answer.json["error"]["code"]) == (504, "DEADLINE_EXCEEDED")
+        (deadline_s,) = rig.engine.deadlines_s
+        assert deadline_s is not None
+        assert 0.0 < deadline_s <= 0.05
+        await rig.engine.is_idle.wait()
+
+
+async def test_a_deadline_passes_while_the_body_is_awaited() -> None:
+    async with serving_http() as rig, rig.connect() as connection:
+        head = {"X-Request-Timeout": "0.05", "Content-Type": "application/json", "Content-Length": "10"}
+        await connection.send("/v1/query", verb="POST", headers=head)
+        assert (await connection.response()).json["error"]["code"] == "DEADLINE_EXCEEDED"
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "nan", "inf", "1e9", "soon"])
+async def test_a_timeout_that_is_none_is_refused(text: str) -> None:
+    async with serving_http() as rig:
+        answer = await rig.ask("/v1/query", QUERY, headers={"X-Request-Timeout": text})
+    assert (answer.status, answer.json["error"]["violations"][0]["field"]) == (400, "x-request-timeout")
+
+
+async def test_the_trace_and_the_id_of_a_caller_are_those_of_the_call() -> None:
+    async with serving_http() as rig:
+        taken = await rig.ask("/v1/query", QUERY, headers={"X-Request-Id": "my.id"})
+        refused = await rig.ask("/v1/query", QUERY, headers={"X-Request-Id": "a b"})
+    assert taken.headers["x-request-id"] == "my.id"
+    assert refused.headers["x-request-id"] != "a b"
+
+
+async def test_calls_are_counted_as_on_grpc() -> None:
+    async with serving_http() as rig:
+        await rig.ask("/v1/query", QUERY)
+        await rig.ask("/v1/query", {})
+        text = (await rig.ask("/metrics")).body.decode()
+    ok = 'rpc_server_call_duration_seconds_count{rpc_method="rest/query",rpc_response_status_code="OK"} 1'
+    assert ok in text
+    assert 'kestrel_requests_failed_total{reason="INVALID_REQUEST",rpc_method="rest/query"} 1' in text
+
+
+async def test_probes_follow_the_engine() -> None:
+    async with serving_http() as rig:
+        assert [(await rig.ask(path)).status for path in ("/healthz", "/livez", "/readyz")] == [200, 200, 200]
+        rig.engine.become(EngineStatus.RECOVERING)
+        assert [(await rig.ask(path)).status for path in ("/healthz", "/livez", "/readyz")] == [200, 200, 503]
+        rig.engine.die()
+        assert [(await rig.ask(path)).status for path in ("/healthz", "/livez", "/readyz")] == [503, 503, 503]
+
+
+async def test_draining_lets_streams_finish_and_refuses_new_calls() -> None:
+    async with serving_http(FakeEngine(holds)) as rig, rig.connect() as streaming, rig.connect() as other:
+        await streaming.send("/v1/query", {**QUERY, "stream": True})
+        assert (await streaming.head())[0] == 200
+        await other.send("/healthz")
+        assert (await other.response()).status == 200
+        drain = asyncio.ensure_future(rig.server.drain())
+        while (await rig.ask("/readyz")).status == 200:
+            pass
+        await other.send("/v1/query", QUERY)
+        refused = await other.response()
+        assert (refused.status, refused.json["error"]["code"]) == (503, "DRAINING")
+        assert refused.headers["retry-after"] == "1"
+        rig.engine.release()
+        told = b""
+        while piece := await streaming.chunk():
+            told += piece
+        assert b'"completed":true' in told
+        await drain
+        await other.ended()
+
+
+async def test_a_port_in_use_is_one_clear_error() -> None:
+    async with serving_http() as rig:
+        config = ServerConfig(model="fake", port=0, http_port=rig.server.http_port)
+        other = Server(FakeEngine(), config)
+        with pytest.raises(PortUnavailable, match=rf"127\.0\.0\.1:{rig.server.http_port}"):
+            await other.start()
+        await other.stop()
+
+
+async def asked_over_tls(rig: HttpServing, context: ssl.SSLContext) -> tuple[int, bytes]:
+    """The status of a call on a new connection, and the server's certificate."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", rig.server.http_port, ssl=context)
+    try:
+        await Connection(reader, writer).send("/v1/query", QUERY)
+        certificate = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+        return (await Connection(reader, writer).response()).status, certificate
+    finally:
+        writer.close()
+
+
+async def test_a_new_certificate_serves_the_next_connection(tmp_path: Path) -> None:
+    pair, authority = Pair.within(tmp_path), trustme.CA()
+    pair.write(authority)
+    context = ssl.create_default_context()
+    authority.configure_trust(context)
+    async with serving_http(tls_certificate=str(pair.certificate), tls_key=str(pair.key)) as rig:
+        status, first = await asked_over_tls(rig, context)
+        assert status == 200
+        pair.write(authority)
+        status, second = await asked_over_tls(rig, context)
+        assert status == 200
+        assert first != second
+        async with rig.connect() as plain:
+            await plain.send("/healthz")
+            await plain.ended()
+
+
+async def test_a_certificate_of_the_client_is_asked_for(tmp_path: Path) -> None:
+    pair, authority, clients = Pair.within(tmp_path), trustme.CA(), trustme.CA()
+    pair.write(authority)
+    client_ca = tmp_path / "clients.pem"
+    clients.cert_pem.write_to_path(client_ca)
+    options: dict[str, Any] = {"tls_certificate": str(pair.certificate), "tls_key": str(pair.key), "tls_client_ca": str(client_ca)}
+    async with serving_http(**options) as rig:
+        for authority_of_client, is_taken in ((None, False), (authority, False), (clients, True)):
+            context = ssl.create_default_context()
+            authority.configure_trust(context)
+            if authority_of_client is not None:
+                authority_of_client.issue_cert("me@example.com").configure_cert(context)
+            if is_taken:
+                assert (await asked_over_tls(rig, context))[0] == 200
+            else:
+                with pytest.raises((ssl.SSLError, ConnectionError, asyncio.IncompleteReadError)):
+                    await asked_over_tls(rig, context)
