@@ -241,7 +241,11 @@ async def test_a_certificate_of_the_client_is_asked_for(tmp_path: Path) -> None:
     pair.write(authority)
     client_ca = tmp_path / "clients.pem"
     clients.cert_pem.write_to_path(client_ca)
-    options: dict[str, Any] = {"tls_certificate": str(pair.certificate), "tls_key": str(pair.key), "tls_client_ca": str(client_ca)}
+    options: dict[str, Any] = {
+        "tls_certificate": str(pair.certificate),
+        "tls_key": str(pair.key),
+        "tls_client_ca": str(client_ca),
+    }
     async with serving_http(**options) as rig:
         for authority_of_client, is_taken in ((None, False), (authority, False), (clients, True)):
             context = ssl.create_default_context()

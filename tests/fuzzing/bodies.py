@@ -1,0 +1,233 @@
+"""Hostile bodies of HTTP requests: truncated, wrongly chunked, compressed, nested, in pieces, from other sites.
+
+`conversation` draws the bytes for one connection from a seed; `hear` sends them and checks what comes back: a
+status that docs/http.md has, or a closed connection.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+STATUSES = frozenset((200, 400, 401, 403, 404, 405, 408, 413, 415, 429, 431, 503, 504))
+_PATIENCE_S = 30.0
+_AT_ONCE = 8
+_IMAGE = base64.b64encode(bytes(range(256)) * 4).decode()
+PATHS = {
+    "rest": ("/v1/query", "/v1/caption", "/v1/point", "/v1/detect", "/v1/segment"),
+    "openai": ("/v1/chat/completions", "/v1/completions"),
+}
+
+Draw = random.Random
+
+
+def valid(path: str, draw: Draw) -> dict[str, Any]:
+    """A request that a client might send."""
+    if path == "/v1/chat/completions":
+        parts = [{"type": "text", "text": "?"}, {"type": "image_url", "image_url": {"url": f"data:,{_IMAGE}"}}]
+        content = draw.choice(("?", parts, [parts[0]]))
+        return {"model": "fake", "messages": [{"role": "user", "content": content}], "stream": draw.random() < 0.5}
+    if path == "/v1/completions":
+        return {"model": "fake", "prompt": "?", "stream": draw.random() < 0.5}
+    if path == "/v1/query":
+        return {"question": "?", "stream": draw.random() < 0.5, "settings": {"temperature": 0.5}}
+    body: dict[str, Any] = {"image_url": _IMAGE}
+    return body if path == "/v1/caption" else {**body, "object": "bird"}
+
+
+def strange_value(draw: Draw, depth: int = 0) -> Any:
+    """Any JSON value."""
+    kinds: tuple[Callable[[], Any], ...] = (
+        lambda: None,
+        lambda: draw.random() < 0.5,
+        lambda: draw.choice((0, -1, 2**31, 2**63, 2**64, 10**300, 1e308, -0.0, 0.1)),
+        lambda: draw.choice(
+            ("", "?", "\0", "a" * 70_000, "\ud800", "\U0001f426", "data:,", "https://example.com/x")
+        ),
+        lambda: [strange_value(draw, depth + 1) for _ in range(draw.randrange(4))],
+        lambda: {str(number): strange_value(draw, depth + 1) for number in range(draw.randrange(4))},
+    )
+    return draw.choice(kinds[:4] if depth > 3 else kinds)()
+
+
+def body(path: str, draw: Draw) -> bytes:
+    """A body that may be anything."""
+    request = valid(path, draw)
+    kind = draw.randrange(10)
+    if kind == 0:
+        request[draw.choice(tuple(request))] = strange_value(draw)
+    elif kind == 1:
+        request[draw.choice(("x", "n", "settings", "image_url", "spatial_refs", "messages"))] = strange_value(draw)
+    elif kind == 2:
+        return draw.choice((b"[", b'{"a":', b'{"messages":[')) * draw.choice((100, 5000, 100_000))
+    elif kind == 3:
+        return draw.randbytes(draw.randrange(300))
+    elif kind == 4:
+        return b'{"x": [' + draw.choice((b"{},", b"1,", b'"",', b"[],")) * 60_000 + b"0]}"
+    elif kind == 5:
+        return b'{"question": "' + b"\\" * draw.choice((99, 100, 200_001)) + b'"}'
+    text = json.dumps(request).encode()
+    if kind == 6:
+        position = draw.randrange(len(text))
+        return text[:position] + draw.randbytes(3) + text[position + 1 :]
+    if kind == 7:
+        return text[: draw.randrange(len(text))]
+    return text
+
+
+def conversation(api: str, seed: int) -> tuple[list[bytes], bool]:
+    """What is sent on one connection, in pieces, and whether it then says that no
+    more will come."""
+    draw = random.Random(f"{api} {seed}")
+    path = draw.choice(PATHS[api])
+    content = body(path, draw)
+    headers = {"Host": "localhost", "Content-Type": "application/json", "Content-Length": str(len(content))}
+    sent = content
+    kind = draw.randrange(14)
+    if kind == 0:
+        headers["Content-Length"] = str(len(content) + draw.choice((-5, -1, 1, 1000, 2**40)))
+    elif kind == 1:
+        headers["Content-Encoding"] = draw.choice(("gzip", "br", "deflate"))
+        sent = gzip.compress(content)
+        headers["Content-Length"] = str(len(sent))
+    elif kind in (2, 3, 4):
+        del headers["Content-Length"]
+        headers["Transfer-Encoding"] = draw.choice(("chunked",) * 6 + ("gzip, chunked", "chunked, gzip", "x"))
+        sent = chunked(content, draw)
+        if kind == 4:
+            headers["Content-Length"] = str(len(content))
+    elif kind == 5:
+        headers["Content-Type"] = "text/plain"
+        headers["Origin"] = "https://evil.example"
+    elif kind == 6:
+        headers["Host"] = draw.choice(("evil.example", "evil.example:80", "", "localhost\r\nHost: evil.example"))
+    elif kind == 7:
+        headers["Content-Type"] = draw.choice(
+            ("text/plain", "application/x-www-form-urlencoded", "", "multipart/form-data")
+        )
+    elif kind == 8:
+        headers[draw.choice(("X-Request-Timeout", "X-Request-Id", "Expect", "Connection", "Upgrade"))] = (
+            draw.choice(("0", "1e-3", "nan", "100-continue", "upgrade", "websocket", "close", "\x01", "a" * 70_000))
+        )
+    verb = draw.choice(("POST",) * 12 + ("GET", "PUT", "DELETE", "OPTIONS", "TRACE", "BREW"))
+    target = draw.choice((path,) * 12 + (path + "?x=1", "/v1//query", "/%00", "*", "http://evil.example/v1/query"))
+    head = (
+        f"{verb} {target} HTTP/1.1\r\n"
+        + "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        + "\r\n"
+    )
+    whole = head.encode("latin-1") + sent
+    if kind == 9:
+        whole *= draw.choice((2, 20))
+    elif kind == 10:
+        whole += draw.randbytes(40)
+    pieces = [whole]
+    if kind == 11:
+        cut = sorted(draw.randrange(len(whole)) for _ in range(3))
+        pieces = [whole[start:end] for start, end in zip([0, *cut], [*cut, None], strict=True)]
+    return pieces, draw.random() < 0.3
+
+
+def chunked(content: bytes, draw: Draw) -> bytes:
+    """The content in chunks, some of which are wrong."""
+    size = draw.choice((1, 7, 1000, 100_000))
+    pieces = [content[start : start + size] for start in range(0, min(len(content), 2000 * size), size)]
+    framed = [b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces]
+    if framed and draw.random() < 0.5:
+        wrong = (
+            b"zz\r\n",
+            b"-1\r\n\r\n",
+            b"ffffffffffffffffff\r\n",
+            b"5;" + b"x" * 5000 + b"\r\nhello\r\n",
+            b"3\nabc\n",
+        )
+        framed[draw.randrange(len(framed))] = draw.choice(wrong)
+    return b"".join(framed) + draw.choice((b"0\r\n\r\n", b"", b"0\r\nX: y\r\n\r\n", b"0\r\n" + b"X: y\r\n" * 9000))
+
+
+def hear(address: tuple[str, int], pieces: list[bytes], *, is_finished: bool) -> str:
+    """What the server makes of it: the status of its first response, or `closed`."""
+    with socket.create_connection(address, timeout=_PATIENCE_S) as connection:
+        answer = b""
+        try:
+            for piece in pieces:
+                connection.sendall(piece)
+            if is_finished:
+                connection.shutdown(socket.SHUT_WR)
+            else:
+                connection.settimeout(0.5)
+            while b"\r\n\r\n" not in answer and (data := connection.recv(65_536)):
+                answer += data
+        except TimeoutError:
+            if is_finished:
+                raise
+            return "waits"  # for the rest of what was announced
+        except OSError:
+            return "closed"
+    if not answer:
+        return "closed"
+    status = int(answer.split(b" ", 2)[1])
+    if status == 100:
+        return "100"
+    assert status in STATUSES, answer[:500]
+    return str(status)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A server over an engine without a model, in a process of its own."""
+
+    pid: int
+    address: tuple[str, int]
+
+    @property
+    def rss_bytes(self) -> int:
+        """Memory in use."""
+        pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+    def hear_all(self, api: str, seeds: Iterable[int]) -> Counter[str]:
+        """Have every conversation, and then a request that must be answered."""
+        outcomes: Counter[str] = Counter()
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            for outcome in pool.map(lambda seed: self._hear(api, seed), seeds):
+                outcomes[outcome] += 1
+        connection = HTTPConnection(*self.address, timeout=_PATIENCE_S)
+        connection.request("POST", "/v1/query", b'{"question": "?"}', {"Content-Type": "application/json"})
+        assert connection.getresponse().status == 200
+        connection.close()
+        return outcomes
+
+    def _hear(self, api: str, seed: int) -> str:
+        pieces, is_finished = conversation(api, seed)
+        try:
+            return hear(self.address, pieces, is_finished=is_finished)
+        except Exception as error:
+            raise AssertionError(f"{api} {seed}: {pieces[0][:300]!r}") from error
+
+
+@contextmanager
+def target() -> Iterator[Target]:
+    """One that must still end as told when all is over."""
+    command = (sys.executable, "-m", "tests.fuzzing.bodies_target")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        line = next(line for line in process.stdout if line.startswith("HTTP is served on "))
+        port = line.rpartition(":")[2]
+        yield Target(process.pid, ("127.0.0.1", int(port)))
+        process.communicate("")
+    assert process.returncode == 0
