@@ -46,7 +46,7 @@ def with_witness(observation: Observation, **changes: object) -> Observation:
     return replace(observation, witness=replace(observation.witness, **changes))  # pyright: ignore[reportArgumentType]
 
 
-def test_an_attack_that_nobody_noticed_has_held():
+def test_an_attack_without_effects_counts_as_held():
     assert HELD.failures() == []
     row = markdown([HELD]).splitlines()[-1]
     assert row == "| an attack | 0.40 | 100.0% | 0.20 / 0.30 | 400 | 10 | 0.5 | held |"

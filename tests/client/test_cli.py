@@ -145,7 +145,7 @@ def test_a_missing_server_is_named(picture: str, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().err == f"kestrel-grpc: no server listens at {address}: connection refused\n"
 
 
-def test_a_name_that_nobody_knows_is_told_from_a_server_that_is_not_there(
+def test_an_unknown_host_name_is_told_apart_from_a_server_that_is_down(
     picture: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert _run("caption", picture, "--address", "no-such-host.invalid:50051") == 1

@@ -79,7 +79,7 @@ def test_every_option_that_a_file_sets_is_one(path):
     assert set(VARIABLE.findall(path.read_text(encoding="utf-8"))) <= KNOWN_VARIABLES
 
 
-def test_whoever_stops_the_server_waits_until_it_has_drained():
+def test_stopping_the_server_waits_until_it_has_drained():
     drain_s = ServerConfig().withdrawal_delay + ServerConfig().drain_timeout
     pod = document("kubernetes", "deployment.yaml")["spec"]["template"]["spec"]
     (container,) = pod["containers"]

@@ -140,7 +140,7 @@ async def test_a_peer_that_vanishes_without_a_word_is_noticed_and_its_pages_come
     await live_server.assert_empty()
 
 
-async def test_a_slow_reader_keeps_nobody_waiting_and_gets_its_whole_answer(live_server: LiveServer) -> None:
+async def test_a_slow_reader_delays_no_other_call_and_gets_its_whole_answer(live_server: LiveServer) -> None:
     question = endless(7)
     question.sampling.max_tokens = 200
     expected = [event async for event in live_server.stub.Query(question)]
@@ -225,7 +225,7 @@ def many_descriptors() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("many_descriptors")
-async def test_a_thousand_idle_connections_cost_little_and_nobody_waits_for_them() -> None:
+async def test_a_thousand_idle_connections_cost_little_and_delay_no_call() -> None:
     with serving_process() as server:
         async with grpc.aio.insecure_channel(server.address) as channel:
             ask: Callable[[Message], Any] = VisionServiceStub(channel).CompleteQuery
@@ -244,7 +244,7 @@ async def test_a_thousand_idle_connections_cost_little_and_nobody_waits_for_them
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux says how long a connection has been idle")
-async def test_more_idle_connections_than_descriptors_keep_nobody_out_and_end_no_call() -> None:
+async def test_more_idle_connections_than_descriptors_prevent_no_connection_and_end_no_call() -> None:
     with serving_process() as server:
         limit = server.num_descriptors + 60
         resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (limit, limit))

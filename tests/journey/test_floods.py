@@ -107,7 +107,7 @@ async def compare(stub: Any) -> Comparison:
 
 
 @pytest.mark.alone
-async def test_ten_times_the_capacity_slows_down_nobody_who_is_let_in() -> None:
+async def test_ten_times_the_capacity_slows_down_no_admitted_request() -> None:
     options = ("--max-batch-size", str(NUM_RUNNING), "--max-queue", str(NUM_WAITING))
     with serving_process(*options) as server:
         async with grpc.aio.insecure_channel(server.address) as channel:

@@ -140,7 +140,7 @@ def test_what_float8_cannot_hold_becomes_its_largest(rotary_write_kv):
 
 @every_implementation
 @pytest.mark.parametrize("page_dtype", [torch.float32, FLOAT8], ids=str)
-def test_of_nobodys_tokens_nothing_is_stored(rotary_write_kv, page_dtype):
+def test_padding_tokens_are_not_stored(rotary_write_kv, page_dtype):
     tokens = Tokens(page_dtype=page_dtype)
     everybody = tokens.slots.clone()
     tokens.slots[[1, 3]] = torch.tensor([-1, -40], device=DEVICE)

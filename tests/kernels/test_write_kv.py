@@ -43,7 +43,7 @@ def test_a_float8_cache_holds_rows_over_their_scale_and_saturates():
     assert pages[1, 1, 0, 0].float().tolist() == [-448.0] * 4
 
 
-def test_nobodys_rows_are_not_written():
+def test_padding_rows_are_not_written():
     pages = torch.zeros(2, 3, 1, 2, 4)
     write_kv(torch.ones(3, 1, 4), torch.ones(3, 1, 4), pages[0], pages[1], torch.tensor([-1, 4, -7]))
     assert pages[0].nonzero()[:, :3].unique(dim=0).tolist() == [[2, 0, 0]]

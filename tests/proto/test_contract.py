@@ -70,7 +70,7 @@ def test_a_change_that_breaks_callers_is_found(copy: Path) -> None:
     assert "max_tokens" in breaking.stdout
 
 
-def test_a_new_field_breaks_nobody(copy: Path) -> None:
+def test_a_new_field_breaks_no_client(copy: Path) -> None:
     _edit(copy, "media.proto", "  float y = 2;\n", "  float y = 2;\n  // New.\n  float z = 3;\n")
     breaking = _buf("breaking", "--against", ROOT, cwd=copy)
     assert (breaking.returncode, breaking.stdout) == (0, "")

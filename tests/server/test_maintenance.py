@@ -102,7 +102,7 @@ async def test_so_much_time_lies_between_two_turns():
     assert turns.times[2] - began >= SHORT_S + 2 * 4 * SHORT_S
 
 
-async def test_nobody_having_called_there_is_nothing_to_do():
+async def test_without_any_call_there_is_nothing_to_do():
     turns = Turns()
     upkeep = maintenance(Workshop(), turns)
     await after(3 * SHORT_S)

@@ -43,7 +43,7 @@ async def test_events_come_in_the_order_they_were_delivered():
     assert await collected(stream) == [STARTED, *DELTAS, FINISHED]
 
 
-async def test_whoever_waits_is_woken_by_each_delivery():
+async def test_a_waiting_reader_is_woken_by_each_delivery():
     stream = Stream()
     for event in (STARTED, *DELTAS, FINISHED):
         waiting = await begun(anext(stream))
@@ -71,7 +71,7 @@ async def test_a_caller_that_gives_up_waiting_loses_no_event():
     assert await collected(stream) == [STARTED, FINISHED]
 
 
-async def test_a_stream_is_over_with_its_last_event_even_if_nobody_reads():
+async def test_a_stream_is_over_with_its_last_event_even_without_a_reader():
     stream = Stream()
     stream.deliver([STARTED])
     assert not stream.over.done()
@@ -181,7 +181,7 @@ async def test_an_error_comes_after_the_events_before_it():
         await anext(stream)
 
 
-async def test_an_error_wakes_whoever_waits():
+async def test_an_error_wakes_the_waiting_reader():
     stream = Stream()
     waiting = await begun(anext(stream))
     stream.deliver([], DeadlineExceeded("late"))
@@ -219,13 +219,13 @@ async def test_cancelling_tells_the_engine_once():
     assert stream.over.done()
 
 
-async def test_cancelling_needs_nobody_to_tell():
+async def test_cancelling_needs_no_callback():
     stream = Stream()
     stream.cancel()
     assert stream.is_cancelled
 
 
-async def test_cancelling_wakes_whoever_waits():
+async def test_cancelling_wakes_the_waiting_reader():
     stream = Stream()
     waiting = await begun(collected(stream))
     stream.cancel()
@@ -289,7 +289,7 @@ def test_a_step_wakes_an_event_loop_once_for_all_its_streams(counted):
     assert counted.run(step()) == (1, [[STARTED, *DELTAS, FINISHED], [STARTED, FINISHED]])
 
 
-def test_a_step_with_nothing_to_say_wakes_nobody(counted):
+def test_a_step_without_events_wakes_no_reader(counted):
     async def steps():
         outbox = Outbox()
         outbox.put(Stream(), [STARTED])
@@ -323,7 +323,7 @@ async def test_what_is_posted_before_a_failure_comes_before_it():
         await anext(stream)
 
 
-def test_a_caller_whose_event_loop_is_closed_is_nobodys_trouble():
+def test_a_closed_event_loop_of_the_caller_raises_no_error():
     gone = asyncio.run(made())
 
     async def post_to_both():

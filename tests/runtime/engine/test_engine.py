@@ -133,7 +133,9 @@ async def test_looking_ahead_changes_no_answer(
         ahead.close()
 
 
-async def test_a_cache_too_small_for_everybody_changes_no_answer(loaded: LoadedModel, engine: LocalEngine) -> None:
+async def test_a_cache_too_small_for_all_sequences_changes_no_answer(
+    loaded: LoadedModel, engine: LocalEngine
+) -> None:
     requests = [
         Caption(SMALL_IMAGE, sampling=SamplingParams(temperature=1, max_tokens=90, seed=n)) for n in range(6)
     ]

@@ -323,7 +323,7 @@ async def test_the_scenarios_pass_through_every_line_of_the_loop_and_of_isolatio
     assert lines_of_the_engine_thread() - passed.keys() == set()
 
 
-async def test_without_a_fault_everybody_gets_an_answer(loaded: LoadedModel) -> None:
+async def test_without_a_fault_every_caller_gets_an_answer(loaded: LoadedModel) -> None:
     run = await play(loaded, Tracer(), "recovers")
     kinds = {name: type(end) for name, end in run.ends.items()}
     assert run.status is EngineStatus.SERVING

@@ -200,7 +200,7 @@ async def test_a_parser_that_fails_ends_its_own_request(
     assert engine.status is SERVING
 
 
-async def test_r3_failures_in_company_alone_end_nobody(
+async def test_r3_failures_only_within_a_batch_end_no_request(
     engine: LocalEngine, alone: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_shared = itertools.count(1)
@@ -217,7 +217,7 @@ async def test_r3_failures_in_company_alone_end_nobody(
     assert engine.load().num_used_pages == 0
 
 
-async def test_r3_a_cache_too_small_for_everybody_does_not_stand_in_the_way(
+async def test_r3_a_cache_too_small_for_all_sequences_does_not_prevent_isolation(
     loaded: LoadedModel, alone: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     poison(monkeypatch, DECODE, RuntimeError("no"), after=5)
@@ -262,7 +262,7 @@ class FragileDevice:
         monkeypatch.setattr(KVCache, "renew", renewed)
 
 
-async def test_a_device_that_a_restart_mends_costs_nobody_the_answer(
+async def test_a_device_that_a_restart_repairs_costs_no_answer(
     engine: LocalEngine, loaded: LoadedModel, alone: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = FragileDevice(monkeypatch, loaded.model)

@@ -156,7 +156,7 @@ async def test_out_of_memory_empties_the_allocator_before_each_run_alone() -> No
     assert "large" in bench.offending_requests
 
 
-async def test_out_of_memory_that_the_company_causes_ends_nobody() -> None:
+async def test_out_of_memory_that_the_batch_causes_ends_no_request() -> None:
     bench = Bench(lambda batch: OUT_OF_MEMORY if len(names(batch)) > 2 else None)
     streams = [bench.add(f"one of {number}") for number in range(4)]
     bench.turn_until_idle()
@@ -217,7 +217,7 @@ async def test_r4_a_restart_clears_what_was_learned_before_but_not_who_broke_the
     assert "breaks it" in bench.offending_requests
 
 
-async def test_a_device_that_does_not_come_back_blames_nobody() -> None:
+async def test_a_device_that_does_not_recover_makes_no_request_the_offending_one() -> None:
     bench = Bench(lambda _: RuntimeError("gone"))
     bench.is_device_well = False
     bench.add("innocent")

@@ -73,7 +73,7 @@ def tell(num_tokens: int, question: str = "hello") -> Query:
     return Query(question, sampling=SamplingParams(temperature=30.0, top_p=1.0, max_tokens=num_tokens, seed=2))
 
 
-async def test_a_step_draws_one_token_for_everybody(bench: Bench) -> None:
+async def test_a_step_samples_one_token_for_each_sequence(bench: Bench) -> None:
     streams = [bench.add(tell(3)) for _ in range(4)]
     for _ in range(3):
         bench.loop.step()
@@ -130,7 +130,7 @@ async def test_beside_a_prompt_on_its_way_others_get_their_tokens(
     assert (await young.result()).usage.num_output_tokens == 5
 
 
-async def test_a_prompt_that_nobody_waits_for_any_more_keeps_its_pages_until_it_has_landed(
+async def test_a_cancelled_prompt_keeps_its_pages_until_its_step_has_completed(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(StepRunner, "is_asynchronous", True)
@@ -151,7 +151,7 @@ async def test_a_prompt_that_nobody_waits_for_any_more_keeps_its_pages_until_it_
     assert bench.pages.num_held < others + held
 
 
-async def test_whom_nobody_waits_for_is_dropped_before_the_next_step(bench: Bench) -> None:
+async def test_a_cancelled_sequence_is_dropped_before_the_next_step(bench: Bench) -> None:
     stream = bench.add(tell(50))
     bench.loop.step()
     assert bench.pages.num_held > 0

@@ -37,7 +37,7 @@ async def test_after_the_end_none_is_taken() -> None:
         streams.add(Stream())
 
 
-async def test_who_is_over_is_forgotten() -> None:
+async def test_a_stream_that_is_over_is_forgotten() -> None:
     streams = OpenStreams()
     over, left, discarded = Stream(), Stream(), Stream()
     for stream in (over, left, discarded):

@@ -61,7 +61,7 @@ async def test_a_request_that_needs_more_than_there_is_ends_alone(
     assert torch.cuda.memory_allocated() - before < 64 * 2**20
 
 
-async def test_memory_that_lacks_only_in_company_ends_nobody(
+async def test_memory_that_is_short_only_within_a_batch_ends_no_request(
     engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_shared = 0

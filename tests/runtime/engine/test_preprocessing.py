@@ -102,7 +102,7 @@ def test_what_the_header_tells_is_refused_at_once(preprocessor: Preprocessor) ->
 
 
 @pytest.mark.parametrize(("late", "error"), [("deadline", DeadlineExceeded), ("queue_deadline", QueueTimeout)])
-def test_nobody_is_decoded_whose_time_is_over(
+def test_an_image_of_an_expired_request_is_not_decoded(
     preprocessor: Preprocessor, late: str, error: type[KestrelError]
 ) -> None:
     now = time.monotonic()
@@ -283,7 +283,7 @@ def test_the_largest_image_in_the_simplest_format_is_not_refused(loaded: LoadedM
 
 
 @pytest.mark.parametrize("reason", ["caller left", "deadline", "closing"])
-def test_decoding_stops_between_two_scans_when_nobody_waits_for_it_any_more(
+def test_decoding_stops_between_two_scans_when_its_request_is_cancelled(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:
     preprocessor = bounded(loaded, 2**30, num_threads=1)

@@ -206,7 +206,7 @@ def test_j2_a_run_of_small_jobs_does_not_starve_a_large_one(pools: list[Pool]) -
     assert pool.began[:2] == ["small 0", "large"]
 
 
-def test_j2_a_tenant_at_its_share_holds_up_nobody_else(pools: list[Pool]) -> None:
+def test_j2_a_tenant_at_its_share_delays_no_other_tenant(pools: list[Pool]) -> None:
     pool = pool_of(pools, 4, 100)
     kept = Held()
     pool.budget.hold("flood", kept, 55)
@@ -239,7 +239,7 @@ def test_j3_a_single_thread_does_large_jobs_too(pools: list[Pool]) -> None:
     assert large.result(MAX_WAIT_S) == "large"
 
 
-def test_what_was_cancelled_is_not_done_is_forgotten_and_holds_up_nobody(pools: list[Pool]) -> None:
+def test_a_cancelled_job_is_not_run_is_forgotten_and_delays_no_other(pools: list[Pool]) -> None:
     pool = pool_of(pools, 1)
     pool.submit("busy")
     pool.wait_for("busy")
@@ -254,7 +254,7 @@ def test_what_was_cancelled_is_not_done_is_forgotten_and_holds_up_nobody(pools: 
     assert wanted.result(MAX_WAIT_S) == "wanted"
 
 
-def test_cancelling_whoever_waits_for_memory_lets_the_next_one_start(pools: list[Pool]) -> None:
+def test_cancelling_a_job_that_waits_for_memory_lets_the_next_one_start(pools: list[Pool]) -> None:
     pool = pool_of(pools, 3, 100)
     pool.submit("running", 60)
     pool.wait_for("running")

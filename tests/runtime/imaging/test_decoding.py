@@ -328,7 +328,7 @@ def test_raw_pixels_are_bound_by_the_same_limits() -> None:
     assert (header.width, header.height, header.tells_all) == (2, 3, False)
 
 
-def test_raw_pixels_are_not_decoded_for_nobody() -> None:
+def test_raw_pixels_of_a_cancelled_request_are_not_decoded() -> None:
     class Unwanted(BaseException):
         pass
 

@@ -61,7 +61,7 @@ class Unwanted(BaseException):
 
 
 @pytest.mark.parametrize("image_format", ["JPEG", "PNG", "GIF", "BMP"])
-def test_decoding_stops_within_a_file_that_nobody_wants_any_more(image_format):
+def test_decoding_of_a_cancelled_request_stops_within_the_file(image_format):
     data = encode(noise(900, 600), image_format)
     num_reads, most_reads = 0, 10**6
 

@@ -20,7 +20,7 @@ def test_m1_bytes_that_were_taken_count_until_they_are_given_back() -> None:
     assert budget.has_room(100)
 
 
-def test_m1_the_bytes_of_an_object_count_until_it_is_freed_and_somebody_is_told() -> None:
+def test_m1_the_bytes_of_an_object_count_until_it_is_freed_and_the_callback_is_called() -> None:
     budget, num_freed = MemoryBudget(100), 0
 
     def count() -> None:

@@ -120,13 +120,13 @@ def test_b3_a_request_that_would_outlast_its_wait_limit_is_refused_with_the_wait
     admission.enter(object(), cost(), now)  # who has all the time in the world is let in
 
 
-def test_b3_an_empty_queue_refuses_nobody_for_the_wait() -> None:
+def test_b3_an_empty_queue_refuses_no_request_for_the_wait() -> None:
     admission = Admission(ROOMY)
     now = start_regularly(admission, fill(admission, 10, cost()), every_s=0.5)
     admission.enter(object(), cost(), now, wait_limit_s=0.001)
 
 
-def test_b3_without_evidence_nobody_is_refused_for_the_wait() -> None:
+def test_b3_without_measurements_no_request_is_refused_for_the_wait() -> None:
     admission = Admission(ROOMY)
     now = start_regularly(admission, fill(admission, 30, cost())[:8], every_s=5.0)  # seven intervals
     assert admission.estimated_wait_s(cost(), now) is None

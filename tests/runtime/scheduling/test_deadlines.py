@@ -22,7 +22,7 @@ def test_the_soonest_is_named_first_and_each_deadline_once() -> None:
     assert list(deadlines.due(4.0)) == [both]
 
 
-def test_who_is_forgotten_is_not_named_even_while_names_are_read() -> None:
+def test_a_removed_deadline_is_not_returned_even_while_expired_ones_are_read() -> None:
     deadlines = Deadlines()
     first, second = watched(deadlines, 1.0), watched(deadlines, 2.0)
     named = deadlines.due(5.0)

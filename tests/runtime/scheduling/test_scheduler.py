@@ -73,7 +73,7 @@ def test_i1_a_preempted_sequence_holds_no_page_and_can_be_removed():
 # I2: decoding
 
 
-def test_i2_whoever_runs_draws_a_token_in_every_step():
+def test_i2_each_running_sequence_samples_a_token_in_every_step():
     world = World(prefill=3)
     running = [world.add(1), world.add(1), world.add(1)]
     world.step()
@@ -209,7 +209,7 @@ def test_i4_a_lone_sequence_may_fill_the_whole_cache():
 # I5: order
 
 
-def test_i5_the_urgent_start_first_and_whoever_was_sent_back_before_them():
+def test_i5_urgent_sequences_start_first_but_after_preempted_ones():
     world = World(num_pages=6, page_size=2, batch=2)
     oldest, preempted = world.add(2), world.add(2)
     world.step()
@@ -252,7 +252,7 @@ def test_i5_a_small_sequence_does_not_pass_a_large_one():
     assert (large.state, small.state) == (WAITING, WAITING)
 
 
-def test_i5_a_preempted_sequence_comes_back_before_whoever_came_later():
+def test_i5_a_preempted_sequence_restarts_before_later_ones():
     world = World(num_pages=6, page_size=2, batch=2)
     oldest, preempted, later = world.add(2), world.add(2), world.add(1)
     while preempted.state is not WAITING or not preempted.num_generated:
@@ -375,7 +375,7 @@ def test_i8_who_follows_its_prompt_decodes_before_that_has_landed():
     assert sequence.num_generated == 2
 
 
-def test_i8_the_first_part_of_a_prompt_lets_nobody_decode():
+def test_i8_the_first_part_of_a_prompt_starts_no_decoding():
     world = World(prefill=8)
     other, sequence = world.add(3), world.add(10)
     first = world.begin()
@@ -390,7 +390,7 @@ def test_i8_the_first_part_of_a_prompt_lets_nobody_decode():
     assert world.begin(may_prefill=False).decode == [other, sequence]
 
 
-def test_a_batch_of_decoding_alone_starts_nobody():
+def test_a_batch_of_decoding_alone_starts_no_sequence():
     world = World()
     waiting = world.add(3)
     assert world.begin(may_prefill=False).is_empty

@@ -31,7 +31,7 @@ def start_all(queue: WaitingQueue, now: float = 0.0) -> list[Sequence]:
     return started
 
 
-def test_an_empty_queue_names_nobody(queue: WaitingQueue) -> None:
+def test_an_empty_queue_returns_no_entry(queue: WaitingQueue) -> None:
     assert queue.first(0.0) is None
     assert len(queue) == 0
 
@@ -73,7 +73,7 @@ def test_w2_waiting_raises_a_sequence_by_a_level_every_ten_seconds(
     assert queue.first(age_s) is (old if passes else newest)
 
 
-def test_w2_an_endless_run_of_urgent_requests_starves_nobody(queue: WaitingQueue) -> None:
+def test_w2_an_endless_run_of_urgent_requests_starves_no_other_request(queue: WaitingQueue) -> None:
     patient = new_sequence(priority=BATCH)
     push(queue, patient)
     for second in range(1, 40):
@@ -191,7 +191,7 @@ ARRIVALS = st.lists(
 
 
 @given(ARRIVALS, st.data())
-def test_whoever_comes_is_counted_named_and_let_go_exactly_once(
+def test_each_entry_is_counted_listed_and_removed_exactly_once(
     arrivals: list[tuple[Priority, str, int, int]], data: st.DataObject
 ) -> None:
     queue = WaitingQueue(ageing_s=10.0)

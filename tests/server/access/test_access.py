@@ -149,7 +149,7 @@ async def test_the_scheme_may_be_written_in_any_case(path):
         assert await rig.vision.CompleteQuery(COMPLETE_QUERY, metadata=metadata)
 
 
-async def test_without_a_file_of_tokens_anybody_may_call():
+async def test_without_a_file_of_tokens_every_caller_is_admitted():
     async with serving() as rig:
         assert await rig.vision.CompleteQuery(COMPLETE_QUERY)
         assert await rig.engine_service.GetLoad(engine_wire.GetLoadRequest())

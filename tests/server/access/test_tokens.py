@@ -43,7 +43,7 @@ def test_by_default_a_seconds_worth_may_come_at_once(tmp_path, rate, burst):
     assert token.burst == burst
 
 
-def test_a_file_without_tokens_lets_nobody_in(tmp_path):
+def test_a_file_without_tokens_admits_no_caller(tmp_path):
     assert read(tmp_path, "") == {}
 
 

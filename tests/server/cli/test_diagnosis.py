@@ -126,7 +126,7 @@ async def test_the_server_speaks_tls_only(pair):
     assert line == f"{address} speaks TLS only; give --tls-ca or KESTREL_GRPC_TLS_CA"
 
 
-async def test_nobody_trusted_vouches_for_the_certificate(tmp_path, pair):
+async def test_the_certificate_is_of_an_unknown_authority(tmp_path, pair):
     async with serving(server_credentials(CertificateFiles(pair.certificate, pair.key))) as address:
         line = await why(address, client_tls(tmp_path, trustme.CA()))
     assert line is not None

@@ -49,7 +49,7 @@ async def test_a_server_that_drains_is_not(address, engine, capsys):
     assert capsys.readouterr().out.endswith("NOT_SERVING\n")
 
 
-async def test_nobody_there_is_told_in_one_line(capsys):
+async def test_a_missing_server_is_reported_in_one_line(capsys):
     assert await health("--address", "127.0.0.1:9", "--timeout", "5") == 1
     assert capsys.readouterr().err == "kestrel-grpc: no server listens at 127.0.0.1:9: connection refused\n"
 

@@ -46,7 +46,7 @@ def test_authorities_that_are_given_are_asked_for_instead_of_the_servers_certifi
     assert own_server(environment, given) == OwnServer("127.0.0.1:50051", given)
 
 
-def test_a_server_that_nobody_can_reach_is_asked_for_by_its_certificate_alone():
+def test_a_certificate_alone_identifies_the_server_on_the_local_host():
     environment = {
         "KESTREL_GRPC_PORT": "9",
         "KESTREL_GRPC_TLS_CERTIFICATE": "a.pem",

@@ -75,7 +75,7 @@ def test_a_list_of_hosts_names_hosts_only(text):
 
 
 @pytest.mark.parametrize("address", ["1.1.1.1", "2606:4700:4700::1111", "::ffff:1.1.1.1", "64:ff9b::101:101"])
-def test_addresses_that_everybody_reaches_are_public(address):
+def test_addresses_on_the_internet_are_public(address):
     assert is_public(address)
 
 

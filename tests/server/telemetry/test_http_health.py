@@ -65,7 +65,7 @@ def test_other_paths_are_not_found(port):
     assert get(port, "/")[0] == 404
 
 
-def test_who_connects_and_says_nothing_holds_up_nobody(port):
+def test_a_client_that_connects_and_sends_nothing_delays_no_other(port):
     with socket.create_connection(("127.0.0.1", port)), socket.create_connection(("127.0.0.1", port)):
         assert get(port, "/readyz")[0] == 200
 

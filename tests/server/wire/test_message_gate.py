@@ -225,7 +225,7 @@ async def test_a_caller_that_hangs_up_as_the_gate_closes_has_hung_up() -> None:
     assert sends.cancelled()
 
 
-async def test_whoever_did_not_finish_a_message_comes_after_all_others() -> None:
+async def test_a_sender_of_an_unfinished_message_is_admitted_after_all_others() -> None:
     gate = new_gate(places=1, short_places=1, wait_limit_s=AT_ONCE_S, short_timeout_s=0.01)
     first = await stalled(gate)
     with pytest.raises(TooManyCalls):

@@ -21,7 +21,7 @@ async def longer_than_the_limit() -> None:
     await passed.wait()
 
 
-async def test_a_write_that_nobody_takes_is_given_up():
+async def test_a_write_that_the_client_does_not_read_is_abandoned():
     async def write() -> None:
         async with ReaderWatch(LIMIT_S) as reader:
             await reader.wait_for(nothing())
@@ -40,7 +40,7 @@ async def test_a_stream_may_have_nothing_to_say_for_any_time():
         await longer_than_the_limit()
 
 
-async def test_who_is_cancelled_is_not_called_idle():
+async def test_a_cancelled_call_does_not_count_as_idle():
     writing = asyncio.Event()
 
     async def write() -> None:

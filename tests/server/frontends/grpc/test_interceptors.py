@@ -215,7 +215,7 @@ async def test_a_message_that_does_not_come_ends_its_call(method: str) -> None:
     assert trailers["grpc-message"] == "the message of the call was not complete within 0.05 s"
 
 
-async def test_senders_that_stall_keep_nobody_from_being_answered() -> None:
+async def test_senders_that_stall_delay_no_other_call() -> None:
     async with serving() as rig, Http2Client.connected(rig.address) as client:
         await stalling(client, 50)
         async with asyncio.timeout(20):
@@ -270,7 +270,7 @@ async def test_calls_beyond_the_limit_are_refused_and_told_when_to_come_again(
 
 
 @pytest.mark.parametrize("method", [http2.QUERY, http2.COMPLETE_QUERY])
-async def test_an_image_is_held_by_nobody_but_the_engine(method: str) -> None:
+async def test_only_the_engine_holds_an_image(method: str) -> None:
     image = bytes(200_000)
     async with serving(FakeEngine(stalls)) as rig, Http2Client.connected(rig.address) as client:
         await client.greeted()

@@ -307,7 +307,7 @@ async def test_an_upload_that_comes_byte_by_byte_is_ended_all_the_same() -> None
         assert stored(rig) == (0, 0)
 
 
-async def test_uploads_that_stall_keep_nobody_from_being_answered() -> None:
+async def test_uploads_that_stall_delay_no_other_call() -> None:
     async with serving() as rig, Http2Client.connected(rig.address) as client:
         for _ in range(50):
             stream = await client.begin(UPLOAD)
