@@ -18,9 +18,9 @@ from kestrel_runtime.imaging.formats.detection import check_size, check_structur
 from kestrel_runtime.imaging.formats.header import ImageHeader, simple_header, undecodable
 
 MAX_IMAGE_PIXELS: int = Image.MAX_IMAGE_PIXELS or 2**31
-"""Pillow warns of larger ones. They are refused before it sees them: warnings are the application's to filter."""
+"""Pillow only warns of larger images, and applications may hide warnings. So they are refused first."""
 
-# An image that needs more than a change of its pixels' order is converted by so many pixels at a time.
+# Conversions that need copies of the image work on this many pixels at a time.
 _STRIP_PIXELS = 2**18
 
 # How to undo each EXIF orientation. 1 and anything undefined mean upright.
@@ -48,10 +48,11 @@ def inspect_image(data: bytes | RawImage, *, max_image_pixels: int) -> ImageHead
 def decode_image(
     data: bytes | RawImage, *, max_image_pixels: int, check_wanted: Callable[[], None] = lambda: None
 ) -> Image.Image:
-    """Decode an image to 8-bit RGB, with transparency over white; of a file the first frame, upright.
+    """Decode an image to 8-bit RGB: transparency over white, the first frame of a file, upright.
 
-    Size and structure are checked before any pixel is decoded. `check_wanted` is called between pieces of the file
-    and stops the decoding by raising a `KestrelError` or what is no `Exception`. Raises `ImageError`.
+    Size and structure are checked before any pixel is decoded. `check_wanted` is called between pieces of the file.
+    It stops the decoding by raising a `KestrelError`, or a `BaseException` that is no `Exception`.
+    Raises `ImageError`.
     """
     header = inspect_image(data, max_image_pixels=max_image_pixels)
     if isinstance(data, RawImage):
@@ -68,7 +69,7 @@ def decode_image(
 
 
 class _Pieces(io.BytesIO):
-    """An encoded file that decoders read piece by piece, each no longer than up to the next of `ends`."""
+    """An encoded file that decoders read in pieces, none of which reaches past the next position in `ends`."""
 
     def __init__(self, data: bytes, ends: Sequence[int], check_wanted: Callable[[], None]) -> None:
         super().__init__(data)
@@ -89,33 +90,33 @@ def _loaded(raw: RawImage) -> Image.Image:
     """The pixels as an image, without the padding of rows."""
     layout = raw.format.value[1]
     mode = "RGB" if layout == "BGR" else layout
-    # After the last row the padding may be missing, which the decoder takes for an image that ends too early.
+    # The padding of the last row may be missing. Pillow would report that as a truncated image.
     padding = bytes(raw.row_stride_bytes * raw.height_px - len(raw.pixels))
     pixels = raw.pixels + padding if padding else raw.pixels
     return Image.frombytes(mode, (raw.width_px, raw.height_px), pixels, "raw", layout, raw.row_stride_bytes, 1)
 
 
 def _load(file: io.BytesIO, header: ImageHeader) -> tuple[Image.Image, Image.Transpose | None]:
-    """The image in RGB, and how it is to be turned. What decoding needed besides is free when this returns."""
+    """The image in RGB, and how to turn it upright. All other memory of the decoder is freed on return."""
     with Image.open(file, formats=(header.format,)) as image:
-        # Pillow reads the header again, and must come to what memory has been set aside for.
+        # Pillow parses the header again. It must find the size for which memory has been reserved.
         if sorted(image.size) != sorted((header.width, header.height)):
             raise undecodable()
         if image.mode in ("I", "F"):
             raise ImageError("has 32 bits per channel; must have 8 or 16")
         image.load()
         turn = _turn(image)
-        # A WebP file's decoder keeps two canvases, and Pillow the bytes of the frame.
+        # Free the two canvases of a WebP decoder and the bytes of the frame that Pillow keeps.
         vars(image).pop("_decoder", None)
         image.fp = None
         return _to_rgb(image), turn
 
 
 def _turn(image: Image.Image) -> Image.Transpose | None:
-    # Read after loading: formats that store the orientation as their own tag have applied it by then.
+    # Read after loading: Pillow has then applied orientations that a format stores in a tag of its own.
     try:
         orientation = image.getexif().get(ExifTags.Base.Orientation)
-    except Exception:  # metadata that does not parse says nothing; the pixels are good
+    except Exception:  # the pixels are valid although the metadata is not
         return None
     return _UPRIGHT.get(orientation) if isinstance(orientation, int) else None
 
@@ -125,12 +126,12 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         return _by_strips(image, _high_bytes)
     if image.has_transparency_data:
         return _by_strips(image, _over_white)
-    # A conversion to what it is already would be a copy, which takes longer than decoding a JPEG.
+    # Converting RGB to RGB would copy it, which takes longer than decoding a JPEG.
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def _by_strips(image: Image.Image, convert: Callable[[Image.Image], Image.Image]) -> Image.Image:
-    """Convert to RGB without a second and a third copy of a large image in between."""
+    """Convert to RGB in strips, without intermediate copies of a large image."""
     rows = max(1, _STRIP_PIXELS // image.width)
     if rows >= image.height:
         return convert(image)
@@ -142,7 +143,7 @@ def _by_strips(image: Image.Image, convert: Callable[[Image.Image], Image.Image]
 
 
 def _high_bytes(image: Image.Image) -> Image.Image:
-    # Pillow's own conversion has clipped in some versions and shifted in others.
+    # Pillow's conversion clips in some versions and shifts in others.
     return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
 
 

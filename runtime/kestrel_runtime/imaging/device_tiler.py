@@ -35,7 +35,7 @@ class PrefetchedTiles:
         return self._tiles is None
 
     def claim(self) -> Tensor | None:
-        """The tiles, for use on the current stream, at the first call; None at every later one."""
+        """The tiles, for use on the current stream. Every call after the first returns None."""
         tiles, self._tiles = self._tiles, None
         if tiles is not None and self._ready is not None:
             stream = torch.cuda.current_stream(tiles.device)
@@ -46,7 +46,7 @@ class PrefetchedTiles:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefetchedImage(DecodedImage):
-    """An image whose tiles are on the device already; its pixels are kept for the case that the tiles are freed."""
+    """An image whose tiles are on the device. Its pixels are kept, so that freed tiles can be made again."""
 
     prefetched: PrefetchedTiles = field(kw_only=True)
 
@@ -76,8 +76,8 @@ class DeviceTiler:
     def __call__(self, image: Image.Image) -> Tiles | DecodedImage:
         """An RGB image with its tiles on the device.
 
-        Without them where `max_images` are there already, where the device has no memory, and for an image that is
-        too large to be kept decoded.
+        The tiles are not on the device if `max_images` images have theirs there, if the device has no memory left,
+        or if the image is too large to be kept decoded.
         """
         prepared = keep_decoded(image, self._tiling)
         if isinstance(prepared, Tiles):
@@ -88,7 +88,7 @@ class DeviceTiler:
             try:
                 with torch.inference_mode(), self._on_stream():
                     tiles = PrefetchedTiles(self._tile(prepared))
-            except RuntimeError as error:  # out of memory, or worse: the engine loop will meet it, and can act
+            except RuntimeError as error:  # the engine loop handles errors of the device
                 _log.warning("an image could not be tiled in advance: %s", error)
                 return prepared
             self._kept.add(tiles)

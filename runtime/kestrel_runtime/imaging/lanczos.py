@@ -1,6 +1,7 @@
-"""The numbers of a Lanczos resize as Pillow does it: weights in whole numbers, and which axis goes first.
+"""The integer weights of a Lanczos resize as Pillow does it, and the order of its two passes.
 
-Both passes end in 8 bits, so weights and order decide every pixel. Knows no pixels and no device.
+Each pass rounds to 8 bits, so every pixel depends on the exact weights and on the order. Knows no pixels and no
+device.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from kestrel_ops import RESAMPLE_WEIGHT_BITS
 
-_LOBES = 3  # the formula below holds for three alone
+_LOBES = 3  # the formula below holds for three lobes only
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +25,12 @@ class LanczosAxis:
     target: int
 
     def taps(self) -> Tensor:
-        """int32 [1 + K, target]: first source places, then K weights, as the operation `resample` takes them.
+        """int32 [1 + K, target]: first source places, then K weights, as for the operation `resample`.
 
-        Places where K pixels would reach past the end begin earlier, with weights of 0.
+        If K pixels would reach past the end, they begin earlier, with weights of 0.
         """
         scale = self.source / self.target
-        stretch = max(scale, 1.0)  # shrinking widens the filter, growing leaves it as it is
+        stretch = max(scale, 1.0)  # the filter is wider when the image is reduced
         centre = (torch.arange(self.target, dtype=torch.float64) + 0.5) * scale
         reach = _LOBES * stretch
         start = (centre - reach + 0.5).long().clamp(min=0)
@@ -38,8 +39,8 @@ class LanczosAxis:
         first = start.clamp(max=self.source - num_weights)
         place = first + torch.arange(num_weights)[:, None]
         angle = (place - (centre - 0.5)) * (math.pi / _LOBES / stretch)
-        # sinc(x) sinc(x / 3) with one sine instead of two, since sin(3a) = 3 sin(a) - 4 sin(a)³; but for a factor,
-        # which goes when the weights are made to add up to one.
+        # sinc(x) sinc(x / 3) with one sine instead of two, since sin(3a) = 3 sin(a) - 4 sin(a)³. A constant
+        # factor is left out: the weights are normalised below.
         square = angle.sin().square_()
         weights = square * (3 - 4 * square) / angle.square()
         weights.masked_fill_(angle == 0, 3.0)
@@ -49,6 +50,6 @@ class LanczosAxis:
 
 
 def shrinks_rows_first(height: LanczosAxis, width: LanczosAxis) -> bool:
-    """Whether rows are resampled before columns: where far more rows than columns go away."""
+    """Whether rows are resampled before columns: if far more rows than columns are removed."""
     rows_gone, columns_gone = height.source - height.target, width.source - width.target
     return rows_gone > max(0, 2 * columns_gone)

@@ -1,4 +1,4 @@
-"""An image's pixels where Pillow keeps them, without a copy, by the Arrow C data interface.
+"""Accesses the pixels of a Pillow image without a copy, through the Arrow C data interface.
 
 https://arrow.apache.org/docs/format/CDataInterface.html. Knows no tiles and no models.
 """
@@ -10,7 +10,7 @@ import ctypes
 import numpy as np
 from PIL import Image
 
-# A function of our own, since what `ctypes.pythonapi` hands out is everybody's.
+# A separate function object: the attributes of `ctypes.pythonapi` are shared with all other code.
 _pointer_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
     ("PyCapsule_GetPointer", ctypes.pythonapi)
 )
@@ -33,19 +33,19 @@ class _Array(ctypes.Structure):
 
 
 def pixels_in_place(image: Image.Image) -> np.ndarray:
-    """uint8 [height, width, 4] of an RGB image, not to be written to: red, green, blue and padding.
+    """Read-only uint8 [height, width, 4] of an RGB image: red, green, blue and padding.
 
-    Raises ValueError where Pillow keeps the pixels in several blocks of memory, as it does with many.
+    Raises ValueError if Pillow keeps the pixels in several blocks of memory, as it does for large images.
     """
     assert image.mode == "RGB"
     image.load()
     _, capsule = image.__arrow_c_array__()
-    pixels = _array_in(capsule)  # a list for each pixel, and behind it the bytes of all
+    pixels = _array_in(capsule)  # a list for each pixel; its child is the array of all bytes
     assert pixels.n_children == 1
     assert pixels.length == image.width * image.height
     data = _Array.from_address(pixels.children[0]).buffers[1]
     memory = (ctypes.c_ubyte * (4 * pixels.length)).from_address(data)
-    memory.owner = capsule  # which frees the pixels when it is no longer referenced
+    memory.owner = capsule  # the capsule frees the pixels when it is no longer referenced
     return np.frombuffer(memory, np.uint8).reshape(image.height, image.width, 4)
 
 

@@ -1,7 +1,6 @@
-"""Tiles of images as the vision encoder takes them: a few at a time, on the device.
+"""Provides tiles of images on the device, a few at a time, for the vision encoder.
 
-The tiles of a decoded image are made once, at the first request for some of them, and kept until the last one has
-been taken.
+The tiles of a decoded image are made when the first of them is taken, and kept until the last one is taken.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from kestrel_runtime.imaging.tiles import DecodedImage, Tiles
 
 
 class TileSource:
-    """Hands tiles out by the number of their image. Belongs to the engine loop thread."""
+    """Provides tiles by the id of their image. Belongs to the engine loop thread."""
 
     def __init__(self, tile: Callable[[DecodedImage], Tensor], upload: Callable[[np.ndarray], Tensor]) -> None:
         """`tile` makes all tiles of an image on the device, uint8 [tiles, side, side, 3]; `upload` copies there."""
@@ -41,5 +40,5 @@ class TileSource:
         self._kept.pop(image_id, None)
 
     def clear(self) -> None:
-        """Free the tiles of all images; those that are still needed are made again."""
+        """Free the tiles of all images. Tiles that are still needed are made again."""
         self._kept.clear()

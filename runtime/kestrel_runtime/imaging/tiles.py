@@ -13,7 +13,7 @@ from PIL import Image
 
 from kestrel_runtime.imaging.pixels_in_place import pixels_in_place
 
-# A decoded image keeps all its pixels: 32 MB at most, which hold an image of 3840 × 2160.
+# Larger images are not kept decoded. This many pixels take 32 MB and hold an image of 3840 × 2160.
 _MAX_DECODED_PIXELS = 2**23
 # The first pass of a resize may produce an image as long as this side and as wide as all tiles side by side.
 _MAX_DECODED_SIDE_PX = 2**14
@@ -74,7 +74,7 @@ class Tiling(Protocol):
 
 
 def keep_decoded(image: Image.Image, tiling: Tiling) -> DecodedImage | Tiles:
-    """Keep an RGB image decoded, to make its tiles later; where its pixels take too much memory, tile it now."""
+    """Keep an RGB image decoded, to make its tiles later. If its pixels take too much memory, tile it now."""
     if image.width * image.height > _MAX_DECODED_PIXELS or max(image.size) > _MAX_DECODED_SIDE_PX:
         return tiling.make_tiles(image)
     try:

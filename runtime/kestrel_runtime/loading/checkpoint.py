@@ -30,8 +30,8 @@ _Value = TypeVar("_Value")
 
 _log = logging.getLogger(__name__)
 
-# Short name → repository and the revision that its name stands for (None: the newest). Only Moondream 2 tags
-# its releases; its older ones speak another tokenizer's ids.
+# Short name → repository and the revision that its name selects (None: the newest). Only Moondream 2 tags its
+# releases; older releases use the ids of another tokenizer.
 PUBLISHED_REPOSITORIES: Mapping[str, tuple[str, str | None]] = {
     "moondream2": ("vikhyatk/moondream2", "2025-06-21"),
     "moondream3-preview": ("moondream/moondream3-preview", None),
@@ -60,9 +60,9 @@ class Checkpoint:
 
 
 def find_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
-    """What `model` names: a folder, a .safetensors or .pt file, the built-in model, a published name or org/repo.
+    """`model`: a folder, a .safetensors or .pt file, the built-in model, a published name or org/repo.
 
-    A local path wins over a hub name. Raises `CheckpointError` for whatever cannot be found or downloaded.
+    A local path takes precedence over a hub name. Raises `CheckpointError` if it cannot be found or downloaded.
     """
     path = Path(model).expanduser()
     if path.exists():
@@ -115,7 +115,7 @@ def _checkpoint(name: str, revision: str | None, folder: Path, weight_names: Seq
 
 
 def _weight_names(folder: Path, names: Collection[str]) -> list[str]:
-    # `names` may tell of more files than `folder` holds so far; only the index is opened.
+    # `names` may include files that are not downloaded to `folder` yet. Only the index is opened.
     if _INDEX in names:
         return _shard_names(folder / _INDEX)
     for pattern in _WEIGHT_PATTERNS:
@@ -134,7 +134,7 @@ def _shard_names(index: Path) -> list[str]:
     if not isinstance(shard_of, dict) or not shard_of:
         raise CheckpointError(f"{index} has no weight_map")
     names = set(shard_of.values())
-    # A shard lies beside its index; anything else would reach out of the folder or match other files.
+    # Shards are in the folder of their index. Other names could reach out of the folder or match other files.
     odd = [name for name in names if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+\.safetensors", name)]
     if odd:
         raise CheckpointError(f"{index} names shards that are no .safetensors files beside it: {odd}")
@@ -159,7 +159,7 @@ def _find_tokenizer(folder: Path, config: Mapping[str, Any] | None) -> Path:
         found_id = _end_of_text_id(file)
         if found_id in (None, expected_id):
             return file
-        # The published Moondream 2 carries the tokenizer of its forebears, which its own code does not use.
+        # The published Moondream 2 includes the tokenizer of earlier releases, which its own code does not use.
         reason = f"{file} puts {_END_OF_TEXT} at id {found_id}, the model at {expected_id}"
         _log.warning("%s; using the one of %s", reason, TOKENIZER_REPOSITORY)
     try:
@@ -184,7 +184,7 @@ def _section(data: Mapping[str, Any] | None, key: str) -> Mapping[str, Any]:
 
 
 def _download(repository: str, revision: str | None, names: Sequence[str]) -> Path:
-    """The snapshot's folder in the cache, holding those of `names` that the repository has."""
+    """Download those of `names` that the repository has. Returns the folder of the snapshot in the cache."""
     return Path(
         _ask_hub(
             repository,
@@ -200,7 +200,7 @@ def _file_names(repository: str, commit: str, folder: Path) -> list[str]:
         return on_disk
     try:
         info = _ask_hub(repository, commit, lambda: HfApi().model_info(repository, revision=commit))
-    except CheckpointError:  # the snapshot was found without the hub: what the cache holds of it is all there is
+    except CheckpointError:  # offline: only the files in the cache are known
         return on_disk
     return [sibling.rfilename for sibling in info.siblings or ()]
 
@@ -221,7 +221,7 @@ def _ask_hub(repository: str, revision: str | None, call: Callable[[], _Value]) 
         where = f"the cache {constants.HF_HUB_CACHE}"
         text = f"{repository} is not (or not wholly) in {where}, and cannot be downloaded: {reason}"
         raise CheckpointError(text) from error
-    except Exception as error:  # The library lets its HTTP client's errors through, and has changed clients twice.
+    except Exception as error:  # errors of the library's HTTP client depend on its version
         first_line = (str(error).splitlines() or [""])[0]
         text = f"cannot download {repository} from {constants.ENDPOINT}: {type(error).__name__}: {first_line}"
         raise CheckpointError(text) from error

@@ -1,8 +1,7 @@
-"""Text to token ids and back, also one token at a time.
+"""Converts text to token ids and back, also one token at a time.
 
-Reads a `tokenizer.json` whose tokens spell bytes (byte-level BPE). What a caller writes is text and nothing
-else: it never becomes a control token, even where it spells one. Knows nothing about prompts or which control
-tokens there are; they decode to nothing.
+Reads a `tokenizer.json` with byte-level BPE. Text of callers never becomes a control token, even if it spells one.
+Control tokens decode to an empty text. Knows nothing about prompts.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class Tokenizer:
-    """Encodes and decodes whole texts; `text_decoder()` decodes as tokens come. Safe in threads."""
+    """Encodes and decodes whole texts; `text_decoder()` decodes token by token. Thread-safe."""
 
     def __init__(self, library: tokenizers.Tokenizer, bytes_of_token: Sequence[bytes]) -> None:
         self._library = library
@@ -37,7 +36,7 @@ class Tokenizer:
             kind = type(library.decoder).__name__ if library.decoder is not None else "no"
             raise CheckpointError(f"{path}: has {kind} decoder; only a ByteLevel decoder is served")
         library.encode_special_tokens = True
-        # A file may carry its training settings; a prompt is neither cut nor filled up.
+        # A file may contain settings for training, but prompts are neither truncated nor padded.
         library.no_truncation()
         library.no_padding()
         return cls(library, _bytes_of_token(library))
@@ -47,15 +46,15 @@ class Tokenizer:
         return self._library.get_vocab_size()
 
     def encode(self, text: str) -> list[int]:
-        """The ids of this text alone: nothing is put before, after or around it."""
+        """The ids of this text, without control tokens before or after it."""
         return self._library.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of these ids; control tokens and unknown ids are skipped, broken UTF-8 becomes U+FFFD."""
+        """The text of these ids. Control tokens and unknown ids are skipped, invalid UTF-8 becomes U+FFFD."""
         return b"".join(map(self.token_bytes, ids)).decode("utf-8", errors="replace")
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes that this id adds to a text: none for a control token or an unknown id."""
+        """The bytes of this id in a text: empty for a control token or an unknown id."""
         return self._bytes_of_token[token] if token < len(self._bytes_of_token) else b""
 
     def text_decoder(self) -> TextDecoder:
@@ -64,10 +63,10 @@ class Tokenizer:
 
 
 class TextDecoder:
-    """Turns one stream of tokens into whole characters, each as soon as its last byte is there.
+    """Turns one stream of tokens into characters, each as soon as its last byte has come.
 
-    All that `push` and `flush` return, joined, equals `Tokenizer.decode` of the same ids. A token costs the
-    same wherever it stands.
+    The results of `push` and `flush`, joined, equal `Tokenizer.decode` of the same ids. The time per token does not
+    depend on its position.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -75,30 +74,30 @@ class TextDecoder:
         self._utf8 = _Utf8Decoder(errors="replace")
 
     def push(self, token: int) -> str:
-        """The characters that this token completes, often one token's worth, maybe none."""
+        """The characters that this token completes, possibly none."""
         return self._utf8.decode(self._tokenizer.token_bytes(token))
 
     def flush(self) -> str:
-        """What an unfinished character leaves at the end: U+FFFD or nothing."""
+        """End the text: U+FFFD for an incomplete character, else an empty text."""
         return self._utf8.decode(b"", final=True)
 
 
 def _bytes_of_token(library: tokenizers.Tokenizer) -> tuple[bytes, ...]:
-    """What each id spells, by id."""
+    """The bytes of each id."""
     byte_of_character = _byte_of_character()
     control = {id for id, token in library.get_added_tokens_decoder().items() if token.special}
     vocabulary = library.get_vocab()
     table = [b""] * (1 + max(vocabulary.values(), default=-1))
     for token, id in vocabulary.items():
         if id not in control:
-            # An added token may hold characters outside the alphabet; the library then takes it literally.
+            # An added token may contain characters outside the alphabet. The library then uses its text as it is.
             spelled = [byte_of_character.get(character) for character in token]
             table[id] = bytes(b for b in spelled if b is not None) if None not in spelled else token.encode()
     return tuple(table)
 
 
 def _byte_of_character() -> dict[str, int]:
-    """The byte-level alphabet: visible Latin-1 stands for itself, the other bytes for U+0100 and on."""
+    """The byte-level alphabet: visible Latin-1 characters for themselves, U+0100 and on for the other bytes."""
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = [byte for byte in range(0x100) if byte not in visible]
     alphabet = {chr(byte): byte for byte in visible} | {chr(0x100 + i): byte for i, byte in enumerate(hidden)}

@@ -27,7 +27,7 @@ class LoadedWeights(NamedTuple):
 
 
 class PreparedModel(Protocol):
-    """A model laid out to run under one configuration."""
+    """A model prepared to run with one configuration."""
 
     def tile_on_device(self) -> Callable[[DecodedImage], Tensor] | None:
         """A function for one thread that makes on the device what `Tiling.make_tiles` makes on the host.
@@ -37,30 +37,30 @@ class PreparedModel(Protocol):
         ...
 
     def plan_cache(self, host_image_bytes: int) -> tuple[int, MemoryPlan]:
-        """How many pages the key-value cache gets, and how all memory is divided.
+        """The number of pages of the key-value cache, and the plan of all memory.
 
-        `host_image_bytes`: what decoded images may take on the host. Raises `CheckpointError` where memory has no
-        memory for the fewest pages.
+        `host_image_bytes`: limit of decoded images on the host. Raises `CheckpointError` if memory is too small for
+        the fewest pages.
         """
         ...
 
     def new_step_runner(self, num_pages: int, graph_bytes: int) -> StepRunner:
-        """A step runner with a cache of so many pages; `graph_bytes` of device memory are for captured graphs.
+        """A step runner with a cache of `num_pages`; captured graphs may take `graph_bytes` of device memory.
 
-        Raises `CheckpointError` where there is no memory for the cache.
+        Raises `CheckpointError` if there is no memory for the cache.
         """
         ...
 
 
 class ModelFamily(Protocol):
-    """One architecture: how its checkpoints are read, and which tasks its models do."""
+    """One architecture: how its checkpoints are read, and which skills its models have."""
 
     def load(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> LoadedWeights:
         """Read the weights, check them and place them on the device. Raises `CheckpointError`."""
         ...
 
     def skills(self, config: Any) -> Mapping[str, Skill]:
-        """The skills of a model of this configuration by name, in the order in which clients are told them."""
+        """The skills of a model of this configuration by name, in the order in which clients see them."""
         ...
 
     def tiling(self, config: Any) -> Tiling:
@@ -68,15 +68,15 @@ class ModelFamily(Protocol):
         ...
 
     def prepare(self, model: Any, config: EngineConfig, bounds: StepBounds, *, owns_model: bool) -> PreparedModel:
-        """Lay a loaded model out to run as `config` says, in steps within `bounds`.
+        """Prepare a loaded model to run with `config`, in steps within `bounds`.
 
-        With `owns_model` the model has no other user, so that weights of which the layout has a copy may be freed.
-        Raises `CheckpointError` where the model cannot run so.
+        With `owns_model` the model has no other user, so weights may be freed once the prepared model has copied
+        them. Raises `CheckpointError` if the model cannot run with `config`.
         """
         ...
 
     def verification(self, model: Any, config: EngineConfig) -> Verification:
-        """How a loaded model, run as `config` says, is compared with a reference fixture."""
+        """The comparison of a loaded model, run with `config`, with a reference fixture."""
         ...
 
 

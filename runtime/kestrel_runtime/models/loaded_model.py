@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to run, and where it came from."""
+    """A model in memory, its tokenizer and its source."""
 
     family: ModelFamily
     model: Any
@@ -35,7 +35,7 @@ class LoadedModel:
     def load(cls, config: EngineConfig) -> LoadedModel:
         """Find, read and place the checkpoint. Raises `CheckpointError`."""
         device, dtype = _device(config.device), config.dtype
-        # More threads than a container's quota has processors would be stopped together, again and again.
+        # If a container has more threads than its quota of processors, the kernel pauses all of them repeatedly.
         torch.set_num_threads(min(torch.get_num_threads(), available_processors()))
         checkpoint = find_checkpoint(config.model, config.revision)
         family = family_of(checkpoint)

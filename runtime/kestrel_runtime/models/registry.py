@@ -1,9 +1,9 @@
-"""Finds the family of a checkpoint. A family is imported when a checkpoint of it is loaded, and not before.
+"""Finds the family of a checkpoint. A family is not imported before a checkpoint of it is loaded.
 
 `model_type` in a checkpoint's `config.json` names its family. A name is looked up in `FAMILIES`, then among the
-entry points that installed packages declare in the group `kestrel_runtime.models`. Checkpoints of Moondream were
-published without that key, with values such as "moondream1", and without any `config.json`; whatever names no other
-family is therefore given to Moondream, which refuses weights that are not its own.
+entry points that installed packages declare in the group `kestrel_runtime.models`. Some published
+checkpoints of Moondream lack the key, have values such as "moondream1", or have no `config.json`. A checkpoint that
+names no other family is therefore loaded as a Moondream, which refuses weights of other models.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _DEFAULT = "moondream"
 
 
 def family_of(checkpoint: Checkpoint) -> ModelFamily:
-    """The family of the checkpoint. Raises `CheckpointError` where it cannot be imported."""
+    """The family of the checkpoint. Raises `CheckpointError` if it cannot be imported."""
     name = (checkpoint.config or {}).get("model_type")
     installed = {point.name: point.value for point in entry_points(group=ENTRY_POINTS)}
     addresses = {**installed, **FAMILIES}

@@ -1,6 +1,6 @@
-"""How a model family takes part in `kestrel-grpc verify`: by comparing tensors on the way to an answer.
+"""Interface of a model family to `kestrel-grpc verify`: the family compares tensors within the model.
 
-A reference fixture is a folder with a small checkpoint, images, and what a reference computed from them.
+A reference fixture is a folder with a small checkpoint, images, and the answers and tensors of a reference.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class Comparison:
 
     @property
     def holds(self) -> bool:
-        """Whether the error is a number within its bound."""
+        """Whether the error is within its bound and not NaN."""
         return self.error <= self.tolerance
 
     @property
     def share(self) -> float:
-        """The error as a part of its bound; infinite where it is no number."""
+        """The error divided by its bound; infinite for NaN."""
         if math.isnan(self.error):
             return math.inf
         return self.error / max(self.tolerance, torch.finfo(torch.float32).tiny)
@@ -47,15 +47,15 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What one case came to."""
+    """The result of one case."""
 
     name: str
     complaint: str | None
-    """Why it fails; None where it holds."""
+    """Why the case fails; None if it passes."""
     comparison: Comparison | None = None
-    """Of a tensor of numbers."""
+    """The errors of a tensor of numbers."""
     digest: str = ""
-    """Equal for two runs that computed the very same bits, or gave the same answer."""
+    """Equal for two runs with the same bits or the same answer."""
 
     def __str__(self) -> str:
         if self.complaint is not None:
@@ -65,7 +65,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Fixture:
-    """What the reference computed."""
+    """Answers and tensors of the reference."""
 
     folder: Path
     expected: Mapping[str, Any]
@@ -82,5 +82,5 @@ class Verification(NamedTuple):
     """What a family compares of one model under one configuration."""
 
     is_exact: bool
-    """Whether all is computed in float32, so that greedy answers must be equal too."""
+    """Whether everything is computed in float32. Greedy answers must then be equal, too."""
     tensor_cases: Callable[[Fixture, Prepare], Iterator[Case]]

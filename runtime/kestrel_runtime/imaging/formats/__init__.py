@@ -1,4 +1,4 @@
-"""What image files declare about themselves, read before anything is decoded: one module per format.
+"""Reads the headers and the structure of image files before anything is decoded: one module per format.
 
 Knows file formats and their limits; knows no pixels, tensors, models or requests.
 """

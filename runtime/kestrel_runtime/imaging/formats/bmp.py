@@ -1,11 +1,11 @@
-"""What a BMP file declares: its size and compression. Decodes nothing."""
+"""Reads the size and the compression that a BMP file declares. Decodes nothing."""
 
 from __future__ import annotations
 
 from kestrel_runtime.imaging.formats.header import ImageHeader, beyond_limit, simple_header, undecodable
 
 MAX_RUN_LENGTH_BYTES = 2**21
-"""Of files with run-length encoding, which Pillow decodes in Python, byte by byte."""
+"""Limit of files with run-length encoding, which Pillow decodes in Python, byte by byte."""
 
 _CORE_HEADER_BYTES = 12
 _HEADER_BYTES = (40, 52, 56, 64, 108, 124)
@@ -22,7 +22,7 @@ def read_header(data: bytes) -> ImageHeader:
     if _number(data, 30, 4) in _RUN_LENGTHS and len(data) > MAX_RUN_LENGTH_BYTES:
         raise beyond_limit("bytes, run-length encoded", MAX_RUN_LENGTH_BYTES)
     height = _number(data, 22, 4)
-    if data[25] == 0xFF:  # negative: the rows go downwards
+    if data[25] == 0xFF:  # a negative height: the rows are stored from top to bottom
         height = 2**32 - height
     return simple_header("BMP", _number(data, 18, 4), height)
 

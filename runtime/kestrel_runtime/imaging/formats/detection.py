@@ -1,7 +1,7 @@
-"""The formats that are served, recognised by their first bytes.
+"""Recognises the served formats by the first bytes of a file.
 
 `read_header` looks at a bounded number of places in the file and may run on an event loop. `check_structure` walks
-through the whole file, decodes nothing and copies nothing, and belongs on a worker thread.
+through the whole file without decoding or copying it, and runs on a worker thread.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kestrel_runtime.imaging.formats import bmp, gif, jpeg, png, tiff, webp
 from kestrel_runtime.imaging.formats.header import ImageHeader, undecodable
 
 MAX_SIDE_PX = 65_536
-"""A resize keeps weights for every pixel along a side: those of a line of 64 million would take gigabytes."""
+"""A resize needs weights for every pixel along a side; for 64 million pixels they would take gigabytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +34,12 @@ _FORMATS = {
     "TIFF": _Format((b"II*\0", b"MM\0*"), tiff.read_header, tiff.check_structure),
 }
 FORMATS = tuple(_FORMATS)
-# A file that ends too early, or holds a number that makes no sense.
+# Errors of a parser when the file is truncated or contains an invalid number.
 _MALFORMED = (IndexError, ValueError, struct.error)
 
 
 def read_header(data: bytes, *, max_image_pixels: int) -> ImageHeader:
-    """What an encoded file declares. Raises `ImageError` for other files, damaged ones, and too large ones."""
+    """Read the header of an encoded file. Raises `ImageError` if the file is no image, damaged or too large."""
     for found in _FORMATS.values():
         if data.startswith(found.prefixes):
             break
@@ -66,8 +66,8 @@ def check_size(header: ImageHeader, *, max_image_pixels: int) -> None:
 def check_structure(data: bytes, header: ImageHeader) -> list[int]:
     """Raise `ImageError` for a file with more parts than any real picture has.
 
-    Returns the places in the file before which decoding should stop and look whether it is still wanted: few bytes
-    may stand for much work there.
+    Returns the positions in the file before which decoding should check whether its request was cancelled: after
+    each of them a few bytes may cause much work.
     """
     if header.tells_all:
         return []

@@ -1,6 +1,6 @@
-"""Image file directories: the tables of tags that TIFF files are made of and that EXIF metadata is.
+"""Reads image file directories: the tables of tags in TIFF files and in EXIF metadata.
 
-Knows how tags are stored, and not what they mean.
+Knows how tags are stored and not what they mean.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from kestrel_runtime.imaging.formats.header import beyond_limit, undecodable
 
 MAX_TAGS = 1024
 MAX_VALUES = 2**18
-"""Numbers in all tags of a directory, each of which becomes an object in Python. A TIFF of 65,536 rows that are
-stored one by one has two for each."""
+"""Limit of numbers in all tags of a directory, each of which becomes a Python object. A TIFF with 65,536 strips of
+one row each has two numbers for each strip."""
 
-_BYTE, _ASCII, _UNDEFINED = 1, 2, 7  # of these a tag of any length is one object
+_BYTE, _ASCII, _UNDEFINED = 1, 2, 7  # a tag of one of these types becomes one object, whatever its length
 _TYPE_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4, 16: 8}
 _NUMBER_FORMATS = {1: "B", 3: "H", 4: "I", 13: "I"}
 
@@ -24,14 +24,14 @@ class _Tag(NamedTuple):
     kind: int
     num_values: int
     position: int
-    """Where its values begin in the file."""
+    """Position of the first value in the file."""
 
 
 class Directory:
     """The tags of one directory, by number."""
 
     def __init__(self, data: bytes, byte_order: str, position: int) -> None:
-        """byte_order: as `struct` writes it, < or >. Raises `ImageError` for directories beyond the limits."""
+        """byte_order: "<" or ">", as in `struct`. Raises `ImageError` for directories beyond the limits."""
         self._data = data
         self._byte_order = byte_order
         self._tags: dict[int, _Tag] = {}
@@ -58,11 +58,11 @@ class Directory:
         return number in self._tags
 
     def count(self, number: int) -> int:
-        """How many values a tag has; 0 where it is missing."""
+        """The number of values of a tag; 0 if it is missing."""
         return self._tags[number].num_values if number in self._tags else 0
 
     def numbers(self, number: int) -> tuple[int, ...]:
-        """The values of a tag of whole numbers; none where it is missing."""
+        """The values of a tag of whole numbers; empty if it is missing."""
         tag = self._tags.get(number)
         if tag is None:
             return ()
@@ -79,12 +79,12 @@ class Directory:
 
 
 def byte_order_of(data: bytes) -> str | None:
-    """How numbers are stored in a file or block of this kind, as `struct` writes it; None where it is none."""
+    """The byte order of a TIFF file or an EXIF block, as in `struct`; None for other data."""
     return {b"II": "<", b"MM": ">"}.get(data[:2])
 
 
 def check(block: bytes) -> None:
-    """Raise `ImageError` for EXIF metadata that is beyond the limits; what does not parse says nothing."""
+    """Raise `ImageError` for EXIF metadata beyond the limits. Metadata that does not parse is ignored."""
     byte_order = byte_order_of(block)
     if byte_order is not None and len(block) >= 8:
         Directory(block, byte_order, *struct.unpack_from(f"{byte_order}I", block, 4))

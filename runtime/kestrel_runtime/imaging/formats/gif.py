@@ -1,11 +1,11 @@
-"""What a GIF file declares: the size of its screen and of its first frame. Decodes nothing."""
+"""Reads the size of the screen and of the first frame that a GIF file declares. Decodes nothing."""
 
 from __future__ import annotations
 
 from kestrel_runtime.imaging.formats.header import ImageHeader, beyond_limit, simple_header, undecodable
 
 MAX_BLOCKS_BEFORE_IMAGE = 4096
-"""Of comments and metadata; 255 bytes each, they hold 1 MiB."""
+"""Limit of blocks of comments and metadata. With 255 bytes each they hold 1 MiB."""
 
 _EXTENSION, _IMAGE, _TRAILER = b"!", b",", b";"
 _COMMENT, _APPLICATION = 0xFE, 0xFF
@@ -29,7 +29,7 @@ def _palette_bytes(flags: int) -> int:
 
 
 class _Blocks:
-    """A position in the blocks before the image. Moves as Pillow does, also where a file is malformed."""
+    """A position in the blocks before the image. Moves as Pillow does, also in malformed files."""
 
     def __init__(self, data: bytes, position: int) -> None:
         self._data = data
@@ -37,7 +37,7 @@ class _Blocks:
         self._num_left = MAX_BLOCKS_BEFORE_IMAGE
 
     def kind(self) -> bytes:
-        """The byte that opens a block, or one that means nothing."""
+        """The byte that opens a block, or one without meaning."""
         self._count()
         self._position += 1
         if self._position > len(self._data):

@@ -1,4 +1,4 @@
-"""What a JPEG file declares: its size, its components, its scans. Knows the markers; decodes nothing."""
+"""Reads the size, the components and the scans that a JPEG file declares. Knows the markers; decodes nothing."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from kestrel_runtime.imaging.formats.header import (
 MAX_SCANS = 64
 """Progressive encoders write about 10. Each scan visits every block of the image, however few bytes it has."""
 MAX_SEGMENTS = 1024
-"""Of headers, tables and metadata. Those with depth maps or large colour profiles have a few hundred."""
+"""Limit of segments of headers, tables and metadata. Files with depth maps or large profiles have a few hundred."""
 _MAX_PADDING_BYTES = 2**16
-"""Between header segments, where there should be none."""
+"""Limit of bytes between header segments. Valid files have none."""
 _MAX_EXIF_BYTES = 2**20
 
 _TEM, _SOI, _EOI, _SOS, _DHP, _APP1 = 0x01, 0xD8, 0xD9, 0xDA, 0xDE, 0xE1
@@ -30,19 +30,19 @@ _PROGRESSIVE = frozenset((0xC2, 0xC6, 0xCA, 0xCE))
 _EXIF_PREFIX = b"Exif\0\0"
 _BLOCK_BYTES = 64 * 2
 
-# Of what may follow an 0xFF, 0 is a byte of data, D0 to D7 are restarts within a scan, and FF is padding.
+# After 0xFF, a 0 means a data byte, D0 to D7 are restarts within a scan, and FF is padding.
 _MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
 _WINDOW_BYTES = 2**20
-"""The interpreter's lock is held for the search through so much, about 10 ms at worst."""
+"""Bytes per search. A search holds the interpreter's lock, for this many bytes at most about 10 ms."""
 
 
 class _Segment(NamedTuple):
     marker: int
     found: int
-    """Where the marker stands."""
+    """Position of the marker."""
     start: int
     end: int
-    """Its content, [start, end); empty for markers without."""
+    """The content, [start, end); empty if the marker has none."""
 
 
 def read_header(data: bytes) -> ImageHeader:
@@ -78,7 +78,7 @@ def read_header(data: bytes) -> ImageHeader:
 
 
 def check_structure(data: bytes, start: int = 0, end: int | None = None, max_scans: int = MAX_SCANS) -> list[int]:
-    """Where each scan after the first begins, of the JPEG stream in [start, end) of the data."""
+    """The start of each scan after the first, in the JPEG stream at [start, end) of the data."""
     scans = []
     end = len(data) if end is None else end
     for segment in _segments(data, start + 2, end, max_padding=end):
@@ -98,7 +98,7 @@ def _header(data: bytes, frame: _Segment, num_components_in_scan: int) -> ImageH
     header = simple_header("JPEG", width, height)
     if frame.marker not in _PROGRESSIVE and num_components_in_scan >= num_components:
         return replace(header, tells_all=True)  # decoders refuse a second scan of such files
-    # With several scans the decoder keeps the coefficients of the whole image until the last one is in.
+    # With several scans the decoder keeps the coefficients of the whole image until the last scan.
     samplings = [data[frame.start + 7 + 3 * place] for place in range(num_components)]
     across, down = [value >> 4 for value in samplings], [value & 15 for value in samplings]
     if not all(across) or not all(down):
@@ -111,12 +111,12 @@ def _header(data: bytes, frame: _Segment, num_components_in_scan: int) -> ImageH
 
 
 def _blocks(length_px: int, sampling: int, max_sampling: int) -> int:
-    """How many blocks of 8 samples a component has along one side, in whole units of the image."""
+    """The number of blocks of 8 samples of a component along one side, rounded up to whole units of the image."""
     return -(-length_px // (8 * max_sampling)) * sampling
 
 
 def _segments(data: bytes, position: int, end: int, *, max_padding: int) -> Iterator[_Segment]:
-    """The segments from a position on, until there is none for `max_padding` bytes."""
+    """The segments from a position on. Ends where `max_padding` bytes contain no segment."""
     for _ in range(MAX_SEGMENTS):
         found = _next_marker(data, position, min(end, position + max_padding + 2))
         if found is None:
@@ -133,7 +133,7 @@ def _segments(data: bytes, position: int, end: int, *, max_padding: int) -> Iter
 
 def _next_marker(data: bytes, position: int, end: int) -> int | None:
     while position < end:
-        # One byte more, since a marker may stand across the border of two windows.
+        # One more byte, since a marker may cross the border of two windows.
         match = _MARKER.search(data, position, min(position + _WINDOW_BYTES + 1, end))
         if match is not None:
             return match.start()

@@ -1,4 +1,4 @@
-"""What a PNG file declares: its size and its chunks. Decodes nothing."""
+"""Reads the size and the chunks that a PNG file declares. Decodes nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SIGNATURE = b"\x89PNG\r\n\x1a\n"
 MAX_CHUNKS = 32_768
 """Encoders write the pixels in chunks of 8 KiB and more: the largest file that is accepted has 4,096 of these."""
 MAX_COMPRESSED_TEXTS = 16
-"""Texts and colour profiles, which are up to 1 MiB when they are decompressed."""
+"""Limit of chunks with texts and colour profiles, which are decompressed to up to 1 MiB each."""
 
 _CHUNK = struct.Struct(">I4s")
 _CHUNK_OVERHEAD_BYTES = 12  # length, type and checksum
@@ -25,7 +25,7 @@ def read_header(data: bytes) -> ImageHeader:
 
 
 def check_structure(data: bytes) -> list[int]:
-    """Count chunks; none of them is so large that decoding must stop within."""
+    """Count the chunks. No position is returned, since no chunk is large enough to need one."""
     position, num_texts = len(SIGNATURE), 0
     for _ in range(MAX_CHUNKS):
         if position + _CHUNK.size > len(data):
@@ -45,6 +45,6 @@ def check_structure(data: bytes) -> list[int]:
 
 
 def _is_compressed(data: bytes, start: int) -> bool:
-    """Of an iTXt chunk: a flag behind the keyword says so, which ends with a zero within 80 bytes."""
+    """Whether an iTXt chunk is compressed: a flag after its keyword, which ends with a zero within 80 bytes."""
     end_of_keyword = data.find(b"\0", start, start + 80)
     return end_of_keyword < 0 or data[end_of_keyword + 1 : end_of_keyword + 2] != b"\0"

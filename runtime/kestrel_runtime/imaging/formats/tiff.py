@@ -1,4 +1,4 @@
-"""What a TIFF file declares: its size, and how its pixels are cut into strips or tiles. Decodes nothing."""
+"""Reads the size that a TIFF file declares and how its pixels are divided into parts. Decodes nothing."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from kestrel_runtime.imaging.formats.exif import Directory, byte_order_of
 from kestrel_runtime.imaging.formats.header import ImageHeader, beyond_limit, simple_header, undecodable
 
 MAX_PARTS = 65_536
-"""Strips or tiles."""
+"""Limit of strips or tiles."""
 _MAX_EMPTY_PIXELS = 2**22
-"""Tiles may reach past the image, which together takes at most as many pixels as it has, and a tile of 2048²."""
+"""Pixels of tiles outside of the image: at most as many as the image has, and this many more, a tile of 2048²."""
 _MAX_JPEG_SCANS_PER_PART = 4
 _MAX_SAMPLES = 6
 _MAX_BITS = 64
@@ -25,19 +25,18 @@ _TILE_WIDTH, _TILE_HEIGHT, _TILE_OFFSETS, _TILE_BYTES = 322, 323, 324, 325
 _EXIF, _GPS, _INTEROPERABILITY = 34665, 34853, 40965
 _ORIENTATION, _XMP = 274, 700
 _UNCOMPRESSED, _JPEG = 1, 7
-# None, three kinds of fax, LZW, JPEG, two numbers for Deflate, PackBits. Others have no bound on their memory, are
-# pictures of another kind within, or are hardly known.
+# None, three kinds of fax, LZW, JPEG, two numbers for Deflate, PackBits. Other compressions have no bound on their
+# memory, contain a picture of another format, or are rare.
 _COMPRESSIONS = (_UNCOMPRESSED, 2, 3, 4, 5, _JPEG, 8, 32946, 32773)
 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """How an image is cut into parts."""
+    """How an image is divided into strips or tiles."""
 
     num_parts: int
     part_pixels: int
     offsets_tag: int
-    lengths_tag: int
 
 
 def read_header(data: bytes) -> ImageHeader:
@@ -64,7 +63,7 @@ def read_header(data: bytes) -> ImageHeader:
     header = simple_header("TIFF", width, height)
     if compression == _UNCOMPRESSED:
         return header
-    # The decoder holds one part besides the pixels, and still does while the image is turned upright.
+    # Besides the pixels the decoder holds one part, also while the image is turned upright.
     part_bytes = math.ceil(layout.part_pixels * num_samples * num_bits / 8)
     is_turned = directory.first(_ORIENTATION, 1) != 1 or _XMP in directory
     copies_bytes = header.decoding_bytes if is_turned else header.decoding_bytes // 2
@@ -72,7 +71,7 @@ def read_header(data: bytes) -> ImageHeader:
 
 
 def check_structure(data: bytes) -> list[int]:
-    """Count the scans of parts that are JPEG streams. The decoder takes the file as a whole."""
+    """Count the scans of parts that are JPEG streams. Decoding cannot be stopped within the file."""
     directory = _first_directory(data)
     if directory.first(_COMPRESSION, 1) == _JPEG:
         is_tiled = _TILE_OFFSETS in directory
@@ -91,7 +90,7 @@ def _first_directory(data: bytes) -> Directory:
 
 
 def _check_directory(data: bytes, parent: Directory, number: int) -> None:
-    """Look at a directory that Pillow reads besides, and at the one within it."""
+    """Check a directory that Pillow also reads, and the directory within it."""
     byte_order = byte_order_of(data)
     if number not in parent or byte_order is None:
         return
@@ -119,6 +118,4 @@ def _layout(directory: Directory, width: int, height: int, num_planes: int) -> _
     part_pixels = part_width * part_height
     if is_tiled and across * down * part_pixels > 2 * width * height + _MAX_EMPTY_PIXELS:
         raise ImageError("is a TIFF whose tiles are much larger than the image", too_large=True)
-    if is_striped:
-        return _Layout(num_parts, part_pixels, _STRIP_OFFSETS, _STRIP_BYTES)
-    return _Layout(num_parts, part_pixels, _TILE_OFFSETS, _TILE_BYTES)
+    return _Layout(num_parts, part_pixels, _STRIP_OFFSETS if is_striped else _TILE_OFFSETS)

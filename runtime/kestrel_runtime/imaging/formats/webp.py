@@ -1,4 +1,4 @@
-"""What a WebP file declares: the size of its canvas and its chunks. Decodes nothing."""
+"""Reads the size of the canvas and the chunks that a WebP file declares. Decodes nothing."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from kestrel_runtime.imaging.formats import exif
 from kestrel_runtime.imaging.formats.header import ImageHeader, beyond_limit, undecodable
 
 MAX_CHUNKS = 16_384
-"""Each frame of an animation is one."""
+"""Each frame of an animation is one chunk."""
 
 _BYTES_PER_PIXEL = 16
-"""Two canvases of the decoder, the first frame as bytes, and the image made of them."""
+"""Two canvases of the decoder, the bytes of the first frame, and the image made of them."""
 _CHUNK = struct.Struct("<4sI")
 
 
@@ -35,7 +35,7 @@ def read_header(data: bytes) -> ImageHeader:
 
 
 def check_structure(data: bytes) -> list[int]:
-    """Count chunks. The decoder takes the file as a whole, so it cannot be stopped within."""
+    """Count the chunks. Decoding cannot be stopped within the file."""
     position = 12
     for _ in range(MAX_CHUNKS):
         if position + _CHUNK.size > len(data):

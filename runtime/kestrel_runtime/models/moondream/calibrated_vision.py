@@ -1,7 +1,7 @@
-"""The vision side in float8 with scales found beforehand, so that rounding happens inside the products.
+"""The vision encoder in float8 with scales measured at the start, so that products round their own results.
 
-A scale that is known before the values are lets a product round, activate and add what it computes; scales that
-are measured on every row need the rows written and read once more.
+With a scale that is known beforehand a product can apply the activation, the addition and the rounding itself.
+Scales that are measured on every row require the rows to be written and read once more.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Linear:
 
 @dataclass(frozen=True, slots=True)
 class _Scale:
-    """What stored values are multiplied by when they are read."""
+    """Stored values are multiplied by it when they are read."""
 
     number: float
     tensor: Tensor  # [1] float32
@@ -70,7 +70,7 @@ class CalibratedVision(FusedVision):
         """
         if vision.config.enc_dim % 16 or vision.config.enc_ff_dim % 16:
             raise ValueError("float8 products need vision.enc_dim and vision.enc_ff_dim to be multiples of 16")
-        # No value of a normalised row is above the root of the row's length.
+        # No value of a normalised row exceeds the square root of the row's length.
         self._normed_scale = _Scale.of(math.sqrt(vision.config.enc_dim), tiles.device)
         self._calibrated: list[_CalibratedBlock] = []
         self._pictures = tiles
@@ -80,8 +80,8 @@ class CalibratedVision(FusedVision):
         del self._pictures
 
     def _fold_blocks(self, vision: VisionModel, *, frees_originals: bool) -> None:
-        """Take each block in float8 with a scale for every row, measure what it does to the pictures, and keep it
-        with the scales that these call for. One block at a time is there twice."""
+        """Run each block in float8 with a scale for every row on the pictures, measure the largest values, and keep
+        the block with fixed scales for them. Only one block at a time is in memory twice."""
         hidden = self._embed_patches(self._pictures)
         delta: Tensor | None = None
         for block in vision.blocks:
@@ -117,8 +117,9 @@ class CalibratedVision(FusedVision):
         self._kernels.scaled_linear_add(rows, scale.tensor, linear.weight, linear.scale, linear.bias, hidden)
 
     def _measure(self, block: Any, hidden: Tensor, delta: Tensor | None) -> tuple[Tensor, float, float]:
-        """Add `delta` to `hidden` and run a block with a scale for every row, of `FusedVision`: what it adds next,
-        and the largest magnitudes that go into its second and its last product."""
+        """Add `delta` to `hidden` and run a block of `FusedVision` with a scale for every row.
+
+        Returns the next `delta`, and the largest magnitudes of the inputs of its second and its last product."""
         packed = self._product(*self._normed(hidden, delta, block.qkv), block.qkv)
         attended = self._attend(packed)
         delta = self._product(*self._quantised(attended, block.proj, activate=False), block.proj)

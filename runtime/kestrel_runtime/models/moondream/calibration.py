@@ -1,4 +1,4 @@
-"""Pictures of our own that show how large values grow inside the vision encoder."""
+"""Synthetic pictures for measuring the range of values inside the vision encoder."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _SEED = 1
 
 
 def calibration_tiles(config: VisionConfig, device: torch.device) -> Tensor:
-    """uint8 tiles [6, side, side, channels]: noise, fine and coarse, a slope, stripes, white and black.
+    """uint8 tiles [6, side, side, channels]: fine and coarse noise, a gradient, stripes, white and black.
 
-    Between even areas, edges and noise lies what cameras and screens show.
+    Photographs and screenshots consist of uniform areas, edges and noise, which these tiles cover.
     """
     side, channels = config.crop_size, config.in_channels
     generator = torch.Generator().manual_seed(_SEED)

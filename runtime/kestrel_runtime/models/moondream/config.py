@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar
 
 _Section = TypeVar("_Section")
 
-# What JSON must hold for a field of each annotation; a bool is no number here.
+# The JSON types of a field by its annotation. A bool does not count as a number.
 _JSON_TYPES: Mapping[str, tuple[type, ...]] = {
     "int": (int,),
     "int | None": (int, NoneType),
@@ -25,7 +25,7 @@ _MAY_BE_ZERO = ("start_layer", "overlap_margin")  # and ids
 
 
 class ConfigError(ValueError):
-    """A `config.json` that lacks a dimension or contradicts itself; the message names the field."""
+    """A `config.json` lacks a dimension or contradicts itself. The message names the field."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class MoeConfig:
 
 @dataclass(frozen=True, slots=True)
 class TextConfig:
-    """The decoder stack. `prefix_attn` counts BOS and the image tokens, which see each other both ways."""
+    """The decoder stack. `prefix_attn` counts BOS and the image tokens, which have bidirectional attention."""
 
     dim: int
     ff_dim: int
@@ -73,7 +73,7 @@ class TextConfig:
 
 @dataclass(frozen=True, slots=True)
 class VisionConfig:
-    """The encoder of tiles, the stitching of tiles and the projection into the decoder."""
+    """The encoder of tiles, the stitching of their features and the projection into the decoder."""
 
     enc_dim: int
     enc_patch_size: int
@@ -99,7 +99,7 @@ class VisionConfig:
 
 @dataclass(frozen=True, slots=True)
 class RegionConfig:
-    """The heads that read and write coordinates. `decoder_arch` is "mlp" (Moondream 2) or "linear" (3)."""
+    """The heads that embed and sample coordinates. `decoder_arch` is "mlp" (Moondream 2) or "linear" (3)."""
 
     dim: int
     coord_feat_dim: int
@@ -115,8 +115,8 @@ class RegionConfig:
 class TokenizerConfig:
     """Special ids and prompt templates.
 
-    `templates` maps a skill to `{"prefix": ids, "suffix": ids}`, and "caption" to `{length: ids}`. A skill
-    without a template is one the model does not have.
+    `templates` maps a skill to `{"prefix": ids, "suffix": ids}`, and "caption" to `{length: ids}`. The
+    model has no skill without a template.
     """
 
     bos_id: int
@@ -130,14 +130,14 @@ class TokenizerConfig:
     templates: Mapping[str, Mapping[str, tuple[int, ...]]]
 
     def ids(self) -> tuple[int, ...]:
-        """Every id named here, special ones and those of templates."""
+        """All ids: special ones and those of templates."""
         special = (getattr(self, field.name) for field in fields(self) if field.name.endswith("_id"))
         return (*special, *(id for parts in self.templates.values() for ids in parts.values() for id in ids))
 
 
 @dataclass(frozen=True, slots=True)
 class MoondreamConfig:
-    """Everything about a Moondream that is not a weight."""
+    """The configuration of a Moondream: everything except its weights."""
 
     text: TextConfig
     vision: VisionConfig
@@ -202,7 +202,7 @@ class MoondreamConfig:
 
     @property
     def generation(self) -> int:
-        """2 or 3: which generation's prompt conventions and token masks apply."""
+        """2 or 3: the generation, which determines prompts and token rules."""
         return 3 if self.text.tau_attn or self.text.moe is not None else 2
 
     @property
@@ -243,7 +243,7 @@ def _mapping(data: Mapping[str, Any], key: str, prefix: str = "") -> Mapping[str
 
 
 def _section(kind: type[_Section], data: Mapping[str, Any], name: str) -> _Section:
-    # Keys we do not know are skipped: published configs carry training-time fields.
+    # Unknown keys are skipped: published configurations contain fields of the training.
     known = {field.name: field for field in fields(kind)}  # pyright: ignore[reportArgumentType]
     missing = [key for key, field in known.items() if key not in data and field.default is MISSING]
     if missing:

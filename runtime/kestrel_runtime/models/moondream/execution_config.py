@@ -1,4 +1,4 @@
-"""Which of the ways to the same answers an engine takes: resolved once, at start, from settings and dimensions."""
+"""Selects how an engine computes: paths, kernels and graphs, once at the start, from settings and dimensions."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ExecutionConfig:
-    """How text and images go through the model, and whether what can be is recorded and replayed."""
+    """The paths of text and images through the model, the kernels, and whether CUDA graphs are used."""
 
     text: TextPathName
     vision: VisionPathName
     with_graphs: bool
     resizes_images: bool
-    """Whether images are resized and cut on the device, and not before they come to it."""
+    """Whether images are resized and tiled on the device instead of the host."""
     kernels: Kernels
 
     @classmethod
     def of(cls, config: EngineConfig, device_type: str, model: Moondream | None = None) -> ExecutionConfig:
-        """What `config` asks for on this kind of device, with kernels that can serve `model`, if one is given.
+        """The execution of `config` on this kind of device, with kernels that can serve `model`, if one is given.
 
-        What a model's dimensions do not allow is logged and done in another way, unless it was asked for by name.
-        Raises `CheckpointError` where what was asked for cannot be had.
+        Where the model's dimensions do not allow a default, another path is selected and logged. Raises
+        `CheckpointError` if the model or the device does not allow a setting that `config` names.
         """
         is_cuda = device_type == "cuda"
         default = "fused" if is_cuda else "plain"
@@ -61,7 +61,7 @@ class ExecutionConfig:
 
 
 def _vision_in_float8(config: VisionConfig) -> VisionPathName:
-    """The float8 path that has products of the encoder's sizes."""
+    """The float8 path whose products support the sizes of the encoder."""
     if has_float8_product(config.enc_dim, config.enc_ff_dim):
         return "calibrated-float8"
     _log.warning(
@@ -74,7 +74,7 @@ def _vision_in_float8(config: VisionConfig) -> VisionPathName:
 
 
 def _can_record(kernels: Kernels, config: EngineConfig, shape: ModelShape | None) -> bool:
-    """Whether CUDA graphs are to be used, and can capture these kernels."""
+    """Whether CUDA graphs are enabled and can capture these kernels."""
     if config.cuda_graphs is False:
         return False
     has_experts = shape is None or (shape.text is not None and shape.text.num_experts > 0)

@@ -1,6 +1,6 @@
 """Runs the steps of a Moondream: tiles to embeddings, packed prompts and decode steps to sampled tokens.
 
-Takes the plain or the fused paths that `ModelPaths` holds, and captured graphs where there are any.
+Uses the plain or fused paths of `ModelPaths`, and replays captured graphs where they exist.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _SPATIAL_NEEDS = tuple(  # points, or points and boxes, in the batch
     for is_random in (True, False)
 )
 _MAX_START_S = 20.0
-"""For captures before the port opens. What is left then is captured when it has come twice."""
+"""Limit of the captures before the port opens. Other steps are captured when they occur for the second time."""
 
 _log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class MoondreamExecutor:
             if paths.captures_prefill:
                 self._prefill_graphs = CapturedGraphs("prefill steps", graphs.prefill, budget)
                 self._first_token_graphs = CapturedGraphs("first tokens", graphs.prefill, budget)
-                # [most samples, dim]: where graphs of prefill write, and those of first tokens read.
+                # [most samples, dim]: written by prefill graphs, read by graphs that sample first tokens.
                 self._prefilled = torch.zeros(
                     self._sample_counts()[-1], model.config.text.dim, dtype=model.dtype, device=model.device
                 )
@@ -87,7 +87,7 @@ class MoondreamExecutor:
                 )
 
     def encode(self, works: Sequence[EncodeWork]) -> None:
-        """Encode tiles; an image that is complete with them is projected into its entry."""
+        """Encode tiles. An image whose last tile is among them is projected into its entry."""
         pixels = [
             self._tiles.take(item.sequence.id, _image_of(item), item.first_tile, item.end_tile) for item, _ in works
         ]
@@ -107,10 +107,10 @@ class MoondreamExecutor:
                 self._memory.slab.embeddings[entry] = embeddings
 
     def prefill(self, inputs: PrefillInputs) -> Tensor:
-        """Float32 [N, 4]: id, number of values and the values of what is sampled.
+        """Float32 [N, 4]: id, number of values and values of each sampled token.
 
-        Two graphs run it: the layers have one for each size, sampling one for each number of rows and each kind of
-        needs, which together are far fewer than one for each size and kind.
+        Two graphs run the step: the layers need one for each size, sampling one for each number of rows and kind of
+        needs. One graph for both would need far more captures, one for each combination.
         """
         if self._prefill_graphs is None or self._first_token_graphs is None or not inputs.is_in_place:
             return self._sampler.sample(self.prefill_hidden(inputs), inputs.device.sample_rows, inputs.needs)
@@ -132,24 +132,24 @@ class MoondreamExecutor:
         return self._paths.text.prefill(embeddings, chunks, fields.sample_tokens, self._memory.cache)
 
     def decode(self, inputs: DecodeInputs) -> Tensor:
-        """Float32 [B, 4]: id, number of values and the values of what is sampled."""
+        """Float32 [B, 4]: id, number of values and values of each sampled token."""
         work = partial(self._decode, inputs)
         if self._decode_graphs is None:
             return work()
         return self._decode_graphs.run((inputs.size, inputs.needs), work)
 
     def release(self, sequence: scheduling.Sequence) -> None:
-        """Forget tiles and features of an image that is not complete."""
+        """Free the tiles and features of an incomplete image."""
         self._features.pop(sequence.id, None)
         self._tiles.release(sequence.id)
 
     def forget_images(self) -> None:
-        """The same for all sequences."""
+        """Free them for all sequences."""
         self._features.clear()
         self._tiles.clear()
 
     def capture(self) -> None:
-        """Capture what usual traffic needs; the rest is captured when it comes again."""
+        """Capture the steps of usual traffic. Other steps are captured when they occur again."""
         graphs = self._memory.graphs
         assert graphs is not None, "captured where steps run by graphs"
         started = time.monotonic()
@@ -165,7 +165,7 @@ class MoondreamExecutor:
         )
 
     def reset(self) -> None:
-        """Drop all graphs."""
+        """Free all graphs."""
         for graphs in (
             self._prefill_graphs,
             self._first_token_graphs,
@@ -191,7 +191,7 @@ class MoondreamExecutor:
         return self._sampler.sample(hidden, rows, inputs.needs)
 
     def _usual_graphs(self) -> Iterator[tuple[CapturedGraphs, Works]]:
-        """The graphs of each kind and their usual works; first what most requests need, should time run out."""
+        """The graphs of each kind and the works to capture. The most common come first, since time is limited."""
         if self._decode_graphs is not None:
             yield self._decode_graphs, self._usual_decodes(_TEXT_NEEDS)
         if self._encode_graphs is not None:
@@ -213,7 +213,7 @@ class MoondreamExecutor:
                 yield (size, needs), partial(self._decode, DecodeInputs(fields, size, needs, num_rows))
 
     def _usual_prefills(self) -> Works:
-        # Few prompts have tokens with values: references to places in the image.
+        # Few prompts have tokens with values, which are references to places in the image.
         text, bounds = self._model.config.text, self._memory.bounds
         sizes = PrefillSize.usual(
             text.prefix_attn,
@@ -235,12 +235,12 @@ class MoondreamExecutor:
                 yield (num_samples, needs), partial(self._sampler.sample, hidden, rows, needs)
 
     def _sample_counts(self) -> list[int]:
-        """How many tokens prefills with graphs sample; the smallest first."""
+        """The numbers of tokens that prefill graphs sample, in ascending order."""
         counts = range(1, self._memory.bounds.max_batch_size + 1)
         return sorted({PrefillSize.bucket(count, count, 1, count, 1).num_samples for count in counts})
 
     def _blank_prefill(self, size: PrefillSize) -> PrefillInputs:
-        """Padding of a size, laid out where graphs read it."""
+        """Padding of a size, in the buffers that graphs read."""
         fill = partial(fill_blank_prefill, size=size, padding_row=self._memory.state.padding_row)
         fields = self._memory.inputs.prefill(size, fill, in_place=True)
         return PrefillInputs(fields, size, 0, SampleNeeds(False, 0), size.num_samples, is_in_place=True)

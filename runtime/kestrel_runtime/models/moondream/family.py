@@ -1,4 +1,4 @@
-"""Moondream as generic code sees it. The registry imports this module by name."""
+"""The model family. The registry imports this module by name."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class MoondreamFamily:
     """Moondream 2 and 3."""
 
     def load(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> LoadedWeights:
-        """Float8 experts keep their type. Their scales are not counted as parameters. Raises `CheckpointError`."""
+        """Load a checkpoint; float8 experts keep their type. Scales do not count as parameters."""
         config, state = load_moondream_state(checkpoint)
         model = Moondream.from_state(config, state, device, dtype)
         weights = (tensor for name, tensor in model.named_parameters() if not name.endswith(".scale"))
         return LoadedWeights(model, sum(tensor.numel() for tensor in weights))
 
     def skills(self, config: MoondreamConfig) -> Mapping[str, Skill]:
-        """Those for which the model has prompt templates."""
+        """The skills for which the model has prompt templates."""
         return {name: skill for name, skill in SKILLS.items() if config.tokenizer.templates.get(name)}
 
     def tiling(self, config: MoondreamConfig) -> MoondreamTiling:
@@ -45,7 +45,7 @@ class MoondreamFamily:
         return PreparedMoondream(model, config, bounds, owns_model=owns_model)
 
     def verification(self, model: Moondream, config: EngineConfig) -> Verification:
-        """Tiles, and tensors of one prompt about each image."""
+        """The comparison of tiles, and of the tensors of one prompt about each image."""
         # An engine that serves requests does not need this package.
         from kestrel_runtime.models.moondream.verify.verification import verification
 

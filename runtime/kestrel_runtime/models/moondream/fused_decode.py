@@ -1,7 +1,7 @@
-"""The decoder for one new token of each sequence: three operations a block, on buffers that stay where they are.
+"""The decoder for one new token of each sequence: three operations per block, on buffers at fixed addresses.
 
-Holds no pages and decides nothing about who runs. Every shape follows from the batch alone, so a step can be
-recorded once and replayed, unless it mixes experts as the definition does, which waits for the device.
+Knows no pages and no scheduling. Every shape depends on the batch size only, so a step can be captured, except with
+the reference mixture of experts, which synchronises with the device.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from kestrel_runtime.models.moondream.fused_weights import FusedBlock, Matrix
 from kestrel_runtime.models.moondream.rope import rotary_tables
 from kestrel_runtime.models.moondream.text import TextModel
 
-# Programs of attention that keep a large device busy: a small batch splits its contexts to reach as many.
+# The number of attention programs that keeps a large device busy. Small batches split their contexts to reach it.
 _PROGRAMS_OF_ATTENTION = 512
 _MOST_PARTS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeWorkspace:
-    """Buffers for batches up to a size. A step uses the first rows; nothing is kept in them between steps."""
+    """Buffers for batches up to a size. A step uses the first rows. Contents are not kept between steps."""
 
     hidden: Tensor
     """[most sequences, dim] float32: the residual stream."""
     qkv: Tensor
     """[most sequences, qkv_dim], float16 where the weights are float8, else the model's type."""
     activations: Tensor
-    """[most sequences, H * D + ff_dim], likewise: what was attended beside the MLP's inner part."""
+    """[most sequences, H * D + ff_dim], of the same type: the attention result and the inner part of the MLP."""
     partials: Tensor
     """Flat float32: attention over parts of contexts."""
     counters: Tensor
-    """Flat int32, zeros: how many parts are done."""
+    """Flat int32, zeros: counters of completed parts."""
 
 
 class FusedDecoder:
@@ -80,7 +80,7 @@ class FusedDecoder:
         cache: KVCache,
         workspace: DecodeWorkspace,
     ) -> Tensor:  # [B, dim] float32, the first rows of the workspace: before the final LayerNorm
-        """Run the blocks, writing the tokens' keys and values. Rows without a token hold nothing of use."""
+        """Run the blocks and write the tokens' keys and values. Rows without a token have undefined results."""
         config, kernels = self._config, self._kernels
         batch = len(embeddings)
         num_parts = self._num_parts(batch)
@@ -89,7 +89,7 @@ class FusedDecoder:
         partials = workspace.partials[: torch.Size(shape).numel()].view(shape)
         counters = workspace.counters[: batch * config.n_heads].view(batch, config.n_heads)
         hidden.copy_(embeddings)
-        if num_parts > 1:  # whatever a step before this one has left
+        if num_parts > 1:  # discards sums of a previous step
             counters.zero_()
         pending: Tensor | None = None
         for layer, block in enumerate(self._blocks):
@@ -109,7 +109,7 @@ class FusedDecoder:
                 inner,
                 pending,
             )
-            mixed = self._experts(block, hidden)  # after that: nothing is pending any more
+            mixed = self._experts(block, hidden)  # afterwards nothing is pending
             query_scale, value_factor = self._tau(block, qkv, positions)
             kernels.rotary_decode_attention(
                 qkv,
@@ -139,7 +139,7 @@ class FusedDecoder:
         head: Matrix,  # from `fused_head`
         out: Tensor,  # [B, vocabulary] of any floating type, written
     ) -> None:
-        """What `TextModel.logits` gives, by the product that small batches have of their own."""
+        """The result of `TextModel.logits`, computed by the product for small batches."""
         nothing = out[:, out.shape[1] :]
         self._kernels.decode_expand(
             hidden,
@@ -154,7 +154,7 @@ class FusedDecoder:
         )
 
     def _num_parts(self, batch: int) -> int:
-        """How many parts a context may be split into."""
+        """The number of parts into which a context may be split."""
         wanted = _PROGRAMS_OF_ATTENTION // (batch * self._config.n_heads)
         return min(max(wanted, 1), _MOST_PARTS)
 

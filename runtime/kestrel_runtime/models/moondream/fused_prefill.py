@@ -1,6 +1,6 @@
-"""The decoder over packed prompts: few large products a block, and everything between them fused.
+"""The decoder over packed prompts: few large products per block, with fused operations between them.
 
-Holds no pages and decides nothing about who runs. The residual stream is float32; nothing waits for the device.
+Knows no pages and no scheduling. The residual stream is float32. Does not synchronise with the device.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class FusedPrefill:
         self._config = config
         self._kernels = kernels
         self._dtype = text.wte.dtype
-        # A product takes a bias of its own type for nothing; a conversion with each would be one more kernel.
+        # A bias of the type of a product costs nothing; converting it each time would be one more kernel.
         self._blocks = tuple(
             replace(
                 block,
@@ -47,8 +47,8 @@ class FusedPrefill:
         cache: KVCache,
         last_rows: Tensor | None = None,  # [n] int64: rows that end their chunks
     ) -> Tensor:  # [T, dim] float32, or [n, dim] of the last rows: before the final LayerNorm
-        """Run the blocks, writing the tokens' keys and values. With `last_rows` the last block computes theirs
-        alone, once it has written everybody's keys and values."""
+        """Run the blocks and write the tokens' keys and values. With `last_rows` the last block writes the keys and
+        values of all tokens and computes only these rows."""
         hidden = embeddings.to(torch.float32, copy=True)
         delta: Tensor | None = None
         num_whole = len(self._blocks) - (last_rows is not None)
@@ -61,7 +61,7 @@ class FusedPrefill:
     def _block(
         self, layer: int, hidden: Tensor, delta: Tensor | None, plan: PackedChunks, cache: KVCache
     ) -> Tensor:
-        """Add `delta` to the stream and return what the block adds next."""
+        """Add `delta` to the stream and return the next `delta`."""
         block, pages = self._blocks[layer], cache.layer(layer)
         normed, scale = self._normed(block, hidden, delta)
         product = self._product(block.up, normed, scale)
@@ -73,7 +73,7 @@ class FusedPrefill:
     def _last_block(
         self, hidden: Tensor, delta: Tensor | None, plan: PackedChunks, cache: KVCache, rows: Tensor
     ) -> Tensor:
-        """Write all keys and values of the last block, but go on with `rows` alone: their final hidden states."""
+        """Write all keys and values of the last block, and return the final hidden states of `rows` only."""
         block, pages, qkv_dim = self._blocks[-1], cache.layer(len(self._blocks) - 1), self._config.qkv_dim
         normed, scale = self._normed(block, hidden, delta)
         qkv = self._product(_part(block.up, slice(qkv_dim)), normed, scale)
@@ -97,7 +97,7 @@ class FusedPrefill:
     def _turned(
         self, block: FusedBlock, qkv: Tensor, plan: PackedChunks, pages: LayerPages
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value, of which the latter two are in the cache too."""
+        """Query, key and value. Key and value are also written to the cache."""
         factors = (None, None) if block.tau is None else block.tau(qkv, plan.positions)
         return self._kernels.rotary_write_kv(
             qkv,
@@ -130,7 +130,7 @@ class FusedPrefill:
         return attended.flatten(1)
 
     def _down(self, block: FusedBlock, hidden: Tensor, attended: Tensor, inner: Tensor) -> Tensor:
-        """What a block adds to the stream."""
+        """The sum that a block adds to the stream."""
         operand = block.down.weight.dtype
         if block.experts is None:
             return self._product(block.down, *self._kernels.concat_gelu(attended, inner, operand))
@@ -150,7 +150,7 @@ def _part(matrix: Matrix, part: slice) -> Matrix:
 
 
 def _single_rows(plan: PackedChunks, rows: Tensor) -> PackedChunks:
-    """Each of `rows`, which end their chunks, as a chunk of its own: all before it is in the pages."""
+    """The last rows of chunks as chunks of one row each, whose context is in the pages."""
     chunks = torch.searchsorted(plan.query_starts[1:], rows.to(torch.int32), right=True)
     return PackedChunks(
         positions=plan.positions[rows],

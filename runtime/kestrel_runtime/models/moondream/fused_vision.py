@@ -1,6 +1,6 @@
-"""The vision side at full speed: the plain `VisionModel` with its steps fused and, if wished, products in float8.
+"""The vision encoder on fused operations, optionally with products in float8; equal to the plain `VisionModel`.
 
-Knows the weights and which kernels to call; nothing of requests, and nothing of who encodes which tiles together.
+Knows weights and kernels; knows nothing about requests and batches.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kestrel_runtime.models.moondream.fused_weights import Matrix, free_weights
 from kestrel_runtime.models.moondream.pooling import PoolingPlan
 from kestrel_runtime.models.moondream.vision import VisionModel
 
-# Products run fastest where every row starts at a multiple of 16 bytes.
+# Products are fastest if every row starts at a multiple of 16 bytes.
 _PATCH_ALIGNMENT = 8
 
 _log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Linear:
-    """A linear layer as the products take it."""
+    """A linear layer in the layout of the products."""
 
     weight: Tensor  # [N, K] model dtype or float8_e4m3fn
     scale: Tensor | None  # [N] float32 where the weight is float8
@@ -46,7 +46,7 @@ class _Block:
 
 
 def folded(layer: nn.Linear, norm: nn.LayerNorm | None) -> tuple[Tensor, Tensor]:
-    """Float32 weight [N, K] and bias [N] of a layer that takes rows as they are before a gain and a shift."""
+    """Float32 weight [N, K] and bias [N] of a layer, with a gain and a shift of its input folded in."""
     weight, bias = layer.weight.float(), layer.bias.float()
     if norm is None:
         return weight, bias
@@ -64,10 +64,10 @@ class FusedVision:
         *,
         frees_originals: bool = False,
     ) -> None:
-        """Copies the weights it rearranges. With `frees_originals` the model's own are freed block by block, but
-        for its final norm.
+        """Copies the weights. With `frees_originals` those of the model are freed block by block, except the final
+        norm.
 
-        In float8, a matrix of sizes that no float8 product has stays in the model's type.
+        In float8, a matrix whose sizes no float8 product supports stays in the model's type.
         """
         self.config = vision.config
         self._kernels = kernels
@@ -98,7 +98,7 @@ class FusedVision:
         return features.view(len(tiles), self.config.num_image_tokens, -1)
 
     def states(self, tiles: Tensor) -> Iterator[Tensor]:
-        """The stream [N * patches, enc_dim] after each block, for those who look into the encoder."""
+        """The stream [N * patches, enc_dim] after each block, for inspection."""
         hidden = self._embed_patches(tiles)
         delta: Tensor | None = None
         for layer in range(self.config.enc_n_layers):
@@ -117,7 +117,7 @@ class FusedVision:
         patches = torch.cat([plan.patches + base for plan, base in zip(plans, num_rows, strict=False)])
         starts = torch.cat([plan.starts + base for plan, base in zip(plans, num_entries, strict=False)])
         rows = torch.cat([image.flatten(0, 1) for image in features])
-        # A row of the projector's input: a patch of the global tile, then an average of local ones.
+        # A row of the projector's input: a patch of the global tile, then an average of local patches.
         joined = embedding_bag(patches, rows, starts, mode="mean").view(len(plans) * num_patches, -1)
         fc1, fc2 = self._projector
         inner = self._product(*self._quantised(joined, fc1, activate=False), fc1)
@@ -138,7 +138,7 @@ class FusedVision:
         return hidden
 
     def _run_block(self, layer: int, hidden: Tensor, delta: Tensor | None) -> Tensor | None:
-        # Adds `delta` to `hidden` and hands back what is to be added next.
+        # Adds `delta` to `hidden` and returns the next `delta`.
         block = self._blocks[layer]
         packed = self._product(*self._normed(hidden, delta, block.qkv), block.qkv)
         attended = self._product(*self._quantised(self._attend(packed), block.proj, activate=False), block.proj)

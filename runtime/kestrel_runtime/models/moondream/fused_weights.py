@@ -1,7 +1,7 @@
-"""The decoder's weights rearranged: two matrices a block, with the LayerNorm folded into the first.
+"""The decoder's weights rearranged: two matrices per block, with the LayerNorm folded into the first.
 
-Attention and MLP of a block read the same normed tokens and add into the same stream, so their first matrices
-stack by rows and their second ones by columns. Knows nothing about tokens, pages or how products are computed.
+Attention and MLP of a block read the same normalised tokens and add to the same stream. So their first matrices are
+stacked by rows and their second ones by columns. Knows nothing about tokens, pages or products.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from kestrel_runtime.models.moondream.moe import MixtureOfExperts
 from kestrel_runtime.models.moondream.text import Mlp, Tau, TextModel
 
 NUM_WIDE_BLOCKS = 1
-"""So many first blocks take prompts in the model's type where the others do in float8.
+"""The number of first blocks that compute prompts in the model's type when all others use float8.
 
-An error of the first block is carried through all others while the residual stream is still small: it is about half
-of the whole error of a prompt in float8 (docs/numerics.md). The last block's is next to nothing.
+The error of the first block passes through all others, at a point where the residual stream is still small. It is
+about half of the whole error of a prompt in float8 (docs/numerics.md). The error of the last block is negligible.
 """
 _LARGEST_FLOAT8 = torch.finfo(torch.float8_e4m3fn).max
 
@@ -40,7 +40,7 @@ class Matrix:
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor, dtype: torch.dtype) -> Matrix:
-        """Store a float32 weight and bias as `dtype`; a row whose weights are all 0 stays so in float8."""
+        """Store a float32 weight and bias as `dtype`. A row of zeros is stored as zeros in float8, too."""
         if dtype != torch.float8_e4m3fn:
             stored = weight.to(dtype)
             return cls(stored, None, bias, stored.float().sum(dim=1))
@@ -61,9 +61,9 @@ class FusedBlock:
     down: Matrix
     """Columns: the attention's output projection [H * D], then the MLP's second layer [ff_dim]."""
     tau: Tau | None
-    """Scales of queries and values, which tau attention reads off the packed query, key and value."""
+    """Scales of queries and values, which tau attention computes from the packed query, key and value."""
     ln: nn.LayerNorm
-    """The norm whose weight and bias are folded into `up`; the experts take it whole."""
+    """The norm whose weight and bias are folded into `up`. The experts use the unfolded norm."""
     experts: MixtureOfExperts | None
 
 
@@ -73,8 +73,8 @@ def fused_blocks(
 ) -> tuple[FusedBlock, ...]:
     """The blocks of a loaded model with their weights in its own type, or in float8. Experts stay as they are.
 
-    A matrix of sizes that no float8 product has stays in the model's type. With `frees_originals` the model's own
-    matrices are freed block by block, but for those that `prompt_blocks` still needs.
+    A matrix whose sizes no float8 product supports stays in the model's type. With `frees_originals` the model's
+    matrices are freed block by block, except those that `prompt_blocks` still needs.
     """
     fused: list[FusedBlock] = []
     for layer, block in enumerate(text.blocks):
@@ -88,10 +88,10 @@ def fused_blocks(
 def prompt_blocks(
     text: TextModel, blocks: tuple[FusedBlock, ...], *, frees_originals: bool = False
 ) -> tuple[FusedBlock, ...]:
-    """`fused_blocks` as packed prompts take them: the first `NUM_WIDE_BLOCKS` in the model's type.
+    """`fused_blocks` for packed prompts, with the first `NUM_WIDE_BLOCKS` in the model's type.
 
-    A decode step, whose time is that of reading weights, takes `blocks` as they are. With `frees_originals` the
-    matrices of the model's own blocks that `fused_blocks` has left are freed.
+    Decode steps use `blocks` unchanged, since their time is that of reading weights. With `frees_originals` the
+    matrices of the model that `fused_blocks` has kept are freed.
     """
     wide: list[FusedBlock] = []
     for block, fused in zip(text.blocks[:NUM_WIDE_BLOCKS], blocks, strict=False):
@@ -103,7 +103,7 @@ def prompt_blocks(
 
 @torch.no_grad()
 def fused_head(text: TextModel, precision: Literal["model", "float8"]) -> Matrix:
-    """The head [vocabulary, dim] with the final LayerNorm folded in: it takes (x - mean) / deviation."""
+    """The head [vocabulary, dim] with the final LayerNorm folded in. Its input is (x - mean) / deviation."""
     dtype = text.wte.dtype if precision == "model" else torch.float8_e4m3fn
     weight, bias = text.lm_head.weight.float(), text.lm_head.bias.float()
     norm = text.post_ln
@@ -117,7 +117,7 @@ def free_weights(*layers: nn.Linear) -> None:
 
 
 def _free_matrices(block: Any) -> None:  # a block of `TextModel`
-    """Free what `FusedBlock` has a copy of. Norm, tau and experts are its own."""
+    """Free the weights that `FusedBlock` has copied. It uses norm, tau and experts of the block itself."""
     free_weights(block.attn.qkv, block.attn.proj)
     if isinstance(block.mlp, Mlp):
         free_weights(block.mlp.fc1, block.mlp.fc2)
@@ -136,7 +136,7 @@ def _fused(block: Any, precision: Literal["model", "float8"], own_dtype: torch.d
     ln, attention, mlp = block.ln, block.attn, block.mlp
     up_weight, up_bias = attention.qkv.weight.float(), attention.qkv.bias.float()
     down_weight, down_bias = attention.proj.weight.float(), attention.proj.bias.float()
-    # Prefill also multiplies with the rows of each of the stacked layers alone.
+    # Prefill also uses the rows of each stacked layer separately.
     rows, columns = [len(up_weight)], down_weight.shape[1]
     if isinstance(mlp, Mlp):
         rows.append(len(mlp.fc1.weight))

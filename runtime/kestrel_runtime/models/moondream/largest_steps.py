@@ -1,7 +1,7 @@
-"""What the activations of the largest steps take: measured on a CUDA device, else estimated from above.
+"""The memory of the activations of the largest steps: measured on a CUDA device, else an upper estimate.
 
-A measurement runs the largest steps without captured graphs, before the cache is sized. Their tokens store nothing,
-so that a cache of one page suffices for them.
+A measurement runs the largest steps without captured graphs, before the cache is sized. Their tokens write no keys
+and values, so a cache of one page is enough.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _log = logging.getLogger(__name__)
 
 
 def step_bytes(model: Moondream, paths: ModelPaths, bounds: StepBounds, page_size: int, dtype: torch.dtype) -> int:
-    """Bytes that the largest step within `bounds` takes, with a cache of `dtype`.
+    """Bytes of the largest step within `bounds`, with a cache of `dtype`.
 
-    Measured on a CUDA device with a fused text path, else estimated; estimated too where the measurement fails, as
+    Measured on a CUDA device with a fused text path. Estimated elsewhere, or if the measurement fails, for example
     for lack of memory.
     """
     estimate = estimated_step_bytes(model.config, bounds, model.dtype.itemsize)
@@ -49,11 +49,10 @@ def step_bytes(model: Moondream, paths: ModelPaths, bounds: StepBounds, page_siz
 
 
 def estimated_step_bytes(config: MoondreamConfig, bounds: StepBounds, itemsize: int) -> int:
-    """An upper estimate of the activations of the largest step, of tiles or of prompts: they come one after the
-    other, in the same memory.
+    """An upper estimate of the activations of the largest step. Tiles and prompts use the same memory, one after
+    the other.
 
-    A block holds the residual stream and what it adds in float32, its products, and copies of them for the next
-    product.
+    A block holds in float32 the residual stream, its sum, its products, and copies of these for the next product.
     """
     text, vision = config.text, config.vision
     token_bytes = 4 * text.dim * 4 + (2 * (text.qkv_dim + text.ff_dim) + 4 * text.dim) * itemsize
@@ -68,7 +67,7 @@ def estimated_step_bytes(config: MoondreamConfig, bounds: StepBounds, itemsize: 
 def largest_prefill(
     model: Moondream, paths: ModelPaths, cache: KVCache, bounds: StepBounds
 ) -> Callable[[], Tensor]:
-    """A prefill of as many tokens as a step may carry, in chunks of a part of the longest context."""
+    """A prefill of as many tokens as a step may have, in chunks of a part of the longest context."""
     text, tokens = model.config.text, bounds.max_prefill_tokens
     max_pages = -(-text.max_context // cache.page_size)
     num_chunks = -(-tokens // text.max_context) * _CHUNKS_PER_CONTEXT
@@ -90,7 +89,7 @@ def largest_prefill(
 
 
 def largest_encode(model: Moondream, paths: ModelPaths, bounds: StepBounds) -> Callable[[], Tensor]:
-    """The encoding of as many tiles as a step may carry, all of images of two tiles, and their projection."""
+    """The encoding of as many tiles as a step may have, of images with two tiles, and their projection."""
     vision = model.config.vision
     num_images = -(-max(bounds.max_tiles, 1 + vision.max_crops) // 2)
     tiles = torch.zeros(
@@ -111,9 +110,9 @@ def largest_encode(model: Moondream, paths: ModelPaths, bounds: StepBounds) -> C
 
 @torch.inference_mode()
 def peak_bytes(work: Callable[[], Tensor]) -> int:
-    """Most device memory that `work` holds at a time beyond what there was. Runs it twice; waits for the device.
+    """Peak device memory of `work`, beyond the memory in use before. Runs it twice and synchronises.
 
-    The allocator may hold more than tensors fill, and tensors may fill what it held before: the larger one counts.
+    It is the larger one of two increases: of the memory that the allocator reserves, and of the memory of tensors.
     """
     work()  # compilers and libraries allocate at first use
     torch.cuda.synchronize()

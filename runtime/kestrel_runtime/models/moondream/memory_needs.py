@@ -1,4 +1,4 @@
-"""What a Moondream needs of its device's memory beside the weights, in plain numbers, and its key-value cache."""
+"""Computes the memory that a Moondream needs besides its weights, and creates its key-value cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kestrel_runtime.scheduling.limits import StepBounds
 _TYPICAL_CONTEXT_TOKENS = 2048
 _MOST_GRAPH_BYTES = 2048 * MIB
 _GRAPHS_SHARE = 8
-"""Graphs beside their pools get at most the eighth part of what is available."""
+"""Graphs, without their pools, get at most one part in so many of the available memory."""
 
 
 def plan_cache(
@@ -31,11 +31,10 @@ def plan_cache(
     with_graphs: bool,
     host_image_bytes: int,
 ) -> tuple[int, MemoryPlan]:
-    """The number of pages of the model's cache, and the plan of all memory. Comes after all that stays in memory.
+    """The number of pages of the model's cache, and the plan of all memory. Call it when all weights are in memory.
 
-    `step_bytes` is what the largest step takes. `weight_bytes`, and `host_image_bytes` for decoded images, count
-    where the device is the host.
-    Raises `CheckpointError` if memory is too small for the fewest pages.
+    `step_bytes`: activations of the largest step. `weight_bytes`, and `host_image_bytes` for decoded images, count
+    if the device is the host. Raises `CheckpointError` if memory is too small for the fewest pages.
     """
     reading = MemoryReading.of(model.device, weight_bytes)
     needs = memory_needs(
@@ -60,10 +59,10 @@ def memory_needs(
     with_graphs: bool,
     host_image_bytes: int,
 ) -> MemoryNeeds:
-    """What steps within `bounds` need of a device with `available_bytes` left; the rest is as in `plan_cache`."""
+    """The needs of steps within `bounds` on a device with `available_bytes` left; see `plan_cache`."""
     text, page_size = model.config.text, config.page_size
     typical_pages = -(-min(text.max_context, _TYPICAL_CONTEXT_TOKENS) // page_size)
-    # Steps without a graph run beside the pools of captured ones, which compute in as much.
+    # Steps without a graph need memory in addition to the pools of captured graphs, which are as large.
     graph_bytes = step_bytes + min(_MOST_GRAPH_BYTES, available_bytes // _GRAPHS_SHARE) if with_graphs else 0
     on_device = model.device.type == "cuda"
     return MemoryNeeds(
@@ -82,9 +81,9 @@ def weight_bytes(model: Moondream) -> int:
 
 
 def smallest_num_pages(model: MoondreamConfig, page_size: int) -> int:
-    """Pages without which some skill could never run: an image, its prompt with one word, and one token of answer.
+    """The fewest pages with which every skill can run: for an image, a prompt with one word, and one sampled token.
 
-    A smaller cache would refuse every such request. The scheduler asks for no more to start one on an idle engine.
+    With a smaller cache some skill could never run. The scheduler requires no more pages on an idle engine.
     """
     templates = model.tokenizer.templates
     lengths = (
@@ -101,7 +100,7 @@ def cache_dtype(model: Moondream, config: EngineConfig) -> torch.dtype:
 
 
 def new_cache(model: Moondream, config: EngineConfig, num_pages: int) -> KVCache:
-    """A cache on the model's device. Raises `CheckpointError` where there is no memory for it."""
+    """A cache on the model's device. Raises `CheckpointError` if there is no memory for it."""
     dtype = cache_dtype(model, config)
     try:
         return KVCache(model.config.text, num_pages, config.page_size, model.device, dtype)
@@ -118,7 +117,7 @@ def _device_image_bytes(model: Moondream, bounds: StepBounds) -> int:
     vision, text = model.config.vision, model.config.text
     num_tiles = 1 + vision.max_crops
     tile_bytes = num_tiles * vision.crop_size**2 * vision.in_channels
-    # Features wait for the other tiles of their image only while a batch of images is being encoded.
+    # Features are kept only while a batch of images is being encoded, until all tiles of their image are.
     num_feature_tiles = max(bounds.max_tiles, num_tiles) + num_tiles
     feature_bytes = num_feature_tiles * vision.num_image_tokens * vision.enc_dim * model.dtype.itemsize
     embedding_bytes = vision.num_image_tokens * text.dim * model.dtype.itemsize

@@ -1,4 +1,4 @@
-"""One Moondream: text, vision and region parts, and the tokens that carry values. No pages, no batches."""
+"""The whole model: text, vision and region parts, and tokens with values. Knows no pages and no batches."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Moondream(nn.Module):
     def from_state(
         cls, config: MoondreamConfig, state: dict[str, Tensor], device: torch.device, dtype: torch.dtype
     ) -> Moondream:
-        """Take a checked state; float8 experts and their scales keep their types, all else becomes `dtype`.
+        """Load a checked state. Float8 experts and their scales keep their types, all other weights become `dtype`.
 
-        `state` is emptied on the way, so that source and copy never stand in memory whole together.
+        Entries of `state` are removed one by one, so that source and copy are never in memory completely.
         """
         fp8_experts = any(tensor.dtype == torch.float8_e4m3fn for tensor in state.values())
         with torch.device("meta"):
@@ -53,7 +53,7 @@ class Moondream(nn.Module):
         return self.text.wte.device
 
     def embed(self, tokens: Sequence[Token]) -> Tensor:
-        """Tokens → embeddings [tokens, dim]; one that carries a value is embedded by that value."""
+        """Tokens → embeddings [tokens, dim]. A token with a value is embedded by its value."""
         counts = [len(token.value) for token in tokens]
         device = self.device
         return self.embed_sampled(
@@ -66,7 +66,7 @@ class Moondream(nn.Module):
     def embed_sampled(self, ids: Tensor, num_values: Tensor, values: Tensor, value_kinds: int) -> Tensor:
         """Embeddings [B, dim] of tokens on the device: ids and num_values int64 [B], values float32 [B, 2].
 
-        Tokens with n values are only looked for where bit n - 1 of `value_kinds` is set.
+        Tokens with n values are supported if bit n - 1 of `value_kinds` is set.
         """
         embeddings = self.text.wte[ids]
         if value_kinds & 1:

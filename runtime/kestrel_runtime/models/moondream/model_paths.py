@@ -1,7 +1,7 @@
-"""The model in the layouts that run: which path text and images take, chosen and built once.
+"""Builds the paths of text and images through the model, plain or fused, once.
 
 A fused path holds the weights in a layout of its own. An engine that owns its model frees the originals while they
-are converted, and sizes the key-value cache afterwards. Knows no pages and no requests.
+are converted, and the key-value cache is sized afterwards. Knows no pages and no requests.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PRECISIONS: dict[str, Literal["model", "float8"]] = {"fused": "model", "fused-f
 
 @dataclass(frozen=True, slots=True)
 class ModelPaths:
-    """How text and images go through one model on its device."""
+    """The paths of text and images through one model on its device."""
 
     text: TextPath
     vision: VisionModel | FusedVision
@@ -37,9 +37,9 @@ class ModelPaths:
     ) -> ModelPaths:
         """Build the selected paths, for decode steps of up to `max_batch_size` sequences.
 
-        With `frees_originals` no other paths can be built of `model` afterwards: weights of which a fused path has
-        a copy are freed, block by block. Embedding, final norm, head, region part and experts stay in `model`.
-        Raises `CheckpointError` where the model's dimensions do not fit the vision path.
+        With `frees_originals` the weights that a fused path has copied are freed block by block, and no other paths
+        can be built from `model` afterwards. Embedding, final norm, head, region part and experts stay in `model`.
+        Raises `CheckpointError` if the model's dimensions do not fit the vision path.
         """
         return cls(
             _text(model, paths, max_batch_size, frees_originals=frees_originals),
@@ -69,5 +69,5 @@ def _vision(model: Moondream, paths: ExecutionConfig, *, frees_originals: bool) 
     tiles = calibration_tiles(model.config.vision, model.device)
     try:
         return CalibratedVision(model.vision, paths.kernels, tiles, frees_originals=frees_originals)
-    except ValueError as error:  # dimensions that float8 products do not have
+    except ValueError as error:  # no float8 product supports these dimensions
         raise CheckpointError(f"vision path calibrated-float8: {error}") from error

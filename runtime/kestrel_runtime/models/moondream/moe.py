@@ -22,7 +22,7 @@ class MixtureOfExperts(nn.Module):
         self.fc2 = _Experts(config.num_experts, dim, config.expert_inner_dim, fp8=fp8)
 
     def forward(self, hidden: Tensor, operation: Callable[..., Tensor] = mixture_of_experts) -> Tensor:
-        """[T, dim] → [T, dim], by the definition or by another implementation of it."""
+        """[T, dim] → [T, dim], by the reference or another implementation."""
         return operation(
             hidden,
             self.router(hidden),
@@ -35,7 +35,7 @@ class MixtureOfExperts(nn.Module):
 
 
 class _Experts(nn.Module):
-    """A stack of weight matrices [experts, out, in], with a scale per expert and row where they are float8."""
+    """A stack of weight matrices [experts, out, in]; float8 ones have a scale per expert and row."""
 
     def __init__(self, num_experts: int, out_dim: int, in_dim: int, *, fp8: bool) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Which patches of an image's tiles are averaged into which row of the projector's input.
+"""Lists the patches of an image's tiles whose average is each row of the projector's input.
 
-Stitching the tiles and pooling the whole are averages over fixed patches, so a tiling's are listed once.
+Stitching the tiles and pooling the result average fixed patches, so they are listed once for each tiling.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ class PoolingPlan:
     """Averages in the order: patch 0 of the global tile, place 0 of the pooled whole, patch 1, place 1 …"""
 
     patches: Tensor
-    """[entries] int64: what is averaged, counted from the image's first tile."""
+    """[entries] int64: indices of patches, counted from the image's first tile."""
     starts: Tensor
-    """[2 * patches of a tile] int64: where each average begins in `patches`."""
+    """[2 * patches of a tile] int64: the first index in `patches` of each average."""
 
     @classmethod
     def of(cls, config: VisionConfig, rows: int, columns: int, device: torch.device) -> PoolingPlan:
-        """The plan of a tiling, equal to stitching and then an adaptive average pool to the size of a tile."""
+        """The plan of a tiling. It equals stitching followed by an adaptive average pool to the size of a tile."""
         side = config.grid_size
         stitched_rows, stitched_columns = _stitched(config, rows), _stitched(config, columns)
         averages: list[list[int]] = []
@@ -46,8 +46,8 @@ class PoolingPlan:
 
 
 def _stitched(config: VisionConfig, count: int) -> list[tuple[int, int]]:
-    # Along one axis: tile and place within it of every patch that stitching keeps. Each tile gives its middle, and
-    # its margin only at the rim.
+    # Along one axis: the tile, and the place within it, of every patch that stitching keeps. Each tile contributes
+    # its middle, and its margins only at the border of the image.
     margin, side = config.overlap_margin, config.grid_size
     return [
         (tile, place)

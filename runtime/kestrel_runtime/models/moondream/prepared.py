@@ -1,4 +1,4 @@
-"""A Moondream laid out to run under one configuration: its paths, memory needs and step runner."""
+"""A Moondream prepared to run with one configuration: its paths, memory needs and step runner."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class PreparedMoondream:
     """The family's `PreparedModel`."""
 
     def __init__(self, model: Moondream, config: EngineConfig, bounds: StepBounds, *, owns_model: bool) -> None:
-        """Raises `CheckpointError` where the model cannot run as `config` says."""
+        """Raises `CheckpointError` if the model cannot run with `config`."""
         self._model = model
         self._config = config
         self._bounds = bounds
         self._execution = ExecutionConfig.of(config, model.device.type, model)
         self._loaded_bytes = weight_bytes(model)
-        # Before the cache is sized, which takes a part of the memory that they leave.
+        # Paths are built before the cache is sized, which gets a part of the memory that they leave.
         self._paths = ModelPaths.of(
             model, self._execution, max_batch_size=bounds.max_batch_size, frees_originals=owns_model
         )
@@ -61,7 +61,7 @@ class PreparedMoondream:
         )
 
     def new_step_runner(self, num_pages: int, graph_bytes: int) -> StepRunner:
-        """With a cache of so many pages."""
+        """A step runner with a cache of `num_pages`."""
         return new_step_runner(
             self._model,
             new_cache(self._model, self._config, num_pages),

@@ -1,6 +1,6 @@
-"""What the published Moondreams leave unsaid: a configuration from tensor names and shapes, and defaults.
+"""Infers what configurations of published Moondreams omit, from names and shapes of tensors and from defaults.
 
-Knows shapes, no data and no files. Sources of the constants: the public reference (vikhyat/moondream) and the
+Knows shapes; knows no data and no files. Sources of the constants: the public reference (vikhyat/moondream) and the
 configuration of the published checkpoints.
 """
 
@@ -19,7 +19,7 @@ EXPERTS_PER_TOKEN = 8
 IN_CHANNELS = 3
 MAX_CROPS = 12
 OVERLAP_MARGIN = 4
-# Generation 2 and 3: how far positions go, and how fast they turn.
+# Generations 2 and 3: the longest context, and the base of the rotary frequencies.
 MAX_CONTEXT = {2: 2048, 3: 32_768}
 ROPE_THETA = {2: 10_000.0, 3: 1_500_000.0}
 
@@ -27,7 +27,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def infer_config(shapes: Shapes) -> dict[str, Any]:
-    """A `config.json` that fits canonical names and shapes. Raises `CheckpointError` where none does."""
+    """A `config.json` that fits canonical names and shapes. Raises `CheckpointError` if none does."""
     try:
         return {
             "text": _text(shapes),

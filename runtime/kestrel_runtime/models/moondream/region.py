@@ -1,4 +1,4 @@
-"""Coordinates and sizes in and out of the decoder.
+"""Embeds coordinates and sizes, and decodes them from hidden states.
 
 Source: the public reference's `region.py`. A coordinate is bin / bins; a size is a power of two from 2^-10 to 1.
 """
@@ -14,7 +14,7 @@ from kestrel_runtime.models.moondream.config import RegionConfig
 from kestrel_runtime.models.moondream.text import Mlp
 
 SIZE_OCTAVES = 10
-"""Sizes reach down to 2 ** -SIZE_OCTAVES of the image."""
+"""The smallest size is 2 ** -SIZE_OCTAVES of the image."""
 
 
 class RegionModel(nn.Module):
@@ -54,7 +54,7 @@ class RegionModel(nn.Module):
     @staticmethod
     def sizes(bins: Tensor, num_bins: int) -> Tensor:
         """Bins int64 → float32 from 2^-10 to 1."""
-        # In double: vectorised float32 powers differ in their last bit between elements.
+        # In float64, since vectorised float32 powers differ between elements in their last bit.
         return torch.exp2(bins.double() / (num_bins - 1) * SIZE_OCTAVES - SIZE_OCTAVES).float()
 
     def _normed(self, hidden: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A step runner for a Moondream that is loaded."""
+"""Builds the step runner of a loaded Moondream."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def new_step_runner(
     *,
     graph_bytes: int = _DEFAULT_GRAPH_BYTES,
 ) -> StepRunner:
-    """`model_paths`, built by `paths` for the model, where they were built before the cache.
+    """`model_paths`: the paths of the model, if they are built already.
 
-    `graph_bytes` of the device's memory are for captured graphs and the pools that they compute in.
+    Captured graphs and their pools may take `graph_bytes` of device memory.
     """
     if model_paths is None:
         model_paths = ModelPaths.of(model, paths, max_batch_size=bounds.max_batch_size)

@@ -1,4 +1,4 @@
-"""Samples the tokens of a Moondream: ids by the language head, values of places and sizes by the region heads."""
+"""Samples the tokens of a Moondream: ids from the language head, coordinates and sizes from the region heads."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from kestrel_runtime.models.moondream.model import Moondream
 VALUES_PER_TOKEN = 2
 """A coordinate has one value, a size has width and height."""
 COORDINATE, SIZE = 1, 2
-"""Tokens with values, by how many they have."""
+"""Kinds of tokens with values, by their number of values."""
 COORDINATES_BIT, SIZES_BIT = 1 << (COORDINATE - 1), 1 << (SIZE - 1)
 
 
 def value_kinds(grammar: Grammar, ids: TokenizerConfig) -> int:
-    """Which tokens with values may be sampled under a grammar, as `SampleNeeds` has them."""
+    """The kinds of tokens with values that a grammar allows, as bits for `SampleNeeds`."""
     kinds = 0
     for bit, token_id in ((COORDINATES_BIT, ids.coord_id), (SIZES_BIT, ids.size_id)):
         if any(rule.is_spatial and rule.lets_pass(token_id) for rule in grammar.rules):
@@ -48,7 +48,7 @@ class MoondreamSampler:
         self._uniform = uniform
 
     def sample(self, hidden: Tensor, rows: Tensor, needs: SampleNeeds) -> Tensor:
-        """Sample a token for each row and write it there.
+        """Sample a token for each row and write it to the row's request state.
 
         hidden: [B, dim] after each row's last token, before the final LayerNorm; rows: [B] int64. Returns float32
         [B, 4]: id, number of values and the values.

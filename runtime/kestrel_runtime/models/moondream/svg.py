@@ -1,21 +1,21 @@
-"""Path words as the model writes them → SVG path text over the unit square."""
+"""Converts the path words that the model generates to SVG path text over the unit square."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
 UNITS_PER_SIDE = 960
-"""Integers from 0 to this run over one side of the box."""
+"""The integer that stands for the full side of the box."""
 
 _NUM_ARGUMENTS = {"M": 2, "L": 2, "H": 1, "V": 1, "C": 6, "S": 4, "Q": 4, "T": 2, "A": 7, "Z": 0}
-_ARC_UNSCALED = {2, 3, 4}  # an arc's rotation and its two flags are not lengths
+_ARC_UNSCALED = {2, 3, 4}  # the rotation and the two flags of an arc are not lengths
 
 
 def svg_path(words: Sequence[str]) -> str:
     """Join command letters and integers ("-" negates the next) into a path scaled to [0, 1].
 
-    Reading stops at the first word that is neither, at a first command that is no move, and at an arc whose
-    flags are not 0 or 1; an incomplete last group of arguments is dropped. So what is returned always parses.
+    Parsing stops at the first word that is neither, at a first command that is no move, and at an arc whose flags
+    are not 0 or 1. An incomplete last group of arguments is dropped. So the result is always valid.
     """
     parts: list[str] = []
     command = ""
@@ -36,7 +36,7 @@ def svg_path(words: Sequence[str]) -> str:
             if len(arguments) == _NUM_ARGUMENTS[command.upper()]:
                 if command in "Aa" and not {0, 1}.issuperset(arguments[3:5]):
                     break
-                # A repeated group goes without its letter: after M it draws lines, as in SVG.
+                # A repeated group has no letter. After M it draws lines, as in SVG.
                 parts += [command] * is_first_group
                 parts += _scaled(command, arguments)
                 arguments, is_first_group = [], False

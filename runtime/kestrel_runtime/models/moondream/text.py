@@ -1,6 +1,6 @@
 """The decoder: parallel attention and MLP blocks over packed tokens.
 
-Knows nothing about pages or batches; how tokens attend is handed in. Sources: the public reference's `text.py`
+Knows nothing about pages or batches: the caller passes the attention. Sources: the public reference's `text.py`
 for Moondream 2 and the published Moondream 3 `text.py` for tau attention.
 """
 
@@ -106,7 +106,7 @@ class _Attention(nn.Module):
 
 
 class Tau(nn.Module):
-    """Scales queries and values by what the token is and where it stands."""
+    """Scales queries and values, depending on the token and its position."""
 
     def __init__(self, config: TextConfig) -> None:
         super().__init__()

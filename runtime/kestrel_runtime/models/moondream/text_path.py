@@ -1,4 +1,4 @@
-"""The ways through the decoder: plain, as the model defines it, and fused. Each writes the cache."""
+"""The two paths through the decoder: plain, as the model defines it, and fused. Both write the cache."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 class TextPath(Protocol):
-    """What the runner asks of the decoder. Hidden states are the last block's, before the final LayerNorm."""
+    """Interface of the decoder. Hidden states are those of the last block, before the final LayerNorm."""
 
     def prefill(self, embeddings: Tensor, plan: PackedChunks, rows: Tensor, cache: KVCache) -> Tensor:
         """Packed tokens [T, dim] → hidden states of `rows` [n] int64: [n, dim]."""
@@ -44,7 +44,7 @@ class PlainText:
 
 
 class FusedText:
-    """The decoder on fused operations. `decode` never waits for the host, so that it may be recorded."""
+    """The decoder on fused operations. `decode` does not synchronise, so it can be captured."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class FusedText:
         frees_originals: bool = False,
     ) -> None:
         """With `frees_originals` the matrices of `text.blocks` are freed block by block, so that only one copy of
-        them stays in memory; `text` keeps its embedding and its head."""
+        them is in memory. `text` keeps its embedding and its head."""
         blocks = fused_blocks(text, precision, frees_originals=frees_originals)
         matrices = [matrix for block in blocks for matrix in (block.up, block.down)]
         if precision == "float8" and (num_kept := sum(matrix.scale is None for matrix in matrices)):
@@ -74,5 +74,5 @@ class FusedText:
         return self._prefill.forward(embeddings, plan, cache, rows)
 
     def decode(self, embeddings: Tensor, positions: Tensor, page_table: Tensor, cache: KVCache) -> Tensor:
-        """A negative position is padding: nothing is written, and its hidden state is of no use."""
+        """A negative position is padding: nothing is written, and its hidden state is undefined."""
         return self._decoder.forward(embeddings, positions, page_table, cache, self._workspace)

@@ -19,7 +19,7 @@ from kestrel_runtime.imaging.tiles import DecodedImage, Tiles
 from kestrel_runtime.models.moondream.config import VisionConfig
 
 _MAX_KEPT_AXES = 256
-"""Resize weights of so many pairs of lengths stay on the device: mostly below 50 kB each, at most 400 kB."""
+"""The number of pairs of lengths whose resize weights stay on the device. Most take less than 50 kB, none 400."""
 
 
 class MoondreamTiling:
@@ -28,7 +28,7 @@ class MoondreamTiling:
     def __init__(self, vision: VisionConfig) -> None:
         self.tile_px = vision.crop_size
         self.margins_px = 2 * vision.overlap_margin * vision.enc_patch_size
-        """Both margins of a tile together, which it shares with its neighbours."""
+        """The width of both margins of a tile together, which overlap with neighbouring tiles."""
         self.stride_px = self.tile_px - self.margins_px
         self._max_grid_tiles = vision.max_crops
 
@@ -50,20 +50,20 @@ class MoondreamTiling:
             return 1, 1
         rows, columns = math.ceil(height / window), math.ceil(width / window)
         if rows * columns > max_tiles:
-            # Too large to tile at full resolution: shrink, keeping the shape.
+            # Too large to tile at full resolution: reduce the image and keep the aspect ratio.
             shrink = math.sqrt(max_tiles / (rows * columns))
             rows, columns = max(1, math.floor(rows * shrink)), max(1, math.floor(columns * shrink))
         else:
-            # More tiles are allowed: as many of the image's own shape as fit.
+            # More tiles are allowed: as many as fit with the aspect ratio of the image.
             rows = max(rows, math.floor(math.sqrt(max_tiles * height / width)))
             columns = max(columns, math.floor(math.sqrt(max_tiles * width / height)))
-        # Neither case bounds the longer side of a long thin image by itself.
+        # Neither case limits the longer side of a long narrow image.
         if columns > rows:
             return rows, min(columns, max_tiles // rows)
         return min(rows, max_tiles // columns), columns
 
     def canvas_px(self, num_tiles: int) -> int:
-        """The side of `num_tiles` overlapping tiles in a line."""
+        """The length in pixels of `num_tiles` overlapping tiles in a row."""
         return num_tiles * self.stride_px + self.margins_px
 
     def make_tiles(self, image: Image.Image) -> Tiles:
@@ -86,7 +86,7 @@ class Tiler:
     def __init__(
         self, tiling: MoondreamTiling, device: torch.device, resample: Callable[[Tensor, Tensor, int], Tensor]
     ) -> None:
-        """resample: an implementation of the operation of that name."""
+        """resample: an implementation of the operation `resample`."""
         self._tiling = tiling
         self._device = device
         self._resample = resample
@@ -111,7 +111,7 @@ class Tiler:
         return tiles
 
     def _resize(self, pixels: Tensor, height: int, width: int) -> Tensor:
-        # Each axis is a weighted sum over few source places; its weights depend on the two lengths only.
+        # Along each axis a pixel is a weighted sum of few source pixels. Its weights depend on the lengths only.
         rows, columns = LanczosAxis(pixels.shape[0], height), LanczosAxis(pixels.shape[1], width)
         passes = [(columns, 1), (rows, 0)]
         for axis, dim in reversed(passes) if shrinks_rows_first(rows, columns) else passes:
@@ -120,7 +120,7 @@ class Tiler:
         return pixels
 
     def _upload(self, array: np.ndarray, dtype: torch.dtype) -> Tensor:
-        # Only a copy from pinned memory leaves the host free.
+        # Only copies from pinned memory are asynchronous.
         staged = torch.empty(array.shape, dtype=dtype, pin_memory=self._device.type == "cuda")
         np.copyto(staged.numpy(), array)
         return staged.to(self._device, non_blocking=True)

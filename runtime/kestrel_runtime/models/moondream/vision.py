@@ -1,4 +1,4 @@
-"""The vision side: tiles to features, features of all tiles to one grid, grid to decoder embeddings.
+"""The vision encoder: tiles to features, features of all tiles to one grid, grid to decoder embeddings.
 
 Source: the public reference's `vision.py` and `image_crops.py`.
 """
@@ -59,7 +59,7 @@ class VisionModel(nn.Module):
         )
 
     def _stitch(self, grids: Tensor, rows: int, columns: int) -> Tensor:
-        # Neighbouring tiles overlap by two margins: each gives its middle, and its margin only at the rim.
+        # Neighbouring tiles overlap by two margins. Each contributes its middle, and its margins at the border.
         margin, side = self.config.overlap_margin, self.config.grid_size
 
         def kept(index: int, count: int) -> slice:

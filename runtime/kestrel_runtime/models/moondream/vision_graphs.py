@@ -1,4 +1,4 @@
-"""The encoding of tiles as CUDA graphs, one for each number of them."""
+"""Encodes tiles by CUDA graphs, one for each number of tiles."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kestrel_runtime.execution.graph_capture import StreamCapture
 
 
 class EncodeGraphs:
-    """Runs `encode` by a graph where there is one for so many tiles. One image's numbers are the usual ones."""
+    """Runs `encode` by a graph if there is one for the number of tiles. Usual numbers are those of one image."""
 
     def __init__(
         self,
@@ -31,12 +31,12 @@ class EncodeGraphs:
         self._max_tiles = max(max_tiles, max_tiles_of_image)
         self._max_tiles_of_image = max_tiles_of_image
         self.captured = CapturedGraphs("encodings", stream_capture, budget)
-        # Where all graphs read and write, one at a time.
+        # Input and output buffers, which all graphs share.
         self._tiles = torch.zeros(self._max_tiles, *tile_shape, dtype=torch.uint8, device=device)
         self._features: Tensor | None = None
 
     def __call__(self, tiles: Tensor) -> Tensor:
-        """What `encode` returns for `tiles`."""
+        """The result of `encode` for `tiles`."""
         count = len(tiles)
         if count > self._max_tiles:
             return self._encode(tiles)
@@ -44,12 +44,12 @@ class EncodeGraphs:
         return self.captured.run(count, partial(self._stored, count)).clone()
 
     def usual(self) -> Works:
-        """The numbers of tiles that one image can have, the largest first."""
+        """The numbers of tiles that one image can have, in descending order."""
         for count in range(self._max_tiles_of_image, 0, -1):
             yield count, partial(self._stored, count)
 
     def _stored(self, count: int) -> Tensor:
         features = self._encode(self._tiles[:count])
-        if self._features is None:  # made where the work is first run, which is before any capture
+        if self._features is None:  # allocated by the first run, before any capture
             self._features = features.new_empty(self._max_tiles, *features.shape[1:])
         return self._features[:count].copy_(features)

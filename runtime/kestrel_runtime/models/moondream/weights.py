@@ -1,7 +1,7 @@
-"""Reads a Moondream's tensors under one set of names, however its files spell them, and checks them all.
+"""Reads the tensors of a Moondream under canonical names, from either layout of names, and checks them.
 
-Knows names, shapes and types; knows no modules and does no arithmetic. Tensors stay mapped from their files
-until somebody reads them, in the type that they are stored in: fp8 experts keep their bytes and their scales.
+Knows names, shapes and types; knows no modules and does no arithmetic. Tensors are mapped from their files until
+they are used, in their stored type: float8 experts keep their bytes and their scales.
 
 Canonical names are those of the hub layout without its leading `model.`; the training layout
 (`text_model.*`, `vision_encoder.*`, `region_model.*`) is renamed to them.
@@ -76,9 +76,9 @@ _IGNORED = re.compile(r".*\.kv_quantizer\.[kv]_scale")
 
 
 def load_moondream_state(checkpoint: Checkpoint) -> tuple[MoondreamConfig, dict[str, Tensor]]:
-    """The configuration and all tensors of `checkpoint`, canonical names, checked against each other.
+    """The configuration and all tensors of `checkpoint` by canonical name, checked against each other.
 
-    Dimensions that `config.json` does not give follow from the tensors. Raises `CheckpointError`.
+    Dimensions that `config.json` omits are inferred from the tensors. Raises `CheckpointError`.
     """
     tensors = read_tensors(checkpoint.weight_files)
     try:
@@ -114,7 +114,7 @@ def read_tensors(files: Iterable[Path]) -> dict[str, Tensor]:
 
 
 def expected_tensors(config: MoondreamConfig, *, fp8_experts: bool) -> dict[str, tuple[int, ...]]:
-    """Every tensor that a model of these dimensions has, and its shape."""
+    """The shapes of all tensors of a model of these dimensions, by name."""
     shapes: dict[str, tuple[int, ...]] = {}
     for section in (_text_tensors(config, fp8_experts), _vision_tensors(config), _region_tensors(config)):
         shapes.update(section)
@@ -122,7 +122,7 @@ def expected_tensors(config: MoondreamConfig, *, fp8_experts: bool) -> dict[str,
 
 
 def check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise one `CheckpointError` that names all that is missing, extra, misshapen or of an unserved type."""
+    """Raise one `CheckpointError` that names all missing and extra tensors, wrong shapes and unsupported types."""
     problems = [f"missing {name} {list(shape)}" for name, shape in expected.items() if name not in tensors]
     problems += [f"unexpected {name}" for name in tensors if name not in expected]
     fp8_names = {name.removesuffix("scale") + "weight" for name in expected if name.endswith(".scale")}
@@ -180,7 +180,7 @@ def _canonical_name(name: str) -> str:
         match = pattern.fullmatch(name)
         if match:
             return match.expand(replacement)
-    return name  # left as it is, to be named as unexpected
+    return name  # kept, so that it is reported as unexpected
 
 
 def _config_data(config: Mapping[str, Any] | None, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -196,12 +196,12 @@ def _config_data(config: Mapping[str, Any] | None, tensors: Mapping[str, Tensor]
         return given
     inferred = infer_config({name: tuple(tensor.shape) for name, tensor in tensors.items()})
     _log.info("dimensions follow from the tensors where config.json gives none")
-    # What config.json says wins, field by field.
+    # Each field of config.json takes precedence.
     return {section: {**values, **given.get(section, {})} for section, values in inferred.items()}
 
 
 def _with_unit_axes(tensor: Tensor, shape: Sequence[int] | None) -> Tensor:
-    """`tensor` in `shape` where the two differ in axes of length 1 only, as the layouts do; else as it is."""
+    """`tensor` in `shape` if they differ only in axes of length 1, as the layouts do; else unchanged."""
     if shape is None or [n for n in tensor.shape if n != 1] != [n for n in shape if n != 1]:
         return tensor
     return tensor.reshape(tuple(shape))

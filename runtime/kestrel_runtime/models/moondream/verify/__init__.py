@@ -1,5 +1,5 @@
-"""Moondream's part of `kestrel-grpc verify`: tensors are compared with those of a reference, within derived bounds.
+"""Moondream's part of `kestrel-grpc verify`: compares tensors with those of a reference, within derived bounds.
 
-Takes single prompts through the model by hand to look at tensors on the way. Nothing that serves requests imports
-this package. How tolerances are derived stands in docs/numerics.md.
+Runs single prompts through the model to read intermediate tensors. No module that serves requests imports this
+package. docs/numerics.md describes how tolerances are derived.
 """

@@ -1,4 +1,4 @@
-"""How far a path's tensors may be from exact ones: some float32 runs that round at random, for each prompt."""
+"""Estimates the rounding errors of a path's tensors from float32 runs with random rounding, for each prompt."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kestrel_runtime.models.verification import Prepare
 
 @dataclass(frozen=True, slots=True)
 class PromptErrors:
-    """What rounding may do to one prompt."""
+    """The expected rounding errors of one prompt."""
 
     tensors: Mapping[str, ExpectedError]
     routing: Routing
@@ -30,7 +30,7 @@ class PromptErrors:
 def expected_errors(
     config: EngineConfig, formats: Formats, requests: Sequence[Request], prepare: Prepare
 ) -> list[PromptErrors]:
-    """Run each request exactly and then with random rounding, by the plain path in float32 on `config.device`."""
+    """Run each request exactly and then with random rounding, on the plain path in float32 on `config.device`."""
     config = plain_float32(config)
     model = LoadedModel.load(config).model
     routings = [Routing() for _ in requests]

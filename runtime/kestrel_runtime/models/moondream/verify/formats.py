@@ -1,4 +1,4 @@
-"""Which numbers a configuration rounds to which type. Computes nothing."""
+"""Lists the types to which a configuration rounds its numbers. Computes nothing."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _NAMES = {FLOAT8: "float8"}
 
 @dataclass(frozen=True, slots=True)
 class Formats:
-    """The types that a path computes with."""
+    """The types in which a path stores its numbers."""
 
     model: torch.dtype
-    """Of results, activations between products, the residual stream, and all weights that are not named below."""
+    """Of results, activations between products, the residual stream, and all weights not listed below."""
     text: torch.dtype
-    """Of the operands of the decoder blocks' products, where their sizes allow it; experts apart."""
+    """Of the operands of the decoder blocks' products, if their sizes allow it, except experts."""
     experts: torch.dtype
-    """Of the activations that experts multiply."""
+    """Of the input activations of experts' products."""
     vision: torch.dtype
-    """Of the operands of the encoder's and the projector's products, where their sizes allow it."""
+    """Of the operands of the encoder's and the projector's products, if their sizes allow it."""
     cache: torch.dtype
     """Of cached keys and values."""
 
@@ -35,7 +35,7 @@ class Formats:
         def operands(setting: str) -> torch.dtype:
             return FLOAT8 if setting.endswith("float8") else model.dtype
 
-        # Fused paths on a GPU multiply float8 experts with activations that are rounded to float8 too.
+        # On fused paths on a GPU the inputs of float8 experts are rounded to float8, too.
         has_float8_experts = any(parameter.dtype == FLOAT8 for parameter in model.text.parameters())
         rounds_for_experts = has_float8_experts and config.text_path != "plain" and model.device.type == "cuda"
         return cls(
@@ -48,11 +48,11 @@ class Formats:
 
     @property
     def shortest(self) -> torch.dtype:
-        """The one with the largest rounding errors."""
+        """The type with the largest rounding errors."""
         types = (self.model, self.text, self.experts, self.vision, self.cache)
         return max(types, key=lambda dtype: torch.finfo(dtype).eps)
 
     @property
     def name(self) -> str:
-        """The shortest type's, as flags spell it."""
+        """The name of the shortest type, as in flags."""
         return _NAMES.get(self.shortest, str(self.shortest).removeprefix("torch."))

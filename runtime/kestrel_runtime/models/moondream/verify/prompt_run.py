@@ -1,6 +1,6 @@
-"""One request at a time taken through a model by hand, token by token, to look at what each step leaves.
+"""Runs one request at a time through a model, token by token, and reads tensors after each step.
 
-Does without the engine's thread and scheduler, so that tensors can be read between two steps.
+Uses neither the engine thread nor the scheduler, so that tensors can be read between two steps.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kestrel_runtime.scheduling.sequence import Sequence
 
 
 def plain_float32(config: EngineConfig) -> EngineConfig:
-    """The same model and device by the plain path in float32, which defines what is right."""
+    """The same model and device on the plain path in float32, which defines the correct results."""
     return replace(
         config,
         dtype="float32",
@@ -40,12 +40,12 @@ def plain_float32(config: EngineConfig) -> EngineConfig:
 
 
 def pages_of_context(model: Moondream, config: EngineConfig) -> int:
-    """How many pages of a cache hold the longest sequence."""
+    """The number of pages of the longest sequence."""
     return -(-model.config.text.max_context // config.page_size)
 
 
 _NUM_RUNS_WITH_GRAPHS = 3
-"""Of each step, of which the last counts: as it is, by a new captured graph, and by a replay."""
+"""How often each step runs: directly, by a newly captured graph, and by a replay, whose result counts."""
 
 
 class PromptRun:
@@ -54,7 +54,7 @@ class PromptRun:
     def __init__(
         self, model: Moondream, config: EngineConfig, prepare: Prepare, cache: KVCache | None = None
     ) -> None:
-        """With `cache`, of `pages_of_context` pages, in the place of one that `config` describes."""
+        """`cache` has `pages_of_context` pages and replaces the cache that `config` describes."""
         self.model = model
         self._prepare = prepare
         self.cache = new_cache(model, config, pages_of_context(model, config)) if cache is None else cache
@@ -67,7 +67,7 @@ class PromptRun:
 
     @property
     def sequence(self) -> Sequence:
-        """The request that was begun last."""
+        """The request of the last `begin`."""
         assert self._sequence is not None, "begin a request first"
         return self._sequence
 
@@ -84,24 +84,24 @@ class PromptRun:
         return self._runner.image_embeddings(self.sequence)
 
     def prefill(self) -> Token:
-        """Put the prompt into the cache, whole; returns the token that is drawn after it."""
-        token = self._drawn_by(self._whole())
+        """Prefill the whole prompt in one chunk; returns the token sampled after it."""
+        token = self._sampled_by(self._whole())
         self.sequence.num_cached = self.sequence.length
         return token
 
     def decode(self, token: Token) -> Token:
-        """Have `token` be what was drawn last, whatever was, and put it into the cache; returns the next one."""
+        """Replace the last sampled token by `token` and decode it; returns the next token."""
         sequence = self.sequence
         self._append(token)
-        # A sequence that begins its prompt has its last token written where the next step looks for it. What that
-        # puts into the cache once more is what was there.
+        # A sequence that starts its prompt writes its last token where the next step reads it. This writes the same
+        # keys and values to the cache once more.
         prefix = Batch.of_prefill(prefill=[Chunk(sequence, 0, max(sequence.prefix_length, 1), is_first=True)])
-        drawn = self._drawn_by(prefix, Batch.of_decode([sequence]))
+        sampled = self._sampled_by(prefix, Batch.of_decode([sequence]))
         sequence.num_cached += 1
-        return drawn
+        return sampled
 
     def hidden_after(self, tokens: Iterable[Token]) -> Tensor:
-        """Put the prompt and `tokens` after it into the cache, whole: what the next is drawn from, [1, dim]."""
+        """Prefill the prompt and `tokens` after it in one chunk: the hidden state for the next token, [1, dim]."""
         for token in tokens:
             self._append(token)
         hidden = [self._runner.last_hidden(self._whole()) for _ in range(self._num_runs)][-1]
@@ -110,7 +110,7 @@ class PromptRun:
 
     @torch.inference_mode()
     def decoded_hidden(self) -> Tensor:
-        """Decode the last token once more over what the cache holds before it: its hidden state, [1, dim].
+        """Decode the last token once more with the cached positions before it: its hidden state, [1, dim].
 
         Without a captured graph, and before the final LayerNorm.
         """
@@ -129,10 +129,10 @@ class PromptRun:
         keys, values = (self._rows(stored, scale) for stored, scale in both)
         return keys, values
 
-    def _drawn_by(self, *steps: Batch) -> Token:
-        """Run steps, again where that takes other paths; returns what the last one draws."""
-        drawn = [self._runner.run(step) for _ in range(self._num_runs) for step in steps]
-        (token,) = drawn[-1]
+    def _sampled_by(self, *steps: Batch) -> Token:
+        """Run the step as often as configured; returns the token that the last run samples."""
+        sampled = [self._runner.run(step) for _ in range(self._num_runs) for step in steps]
+        (token,) = sampled[-1]
         return token
 
     def _append(self, token: Token) -> None:
@@ -146,7 +146,7 @@ class PromptRun:
 
     @torch.inference_mode()
     def _rows(self, stored: Tensor, scale: Tensor | None) -> Tensor:
-        # Of float8, torch can read whole tensors only.
+        # torch cannot index float8 tensors on all devices.
         raw = stored.view(torch.uint8) if stored.dtype.itemsize == 1 else stored
         rows = (
             raw[self.sequence.pages]

@@ -1,4 +1,4 @@
-"""The tensors of one prompt that reference fixtures hold, as a path computes them."""
+"""Computes the tensors of one prompt that reference fixtures contain."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ EMBEDDINGS = "image_embeddings_every_9th"
 LOGITS = "query_prompt_logits"
 HIDDEN = "query_prompt_last_hidden"
 DECODED_HIDDEN = "query_prompt_last_hidden by a decode step"
-"""Equal to `HIDDEN` in exact arithmetic; fixtures hold it once."""
+"""Equal to `HIDDEN` in exact arithmetic. Fixtures contain only one of the two."""
 _EVERY = 9
 _NUM_ENDS = 8
 
 
 @torch.inference_mode()
 def prompt_tensors(run: PromptRun, request: Request) -> dict[str, Tensor]:
-    """Take a prompt with an image through `run`; its tensors by name, in float32 on the CPU.
+    """Run a prompt with an image through `run`; its tensors by name, in float32 on the CPU.
 
-    The prompt is prefilled in one chunk, then its last token is decoded over what the cache holds of it.
+    The prompt is prefilled in one chunk, then its last token is decoded with the cached positions before it.
     """
     run.begin(request)
     hidden = run.hidden_after(())

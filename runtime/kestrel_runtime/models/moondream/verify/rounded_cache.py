@@ -1,9 +1,9 @@
-"""A float32 cache that holds only what a shorter type can hold, on a grid that is shifted at random.
+"""A float32 cache that rounds to the grid of a shorter type, which is scaled at random for each channel.
 
-Rounding errors of a cache are not independent: positions whose keys or values are nearly equal, as those of a
-plain background, are rounded alike, and attention does not average that away. Independent noise would miss it. So
-numbers are really rounded here, each channel at a random scale: equal numbers have equal errors, and the errors of
-channels and of simulations are independent.
+Rounding errors of a cache are not independent: positions with nearly equal keys or values, such as those of a plain
+background, have nearly equal errors, which attention does not average out. Independent noise would not show this.
+So numbers are rounded, each channel at a random scale: equal numbers have equal errors, and errors of different
+channels and simulations are independent.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from kestrel_runtime.models.moondream.config import TextConfig
 
 
 class RoundedCache(KVCache):
-    """For plain paths. Chunks attend to their own keys and values as they are, decoded tokens to rounded ones,
-    as a path with a cache of `rounded_to` does."""
+    """For plain paths. As on a path with a cache of type `rounded_to`, chunks attend to their own keys and values
+    unrounded, and decoded tokens attend to rounded ones."""
 
     def __init__(
         self, config: TextConfig, num_pages: int, page_size: int, rounded_to: torch.dtype, chance: torch.Generator
     ) -> None:
         super().__init__(config, num_pages, page_size, chance.device, torch.float32)
         self._rounded_to = rounded_to
-        # Of keys and of values. A factor of 2 moves all numbers by one exponent, and so a grid onto itself.
+        # Scales of keys and of values. A factor of 2 maps the grid to itself, so scales from 1 to 2 are enough.
         shape = (2, config.n_layers, config.n_kv_heads, config.head_dim)
         self._grids = torch.exp2(torch.rand(shape, device=chance.device, generator=chance) - 0.5)
 
     def rounded(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """What the cache keeps of both [T, key/value heads, head dimension] float32."""
+        """Keys and values as the cache stores them, [T, key/value heads, head dimension] float32."""
         keys, values = self._grids[:, layer]
         return (
             rounded_to_grid(key / keys, self._rounded_to) * keys,
@@ -41,11 +41,11 @@ class RoundedCache(KVCache):
         )
 
     def prefill(self, plan: PackedChunks) -> PrefillAttention:
-        """As the base class says; what is kept is rounded."""
+        """As in the base class; stored keys and values are rounded."""
         return _RoundedPrefill(self, plan)
 
     def decode(self, positions: Tensor, page_table: Tensor) -> DecodeAttention:
-        """As the base class says; what is kept is rounded before it is read."""
+        """As in the base class; stored keys and values are rounded before they are read."""
         return _RoundedDecode(self, positions, page_table)
 
 
@@ -72,9 +72,9 @@ class _RoundedDecode(DecodeAttention):
 
 
 def rounded_to_grid(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """float32 values, each the nearest that `dtype` has, if its exponents had no upper end.
+    """float32 values rounded to the nearest values of `dtype`, as if its exponents had no upper limit.
 
-    Numbers beyond the largest of `dtype` are not cut off: that would be no rounding, so that it is to be found.
+    Numbers beyond the largest of `dtype` are not clipped: clipping is a fault, which tolerances must not cover.
     """
     info = torch.finfo(dtype)
     _, exponents = torch.frexp(values)  # |value| < 2 ** exponent

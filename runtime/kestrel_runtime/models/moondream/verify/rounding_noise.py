@@ -1,8 +1,8 @@
-"""A float32 model that rounds at random: every rounding of a path becomes noise of the same relative size.
+"""A float32 model with random rounding: noise of the same relative size replaces every rounding of a path.
 
-What comes out differs from the exact result as a correct implementation of that path does, by the format's unit
-roundoff carried through the very layers, widths and values of the model. The plain modules compute it, whatever
-path is verified, so that a fault in a fast path does not widen its own tolerance.
+Its results differ from the exact ones as much as those of a correct implementation of the path: by the unit
+roundoff of the format, carried through the layers of this model. The plain modules compute it for every path, so
+that a fault in a fast path does not widen the tolerance of that path.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from kestrel_runtime.models.moondream.verify.rounded_cache import RoundedCache
 from kestrel_runtime.models.moondream.verify.tolerances import rounding_deviation
 
 _ROUNDINGS_BETWEEN_PRODUCTS = 4
-"""Of activations, in the model's type, at most: a product's result with its bias, what is scaled or rotated, what
-is attended, activated or normalised, and what the next product reads."""
+"""The most roundings of activations to the model's type between products: the result of a product with its bias,
+the scaled or rotated value, the result of attention, activation or norm, and the input of the next product."""
 _ROUNDINGS_IN_EXPERTS = 2 * _ROUNDINGS_BETWEEN_PRODUCTS + 2
-"""In the model's type: activations around both of an expert's products, its weights, and the sum over experts."""
+"""Roundings to the model's type around both products of an expert, of its weights, and of the sum over experts."""
 _PRODUCTS_OF_EXPERT = 2
 _ADDITIONS_IN_BLOCK = 2
 
@@ -42,7 +42,7 @@ class RoundingNoise:
     def perturbed(self, model: Moondream) -> Moondream:
         """A copy of a float32 model with rounded weights whose activations are rounded as it runs.
 
-        A single row is a decode step, which takes activations in the model's type or a wider one.
+        A single row is a decode step, whose activations are in the model's type or a wider one.
         """
         copied, formats = copy.deepcopy(model), self._formats
         short = self._float8_layers(model)
@@ -63,7 +63,7 @@ class RoundingNoise:
         return RoundedCache(config, num_pages, page_size, self._formats.cache, self._chance)
 
     def _float8_layers(self, model: Moondream) -> set[str]:
-        """The linear layers whose products are in float8 on the paths that round to it."""
+        """The linear layers whose products are in float8 on paths that use float8."""
         names: set[str] = set()
         if self._formats.text == FLOAT8:
             for layer, block in enumerate(fused_blocks(model.text, "float8")):
@@ -81,7 +81,7 @@ class RoundingNoise:
         if name.startswith("text.blocks."):
             decoding = self._formats.model
             if is_float8 and int(name.split(".")[2]) < NUM_WIDE_BLOCKS:
-                # The weights that decode steps take count as their activations' rounding.
+                # Rounding of the weights of decode steps counts as rounding of their activations.
                 weights, prompts, decoding = self._formats.model, self._formats.model, FLOAT8
         self._round(layer.weight.data, weights)
         self._disturb_input(layer, prompts, decoding)
@@ -101,7 +101,7 @@ class RoundingNoise:
         return math.sqrt(own + _ROUNDINGS_BETWEEN_PRODUCTS * rounding_deviation(self._formats.model) ** 2)
 
     def _disturb_output(self, module: nn.Module, num_roundings: int, num_short: int = 0) -> None:
-        """As if it were the sum of roundings in the model's type and of short ones in that of experts."""
+        """Noise for the sum of roundings to the model's type and to the short type of experts."""
         formats = self._formats
         deviation = math.sqrt(
             num_roundings * rounding_deviation(formats.model) ** 2
@@ -117,7 +117,7 @@ class RoundingNoise:
         values.copy_(self._noisy(values, rounding_deviation(dtype)))
 
     def _noisy(self, values: Tensor, deviation: float) -> Tensor:
-        # Uniform, as the error of a rounding is; its deviation is its half width / sqrt(3).
+        # Uniform, as the error of a rounding. The standard deviation is the half width / sqrt(3).
         half_width = math.sqrt(3) * deviation
         factor = torch.empty_like(values).uniform_(1 - half_width, 1 + half_width, generator=self._chance)
         return factor.mul_(values)

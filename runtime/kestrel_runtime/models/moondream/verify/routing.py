@@ -1,8 +1,8 @@
-"""Experts that a rounded path may choose differently: near ties of the router are decided as the reference does.
+"""Replaces a path's choice of experts by that of the reference where the router's logits nearly tie.
 
-Rounding moves a router's logits. Where two logits differ by less than that, the path may choose either expert, and
-its hidden state then differs by the difference of two experts, however exact its arithmetic is. Such a choice says
-nothing about the numbers, so that it is made the reference's; every other choice stays the path's own.
+Rounding changes the logits of a router. If two logits differ by less than that, the path may choose either expert,
+and its hidden state then differs by the difference of two experts, however exact its arithmetic is. Such a choice
+does not show an error, so the choice of the reference is used. All other choices of the path are kept.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from kestrel_runtime.models.moondream.moe import MixtureOfExperts
 
 
 class Routing:
-    """The router logits of one prompt in the reference's arithmetic, and how far rounding moves them.
+    """The router logits of one prompt in the reference's arithmetic, and their changes by rounding.
 
     Each router runs twice: for the prompt, in one chunk, and then for a decode step of its last token. In exact
-    arithmetic both give that token the same logits, but rounding moves them differently: only decode steps read
-    what a cache has rounded, and they may multiply in other types.
+    arithmetic both give that token the same logits, but rounding changes them differently: only decode steps read
+    rounded keys and values from the cache, and their products may use other types.
     """
 
     def __init__(self) -> None:
         self._reference: dict[int, Tensor] = {}  # layer → [tokens, experts] float32, of the prompt
-        self._squares: dict[tuple[int, int], Tensor] = {}  # layer, run → [tokens, 1]: of simulated errors, summed
+        self._squares: dict[tuple[int, int], Tensor] = {}  # layer, run → [tokens, 1]: of errors, summed
         self._num_simulations = 0
 
     @contextmanager
     def recorded(self, model: Moondream) -> Iterator[None]:
-        """The model's routers are the reference: what they give for a prompt of one chunk is kept."""
+        """Record the logits of this model for a prompt of one chunk as those of the reference."""
 
         def keep(layer: int, run: int, _: int, logits: Tensor) -> None:
             if run == 0:
@@ -46,7 +46,7 @@ class Routing:
 
     @contextmanager
     def simulated(self, model: Moondream) -> Iterator[None]:
-        """The model rounds at random: it takes the reference's experts, and its logits' errors are noted."""
+        """Use the experts of the reference in a model with random rounding, and record the errors of its logits."""
         self._num_simulations += 1
 
         def note(layer: int, run: int, num_chosen: int, logits: Tensor) -> Tensor:
@@ -60,11 +60,11 @@ class Routing:
 
     @contextmanager
     def decided(self, model: Moondream, factor: float) -> Iterator[None]:
-        """Choices between logits that are no further apart than `factor` deviations are the reference's."""
+        """Use the choice of the reference between logits that differ by at most `factor` standard deviations."""
 
         def decide(layer: int, run: int, num_chosen: int, logits: Tensor) -> Tensor:
             variance = _last_rows(self._squares[layer, run], logits) / self._num_simulations
-            widest_tie = factor * (2 * variance).sqrt()  # of a difference of two
+            widest_tie = factor * (2 * variance).sqrt()  # the deviation of a difference of two logits
             return decided_as(_last_rows(self._reference[layer], logits), logits, num_chosen, widest_tie)
 
         with _hooked(model, decide):
@@ -72,7 +72,7 @@ class Routing:
 
 
 def _last_rows(of_prompt: Tensor, logits: Tensor) -> Tensor:
-    """Of a prompt's tokens the last, as many as the path computes: fused paths leave out what is not read."""
+    """The last tokens of a prompt, as many as the path computes: fused paths omit rows that are not needed."""
     return of_prompt[-len(logits) :].to(logits.device)
 
 
@@ -82,9 +82,9 @@ def decided_as(
     num_chosen: int,
     widest_tie: float | Tensor,  # [tokens, 1]
 ) -> Tensor:  # [tokens, experts]
-    """`logits` with the reference's choice, where theirs is another and the reference's logits nearly tie.
+    """`logits` with the choice of the reference, if it differs and the logits of the reference nearly tie.
 
-    An expert that is put in has the smallest logit of the chosen; nothing here waits for the device.
+    An added expert gets the smallest logit of the chosen ones. Does not synchronise with the device.
     """
     best = logits.topk(num_chosen, dim=1)
     wanted = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, reference.topk(num_chosen, dim=1).indices, True)
@@ -99,7 +99,7 @@ def decided_as(
 
 @contextmanager
 def _hooked(model: Moondream, hook: Any) -> Iterator[None]:
-    """Call hook(layer, run, experts per token, logits) for each router's result, and take what it returns for it.
+    """Call hook(layer, run, experts per token, logits) for each result of a router, and use its return value.
 
     Runs of each router are counted from 0.
     """

@@ -1,6 +1,6 @@
-"""How large an error may be: fixed bounds for float32, and for shorter formats bounds from simulated rounding.
+"""Bounds of errors: fixed ones for float32, and for shorter formats bounds from simulated rounding.
 
-The derivation stands in docs/numerics.md. Knows numbers and tensors, no models.
+docs/numerics.md has the derivation. Knows numbers and tensors, no models.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ FLOAT32_LOGIT = 1e-3
 """Largest absolute error of a logit in float32, where the largest logits are about 10."""
 NUM_SIMULATIONS = 24
 FALSE_ALARM = 1e-4
-"""How likely it is that a correct path exceeds the bound on a tensor's RMS error, if simulations are exact."""
+"""The probability that a correct path exceeds the bound on a tensor's RMS error, if simulations are exact."""
 SLACK = 1.5
-"""What simulations may be off: they count roundings by kind, and a path may have some more or some fewer."""
+"""Factor for inexact simulations: a path may have a few more roundings of a kind than are simulated."""
 DEVIATIONS = 4.0
-"""How many times the largest of so many normal errors an element's error may be; see `ExpectedError.compare`."""
+"""Factor of the bound on single elements; see `ExpectedError.compare`."""
 
 
 def rounding_deviation(dtype: torch.dtype) -> float:
@@ -62,20 +62,20 @@ class LargestError:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedError:
-    """What simulated rounding does to a tensor: the size of its error as a whole, and of each element's."""
+    """The error of a tensor in simulations: as a whole and of each element."""
 
     rms: float
     degrees_of_freedom: float
-    """In how many independent directions the error goes; see `degrees_of_freedom`."""
+    """The effective number of independent directions of the error; see `degrees_of_freedom`."""
     elements: Tensor
     """Standard deviations, in the shape of the tensor."""
 
     @classmethod
     def of(cls, exact: Tensor, simulated: Sequence[Tensor]) -> ExpectedError:
-        """From a tensor [..., width] without rounding and the same tensor with it, several times.
+        """From a tensor [..., width] without rounding and several simulations with rounding.
 
-        An element's own deviation over few simulations may be small by chance, so that no element counts as more
-        exact than its row.
+        The deviation of an element over few simulations may be small by chance, so it counts as at least that of
+        its row.
         """
         errors = torch.stack([tensor - exact for tensor in simulated])
         squares = errors.square().mean(dim=0)
@@ -93,7 +93,7 @@ class ExpectedError:
         return SLACK * math.sqrt(f_quantile(FALSE_ALARM, dof, dof * NUM_SIMULATIONS)) * self.rms
 
     def compare(self, actual: Tensor, expected: Tensor) -> Comparison:
-        """Of the error's root mean square and its largest element, the one that is nearer to its bound.
+        """The root mean square of the error or its largest element, whichever is nearer to its bound.
 
         Elements are bounded so that a single wrong one is found in a large tensor. The largest of n independent
         normal errors is about sqrt(2 ln n) deviations.

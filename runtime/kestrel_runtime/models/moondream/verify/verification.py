@@ -1,6 +1,6 @@
 """Compares the tiles of a fixture's images, and the tensors of one prompt about each, with those of the reference.
 
-In float32 bounds are fixed. In a shorter format they follow from simulated rounding.
+Bounds are fixed in float32 and come from simulated rounding in shorter formats.
 """
 
 from __future__ import annotations
@@ -87,8 +87,7 @@ class _TensorCases:
 
     @property
     def _prompt_config(self) -> EngineConfig:
-        # Which experts a token goes to is followed from outside of the model where numbers are rounded, which a
-        # captured graph would not do.
+        # With rounding, hooks on the routers record and replace their choices. A captured graph would not run them.
         follows = not self._is_exact and self._model.config.text.moe is not None
         return replace(self._config, cuda_graphs=False) if follows else self._config
 
@@ -115,7 +114,7 @@ def _float32_bound(key: str, expected: Tensor) -> LargestError:
 
 
 def _compared(name: str, actual: Tensor, expected: Tensor, bounds: Sequence[LargestError | ExpectedError]) -> Case:
-    """A tensor's case: one bound that holds is enough, since parts of a model may not be rounded at all."""
+    """The case of a tensor. One bound is enough, since parts of a model may not be rounded at all."""
     if actual.shape != expected.shape:
         return Case(name, f"expected shape {list(expected.shape)}, got {list(actual.shape)}")
     comparisons = [bound.compare(actual, expected) for bound in bounds]
