@@ -1,7 +1,7 @@
-"""The operations the models are made of: tensors in, tensors out.
+"""The operations of which models consist: tensors in, tensors out.
 
-Nothing below this module is imported from outside the package. Knows nothing about requests, sequences or
-models. Every operation has a plain-torch definition under `reference/`; that is what is exported here.
+Other packages import only this module. It exports the definition of each operation in plain torch, from
+`reference/`. Knows nothing about requests, sequences or models.
 Shapes: T tokens, B sequences, H query heads, G key/value heads, D head dimension, P pages, S slots in a page.
 """
 

@@ -1,8 +1,9 @@
-"""Which implementation serves each operation of the fast path: chosen once, at start.
+"""Selects an implementation of each fused operation, once, at the start.
 
 An implementation is a module `kestrel_ops.<implementation>.<operation>` with a function of the operation's name.
-`reference` has every one, for any model; the others have those that pay on a CUDA device, and beside each function
-an `unsupported(model) -> str | None`, which says why it cannot serve a model. Knows no tensors.
+`reference` has all operations, for any model. The other packages have those that are faster on a CUDA device; each
+of their modules also has `unsupported(model) -> str | None`, the reason why it cannot serve a model. Knows no
+tensors.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """One function for each operation; what they do stands with their definitions under `reference/`."""
+    """One function for each operation. The modules in `reference/` define and document them."""
 
     resample: Callable[..., Any]
     add_layer_norm: Callable[..., Any]
@@ -46,11 +47,11 @@ class Kernels:
 
     @classmethod
     def select(cls, device_type: str, choices: Mapping[str, str], model: ModelShape | None = None) -> Kernels:
-        """The fastest of each that can serve `model` on a CUDA device, the definitions elsewhere.
+        """The fastest implementations that can serve `model` on a CUDA device; the reference on other devices.
 
-        `choices` (operation → implementation) goes first. Every implementation that is passed over is logged with
-        the reason. Without a `model` any will do. Raises ValueError naming every operation or implementation of
-        `choices` that there is not, or that cannot serve the model and why.
+        `choices` (operation → implementation) takes precedence. Implementations that cannot serve the model are
+        logged with the reason. Without a `model` each counts as able to. Raises ValueError that names every
+        operation or implementation of `choices` that does not exist or cannot serve the model, with the reason.
         """
         operations = [field.name for field in fields(cls)]
         unknown = [
@@ -76,7 +77,7 @@ class Kernels:
         )
 
     def waiting_for_device(self) -> list[str]:
-        """The operations whose implementation reads results on the host, so that no graph can capture them."""
+        """The operations whose implementation synchronises with the device, so that no graph can capture them."""
         functions = {field.name: getattr(self, field.name) for field in fields(self)}
         return [
             operation
@@ -87,7 +88,7 @@ class Kernels:
 
 def _default(device_type: str, operation: str, model: ModelShape | None) -> str:
     *passed_over, chosen = _up_to_the_first_that_can(device_type, operation, model)
-    level = logging.WARNING if chosen[0] == _REFERENCE else logging.INFO  # definitions are slow
+    level = logging.WARNING if chosen[0] == _REFERENCE else logging.INFO  # the reference is slow
     for name, reason in passed_over:
         _log.log(level, "kernels: %s=%s is passed over for %s: %s", operation, name, chosen[0], reason)
     return chosen[0]
@@ -96,7 +97,7 @@ def _default(device_type: str, operation: str, model: ModelShape | None) -> str:
 def _up_to_the_first_that_can(
     device_type: str, operation: str, model: ModelShape | None
 ) -> Iterator[tuple[str, str | None]]:
-    """Implementations in the order of speed, each with why it cannot serve the model."""
+    """Implementations in the order of speed, each with the reason why it cannot serve the model, or None."""
     for name in _FASTEST_FIRST if device_type == "cuda" else ():
         if _exists(name, operation):
             reason = _unsupported(name, operation, model)
@@ -113,7 +114,7 @@ def _exists(implementation: str, operation: str) -> bool:
 
 
 def _unsupported(implementation: str, operation: str, model: ModelShape | None) -> str | None:
-    """Why an implementation cannot serve the model, or None where it can."""
+    """Why an implementation cannot serve the model; None if it can."""
     if implementation == _REFERENCE:
         return None
     try:

@@ -1,6 +1,6 @@
-"""What the operations of one model are called with: sizes, types and the device, as plain numbers.
+"""Sizes, types and the device of one model, from which implementations decide whether they can serve it.
 
-Implementations say by it whether they can serve a model, once, before anything runs. Knows no tensors and no model.
+Knows no tensors and no model.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ _FLOAT8_MULTIPLE = 16
 
 
 def has_float8_product(*sizes: int) -> bool:
-    """Whether there is a product of float8 matrices of these sizes: libraries have them for multiples of 16."""
+    """Whether a product of float8 matrices supports these sizes: libraries require multiples of 16."""
     return all(size % _FLOAT8_MULTIPLE == 0 for size in sizes)
 
 
 @dataclass(frozen=True, slots=True)
 class TextShape:
-    """The decoder, where it runs on fused operations."""
+    """The decoder, if it runs on fused operations."""
 
     dim: int
     ff_dim: int
@@ -58,24 +58,24 @@ class VisionShape:
     """The widest row between the projector's products."""
     weight_dtype: torch.dtype
     has_fixed_scales: bool = False
-    """Whether products round and add by scales known beforehand (`scaled_linear_gelu`, `scaled_linear_add`)."""
+    """Whether products use scales that are known beforehand (`scaled_linear_gelu`, `scaled_linear_add`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """One model on one device. A part that is None runs on none of the operations."""
+    """One model on one device. A part that is None uses no fused operation."""
 
     device_type: str
     capability: tuple[int, int] | None
-    """The compute capability of a CUDA device, None elsewhere."""
+    """The compute capability of a CUDA device; None for other devices."""
     dtype: torch.dtype
-    """The model's type: of what its operations take in and give out."""
+    """The type of the model's inputs and outputs of operations."""
     text: TextShape | None
     vision: VisionShape | None
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Rows that are normalised, activated or rounded as a whole."""
+        """Widths of rows that are normalised, activated or rounded as a whole."""
         text, vision = self.text, self.vision
         of_text = () if text is None else (text.dim, text.num_heads * text.head_dim + text.ff_dim)
         return of_text + (() if vision is None else (vision.dim, vision.ff_dim, vision.projector_dim))
@@ -86,7 +86,7 @@ class ModelShape:
         return {part.weight_dtype for part in (self.text, self.vision) if part is not None}
 
     def lacks(self, capability: tuple[int, int], what: str) -> str | None:
-        """Why a CUDA device cannot do `what`, or None where it can or where there is no such device."""
+        """Why a CUDA device does not support `what`; None if it does or if there is no such device."""
         if self.capability is None or self.capability >= capability:
             return None
         needed, own = (".".join(map(str, version)) for version in (capability, self.capability))

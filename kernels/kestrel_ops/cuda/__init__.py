@@ -1,1 +1,1 @@
-"""Operations in CUDA itself, for what Triton cannot say. Compiled on the device's machine when first called."""
+"""Operations in CUDA C++, which Triton cannot express. Compiled at the first call."""

@@ -1,4 +1,4 @@
-"""Attention within crops on Hopper, where keys and values of a head stay in shared memory without padding."""
+"""Attention within crops on Hopper. Keys and values of a head are in shared memory without padding."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from kestrel_ops.shapes import ModelShape
 
 _ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "f16"}
 _HOPPER = (9, 0)
-# Of all sizes that fit into the registers of a multiprocessor, the fastest with heads of 72 dimensions.
+# The fastest sizes for heads of 72 dimensions, among those that fit into the registers of a multiprocessor.
 _TILE, _WARPGROUPS, _WIDEST_HEAD = 96, 3, 80
 _SHARED_BYTES = 227 * 1024
-# Pieces of one row are to lie in different banks.
+# Pieces of one row must be in different banks.
 _PAD_BYTES = 16
 
 _log = logging.getLogger(__name__)
@@ -33,13 +33,13 @@ def crop_attention(
     num_heads: int,
     out_scale: float | None = None,
 ) -> Tensor:  # [N * patches, H * D] in the type of `packed`, or float8_e4m3fn with an `out_scale`
-    """As the definition says; sizes, types and devices that the kernel is not for are left to the library."""
+    """As the reference. The library serves sizes, types and devices that the kernel does not support."""
     head_dim = packed.shape[1] // (3 * num_heads)
     program = _program(packed.device, packed.dtype, num_patches, num_heads, head_dim, out_scale is not None)
     if program is None:
         return library_crop_attention(packed, num_patches, num_heads, out_scale)
     assert packed.is_contiguous()
-    assert packed.data_ptr() % 16 == 0  # what one load takes
+    assert packed.data_ptr() % 16 == 0  # bytes of one load
     out = torch.empty(
         len(packed),
         num_heads * head_dim,
@@ -69,7 +69,7 @@ def unsupported(model: ModelShape) -> str | None:
 
 
 def _misfit(capability: tuple[int, int] | None, dtype: torch.dtype, num_patches: int, head_dim: int) -> str | None:
-    """Why the kernel is not for a device, a type or sizes, or None where it is."""
+    """Why the kernel does not support a device, a type or sizes; None if it does."""
     if capability != _HOPPER:
         return "it is written for compute capability 9.0"
     if dtype not in _ELEMENTS:
@@ -87,7 +87,7 @@ def _misfit(capability: tuple[int, int] | None, dtype: torch.dtype, num_patches:
 def _program(
     device: torch.device, dtype: torch.dtype, num_patches: int, num_heads: int, head_dim: int, is_float8: bool
 ) -> Program | None:
-    # For `device` alone: a program is loaded onto the one that is current.
+    # One program for each device: a program is loaded onto the current device.
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     if _misfit(capability, dtype, num_patches, head_dim) is not None:
         return None
@@ -127,7 +127,7 @@ def _source(element: str, num_patches: int, num_heads: int, head_dim: int, is_fl
 
 
 def _tail(num_patches: int) -> int:
-    # Keys of the last tile, as products take them: sixteen at a time.
+    # Keys of the last tile, in multiples of sixteen, as products require.
     return math.ceil(((num_patches - 1) % _TILE + 1) / 16) * 16
 
 

@@ -1,6 +1,6 @@
-"""A CUDA kernel from its source: compiled by NVRTC, which torch brings along, and launched through the driver.
+"""Compiles a CUDA kernel by NVRTC, which is part of torch, and launches it through the driver.
 
-Knows nothing of what the kernel does.
+Knows nothing about the computation.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ _MOST_DYNAMIC_SHARED_BYTES = 8  # CUfunction_attribute
 
 
 class Program:
-    """One compiled kernel, loaded onto the device that is current."""
+    """One compiled kernel, loaded onto the current device."""
 
     def __init__(self, source: str, kernel: str, *, architecture: str, shared_bytes: int) -> None:
         """`kernel` is its name in the source, declared extern "C"; `architecture` is one such as "sm_90a".
 
-        Every program of a launch has `shared_bytes` of dynamic shared memory. Raises OSError where NVRTC or the
-        driver cannot be found, and RuntimeError where one of them refuses.
+        Every program of a launch has `shared_bytes` of dynamic shared memory. Raises OSError if NVRTC or the driver
+        cannot be found, and RuntimeError if one of them reports an error.
         """
-        # Launching is short: to give up the interpreter's lock for it, and wait for it, would take longer.
+        # A launch takes less time than releasing and acquiring the interpreter's lock.
         self._driver = ctypes.PyDLL("libcuda.so.1")
         binary = _compiled(source, architecture)
         module, self._function = c_void_p(), c_void_p()
@@ -34,7 +34,7 @@ class Program:
         self._shared_bytes = shared_bytes
 
     def launch(self, num_programs: int, num_threads: int, *arguments: ctypes._SimpleCData[Any]) -> None:
-        """Launch on the current stream. Arguments are of the kernel's own types, in its order."""
+        """Launch on the current stream. Arguments have the types and the order of the kernel's parameters."""
         pointers = (c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
         self._call(
             "cuLaunchKernel",
@@ -54,7 +54,7 @@ class Program:
 
 
 def _compiled(source: str, architecture: str) -> bytes:
-    # The library through which torch itself reaches NVRTC; its symbols include those of what it was linked to.
+    # The library through which torch calls NVRTC. It also has the symbols of the libraries that it is linked to.
     nvrtc = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libcaffe2_nvrtc.so"))
 
     def call(name: str, *arguments: object) -> None:

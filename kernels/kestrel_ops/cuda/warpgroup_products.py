@@ -1,15 +1,15 @@
-"""CUDA source of Hopper's warpgroup products (wgmma), whose sizes stand in the name of the instruction.
+"""Generates CUDA source of Hopper's warpgroup products (wgmma), whose instruction names contain their sizes.
 
-PTX ISA, section "Asynchronous warpgroup level matrix multiply-accumulate". Knows nothing of what is multiplied.
+Source: PTX ISA, section "Asynchronous warpgroup level matrix multiply-accumulate". Knows no operation.
 """
 
 
 def product_source(name: str, columns: int, element: str, *, transposed: bool, accumulates: bool) -> str:
     """A device function `name(float (&sums)[columns / 2], const uint32 (&or *) left, uint64 right, bool add)`.
 
-    The 64 x 16 left operand is in registers, the 16 x `columns` right one in shared memory where its descriptor
-    says, by columns or, `transposed`, by rows. A function that `accumulates` always adds to `sums`; another takes
-    `add`, and without that forgets what was there. `element` is bf16 or f16.
+    The 64 x 16 left operand is in registers. The 16 x `columns` right operand is in shared memory, as its
+    descriptor says: by columns or, if `transposed`, by rows. A function that `accumulates` always adds to `sums`.
+    Another one has the argument `add`; if that is false, it overwrites `sums`. `element` is bf16 or f16.
     """
     num_sums = columns // 2
     sums = ", ".join(f"%{i}" for i in range(num_sums))

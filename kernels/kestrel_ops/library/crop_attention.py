@@ -1,4 +1,4 @@
-"""Attention within crops by cuDNN, or what torch has where cuDNN refuses."""
+"""Attention within crops by cuDNN, or by other implementations in torch for sizes and types without cuDNN."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from kestrel_ops.shapes import ModelShape
 from kestrel_ops.triton.concat_gelu import concat_gelu
 from kestrel_ops.triton.requirements import unsupported_device, unsupported_rows
 
-# cuDNN is the fastest at heads of 72 dimensions; what it refuses, float32 above all, goes to the next.
+# cuDNN is the fastest with heads of 72 dimensions. It does not support float32, among others.
 _BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -24,7 +24,7 @@ def crop_attention(
     num_heads: int,
     out_scale: float | None = None,
 ) -> Tensor:  # [N * patches, H * D] in the type of `packed`, or float8_e4m3fn with an `out_scale`
-    """As the definition says; queries, keys and values are read where they lie."""
+    """As the reference. Queries, keys and values are not copied."""
     query, key, value = packed.view(-1, num_patches, 3, num_heads, packed.shape[1] // (3 * num_heads)).permute(
         2, 0, 3, 1, 4
     )  # each [N, H, patches, D]
@@ -37,7 +37,7 @@ def crop_attention(
 
 
 def unsupported(model: ModelShape) -> str | None:
-    """Why this cannot serve a model: torch has attention for all heads, but Triton rounds its results to float8."""
+    """Why this cannot serve a model: torch supports all heads, but rounding to float8 needs Triton."""
     if model.vision is None or not model.vision.has_fixed_scales:
         return None
     return unsupported_device(model, model.vision.weight_dtype) or unsupported_rows(model)

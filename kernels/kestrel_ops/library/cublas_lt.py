@@ -1,7 +1,7 @@
-"""The products of cuBLASLt that torch does not reach: a GELU or a residual addition inside a float8 product.
+"""Calls products of cuBLASLt that torch does not expose: a float8 product with a GELU or a residual addition.
 
-Binds the library that torch itself has loaded. cuBLASLt counts by columns, so that it sees every matrix of ours
-transposed: out.T [N, T] = weight [N, K] @ x.T [K, T].
+Uses the library that torch has loaded. cuBLASLt stores matrices by columns, so it sees every matrix transposed:
+out.T [N, T] = weight [N, K] @ x.T [K, T].
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _WORKSPACE_BYTES = 32 << 20
 _MOST_CANDIDATES = 8
 _ALIGNMENT = 16  # bytes
 _NUM_TIMED_RUNS = 3
-_WORTH_A_CHANGE = 0.98  # of the first candidate's time
+_WORTH_A_CHANGE = 0.98  # relative to the time of the first candidate
 
 _SIGNATURES = {
     "cublasLtCreate": [c_void_p],
@@ -59,7 +59,7 @@ class _Heuristic(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """One shape of product: how its operands lie, and a way to compute it."""
+    """One shape of product: the layouts of its operands and an algorithm."""
 
     description: c_void_p
     weight: c_void_p
@@ -70,14 +70,14 @@ class _Plan:
 
 
 class CublasLt:
-    """A handle of the library and the products planned so far, which are few. For one thread at a time."""
+    """A handle of the library and the few products planned so far. For one thread at a time."""
 
     def __init__(self) -> None:
-        """Raises OSError where torch was built without CUDA."""
+        """Raises OSError if torch was built without CUDA."""
         version = torch.version.cuda
         if version is None:
             raise OSError("this torch was built without CUDA")
-        # Calls are short: to give up the interpreter's lock for each, and wait for it, would take longer.
+        # A call takes less time than releasing and acquiring the interpreter's lock.
         self._library = ctypes.PyDLL(f"libcublasLt.so.{version.split('.')[0]}")
         for name, types in _SIGNATURES.items():
             function = getattr(self._library, name)
@@ -103,13 +103,13 @@ class CublasLt:
     ) -> None:
         """out = out_factor * gelu((x * x_scale) @ (weight * weight_scale).T + bias), or out += with `accumulate`.
 
-        The first time for a shape, it waits for the device to see which way to compute it is the fastest. Raises
-        RuntimeError where cuBLASLt has no such product.
+        At the first call for a shape it measures which algorithm is the fastest, and synchronises for that. Raises
+        RuntimeError if cuBLASLt has no such product.
         """
         assert x.is_contiguous()
         assert weight.is_contiguous()
         assert out.is_contiguous()
-        # A way to compute is chosen for operands so aligned, and kept for all of their shape.
+        # An algorithm is selected for operands with this alignment and used for all operands of the shape.
         assert all(operand.data_ptr() % _ALIGNMENT == 0 for operand in (x, weight, out, bias))
 
         def run(plan: _Plan, out: Tensor) -> None:
@@ -119,7 +119,7 @@ class CublasLt:
         key = (*x.shape, len(weight), out.dtype, bias.dtype, gelu, accumulate)
         plan = self._plans.get(key)
         if plan is None:
-            # Alignment counts in the choice, so the plan is made with the operands at hand.
+            # The selection depends on alignment, so the plan uses the actual operands.
             plans = self._candidates(x, x_scale, weight, weight_scale, bias, out, out_factor, gelu)
             plan = self._plans[key] = _fastest(plans, run, out)
         run(plan, out)
@@ -136,7 +136,8 @@ class CublasLt:
             x.data_ptr(),
             plan.x,
             byref(c_float(1.0 if accumulate else 0.0)),
-            # The same matrix twice must be laid out alike, which a float8 one and what is added to it are not.
+            # A matrix that is input and output must have one layout, but a float8 output and its addend differ in
+            # type.
             out.data_ptr() if accumulate else None,
             plan.added,
             out.data_ptr(),
@@ -158,7 +159,7 @@ class CublasLt:
         out_factor: Tensor | None,
         gelu: bool,
     ) -> list[_Plan]:
-        """The ways to compute a product, that which cuBLASLt thinks best first."""
+        """The algorithms for a product, in the order in which cuBLASLt prefers them."""
         (num_rows, in_dim), out_dim = x.shape, len(weight)
         description = c_void_p()
         self._call("cublasLtMatmulDescCreate", byref(description), _COMPUTE_FLOAT32, _TYPES[torch.float32])
@@ -170,7 +171,7 @@ class CublasLt:
         self._set_pointers(description, x_scale, weight_scale, bias, out_factor)
         weight_layout = self._layout(weight.dtype, in_dim, out_dim)
         x_layout = self._layout(x.dtype, in_dim, num_rows)
-        added_layout = self._layout(bias.dtype, out_dim, num_rows)  # what is added is never float8
+        added_layout = self._layout(bias.dtype, out_dim, num_rows)  # the addend is never float8
         out_layout = self._layout(out.dtype, out_dim, num_rows)
         preference, num_found, heuristics = c_void_p(), c_int(), (_Heuristic * _MOST_CANDIDATES)()
         self._call("cublasLtMatmulPreferenceCreate", byref(preference))
@@ -225,7 +226,7 @@ class CublasLt:
 
 
 def _fastest(plans: list[_Plan], run: Callable[[_Plan, Tensor], None], out: Tensor) -> _Plan:
-    """The plan that takes the least time to make the very same bits as the first, on copies of `out`."""
+    """The fastest plan among those with the same bits as the first one, measured on copies of `out`."""
     first, *others = plans
     if not others or torch.cuda.is_current_stream_capturing():
         return first
@@ -237,7 +238,7 @@ def _fastest(plans: list[_Plan], run: Callable[[_Plan, Tensor], None], out: Tens
             own = out.clone()
             try:
                 run(plan, own)
-            except RuntimeError:  # the heuristic lists some that do not run after all
+            except RuntimeError:  # some algorithms that the heuristic lists do not run
                 continue
             if torch.equal(own.view(torch.uint8), wanted.view(torch.uint8)):
                 plan_ms = _time_ms(partial(run, plan, own))
@@ -260,12 +261,12 @@ def _time_ms(run: Callable[[], None]) -> float:
 
 @functools.cache
 def cublas_lt() -> CublasLt:
-    """The handle of this process. Raises OSError where torch was built without CUDA."""
+    """The handle of this process. Raises OSError if torch was built without CUDA."""
     return CublasLt()
 
 
 def unsupported_fixed_scales(model: ModelShape) -> str | None:
-    """Why there are no float8 products with a GELU or an addition inside for the vision part of a model."""
+    """Why the vision part of a model cannot use float8 products with a GELU or an addition; None if it can."""
     vision = model.vision
     if vision is None or not vision.has_fixed_scales:
         return None

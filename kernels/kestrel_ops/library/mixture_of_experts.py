@@ -1,4 +1,4 @@
-"""A mixture of gated experts by grouped products: tokens sorted by expert, nothing read back to the host."""
+"""A mixture of gated experts by grouped products of tokens sorted by expert. Does not synchronise."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from torch.nn.functional import gelu, linear, softmax
 from kestrel_ops.reference.quantise_rows import quantise_rows
 from kestrel_ops.shapes import FLOAT8, ModelShape, has_float8_product
 
-_WITH_GROUPED_PRODUCTS = ((9, 0), (10, 0))  # elsewhere torch reads the sizes of groups on the host
+_WITH_GROUPED_PRODUCTS = ((9, 0), (10, 0))  # on other devices torch reads the sizes of groups on the host
 _BFLOAT16_MULTIPLE = 8  # 16 bytes
 
 
@@ -20,13 +20,13 @@ def mixture_of_experts(
     up_scale: Tensor | None = None,  # [E, 2 * inner] float32, where `up` is float8
     down_scale: Tensor | None = None,  # [E, dim] float32, where `down` is float8
 ) -> Tensor:  # [T, dim]
-    """As the definition says, and fit for a CUDA graph. With float8 experts what they take in is rounded to
-    float8 too. Where torch has no grouped products, by type, sizes or device, every expert takes every token."""
+    """As the reference, but a CUDA graph can capture it. The inputs of float8 experts are rounded to float8, too.
+    If torch has no grouped product for the type, the sizes or the device, every expert computes every token."""
     top = router_logits.float().topk(experts_per_token, dim=-1)
     weights = softmax(top.values, dim=-1).to(hidden.dtype)
     if not _has_grouped_products(hidden, up):
         return _dense(hidden, top.indices, weights, (up, up_scale), (down, down_scale))
-    # Places (token, choice) in the order of their experts; the token of a place is its number / choices.
+    # Indices of pairs (token, choice) in the order of their experts. The token of a pair is its index / choices.
     chosen = top.indices.flatten()
     order = chosen.argsort(stable=True)
     tokens = order // experts_per_token
@@ -34,7 +34,7 @@ def mixture_of_experts(
     ends = torch.searchsorted(chosen[order], numbers, right=True, out_int32=True)
     activated, gate = _grouped(hidden[tokens], up, up_scale, ends).chunk(2, dim=-1)
     output = _grouped(gelu(activated) * (gate + 1), down, down_scale, ends)
-    # Every token has as many places as every other, so undoing the order and summing needs no atomic addition.
+    # Every token has the same number of pairs, so restoring the order and summing needs no atomic additions.
     places = torch.empty_like(output).index_copy_(0, order, output)
     shares = places.unflatten(0, (-1, experts_per_token)).float() * weights[..., None].float()
     return shares.sum(dim=1).to(hidden.dtype)
@@ -79,13 +79,13 @@ def _dense(
     up: tuple[Tensor, Tensor | None],
     down: tuple[Tensor, Tensor | None],
 ) -> Tensor:
-    """Every expert takes every token, and counts where it was chosen."""
+    """Every expert computes every token; results count where the expert was chosen."""
     total = torch.zeros_like(hidden)
     for expert in range(up[0].shape[0]):
         activated, gate = linear(hidden, _expert(*up, expert, hidden.dtype)).chunk(2, dim=-1)
         output = linear(gelu(activated) * (gate + 1), _expert(*down, expert, hidden.dtype))
         share = (weights * (chosen == expert)).sum(dim=-1, keepdim=True)
-        # An expert that was not chosen adds nothing, whatever it gives: infinity times 0 would be something.
+        # Results of experts that were not chosen are replaced by 0: infinity times 0 would be NaN.
         total += torch.where(share > 0, output * share, 0)
     return total
 

@@ -1,4 +1,4 @@
-"""A linear layer by cuBLAS, in the operands' own type."""
+"""A linear layer by cuBLAS, in the type of the operands."""
 
 import torch
 from torch import Tensor
@@ -19,9 +19,9 @@ def scaled_linear(
     bias: Tensor | None,  # [N]
     out_dtype: torch.dtype,
 ) -> Tensor:  # [T, N] out_dtype
-    """(x * x_scale) @ (weight * weight_scale).T + bias, as the definition says.
+    """(x * x_scale) @ (weight * weight_scale).T + bias, as the reference.
 
-    float8 products sum with the tensor cores' fast accumulation. Raises RuntimeError where K or N of a float8
+    float8 products sum with the tensor cores' fast accumulation. Raises RuntimeError if K or N of a float8
     product is no multiple of 16.
     """
     if x.dtype != torch.float8_e4m3fn:
@@ -34,7 +34,7 @@ def scaled_linear(
         out = torch.empty(len(x), len(weight), dtype=out_dtype, device=x.device)
         cublas_lt().multiply(x, x_scale, weight, weight_scale, bias, out)
         return out
-    # A float32 output takes no bias inside the product, and few rows of wide operands do not either.
+    # A product with float32 output, or with few rows of wide operands, cannot add the bias itself.
     inside = bias if out_dtype != torch.float32 and len(x) >= _FEWEST_ROWS_WITH_BIAS else None
     product = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
         x,
@@ -49,7 +49,7 @@ def scaled_linear(
 
 
 def unsupported(model: ModelShape) -> str | None:
-    """Why this cannot serve a model. Matrices of sizes that float8 products do not have are not in float8."""
+    """Why this cannot serve a model. Matrices whose sizes no float8 product supports are not in float8."""
     if FLOAT8 not in model.weight_dtypes:
         return None
     reason = model.lacks((8, 9), "a float8 product")

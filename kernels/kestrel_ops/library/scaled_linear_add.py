@@ -1,4 +1,4 @@
-"""A linear layer in eight bits that adds into the residual stream inside the product, by cuBLASLt."""
+"""A linear layer in float8 whose product adds to the residual stream, by cuBLASLt."""
 
 from torch import Tensor
 
@@ -14,7 +14,7 @@ def scaled_linear_add(
     bias: Tensor,  # [N], of the type of `hidden`
     hidden: Tensor,  # [T, N] bfloat16 or float16, contiguous, changed in place
 ) -> None:
-    """As the definition says. Raises RuntimeError where cuBLASLt has no such product."""
+    """As the reference. Raises RuntimeError if cuBLASLt has no such product."""
     cublas_lt().multiply(x, x_scale, weight, weight_scale, bias, hidden, accumulate=True)
 
 

@@ -1,4 +1,4 @@
-"""A linear layer in eight bits with its GELU and its rounding inside the product, by cuBLASLt."""
+"""A linear layer in float8 whose product applies GELU and rounding, by cuBLASLt."""
 
 import torch
 from torch import Tensor
@@ -13,9 +13,9 @@ def scaled_linear_gelu(
     weight: Tensor,  # [N, K] float8_e4m3fn
     weight_scale: Tensor,  # [1] float32
     bias: Tensor,  # [N] bfloat16 or float16
-    out_factor: Tensor,  # [1] float32: what the result is multiplied by before it is rounded
+    out_factor: Tensor,  # [1] float32: factor of the result before rounding
 ) -> Tensor:  # [T, N] float8_e4m3fn
-    """As the definition says. Raises RuntimeError where cuBLASLt has no such product."""
+    """As the reference. Raises RuntimeError if cuBLASLt has no such product."""
     out = torch.empty(len(x), len(weight), dtype=torch.float8_e4m3fn, device=x.device)
     cublas_lt().multiply(x, x_scale, weight, weight_scale, bias, out, out_factor=out_factor, gelu=True)
     return out

@@ -1,5 +1,5 @@
-"""Each operation in plain torch: the definition of right, on any device.
+"""The definition of each operation in plain torch, for any device.
 
-These wait for the device to learn how much there is to do, so that work which contains them cannot be captured as a
-CUDA graph: mixture_of_experts, prefill_attention, rotary_decode_attention, rotary_write_kv, write_kv.
+These operations read sizes from the device on the host, so no CUDA graph can capture them: mixture_of_experts,
+prefill_attention, rotary_decode_attention, rotary_write_kv, write_kv.
 """

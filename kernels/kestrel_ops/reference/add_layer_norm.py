@@ -1,4 +1,4 @@
-"""The residual addition and the normalisation that follows it."""
+"""The residual addition and the normalisation after it."""
 
 import torch
 from torch import Tensor
@@ -15,10 +15,10 @@ def add_layer_norm(
 ) -> tuple[Tensor, Tensor | None]:  # [T, dim] out_dtype, and [T, 1] float32 where that is float8
     """hidden += delta, then normed = (hidden - mean) / sqrt(variance + epsilon) of each row.
 
-    The sum is rounded to the type of `hidden`, and what is stored is what is normalised, in float32. No weight
-    and no bias: those are folded into the product that follows. With `out_dtype` float8_e4m3fn the rows come
-    quantised, normed = out * scale. A given `out_scale` is that of all rows; then nothing is measured, what does
-    not fit is cut, and no scales come back.
+    The sum is rounded to the type of `hidden`, and the stored values are normalised in float32. There is no weight
+    and no bias: they are folded into the next product. With `out_dtype` float8_e4m3fn the rows are quantised,
+    normed = out * scale. A given `out_scale` applies to all rows. Then larger values are clipped, and no scales are
+    returned.
     """
     if delta is not None:
         hidden.copy_(hidden.float() + delta.float())

@@ -1,4 +1,4 @@
-"""What a product takes in: rows put side by side, one part of them through a GELU."""
+"""The input of a product: two matrices side by side, one of them through a GELU."""
 
 import torch
 from torch import Tensor
@@ -14,11 +14,11 @@ def concat_gelu(
     activate: bool = True,
     out_scale: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # [T, A + F] out_dtype, and [T, 1] float32 where that is float8
-    """`plain` as it is, then the tanh form of GELU of `inner`, or `inner` as it is without `activate`.
+    """`plain` unchanged, then the tanh form of GELU of `inner`, or `inner` unchanged without `activate`.
 
-    Rows may lie at any distance; a row's own values are contiguous. Computed in float32. With `out_dtype`
-    float8_e4m3fn the rows come quantised, out * scale, one scale over a whole row. A given `out_scale` is that of
-    all rows; then nothing is measured, what does not fit is cut, and no scales come back.
+    Rows may have any stride; the values of a row are contiguous. Computed in float32. With `out_dtype`
+    float8_e4m3fn the rows are quantised, out * scale, with one scale for a whole row. A given `out_scale` applies
+    to all rows. Then larger values are clipped, and no scales are returned.
     """
     wide = gelu(inner.float(), approximate="tanh") if activate else inner.float()
     if plain is not None:

@@ -14,7 +14,7 @@ def crop_attention(
 ) -> Tensor:  # [N * patches, H * D] in the type of `packed`, or float8_e4m3fn with an `out_scale`
     """softmax(query @ key.T / sqrt(D)) @ value of each crop and head, computed in float32.
 
-    With `out_scale` the result is divided by it and rounded to eight bits; what does not fit is cut.
+    With `out_scale` the result is divided by it and rounded to float8; larger values are clipped.
     """
     query, key, value = (
         packed.float().view(-1, num_patches, 3, num_heads, packed.shape[1] // (3 * num_heads)).unbind(2)

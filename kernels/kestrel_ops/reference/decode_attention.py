@@ -18,7 +18,7 @@ def decode_attention(
 ) -> Tensor:  # [B, H, D]
     """Row b attends to the first `lengths[b]` positions of its pages, with scale 1 / sqrt(D).
 
-    Nothing else in its pages counts, whatever it is: not a number times no weight is still not a number.
+    Other positions of its pages have no effect, even if they contain NaN.
     """
     num_sequences, num_heads, head_dim = query.shape
     key = gather_rows(key_pages, page_table, key_scale, query.dtype)  # [B, G, context, D]

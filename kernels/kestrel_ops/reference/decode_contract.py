@@ -12,10 +12,10 @@ def decode_contract(
     hidden: Tensor,  # [B, N] float32, changed in place
     may_defer: bool = False,
 ) -> Tensor | None:  # [S, B, N] float32
-    """hidden += activations @ weight.T + bias. The order of the sum over K is left open, but the same in every run.
+    """hidden += activations @ weight.T + bias. The order of the sum over K is the same in every run.
 
-    With `may_defer` an implementation may leave `hidden` as it is and return what is to be added to it, in the
-    order of S; `decode_expand` takes that. None: nothing is left to do. The definition defers nothing.
+    With `may_defer` an implementation may leave `hidden` unchanged and return the terms to add, in the order of S,
+    for `decode_expand`. None: nothing is deferred. The reference defers nothing.
     """
     wide = weight.float() if weight_scale is None else weight.float() * weight_scale[:, None]
     hidden += linear(activations.float(), wide, bias)

@@ -1,4 +1,4 @@
-"""The first product of a decoder block for one token of each sequence, its normalisation folded in."""
+"""The first product of a decoder block for one token of each sequence, including the normalisation."""
 
 import torch
 from torch import Tensor
@@ -21,9 +21,9 @@ def decode_expand(
 ) -> None:
     """out = ((hidden - mean) / sqrt(variance + epsilon)) @ weight.T + bias, row by row.
 
-    Before that, hidden += pending[0], then pending[1] and so on. The first `num_plain` columns are stored as they
-    come, the others through the tanh form of GELU. What float16 cannot hold becomes its largest number. An
-    implementation may use `row_sums` to subtract the mean afterwards.
+    Before that, hidden += pending[0], then pending[1] and so on. The first `num_plain` columns are stored
+    unchanged, the others through the tanh form of GELU. Values beyond the range of float16 become its largest
+    number. An implementation may use `row_sums` to subtract the mean afterwards.
     """
     for share in () if pending is None else pending:
         hidden += share

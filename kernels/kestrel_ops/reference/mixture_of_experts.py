@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, linear, softmax
 
 WAITS_FOR_DEVICE = True
-"""Reads on the host how many rows there are: no graph can capture it."""
+"""Reads the number of rows on the host: no graph can capture it."""
 
 
 def mixture_of_experts(

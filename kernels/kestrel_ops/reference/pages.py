@@ -17,7 +17,7 @@ def store_rows(
         rows = (rows.float() / scale).clamp(-largest, largest)
     page_size = pages.shape[2]
     stored = rows.to(pages.dtype)
-    if pages.dtype.itemsize == 1:  # of float8, torch can write whole tensors only
+    if pages.dtype.itemsize == 1:  # torch cannot write parts of float8 tensors
         stored, pages = stored.view(torch.uint8), pages.view(torch.uint8)
     pages[slots // page_size, :, slots % page_size] = stored
 
@@ -28,7 +28,7 @@ def gather_rows(
     scale: Tensor | None,  # as in `store_rows`
     dtype: torch.dtype,
 ) -> Tensor:  # [B, G, n * S, D] of `dtype`
-    """The contexts that lie in the pages of each row of the table, in the order of its entries."""
+    """The contexts in the pages of each row of the table, in the order of its entries."""
     raw = pages.view(torch.uint8) if pages.dtype.itemsize == 1 else pages
     rows = raw[page_table.long()].view(pages.dtype).transpose(1, 2).flatten(2, 3)
     return rows.to(dtype) if scale is None else (rows.float() * scale).to(dtype)

@@ -1,4 +1,4 @@
-"""Attention of packed prompt chunks over their own keys and the pages of what came before them."""
+"""Attention of packed prompt chunks over their own keys and the pages of the context before them."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from kestrel_ops.reference.pages import gather_rows
 
 WAITS_FOR_DEVICE = True
-"""Reads on the host how many rows there are: no graph can capture it."""
+"""Reads the number of rows on the host: no graph can capture it."""
 
 
 def prefill_attention(
@@ -26,9 +26,8 @@ def prefill_attention(
 ) -> Tensor:  # [T, H, D], contiguous
     """Position i attends to every position up to i, and within the prefix to all of the prefix.
 
-    The last row of chunk b stands at position lengths[b] - 1. A chunk that begins inside the prefix must reach
-    its end: the prefix is one indivisible block. The scale of the scores is 1 / sqrt(D). What padding rows of the
-    result hold is not said.
+    The last row of chunk b has position lengths[b] - 1. A chunk that begins inside the prefix must reach its end:
+    the prefix is never divided. The scale of the scores is 1 / sqrt(D). Padding rows of the result are undefined.
     """
     attended = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     starts = query_starts.tolist()

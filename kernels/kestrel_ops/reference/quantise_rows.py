@@ -1,10 +1,10 @@
-"""Rows in eight bits: each row scaled so that its largest value fills the type."""
+"""Rows in float8: each row is scaled so that its largest magnitude is the largest float8 value."""
 
 import torch
 from torch import Tensor
 
 LARGEST_FLOAT8 = 448.0
-# A row of zeros keeps a scale that divides.
+# The scale of a row of zeros must not be 0.
 _SMALLEST_MAGNITUDE = 1e-12
 
 
@@ -18,5 +18,5 @@ def quantise_rows(
 
 
 def rounded_to_float8(values: Tensor) -> Tensor:
-    """float8_e4m3fn values, those beyond its range at its ends."""
+    """float8_e4m3fn values; those beyond its range are clipped."""
     return values.clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(torch.float8_e4m3fn)

@@ -1,10 +1,10 @@
-"""Stretch or shrink 8-bit pixels along one axis, with weights given as whole numbers."""
+"""Resize 8-bit pixels along one axis, with integer weights."""
 
 import torch
 from torch import Tensor
 
 RESAMPLE_WEIGHT_BITS = 22
-"""A weight of 1 is stored as 2 to this power: the widest whose sums over 255s still fit 32 bits."""
+"""A weight of 1 is stored as 2 to this power, the largest whose sums over values of 255 fit 32 bits."""
 
 
 def resample(
@@ -14,8 +14,8 @@ def resample(
 ) -> Tensor:  # uint8, contiguous: `length` rows or columns, the other axis as it was
     """Place i becomes the sum over k of weight `taps[1 + k, i]` times source place `taps[0, i] + k`, as 8 bits.
 
-    It is rounded, halves up, and clipped. Every named source place must exist, those with weight 0 too. Whole
-    numbers make the result exact.
+    It is rounded, halves up, and clipped. Every source place must exist, even if its weight is 0. Integer
+    arithmetic makes the result exact.
     """
     spread = (-1, 1, 1) if dim == 0 else (1, -1, 1)
     total = torch.full((), 1 << (RESAMPLE_WEIGHT_BITS - 1), dtype=torch.int32, device=pixels.device)

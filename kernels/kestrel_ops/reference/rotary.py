@@ -11,8 +11,8 @@ def rotary(
 ) -> Tensor:  # [T, H, D], dtype of `heads`
     """Rotate dimensions i and i + R/2 of the first R by the angle of dimension i; the others are unchanged.
 
-    Computed in float32. The public reference interleaves the rotated pairs; here both halves stay in place,
-    which permutes queries and keys alike and leaves their products as they are.
+    Computed in float32. The public reference interleaves the rotated pairs. Here both halves keep their places:
+    queries and keys are permuted in the same way, so their products do not change.
     """
     half = cosine.shape[-1]
     cosine, sine = cosine[:, None, :], sine[:, None, :]

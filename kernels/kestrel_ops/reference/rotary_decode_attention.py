@@ -1,4 +1,4 @@
-"""One token of each sequence: turned by its position, stored in the cache, and attended with all before it."""
+"""One token of each sequence: rotary embedding, storing in the cache, and attention to all positions so far."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from kestrel_ops.reference.pages import store_rows
 from kestrel_ops.reference.rotary import rotary
 
 WAITS_FOR_DEVICE = True
-"""Reads on the host how many rows there are: no graph can capture it."""
+"""Reads the number of rows on the host: no graph can capture it."""
 
 
 def rotary_decode_attention(
@@ -22,14 +22,15 @@ def rotary_decode_attention(
     out: Tensor,  # [B, H * D] of any floating type, rows may be strided, written
     key_scale: Tensor | None,  # one element, float32, where the pages are float8: key = stored * scale
     value_scale: Tensor | None,
-    query_scale: Tensor | None,  # [B, H]: multiplies queries before they turn
+    query_scale: Tensor | None,  # [B, H]: multiplies queries before the rotation
     value_factor: Tensor | None,  # [B, G]: multiplies values before they are stored
     partials: Tensor,  # [B, H, most parts, D + 2] float32: workspace, one entry per part of a context
     counters: Tensor,  # [B, H] int32: workspace, 0 before and after
 ) -> None:
-    """Write the token's key and value to its place and attend to every position up to its own, 1 / sqrt(D).
+    """Write the token's key and value to its place and attend to all positions up to it, with scale 1 / sqrt(D).
 
-    The token's own key and value count as the cache holds them. A row without a token writes no page and gives 0.
+    The token's own key and value are used as stored in the cache. A row without a token writes nothing; its result
+    is 0.
     """
     num_groups, page_size, head_dim = key_pages.shape[1:]
     groups = num_groups * head_dim

@@ -1,4 +1,4 @@
-"""Draw one index per row of logits: greedy, or by temperature and nucleus."""
+"""Sample one index per row of logits: greedy, or by temperature and nucleus."""
 
 import torch
 from torch import Tensor
@@ -9,18 +9,18 @@ _PIECE_LENGTH = 64
 
 def sample(
     logits: Tensor,  # [B, V]; minus infinity where a choice is forbidden
-    temperature: Tensor,  # [B] float32; 0 takes the largest
+    temperature: Tensor,  # [B] float32; 0 selects the largest
     top_p: Tensor,  # [B] float32 in (0, 1]
     uniform: Tensor,  # [B] float32 in [0, 1): the randomness, one number per row
 ) -> Tensor:  # [B] int64
-    """Rows do not see each other, so a row's draw is the same in any batch.
+    """Rows are independent, so a row's sample is the same in any batch.
 
-    The nucleus keeps, in falling order, every choice before which less than or exactly `top_p` of the
-    probability has been spent, so at least one; the draw inverts its cumulative distribution at `uniform`.
+    The nucleus consists, in descending order, of each choice for which the probability of all choices before it is
+    at most `top_p`, so of at least one. The sample is the inverse of its cumulative distribution at `uniform`.
     """
     greedy = logits.argmax(dim=-1)
     scale = torch.where(temperature > 0, temperature, 1.0)[:, None]
-    # The largest goes to 0 first: divided by a tiny temperature it would be infinite, and the softmax undefined.
+    # The largest is subtracted first: divided by a tiny temperature it would be infinite, and the softmax NaN.
     below = logits.float() - logits.amax(dim=-1, keepdim=True)
     ordered, order = (below / scale).softmax(dim=-1).sort(dim=-1, descending=True)
     kept = ordered * ((_running_sums(ordered) - ordered) <= top_p[:, None])
@@ -31,14 +31,14 @@ def sample(
 
 
 def _running_sums(rows: Tensor) -> Tensor:
-    """`rows.cumsum(dim=-1)` of [B, V], with the same bits in every run and for a row in any company.
+    """`rows.cumsum(dim=-1)` of [B, V], with the same bits in every run and in any batch.
 
-    Along the last dimension a CUDA device sums in an order that depends on the number of rows, and of a single long
-    row in the order in which its parts are ready. Along any other, one thread sums the elements in their order. So
-    that no thread sums many, a row is cut into pieces, and the sums of whole pieces are summed in the same way.
+    Along the last dimension a CUDA device sums in an order that depends on the number of rows, and for a single
+    long row on timing. Along other dimensions one thread sums the elements in order. So that no thread sums many, a
+    row is divided into pieces, and the sums of whole pieces are summed in the same way.
     """
     num_rows, width = rows.shape
-    # One piece more than is needed: of a single column torch would take the dimension for the last.
+    # One more piece than needed: torch would treat the dimension of a single column as the last one.
     num_pieces = -(-width // _PIECE_LENGTH) + 1
     pieces = pad(rows, (0, num_pieces * _PIECE_LENGTH - width)).view(num_rows, num_pieces, _PIECE_LENGTH)
     within = pieces.mT.contiguous().cumsum(dim=1)  # [B, elements of a piece, pieces]

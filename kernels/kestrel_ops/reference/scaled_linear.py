@@ -1,4 +1,4 @@
-"""A linear layer whose operands may be eight bits wide."""
+"""A linear layer whose operands may be float8."""
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ def scaled_linear(
 ) -> Tensor:  # [T, N] out_dtype
     """(x * x_scale) @ (weight * weight_scale).T + bias, summed in float32.
 
-    float8 operands need K and N to be multiples of 16. A bias in `out_dtype` is the one that costs nothing.
+    float8 operands need K and N to be multiples of 16. A bias in `out_dtype` costs nothing.
     """
     product = x.float() @ weight.float().T
     if x_scale is not None:

@@ -1,4 +1,4 @@
-"""A linear layer in eight bits that adds into the residual stream."""
+"""A linear layer in float8 that adds to the residual stream."""
 
 import torch
 from torch import Tensor

@@ -1,1 +1,1 @@
-"""Operations as Triton kernels, for CUDA devices; on a CPU they run in the interpreter of Triton alone."""
+"""Operations as Triton kernels for CUDA devices. On a CPU they run only in the interpreter of Triton."""

@@ -1,6 +1,6 @@
-"""The residual addition, the normalisation and the rounding to eight bits in one pass over memory.
+"""The residual addition, the normalisation and the rounding to float8 in one pass over memory.
 
-`hidden` is read and written in place: everything is loaded before anything is stored, see `rows`.
+`hidden` is updated in place: a program loads everything before it stores anything, see `rows`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def add_layer_norm(
     out_scale: float | None = None,
     blocks: RowBlocks | None = None,  # None: those that the width asks for
 ) -> tuple[Tensor, Tensor | None]:  # [T, dim] out_dtype, and [T, 1] float32 where that is float8
-    """As the definition says; each row is read once and kept in registers."""
+    """As the reference. Each row is read once and kept in registers."""
     num_rows, width = hidden.shape
     blocks = blocks or _blocks_for(width)
     assert hidden.is_contiguous()
@@ -64,7 +64,7 @@ def _blocks_for(width: int) -> RowBlocks:
 
 @triton.jit
 def _rounded_sum(values, delta, dtype: tl.constexpr):
-    # What is normalised is what is stored.
+    # The stored values are normalised.
     return (values + delta).to(dtype).to(tl.float32)
 
 
@@ -74,7 +74,7 @@ def _centred_piece(values, mean, begin: tl.constexpr, size: tl.constexpr, width:
     return tl.where((begin + tl.arange(0, size) < width)[None, :], values - mean[:, None], 0.0)
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # which differs from batch to batch
+@triton.jit(do_not_specialize=["num_rows"])  # differs between batches
 def _add_layer_norm(
     hidden,
     delta,
@@ -98,7 +98,7 @@ def _add_layer_norm(
         added = load_piece(delta, row_starts, in_range, 0, main, width)
         if tail > 0:
             tail_added = load_piece(delta, row_starts, in_range, main, tail, width)
-        tl.debug_barrier()  # no thread writes the sum before every thread has read what it is added to
+        tl.debug_barrier()  # all threads have read `hidden` before any thread writes the sum
         values = _rounded_sum(values, added, hidden.dtype.element_ty)
         store_piece(hidden, row_starts, in_range, values, 0, main, width)
         if tail > 0:

@@ -1,4 +1,4 @@
-"""What a product takes in, put side by side, activated and rounded in one pass over memory."""
+"""The concatenation, the activation and the rounding of a product's input in one pass over memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def concat_gelu(
     out_scale: float | None = None,
     blocks: RowBlocks | None = None,  # None: those that the width asks for
 ) -> tuple[Tensor, Tensor | None]:  # [T, A + F] out_dtype, and [T, 1] float32 where that is float8
-    """As the definition says; each row is read once and kept in registers."""
+    """As the reference. Each row is read once and kept in registers."""
     num_rows, inner_width = inner.shape
     plain_width = 0 if plain is None else plain.shape[1]
     width = plain_width + inner_width
@@ -84,7 +84,7 @@ def _largest(values):
     return tl.max(tl.abs(values), axis=1)
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # which differs from batch to batch
+@triton.jit(do_not_specialize=["num_rows"])  # differs between batches
 def _concat_gelu(
     plain,
     inner,
@@ -106,7 +106,7 @@ def _concat_gelu(
     row = tl.program_id(0) * rows + tl.arange(0, rows)
     in_range = row < num_rows
     row = row.to(tl.int64)
-    # Everything is loaded before anything is reduced, so that all of a row's loads are under way at once.
+    # All loads of a row are issued before the first reduction, so that they run concurrently.
     inner_values = load_piece(inner, row * inner_stride, in_range, 0, inner_main, inner_width)
     if inner_tail > 0:
         inner_rest = load_piece(inner, row * inner_stride, in_range, inner_main, inner_tail, inner_width)

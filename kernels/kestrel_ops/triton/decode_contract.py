@@ -1,7 +1,7 @@
-"""The second product of a decoder block for small batches, its columns shared out among programs.
+"""The second product of a decoder block for small batches, with its columns divided among programs.
 
-No sum depends on which program ends first: for one token each row is the work of one program, and for more tokens
-each share is a sum of its own; the kernel behind adds them up.
+No sum depends on the order in which programs end. For one token a program computes whole rows. For more tokens each
+program writes a partial sum, and the next kernel adds the partial sums in a fixed order.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def decode_contract(
     may_defer: bool = False,
     plan: SmallBatchPlan | SingleTokenPlan | None = None,  # None: that which the batch asks for
 ) -> Tensor | None:  # [S, B, N] float32
-    """As the definition says; what is deferred is the sum of each share of the columns."""
+    """As the reference. The deferred terms are the partial sums over parts of the columns."""
     batch, width = activations.shape
     num_rows = len(weight)
     assert activations.stride(1) == 1
@@ -129,7 +129,7 @@ def _contract(
     share = tl.program_id(1)
     if is_dependent:
         wait_for_previous()
-    if lets_next_start:  # the kernel behind adds up what is pending, and asks for nothing before this one has ended
+    if lets_next_start:  # the next kernel adds the pending sums, and loads nothing before this kernel has ended
         let_next_start()
     rows = first_row + tl.arange(0, block_n)
     tokens = tl.program_id(2) * block_b + tl.arange(0, block_b)

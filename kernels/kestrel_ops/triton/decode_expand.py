@@ -1,7 +1,7 @@
-"""The first product of a decoder block for small batches: one read of the weight.
+"""The first product of a decoder block for small batches, which reads the weight once.
 
-One token is normalised by every program for itself; more are normalised once, by a kernel before the product, which
-also adds to the stream what the layer before has left pending.
+For one token every program normalises the token itself. For more tokens a kernel before the product normalises them
+once, and adds the pending sums of the previous layer to the stream.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def decode_expand(
     pending: Tensor | None = None,  # [S, B, K] float32, contiguous
     plan: SmallBatchPlan | SingleTokenPlan | None = None,  # None: that which the batch asks for
 ) -> None:
-    """As the definition says."""
+    """As the reference."""
     batch, width = hidden.shape
     num_rows = len(weight)
     assert hidden.is_contiguous()
@@ -107,7 +107,7 @@ def plan_for(batch: int, dtype: torch.dtype, width: int) -> SmallBatchPlan | Sin
         return SingleTokenPlan(block_n=8, num_warps=4)
     if dtype == torch.float32:
         return SmallBatchPlan(block_n=64, block_k=32, num_warps=4, num_stages=3)
-    # The kernel before normalises the tokens: few programs, whose loads nothing can hold up.
+    # The previous kernel normalises the tokens. It has few programs, whose loads are not delayed.
     if dtype == torch.float8_e4m3fn:
         if batch < DEPENDENT_LAUNCH_FROM:
             return SmallBatchPlan(128, 128, num_warps=8, num_stages=3, dependent_launch=True)

@@ -1,4 +1,4 @@
-"""Programmatic dependent launch: a kernel starts while the one before ends, and fetches its weights meanwhile."""
+"""Programmatic dependent launch: a kernel starts while the previous one ends, and loads its weights meanwhile."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from triton.language.extra import cuda as extra
 
 
 def has_dependent_launch(tensor: Tensor) -> bool:
-    """Whether the tensor's device can do it: CUDA devices since Hopper."""
+    """Whether the device of the tensor supports it: CUDA devices since Hopper."""
     return tensor.device.type == "cuda" and cuda.get_device_capability(tensor.device)[0] >= 9
 
 
@@ -23,7 +23,7 @@ def launch(
     is_dependent: bool,
     **constants: Any,
 ) -> None:
-    """Launch a kernel that has a constant `is_dependent` and waits by `wait_for_previous` where it is set."""
+    """Launch a kernel that has a constant `is_dependent` and calls `wait_for_previous` if it is set."""
     options = {"launch_pdl": True} if is_dependent else {}
     kernel[grid](
         *arguments, is_dependent=is_dependent, num_warps=num_warps, num_stages=num_stages, **constants, **options
@@ -32,14 +32,15 @@ def launch(
 
 @triton.jit
 def wait_for_previous() -> None:
-    """Wait until the kernel before has ended and its writes can be seen. Every program of a kernel must."""
+    """Wait until the previous kernel has ended and its writes are visible. Every program must call it."""
     extra.gdc_wait()
 
 
 @triton.jit
 def let_next_start() -> None:
-    """Allow the next kernel onto multiprocessors with free resources, up to its own wait.
+    """Allow the next kernel to start on multiprocessors with free resources; it runs up to its own wait.
 
-    After this kernel's own wait, so that never more than one runs ahead: the weights of two would crowd the cache.
+    Call it after this kernel's own wait. Then at most one kernel runs ahead, and the weights of only one more
+    kernel take space in the cache.
     """
     extra.gdc_launch_dependents()

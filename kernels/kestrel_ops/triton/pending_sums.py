@@ -1,8 +1,8 @@
-"""What the shares of a divided product add to the residual stream, summed in one order, and the normalisation.
+"""Adds the partial sums of a divided product to the residual stream in a fixed order, and normalises it.
 
-Programs that share the columns of a product each write a sum of their own; atomic additions into the stream would
-depend on who ends first, and so would the last bits of every later layer. The kernel that reads the stream next
-adds the sums up, in the order of the shares.
+Programs that divide the columns of a product each write a partial sum. With atomic additions the last bits of every
+later layer would depend on the order in which programs end. The next kernel that reads the stream adds the partial
+sums in a fixed order.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def add_and_normalise(
     epsilon: float,
     out_dtype: torch.dtype,
     *,
-    is_dependent: bool,  # whether it starts before the kernel before has ended
+    is_dependent: bool,  # whether it starts before the previous kernel has ended
 ) -> Tensor:  # [B, K] out_dtype
     """`add_pending`, and (hidden - mean) / sqrt(variance + epsilon) of each row."""
     out = torch.empty(hidden.shape, dtype=out_dtype, device=hidden.device)

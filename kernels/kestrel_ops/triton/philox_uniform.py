@@ -1,4 +1,4 @@
-"""Counter-based random numbers in one launch, by the generator that Triton has."""
+"""Counter-based random numbers in one launch, by the generator of Triton."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def philox_uniform(
     seeds: Tensor,  # [B] int64, may be strided
     counters: Tensor,  # [B] int64 in [0, 2**32), may be strided
 ) -> Tensor:  # [B, 4] float32
-    """As the definition says, with the same bits."""
+    """As the reference, with the same bits."""
     num_rows = len(seeds)
     out = torch.empty(num_rows, NUM_UNIFORMS, dtype=torch.float32, device=seeds.device)
     _philox_uniform[(triton.cdiv(num_rows, _BLOCK_ROWS),)](

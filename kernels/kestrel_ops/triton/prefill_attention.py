@@ -1,4 +1,4 @@
-"""Flash attention of packed prompt chunks: pages for what came before a chunk, packed rows for the chunk itself."""
+"""Flash attention of packed prompt chunks: over the pages of the context, and over the packed rows of the chunk."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from kestrel_ops.triton.requirements import unsupported_device, unsupported_head
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How one program's work is cut, and what it gets."""
+    """The blocks of one program and its resources."""
 
     queries: int
     keys: int
     num_warps: int
     num_stages: int
     max_registers: int | None = None
-    """Of a thread. Fewer than the compiler would take let more programs share a multiprocessor."""
+    """Registers per thread. With fewer than the compiler selects, more programs fit on a multiprocessor."""
 
 
 def tiling(max_chunk: int, dtype: torch.dtype) -> Tiling:
-    """What serves chunks of this length best."""
+    """The fastest tiling for chunks of this length."""
     if dtype == torch.float32:
         return Tiling(32, 32, 4, 2)
-    if max_chunk <= 64:  # the last rows of prompts, text alone, or a question behind a cached image
+    if max_chunk <= 64:  # last rows of prompts, prompts without an image, or questions after a cached image
         return Tiling(64, 64, 4, 3, 128)
     return Tiling(128, 64, 8, 3, 128)
 
@@ -49,7 +49,7 @@ def prefill_attention(
     key_scale: Tensor | None = None,  # [1] float32: multiplies what `key_pages` holds
     value_scale: Tensor | None = None,  # [1] float32
 ) -> Tensor:  # [T, H, D], contiguous
-    """As the definition says. Scores and sums are float32, the weights are rounded to the type of `query`."""
+    """As the reference. Scores and sums are float32, the weights are rounded to the type of `query`."""
     return attend(
         query,
         key,
@@ -77,7 +77,7 @@ def attend(
     max_chunk: int,
     tiles: Tiling,
 ) -> Tensor:
-    """`prefill_attention` with a tiling of the caller's, for those who look for the best one."""
+    """`prefill_attention` with a given tiling, for tuning."""
     key_pages, value_pages, key_scale, value_scale = pages
     page_table, query_starts, lengths, prefix_lengths = chunks
     _, num_heads, head_dim = query.shape
@@ -85,9 +85,9 @@ def attend(
     attended = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     assert query.stride()[1:] == key.stride()[1:] == value.stride()[1:] == (head_dim, 1)
     assert all(tensor.is_contiguous() for tensor in (key_pages, value_pages, page_table))
-    # Heads vary first: what runs at a time then reads neighbouring columns of the same packed rows.
+    # Heads vary first: concurrent programs then read neighbouring columns of the same packed rows.
     grid = (num_heads, triton.cdiv(max_chunk, tiles.queries), len(lengths))
-    kernel: Any = _prefill_attention[grid]  # takes launch options beside its parameters
+    kernel: Any = _prefill_attention[grid]  # takes launch options in addition to its parameters
     kernel(
         query,
         key,
@@ -122,7 +122,7 @@ def attend(
 
 @triton.jit
 def _load(pointers, rows, row_limit, dims, head_dim: tl.constexpr, mask_rows: tl.constexpr):
-    """A tile [rows, dims]; what lies outside is 0."""
+    """A tile [rows, dims], with 0 outside of the matrix."""
     if mask_rows:
         tile = tl.load(pointers, mask=(rows < row_limit)[:, None] & (dims < head_dim)[None, :], other=0.0)
     elif dims.shape[0] != head_dim:
@@ -134,7 +134,7 @@ def _load(pointers, rows, row_limit, dims, head_dim: tl.constexpr, mask_rows: tl
 
 @triton.jit
 def _add_tile(queries, keys, values, visible, places, state, score_scale, masked: tl.constexpr):
-    """Take one tile of keys and values into the running maxima, sums and weighted values (FlashAttention)."""
+    """Update the running maxima, sums and weighted values with one tile of keys and values (FlashAttention)."""
     highest, total, weighted = state
     scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
     if masked:
@@ -148,7 +148,7 @@ def _add_tile(queries, keys, values, visible, places, state, score_scale, masked
     return new_highest, total, weighted
 
 
-# What depends on a batch or a layer does not choose among kernels: one compiled at start serves all.
+# Parameters that depend on a batch or a layer are not specialised: one kernel compiled at the start serves all.
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["key_scale", "value_scale"])
 def _prefill_attention(
     query,
@@ -180,7 +180,7 @@ def _prefill_attention(
     chunk = tl.program_id(2)
     first_row = tl.load(query_starts + chunk)
     chunk_length = tl.load(query_starts + chunk + 1) - first_row
-    block = tl.num_programs(1) - 1 - tl.program_id(1)  # those at the end, which see most, are started first
+    block = tl.num_programs(1) - 1 - tl.program_id(1)  # the last blocks, the longest, start first
     if block * num_queries >= chunk_length:
         return
     length = tl.load(lengths + chunk)
@@ -195,7 +195,7 @@ def _prefill_attention(
     visible = tl.where(places < prefix, prefix, places + 1)
     first = start + block * num_queries
     last = tl.minimum(first + num_queries, length)
-    # All of the block's queries see the positions before `common`, none sees those from `limit` on.
+    # All queries of the block attend to the positions before `common`, none to those from `limit` on.
     common = tl.where(first < prefix, prefix, first + 1)
     limit = tl.maximum(common, last)
 
@@ -209,7 +209,7 @@ def _prefill_attention(
     )
     columns = tl.arange(0, num_keys)
 
-    # What came before the chunk, which all of it sees: off the pages.
+    # The context before the chunk, from the pages. All queries attend to all of it.
     page_score_scale = score_scale
     if key_scale is not None:
         page_score_scale = score_scale * tl.load(key_scale)
@@ -230,7 +230,7 @@ def _prefill_attention(
             queries, keys.to(element), values.to(element), everything, at, state, page_score_scale, True
         )
 
-    # The chunk's own, first without a mask as far as all of the block's queries see.
+    # The chunk's own keys, first without a mask, up to the last position that all queries attend to.
     own_keys = key + first_row.to(tl.int64) * key_stride + group * head_dim + dim[None, :]
     own_values = value + first_row.to(tl.int64) * value_stride + group * head_dim + dim[None, :]
     whole = (common - start) // num_keys * num_keys

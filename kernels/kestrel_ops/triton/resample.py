@@ -1,4 +1,4 @@
-"""Stretching or shrinking 8-bit pixels along one axis, reading only the few source places of each result."""
+"""Resizes 8-bit pixels along one axis. Reads only the few source pixels of each result."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from kestrel_ops.triton.requirements import unsupported_device
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """What one program makes."""
+    """The block of one program."""
 
     num_bytes: int = 512
-    """Of each row."""
+    """Bytes of each row."""
     num_rows: int = 4
-    """Rows that share the weights which the program has read."""
+    """Rows that use the same weights."""
     num_warps: int = 4
 
 
@@ -31,7 +31,7 @@ def resample(
     dim: int,  # 0 resamples rows, 1 columns
     blocks: Blocks = Blocks(),
 ) -> Tensor:  # uint8, contiguous: `length` rows or columns, the other axis as it was
-    """As the definition says. The result is cut into blocks of its bytes; a row's bytes lie side by side."""
+    """As the reference. The result is divided into blocks of its bytes; the bytes of a row are contiguous."""
     height, width, channels = pixels.shape
     num_weights, length = taps.shape[0] - 1, taps.shape[1]
     assert pixels.is_contiguous()
@@ -42,7 +42,7 @@ def resample(
     else:
         resampled = pixels.new_empty(height, length, channels)
         rows, source_row, result_row, step = height, width * channels, length * channels, channels
-    rows_per_program = 1 if rows == 1 else blocks.num_rows  # and nothing between, which would be compiled anew
+    rows_per_program = 1 if rows == 1 else blocks.num_rows  # no other value, which would be compiled separately
     grid = (triton.cdiv(result_row, blocks.num_bytes), triton.cdiv(rows, rows_per_program))
     launch: Any = _resample[grid]
     launch(
@@ -69,7 +69,7 @@ def unsupported(model: ModelShape) -> str | None:
     return unsupported_device(model)
 
 
-# Sizes of images take any value, and none of them is worth a compilation of its own.
+# Sizes of images have any value, so kernels are not specialised for them.
 @triton.jit(do_not_specialize=["rows", "source_row", "result_row", "step", "length", "num_weights"])
 def _resample(
     pixels,
@@ -78,7 +78,7 @@ def _resample(
     rows,
     source_row,
     result_row,
-    step,  # bytes from one source place to the next
+    step,  # bytes between neighbouring source pixels
     length,
     num_weights,
     weight_bits: tl.constexpr,

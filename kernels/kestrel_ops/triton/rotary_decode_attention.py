@@ -1,8 +1,8 @@
-"""Attention of one token per sequence in one launch: turned, stored and attended, long contexts in parts.
+"""Rotary embedding, storing and attention of one token per sequence in one launch; long contexts in parts.
 
-A program takes one query head of one sequence, and of a small batch one part of its context. Each lane of a tile
-keeps a softmax of its own over the positions that fall to it; they meet at the end. Parts meet where the last of
-them to finish adds them up.
+A program computes one query head of one sequence or, in a small batch, one part of its context. Each lane of a tile
+has a softmax over its own positions; lanes are combined at the end. The last program of a context to end combines
+the parts.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from kestrel_ops.triton.dependent_launch import has_dependent_launch, launch, le
 from kestrel_ops.triton.requirements import unsupported_device, unsupported_heads
 from kestrel_ops.triton.small_batch import operand
 
-_LOWEST = tl.constexpr(-1e30)  # finite, so that the difference of two of them is 0
-_USUAL_PARTS = 32  # up to so many, one compiled kernel serves any number
+_LOWEST = tl.constexpr(-1e30)  # finite, so that the difference of two of these is 0
+_USUAL_PARTS = 32  # one compiled kernel serves any number of parts up to this
 _FEW_PROGRAMS_BELOW = 8  # tokens
-_WARP_BYTES = 512  # that it reads at once, 16 a lane
+_WARP_BYTES = 512  # bytes that a program reads at once, 16 per lane
 _LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """How a program goes through its positions."""
+    """The loop of a program over its positions."""
 
     tile: int
-    """Half the positions per turn of its loop."""
+    """Half of the positions per iteration."""
     num_warps: int
     num_stages: int
-    """Turns whose loads are under way at once."""
+    """Iterations whose loads run concurrently."""
     dependent_launch: bool = False
-    """Whether it starts before the kernel before has ended, where the device can do that."""
+    """Whether it starts before the previous kernel has ended, if the device supports that."""
     lets_next_start: bool = True
-    """Whether then the next kernel may do so too."""
+    """Whether the next kernel may then do so, too."""
     in_steps: bool = False
-    """Whether a turn goes in steps of what the program reads at once, and not as two tiles: fewer instructions and
-    more loads under way where there are many programs."""
+    """Whether an iteration proceeds in steps of the bytes that the program reads at once, instead of two tiles. With
+    many programs this takes fewer instructions and has more concurrent loads."""
 
 
 def rotary_decode_attention(
@@ -61,7 +61,7 @@ def rotary_decode_attention(
     counters: Tensor,  # [B, H], contiguous
     plan: AttentionPlan | None = None,  # None: that which the batch asks for
 ) -> None:
-    """As the definition says."""
+    """As the reference."""
     num_groups, page_size, head_dim = key_pages.shape[1:]
     batch, num_heads, num_parts, _ = partials.shape
     assert key_pages.is_contiguous()
@@ -122,24 +122,24 @@ def unsupported(model: ModelShape) -> str | None:
 
 
 def plan_for(batch: int, dtype: torch.dtype) -> AttentionPlan:
-    """The cut for a batch and the cache's type."""
+    """The tiling for a batch and the type of the cache."""
     if dtype == torch.float32:
         return AttentionPlan(tile=16, num_warps=4, num_stages=1)
     is_float8 = dtype == torch.float8_e4m3fn
     if batch >= _FEW_PROGRAMS_BELOW:
-        # Started before the product before has ended, it makes steps of 24 to 48 tokens a quarter longer.
+        # Starting before the previous product has ended makes steps of 24 to 48 tokens a quarter longer.
         tile, num_warps, num_stages = (16, 1, 4) if is_float8 else (32, 2, 3)
         return AttentionPlan(tile, num_warps, num_stages, in_steps=True)
     plan = AttentionPlan(64, num_warps=4, num_stages=1) if is_float8 else AttentionPlan(32, 2, 1)
     if batch > 1:
         return plan
-    # The weights that the next kernel asks for early would delay its few loads, each of which waits for another.
+    # Early loads of weights by the next kernel would delay the few loads of this one, which depend on each other.
     return replace(plan, dependent_launch=True, lets_next_start=False)
 
 
 @triton.jit
 def _turned(row, position, cosine, sine, half: tl.constexpr, head_dim: tl.constexpr, block_d: tl.constexpr):
-    """One head's vector at `row`, its first 2 * half dims turned by the position's angles, in float32."""
+    """The vector of one head at `row` in float32, its first 2 * half dims rotated by the position's angles."""
     dims = tl.arange(0, block_d)
     angles = tl.where(dims < half, dims, dims - half)
     partners = tl.where(dims < half, dims + half, dims - half)
@@ -153,7 +153,7 @@ def _turned(row, position, cosine, sine, half: tl.constexpr, head_dim: tl.conste
 
 @triton.jit
 def _as_stored(values, scale, dtype: tl.constexpr):
-    """What the cache holds of a key or a value, in its own type."""
+    """A key or a value as stored, in the type of the cache."""
     if scale is not None:
         values = tl.minimum(tl.maximum(values / tl.load(scale), -448.0), 448.0)
     return values.to(dtype)
@@ -161,13 +161,13 @@ def _as_stored(values, scale, dtype: tl.constexpr):
 
 @triton.jit
 def _slot(page, place, group, num_groups: tl.constexpr, page_size: tl.constexpr):
-    """Which row of the pages holds a head's key or value at a place of the page."""
+    """The row of the pages with a head's key or value at a place of the page."""
     return (page.to(tl.int64) * num_groups + group) * page_size + place % page_size
 
 
 @triton.jit
 def _slots(table_row, places, end, group, num_groups: tl.constexpr, page_size: tl.constexpr):
-    """Which rows of the pages hold a head's keys and values at the places."""
+    """The rows of the pages with a head's keys and values at the places."""
     page = tl.load(table_row + places // page_size, mask=places < end, other=0)
     return _slot(page, places, group, num_groups, page_size)
 
@@ -191,10 +191,10 @@ def _run_slots(
     num_groups: tl.constexpr,
     page_size: tl.constexpr,
 ):
-    """Which row of the pages holds the first place of the run that `index` says; a run is within one page.
+    """The row of the pages with the first place of run `index`; a run is within one page.
 
-    Of a run beyond the end the last is taken again. Each page is looked up by itself: a vector of them would have
-    to be exchanged between lanes, while which run a register belongs to is known when this is compiled.
+    For a run beyond the end it is that of the last run. Each page is looked up separately: lanes would have to
+    exchange a vector of pages, whereas the run of each register is known at compile time.
     """
     slots = tl.zeros(index.shape, tl.int64)
     for each in tl.static_range(runs):
@@ -224,17 +224,17 @@ def _attend_in_steps(
     """Highest score, weights and weighted values of each row of a step, over the places from `begin` to `end`.
 
     A tile is loaded as [rows of a turn, lanes]: Triton spreads a step, its first rows, over the lanes of the warps,
-    so that what the steps have in common stays in a lane's registers.
+    so that values common to the steps stay in the registers of a lane.
     """
     steps: tl.constexpr = turn // step
-    is_shared: tl.constexpr = page_size % step == 0  # a step then lies within one page
+    is_shared: tl.constexpr = page_size % step == 0  # a step is then within one page
     dims = tl.arange(0, block_d)
     rows = tl.arange(0, turn)
     highest = tl.full((step,), _LOWEST, tl.float32)
     weight = tl.zeros((step,), tl.float32)
     total = tl.zeros((step, block_d), tl.float32)
     for start in tl.range(begin, end, turn, num_stages=stages):
-        # Instead of what lies beyond the end, which may be anything, the last one is read: its share is 0 there.
+        # Beyond the end, where memory is undefined, the last position is read with weight 0.
         places = start + rows
         places_there = tl.minimum(places, end - 1)
         if is_shared:
@@ -311,7 +311,7 @@ def _attend(
         if part == 0:
             tl.store(out_row + dims, tl.zeros((block_d,), out.dtype.element_ty), mask=in_head)
         return
-    # The tokens before this one are shared out; part 0 also takes the token itself, so it is there even alone.
+    # The tokens before this one are divided among parts. Part 0 also has the token itself, so it is never empty.
     turn: tl.constexpr = 2 * tile
     part_length = tl.maximum(tl.cdiv(tl.cdiv(position, turn), num_parts), 1) * turn
     num_active = tl.maximum(tl.cdiv(position, part_length), 1)
@@ -351,7 +351,7 @@ def _attend(
         weight = tl.zeros((tile,), tl.float32)
         total = tl.zeros((tile, block_d), tl.float32)
         for start in tl.range(begin, end, turn, num_stages=tile_stages):
-            # Two tiles a turn: what was summed before is scaled down once for both.
+            # Two tiles per iteration: the previous sums are scaled once for both.
             places = start + tl.arange(0, tile)
             slots = _slots(table_row, places, end, group, num_groups, page_size)
             more_slots = _slots(table_row, places + tile, end, group, num_groups, page_size)
@@ -406,7 +406,7 @@ def _attend(
             tl.store(own_part + head_dim, top)
             tl.store(own_part + head_dim + 1, sum_of_weights)
             counter = counters + sequence * num_heads + head
-            tl.debug_barrier()  # every thread's part is stored before one of them counts it
+            tl.debug_barrier()  # all threads have stored the part before one of them counts it
             if tl.atomic_add(counter, 1, sem="acq_rel") < num_active - 1:
                 return
             tl.debug_barrier()
@@ -414,7 +414,7 @@ def _attend(
             parts = tl.arange(0, block_parts)
             is_part = parts < num_active
             part_rows = row_of_parts + parts * (head_dim + 2)
-            # Past the L1 cache, which does not see what other multiprocessors write.
+            # Bypasses the L1 cache, which does not have the writes of other multiprocessors.
             tops = tl.load(part_rows + head_dim, mask=is_part, other=_LOWEST, cache_modifier=".cg")
             sums = tl.load(part_rows + head_dim + 1, mask=is_part, other=0.0, cache_modifier=".cg")
             rows = tl.load(

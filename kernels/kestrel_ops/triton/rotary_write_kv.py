@@ -1,6 +1,6 @@
-"""Turning, scaling and storing queries, keys and values in one pass over the packed tokens.
+"""Rotary embedding, scaling and storing of queries, keys and values in one pass over the packed tokens.
 
-`qkv` is read and written in place: everything is loaded before anything is stored, see `rows`.
+`qkv` is updated in place: a program loads everything before it stores anything, see `rows`.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _LARGEST_FLOAT8 = tl.constexpr(448.0)
 
 
 def rotary_write_kv(
-    qkv: Tensor,  # [T, (H + 2 * G) * D], rows may be strided; turned in place
+    qkv: Tensor,  # [T, (H + 2 * G) * D], rows may be strided; rotated in place
     positions: Tensor,  # [T] int64
     cosine: Tensor,  # [longest context, R / 2] float32
     sine: Tensor,  # [longest context, R / 2] float32
     key_pages: Tensor,  # [P, G, S, D] in the type of `qkv` or float8_e4m3fn, written in place
     value_pages: Tensor,  # [P, G, S, D], likewise
-    slots: Tensor,  # [T] int64: page * S + place in the page; of a negative one nothing is stored
-    key_scale: Tensor | None = None,  # [1] float32: what a stored key is multiplied by when it is read
+    slots: Tensor,  # [T] int64: page * S + place in the page; tokens with a negative one are not stored
+    key_scale: Tensor | None = None,  # [1] float32: factor of stored keys when they are read
     value_scale: Tensor | None = None,  # [1] float32
-    query_scale: Tensor | None = None,  # [T, H]: multiplies queries before they turn
+    query_scale: Tensor | None = None,  # [T, H]: multiplies queries before the rotation
     value_factor: Tensor | None = None,  # [T, G]: multiplies values before they are stored
 ) -> tuple[Tensor, Tensor, Tensor]:  # query [T, H, D], key [T, G, D], value [T, G, D]: views of `qkv`
-    """As the definition says; one program for each token. Dimensions that do not change are not touched."""
+    """As the reference, with one program for each token. Dimensions that do not change are not written."""
     num_tokens, num_groups, head_dim = len(qkv), key_pages.shape[1], key_pages.shape[3]
     key_value = num_groups * head_dim
     num_heads = qkv.shape[1] // head_dim - 2 * num_groups
@@ -43,7 +43,7 @@ def rotary_write_kv(
     assert all(tensor is None or tensor.is_contiguous() for tensor in whole)
     all_heads, all_groups = triton.next_power_of_2(num_heads), triton.next_power_of_2(num_groups)
     blocks = RowBlocks(rows=min(all_heads, all_groups), num_warps=_NUM_WARPS)
-    kernel: Any = _rotary_write_kv[(num_tokens,)]  # takes launch options beside its parameters
+    kernel: Any = _rotary_write_kv[(num_tokens,)]  # takes launch options in addition to its parameters
     kernel(
         qkv,
         positions,
@@ -89,7 +89,7 @@ def _stored(rows, inverse_scale, pages, is_float8: tl.constexpr):
     return rows.to(pages.dtype.element_ty)
 
 
-# A layer's scales may lie anywhere in those of all layers: one kernel, compiled at start, serves them.
+# Scales of a layer are at any offset in those of all layers. One kernel, compiled at the start, serves all.
 @triton.jit(do_not_specialize_on_alignment=["key_scale", "value_scale"])
 def _rotary_write_kv(
     qkv,
@@ -127,7 +127,7 @@ def _rotary_write_kv(
     in_half = (dims < half)[None, :]
     is_value = is_group & (value_lanes < head_dim)[None, :]
 
-    # Everything that is read of `qkv`, which is then written in place.
+    # All loads from `qkv`, which is then updated in place.
     queries = row + heads[:, None] * head_dim + dims[None, :]
     query_left = tl.load(queries, mask=is_head & in_half, other=0.0).to(tl.float32)
     query_right = tl.load(queries + half, mask=is_head & in_half, other=0.0).to(tl.float32)
@@ -143,7 +143,7 @@ def _rotary_write_kv(
         if query_scale is not None:
             query_rests = row + heads[:, None] * head_dim + rest[None, :]
             query_rest = tl.load(query_rests, mask=is_head & in_rest, other=0.0).to(tl.float32)
-    tl.debug_barrier()  # no thread writes before every thread has read
+    tl.debug_barrier()  # all threads have read before any thread writes
 
     angle = tl.load(positions + token) * half + dims
     turn_cosine = tl.load(cosine + angle, mask=dims < half, other=0.0)[None, :]
@@ -162,7 +162,7 @@ def _rotary_write_kv(
 
     slot = tl.load(slots + token)
     place = ((slot // page_size * num_groups + groups) * page_size + slot % page_size)[:, None] * head_dim
-    stays = (groups < tl.where(slot >= 0, num_groups, 0))[:, None]  # what has a place in the cache
+    stays = (groups < tl.where(slot >= 0, num_groups, 0))[:, None]  # the token has a place in the cache
     inverse_key = 1.0
     inverse_value = 1.0
     if key_scale is not None:

@@ -1,16 +1,16 @@
-"""How kernels that hold whole rows in registers divide them into blocks, whose sizes must be powers of two.
+"""Divides rows into blocks for kernels that hold whole rows in registers. Sizes of blocks are powers of two.
 
 A block with fewer elements than its program has threads is replicated: several threads hold each element. Triton
 lets only one of them store it, but all of them load it, and the compiler may even load it twice, in two layouts. A
 kernel that reads and writes the same place then races with itself. Two rules exclude that:
 
 - `block_columns` never makes a block smaller than the program has threads, for any width;
-- a kernel that writes what it has read loads everything, passes `tl.debug_barrier()`, and stores then, which is
-  right for every layout that the compiler may choose.
+- a kernel that updates memory in place loads everything, then calls `tl.debug_barrier()`, then stores. This is
+  correct for every layout that the compiler may choose.
 
-A stream in two buffers, read from one and written to the other, would exclude it too and move as many bytes, but it
-would hold the stream twice: 64 MiB more for 8,192 prompt tokens, 121 MB for 72 tiles, neither of which then shares
-the L2 cache with what comes next. The barrier costs some 30 cycles of a program that waits for memory anyway.
+Two buffers for the stream, one to read and one to write, would also exclude the race and move as many bytes. But
+they would take 64 MiB more for 8,192 prompt tokens, and 121 MB more for 72 tiles, which would displace other data
+from the L2 cache. The barrier costs about 30 cycles of a program that waits for memory anyway.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LARGEST_FLOAT8 = tl.constexpr(448.0)
 
 @dataclass(frozen=True, slots=True)
 class RowBlocks:
-    """How many rows a program takes, and how many warps it has; both are powers of two."""
+    """The rows and the warps of a program; both are powers of two."""
 
     rows: int
     num_warps: int
@@ -39,7 +39,7 @@ def block_columns(width: int, blocks: RowBlocks) -> int:
 
 
 def pieces(width: int, blocks: RowBlocks) -> tuple[int, int]:
-    """Columns of the one or two blocks that cover `width` with few to spare, the second 0 where one is enough.
+    """Columns of one or two blocks that cover `width` with few extra columns. The second is 0 if one is enough.
 
     4304 → 4096 and 256. Each is a power of two with at least as many elements as the program has threads. A width
     of 0 has no block.
@@ -69,7 +69,7 @@ def load_piece(
 def store_piece(
     pointer, row_starts, in_range, values, begin: tl.constexpr, size: tl.constexpr, width: tl.constexpr
 ) -> None:
-    """The counterpart of `load_piece`, rounding to the type that is stored."""
+    """The counterpart of `load_piece`; rounds to the stored type."""
     columns = begin + tl.arange(0, size)
     inside = in_range[:, None] & (columns < width)[None, :]
     tl.store(pointer + row_starts[:, None] + columns[None, :], values.to(pointer.dtype.element_ty), mask=inside)
@@ -77,7 +77,7 @@ def store_piece(
 
 @triton.jit
 def cut_to_float8(values, is_needed: tl.constexpr) -> tl.tensor:
-    """Values beyond the range of float8_e4m3fn at its ends; needed where their scale was not measured on them."""
+    """Clip values to the range of float8_e4m3fn. Needed if their scale was not measured on them."""
     if is_needed:
         values = tl.minimum(tl.maximum(values, -_LARGEST_FLOAT8), _LARGEST_FLOAT8)
     return values

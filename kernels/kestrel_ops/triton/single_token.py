@@ -1,15 +1,14 @@
-"""The products of a decoder block for one token: the weight goes from memory straight into registers.
+"""The products of a decoder block for one token. The weight is loaded from memory directly into registers.
 
-Tensor cores would want the weight in shared memory and converted there, for sixteen tokens at the least. Here a
-program takes a tile of a few rows, asks for all of it before it does anything else, even before it waits for the
-kernel before, and multiplies and adds up in float32. A second token would double that arithmetic, which already
-takes as long as reading the weight does.
+Tensor cores need the weight in shared memory, converted there, and at least sixteen tokens. Here a program loads a
+tile of a few rows, before it does anything else and even before it waits for the previous kernel. It multiplies and
+adds in float32. A second token would double this arithmetic, which already takes as long as loading the weight.
 
-A tile is [rows, turns, columns of a turn]. A turn is what one warp reads at once, 16 bytes a lane, so that the
-warps share out the rows: a sum stays within a warp, and little is done by all of them.
+A tile is [rows, turns, columns of a turn]. A turn is the data that one warp loads at once, 16 bytes per lane. So
+each warp has its own rows, and sums stay within a warp.
 
-A row that is wider than a tile is read tile by tile by one program, which has the next tile under way while it
-multiplies one: a sum is made by one program in one order, so that it is the same in every run.
+If a row is wider than a tile, one program reads it tile by tile, and loads the next tile while it multiplies one.
+One program computes a sum in one order, so the sum is the same in every run.
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ from kestrel_ops.triton.dependent_launch import has_dependent_launch, launch, le
 from kestrel_ops.triton.small_batch import operand
 
 WIDEST_TILE = 2048
-"""Columns of the weight in a tile at most, a power of two: with more there are too few rows to share the token."""
+"""The most columns of the weight in a tile, a power of two. With more columns a program has too few rows."""
 _TURN_BYTES = 512  # 32 lanes, 16 bytes each
 
 
 @dataclass(frozen=True, slots=True)
 class SingleTokenPlan:
-    """How a product [1, K] @ [N, K].T is cut into programs of one tile each."""
+    """Divides a product [1, K] @ [N, K].T into programs of one tile each."""
 
     block_n: int
     """Rows of the weight in a tile."""
     num_warps: int
     dependent_launch: bool = True
-    """Whether it starts before the kernel before has ended, where the device can do that."""
+    """Whether it starts before the previous kernel has ended, if the device supports that."""
     tile_bytes: int = 2048
-    """Bytes of a row in a tile where rows are read tile by tile, two of which are in registers; a power of two."""
+    """Bytes of a row in a tile if rows are read tile by tile, with two tiles in registers; a power of two."""
 
 
 def expand_one(
@@ -119,7 +118,7 @@ def contract_one(
 
 
 def _turns(num_columns: int, weight: Tensor) -> tuple[int, int]:
-    """In how many turns of how many columns a tile is read, both powers of two."""
+    """The number of turns of a tile and the columns of a turn, both powers of two."""
     block_k = 1 << (num_columns - 1).bit_length()
     turn = min(_TURN_BYTES // weight.itemsize, block_k)
     return block_k // turn, turn
@@ -127,7 +126,7 @@ def _turns(num_columns: int, weight: Tensor) -> tuple[int, int]:
 
 @triton.jit
 def _load_tile(pointer, rows, columns, num_rows, width: tl.constexpr, is_even: tl.constexpr):
-    """A tile of the weight, 0 beyond its edges. Every byte is used once in a step."""
+    """A tile of the weight, with 0 beyond its edges. Each byte is used once per step."""
     addresses = pointer + rows[:, None, None].to(tl.int64) * width + columns[None, :, :]
     if is_even:
         return tl.load(addresses, eviction_policy="evict_first")
@@ -185,7 +184,7 @@ def _expand(
         wait_for_previous()
         let_next_start()
     token = tl.load(hidden + columns, mask=columns < width, other=0.0)
-    # Once more, each value by one thread only, where those of the product are with every warp.
+    # Loaded once more with one thread per value: in the layout of the product every warp has all values.
     places = tl.arange(0, num_turns * turn)
     values = tl.load(hidden + places, mask=places < width, other=0.0)
     total, squares = tl.reduce((values, values * values), 0, _add_pairs)
@@ -246,5 +245,5 @@ def _contract(
             next_tile = _load_tile(weight, rows, next_columns, num_rows, width, is_even)
             next_token = tl.load(activations + next_columns, mask=next_columns < width, other=0.0)
     product = tl.sum(sums, axis=1) * scale + offset
-    tl.debug_barrier()  # `hidden` is written in place, and a row of it is with many threads
+    tl.debug_barrier()  # `hidden` is updated in place, and many threads hold the same row
     tl.store(hidden + rows, before + product, mask=in_range)

@@ -52,7 +52,8 @@ def estimated_step_bytes(config: MoondreamConfig, bounds: StepBounds, itemsize: 
     """An upper estimate of the activations of the largest step. Tiles and prompts use the same memory, one after
     the other.
 
-    A block holds in float32 the residual stream, its sum, its products, and copies of these for the next product.
+    A block holds the residual stream and its delta in float32, its products, and copies of them for the next
+    product.
     """
     text, vision = config.text, config.vision
     token_bytes = 4 * text.dim * 4 + (2 * (text.qkv_dim + text.ff_dim) + 4 * text.dim) * itemsize
