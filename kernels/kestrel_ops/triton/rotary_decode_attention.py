@@ -40,8 +40,8 @@ class AttentionPlan:
     lets_next_start: bool = True
     """Whether the next kernel may then do so, too."""
     in_steps: bool = False
-    """Whether an iteration proceeds in steps of the bytes that the program reads at once, instead of two tiles. With
-    many programs this takes fewer instructions and has more concurrent loads."""
+    """Whether an iteration proceeds in steps of the bytes that the program reads at once, instead of two tiles.
+    With many programs this takes fewer instructions and has more concurrent loads."""
 
 
 def rotary_decode_attention(
