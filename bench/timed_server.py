@@ -1,8 +1,8 @@
 """`kestrel-grpc serve` over a device that takes time and does no work: what the host costs, without a GPU.
 
 A step takes as long as Moondream 2 takes on one H200 with everything in float8 (`results/README.md`), computes
-nothing and draws the same token for everybody; the server around it is the real one. Where it sustains less than
-the device would, that is the host's doing; when it stops it tells how long the device had nothing to do.
+nothing and samples the same token for all sequences; the server around it is the real one. Where it sustains less
+than the device would, that is the host's doing; when it stops it tells how long the device had nothing to do.
 
     python -m bench.timed_server --slower 2.5 -- --port 50052 --max-batch-size 64 --max-crops 56
     python -m bench.serve --target localhost:50052 --workloads cot,long --batches 64 --open none

@@ -1,7 +1,7 @@
-"""What does everybody else notice while one caller attacks?
+"""Measures how an attack by one caller affects all others.
 
 Each attack gets a server of its own: `kestrel-grpc serve` with the built-in model and tokens. Attackers, server and
-everybody else are processes on the same two cores. One asks for health every tenth of a second; one with another
+the other callers are processes on the same two cores. One asks for health every tenth of a second; one with another
 token asks small questions. The memory of the server and its children is watched, and a server that grows beyond a
 limit is killed, so that the machine survives. Prints a table with a verdict for each attack and writes the numbers
 as JSON; exits with 1 if one did not hold. `bench/attacks/attack.py` has the requirements. Wants Linux.

@@ -19,7 +19,7 @@ _EVERY_S = 0.025
 # Looking for children costs more than reading a number, and they come seldom.
 _CHILDREN_EVERY = 10
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-# Its cache of keys and values is filled by whoever asks; with a fixed size, what grows is what an attack left.
+# Every request fills the cache of keys and values. It has a fixed size, so memory that grows is due to an attack.
 _OPTIONS = ("--port", "0", "--kv-pages", "1024", "--withdrawal-delay", "0", "--drain-timeout", "5")
 
 

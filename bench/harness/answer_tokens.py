@@ -16,7 +16,7 @@ from kestrel_runtime.scheduling.sequence import Sequence
 def noted_tokens() -> Iterator[dict[int, list[Token]]]:
     """Until the block ends, what every request has generated, by its seed, before its stream tells its end.
 
-    Whoever asks gives each request a seed of its own, and takes out what has been read.
+    The caller gives each request a different seed, and removes the entries that it has read.
     """
     tokens: dict[int, list[Token]] = {}
 

@@ -87,7 +87,7 @@ class ClosedLoop:
             self._answered.add(number)
             self._changed.set()
             if sample.error:
-                # Whoever refuses at once would otherwise be asked without a pause.
+                # A server that refuses at once would otherwise receive requests without a pause.
                 await asyncio.sleep(_PAUSE_AFTER_ERROR_S)
 
     async def _until(self, condition: Callable[[], bool]) -> None:

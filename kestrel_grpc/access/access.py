@@ -104,7 +104,7 @@ class Access(Protocol):
 
 
 class OpenAccess:
-    """Anybody may call every method; callers have no name."""
+    """Allows all calls of every method. Callers have no name."""
 
     def __init__(self) -> None:
         self._anonymous = nullcontext("")

@@ -1,6 +1,6 @@
 """Reads the file of tokens: who may call which methods, and how often. Knows no calls; `access.py` applies it.
 
-One line for each token, in TOML. The file holds hashes, so reading it does not allow anybody to call:
+One line for each token, in TOML. The file holds hashes, so a reader of the file cannot call:
 
     alice = { sha256 = "2bb80d53…", scopes = ["infer"], rate = 10, burst = 20, concurrency = 4 }
     operator = { sha256 = "9f86d081…", scopes = ["infer", "admin"] }

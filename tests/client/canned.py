@@ -28,7 +28,7 @@ from kestrel_client.v1 import (
 )
 
 MAX_WAIT_S = 30.0
-"""Longer than any machine needs: whoever waits so long has failed."""
+"""Longer than any machine needs: a longer wait is a failure."""
 
 INFO = generation_pb2.ResponseInfo(
     request_id="r-1",

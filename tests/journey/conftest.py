@@ -37,14 +37,14 @@ class LiveServer:
         return _channel(self.server)
 
     async def assert_empty(self) -> None:
-        """The engine must come to hold nothing by itself, while it serves others."""
+        """The engine must free all resources by itself, while it serves other requests."""
         load = self.engine.load()
         for _ in range(500):  # each turn takes a request, in whole steps of the engine
             await self.stub.CompleteQuery(wire.CompleteQueryRequest(question="hi", sampling={"max_tokens": 1}))
             load = self.engine.load()
             if not (load.num_used_pages or load.num_running or load.num_waiting or load.num_preprocessing):
                 return
-        raise AssertionError(f"somebody left something behind: {load}")
+        raise AssertionError(f"resources are still in use: {load}")
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ IMAGE = (MD3_SMALL / "image_1_64x64.png").read_bytes()
 
 
 def endless(seed: int) -> wire.QueryRequest:
-    """A question whose answer goes on for as long as anybody will listen."""
+    """A question with a very long answer."""
     sampling = {"temperature": 50.0, "top_p": 1.0, "max_tokens": 3000, "seed": seed}
     return wire.QueryRequest(question="hello", sampling=sampling)
 

@@ -25,7 +25,7 @@ MAX_WAIT_S = 120.0
 
 
 def question(seed: int) -> wire.QueryRequest:
-    """Its answer goes on for as long as anybody will wait."""
+    """It has a very long answer."""
     sampling = {"temperature": 50.0, "top_p": 1.0, "max_tokens": 3000, "seed": seed}
     return wire.QueryRequest(question="hello", sampling=sampling)
 

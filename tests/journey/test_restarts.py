@@ -68,7 +68,7 @@ class Replica:
         return await self._process.wait()
 
     async def has_answered(self) -> None:
-        """Returns once it has answered somebody."""
+        """Returns once it has answered a call."""
         await self._has_answered.wait()
 
     async def _follow(self) -> None:
@@ -125,7 +125,7 @@ async def test_sigterm_under_load_loses_nothing_that_was_accepted() -> None:
         callers = [
             asyncio.ensure_future(ask_until_refused(stub, seed, begun.release)) for seed in range(num_callers)
         ]
-        for _ in range(num_callers + 4):  # everybody has begun, and the load goes on
+        for _ in range(num_callers + 4):  # all callers have begun, and the load goes on
             await begun.acquire()
         replica.tell_to_go()
         num_answered = sum(await asyncio.gather(*callers))

@@ -142,14 +142,14 @@ def test_what_float8_cannot_hold_becomes_its_largest(rotary_write_kv):
 @pytest.mark.parametrize("page_dtype", [torch.float32, FLOAT8], ids=str)
 def test_padding_tokens_are_not_stored(rotary_write_kv, page_dtype):
     tokens = Tokens(page_dtype=page_dtype)
-    everybody = tokens.slots.clone()
+    all_slots = tokens.slots.clone()
     tokens.slots[[1, 3]] = torch.tensor([-1, -40], device=DEVICE)
     before = tokens.pages[0].clone(), tokens.pages[1].clone()
     scales = () if page_dtype == torch.float32 else tuple(torch.ones(2, 1, device=DEVICE))
     tokens.run(rotary_write_kv, *scales)
     for pages, earlier in zip(tokens.pages, before, strict=True):
         changed = (pages.float() != earlier.float()).any(dim=3).any(dim=1).flatten().nonzero().flatten()
-        assert set(changed.tolist()) == {slot for row, slot in enumerate(everybody.tolist()) if row not in (1, 3)}
+        assert set(changed.tolist()) == {slot for row, slot in enumerate(all_slots.tolist()) if row not in (1, 3)}
 
 
 @every_implementation

@@ -1,4 +1,4 @@
-"""Requests that come at random to a `World` of random size, and what holds whoever serves them."""
+"""Requests that arrive at random in a `World` of random size, and invariants for every way of serving them."""
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -10,7 +10,7 @@ from tests.runtime.world import World
 
 
 class Arrivals(RuleBasedStateMachine):
-    """Whoever inherits it takes the steps."""
+    """Subclasses define the steps."""
 
     @initialize(
         num_pages=st.integers(4, 30),

@@ -89,9 +89,8 @@ class QueueBound(Enum):
 class Overloaded(KestrelError):
     """The queue is full. `bound` names the exceeded limit, `retry_after_s` estimates when to try again.
 
-    `limit` is the bound's most: of everybody together, or, with `is_tenant_share`, what a tenant holds too large a
-    share of. For `QueueBound.WAIT` it is how long the caller would have waited, and `retry_after_s` the wait that
-    is to be expected.
+    `limit` is the value of the limit for all requests together; with `is_tenant_share` the tenant has exceeded its
+    share of it. For `QueueBound.WAIT` it is the wait limit of the request, and `retry_after_s` the expected wait.
     """
 
     def __init__(

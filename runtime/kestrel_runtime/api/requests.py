@@ -76,10 +76,10 @@ class Priority(IntEnum):
     """How soon a request should start, compared with others that wait; the lower value goes first."""
 
     INTERACTIVE = 0
-    """Somebody sits and waits."""
+    """A person waits for the answer."""
     NORMAL = 1
     BATCH = 2
-    """No person waits for it: other requests go first."""
+    """No person waits for the answer: other requests go first."""
 
 
 class CachePolicy(Enum):

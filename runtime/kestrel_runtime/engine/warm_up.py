@@ -1,6 +1,7 @@
-"""A request of our own for each skill, run before anybody else's: what is done only once is done by then.
+"""Runs a request for each skill before the server accepts calls.
 
-Libraries are imported, kernels compiled and buffers made at their first use; the first caller would wait for that.
+Libraries are imported, kernels compiled and buffers allocated at their first use. Without the warm-up the first
+caller would wait for that.
 """
 
 from __future__ import annotations

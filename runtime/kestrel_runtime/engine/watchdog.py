@@ -1,8 +1,8 @@
-"""Watches the engine thread from a thread of its own: notices that it has ended, or that it hangs.
+"""Watches the engine thread from another thread and detects that it has ended or hangs.
 
-A device that hangs blocks the engine thread in a call that never returns, so the engine thread cannot notice by
-itself. Neither can it tell anybody of its own end, whatever raised. The watchdog holds no lock of the loop and asks
-it nothing but a few numbers, so the loop pays nothing for it.
+A device that hangs blocks the engine thread in a call that never returns, so the engine thread cannot detect it.
+Nor can it always report its own end. The watchdog takes no lock of the loop and reads only a few numbers, so it
+does not slow the loop down.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ class StepRunner:
             if batch.encode:
                 self._encode(list(batch.encode))
             hidden = self._executor.prefill_hidden(self._prefill_inputs(list(batch.prefill), list(batch.sampled)))
-        self._prefill_stream.synchronize()  # for whoever reads it elsewhere
+        self._prefill_stream.synchronize()  # the caller may read it on another stream
         return hidden
 
     def image_embeddings(self, sequence: Sequence) -> Tensor:

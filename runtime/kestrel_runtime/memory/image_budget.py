@@ -50,7 +50,7 @@ class MemoryBudget:
             return not owner or self._held[owner] < self.limit_bytes - self._total
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether M1 lets anybody take so much."""
+        """Whether the limit of all tenants together allows `num_bytes` more."""
         with self._lock:
             self._collect()
             return self._total + num_bytes <= self.limit_bytes

@@ -50,7 +50,7 @@ TILED_IMAGE = (MD3_SMALL / "image_0_500x400.png").read_bytes()
 
 
 def endless(seed: int = 14) -> Query:
-    """A question whose answer goes on for as long as anybody will wait."""
+    """A question with a very long answer."""
     return Query("hello", sampling=SamplingParams(temperature=50.0, top_p=1.0, max_tokens=3000, seed=seed))
 
 
@@ -70,7 +70,7 @@ def mixed_requests() -> list[Request]:
 
 
 async def settled(engine: LocalEngine) -> None:
-    """Return once the engine has turned a whole step for somebody who came after everybody else."""
+    """Return after the engine has run a whole request that arrived after all others."""
     await engine.submit(Query("hi", sampling=SamplingParams(max_tokens=1))).result()
 
 
@@ -160,7 +160,7 @@ async def test_an_answer_is_the_same_wherever_its_image_is_cut(loaded: LoadedMod
         loaded, EngineConfig(model="", max_batch_size=3, max_tiles_per_step=2, resize_on_device=True)
     )
     try:
-        # Somebody decodes meanwhile, so that tiles are encoded a few at a time.
+        # Another sequence decodes meanwhile, so that tiles are encoded a few at a time.
         company = on_device.submit(endless())
         await anext(aiter(company))
         finished = await asyncio.gather(*(on_device.submit(request).result() for request in requests))

@@ -259,12 +259,12 @@ async def play(loaded: LoadedModel, tracer: Tracer, scenario: str) -> Run:
         clearing = asyncio.ensure_future(engine.clear_cache())
         await asyncio.sleep(0)  # until it is asked for
         ends = {name: asyncio.ensure_future(end_of(item)) for name, item in streams.items()}
-        # Whoever left has nothing to wait for, but for the engine's end.
+        # Calls of a caller that has left wait only for the end of the engine.
         others = [ends[name] for name in ends if name not in ("leaving", "unprepared")]
         everybody_is_there.set()
         try:
             await asyncio.wait(others, timeout=MAX_WAIT_S)
-            assert all(item.done() for item in others), f"somebody waits for ever after {tracer}"
+            assert all(item.done() for item in others), f"a caller waits forever after {tracer}"
             await asyncio.wait([clearing], timeout=MAX_WAIT_S)
             assert isinstance(clearing.exception(), NoneType | EngineUnavailable), "a removal is answered too"
             status = engine.status
@@ -278,7 +278,7 @@ async def play(loaded: LoadedModel, tracer: Tracer, scenario: str) -> Run:
             engine.close()
         assert engine.has_ended
         await asyncio.wait(ends.values(), timeout=MAX_WAIT_S)
-        assert all(item.done() for item in ends.values()), "closing leaves somebody waiting"
+        assert all(item.done() for item in ends.values()), "closing leaves a caller waiting"
         assert isinstance(await ends["unprepared"], EngineUnavailable)
         delay_s = 0.0 if tracer.raised_at is None else ended - tracer.raised_at
         return Run({name: await end for name, end in ends.items()}, status, delay_s)

@@ -291,7 +291,7 @@ async def test_who_breaks_the_device_itself_is_pardoned_once(
     *others, offending = await outcomes(engine, [*bystanders(), POISON])
     assert others == alone
     assert isinstance(offending, InternalError)
-    # Once for whoever was tried first on what the failed step had left, and twice for the offending.
+    # Once for the first isolation run after the failed step, and twice for the offending request.
     assert device.num_renewals in (2, 3)
     assert statuses == [RECOVERING, SERVING] * device.num_renewals
 

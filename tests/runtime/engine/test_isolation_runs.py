@@ -167,7 +167,7 @@ async def test_out_of_memory_that_the_batch_causes_ends_no_request() -> None:
 
 @pytest.mark.parametrize("stage", ["prefill", "decode"])
 async def test_r2_the_third_in_a_row_is_tried_again_after_a_restart_which_clears_the_others(stage: str) -> None:
-    """A device that is bad without our request noticing must not have everybody refused for an hour."""
+    """A device that is bad without our request noticing must not cause all requests to be refused for an hour."""
     bench: Bench
 
     def fails(batch: Batch) -> Exception | None:

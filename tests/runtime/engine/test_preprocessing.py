@@ -238,7 +238,7 @@ def test_so_many_wait_decoded_and_no_more_are_decoded_until_they_go_on(loaded: L
     file, kept_bytes, limit_bytes = hostile_images.png(1000, 800, colour_type=2), 4 * 800_000, 48 * 2**20
     preprocessor = bounded(loaded, limit_bytes, num_threads=1)
     futures = [preprocessor.submit(Caption(file), clock()) for _ in range(30)]
-    # Whoever waits behind them and needs no memory comes when no other can.
+    # A request behind them that needs no memory runs when no other can.
     last = preprocessor.submit(Query("hi", options=RequestOptions(priority=Priority.BATCH)), clock())
     last.result(MAX_WAIT_S)
     num_decoded = sum(future.done() for future in futures)

@@ -1,4 +1,4 @@
-"""The requests that an engine runs before anybody else's."""
+"""The requests that an engine runs before those of callers."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class DeviceStep:
     copies: list[tuple[int, int]]
     after: frozenset[int]
     sequences: list[tuple[Any, int]] = field(default_factory=list)
-    """For whoever launches: a request, and the position up to which the step writes."""
+    """For the launcher: a request, and the position up to which the step writes."""
 
 
 class SimulatedDevice:

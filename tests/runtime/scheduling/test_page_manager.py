@@ -410,7 +410,7 @@ class Schedule:
         self.manager.release(request.id, set(request.writing), last)
 
     def fail(self) -> None:
-        """A step failed: all that is in flight ends untold, and everybody starts over."""
+        """A step failed: the steps in flight are dropped, and all requests start over."""
         while self.device.run_one():
             pass
         for steps in self.in_flight.values():

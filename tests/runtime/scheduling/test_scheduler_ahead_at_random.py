@@ -85,7 +85,7 @@ class LookingAhead(Arrivals):
             self.take_turn(prompts_are_over=turn % 3 == 0)
             if self.world.scheduler.is_idle:
                 self.end_all()
-        assert self.world.scheduler.is_idle, "somebody never finishes"
+        assert self.world.scheduler.is_idle, "a sequence never finishes"
         assert self.world.pages.num_held == 0
 
 

@@ -102,7 +102,7 @@ class SchedulerMachine(Arrivals):
             if self.world.scheduler.is_idle:
                 break
             self.take_step()
-        assert self.world.scheduler.is_idle, "somebody never finishes"
+        assert self.world.scheduler.is_idle, "a sequence never finishes"
         assert self.world.pages.num_held == 0
 
 

@@ -23,7 +23,7 @@ def push(queue: WaitingQueue, *sequences: Sequence) -> None:
 
 
 def start_all(queue: WaitingQueue, now: float = 0.0) -> list[Sequence]:
-    """Everybody, in the order in which they start."""
+    """All entries, in the order in which they start."""
     started: list[Sequence] = []
     while (sequence := queue.first(now)) is not None:
         queue.start(sequence)

@@ -10,7 +10,7 @@ import grpc
 from kestrel_grpc.access.tls import CertificateFiles
 from kestrel_grpc.listeners import PortUnavailable, address_of, require_free_port, require_free_socket
 
-# Whoever may write to the socket may call, so only its owner and its group.
+# Every user who may write to the socket may call: only its owner and its group.
 _SOCKET_MODE = 0o660
 
 

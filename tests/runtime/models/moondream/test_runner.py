@@ -129,7 +129,7 @@ def test_the_size_of_steps_and_pages_does_not_show(generation, sizes):
     model = MODELS[generation]
     bench = Bench(model, **sizes)
     early = bench.add(TEXT)
-    bench.step()  # somebody decodes from here on, so that the rest comes in bounded steps
+    bench.step()  # from here on a sequence decodes, so that the rest is encoded in bounded steps
     late = [bench.add(*case) for case in CASES.values()]
     generated = bench.generate(6, early, *late)
     assert generated == [written_out(model, 6, *case) for case in ((TEXT, None), *CASES.values())]
