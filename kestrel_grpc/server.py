@@ -19,6 +19,9 @@ from kestrel_grpc.frontends.grpc.frontend import GrpcFrontend
 from kestrel_grpc.frontends.http.frontend import HttpFrontend
 from kestrel_grpc.frontends.openai.service import OpenAiService
 from kestrel_grpc.frontends.rest.service import RestService
+from kestrel_grpc.frontends.triton.inference import Inference
+from kestrel_grpc.frontends.triton.management import EXTENSIONS, Management, Probes
+from kestrel_grpc.frontends.triton.service import TritonService
 from kestrel_grpc.images.image_store import ImageStore
 from kestrel_grpc.images.image_uris import ImageSource, NoRemoteImages, RemoteImagesUnavailable
 from kestrel_grpc.listeners import PortUnavailable, address_of, require_free_port, require_free_socket
@@ -87,6 +90,7 @@ class Server:
             self._images,
             self._store,
             certificate,
+            (self._triton(),) if config.triton else (),
             instance_id=self.instance_id,
         )
         self._http = None if config.http_port is None else self._http_frontend(certificate)
@@ -221,6 +225,12 @@ class Server:
 
     async def _close_frontends(self) -> None:
         await asyncio.gather(self._frontend.close(), *(() if self._http is None else (self._http.close(),)))
+
+    def _triton(self) -> TritonService:
+        served = self._engine.info.model
+        inference = Inference(Submission(self._engine, self._images), self._groups.inference, served)
+        management = Management(self._readiness, served, EXTENSIONS)
+        return TritonService(inference, Probes(self._readiness, served), management, self._groups)
 
     def _http_frontend(self, certificate: CertificateFiles | None) -> HttpFrontend:
         info = self._engine.info

@@ -24,7 +24,7 @@ PACKAGES = {
     "kestrel_client": CHECKOUT / "clients" / "python" / "kestrel_client",
 }
 ARCHITECTURE = (CHECKOUT / "docs" / "architecture.md").read_text(encoding="utf-8")
-GENERATED = PACKAGES["kestrel_client"] / "v1"
+GENERATED = {PACKAGES["kestrel_client"] / "v1", PACKAGES["kestrel_grpc"] / "frontends" / "triton" / "v2"}
 
 # What no module of a package may import, by the leading parts of the name.
 FORBIDDEN = {
@@ -120,7 +120,7 @@ DISTRIBUTIONS = {
 
 def modules(folder: Path) -> list[Path]:
     """The modules of a folder that people write."""
-    return [path for path in sorted(folder.rglob("*.py")) if path.parent != GENERATED]
+    return [path for path in sorted(folder.rglob("*.py")) if path.parent not in GENERATED]
 
 
 def name_of(path: Path) -> str:

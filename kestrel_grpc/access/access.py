@@ -42,6 +42,15 @@ SCOPES: Mapping[str, frozenset[Scope]] = MappingProxyType(
         "kestrel.v1.EngineService/ListModels": _ANY_SCOPE,
         # It tells what all callers together do.
         "kestrel.v1.EngineService/GetLoad": _ADMIN,
+        "inference.GRPCInferenceService/ModelInfer": _INFER,
+        "inference.GRPCInferenceService/ModelStreamInfer": _INFER,
+        "inference.GRPCInferenceService/SystemSharedMemoryStatus": _INFER,
+        "inference.GRPCInferenceService/SystemSharedMemoryRegister": _INFER,
+        "inference.GRPCInferenceService/SystemSharedMemoryUnregister": _INFER,
+        "inference.GRPCInferenceService/ServerMetadata": _ANY_SCOPE,
+        "inference.GRPCInferenceService/ModelMetadata": _ANY_SCOPE,
+        "inference.GRPCInferenceService/ModelConfig": _ANY_SCOPE,
+        "inference.GRPCInferenceService/RepositoryIndex": _ANY_SCOPE,
         "grpc.reflection.v1.ServerReflection/": _ANY_SCOPE,
         "grpc.reflection.v1alpha.ServerReflection/": _ANY_SCOPE,
         "rest/": _INFER,
@@ -82,8 +91,11 @@ class RateLimited(AccessRefused):
 class Access(Protocol):
     """Decides about calls."""
 
-    def admit(self, method: str, metadata: Metadata) -> AbstractContextManager[str]:
-        """Entering admits a call and gives its caller's name, or raises `AccessRefused`; leaving ends the call."""
+    def admit(self, method: str, metadata: Metadata, *, counts: bool = True) -> AbstractContextManager[str]:
+        """Entering admits a call and gives its caller's name, or raises `AccessRefused`; leaving ends the call.
+
+        Where it does not count, it is not limited either.
+        """
         ...
 
     def namespace_of(self, name: str) -> str:
@@ -109,7 +121,7 @@ class OpenAccess:
     def __init__(self) -> None:
         self._anonymous = nullcontext("")
 
-    def admit(self, method: str, metadata: Metadata) -> AbstractContextManager[str]:
+    def admit(self, method: str, metadata: Metadata, *, counts: bool = True) -> AbstractContextManager[str]:
         """Admits."""
         return self._anonymous
 
@@ -142,9 +154,9 @@ class TokenAccess:
         self._namespaces = _namespaces(self._file.value)
         self._callbacks: list[Callable[[str], None]] = []
 
-    def admit(self, method: str, metadata: Metadata) -> AbstractContextManager[str]:
+    def admit(self, method: str, metadata: Metadata, *, counts: bool = True) -> AbstractContextManager[str]:
         """Entering admits a call of a task or raises an `AccessRefused`."""
-        return _Admission(self, method, metadata)
+        return _Admission(self, method, metadata, counts=counts)
 
     def namespace_of(self, name: str) -> str:
         """The namespace of the token of this name."""
@@ -181,7 +193,7 @@ class TokenAccess:
     def take(self, token: Token) -> None:
         """Count one call or raise `RateLimited`."""
         account = self.account(token)
-        if token.concurrency is not None and len(account.admissions) >= token.concurrency:
+        if token.concurrency is not None and account.num_counted >= token.concurrency:
             limit = f"at most {token.concurrency} requests at a time"
             raise RateLimited(token.name, limit, _RETRY_CONCURRENT_S)
         if token.rate is None:
@@ -234,10 +246,12 @@ def _namespaces(tokens: Mapping[bytes, Token]) -> Mapping[str, str]:
 class _Account:
     """The use of one token: a bucket of calls that fills at its rate, and the calls that run."""
 
-    __slots__ = ("_level", "_level_at", "admissions")
+    __slots__ = ("_level", "_level_at", "admissions", "num_counted")
 
     def __init__(self, level: float, now: float) -> None:
         self.admissions: set[_Admission] = set()
+        self.num_counted = 0
+        """Of these, the calls that count towards the concurrency."""
         self._level = float(level)
         self._level_at = now
 
@@ -254,10 +268,11 @@ class _Account:
 class _Admission(AbstractContextManager[str]):
     """One call. `end` cancels its task and replaces the cancellation by a refusal, as `asyncio.timeout` does."""
 
-    __slots__ = ("_access", "_account", "_metadata", "_num_cancels", "_refusal", "_task", "method")
+    __slots__ = ("_access", "_account", "_counts", "_metadata", "_num_cancels", "_refusal", "_task", "method")
 
-    def __init__(self, access: TokenAccess, method: str, metadata: Metadata) -> None:
+    def __init__(self, access: TokenAccess, method: str, metadata: Metadata, *, counts: bool) -> None:
         self.method = method
+        self._counts = counts
         self._access = access
         self._metadata = metadata
         self._account: _Account | None = None
@@ -266,13 +281,15 @@ class _Admission(AbstractContextManager[str]):
     def __enter__(self) -> str:
         token = self._access.identify(self._metadata)
         self._access.authorize(token, self.method)
-        self._access.take(token)
+        if self._counts:
+            self._access.take(token)
         task = asyncio.current_task()
         assert task is not None
         self._task = task
         self._num_cancels = task.cancelling()
         self._account = self._access.account(token)
         self._account.admissions.add(self)
+        self._account.num_counted += self._counts
         return token.name
 
     def end(self, refusal: AccessRefused) -> None:
@@ -289,6 +306,7 @@ class _Admission(AbstractContextManager[str]):
     ) -> None:
         assert self._account is not None
         self._account.admissions.discard(self)
+        self._account.num_counted -= self._counts
         if self._refusal is None:
             return
         # Where the caller has cancelled the call at the same moment, the cancellation is what ended it.

@@ -8,12 +8,12 @@ that over the file of options, and that over the default. Knows nothing about so
 from __future__ import annotations
 
 import argparse
-import ipaddress
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
 
+from kestrel_grpc.config.contradictions import contradictions
 from kestrel_grpc.config.environment import security_problems
 from kestrel_grpc.config.option_parsers import (
     fraction,
@@ -115,6 +115,12 @@ class ServerConfig:
         origins,
         "sites whose pages may call over HTTP (CORS), such as `https://example.com`, separated by commas",
         default_text="none",
+    )
+    triton: bool = _option(
+        True,
+        on_or_off,
+        "whether clients of NVIDIA Triton and KServe v2 are served, on the gRPC port: on or off",
+        default_text="on",
     )
     unix_socket: str | None = _option(
         None, some_text, "path of a Unix socket to listen on as well, without encryption", default_text="none"
@@ -375,7 +381,7 @@ class ServerConfig:
                     problems.append(f"{setting.source}: {setting.text!r} {error}")
         problems += security_problems([name for name, _ in options()], environment)
         config = cls(**values)
-        problems += config._contradictions()
+        problems += contradictions(config)
         if problems:
             raise ConfigurationError(tuple(problems))
         return config
@@ -411,27 +417,6 @@ class ServerConfig:
             step_timeout_s=self.step_timeout,
         )
 
-    def _contradictions(self) -> Iterator[str]:
-        """Problems of options that are valid separately, but not together."""
-        if (self.tls_certificate is None) != (self.tls_key is None):
-            yield "--tls-certificate and --tls-key: each needs the other"
-        elif self.tls_client_ca is not None and self.tls_certificate is None:
-            yield "--tls-client-ca: needs --tls-certificate"
-        if self.max_receiving_bytes < self.max_message_bytes:
-            yield "--max-receiving-bytes: must be at least --max-message-bytes"
-        if self.reflection == "token" and self.tokens is None:
-            yield "--reflection token: needs --tokens"
-        for name in ("http_hosts", "http_origins"):
-            if getattr(self, name) is not None and self.http_port is None:
-                yield f"{flag_name(name)}: needs --http-port"
-        if self.tokens is not None or self.insecure_public:
-            return
-        advice = "anybody could call; give --tokens{}, or say --insecure-public"
-        if self.tls_certificate is None and not _is_loopback(self.host):
-            yield f"--host {self.host}: {advice.format(' or --tls-certificate')}"
-        if self.admin_port is not None and not _is_loopback(self.admin_host):
-            yield f"--admin-host {self.admin_host}: {advice.format('')}"
-
 
 def named_values(items: Iterable[str]) -> dict[str, str | None]:
     """`option=value` texts as `ServerConfig.parse` takes flags. Raises `ConfigurationError` on others."""
@@ -441,14 +426,6 @@ def named_values(items: Iterable[str]) -> dict[str, str | None]:
     if unknown:
         raise ConfigurationError(tuple(unknown_flag(name) for name in sorted(unknown)))
     return given
-
-
-def _is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address. A name may mean any address, except `localhost`."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:

@@ -37,7 +37,7 @@ from kestrel_grpc.wire.call_context import (
     Outcome,
 )
 from kestrel_grpc.wire.errors import CallFailure, Code, describe
-from kestrel_grpc.wire.message_gate import MessageGate, TooManyCalls
+from kestrel_grpc.wire.message_gate import Gate, TooManyCalls
 from kestrel_grpc.wire.open_calls import CancellableCall, CancellableCalls, OpenCalls, RequestCancelled
 from kestrel_grpc.wire.reader_watch import ReaderWatch
 from kestrel_grpc.wire.shares import Shares
@@ -50,6 +50,14 @@ Observer = Callable[[CallContext, Outcome], None]
 _log = logging.getLogger("kestrel_grpc.calls")
 
 
+class CallFailed(Exception):
+    """A call ends because one of the requests that it brought has failed, with `failure`, which is recorded."""
+
+    def __init__(self, failure: CallFailure) -> None:
+        super().__init__(failure.reason)
+        self.failure = failure
+
+
 class CallAdmission:
     """Admits the calls of one group of methods, which share `gate` for messages and `max_calls` open calls."""
 
@@ -57,14 +65,16 @@ class CallAdmission:
         self,
         engine: Engine,
         access: Access,
-        gate: MessageGate,
+        gate: Gate,
         max_calls: int,
         open_calls: OpenCalls,
         observers: Sequence[Observer] = (),
         cancellable: CancellableCalls | None = None,
         *,
         stream_idle_timeout_s: float,
+        counts_calls: bool = True,
     ) -> None:
+        """Without `counts_calls` a call counts neither towards the rate nor the concurrency of its token."""
         self.max_image_bytes = engine.info.config.max_image_bytes
         """The largest encoded image that a message may hold."""
         self._engine = engine
@@ -75,12 +85,14 @@ class CallAdmission:
         self._observers = observers
         self._cancellable = cancellable
         self._stream_idle_timeout_s = stream_idle_timeout_s
+        self._counts_calls = counts_calls
 
     def begin(
         self, headers: Headers, deadline_s: float | None, method: str, peer: Callable[[], str]
     ) -> CallContext:
         """A call has arrived. `peer` gives the address of its connection, as `host:port`."""
         call = CallContext(headers, deadline_s, method)
+        call.peer = peer
         self._open_calls.add(peer)
         return call
 
@@ -90,7 +102,8 @@ class CallAdmission:
         Leaving gives back what the call takes up. A call whose token is revoked meanwhile leaves with the refusal,
         and one that an operator cancels with `RequestCancelled`.
         """
-        return _Admitted(call, self._access, self._shares, self._cancellable)
+        admission = self._access.admit(call.method, call.headers, counts=self._counts_calls)
+        return _Admitted(call, self._access, admission, self._shares, self._cancellable)
 
     async def receive(self, read: Callable[[], Awaitable[Any]], call: CallContext, peer: Callable[[], str]) -> Any:
         """What `read` returns, once there is memory for a message. Raises as `MessageGate.receive` does."""
@@ -111,7 +124,10 @@ class CallAdmission:
         self._observe(call, DEADLINE_EXCEEDED if call.is_late else CANCELLED)
 
     def fail(self, call: CallContext, error: BaseException) -> CallFailure | None:
-        """The call ends with an error. Returns what to tell the caller; None where the error has only to go on."""
+        """The call ends with an error. Returns what to tell the caller; None where the error has only to go on.
+
+        A `CallFailed` was recorded before, and is not recorded again.
+        """
         if isinstance(error, asyncio.CancelledError):
             task = asyncio.current_task()
             if task is None or task.cancelling():
@@ -122,6 +138,8 @@ class CallAdmission:
             error = EngineUnavailable("a part of the engine was cancelled")
         elif not isinstance(error, Exception):
             return None
+        if isinstance(error, CallFailed):
+            return error.failure
         failure = describe(error, self._engine.status)
         if failure.code is Code.INTERNAL:
             _log.error("request_id=%(request_id)s failed", {"request_id": call.request_id}, exc_info=error)
@@ -143,13 +161,18 @@ class _Admitted(AbstractContextManager[None]):
     __slots__ = ("_access", "_admission", "_call", "_cancellable", "_cancellables", "_shares")
 
     def __init__(
-        self, call: CallContext, access: Access, shares: Shares, cancellables: CancellableCalls | None
+        self,
+        call: CallContext,
+        access: Access,
+        admission: AbstractContextManager[str],
+        shares: Shares,
+        cancellables: CancellableCalls | None,
     ) -> None:
         self._call = call
         self._cancellables = cancellables
         self._cancellable: CancellableCall | None = None
         self._access = access
-        self._admission = access.admit(call.method, call.headers)
+        self._admission = admission
         self._shares = shares
 
     def __enter__(self) -> None:

@@ -72,6 +72,7 @@ class CallContext:
         "headers",
         "method",
         "namespace",
+        "peer",
         "principal",
         "release",
         "request",
@@ -85,6 +86,8 @@ class CallContext:
         self.headers = headers
         self.method = method
         """As `kestrel.v1.VisionService/Query`."""
+        self.peer: Callable[[], str] = _unknown
+        """Gives the address of the connection, ending with `:port`."""
         self.request_id = _request_id(headers)
         self.request: RequestSummary | None = None
         self.finished: Finished | None = None
@@ -117,6 +120,10 @@ class CallContext:
 
 def _nothing() -> None:
     """The message has no place yet."""
+
+
+def _unknown() -> str:
+    return ""
 
 
 def _request_id(headers: Headers) -> str:

@@ -7,15 +7,18 @@ from collections.abc import Sequence
 from kestrel_grpc.access.access import Access, OpenAccess
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.wire.call_admission import CallAdmission, Observer
+from kestrel_grpc.wire.call_context import CANCELLED, DEADLINE_EXCEEDED, OK, CallContext, Outcome
 from kestrel_grpc.wire.limits import (
     MAX_IMAGE_CALLS,
     MAX_SHORT_CALLS,
+    MAX_STREAMS,
+    MAX_WAITING_STREAMS,
     MAX_WATCHES,
     max_calls,
     request_gate,
     short_gate,
 )
-from kestrel_grpc.wire.message_gate import MessageGate
+from kestrel_grpc.wire.message_gate import Gate, MessageGate, StreamGate
 from kestrel_grpc.wire.open_calls import CancellableCalls, OpenCalls
 from kestrel_runtime.api.engine import Engine
 
@@ -29,6 +32,7 @@ class CallGroups:
         self._access = access
         self._request_gate = MessageGate(request_gate(config))
         self._short_gate = MessageGate(short_gate(config))
+        self._stream_gate = StreamGate(MAX_WAITING_STREAMS)
         self._open_calls, self._open_watches = OpenCalls(), OpenCalls()
         self.requests = CancellableCalls()
         """The open calls of `inference`."""
@@ -36,6 +40,16 @@ class CallGroups:
             access, self._request_gate, max_calls(engine.info), observers, cancellable=self.requests
         )
         """Requests to the model."""
+        self.streams = self._group(
+            access,
+            self._stream_gate,
+            MAX_STREAMS,
+            tuple(_of_failures(observe) for observe in observers),
+            open_calls=self._open_watches,
+            counts_calls=False,
+        )
+        """Streams of requests. Each request is a call of `inference` and is recorded there; a stream is recorded
+        where it fails. Their connections count as idle while no request runs."""
         self.images = self._group(access, self._request_gate, MAX_IMAGE_CALLS, observers)
         """Images that the server keeps."""
         self.operations = self._group(access, self._short_gate, MAX_SHORT_CALLS, observers)
@@ -60,6 +74,7 @@ class CallGroups:
     def close(self) -> None:
         """Receive no further request message. Calls whose message has not arrived end with `EngineUnavailable`."""
         self._request_gate.close()
+        self._stream_gate.close()
 
     async def ended(self) -> None:
         """Wait until all calls that are open now have ended."""
@@ -69,11 +84,13 @@ class CallGroups:
     def _group(
         self,
         access: Access,
-        gate: MessageGate,
+        gate: Gate,
         max_calls: int,
         observers: Sequence[Observer] = (),
         open_calls: OpenCalls | None = None,
         cancellable: CancellableCalls | None = None,
+        *,
+        counts_calls: bool = True,
     ) -> CallAdmission:
         return CallAdmission(
             self._engine,
@@ -84,4 +101,15 @@ class CallGroups:
             observers,
             cancellable,
             stream_idle_timeout_s=self._config.stream_idle_timeout,
+            counts_calls=counts_calls,
         )
+
+
+def _of_failures(observe: Observer) -> Observer:
+    """The observer of streams: their requests are recorded on their own, and so is that the caller ended them."""
+
+    def observe_failure(call: CallContext, outcome: Outcome) -> None:
+        if outcome not in (OK, CANCELLED, DEADLINE_EXCEEDED):
+            observe(call, outcome)
+
+    return observe_failure

@@ -22,7 +22,7 @@ from kestrel_grpc.images.stored_images import (
     ImageSizeMismatch,
     ImageStoreFull,
 )
-from kestrel_grpc.wire.message_gate import MessageTimeout, MessageTooLarge, TooManyCalls
+from kestrel_grpc.wire.message_gate import MessageTimeout, MessageTooLarge, StreamEvicted, TooManyCalls
 from kestrel_grpc.wire.open_calls import RequestCancelled
 from kestrel_grpc.wire.reader_watch import StreamIdle
 from kestrel_grpc.wire.readiness import ServiceUnknown
@@ -55,6 +55,14 @@ class MediaTypeUnsupported(Exception):
     def __init__(self, expected: str) -> None:
         super().__init__(expected)
         self.expected = expected
+
+
+class Unsupported(Exception):
+    """The protocol has this, but the server does not. `description` is a sentence without its end."""
+
+    def __init__(self, description: str) -> None:
+        super().__init__(description)
+        self.description = description
 
 
 class MethodUnknown(Exception):
@@ -369,6 +377,15 @@ ERRORS = (
         409,
         lambda error: f"no message of the stream was taken for {error.limit_s:g} s",
     ),
+    ErrorRow(
+        StreamEvicted,
+        "STREAM_EVICTED",
+        Code.UNAVAILABLE,
+        503,
+        lambda error: "the stream waited for its next request, and other streams needed its place; open a new one",
+        retry_after_s=lambda error: _RETRY_ELSEWHERE_S,
+    ),
+    ErrorRow(Unsupported, "UNSUPPORTED", Code.UNIMPLEMENTED, 501, lambda error: error.description),
     ErrorRow(
         ServiceUnknown,
         "SERVICE_UNKNOWN",

@@ -11,6 +11,10 @@ MAX_SHORT_CALLS = 256
 """Open calls of each kind that is answered at once: health checks, reflection, `EngineService`."""
 MAX_IMAGE_CALLS = 256
 """Open calls of `ImageService`."""
+MAX_STREAMS = 256
+"""Open streams of requests. Each of their requests is a call of its own besides."""
+MAX_WAITING_STREAMS = 32
+"""Streams of requests that wait for their next message, each of which may be of the largest size."""
 MAX_WATCHES = 1024
 """Open streams of health."""
 _SHORT_PLACES, _SHORT_TIMEOUT_PLACES = 1, 1

@@ -13,9 +13,10 @@ only when no other call waits. Knows nothing about tokens, the contents of messa
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from kestrel_grpc.wire.shares import Shares
 from kestrel_runtime.api.errors import EngineUnavailable
@@ -55,6 +56,10 @@ class TooManyCalls(Exception):
         self.retry_after_s = _RETRY_S
 
 
+class StreamEvicted(Exception):
+    """The stream waited for a request, and other streams needed its place."""
+
+
 @dataclass(frozen=True, slots=True)
 class GateLimits:
     """`places` and `short_places` count messages; the other fields are seconds."""
@@ -85,7 +90,25 @@ class Place:
             gate.give_back(self)
 
 
-class _Reading:
+class Gate(Protocol):
+    """Limits how many messages are received at a time."""
+
+    async def receive(
+        self, read: Callable[[], Awaitable[Any]], tenant: str, peer: Callable[[], str]
+    ) -> tuple[Any, Releasable]:
+        """What `read` returns, and what gives the memory of the message back."""
+        ...
+
+
+class Releasable(Protocol):
+    """Something that is taken until it is released."""
+
+    def release(self) -> None:
+        """Give it back; again does nothing."""
+        ...
+
+
+class Reading:
     """A task that reads a message, and the reason for which the gate has cancelled it, if it has."""
 
     __slots__ = ("_task", "reason", "started")
@@ -135,7 +158,7 @@ class MessageGate:
         # In the order of their arrival; slow senders are in the second queue.
         self._queues: tuple[dict[_Waiter, None], dict[_Waiter, None]] = ({}, {})
         self._slow_senders: dict[str, float] = {}  # caller → time when it no longer counts as one, in that order
-        self._readings: dict[_Reading, None] = {}  # in the order of their start
+        self._readings: dict[Reading, None] = {}  # in the order of their start
         self._is_closed = False
         self._loop = asyncio.get_running_loop()
         # One timer for all readings: a timer for each would take longer than the rest of `receive`.
@@ -155,7 +178,7 @@ class MessageGate:
         gate is closed.
         """
         if self._is_closed:
-            raise EngineUnavailable("no messages are received any more")
+            raise _closed()
         is_slow_sender = bool(self._slow_senders) and self._is_slow_sender(tenant or peer())
         group = tenant or (_SLOW_SENDERS if is_slow_sender else "")
         place = self._take(group) or await self._wait(group, self._queues[is_slow_sender])
@@ -188,9 +211,9 @@ class MessageGate:
         for queue in self._queues:
             for waiter in tuple(queue):
                 if not waiter.place.done():
-                    waiter.place.set_exception(EngineUnavailable("no messages are received any more"))
+                    waiter.place.set_exception(_closed())
         for reading in self._readings:
-            reading.end(EngineUnavailable("no messages are received any more"))
+            reading.end(_closed())
 
     def give_back(self, place: Place) -> None:
         """Called by a place that is released."""
@@ -206,7 +229,7 @@ class MessageGate:
         return Place(self, tenant, is_short=False) if self._places.take(tenant) else None
 
     async def _read(self, read: Callable[[], Awaitable[Any]]) -> Any:
-        reading = _Reading(self._loop.time())
+        reading = Reading(self._loop.time())
         self._readings[reading] = None
         if self._timer is None:
             self._timer = self._loop.call_later(self._limits.timeout_s, self._end_late_readings)
@@ -297,6 +320,73 @@ class MessageGate:
             raise TooManyCalls("other messages are being received, and this one was not complete")
         finally:
             reading.cancel()
+
+
+class StreamGate:
+    """At most `limit` streams of requests wait for their next message at a time. Belongs to one event loop.
+
+    While a stream waits, a message of the largest size may arrive, and nothing tells whether one has begun to.
+    Clients keep streams open between their requests, so waiting has no timeout; instead, when more streams wait
+    than there is memory for, the stream that has waited longest ends. It is one of the tenant with the most waiting
+    streams.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._waiting: dict[Reading, str] = {}  # with their tenants, in the order of their start
+        self._is_closed = False
+        self._loop = asyncio.get_running_loop()
+
+    async def receive(
+        self, read: Callable[[], Awaitable[Any]], tenant: str, peer: Callable[[], str]
+    ) -> tuple[Any, Releasable]:
+        """What `read` returns. The stream itself bounds the memory of messages that it has received.
+
+        Raises `StreamEvicted`, and `EngineUnavailable` once the gate is closed.
+        """
+        if self._is_closed:
+            raise _closed()
+        reading = Reading(self._loop.time())
+        self._waiting[reading] = tenant
+        if len(self._waiting) > self._limit:
+            self._evict()
+        try:
+            return await read(), _NOTHING
+        except asyncio.CancelledError:
+            if reading.is_ended():
+                assert reading.reason is not None
+                raise reading.reason from None
+            raise
+        finally:
+            self._waiting.pop(reading, None)
+
+    def close(self) -> None:
+        """Receive no further message; streams that wait for one end with `EngineUnavailable`."""
+        self._is_closed = True
+        for reading in self._waiting:
+            reading.end(_closed())
+
+    def _evict(self) -> None:
+        """End the longest wait of the tenant with the most waiting streams."""
+        counts = Counter(self._waiting.values())
+        tenant = max(counts, key=counts.__getitem__)
+        oldest = next(reading for reading, owner in self._waiting.items() if owner == tenant)
+        del self._waiting[oldest]
+        oldest.end(StreamEvicted())
+
+
+class _Nothing:
+    """No memory is taken."""
+
+    def release(self) -> None:
+        pass
+
+
+_NOTHING = _Nothing()
+
+
+def _closed() -> EngineUnavailable:
+    return EngineUnavailable("no messages are received any more")
 
 
 def _is_granted(place: asyncio.Future[Place]) -> bool:

@@ -9,23 +9,25 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from google.protobuf import descriptor_pool
 
 from kestrel_client.v1 import engine_service_pb2, generation_pb2, image_service_pb2, media_pb2, vision_service_pb2
+from kestrel_grpc.frontends.triton.v2 import grpc_service_pb2
 
 ROOT = Path(__file__).parents[2]
-COMMITTED = ROOT / "clients/python/kestrel_client/v1"
+COMMITTED = (ROOT / "clients/python/kestrel_client/v1", ROOT / "kestrel_grpc/frontends/triton/v2")
 
 
 @pytest.fixture(scope="module")
 def generated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    folder = tmp_path_factory.mktemp("v1")
+    folders = tmp_path_factory.mktemp("v1"), tmp_path_factory.mktemp("v2")
     environment = os.environ | {"PYTHON": sys.executable}
-    subprocess.run(["sh", ROOT / "proto/generate.sh", folder], check=True, env=environment)
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    subprocess.run(["sh", ROOT / "proto/generate.sh", *folders], check=True, env=environment)
+    return {path.name: path.read_bytes() for folder in folders for path in folder.iterdir()}
 
 
 def test_committed_stubs_equal_generated_ones_byte_for_byte(generated: dict[str, bytes]) -> None:
-    committed = {path.name: path.read_bytes() for path in COMMITTED.glob("*_pb2*")}
+    committed = {path.name: path.read_bytes() for folder in COMMITTED for path in folder.glob("*_pb2*")}
     assert committed.keys() == generated.keys()
     assert committed == generated
 
@@ -42,3 +44,9 @@ def test_descriptors_keep_the_name_of_the_contract() -> None:
     for module in (media_pb2, generation_pb2, vision_service_pb2, image_service_pb2, engine_service_pb2):
         assert module.DESCRIPTOR.package == "kestrel.v1"
         assert module.DESCRIPTOR.name.startswith("kestrel/v1/")
+
+
+def test_contracts_of_others_have_a_pool_of_their_own() -> None:
+    with pytest.raises(KeyError):
+        descriptor_pool.Default().FindFileByName(grpc_service_pb2.DESCRIPTOR.name)
+    assert grpc_service_pb2.DESCRIPTOR.package == "inference"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 from google.rpc import error_details_pb2
@@ -37,6 +38,7 @@ from kestrel_grpc.images.image_store import ImageStore
 from kestrel_grpc.images.image_uris import ImageSource
 from kestrel_grpc.wire.call_admission import CallAdmission
 from kestrel_grpc.wire.call_groups import CallGroups
+from kestrel_grpc.wire.errors import CallFailure
 from kestrel_grpc.wire.readiness import Readiness
 from kestrel_grpc.wire.submission import Submission
 from kestrel_runtime.api.engine import Engine
@@ -50,8 +52,25 @@ _CLOSING_S = 1.0
 _log = logging.getLogger(__name__)
 
 
+class ForeignService(Protocol):
+    """A service with a contract of others, which another frontend brings."""
+
+    name: str
+    """As `package.Service`."""
+    file: Any
+    """The descriptor of its file."""
+
+    def handlers(self) -> Iterable[tuple[CallAdmission, Mapping[str, grpc.RpcMethodHandler]]]:
+        """Its methods by name, in groups that are admitted together. They take a `CallContext` as context."""
+        ...
+
+    def express(self, failure: CallFailure) -> CallFailure:
+        """A failure in its words."""
+        ...
+
+
 class GrpcFrontend:
-    """Serves `VisionService`, `ImageService`, `EngineService`, health and reflection.
+    """Serves `VisionService`, `ImageService`, `EngineService`, health and reflection, and the services `foreign`.
 
     Belongs to the event loop of its calls. Where `store` is None there is no `ImageService`.
     """
@@ -66,6 +85,7 @@ class GrpcFrontend:
         images: ImageSource,
         store: ImageStore | None,
         certificate: CertificateFiles | None,
+        foreign: Sequence[ForeignService] = (),
         *,
         instance_id: str,
     ) -> None:
@@ -89,8 +109,9 @@ class GrpcFrontend:
             capabilities=() if store is None else ("images",),
         )
         public = (_VISION,) if store is None else (_VISION, _IMAGES)
-        names = (service.full_name for file in (*public, _ENGINE) for service in file.services_by_name.values())
-        self._health = Health(readiness, names)
+        self._foreign = foreign
+        names = [service.full_name for file in (*public, _ENGINE) for service in file.services_by_name.values()]
+        self._health = Health(readiness, (*names, *(service.name for service in foreign)))
         self._servers = (
             (self._server(*public, _ENGINE),)
             if config.admin_port is None
@@ -139,7 +160,7 @@ class GrpcFrontend:
             stop.result()
 
     def _server(self, *files: Any) -> grpc.aio.Server:
-        """A server of the services in `files`, of health and of reflection."""
+        """A server of the services in `files`, of health and of reflection. With `VisionService` go the foreign."""
         server, groups = grpc.aio.server(options=server_options(self._config.max_message_bytes)), self._groups
 
         def with_admission(admission: CallAdmission) -> AdmittedServices:
@@ -149,6 +170,11 @@ class GrpcFrontend:
             vision_service_pb2_grpc.add_VisionServiceServicer_to_server(
                 self._vision, with_admission(groups.inference)
             )
+            for service in self._foreign:
+                for admission, handlers in service.handlers():
+                    wrapping = AdmittedServices(server, admission, service.express)
+                    wrapping.add_registered_method_handlers(service.name, handlers)
+                files = (*files, service.file)
         if _IMAGES in files:
             image_service_pb2_grpc.add_ImageServiceServicer_to_server(self._images, with_admission(groups.images))
         if _ENGINE in files:

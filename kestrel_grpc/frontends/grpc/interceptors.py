@@ -26,15 +26,18 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from kestrel_grpc.frontends.grpc.message_shape import check_shape
+from kestrel_grpc.frontends.grpc.message_shape import check_shape, layout_of
 from kestrel_grpc.frontends.grpc.status import status_code, trailing_metadata
 from kestrel_grpc.images.upload import MAX_CHUNK_BYTES
 from kestrel_grpc.wire.call_admission import CallAdmission
 from kestrel_grpc.wire.call_context import REQUEST_ID_KEY, CallContext
+from kestrel_grpc.wire.errors import CallFailure
 from kestrel_grpc.wire.message_gate import MessageTimeout
 from kestrel_runtime.api.errors import InvalidRequest, Violation
 
 Context = grpc.aio.ServicerContext[bytes, bytes]
+
+Express = Callable[[CallFailure], CallFailure]
 
 _Receive = Callable[[Context, CallContext], Awaitable[Message | None]]
 _Answer = Callable[[Context, CallContext], Awaitable[Message]]
@@ -53,9 +56,11 @@ class AdmittedServices:
     method that is registered by name slows down every call of all the others.
     """
 
-    def __init__(self, server: grpc.aio.Server, admission: CallAdmission) -> None:
+    def __init__(self, server: grpc.aio.Server, admission: CallAdmission, express: Express | None = None) -> None:
+        """`express` puts failures into the words of the service."""
         self._server = server
         self._admission = admission
+        self._express = express
 
     def add_registered_method_handlers(
         self, service_name: str, method_handlers: Mapping[str, grpc.RpcMethodHandler]
@@ -86,7 +91,7 @@ class AdmittedServices:
 
     def _receiver(self, parse: Any) -> _Receive:
         """Receives the next message of a call; None where there is none. Raises `InvalidRequest`."""
-        image_field = _image_field(parse.__self__.DESCRIPTOR)
+        layout = layout_of(parse.__self__.DESCRIPTOR)
         admission = self._admission
 
         async def receive(context: Context, call: CallContext) -> Message | None:
@@ -94,7 +99,7 @@ class AdmittedServices:
             if data is _END_OF_STREAM:
                 return None
             try:
-                check_shape(data, image_field, admission.max_image_bytes)
+                check_shape(data, layout, admission.max_image_bytes)
                 return parse(data)
             except DecodeError:
                 raise _invalid("the message cannot be parsed") from None
@@ -185,15 +190,9 @@ class AdmittedServices:
             raise asyncio.CancelledError from error
         failure = self._admission.fail(call, error)
         if failure is not None:
+            if self._express is not None:
+                failure = self._express(failure)
             await context.abort(status_code(failure), failure.message, trailing_metadata(failure, call.request_id))
-
-
-def _image_field(descriptor: Any) -> int | None:
-    """Where a message has an image, as `check_shape` takes it."""
-    if "data" in descriptor.fields_by_name:
-        return 0
-    image = descriptor.fields_by_name.get("image")
-    return None if image is None else image.number
 
 
 def _required(message: Message | None) -> Message:
@@ -247,6 +246,7 @@ def _many_to_many(
                 return
             is_first = False
             yield message
+            del message  # it is not needed while the next one is waited for
 
     async def begin(context: Context, call: CallContext) -> AsyncGenerator[Message, None]:
         return serve(requests(context, call), call)

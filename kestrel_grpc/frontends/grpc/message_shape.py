@@ -3,16 +3,19 @@
 A field that takes two bytes on the wire takes forty in memory, and checking it takes a microsecond: a message as
 large as an image could hold millions. So apart from the payload of one image a message is small, and it has few
 fields.
-Only the outermost fields and those of the image are visited, and no payload is copied.
+Only the outermost fields and those around an image are visited, and no payload is copied.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError
 
-from kestrel_client.v1 import media_pb2
 from kestrel_runtime.api.errors import ImageError, InvalidRequest, Violation
 
 MAX_OTHER_BYTES = 2**20
@@ -21,42 +24,57 @@ MAX_FIELDS = 1000
 """For the message and its image together, as they come on the wire: each item of a repeated field counts."""
 _UNCHECKED_BYTES = 128 * 1024
 """A message up to here holds too little to take long."""
-_IMAGE: Any = media_pb2.Image.DESCRIPTOR
-_DATA_FIELD: int = _IMAGE.fields_by_name["data"].number
-_RAW_FIELD: int = _IMAGE.fields_by_name["raw"].number
-_WITHIN_IMAGE, _WITHIN_RAW = 0, -1
-"""In place of the number of the field of the image: the fields are those of an `Image`, or of a `RawImage`."""
+_IMAGE_URI = "kestrel.v1.Image.uri"
+"""A text that may hold an image."""
 _VARINT, _FIXED64, _LENGTH, _START_GROUP, _END_GROUP, _FIXED32 = range(6)
 _MAX_VARINT_BYTES = 10
 
 
-def check_shape(message: bytes, image_field: int | None, max_image_bytes: int) -> None:
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """A field that may hold an image. `is_image` where it holds nothing else, and nothing around the image."""
+
+    is_image: bool
+
+
+Layout = Mapping[int, "Payload | Layout"]
+"""By number, the fields of a message that may hold an image, and those whose own fields may."""
+
+
+def layout_of(descriptor: Any) -> Layout:
+    """The layout of the messages of a type, which must not contain itself."""
+    found: dict[int, Payload | Layout] = {}
+    for field in descriptor.fields:
+        if field.type == FieldDescriptor.TYPE_BYTES:
+            found[field.number] = Payload(is_image=not field.is_repeated)
+        elif field.full_name == _IMAGE_URI:
+            found[field.number] = Payload(is_image=False)
+        elif field.type == FieldDescriptor.TYPE_MESSAGE and (inner := layout_of(field.message_type)):
+            found[field.number] = inner
+    return MappingProxyType(found)
+
+
+def check_shape(message: bytes, layout: Layout, max_image_bytes: int) -> None:
     """Raise `InvalidRequest` for a message that is too large or has too many fields, apart from its image.
 
-    `image_field` is the number of the field that holds a `kestrel.v1.Image`, whose longest field is the payload;
-    None where there is no such field, and 0 for a message that has its image as an `Image` has it, in `data`.
     Raises `ImageError` for an image above `max_image_bytes`, and `DecodeError` where the bytes are no protobuf
-    message.
+    message. The image is the longest of the fields that may hold one.
     """
     num_bytes = len(message)
     if num_bytes <= _UNCHECKED_BYTES:
         return
-    payload_bytes, payload_field, _ = _walk(message, 0, num_bytes, image_field, 0)
+    payload_bytes, is_image, _ = _walk(message, 0, num_bytes, layout, 0)
     if num_bytes - payload_bytes > MAX_OTHER_BYTES:
         raise _refusal(f"holds more than {MAX_OTHER_BYTES} bytes besides its image")
-    if payload_field in (_DATA_FIELD, _RAW_FIELD) and payload_bytes > max_image_bytes:
+    if is_image and payload_bytes > max_image_bytes:
         raise ImageError(f"must not exceed {max_image_bytes} bytes", too_large=True)
 
 
-def _walk(
-    message: bytes, position: int, end: int, image_field: int | None, num_fields: int
-) -> tuple[int, int, int]:
-    """The length and the number of the longest field of the image, and how many fields there are with `num_fields`.
-
-    Within the image itself `image_field` is `_WITHIN_IMAGE`, which no field has: then every field with a length is
-    a candidate, and of a `RawImage` its longest field.
-    """
-    payload_bytes = payload_field = depth = 0
+def _walk(message: bytes, position: int, end: int, layout: Layout, num_fields: int) -> tuple[int, bool, int]:
+    """The length of the longest payload, whether it is an image and nothing else, and the number of fields added to
+    `num_fields`."""
+    payload_bytes = depth = 0
+    is_image = False
     while position < end:
         num_fields += 1
         if num_fields > MAX_FIELDS:
@@ -67,19 +85,17 @@ def _walk(
             length, position = _varint(message, position, end)
             if length > end - position:
                 raise DecodeError
-            if image_field == _WITHIN_IMAGE and tag >> 3 == _RAW_FIELD and not depth:
-                field_bytes, _, num_fields = _walk(message, position, position + length, _WITHIN_RAW, num_fields)
-                field = _RAW_FIELD
-            elif image_field in (_WITHIN_IMAGE, _WITHIN_RAW):
-                field, field_bytes = tag >> 3, length
-            elif tag >> 3 == image_field and not depth:
-                field_bytes, field, num_fields = _walk(
-                    message, position, position + length, _WITHIN_IMAGE, num_fields
-                )
+            field = None if depth else layout.get(tag >> 3)
+            if isinstance(field, Payload):
+                found_bytes, found_is_image = length, field.is_image
+            elif field is None:
+                found_bytes, found_is_image = 0, False
             else:
-                field = field_bytes = 0
-            if field_bytes > payload_bytes:
-                payload_bytes, payload_field = field_bytes, field
+                found_bytes, found_is_image, num_fields = _walk(
+                    message, position, position + length, field, num_fields
+                )
+            if found_bytes > payload_bytes:
+                payload_bytes, is_image = found_bytes, found_is_image
             position += length
         elif kind == _VARINT:
             _, position = _varint(message, position, end)
@@ -95,7 +111,7 @@ def _walk(
             raise DecodeError
     if position > end or depth:
         raise DecodeError
-    return payload_bytes, payload_field, num_fields
+    return payload_bytes, is_image, num_fields
 
 
 def _varint(message: bytes, position: int, end: int) -> tuple[int, int]:

@@ -183,6 +183,7 @@ def kinds_of_errors() -> Iterator[type[Exception]]:
 
 # Roots that are never raised themselves, bugs, and what is raised before a server starts.
 WITHOUT_ROW = {
+    "CallFailed",  # it brings its failure
     "KestrelError",
     "AccessRefused",
     "InternalError",
@@ -218,7 +219,7 @@ HTTP_STATUSES = {
     "RESOURCE_EXHAUSTED": {429, 413},
     "FAILED_PRECONDITION": {400},
     "ABORTED": {409},
-    "UNIMPLEMENTED": {404, 405},
+    "UNIMPLEMENTED": {404, 405, 501},
     "INTERNAL": {500},
     "UNAVAILABLE": {503},
     "UNAUTHENTICATED": {401},

@@ -17,6 +17,7 @@ from kestrel_grpc.frontends.grpc.reflection import V1, V1ALPHA
 from tests.server.serving import EOF, Serving, reason_of, serving
 
 SERVICES = {
+    "inference.GRPCInferenceService",
     *(V1, V1ALPHA, "grpc.health.v1.Health"),
     *("kestrel.v1.EngineService", "kestrel.v1.ImageService", "kestrel.v1.VisionService"),
 }

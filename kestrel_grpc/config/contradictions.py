@@ -1,0 +1,42 @@
+"""Finds options that are valid separately, but not together. Knows no sources of values."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from kestrel_grpc.config.settings import flag_name
+
+if TYPE_CHECKING:
+    from kestrel_grpc.config.options import ServerConfig
+
+
+def contradictions(config: ServerConfig) -> Iterator[str]:
+    """Problems of options that are valid separately, but not together."""
+    if (config.tls_certificate is None) != (config.tls_key is None):
+        yield "--tls-certificate and --tls-key: each needs the other"
+    elif config.tls_client_ca is not None and config.tls_certificate is None:
+        yield "--tls-client-ca: needs --tls-certificate"
+    if config.max_receiving_bytes < config.max_message_bytes:
+        yield "--max-receiving-bytes: must be at least --max-message-bytes"
+    if config.reflection == "token" and config.tokens is None:
+        yield "--reflection token: needs --tokens"
+    for name in ("http_hosts", "http_origins"):
+        if getattr(config, name) is not None and config.http_port is None:
+            yield f"{flag_name(name)}: needs --http-port"
+    if config.tokens is not None or config.insecure_public:
+        return
+    advice = "anybody could call; give --tokens{}, or say --insecure-public"
+    if config.tls_certificate is None and not _is_loopback(config.host):
+        yield f"--host {config.host}: {advice.format(' or --tls-certificate')}"
+    if config.admin_port is not None and not _is_loopback(config.admin_host):
+        yield f"--admin-host {config.admin_host}: {advice.format('')}"
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address. A name may mean any address, except `localhost`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,181 @@
+"""`ModelInfer` and `ModelStreamInfer`: requests to the model, one in a call or many in a stream."""
+
+# ruff: noqa: N802 (methods bear the names of their RPCs)
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+
+from kestrel_grpc.frontends.triton.errors import in_tritons_words
+from kestrel_grpc.frontends.triton.parsing import infer_request, wants_empty_final
+from kestrel_grpc.frontends.triton.rendering import ResponseRenderer
+from kestrel_grpc.frontends.triton.tensors import ReadRegion
+from kestrel_grpc.frontends.triton.v2 import grpc_service_pb2 as wire
+from kestrel_grpc.wire.call_admission import CallAdmission, CallFailed
+from kestrel_grpc.wire.call_context import CallContext
+from kestrel_grpc.wire.errors import Unsupported
+from kestrel_grpc.wire.submission import Submission, ending_with, last_event
+from kestrel_runtime.api.errors import InvalidRequest, Violation
+from kestrel_runtime.api.events import Finished, TextDelta
+
+# Callers that send this want a failure as the status of the stream, which then ends.
+_STRICT_KEY = "triton_grpc_error"
+# Responses of one stream that wait to be written. Requests wait where there are more, and their text is joined.
+_MAX_WAITING_RESPONSES = 32
+_Message = wire.ModelStreamInferResponse
+
+
+class Inference:
+    """Each request of a stream is a call of its own, admitted by `requests`. `served` is the engine's model."""
+
+    def __init__(self, submission: Submission, requests: CallAdmission, served: str) -> None:
+        self._submission = submission
+        self._requests = requests
+        self._served = served
+
+    async def ModelInfer(self, message: wire.ModelInferRequest, call: CallContext) -> wire.ModelInferResponse:
+        render = ResponseRenderer(message)
+        wanted = await infer_request(message, self._served, self._reader(call))
+        if wanted.streams:
+            raise Unsupported(
+                "ModelInfer RPC doesn't support models with decoupled transaction policy: use STREAM "
+                "with ModelStreamInfer"
+            )
+        _limit(call, wanted.timeout_s)
+        stream = await self._submission.submit(wanted.request, None, call)
+        del message, wanted
+        return render.answer(await last_event(stream, call), call.request_id)
+
+    def ModelStreamInfer(
+        self, messages: AsyncIterator[wire.ModelInferRequest], call: CallContext
+    ) -> AsyncGenerator[_Message, None]:
+        return _RequestStream(self, call).responses(messages)
+
+    async def serve(
+        self, message: wire.ModelInferRequest, stream_call: CallContext, index: int, out: _Responses
+    ) -> None:
+        """One request of a stream, in a task of its own."""
+        render, has_empty_final = ResponseRenderer(message), wants_empty_final(message)
+        call = self._requests.begin(
+            stream_call.headers, stream_call.remaining_s, stream_call.method, stream_call.peer
+        )
+        call.request_id = f"{stream_call.request_id}-{index}"
+        try:
+            with self._requests.admit(call):
+                wanted = await infer_request(message, self._served, self._reader(call))
+                _limit(call, wanted.timeout_s)
+                stream, streams = await self._submission.submit(wanted.request, None, call), wanted.streams
+                del message, wanted
+                out.has_taken(index)
+                with ending_with(stream):
+                    if streams:
+                        async for event in stream:
+                            if isinstance(event, TextDelta):
+                                await out.put(render.piece(event))
+                            elif isinstance(event, Finished):
+                                call.finished = event
+                    else:
+                        call.finished = await stream.result()
+                assert call.finished is not None, "a stream ends with it"
+                await out.put(
+                    render.last(call.finished, call.request_id, streams=streams, is_final=not has_empty_final)
+                )
+                if has_empty_final:
+                    await out.put(render.empty())
+        except BaseException as error:
+            failure = self._requests.fail(call, error)
+            if failure is None:
+                raise
+            failure = in_tritons_words(failure)
+            await out.put(CallFailed(failure) if out.is_strict else render.error(failure.message))
+            return
+        finally:
+            out.has_taken(index)
+        self._requests.succeed(call)
+
+    def _reader(self, call: CallContext) -> ReadRegion:
+        """Reads the caller's regions of shared memory."""
+
+        async def read(name: str, offset: int, num_bytes: int) -> bytes:
+            raise InvalidRequest((Violation("", f"Unable to find shared memory region: '{name[:128]}'"),))
+
+        return read
+
+
+class _Responses:
+    """What the requests of a stream answer, in the order of its arrival."""
+
+    def __init__(self, *, is_strict: bool) -> None:
+        self.is_strict = is_strict
+        self._queue: asyncio.Queue[_Message | Exception | None] = asyncio.Queue(_MAX_WAITING_RESPONSES)
+        self._taken: dict[int, asyncio.Event] = {}
+
+    async def put(self, response: _Message | Exception | None) -> None:
+        """Add a response, an error that ends the stream, or None for the end; waits while there are many."""
+        await self._queue.put(response)
+
+    async def get(self) -> _Message | Exception | None:
+        """The next one."""
+        return await self._queue.get()
+
+    async def wait_until_taken(self, index: int) -> None:
+        """Wait until the message of a request is held no longer."""
+        self._taken[index] = asyncio.Event()
+        await self._taken[index].wait()
+
+    def has_taken(self, index: int) -> None:
+        """The message of a request is held no longer."""
+        event = self._taken.pop(index, None)
+        if event is not None:
+            event.set()
+
+
+class _RequestStream:
+    """One call of `ModelStreamInfer`: reads requests while others run."""
+
+    def __init__(self, inference: Inference, call: CallContext) -> None:
+        self._inference = inference
+        self._call = call
+        is_strict = any(key == _STRICT_KEY and value == "true" for key, value in call.headers)
+        self._out = _Responses(is_strict=is_strict)
+        self._requests: set[asyncio.Task[None]] = set()
+
+    async def responses(self, messages: AsyncIterator[wire.ModelInferRequest]) -> AsyncGenerator[_Message, None]:
+        """The responses of all requests. Requests that still run when the caller goes are cancelled."""
+        reading = asyncio.create_task(self._read(messages))
+        try:
+            while (item := await self._out.get()) is not None:
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+        finally:
+            running = (reading, *self._requests)
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    async def _read(self, messages: AsyncIterator[wire.ModelInferRequest]) -> None:
+        """Start a task for each request; the next one is read when the engine has the one before it, so that a
+        stream holds one message at a time."""
+        end: Exception | None = None
+        index = 0
+        try:
+            async for message in messages:
+                task = asyncio.create_task(self._inference.serve(message, self._call, index, self._out))
+                del message
+                self._requests.add(task)
+                task.add_done_callback(self._requests.discard)
+                await self._out.wait_until_taken(index)
+                index += 1
+        except Exception as error:
+            end = error
+        if self._requests:
+            await asyncio.wait(tuple(self._requests))
+        await self._out.put(end)
+
+
+def _limit(call: CallContext, timeout_s: float | None) -> None:
+    """Let the deadline be no later than the timeout that a request brings."""
+    if timeout_s is not None:
+        call.deadline_s = timeout_s if call.deadline_s is None else min(call.deadline_s, timeout_s)

@@ -1,0 +1,211 @@
+"""Converts an inference request of Triton to a request of the engine. Knows nothing about calls or statuses.
+
+Inputs that a skill does not use are ignored, as Kestrel's model for Triton does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from kestrel_grpc.frontends.triton.model import MODEL, OUTPUT, require_model
+from kestrel_grpc.frontends.triton.tensors import REGION, ReadRegion, Tensor, read_tensors
+from kestrel_grpc.frontends.triton.v2 import grpc_service_pb2 as wire
+from kestrel_grpc.wire.errors import Unsupported
+from kestrel_runtime.api.errors import InvalidRequest, Violation
+from kestrel_runtime.api.requests import (
+    MAX_SPATIAL_REFS,
+    BoxRef,
+    Caption,
+    Detect,
+    Point,
+    PointRef,
+    Priority,
+    Query,
+    Request,
+    RequestOptions,
+    SamplingParams,
+    Segment,
+    SpatialRef,
+    too_many_spatial_refs,
+)
+
+_MAX_ECHO_CHARS = 128
+_EMPTY_FINAL = "triton_enable_empty_final_response"
+# `binary_data_output` is of the protocol over HTTP and says nothing here.
+_PARAMETERS = frozenset(("priority", "timeout", _EMPTY_FINAL, "binary_data_output"))
+# As of a model with three levels, of which the second is the default; Triton gives others the default.
+_PRIORITIES: Mapping[int, Priority] = MappingProxyType(
+    {1: Priority.INTERACTIVE, 2: Priority.NORMAL, 3: Priority.BATCH}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class InferRequest:
+    """A request of the engine, and how its caller wants it answered."""
+
+    request: Request
+    streams: bool
+    """Whether the text is wanted in pieces."""
+    timeout_s: float | None
+    """Time for the whole answer; None where the caller set none."""
+
+
+def wants_empty_final(message: wire.ModelInferRequest) -> bool:
+    """Whether the last response of a stream must be one without output."""
+    return _EMPTY_FINAL in message.parameters and message.parameters[_EMPTY_FINAL].bool_param
+
+
+async def infer_request(message: wire.ModelInferRequest, served: str, read_region: ReadRegion) -> InferRequest:
+    """Raises `ModelNotFound`, `Unsupported` and `InvalidRequest`, the last with all problems of one kind."""
+    require_model(message.model_name, message.model_version, served)
+    _check_outputs(message)
+    violations: list[Violation] = []
+    priority, timeout_s = _parameters(message, violations)
+    tensors = _Tensors(await read_tensors(message, read_region), violations)
+    skill = tensors.text("SKILL")
+    build = _SKILLS.get(skill)
+    if build is None:
+        known = ", ".join(_SKILLS)
+        violations.append(Violation("SKILL", f"'{skill[:_MAX_ECHO_CHARS]}' is none of {known}"))
+        raise InvalidRequest(tuple(violations))
+    sampling = SamplingParams(
+        temperature=tensors.value("TEMPERATURE"),
+        top_p=tensors.value("TOP_P"),
+        max_tokens=tensors.value("MAX_TOKENS"),
+    )
+    try:
+        request = build(tensors, sampling, RequestOptions(priority=priority))
+    except InvalidRequest as error:
+        raise InvalidRequest((*violations, *error.violations)) from None
+    streams = bool(tensors.value("STREAM")) and skill in ("query", "caption")
+    if violations:
+        raise InvalidRequest(tuple(violations))
+    return InferRequest(request, streams, timeout_s)
+
+
+class _Tensors:
+    """Values of scalar inputs, by name; adds what is wrong to `violations`."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], violations: list[Violation]) -> None:
+        self._tensors = tensors
+        self._violations = violations
+
+    def value(self, name: str) -> Any:
+        """None where there is no such input."""
+        tensor = self._tensors.get(name)
+        return None if tensor is None else tensor.elements[0]
+
+    def text(self, name: str) -> str:
+        """Empty where there is no such input."""
+        try:
+            return (self.value(name) or b"").decode()
+        except UnicodeDecodeError:
+            self._violations.append(Violation(name, "must be UTF-8"))
+            return "?"
+
+    def image(self) -> bytes:
+        """Empty where there is none."""
+        return self.value("IMAGE") or b""
+
+    def spatial_refs(self) -> tuple[SpatialRef, ...]:
+        """Rows of two numbers are points, rows of four are boxes."""
+        tensor = self._tensors.get("SPATIAL_REFS")
+        if tensor is None:
+            return ()
+        num_rows, num_columns = tensor.shape
+        if num_columns not in (2, 4):
+            self._violations.append(Violation("SPATIAL_REFS", "must have 2 (points) or 4 (boxes) columns"))
+            return ()
+        if num_rows > MAX_SPATIAL_REFS:
+            self._violations.append(too_many_spatial_refs())
+            return ()
+        kind = PointRef if num_columns == 2 else BoxRef
+        rows = (
+            tensor.elements[start : start + num_columns] for start in range(0, num_rows * num_columns, num_columns)
+        )
+        return tuple(kind(*row) for row in rows)
+
+
+def _query(tensors: _Tensors, sampling: SamplingParams, options: RequestOptions) -> Query:
+    return Query(
+        question=tensors.text("QUESTION"),
+        image=tensors.value("IMAGE"),
+        reasoning=bool(tensors.value("REASONING")),
+        spatial_refs=tensors.spatial_refs(),
+        sampling=sampling,
+        options=options,
+    )
+
+
+def _caption(tensors: _Tensors, sampling: SamplingParams, options: RequestOptions) -> Caption:
+    length = tensors.text("LENGTH") or "normal"
+    return Caption(image=tensors.image(), length=length, sampling=sampling, options=options)
+
+
+def _about_objects(kind: type[Point] | type[Detect] | type[Segment]) -> _Build:
+    def build(tensors: _Tensors, sampling: SamplingParams, options: RequestOptions) -> Request:
+        return kind(
+            object=tensors.text("OBJECT"),
+            image=tensors.image(),
+            max_objects=None if kind is Segment else tensors.value("MAX_OBJECTS"),
+            spatial_refs=tensors.spatial_refs(),
+            sampling=sampling,
+            options=options,
+        )
+
+    return build
+
+
+_Build = Callable[[_Tensors, SamplingParams, RequestOptions], Request]
+_SKILLS: Mapping[str, _Build] = MappingProxyType(
+    {
+        "query": _query,
+        "caption": _caption,
+        "point": _about_objects(Point),
+        "detect": _about_objects(Detect),
+        "segment": _about_objects(Segment),
+    }
+)
+
+
+def _check_outputs(message: wire.ModelInferRequest) -> None:
+    for output in message.outputs:
+        if output.name != OUTPUT:
+            name = output.name[:_MAX_ECHO_CHARS]
+            raise InvalidRequest(
+                (Violation("outputs", f"unexpected inference output '{name}' for model '{MODEL}'"),)
+            )
+        if REGION in output.parameters:
+            raise Unsupported("outputs are not written to shared memory")
+        if "classification" in output.parameters:
+            raise Unsupported("the classification extension is not supported")
+
+
+def _parameters(message: wire.ModelInferRequest, violations: list[Violation]) -> tuple[Priority, float | None]:
+    """The priority and the timeout in seconds. A parameter that is not known is refused, not ignored."""
+    violations += [
+        Violation(f"parameters.{key[:_MAX_ECHO_CHARS]}", "is not a parameter of this server")
+        for key in sorted(message.parameters)
+        if key not in _PARAMETERS
+    ][:_MAX_SHOWN]
+    priority = next(_integers(message, "priority", violations), 0)
+    timeout_us = next(_integers(message, "timeout", violations), 0)
+    return _PRIORITIES.get(priority, Priority.NORMAL), timeout_us / 1e6 if timeout_us else None
+
+
+def _integers(message: wire.ModelInferRequest, name: str, violations: list[Violation]) -> Iterator[int]:
+    """The value of a parameter that must be a whole number and not negative; none where it is not given."""
+    if name not in message.parameters:
+        return
+    parameter = message.parameters[name]
+    kind = parameter.WhichOneof("parameter_choice")
+    if kind not in ("int64_param", "uint64_param") or (value := getattr(parameter, kind)) < 0:
+        violations.append(Violation(f"parameters.{name}", "must be a whole number of at least 0"))
+        return
+    yield value
+
+
+_MAX_SHOWN = 8

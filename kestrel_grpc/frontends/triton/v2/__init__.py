@@ -1,0 +1,1 @@
+"""Messages of `proto/compat/inference`, generated into a descriptor pool of their own."""
