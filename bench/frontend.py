@@ -1,4 +1,6 @@
-"""What the front end costs: our server with an empty engine against a bare grpc.aio servicer, in one run.
+"""What each frontend costs: our server with an empty engine against a bare server of its kind, in one run.
+
+The bare servers are a grpc.aio servicer, and uvicorn with an application of a few lines.
 
 Both send the same messages from a process of their own on one core; the load comes from another core. Short
 rounds alternate between the two, and each ratio is the median over pairs of neighbours, so that what else the
@@ -32,6 +34,7 @@ from typing import Any
 import grpc
 import uvloop
 
+from bench.harness.http_load import HttpLoad, bare_http_server, drive, http_loads
 from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_client.v1.vision_service_pb2_grpc import add_VisionServiceServicer_to_server
 from kestrel_grpc.allocator import return_free_memory, set_apart_what_stays
@@ -64,6 +67,7 @@ NUM_DELTAS = 64
 IMAGE_BYTES = 100_000
 TARGET_RATIO = 0.7
 EMPTY = "empty"
+OVER_HTTP = "empty, over HTTP"
 
 _USAGE = Usage(735, 729, NUM_DELTAS)
 # Each piece goes on with another channel than the one before: pieces of one would be joined while they wait, and
@@ -209,11 +213,23 @@ async def serve_engine(pipe: Connection, engine: EmptyEngine, config: ServerConf
     set_apart_what_stays()
     set_up_logging(config.log_level, line_format=config.log_format)
     async with Server(engine, config, at_rest=return_free_memory) as server:
-        await answer(pipe, server.port)
+        await answer(pipe, server.http_port or server.port)
+
+
+async def serve_http(pipe: Connection) -> None:
+    """Our server, asked over HTTP."""
+    await serve_engine(pipe, EmptyEngine(), ServerConfig(port=0, http_port=0))
+
+
+async def serve_bare_http(pipe: Connection) -> None:
+    """The yardstick of the frontends over HTTP."""
+    events = {"/v1/query": EVENTS, "/v1/chat/completions": EVENTS, "/v1/point": POINT_EVENTS}
+    async with bare_http_server(events) as port:
+        await answer(pipe, port)
 
 
 async def serve_bare(pipe: Connection) -> None:
-    """The yardstick."""
+    """The yardstick of gRPC."""
     server = grpc.aio.server(options=(("grpc.max_receive_message_length", 64 * 2**20),))
     add_VisionServiceServicer_to_server(BareServicer(), server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -301,6 +317,13 @@ WORKLOADS = (
         16,
         False,
     ),
+    Workload(
+        "unary calls with a 1 MB image",
+        "Point",
+        wire.PointRequest(object="?", image={"data": os.urandom(10 * IMAGE_BYTES)}).SerializeToString(),
+        16,
+        False,
+    ),
 )
 
 
@@ -312,8 +335,19 @@ class Reading:
     server_cpu_us: float
 
 
-async def measure(target: Target, workload: Workload, duration_s: float) -> Reading:
+async def measure(target: Target, workload: Workload | HttpLoad, duration_s: float) -> Reading:
     """Keep `num_in_flight` calls running for a while."""
+    started, cpu_s = time.perf_counter(), target.cpu_s()
+    if isinstance(workload, HttpLoad):
+        count = await drive(target.address, workload, duration_s)
+    else:
+        count = await drive_grpc(target, workload, duration_s)
+    elapsed_s, cpu_s = time.perf_counter() - started, target.cpu_s() - cpu_s
+    return Reading(count / elapsed_s, cpu_s / count * 1e6)
+
+
+async def drive_grpc(target: Target, workload: Workload, duration_s: float) -> int:
+    """How many answers, or messages of streams, came in a while."""
     path = f"/kestrel.v1.VisionService/{workload.method}"
     until = time.perf_counter() + duration_s
     count = 0
@@ -332,13 +366,13 @@ async def measure(target: Target, workload: Workload, duration_s: float) -> Read
             await call(workload.request)
             count += 1
 
-    started, cpu_s = time.perf_counter(), target.cpu_s()
     await asyncio.gather(*((stream if workload.is_streaming else unary)() for _ in range(workload.num_in_flight)))
-    elapsed_s, cpu_s = time.perf_counter() - started, target.cpu_s() - cpu_s
-    return Reading(count / elapsed_s, cpu_s / count * 1e6)
+    return count
 
 
-async def compare(workload: Workload, ours: Target, bare: Target, rounds: int, duration_s: float) -> dict[str, Any]:
+async def compare(
+    workload: Workload | HttpLoad, ours: Target, bare: Target, rounds: int, duration_s: float
+) -> dict[str, Any]:
     """Alternate between the two; a short round of each goes before to warm up."""
     readings: dict[str, list[Reading]] = {"ours": [], "bare": []}
     for number in range(rounds + 1):
@@ -362,17 +396,21 @@ async def run(rounds: int, duration_s: float) -> list[dict[str, Any]]:
     """Every load on every server."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     server_core, client_core = (cores[0], cores[1]) if len(cores) > 1 else (None, None)
-    bare = Target("bare", serve_bare, server_core)
+    bare, bare_http = Target("bare", serve_bare, server_core), Target("bare", serve_bare_http, server_core)
     targets = [Target(EMPTY, serve_ours, server_core), Target("with a thread", serve_threaded, server_core)]
+    over_http = Target(OVER_HTTP, serve_http, server_core)
     pin(client_core)
     try:
         return [
-            await compare(workload, target, bare, rounds, duration_s)
-            for target in targets
-            for workload in WORKLOADS
+            *[
+                await compare(workload, target, bare, rounds, duration_s)
+                for target in targets
+                for workload in WORKLOADS
+            ],
+            *[await compare(load, over_http, bare_http, rounds, duration_s) for load in http_loads()],
         ]
     finally:
-        for target in (bare, *targets):
+        for target in (bare, bare_http, over_http, *targets):
             await target.close()
 
 
