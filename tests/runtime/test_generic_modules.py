@@ -1,5 +1,6 @@
 """Generic modules work without the model families that come with the engine."""
 
+import re
 import subprocess
 import sys
 
@@ -8,6 +9,18 @@ from tests.test_architecture import PACKAGES, is_of_a_family, modules
 
 # Modules that import Moondream, themselves or by what they import: none may.
 NEED_A_FAMILY = set[str]()
+GENERIC_TESTS = (
+    "api",
+    "engine",
+    "execution",
+    "imaging",
+    "interfaces",
+    "loading",
+    "memory",
+    "scheduling",
+    "verify",
+)
+NEEDS_MOONDREAM = re.compile(r"\bmoondream[23]\b[:)]|runtime\.models\.moondream\b|LoadedModel\.load\(")
 SOME_GENERIC_TESTS = (
     "tests/runtime/interfaces",
     "tests/runtime/execution/test_step_runner.py",
@@ -53,3 +66,14 @@ def test_generic_tests_pass_without_moondream():
     result = subprocess.run(command, check=False, capture_output=True, text=True, cwd=CHECKOUT)
     assert result.returncode == 0, result.stdout
     assert " passed" in result.stdout or "[100%]" in result.stdout
+
+
+def test_generic_tests_load_no_checkpoint_of_a_family():
+    # Only their own families: fixtures with a Moondream are in tests/runtime/models/moondream/conftest.py.
+    folders = [CHECKOUT / "tests" / "runtime" / name for name in GENERIC_TESTS]
+    files = [file for folder in folders for file in folder.rglob("*.py")]
+    assert len(files) > 60
+    needs_moondream = re.compile(
+        r"\bmoondream[23]:|getfixturevalue\(\"moondream|runtime\.models\.moondream\b|LoadedModel\.load\("
+    )
+    assert [file.name for file in files if needs_moondream.search(file.read_text(encoding="utf-8"))] == []

@@ -1,6 +1,6 @@
-"""A device that truly has no memory left: who asks for too much ends, and no other.
+"""A CUDA device without free memory: only the request that needs too much ends.
 
-On a CPU the same decisions are tested with errors that are only raised, in `test_isolation_runs.py`.
+On a CPU `tests/runtime/engine/test_isolation_runs.py` tests the same decisions with simulated errors.
 """
 
 from __future__ import annotations
