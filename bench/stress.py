@@ -1,12 +1,13 @@
 """Do 10,000 mixed requests at once leave nothing behind, and does each get the answer that a quiet engine gives?
 
-Runs the engine in this process. First every distinct request is asked alone; then they are drawn at random, so
-many at once, all greedy: every skill, pictures of every number of tiles, several formats, answers of a few tokens.
-In the end no request may have failed and no page may be taken, memory of host and device may not have risen in the
-second half, and every answer must be, token for token, that of the quiet engine. Batches of other sizes round
-otherwise; so where an answer parts from its quiet one, a second copy of the model is led along to that place, alone
-and on the same paths: it is a tie if neither token's logit lies further below the best one than the tolerance, a
-share of it, else a real difference.
+Runs the engine in this process. First every distinct request is asked alone, without the prefix cache; then
+they are drawn at random, so many at once, with it, all greedy: every skill, pictures of every number of tiles,
+several formats, answers of a few tokens. With few pages (`--set kv-pages=…`) what is cached is evicted all the
+time. In the end no request may have failed and no page may be taken, memory of host and device may not have
+risen in the second half, and every answer must be, token for token, that of the quiet engine. Batches of other
+sizes round otherwise; so where an answer parts from its quiet one, a second copy of the model is led along to
+that place, alone and on the same paths: it is a tie if neither token's logit lies further below the best one
+than the tolerance, a share of it, else a real difference.
 
     python -m bench.stress --model /tmp/md2
     python -m bench.stress --requests 60 --distinct 12 --at-once 8
@@ -45,7 +46,7 @@ from kestrel_grpc.cli.serve import SWITCH_INTERVAL_S
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.errors import KestrelError
 from kestrel_runtime.api.events import Finished
-from kestrel_runtime.api.requests import Request
+from kestrel_runtime.api.requests import CachePolicy, Request, RequestOptions
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.models.loaded_model import LoadedModel
@@ -60,6 +61,7 @@ LARGEST_SLOPE_MIB = 4.0
 FEWEST_JUDGED = 2000
 """Over fewer requests memory may well rise: it still fills what it will reuse."""
 NUM_LOOKS = 100
+_WITHOUT_CACHE = RequestOptions(cache=CachePolicy.BYPASS)
 _MIB = 2**20
 
 
@@ -113,6 +115,10 @@ class Outcome:
     num_used_pages: int = 0
     num_left: int = 0
     """Requests that the engine still holds."""
+    num_prefix_lookups: int = 0
+    num_prefix_hits: int = 0
+    num_prefix_evictions: int = 0
+    """Of pages that held cached prefixes."""
 
 
 class Stress:
@@ -137,7 +143,11 @@ class Stress:
             else:
                 self.outcome.errors[f"alone: {type(answer).__name__}: {answer}"] += 1
 
-        asyncio.run(closed_loop(self._engine, self._with_seeds(range(len(self._requests))), 1, note))
+        # Nothing cached is used, so that a wrong page in the cache cannot be wrong in both answers.
+        alone = (
+            replace(request, options=_WITHOUT_CACHE) for request in self._with_seeds(range(len(self._requests)))
+        )
+        asyncio.run(closed_loop(self._engine, alone, 1, note))
 
     @property
     def quiet_digest(self) -> str:
@@ -171,6 +181,9 @@ class Stress:
         load = self._engine.load()
         outcome.num_used_pages = load.num_used_pages
         outcome.num_left = load.num_running + load.num_waiting + load.num_preprocessing
+        cache = load.prefix_cache
+        outcome.num_prefix_lookups, outcome.num_prefix_hits = cache.num_lookups, cache.num_hits
+        outcome.num_prefix_evictions = cache.num_evictions
 
     def _with_seeds(self, places: Sequence[int]) -> Iterator[Request]:
         for place in places:
@@ -254,6 +267,10 @@ def print_summary(
     for error, count in outcome.errors.most_common():
         print(f"{count} failed: {error}")
     print(f"{outcome.num_used_pages} pages and {outcome.num_left} requests left")
+    print(
+        f"prefix cache: {outcome.num_prefix_hits} hits of {outcome.num_prefix_lookups}, "
+        f"{outcome.num_prefix_evictions} evictions"
+    )
     for name, slope in rises.items():
         last = getattr(outcome.looks[-1], name)
         print(f"memory, {name:<17}{last:>10.1f} MiB, {slope:+.2f} per 1,000 requests")
@@ -351,6 +368,11 @@ def as_json(
         "errors": dict(outcome.errors),
         "pages_left": outcome.num_used_pages,
         "requests_left": outcome.num_left,
+        "prefix_cache": {
+            "lookups": outcome.num_prefix_lookups,
+            "hits": outcome.num_prefix_hits,
+            "evictions": outcome.num_prefix_evictions,
+        },
         "tolerance": tolerance,
         "ties": sum(item.count for item in judged if item.margin <= tolerance),
         "real_differences": sum(item.count for item in judged if item.margin > tolerance),

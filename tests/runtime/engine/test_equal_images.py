@@ -1,0 +1,146 @@
+"""Which images count as the same for the prefix cache, and that each is answered about as it is without a cache."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.errors import ImageError
+from kestrel_runtime.api.events import Finished
+from kestrel_runtime.api.raw_image import PixelFormat, RawImage
+from kestrel_runtime.api.requests import CachePolicy, Query, RequestOptions, SamplingParams
+from kestrel_runtime.engine.engine import LocalEngine
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
+WIDTH, HEIGHT = 96, 48
+PREFIX = 257
+"""Positions of the first token and of an image."""
+
+
+@pytest.fixture(scope="module")
+def nano():
+    """An engine with the built-in model. Caches outlive a test, so each test has images of its own."""
+    engine = LocalEngine.start(EngineConfig(device="cpu", dtype="float32", num_kv_pages=1024))
+    yield engine
+    engine.close()
+
+
+def picture(seed: int) -> Image.Image:
+    """Blocks of colour: no two seeds, and no two orientations of one, look alike."""
+    blocks = np.random.default_rng(seed).integers(0, 255, (4, 8, 3), dtype=np.uint8)
+    return Image.fromarray(blocks).resize((WIDTH, HEIGHT), Image.Resampling.NEAREST)
+
+
+def encoded(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+async def ask(engine: LocalEngine, image: bytes | RawImage, policy: CachePolicy = CachePolicy.USE) -> Finished:
+    request = Query("What is in this image?", image, sampling=GREEDY, options=RequestOptions(cache=policy))
+    return await engine.submit(request).result()
+
+
+async def computed(engine: LocalEngine, image: bytes | RawImage) -> Finished:
+    """The answer to a first question about an image, which is the one without a cache."""
+    plain = await ask(engine, image, CachePolicy.BYPASS)
+    first = await ask(engine, image)
+    assert plain.usage.num_cached_tokens == 0
+    assert first.usage.num_cached_tokens == 0, "nothing of another image is used"
+    assert first.output == plain.output
+    return first
+
+
+async def known(engine: LocalEngine, image: bytes | RawImage) -> Finished:
+    """The answer to a further question about the same image."""
+    again = await ask(engine, image)
+    assert again.usage.num_cached_tokens >= PREFIX
+    return again
+
+
+async def test_pixels_with_equal_bytes_and_another_shape_are_another_image(nano: LocalEngine) -> None:
+    pixels = picture(1).tobytes()
+    shapes = [
+        RawImage.packed(pixels, WIDTH, HEIGHT, PixelFormat.RGB8),
+        RawImage.packed(pixels, HEIGHT, WIDTH, PixelFormat.RGB8),
+        RawImage.packed(pixels, WIDTH, HEIGHT, PixelFormat.BGR8),
+        RawImage.packed(pixels, WIDTH * 3, HEIGHT, PixelFormat.GRAY8),
+        RawImage(pixels, WIDTH - 1, HEIGHT, PixelFormat.RGB8, WIDTH * 3),
+    ]
+    first = [await computed(nano, image) for image in shapes]
+    assert [(await known(nano, image)).output for image in shapes] == [item.output for item in first]
+
+
+async def test_pixels_and_the_bytes_of_a_file_are_different_images_though_the_bytes_are_equal(
+    nano: LocalEngine,
+) -> None:
+    file = encoded(picture(2))
+    await computed(nano, file)
+    row = RawImage.packed(file, len(file), 1, PixelFormat.GRAY8)
+    await computed(nano, row)
+    await known(nano, file)
+    await known(nano, row)
+
+
+async def test_of_an_animation_the_first_frame_counts(nano: LocalEngine) -> None:
+    first, second, third = picture(3), picture(4), picture(5)
+    still = encoded(first)
+    one = encoded(first, save_all=True, append_images=[second])
+    other = encoded(first, save_all=True, append_images=[third])
+    reverse = encoded(second, save_all=True, append_images=[first])
+    answer = (await computed(nano, still)).output
+    assert (await computed(nano, one)).output == answer
+    assert (await computed(nano, other)).output == answer, "another file, so nothing is shared"
+    await computed(nano, reverse)
+    assert (await known(nano, one)).output == answer
+
+
+async def test_each_orientation_of_exif_is_an_image_of_its_own_and_shown_upright(nano: LocalEngine) -> None:
+    turned = picture(6)
+    upright = {
+        1: turned,
+        3: turned.transpose(Image.Transpose.ROTATE_180),
+        6: turned.transpose(Image.Transpose.ROTATE_270),
+        8: turned.transpose(Image.Transpose.ROTATE_90),
+    }
+    for orientation, seen in upright.items():
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        file = encoded(turned, exif=exif)
+        answer = (await computed(nano, file)).output
+        assert (await computed(nano, encoded(seen))).output == answer
+        assert (await known(nano, file)).output == answer
+
+
+async def test_an_image_that_is_encoded_again_is_new_and_answered_the_same(nano: LocalEngine) -> None:
+    image = picture(7)
+    answers = [
+        (await computed(nano, file)).output
+        for file in (
+            encoded(image),
+            encoded(image, compress_level=0),
+            encoded(image, "BMP"),
+            encoded(image, "WEBP", lossless=True),
+        )
+    ]
+    assert answers == answers[:1] * 4, "the pixels are the same"
+
+
+async def test_a_truncated_image_is_refused_each_time_and_never_cached(nano: LocalEngine) -> None:
+    whole = encoded(picture(8))
+    cut = whole[: len(whole) * 3 // 4]
+    before = nano.load().prefix_cache
+    for _ in range(2):
+        with pytest.raises(ImageError):
+            await ask(nano, cut)
+    after = nano.load().prefix_cache
+    assert after.used_bytes == before.used_bytes
+    assert after.num_hits == before.num_hits
+    await computed(nano, whole)
+    with pytest.raises(ImageError):
+        await ask(nano, cut)
