@@ -59,8 +59,8 @@ def started_server(options: Sequence[str], tree: Path | None = None) -> Iterator
         sources = (str(tree.resolve() / folder) for folder in _SOURCE_ROOTS)
         environment["PYTHONPATH"] = os.pathsep.join((*sources, environment.get("PYTHONPATH", "")))
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tree, env=environment)
+    assert process.stdout is not None, "asked for a pipe"
     try:
-        assert process.stdout is not None, "asked for a pipe"
         line = process.stdout.readline()
         if " on " not in line:
             raise RuntimeError(f"the server did not start: {' '.join(command)}")
@@ -72,6 +72,7 @@ def started_server(options: Sequence[str], tree: Path | None = None) -> Iterator
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        process.stdout.close()
 
 
 def machine_facts() -> dict[str, Any]:
