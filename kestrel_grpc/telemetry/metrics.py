@@ -19,10 +19,12 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from kestrel_grpc import __version__
+from kestrel_grpc.telemetry.device_reading import DeviceReading, device_reader
 from kestrel_grpc.telemetry.histograms import Histogram, Series
 from kestrel_grpc.wire.call_context import CallContext, Outcome
 from kestrel_runtime.api.engine import CacheLoad, Engine, EngineStatus, Load
 from kestrel_runtime.api.events import Finished
+from kestrel_runtime.api.memory_plan import MemoryPlan
 
 PROVIDER = "kestrel"
 
@@ -182,6 +184,23 @@ CACHE_AGE = Definition(
     "Time since the oldest entry of a tier was stored, 0 without entries; of tiers that know it.",
     _TIER,
 )
+DEVICE_MEMORY_USED = Definition(
+    "kestrel.device.memory.used", Kind.GAUGE, "By", "Memory of the GPU that is used, by this and other processes."
+)
+DEVICE_MEMORY_CAPACITY = Definition("kestrel.device.memory.capacity", Kind.GAUGE, "By", "Memory of the GPU.")
+DEVICE_UTILIZATION = Definition(
+    "kestrel.device.utilization",
+    Kind.GAUGE,
+    "1",
+    "Share of the last second or less in which a kernel ran on the GPU, of this or another process, from 0 to 1.",
+)
+MEMORY_PLANNED = Definition(
+    "kestrel.memory.planned",
+    Kind.GAUGE,
+    "By",
+    "How the server divided the memory of its device at the start, by part.",
+    ("part",),
+)
 READY = Definition("kestrel.engine.ready", Kind.GAUGE, "1", "1 while the engine takes requests, else 0.")
 RESTARTS = Definition("kestrel.engine.restarts", Kind.COUNTER, "1", "Restarts of the engine after a failure.")
 INFO = Definition(
@@ -197,6 +216,7 @@ METRICS = (
     *(FAILED, QUEUE_DURATION, PREPROCESS_DURATION, PREFILL_DURATION, IMAGE_SIZE),
     *(RUNNING, WAITING, PREPROCESSING, DECODED_IMAGES, KV_USED, KV_CAPACITY),
     *(CACHE_LOOKUPS, CACHE_HITS, CACHE_EVICTIONS, CACHE_USED, CACHE_CAPACITY, CACHE_AGE),
+    *(DEVICE_MEMORY_USED, DEVICE_MEMORY_CAPACITY, DEVICE_UTILIZATION, MEMORY_PLANNED),
     *(READY, RESTARTS, INFO),
 )
 
@@ -209,7 +229,11 @@ _LOAD: tuple[tuple[Definition, Callable[[Load], int]], ...] = (
     (KV_CAPACITY, lambda load: load.num_pages),
 )
 
-
+_DEVICE: tuple[tuple[Definition, Callable[[DeviceReading], float]], ...] = (
+    (DEVICE_MEMORY_USED, lambda reading: reading.used_bytes),
+    (DEVICE_MEMORY_CAPACITY, lambda reading: reading.total_bytes),
+    (DEVICE_UTILIZATION, lambda reading: reading.utilization),
+)
 _CACHE_COUNTERS: tuple[tuple[Definition, Callable[[CacheLoad], int]], ...] = (
     (CACHE_LOOKUPS, lambda cache: cache.num_lookups),
     (CACHE_HITS, lambda cache: cache.num_hits),
@@ -319,6 +343,7 @@ class _EngineCollector(Collector):
     def __init__(self, engine: Engine, stored_images: Callable[[], CacheLoad]) -> None:
         self._engine = engine
         self._stored_images = stored_images
+        self._read_device = device_reader(engine.info.device_uuid)
 
     def collect(self) -> Iterator[Metric]:
         load = self._engine.load()
@@ -331,6 +356,11 @@ class _EngineCollector(Collector):
                 "prefix_pages": load.prefix_cache,
             }
         )
+        reading = self._read_device()
+        if reading is not None:
+            for definition, read_part in _DEVICE:
+                yield GaugeMetricFamily(definition.prometheus_name, definition.help, read_part(reading))
+        yield _planned_family(self._engine.info.memory)
         is_ready = self._engine.status is EngineStatus.SERVING
         yield GaugeMetricFamily(READY.prometheus_name, READY.help, int(is_ready))
         info = self._engine.info
@@ -341,9 +371,20 @@ class _EngineCollector(Collector):
 
     def describe(self) -> Iterator[Metric]:
         """Names alone, so that registering asks nothing of the engine."""
-        for definition in (*(definition for definition, _ in _LOAD), READY, INFO):
+        for definition in (*(item for item, _ in _LOAD), *(item for item, _ in _DEVICE), READY, INFO):
             yield GaugeMetricFamily(definition.prometheus_name, definition.help)
         yield from _cache_families({})
+        yield _planned_family(None)
+
+
+def _planned_family(plan: MemoryPlan | None) -> Metric:
+    """The memory plan with a sample for each part."""
+    family = GaugeMetricFamily(
+        MEMORY_PLANNED.prometheus_name, MEMORY_PLANNED.help, labels=MEMORY_PLANNED.prometheus_labels
+    )
+    for part, num_bytes in () if plan is None else plan.terms():
+        family.add_metric((part,), num_bytes)
+    return family
 
 
 def _cache_families(tiers: Mapping[str, CacheLoad]) -> Iterator[Metric]:

@@ -18,9 +18,12 @@ from packaging.utils import canonicalize_name
 
 from kestrel_grpc import __version__
 from kestrel_grpc.config.options import ServerConfig, environment_name, options
+from kestrel_grpc.telemetry.metrics import METRICS
 from tests.reference_fixtures import CHECKOUT
 
 DEPLOY = CHECKOUT / "deploy"
+# Of a kind that Prometheus' operator adds to a cluster, for which the tool has no schema.
+OPERATOR = "podmonitor.yaml"
 VARIABLE = re.compile(r"\bKESTREL_(?!GRPC_…)[A-Z_]+")
 KNOWN_VARIABLES = {environment_name(name) for name, _ in options()}
 
@@ -53,14 +56,58 @@ def test_every_yaml_file_is_sound():
 
 
 def test_the_manifests_are_those_of_kubernetes():
-    manifests = sorted(str(path) for path in (DEPLOY / "kubernetes").glob("*.yaml"))
+    manifests = sorted(str(path) for path in (DEPLOY / "kubernetes").glob("*.yaml") if path.name != OPERATOR)
     assert manifests
     assert complaints(tool("kubernetes-validate"), "--strict", *manifests) == ""
 
 
-def test_the_compose_file_keeps_to_its_specification():
+@pytest.mark.parametrize("name", ["compose.yml", "compose.gpu.yml"])
+def test_the_compose_file_keeps_to_its_specification(name):
     schema = ("--builtin-schema", "vendor.compose-spec")
-    assert complaints(tool("check-jsonschema"), *schema, "deploy/compose.yml") == ""
+    assert complaints(tool("check-jsonschema"), *schema, f"deploy/{name}") == ""
+
+
+def test_the_pods_are_scraped_under_the_job_that_the_alerts_select():
+    monitor = document("kubernetes", OPERATOR)["spec"]
+    template = document("kubernetes", "deployment.yaml")["spec"]["template"]
+    labels = template["metadata"]["labels"]
+    assert monitor["selector"]["matchLabels"].items() <= labels.items()
+    (container,) = template["spec"]["containers"]
+    ports = {port["name"] for port in container["ports"]}
+    assert {endpoint["port"] for endpoint in monitor["podMetricsEndpoints"]} <= ports
+    job = labels[monitor["jobLabel"]]
+    scraped = {item["job_name"] for item in document("prometheus", "prometheus.yml")["scrape_configs"]}
+    alerts = (DEPLOY / "prometheus" / "alerts.yml").read_text(encoding="utf-8")
+    assert job in scraped
+    assert set(re.findall(r'job="([^"]*)"', alerts)) == {job}
+
+
+def test_a_pod_and_a_container_get_one_gpu():
+    (container,) = document("kubernetes", "deployment.yaml")["spec"]["template"]["spec"]["containers"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 1
+    server = document("compose.gpu.yml")["services"]["kestrel"]
+    assert document("compose.yml")["services"].keys() >= {"kestrel"}
+    (device,) = server["deploy"]["resources"]["reservations"]["devices"]
+    assert (device["driver"], device["count"], device["capabilities"]) == ("nvidia", 1, ["gpu"])
+
+
+def test_every_panel_of_the_dashboard_says_what_it_shows():
+    panels = json.loads((DEPLOY / "grafana" / "dashboard.json").read_text(encoding="utf-8"))["panels"]
+    shown = [panel for panel in panels if panel["type"] != "row"]
+    assert [panel["title"] for panel in shown if not panel.get("description", "").endswith(".")] == []
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    queries = [target["expr"] for panel in shown for target in panel["targets"]]
+    assert any("kestrel_device_memory_used_bytes" in query for query in queries)
+    assert any("kestrel_device_utilization" in query for query in queries)
+
+
+def test_every_series_of_the_dashboard_is_one_of_the_server():
+    panels = json.loads((DEPLOY / "grafana" / "dashboard.json").read_text(encoding="utf-8"))["panels"]
+    queries = [target["expr"] for panel in panels for target in panel.get("targets", ())]
+    named = {name for query in queries for name in re.findall(r"\b(?:kestrel|gen_ai|rpc)_\w+(?=\{)", query)}
+    metrics = {re.sub(r"_(?:bucket|sum|count|total)$", "", name) for name in named}
+    assert metrics
+    assert metrics <= {metric.prometheus_name for metric in METRICS}
 
 
 def test_the_unit_is_sound_and_well_locked_up(tmp_path):

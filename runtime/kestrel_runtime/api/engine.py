@@ -54,6 +54,8 @@ class EngineInfo:
     config: EngineConfig
     memory: MemoryPlan | None = None
     """How the memory of its device was divided at start; None where nothing was."""
+    device_uuid: str | None = None
+    """Names the GPU to its driver, such as "1a2b3c4d-…"; None on the host."""
 
 
 @dataclass(frozen=True, slots=True)

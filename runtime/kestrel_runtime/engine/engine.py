@@ -99,6 +99,7 @@ class LocalEngine:
             num_parameters=loaded.num_parameters,
             config=config,
             memory=memory,
+            device_uuid=loaded.device_uuid,
         )
         parts = key_parts(
             config,

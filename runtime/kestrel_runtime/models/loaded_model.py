@@ -49,6 +49,12 @@ class LoadedModel:
         _log.info("loaded %s on %s as %s", checkpoint.name, device, model.dtype)
         return cls(family, model, tokenizer, checkpoint, num_parameters)
 
+    @property
+    def device_uuid(self) -> str | None:
+        """What the driver of its GPU calls it, such as "1a2b3c4d-…"; None on the host."""
+        device = self.model.device
+        return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+
 
 def _device(name: str) -> torch.device:
     if name == "auto":

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kestrel_grpc.telemetry.device_reading import DeviceReading
 from kestrel_grpc.telemetry.metrics import METRICS, Kind, ServerMetrics, bucket_table, markdown_table
 from kestrel_grpc.wire.call_context import OK, CallContext, Outcome, RequestSummary
 from kestrel_runtime.api.engine import CacheLoad, EngineStatus
 from kestrel_runtime.api.events import Finished, FinishReason, QueryOutput, Timing, Usage
+from kestrel_runtime.api.memory_plan import MemoryPlan
 from kestrel_runtime.api.requests import Query
 from tests.fakes import FakeEngine
 from tests.reference_fixtures import CHECKOUT
@@ -128,7 +130,26 @@ async def test_restarts_of_the_engine_are_counted(engine, metrics):
     assert value(metrics, "kestrel_engine_restarts_total") == 2
 
 
-async def test_the_text_holds_every_metric_of_the_list_under_its_name_and_kind(metrics):
+async def test_the_memory_plan_is_a_series_for_each_part(engine):
+    parts = {"cache_bytes": 5, "free_bytes": -7}
+    names = [item.name for item in fields(MemoryPlan)]
+    plan = MemoryPlan(**{name: parts.get(name, 0) for name in names})
+    engine.info = replace(engine.info, memory=plan)
+    metrics = ServerMetrics(engine)
+    assert value(metrics, "kestrel_memory_planned_bytes", part="KV cache") == 5
+    assert value(metrics, "kestrel_memory_planned_bytes", part="free") == -7
+
+
+async def test_a_server_without_a_gpu_has_no_series_of_one(metrics):
+    assert "kestrel_device" not in generate_latest(metrics.registry).decode()
+
+
+async def test_the_text_holds_every_metric_of_the_list_under_its_name_and_kind(engine, monkeypatch):
+    reading = DeviceReading(3 << 30, 4 << 30, 0.75)
+    monkeypatch.setattr("kestrel_grpc.telemetry.metrics.device_reader", lambda uuid: lambda: reading)
+    terms = (item.name for item in fields(MemoryPlan))
+    engine.info = replace(engine.info, memory=MemoryPlan(**dict.fromkeys(terms, 1)))
+    metrics = ServerMetrics(engine, lambda: CacheLoad(oldest_age_s=0.0))
     metrics.record(answered_call(), OK)
     metrics.record(answered_call(), BUSY)
     families = {
