@@ -1,20 +1,28 @@
-"""Draws points, boxes and outlines onto their image. Knows no server."""
+"""Draws points, boxes and outlines onto their image, each with a label such as "box 1". Knows no server."""
 
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from PIL import Image, ImageChops, ImageDraw, ImageOps
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from kestrel_client import Box, Point, Segment
 from kestrel_grpc.cli.svg_path import polylines
 
-COLOURS = ((230, 25, 75), (0, 130, 200), (60, 180, 75), (245, 130, 48), (145, 30, 180), (0, 170, 170))
-"""Used in turn for the first, second … result."""
+Colour = tuple[int, int, int]
+Pixel = tuple[float, float]
+
+COLOURS: tuple[Colour, ...] = (
+    *((230, 25, 75), (0, 130, 200), (60, 180, 75), (245, 130, 48), (145, 30, 180), (0, 170, 170)),
+    *((240, 50, 230), (128, 0, 0), (0, 0, 117), (128, 128, 0), (154, 99, 36), (70, 70, 70)),
+)
+"""Used in turn for the first, second … result: outlines, then boxes, then points."""
 
 _RIM = (255, 255, 255)
-_FILL_OPACITY = 0.35
+_INK = (0, 0, 0)
 
 
 def open_upright(image_bytes: bytes) -> Image.Image:
@@ -33,48 +41,70 @@ def draw(
     boxes: Sequence[Box] = (),
     segments: Sequence[Segment] = (),
 ) -> Image.Image:
-    """A copy of the image with everything found drawn on it."""
+    """A copy of the image with everything found drawn on it. The colours of the image stay visible."""
     canvas = image.convert("RGB")
     width_px = max(2, round(max(canvas.size) / 250))
-    for index, segment in enumerate(segments):
-        canvas = _draw_segment(canvas, segment, COLOURS[index % len(COLOURS)], width_px)
     pencil = ImageDraw.Draw(canvas)
-    for index, box in enumerate(boxes):
-        colour = COLOURS[index % len(COLOURS)]
+    colours = itertools.cycle(COLOURS)
+    labels: list[_Label] = []
+    spots: list[tuple[Pixel, Colour]] = []
+    for number, segment in enumerate(segments, 1):
+        colour = next(colours)
+        lines = [[_in_box(canvas, segment.box, corner) for corner in line] for line in polylines(segment.svg_path)]
+        if lines:
+            corner = _pixel(canvas, segment.box.x_min, segment.box.y_max)
+            labels.append(_Label(f"outline {number}", colour, corner, is_above=False))
+        # On a rim, so that an outline is visible on its own colour too.
+        for fill, line_px in ((_RIM, 2 * width_px), (colour, width_px)):
+            for line in lines:
+                pencil.line(line, fill=fill, width=line_px, joint="curve")
+    for number, box in enumerate(boxes, 1):
+        colour = next(colours)
         corners = [_pixel(canvas, box.x_min, box.y_min), _pixel(canvas, box.x_max, box.y_max)]
+        labels.append(_Label(f"box {number}", colour, corners[0], is_above=True))
         pencil.rectangle(corners, outline=colour, width=width_px)
-    for index, point in enumerate(points):
-        colour = COLOURS[index % len(COLOURS)]
-        centre = _pixel(canvas, point.x, point.y)
+    for number, point in enumerate(points, 1):
+        colour = next(colours)
+        x, y = _pixel(canvas, point.x, point.y)
+        labels.append(_Label(f"point {number}", colour, (x + 3 * width_px, y), is_above=False))
+        spots.append(((x, y), colour))
+    for label in labels:
+        label.draw(pencil, width_px)
+    for centre, colour in spots:
         pencil.circle(centre, 3 * width_px, fill=colour, outline=_RIM, width=max(1, width_px // 2))
     return canvas
 
 
-def _draw_segment(
-    canvas: Image.Image, segment: Segment, colour: tuple[int, int, int], width_px: int
-) -> Image.Image:
-    lines = [[_in_box(canvas, segment.box, corner) for corner in line] for line in polylines(segment.svg_path)]
-    mask = Image.new("1", canvas.size)
-    for line in lines:
-        if len(line) > 2:
-            shape = Image.new("1", canvas.size)
-            ImageDraw.Draw(shape).polygon(line, fill=1)
-            # A shape within a shape is a hole.
-            mask = ImageChops.logical_xor(mask, shape)
-    tinted = Image.blend(canvas, Image.new("RGB", canvas.size, colour), _FILL_OPACITY)
-    canvas = Image.composite(tinted, canvas, mask)
-    pencil = ImageDraw.Draw(canvas)
-    for line in lines:
-        pencil.line(line, fill=colour, width=width_px, joint="curve")
-    return canvas
+@dataclass(frozen=True, slots=True)
+class _Label:
+    """A word on a plate of the result's colour, at a corner of the result: above it or below."""
+
+    text: str
+    colour: Colour
+    corner: Pixel
+    is_above: bool
+
+    def draw(self, pencil: ImageDraw.ImageDraw, width_px: int) -> None:
+        """Draw it within the image."""
+        font = ImageFont.load_default(4.0 * width_px)
+        left, top, right, bottom = font.getbbox(self.text)
+        plate = (right - left + 2 * width_px, bottom - top + 2 * width_px)
+        width, height = pencil.im.size
+        x = min(max(self.corner[0], 0), max(width - plate[0], 0))
+        y = min(max(self.corner[1] - (plate[1] if self.is_above else 0), 0), max(height - plate[1], 0))
+        pencil.rectangle((x, y, x + plate[0], y + plate[1]), fill=self.colour)
+        # The weights of red, green and blue in brightness.
+        brightness = sum(weight * part for weight, part in zip((0.299, 0.587, 0.114), self.colour, strict=True))
+        ink = _INK if brightness > 140 else _RIM
+        pencil.text((x + width_px - left, y + width_px - top), self.text, ink, font)
 
 
-def _in_box(canvas: Image.Image, box: Box, corner: complex) -> tuple[float, float]:
+def _in_box(canvas: Image.Image, box: Box, corner: complex) -> Pixel:
     x = box.x_min + corner.real * (box.x_max - box.x_min)
     y = box.y_min + corner.imag * (box.y_max - box.y_min)
     return _pixel(canvas, x, y)
 
 
-def _pixel(canvas: Image.Image, x: float, y: float) -> tuple[float, float]:
+def _pixel(canvas: Image.Image, x: float, y: float) -> Pixel:
     """A point in pixels; the right and bottom edges belong to the last pixels."""
     return min(x * canvas.width, canvas.width - 1), min(y * canvas.height, canvas.height - 1)

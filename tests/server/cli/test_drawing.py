@@ -16,12 +16,6 @@ def _canvas(width: int = 200, height: int = 100) -> Image.Image:
     return Image.new("RGB", (width, height), WHITE)
 
 
-def _reddish(pixel: object) -> bool:
-    """Tinted with the first colour, though not filled with it."""
-    assert isinstance(pixel, tuple)
-    return pixel not in (WHITE, COLOURS[0]) and pixel[0] > pixel[1]
-
-
 def test_the_original_stays_as_it_was() -> None:
     image = _canvas()
     drawn = draw(image, points=(Point(0.5, 0.5),))
@@ -49,19 +43,37 @@ def test_a_box_of_the_whole_image_stays_inside_it() -> None:
     assert drawn.getpixel((0, 0)) == COLOURS[0]
 
 
-def test_a_segment_is_tinted_and_outlined_within_its_box() -> None:
+def test_a_segment_is_outlined_within_its_box_and_keeps_its_own_colour() -> None:
     segment = Segment("M 0 0 L 1 0 L 1 1 L 0 1 Z", Box(0.5, 0.2, 0.9, 0.8))
     drawn = draw(_canvas(), segments=(segment,))
-    assert drawn.getpixel((100, 50)) == COLOURS[0]
-    assert _reddish(drawn.getpixel((140, 50)))
+    assert drawn.getpixel((100, 40)) == COLOURS[0]
+    assert drawn.getpixel((140, 50)) == WHITE
     assert drawn.getpixel((50, 50)) == WHITE
 
 
-def test_a_shape_within_a_shape_is_a_hole() -> None:
+def test_a_shape_within_a_shape_is_outlined_too() -> None:
     ring = "M 0 0 H 1 V 1 H 0 Z M 0.3 0.3 H 0.7 V 0.7 H 0.3 Z"
     drawn = draw(_canvas(), segments=(Segment(ring, Box(0, 0, 1, 1)),))
-    assert _reddish(drawn.getpixel((20, 50)))
-    assert drawn.getpixel((100, 50)) == WHITE
+    assert drawn.getpixel((60, 50)) == COLOURS[0]
+    assert drawn.getpixel((20, 50)) == drawn.getpixel((100, 50)) == WHITE
+
+
+def test_an_outline_is_visible_on_its_own_colour() -> None:
+    segment = Segment("M 0 0 L 1 0 L 1 1 L 0 1 Z", Box(0.5, 0.2, 0.9, 0.8))
+    drawn = draw(Image.new("RGB", (200, 100), COLOURS[0]), segments=(segment,))
+    assert WHITE in [drawn.getpixel((x, 40)) for x in range(95, 106)]
+
+
+def test_every_result_has_a_label_of_its_colour_inside_the_image() -> None:
+    segment = Segment("M 0 0 L 1 0 L 1 1 L 0 1 Z", Box(0.1, 0.1, 0.3, 0.3))
+    found = draw(_canvas(800, 400), boxes=(Box(0.5, 0, 1, 1),), points=(Point(0.999, 0.999),), segments=(segment,))
+    counted = {colour: number for number, colour in found.getcolors(1 << 20) or ()}
+    plain = draw(_canvas(800, 400), boxes=(Box(0.5, 0, 1, 1),))
+    plain_counted = {colour: number for number, colour in plain.getcolors(1 << 20) or ()}
+    frame = 2 * 3 * (400 + 400)
+    assert plain_counted[COLOURS[0]] > frame
+    assert {*COLOURS[:3]} <= counted.keys()
+    assert counted[COLOURS[2]] > 3.14 * 9**2 / 4 * 2  # more than the visible quarter of the spot
 
 
 def test_a_path_that_makes_no_sense_draws_nothing() -> None:
@@ -72,7 +84,15 @@ def test_a_path_that_makes_no_sense_draws_nothing() -> None:
 def test_things_found_differ_in_colour_and_any_number_of_them_is_drawn() -> None:
     points = tuple(Point((index + 0.5) / 20, 0.5) for index in range(20))
     drawn = draw(_canvas(800, 100), points=points)
-    assert [drawn.getpixel((20 + 40 * index, 50)) for index in range(7)] == [*COLOURS, COLOURS[0]]
+    shown = [drawn.getpixel((20 + 40 * index, 50)) for index in range(len(COLOURS) + 1)]
+    assert shown == [*COLOURS, COLOURS[0]]
+    assert len(set(COLOURS)) == len(COLOURS)
+
+
+def test_kinds_of_results_share_no_colour() -> None:
+    drawn = draw(_canvas(), points=(Point(0.25, 0.5),), boxes=(Box(0.5, 0.3, 0.9, 0.8),))
+    assert drawn.getpixel((100, 30)) == COLOURS[0]
+    assert drawn.getpixel((50, 50)) == COLOURS[1]
 
 
 def test_pictures_are_opened_as_the_model_sees_them() -> None:
