@@ -59,6 +59,8 @@ class Attack:
     is_single_message: bool = False
     sends_pictures: bool = False
     """Then others ask about pictures, too."""
+    attacks_stored_images: bool = False
+    """Then others store a picture, fetch its file and ask about it by its handle, each time."""
     is_followed_by_sigterm: bool = False
     """As soon as the attackers have gone; otherwise the server first comes to rest."""
     server_options: tuple[str, ...] = ()

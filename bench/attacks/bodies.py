@@ -24,16 +24,19 @@ _SLOW_START_BYTES, _SLOW_PIECE_BYTES, _SLOW_PAUSE_S = 65_536, 1_024, 0.25
 Send = Callable[[RawConnection, int, bytes, float], Coroutine[Any, Any, None]]
 
 
-async def _whole(connection: RawConnection, stream: int, body: bytes, end: float) -> None:
+async def whole(connection: RawConnection, stream: int, body: bytes, end: float) -> None:
+    """Send all of it."""
     await connection.send(stream, body, is_last=True)
 
 
-async def _all_but_the_end(connection: RawConnection, stream: int, body: bytes, end: float) -> None:
+async def all_but_the_end(connection: RawConnection, stream: int, body: bytes, end: float) -> None:
+    """Withhold the last byte."""
     if await connection.send(stream, body[:-1], is_last=False):
         await connection.status(stream, max(0.0, end - time.monotonic()))
 
 
-async def _slowly(connection: RawConnection, stream: int, body: bytes, end: float) -> None:
+async def slowly(connection: RawConnection, stream: int, body: bytes, end: float) -> None:
+    """Send a little at a time, until the call is over."""
     if not await connection.send(stream, body[:_SLOW_START_BYTES], is_last=False):
         return
     at = _SLOW_START_BYTES
@@ -44,7 +47,8 @@ async def _slowly(connection: RawConnection, stream: int, body: bytes, end: floa
         await asyncio.sleep(_SLOW_PAUSE_S)
 
 
-def _send_all(
+def send_all(
+    method: str,
     send: Send,
     num_calls: int,
     has_token: bool,
@@ -53,7 +57,8 @@ def _send_all(
     seconds: float,
     body: bytes,
 ) -> Outcome:
-    headers = http2.call_headers(COMPLETE_CAPTION, victim.token if has_token else "", extra)
+    """Call a method so often at once, each time with this body; returns how the calls ended."""
+    headers = http2.call_headers(method, victim.token if has_token else "", extra)
     statuses = asyncio.run(_calls(send, num_calls, victim, seconds, headers, body))
     return Outcome(http2.code_names(statuses))
 
@@ -107,23 +112,23 @@ def _row(name: str, what: str, send: Send, *, has_token: bool) -> Attack:
     return Attack(
         name,
         f"{NUM_CALLS} calls of {BODY_MIB} MiB {whose}{what}, two processes",
-        partial(_send_all, send, NUM_CALLS // 2, has_token, ()),
+        partial(send_all, COMPLETE_CAPTION, send, NUM_CALLS // 2, has_token, ()),
         _large_body,
         num_processes=2,
     )
 
 
 ATTACKS = (
-    _row("large-calls", "", _whole, has_token=False),
-    _row("withheld-ends", ", the last byte withheld", _all_but_the_end, has_token=False),
-    _row("slow-senders", ", sent slowly", _slowly, has_token=False),
-    _row("large-calls-token", "", _whole, has_token=True),
-    _row("withheld-ends-token", ", the last byte withheld", _all_but_the_end, has_token=True),
-    _row("slow-senders-token", ", sent slowly", _slowly, has_token=True),
+    _row("large-calls", "", whole, has_token=False),
+    _row("withheld-ends", ", the last byte withheld", all_but_the_end, has_token=False),
+    _row("slow-senders", ", sent slowly", slowly, has_token=False),
+    _row("large-calls-token", "", whole, has_token=True),
+    _row("withheld-ends-token", ", the last byte withheld", all_but_the_end, has_token=True),
+    _row("slow-senders-token", ", sent slowly", slowly, has_token=True),
     Attack(
         "compressed-calls",
         f"{NUM_COMPRESSED} compressed calls of 61 kB, {BODY_MIB} MiB each once inflated, with a token",
-        partial(_send_all, _whole, NUM_COMPRESSED, True, (("grpc-encoding", "gzip"),)),
+        partial(send_all, COMPLETE_CAPTION, whole, NUM_COMPRESSED, True, (("grpc-encoding", "gzip"),)),
         _compressed_body,
     ),
 )

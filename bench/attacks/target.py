@@ -60,7 +60,7 @@ class Target:
 def started_target(folder: Path, options: Sequence[str], num_descriptors: int | None) -> Iterator[Target]:
     """The built-in model behind tokens, with these options besides; its log is in the folder. Killed in the end."""
     tokens = {name: new_secret() for name in ("alice", "mallory")}
-    scopes = frozenset((Scope.INFER,))
+    scopes = frozenset((Scope.INFER, Scope.IMAGES))
     file, log = folder / "tokens.toml", folder / "server.log"
     file.write_text("".join(f"{line_for(name, secret, scopes)}\n" for name, secret in tokens.items()))
     command = (sys.executable, "-m", "kestrel_grpc", "serve", "--tokens", str(file), *_OPTIONS, *options)

@@ -22,7 +22,9 @@ from grpc_status import rpc_status
 from PIL import Image
 
 from bench.attacks.attack import Attack, Witness
+from kestrel_client.v1 import image_service_pb2 as image_wire
 from kestrel_client.v1 import vision_service_pb2 as wire
+from kestrel_client.v1.image_service_pb2_grpc import ImageServiceStub
 from kestrel_client.v1.vision_service_pb2_grpc import VisionServiceStub
 
 PROBE_EVERY_S, PROBE_TIMEOUT_S = 0.1, 60.0
@@ -38,6 +40,7 @@ class _Orders:
     address: str
     token: str
     sends_pictures: bool
+    stores_pictures: bool
     connects_anew: bool
     go: Event
     stop: Event
@@ -70,7 +73,9 @@ def witnesses(address: str, token: str, attack: Attack) -> Iterator[Witnesses]:
     """Have both call the server, and wait until each has had an answer."""
     context = multiprocessing.get_context("spawn")
     go, stop = context.Event(), context.Event()
-    orders = _Orders(address, token, attack.sends_pictures, attack.needs_new_connections, go, stop)
+    orders = _Orders(
+        address, token, attack.sends_pictures, attack.attacks_stored_images, attack.needs_new_connections, go, stop
+    )
     pipes: list[Connection] = []
     processes: list[Any] = []
     try:
@@ -129,7 +134,7 @@ async def _probe(orders: _Orders, pipe: Connection) -> None:
 
 
 async def _ask(orders: _Orders, pipe: Connection) -> None:
-    """Asks one small question after the other."""
+    """Asks one small question after the other. With stored pictures, an answer is that to all three calls."""
     latencies: list[float] = []
     failures: Counter[str] = Counter()
     request = wire.CompleteQueryRequest(
@@ -141,6 +146,13 @@ async def _ask(orders: _Orders, pipe: Connection) -> None:
     async def ask(channel: grpc.aio.Channel) -> None:
         stub: Any = VisionServiceStub(channel)
         metadata = (("authorization", f"Bearer {orders.token}"),)
+        if orders.stores_pictures:
+            images: Any = ImageServiceStub(channel)
+            put = image_wire.PutImageRequest(data=_small_picture())
+            stored = await images.PutImage(put, timeout=ASK_TIMEOUT_S, metadata=metadata)
+            request.image.image_id = stored.image.image_id
+            get = image_wire.GetImageRequest(image_id=stored.image.image_id, include_data=True)
+            await images.GetImage(get, timeout=ASK_TIMEOUT_S, metadata=metadata)
         await stub.CompleteQuery(request, timeout=ASK_TIMEOUT_S, metadata=metadata)
 
     async with _channel(orders.address) as channel:

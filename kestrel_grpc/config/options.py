@@ -326,7 +326,8 @@ class ServerConfig:
     stream_idle_timeout: float = _option(
         60.0,
         seconds_above_zero,
-        "time in which a client must read a message of its stream; otherwise the call ends with ABORTED",
+        "time in which a client must read a message of its stream, otherwise the call ends with ABORTED, "
+        "or a response above 256 KiB, otherwise its connection is closed",
         unit="seconds",
     )
     withdrawal_delay: float = _option(

@@ -27,6 +27,7 @@ from kestrel_grpc.frontends.grpc.connections.hang_up import hang_up
 from kestrel_grpc.frontends.grpc.connections.idle_connections import IdleConnections
 from kestrel_grpc.frontends.grpc.connections.own_sockets import OwnSockets
 from kestrel_grpc.frontends.grpc.connections.ports import open_port, open_unix_socket
+from kestrel_grpc.frontends.grpc.connections.unread_responses import UnreadResponses
 from kestrel_grpc.frontends.grpc.engine_service import EngineService
 from kestrel_grpc.frontends.grpc.health import Health
 from kestrel_grpc.frontends.grpc.http2 import server_options
@@ -112,6 +113,7 @@ class GrpcFrontend:
         self._foreign = foreign
         names = [service.full_name for file in (*public, _ENGINE) for service in file.services_by_name.values()]
         self._health = Health(readiness, (*names, *(service.name for service in foreign)))
+        self._unread = UnreadResponses(config.stream_idle_timeout, lambda: self._sockets)
         self._servers = (
             (self._server(*public, _ENGINE),)
             if config.admin_port is None
@@ -164,7 +166,7 @@ class GrpcFrontend:
         server, groups = grpc.aio.server(options=server_options(self._config.max_message_bytes)), self._groups
 
         def with_admission(admission: CallAdmission) -> AdmittedServices:
-            return AdmittedServices(server, admission)
+            return AdmittedServices(server, admission, self._unread)
 
         if _VISION in files:
             vision_service_pb2_grpc.add_VisionServiceServicer_to_server(
@@ -172,7 +174,7 @@ class GrpcFrontend:
             )
             for service in self._foreign:
                 for admission, handlers in service.handlers():
-                    wrapping = AdmittedServices(server, admission, service.express)
+                    wrapping = AdmittedServices(server, admission, self._unread, service.express)
                     wrapping.add_registered_method_handlers(service.name, handlers)
                 files = (*files, service.file)
         if _IMAGES in files:

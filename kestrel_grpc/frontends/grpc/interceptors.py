@@ -26,6 +26,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError, Message
 
+from kestrel_grpc.frontends.grpc.connections.unread_responses import UnreadResponses
 from kestrel_grpc.frontends.grpc.message_shape import check_shape, layout_of
 from kestrel_grpc.frontends.grpc.status import status_code, trailing_metadata
 from kestrel_grpc.images.upload import MAX_CHUNK_BYTES
@@ -56,10 +57,17 @@ class AdmittedServices:
     method that is registered by name slows down every call of all the others.
     """
 
-    def __init__(self, server: grpc.aio.Server, admission: CallAdmission, express: Express | None = None) -> None:
+    def __init__(
+        self,
+        server: grpc.aio.Server,
+        admission: CallAdmission,
+        unread: UnreadResponses,
+        express: Express | None = None,
+    ) -> None:
         """`express` puts failures into the words of the service."""
         self._server = server
         self._admission = admission
+        self._unread = unread
         self._express = express
 
     def add_registered_method_handlers(
@@ -125,8 +133,12 @@ class AdmittedServices:
                 yield message
 
         async def answer(context: Context, call: CallContext) -> Message:
-            async with aclosing(messages(context)) as parts:
-                return await admission.receive(lambda: serve(parts, call), call, context.peer)
+            async def collect() -> Message:
+                # The task that reads the parts ends their generator: where time is short, that is another one.
+                async with aclosing(messages(context)) as parts:
+                    return await serve(parts, call)
+
+            return await admission.receive(collect, call, context.peer)
 
         return answer
 
@@ -147,6 +159,7 @@ class AdmittedServices:
                 await self._abort(call, context, error)
                 raise
             admission.succeed(call)
+            self._unread.watch(len(response), context.peer)
             return response
 
         return handle

@@ -319,6 +319,24 @@ async def test_uploads_that_stall_delay_no_other_call() -> None:
             assert (await rig.images.PutImage(wire.PutImageRequest(data=DATA))).image.image_id == id_of(DATA)
 
 
+async def test_uploads_that_stall_while_others_wait_are_refused_as_documented() -> None:
+    async with serving(receive_timeout=1.0) as rig, Http2Client.connected(rig.address) as client:
+        streams = [await client.begin(UPLOAD) for _ in range(12)]
+        for stream in streams:
+            await client.send(stream, framed(next(parts())))
+        found: dict[int, str] = {}
+        async with asyncio.timeout(20):
+            async for event in client.events():
+                fields = dict(getattr(event, "headers", None) or ())
+                if "grpc-status" in fields:
+                    found[getattr(event, "stream_id", 0)] = fields["grpc-status"]
+                if len(found) == len(streams):
+                    break
+        exhausted, exceeded = (str(code.value[0]) for code in (Code.RESOURCE_EXHAUSTED, Code.DEADLINE_EXCEEDED))
+        assert {exhausted} <= set(found.values()) <= {exhausted, exceeded}
+        assert stored(rig) == (0, 0)
+
+
 async def test_many_uploads_at_a_time_are_all_stored() -> None:
     images = [DATA[index:] for index in range(32)]
     async with serving() as rig:
