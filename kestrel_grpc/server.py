@@ -24,6 +24,7 @@ from kestrel_grpc.frontends.triton.management import EXTENSIONS, Management, Pro
 from kestrel_grpc.frontends.triton.service import TritonService
 from kestrel_grpc.images.image_store import ImageStore
 from kestrel_grpc.images.image_uris import ImageSource, NoRemoteImages, RemoteImagesUnavailable
+from kestrel_grpc.images.intake import ImageIntake
 from kestrel_grpc.listeners import PortUnavailable, address_of, require_free_port, require_free_socket
 from kestrel_grpc.maintenance import Maintenance
 from kestrel_grpc.telemetry.logs import announce, log_call
@@ -235,9 +236,10 @@ class Server:
     def _http_frontend(self, certificate: CertificateFiles | None) -> HttpFrontend:
         info = self._engine.info
         submission = Submission(self._engine, self._images, self._store)
+        intake = None if self._store is None else ImageIntake(self._engine, self._store)
         max_image_bytes = info.config.max_image_bytes
         services = (
-            RestService(submission, info.model, max_image_bytes=max_image_bytes),
+            RestService(submission, info.model, intake, max_image_bytes=max_image_bytes),
             OpenAiService(submission, info.model, max_image_bytes=max_image_bytes),
         )
         return HttpFrontend(

@@ -54,6 +54,7 @@ SCOPES: Mapping[str, frozenset[Scope]] = MappingProxyType(
         "grpc.reflection.v1.ServerReflection/": _ANY_SCOPE,
         "grpc.reflection.v1alpha.ServerReflection/": _ANY_SCOPE,
         "rest/": _INFER,
+        "rest/images": _IMAGES,
         "openai/": _INFER,
         "openai/models": _ANY_SCOPE,
         "http/openapi": _ANY_SCOPE,

@@ -10,6 +10,8 @@ import asyncio
 import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from enum import Enum, auto
+from functools import partial
 from typing import Any, Protocol
 
 from kestrel_grpc.frontends.http.event_stream import EventStream
@@ -45,6 +47,14 @@ class Dialect(Protocol):
 Answer = bytes | AsyncGenerator[bytes, None]
 
 
+class Group(Enum):
+    """Which limits and places a call shares with others."""
+
+    INFERENCE = auto()
+    OPERATIONS = auto()
+    IMAGES = auto()
+
+
 @dataclass(frozen=True, slots=True)
 class Operation:
     """What is served at a path. `parse` is pure and may run in a thread; `serve` gets what it returns.
@@ -56,14 +66,15 @@ class Operation:
     path: str
     method: str
     """The name of the call for access rules, metrics and logs, as `rest/query`."""
-    parse: Callable[[bytes], Any] | None
+    parse: Callable[..., Any] | None
     """None where there is no body; `serve` then gets the variable parts of the path, by name."""
     serve: Callable[[Any, CallContext], Awaitable[Answer]]
     field_name: Callable[[str], str] = str
     """The name that a field of the engine's requests has here."""
     content_type: bytes = JSON
-    is_inference: bool = True
-    """Whether the model is asked, and not the server itself."""
+    takes_file: bool = False
+    """Whether the body is a file and not JSON; `parse` then gets the parameters of the query as well."""
+    group: Group = Group.INFERENCE
 
 
 class Endpoint:
@@ -110,7 +121,11 @@ class Endpoint:
         parse = self._operation.parse
         if parse is None:
             return exchange.path_parameters
-        exchange.require_json(self._max_message_bytes)
+        if self._operation.takes_file:
+            exchange.require_file(self._max_message_bytes)
+            parse = partial(parse, parameters=exchange.parameters())
+        else:
+            exchange.require_json(self._max_message_bytes)
 
         async def read() -> bytes:
             return await exchange.read_body(self._max_message_bytes)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from typing import Any
+from urllib.parse import parse_qsl
 
 from kestrel_grpc.frontends.http.connection import CONNECTION_KEY, Connection
 from kestrel_grpc.wire.call_context import REQUEST_ID_KEY
@@ -54,6 +55,17 @@ class Exchange:
         if media_type != "application/json":
             raise MediaTypeUnsupported("JSON, with the content type application/json")
         self.require_fit(limit_bytes)
+
+    def require_file(self, limit_bytes: int) -> None:
+        """Raise where the headers say that the body is no file, is compressed, or is larger than the limit."""
+        media_type = (self.header("content-type") or "").partition(";")[0].strip().lower()
+        if media_type != "application/octet-stream" and not media_type.startswith("image/"):
+            raise MediaTypeUnsupported("a file, with the content type application/octet-stream or image/…")
+        self.require_fit(limit_bytes)
+
+    def parameters(self) -> Mapping[str, str]:
+        """The parameters of the query, of which the last of each name counts."""
+        return dict(parse_qsl(self._scope["query_string"].decode("latin-1"), keep_blank_values=True))
 
     def require_fit(self, limit_bytes: int) -> None:
         """Raise where the headers say that the body is compressed, or is larger than the limit."""

@@ -17,7 +17,7 @@ from kestrel_grpc.access.sources import SourceGuard
 from kestrel_grpc.access.tls import CertificateFiles
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.frontends.http.connection import HEAD_TIMEOUT_S, Connection, connection_factory
-from kestrel_grpc.frontends.http.endpoint import TIMEOUT_KEY, Dialect, Endpoint, Operation, failure_headers
+from kestrel_grpc.frontends.http.endpoint import TIMEOUT_KEY, Dialect, Endpoint, Group, Operation, failure_headers
 from kestrel_grpc.frontends.http.exchange import Exchange, Receive, Scope, Send
 from kestrel_grpc.listeners import PortUnavailable, address_of, require_free_port
 from kestrel_grpc.wire.call_admission import CallAdmission
@@ -149,9 +149,14 @@ class HttpFrontend:
             path = paths.setdefault(operation.path, _Path(self._refuse, dialect))
             path.endpoints[operation.verb] = endpoint
 
+        admissions = {
+            Group.INFERENCE: groups.inference,
+            Group.OPERATIONS: groups.operations,
+            Group.IMAGES: groups.images,
+        }
         for service in self._services:
             for operation in service.operations:
-                add(operation, groups.inference if operation.is_inference else groups.operations, service.dialect)
+                add(operation, admissions[operation.group], service.dialect)
         own = self._services[0].dialect
         add(
             Operation("GET", "/metrics", "http/metrics", None, self._scrape, content_type=_METRICS),

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from kestrel_grpc.frontends.http.answers import rendered_events
-from kestrel_grpc.frontends.http.endpoint import Answer, Operation
+from kestrel_grpc.frontends.http.endpoint import Answer, Group, Operation
 from kestrel_grpc.frontends.http.exchange import Exchange
 from kestrel_grpc.frontends.openai import fields
 from kestrel_grpc.frontends.openai.parsing import ParsedQuery, QueryParser
@@ -67,10 +67,12 @@ class OpenAiService:
                 self._serving(CompletionRenderer),
                 field_name=fields.completions_name,
             ),
-            Operation("GET", "/v1/models", "openai/models", None, self._list_models, is_inference=False),
-            Operation("GET", "/v1/models/{model:path}", "openai/models", None, self._get_model, is_inference=False),
+            Operation("GET", "/v1/models", "openai/models", None, self._list_models, group=Group.OPERATIONS),
+            Operation(
+                "GET", "/v1/models/{model:path}", "openai/models", None, self._get_model, group=Group.OPERATIONS
+            ),
             *(
-                Operation("POST", path, "openai/models", None, _refusing(path), is_inference=False)
+                Operation("POST", path, "openai/models", None, _refusing(path), group=Group.OPERATIONS)
                 for path in _REFUSED
             ),
         )

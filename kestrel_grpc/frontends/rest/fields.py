@@ -48,6 +48,13 @@ _COMMON = (
     ),
     Field("max_queue_seconds", Kind.NUMBER, "The longest that the request may wait before it starts."),
     Field(
+        "cache",
+        Kind.TEXT,
+        "`use` (the default); `refresh`: computes anew what is cached; `bypass`: neither uses the caches nor adds "
+        "to them.",
+        choices=("use", "refresh", "bypass"),
+    ),
+    Field(
         "format",
         Kind.TEXT,
         "`moondream` (the default): points as objects, metrics in `metrics`, in milliseconds. `kestrel`: points as "
@@ -82,6 +89,7 @@ _NAMES: Mapping[str, str] = MappingProxyType(
         "max_objects": "settings.max_objects",
         "options.model": "model",
         "options.priority": "priority",
+        "options.cache": "cache",
         "options.max_queue_duration": "max_queue_seconds",
     }
 )

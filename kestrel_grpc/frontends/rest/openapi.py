@@ -8,6 +8,7 @@ from typing import Any
 
 from kestrel_grpc.frontends.http.fields import Field, Kind
 from kestrel_grpc.frontends.rest import fields
+from kestrel_grpc.frontends.rest.images import PARAMETERS
 
 _TYPES: Mapping[Kind, Mapping[str, Any]] = MappingProxyType(
     {
@@ -20,6 +21,8 @@ _TYPES: Mapping[Kind, Mapping[str, Any]] = MappingProxyType(
         Kind.OBJECT: {"type": "object"},
     }
 )
+_ANY: Mapping[str, Any] = {"type": "object"}
+_FAILURE = "A failure, in `error`: `code`, `message`, `status`, `request_id` and `violations`."
 _ROUTES: tuple[tuple[str, str, tuple[Field, ...]], ...] = (
     ("query", "Answers a question, about an image or about nothing.", fields.QUERY),
     ("caption", "Describes an image.", fields.CAPTION),
@@ -29,18 +32,35 @@ _ROUTES: tuple[tuple[str, str, tuple[Field, ...]], ...] = (
 )
 
 
-def descriptions() -> Mapping[str, Any]:
+def descriptions(*, has_images: bool) -> Mapping[str, Any]:
     """The value of `paths`."""
-    return {f"/v1/{name}": {"post": _operation(name, summary, known)} for name, summary, known in _ROUTES}
+    skills = {f"/v1/{name}": {"post": _operation(name, summary, known)} for name, summary, known in _ROUTES}
+    return {**skills, "/v1/images": {"put": _upload()}} if has_images else skills
+
+
+def _upload() -> dict[str, Any]:
+    return {
+        "operationId": "putImage",
+        "summary": "Stores an image file, whose `image_id` other requests name in place of the image.",
+        "parameters": [
+            {"name": name, "in": "query", "description": description, "schema": {"type": "string"}}
+            for name, description in PARAMETERS.items()
+        ],
+        "requestBody": {
+            "required": True,
+            "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+        },
+        "responses": {
+            "200": {"description": "The stored image.", "content": {"application/json": {"schema": _ANY}}},
+            "default": {"description": _FAILURE, "content": {"application/json": {"schema": _ANY}}},
+        },
+    }
 
 
 def _operation(name: str, summary: str, known: tuple[Field, ...]) -> dict[str, Any]:
     responses: dict[str, Any] = {
-        "200": {"description": "The answer.", "content": {"application/json": {"schema": {"type": "object"}}}},
-        "default": {
-            "description": "A failure, in `error`: `code`, `message`, `status`, `request_id` and `violations`.",
-            "content": {"application/json": {"schema": {"type": "object"}}},
-        },
+        "200": {"description": "The answer.", "content": {"application/json": {"schema": _ANY}}},
+        "default": {"description": _FAILURE, "content": {"application/json": {"schema": _ANY}}},
     }
     if any(field.name == "stream" for field in known):
         responses["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}

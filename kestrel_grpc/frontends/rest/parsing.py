@@ -20,6 +20,7 @@ from kestrel_runtime.api.errors import ImageError, InvalidRequest, Violation
 from kestrel_runtime.api.requests import (
     MAX_SPATIAL_REFS,
     BoxRef,
+    CachePolicy,
     Caption,
     Detect,
     Point,
@@ -147,6 +148,7 @@ def _options(values: Mapping[str, Any]) -> RequestOptions:
         model=values.get("model", ""),
         max_queue_s=values.get("max_queue_seconds"),
         priority=Priority[values.get("priority", "normal").upper()],
+        cache=CachePolicy[values.get("cache", "use").upper()],
     )
 
 

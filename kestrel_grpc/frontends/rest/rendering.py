@@ -85,7 +85,11 @@ class Renderer:
 
     def _metrics(self, finished: Finished) -> dict[str, Any]:
         usage, timing = finished.usage, finished.timing
-        counts = {"input_tokens": usage.num_input_tokens, "output_tokens": usage.num_output_tokens}
+        counts = {
+            "input_tokens": usage.num_input_tokens,
+            "cached_tokens": usage.num_cached_tokens,
+            "output_tokens": usage.num_output_tokens,
+        }
         if self._is_kestrel:
             num_decoded = max(0, usage.num_output_tokens - 1)
             return {

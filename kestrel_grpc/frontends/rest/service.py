@@ -9,9 +9,11 @@ from kestrel_grpc.frontends.http.answers import rendered_events
 from kestrel_grpc.frontends.http.endpoint import Answer, Operation
 from kestrel_grpc.frontends.http.exchange import Exchange
 from kestrel_grpc.frontends.rest.fields import field_name
+from kestrel_grpc.frontends.rest.images import ImageRoute
 from kestrel_grpc.frontends.rest.openapi import descriptions
 from kestrel_grpc.frontends.rest.parsing import ParsedRequest, RequestParser
 from kestrel_grpc.frontends.rest.rendering import Renderer, failure_event, failure_json
+from kestrel_grpc.images.intake import ImageIntake
 from kestrel_grpc.wire.call_context import CallContext
 from kestrel_grpc.wire.errors import CallFailure
 from kestrel_grpc.wire.submission import Submission, last_event
@@ -35,9 +37,14 @@ class RestDialect:
 
 
 class RestService:
-    """The five skills. Each call is one request of the engine and ends with it."""
+    """The five skills, each call of which is one request of the engine and ends with it; and images to store.
 
-    def __init__(self, submission: Submission, model: str, *, max_image_bytes: int) -> None:
+    Where `intake` is None no images are stored.
+    """
+
+    def __init__(
+        self, submission: Submission, model: str, intake: ImageIntake | None, *, max_image_bytes: int
+    ) -> None:
         self._submission = submission
         self._model = model
         parser = RequestParser(max_image_bytes)
@@ -49,11 +56,13 @@ class RestService:
             "segment": parser.segment,
         }
         self.dialect = RestDialect()
-        self.operations: Sequence[Operation] = tuple(
+        skills = tuple(
             Operation("POST", f"/v1/{skill}", f"rest/{skill}", parse, self._serve, field_name=field_name)
             for skill, parse in parsers.items()
         )
-        self.descriptions: Mapping[str, Any] = descriptions()
+        images = () if intake is None else (ImageRoute(intake, max_image_bytes=max_image_bytes).operation,)
+        self.operations: Sequence[Operation] = (*skills, *images)
+        self.descriptions: Mapping[str, Any] = descriptions(has_images=intake is not None)
 
     async def _serve(self, parsed: ParsedRequest, call: CallContext) -> Answer:
         renderer = Renderer(call.request_id, self._model, parsed.format)

@@ -12,13 +12,13 @@ from datetime import UTC, datetime
 from kestrel_client.v1 import image_service_pb2 as wire
 from kestrel_grpc.frontends.grpc.images import parsing
 from kestrel_grpc.images.image_store import ImageStore
-from kestrel_grpc.images.stored_images import ImageDigestMismatch, ImageHandle, StoredImage
-from kestrel_grpc.images.upload import Keeping, Upload, handle_of
+from kestrel_grpc.images.intake import ImageIntake
+from kestrel_grpc.images.stored_images import StoredImage
+from kestrel_grpc.images.upload import Upload
 from kestrel_grpc.wire.call_context import CallContext
 from kestrel_grpc.wire.message_gate import TooManyCalls
 from kestrel_grpc.wire.shares import Shares
-from kestrel_runtime.api.engine import Engine, EngineStatus
-from kestrel_runtime.api.errors import EngineUnavailable
+from kestrel_runtime.api.engine import Engine
 
 _MAX_SENT_AT_ONCE = 8
 """Files that are on their way to callers: each is held until its caller has read it."""
@@ -31,31 +31,29 @@ class ImageService:
         self._engine = engine
         self._store = store
         self._max_image_bytes = engine.info.config.max_image_bytes
+        self._intake = ImageIntake(engine, store)
         self._sending = Shares(_MAX_SENT_AT_ONCE)
 
     async def UploadImage(
         self, messages: AsyncIterator[wire.UploadImageRequest], call: CallContext
     ) -> wire.UploadImageResponse:
-        self._require_serving()
+        self._intake.require_serving()
         announced = parsing.header(await anext(messages, None), self._max_image_bytes)
         handle, keeping = announced.handle, announced.keeping
-        image = self._renewed(handle, keeping, call)
+        image = self._intake.renewed(call.namespace, handle, keeping)
         if image is None:
             self._store.require_room(call.namespace, announced.size_bytes)
             upload = Upload(announced)
             async for message in messages:
                 upload.add(parsing.chunk(message))
-            image = self._stored(handle, upload.finish(), keeping, call)
+            image = self._intake.stored(call.namespace, handle, upload.finish(), keeping)
         return wire.UploadImageResponse(image=self._rendered(image))
 
     async def PutImage(self, message: wire.PutImageRequest, call: CallContext) -> wire.PutImageResponse:
-        self._require_serving()
+        self._intake.require_serving()
         data, announced, keeping = parsing.put_image(message)
         del message
-        handle = await handle_of(data)
-        if announced not in (None, handle):
-            raise ImageDigestMismatch("sha256", handle)
-        image = self._renewed(handle, keeping, call) or self._stored(handle, data, keeping, call)
+        image = await self._intake.put(call.namespace, data, announced, keeping)
         return wire.PutImageResponse(image=self._rendered(image))
 
     async def GetImage(self, message: wire.GetImageRequest, call: CallContext) -> wire.GetImageResponse:
@@ -73,18 +71,6 @@ class ImageService:
             await self._engine.forget_image(bytes.fromhex(handle.sha256), call.namespace)
         return wire.DeleteImageResponse()
 
-    def _require_serving(self) -> None:
-        # Images of a server that is about to end are of no use.
-        if self._engine.status in (EngineStatus.DRAINING, EngineStatus.DEAD):
-            raise EngineUnavailable("no images are stored any more")
-
-    def _renewed(self, handle: ImageHandle, keeping: Keeping, call: CallContext) -> StoredImage | None:
-        return self._store.renew(call.namespace, handle, ttl_s=keeping.ttl_s, is_pinned=keeping.is_pinned)
-
-    def _stored(self, handle: ImageHandle, data: bytes, keeping: Keeping, call: CallContext) -> StoredImage:
-        info = self._engine.inspect_image(data)
-        return self._store.put(call.namespace, handle, data, info, ttl_s=keeping.ttl_s, is_pinned=keeping.is_pinned)
-
     def _hold_place(self, principal: str) -> None:
         """Count a file that is sent, until the call is over. Raises `TooManyCalls`."""
         if not self._sending.take(principal):
@@ -94,7 +80,7 @@ class ImageService:
         task.add_done_callback(lambda _: self._sending.give_back(principal))
 
     def _rendered(self, image: StoredImage) -> wire.StoredImage:
-        remaining_s = image.expires_at - self._store.clock()
+        remaining_s = self._intake.remaining_s(image)
         return wire.StoredImage(
             image_id=str(image.handle),
             size_bytes=image.size_bytes,

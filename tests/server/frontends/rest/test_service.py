@@ -9,12 +9,23 @@ from typing import Any
 import pytest
 
 from kestrel_runtime.api.errors import Overloaded
-from kestrel_runtime.api.requests import BoxRef, Caption, Detect, Point, PointRef, Priority, Query, Segment
+from kestrel_runtime.api.requests import (
+    BoxRef,
+    CachePolicy,
+    Caption,
+    Detect,
+    Point,
+    PointRef,
+    Priority,
+    Query,
+    Segment,
+)
 from tests.fakes import HOLD, FakeEngine, answers, fails
 from tests.server.http_calls import IMAGE_BYTES, IMAGE_URL, serving_http
 
 METRICS = {
     "input_tokens": 735,
+    "cached_tokens": 0,
     "output_tokens": 3,
     "prefill_time_ms": 500.0,
     "decode_time_ms": 250.0,
@@ -71,7 +82,13 @@ async def test_the_other_format_has_pairs_and_metrics_beside_the_answer():
 async def test_every_field_reaches_the_engine():
     image = {"image_url": IMAGE_URL}
     settings = {"temperature": 0.5, "top_p": 0.25, "max_tokens": 7, "max_objects": 3, "seed": 9}
-    common = {"settings": settings, "model": "fake", "priority": "batch", "max_queue_seconds": 2.5}
+    common = {
+        "settings": settings,
+        "model": "fake",
+        "priority": "batch",
+        "max_queue_seconds": 2.5,
+        "cache": "bypass",
+    }
     refs = {"spatial_refs": [[0.5, 0.25], [0.1, 0.2, 0.3, 0.4]]}
     async with serving_http() as rig:
         for route, body in (
@@ -88,6 +105,7 @@ async def test_every_field_reaches_the_engine():
         assert request.image == IMAGE_BYTES
         assert (sampling.temperature, sampling.top_p, sampling.max_tokens, sampling.seed) == (0.5, 0.25, 7, 9)
         assert (options.model, options.max_queue_s, options.priority) == ("fake", 2.5, Priority.BATCH)
+        assert options.cache is CachePolicy.BYPASS
     expected = (PointRef(0.5, 0.25), BoxRef(0.1, 0.2, 0.3, 0.4))
     assert isinstance(query, Query)
     assert (query.reasoning, query.spatial_refs) == (True, expected)

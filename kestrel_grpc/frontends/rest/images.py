@@ -1,0 +1,83 @@
+"""`PUT /v1/images`: stores an image file, whose `image_id` other requests then name in place of the image."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+
+from kestrel_grpc.frontends.http.endpoint import Group, Operation
+from kestrel_grpc.images.intake import ImageIntake
+from kestrel_grpc.images.stored_images import ImageHandle, is_sha256
+from kestrel_grpc.images.upload import Keeping
+from kestrel_grpc.wire.call_context import CallContext
+from kestrel_runtime.api.errors import ImageError, InvalidRequest, Violation
+
+PARAMETERS: Mapping[str, str] = {
+    "sha256": "The digest of the file, 64 lower-case hexadecimal digits; another file is refused.",
+    "ttl_seconds": "How long the image is kept.",
+    "pin": "`true`: the image does not leave for others before its time.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedImage:
+    """A file, the handle that the caller says it has, and how long to keep it."""
+
+    data: bytes
+    announced: ImageHandle | None
+    keeping: Keeping
+
+
+class ImageRoute:
+    """Shares store, quotas and limits with `ImageService`. `max_image_bytes` is the largest encoded image."""
+
+    def __init__(self, intake: ImageIntake, *, max_image_bytes: int) -> None:
+        self._intake = intake
+        self._max_image_bytes = max_image_bytes
+        self.operation = Operation(
+            "PUT", "/v1/images", "rest/images", self._parsed, self._serve, takes_file=True, group=Group.IMAGES
+        )
+
+    def _parsed(self, data: bytes, parameters: Mapping[str, str]) -> ParsedImage:
+        """Raises `InvalidRequest`, for a file that is too large as `ImageError`."""
+        violations = [Violation(name, "is no parameter here") for name in parameters.keys() - PARAMETERS.keys()]
+        sha256, pin = parameters.get("sha256"), parameters.get("pin", "false")
+        if sha256 is not None and not is_sha256(sha256):
+            violations.append(Violation("sha256", "must be 64 lower-case hexadecimal digits"))
+        if pin not in ("true", "false"):
+            violations.append(Violation("pin", "must be true or false"))
+        ttl_s = _seconds(parameters["ttl_seconds"]) if "ttl_seconds" in parameters else None
+        if ttl_s is not None and not 0.0 < ttl_s < math.inf:
+            violations.append(Violation("ttl_seconds", "must be a number above 0"))
+        if not data:
+            violations.append(Violation("", "the body must not be empty"))
+        if violations:
+            raise InvalidRequest(tuple(violations))
+        if len(data) > self._max_image_bytes:
+            raise ImageError(f"must not exceed {self._max_image_bytes} bytes", too_large=True)
+        return ParsedImage(data, None if sha256 is None else ImageHandle(sha256), Keeping(ttl_s, pin == "true"))
+
+    async def _serve(self, parsed: ParsedImage, call: CallContext) -> bytes:
+        self._intake.require_serving()
+        image = await self._intake.put(call.namespace, parsed.data, parsed.announced, parsed.keeping)
+        expires = datetime.now(UTC) + timedelta(seconds=self._intake.remaining_s(image))
+        facts = {
+            "image_id": str(image.handle),
+            "size_bytes": image.size_bytes,
+            "media_type": image.info.media_type,
+            "width_px": image.info.width_px,
+            "height_px": image.info.height_px,
+            "expires_at": expires.isoformat(timespec="milliseconds"),
+            "pinned": image.is_pinned,
+        }
+        return json.dumps({"request_id": call.request_id, **facts}).encode()
+
+
+def _seconds(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
