@@ -42,6 +42,7 @@ class Telemetry:
                 self._export.add_part,
                 model=engine.info.model,
                 address=(config.host, config.port),
+                http_port=config.http_port or 0,
                 has_content=config.trace_content,
             )
             observers.append(tracer.record)

@@ -36,6 +36,8 @@ MAX_TRACED_PER_S = 50.0
 _SERVER_FAULTS = frozenset(
     ("UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS")
 )
+# The names of calls that do not come over gRPC.
+_OVER_HTTP = ("rest/", "openai/")
 _ONLY_PROTOCOL = "http/protobuf"
 _LAST_SPANS_S = 3.0
 
@@ -61,6 +63,7 @@ class CallTracer:
         *,
         model: str,
         address: tuple[str, int] = ("", 0),
+        http_port: int = 0,
         has_content: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -68,6 +71,7 @@ class CallTracer:
         self._add_part = add_part
         self._model = model
         self._address = address
+        self._http_port = http_port
         self._has_content = has_content
         self._clock = clock
         self._allowance = MAX_TRACED_PER_S
@@ -111,8 +115,10 @@ class CallTracer:
 
     def _attributes(self, call: CallContext, outcome: Outcome) -> Mapping[str, Any]:
         host, port = self._address
+        if is_http := call.method.startswith(_OVER_HTTP):
+            port = self._http_port
         attributes: dict[str, Any] = {
-            "rpc.system.name": "grpc",
+            **({} if is_http else {"rpc.system.name": "grpc"}),
             "rpc.method": call.method,
             "rpc.response.status_code": outcome.code,
             "server.address": host,

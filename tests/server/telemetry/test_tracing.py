@@ -95,6 +95,15 @@ def test_the_span_says_what_was_asked_of_which_model_and_how_it_ended(receiver, 
     }
 
 
+def test_a_call_over_http_has_the_port_of_http_and_is_no_call_of_grpc(receiver, trace):
+    call = answered_call()
+    call.method = "rest/query"
+    trace(call, http_port=8000)
+    found = attributes(receiver.span("rest/query").attributes)
+    assert "rpc.system.name" not in found
+    assert (found["rpc.method"], found["server.port"]) == ("rest/query", 8000)
+
+
 def test_the_resource_names_the_service(receiver, trace):
     trace(answered_call())
     assert receiver.resource["service.name"] == "kestrel-grpc"

@@ -1,0 +1,75 @@
+"""Comments on a stream that is silent, so that proxies do not close it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from kestrel_grpc.frontends.http.event_stream import EventStream
+
+
+class Response:
+    """What an exchange is asked to send."""
+
+    def __init__(self) -> None:
+        self.written: list[bytes] = []
+        self.request_ids: list[str] = []
+        self.has_been_written = asyncio.Event()
+        self.may_write = asyncio.Event()
+        self.may_write.set()
+
+    async def begin_events(self, request_id: str) -> None:
+        self.request_ids.append(request_id)
+
+    async def write(self, data: bytes, *, is_last: bool = False) -> None:
+        self.written.append(data)
+        self.has_been_written.set()
+        await self.may_write.wait()
+
+
+@pytest.fixture
+async def response() -> Any:
+    return Response()
+
+
+async def test_a_silent_stream_begins_with_a_comment_and_goes_on_with_more(response: Any) -> None:
+    events = EventStream(response, "id", heartbeat_s=0.005)
+    assert not events.has_begun
+    for _ in range(3):
+        await response.has_been_written.wait()
+        response.has_been_written.clear()
+    events.close()
+    assert response.request_ids == ["id"]
+    assert set(response.written) == {b": waiting\n\n"}
+
+
+async def test_events_begin_the_response_once(response: Any) -> None:
+    events = EventStream(response, "id")
+    await events.write(b"data: 1\n\n")
+    await events.write(b"data: 2\n\n")
+    events.close()
+    await events.end(b"data: 3\n\n")
+    assert response.request_ids == ["id"]
+    assert response.written == [b"data: 1\n\n", b"data: 2\n\n", b"data: 3\n\n"]
+
+
+async def test_no_comment_comes_while_an_event_is_being_written(response: Any) -> None:
+    events = EventStream(response, "id", heartbeat_s=0.001)
+    response.may_write.clear()
+    writing = asyncio.ensure_future(events.write(b"data: 1\n\n"))
+    await response.has_been_written.wait()
+    timer = asyncio.get_running_loop().create_future()
+    asyncio.get_running_loop().call_later(0.02, timer.set_result, None)
+    await timer
+    response.may_write.set()
+    await writing
+    events.close()
+    assert response.written == [b"data: 1\n\n"]
+
+
+async def test_a_stream_that_is_closed_says_nothing(response: Any) -> None:
+    EventStream(response, "id", heartbeat_s=0.0).close()
+    await asyncio.sleep(0)
+    assert response.written == []
