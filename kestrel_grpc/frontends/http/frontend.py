@@ -76,7 +76,11 @@ class HttpFrontend:
         self._metrics = metrics
         self._state = ServerState()
         self._guard = SourceGuard(_hosts(config), config.http_origins or ())
-        self._router = Router(self._routes(groups), default=self._unknown, redirect_slashes=False)
+        handlers = self._handlers(groups)
+        # Most paths are looked up here: the router tries one pattern after the other.
+        self._fixed = {path: handler for path, handler in handlers.items() if "{" not in path}
+        patterns = [Route(path, handler) for path, handler in handlers.items() if path not in self._fixed]
+        self._router = Router(patterns, default=self._unknown, redirect_slashes=False)
         self._listener: asyncio.Server | None = None
 
     async def start(self) -> None:
@@ -126,7 +130,7 @@ class HttpFrontend:
         except Exception as error:
             await self._refuse(error, scope, receive, send)
             return
-        await self._router(scope, receive, send)
+        await self._fixed.get(scope["path"], self._router)(scope, receive, send)
 
     async def _unknown(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._refuse(MethodUnknown(scope["path"]), scope, receive, send)
@@ -141,7 +145,8 @@ class HttpFrontend:
         body = (dialect or self._services[0].dialect).failure(failure, request_id)
         await exchange.respond(failure.http_status, body, request_id, headers=failure_headers(failure))
 
-    def _routes(self, groups: CallGroups) -> list[Route]:
+    def _handlers(self, groups: CallGroups) -> Mapping[str, App]:
+        """An ASGI application for each path, which may have variable parts."""
         paths: dict[str, _Path] = {}
 
         def add(operation: Operation, admission: CallAdmission, dialect: Dialect) -> None:
@@ -170,10 +175,7 @@ class HttpFrontend:
                 own,
             )
         probes = {"/healthz": self._is_alive, "/livez": self._is_alive, "/readyz": lambda: self._readiness.is_ready}
-        return [
-            *(Route(path, _Probe(is_well)) for path, is_well in probes.items()),
-            *(Route(path, handler) for path, handler in paths.items()),
-        ]
+        return {**{path: _Probe(is_well) for path, is_well in probes.items()}, **paths}
 
     def _is_alive(self) -> bool:
         return self._engine.status is not EngineStatus.DEAD

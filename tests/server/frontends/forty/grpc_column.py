@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import grpc
+from grpc_status import rpc_status
 
 from kestrel_client.v1 import media_pb2
 from kestrel_client.v1 import vision_service_pb2 as wire
@@ -129,6 +130,10 @@ def _box(box: Any) -> tuple[float, ...]:
 
 
 def _failure(error: grpc.aio.AioRpcError) -> Told:
+    call: Any = error
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and rpc_status.from_call(call) is None:
+        # gRPC itself ends a call at its deadline, without details, where it is earlier than the engine.
+        return Told(error.code().name, error.code().name, request_id=REQUEST_ID)
     details: dict[str, Any] = details_of(error)
     info = details["ErrorInfo"]
     violations = details["BadRequest"].field_violations if "BadRequest" in details else ()
