@@ -171,9 +171,6 @@ class TimedRunner:
         if batch.encode:
             work = self._device.take_in(ENCODE, sum(_share(part) for part in batch.encode), before)
         if batch.prefill:
-            for chunk in batch.prefill:
-                if chunk.sequence.num_image_tokens:
-                    self._runner._slab.acquire(chunk.sequence.id)
             self._runner._prefill_inputs(list(batch.prefill), list(batch.sampled))
             work = self._device.take_in(PREFILL, len(batch.prefill), before)
         assert work is not None, "the loop launches no empty steps"

@@ -208,6 +208,13 @@ class ServerConfig:
         "whether pages of images, prompts and answers are kept for later requests: on or off",
         default_text="on",
     )
+    image_cache_bytes: int | None = _option(
+        None,
+        whole_number(0),
+        "memory of the device for image embeddings that are kept for later requests; 0: none are kept",
+        unit="bytes",
+        default_text="256 images on CUDA, else 32; at most 1/16 of what the weights leave",
+    )
     max_queue: int = _option(
         _ENGINE.max_queued_requests,
         whole_number(1),
@@ -404,6 +411,7 @@ class ServerConfig:
             memory_utilization=self.memory_utilization,
             page_size=self.page_size,
             prefix_cache=self.prefix_cache,
+            image_cache_bytes=self.image_cache_bytes,
             max_queued_requests=self.max_queue,
             max_queued_image_bytes=self.max_queue_image_bytes,
             max_queued_tokens=self.max_queue_tokens,

@@ -37,6 +37,8 @@ class FakeRunner:
     """
 
     is_asynchronous = True
+    num_cached_images = 0
+    bytes_per_image = 1
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.are_prompts_over: Callable[[], bool] = lambda: True

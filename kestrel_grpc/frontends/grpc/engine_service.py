@@ -131,6 +131,7 @@ def _memory_plan(plan: MemoryPlan) -> wire.MemoryPlan:
         other_bytes=plan.other_bytes,
         margin_bytes=plan.margin_bytes,
         free_bytes=plan.free_bytes,
+        image_cache_bytes=plan.image_cache_bytes,
     )
 
 

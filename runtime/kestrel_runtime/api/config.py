@@ -42,6 +42,9 @@ class EngineConfig:
     """Tokens in a page."""
     prefix_cache: bool = True
     """Whether pages of images, prompts and answers are kept for later requests until their memory is needed."""
+    image_cache_bytes: int | None = None
+    """Memory of the device for image embeddings that are kept for later requests; 0: none are kept. None: enough
+    for 256 images on CUDA and 32 elsewhere, at most a sixteenth of what is available beside the weights."""
     max_queued_requests: int = 256
     """Requests that may wait for a preprocessing worker or for pages."""
     max_queued_image_bytes: int = 512 * MIB

@@ -33,6 +33,8 @@ class MemoryPlan:
     """Kept free for static inputs and for what drivers allocate later."""
     free_bytes: int
     """Planned for nothing."""
+    image_cache_bytes: int = 0
+    """Image embeddings that are kept for later requests."""
 
     def terms(self) -> list[tuple[str, int]]:
         """Name and bytes of each term, in the order of a table."""
@@ -42,6 +44,7 @@ class MemoryPlan:
             ("activations", self.activation_bytes),
             ("CUDA graphs", self.graph_bytes),
             ("images", self.image_bytes),
+            ("image cache", self.image_cache_bytes),
             ("other processes, context and libraries", self.other_bytes),
             ("margin", self.margin_bytes),
             ("free", self.free_bytes),

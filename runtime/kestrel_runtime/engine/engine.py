@@ -41,9 +41,10 @@ from kestrel_runtime.imaging.tiles import Tiling, max_kept_bytes
 from kestrel_runtime.models.family import config_of
 from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.scheduling.admission import Admission, Cost, QueueLimits
+from kestrel_runtime.scheduling.embedding_cache import EmbeddingCache
 from kestrel_runtime.scheduling.limits import StepBounds
 from kestrel_runtime.scheduling.page_manager import PageManager
-from kestrel_runtime.scheduling.prefix_keys import PrefixKeyMaker, PrefixKeys, key_parts
+from kestrel_runtime.scheduling.prefix_keys import EmbeddingKey, PrefixKeyMaker, PrefixKeys, key_parts
 from kestrel_runtime.scheduling.scheduler import Scheduler
 from kestrel_runtime.scheduling.sequence import Sequence, SequenceClock
 
@@ -76,7 +77,9 @@ class LocalEngine:
         max_decoded_bytes = _max_decoded_bytes(config, bounds, tiling, decoded=tile_on_device is not None)
         num_pages, memory = prepared.plan_cache(max_decoded_bytes)
         _log.info("memory of %s:\n%s", loaded.model.device, memory.table())
-        runner = prepared.new_step_runner(num_pages, memory.graph_bytes)
+        runner = prepared.new_step_runner(num_pages, memory.graph_bytes, memory.image_cache_bytes)
+        self._embeddings = EmbeddingCache(bounds.max_batch_size + 1, runner.num_cached_images)
+        self._bytes_per_image = runner.bytes_per_image
         self._pages = PageManager(num_pages, config.page_size)
         self._page_bytes = memory.cache_bytes // num_pages
         max_context = min(model_config.max_context, num_pages * config.page_size)
@@ -115,6 +118,7 @@ class LocalEngine:
             max_tiles_per_step=bounds.max_tiles,
             ageing_s=config.ageing_s,
             cuts_at_share_points=bounds.cuts_at_share_points,
+            embeddings=self._embeddings,
         )
         offending_requests = OffendingRequests()
         self._admission = Admission(
@@ -132,8 +136,10 @@ class LocalEngine:
             offending_requests,
             tiling,
             make_tiles,
-            PrefixKeyMaker(parts, config.page_size) if config.prefix_cache else None,
+            PrefixKeyMaker(parts, config.page_size),
             self._is_cached,
+            prefix_cache=config.prefix_cache,
+            image_cache=runner.num_cached_images > 0,
             max_context=max_context,
             max_image_pixels=config.max_image_pixels,
             num_threads=config.num_preprocess_threads,
@@ -268,6 +274,7 @@ class LocalEngine:
             tokens_per_second=self._loop.tokens_per_second(),
             decoded_image_bytes=self._preprocessor.decoded_bytes,
             prefix_cache=self._prefix_cache_load(),
+            image_cache=self._image_cache_load(),
         )
 
     async def drain(self) -> None:
@@ -320,10 +327,10 @@ class LocalEngine:
         self._loop.finish()
         self._streams.close()
 
-    def _is_cached(self, keys: PrefixKeys) -> bool:
-        """In a worker: whether the pages of an image are cached now."""
-        share_point = keys.missing_share_point(0, self._pages.page_size)
-        return share_point is not None and self._pages.has(share_point)
+    def _is_cached(self, keys: PrefixKeys | None, embedding_key: EmbeddingKey | None) -> bool:
+        """In a worker: whether the pages or the embeddings of an image are cached now."""
+        share_point = None if keys is None else keys.missing_share_point(0, self._pages.page_size)
+        return (share_point is not None and self._pages.has(share_point)) or embedding_key in self._embeddings
 
     def _prefix_cache_load(self) -> CacheLoad:
         """Readings of numbers that the engine thread changes."""
@@ -336,6 +343,18 @@ class LocalEngine:
             num_evictions=pages.num_evictions,
             used_bytes=pages.num_findable * page_bytes,
             total_bytes=pages.num_pages * page_bytes,
+        )
+
+    def _image_cache_load(self) -> CacheLoad:
+        embeddings, image_bytes = self._embeddings, self._bytes_per_image
+        if not self.info.memory or not self.info.memory.image_cache_bytes:
+            return CacheLoad()
+        return CacheLoad(
+            num_lookups=embeddings.num_lookups,
+            num_hits=embeddings.num_hits,
+            num_evictions=embeddings.num_evictions,
+            used_bytes=embeddings.num_published * image_bytes,
+            total_bytes=embeddings.num_entries * image_bytes,
         )
 
     def _check(self, request: Request) -> None:

@@ -57,11 +57,11 @@ from kestrel_runtime.engine.in_flight import InFlightStep, describe
 from kestrel_runtime.engine.isolation import Isolation
 from kestrel_runtime.engine.open_streams import CacheClearings
 from kestrel_runtime.execution.step_runner import StepHandle, StepRunner
+from kestrel_runtime.interfaces.ids import StepId
 from kestrel_runtime.interfaces.image import PreparedImage
 from kestrel_runtime.scheduling.admission import Admission
 from kestrel_runtime.scheduling.batch import Batch, Plan
 from kestrel_runtime.scheduling.deadlines import Deadlines
-from kestrel_runtime.scheduling.ids import StepId
 from kestrel_runtime.scheduling.scheduler import Scheduler
 from kestrel_runtime.scheduling.sequence import Sequence
 from kestrel_runtime.scheduling.token_rate import TokenRate
@@ -259,7 +259,7 @@ class EngineLoop:
             self._receive(self._inbox.get())
 
     def _forget_cached(self, namespace: str | None, image: bytes | None) -> ClearedCache:
-        return ClearedCache(self._scheduler.forget_cached(namespace, image), num_images=0)
+        return ClearedCache(*self._scheduler.forget_cached(namespace, image))
 
     def _have_decoded(self, sequence: Sequence) -> None:
         assert self._decode_again is not None, "only with it are images left out"
@@ -283,6 +283,8 @@ class EngineLoop:
         elif item is not None and item.stream.is_cancelled:
             self._admission.leave(item.stream)
         elif item is not None:
+            if self._clearings.concern(item.sequence):
+                item.sequence.leave_caches()
             self._streams[item.sequence] = item.stream
             self._sequences[item.stream] = item.sequence
             self._deadlines.watch(item.sequence)

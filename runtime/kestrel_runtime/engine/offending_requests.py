@@ -10,7 +10,7 @@ from dataclasses import fields
 from threading import Lock
 from typing import NamedTuple
 
-from kestrel_runtime.api.raw_image import RawImage
+from kestrel_runtime.api.raw_image import image_digest
 from kestrel_runtime.api.requests import Request
 
 LIFETIME_S = 3600.0
@@ -57,16 +57,19 @@ class OffendingRequests:
                 del self._entries[fingerprint]
 
 
-def fingerprint_of(request: Request) -> str:
-    """Equal for requests that ask the engine for the same work, whatever they say about their handling."""
+def fingerprint_of(request: Request, digest_of_image: bytes | None = None) -> str:
+    """Equal for requests that ask the engine for the same work, whatever they say about their handling.
+
+    `digest_of_image`: the `image_digest` of the request's image, where it is known already.
+    """
+    if digest_of_image is None and request.image is not None:
+        digest_of_image = image_digest(request.image)
     digest = hashlib.sha256(request.skill.encode())
     for item in fields(request):
         if item.name == "options":
             continue
-        value = getattr(request, item.name)
+        value = digest_of_image if item.name == "image" else getattr(request, item.name)
         # Lengths keep the border between two values from moving.
-        if isinstance(value, RawImage):
-            value = value.digest()
         data = value if isinstance(value, bytes) else repr(value).encode()
         digest.update(b"%d:" % len(data))
         digest.update(data)

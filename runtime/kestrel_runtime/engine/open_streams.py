@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, InvalidStateError
@@ -18,6 +19,10 @@ from typing import NamedTuple
 from kestrel_runtime.api.engine import ClearedCache
 from kestrel_runtime.api.errors import EngineUnavailable
 from kestrel_runtime.api.stream import Stream
+from kestrel_runtime.scheduling.sequence import Sequence
+
+_NUM_REMEMBERED = 256
+"""Removals that are compared with requests that were still being prepared when they were carried out."""
 
 
 class OpenStreams:
@@ -70,6 +75,8 @@ class _Clearing(NamedTuple):
     namespace: str | None
     image: bytes | None
     done: Future[ClearedCache]
+    asked: float
+    """When, in seconds of the monotonic clock."""
 
 
 class CacheClearings:
@@ -77,11 +84,12 @@ class CacheClearings:
 
     def __init__(self) -> None:
         self._waiting: deque[_Clearing] = deque()
+        self._carried_out: deque[_Clearing] = deque(maxlen=_NUM_REMEMBERED)
         self._is_closed = False
 
     def add(self, namespace: str | None, image: bytes | None) -> Future[ClearedCache]:
         """Ask for a removal. The future fails with `EngineUnavailable` where it is not carried out any more."""
-        clearing = _Clearing(namespace, image, Future())
+        clearing = _Clearing(namespace, image, Future(), time.monotonic())
         self._waiting.append(clearing)
         if self._is_closed:  # maybe just now, and then `carry_out` is not called again
             self.close()
@@ -95,12 +103,27 @@ class CacheClearings:
     def carry_out(self, forget: Callable[[str | None, bytes | None], ClearedCache]) -> None:
         """In the engine thread: have `forget` remove each namespace, or image of a namespace."""
         while self._waiting:
-            namespace, image, done = self._waiting[0]  # it stays there: where this raises, `close` resolves it
-            removed = forget(namespace, image)
+            clearing = self._waiting[0]  # it stays there: where this raises, `close` resolves it
+            removed = forget(clearing.namespace, clearing.image)
+            self._carried_out.append(clearing)
             with contextlib.suppress(InvalidStateError):  # the caller has cancelled it
-                done.set_result(removed)
+                clearing.done.set_result(removed)
             with contextlib.suppress(IndexError):  # `close` has emptied the queue meanwhile
                 self._waiting.popleft()
+
+    def concern(self, sequence: Sequence) -> bool:
+        """In the engine thread: whether what a sequence would publish was removed after its request had come.
+
+        True as well where too many removals came after it to remember all of them.
+        """
+        num_later = 0
+        for clearing in reversed(self._carried_out):
+            if clearing.asked < sequence.submitted:
+                return False
+            if sequence.belongs_to(clearing.namespace, clearing.image):
+                return True
+            num_later += 1
+        return num_later == _NUM_REMEMBERED
 
     def close(self) -> None:
         """From any thread, when the engine thread has ended or hangs: refuse all that waits and that will come."""

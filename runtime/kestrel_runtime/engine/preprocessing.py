@@ -5,7 +5,6 @@ Knows skills, the tokenizer and images; knows no pages and no model.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import secrets
 import time
@@ -16,7 +15,7 @@ from functools import partial
 from PIL import Image
 
 from kestrel_runtime.api.errors import ContextLengthExceeded, EngineUnavailable, ImageError, RequestRefused
-from kestrel_runtime.api.raw_image import RawImage
+from kestrel_runtime.api.raw_image import RawImage, image_digest
 from kestrel_runtime.api.requests import CachePolicy, Request
 from kestrel_runtime.engine.offending_requests import OffendingRequests, fingerprint_of
 from kestrel_runtime.engine.workers import Interrupted, Job, Workers
@@ -27,7 +26,7 @@ from kestrel_runtime.interfaces.family import ModelConfig, Skill
 from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.memory.image_budget import MemoryBudget
-from kestrel_runtime.scheduling.prefix_keys import PrefixKeyMaker, PrefixKeys
+from kestrel_runtime.scheduling.prefix_keys import EmbeddingKey, PrefixKeyMaker, PrefixKeys
 from kestrel_runtime.scheduling.sequence import Sequence, SequenceClock
 
 MAX_DECODING_BYTES = 512 * 2**20
@@ -54,8 +53,10 @@ class Preprocessor:
         tiling: Tiling,
         make_tiles: Callable[[Image.Image], Tiles | DecodedImage],
         key_maker: PrefixKeyMaker | None = None,
-        is_cached: Callable[[PrefixKeys], bool] = lambda keys: False,
+        is_cached: Callable[[PrefixKeys | None, EmbeddingKey | None], bool] = lambda keys, embedding_key: False,
         *,
+        prefix_cache: bool = True,
+        image_cache: bool = True,
         max_context: int,
         max_image_pixels: int,
         num_threads: int,
@@ -63,7 +64,8 @@ class Preprocessor:
         ageing_s: float = 10.0,
     ) -> None:
         """`make_tiles` turns an RGB image into what the engine takes; all the threads call it. Without `key_maker`
-        sequences do not use the prefix cache. An image is not decoded where `is_cached` says that its pages are.
+        sequences use no cache; `prefix_cache` and `image_cache` tell which of the two they use with it. An image is
+        not decoded where `is_cached` says that its pages or embeddings are.
 
         `max_decoded_bytes` bounds the memory of all images together, from the start of their decoding until their
         tiles are freed.
@@ -78,6 +80,8 @@ class Preprocessor:
         self._make_tiles = make_tiles
         self._key_maker = key_maker
         self._is_cached = is_cached
+        self._prefix_cache = prefix_cache
+        self._image_cache = image_cache
         self._ids = itertools.count(1)
         self._budget = MemoryBudget(max_decoded_bytes)
         self._max_decoding_bytes = min(MAX_DECODING_BYTES, max_decoded_bytes * 3 // 4)
@@ -147,7 +151,8 @@ class Preprocessor:
         expiry = clock.expiry(clock.preprocess_started)
         if expiry is not None:
             raise expiry
-        fingerprint = fingerprint_of(request)
+        digest = None if request.image is None else image_digest(request.image)
+        fingerprint = fingerprint_of(request, digest)
         if fingerprint in self._offending_requests:
             raise RequestRefused(f"{fingerprint} has failed before")
         config, skill = self._config, self._skills[request.skill]
@@ -156,12 +161,15 @@ class Preprocessor:
         num_positions = len(prompt) + num_image_tokens
         if num_positions >= self._max_context:
             raise ContextLengthExceeded(skill.text_field, num_positions, self._max_context)
-        image, policy, keys, tiles, tile_job = request.image, request.options.cache, None, None, None
+        image, policy, tiles, tile_job = request.image, request.options.cache, None, None
+        keys, embedding_key = None, None
         if self._key_maker is not None and policy is not CachePolicy.BYPASS:
-            digest = None if image is None else _digest_of(image)
-            keys = self._key_maker.keys(prompt, num_image_tokens, digest, namespace)
+            if self._prefix_cache:
+                keys = self._key_maker.keys(prompt, num_image_tokens, digest, namespace)
+            if self._image_cache and digest is not None:
+                embedding_key = self._key_maker.embedding_key(digest, namespace)
         if image is not None:
-            if keys is not None and policy is CachePolicy.USE and self._is_cached(keys):
+            if policy is CachePolicy.USE and self._is_cached(keys, embedding_key):
                 tile_job = Job(
                     partial(self._decode, image, tenant),
                     submitted=clock.submitted,
@@ -189,6 +197,7 @@ class Preprocessor:
             priority=request.options.priority,
             tenant=tenant,
             keys=keys,
+            embedding_key=embedding_key,
             tile_job=tile_job,
             computes_anew=request.options.cache is CachePolicy.REFRESH,
         )
@@ -220,8 +229,3 @@ class Preprocessor:
     def _num_bytes(self, header: ImageHeader) -> int:
         """The most memory that decoding and tiling an image takes."""
         return header.decoding_bytes + _TILING_COPIES * tiles_bytes(header.height, header.width, self._tiling)
-
-
-def _digest_of(image: bytes | RawImage) -> bytes:
-    """What names an image in the caches: SHA-256 of the file, or of pixels with their format and shape."""
-    return image.digest() if isinstance(image, RawImage) else hashlib.sha256(image).digest()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from kestrel_runtime.execution.captured_graphs import GraphBudget
-from kestrel_runtime.execution.embedding_slab import EmbeddingSlab
 from kestrel_runtime.execution.graph_capture import StreamCapture
 from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.execution.request_state import RequestState
@@ -18,13 +17,6 @@ from kestrel_runtime.execution.step_inputs import DecodeInputs, InputBuffers, Pr
 from kestrel_runtime.scheduling.batch import EncodeItem
 from kestrel_runtime.scheduling.limits import StepBounds
 from kestrel_runtime.scheduling.sequence import Sequence as ScheduledSequence
-
-
-class EncodeWork(NamedTuple):
-    """Tiles of a sequence's image that a step encodes, and the slab's entry for the image."""
-
-    item: EncodeItem
-    entry: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +35,8 @@ class DeviceMemory:
     cache: KVCache
     state: RequestState
     rules: TokenRules
-    slab: EmbeddingSlab
+    embeddings: Tensor
+    """Image embeddings [entries, positions, dim], an image in each entry."""
     inputs: InputBuffers
     bounds: StepBounds
     graphs: GraphCapture | None
@@ -56,8 +49,11 @@ class Executor(Protocol):
     Enqueues and never waits for the device.
     """
 
-    def encode(self, works: Sequence[EncodeWork]) -> None:
-        """Encode tiles of images; an image whose last tile is among them is complete in its entry."""
+    def encode(self, items: Sequence[EncodeItem]) -> None:
+        """Encode tiles of images; an image whose last tile is among them is complete in its entry.
+
+        An image whose first tile is among them is begun anew, whatever has been encoded of it before.
+        """
         ...
 
     def prefill(self, inputs: PrefillInputs) -> Tensor:

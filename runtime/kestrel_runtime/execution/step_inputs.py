@@ -206,12 +206,12 @@ def fill_prefill(
     chunks: Sequence[Chunk],
     sampled: Sequence[scheduling.Sequence],
     state: RequestState,
-    slab_row: Callable[[scheduling.Sequence], int],
+    first_embedding: Callable[[scheduling.Sequence], int],
     page_size: int,
 ) -> None:
     """Lay out a prefill of `chunks`, after which `sampled`, each the end of its chunk, get a token.
 
-    `slab_row` tells the first row of the embedding slab for a sequence with an image.
+    `first_embedding` tells the first row of a sequence with an image among the embeddings of all entries.
     """
     num_tokens = sum(chunk.end - chunk.start for chunk in chunks)
     for array, padding in ((fields.token_ids, 0), (fields.num_values, 0), (fields.embedding_rows, -1)):
@@ -234,7 +234,7 @@ def fill_prefill(
         fields.query_starts[place] = first
         fields.context_lengths[place], fields.prefix_lengths[place] = end, sequence.prefix_length
         fields.rows[place] = state.row(sequence)
-        _fill_tokens(fields, own, sequence, start, end, slab_row)
+        _fill_tokens(fields, own, sequence, start, end, first_embedding)
         first = own.stop
         last_token[sequence.id] = first - 1
     fields.sample_tokens[: len(sampled)] = [last_token[sequence.id] for sequence in sampled]
@@ -272,12 +272,12 @@ def _fill_tokens(
     sequence: scheduling.Sequence,
     start: int,
     end: int,
-    slab_row: Callable[[scheduling.Sequence], int],
+    first_embedding: Callable[[scheduling.Sequence], int],
 ) -> None:
     num_image = sequence.num_image_tokens
     image_start, image_end = max(start, 1), min(end, 1 + num_image)
     if image_start < image_end:
-        first = slab_row(sequence) + image_start - 1
+        first = first_embedding(sequence) + image_start - 1
         place = own.start + image_start - start
         fields.embedding_rows[place : place + image_end - image_start] = np.arange(
             first, first + image_end - image_start

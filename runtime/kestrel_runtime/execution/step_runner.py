@@ -17,8 +17,7 @@ from torch import Tensor
 from kestrel_runtime.execution.buckets import DecodeSize, PrefillSize, batch_sizes, largest_prefill
 from kestrel_runtime.execution.captured_graphs import GraphBudget
 from kestrel_runtime.execution.cuda_stream import CudaStream
-from kestrel_runtime.execution.embedding_slab import EmbeddingSlab
-from kestrel_runtime.execution.executor import DeviceMemory, EncodeWork, Executor, GraphCapture
+from kestrel_runtime.execution.executor import DeviceMemory, Executor, GraphCapture
 from kestrel_runtime.execution.graph_capture import StreamCapture
 from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.execution.request_state import RequestState
@@ -34,7 +33,7 @@ from kestrel_runtime.execution.step_inputs import (
 from kestrel_runtime.execution.transfer import to_device
 from kestrel_runtime.interfaces.token_grammar import Grammar
 from kestrel_runtime.interfaces.tokens import Token
-from kestrel_runtime.scheduling.batch import Batch, Chunk, EncodeItem
+from kestrel_runtime.scheduling.batch import Batch, Chunk
 from kestrel_runtime.scheduling.limits import StepBounds
 from kestrel_runtime.scheduling.sequence import Sequence
 
@@ -84,7 +83,7 @@ class StepHandle:
 
 
 class StepRunner:
-    """Runs steps on one model. Holds a sequence's row of state and image embeddings until `release`."""
+    """Runs steps on one model. Holds a sequence's row of state until `release`."""
 
     def __init__(
         self,
@@ -94,13 +93,21 @@ class StepRunner:
         bounds: StepBounds,
         *,
         max_graph_bytes: int | None = None,
+        image_cache_bytes: int = 0,
     ) -> None:
-        """With `max_graph_bytes` of device memory for them, steps are captured as CUDA graphs."""
+        """Image embeddings get `image_cache_bytes` beside the entries of sequences.
+
+        With `max_graph_bytes` of device memory for them, steps are captured as CUDA graphs.
+        """
         self._new_executor = new_executor
         self._cache = cache
         self._shape = shape
         self._bounds = bounds
         self._device = cache.device
+        self.bytes_per_image = shape.positions_per_image * shape.embedding_dim * shape.embedding_dtype.itemsize
+        """Embeddings of one image."""
+        self.num_cached_images = image_cache_bytes // max(self.bytes_per_image, 1)
+        """Entries for image embeddings beside those of sequences."""
         self._max_pages = -(-shape.max_context // cache.page_size)
         self._prefill_stream = CudaStream(self._device)
         self._decode_stream = CudaStream(self._device, is_urgent=True)
@@ -148,24 +155,27 @@ class StepRunner:
         """Run a prefill step without sampling: [prompts that end, dim], before the final LayerNorm."""
         with self._prefill_stream.entered():
             if batch.encode:
-                self._encode(list(batch.encode))
+                self._executor.encode(batch.encode)
             hidden = self._executor.prefill_hidden(self._prefill_inputs(list(batch.prefill), list(batch.sampled)))
         self._prefill_stream.synchronize()  # the caller may read it on another stream
         return hidden
 
     def image_embeddings(self, sequence: Sequence) -> Tensor:
-        """The embeddings [positions, dim] of a sequence whose tiles are all encoded."""
-        return self._slab.embeddings[self._slab.entry(sequence.id)]
+        """The embeddings [positions, dim] of a sequence whose tiles are all encoded.
+
+        Raises `KeyError` where it has none.
+        """
+        if sequence.embedding_entry is None:
+            raise KeyError(sequence.id)
+        return self._embeddings[sequence.embedding_entry]
 
     def release(self, sequence: Sequence) -> None:
         """Forget a sequence."""
         self._state.close(sequence)
-        self._slab.release(sequence.id)
         self._executor.release(sequence)
 
     def forget_images(self) -> None:
-        """Forget all images; they must be encoded again before they are prefilled."""
-        self._slab.clear()
+        """Forget what has been encoded of images that are not complete."""
         self._executor.forget_images()
 
     def empty_device_cache(self) -> None:
@@ -192,15 +202,20 @@ class StepRunner:
             max_pages=self._max_pages,
             values_per_token=shape.values_per_token,
         )
-        # Preempted sequences keep their embeddings; there are never more of them and running ones than rows.
-        self._slab = EmbeddingSlab(
-            num_rows, shape.positions_per_image, shape.embedding_dim, shape.embedding_dtype, device
+        # Preempted sequences keep their entries; there are never more of them and running ones than rows.
+        # Not zeroed: on a host, memory is only taken where something is written.
+        self._embeddings = torch.empty(
+            (num_rows + self.num_cached_images, shape.positions_per_image, shape.embedding_dim),
+            dtype=shape.embedding_dtype,
+            device=device,
         )
         self._inputs = InputBuffers(device, shape.values_per_token)
         if self._graphs is not None:
             self._inputs.reserve(DecodeSize(self._bounds.max_batch_size, self._max_pages), self._largest_prefill)
         self._executor = self._new_executor(
-            DeviceMemory(self._cache, self._state, rules, self._slab, self._inputs, self._bounds, self._graphs)
+            DeviceMemory(
+                self._cache, self._state, rules, self._embeddings, self._inputs, self._bounds, self._graphs
+            )
         )
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # all of this was launched on no stream in particular
@@ -211,11 +226,8 @@ class StepRunner:
             sources, targets = to_device(list(zip(*batch.copies, strict=True)), torch.int64, self._device)
             self._cache.copy_pages(sources, targets)
         if batch.encode:
-            self._encode(list(batch.encode))
+            self._executor.encode(batch.encode)
         return self._prefill(list(batch.prefill), list(batch.sampled)) if batch.prefill else None
-
-    def _encode(self, items: list[EncodeItem]) -> None:
-        self._executor.encode([EncodeWork(item, self._slab.acquire(item.sequence.id)) for item in items])
 
     def _prefill(self, chunks: list[Chunk], sampled: list[Sequence]) -> Tensor | None:
         inputs = self._prefill_inputs(chunks, sampled)
@@ -238,7 +250,6 @@ class StepRunner:
             kinds |= 1 << (count - 1)
         is_random = any(sequence.temperature > 0 for sequence in sampled)
         needs = SampleNeeds(is_random, self._state.value_kinds(sampled))
-        positions = self._shape.positions_per_image
         fields = self._inputs.prefill(
             size,
             lambda host: fill_prefill(
@@ -246,12 +257,17 @@ class StepRunner:
                 chunks,
                 sampled,
                 self._state,
-                lambda sequence: self._slab.entry(sequence.id) * positions,
+                self._first_embedding,
                 self._cache.page_size,
             ),
             in_place=in_place,
         )
         return PrefillInputs(fields, size, kinds, needs, len(sampled), in_place)
+
+    def _first_embedding(self, sequence: Sequence) -> int:
+        """The first of a sequence's rows among the image embeddings of all entries, one after the other."""
+        assert sequence.embedding_entry is not None, "a sequence whose image is computed has an entry"
+        return sequence.embedding_entry * self._shape.positions_per_image
 
     def _prefill_bucket(self, lengths: list[int], num_samples: int) -> PrefillSize | None:
         """The size of the captured graphs for a step; None where there are none for so large a one."""

@@ -1,6 +1,6 @@
 """Divides the memory of a device: how many pages the key-value cache gets beside everything else.
 
-    pages = floor((usable - activations - graphs - images - margin) / bytes of a page)
+    pages = floor((usable - activations - graphs - images - image cache - margin) / bytes of a page)
 
 On a CUDA device `usable` is utilization × total - used now, by whomever. On the host it is utilization × available,
 since other programs need memory of the host too. Knows no model: what it needs is given as plain numbers.
@@ -19,12 +19,14 @@ from kestrel_runtime.api.memory_plan import MemoryPlan
 from kestrel_runtime.memory.host_limits import available_memory_bytes, total_memory_bytes
 
 MARGIN_BYTES = 256 * MIB
+_CACHED_IMAGES_ON_DEVICE, _CACHED_IMAGES_ON_HOST, _IMAGE_CACHE_SHARE = 256, 32, 16
 _GIB = 2**30
 _ADVICE = {
     "weights": "choose a smaller model, or weights in float8 (--text-path, --vision-path)",
     "activations": "lower --max-prefill-tokens or --max-crops",
     "CUDA graphs": "lower --max-prefill-tokens or --max-crops, or set --cuda-graphs off",
     "images": "lower --max-batch-size or --max-decoded-image-bytes",
+    "image cache": "lower --image-cache-bytes",
     "other processes, context and libraries": "end what else uses the memory",
     "margin": "use a device with more memory",
     "what may not be used": "raise --memory-utilization",
@@ -44,6 +46,7 @@ class MemoryNeeds:
     activation_bytes: int
     graph_bytes: int
     image_bytes: int
+    image_cache_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,20 @@ class MemoryReading:
         return self.total_bytes - self.available_bytes
 
 
+def image_cache_bytes(configured: int | None, image_bytes: int, available_bytes: int, *, is_host: bool) -> int:
+    """The memory for cached image embeddings, of which one image has `image_bytes`: a whole number of images.
+
+    Without a configured number of bytes: enough for 256 images on a CUDA device and 32 elsewhere, at most a
+    sixteenth of what is available beside the weights.
+    """
+    if not image_bytes:
+        return 0
+    if configured is None:
+        num_images = _CACHED_IMAGES_ON_HOST if is_host else _CACHED_IMAGES_ON_DEVICE
+        configured = min(num_images * image_bytes, available_bytes // _IMAGE_CACHE_SHARE)
+    return configured // image_bytes * image_bytes
+
+
 def plan_memory(
     reading: MemoryReading, needs: MemoryNeeds, utilization: float, num_pages: int | None = None
 ) -> tuple[int, MemoryPlan]:
@@ -84,6 +101,7 @@ def plan_memory(
     Raises `CheckpointError` where the pages that are left, or given, cannot hold one request of every skill.
     """
     own_bytes = needs.activation_bytes + needs.graph_bytes + needs.image_bytes + MARGIN_BYTES
+    own_bytes += needs.image_cache_bytes
     is_given = num_pages is not None
     if num_pages is None:
         if reading.is_host:
@@ -102,6 +120,7 @@ def plan_memory(
         activation_bytes=needs.activation_bytes,
         graph_bytes=needs.graph_bytes,
         image_bytes=needs.image_bytes,
+        image_cache_bytes=needs.image_cache_bytes,
         other_bytes=reading.used_bytes - reading.weight_bytes,
         margin_bytes=MARGIN_BYTES,
         free_bytes=reading.available_bytes - cache_bytes - own_bytes,

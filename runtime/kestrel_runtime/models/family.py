@@ -44,8 +44,9 @@ class PreparedModel(Protocol):
         """
         ...
 
-    def new_step_runner(self, num_pages: int, graph_bytes: int) -> StepRunner:
-        """A step runner with a cache of `num_pages`; captured graphs may take `graph_bytes` of device memory.
+    def new_step_runner(self, num_pages: int, graph_bytes: int, image_cache_bytes: int = 0) -> StepRunner:
+        """A step runner with a cache of `num_pages`; captured graphs may take `graph_bytes` of device memory, image
+        embeddings `image_cache_bytes` beside what running sequences need.
 
         Raises `CheckpointError` if there is no memory for the cache.
         """

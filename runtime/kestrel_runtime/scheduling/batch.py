@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
-from kestrel_runtime.scheduling.ids import StepId
+from kestrel_runtime.interfaces.ids import EntryId, StepId
 from kestrel_runtime.scheduling.page_manager import PageCopy
 from kestrel_runtime.scheduling.sequence import Sequence
 
@@ -20,6 +20,17 @@ class EncodeItem(NamedTuple):
     sequence: Sequence
     first_tile: int
     end_tile: int
+
+    @property
+    def entry(self) -> EntryId:
+        """The entry of the image embeddings that the image is encoded into."""
+        assert self.sequence.embedding_entry is not None, "a sequence gets an entry before its image is encoded"
+        return self.sequence.embedding_entry
+
+    @property
+    def is_last(self) -> bool:
+        """Whether these are the last tiles of the image."""
+        return self.sequence.tiles is not None and self.end_tile == self.sequence.tiles.num_tiles
 
     @classmethod
     def rest_of(cls, sequence: Sequence) -> EncodeItem:

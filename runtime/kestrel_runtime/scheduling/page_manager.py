@@ -23,7 +23,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kestrel_runtime.scheduling.ids import PageId, SequenceId, StepId
+from kestrel_runtime.interfaces.ids import PageId, SequenceId, StepId
 from kestrel_runtime.scheduling.prefix_keys import EVERYBODY, CacheScope, Digest, PrefixKeys
 
 

@@ -26,6 +26,7 @@ FIELDS_WITHOUT_EFFECT: Mapping[str, str] = {
     "max_batch_size": "how many sequences run together; rows of a step do not read each other",
     "num_kv_pages": "how many pages there are, not what they hold",
     "memory_utilization": "how many pages there are, not what they hold",
+    "image_cache_bytes": "how many image embeddings are kept, not what they hold",
     "max_queued_requests": "who may wait",
     "max_queued_image_bytes": "who may wait",
     "max_queued_tokens": "who may wait",
@@ -58,6 +59,13 @@ class CacheScope(NamedTuple):
 
 EVERYBODY = CacheScope()
 """The only namespace where callers are not told apart, and no image."""
+
+
+class EmbeddingKey(NamedTuple):
+    """Names the embeddings of an image."""
+
+    digest: Digest
+    scope: CacheScope
 
 
 @dataclass(slots=True)
@@ -121,6 +129,14 @@ class PrefixKeyMaker:
                 self._roots = {}
             root = self._roots[namespace] = self._new_root(namespace)
         return root
+
+    def embedding_key(self, image: bytes, namespace: str) -> EmbeddingKey:
+        """The key of an image's embeddings. `image`: SHA-256 of its encoded bytes.
+
+        It covers more than the embeddings depend on, such as the type of cached keys and values.
+        """
+        digest = _digest(b"embeddings", self.root(namespace), image)
+        return EmbeddingKey(digest, CacheScope(namespace, frozenset((image,))))
 
     def _new_root(self, namespace: str) -> Digest:
         named = [item.encode() for pair in sorted(self._parts.items()) for item in pair]

@@ -20,7 +20,9 @@ Invariants
       so, in decode steps that depend on that step. So decoding sequences need not wait for prompts of others.
   I9  What the prefix cache holds of a sequence when it starts is not computed again, but for its last position.
       Pages are published when the step that wrote them is complete, for sequences that are still here.
-  I10 An image that several sequences need is computed once: the others are PARKED until it is published. Where the
+  I10 A sequence whose image is not in its cached pages has an entry for embeddings from its start to its end. Where
+      the embeddings are cached its entry is theirs, and no tile is encoded.
+  I11 An image that several sequences need is computed once: the others are PARKED until it is published. Where the
       sequence that computes it leaves, the first of them computes it.
 """
 
@@ -32,12 +34,12 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from kestrel_runtime.interfaces.ids import StepId
 from kestrel_runtime.interfaces.image import PreparedImage
 from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.scheduling.batch import Batch, Chunk, EncodeItem, Plan
-from kestrel_runtime.scheduling.ids import StepId
+from kestrel_runtime.scheduling.embedding_cache import EmbeddingCache
 from kestrel_runtime.scheduling.page_manager import PageManager, PrefixMatch
-from kestrel_runtime.scheduling.prefix_keys import Digest
 from kestrel_runtime.scheduling.sequence import Sequence, SequenceState
 from kestrel_runtime.scheduling.shared_prefills import SharedPrefills
 from kestrel_runtime.scheduling.waiting_queue import WaitingQueue
@@ -68,10 +70,14 @@ class Scheduler:
         max_tiles_per_step: int,
         ageing_s: float = 10.0,
         cuts_at_share_points: bool = False,
+        embeddings: EmbeddingCache | None = None,
     ) -> None:
-        """With `cuts_at_share_points`, a new chunk begins where an image ends, also within one step: what follows
+        """`embeddings` has entries for one sequence more than run together, for a probe; by default it caches none.
+
+        With `cuts_at_share_points`, a new chunk begins where an image ends, also within one step: what follows
         reads the image's positions from pages, whether they were cached or have just been computed."""
         self._pages = pages
+        self._embeddings = EmbeddingCache(max_batch_size + 1) if embeddings is None else embeddings
         self._max_batch_size = max_batch_size
         self._max_prefill_tokens = max_prefill_tokens
         self._max_tiles_per_step = max_tiles_per_step
@@ -120,13 +126,13 @@ class Scheduler:
             return False
         if len(self._active) <= self._pages.num_available:  # a step needs at most a page for each
             return True
-        needed = sum(self._needs_page(sequence) for sequence in self._active if self._has_room(sequence))
+        needed = sum(self._needs_page(sequence) for sequence in self._active if sequence.has_room)
         return needed <= self._pages.num_available
 
     @property
     def is_decoding(self) -> bool:
         """Whether any sequence decodes in the next step."""
-        return any(self._has_room(sequence) for sequence in self._active)
+        return any(sequence.has_room for sequence in self._active)
 
     def sequences(self) -> Iterator[Sequence]:
         """Every sequence in the scheduler, active ones first."""
@@ -149,7 +155,7 @@ class Scheduler:
         if self._suspects:
             return self._isolation_run(*self._suspects[0])
         self._grow_running()
-        decode = Batch.of_decode(sequence for sequence in self._active if self._has_room(sequence))
+        decode = Batch.of_decode(sequence for sequence in self._active if sequence.has_room)
         if not may_prefill:
             return Plan(self._prefill_batch(), decode)
         self._admit(now)
@@ -160,6 +166,8 @@ class Scheduler:
         self._in_flight.add(step)
         for item in batch.encode:
             item.sequence.num_encoded_tiles = item.end_tile
+            if item.is_last:
+                self._embeddings.fill(item.sequence.id, step)
         for chunk in batch.prefill:
             chunk.sequence.num_cached = chunk.end
             chunk.sequence.writing.add(step)
@@ -189,6 +197,7 @@ class Scheduler:
         if batch.kind == "prefill":
             self.promote(batch)
         self._forget_step(step)
+        self._embeddings.complete(step)
         for chunk in batch.prefill:
             # A sequence that was preempted meanwhile does not have these pages any more.
             if step in chunk.sequence.writing:
@@ -229,8 +238,9 @@ class Scheduler:
             self._preempt(self._active[-1])
         self._restore_order()
         self._pages.forget_cached()  # it is unknown what the failed step has written
+        self._embeddings.reset()
         for sequence in self._waiting:
-            sequence.num_encoded_tiles = 0
+            self._end_lease(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a finished, cancelled or failed sequence out and return its pages, as I1 says."""
@@ -242,11 +252,12 @@ class Scheduler:
         else:
             self._active.remove(sequence)
             self._release(sequence)
+        self._end_lease(sequence)
         sequence.move_to(SequenceState.FINISHED)
         self._suspects = deque(suspect for suspect in self._suspects if suspect.sequence is not sequence)
 
     def take_without_tiles(self) -> list[Sequence]:
-        """Sequences whose image must be decoded because its pages were evicted; each is returned once."""
+        """Sequences whose image must be decoded because it is cached no more; each is returned once."""
         found = [sequence for sequence, is_asked_for in self._without_tiles.items() if not is_asked_for]
         self._without_tiles.update(dict.fromkeys(found, True))
         return found
@@ -258,39 +269,36 @@ class Scheduler:
         sequence.move_to(SequenceState.WAITING)
         self._waiting.push_parked(sequence)
 
-    def forget_cached(self, namespace: str | None = None, image: bytes | None = None) -> int:
-        """Remove pages of a namespace, or of one image in it, from the cache; of all where both are None.
+    def forget_cached(self, namespace: str | None = None, image: bytes | None = None) -> tuple[int, int]:
+        """Remove what is cached of a namespace, or of one image in it; all where both are None.
 
-        Returns how many pages that were. Sequences that are here publish nothing more of it.
+        Returns how many pages and images that were. Sequences that are here publish nothing more of it.
         """
         for sequence in list(self.sequences()):
-            if sequence.keys is not None and sequence.keys.scope.is_part_of(namespace, image):
-                sequence.keys = None
+            if sequence.belongs_to(namespace, image):
+                sequence.leave_caches()
                 self._stop_filling(sequence)
-        return self._pages.forget_cached(namespace, image)
+        return self._pages.forget_cached(namespace, image), self._embeddings.forget(namespace, image)
 
     def allocate_probe(self, probe: Sequence) -> None:
-        """Give pages to a request of the engine's own, which is not scheduled. No step may be in flight."""
+        """Give pages and an entry to a request of the engine's own, which is not scheduled. No step may be in
+        flight."""
         assert not self._in_flight, "a probe runs alone"
         self._allocate(probe, _NO_MATCH)
 
     def release_probe(self, probe: Sequence) -> None:
-        """Take the pages of a probe back."""
+        """Take them back."""
         self._release(probe)
+        self._end_lease(probe)
 
     def _grow_running(self) -> None:
         for sequence in list(self._active):
-            while self._needs_page(sequence) and self._has_room(sequence):
+            while self._needs_page(sequence) and sequence.has_room:
                 if self._pages.num_available:
                     # Decode steps run in the order of their launches, so this one comes after earlier writers.
                     sequence.pages += self._pages.append(sequence.id, sequence.length).pages
                 else:
                     self._preempt(self._active[-1])  # may be `sequence` itself, and then the loop ends
-
-    @staticmethod
-    def _has_room(sequence: Sequence) -> bool:
-        """Whether the sequence decodes and its context can hold a token beyond those known and pending."""
-        return sequence.state is SequenceState.RUNNING and sequence.length < sequence.max_context
 
     def _needs_page(self, sequence: Sequence) -> bool:
         return sequence.length > len(sequence.pages) * self._pages.page_size
@@ -307,6 +315,15 @@ class Scheduler:
         sequence.pages, sequence.after = list(allocation.pages), allocation.after
         sequence.copies = allocation.copies
         sequence.num_cached = sequence.num_matched = match.num_positions
+        if match.num_positions < sequence.prefix_length and sequence.embedding_entry is None:
+            sequence.embedding_entry, sequence.has_cached_embeddings = self._embeddings.lease(
+                sequence.id, sequence.embedding_key, computes_anew=sequence.computes_anew
+            )
+
+    def _end_lease(self, sequence: Sequence) -> None:
+        """The sequence has no embeddings any more."""
+        self._embeddings.release(sequence.id)
+        sequence.embedding_entry, sequence.has_cached_embeddings, sequence.num_encoded_tiles = None, False, 0
 
     def _release(self, sequence: Sequence) -> None:
         self._stop_filling(sequence)
@@ -326,13 +343,14 @@ class Scheduler:
     def _admit(self, now: float) -> None:
         while len(self._active) < self._max_batch_size and (sequence := self._waiting.first(now)) is not None:
             match = self._match(sequence, sequence.length - 1)
-            share_point = self._missing_share_point(sequence, match)
+            share_point = sequence.missing_share_point(match.num_positions, self._pages.page_size)
             if (
                 share_point is not None
                 and self._shared_prefills.is_filled(share_point)
                 and not sequence.computes_anew
             ):
                 self._waiting.start(sequence)
+                self._end_lease(sequence)  # others may start meanwhile, and need entries
                 sequence.move_to(SequenceState.PARKED)
                 self._shared_prefills.park(share_point, sequence)
             elif self._has_pages(sequence, match):
@@ -344,7 +362,8 @@ class Scheduler:
                 return
 
     def _start_or_park(self, sequence: Sequence, match: PrefixMatch) -> None:
-        if sequence.lacks_tiles(match.num_positions):
+        has_embeddings = sequence.embedding_entry is not None or sequence.embedding_key in self._embeddings
+        if sequence.lacks_tiles(match.num_positions) and not has_embeddings:
             self._waiting.start(sequence)
             sequence.move_to(SequenceState.PARKED)
             self._without_tiles[sequence] = False
@@ -355,11 +374,6 @@ class Scheduler:
         if sequence.keys is None or sequence.computes_anew:
             return _NO_MATCH
         return self._pages.match(sequence.keys, max_positions)
-
-    def _missing_share_point(self, sequence: Sequence, match: PrefixMatch) -> Digest | None:
-        if sequence.keys is None:
-            return None
-        return sequence.keys.missing_share_point(match.num_positions, self._pages.page_size)
 
     def _has_pages(self, sequence: Sequence, match: PrefixMatch) -> bool:
         """Whether there are pages for its next token, and a page in reserve for each active sequence.
@@ -383,7 +397,7 @@ class Scheduler:
             sequence.num_cached_prompt = match.num_positions
             self.num_lookups += sequence.keys is not None and not sequence.computes_anew
             self.num_hits += match.num_positions > 0
-        share_point = self._missing_share_point(sequence, match)
+        share_point = sequence.missing_share_point(match.num_positions, self._pages.page_size)
         if share_point is not None:
             self._shared_prefills.begin(share_point, sequence)
         sequence.move_to(SequenceState.PREFILLING)

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from kestrel_runtime.api.errors import DeadlineExceeded, KestrelError, QueueTimeout
 from kestrel_runtime.api.requests import Priority
+from kestrel_runtime.interfaces.ids import EntryId, PageId, StepId
 from kestrel_runtime.interfaces.tokens import Token
-from kestrel_runtime.scheduling.ids import PageId, StepId
 
 if TYPE_CHECKING:
     from kestrel_runtime.interfaces.image import PreparedImage
     from kestrel_runtime.interfaces.output import OutputParser
     from kestrel_runtime.scheduling.page_manager import PageCopy
-    from kestrel_runtime.scheduling.prefix_keys import PrefixKeys
+    from kestrel_runtime.scheduling.prefix_keys import Digest, EmbeddingKey, PrefixKeys
 
 
 class SequenceState(Enum):
@@ -102,8 +102,11 @@ class Sequence:
     """The tenant that sent it; "" where tenants are not distinguished."""
     keys: PrefixKeys | None = None
     """Names its positions in the prefix cache; None where it neither uses the cache nor adds to it."""
+    embedding_key: EmbeddingKey | None = None
+    """Names its image's embeddings; None where it neither uses cached embeddings nor adds to them."""
     tile_job: Any = None
-    """A worker's job that decodes its image, where `tiles` were left out because the image's pages were cached."""
+    """A worker's job that decodes its image, where `tiles` were left out because the image's pages or embeddings
+    were cached."""
     computes_anew: bool = False
     """Whether it uses nothing that is cached, and replaces it."""
     state: SequenceState = SequenceState.WAITING
@@ -118,6 +121,10 @@ class Sequence:
     copies: tuple[PageCopy, ...] = ()
     """Of pages that it shares in part: its next prefill step makes them."""
     num_encoded_tiles: int = 0
+    embedding_entry: EntryId | None = None
+    """Where its image's embeddings are; None where they are not needed, or it has not started."""
+    has_cached_embeddings: bool = False
+    """Whether its entry was cached, so that no tile need be encoded."""
     start_number: int | None = None
     """Rises in the order in which sequences first started; None before. Preemption does not change it."""
     num_pending: int = 0
@@ -140,19 +147,38 @@ class Sequence:
         return len(self.tokens) + self.num_image_tokens >= self.max_context
 
     @property
+    def has_room(self) -> bool:
+        """Whether it decodes and its context can hold a token beyond those known and pending."""
+        return self.state is SequenceState.RUNNING and self.length < self.max_context
+
+    @property
     def prefix_length(self) -> int:
         """Positions with bidirectional attention: BOS and the image; 0 without an image."""
         return 1 + self.num_image_tokens if self.num_image_tokens else 0
 
     @property
     def num_tiles_to_encode(self) -> int:
-        if self.tiles is None or self.num_cached >= self.prefix_length:
+        if self.tiles is None or self.has_cached_embeddings or self.num_cached >= self.prefix_length:
             return 0
         return self.tiles.num_tiles - self.num_encoded_tiles
 
     def lacks_tiles(self, num_cached: int) -> bool:
-        """Whether its image must be decoded before it can start behind so many cached positions."""
+        """Whether its image must be decoded, or found encoded, before it can start behind so many cached
+        positions."""
         return self.tiles is None and self.tile_job is not None and num_cached < self.prefix_length
+
+    def missing_share_point(self, num_positions: int, page_size: int) -> Digest | None:
+        """The key of its image where the first `num_positions` do not cover it; None without an image or keys."""
+        return None if self.keys is None else self.keys.missing_share_point(num_positions, page_size)
+
+    def belongs_to(self, namespace: str | None, image: bytes | None) -> bool:
+        """Whether removing a namespace, or an image of it, concerns what it would publish. None stands for all."""
+        keys = self.keys or self.embedding_key
+        return keys is not None and keys.scope.is_part_of(namespace, image)
+
+    def leave_caches(self) -> None:
+        """Neither use what is cached nor add to it from now on."""
+        self.keys = self.embedding_key = None
 
     @property
     def num_written(self) -> int:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.interfaces.ids import StepId
 from kestrel_runtime.interfaces.tokens import Token, TokenRule
-from kestrel_runtime.scheduling.ids import StepId
 from kestrel_runtime.scheduling.limits import StepBounds
 from kestrel_runtime.scheduling.page_manager import PageManager
 from kestrel_runtime.scheduling.scheduler import Scheduler

@@ -13,7 +13,7 @@ from random import Random
 
 import pytest
 
-from kestrel_runtime.scheduling.ids import SequenceId, StepId
+from kestrel_runtime.interfaces.ids import SequenceId, StepId
 from kestrel_runtime.scheduling.page_manager import (
     CacheScope,
     Digest,

@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 
+from kestrel_runtime.interfaces.ids import StepId
 from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.scheduling.batch import Batch
-from kestrel_runtime.scheduling.ids import StepId
 from kestrel_runtime.scheduling.page_manager import PageManager
 from kestrel_runtime.scheduling.prefix_keys import PrefixKeyMaker
 from kestrel_runtime.scheduling.scheduler import Scheduler

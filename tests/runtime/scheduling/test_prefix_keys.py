@@ -112,6 +112,7 @@ OTHER_VALUES: dict[str, Any] = {
     "prefix_cache": False,
     "max_batch_size": 5,
     "num_kv_pages": 77,
+    "image_cache_bytes": 12345,
     "max_decoded_image_bytes": 2**30,
     "resize_on_device": True,
     "max_prefill_tokens": 33,

@@ -25,7 +25,7 @@ class GetServerInfoResponse(_message.Message):
     def __init__(self, server_version: _Optional[str] = ..., instance_id: _Optional[str] = ..., capabilities: _Optional[_Iterable[str]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., memory_plan: _Optional[_Union[MemoryPlan, _Mapping]] = ...) -> None: ...
 
 class MemoryPlan(_message.Message):
-    __slots__ = ("total_bytes", "utilization", "weight_bytes", "cache_bytes", "activation_bytes", "graph_bytes", "image_bytes", "other_bytes", "margin_bytes", "free_bytes")
+    __slots__ = ("total_bytes", "utilization", "weight_bytes", "cache_bytes", "activation_bytes", "graph_bytes", "image_bytes", "other_bytes", "margin_bytes", "free_bytes", "image_cache_bytes")
     TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     UTILIZATION_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -36,6 +36,7 @@ class MemoryPlan(_message.Message):
     OTHER_BYTES_FIELD_NUMBER: _ClassVar[int]
     MARGIN_BYTES_FIELD_NUMBER: _ClassVar[int]
     FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_CACHE_BYTES_FIELD_NUMBER: _ClassVar[int]
     total_bytes: int
     utilization: float
     weight_bytes: int
@@ -46,7 +47,8 @@ class MemoryPlan(_message.Message):
     other_bytes: int
     margin_bytes: int
     free_bytes: int
-    def __init__(self, total_bytes: _Optional[int] = ..., utilization: _Optional[float] = ..., weight_bytes: _Optional[int] = ..., cache_bytes: _Optional[int] = ..., activation_bytes: _Optional[int] = ..., graph_bytes: _Optional[int] = ..., image_bytes: _Optional[int] = ..., other_bytes: _Optional[int] = ..., margin_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ...) -> None: ...
+    image_cache_bytes: int
+    def __init__(self, total_bytes: _Optional[int] = ..., utilization: _Optional[float] = ..., weight_bytes: _Optional[int] = ..., cache_bytes: _Optional[int] = ..., activation_bytes: _Optional[int] = ..., graph_bytes: _Optional[int] = ..., image_bytes: _Optional[int] = ..., other_bytes: _Optional[int] = ..., margin_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., image_cache_bytes: _Optional[int] = ...) -> None: ...
 
 class Limits(_message.Message):
     __slots__ = ("max_message_bytes", "max_image_bytes", "max_image_pixels", "max_queued_requests", "max_running_requests")

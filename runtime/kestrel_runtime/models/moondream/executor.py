@@ -17,7 +17,7 @@ from kestrel_ops import Kernels
 from kestrel_runtime.api.config import MIB
 from kestrel_runtime.execution.buckets import DecodeSize, PrefillSize, batch_sizes
 from kestrel_runtime.execution.captured_graphs import CapturedGraphs, Works
-from kestrel_runtime.execution.executor import DeviceMemory, EncodeWork
+from kestrel_runtime.execution.executor import DeviceMemory
 from kestrel_runtime.execution.sampling import SampleNeeds
 from kestrel_runtime.execution.step_inputs import (
     DecodeInputs,
@@ -86,25 +86,27 @@ class MoondreamExecutor:
                     max_tiles_of_image=1 + vision.max_crops,
                 )
 
-    def encode(self, works: Sequence[EncodeWork]) -> None:
+    def encode(self, items: Sequence[EncodeItem]) -> None:
         """Encode tiles. An image whose last tile is among them is projected into its entry."""
         pixels = [
-            self._tiles.take(item.sequence.id, _image_of(item), item.first_tile, item.end_tile) for item, _ in works
+            self._tiles.take(item.sequence.id, _image_of(item), item.first_tile, item.end_tile) for item in items
         ]
         features = self._encode_tiles(torch.cat(pixels)).split([len(part) for part in pixels])
         complete: list[tuple[int, Tensor, tuple[int, int]]] = []
-        for (item, entry), encoded in zip(works, features, strict=True):
-            known = self._features.setdefault(item.sequence.id, [])
+        for item, encoded in zip(items, features, strict=True):
+            if not item.first_tile:
+                self._features[item.sequence.id] = []
+            known = self._features[item.sequence.id]
             known.append(encoded)
-            image = _image_of(item)
-            if item.end_tile == image.num_tiles:
-                complete.append((entry, torch.cat(known), (image.rows, image.columns)))
+            if item.is_last:
+                image = _image_of(item)
+                complete.append((item.entry, torch.cat(known), (image.rows, image.columns)))
                 del self._features[item.sequence.id]
         if complete:
             entries, images, tilings = zip(*complete, strict=True)
             projected = self._paths.vision.project_all(images, tilings)
             for entry, embeddings in zip(entries, projected, strict=True):
-                self._memory.slab.embeddings[entry] = embeddings
+                self._memory.embeddings[entry] = embeddings
 
     def prefill(self, inputs: PrefillInputs) -> Tensor:
         """Float32 [N, 4]: id, number of values and values of each sampled token.
@@ -126,7 +128,7 @@ class MoondreamExecutor:
         embeddings = self._model.embed_sampled(
             fields.token_ids, fields.num_values, fields.token_values, inputs.value_kinds
         )
-        images = self._memory.slab.rows[fields.embedding_rows.clamp(min=0)]
+        images = self._memory.embeddings.flatten(0, 1)[fields.embedding_rows.clamp(min=0)]
         embeddings = torch.where((fields.embedding_rows >= 0)[:, None], images, embeddings)
         chunks = PackedChunks.of(inputs, state)
         return self._paths.text.prefill(embeddings, chunks, fields.sample_tokens, self._memory.cache)

@@ -9,7 +9,7 @@ from kestrel_runtime.api.errors import CheckpointError
 from kestrel_runtime.api.memory_plan import MemoryPlan
 from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.imaging.tiles import max_kept_bytes
-from kestrel_runtime.memory.plan import MemoryNeeds, MemoryReading, plan_memory
+from kestrel_runtime.memory.plan import MemoryNeeds, MemoryReading, image_cache_bytes, plan_memory
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.models.moondream.model import Moondream
 from kestrel_runtime.models.moondream.tiling import MoondreamTiling
@@ -65,6 +65,7 @@ def memory_needs(
     # Steps without a graph need memory in addition to the pools of captured graphs, which are as large.
     graph_bytes = step_bytes + min(_MOST_GRAPH_BYTES, available_bytes // _GRAPHS_SHARE) if with_graphs else 0
     on_device = model.device.type == "cuda"
+    image_bytes = model.config.vision.num_image_tokens * text.dim * model.dtype.itemsize
     return MemoryNeeds(
         page_bytes=KVCache.bytes_per_page(text, page_size, cache_dtype(model, config)),
         least_pages=smallest_num_pages(model.config, page_size),
@@ -72,6 +73,9 @@ def memory_needs(
         activation_bytes=step_bytes,
         graph_bytes=graph_bytes,
         image_bytes=_device_image_bytes(model, bounds) if on_device else host_image_bytes,
+        image_cache_bytes=image_cache_bytes(
+            config.image_cache_bytes, image_bytes, available_bytes, is_host=not on_device
+        ),
     )
 
 

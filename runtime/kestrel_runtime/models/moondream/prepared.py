@@ -60,7 +60,7 @@ class PreparedMoondream:
             host_image_bytes=host_image_bytes,
         )
 
-    def new_step_runner(self, num_pages: int, graph_bytes: int) -> StepRunner:
+    def new_step_runner(self, num_pages: int, graph_bytes: int, image_cache_bytes: int = 0) -> StepRunner:
         """A step runner with a cache of `num_pages`."""
         return new_step_runner(
             self._model,
@@ -69,4 +69,5 @@ class PreparedMoondream:
             self._bounds,
             self._paths,
             graph_bytes=graph_bytes,
+            image_cache_bytes=image_cache_bytes,
         )

@@ -25,10 +25,12 @@ def new_step_runner(
     model_paths: ModelPaths | None = None,
     *,
     graph_bytes: int = _DEFAULT_GRAPH_BYTES,
+    image_cache_bytes: int = 0,
 ) -> StepRunner:
     """`model_paths`: the paths of the model, if they are built already.
 
-    Captured graphs and their pools may take `graph_bytes` of device memory.
+    Captured graphs and their pools may take `graph_bytes` of device memory, cached image embeddings
+    `image_cache_bytes`.
     """
     if model_paths is None:
         model_paths = ModelPaths.of(model, paths, max_batch_size=bounds.max_batch_size)
@@ -47,4 +49,5 @@ def new_step_runner(
         ),
         bounds,
         max_graph_bytes=graph_bytes if paths.with_graphs else None,
+        image_cache_bytes=image_cache_bytes,
     )

@@ -73,7 +73,7 @@ async def answer(engine: LocalEngine, request: Request, **caller: Any) -> Finish
 
 async def wanted(loaded: LoadedModel, requests: Sequence[Request]) -> list[object]:
     """The answers of an engine without a cache, one after the other."""
-    async with served(loaded, prefix_cache=False) as engine:
+    async with served(loaded, prefix_cache=False, image_cache_bytes=0) as engine:
         return [(await answer(engine, request)).output for request in requests]
 
 
@@ -230,7 +230,7 @@ async def test_a_known_image_is_decoded_only_where_its_pages_are_gone_when_it_st
         return decode_image(image, **settings)
 
     monkeypatch.setattr(preprocessing, "decode_image", counting)
-    async with served(loaded) as engine:
+    async with served(loaded, image_cache_bytes=0) as engine:
         assert (await answer(engine, requests[0])).output == expected[0]
         assert (await answer(engine, requests[1])).output == expected[1]
         assert len(decoded) == 1
@@ -242,3 +242,127 @@ async def test_a_known_image_is_decoded_only_where_its_pages_are_gone_when_it_st
         last = await answer(engine, requests[2])
         assert (last.output, last.usage.num_cached_tokens) == (expected[2], 0)
         assert len(decoded) == 2
+
+
+def embedding_bytes(loaded: LoadedModel) -> int:
+    config = loaded.model.config
+    return config.vision.num_image_tokens * config.text.dim * loaded.model.dtype.itemsize
+
+
+@pytest.mark.parametrize("prefix_cache", [False, True], ids=["embeddings", "both"])
+async def test_embeddings_that_are_found_answer_as_those_that_are_encoded(
+    loaded: LoadedModel, *, prefix_cache: bool
+) -> None:
+    requests = questions()
+    expected = await wanted(loaded, requests)
+    one = embedding_bytes(loaded)
+    async with served(loaded, prefix_cache=prefix_cache, image_cache_bytes=2 * one) as engine:
+        for _ in range(2):
+            assert [(await answer(engine, request)).output for request in requests] == expected
+        load = engine.load().image_cache
+        assert load.used_bytes == 2 * one
+        assert load.num_evictions == 0
+        if not prefix_cache:
+            num_with_image = sum(request.image is not None for request in requests)
+            assert (load.num_lookups, load.num_hits) == (2 * num_with_image, 2 * num_with_image - 2)
+
+
+@pytest.mark.parametrize(("prefix_cache", "num_kept"), [(False, 1), (True, 1), (False, 2)])
+async def test_mixed_load_that_evicts_embeddings_changes_no_answer(
+    loaded: LoadedModel, num_kept: int, *, prefix_cache: bool
+) -> None:
+    requests = questions()
+    expected = await wanted(loaded, requests)
+    one = embedding_bytes(loaded)
+    settings = {"num_kv_pages": 110, "max_batch_size": 4, "max_prefill_tokens": 64, "max_tiles_per_step": 1}
+    async with served(loaded, prefix_cache=prefix_cache, image_cache_bytes=num_kept * one, **settings) as engine:
+        for _ in range(2):
+            finished = await asyncio.gather(*(answer(engine, request) for request in requests))
+            assert [item.output for item in finished] == expected
+        load = engine.load()
+    assert load.image_cache.num_hits > 0 or prefix_cache
+    assert load.image_cache.num_evictions > 0 or num_kept > 1 or prefix_cache
+    assert load.num_used_pages == 0
+
+
+async def test_an_image_with_embeddings_is_decoded_only_where_they_are_gone_when_it_starts(
+    moondream3: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = [Query(text, IMAGES[0], sampling=GREEDY) for text in ("What is it?", "Where is it?", "Is it new?")]
+    expected = await wanted(moondream3, requests)
+    decoded: list[object] = []
+
+    def counting(image: Any, **settings: Any) -> Any:
+        decoded.append(image)
+        return decode_image(image, **settings)
+
+    monkeypatch.setattr(preprocessing, "decode_image", counting)
+    async with served(moondream3, prefix_cache=False) as engine:
+        assert (await answer(engine, requests[0])).output == expected[0]
+        assert (await answer(engine, requests[1])).output == expected[1]
+        assert len(decoded) == 1
+        start, embeddings = vars(engine)["_scheduler"].add, vars(engine)["_embeddings"]
+        monkeypatch.setattr(vars(engine)["_scheduler"], "add", lambda item: (embeddings.forget(), start(item)))
+        assert (await answer(engine, requests[2])).output == expected[2]
+        assert len(decoded) == 2
+
+
+async def test_embeddings_are_removed_bypassed_and_encoded_anew(moondream3: LoadedModel) -> None:
+    use = Query("What is in this image?", IMAGES[0], sampling=GREEDY)
+    refresh, bypass = with_policy(use, CachePolicy.REFRESH), with_policy(use, CachePolicy.BYPASS)
+    async with served(moondream3, prefix_cache=False) as engine:
+
+        async def hits(request: Request, namespace: str = "") -> int:
+            before = engine.load().image_cache.num_hits
+            await answer(engine, request, namespace=namespace)
+            return engine.load().image_cache.num_hits - before
+
+        assert [await hits(item) for item in (bypass, use, refresh, bypass, use)] == [0, 0, 0, 0, 1]
+        assert await hits(use, "another") == 0
+        removed = await engine.forget_image(hashlib.sha256(IMAGES[0]).digest(), "")
+        assert (removed.num_pages, removed.num_images) == (0, 1)
+        assert [await hits(use), await hits(use, "another")] == [0, 1]
+        assert (await engine.clear_cache()).num_images == 2
+        assert engine.load().image_cache.used_bytes == 0
+
+
+async def test_a_request_that_is_prepared_while_its_image_is_removed_publishes_nothing(
+    moondream3: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = Query("What is in this image?", IMAGES[0], sampling=GREEDY)
+    began, may_go_on = threading.Event(), threading.Event()
+
+    def decode_when_told(image: Any, **settings: Any) -> Any:
+        began.set()
+        may_go_on.wait(MAX_WAIT_S)
+        return decode_image(image, **settings)
+
+    monkeypatch.setattr(preprocessing, "decode_image", decode_when_told)
+    async with served(moondream3) as engine:
+        stream = engine.submit(request)
+        assert await asyncio.to_thread(began.wait, MAX_WAIT_S)
+        await engine.clear_cache("another")
+        await engine.forget_image(hashlib.sha256(IMAGES[0]).digest())
+        may_go_on.set()
+        await stream.result()
+        load = engine.load()
+        assert (load.image_cache.used_bytes, load.prefix_cache.used_bytes) == (0, 0)
+
+
+async def test_a_failed_step_leaves_no_embeddings(moondream3: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = [Query("What is in this image?", image, sampling=GREEDY) for image in IMAGES]
+    expected = await wanted(moondream3, requests)
+    wait, failures = StepHandle.wait, [RuntimeError("the device failed, once")]
+
+    def fails_once(handle: StepHandle) -> Any:
+        if failures:
+            raise failures.pop()
+        return wait(handle)
+
+    async with served(moondream3, prefix_cache=False) as engine:
+        assert (await answer(engine, requests[0])).output == expected[0]
+        monkeypatch.setattr(StepHandle, "wait", fails_once)
+        # Its embeddings are found, forgotten when the step fails, and its image is decoded then.
+        assert (await answer(engine, requests[0])).output == expected[0]
+        assert not failures
+        assert [(await answer(engine, request)).output for request in requests] == expected

@@ -5,11 +5,11 @@ import torch
 
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.execution.kv_cache import KVCache
+from kestrel_runtime.interfaces.ids import StepId
 from kestrel_runtime.interfaces.tokens import Token, TokenRule
 from kestrel_runtime.models.moondream.execution_config import ExecutionConfig
 from kestrel_runtime.models.moondream.runner import new_step_runner
 from kestrel_runtime.models.moondream.tiling import MoondreamTiling
-from kestrel_runtime.scheduling.ids import StepId
 from kestrel_runtime.scheduling.limits import StepBounds
 from kestrel_runtime.scheduling.page_manager import PageManager
 from kestrel_runtime.scheduling.scheduler import Scheduler
@@ -202,7 +202,7 @@ def test_an_image_is_kept_until_its_sequence_is_released():
     sequence = bench.add(TEXT, noise(40, 40))
     bench.step()
     assert bench.runner.image_embeddings(sequence).shape == (NUM_IMAGE_TOKENS, MODELS[2].config.text.dim)
-    bench.runner.release(sequence)
+    bench.scheduler.remove(sequence)
     with pytest.raises(KeyError):
         bench.runner.image_embeddings(sequence)
     bench.runner.release(sequence)  # a sequence without an image is released all the same

@@ -19,7 +19,7 @@ from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.engine import SkillDefaults
 from kestrel_runtime.api.events import Box, CaptionOutput, DetectOutput, FinishReason, Output, TextDelta
 from kestrel_runtime.api.requests import Caption, Detect, Query
-from kestrel_runtime.execution.executor import DeviceMemory, EncodeWork
+from kestrel_runtime.execution.executor import DeviceMemory
 from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.execution.sampling import SampleNeeds, TokenSampler
 from kestrel_runtime.execution.step_inputs import DecodeInputs, PackedChunks, PrefillInputs
@@ -28,6 +28,7 @@ from kestrel_runtime.imaging.tiles import Tiles
 from kestrel_runtime.interfaces.output import OutputParser
 from kestrel_runtime.interfaces.token_grammar import Grammar, GrammarState
 from kestrel_runtime.interfaces.tokens import Token, TokenRule
+from kestrel_runtime.scheduling.batch import EncodeItem
 from kestrel_runtime.scheduling.sequence import Sequence as ScheduledSequence
 from tests.runtime.models.second_family.small_text import (
     PreparedSmallText,
@@ -72,19 +73,21 @@ class SmallPicturesExecutor(SmallTextExecutor):
         self._pictures = model
         self._encoded: dict[int, list[Tensor]] = {}
 
-    def encode(self, works: Sequence[EncodeWork]) -> None:
-        for item, entry in works:
+    def encode(self, items: Sequence[EncodeItem]) -> None:
+        for item in items:
             tiles = item.sequence.tiles
             assert isinstance(tiles, Tiles)
-            parts = self._encoded.setdefault(item.sequence.id, [])
+            if not item.first_tile:
+                self._encoded[item.sequence.id] = []
+            parts = self._encoded[item.sequence.id]
             parts.append(self._pictures.encode(torch.from_numpy(tiles.pixels[item.first_tile : item.end_tile])))
-            if item.end_tile == tiles.num_tiles:
-                self._memory.slab.embeddings[entry] = torch.cat(self._encoded.pop(item.sequence.id)).mean(0)
+            if item.is_last:
+                self._memory.embeddings[item.entry] = torch.cat(self._encoded.pop(item.sequence.id)).mean(0)
 
     def prefill_hidden(self, inputs: PrefillInputs) -> Tensor:
         fields, memory = inputs.device, self._memory
         text = self._pictures.embed(fields.token_ids, fields.num_values, fields.token_values)
-        images = memory.slab.rows[fields.embedding_rows.clamp(min=0)]
+        images = memory.embeddings.flatten(0, 1)[fields.embedding_rows.clamp(min=0)]
         embeddings = torch.where((fields.embedding_rows >= 0)[:, None], images, text)
         attend = memory.cache.prefill(PackedChunks.of(inputs, memory.state))
         return self._pictures.attended(embeddings, fields.positions, attend)[fields.sample_tokens]
@@ -199,7 +202,7 @@ class PreparedPictures(PreparedSmallText):
     model: SmallPictures
     most_pages = 2048
 
-    def new_step_runner(self, num_pages: int, graph_bytes: int) -> StepRunner:
+    def new_step_runner(self, num_pages: int, graph_bytes: int, image_cache_bytes: int = 0) -> StepRunner:
         model, own = self.model, self.model.config
         cache = KVCache(own, num_pages, self.config.page_size, model.device, model.dtype)
 
@@ -207,7 +210,13 @@ class PreparedPictures(PreparedSmallText):
             return int(any(rule.is_spatial and rule.lets_pass(PLACE_ID) for rule in grammar.rules))
 
         shape = StateShape(own.vocab_size, own.max_context, 1, NUM_IMAGE_TOKENS, own.dim, model.dtype, value_kinds)
-        return StepRunner(lambda memory: SmallPicturesExecutor(model, memory), cache, shape, self.bounds)
+        return StepRunner(
+            lambda memory: SmallPicturesExecutor(model, memory),
+            cache,
+            shape,
+            self.bounds,
+            image_cache_bytes=image_cache_bytes,
+        )
 
 
 class SmallPicturesFamily(SmallTextFamily):

@@ -21,7 +21,7 @@ from kestrel_runtime.api.errors import InvalidRequest, Violation
 from kestrel_runtime.api.events import FinishReason, Output, QueryOutput, TextChannel, TextDelta
 from kestrel_runtime.api.memory_plan import MemoryPlan
 from kestrel_runtime.api.requests import Query
-from kestrel_runtime.execution.executor import DeviceMemory, EncodeWork
+from kestrel_runtime.execution.executor import DeviceMemory
 from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.execution.sampling import SampleNeeds, TokenSampler
 from kestrel_runtime.execution.step_inputs import DecodeInputs, PackedChunks, PrefillInputs
@@ -34,6 +34,7 @@ from kestrel_runtime.loading.checkpoint import Checkpoint
 from kestrel_runtime.memory.plan import MemoryNeeds, MemoryReading, plan_memory
 from kestrel_runtime.models.family import LoadedWeights
 from kestrel_runtime.models.verification import Verification
+from kestrel_runtime.scheduling.batch import EncodeItem
 from kestrel_runtime.scheduling.limits import StepBounds
 from kestrel_runtime.scheduling.sequence import Sequence as ScheduledSequence
 
@@ -78,7 +79,7 @@ class SmallTextExecutor:
     def __init__(self, model: SmallText, memory: DeviceMemory) -> None:
         self._model, self._memory = model, memory
 
-    def encode(self, works: Sequence[EncodeWork]) -> None:
+    def encode(self, items: Sequence[EncodeItem]) -> None:
         raise AssertionError("requests with images are refused")
 
     def prefill_hidden(self, inputs: PrefillInputs) -> Tensor:
@@ -163,7 +164,7 @@ class PreparedSmallText:
         reading = MemoryReading.of(self.model.device, sum(item.nbytes for item in self.model.weights.values()))
         return plan_memory(reading, needs, self.config.memory_utilization, self.config.num_kv_pages)
 
-    def new_step_runner(self, num_pages: int, graph_bytes: int) -> StepRunner:
+    def new_step_runner(self, num_pages: int, graph_bytes: int, image_cache_bytes: int = 0) -> StepRunner:
         model, own = self.model, self.model.config
         cache = KVCache(own, num_pages, self.config.page_size, model.device, model.dtype)
         shape = StateShape(own.vocab_size, own.max_context, 1, 0, own.dim, model.dtype, lambda _: 0)

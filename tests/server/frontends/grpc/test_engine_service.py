@@ -39,7 +39,7 @@ async def test_server_info_names_this_run_and_its_limits() -> None:
 
 async def test_server_info_tells_how_memory_was_divided() -> None:
     engine = FakeEngine()
-    plan = MemoryPlan(2**36 + 1, 0.875, 2**35 + 3, 5, 7, 11, 13, 17, 19, -23)
+    plan = MemoryPlan(2**36 + 1, 0.875, 2**35 + 3, 5, 7, 11, 13, 17, 19, -23, 29)
     engine.info = replace(engine.info, memory=plan)
     async with serving(engine) as rig:
         info = await rig.engine_service.GetServerInfo(wire.GetServerInfoRequest())
@@ -54,6 +54,7 @@ async def test_server_info_tells_how_memory_was_divided() -> None:
         other_bytes=17,
         margin_bytes=19,
         free_bytes=-23,
+        image_cache_bytes=29,
     )
 
 

@@ -77,6 +77,7 @@ class PromptRun:
             self._runner.release(self._sequence)
         self._sequence = self._prepare(request)
         self._sequence.pages = list(range(self.cache.num_pages))
+        self._sequence.embedding_entry = 0
 
     @property
     def image_embeddings(self) -> Tensor:

@@ -1,0 +1,163 @@
+"""Which entry of the device's image embeddings belongs to which sequence, and which can be found by their image.
+
+An entry holds the embeddings of one image. Knows no tensors and no clock.
+
+Invariants
+  E1  A sequence leases one entry at most, from its start until it ends. At most `num_leases` sequences do, so that
+      an entry is free for each of them.
+  E2  An entry is published when the step that encoded the last tile of its image is complete, if its sequence is
+      still here. It is not written again before it is free.
+  E3  A published entry that no sequence leases stays until `num_cached` others have lost their last lease
+      after it, or it is removed.
+  E4  Where an image has been published before, a second entry of it stays private to its sequence.
+
+An entry that becomes free may still be read or written by steps in flight. Steps that encode or read embeddings run
+one after the other, in the order of their launches, so that a later step may take it over at once.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kestrel_runtime.interfaces.ids import EntryId, SequenceId, StepId
+from kestrel_runtime.scheduling.prefix_keys import Digest, EmbeddingKey
+
+
+class EmbeddingLease(NamedTuple):
+    """An entry for a sequence."""
+
+    entry: EntryId
+    is_complete: bool
+    """Whether it holds the embeddings of the sequence's image already."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    num_leases: int = 0
+    key: EmbeddingKey | None = None
+    """Under which it is published."""
+
+
+@dataclass(slots=True, eq=False)
+class _Lease:
+    entry: EntryId
+    key: EmbeddingKey | None
+    """Under which its entry is to be published; None where it is not, or not any more."""
+    replaces: bool
+
+
+class EmbeddingCache:
+    """Entries of one image each. Engine thread; `in` may be asked from any thread."""
+
+    def __init__(self, num_leases: int, num_cached: int = 0) -> None:
+        """`num_leases` entries for sequences, and `num_cached` for images without one; 0 publishes nothing."""
+        self.num_entries = num_leases + num_cached
+        self.num_lookups = 0
+        """Sequences that looked for the embeddings of their image."""
+        self.num_hits = 0
+        """Of these, sequences that found them."""
+        self.num_evictions = 0
+        self._num_cached = num_cached
+        self._entries = [_Entry() for _ in range(self.num_entries)]
+        self._free: list[EntryId] = list(range(self.num_entries))[::-1]
+        self._unused: OrderedDict[EntryId, None] = OrderedDict()  # published without a lease, the oldest first
+        self._index: dict[Digest, EntryId] = {}
+        self._leases: dict[SequenceId, _Lease] = {}
+        self._filled: dict[StepId, list[_Lease]] = {}  # by the step that encodes the last tile
+
+    def __contains__(self, key: EmbeddingKey | None) -> bool:
+        """Whether the embeddings of an image are published. Other threads may get an answer that is out of date."""
+        return key is not None and key.digest in self._index
+
+    @property
+    def num_published(self) -> int:
+        """Entries that can be found, leased or not."""
+        return len(self._index)
+
+    def lease(self, owner: SequenceId, key: EmbeddingKey | None, *, computes_anew: bool = False) -> EmbeddingLease:
+        """Give a sequence the published entry of its image, or a free one.
+
+        With `computes_anew` it gets a free one, which replaces what is published. Without a key its entry is not
+        published.
+        """
+        assert owner not in self._leases, "a sequence has one entry"
+        found = None
+        if not self._num_cached:
+            key = None
+        if key is not None and not computes_anew:
+            found = self._index.get(key.digest)
+            self.num_lookups += 1
+            self.num_hits += found is not None
+        entry = self._free.pop() if found is None else found
+        self._unused.pop(entry, None)
+        self._entries[entry].num_leases += 1
+        self._leases[owner] = _Lease(entry, key if found is None else None, computes_anew)
+        return EmbeddingLease(entry, found is not None)
+
+    def fill(self, owner: SequenceId, step: StepId) -> None:
+        """`step` has been launched, and encodes the last tile of the sequence's image into its entry."""
+        self._filled.setdefault(step, []).append(self._leases[owner])
+
+    def complete(self, step: StepId) -> None:
+        """A step is complete: publish the entries that it has filled and whose leases have not ended."""
+        for lease in self._filled.pop(step, ()):
+            if lease.key is not None:
+                self._publish(lease.entry, lease.key, replaces=lease.replaces)
+                lease.key = None
+
+    def release(self, owner: SequenceId) -> None:
+        """End a sequence's lease, if it has one."""
+        lease = self._leases.pop(owner, None)
+        if lease is None:
+            return
+        lease.key = None
+        state = self._entries[lease.entry]
+        state.num_leases -= 1
+        if not state.num_leases and state.key is None:
+            self._free.append(lease.entry)
+        elif not state.num_leases:
+            self._unused[lease.entry] = None
+            if len(self._unused) > self._num_cached:
+                self._unpublish(next(iter(self._unused)))
+                self.num_evictions += 1
+
+    def forget(self, namespace: str | None = None, image: bytes | None = None) -> int:
+        """Make entries of a namespace, or of an image in it, not findable any more; all where both are None.
+
+        Returns how many entries that were. Sequences keep their leases and do not publish what they encode.
+        """
+        for lease in self._leases.values():
+            if lease.key is not None and lease.key.scope.is_part_of(namespace, image):
+                lease.key = None
+        published = [(entry, self._entries[entry].key) for entry in self._index.values()]
+        found = [entry for entry, key in published if key is not None and key.scope.is_part_of(namespace, image)]
+        for entry in found:
+            self._unpublish(entry)
+        return len(found)
+
+    def reset(self) -> None:
+        """A step has failed, and none is in flight: no entry holds anything any more, and all leases end."""
+        self._filled.clear()
+        self.forget()
+        for owner in list(self._leases):
+            self.release(owner)
+
+    def _publish(self, entry: EntryId, key: EmbeddingKey, *, replaces: bool) -> None:
+        known = self._index.get(key.digest)
+        if known is not None and not replaces:
+            return
+        if known is not None:
+            self._unpublish(known)
+        self._index[key.digest] = entry
+        self._entries[entry].key = key
+
+    def _unpublish(self, entry: EntryId) -> None:
+        state = self._entries[entry]
+        assert state.key is not None, "only published entries are removed"
+        del self._index[state.key.digest]
+        state.key = None
+        if entry in self._unused:
+            del self._unused[entry]
+            self._free.append(entry)

@@ -1,0 +1,169 @@
+"""Entries belong to one image each, and only what a completed step has encoded is found."""
+
+from __future__ import annotations
+
+import itertools
+from random import Random
+
+import pytest
+
+from kestrel_runtime.interfaces.ids import StepId
+from kestrel_runtime.scheduling.embedding_cache import EmbeddingCache
+from kestrel_runtime.scheduling.prefix_keys import EmbeddingKey, PrefixKeyMaker
+
+MAKER = PrefixKeyMaker({}, 4)
+CAT, DOG, COW = (MAKER.embedding_key(name * 32, "mine") for name in (b"c", b"d", b"w"))
+
+
+def encode(cache: EmbeddingCache, owner: int, key: EmbeddingKey | None, **how: bool) -> int:
+    """Have a sequence encode its image, in a step that completes."""
+    lease = cache.lease(owner, key, **how)
+    assert not lease.is_complete
+    cache.fill(owner, StepId(owner))
+    cache.complete(StepId(owner))
+    return lease.entry
+
+
+def test_an_image_is_found_from_the_completion_of_its_last_tile_on():
+    cache = EmbeddingCache(2, 1)
+    lease = cache.lease(1, CAT)
+    assert not lease.is_complete
+    cache.fill(1, StepId(7))
+    assert CAT not in cache
+    cache.complete(StepId(7))
+    assert CAT in cache
+    assert cache.lease(2, CAT) == (lease.entry, True)
+    assert (cache.num_lookups, cache.num_hits, cache.num_published) == (2, 1, 1)
+    assert DOG not in cache
+    assert None not in cache
+
+
+def test_a_sequence_that_leaves_before_the_step_is_complete_publishes_nothing():
+    cache = EmbeddingCache(1, 1)
+    first = cache.lease(1, CAT).entry
+    cache.fill(1, StepId(1))
+    cache.release(1)
+    cache.release(1)  # without effect
+    assert not cache.lease(2, DOG).is_complete
+    cache.fill(2, StepId(2))
+    cache.complete(StepId(1))
+    assert cache.num_published == 0
+    cache.complete(StepId(2))
+    assert CAT not in cache
+    assert DOG in cache
+    assert first in range(cache.num_entries)
+
+
+def test_what_was_left_first_is_evicted_first_and_never_what_is_leased():
+    cache = EmbeddingCache(3, 1)
+    encode(cache, 1, CAT)
+    encode(cache, 2, DOG)
+    assert cache.lease(3, CAT).is_complete
+    cache.release(1)
+    assert cache.num_evictions == 0, "the third sequence uses it"
+    cache.release(2)
+    assert DOG in cache
+    cache.release(3)
+    assert (CAT in cache, DOG in cache, cache.num_evictions) == (True, False, 1)
+
+
+def test_the_second_entry_of_an_image_stays_private_unless_it_replaces_the_first():
+    cache = EmbeddingCache(4, 2)
+    leases = [cache.lease(owner, CAT) for owner in (1, 2)]
+    for owner in (1, 2):
+        cache.fill(owner, StepId(owner))
+        cache.complete(StepId(owner))
+    assert cache.lease(3, CAT).entry == leases[0].entry
+    anew = encode(cache, 4, CAT, computes_anew=True)
+    cache.release(2)
+    assert cache.lease(2, CAT) == (anew, True)
+    assert cache.num_published == 1
+
+
+def test_without_a_key_or_entries_to_keep_nothing_is_published():
+    cache = EmbeddingCache(1, 1)
+    encode(cache, 1, None)
+    assert cache.num_published == cache.num_lookups == 0
+    off = EmbeddingCache(1)
+    encode(off, 1, CAT)
+    assert CAT not in off
+    assert off.num_lookups == 0
+
+
+def test_what_is_removed_is_found_no_more_and_not_published_by_who_encodes_it():
+    other = MAKER.embedding_key(b"c" * 32, "yours")
+    cache = EmbeddingCache(5, 5)
+    for owner, key in enumerate((CAT, DOG, other)):
+        encode(cache, owner, key)
+    cache.lease(10, COW)
+    cache.fill(10, StepId(10))
+    assert cache.forget("mine", b"c" * 32) == 1
+    assert [key in cache for key in (CAT, DOG, other)] == [False, True, True]
+    assert cache.forget("mine") == 1
+    cache.complete(StepId(10))
+    assert [key in cache for key in (DOG, COW, other)] == [False, False, True]
+    assert cache.forget() == 1
+    assert cache.num_published == 0
+
+
+def test_after_a_failed_step_every_entry_is_free():
+    cache = EmbeddingCache(2, 1)
+    encode(cache, 1, CAT)
+    cache.lease(2, DOG)
+    cache.fill(2, StepId(5))
+    cache.reset()
+    cache.complete(StepId(5))
+    assert cache.num_published == 0
+    assert [cache.lease(owner, None).entry for owner in (1, 2)] != []
+    cache.release(1)
+    cache.release(2)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_operations_keep_the_books(seed: int):
+    """Each entry holds what was written last; who leases a complete entry reads its own image."""
+    random = Random(seed)
+    num_leases, num_cached = random.randrange(1, 6), random.randrange(4)
+    cache = EmbeddingCache(num_leases, num_cached)
+    keys = [MAKER.embedding_key(bytes([number]) * 32, name) for number in range(4) for name in ("a", "b")]
+    memory: dict[int, object] = {}
+    leases: dict[int, tuple[int, EmbeddingKey]] = {}  # by owner
+    in_flight: dict[int, tuple[int, int]] = {}  # step: owner, entry
+    owners, steps = itertools.count(), itertools.count()
+    for _ in range(400):
+        choice = random.random()
+        if choice < 0.4 and len(leases) < num_leases:
+            owner, key = next(owners), random.choice(keys)
+            lease = cache.lease(owner, key, computes_anew=random.random() < 0.1)
+            leases[owner] = (lease.entry, key)
+            if lease.is_complete:
+                assert memory[lease.entry] == key
+            else:
+                step = next(steps)
+                cache.fill(owner, StepId(step))
+                memory[lease.entry] = key  # steps write in the order of their launches
+                in_flight[step] = (owner, lease.entry)
+        elif choice < 0.6 and in_flight:
+            step = min(in_flight)
+            del in_flight[step]
+            cache.complete(StepId(step))
+        elif choice < 0.9 and leases:
+            owner = random.choice(list(leases))
+            del leases[owner]
+            cache.release(owner)
+        elif choice < 0.93:
+            cache.forget(random.choice((None, "a", "b")), random.choice((None, bytes([1]) * 32)))
+        elif choice < 0.95:
+            cache.reset()
+            leases.clear()
+            in_flight.clear()
+            memory.clear()
+        for owner, (entry, key) in leases.items():
+            assert memory[entry] == key, f"the entry of {owner} was written by another one"
+        books = vars(cache)
+        published = set(books["_index"].values())
+        used = {entry for entry, _ in leases.values()}
+        free, unused = books["_free"], set(books["_unused"])
+        assert sorted([*free, *(used | published)]) == list(range(cache.num_entries)), "each entry is in one state"
+        assert unused == published - used
+        assert len(unused) <= num_cached
