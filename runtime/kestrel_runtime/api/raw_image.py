@@ -76,8 +76,3 @@ def side_violations(width_px: int, height_px: int) -> Iterator[Violation]:
     for name, side_px in (("width_px", width_px), ("height_px", height_px)):
         if side_px < 1:
             yield Violation(f"image.raw.{name}", "must be positive")
-
-
-def image_digest(image: bytes | RawImage) -> bytes:
-    """What names an image in the caches: SHA-256 of the file, or of pixels with their format and shape."""
-    return image.digest() if isinstance(image, RawImage) else hashlib.sha256(image).digest()

@@ -10,7 +10,7 @@ from dataclasses import fields
 from threading import Lock
 from typing import NamedTuple
 
-from kestrel_runtime.api.raw_image import image_digest
+from kestrel_runtime.api.raw_image import RawImage
 from kestrel_runtime.api.requests import Request
 
 LIFETIME_S = 3600.0
@@ -74,3 +74,8 @@ def fingerprint_of(request: Request, digest_of_image: bytes | None = None) -> st
         digest.update(b"%d:" % len(data))
         digest.update(data)
     return f"{request.skill}-{digest.hexdigest()[:32]}"
+
+
+def image_digest(image: bytes | RawImage) -> bytes:
+    """What names an image in the caches: SHA-256 of the file, or of pixels with their format and shape."""
+    return image.digest() if isinstance(image, RawImage) else hashlib.sha256(image).digest()

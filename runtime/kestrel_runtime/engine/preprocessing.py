@@ -15,9 +15,9 @@ from functools import partial
 from PIL import Image
 
 from kestrel_runtime.api.errors import ContextLengthExceeded, EngineUnavailable, ImageError, RequestRefused
-from kestrel_runtime.api.raw_image import RawImage, image_digest
+from kestrel_runtime.api.raw_image import RawImage
 from kestrel_runtime.api.requests import CachePolicy, Request
-from kestrel_runtime.engine.offending_requests import OffendingRequests, fingerprint_of
+from kestrel_runtime.engine.offending_requests import OffendingRequests, fingerprint_of, image_digest
 from kestrel_runtime.engine.workers import Interrupted, Job, Workers
 from kestrel_runtime.imaging.decoding import decode_image, inspect_image
 from kestrel_runtime.imaging.formats.header import ImageHeader
