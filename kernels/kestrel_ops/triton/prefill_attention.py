@@ -31,7 +31,7 @@ def tiling(max_chunk: int, dtype: torch.dtype) -> Tiling:
     if dtype == torch.float32:
         return Tiling(32, 32, 4, 2)
     if max_chunk <= 64:  # last rows of prompts, prompts without an image, or questions after a cached image
-        return Tiling(64, 64, 4, 3, 128)
+        return Tiling(16, 128, 4, 3)
     return Tiling(128, 64, 8, 3, 128)
 
 

@@ -51,24 +51,27 @@ class PrefillSize(NamedTuple):
         max_tokens: int,
         max_prompts: int,
         max_context: int,
+        shares_prefixes: bool,
         cuts_at_share_points: bool,
     ) -> list[PrefillSize]:
         """The sizes of one prompt of moderate length, and of several short questions about an image each; the
         largest first.
 
-        With `cuts_at_share_points` a question about an image has two chunks, or one where the image is cached.
+        With `shares_prefixes` there are steps of questions alone, whose images are cached. With
+        `cuts_at_share_points` a question and its image are two chunks.
         """
         longest = min(max_tokens, _LARGE_FROM_TOKENS)
         sizes = {cls.bucket(length, 1, length, 1, max_pages) for length in range(1, longest + 1)}
         for text in _USUAL_TEXT_TOKENS:
             length = positions_per_image + text
             counts = range(1, min(max_prompts, max_tokens // length) + 1)
+            if shares_prefixes:
+                known = range(2, min(max_prompts, max_tokens // text) + 1)
+                sizes |= {cls.bucket(count * text, count, text, count, max_pages) for count in known}
             if cuts_at_share_points:
                 sizes |= {
                     cls.bucket(count * length, 2 * count, positions_per_image, count, max_pages) for count in counts
                 }
-                known = range(2, min(max_prompts, max_tokens // text) + 1)
-                sizes |= {cls.bucket(count * text, count, text, count, max_pages) for count in known}
             else:
                 sizes |= {cls.bucket(count * length, count, length, count, max_pages) for count in counts}
         # A chunk is no longer than a context.

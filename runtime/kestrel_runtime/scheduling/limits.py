@@ -15,16 +15,24 @@ class StepBounds:
     """Sequences of a decode step."""
     max_prefill_tokens: int
     max_tiles: int
+    shares_prefixes: bool = False
+    """Whether prompts may begin with pages of other sequences."""
     cuts_at_share_points: bool = False
-    """Whether a prompt has a new chunk where its image ends, so that pages of the image can be shared."""
+    """Whether a prompt has a new chunk where its image ends, so that what follows reads the image's positions from
+    pages, as it does where these are shared."""
 
     @classmethod
     def of(cls, config: EngineConfig, device_type: str) -> StepBounds:
-        """The configured bounds; defaults where the configuration has none."""
+        """The configured bounds; defaults where the configuration has none.
+
+        Prompts are cut where answers with and without the prefix cache are compared exactly: on a CPU and in float32.
+        In shorter formats on a GPU a whole prompt in one chunk is 1.3% faster, and differs within the tolerance.
+        """
         batch_size, prefill_tokens, tiles = (64, 8192, 72) if device_type == "cuda" else (16, 1024, 4)
         return cls(
             batch_size if config.max_batch_size is None else config.max_batch_size,
             prefill_tokens if config.max_prefill_tokens is None else config.max_prefill_tokens,
             tiles if config.max_tiles_per_step is None else config.max_tiles_per_step,
-            config.prefix_cache,
+            shares_prefixes=config.prefix_cache,
+            cuts_at_share_points=config.prefix_cache and (device_type != "cuda" or config.dtype == "float32"),
         )

@@ -1,6 +1,7 @@
 """Keys that name the content of a sequence's positions, so that equal content has equal keys and nothing else has.
 
-A key is the SHA-256 of typed parts of known length, each with what stands before it. Workers make the keys of
+A key is the SHA-256 of typed parts of known length, each with what stands before it; the pages of an image have that
+of its whole span and a number. Workers make the keys of
 prompts; the engine thread adds one when a page fills while decoding. Knows no pages and no tensors.
 """
 
@@ -8,10 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from threading import Lock
 from typing import NamedTuple, NewType
 
 from kestrel_runtime.api.config import EngineConfig
@@ -19,7 +18,7 @@ from kestrel_runtime.interfaces.tokens import Token
 
 Digest = NewType("Digest", bytes)
 
-_MAX_KNOWN_IMAGES, _MAX_KNOWN_NAMESPACES = 1024, 1024
+_MAX_KNOWN_NAMESPACES = 1024
 
 FIELDS_WITHOUT_EFFECT: Mapping[str, str] = {
     "cuda_graphs": "graphs replay the very kernels that run without them",
@@ -116,10 +115,7 @@ class PrefixKeyMaker:
         """`parts`: all that changes keys and values of an engine, by name; see `key_parts`."""
         self._parts = dict(parts)
         self._page_size = page_size
-        self._lock = Lock()
         self._roots: dict[str, Digest] = {}  # by namespace
-        # Keys of the positions up to the end of an image are the same for all questions about it.
-        self._of_images: OrderedDict[tuple[Digest, Token, bytes, int], _ImageKeys] = OrderedDict()
 
     def root(self, namespace: str) -> Digest:
         """What all keys of a namespace begin with."""
@@ -153,44 +149,22 @@ class PrefixKeyMaker:
         if image is None:
             keys = PrefixKeys(root, scope=CacheScope(namespace))
         else:
-            known = self._image_keys(root, tokens, num_image_tokens, image)
             span_end = 1 + num_image_tokens
+            span = _digest(b"span", root, _content(tokens, num_image_tokens, image, 0, span_end))
+            # The span is shared whole or not at all, so that its pages need no more than a name each.
+            numbers = range(-(-span_end // self._page_size))
+            pages = [Digest(span + struct.pack("<I", number)) for number in numbers]
+            boundaries = {span_end: pages.pop()} if span_end % self._page_size else {}
             keys = PrefixKeys(
                 root,
-                list(known.pages),
-                {} if known.boundary is None else {span_end: known.boundary},
+                pages,
+                boundaries,
                 spans=((0, span_end),),
                 scope=CacheScope(namespace, frozenset((image,))),
                 image=image,
             )
         keys.extend(tokens, num_image_tokens, len(tokens) + num_image_tokens, self._page_size)
         return keys
-
-    def _image_keys(self, root: Digest, tokens: Sequence[Token], num_image_tokens: int, image: bytes) -> _ImageKeys:
-        name = (root, tokens[0], image, num_image_tokens)
-        with self._lock:
-            known = self._of_images.get(name)
-            if known is not None:
-                self._of_images.move_to_end(name)
-                return known
-        span_end = 1 + num_image_tokens
-        keys = PrefixKeys(root, image=image)
-        keys.extend(tokens[:1], num_image_tokens, span_end, self._page_size)
-        boundary = None
-        if start := span_end % self._page_size:
-            content = _content(tokens, num_image_tokens, image, span_end - start, span_end)
-            boundary = _digest(b"boundary", keys.pages[-1] if keys.pages else root, content)
-        known = _ImageKeys(tuple(keys.pages), boundary)
-        with self._lock:
-            self._of_images[name] = known
-            if len(self._of_images) > _MAX_KNOWN_IMAGES:
-                self._of_images.popitem(last=False)
-        return known
-
-
-class _ImageKeys(NamedTuple):
-    pages: tuple[Digest, ...]
-    boundary: Digest | None
 
 
 def key_parts(config: EngineConfig, **others: object) -> dict[str, str]:

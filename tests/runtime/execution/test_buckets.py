@@ -5,13 +5,14 @@ from kestrel_runtime.execution.buckets import PrefillSize, batch_sizes, largest_
 PAGES = 46
 
 
-def usual(positions_per_image=730, *, max_tokens=8192, max_prompts=64, max_context=2048, cuts=False):
+def usual(positions_per_image=730, *, max_tokens=8192, max_prompts=64, max_context=2048, shares=False, cuts=False):
     return PrefillSize.usual(
         positions_per_image,
         PAGES,
         max_tokens=max_tokens,
         max_prompts=max_prompts,
         max_context=max_context,
+        shares_prefixes=shares,
         cuts_at_share_points=cuts,
     )
 
@@ -64,13 +65,22 @@ def test_the_largest_size_holds_every_usual_one(cuts):
     largest = largest_prefill(8100, 60, PAGES, cuts_at_share_points=cuts)
     assert all(
         own <= most
-        for size in usual(max_tokens=8100, max_prompts=60, cuts=cuts)
+        for size in usual(max_tokens=8100, max_prompts=60, shares=True, cuts=cuts)
         for own, most in zip(size, largest, strict=True)
     )
 
 
-def test_with_a_cache_a_question_about_an_image_has_two_chunks_and_one_sample():
-    sizes = usual(cuts=True)
+def test_with_a_cache_there_are_steps_of_questions_alone():
+    sizes = usual(shares=True)
+    assert len(sizes) < 110
+    assert set(usual()) <= set(sizes)
+    for count in range(1, 65):
+        for text in (8, 16, 24):
+            assert PrefillSize.bucket(count * text, count, text, count, PAGES) in sizes
+
+
+def test_a_question_about_an_image_has_two_chunks_and_one_sample_where_prompts_are_cut():
+    sizes = usual(shares=True, cuts=True)
     assert len(sizes) < 110
     assert PrefillSize.bucket(746, 2, 730, 1, PAGES) == PrefillSize(768, 2, 1024, 1, PAGES)
     for count in range(1, 11):

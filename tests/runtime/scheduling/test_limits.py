@@ -4,8 +4,15 @@ from kestrel_runtime.scheduling.limits import StepBounds
 
 def test_a_gpu_takes_more_in_a_step_than_a_cpu():
     cpu, gpu = (StepBounds.of(EngineConfig(), device) for device in ("cpu", "cuda"))
-    assert cpu == StepBounds(16, 1024, 4, cuts_at_share_points=True)
-    assert gpu == StepBounds(64, 8192, 72, cuts_at_share_points=True)
+    assert cpu == StepBounds(16, 1024, 4, shares_prefixes=True, cuts_at_share_points=True)
+    assert gpu == StepBounds(64, 8192, 72, shares_prefixes=True)
+
+
+def test_prompts_are_cut_where_answers_with_and_without_the_cache_are_compared_exactly():
+    assert StepBounds.of(EngineConfig(dtype="float32"), "cuda").cuts_at_share_points
+    assert not StepBounds.of(EngineConfig(dtype="bfloat16"), "cuda").cuts_at_share_points
+    assert StepBounds.of(EngineConfig(dtype="bfloat16"), "cpu").cuts_at_share_points
+    assert not StepBounds.of(EngineConfig(prefix_cache=False), "cpu").cuts_at_share_points
 
 
 def test_what_is_configured_holds_on_every_device():

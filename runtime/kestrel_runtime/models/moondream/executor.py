@@ -223,6 +223,7 @@ class MoondreamExecutor:
             max_tokens=bounds.max_prefill_tokens,
             max_prompts=bounds.max_batch_size,
             max_context=text.max_context,
+            shares_prefixes=bounds.shares_prefixes,
             cuts_at_share_points=bounds.cuts_at_share_points,
         )
         for inputs in map(self._blank_prefill, sizes):

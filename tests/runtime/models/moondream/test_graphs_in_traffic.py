@@ -206,7 +206,13 @@ def test_sampling_kinds_multiply_no_graphs_of_prefill(
         bench.runner.capture()
     kinds = Counter(record.message.partition(" of ")[0] for record in caplog.records)
     sizes = PrefillSize.usual(
-        NUM_IMAGE_TOKENS + 1, 100, max_tokens=128, max_prompts=4, max_context=400, cuts_at_share_points=False
+        NUM_IMAGE_TOKENS + 1,
+        100,
+        max_tokens=128,
+        max_prompts=4,
+        max_context=400,
+        shares_prefixes=False,
+        cuts_at_share_points=False,
     )
     needs = len(executor_module._TEXT_NEEDS + executor_module._SPATIAL_NEEDS)
     assert kinds["captured prefill steps"] == len(sizes) > 3
