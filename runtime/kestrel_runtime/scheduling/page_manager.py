@@ -66,6 +66,8 @@ class _Page:
 @dataclass(slots=True)
 class _Owner:
     pages: list[PageId] = field(default_factory=list)
+    num_shared: int = 0
+    """Leading pages that were found published: this sequence never writes them."""
     num_published: int = 0
     """Full pages that have been published or were found published."""
     sources: list[PageId] = field(default_factory=list)
@@ -153,7 +155,7 @@ class PageManager:
             self._take(page)
         num_shared = len(match.pages) - match.is_partial_last
         own.pages, own.sources = list(match.pages[:num_shared]), list(match.pages[num_shared:])
-        own.num_published = num_shared
+        own.num_shared = own.num_published = num_shared
         after = self._grow(own, num_positions).after
         copies = (PageCopy(own.sources[0], own.pages[num_shared]),) if match.is_partial_last else ()
         return Allocation(tuple(own.pages), copies, after)
@@ -224,10 +226,11 @@ class PageManager:
         own = self._owners.pop(owner, None)
         if own is None:
             return
+        if writing or last_decode is not None:
+            for page in own.pages[own.num_shared :]:
+                self._note_steps(page, writing, last_decode)
         # The end of the chain comes first, so that it is evicted before what it continues.
         for page in (*reversed(own.pages), *own.sources):
-            if writing or last_decode is not None:
-                self._note_steps(page, writing, last_decode)
             self._drop(page)
 
     def complete(self, step: StepId) -> None:
