@@ -25,8 +25,9 @@ class StepBounds:
     def of(cls, config: EngineConfig, device_type: str) -> StepBounds:
         """The configured bounds; defaults where the configuration has none.
 
-        Prompts are cut where answers with and without the prefix cache are compared exactly: on a CPU and in float32.
-        In shorter formats on a GPU a whole prompt in one chunk is 1.3% faster, and differs within the tolerance.
+        Prompts are cut where answers with and without the prefix cache are compared exactly: on a CPU and in
+        float32. In shorter formats on a GPU a whole prompt in one chunk is 1.3% faster, and differs within the
+        tolerance.
         """
         batch_size, prefill_tokens, tiles = (64, 8192, 72) if device_type == "cuda" else (16, 1024, 4)
         return cls(

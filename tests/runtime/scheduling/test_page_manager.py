@@ -102,7 +102,7 @@ def test_a_partial_page_is_shared_by_a_copy_whose_source_is_held_until_the_step_
     assert allocation.pages[0] == pages[0] != allocation.pages[1]
     manager.commit_copies(B, ONE)
     manager.release(B, {ONE})
-    assert manager.num_available == 3, "the source is held and the target quarantined; nothing writes the shared page"
+    assert manager.num_available == 3, "the source is held, the target quarantined; nothing writes the shared page"
     manager.complete(ONE)
     assert manager.num_available == 5
 
