@@ -25,6 +25,8 @@ class Sample:
     error: str = ""
     num_first_tokens: int = 1
     """How many of the tokens came with the first piece."""
+    num_cached_tokens: int = 0
+    """Tokens of the prompt whose keys and values the server had."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -206,7 +206,7 @@ class _Load:
             sampling=generation_pb2.SamplingParams(temperature=0.0, max_tokens=workload.num_tokens),
         )
         arrivals: array[float] = array("d")
-        num_tokens, num_first_tokens = 0, 1
+        num_tokens, num_first_tokens, num_cached_tokens = 0, 1, 0
         error = ""
         call = self._call(message.SerializeToString(), timeout=timeout_s)
         try:
@@ -216,9 +216,12 @@ class _Load:
                         num_first_tokens = response.delta.token_count
                     arrivals.append(time.perf_counter())
                 elif response.HasField("completed"):
-                    num_tokens = response.completed.info.usage.output_token_count
+                    usage = response.completed.info.usage
+                    num_tokens, num_cached_tokens = usage.output_token_count, usage.cached_token_count
         except grpc.aio.AioRpcError as failure:
             error = failure.code().name
         finally:
             call.cancel()
-        return Sample(started, time.perf_counter(), num_tokens, arrivals, error, num_first_tokens)
+        return Sample(
+            started, time.perf_counter(), num_tokens, arrivals, error, num_first_tokens, num_cached_tokens
+        )

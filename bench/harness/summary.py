@@ -57,6 +57,8 @@ class Row:
     per_token_ms: Percentiles = field(default_factory=dict)
     """Time per output token after the first, one value per request."""
     total_ms: Percentiles = field(default_factory=dict)
+    hit_share: float = 0.0
+    """Of the answers, those to prompts of which the server had keys and values."""
     busiest_client: float = 0.0
     """Cores that the busiest load process used; near 1 the row measures the client."""
     client_lag_ms: float = 0.0
@@ -94,6 +96,7 @@ def summarise(
         inter_token_ms=percentiles(1e3 * gap for sample in good for gap in np.diff(sample.arrivals)),
         per_token_ms=percentiles(value for sample in good if (value := per_token_ms(sample)) is not None),
         total_ms=percentiles(1e3 * (sample.ended - sample.started) for sample in good),
+        hit_share=sum(sample.num_cached_tokens > 0 for sample in good) / max(len(good), 1),
         busiest_client=recording.busiest_client,
         client_lag_ms=recording.client_lag_ms,
     )

@@ -7,7 +7,9 @@ into 2 × 4 tiles and a global tile. A question has eleven tokens with the publi
 
 from __future__ import annotations
 
+import bisect
 import io
+import itertools
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -26,6 +28,8 @@ TEXT_QUESTIONS = tuple(
     f"Tell me about the {thing} of charts" for thing in ("history", "makers", "readers", "kinds", "names")
 )
 
+NUM_POPULAR = 1_000
+
 _PALETTE = ("#4e79a7", "#f28e2b", "#e15759", "#76b7b2", "#59a14f", "#edc948", "#b07aa1", "#9c755f", "#555555")
 _SYLLABLES = ("ka", "to", "mi", "ren", "sol", "va", "dor", "el", "nu", "pra", "shi", "gan")
 
@@ -36,6 +40,8 @@ class Picture(Enum):
     NONE = "none"
     UNIQUE = "unique"
     SAME = "same"
+    REPEATED = "repeated"
+    """A share of the requests shows one of `NUM_POPULAR` pictures, by Zipf's law; the others unique ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +51,8 @@ class Workload:
     name: str
     picture: Picture
     num_tokens: int
+    repeat_share: float = 0.0
+    """Of requests with `Picture.REPEATED`."""
 
     def question(self, number: int) -> str:
         """The question of the request with this number."""
@@ -61,9 +69,16 @@ WORKLOADS: Mapping[str, Workload] = MappingProxyType(
             Workload("long", Picture.UNIQUE, 256),
             Workload("cached", Picture.SAME, 3),
             Workload("text", Picture.NONE, 300),
+            Workload("repeats-0", Picture.REPEATED, 3, 0.0),
+            Workload("repeats-50", Picture.REPEATED, 3, 0.5),
+            Workload("repeats-90", Picture.REPEATED, 3, 0.9),
         )
     }
 )
+
+
+_POPULARITY = tuple(itertools.accumulate(1 / rank for rank in range(1, NUM_POPULAR + 1)))
+"""Added up: Zipf's law gives the picture of a rank the weight 1 / rank."""
 
 
 def chart(seed: int, width_px: int = WIDTH_PX, height_px: int = HEIGHT_PX) -> bytes:
@@ -111,11 +126,16 @@ class Album:
             return None
         if workload.picture is Picture.SAME:
             return self._drawn[0]
-        return _with_comment(self._drawn[number % len(self._drawn)], number)
+        if workload.picture is Picture.REPEATED:
+            chance = random.Random(number)  # so that a request is the same in every run
+            if chance.random() < workload.repeat_share:
+                rank = bisect.bisect(_POPULARITY, chance.random() * _POPULARITY[-1])
+                return _with_comment(self._drawn[rank % len(self._drawn)], f"popular {rank:08d}")
+        return _with_comment(self._drawn[number % len(self._drawn)], f"{number:016d}")
 
 
-def _with_comment(jpeg: bytes, number: int) -> bytes:
-    text = b"%016d" % number
+def _with_comment(jpeg: bytes, comment: str) -> bytes:
+    text = comment.encode()
     return jpeg[:2] + b"\xff\xfe" + (2 + len(text)).to_bytes(2, "big") + text + jpeg[2:]
 
 

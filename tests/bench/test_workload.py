@@ -1,6 +1,7 @@
 """The pictures and questions of the load."""
 
 import io
+from collections import Counter
 
 import pytest
 from PIL import Image
@@ -51,3 +52,17 @@ def test_a_cached_picture_is_the_same_file_with_other_questions(album: Album):
 
 def test_text_alone_has_no_picture(album: Album):
     assert album.picture(WORKLOADS["text"], 0) is None
+
+
+def test_a_share_of_the_requests_shows_popular_pictures_and_the_first_of_them_most(album: Album):
+    half = [album.picture(WORKLOADS["repeats-50"], number) for number in range(4_000)]
+    counts = Counter(half)
+    repeated = sum(count for count in counts.values() if count > 1)
+    assert 0.4 < repeated / len(half) < 0.5  # of 2,000 draws some show a picture that comes only once
+    most, second = (count for _, count in counts.most_common(2))
+    assert most / 2_000 == pytest.approx(1 / 7.485, rel=0.2)  # the sum of 1 / rank up to 1,000
+    assert second / most == pytest.approx(0.5, rel=0.25)
+
+
+def test_without_repeats_no_file_comes_twice(album: Album):
+    assert len({album.picture(WORKLOADS["repeats-0"], number) for number in range(500)}) == 500
