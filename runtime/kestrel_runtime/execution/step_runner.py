@@ -33,7 +33,7 @@ from kestrel_runtime.execution.step_inputs import (
 from kestrel_runtime.execution.transfer import to_device
 from kestrel_runtime.interfaces.token_grammar import Grammar
 from kestrel_runtime.interfaces.tokens import Token
-from kestrel_runtime.scheduling.batch import Batch, Chunk
+from kestrel_runtime.scheduling.batch import Batch, Chunk, EncodeItem
 from kestrel_runtime.scheduling.limits import StepBounds
 from kestrel_runtime.scheduling.sequence import Sequence
 
@@ -155,7 +155,7 @@ class StepRunner:
         """Run a prefill step without sampling: [prompts that end, dim], before the final LayerNorm."""
         with self._prefill_stream.entered():
             if batch.encode:
-                self._executor.encode(batch.encode)
+                self._encode(list(batch.encode))
             hidden = self._executor.prefill_hidden(self._prefill_inputs(list(batch.prefill), list(batch.sampled)))
         self._prefill_stream.synchronize()  # the caller may read it on another stream
         return hidden
@@ -226,8 +226,11 @@ class StepRunner:
             sources, targets = to_device(list(zip(*batch.copies, strict=True)), torch.int64, self._device)
             self._cache.copy_pages(sources, targets)
         if batch.encode:
-            self._executor.encode(batch.encode)
+            self._encode(list(batch.encode))
         return self._prefill(list(batch.prefill), list(batch.sampled)) if batch.prefill else None
+
+    def _encode(self, items: list[EncodeItem]) -> None:
+        self._executor.encode(items)
 
     def _prefill(self, chunks: list[Chunk], sampled: list[Sequence]) -> Tensor | None:
         inputs = self._prefill_inputs(chunks, sampled)

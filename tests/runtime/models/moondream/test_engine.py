@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import cycle, repeat
 
 import pytest
@@ -10,12 +11,14 @@ from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.errors import SkillUnsupported
 from kestrel_runtime.api.events import Event, Finished, QueryOutput, TextChannel, TextDelta
 from kestrel_runtime.api.requests import (
+    CachePolicy,
     Caption,
     Detect,
     Point,
     PointRef,
     Query,
     Request,
+    RequestOptions,
     SamplingParams,
     Segment,
 )
@@ -119,6 +122,7 @@ async def test_looking_ahead_changes_no_answer(
     moondream3: LoadedModel, engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, is_complete: Iterator[bool]
 ) -> None:
     requests = [*mixed_requests()[:9], Query("why?", reasoning=True, sampling=SamplingParams(max_tokens=4, seed=5))]
+    requests = [replace(item, options=RequestOptions(cache=CachePolicy.BYPASS)) for item in requests]
     one_by_one = await asyncio.gather(*(engine.submit(request).result() for request in requests))
     monkeypatch.setattr(StepRunner, "is_asynchronous", True)
     monkeypatch.setattr(StepHandle, "is_complete", lambda _: next(is_complete))
