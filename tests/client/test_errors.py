@@ -110,6 +110,9 @@ KINDS_BY_REASON = {
     "MEDIA_TYPE_UNSUPPORTED": InvalidRequest,
     "METHOD_NOT_ALLOWED": ServerError,
     "METHOD_UNKNOWN": ServerError,
+    # Of the Triton protocol, likewise.
+    "STREAM_EVICTED": Unavailable,
+    "UNSUPPORTED": ServerError,
     "INTERNAL": ServerError,
 }
 
