@@ -59,12 +59,13 @@ def ask(live_server: LiveServer, number: int) -> Awaitable[Any]:
 
 
 def without_circumstances(message: Any) -> Any:
-    """An answer without its request id and its timing."""
+    """An answer without its request id, its timing, and what was cached of its prompt."""
     message = getattr(message, "result", message)
     answer = type(message)()
     answer.CopyFrom(message)
     answer.info.ClearField("request_id")
     answer.info.ClearField("timing")
+    answer.info.usage.ClearField("cached_token_count")
     return answer
 
 
