@@ -21,7 +21,10 @@ from tests.runtime.engine import test_isolation as isolation
 IMAGE = (MD3_SMALL / "image_1_64x64.png").read_bytes()
 # As `isolation.POISON`, which stages of the engine are made to fail for.
 POISON = wire.CompleteQueryRequest(
-    question="poison", image={"data": IMAGE}, sampling={"temperature": 5.0, "max_tokens": 40, "seed": 9}
+    question="poison",
+    image={"data": IMAGE},
+    sampling={"temperature": 5.0, "max_tokens": 40, "seed": 9},
+    options={"cache": "CACHE_POLICY_BYPASS"},
 )
 Break = Callable[[pytest.MonkeyPatch], None]
 
