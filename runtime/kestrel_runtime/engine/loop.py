@@ -283,8 +283,7 @@ class EngineLoop:
         elif item is not None and item.stream.is_cancelled:
             self._admission.leave(item.stream)
         elif item is not None:
-            if self._clearings.concern(item.sequence):
-                item.sequence.leave_caches()
+            self._clearings.apply_to(item.sequence)
             self._streams[item.sequence] = item.stream
             self._sequences[item.stream] = item.sequence
             self._deadlines.watch(item.sequence)

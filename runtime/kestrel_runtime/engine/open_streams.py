@@ -111,11 +111,13 @@ class CacheClearings:
             with contextlib.suppress(IndexError):  # `close` has emptied the queue meanwhile
                 self._waiting.popleft()
 
-    def concern(self, sequence: Sequence) -> bool:
-        """In the engine thread: whether what a sequence would publish was removed after its request had come.
+    def apply_to(self, sequence: Sequence) -> None:
+        """In the engine thread: a sequence publishes nothing that was removed after its request had come."""
+        if self._concern(sequence):
+            sequence.leave_caches()
 
-        True as well where too many removals came after it to remember all of them.
-        """
+    def _concern(self, sequence: Sequence) -> bool:
+        """True as well where too many removals came after it to remember all of them."""
         num_later = 0
         for clearing in reversed(self._carried_out):
             if clearing.asked < sequence.submitted:

@@ -70,11 +70,11 @@ class SchedulerMachine(Arrivals):
             assert sum(part.end - part.start for part in batch.encode) <= world.max_tiles
         for sequence, start, end in batch.encode:
             assert start == encoded[sequence] < end
-            assert sequence.num_encoded_tiles == end
+            assert sequence.state is FINISHED or sequence.num_encoded_tiles == end
         for sequence, start, end in batch.prefill:
             assert start == (cached[sequence] if sequence in active_before else 0)
             assert start >= sequence.prefix_length or end >= sequence.prefix_length  # never split
-            assert sequence.num_tiles_to_encode == 0
+            assert sequence.state is FINISHED or sequence.num_tiles_to_encode == 0
         # I4: the oldest advances, and preemption forgets nothing.
         if here:
             assert here[0] in working
