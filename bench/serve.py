@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import json
 import os
+import shlex
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -197,7 +198,10 @@ def main() -> int:
     plan = plan_of(arguments)
     progress = Progress(plan.num_steps)
     with served(arguments, max(plan.concurrencies)) as server:
-        facts = server.facts()
+        options = (
+            "of another process" if arguments.target else shlex.join(arguments.server_options) or "the defaults"
+        )
+        facts = {**server.facts(), "options": options, "measured_with": shlex.join(["bench.serve", *sys.argv[1:]])}
         rows = list(measure(plan, server.address, progress))
     client = list(measure_client(plan, progress))
     progress.close()

@@ -116,7 +116,9 @@ def line_plot(title: str, x_axis: Axis, y_axis: Axis, series: Sequence[Series]) 
         dashes = "5 4" if line.is_dashed else "none"
         stroke = f'stroke="{color}" stroke-width="2" stroke-dasharray="{dashes}"'
         path = " ".join(f"{across(x):.1f},{down(y):.1f}" for x, y in line.points)
-        parts.append(f'<polyline points="{path}" fill="none" {stroke}/>')
+        # Two measurements say nothing of what is between them.
+        if line.is_dashed or len(line.points) > 2:
+            parts.append(f'<polyline points="{path}" fill="none" {stroke}/>')
         for x, y in () if line.is_dashed else line.points:
             parts.append(
                 f'<circle cx="{across(x):.1f}" cy="{down(y):.1f}" r="3" fill="{color}">'

@@ -14,6 +14,7 @@ from typing import Any
 
 from bench.harness.plot import Axis, Series, line_plot, number
 from bench.harness.summary import Objective, Row
+from bench.harness.workload import WORKLOADS
 
 Table = list[list[str]]
 
@@ -29,10 +30,10 @@ SIZES: Mapping[str, str] = {
 # What the numbers in the keys of other benches' tables count.
 SIZES_OF_PARTS: Mapping[str, str] = {"vision": "crops", "decode_step": "requests in a batch", "prefill": "prompts"}
 _STYLE = """
-body { font: 14px/1.45 system-ui, sans-serif; max-width: 1080px; margin: 24px auto; padding: 0 16px; color: #111; }
+body { font: 14px/1.45 system-ui, sans-serif; max-width: 1480px; margin: 24px auto; padding: 0 16px; color: #111; }
 h1 { font-size: 22px; } h2 { font-size: 17px; margin-top: 32px; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: 3px 10px; text-align: right; border-bottom: 1px solid #e3e3e3; white-space: nowrap; }
+th, td { padding: 3px 8px; text-align: right; border-bottom: 1px solid #e3e3e3; vertical-align: bottom; }
 th:first-child, td:first-child { text-align: left; }
 .wide { overflow-x: auto; } .plots { display: flex; flex-wrap: wrap; gap: 16px; } .plots svg { max-width: 100%; }
 p.note { color: #555; max-width: 75ch; }
@@ -65,7 +66,7 @@ class Results:
 
     def as_text(self) -> str:
         """Tables for a terminal."""
-        blocks = [", ".join(f"{name} {value}" for name, value in {**self.machine, **self.server}.items())]
+        blocks = [_listed({**self.machine, **self.server})]
         blocks += [f"{title}\n\n{_markdown(table)}" for title, table in self.tables()]
         return "\n\n".join(blocks)
 
@@ -112,8 +113,10 @@ def over_peer(rows: Sequence[Row], peer: Mapping[str, Any] | None) -> list[dict[
 def write_report(file: Path, results: Results) -> None:
     """Write the page."""
     facts = {**results.machine, **{f"server {name}": value for name, value in results.server.items()}}
+    sent = [WORKLOADS[name] for name in dict.fromkeys(row.workload for row in results.rows) if name in WORKLOADS]
     body = [f"<h1>Load on {escape(str(results.server.get('model', 'a server')))}</h1>"]
-    body.append(f'<p class="note">{escape(", ".join(f"{name} {value}" for name, value in facts.items()))}</p>')
+    body.append(f'<p class="note">{escape(_listed(facts))}</p>')
+    body += [f'<p class="note"><b>{escape(item.name)}</b>: {escape(item.description)}.</p>' for item in sent]
     body.append(
         f'<p class="note">Goodput counts answers whose first token came within '
         f"{number(results.objective.first_token_ms)} ms and whose others took at most "
@@ -129,6 +132,12 @@ def write_report(file: Path, results: Results) -> None:
     page = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Load</title><style>{_STYLE}</style>'
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(f"{page}<body>{''.join(body)}</body></html>\n", encoding="utf-8")
+
+
+def _listed(facts: Mapping[str, Any]) -> str:
+    """Names and values in one line, numbers with a fraction rounded."""
+    rounded = ((name, number(value) if isinstance(value, float) else value) for name, value in facts.items())
+    return ", ".join(f"{name} {value}" for name, value in rounded)
 
 
 def load_plots(results: Results) -> Iterator[str]:

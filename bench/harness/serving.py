@@ -39,7 +39,7 @@ class RunningServer:
             "model": model.name,
             "architecture": model.architecture,
             "device": model.device,
-            "dtype": model.dtype,
+            "dtype of the weights as loaded": model.dtype,
             "parameters": model.parameter_count,
             "max_batch_size": info.limits.max_running_requests,
             "ready_s": self.ready_s,

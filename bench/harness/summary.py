@@ -64,8 +64,14 @@ class Row:
     client_lag_ms: float = 0.0
 
     def as_json(self) -> dict[str, object]:
-        """Plain values."""
-        return asdict(self)
+        """Plain values, with six digits that count."""
+        return asdict(self, dict_factory=lambda items: {name: _rounded(value) for name, value in items})
+
+
+def _rounded(value: object) -> object:
+    if isinstance(value, dict):
+        return {name: _rounded(item) for name, item in value.items()}
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def summarise(

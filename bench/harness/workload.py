@@ -54,6 +54,16 @@ class Workload:
     repeat_share: float = 0.0
     """Of requests with `Picture.REPEATED`."""
 
+    @property
+    def description(self) -> str:
+        """What it sends and gets, for readers of results."""
+        picture = {
+            Picture.NONE: "a question without a picture",
+            Picture.UNIQUE: "a question about a picture that no other request shows",
+            Picture.SAME: "a question about the one picture that all requests show",
+        }[self.picture]
+        return f"{picture}, answered with {self.num_tokens} tokens"
+
     def question(self, number: int) -> str:
         """The question of the request with this number."""
         questions = TEXT_QUESTIONS if self.picture is Picture.NONE else QUESTIONS
@@ -65,6 +75,7 @@ WORKLOADS: Mapping[str, Workload] = MappingProxyType(
         workload.name: workload
         for workload in (
             Workload("direct", Picture.UNIQUE, 3),
+            # The length of an answer with a short reasoning before it ("chain of thought").
             Workload("cot", Picture.UNIQUE, 33),
             Workload("long", Picture.UNIQUE, 256),
             Workload("cached", Picture.SAME, 3),

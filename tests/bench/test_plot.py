@@ -15,6 +15,15 @@ def test_a_plot_is_well_formed_and_names_every_value():
     assert [title.text for title in root.iter(f"{SVG}title")] == ["a & b: 2 at 1", "a & b: 300 at 128"]
 
 
+def test_two_points_are_joined_by_no_line():
+    drawn = {
+        num: line_plot("t", Axis("x"), Axis("y"), [Series("s", tuple((x, x) for x in range(1, num + 1)))])
+        for num in (2, 3)
+    }
+    assert "<polyline" not in drawn[2]
+    assert "<polyline" in drawn[3]
+
+
 @pytest.mark.parametrize("log_base", [None, 2, 10])
 def test_every_point_lies_between_the_axes(log_base: int | None):
     points = ((1.0, 0.3), (3.0, 47.0), (64.0, 8123.0))

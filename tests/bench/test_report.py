@@ -46,6 +46,22 @@ def test_a_page_holds_every_table_and_needs_nothing_else(tmp_path: Path):
     assert "href=" not in page
 
 
+def test_a_page_says_what_each_workload_sends_and_rounds_its_facts(tmp_path: Path):
+    found = Results({"cores": 2}, {"ready_s": 1.23456789}, OBJECTIVE, (row("cot", 1, 0.1),), (), None, {})
+    write_report(tmp_path / "page.html", found)
+    page = (tmp_path / "page.html").read_text()
+    assert "<b>cot</b>: a question about a picture that no other request shows, answered with 33 tokens." in page
+    assert "server ready_s 1.23<" in page
+    assert found.as_text().startswith("cores 2, ready_s 1.23\n")
+
+
+def test_rows_have_six_digits_that_count():
+    values = row("direct", 1, 1 / 3).as_json()
+    spread = values["total_ms"]
+    assert isinstance(spread, dict)
+    assert set(spread.values()) == {333.333}
+
+
 def test_text_lists_rows_with_their_errors():
     failed = Recording(Window(0.0, 1.0), (Sample(0.0, 0.5, error="UNAVAILABLE"),), 0.1, 0.2)
     text = results(summarise("direct", 1, failed, 3, OBJECTIVE, is_open=False)).as_text()

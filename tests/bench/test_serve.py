@@ -37,7 +37,20 @@ def test_a_server_that_answers_too_late_is_asked_for_no_more():
 def test_a_short_run_leaves_numbers_and_a_page(tmp_path: Path):
     command = (sys.executable, "-m", "bench.serve", "--quick", "--workloads", "direct", "--batches", "1,2")
     answer = subprocess.run(
-        (*command, "--open", "none", "--seconds", "0.2", "--pictures", "2", "--json", str(tmp_path / "serve.json")),
+        (
+            *command,
+            "--open",
+            "none",
+            "--seconds",
+            "0.2",
+            "--pictures",
+            "2",
+            "--json",
+            str(tmp_path / "serve.json"),
+            "--",
+            "--ageing",
+            "5",
+        ),
         cwd=CHECKOUT,
         capture_output=True,
         text=True,
@@ -47,5 +60,7 @@ def test_a_short_run_leaves_numbers_and_a_page(tmp_path: Path):
     found = json.loads((tmp_path / "serve.json").read_text())
     assert [row["load"] for row in found["rows"]] == [1, 2]
     assert all(row["wrong_lengths"] == 0 and row["tokens_per_s"] > 0 for row in found["rows"])
+    assert found["server"]["options"] == "--ageing 5"
+    assert found["server"]["measured_with"].startswith("bench.serve --quick --workloads direct")
     assert found["client"][0]["requests_per_s"] > found["rows"][0]["requests_per_s"]
     assert (tmp_path / "serve.html").read_text().count("<svg") > 3
