@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from kestrel_client import AsyncClient, CaptionResult, DetectResult, Point, PointResult, QueryResult, SegmentResult
-from kestrel_grpc.cli.svg_path import polylines
+from kestrel_grpc.cli.pictures.svg_path import polylines
 from kestrel_grpc.config.options import ServerConfig, named_values
 from kestrel_grpc.server import Server
 from kestrel_runtime.api.config import BUILT_IN_MODEL

@@ -1,8 +1,7 @@
-"""The command `kestrel-grpc`: parses its arguments and runs one of the commands in `cli/`."""
+"""The command `kestrel-grpc`: runs a command of `cli/`, and ends quietly after Ctrl-C or a closed pipe."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -11,33 +10,26 @@ from collections.abc import Sequence
 # imported. Errors of calls are in their statuses; lines about clients are shown where an operator asks for them.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
-from kestrel_grpc import __version__
-from kestrel_grpc.cli.ask import add_client_commands
-from kestrel_grpc.cli.demo import add_demo_command
-from kestrel_grpc.cli.health import add_health_command
-from kestrel_grpc.cli.serve import add_serve_command
-from kestrel_grpc.cli.token import add_token_command
-from kestrel_grpc.cli.verify import add_verify_command
+INTERRUPTED = 130
+"""The exit status after Ctrl-C, as shells have it: 128 and the number of the signal."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status.
+    """Run one command; returns the exit status."""
+    try:
+        try:
+            # Here, because an import takes a moment, in which Ctrl-C may be pressed too.
+            from kestrel_grpc.cli.commands import run
 
-    A command imports large libraries when it runs, so that asking a server does not load those of the model.
-    """
-    parser = argparse.ArgumentParser(
-        prog="kestrel-grpc", description="A gRPC inference server for the Moondream vision-language models."
-    )
-    parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    add_serve_command(commands)
-    add_verify_command(commands)
-    add_demo_command(commands)
-    add_token_command(commands)
-    add_client_commands(commands)
-    add_health_command(commands)
-    arguments = parser.parse_args(argv)
-    return arguments.run(arguments)
+            return run(argv)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader of stdout has closed it; without this, Python reports another error when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return INTERRUPTED
 
 
 if __name__ == "__main__":

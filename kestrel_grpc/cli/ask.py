@@ -85,7 +85,7 @@ def _add_image_commands(subparsers: argparse._SubParsersAction[argparse.Argument
         parser.add_argument("image", metavar="NAME", help="the name of the image, sha256:…")
     for parser, command in ((upload, _upload), (get, _get), (delete, _delete)):
         _add_connection(parser)
-        parser.set_defaults(run=partial(_run, command))
+        parser.set_defaults(run=partial(run_with_client, command))
     for parser in (upload, get):
         parser.add_argument("--json", action="store_true", help="print all about the image as one line of JSON")
 
@@ -117,7 +117,7 @@ def _add(
         "--seed", metavar="N", type=int, help="seed of the sampling, for the same tokens every time"
     )
     parser.add_argument("--json", action="store_true", help="print the whole result as one line of JSON")
-    parser.set_defaults(run=partial(_run, command))
+    parser.set_defaults(run=partial(run_with_client, command))
     return parser
 
 
@@ -135,7 +135,23 @@ def _add_connection(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _run(command: Command, arguments: argparse.Namespace) -> int:
+def add_client_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that `run_with_client` reads."""
+    add_connection_arguments(
+        parser,
+        address=DEFAULT_ADDRESS,
+        address_help="where the server is (%(default)s)",
+        timeout_s=DEFAULT_TIMEOUT_S,
+    )
+    parser.add_argument(
+        "--token",
+        default=os.environ.get("KESTREL_GRPC_TOKEN") or None,
+        help="API token, for servers that require one (KESTREL_GRPC_TOKEN, which other users here cannot see)",
+    )
+
+
+def run_with_client(command: Command, arguments: argparse.Namespace) -> int:
+    """Run a command with a client of the server that the flags name; returns the exit status."""
     try:
         tls = tls_of(arguments)
         credentials = None if tls is None else tls.credentials()
@@ -280,7 +296,7 @@ def _draw(
     if arguments.draw is None or isinstance(image, str):
         return
     # Most calls draw nothing, and start faster without Pillow.
-    from kestrel_grpc.cli.drawing import draw, open_upright
+    from kestrel_grpc.cli.pictures.drawing import draw, open_upright
 
     draw(open_upright(image), points=points, boxes=boxes, segments=segments).save(arguments.draw, "PNG")
 

@@ -43,6 +43,8 @@ def add_demo_command(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
 def _run(arguments: argparse.Namespace) -> int:
     try:
         asyncio.run(_demonstrate(arguments.draw))
+    except BrokenPipeError:
+        raise
     except OSError as error:
         print(f"kestrel-grpc: {arguments.draw}: {error.strerror}", file=sys.stderr)
         return 1
@@ -85,7 +87,7 @@ async def _ask(client: AsyncClient, picture: bytes, target: Path) -> None:
 def _draw(
     picture: bytes, points: tuple[Point, ...], boxes: tuple[Box, ...], segments: tuple[Segment, ...], target: Path
 ) -> None:
-    from kestrel_grpc.cli.drawing import draw, open_upright
+    from kestrel_grpc.cli.pictures.drawing import draw, open_upright
 
     drawn = draw(open_upright(picture), points=points, boxes=boxes, segments=segments)
     drawn.save(target, format="PNG")

@@ -50,8 +50,10 @@ def add_serve_command(subparsers: argparse._SubParsersAction[argparse.ArgumentPa
 
 
 def _config(arguments: argparse.Namespace) -> int:
+    from kestrel_runtime.models.device_defaults import device_defaults
+
     try:
-        print(effective_values(vars(arguments), os.environ))
+        print(effective_values(vars(arguments), os.environ, device_defaults))
         for warning in environment_warnings((name for name, _ in options()), os.environ):
             complain(warning)
     except ConfigurationError as error:

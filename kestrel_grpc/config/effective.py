@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from kestrel_grpc.config.options import ServerConfig, options, settings_of
 from kestrel_grpc.config.settings import FILE_OPTION
+from kestrel_runtime.api.config import EngineConfig
+
+# Options that the engine calls otherwise.
+_FIELDS: Mapping[str, str] = MappingProxyType({"kv_pages": "num_kv_pages", "max_crops": "max_tiles_per_step"})
 
 
-def effective_values(flags: Mapping[str, str | None], environment: Mapping[str, str]) -> str:
-    """Every option as a line of the file, with where it came from. Raises `ConfigurationError` as parsing does."""
+def effective_values(
+    flags: Mapping[str, str | None],
+    environment: Mapping[str, str],
+    defaults_of: Callable[[EngineConfig], Mapping[str, str]] = lambda config: {},
+) -> str:
+    """Every option as a line of the file, with where it came from. Raises `ConfigurationError` as parsing does.
+
+    `defaults_of` says what settings come to that depend on the device, by field of `EngineConfig`.
+    """
     config = ServerConfig.parse(flags, environment)
+    here = defaults_of(config.engine_config())
     settings = settings_of(flags, environment, [])
     lines: list[str] = []
     for name, option in options():
@@ -21,6 +34,8 @@ def effective_values(flags: Mapping[str, str | None], environment: Mapping[str, 
         if value is None or name == FILE_OPTION:
             line = f"# {line}"
         source = settings[name].source if name in settings else "default"
+        found = here.get(_FIELDS.get(name, name))
+        source += "" if found is None else f"; here {found}"
         lines.append(f"{line:<47} # {source}")
     return "\n".join(lines)
 

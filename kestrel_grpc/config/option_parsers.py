@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+_BYTES: Mapping[str | None, int] = MappingProxyType({None: 1, "K": 2**10, "M": 2**20, "G": 2**30})
+_SECONDS: Mapping[str, float] = MappingProxyType({"s": 1.0, "m": 60.0, "h": 3600.0})
 
 
 def whole_number(minimum: int, maximum: int = 2**31 - 1) -> Callable[[str], int]:
@@ -18,14 +22,30 @@ def whole_number(minimum: int, maximum: int = 2**31 - 1) -> Callable[[str], int]
     return parse
 
 
+def byte_count(minimum: int, maximum: int = 2**31 - 1) -> Callable[[str], int]:
+    """Parses a number of bytes within bounds: `1048576`, `1024K`, `1M` or `1MiB`."""
+
+    def parse(text: str) -> int:
+        found = re.fullmatch(r"([0-9]+)(?:([KMG])(?:iB)?)?", text)
+        value = -1 if found is None else int(found[1]) * _BYTES[found[2]]
+        if not minimum <= value <= maximum:
+            raise ValueError(
+                f"must be a number of bytes from {minimum} to {maximum}, and may end in K, M or G (powers of 1024)"
+            )
+        return value
+
+    return parse
+
+
 def positive_seconds(text: str) -> float:
-    """Parses a duration of zero or more seconds, at most a day."""
+    """Parses a duration of zero or more seconds, at most a day: `90`, `90s` or `1.5m`."""
+    number, factor = (text[:-1], _SECONDS[text[-1]]) if text[-1:] in _SECONDS else (text, 1.0)
     try:
-        value = float(text)
+        value = float(number) * factor
     except ValueError:
         value = -1.0
     if not 0.0 <= value <= 86_400.0:
-        raise ValueError("must be a number of seconds from 0 to 86400")
+        raise ValueError("must be a number of seconds from 0 to 86400, or one that ends in s, m or h")
     return value
 
 

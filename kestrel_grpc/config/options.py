@@ -16,6 +16,7 @@ from typing import Any
 from kestrel_grpc.config.contradictions import contradictions
 from kestrel_grpc.config.environment import security_problems
 from kestrel_grpc.config.option_parsers import (
+    byte_count,
     fraction,
     names,
     on_or_off,
@@ -223,7 +224,7 @@ class ServerConfig:
     )
     max_queue_image_bytes: int = _option(
         _ENGINE.max_queued_image_bytes,
-        whole_number(1),
+        byte_count(1),
         "total size of the images of waiting requests",
         unit="bytes",
     )
@@ -239,10 +240,10 @@ class ServerConfig:
         "seconds of waiting per priority boost",
         unit="seconds",
     )
-    max_message_bytes: int = _option(48 * MIB, whole_number(1), "largest message received", unit="bytes")
+    max_message_bytes: int = _option(48 * MIB, byte_count(1), "largest message received", unit="bytes")
     max_receiving_bytes: int = _option(
         384 * MIB,
-        whole_number(1),
+        byte_count(1),
         "memory for messages that are being received, each counted as the largest; more memory admits more slow"
         " senders at a time",
         unit="bytes",
@@ -253,13 +254,13 @@ class ServerConfig:
         "how long the message of a call may take to arrive; then the call ends with DEADLINE_EXCEEDED",
         unit="seconds",
     )
-    max_image_bytes: int = _option(_ENGINE.max_image_bytes, whole_number(1), "largest encoded image", unit="bytes")
+    max_image_bytes: int = _option(_ENGINE.max_image_bytes, byte_count(1), "largest encoded image", unit="bytes")
     max_image_pixels: int = _option(
         _ENGINE.max_image_pixels, whole_number(1), "largest image, width times height", unit="pixels"
     )
     max_decoded_image_bytes: int | None = _option(
         None,
-        whole_number(MIB),
+        byte_count(MIB),
         "memory of all images from their decoding to the end of their requests; the decoding of one image may take"
         " three quarters of it, and at most 512 MiB",
         unit="bytes",
@@ -276,13 +277,13 @@ class ServerConfig:
     )
     max_stored_image_bytes: int = _option(
         256 * MIB,
-        whole_number(0),
+        byte_count(0),
         "memory for images that callers store in the server by `ImageService`; 0 switches it off",
         unit="bytes",
     )
     image_quota_bytes: int | None = _option(
         None,
-        whole_number(1),
+        byte_count(1),
         "most bytes of stored images for each token, or for each namespace that tokens share",
         unit="bytes",
         default_text="half of --max-stored-image-bytes with --tokens, else all of it",

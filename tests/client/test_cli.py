@@ -15,7 +15,7 @@ from google.rpc import code_pb2, error_details_pb2
 from PIL import Image
 
 from kestrel_grpc.cli.ask import add_client_commands
-from kestrel_grpc.cli.drawing import COLOURS
+from kestrel_grpc.cli.pictures.drawing import COLOURS
 from tests.client import canned
 from tests.client.canned import CannedVision
 

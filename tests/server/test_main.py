@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 
@@ -9,7 +10,7 @@ import pytest
 
 from kestrel_grpc import __version__
 from kestrel_grpc.__main__ import main
-from tests.reference_fixtures import MD3_SMALL
+from tests.reference_fixtures import CHECKOUT, MD3_SMALL
 from tests.server.serving import serving
 
 
@@ -57,7 +58,63 @@ def test_no_command_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
     assert "COMMAND" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["serve", "verify", "query", "caption", "point", "detect", "segment"])
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["serve", "--prot", "1"], "--prot: is no option of serve; did you mean --port?"),
+        (["serve", "--max-quue=1"], "--max-quue: is no option of serve; did you mean --max-queue?"),
+        (["query", "-", "q", "--tokn", "x"], "--tokn: is no option of query; did you mean --token?"),
+        (["sevre"], "sevre: is no command; did you mean serve?"),
+        (["config", "--zzzzzz"], "--zzzzzz: is no option of config"),
+    ],
+)
+def test_a_mistyped_word_is_told_with_what_was_meant(
+    words: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert capsys.readouterr().err.splitlines()[0] == f"kestrel-grpc: {line}"
+
+
+@pytest.mark.parametrize("command", ["config", "serve --help", "--help"])
+def test_a_reader_who_closes_the_pipe_sees_no_error(command: str) -> None:
+    program = f"{sys.executable} -m kestrel_grpc {command} | head -1"
+    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=False)
+    assert (done.stdout.count("\n"), done.stderr) == (1, "")
+
+
+@pytest.mark.parametrize("module", ["kestrel_grpc.cli.commands", "torch", "kestrel_runtime.engine.engine"])
+def test_an_interrupt_while_a_library_is_being_imported_ends_quietly(module: str) -> None:
+    """The import of a module presses Ctrl-C."""
+    code = (
+        "import os, signal, sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == sys.argv[1]: os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "from kestrel_grpc.__main__ import main\n"
+        "sys.exit(main(['demo', '--draw', os.devnull]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, module], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
+@pytest.mark.parametrize("command", ["demo", "serve --port 0", "verify tests/golden/md3-small"])
+def test_an_interrupt_of_a_command_ends_quietly(command: str) -> None:
+    words = [sys.executable, "-m", "kestrel_grpc", *command.split()]
+    with subprocess.Popen(
+        words, cwd=CHECKOUT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()  # it has begun
+        process.send_signal(signal.SIGINT)
+        errors = process.stderr.read()
+    assert process.returncode in (0, 130)
+    assert "Traceback" not in errors
+    assert "Exception" not in errors
+
+
+@pytest.mark.parametrize("command", ["serve", "verify", "query", "segment", "info", "models", "load"])
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main([command, "--help"])

@@ -94,6 +94,7 @@ class EngineService:
             server_version=__version__,
             instance_id=instance_id,
             capabilities=capabilities,
+            model=info.model,
             limits=wire.Limits(
                 max_message_bytes=max_message_bytes,
                 max_image_bytes=config.max_image_bytes,

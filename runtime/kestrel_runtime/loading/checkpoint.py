@@ -69,7 +69,9 @@ def find_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
         if revision is not None:
             raise CheckpointError(f"{model} is a local path: a revision goes with a hub name only")
         return _local_checkpoint(path)
-    if model == BUILT_IN_MODEL and revision is None:
+    if model == BUILT_IN_MODEL:
+        if revision is not None:
+            raise CheckpointError(f"{model} is the built-in model, which has no revisions: leave out --revision")
         return replace(_local_checkpoint(Path(__file__).parents[1] / "nano"), name=BUILT_IN_MODEL)
     repository, pinned = PUBLISHED_REPOSITORIES.get(model, (model, None))
     if not _HUB_NAME.fullmatch(repository):

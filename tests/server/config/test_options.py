@@ -193,6 +193,40 @@ def test_effective_values_name_their_sources_and_make_a_file(tmp_path: Path) -> 
     assert (read.port, read.max_queue, read.page_size, read.revision) == (2, 3, 8, 'a "b"')
 
 
+def test_effective_values_say_what_the_device_decides() -> None:
+    lines = effective_values({"max_queue": "1"}, {}, lambda config: {"device": "cpu", "num_kv_pages": "unknown"})
+    sources = dict(re.findall(r"^(?:# )?(\w+) = .*? # (.*)$", lines, re.MULTILINE))
+    assert sources["device"] == "default; here cpu"
+    assert sources["kv_pages"] == "default; here unknown"
+    assert sources["max_queue"] == "--max-queue"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("max_image_bytes", "100M", 100 * 2**20),
+        ("max_image_bytes", "100MiB", 100 * 2**20),
+        ("max_message_bytes", "1G", 2**30),
+        ("max_queue_image_bytes", "512K", 2**19),
+        ("drain_timeout", "90s", 90.0),
+        ("drain_timeout", "1.5m", 90.0),
+        ("image_ttl", "2h", 7200.0),
+    ],
+)
+def test_sizes_and_durations_take_units(name: str, text: str, value: float) -> None:
+    assert dict(options())[name].parse(text) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("max_image_bytes", text) for text in ("100MB", "M", "1.5M", "-1M", "9G", "100 M", "100m")]
+    + [("drain_timeout", text) for text in ("s", "25h", "1d", "-1s", "nans")],
+)
+def test_a_unit_that_is_ambiguous_or_too_much_is_refused(name: str, text: str) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        dict(options())[name].parse(text)
+
+
 def test_default_of_each_option_parses_to_itself() -> None:
     """What the table shows as a default can be written as a value."""
     for item in fields(ServerConfig):

@@ -7,7 +7,7 @@ import io
 from PIL import Image
 
 from kestrel_client import Box, Point, Segment
-from kestrel_grpc.cli.drawing import COLOURS, draw, open_upright
+from kestrel_grpc.cli.pictures.drawing import COLOURS, draw, open_upright
 
 WHITE = (255, 255, 255)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from kestrel_client import Box, Point, Segment
-from kestrel_grpc.cli.svg_path import polylines
+from kestrel_grpc.cli.pictures.svg_path import polylines
 
 Colour = tuple[int, int, int]
 Pixel = tuple[float, float]

@@ -1,0 +1,65 @@
+"""All commands: parses the arguments, runs the command, and says what a mistyped word may have meant."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Collection, Iterator, Sequence
+
+from kestrel_grpc import __version__
+from kestrel_grpc.cli.ask import add_client_commands
+from kestrel_grpc.cli.demo import add_demo_command
+from kestrel_grpc.cli.health import add_health_command
+from kestrel_grpc.cli.problems import complain
+from kestrel_grpc.cli.serve import add_serve_command
+from kestrel_grpc.cli.status import add_status_commands
+from kestrel_grpc.cli.token import add_token_command
+from kestrel_grpc.cli.verify import add_verify_command
+
+_MISUSED = 2
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status.
+
+    A command imports large libraries when it runs, so that asking a server does not load those of the model.
+    """
+    parser = argparse.ArgumentParser(
+        prog="kestrel-grpc", description="A gRPC inference server for the Moondream vision-language models."
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
+    for add in (
+        *(add_serve_command, add_verify_command, add_demo_command, add_token_command),
+        *(add_client_commands, add_status_commands, add_health_command),
+    ):
+        add(commands)
+    words = sys.argv[1:] if argv is None else list(argv)
+    if words and not words[0].startswith("-") and words[0] not in commands.choices:
+        complain(f"{words[0]}: is no command{_meant(words[0], commands.choices)}")
+        return _MISUSED
+    arguments, unknown = parser.parse_known_args(words)
+    if unknown:
+        flags = set(_flags_of(commands.choices[arguments.command]))
+        for word in unknown:
+            name = word.partition("=")[0]
+            kind = "option" if word.startswith("-") else "argument"
+            complain(f"{name}: is no {kind} of {arguments.command}{_meant(name, flags)}")
+        return _MISUSED
+    return arguments.run(arguments)
+
+
+def _flags_of(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """The flags of a command and of its actions, without those that are only there to be refused."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for inner in action.choices.values():
+                yield from _flags_of(inner)
+        elif action.help is not argparse.SUPPRESS:
+            yield from action.option_strings
+
+
+def _meant(word: str, words: Collection[str]) -> str:
+    close = difflib.get_close_matches(word, words, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
