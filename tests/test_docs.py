@@ -1,0 +1,49 @@
+"""The documentation: links lead somewhere, and generated tables are those of the code."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from kestrel_grpc.wire.errors import markdown_table
+from tests.reference_fixtures import CHECKOUT
+
+PAGES = [
+    CHECKOUT / "README.md",
+    CHECKOUT / "clients" / "python" / "README.md",
+    *sorted((CHECKOUT / "docs").glob("*.md")),
+]
+
+
+def anchors(page: Path) -> set[str]:
+    """What links to headings are made of: words in lower case, joined by hyphens."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(CHECKOUT).as_posix())
+def test_every_link_leads_somewhere(page: Path):
+    broken: list[str] = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if link.startswith(("http:", "https:")):
+            continue
+        name, _, anchor = link.partition("#")
+        target = page if not name else page.parent / name
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    assert broken == []
+
+
+def test_the_reasons_of_errors_are_those_of_the_table():
+    page = (CHECKOUT / "docs" / "errors.md").read_text(encoding="utf-8")
+    found = re.search(r"<!-- errors -->\n(.*?)\n<!-- /errors -->", page, re.DOTALL)
+    assert found is not None
+    assert found[1] == markdown_table(), "write what `python -m kestrel_grpc.wire.errors` prints there"
+
+
+def test_operation_has_an_entry_for_each_of_its_parts():
+    page = CHECKOUT / "docs" / "operation.md"
+    text = page.read_text(encoding="utf-8")
+    assert set(re.findall(r"\]\(#([\w-]+)\)", text)) == anchors(page) - {"operation"}
