@@ -33,7 +33,8 @@ _STYLE = """
 body { font: 14px/1.45 system-ui, sans-serif; max-width: 1480px; margin: 24px auto; padding: 0 16px; color: #111; }
 h1 { font-size: 22px; } h2 { font-size: 17px; margin-top: 32px; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: 3px 8px; text-align: right; border-bottom: 1px solid #e3e3e3; vertical-align: bottom; }
+table { font-size: 13px; } td { white-space: nowrap; }
+th, td { padding: 3px 5px; text-align: right; border-bottom: 1px solid #e3e3e3; vertical-align: bottom; }
 th:first-child, td:first-child { text-align: left; }
 .wide { overflow-x: auto; } .plots { display: flex; flex-wrap: wrap; gap: 16px; } .plots svg { max-width: 100%; }
 p.note { color: #555; max-width: 75ch; }

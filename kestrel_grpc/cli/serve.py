@@ -16,6 +16,7 @@ from kestrel_grpc.cli.problems import complain, refuse
 from kestrel_grpc.config.effective import effective_values
 from kestrel_grpc.config.environment import environment_warnings
 from kestrel_grpc.config.options import ConfigurationError, ServerConfig, add_serve_arguments, options
+from kestrel_grpc.config.precision import precision_line
 from kestrel_grpc.process_end import end_now, end_within
 from kestrel_grpc.telemetry.logs import set_up_logging
 
@@ -69,6 +70,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     set_up_logging(config.log_level, line_format=config.log_format)
     for warning in environment_warnings((name for name, _ in options()), os.environ):
         _log.warning("%s", warning)
+    _log.info("%s", precision_line(config.expert_engine_config(), config.precision))
     from kestrel_grpc.access.tls import CertificateError
     from kestrel_grpc.access.tokens import TokenFileError
     from kestrel_grpc.images.image_uris import RemoteImagesUnavailable

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from kestrel_grpc.config.options import ServerConfig, options, settings_of
+from kestrel_grpc.config.precision import PRECISIONS
 from kestrel_grpc.config.settings import FILE_OPTION
 from kestrel_runtime.api.config import EngineConfig
 
@@ -25,7 +26,8 @@ def effective_values(
     `defaults_of` says what settings come to that depend on the device, by field of `EngineConfig`.
     """
     config = ServerConfig.parse(flags, environment)
-    here = defaults_of(config.engine_config())
+    engine = config.engine_config()
+    here = {**PRECISIONS[config.precision], **defaults_of(engine)}
     settings = settings_of(flags, environment, [])
     lines: list[str] = []
     for name, option in options():
@@ -35,7 +37,7 @@ def effective_values(
             line = f"# {line}"
         source = settings[name].source if name in settings else "default"
         found = here.get(_FIELDS.get(name, name))
-        source += "" if found is None else f"; here {found}"
+        source += "" if found is None or value not in (None, "auto") else f"; here {found}"
         lines.append(f"{line:<47} # {source}")
     return "\n".join(lines)
 

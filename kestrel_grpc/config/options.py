@@ -28,6 +28,7 @@ from kestrel_grpc.config.option_parsers import (
     some_text,
     whole_number,
 )
+from kestrel_grpc.config.precision import PRECISIONS, with_precision
 from kestrel_grpc.config.settings import (
     REPLACED,
     Setting,
@@ -82,6 +83,12 @@ class ServerConfig:
     )
     revision: str | None = _option(None, some_text, "revision of a hub model", default_text="the published one")
     device: str = _option("auto", one_of("auto", "cpu", "cuda"), "where the model runs: auto, cpu or cuda")
+    precision: str = _option(
+        "auto",
+        one_of(*PRECISIONS),
+        "number format of everything: float32, bfloat16, float8 (weights, images and key-value cache), or auto: "
+        "bfloat16 on a GPU, else float32; `--dtype`, `--text-path`, `--vision-path` and `--kv-dtype` override it",
+    )
     dtype: str = _option(
         "auto",
         one_of("auto", "float32", "bfloat16", "float16"),
@@ -397,6 +404,10 @@ class ServerConfig:
 
     def engine_config(self) -> EngineConfig:
         """The options of the engine."""
+        return with_precision(self.expert_engine_config(), self.precision)
+
+    def expert_engine_config(self) -> EngineConfig:
+        """The same without `precision`."""
         return EngineConfig(
             model=self.model,
             revision=self.revision,
