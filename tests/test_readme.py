@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -78,12 +80,39 @@ def test_examples_of_stored_images_run_as_written(address, tmp_path):
 
 
 def test_command_line_examples_run_as_written(address, tmp_path):
-    (block,) = blocks("sh", "kestrel-grpc query")
+    (block,) = blocks("sh", "kestrel-grpc caption")
     drawing = tmp_path / "demo.png"
     for line in block.splitlines():
         command = line.replace("demo.png", str(drawing)) + f" --address {address}"
         assert run(["bash", "-euc", command], address)
     assert drawing.stat().st_size > 0
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl, which makes the certificate")
+def test_the_example_with_a_token_and_a_certificate_runs_as_written(tmp_path):
+    (serve,), (ask,) = blocks("sh", "openssl req"), blocks("sh", "export KESTREL_GRPC_TOKEN")
+    for name in (".venv", "kestrel_grpc"):
+        (tmp_path / name).mkdir()
+    (tmp_path / ".venv" / "bin").symlink_to(Path(sys.executable).parent)
+    (tmp_path / "kestrel_grpc" / "demo_picture.png").write_bytes(
+        (CHECKOUT / "kestrel_grpc" / "demo_picture.png").read_bytes()
+    )
+    # A shell ends with its last command, so that the signal reaches the server itself.
+    script = re.sub(r"(?m)^(\S+kestrel-grpc serve)", r"exec \1 --port 0", serve)
+    with subprocess.Popen(
+        ["bash", "-euc", script], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as server:
+        try:
+            assert server.stdout is not None
+            found = re.search(r" on \S+:(\d+) ", server.stdout.readline())
+            assert found is not None
+            command = f"{ask.rstrip()} --address localhost:{found[1]}"
+            asked = subprocess.run(
+                ["bash", "-euc", command], cwd=tmp_path, capture_output=True, text=True, check=False
+            )
+        finally:
+            server.terminate()
+    assert (asked.stdout, asked.stderr) == ("yellow\n", "")
 
 
 def test_table_of_options_is_that_of_the_server():
