@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import sys
 import time
 from collections.abc import Sequence
@@ -219,6 +220,8 @@ async def _rest(server: WatchedServer, level: Rest | None) -> Rest:
     last: tuple[int, ...] = ()
     num_equal = 0
     while True:
+        # A cancelled call of a closed client keeps its connection open until it is collected.
+        gc.collect()
         vitals = await asyncio.to_thread(server.vitals)
         now = (vitals.num_descriptors, vitals.num_threads, vitals.num_used_pages)
         num_equal = num_equal + 1 if now == last else 0
