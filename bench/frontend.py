@@ -35,6 +35,8 @@ import grpc
 import uvloop
 
 from bench.harness.http_load import HttpLoad, bare_http_server, drive, http_loads
+from bench.harness.triton_load import TritonLoad, bare_service, triton_loads
+from bench.harness.triton_load import drive as drive_triton
 from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_client.v1.vision_service_pb2_grpc import add_VisionServiceServicer_to_server
 from kestrel_grpc.allocator import return_free_memory, set_apart_what_stays
@@ -232,6 +234,9 @@ async def serve_bare(pipe: Connection) -> None:
     """The yardstick of gRPC."""
     server = grpc.aio.server(options=(("grpc.max_receive_message_length", 64 * 2**20),))
     add_VisionServiceServicer_to_server(BareServicer(), server)
+    found = POINT_EVENTS[-1]
+    assert isinstance(found, Finished)
+    server.add_generic_rpc_handlers((bare_service(EVENTS, found),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     await answer(pipe, port)
@@ -335,11 +340,13 @@ class Reading:
     server_cpu_us: float
 
 
-async def measure(target: Target, workload: Workload | HttpLoad, duration_s: float) -> Reading:
+async def measure(target: Target, workload: Workload | HttpLoad | TritonLoad, duration_s: float) -> Reading:
     """Keep `num_in_flight` calls running for a while."""
     started, cpu_s = time.perf_counter(), target.cpu_s()
     if isinstance(workload, HttpLoad):
         count = await drive(target.address, workload, duration_s)
+    elif isinstance(workload, TritonLoad):
+        count = await drive_triton(target.channel, workload, duration_s)
     else:
         count = await drive_grpc(target, workload, duration_s)
     elapsed_s, cpu_s = time.perf_counter() - started, target.cpu_s() - cpu_s
@@ -371,7 +378,7 @@ async def drive_grpc(target: Target, workload: Workload, duration_s: float) -> i
 
 
 async def compare(
-    workload: Workload | HttpLoad, ours: Target, bare: Target, rounds: int, duration_s: float
+    workload: Workload | HttpLoad | TritonLoad, ours: Target, bare: Target, rounds: int, duration_s: float
 ) -> dict[str, Any]:
     """Alternate between the two; a short round of each goes before to warm up."""
     readings: dict[str, list[Reading]] = {"ours": [], "bare": []}
@@ -407,6 +414,7 @@ async def run(rounds: int, duration_s: float) -> list[dict[str, Any]]:
                 for target in targets
                 for workload in WORKLOADS
             ],
+            *[await compare(load, targets[0], bare, rounds, duration_s) for load in triton_loads(NUM_DELTAS)],
             *[await compare(load, over_http, bare_http, rounds, duration_s) for load in http_loads()],
         ]
     finally:

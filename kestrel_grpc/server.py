@@ -19,9 +19,8 @@ from kestrel_grpc.frontends.grpc.frontend import GrpcFrontend
 from kestrel_grpc.frontends.http.frontend import HttpFrontend
 from kestrel_grpc.frontends.openai.service import OpenAiService
 from kestrel_grpc.frontends.rest.service import RestService
-from kestrel_grpc.frontends.triton.inference import Inference
-from kestrel_grpc.frontends.triton.management import EXTENSIONS, Management, Probes
 from kestrel_grpc.frontends.triton.service import TritonService
+from kestrel_grpc.frontends.triton.shared_memory import SharedMemory
 from kestrel_grpc.images.image_store import ImageStore
 from kestrel_grpc.images.image_uris import ImageSource, NoRemoteImages, RemoteImagesUnavailable
 from kestrel_grpc.images.intake import ImageIntake
@@ -80,6 +79,7 @@ class Server:
         )
         self._maintenance = None if at_rest is None else Maintenance(engine, at_rest)
         self._images = images or _images(config)
+        self._triton = self._triton_service() if config.triton else None
         self._groups = CallGroups(engine, config, self._access, self._observers())
         certificate = _certificate(config)
         self._frontend = GrpcFrontend(
@@ -91,7 +91,7 @@ class Server:
             self._images,
             self._store,
             certificate,
-            (self._triton(),) if config.triton else (),
+            () if self._triton is None else (self._triton,),
             instance_id=self.instance_id,
         )
         self._http = None if config.http_port is None else self._http_frontend(certificate)
@@ -101,6 +101,11 @@ class Server:
     def port(self) -> int | None:
         """The port that is listened on; None before `start`."""
         return self._frontend.port
+
+    @property
+    def triton_port(self) -> int | None:
+        """The second port of gRPC; None where there is none, and before `start`."""
+        return self._frontend.triton_port
 
     @property
     def admin_port(self) -> int | None:
@@ -139,6 +144,8 @@ class Server:
         info = self._engine.info
         address = address_of(config.host, self.port or 0)
         announce(f"kestrel-grpc serves {info.model} on {address} ({info.device}, {info.dtype})")
+        if self.triton_port is not None:
+            _log.info("gRPC is served on %s as well", address_of(config.host, self.triton_port))
         if config.unix_socket is not None:
             _log.info("listening on the socket %s", config.unix_socket)
         if self.http_port is not None:
@@ -199,6 +206,8 @@ class Server:
                 await self._groups.ended()
         await self._close_frontends()
         await self._images.close()
+        if self._triton is not None:
+            self._triton.close()
         for watch in self._watches:
             watch.cancel()
         if self._maintenance is not None:
@@ -227,11 +236,14 @@ class Server:
     async def _close_frontends(self) -> None:
         await asyncio.gather(self._frontend.close(), *(() if self._http is None else (self._http.close(),)))
 
-    def _triton(self) -> TritonService:
-        served = self._engine.info.model
-        inference = Inference(Submission(self._engine, self._images), self._groups.inference, served)
-        management = Management(self._readiness, served, EXTENSIONS)
-        return TritonService(inference, Probes(self._readiness, served), management, self._groups)
+    def _triton_service(self) -> TritonService:
+        config, info = self._config, self._engine.info
+        memory = SharedMemory(
+            config.triton_shared_memory,
+            info.config.max_image_bytes,
+            None if config.tokens is None else self._access.namespaces,
+        )
+        return TritonService(Submission(self._engine, self._images), self._readiness, memory, info.model)
 
     def _http_frontend(self, certificate: CertificateFiles | None) -> HttpFrontend:
         info = self._engine.info
@@ -254,7 +266,8 @@ class Server:
 
     def _observers(self) -> Sequence[Observer]:
         at_rest = () if self._maintenance is None else (self._maintenance.note,)
-        return (*self._telemetry.observers, *at_rest, log_call)
+        statistics = () if self._triton is None else (self._triton.record,)
+        return (*self._telemetry.observers, *at_rest, *statistics, log_call)
 
     def _death(self) -> asyncio.Future[None]:
         """Done when the engine dies."""
@@ -299,8 +312,9 @@ def require_usable(config: ServerConfig) -> None:
     _certificate(config)
     _images(config)
     require_free_port(config.host, config.port)
-    if config.http_port is not None:
-        require_free_port(config.host, config.http_port)
+    for port in (config.http_port, config.triton_port):
+        if port is not None:
+            require_free_port(config.host, port)
     if config.unix_socket is not None:
         require_free_socket(Path(config.unix_socket))
     for host, port in ((config.admin_host, config.admin_port), (config.metrics_host, config.metrics_port)):

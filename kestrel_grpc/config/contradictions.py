@@ -22,6 +22,9 @@ def contradictions(config: ServerConfig) -> Iterator[str]:
         yield "--max-receiving-bytes: must be at least --max-message-bytes"
     if config.reflection == "token" and config.tokens is None:
         yield "--reflection token: needs --tokens"
+    for name in ("triton_port", "triton_shared_memory"):
+        if getattr(config, name) is not None and not config.triton:
+            yield f"{flag_name(name)}: needs --triton"
     for name in ("http_hosts", "http_origins"):
         if getattr(config, name) is not None and config.http_port is None:
             yield f"{flag_name(name)}: needs --http-port"

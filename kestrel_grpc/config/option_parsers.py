@@ -73,6 +73,14 @@ def on_or_off(text: str) -> bool:
     return one_of("on", "off")(text) == "on"
 
 
+def name_prefix(text: str) -> str:
+    """Parses what names of shared memory objects begin with, with or without the slash before them."""
+    prefix = text.removeprefix("/")
+    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", prefix) is None:
+        raise ValueError("must be letters, digits, dots, hyphens and underscores, beginning with a letter or digit")
+    return prefix
+
+
 def fraction(text: str) -> float:
     """Parses a fraction: above 0, at most 1."""
     try:

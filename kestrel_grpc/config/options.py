@@ -18,6 +18,7 @@ from kestrel_grpc.config.environment import security_problems
 from kestrel_grpc.config.option_parsers import (
     byte_count,
     fraction,
+    name_prefix,
     names,
     on_or_off,
     one_of,
@@ -129,6 +130,18 @@ class ServerConfig:
         on_or_off,
         "whether clients of NVIDIA Triton and KServe v2 are served, on the gRPC port: on or off",
         default_text="on",
+    )
+    triton_port: int | None = _option(
+        None,
+        whole_number(0, 65_535),
+        "second port for gRPC, on the same address, such as 8001, as clients of Triton expect; 0 takes a free one",
+        default_text="none",
+    )
+    triton_shared_memory: str | None = _option(
+        None,
+        name_prefix,
+        "what names of shared memory objects must begin with, so that callers on this machine may put inputs there",
+        default_text="none; no shared memory",
     )
     unix_socket: str | None = _option(
         None, some_text, "path of a Unix socket to listen on as well, without encryption", default_text="none"

@@ -65,6 +65,24 @@ class Unsupported(Exception):
         self.description = description
 
 
+class ResourceMissing(Exception):
+    """A caller names something that it does not have; `kind` says what it is."""
+
+    def __init__(self, kind: str, name: str) -> None:
+        super().__init__(kind, name)
+        self.kind = kind
+        self.name = name
+
+
+class ResourceExists(Exception):
+    """A caller makes something that it has already."""
+
+    def __init__(self, kind: str, name: str) -> None:
+        super().__init__(kind, name)
+        self.kind = kind
+        self.name = name
+
+
 class MethodUnknown(Exception):
     """No method has this name. `allowed` lists the verbs that the path takes instead; empty where there is none."""
 
@@ -81,6 +99,7 @@ class Code(Enum):
     INVALID_ARGUMENT = 3
     DEADLINE_EXCEEDED = 4
     NOT_FOUND = 5
+    ALREADY_EXISTS = 6
     PERMISSION_DENIED = 7
     RESOURCE_EXHAUSTED = 8
     FAILED_PRECONDITION = 9
@@ -384,6 +403,21 @@ ERRORS = (
         503,
         lambda error: "the stream waited for its next request, and other streams needed its place; open a new one",
         retry_after_s=lambda error: _RETRY_ELSEWHERE_S,
+    ),
+    ErrorRow(
+        ResourceExists,
+        "RESOURCE_EXISTS",
+        Code.ALREADY_EXISTS,
+        409,
+        lambda error: f"{error.kind} {error.name[:MAX_ECHO_CHARS]!r} exists already",
+    ),
+    ErrorRow(
+        ResourceMissing,
+        "RESOURCE_MISSING",
+        Code.NOT_FOUND,
+        404,
+        lambda error: f"there is no {error.kind} {error.name[:MAX_ECHO_CHARS]!r}",
+        lambda error: (MissingResource(error.kind, error.name[:MAX_ECHO_CHARS]),),
     ),
     ErrorRow(Unsupported, "UNSUPPORTED", Code.UNIMPLEMENTED, 501, lambda error: error.description),
     ErrorRow(

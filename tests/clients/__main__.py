@@ -49,6 +49,7 @@ CLIENTS = (
     Client("openai-node", "openai_node.mjs", ("openai@6",)),
     # Without its dependencies: one of them is a closed engine, which this client does not need for HTTP.
     Client("moondream", "moondream_python.py", ("--no-deps", "moondream>=2.6", "pillow>=11")),
+    Client("triton", "triton_python.py", ("tritonclient[grpc]>=2.60,<3",)),
 )
 
 
@@ -57,7 +58,8 @@ def main() -> int:
     names = sys.argv[1:] or [client.name for client in CLIENTS]
     chosen = [client for client in CLIENTS if client.name in names]
     num_failed = 0
-    with tempfile.TemporaryDirectory() as folder, server(Path(folder)) as facts:
+    with tempfile.TemporaryDirectory() as folder, server(Path(folder)) as facts, serving(1) as (announced,):
+        facts["open"] = address_in(announced)  # it asks for no tokens
         for client in chosen:
             print(f"== {client.name}", flush=True)
             done = subprocess.run([*command(client), json.dumps(facts)], check=False, timeout=300)
@@ -79,17 +81,27 @@ def server(folder: Path) -> Iterator[dict[str, str]]:
         lines.append(f'{name} = {{ sha256 = "{digest}", scopes = {scopes}{limits} }}\n')
     tokens = folder / "tokens.toml"
     tokens.write_text("".join(lines))
-    options = ("--port", "0", "--http-port", "0", "--log-level", "error", "--tokens", str(tokens))
-    serve = (sys.executable, "-m", "kestrel_grpc", "serve", *options)
+    options = ("--http-port", "0", "--tokens", str(tokens), "--triton-shared-memory", "kestrel-")
+    with serving(2, *options) as (grpc, http):
+        yield {**facts, "grpc": address_in(grpc), "http": f"http://{address_in(http)}"}
+
+
+@contextmanager
+def serving(num_lines: int, *options: str) -> Iterator[list[str]]:
+    """A server in a process of its own, and the lines that it prints when it listens."""
+    serve = (sys.executable, "-m", "kestrel_grpc", "serve", "--port", "0", "--log-level", "error", *options)
     with subprocess.Popen(serve, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
-            facts["grpc"] = process.stdout.readline().split(" on ")[1].split()[0]
-            facts["http"] = "http://" + process.stdout.readline().split(" on ")[1].split()[0]
-            yield facts
+            yield [process.stdout.readline() for _ in range(num_lines)]
         finally:
             process.terminate()
     assert process.returncode == 0, "the server did not end as told"
+
+
+def address_in(line: str) -> str:
+    """Where a server listens, from a line that it prints."""
+    return line.split(" on ")[1].split()[0]
 
 
 def command(client: Client) -> Sequence[str]:

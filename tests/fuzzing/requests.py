@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
+from urllib.parse import quote
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
@@ -16,7 +17,7 @@ from kestrel_grpc.frontends.grpc import parsing
 from kestrel_grpc.frontends.grpc.images import parsing as image_parsing
 from kestrel_grpc.frontends.grpc.status import trailing_metadata
 from kestrel_grpc.images.image_uris import allowed_target, parse_hosts
-from kestrel_grpc.wire.errors import describe
+from kestrel_grpc.wire.errors import CallFailure, describe
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.errors import InvalidRequest
 from kestrel_runtime.api.requests import Request
@@ -94,17 +95,27 @@ def parse(method: str, data: bytes) -> str:
             return "understood"
         if message.image.WhichOneof("source") == "uri":
             allowed_target(message.image.uri, _HOSTS)
-        _preprocessor().prepare(request, SequenceClock(submitted=0.0))
+        prepare(request)
     except InvalidRequest as error:
-        return _told(error)
+        return told(error)
     return "prepared"
 
 
-def _told(error: InvalidRequest) -> str:
-    assert error.violations
-    failure = describe(error)
-    assert failure.reason in REASONS, failure.reason
-    trailers = trailing_metadata(failure, "a-request")
+def prepare(request: Request) -> None:
+    """Take a request as far as the engine's queue. Raises `InvalidRequest`."""
+    _preprocessor().prepare(request, SequenceClock(submitted=0.0))
+
+
+def told(
+    error: Exception,
+    express: Callable[[CallFailure], CallFailure] = lambda failure: failure,
+    more_reasons: frozenset[str] = frozenset(),
+) -> str:
+    """The reason that a caller is told for an error, in its frontend's words; checks that the status is small."""
+    assert not isinstance(error, InvalidRequest) or error.violations
+    failure = express(describe(error))
+    assert failure.reason in REASONS | more_reasons, failure.reason
+    trailers = (*trailing_metadata(failure, "a-request"), ("grpc-message", quote(failure.message)))
     assert sum(len(key) + len(value) for key, value in trailers) < _MAX_TRAILER_BYTES
     return failure.reason
 

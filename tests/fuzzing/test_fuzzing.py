@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tests.fuzzing import UNHURRIED
 from tests.fuzzing.frames import Target, conversations
 from tests.fuzzing.images import decode, images
+from tests.fuzzing.infer_requests import infer, infer_requests
 from tests.fuzzing.requests import PARSERS, methods, parse, requests
 
 # Where an example fails it is shown, however large.
@@ -40,6 +41,12 @@ def test_any_bytes_are_a_picture_or_are_refused_as_documented(data: bytes) -> No
 @given(asked)
 def test_any_message_is_a_request_or_is_refused_as_documented(call: tuple[str, bytes]) -> None:
     parse(*call)
+
+
+@settings(anyhow, max_examples=500)
+@given(infer_requests)
+def test_any_message_to_triton_is_a_request_or_is_refused_as_documented(data: bytes) -> None:
+    infer(data)
 
 
 @settings(anyhow, max_examples=300)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import AsyncIterable, Iterable, Mapping
+from collections.abc import AsyncIterable, Iterator, Mapping
 from typing import Any
 
 import grpc
@@ -77,5 +77,5 @@ async def answers(call: AsyncIterable[Any]) -> list[Any]:
     return [response async for response in call]
 
 
-def iterate(*messages: Any) -> Iterable[Any]:
+def iterate(*messages: Any) -> Iterator[Any]:
     return iter(messages)

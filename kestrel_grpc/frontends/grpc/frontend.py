@@ -61,8 +61,8 @@ class ForeignService(Protocol):
     file: Any
     """The descriptor of its file."""
 
-    def handlers(self) -> Iterable[tuple[CallAdmission, Mapping[str, grpc.RpcMethodHandler]]]:
-        """Its methods by name, in groups that are admitted together. They take a `CallContext` as context."""
+    def handlers(self, groups: CallGroups) -> Iterable[tuple[CallAdmission, Mapping[str, grpc.RpcMethodHandler]]]:
+        """Its methods by name, with what admits them. They take a `CallContext` in place of gRPC's context."""
         ...
 
     def express(self, failure: CallFailure) -> CallFailure:
@@ -92,6 +92,8 @@ class GrpcFrontend:
     ) -> None:
         self.port: int | None = None
         """The port that is listened on; None before `start`."""
+        self.triton_port: int | None = None
+        """The second port for the same services; None where there is none, and before `start`."""
         self.admin_port: int | None = None
         """The port for operators; None where there is none, and before `start`."""
         self.has_closed = False
@@ -128,13 +130,15 @@ class GrpcFrontend:
         config = self._config
         public, operators = self._servers[0], self._servers[-1]
         self.port = open_port(public, config.host, config.port, self._certificate)
+        if config.triton_port is not None:
+            self.triton_port = open_port(public, config.host, config.triton_port, self._certificate)
         if config.unix_socket is not None:
             open_unix_socket(public, Path(config.unix_socket))
         if config.admin_port is not None:
             self.admin_port = open_port(operators, config.admin_host, config.admin_port)
         for server in self._servers:
             await server.start()
-        ports = [port for port in (self.port, self.admin_port) if port is not None]
+        ports = [port for port in (self.port, self.triton_port, self.admin_port) if port is not None]
         self._sockets = OwnSockets(ports, () if config.unix_socket is None else (config.unix_socket,))
         self._watch = asyncio.create_task(IdleConnections(self._sockets, self._groups.busy_ports).watch())
 
@@ -173,7 +177,7 @@ class GrpcFrontend:
                 self._vision, with_admission(groups.inference)
             )
             for service in self._foreign:
-                for admission, handlers in service.handlers():
+                for admission, handlers in service.handlers(groups):
                     wrapping = AdmittedServices(server, admission, self._unread, service.express)
                     wrapping.add_registered_method_handlers(service.name, handlers)
                 files = (*files, service.file)

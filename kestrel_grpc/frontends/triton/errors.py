@@ -41,6 +41,8 @@ def in_tritons_words(failure: CallFailure) -> CallFailure:
             return replace(failure, details=details, message="; ".join(map(_text, detail.violations)))
         if isinstance(detail, MissingResource) and detail.kind == "model":
             return replace(failure, message=_unknown_model(detail.name))
+        if isinstance(detail, MissingResource):
+            return replace(failure, message=f"Unable to find {detail.kind}: '{detail.name}'")
     return failure
 
 

@@ -6,17 +6,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
+from functools import partial
 
 from kestrel_grpc.frontends.triton.errors import in_tritons_words
 from kestrel_grpc.frontends.triton.parsing import infer_request, wants_empty_final
 from kestrel_grpc.frontends.triton.rendering import ResponseRenderer
+from kestrel_grpc.frontends.triton.shared_memory import SharedMemory
 from kestrel_grpc.frontends.triton.tensors import ReadRegion
 from kestrel_grpc.frontends.triton.v2 import grpc_service_pb2 as wire
 from kestrel_grpc.wire.call_admission import CallAdmission, CallFailed
 from kestrel_grpc.wire.call_context import CallContext
 from kestrel_grpc.wire.errors import Unsupported
 from kestrel_grpc.wire.submission import Submission, ending_with, last_event
-from kestrel_runtime.api.errors import InvalidRequest, Violation
 from kestrel_runtime.api.events import Finished, TextDelta
 
 # Callers that send this want a failure as the status of the stream, which then ends.
@@ -29,8 +30,9 @@ _Message = wire.ModelStreamInferResponse
 class Inference:
     """Each request of a stream is a call of its own, admitted by `requests`. `served` is the engine's model."""
 
-    def __init__(self, submission: Submission, requests: CallAdmission, served: str) -> None:
+    def __init__(self, submission: Submission, requests: CallAdmission, memory: SharedMemory, served: str) -> None:
         self._submission = submission
+        self._memory = memory
         self._requests = requests
         self._served = served
 
@@ -96,11 +98,7 @@ class Inference:
 
     def _reader(self, call: CallContext) -> ReadRegion:
         """Reads the caller's regions of shared memory."""
-
-        async def read(name: str, offset: int, num_bytes: int) -> bytes:
-            raise InvalidRequest((Violation("", f"Unable to find shared memory region: '{name[:128]}'"),))
-
-        return read
+        return partial(self._memory.read, call)
 
 
 class _Responses:

@@ -4,16 +4,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from kestrel_grpc import __version__
 from kestrel_grpc.frontends.triton.model import MODEL, VERSION, config, metadata, require_model
+from kestrel_grpc.frontends.triton.shared_memory import SharedMemory
+from kestrel_grpc.frontends.triton.statistics import Statistics
 from kestrel_grpc.frontends.triton.v2 import grpc_service_pb2 as wire
 from kestrel_grpc.wire.call_context import CallContext
 from kestrel_grpc.wire.errors import Unsupported
 from kestrel_grpc.wire.readiness import Readiness
 
-EXTENSIONS = ("model_configuration", "model_repository")
+_EXTENSIONS = ("model_configuration", "model_repository", "statistics", "parameters")
 _SERVER = "kestrel-grpc"
 
 
@@ -36,12 +36,13 @@ class Probes:
 
 
 class Management:
-    """Descriptions of server and model. `extensions` are those of Triton that are served."""
+    """Descriptions of server and model, and what there is to tell of their work."""
 
-    def __init__(self, readiness: Readiness, served: str, extensions: Sequence[str]) -> None:
+    def __init__(self, readiness: Readiness, statistics: Statistics, served: str, *, has_memory: bool) -> None:
         self._readiness = readiness
+        self._statistics = statistics
         self._served = served
-        self._extensions = extensions
+        self._extensions = (*_EXTENSIONS, *(("system_shared_memory",) if has_memory else ()))
 
     async def ServerMetadata(
         self, message: wire.ServerMetadataRequest, call: CallContext
@@ -57,6 +58,13 @@ class Management:
     async def ModelConfig(self, message: wire.ModelConfigRequest, call: CallContext) -> wire.ModelConfigResponse:
         require_model(message.name, message.version, self._served)
         return wire.ModelConfigResponse(config=config(message.name))
+
+    async def ModelStatistics(
+        self, message: wire.ModelStatisticsRequest, call: CallContext
+    ) -> wire.ModelStatisticsResponse:
+        name = message.name or MODEL
+        require_model(name, message.version, self._served)
+        return self._statistics.report(name)
 
     async def RepositoryIndex(
         self, message: wire.RepositoryIndexRequest, call: CallContext
@@ -80,3 +88,49 @@ class Management:
 
     async def LogSettings(self, message: wire.LogSettingsRequest, call: CallContext) -> None:
         raise Unsupported("logging is set by options of the server")
+
+
+class MemoryRegistry:
+    """The regions of shared memory of each caller."""
+
+    def __init__(self, memory: SharedMemory) -> None:
+        self._memory = memory
+
+    async def SystemSharedMemoryStatus(
+        self, message: wire.SystemSharedMemoryStatusRequest, call: CallContext
+    ) -> wire.SystemSharedMemoryStatusResponse:
+        response = wire.SystemSharedMemoryStatusResponse()
+        for name, region in self._memory.regions(call, message.name).items():
+            status = response.regions[name]
+            status.name, status.key = region.name, region.key
+            status.offset, status.byte_size = region.offset, region.num_bytes
+        return response
+
+    async def SystemSharedMemoryRegister(
+        self, message: wire.SystemSharedMemoryRegisterRequest, call: CallContext
+    ) -> wire.SystemSharedMemoryRegisterResponse:
+        self._memory.register(call, message.name, message.key, message.offset, message.byte_size)
+        return wire.SystemSharedMemoryRegisterResponse()
+
+    async def SystemSharedMemoryUnregister(
+        self, message: wire.SystemSharedMemoryUnregisterRequest, call: CallContext
+    ) -> wire.SystemSharedMemoryUnregisterResponse:
+        self._memory.unregister(call, message.name)
+        return wire.SystemSharedMemoryUnregisterResponse()
+
+    async def CudaSharedMemoryStatus(self, message: wire.CudaSharedMemoryStatusRequest, call: CallContext) -> None:
+        raise _no_cuda()
+
+    async def CudaSharedMemoryRegister(
+        self, message: wire.CudaSharedMemoryRegisterRequest, call: CallContext
+    ) -> None:
+        raise _no_cuda()
+
+    async def CudaSharedMemoryUnregister(
+        self, message: wire.CudaSharedMemoryUnregisterRequest, call: CallContext
+    ) -> None:
+        raise _no_cuda()
+
+
+def _no_cuda() -> Unsupported:
+    return Unsupported("shared memory of CUDA devices is not supported")

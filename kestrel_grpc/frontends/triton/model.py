@@ -16,6 +16,7 @@ MODEL = "moondream"
 VERSION = "1"
 OUTPUT = "TEXT_OUTPUT"
 _PLATFORM = "kestrel"
+_MAX_ECHO_CHARS = 20
 _DATA_TYPES: Mapping[str, wire.DataType] = MappingProxyType(
     {"BYTES": wire.TYPE_STRING, "BOOL": wire.TYPE_BOOL, "INT32": wire.TYPE_INT32, "FP32": wire.TYPE_FP32}
 )
@@ -57,7 +58,7 @@ def require_model(name: str, version: str, served: str) -> None:
     if name not in (MODEL, served):
         raise ModelNotFound(name)
     if version not in ("", VERSION):
-        raise ModelNotFound(f"{name}/versions/{version}")
+        raise ModelNotFound(f"{name}/versions/{version[:_MAX_ECHO_CHARS]}")
 
 
 def metadata(name: str) -> wire.ModelMetadataResponse:

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from kestrel_grpc.frontends.triton.model import MODEL, OUTPUT, require_model
-from kestrel_grpc.frontends.triton.tensors import REGION, ReadRegion, Tensor, read_tensors
+from kestrel_grpc.frontends.triton.tensors import REGION, ReadRegion, Tensor, read_tensors, shown
 from kestrel_grpc.frontends.triton.v2 import grpc_service_pb2 as wire
 from kestrel_grpc.wire.errors import Unsupported
 from kestrel_runtime.api.errors import InvalidRequest, Violation
@@ -32,7 +32,7 @@ from kestrel_runtime.api.requests import (
     too_many_spatial_refs,
 )
 
-_MAX_ECHO_CHARS = 128
+_MAX_SHOWN = 8
 _EMPTY_FINAL = "triton_enable_empty_final_response"
 # `binary_data_output` is of the protocol over HTTP and says nothing here.
 _PARAMETERS = frozenset(("priority", "timeout", _EMPTY_FINAL, "binary_data_output"))
@@ -69,7 +69,7 @@ async def infer_request(message: wire.ModelInferRequest, served: str, read_regio
     build = _SKILLS.get(skill)
     if build is None:
         known = ", ".join(_SKILLS)
-        violations.append(Violation("SKILL", f"'{skill[:_MAX_ECHO_CHARS]}' is none of {known}"))
+        violations.append(Violation("SKILL", f"'{shown(skill)}' is none of {known}"))
         raise InvalidRequest(tuple(violations))
     sampling = SamplingParams(
         temperature=tensors.value("TEMPERATURE"),
@@ -174,7 +174,7 @@ _SKILLS: Mapping[str, _Build] = MappingProxyType(
 def _check_outputs(message: wire.ModelInferRequest) -> None:
     for output in message.outputs:
         if output.name != OUTPUT:
-            name = output.name[:_MAX_ECHO_CHARS]
+            name = shown(output.name)
             raise InvalidRequest(
                 (Violation("outputs", f"unexpected inference output '{name}' for model '{MODEL}'"),)
             )
@@ -187,7 +187,7 @@ def _check_outputs(message: wire.ModelInferRequest) -> None:
 def _parameters(message: wire.ModelInferRequest, violations: list[Violation]) -> tuple[Priority, float | None]:
     """The priority and the timeout in seconds. A parameter that is not known is refused, not ignored."""
     violations += [
-        Violation(f"parameters.{key[:_MAX_ECHO_CHARS]}", "is not a parameter of this server")
+        Violation(f"parameters.{shown(key)}", "is not a parameter of this server")
         for key in sorted(message.parameters)
         if key not in _PARAMETERS
     ][:_MAX_SHOWN]
@@ -206,6 +206,3 @@ def _integers(message: wire.ModelInferRequest, name: str, violations: list[Viola
         violations.append(Violation(f"parameters.{name}", "must be a whole number of at least 0"))
         return
     yield value
-
-
-_MAX_SHOWN = 8

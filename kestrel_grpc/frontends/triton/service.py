@@ -9,11 +9,16 @@ import grpc
 
 from kestrel_grpc.frontends.triton.errors import in_tritons_words
 from kestrel_grpc.frontends.triton.inference import Inference
-from kestrel_grpc.frontends.triton.management import Management, Probes
+from kestrel_grpc.frontends.triton.management import Management, MemoryRegistry, Probes
+from kestrel_grpc.frontends.triton.shared_memory import SharedMemory
+from kestrel_grpc.frontends.triton.statistics import Statistics
 from kestrel_grpc.frontends.triton.v2 import grpc_service_pb2 as wire
 from kestrel_grpc.wire.call_admission import CallAdmission
+from kestrel_grpc.wire.call_context import CallContext, Outcome
 from kestrel_grpc.wire.call_groups import CallGroups
 from kestrel_grpc.wire.errors import CallFailure
+from kestrel_grpc.wire.readiness import Readiness
+from kestrel_grpc.wire.submission import Submission
 
 _SERVICE: Any = wire.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 
@@ -24,23 +29,35 @@ class TritonService:
     name: str = _SERVICE.full_name
     file: Any = wire.DESCRIPTOR
 
-    def __init__(self, inference: Inference, probes: Probes, management: Management, groups: CallGroups) -> None:
-        self._inference = inference
-        self._probes = probes
-        self._management = management
-        self._groups = groups
+    def __init__(self, submission: Submission, readiness: Readiness, memory: SharedMemory, served: str) -> None:
+        """`served` is the name that the engine gives its model."""
+        self._submission = submission
+        self._readiness = readiness
+        self._memory = memory
+        self._served = served
+        self._statistics = Statistics()
 
     def express(self, failure: CallFailure) -> CallFailure:
         """A failure as Triton's clients expect it."""
         return in_tritons_words(failure)
 
-    def handlers(self) -> Iterator[tuple[CallAdmission, Mapping[str, grpc.RpcMethodHandler]]]:
+    def handlers(self, groups: CallGroups) -> Iterator[tuple[CallAdmission, Mapping[str, grpc.RpcMethodHandler]]]:
         """The methods of each group, by name."""
-        groups = self._groups
-        yield groups.health_checks(), _handlers(self._probes)
-        yield groups.operations, _handlers(self._management)
-        yield groups.inference, {"ModelInfer": _handler("ModelInfer", self._inference.ModelInfer)}
-        yield groups.streams, {"ModelStreamInfer": _handler("ModelStreamInfer", self._inference.ModelStreamInfer)}
+        inference = Inference(self._submission, groups.inference, self._memory, self._served)
+        management = Management(self._readiness, self._statistics, self._served, has_memory=self._memory.is_on)
+        yield groups.health_checks(), _handlers(Probes(self._readiness, self._served))
+        yield groups.operations, _handlers(management)
+        yield groups.operations, _handlers(MemoryRegistry(self._memory))
+        yield groups.inference, {"ModelInfer": _handler("ModelInfer", inference.ModelInfer)}
+        yield groups.streams, {"ModelStreamInfer": _handler("ModelStreamInfer", inference.ModelStreamInfer)}
+
+    def record(self, call: CallContext, outcome: Outcome) -> None:
+        """Count a call that has ended, in the statistics of the model."""
+        self._statistics.record(call, outcome)
+
+    def close(self) -> None:
+        """Forget the shared memory of all callers."""
+        self._memory.close()
 
 
 def _handlers(servicer: object) -> Mapping[str, grpc.RpcMethodHandler]:

@@ -22,7 +22,8 @@ REGION, REGION_OFFSET, REGION_BYTES = (
 """Parameters of a tensor whose elements are in shared memory."""
 _MAX_INPUTS = 2 * len(INPUTS)
 _MAX_ELEMENTS = 4096
-_MAX_ECHO_CHARS = 128
+_MAX_PROBLEMS = 8
+_MAX_ECHO_CHARS = 40
 _LENGTH = struct.Struct("<I")
 _FORMATS = {"BOOL": "?", "INT32": "i", "FP32": "f"}
 _CONTENTS = {
@@ -44,6 +45,11 @@ class Tensor:
     def __init__(self, shape: Sequence[int], elements: Sequence[Any]) -> None:
         self.shape = tuple(shape)
         self.elements = elements
+
+
+def shown(text: str) -> str:
+    """What a caller sent, short and in ASCII, so that it fits into a status."""
+    return ascii(text[:_MAX_ECHO_CHARS])[1:-1][:_MAX_ECHO_CHARS]
 
 
 class _Problem(Exception):
@@ -69,7 +75,7 @@ async def read_tensors(message: wire.ModelInferRequest, read_region: ReadRegion)
         data = next(raw) if is_raw else None
         try:
             if tensor.name in tensors:
-                raise _Problem(f"input '{tensor.name}' appears more than once")
+                raise _Problem(f"input '{shown(tensor.name)}' appears more than once")
             expected = _expected(tensor)
             if REGION in tensor.parameters:
                 data = await _shared(tensor, read_region)
@@ -82,18 +88,18 @@ async def read_tensors(message: wire.ModelInferRequest, read_region: ReadRegion)
     if missing and not violations:
         violations.append(Violation("inputs", f"missing required input(s) {missing}"))
     if violations:
-        raise InvalidRequest(tuple(violations))
+        raise InvalidRequest(tuple(violations[:_MAX_PROBLEMS]))
     return tensors
 
 
 def _expected(tensor: wire.ModelInferRequest.InferInputTensor) -> Input:
-    name = tensor.name[:_MAX_ECHO_CHARS]
+    name = shown(tensor.name)
     expected = INPUTS.get(tensor.name)
     if expected is None:
         raise _Problem(f"unexpected inference input '{name}' for model '{MODEL}'")
     if tensor.datatype != expected.datatype:
         raise _Problem(
-            f"inference input '{name}' data-type is '{tensor.datatype[:_MAX_ECHO_CHARS]}', but model '{MODEL}' "
+            f"inference input '{name}' data-type is '{shown(tensor.datatype)}', but model '{MODEL}' "
             f"expects '{expected.datatype}'"
         )
     fits = len(tensor.shape) == len(expected.shape) and all(
@@ -106,7 +112,7 @@ def _expected(tensor: wire.ModelInferRequest.InferInputTensor) -> Input:
         )
     unknown = [key for key in tensor.parameters if key not in (REGION, REGION_OFFSET, REGION_BYTES)]
     if unknown:
-        raise _Problem(f"unexpected parameter '{unknown[0][:_MAX_ECHO_CHARS]}' of input '{name}'")
+        raise _Problem(f"unexpected parameter '{shown(unknown[0])}' of input '{name}'")
     return expected
 
 
@@ -136,11 +142,11 @@ def _elements(
     for length in tensor.shape:
         num_elements *= length
     if num_elements > _MAX_ELEMENTS:
-        raise _Problem(f"input '{tensor.name}' has more than {_MAX_ELEMENTS} elements")
+        raise _Problem(f"input '{shown(tensor.name)}' has more than {_MAX_ELEMENTS} elements")
     if data is None:
         elements = getattr(tensor.contents, _CONTENTS[expected.datatype])
         if len(elements) != num_elements:
-            raise _Problem(f"input '{tensor.name}' needs {num_elements} elements, got {len(elements)}")
+            raise _Problem(f"input '{shown(tensor.name)}' needs {num_elements} elements, got {len(elements)}")
         return tuple(elements)
     if expected.datatype == "BYTES":
         return (_only_element(tensor.name, data),)
