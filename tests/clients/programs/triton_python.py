@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import queue
 import re
@@ -22,6 +23,7 @@ from tritonclient.utils import shared_memory  # pyright: ignore[reportMissingImp
 FACTS = json.loads(sys.argv[1])
 IMAGE = Path(FACTS["picture"]).read_bytes()
 DOCUMENT = Path(FACTS["picture"]).parents[1] / "docs" / "triton.md"
+MESSAGES = Path(FACTS["picture"]).parent / "frontends" / "triton" / "v2" / "grpc_service_pb2.py"
 FINAL = "triton_final_response"
 ASKED: dict[str, Any] = {
     "SKILL": "query",
@@ -96,6 +98,40 @@ def collect(client: Any, send: Callable[[], None], count: int, **options: Any) -
         count -= error is not None or is_final(result)
     client.stop_stream()
     return found
+
+
+def check_contract() -> None:
+    """Our contract has the names, numbers and types of the client's, and both work in one process."""
+    spec = importlib.util.spec_from_file_location("ours", MESSAGES)
+    assert spec is not None
+    assert spec.loader is not None
+    ours = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(ours)
+    num_fields = 0
+    for file in (triton.service_pb2, triton.model_config_pb2):
+        for name, theirs in file.DESCRIPTOR.message_types_by_name.items():
+            if name in ours.DESCRIPTOR.message_types_by_name:
+                num_fields += compare(ours.DESCRIPTOR.message_types_by_name[name], theirs)
+    assert num_fields > 100, num_fields
+    (service,) = ours.DESCRIPTOR.services_by_name.values()
+    (known,) = triton.service_pb2.DESCRIPTOR.services_by_name.values()
+    for method in service.methods:
+        theirs = known.methods_by_name[method.name]
+        assert (method.input_type.full_name, method.output_type.full_name) == (
+            theirs.input_type.full_name,
+            theirs.output_type.full_name,
+        )
+
+
+def compare(ours: Any, theirs: Any) -> int:
+    """How many fields our message has, all of which the client's has too."""
+    for field in ours.fields:
+        known = theirs.fields_by_number[field.number]
+        assert (field.name, field.type, field.is_repeated) == (known.name, known.type, known.is_repeated), (
+            field.name
+        )
+    nested = ours.nested_types_by_name
+    return len(ours.fields) + sum(compare(nested[name], theirs.nested_types_by_name[name]) for name in nested)
 
 
 def check_metadata(client: Any) -> None:
@@ -261,8 +297,9 @@ def check_client_of_kestrel() -> None:
 
 def main() -> None:
     client, operator = client_of("alice"), client_of("operator")
+    check_contract()
     check_metadata(client)
-    print("metadata")
+    print("contract and metadata")
     answer = check_calls(client)
     assert "star" in answer, answer
     print("calls")

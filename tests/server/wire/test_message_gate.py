@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 
 from kestrel_grpc.wire import message_gate
-from kestrel_grpc.wire.message_gate import GateLimits, MessageGate, MessageTimeout, Place, TooManyCalls
+from kestrel_grpc.wire.message_gate import (
+    GateLimits,
+    MessageGate,
+    MessageTimeout,
+    Place,
+    StreamEvicted,
+    StreamGate,
+    TooManyCalls,
+)
 from kestrel_runtime.api.errors import EngineUnavailable
 
 FOREVER_S = 3600.0
@@ -274,3 +282,45 @@ async def test_no_more_than_so_many_are_remembered(monkeypatch: pytest.MonkeyPat
         with pytest.raises(MessageTimeout):
             await gate.receive(Sender().read, "", lambda: str(number))  # noqa: B023 called before the next turn
     assert len(gate._slow_senders) == 3
+
+
+async def resting(gate: StreamGate, tenant: str = "") -> asyncio.Task[tuple[Any, Any]]:
+    """A stream whose next message does not come."""
+    sender = Sender()
+    task = asyncio.create_task(gate.receive(sender.read, tenant, peer))
+    await sender.is_being_read.wait()
+    return task
+
+
+async def test_a_stream_waits_as_long_as_there_are_not_too_many() -> None:
+    gate = StreamGate(2)
+    first, second = await resting(gate), await resting(gate)
+    assert (await gate.receive(ready, "", peer))[0] == b"ready"  # its message is there at once
+    await asyncio.gather(first, return_exceptions=True)
+    assert isinstance(first.exception(), StreamEvicted)
+    assert not second.done()
+    second.cancel()
+
+
+async def test_the_tenant_with_the_most_waiting_streams_loses_one() -> None:
+    gate = StreamGate(3)
+    alone, first, second = await resting(gate, "alice"), await resting(gate, "bob"), await resting(gate, "bob")
+    newest = await resting(gate, "carol")
+    await asyncio.gather(first, return_exceptions=True)
+    assert isinstance(first.exception(), StreamEvicted)
+    assert not any(task.done() for task in (alone, second, newest))
+    gate.close()
+    for task in (alone, second, newest):
+        with pytest.raises(EngineUnavailable):
+            await task
+    with pytest.raises(EngineUnavailable):
+        await gate.receive(ready, "", peer)
+
+
+async def test_a_stream_that_its_caller_cancels_is_cancelled() -> None:
+    gate = StreamGate(1)
+    task = await resting(gate)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not (await resting(gate)).cancelled()
