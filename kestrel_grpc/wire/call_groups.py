@@ -67,6 +67,10 @@ class CallGroups:
         """Questions about the schema, or for the metrics, on one port."""
         return self._group(self._access if needs_token else OpenAccess(), self._short_gate, MAX_SHORT_CALLS)
 
+    def streams_are_crowded(self) -> bool:
+        """Whether streams whose requests still run should not wait for more of them now."""
+        return self._stream_gate.is_crowded
+
     def busy_ports(self) -> set[int]:
         """The remote ports of connections with open calls; streams of health do not count."""
         return self._open_calls.peer_ports()

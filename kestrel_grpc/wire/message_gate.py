@@ -13,7 +13,7 @@ only when no other call waits. Knows nothing about tokens, the contents of messa
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -326,16 +326,23 @@ class StreamGate:
     """At most `limit` streams of requests wait for their next message at a time. Belongs to one event loop.
 
     While a stream waits, a message of the largest size may arrive, and nothing tells whether one has begun to.
-    Clients keep streams open between their requests, so waiting has no timeout; instead, when more streams wait
-    than there is memory for, the stream that has waited longest ends. It is one of the tenant with the most waiting
-    streams.
+    Clients keep streams open between their requests, so waiting has no timeout. When `limit` streams wait, others
+    begin to when one of them has its message, or has waited for `rest_s`: then it ends. Of those that have, it is the
+    one that has waited longest of the tenant with the most.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, rest_s: float = 1.0) -> None:
         self._limit = limit
+        self._rest_s = rest_s
         self._waiting: dict[Reading, str] = {}  # with their tenants, in the order of their start
+        self._queue: deque[asyncio.Future[None]] = deque()
         self._is_closed = False
         self._loop = asyncio.get_running_loop()
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether streams whose requests still run should not wait for more of them now."""
+        return 2 * len(self._waiting) >= self._limit
 
     async def receive(
         self, read: Callable[[], Awaitable[Any]], tenant: str, peer: Callable[[], str]
@@ -344,12 +351,12 @@ class StreamGate:
 
         Raises `StreamEvicted`, and `EngineUnavailable` once the gate is closed.
         """
+        while len(self._waiting) >= self._limit and not self._is_closed:
+            await self._wait_or_evict()
         if self._is_closed:
             raise _closed()
         reading = Reading(self._loop.time())
         self._waiting[reading] = tenant
-        if len(self._waiting) > self._limit:
-            self._evict()
         try:
             return await read(), _NOTHING
         except asyncio.CancelledError:
@@ -358,21 +365,39 @@ class StreamGate:
                 raise reading.reason from None
             raise
         finally:
-            self._waiting.pop(reading, None)
+            if self._waiting.pop(reading, None) is not None:
+                self._wake_next()
 
     def close(self) -> None:
         """Receive no further message; streams that wait for one end with `EngineUnavailable`."""
         self._is_closed = True
         for reading in self._waiting:
             reading.end(_closed())
+        while self._queue:
+            self._wake_next()
 
-    def _evict(self) -> None:
-        """End the longest wait of the tenant with the most waiting streams."""
-        counts = Counter(self._waiting.values())
-        tenant = max(counts, key=counts.__getitem__)
-        oldest = next(reading for reading, owner in self._waiting.items() if owner == tenant)
-        del self._waiting[oldest]
-        oldest.end(StreamEvicted())
+    async def _wait_or_evict(self) -> None:
+        """End a stream that has waited long enough, or wait until one has, or until there is a place."""
+        rested = self._loop.time() - self._rest_s
+        evictable = {reading: tenant for reading, tenant in self._waiting.items() if reading.started <= rested}
+        if evictable:
+            counts = Counter(evictable.values())
+            tenant = max(counts, key=counts.__getitem__)
+            oldest = next(reading for reading, owner in evictable.items() if owner == tenant)
+            del self._waiting[oldest]
+            oldest.end(StreamEvicted())
+            return
+        place = self._loop.create_future()
+        self._queue.append(place)
+        try:
+            await asyncio.wait((place,), timeout=next(iter(self._waiting)).started - rested)
+        finally:
+            if place in self._queue:
+                self._queue.remove(place)
+
+    def _wake_next(self) -> None:
+        if self._queue:
+            self._queue.popleft().set_result(None)
 
 
 class _Nothing:

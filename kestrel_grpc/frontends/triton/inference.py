@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from functools import partial
 
 from kestrel_grpc.frontends.triton.errors import in_tritons_words
@@ -28,9 +28,20 @@ _Message = wire.ModelStreamInferResponse
 
 
 class Inference:
-    """Each request of a stream is a call of its own, admitted by `requests`. `served` is the engine's model."""
+    """Each request of a stream is a call of its own, admitted by `requests`. `served` is the engine's model.
 
-    def __init__(self, submission: Submission, requests: CallAdmission, memory: SharedMemory, served: str) -> None:
+    While `is_crowded` says so, a stream reads its next request when those that it has brought have ended.
+    """
+
+    def __init__(
+        self,
+        submission: Submission,
+        requests: CallAdmission,
+        memory: SharedMemory,
+        is_crowded: Callable[[], bool],
+        served: str,
+    ) -> None:
+        self.is_crowded = is_crowded
         self._submission = submission
         self._memory = memory
         self._requests = requests
@@ -166,6 +177,8 @@ class _RequestStream:
                 task.add_done_callback(self._requests.discard)
                 await self._out.wait_until_taken(index)
                 index += 1
+                while self._requests and self._inference.is_crowded():
+                    await asyncio.wait(tuple(self._requests), return_when=asyncio.FIRST_COMPLETED)
         except Exception as error:
             end = error
         if self._requests:

@@ -43,7 +43,9 @@ class TritonService:
 
     def handlers(self, groups: CallGroups) -> Iterator[tuple[CallAdmission, Mapping[str, grpc.RpcMethodHandler]]]:
         """The methods of each group, by name."""
-        inference = Inference(self._submission, groups.inference, self._memory, self._served)
+        inference = Inference(
+            self._submission, groups.inference, self._memory, groups.streams_are_crowded, self._served
+        )
         management = Management(self._readiness, self._statistics, self._served, has_memory=self._memory.is_on)
         yield groups.health_checks(), _handlers(Probes(self._readiness, self._served))
         yield groups.operations, _handlers(management)

@@ -292,18 +292,31 @@ async def resting(gate: StreamGate, tenant: str = "") -> asyncio.Task[tuple[Any,
     return task
 
 
-async def test_a_stream_waits_as_long_as_there_are_not_too_many() -> None:
-    gate = StreamGate(2)
+async def test_a_stream_that_has_rested_ends_where_another_needs_its_place() -> None:
+    gate = StreamGate(2, rest_s=AT_ONCE_S)
     first, second = await resting(gate), await resting(gate)
-    assert (await gate.receive(ready, "", peer))[0] == b"ready"  # its message is there at once
+    assert (await gate.receive(ready, "", peer))[0] == b"ready"
     await asyncio.gather(first, return_exceptions=True)
     assert isinstance(first.exception(), StreamEvicted)
     assert not second.done()
     second.cancel()
 
 
+async def test_a_stream_that_has_not_rested_keeps_its_place_until_its_message_comes() -> None:
+    gate = StreamGate(1, rest_s=FOREVER_S)
+    sender = Sender()
+    first = asyncio.create_task(gate.receive(sender.read, "", peer))
+    await sender.is_being_read.wait()
+    assert gate.is_crowded
+    late = asyncio.create_task(gate.receive(ready, "", peer))
+    await asyncio.sleep(0)
+    assert not late.done()
+    sender.message.set_result(b"first")
+    assert [(await task)[0] for task in (first, late)] == [b"first", b"ready"]
+
+
 async def test_the_tenant_with_the_most_waiting_streams_loses_one() -> None:
-    gate = StreamGate(3)
+    gate = StreamGate(3, rest_s=AT_ONCE_S)
     alone, first, second = await resting(gate, "alice"), await resting(gate, "bob"), await resting(gate, "bob")
     newest = await resting(gate, "carol")
     await asyncio.gather(first, return_exceptions=True)
@@ -315,6 +328,17 @@ async def test_the_tenant_with_the_most_waiting_streams_loses_one() -> None:
             await task
     with pytest.raises(EngineUnavailable):
         await gate.receive(ready, "", peer)
+
+
+async def test_a_stream_without_a_place_ends_with_the_gate() -> None:
+    gate = StreamGate(1, rest_s=FOREVER_S)
+    first = await resting(gate)
+    late = asyncio.create_task(gate.receive(ready, "", peer))
+    await asyncio.sleep(0)
+    gate.close()
+    for task in (first, late):
+        with pytest.raises(EngineUnavailable):
+            await task
 
 
 async def test_a_stream_that_its_caller_cancels_is_cancelled() -> None:
