@@ -266,8 +266,8 @@ class Server:
 
     def _observers(self) -> Sequence[Observer]:
         at_rest = () if self._maintenance is None else (self._maintenance.note,)
-        statistics = () if self._triton is None else (self._triton.record,)
-        return (*self._telemetry.observers, *at_rest, *statistics, log_call)
+        statistics = () if self._triton is None else (self._triton.statistics.record,)
+        return (*self._telemetry.observers, *at_rest, log_call, *statistics)
 
     def _death(self) -> asyncio.Future[None]:
         """Done when the engine dies."""

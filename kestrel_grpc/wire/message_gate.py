@@ -327,8 +327,8 @@ class StreamGate:
 
     While a stream waits, a message of the largest size may arrive, and nothing tells whether one has begun to.
     Clients keep streams open between their requests, so waiting has no timeout. When `limit` streams wait, others
-    begin to when one of them has its message, or has waited for `rest_s`: then it ends. Of those that have, it is the
-    one that has waited longest of the tenant with the most.
+    begin to when one of them has its message, or has waited for `rest_s` seconds: then it ends. Of those that have,
+    it is the one that has waited longest of the tenant with the most.
     """
 
     def __init__(self, limit: int, rest_s: float = 1.0) -> None:

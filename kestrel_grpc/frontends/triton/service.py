@@ -14,7 +14,6 @@ from kestrel_grpc.frontends.triton.shared_memory import SharedMemory
 from kestrel_grpc.frontends.triton.statistics import Statistics
 from kestrel_grpc.frontends.triton.v2 import grpc_service_pb2 as wire
 from kestrel_grpc.wire.call_admission import CallAdmission
-from kestrel_grpc.wire.call_context import CallContext, Outcome
 from kestrel_grpc.wire.call_groups import CallGroups
 from kestrel_grpc.wire.errors import CallFailure
 from kestrel_grpc.wire.readiness import Readiness
@@ -35,7 +34,8 @@ class TritonService:
         self._readiness = readiness
         self._memory = memory
         self._served = served
-        self._statistics = Statistics()
+        self.statistics = Statistics()
+        """Records the calls of all frontends."""
 
     def express(self, failure: CallFailure) -> CallFailure:
         """A failure as Triton's clients expect it."""
@@ -46,16 +46,12 @@ class TritonService:
         inference = Inference(
             self._submission, groups.inference, self._memory, groups.streams_are_crowded, self._served
         )
-        management = Management(self._readiness, self._statistics, self._served, has_memory=self._memory.is_on)
+        management = Management(self._readiness, self.statistics, self._served, has_memory=self._memory.is_on)
         yield groups.health_checks(), _handlers(Probes(self._readiness, self._served))
         yield groups.operations, _handlers(management)
         yield groups.operations, _handlers(MemoryRegistry(self._memory))
         yield groups.inference, {"ModelInfer": _handler("ModelInfer", inference.ModelInfer)}
         yield groups.streams, {"ModelStreamInfer": _handler("ModelStreamInfer", inference.ModelStreamInfer)}
-
-    def record(self, call: CallContext, outcome: Outcome) -> None:
-        """Count a call that has ended, in the statistics of the model."""
-        self._statistics.record(call, outcome)
 
     def close(self) -> None:
         """Forget the shared memory of all callers."""
