@@ -112,6 +112,8 @@ KINDS_BY_REASON = {
     "METHOD_UNKNOWN": ServerError,
     # Of the Triton protocol, likewise.
     "STREAM_EVICTED": Unavailable,
+    "RESOURCE_EXISTS": ServerError,
+    "RESOURCE_MISSING": ServerError,
     "UNSUPPORTED": ServerError,
     "INTERNAL": ServerError,
 }
