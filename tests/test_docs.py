@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kestrel_grpc.wire.errors import markdown_table
 from tests.reference_fixtures import CHECKOUT
+from tests.table_of_errors import markdown_table
 
 PAGES = [
     CHECKOUT / "README.md",
@@ -40,7 +40,7 @@ def test_the_reasons_of_errors_are_those_of_the_table():
     page = (CHECKOUT / "docs" / "errors.md").read_text(encoding="utf-8")
     found = re.search(r"<!-- errors -->\n(.*?)\n<!-- /errors -->", page, re.DOTALL)
     assert found is not None
-    assert found[1] == markdown_table(), "write what `python -m kestrel_grpc.wire.errors` prints there"
+    assert found[1] == markdown_table(), "write what `python -m tests.table_of_errors` prints there"
 
 
 def test_operation_has_an_entry_for_each_of_its_parts():

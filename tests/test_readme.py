@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kestrel_grpc.config.options import markdown_table
+from kestrel_grpc.config.flags import markdown_table
 from tests.reference_fixtures import CHECKOUT
 
 README = (CHECKOUT / "README.md").read_text(encoding="utf-8")
@@ -118,7 +118,7 @@ def test_the_example_with_a_token_and_a_certificate_runs_as_written(tmp_path):
 def test_table_of_options_is_that_of_the_server():
     table = re.search(r"<!-- options -->\n(.*?)\n<!-- /options -->", README, re.DOTALL)
     assert table is not None
-    assert table[1] == markdown_table(), "write what `python -m kestrel_grpc.config.options` prints there"
+    assert table[1] == markdown_table(), "write what `python -m kestrel_grpc.config.flags` prints there"
 
 
 def test_every_file_that_is_named_exists():

@@ -15,7 +15,8 @@ from kestrel_grpc.allocator import return_free_memory, return_large_blocks, set_
 from kestrel_grpc.cli.problems import complain, refuse
 from kestrel_grpc.config.effective import effective_values
 from kestrel_grpc.config.environment import environment_warnings
-from kestrel_grpc.config.options import ConfigurationError, ServerConfig, add_serve_arguments, options
+from kestrel_grpc.config.flags import add_serve_arguments
+from kestrel_grpc.config.options import ConfigurationError, ServerConfig, options
 from kestrel_grpc.config.precision import precision_line
 from kestrel_grpc.process_end import end_now, end_within
 from kestrel_grpc.telemetry.logs import set_up_logging

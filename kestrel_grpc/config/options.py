@@ -2,12 +2,10 @@
 
 `ServerConfig` is the list of options and the parsed value. A flag takes precedence over its environment variable,
 that over the file of options, and that over the default. Knows nothing about sockets or models.
-`python -m kestrel_grpc.config.options` prints the table for the README.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
 from types import MappingProxyType
@@ -30,14 +28,7 @@ from kestrel_grpc.config.option_parsers import (
     whole_number,
 )
 from kestrel_grpc.config.precision import PRECISIONS, with_precision
-from kestrel_grpc.config.settings import (
-    REPLACED,
-    Setting,
-    collect,
-    environment_name,
-    flag_name,
-    unknown_flag,
-)
+from kestrel_grpc.config.settings import Setting, collect, unknown_flag
 from kestrel_grpc.images.image_uris import AllowedHost, parse_hosts
 from kestrel_runtime.api.config import EngineConfig
 
@@ -462,35 +453,10 @@ def named_values(items: Iterable[str]) -> dict[str, str | None]:
     return given
 
 
-def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add every flag. Values stay texts: `ServerConfig.parse` checks them with those of the environment."""
-    for name, option in options():
-        unit = f", in {option.unit}" if option.unit else ""
-        # A switch without a value means on.
-        may_stand_alone: dict[str, Any] = {"nargs": "?", "const": "on"} if option.parse is on_or_off else {}
-        parser.add_argument(
-            flag_name(name),
-            **may_stand_alone,
-            metavar=option.unit.upper() or name.rsplit("_", 1)[-1].upper(),
-            help=f"{option.help}{unit} (default: {option.default_text}; {environment_name(name)})",
-        )
-    for name in REPLACED:  # for an error that names the new one
-        parser.add_argument(flag_name(name), help=argparse.SUPPRESS)
-
-
 def options() -> Iterator[tuple[str, Option]]:
     """Every option, by field name."""
     for item in fields(ServerConfig):
         yield item.name, _option_of(item)
-
-
-def markdown_table() -> str:
-    """The table of options as the README shows it."""
-    rows = ["| Flag | Environment | Default | Unit | What it sets |", "|---|---|---|---|---|"]
-    for name, option in options():
-        flag, variable = flag_name(name), environment_name(name)
-        rows.append(f"| `{flag}` | `{variable}` | {option.default_text} | {option.unit} | {option.help} |")
-    return "\n".join(rows)
 
 
 def settings_of(
@@ -503,7 +469,3 @@ def settings_of(
 
 def _option_of(item: Field[Any]) -> Option:
     return item.metadata[_OPTION]
-
-
-if __name__ == "__main__":
-    print(markdown_table())

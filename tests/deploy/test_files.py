@@ -17,7 +17,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from kestrel_grpc import __version__
-from kestrel_grpc.config.options import ServerConfig, environment_name, options
+from kestrel_grpc.config.options import ServerConfig, options
+from kestrel_grpc.config.settings import environment_name
 from kestrel_grpc.telemetry.metrics import METRICS
 from tests.reference_fixtures import CHECKOUT
 

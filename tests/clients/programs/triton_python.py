@@ -39,7 +39,7 @@ KINDS: dict[type, tuple[str, Any]] = {
     int: ("INT32", np.int32),
     float: ("FP32", np.float32),
 }
-PATIENCE_S = 120
+TIMEOUT_S = 120
 
 
 class Bearer(triton.InferenceServerClientPlugin):
@@ -93,7 +93,7 @@ def collect(client: Any, send: Callable[[], None], count: int, **options: Any) -
     send()
     found: list[tuple[Any, Any]] = []
     while count:
-        found.append(got.get(timeout=PATIENCE_S))
+        found.append(got.get(timeout=TIMEOUT_S))
         result, error = found[-1]
         count -= error is not None or is_final(result)
     client.stop_stream()
@@ -151,7 +151,7 @@ def check_calls(client: Any) -> str:
     answer = facts(result)["answer"]
     done: queue.Queue[tuple[Any, Any]] = queue.Queue()
     client.async_infer("moondream", inputs(**ASKED), callback=lambda result, error: done.put((result, error)))
-    result, error = done.get(timeout=PATIENCE_S)
+    result, error = done.get(timeout=TIMEOUT_S)
     assert error is None
     assert facts(result)["answer"] == answer
     return answer
@@ -209,7 +209,7 @@ def check_cancellation(client: Any) -> None:
     done: queue.Queue[tuple[Any, Any]] = queue.Queue()
     call = client.async_infer("moondream", inputs(**long), callback=lambda result, error: done.put((result, error)))
     call.cancel()
-    _, error = done.get(timeout=PATIENCE_S)
+    _, error = done.get(timeout=TIMEOUT_S)
     assert error is not None
     client.start_stream(callback=lambda result, error: None)
     client.async_stream_infer("moondream", inputs(**long, STREAM=True))
@@ -280,7 +280,7 @@ def check_client_of_kestrel() -> None:
 
         client.start_stream(callback=callback)
         client.async_stream_infer("moondream", asked)
-        assert done.wait(PATIENCE_S)
+        assert done.wait(TIMEOUT_S)
         client.stop_stream()
         return chunks
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import re
-import subprocess
-import sys
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -15,16 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kestrel_grpc.config.effective import effective_values
-from kestrel_grpc.config.options import (
-    ConfigurationError,
-    ServerConfig,
-    add_serve_arguments,
-    environment_name,
-    flag_name,
-    markdown_table,
-    named_values,
-    options,
-)
+from kestrel_grpc.config.flags import add_serve_arguments
+from kestrel_grpc.config.options import ConfigurationError, ServerConfig, named_values, options
 from kestrel_runtime.api.config import EngineConfig
 
 
@@ -233,24 +223,6 @@ def test_default_of_each_option_parses_to_itself() -> None:
         option = dict(options())[item.name]
         if item.default not in (None, "", True):
             assert option.parse(option.default_text) == item.default
-
-
-def test_help_and_table_show_every_option() -> None:
-    parser = argparse.ArgumentParser()
-    add_serve_arguments(parser)
-    shown = " ".join(parser.format_help().split())
-    table = markdown_table()
-    for name, option in options():
-        assert flag_name(name) in shown
-        assert f"`{flag_name(name)}` | `{environment_name(name)}` | {option.default_text} " in table
-    assert len(table.splitlines()) == 2 + len(fields(ServerConfig))
-
-
-def test_module_prints_the_table() -> None:
-    printed = subprocess.run(
-        [sys.executable, "-m", "kestrel_grpc.config.options"], capture_output=True, text=True, check=True
-    )
-    assert printed.stdout == markdown_table() + "\n"
 
 
 def test_named_values_are_taken_as_flags_and_what_is_no_option_is_refused() -> None:

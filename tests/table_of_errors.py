@@ -1,0 +1,37 @@
+"""The table of docs/errors.md, from the table of the code. `python -m tests.table_of_errors` prints it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from kestrel_grpc.wire.errors import ERRORS, INTERNAL
+
+# For the documentation, where the first sentence of the error's own says too much or too little.
+_WHEN: Mapping[str, str] = MappingProxyType(
+    {
+        "IMAGE_TOO_LARGE": "The image exceeds a limit of its size.",
+        "IMAGE_DECODE_FAILED": "The image does not decode.",
+        "DRAINING": "The server is ending and takes no new requests.",
+        "RECOVERING": "The engine restarts after a failure.",
+        "METHOD_NOT_ALLOWED": "The path takes other verbs.",
+        "INTERNAL": "A fault of the server; its log has the id of the request.",
+    }
+)
+
+
+def markdown_table() -> str:
+    """The table of reasons as the documentation shows it."""
+    rows = ["| Reason | gRPC status | HTTP status | When |", "|---|---|---|---|"]
+    seen: set[str] = set()
+    for row in (*ERRORS, INTERNAL):
+        if row.reason not in seen:
+            seen.add(row.reason)
+            sentence, _, _ = " ".join((row.error.__doc__ or "").split()).partition(". ")
+            when = _WHEN.get(row.reason, f"{sentence.partition('; ')[0].rstrip('.')}.")
+            rows.append(f"| `{row.reason}` | {row.code.name} | {row.http_status} | {when} |")
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    print(markdown_table())
