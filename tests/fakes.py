@@ -133,6 +133,8 @@ class FakeEngine:
             raise ModelNotFound(request.options.model)
         if request.skill not in self.info.skills:
             raise SkillUnsupported(request.skill, self.info.model)
+        if request.image is not None and len(request.image) > self.info.config.max_image_bytes:
+            raise ImageError("the image is too large", too_large=True)
         max_queued = self.info.config.max_queued_requests
         if len(self._players) >= max_queued:
             raise Overloaded(max_queued, retry_after_s=0.25)

@@ -77,8 +77,9 @@ def full() -> FakeEngine:
     return FakeEngine(max_queued_requests=0)
 
 
-def failing(error: BaseException) -> Callable[[], FakeEngine]:
-    return lambda: FakeEngine(fails(error))
+def failing(error: Callable[..., BaseException], *args: Any) -> Callable[[], FakeEngine]:
+    """Each call fails with an exception of its own: frontends write their names of the fields into it."""
+    return lambda: FakeEngine(fails(error(*args)))
 
 
 _ANSWER = {"answer": "a kestrel"}
@@ -138,14 +139,14 @@ CASES = (
         Ask(),
         reason="IMAGE_DECODE_FAILED",
         fields=("image",),
-        engine=failing(ImageError("cannot be decoded")),
+        engine=failing(ImageError, "cannot be decoded"),
     ),
     Case(
         "a prompt beyond the context",
         Ask(is_streamed=True),
         reason="CONTEXT_LENGTH_EXCEEDED",
         fields=("question",),
-        engine=failing(ContextLengthExceeded("question", 5000, 4096)),
+        engine=failing(ContextLengthExceeded, "question", 5000, 4096),
     ),
     Case("a skill that the model lacks", Ask("segment", "x"), reason="SKILL_UNSUPPORTED", engine=without_segment),
     Case("no token", Ask(token=None), reason="TOKEN_INVALID"),
@@ -153,10 +154,10 @@ CASES = (
     Case("a token without the scope", Ask(token="operator"), reason="SCOPE_REQUIRED"),
     Case("a token that called too often", Ask(token="limited"), reason="RATE_LIMITED", num_before=1),
     Case("a full queue", Ask(is_streamed=True), reason="QUEUE_FULL", engine=full),
-    Case("too long in the queue", Ask(), reason="QUEUE_TIMEOUT", engine=failing(QueueTimeout(1.5))),
+    Case("too long in the queue", Ask(), reason="QUEUE_TIMEOUT", engine=failing(QueueTimeout, 1.5)),
     Case("a server that drains", Ask(), reason="DRAINING", status=EngineStatus.DRAINING),
     Case("a deadline", Ask(timeout_s=0.1), reason="DEADLINE_EXCEEDED", engine=lambda: FakeEngine(waiting)),
     Case("a cancellation", Ask(is_streamed=True), is_cancelled=True, engine=lambda: FakeEngine(holding)),
-    Case("a request that broke the engine", Ask(), reason="REQUEST_REFUSED", engine=failing(RequestRefused("x"))),
-    Case("a bug", Ask(), reason="INTERNAL", engine=failing(InternalError(ValueError("a secret")))),
+    Case("a request that broke the engine", Ask(), reason="REQUEST_REFUSED", engine=failing(RequestRefused, "x")),
+    Case("a bug", Ask(), reason="INTERNAL", engine=failing(InternalError, ValueError("a secret"))),
 )

@@ -52,7 +52,7 @@ class GrpcColumn:
                 last = await call
                 answer = _answer(getattr(last, "result", last))
         except grpc.aio.AioRpcError as error:
-            return _failure(error)
+            return failure(error)
         metadata: Any = await (call.initial_metadata() if ask.is_streamed else call.trailing_metadata())
         return Told("OK", "OK", answer, request_id=dict(metadata)["x-request-id"])
 
@@ -129,7 +129,8 @@ def _box(box: Any) -> tuple[float, ...]:
     return box.x_min, box.y_min, box.x_max, box.y_max
 
 
-def _failure(error: grpc.aio.AioRpcError) -> Told:
+def failure(error: grpc.aio.AioRpcError) -> Told:
+    """What the status of a call tells."""
     call: Any = error
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and rpc_status.from_call(call) is None:
         # gRPC itself ends a call at its deadline, without details, where it is earlier than the engine.

@@ -13,8 +13,9 @@ from tests.server.frontends.forty.cases import CASES, Case
 from tests.server.frontends.forty.columns import REQUEST_ID, Column, Rig, Told, serving_all
 from tests.server.frontends.forty.grpc_column import GrpcColumn
 from tests.server.frontends.forty.http_columns import OpenAiColumn, RestColumn
+from tests.server.frontends.forty.triton_column import TritonColumn
 
-COLUMNS: tuple[Column, ...] = (GrpcColumn(), RestColumn(), OpenAiColumn())
+COLUMNS: tuple[Column, ...] = (GrpcColumn(), RestColumn(), OpenAiColumn(), TritonColumn())
 ROWS = {row.reason: row for row in (*ERRORS, INTERNAL)}
 WITH_DELAY = {"RATE_LIMITED", "QUEUE_FULL", "QUEUE_TIMEOUT", "DRAINING"}
 
