@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from kestrel_grpc.frontends.http.output_json import grounding, pairs, sent_event, to_json
 from kestrel_grpc.frontends.openai.fields import MANY_IMAGES, NOT_SUPPORTED
 from kestrel_grpc.wire.errors import BadFields, CallFailure
 from kestrel_runtime.api.events import (
@@ -31,7 +31,6 @@ _TYPES: Mapping[int, str] = MappingProxyType(
 _CODES: Mapping[str, str] = MappingProxyType(
     {"TOKEN_INVALID": "invalid_api_key", "RATE_LIMITED": "rate_limit_exceeded"}
 )
-_dumps = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 class ChatRenderer:
@@ -41,9 +40,9 @@ class ChatRenderer:
         self._facts = {"id": f"chatcmpl-{request_id}", "created": created_s, "model": model}
         self._includes_usage = includes_usage
         # A chunk is made for each token: what is the same in all is encoded once.
-        head = _dumps({"id": f"chatcmpl-{request_id}", "object": "chat.completion.chunk"})[:-1]
-        rest = _dumps({"created": created_s, "model": model})[1:-1]
-        self._head = f'data: {head},{rest},"choices":[{{"index":0,"delta":'.encode()
+        head = to_json({"id": f"chatcmpl-{request_id}", "object": "chat.completion.chunk"})[:-1]
+        rest = to_json({"created": created_s, "model": model})[1:-1]
+        self._head = b'data: %b,%b,"choices":[{"index":0,"delta":' % (head, rest)
         usage = ',"usage":null' if includes_usage else ""
         self._tail = f',"logprobs":null,"finish_reason":null}}]{usage}}}\n\n'.encode()
 
@@ -54,16 +53,7 @@ class ChatRenderer:
         message: dict[str, Any] = {"role": "assistant", "content": output.answer, "refusal": None}
         if output.reasoning is not None:
             message["reasoning"] = output.reasoning.text
-            message["reasoning_details"] = {
-                "grounding": [
-                    {
-                        "start_idx": item.start_char,
-                        "end_idx": item.end_char,
-                        "points": [(point.x, point.y) for point in item.points],
-                    }
-                    for item in output.reasoning.groundings
-                ]
-            }
+            message["reasoning_details"] = grounding(output.reasoning, pairs)
         choice = {
             "index": 0,
             "message": message,
@@ -71,13 +61,13 @@ class ChatRenderer:
             "finish_reason": _FINISH_REASONS[finished.finish_reason],
         }
         facts = {"object": "chat.completion", "choices": [choice], "usage": _usage(finished.usage)}
-        return _dumps({**self._facts, **facts}).encode()
+        return to_json({**self._facts, **facts})
 
     def events(self, event: Event) -> bytes:
         """The server-sent events of an event."""
         if isinstance(event, TextDelta):
             name = b'{"content":' if event.channel is TextChannel.ANSWER else b'{"reasoning":'
-            return b"".join((self._head, name, _dumps(event.text).encode(), b"}", self._tail))
+            return b"".join((self._head, name, to_json(event.text), b"}", self._tail))
         if isinstance(event, Started):
             return b"".join((self._head, b'{"role":"assistant","content":""}', self._tail))
         reason = _FINISH_REASONS[event.finish_reason]
@@ -86,7 +76,7 @@ class ChatRenderer:
         if not self._includes_usage:
             return last + DONE
         facts = {"object": "chat.completion.chunk", "choices": [], "usage": _usage(event.usage)}
-        return b"".join((last, _event({**self._facts, **facts}), DONE))
+        return b"".join((last, sent_event({**self._facts, **facts}), DONE))
 
 
 class CompletionRenderer:
@@ -106,13 +96,13 @@ class CompletionRenderer:
         output = finished.output
         assert isinstance(output, QueryOutput)
         choices = [_text_choice(output.answer, _FINISH_REASONS[finished.finish_reason])]
-        return _dumps({**self._facts, "choices": choices, "usage": _usage(finished.usage)}).encode()
+        return to_json({**self._facts, "choices": choices, "usage": _usage(finished.usage)})
 
     def events(self, event: Event) -> bytes:
         """The server-sent events of an event; empty where there is none to tell."""
         usage = {"usage": None} if self._includes_usage else {}
         if isinstance(event, TextDelta):
-            return _event({**self._facts, "choices": [_text_choice(event.text, None)], **usage})
+            return sent_event({**self._facts, "choices": [_text_choice(event.text, None)], **usage})
         if isinstance(event, Started):
             return b""
         last = {
@@ -121,19 +111,19 @@ class CompletionRenderer:
             **usage,
         }
         if not self._includes_usage:
-            return _event(last) + DONE
+            return sent_event(last) + DONE
         total = {**self._facts, "choices": [], "usage": _usage(event.usage)}
-        return b"".join((_event(last), _event(total), DONE))
+        return b"".join((sent_event(last), sent_event(total), DONE))
 
 
 def models_json(model: str, created_s: int) -> bytes:
     """The list of models."""
-    return _dumps({"object": "list", "data": [_model(model, created_s)]}).encode()
+    return to_json({"object": "list", "data": [_model(model, created_s)]})
 
 
 def model_json(model: str, created_s: int) -> bytes:
     """One model."""
-    return _dumps(_model(model, created_s)).encode()
+    return to_json(_model(model, created_s))
 
 
 def failure_json(failure: CallFailure) -> bytes:
@@ -149,11 +139,7 @@ def failure_json(failure: CallFailure) -> bytes:
         "param": (violations[0].field or None) if violations else None,
         "code": code,
     }
-    return _dumps({"error": error}).encode()
-
-
-def _event(facts: Mapping[str, Any]) -> bytes:
-    return b"data: %b\n\n" % _dumps(facts).encode()
+    return to_json({"error": error})
 
 
 def _text_choice(text: str, finish_reason: str | None) -> dict[str, Any]:

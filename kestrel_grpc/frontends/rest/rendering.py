@@ -5,34 +5,22 @@ Every answer has `request_id`, `model`, `finish_reason` and metrics beside its r
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from kestrel_grpc.frontends.http.output_json import (
+    FINISH_REASONS,
+    box,
+    objects,
+    pairs,
+    result,
+    sent_event,
+    to_json,
+)
 from kestrel_grpc.frontends.rest.fields import KESTREL
 from kestrel_grpc.wire.errors import BadFields, CallFailure
-from kestrel_runtime.api.events import (
-    Box,
-    CaptionOutput,
-    DetectOutput,
-    Event,
-    Finished,
-    FinishReason,
-    Location,
-    Output,
-    PointOutput,
-    QueryOutput,
-    Reasoning,
-    SegmentOutput,
-    TextChannel,
-    TextDelta,
-)
-
-_FINISH_REASONS: Mapping[FinishReason, str] = MappingProxyType(
-    {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.MAX_OBJECTS: "max_objects"}
-)
-_dumps = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+from kestrel_runtime.api.events import Event, Finished, Output, SegmentOutput, TextChannel, TextDelta
 
 
 class Renderer:
@@ -45,18 +33,18 @@ class Renderer:
 
     def answer(self, finished: Finished) -> bytes:
         """A whole answer."""
-        return _dumps(self._facts(finished)).encode()
+        return to_json(self._facts(finished))
 
     def events(self, event: Event) -> bytes:
         """The server-sent events of an event; empty where there is none to tell."""
         if isinstance(event, TextDelta):
-            return _event({_CHUNKS[event.channel]: event.text, "completed": False})
+            return sent_event({_CHUNKS[event.channel]: event.text, "completed": False})
         if not isinstance(event, Finished):
             return b""
         facts = {**self._facts(event), "completed": True}
         if isinstance(event.output, SegmentOutput):
-            return b"".join(map(_event, _segment_events(facts)))
-        return _event(facts)
+            return b"".join(map(sent_event, _segment_events(facts)))
+        return sent_event(facts)
 
     def _facts(self, finished: Finished) -> dict[str, Any]:
         metrics = self._metrics(finished)
@@ -64,24 +52,15 @@ class Renderer:
             "request_id": self._request_id,
             "model": self._model,
             **self._result(finished.output),
-            "finish_reason": _FINISH_REASONS[finished.finish_reason],
+            "finish_reason": FINISH_REASONS[finished.finish_reason],
             **(metrics if self._is_kestrel else {"metrics": metrics}),
         }
 
     def _result(self, output: Output) -> dict[str, Any]:
-        if isinstance(output, QueryOutput):
-            reasoning = {} if output.reasoning is None else {"reasoning": _reasoning(output.reasoning)}
-            return {"answer": output.answer, **reasoning}
-        if isinstance(output, CaptionOutput):
-            return {"caption": output.caption}
-        if isinstance(output, PointOutput):
-            return {"points": _pairs(output.points) if self._is_kestrel else _points(output.points)}
-        if isinstance(output, DetectOutput):
-            return {"objects": [_box(box) for box in output.boxes]}
-        return next(
-            ({"path": mask.svg_path, "bbox": _box(mask.box)} for mask in output.segments),
-            {"path": "", "bbox": None},
-        )
+        if isinstance(output, SegmentOutput):
+            found = ({"path": mask.svg_path, "bbox": box(mask.box)} for mask in output.segments)
+            return next(found, {"path": "", "bbox": None})
+        return result(output, pairs if self._is_kestrel else objects, pairs)
 
     def _metrics(self, finished: Finished) -> dict[str, Any]:
         usage, timing = finished.usage, finished.timing
@@ -132,21 +111,17 @@ def failure_body(failure: CallFailure, request_id: str) -> dict[str, Any]:
 
 def failure_json(failure: CallFailure, request_id: str) -> bytes:
     """The body of a response."""
-    return _dumps(failure_body(failure, request_id)).encode()
+    return to_json(failure_body(failure, request_id))
 
 
 def failure_event(failure: CallFailure, request_id: str) -> bytes:
     """The last event of a stream."""
-    return _event({**failure_body(failure, request_id), "completed": True})
+    return sent_event({**failure_body(failure, request_id), "completed": True})
 
 
 _CHUNKS: Mapping[TextChannel, str] = MappingProxyType(
     {TextChannel.ANSWER: "chunk", TextChannel.REASONING: "reasoning_chunk"}
 )
-
-
-def _event(facts: Mapping[str, Any]) -> bytes:
-    return b"data: %b\n\n" % _dumps(facts).encode()
 
 
 def _segment_events(facts: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -156,25 +131,3 @@ def _segment_events(facts: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     if facts["path"]:
         yield {"type": "path_delta", "chunk": facts["path"], "completed": False}
     yield {"type": "final", **facts}
-
-
-def _reasoning(reasoning: Reasoning) -> dict[str, Any]:
-    return {
-        "text": reasoning.text,
-        "grounding": [
-            {"start_idx": item.start_char, "end_idx": item.end_char, "points": _pairs(item.points)}
-            for item in reasoning.groundings
-        ],
-    }
-
-
-def _points(locations: Iterable[Location]) -> list[dict[str, float]]:
-    return [{"x": location.x, "y": location.y} for location in locations]
-
-
-def _pairs(locations: Iterable[Location]) -> list[tuple[float, float]]:
-    return [(location.x, location.y) for location in locations]
-
-
-def _box(box: Box) -> dict[str, float]:
-    return {"x_min": box.x_min, "y_min": box.y_min, "x_max": box.x_max, "y_max": box.y_max}

@@ -2,35 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import struct
-from collections.abc import Iterable, Mapping
-from types import MappingProxyType
+from collections.abc import Mapping
 from typing import Any
 
+from kestrel_grpc.frontends.http.output_json import FINISH_REASONS, box, objects, result, to_json
 from kestrel_grpc.frontends.triton.model import OUTPUT, VERSION
 from kestrel_grpc.frontends.triton.v2 import grpc_service_pb2 as wire
-from kestrel_runtime.api.events import (
-    Box,
-    CaptionOutput,
-    DetectOutput,
-    Finished,
-    FinishReason,
-    Location,
-    Output,
-    PointOutput,
-    QueryOutput,
-    Reasoning,
-    TextChannel,
-    TextDelta,
-)
+from kestrel_runtime.api.events import Finished, Output, SegmentOutput, TextChannel, TextDelta
 
 FINAL = "triton_final_response"
-_FINISH_REASONS: Mapping[FinishReason, str] = MappingProxyType(
-    {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.MAX_OBJECTS: "max_objects"}
-)
 _LENGTH = struct.Struct("<I")
-_to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 class ResponseRenderer:
@@ -76,7 +58,7 @@ class ResponseRenderer:
     def _with_output(self, facts: Mapping[str, Any]) -> wire.ModelInferResponse:
         response = self._bare()
         response.outputs.add(name=OUTPUT, datatype="BYTES", shape=(1,))
-        text = _to_json(facts).encode(errors="replace")
+        text = to_json(facts)
         response.raw_output_contents.append(_LENGTH.pack(len(text)) + text)
         return response
 
@@ -90,7 +72,7 @@ def _facts(finished: Finished, request_id: str) -> dict[str, Any]:
     usage, timing = finished.usage, finished.timing
     return {
         "request_id": request_id,
-        "finish_reason": _FINISH_REASONS[finished.finish_reason],
+        "finish_reason": FINISH_REASONS[finished.finish_reason],
         **_result(finished.output),
         "metrics": {
             "input_tokens": usage.num_input_tokens,
@@ -103,31 +85,6 @@ def _facts(finished: Finished, request_id: str) -> dict[str, Any]:
 
 
 def _result(output: Output) -> dict[str, Any]:
-    if isinstance(output, QueryOutput):
-        reasoning = {} if output.reasoning is None else {"reasoning": _reasoning(output.reasoning)}
-        return {"answer": output.answer, **reasoning}
-    if isinstance(output, CaptionOutput):
-        return {"caption": output.caption}
-    if isinstance(output, PointOutput):
-        return {"points": _points(output.points)}
-    if isinstance(output, DetectOutput):
-        return {"objects": [_box(box) for box in output.boxes]}
-    return {"segments": [{"svg_path": mask.svg_path, "bbox": _box(mask.box)} for mask in output.segments]}
-
-
-def _reasoning(reasoning: Reasoning) -> dict[str, Any]:
-    return {
-        "text": reasoning.text,
-        "grounding": [
-            {"start_idx": item.start_char, "end_idx": item.end_char, "points": _points(item.points)}
-            for item in reasoning.groundings
-        ],
-    }
-
-
-def _points(locations: Iterable[Location]) -> list[dict[str, float]]:
-    return [{"x": location.x, "y": location.y} for location in locations]
-
-
-def _box(box: Box) -> dict[str, float]:
-    return {"x_min": box.x_min, "y_min": box.y_min, "x_max": box.x_max, "y_max": box.y_max}
+    if isinstance(output, SegmentOutput):
+        return {"segments": [{"svg_path": mask.svg_path, "bbox": box(mask.box)} for mask in output.segments]}
+    return result(output, objects, objects)

@@ -1,0 +1,60 @@
+"""Results of the engine as JSON, byte for byte."""
+
+from __future__ import annotations
+
+import pytest
+
+from kestrel_grpc.frontends.http.output_json import FINISH_REASONS, objects, pairs, result, sent_event, to_json
+from kestrel_runtime.api.events import (
+    Box,
+    CaptionOutput,
+    DetectOutput,
+    FinishReason,
+    Grounding,
+    Location,
+    PointOutput,
+    QueryOutput,
+    Reasoning,
+)
+
+PLACE = Location(0.5, 0.25)
+THOUGHT = Reasoning("A bird.", (Grounding(2, 6, (PLACE,)),))
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        (QueryOutput("a kestrel", None), b'{"answer":"a kestrel"}'),
+        (
+            QueryOutput("a kestrel", THOUGHT),
+            b'{"answer":"a kestrel","reasoning":{"text":"A bird.",'
+            b'"grounding":[{"start_idx":2,"end_idx":6,"points":[[0.5,0.25]]}]}}',
+        ),
+        (CaptionOutput("a kestrel"), b'{"caption":"a kestrel"}'),
+        (PointOutput((PLACE,)), b'{"points":[{"x":0.5,"y":0.25}]}'),
+        (
+            DetectOutput((Box(0.125, 0.25, 0.5, 0.75),)),
+            b'{"objects":[{"x_min":0.125,"y_min":0.25,"x_max":0.5,"y_max":0.75}]}',
+        ),
+    ],
+)
+def test_results_as_json(output: QueryOutput | CaptionOutput | PointOutput | DetectOutput, expected: bytes) -> None:
+    assert to_json(result(output, objects, pairs)) == expected
+
+
+def test_points_are_objects_or_pairs() -> None:
+    assert objects([PLACE]) == [{"x": 0.5, "y": 0.25}]
+    assert pairs([PLACE]) == [(0.5, 0.25)]
+
+
+def test_text_is_sent_as_utf_8_and_half_a_surrogate_pair_as_a_question_mark() -> None:
+    assert to_json({"chunk": "\u9e1f\n"}) == '{"chunk":"\u9e1f\\n"}'.encode()
+    assert to_json({"chunk": "\ud83d"}) == b'{"chunk":"?"}'
+
+
+def test_an_event_is_one_line_of_data() -> None:
+    assert sent_event({"chunk": "a\n\nb"}) == b'data: {"chunk":"a\\n\\nb"}\n\n'
+
+
+def test_every_finish_reason_has_a_name() -> None:
+    assert FINISH_REASONS.keys() == set(FinishReason)
