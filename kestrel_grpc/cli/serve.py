@@ -71,7 +71,6 @@ def _serve(arguments: argparse.Namespace) -> int:
     set_up_logging(config.log_level, line_format=config.log_format)
     for warning in environment_warnings((name for name, _ in options()), os.environ):
         _log.warning("%s", warning)
-    _log.info("%s", precision_line(config.expert_engine_config(), config.precision))
     from kestrel_grpc.access.tls import CertificateError
     from kestrel_grpc.access.tokens import TokenFileError
     from kestrel_grpc.images.image_uris import RemoteImagesUnavailable
@@ -99,6 +98,8 @@ def _serve(arguments: argparse.Namespace) -> int:
             require_tracing(os.environ)
         with _ending_at_sigterm():
             engine = LocalEngine.start(config.engine_config())
+            # After the model: a start that fails says why in one line.
+            _log.info("%s", precision_line(config.expert_engine_config(), config.precision))
             engine.on_status_change(lambda now: end_within(END_TIMEOUT_S) if now is EngineStatus.DEAD else None)
             try:
                 with asyncio.Runner(loop_factory=_loop_factory()) as runner:
