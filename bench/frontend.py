@@ -42,7 +42,7 @@ from kestrel_client.v1.vision_service_pb2_grpc import add_VisionServiceServicer_
 from kestrel_grpc.allocator import return_free_memory, set_apart_what_stays
 from kestrel_grpc.cli.serve import SWITCH_INTERVAL_S
 from kestrel_grpc.config.options import ServerConfig
-from kestrel_grpc.frontends.grpc import rendering
+from kestrel_grpc.frontends.grpc import vision_service
 from kestrel_grpc.server import Server
 from kestrel_grpc.telemetry.logs import set_up_logging
 from kestrel_runtime.api.config import EngineConfig
@@ -186,12 +186,12 @@ class BareServicer:
 
     async def Query(self, request: wire.QueryRequest, context: Any) -> AsyncIterator[wire.QueryResponse]:
         for event in EVENTS:
-            yield rendering.query_event(event, "0123456789abcdef0123456789abcdef", "empty")
+            yield vision_service.query_event(event, "0123456789abcdef0123456789abcdef", "empty")
 
     async def Point(self, request: wire.PointRequest, context: Any) -> wire.PointResponse:
         finished = POINT_EVENTS[-1]
         assert isinstance(finished, Finished)
-        return rendering.point_response(finished, "0123456789abcdef0123456789abcdef", "empty")
+        return vision_service.point_response(finished, "0123456789abcdef0123456789abcdef", "empty")
 
     def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
         """The methods that are registered and never called."""

@@ -13,9 +13,9 @@ from google.protobuf.message import DecodeError, Message
 from hypothesis import strategies as st
 
 from kestrel_client.v1 import image_service_pb2, vision_service_pb2
-from kestrel_grpc.frontends.grpc import parsing
 from kestrel_grpc.frontends.grpc.images import parsing as image_parsing
 from kestrel_grpc.frontends.grpc.status import trailing_metadata
+from kestrel_grpc.frontends.grpc.vision_service import BINDINGS
 from kestrel_grpc.images.image_uris import allowed_target, parse_hosts
 from kestrel_grpc.wire.errors import CallFailure, describe
 from kestrel_runtime.api.config import EngineConfig
@@ -58,13 +58,7 @@ def _part_of_upload(message: Any) -> object:
 
 PARSERS: Mapping[str, Callable[[Any], object]] = MappingProxyType(
     {
-        "Query": parsing.query,
-        "CompleteQuery": parsing.query,
-        "Caption": parsing.caption,
-        "CompleteCaption": parsing.caption,
-        "Point": parsing.point,
-        "Detect": parsing.detect,
-        "Segment": parsing.segment,
+        **{binding.rpc: binding.parse for binding in BINDINGS},
         "UploadImage": _part_of_upload,
         "PutImage": image_parsing.put_image,
         "GetImage": lambda message: image_parsing.handle(message.image_id),

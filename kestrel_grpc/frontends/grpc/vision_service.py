@@ -1,85 +1,230 @@
-"""`VisionService`: parses a request, submits it, renders its events."""
+"""`VisionService`: parses a request, submits it, renders its events.
 
-# ruff: noqa: N802 (methods bear the names of their RPCs)
+`BINDINGS` has all of its RPCs. A new one is a line there, a function that converts its message to a request, and
+one that converts the events of that request to its response.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
-from typing import Any
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_grpc.frontends.grpc import parsing, rendering
 from kestrel_grpc.images.stored_images import ImageReference
 from kestrel_grpc.wire.call_context import CallContext
 from kestrel_grpc.wire.submission import Submission, ending_with, last_event
-from kestrel_runtime.api.events import Finished
-from kestrel_runtime.api.requests import Request
+from kestrel_runtime.api.errors import Violation
+from kestrel_runtime.api.events import (
+    CaptionOutput,
+    DetectOutput,
+    Event,
+    Finished,
+    PointOutput,
+    QueryOutput,
+    SegmentOutput,
+    Started,
+    TextDelta,
+)
+from kestrel_runtime.api.requests import Caption, Detect, Point, Query, Request, Segment
+
+ObjectRequestT = TypeVar("ObjectRequestT", Point, Detect, Segment)
+
+_CAPTION_LENGTHS: Mapping[int, str] = MappingProxyType(
+    {
+        wire.CAPTION_LENGTH_UNSPECIFIED: "normal",
+        wire.CAPTION_LENGTH_SHORT: "short",
+        wire.CAPTION_LENGTH_NORMAL: "normal",
+        wire.CAPTION_LENGTH_LONG: "long",
+    }
+)
 
 
 class VisionService:
-    """The five tasks. Each call is one request of the engine and ends with it.
+    """Serves each of `BINDINGS` under the name of its RPC. Each call is one request of the engine and ends with it.
 
-    Each method drops its message once the engine has the request: the message holds a copy of the image.
+    Each call drops its message once the engine has the request: the message holds a copy of the image.
     """
 
     def __init__(self, submission: Submission, model: str) -> None:
         self._submission = submission
         self._model = model
+        for binding in BINDINGS:
+            serve = self._events_of(binding) if binding.is_streamed else self._answer_of(binding)
+            setattr(self, binding.rpc, serve)
 
-    async def Query(
-        self, message: wire.QueryRequest, call: CallContext
-    ) -> AsyncGenerator[wire.QueryResponse, None]:
-        stream = await self._submission.submit(*_parsed(parsing.query, message), call)
-        del message
-        with ending_with(stream):
-            async for event in stream:
-                if isinstance(event, Finished):
-                    call.finished = event
-                yield rendering.query_event(event, call.request_id, self._model)
+    def _answer_of(self, binding: Binding) -> Callable[[Any, CallContext], Awaitable[Any]]:
+        parse, render = binding.parse, binding.render
 
-    async def Caption(
-        self, message: wire.CaptionRequest, call: CallContext
-    ) -> AsyncGenerator[wire.CaptionResponse, None]:
-        stream = await self._submission.submit(*_parsed(parsing.caption, message), call)
-        del message
-        with ending_with(stream):
-            async for event in stream:
-                if isinstance(event, Finished):
-                    call.finished = event
-                yield rendering.caption_event(event, call.request_id, self._model)
+        async def answer(message: Any, call: CallContext) -> Any:
+            stream = await self._submission.submit(*_parsed(parse, message), call)
+            del message
+            return render(await last_event(stream, call), call.request_id, self._model)
 
-    async def CompleteQuery(
-        self, message: wire.CompleteQueryRequest, call: CallContext
-    ) -> wire.CompleteQueryResponse:
-        stream = await self._submission.submit(*_parsed(parsing.query, message), call)
-        del message
-        finished = await last_event(stream, call)
-        return wire.CompleteQueryResponse(result=rendering.query_result(finished, call.request_id, self._model))
+        return answer
 
-    async def CompleteCaption(
-        self, message: wire.CompleteCaptionRequest, call: CallContext
-    ) -> wire.CompleteCaptionResponse:
-        stream = await self._submission.submit(*_parsed(parsing.caption, message), call)
-        del message
-        finished = await last_event(stream, call)
-        return wire.CompleteCaptionResponse(result=rendering.caption_result(finished, call.request_id, self._model))
+    def _events_of(self, binding: Binding) -> Callable[[Any, CallContext], AsyncGenerator[Any, None]]:
+        parse, render = binding.parse, binding.render
 
-    async def Point(self, message: wire.PointRequest, call: CallContext) -> wire.PointResponse:
-        stream = await self._submission.submit(*_parsed(parsing.point, message), call)
-        del message
-        return rendering.point_response(await last_event(stream, call), call.request_id, self._model)
+        async def events(message: Any, call: CallContext) -> AsyncGenerator[Any, None]:
+            stream = await self._submission.submit(*_parsed(parse, message), call)
+            del message
+            with ending_with(stream):
+                async for event in stream:
+                    if isinstance(event, Finished):
+                        call.finished = event
+                    yield render(event, call.request_id, self._model)
 
-    async def Detect(self, message: wire.DetectRequest, call: CallContext) -> wire.DetectResponse:
-        stream = await self._submission.submit(*_parsed(parsing.detect, message), call)
-        del message
-        return rendering.detect_response(await last_event(stream, call), call.request_id, self._model)
-
-    async def Segment(self, message: wire.SegmentRequest, call: CallContext) -> wire.SegmentResponse:
-        stream = await self._submission.submit(*_parsed(parsing.segment, message), call)
-        del message
-        return rendering.segment_response(await last_event(stream, call), call.request_id, self._model)
+        return events
 
 
 def _parsed(parse: Callable[[Any], Request], message: Any) -> tuple[Request, ImageReference | None]:
     """The request, and what its message has in place of the bytes of its image."""
     return parse(message), parsing.image_reference(message)
+
+
+def query(message: wire.QueryRequest | wire.CompleteQueryRequest) -> Query:
+    """A question, streamed or not."""
+    violations: list[Violation] = []
+    return parsing.new_request(
+        Query,
+        message,
+        violations,
+        needs_image=False,
+        question=message.question,
+        reasoning=message.reasoning,
+        spatial_refs=parsing.spatial_refs(message.spatial_refs, violations),
+    )
+
+
+def query_event(event: Event, request_id: str, model: str) -> wire.QueryResponse:
+    """One message of a `Query` stream."""
+    if isinstance(event, TextDelta):  # first: nearly every event is one
+        response = wire.QueryResponse()
+        rendering.fill_delta(response.delta, event)
+        return response
+    if isinstance(event, Started):
+        return wire.QueryResponse(started=rendering.started(event, request_id, model))
+    return wire.QueryResponse(completed=query_result(event, request_id, model))
+
+
+def query_result(finished: Finished, request_id: str, model: str) -> wire.QueryResult:
+    """A whole answer."""
+    output = _expect(finished, QueryOutput)
+    return wire.QueryResult(
+        answer=output.answer,
+        reasoning=None if output.reasoning is None else rendering.reasoning(output.reasoning),
+        info=rendering.info(finished, request_id, model),
+    )
+
+
+def complete_query(finished: Finished, request_id: str, model: str) -> wire.CompleteQueryResponse:
+    """The response with a whole answer."""
+    return wire.CompleteQueryResponse(result=query_result(finished, request_id, model))
+
+
+def caption(message: wire.CaptionRequest | wire.CompleteCaptionRequest) -> Caption:
+    """A description, streamed or not."""
+    violations: list[Violation] = []
+    length = _CAPTION_LENGTHS.get(message.length)
+    if length is None:
+        violations.append(Violation("length", f"{message.length} is not a known value"))
+    return parsing.new_request(Caption, message, violations, length=length or "normal")
+
+
+def caption_event(event: Event, request_id: str, model: str) -> wire.CaptionResponse:
+    """One message of a `Caption` stream."""
+    if isinstance(event, TextDelta):
+        response = wire.CaptionResponse()
+        rendering.fill_delta(response.delta, event)
+        return response
+    if isinstance(event, Started):
+        return wire.CaptionResponse(started=rendering.started(event, request_id, model))
+    return wire.CaptionResponse(completed=caption_result(event, request_id, model))
+
+
+def caption_result(finished: Finished, request_id: str, model: str) -> wire.CaptionResult:
+    """A whole description."""
+    output = _expect(finished, CaptionOutput)
+    return wire.CaptionResult(caption=output.caption, info=rendering.info(finished, request_id, model))
+
+
+def complete_caption(finished: Finished, request_id: str, model: str) -> wire.CompleteCaptionResponse:
+    """The response with a whole description."""
+    return wire.CompleteCaptionResponse(result=caption_result(finished, request_id, model))
+
+
+def point(message: wire.PointRequest) -> Point:
+    """Places of objects."""
+    return _about_objects(Point, message, max_objects=_max_objects(message))
+
+
+def point_response(finished: Finished, request_id: str, model: str) -> wire.PointResponse:
+    """The places found."""
+    points = rendering.points(_expect(finished, PointOutput).points)
+    return wire.PointResponse(points=points, info=rendering.info(finished, request_id, model))
+
+
+def detect(message: wire.DetectRequest) -> Detect:
+    """Boxes around objects."""
+    return _about_objects(Detect, message, max_objects=_max_objects(message))
+
+
+def detect_response(finished: Finished, request_id: str, model: str) -> wire.DetectResponse:
+    """The boxes found."""
+    boxes = _expect(finished, DetectOutput).boxes
+    objects = [wire.DetectedObject(box=rendering.region(box)) for box in boxes]
+    return wire.DetectResponse(objects=objects, info=rendering.info(finished, request_id, model))
+
+
+def segment(message: wire.SegmentRequest) -> Segment:
+    """The outline of an object."""
+    return _about_objects(Segment, message)
+
+
+def segment_response(finished: Finished, request_id: str, model: str) -> wire.SegmentResponse:
+    """The outlines found."""
+    masks = _expect(finished, SegmentOutput).segments
+    segments = [wire.Segment(svg_path=mask.svg_path, box=rendering.region(mask.box)) for mask in masks]
+    return wire.SegmentResponse(segments=segments, info=rendering.info(finished, request_id, model))
+
+
+def _about_objects(kind: type[ObjectRequestT], message: Any, **own: Any) -> ObjectRequestT:
+    violations: list[Violation] = []
+    refs = parsing.spatial_refs(message.spatial_refs, violations)
+    return parsing.new_request(kind, message, violations, object=message.object, spatial_refs=refs, **own)
+
+
+def _max_objects(message: wire.PointRequest | wire.DetectRequest) -> int | None:
+    return message.max_objects if message.HasField("max_objects") else None
+
+
+def _expect(finished: Finished, output_type: type[Any]) -> Any:
+    assert isinstance(finished.output, output_type), f"the engine answered with {type(finished.output)}"
+    return finished.output
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """One RPC. `render` takes an event, the id of the request and the name of the model, and makes a response.
+
+    It is given every event of the request if `is_streamed`, and the last one otherwise.
+    """
+
+    rpc: str
+    parse: Callable[[Any], Request]
+    render: Callable[[Any, str, str], Any]
+    is_streamed: bool = False
+
+
+BINDINGS = (
+    Binding("Query", query, query_event, is_streamed=True),
+    Binding("CompleteQuery", query, complete_query),
+    Binding("Caption", caption, caption_event, is_streamed=True),
+    Binding("CompleteCaption", caption, complete_caption),
+    Binding("Point", point, point_response),
+    Binding("Detect", detect, detect_response),
+    Binding("Segment", segment, segment_response),
+)

@@ -134,6 +134,11 @@ class Query(_Checked):
     options: RequestOptions = field(default_factory=RequestOptions)
     skill: ClassVar[str] = "query"
 
+    @property
+    def text(self) -> str:
+        """The free text of the prompt, on which its length depends."""
+        return self.question
+
     def violations(self) -> Iterator[Violation]:
         yield from _text("question", self.question)
         if self.image is not None:
@@ -154,6 +159,8 @@ class Caption(_Checked):
     sampling: SamplingParams = field(default_factory=SamplingParams)
     options: RequestOptions = field(default_factory=RequestOptions)
     skill: ClassVar[str] = "caption"
+    text: ClassVar[str] = ""
+    spatial_refs: ClassVar[tuple[SpatialRef, ...]] = ()
 
     def violations(self) -> Iterator[Violation]:
         yield from _image(self.image)
@@ -173,6 +180,11 @@ class _ObjectRequest(_Checked):
     spatial_refs: tuple[SpatialRef, ...] = ()
     sampling: SamplingParams = field(default_factory=SamplingParams)
     options: RequestOptions = field(default_factory=RequestOptions)
+
+    @property
+    def text(self) -> str:
+        """The free text of the prompt, on which its length depends."""
+        return self.object
 
     def violations(self) -> Iterator[Violation]:
         yield from _text("object", self.object)

@@ -25,7 +25,7 @@ from kestrel_runtime.api.errors import (
     SkillUnsupported,
 )
 from kestrel_runtime.api.raw_image import RawImage
-from kestrel_runtime.api.requests import Caption, Query, Request
+from kestrel_runtime.api.requests import Request
 from kestrel_runtime.api.stream import Stream
 from kestrel_runtime.engine.isolation import Isolation, new_probes
 from kestrel_runtime.engine.loop import EngineLoop
@@ -374,9 +374,7 @@ class LocalEngine:
 
     def _cost_of(self, request: Request, tenant: str) -> Cost:
         num_tokens = 0 if request.image is None else self._num_image_tokens
-        if not isinstance(request, Caption):
-            text = request.question if isinstance(request, Query) else request.object
-            num_tokens += len(text.encode()) + _MAX_TOKENS_PER_REF * len(request.spatial_refs)
+        num_tokens += len(request.text.encode()) + _MAX_TOKENS_PER_REF * len(request.spatial_refs)
         return Cost(tenant, request.options.priority, len(request.image or b""), num_tokens)
 
     def _prepared(self, preparation: Future[Sequence], stream: Stream) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kestrel_client.v1 import generation_pb2, media_pb2
 from kestrel_client.v1 import vision_service_pb2 as wire
-from kestrel_grpc.frontends.grpc import parsing
+from kestrel_grpc.frontends.grpc import vision_service as vision
 from kestrel_runtime.api.errors import InvalidRequest
 from kestrel_runtime.api.raw_image import PixelFormat, RawImage
 from kestrel_runtime.api.requests import (
@@ -47,8 +47,8 @@ def violations(parse: Any, message: Any) -> list[str]:
 
 @pytest.mark.parametrize("kind", [wire.QueryRequest, wire.CompleteQueryRequest])
 def test_query_takes_its_defaults_where_fields_are_absent(kind: Any) -> None:
-    assert parsing.query(kind(question="why?")) == Query("why?")
-    assert parsing.query(kind(question="why?", image=IMAGE)) == Query("why?", DATA)
+    assert vision.query(kind(question="why?")) == Query("why?")
+    assert vision.query(kind(question="why?", image=IMAGE)) == Query("why?", DATA)
 
 
 @pytest.mark.parametrize("kind", [wire.QueryRequest, wire.CompleteQueryRequest])
@@ -61,7 +61,7 @@ def test_query_takes_every_field(kind: Any) -> None:
         sampling={"temperature": 0.5, "top_p": 0.25, "max_tokens": 7, "seed": 9},
         options={"model": "m", "max_queue_duration": Duration(seconds=1, nanos=500_000_000)},
     )
-    assert parsing.query(message) == Query(
+    assert vision.query(message) == Query(
         question="why?",
         image=DATA,
         reasoning=True,
@@ -72,11 +72,9 @@ def test_query_takes_every_field(kind: Any) -> None:
 
 
 def test_zero_that_is_set_is_not_absence() -> None:
-    parsed = parsing.query(wire.QueryRequest(question="why?", sampling={"temperature": 0.0, "seed": 0}))
+    parsed = vision.query(wire.QueryRequest(question="why?", sampling={"temperature": 0.0, "seed": 0}))
     assert parsed.sampling == SamplingParams(temperature=0.0, seed=0)
-    assert violations(parsing.point, wire.PointRequest(object="bird", image=IMAGE, max_objects=0)) == [
-        "max_objects"
-    ]
+    assert violations(vision.point, wire.PointRequest(object="bird", image=IMAGE, max_objects=0)) == ["max_objects"]
 
 
 @pytest.mark.parametrize("kind", [wire.CaptionRequest, wire.CompleteCaptionRequest])
@@ -90,13 +88,13 @@ def test_zero_that_is_set_is_not_absence() -> None:
     ],
 )
 def test_caption_length_is_a_word(kind: Any, length: wire.CaptionLength, word: str) -> None:
-    assert parsing.caption(kind(image=IMAGE, length=length)) == Caption(DATA, word)
+    assert vision.caption(kind(image=IMAGE, length=length)) == Caption(DATA, word)
 
 
 def test_length_of_the_future_is_a_violation() -> None:
     message = wire.CaptionRequest.FromString(wire.CaptionRequest(image=IMAGE).SerializeToString() + b"\x10\x63")
     assert message.length == 99
-    assert violations(parsing.caption, message) == ["length"]
+    assert violations(vision.caption, message) == ["length"]
 
 
 @pytest.mark.parametrize(
@@ -109,7 +107,7 @@ def test_length_of_the_future_is_a_violation() -> None:
     ],
 )
 def test_priority_is_that_of_the_runtime(number: generation_pb2.Priority, priority: Priority) -> None:
-    request = parsing.query(wire.QueryRequest(question="?", options={"priority": number}))
+    request = vision.query(wire.QueryRequest(question="?", options={"priority": number}))
     assert request.options.priority is priority
 
 
@@ -123,14 +121,14 @@ def test_priority_is_that_of_the_runtime(number: generation_pb2.Priority, priori
     ],
 )
 def test_cache_policy_is_that_of_the_runtime(number: generation_pb2.CachePolicy, policy: CachePolicy) -> None:
-    request = parsing.query(wire.QueryRequest(question="?", options={"cache": number}))
+    request = vision.query(wire.QueryRequest(question="?", options={"cache": number}))
     assert request.options.cache is policy
 
 
 def test_a_cache_policy_of_the_future_is_a_violation() -> None:
     options = generation_pb2.RequestOptions.FromString(b"\x20\x63")
     assert options.cache == 99
-    assert violations(parsing.query, wire.QueryRequest(question="?", options=options)) == ["options.cache"]
+    assert violations(vision.query, wire.QueryRequest(question="?", options=options)) == ["options.cache"]
 
 
 RAW = {"pixels": bytes(12), "width_px": 2, "height_px": 2, "format": media_pb2.PIXEL_FORMAT_RGB8}
@@ -147,10 +145,10 @@ RAW = {"pixels": bytes(12), "width_px": 2, "height_px": 2, "format": media_pb2.P
 )
 def test_pixels_are_packed_unless_they_say_otherwise(number: Any, pixel_format: Any, num_bytes: int) -> None:
     raw: Any = RAW | {"format": number, "pixels": bytes(num_bytes)}
-    request = parsing.caption(wire.CaptionRequest(image={"raw": raw}))
+    request = vision.caption(wire.CaptionRequest(image={"raw": raw}))
     assert request.image == RawImage.packed(bytes(num_bytes), 2, 2, pixel_format)
     raw |= {"pixels": bytes(60), "row_stride_bytes": 30}
-    request = parsing.query(wire.QueryRequest(question="?", image={"raw": raw}))
+    request = vision.query(wire.QueryRequest(question="?", image={"raw": raw}))
     assert request.image == RawImage(bytes(60), 2, 2, pixel_format, 30)
 
 
@@ -169,14 +167,14 @@ def test_pixels_are_packed_unless_they_say_otherwise(number: Any, pixel_format: 
 )
 def test_every_violation_of_raw_pixels_is_told(changes: dict[str, Any], fields: list[str]) -> None:
     message = wire.DetectRequest(object="", image={"raw": RAW | changes})
-    found = violations(parsing.detect, message)
+    found = violations(vision.detect, message)
     assert sorted(found) == sorted(["object", *(f"image.raw.{field}" for field in fields)])
 
 
 def test_priority_of_the_future_is_a_violation() -> None:
     options = generation_pb2.RequestOptions.FromString(b"\x18\x63")
     assert options.priority == 99
-    assert violations(parsing.query, wire.QueryRequest(question="?", options=options)) == ["options.priority"]
+    assert violations(vision.query, wire.QueryRequest(question="?", options=options)) == ["options.priority"]
 
 
 def test_skills_that_find_take_their_fields() -> None:
@@ -188,13 +186,13 @@ def test_skills_that_find_take_their_fields() -> None:
         "options": RequestOptions(model="m"),
     }
     refs = (PointRef(0.5, 0.25),)
-    assert parsing.point(wire.PointRequest(**shared, max_objects=3, spatial_refs=[POINT_REF])) == Point(
+    assert vision.point(wire.PointRequest(**shared, max_objects=3, spatial_refs=[POINT_REF])) == Point(
         **expected, max_objects=3, spatial_refs=refs
     )
-    assert parsing.detect(wire.DetectRequest(**shared, max_objects=3, spatial_refs=[POINT_REF])) == Detect(
+    assert vision.detect(wire.DetectRequest(**shared, max_objects=3, spatial_refs=[POINT_REF])) == Detect(
         **expected, max_objects=3, spatial_refs=refs
     )
-    assert parsing.segment(wire.SegmentRequest(**shared, spatial_refs=[POINT_REF])) == Segment(
+    assert vision.segment(wire.SegmentRequest(**shared, spatial_refs=[POINT_REF])) == Segment(
         **expected, spatial_refs=refs
     )
 
@@ -202,9 +200,9 @@ def test_skills_that_find_take_their_fields() -> None:
 @pytest.mark.parametrize(
     ("parse", "message"),
     [
-        (parsing.point, wire.PointRequest()),
-        (parsing.detect, wire.DetectRequest()),
-        (parsing.segment, wire.SegmentRequest()),
+        (vision.point, wire.PointRequest()),
+        (vision.detect, wire.DetectRequest()),
+        (vision.segment, wire.SegmentRequest()),
     ],
 )
 def test_object_and_image_are_required_and_both_are_told(parse: Any, message: Any) -> None:
@@ -213,22 +211,22 @@ def test_object_and_image_are_required_and_both_are_told(parse: Any, message: An
 
 @pytest.mark.parametrize("image", [{}, {"data": b""}])
 def test_image_without_content_is_a_violation_even_where_none_is_needed(image: Any) -> None:
-    assert violations(parsing.query, wire.QueryRequest(question="why?", image=image)) == ["image"]
-    assert violations(parsing.caption, wire.CaptionRequest(image=image)) == ["image"]
+    assert violations(vision.query, wire.QueryRequest(question="why?", image=image)) == ["image"]
+    assert violations(vision.caption, wire.CaptionRequest(image=image)) == ["image"]
 
 
 def test_reference_to_nothing_keeps_the_index_of_those_behind_it() -> None:
     message = wire.QueryRequest(
         question="why?", image=IMAGE, spatial_refs=[POINT_REF, {}, {"point": {"x": 2.0, "y": 0.5}}]
     )
-    assert violations(parsing.query, message) == ["spatial_refs[1]", "spatial_refs[2].point.x"]
+    assert violations(vision.query, message) == ["spatial_refs[1]", "spatial_refs[2].point.x"]
 
 
 @pytest.mark.parametrize("ref", [{}, POINT_REF, {"point": {"x": 2.0}}])
 def test_too_many_references_are_counted_and_not_looked_at(ref: Any) -> None:
     message = wire.QueryRequest(question=" ", image=IMAGE, spatial_refs=[ref] * (MAX_SPATIAL_REFS + 1))
-    assert violations(parsing.query, message) == ["spatial_refs", "question"]
-    assert violations(parsing.point, wire.PointRequest(spatial_refs=[ref] * 100_000)) == [
+    assert violations(vision.query, message) == ["spatial_refs", "question"]
+    assert violations(vision.point, wire.PointRequest(spatial_refs=[ref] * 100_000)) == [
         "spatial_refs",
         "object",
         "image",
@@ -243,7 +241,7 @@ def test_all_violations_are_told_together() -> None:
         sampling={"temperature": math.nan, "top_p": 0.0, "max_tokens": -1, "seed": -5},
         options={"max_queue_duration": Duration(seconds=1, nanos=-1)},
     )
-    assert set(violations(parsing.query, message)) == {
+    assert set(violations(vision.query, message)) == {
         "question",
         "spatial_refs[0]",
         "spatial_refs[1].box.x_max",
@@ -275,19 +273,19 @@ def test_queue_time_is_a_positive_well_formed_duration(seconds: int, nanos: int,
         question="why?", options={"max_queue_duration": Duration(seconds=seconds, nanos=nanos)}
     )
     if is_fine:
-        assert parsing.query(message).options.max_queue_s == pytest.approx(seconds + nanos * 1e-9)
+        assert vision.query(message).options.max_queue_s == pytest.approx(seconds + nanos * 1e-9)
     else:
-        assert violations(parsing.query, message) == ["options.max_queue_duration"]
+        assert violations(vision.query, message) == ["options.max_queue_duration"]
 
 
 @given(st.binary(max_size=80))
 def test_no_message_makes_parsing_raise_anything_else(data: bytes) -> None:
     skills: list[tuple[Any, Any]] = [
-        (parsing.query, wire.QueryRequest),
-        (parsing.caption, wire.CaptionRequest),
-        (parsing.point, wire.PointRequest),
-        (parsing.detect, wire.DetectRequest),
-        (parsing.segment, wire.SegmentRequest),
+        (vision.query, wire.QueryRequest),
+        (vision.caption, wire.CaptionRequest),
+        (vision.point, wire.PointRequest),
+        (vision.detect, wire.DetectRequest),
+        (vision.segment, wire.SegmentRequest),
     ]
     for parse, kind in skills:
         with contextlib.suppress(DecodeError, InvalidRequest):

@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 
 from kestrel_client.v1 import generation_pb2
 from kestrel_client.v1 import vision_service_pb2 as wire
-from kestrel_grpc.frontends.grpc import rendering
+from kestrel_grpc.frontends.grpc import vision_service as vision
 from kestrel_runtime.api.events import (
     Box,
     CaptionOutput,
@@ -65,33 +65,33 @@ def as_dict(message: Message) -> dict[str, Any]:
 
 
 def test_query_result_has_answer_and_info() -> None:
-    result = rendering.query_result(finished(QueryOutput("a bird", None)), "id", "m")
+    result = vision.query_result(finished(QueryOutput("a bird", None)), "id", "m")
     assert as_dict(result) == {"answer": "a bird", "info": INFO}
 
 
 def test_reasoning_keeps_its_groundings() -> None:
     thought = Reasoning("so a bird", (Grounding(3, 9, (Location(0.5, 0.25), Location(0.0, 1.0))),))
-    result = rendering.query_result(finished(QueryOutput("a bird", thought)), "id", "m")
+    result = vision.query_result(finished(QueryOutput("a bird", thought)), "id", "m")
     grounding = {"start_char": 3, "end_char": 9, "points": [{"x": 0.5, "y": 0.25}, {"y": 1.0}]}
     assert as_dict(result.reasoning) == {"text": "so a bird", "groundings": [grounding]}
 
 
 def test_reasoning_that_was_not_asked_for_is_absent_and_an_empty_one_is_not() -> None:
-    assert not rendering.query_result(finished(QueryOutput("", None)), "id", "m").HasField("reasoning")
-    assert rendering.query_result(finished(QueryOutput("", Reasoning("", ()))), "id", "m").HasField("reasoning")
+    assert not vision.query_result(finished(QueryOutput("", None)), "id", "m").HasField("reasoning")
+    assert vision.query_result(finished(QueryOutput("", Reasoning("", ()))), "id", "m").HasField("reasoning")
 
 
 def test_caption_result_has_caption_and_info() -> None:
-    result = rendering.caption_result(finished(CaptionOutput("a bird")), "id", "m")
+    result = vision.caption_result(finished(CaptionOutput("a bird")), "id", "m")
     assert as_dict(result) == {"caption": "a bird", "info": INFO}
 
 
 def test_points_boxes_and_outlines_keep_their_order() -> None:
-    points = rendering.point_response(finished(PointOutput((Location(0.5, 0.25), Location(1.0, 0.75)))), "id", "m")
+    points = vision.point_response(finished(PointOutput((Location(0.5, 0.25), Location(1.0, 0.75)))), "id", "m")
     assert as_dict(points) == {"points": [{"x": 0.5, "y": 0.25}, {"x": 1.0, "y": 0.75}], "info": INFO}
-    boxes = rendering.detect_response(finished(DetectOutput((BOX,))), "id", "m")
+    boxes = vision.detect_response(finished(DetectOutput((BOX,))), "id", "m")
     assert as_dict(boxes) == {"objects": [{"box": BOX_DICT}], "info": INFO}
-    outlines = rendering.segment_response(finished(SegmentOutput((SegmentMask("M 0 0 z", BOX),))), "id", "m")
+    outlines = vision.segment_response(finished(SegmentOutput((SegmentMask("M 0 0 z", BOX),))), "id", "m")
     assert as_dict(outlines) == {"segments": [{"svg_path": "M 0 0 z", "box": BOX_DICT}], "info": INFO}
 
 
@@ -104,29 +104,29 @@ def test_streams_carry_the_same_events() -> None:
         request_id="id", model="m", usage=generation_pb2.Usage(input_token_count=735, image_token_count=729)
     )
     for event, response in (
-        (rendering.query_event, wire.QueryResponse),
-        (rendering.caption_event, wire.CaptionResponse),
+        (vision.query_event, wire.QueryResponse),
+        (vision.caption_event, wire.CaptionResponse),
     ):
         assert event(started, "id", "m") == response(started=expected_started)
         assert event(delta, "id", "m") == response(delta=expected_delta)
     answer, caption = finished(QueryOutput("a bird", None)), finished(CaptionOutput("a bird"))
-    assert rendering.query_event(answer, "id", "m").completed == rendering.query_result(answer, "id", "m")
-    assert rendering.caption_event(caption, "id", "m").completed == rendering.caption_result(caption, "id", "m")
+    assert vision.query_event(answer, "id", "m").completed == vision.query_result(answer, "id", "m")
+    assert vision.caption_event(caption, "id", "m").completed == vision.caption_result(caption, "id", "m")
 
 
 @pytest.mark.parametrize("reason", FinishReason)
 def test_each_finish_reason_has_its_value(reason: FinishReason) -> None:
-    info = rendering.point_response(finished(PointOutput(()), reason), "id", "m").info
+    info = vision.point_response(finished(PointOutput(()), reason), "id", "m").info
     assert generation_pb2.FinishReason.Name(info.finish_reason) == f"FINISH_REASON_{reason.name}"
 
 
 @pytest.mark.parametrize("channel", TextChannel)
 def test_each_channel_has_its_value(channel: TextChannel) -> None:
-    delta = rendering.query_event(TextDelta("", channel, 0, 0), "id", "m").delta
+    delta = vision.query_event(TextDelta("", channel, 0, 0), "id", "m").delta
     assert generation_pb2.TextChannel.Name(delta.channel) == f"TEXT_CHANNEL_{channel.name}"
 
 
 def test_duration_that_rounds_up_to_a_second_stays_well_formed() -> None:
     timing = Timing(0.9999999999, 0.0, 0.0, 0.0, 0.0)
-    message = rendering.point_response(Finished(PointOutput(()), FinishReason.STOP, Usage(1, 0), timing), "id", "m")
+    message = vision.point_response(Finished(PointOutput(()), FinishReason.STOP, Usage(1, 0), timing), "id", "m")
     assert message.info.timing.queue_duration == Duration(seconds=1)
