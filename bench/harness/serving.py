@@ -25,10 +25,11 @@ _SOURCE_ROOTS = ("", "runtime", "kernels", "clients/python")
 
 @dataclass(frozen=True, slots=True)
 class RunningServer:
-    """Where a server listens, and how long its start took; 0 where it ran already."""
+    """Where a server listens, how long its start took, and its process; 0 where it ran already."""
 
     address: str
     ready_s: float = 0.0
+    pid: int = 0
 
     def facts(self) -> dict[str, Any]:
         """What it says of itself."""
@@ -47,12 +48,15 @@ class RunningServer:
 
 
 @contextlib.contextmanager
-def started_server(options: Sequence[str], tree: Path | None = None) -> Iterator[RunningServer]:
+def started_server(
+    options: Sequence[str], tree: Path | None = None, *, program: str = "kestrel_grpc"
+) -> Iterator[RunningServer]:
     """`kestrel-grpc serve` with these options on a free port, until the block ends.
 
-    With a `tree`, the code of that checkout is served instead of the code that runs.
+    With a `tree`, the code of that checkout is served instead of the code that runs. `program` is the module that
+    stands for `kestrel-grpc`.
     """
-    command = (sys.executable, "-m", "kestrel_grpc", "serve", "--port", "0", "--log-level", "warning", *options)
+    command = (sys.executable, "-m", program, "serve", "--port", "0", "--log-level", "warning", *options)
     started = time.perf_counter()
     environment = dict(os.environ)
     if tree is not None:
@@ -64,7 +68,7 @@ def started_server(options: Sequence[str], tree: Path | None = None) -> Iterator
         line = process.stdout.readline()
         if " on " not in line:
             raise RuntimeError(f"the server did not start: {' '.join(command)}")
-        yield RunningServer(line.split(" on ")[1].split()[0], time.perf_counter() - started)
+        yield RunningServer(line.split(" on ")[1].split()[0], time.perf_counter() - started, process.pid)
     finally:
         process.send_signal(signal.SIGINT)  # which, unlike SIGTERM, is not announced to balancers first
         try:

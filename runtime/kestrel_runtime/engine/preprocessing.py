@@ -1,6 +1,7 @@
-"""Turns requests into sequences on worker threads: decodes and tiles the image, builds and tokenises the prompt.
+"""Turns requests into sequences: decodes and tiles the image, builds and tokenises the prompt.
 
-Knows skills, the tokenizer and images; knows no pages and no model.
+Worker threads do that, but for a small image that is known and cached: then so little is left that the thread that
+submits the request does it at once. Knows skills, the tokenizer and images; knows no pages and no model.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
+from typing import NamedTuple
 
 from PIL import Image
 
@@ -18,12 +20,13 @@ from kestrel_runtime.api.errors import ContextLengthExceeded, EngineUnavailable,
 from kestrel_runtime.api.raw_image import RawImage
 from kestrel_runtime.api.requests import CachePolicy, Request
 from kestrel_runtime.engine.offending_requests import OffendingRequests, fingerprint_of, image_digest
+from kestrel_runtime.engine.recent.prompts import Prompts
+from kestrel_runtime.engine.recent.values import RecentValues
 from kestrel_runtime.engine.workers import Interrupted, Job, Workers
 from kestrel_runtime.imaging.decoding import decode_image, inspect_image
 from kestrel_runtime.imaging.formats.header import ImageHeader
 from kestrel_runtime.imaging.tiles import DecodedImage, Tiles, Tiling, tiles_bytes
 from kestrel_runtime.interfaces.family import ModelConfig, Skill
-from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.memory.image_budget import MemoryBudget
 from kestrel_runtime.scheduling.prefix_keys import EmbeddingKey, PrefixKeyMaker, PrefixKeys
@@ -32,6 +35,11 @@ from kestrel_runtime.scheduling.sequence import Sequence, SequenceClock
 MAX_DECODING_BYTES = 512 * 2**20
 """Memory that decoding one image may take. A PNG of 64 megapixels takes as much, a WebP of 32 megapixels, a
 progressive JPEG without subsampling of 53."""
+_MAX_BYTES_HASHED_AT_ONCE = 2**18
+"""Of an image whose digest is computed where it is submitted, in some 0.2 ms; workers hash larger ones."""
+_MAX_TEXT_LENGTH_AT_ONCE = 512
+"""Characters of the text of a request that is prepared where it is submitted."""
+_MAX_KNOWN_IMAGES = 4096
 _TILING_COPIES = 3
 """Copies of an image's tiles that exist at the peak of tiling: the resized image, its array, and the tiles."""
 
@@ -39,6 +47,15 @@ _TILING_COPIES = 3
 def least_budget_bytes(decoding_bytes: int) -> int:
     """The smallest budget that admits an image of `decoding_bytes`; a quarter stays free for smaller images."""
     return -(-decoding_bytes * 4 // 3)
+
+
+class ImageFacts(NamedTuple):
+    """What is known of an image before it is decoded."""
+
+    digest: bytes | None
+    """None where it has not been computed yet."""
+    num_bytes: int
+    """The most memory that decoding and tiling it takes."""
 
 
 class Preprocessor:
@@ -73,6 +90,7 @@ class Preprocessor:
         self._config = config
         self._skills = skills
         self._tokenizer = tokenizer
+        self._prompts = Prompts(config, skills, tokenizer)
         self._offending_requests = offending_requests
         self._max_context = max_context
         self._max_image_pixels = max_image_pixels
@@ -83,6 +101,9 @@ class Preprocessor:
         self._prefix_cache = prefix_cache
         self._image_cache = image_cache
         self._ids = itertools.count(1)
+        # By namespace and digest: headers of these images are not read again. Within a namespace only, since the
+        # time that a request takes shows it.
+        self._known_images: RecentValues[tuple[str, bytes], ImageFacts] = RecentValues(_MAX_KNOWN_IMAGES)
         self._budget = MemoryBudget(max_decoded_bytes)
         self._max_decoding_bytes = min(MAX_DECODING_BYTES, max_decoded_bytes * 3 // 4)
         self._workers = Workers(num_threads, "kestrel-preprocess", self._budget, ageing_s=ageing_s)
@@ -109,12 +130,18 @@ class Preprocessor:
         *,
         is_wanted: Callable[[], bool] = lambda: True,
     ) -> Future[Sequence]:
-        """Have a worker `prepare` the request; the future can be cancelled until a worker starts.
+        """Have the request prepared, usually by a worker; the future can be cancelled until a worker starts.
 
         Requests wait for a worker by priority, tenant and age, like sequences that wait for pages. Decoding stops
-        soon after `is_wanted` returns False or a deadline passes. Raises `ImageError` like `inspect`.
+        soon after `is_wanted` returns False or a deadline passes. A request whose image is small, known and cached
+        waits for no worker: its future is done. Raises `ImageError` like `inspect`, and RuntimeError where the
+        workers are closed.
         """
-        header = None if request.image is None else self.inspect(request.image)
+        facts = None
+        if request.image is not None:
+            facts, is_known = self._facts_of(request.image, namespace)
+            if is_known and (done := self._prepared_at_once(request, clock, tenant, namespace, facts)) is not None:
+                return done
 
         def check_wanted() -> None:
             expiry = clock.expiry(time.monotonic())
@@ -125,11 +152,11 @@ class Preprocessor:
 
         return self._workers.submit(
             Job(
-                lambda: self.prepare(request, clock, tenant, namespace, check_wanted=check_wanted),
+                lambda: self.prepare(request, clock, tenant, namespace, check_wanted=check_wanted, facts=facts),
                 submitted=clock.submitted,
                 priority=request.options.priority,
                 tenant=tenant,
-                num_bytes=0 if header is None else self._num_bytes(header),
+                num_bytes=0 if facts is None else facts.num_bytes,
             )
         )
 
@@ -141,44 +168,64 @@ class Preprocessor:
         namespace: str = "",
         *,
         check_wanted: Callable[[], None] = lambda: None,
+        facts: ImageFacts | None = None,
     ) -> Sequence:
-        """Decode, tile and tokenise.
+        """Decode, tile and tokenise. `facts`: what is known of the image already.
 
         Raises `DeadlineExceeded` or `QueueTimeout` before any work is done; `RequestRefused`; `InvalidRequest`,
         usually as `ImageError` or `ContextLengthExceeded`; and whatever `check_wanted` raises.
         """
+        sequence = self._without_tiles(request, clock, tenant, namespace, facts)
+        if request.image is not None and not self._leaves_out_tiles(sequence, request, facts):
+            sequence.tiles = self._decode(request.image, tenant, check_wanted)
+            clock.prepared = time.monotonic()
+        return sequence
+
+    def _prepared_at_once(
+        self, request: Request, clock: SequenceClock, tenant: str, namespace: str, facts: ImageFacts
+    ) -> Future[Sequence] | None:
+        """The result of a worker, where preparing takes little time; None where it does not."""
+        text = getattr(request, self._skills[request.skill].text_field)
+        if len(text) > _MAX_TEXT_LENGTH_AT_ONCE:
+            return None
+        if self._workers.is_closing:
+            raise RuntimeError("the workers are closed")
+        done: Future[Sequence] = Future()
+        try:
+            sequence = self._without_tiles(request, clock, tenant, namespace, facts)
+        except Exception as error:  # a worker's error is in its future, too
+            done.set_exception(error)
+            return done
+        if not self._leaves_out_tiles(sequence, request, facts):
+            return None
+        done.set_result(sequence)
+        return done
+
+    def _without_tiles(
+        self, request: Request, clock: SequenceClock, tenant: str, namespace: str, facts: ImageFacts | None
+    ) -> Sequence:
         clock.preprocess_started = time.monotonic()
         expiry = clock.expiry(clock.preprocess_started)
         if expiry is not None:
             raise expiry
-        digest = None if request.image is None else image_digest(request.image)
+        digest = None
+        if request.image is not None:
+            digest = image_digest(request.image) if facts is None or facts.digest is None else facts.digest
         fingerprint = fingerprint_of(request, digest)
         if fingerprint in self._offending_requests:
             raise RequestRefused(f"{fingerprint} has failed before")
         config, skill = self._config, self._skills[request.skill]
-        prompt = [Token(config.bos_id), *skill.prompt(request, self._tokenizer, config)]
+        prompt = self._prompts.tokens(request, namespace)
         num_image_tokens = 0 if request.image is None else config.positions_per_image
         num_positions = len(prompt) + num_image_tokens
         if num_positions >= self._max_context:
             raise ContextLengthExceeded(skill.text_field, num_positions, self._max_context)
-        image, policy, tiles, tile_job = request.image, request.options.cache, None, None
-        keys, embedding_key = None, None
+        policy, keys, embedding_key = request.options.cache, None, None
         if self._key_maker is not None and policy is not CachePolicy.BYPASS:
             if self._prefix_cache:
                 keys = self._key_maker.keys(prompt, num_image_tokens, digest, namespace)
             if self._image_cache and digest is not None:
                 embedding_key = self._key_maker.embedding_key(digest, namespace)
-        if image is not None:
-            if policy is CachePolicy.USE and self._is_cached(keys, embedding_key):
-                tile_job = Job(
-                    partial(self._decode, image, tenant),
-                    submitted=clock.submitted,
-                    priority=request.options.priority,
-                    tenant=tenant,
-                    num_bytes=self._num_bytes(self.inspect(image)),
-                )
-            else:
-                tiles = self._decode(image, tenant, check_wanted)
         sampling, defaults = request.sampling, skill.defaults
         clock.prepared = time.monotonic()
         return Sequence(
@@ -186,7 +233,7 @@ class Preprocessor:
             tokens=prompt,
             num_prompt_tokens=len(prompt),
             num_image_tokens=num_image_tokens,
-            tiles=tiles,
+            tiles=None,
             parser=skill.new_parser(request, self._tokenizer, config),
             temperature=defaults.temperature if sampling.temperature is None else sampling.temperature,
             top_p=defaults.top_p if sampling.top_p is None else sampling.top_p,
@@ -198,9 +245,38 @@ class Preprocessor:
             tenant=tenant,
             keys=keys,
             embedding_key=embedding_key,
-            tile_job=tile_job,
-            computes_anew=request.options.cache is CachePolicy.REFRESH,
+            computes_anew=policy is CachePolicy.REFRESH,
         )
+
+    def _leaves_out_tiles(self, sequence: Sequence, request: Request, facts: ImageFacts | None) -> bool:
+        """Whether the image is cached, and need not be decoded unless it is evicted before the sequence starts."""
+        image = request.image
+        assert image is not None, "asked for requests with one"
+        if request.options.cache is not CachePolicy.USE:
+            return False
+        if not self._is_cached(sequence.keys, sequence.embedding_key):
+            return False
+        num_bytes = self._num_bytes(self.inspect(image)) if facts is None else facts.num_bytes
+        sequence.tile_job = Job(
+            partial(self._decode, image, sequence.tenant),
+            submitted=sequence.submitted,
+            priority=sequence.priority,
+            tenant=sequence.tenant,
+            num_bytes=num_bytes,
+        )
+        return True
+
+    def _facts_of(self, image: bytes | RawImage, namespace: str) -> tuple[ImageFacts, bool]:
+        """What can be found out of an image in little time, and whether it was known. Raises `ImageError`."""
+        digest = image_digest(image) if len(image) <= _MAX_BYTES_HASHED_AT_ONCE else None
+        if digest is None:
+            return ImageFacts(None, self._num_bytes(self.inspect(image))), False
+        known = self._known_images.get((namespace, digest))
+        if known is not None:
+            return known, True
+        facts = ImageFacts(digest, self._num_bytes(self.inspect(image)))
+        self._known_images.put((namespace, digest), facts)
+        return facts, False
 
     def decode_again(self, sequence: Sequence) -> Future[Tiles | DecodedImage]:
         """Have a worker decode the image of a sequence that was prepared without its tiles.

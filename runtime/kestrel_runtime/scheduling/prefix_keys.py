@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 from typing import NamedTuple, NewType
 
 from kestrel_runtime.api.config import EngineConfig
@@ -19,6 +20,8 @@ from kestrel_runtime.interfaces.tokens import Token
 Digest = NewType("Digest", bytes)
 
 _MAX_KNOWN_NAMESPACES = 1024
+_MAX_KNOWN_IMAGES = 1024
+"""Whose keys are kept; those of an image with 46 pages take some 5 KB."""
 
 FIELDS_WITHOUT_EFFECT: Mapping[str, str] = {
     "cuda_graphs": "graphs replay the very kernels that run without them",
@@ -115,24 +118,20 @@ class PrefixKeyMaker:
         """`parts`: all that changes keys and values of an engine, by name; see `key_parts`."""
         self._parts = dict(parts)
         self._page_size = page_size
-        self._roots: dict[str, Digest] = {}  # by namespace
+        self._root = lru_cache(_MAX_KNOWN_NAMESPACES)(self._new_root)
+        self._span = lru_cache(_MAX_KNOWN_IMAGES)(self._new_span)
+        self._embedding_key = lru_cache(_MAX_KNOWN_IMAGES)(self._new_embedding_key)
 
     def root(self, namespace: str) -> Digest:
         """What all keys of a namespace begin with."""
-        root = self._roots.get(namespace)
-        if root is None:
-            if len(self._roots) >= _MAX_KNOWN_NAMESPACES:
-                self._roots = {}
-            root = self._roots[namespace] = self._new_root(namespace)
-        return root
+        return self._root(namespace)
 
     def embedding_key(self, image: bytes, namespace: str) -> EmbeddingKey:
         """The key of an image's embeddings. `image`: SHA-256 of its encoded bytes.
 
         It covers more than the embeddings depend on, such as the type of cached keys and values.
         """
-        digest = _digest(b"embeddings", self.root(namespace), image)
-        return EmbeddingKey(digest, CacheScope(namespace, frozenset((image,))))
+        return self._embedding_key(image, namespace)
 
     def _new_root(self, namespace: str) -> Digest:
         named = [item.encode() for pair in sorted(self._parts.items()) for item in pair]
@@ -149,22 +148,26 @@ class PrefixKeyMaker:
         if image is None:
             keys = PrefixKeys(root, scope=CacheScope(namespace))
         else:
-            span_end = 1 + num_image_tokens
-            span = _digest(b"span", root, _content(tokens, num_image_tokens, image, 0, span_end))
-            # The span is shared whole or not at all, so that its pages need no more than a name each.
-            numbers = range(-(-span_end // self._page_size))
-            pages = [Digest(span + struct.pack("<I", number)) for number in numbers]
-            boundaries = {span_end: pages.pop()} if span_end % self._page_size else {}
-            keys = PrefixKeys(
-                root,
-                pages,
-                boundaries,
-                spans=((0, span_end),),
-                scope=CacheScope(namespace, frozenset((image,))),
-                image=image,
-            )
+            span = self._span(tokens[0], num_image_tokens, image, namespace)
+            # The pages of the sequence's tokens are added to the list; the rest does not change.
+            keys = replace(span, pages=span.pages.copy())
         keys.extend(tokens, num_image_tokens, len(tokens) + num_image_tokens, self._page_size)
         return keys
+
+    def _new_span(self, first: Token, num_image_tokens: int, image: bytes, namespace: str) -> PrefixKeys:
+        """The keys of the first token and an image."""
+        root, span_end = self.root(namespace), 1 + num_image_tokens
+        span = _digest(b"span", root, _content([first], num_image_tokens, image, 0, span_end))
+        # The span is shared whole or not at all, so that its pages need no more than a name each.
+        numbers = range(-(-span_end // self._page_size))
+        pages = [Digest(span + struct.pack("<I", number)) for number in numbers]
+        boundaries = {span_end: pages.pop()} if span_end % self._page_size else {}
+        scope = CacheScope(namespace, frozenset((image,)))
+        return PrefixKeys(root, pages, boundaries, spans=((0, span_end),), scope=scope, image=image)
+
+    def _new_embedding_key(self, image: bytes, namespace: str) -> EmbeddingKey:
+        digest = _digest(b"embeddings", self.root(namespace), image)
+        return EmbeddingKey(digest, CacheScope(namespace, frozenset((image,))))
 
 
 def key_parts(config: EngineConfig, **others: object) -> dict[str, str]:

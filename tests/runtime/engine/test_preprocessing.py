@@ -18,13 +18,22 @@ from kestrel_runtime.api.errors import (
     QueueTimeout,
     RequestRefused,
 )
-from kestrel_runtime.api.requests import Caption, Detect, Priority, Query, RequestOptions, SamplingParams
+from kestrel_runtime.api.requests import (
+    CachePolicy,
+    Caption,
+    Detect,
+    Priority,
+    Query,
+    RequestOptions,
+    SamplingParams,
+)
 from kestrel_runtime.engine import preprocessing
-from kestrel_runtime.engine.offending_requests import OffendingRequests, fingerprint_of
+from kestrel_runtime.engine.offending_requests import OffendingRequests, fingerprint_of, image_digest
 from kestrel_runtime.engine.preprocessing import Preprocessor
 from kestrel_runtime.engine.workers import Interrupted
 from kestrel_runtime.imaging.tiles import DecodedImage, keep_decoded
 from kestrel_runtime.models.loaded_model import LoadedModel
+from kestrel_runtime.scheduling.prefix_keys import PrefixKeyMaker
 from kestrel_runtime.scheduling.sequence import SequenceClock
 from tests import hostile_images
 from tests.reference_fixtures import MD3_SMALL
@@ -316,3 +325,103 @@ def test_decoding_stops_between_two_scans_when_its_request_is_cancelled(
     assert isinstance(error, DeadlineExceeded if reason == "deadline" else Interrupted)
     assert num_checks == 30
     preprocessor.close()
+
+
+def known_image_preprocessor(loaded: LoadedModel, **settings: Any) -> tuple[Preprocessor, set[bytes]]:
+    """One with keys, for which the images in the set are cached; it has prepared a question about `IMAGE` in
+    namespace "a"."""
+    cached: set[bytes] = set()
+    preprocessor = new_preprocessor(
+        loaded,
+        key_maker=PrefixKeyMaker({"model": "m"}, 16),
+        is_cached=lambda keys, embedding_key: keys is not None and keys.image in cached,
+        **settings,
+    )
+    preprocessor.submit(Query("Who?", IMAGE), clock(), namespace="a").result(MAX_WAIT_S)
+    return preprocessor, cached
+
+
+def test_a_known_and_cached_image_is_neither_opened_nor_handed_to_a_worker(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preprocessor, cached = known_image_preprocessor(loaded)
+    cached.add(image_digest(IMAGE))
+    expected = preprocessor.prepare(Query("Where?", IMAGE), clock(), "t", "a")
+    monkeypatch.setattr(preprocessing, "inspect_image", None)
+    monkeypatch.setattr(preprocessor, "_workers", FakeWorkers())
+    found = preprocessor.submit(Query("Where?", IMAGE), clock(), "t", "a").result(0)
+    assert found.tiles is None
+    assert (found.tokens, found.keys, found.tenant, found.fingerprint) == (
+        expected.tokens,
+        expected.keys,
+        expected.tenant,
+        expected.fingerprint,
+    )
+    assert found.tile_job.num_bytes == expected.tile_job.num_bytes > 0
+    assert found.clock.preprocess_started is not None
+    assert found.clock.prepared is not None
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        Query("Where?", IMAGE, options=RequestOptions(cache=CachePolicy.REFRESH)),
+        Query("Where?", IMAGE, options=RequestOptions(cache=CachePolicy.BYPASS)),
+        Query("Where? " * 100, IMAGE),
+    ],
+    ids=["refreshes", "bypasses", "long text"],
+)
+def test_workers_do_what_takes_long_also_for_a_known_image(loaded: LoadedModel, request_: Query) -> None:
+    preprocessor, cached = known_image_preprocessor(loaded)
+    cached.add(image_digest(IMAGE))
+    preprocessor.close()
+    with pytest.raises(RuntimeError):
+        preprocessor.submit(request_, clock(), namespace="a")
+
+
+def test_an_image_that_is_known_and_not_cached_any_more_is_decoded(loaded: LoadedModel) -> None:
+    preprocessor, _ = known_image_preprocessor(loaded)
+    sequence = preprocessor.submit(Query("Where?", IMAGE), clock(), namespace="a").result(MAX_WAIT_S)
+    preprocessor.close()
+    assert sequence.tiles is not None
+    assert sequence.tile_job is None, "it would hold the encoded image"
+
+
+def test_another_namespace_learns_nothing_from_an_image_that_is_known(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preprocessor, _ = known_image_preprocessor(loaded)
+    opened: list[bytes] = []
+    inspect = preprocessing.inspect_image
+    monkeypatch.setattr(
+        preprocessing, "inspect_image", lambda image, **limits: opened.append(image) or inspect(image, **limits)
+    )
+    for namespace, num_opened in (("a", 0), ("b", 1), ("b", 1)):
+        preprocessor.submit(Query("Where?", IMAGE), clock(), namespace=namespace).result(MAX_WAIT_S)
+        assert len(opened) == num_opened
+    preprocessor.close()
+
+
+def test_what_a_worker_would_refuse_is_refused_at_once_too(loaded: LoadedModel) -> None:
+    offending = OffendingRequests()
+    preprocessor, cached = known_image_preprocessor(loaded, offending_requests=offending)
+    cached.add(image_digest(IMAGE))
+    request = Query("Where?", IMAGE)
+    late = SequenceClock(submitted=0.0, deadline=1.0)
+    with pytest.raises(DeadlineExceeded):
+        preprocessor.submit(request, late, namespace="a").result(0)
+    offending.remember(fingerprint_of(request))
+    with pytest.raises(RequestRefused):
+        preprocessor.submit(request, clock(), namespace="a").result(0)
+    preprocessor.close()
+    with pytest.raises(RuntimeError):
+        preprocessor.submit(Query("Who?", IMAGE), clock(), namespace="a")
+
+
+class FakeWorkers:
+    """Workers that are given nothing."""
+
+    is_closing = False
+
+    def submit(self, job: Any) -> Any:
+        raise AssertionError("a worker was asked")

@@ -1,0 +1,72 @@
+"""Prompts are made once for each namespace, and depend on every field of a request that may change them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from kestrel_runtime.api.requests import PointRef, Query, RequestOptions, SamplingParams
+from kestrel_runtime.engine.recent.prompts import Prompts
+from kestrel_runtime.interfaces.tokens import Token
+from kestrel_runtime.models.family import config_of
+from kestrel_runtime.models.loaded_model import LoadedModel
+
+QUESTION = Query("Who?", b"an image")
+
+
+@dataclass
+class CountingSkill:
+    """A skill of another one, which notes what is asked of it."""
+
+    skill: Any
+    asked: list[Query] = field(default_factory=list)
+
+    def prompt(self, request: Query, tokenizer: Any, config: Any) -> list[Token]:
+        self.asked.append(request)
+        return self.skill.prompt(request, tokenizer, config)
+
+
+def new_prompts(loaded: LoadedModel) -> tuple[Prompts, CountingSkill]:
+    config = config_of(loaded.model)
+    skill: Any = CountingSkill(loaded.family.skills(config)["query"])
+    return Prompts(config, {"query": skill}, loaded.tokenizer), skill
+
+
+def test_a_prompt_that_came_before_is_not_made_again_and_belongs_to_its_sequence(loaded: LoadedModel):
+    prompts, skill = new_prompts(loaded)
+    first = prompts.tokens(QUESTION, "")
+    again = prompts.tokens(Query("Who?", b"another image", sampling=SamplingParams(seed=1)), "")
+    assert len(skill.asked) == 1
+    assert again == first
+    first.append(Token(9))
+    assert prompts.tokens(QUESTION, "") == again, "a sequence adds tokens to its own list"
+
+
+def test_each_field_that_may_change_a_prompt_makes_another(loaded: LoadedModel):
+    prompts, skill = new_prompts(loaded)
+    others = [
+        QUESTION,
+        Query("Who", b"an image"),
+        Query("Who?", b"an image", reasoning=True),
+        Query("Who?", b"an image", spatial_refs=(PointRef(0.5, 0.5),)),
+        Query("Who?", b"an image", spatial_refs=(PointRef(0.5, 0.25),)),
+    ]
+    made = [prompts.tokens(request, "") for request in (*others, *others)]
+    assert skill.asked == others
+    assert made[:5] == made[5:]
+    fresh = [new_prompts(loaded)[0].tokens(request, "") for request in others]
+    assert made[:5] == fresh
+
+
+def test_another_namespace_does_not_see_what_was_asked(loaded: LoadedModel):
+    prompts, skill = new_prompts(loaded)
+    for namespace in ("", "a", "b", "a"):
+        prompts.tokens(QUESTION, namespace)
+    assert len(skill.asked) == 3
+
+
+def test_long_prompts_are_not_kept(loaded: LoadedModel):
+    prompts, skill = new_prompts(loaded)
+    long = Query("word " * 500, options=RequestOptions())
+    assert prompts.tokens(long, "") == prompts.tokens(long, "")
+    assert len(skill.asked) == 2
