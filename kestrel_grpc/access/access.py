@@ -55,6 +55,8 @@ SCOPES: Mapping[str, frozenset[Scope]] = MappingProxyType(
         "grpc.reflection.v1alpha.ServerReflection/": _ANY_SCOPE,
         "rest/": _INFER,
         "rest/images": _IMAGES,
+        "rest/images.get": _IMAGES,
+        "rest/images.delete": _IMAGES,
         "openai/": _INFER,
         "openai/models": _ANY_SCOPE,
         "http/openapi": _ANY_SCOPE,

@@ -1,4 +1,4 @@
-"""Takes whole images into the store for a namespace: checks their digest, and what they declare. Knows no call."""
+"""Stores, finds and deletes images of a namespace: checks their digest, and what they declare. Knows no call."""
 
 from __future__ import annotations
 
@@ -38,6 +38,18 @@ class ImageIntake:
         if announced not in (None, handle):
             raise ImageDigestMismatch("sha256", handle)
         return self.renewed(namespace, handle, keeping) or self.stored(namespace, handle, data, keeping)
+
+    def found(self, namespace: str, handle: ImageHandle) -> StoredImage:
+        """An image that is stored. Raises `ImageNotFound`."""
+        return self._store.get(namespace, handle)
+
+    async def delete(self, namespace: str, handle: ImageHandle) -> None:
+        """Delete an image and what is cached of it. Raises `ImageNotFound` where it was not stored."""
+        try:
+            self._store.delete(namespace, handle)
+        finally:
+            # The caches may have an image that the store does not have any more, or never had.
+            await self._engine.forget_image(bytes.fromhex(handle.sha256), namespace)
 
     def remaining_s(self, image: StoredImage) -> float:
         """For how long the image is kept from now on."""

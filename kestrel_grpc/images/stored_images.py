@@ -35,6 +35,14 @@ class ImageHandle:
         sha256 = image_id.removeprefix(_PREFIX)
         return cls(sha256) if sha256 != image_id and is_sha256(sha256) else None
 
+    @classmethod
+    def require(cls, image_id: str) -> ImageHandle:
+        """The same. Raises `InvalidRequest` where it is not well formed."""
+        handle = cls.parse(image_id)
+        if handle is None:
+            raise InvalidRequest((Violation("image_id", BAD_IMAGE_ID),))
+        return handle
+
 
 ImageReference = ImageUri | ImageHandle
 """What a request may have in place of the bytes of its image."""

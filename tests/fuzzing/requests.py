@@ -17,6 +17,7 @@ from kestrel_grpc.frontends.grpc.images import parsing as image_parsing
 from kestrel_grpc.frontends.grpc.status import trailing_metadata
 from kestrel_grpc.frontends.grpc.vision_service import BINDINGS
 from kestrel_grpc.images.image_uris import allowed_target, parse_hosts
+from kestrel_grpc.images.stored_images import ImageHandle
 from kestrel_grpc.wire.errors import CallFailure, describe
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.errors import InvalidRequest
@@ -61,8 +62,8 @@ PARSERS: Mapping[str, Callable[[Any], object]] = MappingProxyType(
         **{binding.rpc: binding.parse for binding in BINDINGS},
         "UploadImage": _part_of_upload,
         "PutImage": image_parsing.put_image,
-        "GetImage": lambda message: image_parsing.handle(message.image_id),
-        "DeleteImage": lambda message: image_parsing.handle(message.image_id),
+        "GetImage": lambda message: ImageHandle.require(message.image_id),
+        "DeleteImage": lambda message: ImageHandle.require(message.image_id),
     }
 )
 

@@ -92,7 +92,7 @@ class HttpFrontend:
             app = CORSMiddleware(
                 app,
                 allow_origins=self._config.http_origins,
-                allow_methods=("GET", "POST", "PUT"),
+                allow_methods=("GET", "POST", "PUT", "DELETE"),
                 allow_headers=("authorization", "content-type", "x-moondream-auth", REQUEST_ID_KEY, TIMEOUT_KEY),
                 expose_headers=(REQUEST_ID_KEY, "retry-after", "retry-after-ms"),
             )

@@ -1,16 +1,16 @@
-"""`PUT /v1/images`: stores an image file, whose `image_id` other requests then name in place of the image."""
+"""`/v1/images`: stores, describes and deletes image files; requests name their `image_id` instead of an image."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
 from kestrel_grpc.frontends.http.endpoint import Group, Operation
+from kestrel_grpc.frontends.http.output_json import to_json
 from kestrel_grpc.images.intake import ImageIntake
-from kestrel_grpc.images.stored_images import ImageHandle, is_sha256
+from kestrel_grpc.images.stored_images import ImageHandle, StoredImage, is_sha256
 from kestrel_grpc.images.upload import Keeping
 from kestrel_grpc.wire.call_context import CallContext
 from kestrel_runtime.api.errors import ImageError, InvalidRequest, Violation
@@ -31,14 +31,19 @@ class ParsedImage:
     keeping: Keeping
 
 
-class ImageRoute:
+class ImageRoutes:
     """Shares store, quotas and limits with `ImageService`. `max_image_bytes` is the largest encoded image."""
 
     def __init__(self, intake: ImageIntake, *, max_image_bytes: int) -> None:
         self._intake = intake
         self._max_image_bytes = max_image_bytes
-        self.operation = Operation(
-            "PUT", "/v1/images", "rest/images", self._parsed, self._serve, takes_file=True, group=Group.IMAGES
+        one = "/v1/images/{image_id}"
+        self.operations: Sequence[Operation] = (
+            Operation(
+                "PUT", "/v1/images", "rest/images", self._parsed, self._put, takes_file=True, group=Group.IMAGES
+            ),
+            Operation("GET", one, "rest/images.get", None, self._get, group=Group.IMAGES),
+            Operation("DELETE", one, "rest/images.delete", None, self._delete, group=Group.IMAGES),
         )
 
     def _parsed(self, data: bytes, parameters: Mapping[str, str]) -> ParsedImage:
@@ -60,11 +65,24 @@ class ImageRoute:
             raise ImageError(f"must not exceed {self._max_image_bytes} bytes", too_large=True)
         return ParsedImage(data, None if sha256 is None else ImageHandle(sha256), Keeping(ttl_s, pin == "true"))
 
-    async def _serve(self, parsed: ParsedImage, call: CallContext) -> bytes:
+    async def _put(self, parsed: ParsedImage, call: CallContext) -> bytes:
         self._intake.require_serving()
         image = await self._intake.put(call.namespace, parsed.data, parsed.announced, parsed.keeping)
+        return self._rendered(image, call)
+
+    async def _get(self, parameters: Mapping[str, str], call: CallContext) -> bytes:
+        handle = ImageHandle.require(parameters["image_id"])
+        return self._rendered(self._intake.found(call.namespace, handle), call)
+
+    async def _delete(self, parameters: Mapping[str, str], call: CallContext) -> bytes:
+        handle = ImageHandle.require(parameters["image_id"])
+        await self._intake.delete(call.namespace, handle)
+        return to_json({"request_id": call.request_id, "image_id": str(handle), "deleted": True})
+
+    def _rendered(self, image: StoredImage, call: CallContext) -> bytes:
         expires = datetime.now(UTC) + timedelta(seconds=self._intake.remaining_s(image))
         facts = {
+            "request_id": call.request_id,
             "image_id": str(image.handle),
             "size_bytes": image.size_bytes,
             "media_type": image.info.media_type,
@@ -73,7 +91,7 @@ class ImageRoute:
             "expires_at": expires.isoformat(timespec="milliseconds"),
             "pinned": image.is_pinned,
         }
-        return json.dumps({"request_id": call.request_id, **facts}).encode()
+        return to_json(facts)
 
 
 def _seconds(text: str) -> float:

@@ -35,13 +35,24 @@ _ROUTES: tuple[tuple[str, str, tuple[Field, ...]], ...] = (
 def descriptions(*, has_images: bool) -> Mapping[str, Any]:
     """The value of `paths`."""
     skills = {f"/v1/{name}": {"post": _operation(name, summary, known)} for name, summary, known in _ROUTES}
-    return {**skills, "/v1/images": {"put": _upload()}} if has_images else skills
+    if not has_images:
+        return skills
+    one = {
+        "parameters": [{"name": "image_id", "in": "path", "required": True, "schema": {"type": "string"}}],
+        "get": _described("getImage", "Describes a stored image.", "The stored image."),
+        "delete": _described(
+            "deleteImage",
+            "Deletes a stored image and what is cached of it.",
+            "The image is deleted.",
+        ),
+    }
+    return {**skills, "/v1/images": {"put": _upload()}, "/v1/images/{image_id}": one}
 
 
 def _upload() -> dict[str, Any]:
+    summary = "Stores an image file, whose `image_id` other requests name in place of the image."
     return {
-        "operationId": "putImage",
-        "summary": "Stores an image file, whose `image_id` other requests name in place of the image.",
+        **_described("putImage", summary, "The stored image."),
         "parameters": [
             {"name": name, "in": "query", "description": description, "schema": {"type": "string"}}
             for name, description in PARAMETERS.items()
@@ -50,25 +61,26 @@ def _upload() -> dict[str, Any]:
             "required": True,
             "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
         },
-        "responses": {
-            "200": {"description": "The stored image.", "content": {"application/json": {"schema": _ANY}}},
-            "default": {"description": _FAILURE, "content": {"application/json": {"schema": _ANY}}},
-        },
     }
 
 
 def _operation(name: str, summary: str, known: tuple[Field, ...]) -> dict[str, Any]:
-    responses: dict[str, Any] = {
-        "200": {"description": "The answer.", "content": {"application/json": {"schema": _ANY}}},
-        "default": {"description": _FAILURE, "content": {"application/json": {"schema": _ANY}}},
-    }
+    operation = _described(name, summary, "The answer.")
     if any(field.name == "stream" for field in known):
-        responses["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+        operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+    body = {"required": True, "content": {"application/json": {"schema": _object(known)}}}
+    return {**operation, "requestBody": body}
+
+
+def _described(name: str, summary: str, answer: str) -> dict[str, Any]:
+    """What every operation has."""
     return {
         "operationId": name,
         "summary": summary,
-        "requestBody": {"required": True, "content": {"application/json": {"schema": _object(known)}}},
-        "responses": responses,
+        "responses": {
+            "200": {"description": answer, "content": {"application/json": {"schema": _ANY}}},
+            "default": {"description": _FAILURE, "content": {"application/json": {"schema": _ANY}}},
+        },
     }
 
 

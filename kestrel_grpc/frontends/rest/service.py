@@ -9,7 +9,7 @@ from kestrel_grpc.frontends.http.answers import rendered_events
 from kestrel_grpc.frontends.http.endpoint import Answer, Operation
 from kestrel_grpc.frontends.http.exchange import Exchange
 from kestrel_grpc.frontends.rest.fields import field_name
-from kestrel_grpc.frontends.rest.images import ImageRoute
+from kestrel_grpc.frontends.rest.images import ImageRoutes
 from kestrel_grpc.frontends.rest.openapi import descriptions
 from kestrel_grpc.frontends.rest.parsing import ParsedRequest, RequestParser
 from kestrel_grpc.frontends.rest.rendering import Renderer, failure_event, failure_json
@@ -60,7 +60,7 @@ class RestService:
             Operation("POST", f"/v1/{skill}", f"rest/{skill}", parse, self._serve, field_name=field_name)
             for skill, parse in parsers.items()
         )
-        images = () if intake is None else (ImageRoute(intake, max_image_bytes=max_image_bytes).operation,)
+        images = () if intake is None else ImageRoutes(intake, max_image_bytes=max_image_bytes).operations
         self.operations: Sequence[Operation] = (*skills, *images)
         self.descriptions: Mapping[str, Any] = descriptions(has_images=intake is not None)
 

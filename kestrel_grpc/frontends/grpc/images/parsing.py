@@ -6,7 +6,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from kestrel_client.v1 import image_service_pb2 as wire
 from kestrel_grpc.frontends.grpc.durations import seconds_of
-from kestrel_grpc.images.stored_images import BAD_IMAGE_ID, ImageHandle, is_sha256
+from kestrel_grpc.images.stored_images import ImageHandle, is_sha256
 from kestrel_grpc.images.upload import MAX_CHUNK_BYTES, Announcement, Keeping
 from kestrel_runtime.api.errors import ImageError, InvalidRequest, Violation
 
@@ -53,14 +53,6 @@ def put_image(message: wire.PutImageRequest) -> tuple[bytes, ImageHandle | None,
     if violations:
         raise InvalidRequest(tuple(violations))
     return data, ImageHandle(message.sha256) if message.sha256 else None, Keeping(ttl_s, message.pin)
-
-
-def handle(image_id: str) -> ImageHandle:
-    """The image that a request names. Raises `InvalidRequest` for what names none."""
-    found = ImageHandle.parse(image_id)
-    if found is None:
-        raise InvalidRequest((Violation("image_id", BAD_IMAGE_ID),))
-    return found
 
 
 def _ttl_s(

@@ -13,7 +13,7 @@ from kestrel_client.v1 import image_service_pb2 as wire
 from kestrel_grpc.frontends.grpc.images import parsing
 from kestrel_grpc.images.image_store import ImageStore
 from kestrel_grpc.images.intake import ImageIntake
-from kestrel_grpc.images.stored_images import StoredImage
+from kestrel_grpc.images.stored_images import ImageHandle, StoredImage
 from kestrel_grpc.images.upload import Upload
 from kestrel_grpc.wire.call_context import CallContext
 from kestrel_grpc.wire.message_gate import TooManyCalls
@@ -28,7 +28,6 @@ class ImageService:
     """Each upload is stored when all of it has come and has been checked; until then nothing of it is kept."""
 
     def __init__(self, engine: Engine, store: ImageStore) -> None:
-        self._engine = engine
         self._store = store
         self._max_image_bytes = engine.info.config.max_image_bytes
         self._intake = ImageIntake(engine, store)
@@ -57,18 +56,13 @@ class ImageService:
         return wire.PutImageResponse(image=self._rendered(image))
 
     async def GetImage(self, message: wire.GetImageRequest, call: CallContext) -> wire.GetImageResponse:
-        image = self._store.get(call.namespace, parsing.handle(message.image_id))
+        image = self._intake.found(call.namespace, ImageHandle.require(message.image_id))
         if message.include_data:
             self._hold_place(call.principal)
         return wire.GetImageResponse(image=self._rendered(image), data=image.data if message.include_data else b"")
 
     async def DeleteImage(self, message: wire.DeleteImageRequest, call: CallContext) -> wire.DeleteImageResponse:
-        handle = parsing.handle(message.image_id)
-        try:
-            self._store.delete(call.namespace, handle)
-        finally:
-            # The caches may have an image that the store does not have any more, or never had.
-            await self._engine.forget_image(bytes.fromhex(handle.sha256), call.namespace)
+        await self._intake.delete(call.namespace, ImageHandle.require(message.image_id))
         return wire.DeleteImageResponse()
 
     def _hold_place(self, principal: str) -> None:

@@ -1,8 +1,9 @@
-"""`PUT /v1/images`: files that are stored, and requests that name them."""
+"""`/v1/images`: files that are stored, described and deleted, and requests that name them."""
 
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 
 import pytest
 
@@ -71,7 +72,85 @@ async def test_a_server_that_drains_stores_nothing():
     assert (answer.status, answer.json["error"]["code"]) == (503, "DRAINING")
 
 
+async def test_a_stored_image_is_described_and_deleted():
+    async with serving_http() as rig:
+        stored = await put(rig)
+        found = await rig.ask(f"/v1/images/sha256:{DIGEST}")
+        escaped = await rig.ask(f"/v1/images/sha256%3A{DIGEST}")
+        deleted = await rig.ask(f"/v1/images/sha256:{DIGEST}", verb="DELETE")
+        gone = await rig.ask(f"/v1/images/sha256:{DIGEST}")
+        again = await rig.ask(f"/v1/images/sha256:{DIGEST}", verb="DELETE")
+    assert (found.status, escaped.status, deleted.status) == (200, 200, 200)
+    varying = {"request_id", "expires_at"}
+    assert {name: value for name, value in found.json.items() if name not in varying} == {
+        "image_id": f"sha256:{DIGEST}",
+        "size_bytes": len(FILE),
+        "media_type": "image/png",
+        "width_px": 4,
+        "height_px": 3,
+        "pinned": False,
+    }
+    assert found.json.keys() == stored.json.keys()
+    assert (deleted.json["image_id"], deleted.json["deleted"]) == (f"sha256:{DIGEST}", True)
+    for answer in (gone, again):
+        assert (answer.status, answer.json["error"]["code"]) == (404, "IMAGE_NOT_FOUND")
+    # The caches may have an image that the store does not have.
+    assert rig.engine.cleared == [("", bytes.fromhex(DIGEST))] * 2
+
+
+@pytest.mark.parametrize("verb", ["GET", "DELETE"])
+async def test_what_is_no_image_id_is_refused(verb: str):
+    async with serving_http() as rig:
+        answer = await rig.ask(f"/v1/images/{DIGEST}", verb=verb)
+    assert (answer.status, answer.json["error"]["code"]) == (400, "INVALID_REQUEST")
+    assert answer.json["error"]["violations"][0]["field"] == "image_id"
+    assert rig.engine.cleared == []
+
+
+async def test_other_verbs_are_not_allowed():
+    async with serving_http() as rig:
+        answer = await rig.ask(f"/v1/images/sha256:{DIGEST}", {}, verb="POST")
+    assert (answer.status, answer.headers["allow"]) == (405, "GET, DELETE")
+
+
+async def test_images_belong_to_a_namespace_and_need_a_token_for_images(tmp_path: Path):
+    tokens = tmp_path / "tokens.toml"
+    scopes = {"alice": "images", "bob": "images", "carol": "infer"}
+    tokens.write_text(
+        "".join(
+            f'{name} = {{ sha256 = "{hashlib.sha256(name.encode()).hexdigest()}", scopes = ["{scope}"] }}\n'
+            for name, scope in scopes.items()
+        )
+    )
+    path = f"/v1/images/sha256:{DIGEST}"
+    async with serving_http(tokens=str(tokens)) as rig:
+        bearer = {name: {"Authorization": f"Bearer {name}"} for name in scopes}
+        put_headers = {"Content-Type": "image/png", **bearer["alice"]}
+        assert (await rig.ask("/v1/images", FILE, verb="PUT", headers=put_headers)).status == 200
+        for verb in ("GET", "DELETE"):
+            unknown = await rig.ask(path, verb=verb)
+            other = await rig.ask(path, verb=verb, headers=bearer["bob"])
+            infer = await rig.ask(path, verb=verb, headers=bearer["carol"])
+            assert (unknown.status, unknown.json["error"]["code"]) == (401, "TOKEN_INVALID")
+            assert (other.status, other.json["error"]["code"]) == (404, "IMAGE_NOT_FOUND")
+            assert (infer.status, infer.json["error"]["code"]) == (403, "SCOPE_REQUIRED")
+        assert (await rig.ask(path, headers=bearer["alice"])).status == 200
+        assert (await rig.ask(path, verb="DELETE", headers=bearer["alice"])).status == 200
+
+
+async def test_calls_are_counted_by_their_name():
+    async with serving_http() as rig:
+        await put(rig)
+        await rig.ask(f"/v1/images/sha256:{DIGEST}")
+        await rig.ask(f"/v1/images/sha256:{DIGEST}", verb="DELETE")
+        metrics = (await rig.ask("/metrics")).body.decode()
+    for method in ("rest/images", "rest/images.get", "rest/images.delete"):
+        labels = f'{{rpc_method="{method}",rpc_response_status_code="OK"}}'
+        assert f"rpc_server_call_duration_seconds_count{labels} 1" in metrics
+
+
 async def test_where_nothing_is_stored_there_is_no_such_route():
     async with serving_http(max_stored_image_bytes=0) as rig:
         assert (await put(rig)).status == 404
+        assert (await rig.ask(f"/v1/images/sha256:{DIGEST}")).status == 404
         assert "/v1/images" not in (await rig.ask("/openapi.json")).json["paths"]
