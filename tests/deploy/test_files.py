@@ -83,6 +83,35 @@ def test_the_pods_are_scraped_under_the_job_that_the_alerts_select():
     assert set(re.findall(r'job="([^"]*)"', alerts)) == {job}
 
 
+def test_the_ports_of_all_files_are_those_that_the_server_opens():
+    (container,) = document("kubernetes", "deployment.yaml")["spec"]["template"]["spec"]["containers"]
+    told = {item["name"]: item.get("value") for item in container["env"]}
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    image = (DEPLOY / "Containerfile").read_text(encoding="utf-8")
+    (metrics_port,) = re.findall(r"KESTREL_GRPC_METRICS_PORT=(\d+)", image)
+    opened = {
+        "grpc": ServerConfig().port,
+        "http": int(told["KESTREL_GRPC_HTTP_PORT"]),
+        "metrics": int(metrics_port),
+    }
+    assert ports == opened
+
+    services = yaml.safe_load_all((DEPLOY / "kubernetes" / "service.yaml").read_text(encoding="utf-8"))
+    offered = [port for service in services for port in service["spec"]["ports"]]
+    assert {port["targetPort"]: port["port"] for port in offered} == ports
+
+    (exposed,) = re.findall(r"^EXPOSE (.+)$", image, re.MULTILINE)
+    assert {int(port) for port in exposed.split()} == set(ports.values())
+
+
+def test_compose_publishes_the_ports_of_grpc_and_http_to_this_machine_only():
+    server = document("compose.yml")["services"]["kestrel"]
+    environment = server["environment"]
+    wanted = (ServerConfig().port, int(environment["KESTREL_GRPC_HTTP_PORT"]))
+    assert server["ports"] == [f"127.0.0.1:{port}:{port}" for port in wanted]
+    assert environment["KESTREL_GRPC_HTTP_HOSTS"] in document("compose.yml")["services"]
+
+
 def test_a_pod_and_a_container_get_one_gpu():
     (container,) = document("kubernetes", "deployment.yaml")["spec"]["template"]["spec"]["containers"]
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 1
