@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -13,14 +17,36 @@ import moondream  # pyright: ignore[reportMissingImports] installed in an enviro
 from PIL import Image
 
 FACTS = json.loads(sys.argv[1])
+DOCUMENT = Path(FACTS["picture"]).parents[1] / "docs" / "http.md"
 
 
 def client(token: str = "alice") -> Any:
     return moondream.vl(endpoint=f"{FACTS['http']}/v1", api_key=FACTS.get(token, token))
 
 
+def check_example() -> None:
+    """The example of the documentation, with another address and a token."""
+    text = DOCUMENT.read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    (block,) = [block for block in blocks if "import moondream" in block]
+    for ours, theirs in (
+        ("http://localhost:8000", FACTS["http"]),
+        ("a token, or anything where none is asked for", FACTS["alice"]),
+        ("kestrel_grpc/demo_picture.png", FACTS["picture"]),
+    ):
+        assert ours in block, ours
+        block = block.replace(ours, theirs)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(block, {})
+    answer, caption = printed.getvalue().splitlines()
+    assert "star" in answer, answer
+    assert caption
+    print("the example of the documentation")
+
+
 def main() -> None:
     model = client()
+    check_example()
     picture = Image.open(FACTS["picture"])
     greedy: Any = {"temperature": 0, "max_tokens": 64}
 

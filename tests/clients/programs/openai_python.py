@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
+import io
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ from typing import Any
 import openai  # pyright: ignore[reportMissingImports] installed in an environment of its own
 
 FACTS = json.loads(sys.argv[1])
+DOCUMENT = Path(FACTS["picture"]).parents[1] / "docs" / "http.md"
 URL = "data:image/png;base64," + base64.b64encode(Path(FACTS["picture"]).read_bytes()).decode()
 SEEN: Any = [
     {
@@ -33,6 +37,7 @@ def main() -> None:
     (model,) = [model.id for model in alice.models.list()]
     assert alice.models.retrieve(model).owned_by == "kestrel"
     print("models")
+    check_example()
 
     sampling: Any = {"model": model, "messages": SEEN, "temperature": 0, "max_tokens": 32}
     whole = alice.chat.completions.create(**sampling)
@@ -115,6 +120,26 @@ def main() -> None:
     assert int(error.response.headers["retry-after-ms"]) <= 500
     client("limited", max_retries=3).models.list()
     print("rate limit, and a retry that succeeds")
+
+
+def check_example() -> None:
+    """The example of the documentation, with another address and a token."""
+    text = DOCUMENT.read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    (block,) = [block for block in blocks if "import OpenAI" in block]
+    for ours, theirs in (
+        ("http://localhost:8000", FACTS["http"]),
+        ("a token, or anything where none is asked for", FACTS["alice"]),
+        ("kestrel_grpc/demo_picture.png", FACTS["picture"]),
+    ):
+        assert ours in block, ours
+        block = block.replace(ours, theirs)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(block, {})
+    whole, streamed = printed.getvalue().splitlines()
+    assert whole == streamed, (whole, streamed)
+    assert "star" in whole, whole
+    print("the example of the documentation")
 
 
 def refuse(kind: type[Any], call: Any, code: str) -> Any:
