@@ -53,11 +53,14 @@ RUNTIME_ARROWS = {
     "interfaces": {"api"},
     "memory": {"api"},
     "imaging": {"api"},
+    "adapters": {"api"},
     "loading": {"api", "interfaces"},
     "scheduling": {"api", "interfaces"},
     "execution": {"api", "interfaces", "scheduling", "memory"},
-    "engine": {"api", "interfaces", "memory", "imaging", "loading", "scheduling", "execution", "models"},
-    "models": {"api", "interfaces", "memory", "imaging", "loading", "scheduling", "execution"},
+    "engine": {
+        *("api", "interfaces", "memory", "imaging", "adapters", "loading", "scheduling", "execution", "models"),
+    },
+    "models": {"api", "interfaces", "memory", "imaging", "adapters", "loading", "scheduling", "execution"},
     "verify": {"api", "scheduling", "engine", "models"},
 }
 # Inside the server: what each package and each module of the top level may import of the others. What a second

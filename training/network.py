@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import adaptive_avg_pool2d, gelu, one_hot, scaled_dot_product_attention
 
+from kestrel_runtime.models.moondream.adapters.slabs import BlockAdapters
 from kestrel_runtime.models.moondream.model import Moondream
 from kestrel_runtime.models.moondream.moe import MixtureOfExperts
 from kestrel_runtime.models.moondream.vision import VisionModel
@@ -28,9 +29,12 @@ class DenseExperts(MixtureOfExperts):
     balance: Tensor | None = None
     """How unevenly the last batch's tokens went to the experts: 1 is even."""
 
-    def forward(self, hidden: Tensor, operation: Callable[..., Tensor] | None = None) -> Tensor:
+    def forward(
+        self, hidden: Tensor, operation: Callable[..., Tensor] | None = None, adapters: BlockAdapters | None = None
+    ) -> Tensor:
         """[T, dim] → [T, dim], by arithmetic of its own, which gradients pass."""
         assert operation is None, "training has one way"
+        assert adapters is None, "training changes the weights themselves"
         up, down = self.fc1.weight, self.fc2.weight
         if self.quantised:
             up, down = fake_quantised(up), fake_quantised(down)

@@ -6,6 +6,8 @@ Shapes: T tokens, B sequences, H query heads, G key/value heads, D head dimensio
 """
 
 from kestrel_ops.dispatch import Kernels
+from kestrel_ops.low_rank import ExpertAdapters, LowRank
+from kestrel_ops.reference.add_low_rank import add_low_rank
 from kestrel_ops.reference.decode_attention import decode_attention
 from kestrel_ops.reference.mixture_of_experts import mixture_of_experts
 from kestrel_ops.reference.prefill_attention import prefill_attention
@@ -17,10 +19,13 @@ from kestrel_ops.shapes import ModelShape, TextShape, VisionShape, has_float8_pr
 
 __all__ = [
     "RESAMPLE_WEIGHT_BITS",
+    "ExpertAdapters",
     "Kernels",
+    "LowRank",
     "ModelShape",
     "TextShape",
     "VisionShape",
+    "add_low_rank",
     "decode_attention",
     "has_float8_product",
     "mixture_of_experts",

@@ -227,6 +227,29 @@ class ServerConfig:
         unit="bytes",
         default_text="256 images on CUDA, else 32; at most 1/16 of what the weights leave",
     )
+    adapters: str | None = _option(
+        None,
+        some_text,
+        "folder with adapters (LoRA) that requests may name, each in a folder of its own",
+        default_text="none",
+    )
+    adapter_repositories: tuple[str, ...] | None = _option(
+        None,
+        names,
+        "repositories on the hub that requests may name as adapters, such as `org/name`, separated by commas",
+        default_text="none",
+    )
+    adapter_slots: int = _option(
+        _ENGINE.num_adapter_slots,
+        whole_number(1, 256),
+        "adapters that are loaded at a time; without --adapters and --adapter-repositories there are no slots",
+        unit="adapters",
+    )
+    max_adapter_rank: int = _option(
+        _ENGINE.max_adapter_rank,
+        whole_number(1, 512),
+        "largest rank of an adapter; the experts that a token uses share it",
+    )
     max_queue: int = _option(
         _ENGINE.max_queued_requests,
         whole_number(1),
@@ -428,6 +451,10 @@ class ServerConfig:
             page_size=self.page_size,
             prefix_cache=self.prefix_cache,
             image_cache_bytes=self.image_cache_bytes,
+            adapters=self.adapters,
+            adapter_repositories=self.adapter_repositories or (),
+            num_adapter_slots=self.adapter_slots,
+            max_adapter_rank=self.max_adapter_rank,
             max_queued_requests=self.max_queue,
             max_queued_image_bytes=self.max_queue_image_bytes,
             max_queued_tokens=self.max_queue_tokens,

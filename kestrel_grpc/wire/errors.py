@@ -28,6 +28,8 @@ from kestrel_grpc.wire.reader_watch import StreamIdle
 from kestrel_grpc.wire.readiness import ServiceUnknown
 from kestrel_runtime.api.engine import EngineStatus
 from kestrel_runtime.api.errors import (
+    AdapterInvalid,
+    AdapterNotFound,
     ContextLengthExceeded,
     DeadlineExceeded,
     EngineUnavailable,
@@ -297,6 +299,22 @@ ERRORS = (
         404,
         lambda error: f"no model named {error.model[:MAX_ECHO_CHARS]!r} is served",
         lambda error: (MissingResource("model", error.model[:MAX_ECHO_CHARS]),),
+    ),
+    ErrorRow(
+        AdapterNotFound,
+        "ADAPTER_NOT_FOUND",
+        Code.NOT_FOUND,
+        404,
+        lambda error: f"no adapter named {error.name[:MAX_ECHO_CHARS]!r}",
+        lambda error: (MissingResource("adapter", error.name[:MAX_ECHO_CHARS]),),
+    ),
+    ErrorRow(
+        AdapterInvalid,
+        "ADAPTER_INVALID",
+        Code.FAILED_PRECONDITION,
+        400,
+        lambda error: f"the adapter {error.name[:MAX_ECHO_CHARS]!r} cannot be used: {'; '.join(error.problems)}",
+        lambda error: [UnmetPrecondition("ADAPTER", error.name[:MAX_ECHO_CHARS], text) for text in error.problems],
     ),
     ErrorRow(
         SkillUnsupported,

@@ -11,6 +11,8 @@ from google.protobuf import duration_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from kestrel_client import (
+    AdapterInvalid,
+    AdapterNotFound,
     Cancelled,
     Client,
     DeadlineExceeded,
@@ -89,6 +91,8 @@ KINDS_BY_REASON = {
     "REQUEST_CANCELLED": Cancelled,
     "CONTEXT_LENGTH_EXCEEDED": InvalidRequest,
     "MODEL_NOT_FOUND": ModelNotFound,
+    "ADAPTER_NOT_FOUND": AdapterNotFound,
+    "ADAPTER_INVALID": AdapterInvalid,
     "SKILL_UNSUPPORTED": SkillUnsupported,
     "REQUEST_REFUSED": RequestRefused,
     "QUEUE_FULL": Overloaded,

@@ -7,9 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from kestrel_ops import reference
+from kestrel_ops import LowRank, reference
 
-WAITING = {"mixture_of_experts", "prefill_attention", "rotary_decode_attention", "rotary_write_kv", "write_kv"}
+WAITING = {
+    "add_low_rank",
+    "mixture_of_experts",
+    "prefill_attention",
+    "rotary_decode_attention",
+    "rotary_write_kv",
+    "write_kv",
+}
 HELPERS = {"__init__", "pages"}
 
 
@@ -35,6 +42,10 @@ def pages():
 
 # Six tokens of three sequences, 2 heads of 8; or rows of 16.
 OPERANDS = {
+    "add_low_rank": lambda: (
+        *(blank(6, 16), blank(6, 16)),
+        *(LowRank(blank(2, 4, 16), blank(2, 4, 16)), longs(6)),
+    ),
     "add_layer_norm": lambda: (blank(6, 16), blank(6, 16), 1e-5, torch.float32),
     "concat_gelu": lambda: (blank(6, 16), blank(6, 16), torch.float32),
     "crop_attention": lambda: (blank(6, 48), 3, 2),

@@ -13,6 +13,8 @@ from __future__ import annotations
 from kestrel_client.aio import AsyncClient, AsyncTextStream
 from kestrel_client.client import Client, TextStream
 from kestrel_client.errors import (
+    AdapterInvalid,
+    AdapterNotFound,
     Cancelled,
     DeadlineExceeded,
     ImageNotFound,
@@ -58,6 +60,8 @@ from kestrel_client.results import (
 )
 
 __all__ = [
+    "AdapterInvalid",
+    "AdapterNotFound",
     "AsyncClient",
     "AsyncTextStream",
     "Box",

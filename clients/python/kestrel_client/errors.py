@@ -5,6 +5,8 @@
     ├── Unauthenticated      the server requires a token, and the call has no valid one
     ├── PermissionDenied     the token does not allow this call
     ├── ModelNotFound        the server serves no model of that name
+    ├── AdapterNotFound      the server has no adapter of that name
+    ├── AdapterInvalid       the adapter's files do not fit the model
     ├── ImageNotFound        the server has no stored image of that name for this caller
     ├── SkillUnsupported     the model has no such skill
     ├── RequestRefused       an equal request made the server fail before; it does not try again
@@ -91,6 +93,14 @@ class ModelNotFound(KestrelClientError):
     """The server serves no model of that name."""
 
 
+class AdapterNotFound(KestrelClientError):
+    """The server has no adapter of that name."""
+
+
+class AdapterInvalid(KestrelClientError):
+    """The files of the adapter do not fit the model. The message lists why."""
+
+
 class ImageNotFound(KestrelClientError):
     """The server has no stored image of that name for this caller. Its time may be over: store it again."""
 
@@ -156,6 +166,8 @@ _KINDS: Mapping[grpc.StatusCode, type[KestrelClientError]] = {
 # Codes that stand for several failures are told apart by the server's reason.
 _KINDS_BY_REASON: Mapping[tuple[grpc.StatusCode, str], type[KestrelClientError]] = {
     (grpc.StatusCode.NOT_FOUND, "MODEL_NOT_FOUND"): ModelNotFound,
+    (grpc.StatusCode.NOT_FOUND, "ADAPTER_NOT_FOUND"): AdapterNotFound,
+    (grpc.StatusCode.FAILED_PRECONDITION, "ADAPTER_INVALID"): AdapterInvalid,
     (grpc.StatusCode.NOT_FOUND, "IMAGE_NOT_FOUND"): ImageNotFound,
     (grpc.StatusCode.FAILED_PRECONDITION, "SKILL_UNSUPPORTED"): SkillUnsupported,
     (grpc.StatusCode.FAILED_PRECONDITION, "REQUEST_REFUSED"): RequestRefused,

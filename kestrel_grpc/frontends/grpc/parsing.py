@@ -158,4 +158,4 @@ def _options(message: Any, violations: list[Violation]) -> RequestOptions:
     if cache is None:
         violations.append(Violation("options.cache", f"{options.cache} is not a known value"))
         cache = CachePolicy.USE
-    return RequestOptions(options.model, max_queue_s, priority, cache)
+    return RequestOptions(options.model, max_queue_s, priority, cache, options.adapter)

@@ -45,6 +45,14 @@ class EngineConfig:
     image_cache_bytes: int | None = None
     """Memory of the device for image embeddings that are kept for later requests; 0: none are kept. None: enough
     for 256 images on CUDA and 32 elsewhere, at most a sixteenth of what is available beside the weights."""
+    adapters: str | None = None
+    """Folder that holds adapters, each in a folder of its own; requests name them."""
+    adapter_repositories: tuple[str, ...] = ()
+    """Repositories of the hub, such as org/name, that requests may name as adapters."""
+    num_adapter_slots: int = 8
+    """Adapters that can be loaded together, where there are any."""
+    max_adapter_rank: int = 32
+    """The largest rank of an adapter. Of experts, all of one token share it."""
     max_queued_requests: int = 256
     """Requests that may wait for a preprocessing worker or for pages."""
     max_queued_image_bytes: int = 512 * MIB
@@ -68,3 +76,8 @@ class EngineConfig:
     """Image tiles that a step may encode while other requests are decoding; None: 72 on CUDA, else 4."""
     step_timeout_s: float | None = None
     """Time without progress after which the device counts as hung; None: 60 on CUDA, else 1800."""
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether requests may use adapters."""
+        return self.adapters is not None or bool(self.adapter_repositories)

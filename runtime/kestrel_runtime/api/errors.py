@@ -5,6 +5,8 @@ KestrelError
 │   ├── ImageError          the image's bytes: undecodable or too large
 │   └── ContextLengthExceeded
 ├── ModelNotFound           no model of that name is served
+├── AdapterNotFound         no adapter of that name
+├── AdapterInvalid          its files do not fit the model; carries every problem
 ├── SkillUnsupported        the model has no such skill
 ├── Overloaded              the queue is full, or the wait would be too long
 ├── RequestRefused          this very request broke the engine before
@@ -65,6 +67,29 @@ class ModelNotFound(KestrelError):
     def __init__(self, model: str) -> None:
         super().__init__(f"no model named {model!r}")
         self.model = model
+
+
+class AdapterNotFound(KestrelError):
+    """There is no adapter of this name, or none may be used."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+    def __str__(self) -> str:
+        return f"no adapter named {self.name!r}"
+
+
+class AdapterInvalid(KestrelError):
+    """The files of an adapter cannot be used; `problems` lists every reason that was found."""
+
+    def __init__(self, name: str, problems: tuple[str, ...]) -> None:
+        super().__init__(name, problems)
+        self.name = name
+        self.problems = problems
+
+    def __str__(self) -> str:
+        return f"adapter {self.name!r} cannot be used: {'; '.join(self.problems)}"
 
 
 class SkillUnsupported(KestrelError):

@@ -35,6 +35,8 @@ class MemoryPlan:
     """Planned for nothing."""
     image_cache_bytes: int = 0
     """Image embeddings that are kept for later requests."""
+    adapter_bytes: int = 0
+    """Slots of adapters."""
 
     def terms(self) -> list[tuple[str, int]]:
         """Name and bytes of each term, in the order of a table."""
@@ -45,6 +47,7 @@ class MemoryPlan:
             ("CUDA graphs", self.graph_bytes),
             ("images", self.image_bytes),
             ("image cache", self.image_cache_bytes),
+            ("adapters", self.adapter_bytes),
             ("other processes, context and libraries", self.other_bytes),
             ("margin", self.margin_bytes),
             ("free", self.free_bytes),

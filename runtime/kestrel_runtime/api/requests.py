@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum, auto
 from typing import ClassVar
 
+from kestrel_runtime.api.adapters import AdapterName
 from kestrel_runtime.api.errors import InvalidRequest, Violation
 from kestrel_runtime.api.raw_image import RawImage
 
@@ -95,17 +96,23 @@ class CachePolicy(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """What every skill shares. `model` "" takes the served model; `max_queue_s` None waits without bound."""
+    """What every skill shares.
+
+    `model` "" takes the served model, `adapter` "" none; `max_queue_s` None waits without bound.
+    """
 
     model: str = ""
     max_queue_s: float | None = None
     priority: Priority = Priority.NORMAL
     cache: CachePolicy = CachePolicy.USE
+    adapter: str = ""
 
     def violations(self) -> Iterator[Violation]:
         """Every breach, with paths below `options`."""
         if self.max_queue_s is not None and not (self.max_queue_s > 0.0 and math.isfinite(self.max_queue_s)):
             yield Violation("options.max_queue_duration", "must be positive")
+        if self.adapter and AdapterName.parse(self.adapter) is None:
+            yield Violation("options.adapter", "must be the name of an adapter, such as name or name@step")
 
 
 class _Checked:

@@ -13,10 +13,18 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
 
+from kestrel_runtime.adapters.files import AdapterSource
+from kestrel_runtime.adapters.preparation import AdapterPreparation
+from kestrel_runtime.adapters.store import AdapterStore
+from kestrel_runtime.adapters.target import AdapterTarget
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.engine import CacheLoad, ClearedCache, EngineInfo, EngineStatus, ImageInfo, Load
 from kestrel_runtime.api.errors import (
+    AdapterNotFound,
     EngineUnavailable,
     ImageError,
     InternalError,
@@ -77,7 +85,9 @@ class LocalEngine:
         max_decoded_bytes = _max_decoded_bytes(config, bounds, tiling, decoded=tile_on_device is not None)
         num_pages, memory = prepared.plan_cache(max_decoded_bytes)
         _log.info("memory of %s:\n%s", loaded.model.device, memory.table())
+        target = prepared.adapter_target()
         runner = prepared.new_step_runner(num_pages, memory.graph_bytes, memory.image_cache_bytes)
+        self._adapters = None if target is None else _adapter_store(config, target)
         self._embeddings = EmbeddingCache(bounds.max_batch_size + 1, runner.num_cached_images)
         self._bytes_per_image = runner.bytes_per_image
         self._pages = PageManager(num_pages, config.page_size)
@@ -199,6 +209,7 @@ class LocalEngine:
         what is found out later is raised by the stream, `RequestRefused` before anything else.
         """
         self._check(request)
+        adapter = self._adapter_of(request)
         now = time.monotonic()
         max_queue_s = request.options.max_queue_s
         wait_limit_s = min((limit for limit in (deadline_s, max_queue_s) if limit is not None), default=None)
@@ -212,8 +223,16 @@ class LocalEngine:
         try:
             self._admission.enter(stream, self._cost_of(request, tenant), now, wait_limit_s=wait_limit_s)
             try:
-                preparation = self._preprocessor.submit(
-                    request, clock, tenant, namespace, is_wanted=lambda: not stream.over.done()
+                submit = partial(
+                    self._preprocessor.submit,
+                    request,
+                    clock,
+                    tenant,
+                    namespace,
+                    is_wanted=lambda: not stream.over.done(),
+                )
+                preparation = (
+                    submit() if adapter is None else AdapterPreparation(adapter.store.acquire(adapter.name), submit)
                 )
             except RuntimeError as error:  # closed at this very moment, or the system has no thread left for us
                 raise EngineUnavailable("no worker can take the request") from error
@@ -307,6 +326,8 @@ class LocalEngine:
             _log.warning("the engine thread is still at work; it is left behind")
             self._is_left_behind = True
             self._streams.close()
+        if self._adapters is not None:
+            self._adapters.close()
         self._preprocessor.close()
 
     def _stalled(self, activities: list[str]) -> None:
@@ -356,6 +377,15 @@ class LocalEngine:
             used_bytes=embeddings.num_published * image_bytes,
             total_bytes=embeddings.num_entries * image_bytes,
         )
+
+    def _adapter_of(self, request: Request) -> _NamedAdapter | None:
+        """The adapter that a request names. Raises `AdapterNotFound` where the engine has none at all."""
+        name = request.options.adapter
+        if not name:
+            return None
+        if self._adapters is None:
+            raise AdapterNotFound(name)
+        return _NamedAdapter(self._adapters, name)
 
     def _check(self, request: Request) -> None:
         if self._status is not EngineStatus.SERVING:
@@ -417,6 +447,17 @@ class LocalEngine:
                     callback(status)
                 except Exception:  # the others must hear of it all the same, and the engine go on with its end
                     _log.exception("a callback failed to take the status %s", status.name)
+
+
+class _NamedAdapter(NamedTuple):
+    store: AdapterStore
+    name: str
+
+
+def _adapter_store(config: EngineConfig, target: AdapterTarget) -> AdapterStore:
+    root = None if config.adapters is None else Path(config.adapters)
+    source = AdapterSource(root, config.adapter_repositories, target.max_file_bytes)
+    return AdapterStore(source.read, target, config.num_adapter_slots)
 
 
 def _max_decoded_bytes(config: EngineConfig, bounds: StepBounds, tiling: Tiling, *, decoded: bool) -> int:

@@ -132,6 +132,7 @@ class EngineLoop:
         """From any thread: queue a prepared sequence."""
         if self._is_finished:
             self._admission.leave(stream)
+            _end_lease(sequence)
             stream.fail(EngineUnavailable("the engine has stopped"))
         else:
             self._inbox.put(_Arrival(sequence, stream))
@@ -282,6 +283,7 @@ class EngineLoop:
             self._take_tiles(*item)
         elif item is not None and item.stream.is_cancelled:
             self._admission.leave(item.stream)
+            _end_lease(item.sequence)
         elif item is not None:
             self._clearings.apply_to(item.sequence)
             self._streams[item.sequence] = item.stream
@@ -426,7 +428,14 @@ class EngineLoop:
     def _remove(self, sequence: Sequence) -> None:
         self._scheduler.remove(sequence)
         self._runner.release(sequence)
+        _end_lease(sequence)
         self._deadlines.forget(sequence)
         stream = self._streams.pop(sequence)
         del self._sequences[stream]
         self._admission.leave(stream)
+
+
+def _end_lease(sequence: Sequence) -> None:
+    """No step that counts reads its adapter any more: what steps in flight compute for it is dropped."""
+    if sequence.adapter is not None:
+        sequence.adapter.end()

@@ -26,6 +26,7 @@ from kestrel_runtime.engine.workers import Interrupted, Job, Workers
 from kestrel_runtime.imaging.decoding import decode_image, inspect_image
 from kestrel_runtime.imaging.formats.header import ImageHeader
 from kestrel_runtime.imaging.tiles import DecodedImage, Tiles, Tiling, tiles_bytes
+from kestrel_runtime.interfaces.adapter import AdapterLease
 from kestrel_runtime.interfaces.family import ModelConfig, Skill
 from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.memory.image_budget import MemoryBudget
@@ -127,6 +128,7 @@ class Preprocessor:
         clock: SequenceClock,
         tenant: str = "",
         namespace: str = "",
+        adapter: AdapterLease | None = None,
         *,
         is_wanted: Callable[[], bool] = lambda: True,
     ) -> Future[Sequence]:
@@ -140,7 +142,7 @@ class Preprocessor:
         facts = None
         if request.image is not None:
             facts, is_known = self._facts_of(request.image, namespace)
-            if is_known and (done := self._prepared_at_once(request, clock, tenant, namespace, facts)) is not None:
+            if is_known and (done := self._prepared_at_once(request, clock, tenant, namespace, adapter, facts)) is not None:
                 return done
 
         def check_wanted() -> None:
@@ -152,7 +154,9 @@ class Preprocessor:
 
         return self._workers.submit(
             Job(
-                lambda: self.prepare(request, clock, tenant, namespace, check_wanted=check_wanted, facts=facts),
+                lambda: self.prepare(
+                    request, clock, tenant, namespace, adapter, check_wanted=check_wanted, facts=facts
+                ),
                 submitted=clock.submitted,
                 priority=request.options.priority,
                 tenant=tenant,
@@ -166,23 +170,31 @@ class Preprocessor:
         clock: SequenceClock,
         tenant: str = "",
         namespace: str = "",
+        adapter: AdapterLease | None = None,
         *,
         check_wanted: Callable[[], None] = lambda: None,
         facts: ImageFacts | None = None,
     ) -> Sequence:
-        """Decode, tile and tokenise. `facts`: what is known of the image already.
+        """Decode, tile and tokenise. `facts`: what is known of the image already. The lease of the request's adapter
+        becomes the sequence's.
 
         Raises `DeadlineExceeded` or `QueueTimeout` before any work is done; `RequestRefused`; `InvalidRequest`,
         usually as `ImageError` or `ContextLengthExceeded`; and whatever `check_wanted` raises.
         """
-        sequence = self._without_tiles(request, clock, tenant, namespace, facts)
+        sequence = self._without_tiles(request, clock, tenant, namespace, adapter, facts)
         if request.image is not None and not self._leaves_out_tiles(sequence, request, facts):
             sequence.tiles = self._decode(request.image, tenant, check_wanted)
             clock.prepared = time.monotonic()
         return sequence
 
     def _prepared_at_once(
-        self, request: Request, clock: SequenceClock, tenant: str, namespace: str, facts: ImageFacts
+        self,
+        request: Request,
+        clock: SequenceClock,
+        tenant: str,
+        namespace: str,
+        adapter: AdapterLease | None,
+        facts: ImageFacts,
     ) -> Future[Sequence] | None:
         """The result of a worker, where preparing takes little time; None where it does not."""
         text = getattr(request, self._skills[request.skill].text_field)
@@ -192,7 +204,7 @@ class Preprocessor:
             raise RuntimeError("the workers are closed")
         done: Future[Sequence] = Future()
         try:
-            sequence = self._without_tiles(request, clock, tenant, namespace, facts)
+            sequence = self._without_tiles(request, clock, tenant, namespace, adapter, facts)
         except Exception as error:  # a worker's error is in its future, too
             done.set_exception(error)
             return done
@@ -202,7 +214,13 @@ class Preprocessor:
         return done
 
     def _without_tiles(
-        self, request: Request, clock: SequenceClock, tenant: str, namespace: str, facts: ImageFacts | None
+        self,
+        request: Request,
+        clock: SequenceClock,
+        tenant: str,
+        namespace: str,
+        adapter: AdapterLease | None,
+        facts: ImageFacts | None,
     ) -> Sequence:
         clock.preprocess_started = time.monotonic()
         expiry = clock.expiry(clock.preprocess_started)
@@ -212,6 +230,8 @@ class Preprocessor:
         if request.image is not None:
             digest = image_digest(request.image) if facts is None or facts.digest is None else facts.digest
         fingerprint = fingerprint_of(request, digest)
+        if adapter is not None:
+            fingerprint = f"{fingerprint}-{adapter.digest.hex()[:16]}"
         if fingerprint in self._offending_requests:
             raise RequestRefused(f"{fingerprint} has failed before")
         config, skill = self._config, self._skills[request.skill]
@@ -223,7 +243,8 @@ class Preprocessor:
         policy, keys, embedding_key = request.options.cache, None, None
         if self._key_maker is not None and policy is not CachePolicy.BYPASS:
             if self._prefix_cache:
-                keys = self._key_maker.keys(prompt, num_image_tokens, digest, namespace)
+                content = b"" if adapter is None else adapter.digest
+                keys = self._key_maker.keys(prompt, num_image_tokens, digest, namespace, content)
             if self._image_cache and digest is not None:
                 embedding_key = self._key_maker.embedding_key(digest, namespace)
         sampling, defaults = request.sampling, skill.defaults
@@ -245,6 +266,7 @@ class Preprocessor:
             tenant=tenant,
             keys=keys,
             embedding_key=embedding_key,
+            adapter=adapter,
             computes_anew=policy is CachePolicy.REFRESH,
         )
 

@@ -48,6 +48,7 @@ class RequestState:
         num_rows: int,
         max_pages: int,
         values_per_token: int,
+        has_adapters: bool = False,
     ) -> None:
         """`rule_row` tells the row of the token rules for a state of a grammar; `value_kinds`, as a bit mask, which
         kinds of values a sequence under a grammar may sample."""
@@ -56,11 +57,14 @@ class RequestState:
         self.device = device
         self.page_table = torch.zeros(num_rows + 1, max_pages, dtype=torch.int32, device=device)
         """int32; past a sequence's end its first page is repeated: masked reads stay within its own pages."""
+        self.adapter_slots = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
+        """The slot of each row's adapter; 0 for none."""
         self._integers = torch.zeros(num_rows + 1, _NUM_INTEGERS, dtype=torch.int64, device=device)
         self._floats = torch.zeros(num_rows + 1, _NUM_SETTINGS + values_per_token, device=device)
         self._rule_row = rule_row
         self._value_kinds = value_kinds
         self._num_values = values_per_token
+        self._has_adapters = has_adapters
         self._free = list(range(num_rows))[::-1]
         self._row_of: dict[int, int] = {}  # by sequence id
         self._kinds = [0] * (num_rows + 1)
@@ -79,6 +83,7 @@ class RequestState:
                 "rows": ("int64", (count,)),
                 "integers": ("int64", (count, _NUM_INTEGERS)),
                 "floats": ("float32", (count, _NUM_SETTINGS + self._num_values)),
+                "adapter_slots": ("int64", (count,)),
                 "pages": ("int32", (count, self.max_pages)),
             }
         )
@@ -103,6 +108,7 @@ class RequestState:
                 sequence.top_p,
                 *token.value,
             )
+            fields["adapter_slots"][place] = sequence.adapter_slot
             fields["pages"][place] = sequence.pages[0]
             fields["pages"][place, : len(sequence.pages)] = sequence.pages
             self._kinds[row] = self._value_kinds(parser.grammar)
@@ -111,6 +117,8 @@ class RequestState:
         self._integers[sent["rows"]] = sent["integers"]
         self._floats[sent["rows"]] = sent["floats"]
         self.page_table[sent["rows"]] = sent["pages"]
+        if self._has_adapters:
+            self.adapter_slots[sent["rows"]] = sent["adapter_slots"]
 
     def close(self, sequence: scheduling.Sequence) -> None:
         """Free the sequence's row, if it has one."""

@@ -75,6 +75,8 @@ class DecodeInputs:
     needs: SampleNeeds
     num_sampled: int
     """Rows that are not padding."""
+    uses_adapters: bool = False
+    """Whether any row uses an adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,15 @@ class PrefillInputs:
     num_sampled: int
     is_in_place: bool
     """Whether the fields are where captured graphs read them."""
+    uses_adapters: bool = False
+    """Whether any chunk uses an adapter."""
+
+    def token_rows(self) -> Tensor:
+        """[T] int64: the row of the request state that each token belongs to; of padding some row."""
+        fields = self.device
+        numbers = torch.arange(self.size.num_tokens, dtype=torch.int32, device=fields.rows.device)
+        chunks = torch.searchsorted(fields.query_starts[1:], numbers, right=True)
+        return fields.rows[chunks.clamp(max=self.size.num_chunks - 1)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,8 @@ class StateShape:
     embedding_dtype: torch.dtype
     value_kinds: Callable[[Grammar], int]
     """Bit n - 1: whether tokens with n values may be sampled under a grammar."""
+    has_adapters: bool = False
+    """Whether sequences may use adapters."""
 
 
 class StepHandle:
@@ -201,6 +203,7 @@ class StepRunner:
             num_rows=num_rows,
             max_pages=self._max_pages,
             values_per_token=shape.values_per_token,
+            has_adapters=shape.has_adapters,
         )
         # Preempted sequences keep their entries; there are never more of them and running ones than rows.
         # Not zeroed: on a host, memory is only taken where something is written.
@@ -265,7 +268,8 @@ class StepRunner:
             ),
             in_place=in_place,
         )
-        return PrefillInputs(fields, size, kinds, needs, len(sampled), in_place)
+        uses_adapters = any(chunk.sequence.adapter_slot for chunk in chunks)
+        return PrefillInputs(fields, size, kinds, needs, len(sampled), in_place, uses_adapters)
 
     def _first_embedding(self, sequence: Sequence) -> int:
         """The first of a sequence's rows among the image embeddings of all entries, one after the other."""
@@ -296,4 +300,5 @@ class StepRunner:
         fields = self._inputs.decode(
             size, lambda host: fill_decode(host, sequences, self._state), in_place=self._graphs is not None
         )
-        return DecodeInputs(fields, size, needs, len(sequences))
+        uses_adapters = any(sequence.adapter_slot for sequence in sequences)
+        return DecodeInputs(fields, size, needs, len(sequences), uses_adapters)

@@ -1,6 +1,6 @@
 """Divides the memory of a device: how many pages the key-value cache gets beside everything else.
 
-    pages = floor((usable - activations - graphs - images - image cache - margin) / bytes of a page)
+    pages = floor((usable - activations - graphs - images - image cache - adapters - margin) / bytes of a page)
 
 On a CUDA device `usable` is utilization × total - used now, by whomever. On the host it is utilization × available,
 since other programs need memory of the host too. Knows no model: what it needs is given as plain numbers.
@@ -27,6 +27,7 @@ _ADVICE = {
     "CUDA graphs": "lower --max-prefill-tokens or --max-crops, or set --cuda-graphs off",
     "images": "lower --max-batch-size or --max-decoded-image-bytes",
     "image cache": "lower --image-cache-bytes",
+    "adapters": "lower --adapter-slots or --max-adapter-rank",
     "other processes, context and libraries": "end what else uses the memory",
     "margin": "use a device with more memory",
     "what may not be used": "raise --memory-utilization",
@@ -47,6 +48,7 @@ class MemoryNeeds:
     graph_bytes: int
     image_bytes: int
     image_cache_bytes: int = 0
+    adapter_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,7 @@ def plan_memory(
     Raises `CheckpointError` where the pages that are left, or given, cannot hold one request of every skill.
     """
     own_bytes = needs.activation_bytes + needs.graph_bytes + needs.image_bytes + MARGIN_BYTES
-    own_bytes += needs.image_cache_bytes
+    own_bytes += needs.image_cache_bytes + needs.adapter_bytes
     is_given = num_pages is not None
     if num_pages is None:
         if reading.is_host:
@@ -121,6 +123,7 @@ def plan_memory(
         graph_bytes=needs.graph_bytes,
         image_bytes=needs.image_bytes,
         image_cache_bytes=needs.image_cache_bytes,
+        adapter_bytes=needs.adapter_bytes,
         other_bytes=reading.used_bytes - reading.weight_bytes,
         margin_bytes=MARGIN_BYTES,
         free_bytes=reading.available_bytes - cache_bytes - own_bytes,

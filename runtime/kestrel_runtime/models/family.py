@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from kestrel_runtime.adapters.target import AdapterTarget
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.memory_plan import MemoryPlan
 from kestrel_runtime.execution.step_runner import StepRunner
@@ -41,6 +42,13 @@ class PreparedModel(Protocol):
 
         `host_image_bytes`: limit of decoded images on the host. Raises `CheckpointError` if memory is too small for
         the fewest pages.
+        """
+        ...
+
+    def adapter_target(self) -> AdapterTarget | None:
+        """Where adapters are loaded to; None where `EngineConfig` asks for none.
+
+        `new_step_runner` takes their memory.
         """
         ...
 

@@ -29,6 +29,10 @@ FIELDS_WITHOUT_EFFECT: Mapping[str, str] = {
     "num_kv_pages": "how many pages there are, not what they hold",
     "memory_utilization": "how many pages there are, not what they hold",
     "image_cache_bytes": "how many image embeddings are kept, not what they hold",
+    "adapters": "where adapters are; keys have the content of each",
+    "adapter_repositories": "where adapters are; keys have the content of each",
+    "num_adapter_slots": "how many adapters are loaded together; rows of a step do not read each other",
+    "max_adapter_rank": "which adapters are refused",
     "max_queued_requests": "who may wait",
     "max_queued_image_bytes": "who may wait",
     "max_queued_tokens": "who may wait",
@@ -122,9 +126,9 @@ class PrefixKeyMaker:
         self._span = lru_cache(_MAX_KNOWN_IMAGES)(self._new_span)
         self._embedding_key = lru_cache(_MAX_KNOWN_IMAGES)(self._new_embedding_key)
 
-    def root(self, namespace: str) -> Digest:
-        """What all keys of a namespace begin with."""
-        return self._root(namespace)
+    def root(self, namespace: str, adapter: bytes = b"") -> Digest:
+        """What all keys of a namespace begin with. `adapter`: SHA-256 of an adapter's content; b"" for none."""
+        return self._root(namespace, adapter)
 
     def embedding_key(self, image: bytes, namespace: str) -> EmbeddingKey:
         """The key of an image's embeddings. `image`: SHA-256 of its encoded bytes.
@@ -133,30 +137,37 @@ class PrefixKeyMaker:
         """
         return self._embedding_key(image, namespace)
 
-    def _new_root(self, namespace: str) -> Digest:
+    def _new_root(self, namespace: str, adapter: bytes) -> Digest:
         named = [item.encode() for pair in sorted(self._parts.items()) for item in pair]
-        return _digest(b"root", *named, b"namespace", namespace.encode())
+        return _digest(b"root", *named, b"namespace", namespace.encode(), b"adapter", adapter)
 
     def keys(
-        self, tokens: Sequence[Token], num_image_tokens: int, image: bytes | None, namespace: str
+        self,
+        tokens: Sequence[Token],
+        num_image_tokens: int,
+        image: bytes | None,
+        namespace: str,
+        adapter: bytes = b"",
     ) -> PrefixKeys:
         """The keys of a prompt: its first token, its image, then the other tokens.
 
-        `image`: SHA-256 of the image's encoded bytes.
+        `image`: SHA-256 of the image's encoded bytes; `adapter`: that of its adapter's content, b"" for none.
         """
-        root = self.root(namespace)
+        root = self.root(namespace, adapter)
         if image is None:
             keys = PrefixKeys(root, scope=CacheScope(namespace))
         else:
-            span = self._span(tokens[0], num_image_tokens, image, namespace)
+            span = self._span(tokens[0], num_image_tokens, image, namespace, adapter)
             # The pages of the sequence's tokens are added to the list; the rest does not change.
             keys = replace(span, pages=span.pages.copy())
         keys.extend(tokens, num_image_tokens, len(tokens) + num_image_tokens, self._page_size)
         return keys
 
-    def _new_span(self, first: Token, num_image_tokens: int, image: bytes, namespace: str) -> PrefixKeys:
+    def _new_span(
+        self, first: Token, num_image_tokens: int, image: bytes, namespace: str, adapter: bytes
+    ) -> PrefixKeys:
         """The keys of the first token and an image."""
-        root, span_end = self.root(namespace), 1 + num_image_tokens
+        root, span_end = self.root(namespace, adapter), 1 + num_image_tokens
         span = _digest(b"span", root, _content([first], num_image_tokens, image, 0, span_end))
         # The span is shared whole or not at all, so that its pages need no more than a name each.
         numbers = range(-(-span_end // self._page_size))

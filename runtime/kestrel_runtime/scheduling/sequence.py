@@ -12,6 +12,7 @@ from kestrel_runtime.interfaces.ids import EntryId, PageId, StepId
 from kestrel_runtime.interfaces.tokens import Token
 
 if TYPE_CHECKING:
+    from kestrel_runtime.interfaces.adapter import AdapterLease
     from kestrel_runtime.interfaces.image import PreparedImage
     from kestrel_runtime.interfaces.output import OutputParser
     from kestrel_runtime.scheduling.page_manager import PageCopy
@@ -109,6 +110,8 @@ class Sequence:
     were cached."""
     computes_anew: bool = False
     """Whether it uses nothing that is cached, and replaces it."""
+    adapter: AdapterLease | None = None
+    """Keeps its adapter in a slot until the sequence leaves the engine; None without an adapter."""
     state: SequenceState = SequenceState.WAITING
     pages: list[PageId] = field(default_factory=list)
     """In the order of its positions, as the page manager gave them."""
@@ -135,6 +138,11 @@ class Sequence:
     """The last decode step that wrote to its pages; it may be complete."""
     after: frozenset[StepId] = frozenset()
     """Decode steps that may still write its pages for earlier owners: its next prefill step runs after them."""
+
+    @property
+    def adapter_slot(self) -> int:
+        """The slot of its adapter; 0 without one."""
+        return 0 if self.adapter is None else self.adapter.slot
 
     @property
     def length(self) -> int:

@@ -360,8 +360,8 @@ def with_keys(change: Callable[..., Any]) -> type[Schedule]:
     """Schedules whose keys leave something out: `change` gets image and namespace."""
 
     class Maker(PrefixKeyMaker):
-        def keys(self, tokens, num_image_tokens, image, namespace):
-            return super().keys(tokens, num_image_tokens, *change(image, namespace))
+        def keys(self, tokens, num_image_tokens, image, namespace, adapter=b""):
+            return super().keys(tokens, num_image_tokens, *change(image, namespace), adapter)
 
     return mutated(maker_class=Maker)
 

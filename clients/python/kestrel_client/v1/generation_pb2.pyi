@@ -66,16 +66,18 @@ class SamplingParams(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., max_tokens: _Optional[int] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class RequestOptions(_message.Message):
-    __slots__ = ("model", "priority", "cache", "max_queue_duration")
+    __slots__ = ("model", "adapter", "priority", "cache", "max_queue_duration")
     MODEL_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     CACHE_FIELD_NUMBER: _ClassVar[int]
     MAX_QUEUE_DURATION_FIELD_NUMBER: _ClassVar[int]
     model: str
+    adapter: str
     priority: Priority
     cache: CachePolicy
     max_queue_duration: _duration_pb2.Duration
-    def __init__(self, model: _Optional[str] = ..., priority: _Optional[_Union[Priority, str]] = ..., cache: _Optional[_Union[CachePolicy, str]] = ..., max_queue_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    def __init__(self, model: _Optional[str] = ..., adapter: _Optional[str] = ..., priority: _Optional[_Union[Priority, str]] = ..., cache: _Optional[_Union[CachePolicy, str]] = ..., max_queue_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("input_token_count", "output_token_count", "cached_token_count", "image_token_count")

@@ -28,6 +28,7 @@ from kestrel_runtime.execution.step_inputs import (
 )
 from kestrel_runtime.imaging.tile_source import TileSource
 from kestrel_runtime.imaging.tiles import DecodedImage, Tiles
+from kestrel_runtime.models.moondream.adapters.slabs import AdapterSlabs
 from kestrel_runtime.models.moondream.model import Moondream
 from kestrel_runtime.models.moondream.model_paths import ModelPaths
 from kestrel_runtime.models.moondream.sampling import COORDINATES_BIT, SIZES_BIT, MoondreamSampler
@@ -51,7 +52,15 @@ _log = logging.getLogger(__name__)
 class MoondreamExecutor:
     """The family's `Executor`."""
 
-    def __init__(self, model: Moondream, paths: ModelPaths, kernels: Kernels, memory: DeviceMemory) -> None:
+    def __init__(
+        self,
+        model: Moondream,
+        paths: ModelPaths,
+        kernels: Kernels,
+        memory: DeviceMemory,
+        adapters: AdapterSlabs | None = None,
+    ) -> None:
+        self._adapters = adapters
         self._model = model
         self._paths = paths
         self._memory = memory
@@ -116,7 +125,8 @@ class MoondreamExecutor:
         """
         if self._prefill_graphs is None or self._first_token_graphs is None or not inputs.is_in_place:
             return self._sampler.sample(self.prefill_hidden(inputs), inputs.device.sample_rows, inputs.needs)
-        hidden = self._prefill_graphs.run((inputs.size, inputs.value_kinds), partial(self._prefill, inputs))
+        key = (inputs.size, inputs.value_kinds, inputs.uses_adapters)
+        hidden = self._prefill_graphs.run(key, partial(self._prefill, inputs))
         return self._first_token_graphs.run(
             (inputs.size.num_samples, inputs.needs),
             partial(self._sampler.sample, hidden, inputs.device.sample_rows, inputs.needs),
@@ -131,14 +141,17 @@ class MoondreamExecutor:
         images = self._memory.embeddings.flatten(0, 1)[fields.embedding_rows.clamp(min=0)]
         embeddings = torch.where((fields.embedding_rows >= 0)[:, None], images, embeddings)
         chunks = PackedChunks.of(inputs, state)
-        return self._paths.text.prefill(embeddings, chunks, fields.sample_tokens, self._memory.cache)
+        adapters = None
+        if self._adapters is not None and inputs.uses_adapters:
+            adapters = self._adapters.for_rows(state.adapter_slots[inputs.token_rows()])
+        return self._paths.text.prefill(embeddings, chunks, fields.sample_tokens, self._memory.cache, adapters)
 
     def decode(self, inputs: DecodeInputs) -> Tensor:
         """Float32 [B, 4]: id, number of values and values of each sampled token."""
         work = partial(self._decode, inputs)
         if self._decode_graphs is None:
             return work()
-        return self._decode_graphs.run((inputs.size, inputs.needs), work)
+        return self._decode_graphs.run((inputs.size, inputs.needs, inputs.uses_adapters), work)
 
     def release(self, sequence: scheduling.Sequence) -> None:
         """Free the tiles and features of an incomplete image."""
@@ -189,7 +202,10 @@ class MoondreamExecutor:
             last.token_ids, last.num_values, state.values(rows), inputs.needs.value_kinds
         )
         page_table = state.page_table[rows, : inputs.size.max_pages]
-        hidden = self._paths.text.decode(embeddings, positions, page_table, cache)
+        adapters = None
+        if self._adapters is not None and inputs.uses_adapters:
+            adapters = self._adapters.for_rows(state.adapter_slots[rows])
+        hidden = self._paths.text.decode(embeddings, positions, page_table, cache, adapters)
         return self._sampler.sample(hidden, rows, inputs.needs)
 
     def _usual_graphs(self) -> Iterator[tuple[CapturedGraphs, Works]]:
@@ -212,7 +228,8 @@ class MoondreamExecutor:
                 size, partial(fill_blank_decode, padding_row=memory.state.padding_row), in_place=True
             )
             for needs in kinds:
-                yield (size, needs), partial(self._decode, DecodeInputs(fields, size, needs, num_rows))
+                inputs = DecodeInputs(fields, size, needs, num_rows, uses_adapters=False)
+                yield (size, needs, False), partial(self._decode, inputs)
 
     def _usual_prefills(self) -> Works:
         # Few prompts have tokens with values, which are references to places in the image.
@@ -227,7 +244,7 @@ class MoondreamExecutor:
             cuts_at_share_points=bounds.cuts_at_share_points,
         )
         for inputs in map(self._blank_prefill, sizes):
-            yield (inputs.size, inputs.value_kinds), partial(self._prefill, inputs)
+            yield (inputs.size, inputs.value_kinds, inputs.uses_adapters), partial(self._prefill, inputs)
 
     def _usual_first_tokens(self) -> Works:
         for num_samples in reversed(self._sample_counts()):
@@ -246,7 +263,9 @@ class MoondreamExecutor:
         """Padding of a size, in the buffers that graphs read."""
         fill = partial(fill_blank_prefill, size=size, padding_row=self._memory.state.padding_row)
         fields = self._memory.inputs.prefill(size, fill, in_place=True)
-        return PrefillInputs(fields, size, 0, SampleNeeds(False, 0), size.num_samples, is_in_place=True)
+        return PrefillInputs(
+            fields, size, 0, SampleNeeds(False, 0), size.num_samples, is_in_place=True, uses_adapters=False
+        )
 
 
 def _image_of(item: EncodeItem) -> Tiles | DecodedImage:

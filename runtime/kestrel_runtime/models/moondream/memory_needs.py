@@ -30,6 +30,7 @@ def plan_cache(
     weight_bytes: int,
     with_graphs: bool,
     host_image_bytes: int,
+    adapter_bytes: int = 0,
 ) -> tuple[int, MemoryPlan]:
     """The number of pages of the model's cache, and the plan of all memory. Call it when all weights are in memory.
 
@@ -45,6 +46,7 @@ def plan_cache(
         available_bytes=reading.available_bytes,
         with_graphs=with_graphs,
         host_image_bytes=host_image_bytes,
+        adapter_bytes=adapter_bytes,
     )
     return plan_memory(reading, needs, config.memory_utilization, config.num_kv_pages)
 
@@ -58,6 +60,7 @@ def memory_needs(
     available_bytes: int,
     with_graphs: bool,
     host_image_bytes: int,
+    adapter_bytes: int = 0,
 ) -> MemoryNeeds:
     """The needs of steps within `bounds` on a device with `available_bytes` left; see `plan_cache`."""
     text, page_size = model.config.text, config.page_size
@@ -73,6 +76,7 @@ def memory_needs(
         activation_bytes=step_bytes,
         graph_bytes=graph_bytes,
         image_bytes=_device_image_bytes(model, bounds) if on_device else host_image_bytes,
+        adapter_bytes=adapter_bytes,
         image_cache_bytes=image_cache_bytes(
             config.image_cache_bytes, image_bytes, available_bytes, is_host=not on_device
         ),

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from kestrel_ops import mixture_of_experts
+from kestrel_runtime.models.moondream.adapters.slabs import BlockAdapters
 from kestrel_runtime.models.moondream.config import MoeConfig
 
 
@@ -21,7 +22,12 @@ class MixtureOfExperts(nn.Module):
         self.fc1 = _Experts(config.num_experts, 2 * config.expert_inner_dim, dim, fp8=fp8)
         self.fc2 = _Experts(config.num_experts, dim, config.expert_inner_dim, fp8=fp8)
 
-    def forward(self, hidden: Tensor, operation: Callable[..., Tensor] = mixture_of_experts) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        operation: Callable[..., Tensor] = mixture_of_experts,
+        adapters: BlockAdapters | None = None,
+    ) -> Tensor:
         """[T, dim] → [T, dim], by the reference or another implementation."""
         return operation(
             hidden,
@@ -31,6 +37,7 @@ class MixtureOfExperts(nn.Module):
             self.experts_per_token,
             self.fc1.scale,
             self.fc2.scale,
+            None if adapters is None else adapters.of_experts(),
         )
 
 

@@ -7,9 +7,11 @@ from collections.abc import Callable
 from torch import Tensor
 
 from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.errors import CheckpointError
 from kestrel_runtime.api.memory_plan import MemoryPlan
 from kestrel_runtime.execution.step_runner import StepRunner
 from kestrel_runtime.imaging.tiles import DecodedImage
+from kestrel_runtime.models.moondream.adapters.target import MoondreamAdapters
 from kestrel_runtime.models.moondream.execution_config import ExecutionConfig
 from kestrel_runtime.models.moondream.largest_steps import step_bytes
 from kestrel_runtime.models.moondream.memory_needs import cache_dtype, new_cache, plan_cache, weight_bytes
@@ -30,6 +32,15 @@ class PreparedMoondream:
         self._bounds = bounds
         self._execution = ExecutionConfig.of(config, model.device.type, model)
         self._loaded_bytes = weight_bytes(model)
+        self._adapters: MoondreamAdapters | None = None
+        if config.has_adapters:
+            if self._execution.text != "plain":
+                raise CheckpointError(
+                    f"text path {self._execution.text}: adapters need the plain one (--text-path plain)"
+                )
+            self._adapters = MoondreamAdapters(
+                model.config.text, config.num_adapter_slots, config.max_adapter_rank, model.device, model.dtype
+            )
         # Paths are built before the cache is sized, which gets a part of the memory that they leave.
         self._paths = ModelPaths.of(
             model, self._execution, max_batch_size=bounds.max_batch_size, frees_originals=owns_model
@@ -58,7 +69,12 @@ class PreparedMoondream:
             weight_bytes=self._loaded_bytes,
             with_graphs=self._execution.with_graphs,
             host_image_bytes=host_image_bytes,
+            adapter_bytes=0 if self._adapters is None else self._adapters.num_bytes,
         )
+
+    def adapter_target(self) -> MoondreamAdapters | None:
+        """The slots, as many as are configured."""
+        return self._adapters
 
     def new_step_runner(self, num_pages: int, graph_bytes: int, image_cache_bytes: int = 0) -> StepRunner:
         """A step runner with a cache of `num_pages`."""
@@ -70,4 +86,5 @@ class PreparedMoondream:
             self._paths,
             graph_bytes=graph_bytes,
             image_cache_bytes=image_cache_bytes,
+            adapters=None if self._adapters is None else self._adapters.allocate(),
         )

@@ -7,6 +7,7 @@ from functools import partial
 from kestrel_runtime.api.config import MIB
 from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.execution.step_runner import StateShape, StepRunner
+from kestrel_runtime.models.moondream.adapters.slabs import AdapterSlabs
 from kestrel_runtime.models.moondream.execution_config import ExecutionConfig
 from kestrel_runtime.models.moondream.executor import MoondreamExecutor
 from kestrel_runtime.models.moondream.model import Moondream
@@ -26,6 +27,7 @@ def new_step_runner(
     *,
     graph_bytes: int = _DEFAULT_GRAPH_BYTES,
     image_cache_bytes: int = 0,
+    adapters: AdapterSlabs | None = None,
 ) -> StepRunner:
     """`model_paths`: the paths of the model, if they are built already.
 
@@ -36,7 +38,7 @@ def new_step_runner(
         model_paths = ModelPaths.of(model, paths, max_batch_size=bounds.max_batch_size)
     text = model.config.text
     return StepRunner(
-        partial(MoondreamExecutor, model, model_paths, paths.kernels),
+        partial(MoondreamExecutor, model, model_paths, paths.kernels, adapters=adapters),
         cache,
         StateShape(
             vocab_size=text.vocab_size,
@@ -46,6 +48,7 @@ def new_step_runner(
             embedding_dim=text.dim,
             embedding_dtype=model.dtype,
             value_kinds=partial(value_kinds, ids=model.config.tokenizer),
+            has_adapters=adapters is not None,
         ),
         bounds,
         max_graph_bytes=graph_bytes if paths.with_graphs else None,

@@ -6,6 +6,7 @@ for Moondream 2 and the published Moondream 3 `text.py` for tau attention.
 
 from __future__ import annotations
 
+from itertools import repeat
 from typing import Protocol
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu
 
 from kestrel_ops import rotary
+from kestrel_runtime.models.moondream.adapters.slabs import BlockAdapters, RowAdapters
 from kestrel_runtime.models.moondream.config import TextConfig
 from kestrel_runtime.models.moondream.moe import MixtureOfExperts
 from kestrel_runtime.models.moondream.rope import rotary_tables, tau_positions
@@ -41,8 +43,9 @@ class TextModel(nn.Module):
         embeddings: Tensor,  # [T, dim]
         positions: Tensor,  # [T] int64
         attend: Attend,
+        adapters: RowAdapters | None = None,
     ) -> Tensor:  # [T, dim]: the last block's output, before the final LayerNorm
-        """Run the blocks over packed tokens."""
+        """Run the blocks over packed tokens, with the adapter of each token's slot where there are any."""
         if self._tables is None or self._tables[0].device != embeddings.device:
             config = self.config
             self._tables = rotary_tables(
@@ -50,8 +53,9 @@ class TextModel(nn.Module):
             )
         cosine, sine = (table[positions] for table in self._tables)
         hidden = embeddings
-        for layer, block in enumerate(self.blocks):
-            hidden = block(hidden, positions, cosine, sine, attend, layer)
+        by_layer = repeat(None) if adapters is None else adapters.of_layers()
+        for layer, (block, own) in enumerate(zip(self.blocks, by_layer, strict=False)):
+            hidden = block(hidden, positions, cosine, sine, attend, layer, own)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -72,10 +76,18 @@ class _Block(nn.Module):
             self.mlp = Mlp(config.dim, config.ff_dim, config.dim)
 
     def forward(
-        self, hidden: Tensor, positions: Tensor, cosine: Tensor, sine: Tensor, attend: Attend, layer: int
+        self,
+        hidden: Tensor,
+        positions: Tensor,
+        cosine: Tensor,
+        sine: Tensor,
+        attend: Attend,
+        layer: int,
+        adapters: BlockAdapters | None,
     ) -> Tensor:
         normed = self.ln(hidden)
-        return hidden + self.attn(normed, positions, cosine, sine, attend, layer) + self.mlp(normed)
+        attended = self.attn(normed, positions, cosine, sine, attend, layer, adapters)
+        return hidden + attended + self.mlp(normed, adapters=adapters)
 
 
 class _Attention(nn.Module):
@@ -89,9 +101,18 @@ class _Attention(nn.Module):
         self.tau = Tau(config) if config.tau_attn else None
 
     def forward(
-        self, normed: Tensor, positions: Tensor, cosine: Tensor, sine: Tensor, attend: Attend, layer: int
+        self,
+        normed: Tensor,
+        positions: Tensor,
+        cosine: Tensor,
+        sine: Tensor,
+        attend: Attend,
+        layer: int,
+        adapters: BlockAdapters | None,
     ) -> Tensor:
         packed = self.qkv(normed)
+        if adapters is not None:
+            adapters.add_qkv(packed, normed)
         groups = self.num_groups * self.head_dim
         query, key, value = packed.split((packed.shape[-1] - 2 * groups, groups, groups), dim=-1)
         query = query.unflatten(-1, (self.num_heads, self.head_dim))
@@ -101,8 +122,11 @@ class _Attention(nn.Module):
             query_scale, value_scale = self.tau(packed, positions)
             query = query * query_scale[..., None]
             value = value * value_scale[..., None]
-        attended = attend(layer, rotary(query, cosine, sine), rotary(key, cosine, sine), value)
-        return self.proj(attended.flatten(1))
+        attended = attend(layer, rotary(query, cosine, sine), rotary(key, cosine, sine), value).flatten(1)
+        projected = self.proj(attended)
+        if adapters is not None:
+            adapters.add_proj(projected, attended, normed)
+        return projected
 
 
 class Tau(nn.Module):
@@ -130,5 +154,13 @@ class Mlp(nn.Module):
         self.fc1 = nn.Linear(in_dim, inner_dim)
         self.fc2 = nn.Linear(inner_dim, out_dim)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.fc2(gelu(self.fc1(hidden), approximate="tanh"))
+    def forward(self, hidden: Tensor, adapters: BlockAdapters | None = None) -> Tensor:
+        """[T, in] → [T, out]."""
+        inner = self.fc1(hidden)
+        if adapters is not None:
+            adapters.add_fc1(inner, hidden)
+        inner = gelu(inner, approximate="tanh")
+        out = self.fc2(inner)
+        if adapters is not None:
+            adapters.add_fc2(out, inner)
+        return out

@@ -10,6 +10,7 @@ from torch import Tensor
 from kestrel_ops import Kernels
 from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.execution.step_inputs import PackedChunks
+from kestrel_runtime.models.moondream.adapters.slabs import RowAdapters
 from kestrel_runtime.models.moondream.fused_decode import FusedDecoder
 from kestrel_runtime.models.moondream.fused_prefill import FusedPrefill
 from kestrel_runtime.models.moondream.fused_weights import fused_blocks, prompt_blocks
@@ -21,11 +22,25 @@ _log = logging.getLogger(__name__)
 class TextPath(Protocol):
     """Interface of the decoder. Hidden states are those of the last block, before the final LayerNorm."""
 
-    def prefill(self, embeddings: Tensor, plan: PackedChunks, rows: Tensor, cache: KVCache) -> Tensor:
+    def prefill(
+        self,
+        embeddings: Tensor,
+        plan: PackedChunks,
+        rows: Tensor,
+        cache: KVCache,
+        adapters: RowAdapters | None = None,
+    ) -> Tensor:
         """Packed tokens [T, dim] → hidden states of `rows` [n] int64: [n, dim]."""
         ...
 
-    def decode(self, embeddings: Tensor, positions: Tensor, page_table: Tensor, cache: KVCache) -> Tensor:
+    def decode(
+        self,
+        embeddings: Tensor,
+        positions: Tensor,
+        page_table: Tensor,
+        cache: KVCache,
+        adapters: RowAdapters | None = None,
+    ) -> Tensor:
         """One token of each sequence [B, dim], at positions [B] int64, pages [B, most pages] int32 → [B, dim]."""
         ...
 
@@ -36,11 +51,25 @@ class PlainText:
     def __init__(self, text: TextModel) -> None:
         self._text = text
 
-    def prefill(self, embeddings: Tensor, plan: PackedChunks, rows: Tensor, cache: KVCache) -> Tensor:
-        return self._text(embeddings, plan.positions, cache.prefill(plan))[rows]
+    def prefill(
+        self,
+        embeddings: Tensor,
+        plan: PackedChunks,
+        rows: Tensor,
+        cache: KVCache,
+        adapters: RowAdapters | None = None,
+    ) -> Tensor:
+        return self._text(embeddings, plan.positions, cache.prefill(plan), adapters)[rows]
 
-    def decode(self, embeddings: Tensor, positions: Tensor, page_table: Tensor, cache: KVCache) -> Tensor:
-        return self._text(embeddings, positions, cache.decode(positions, page_table))
+    def decode(
+        self,
+        embeddings: Tensor,
+        positions: Tensor,
+        page_table: Tensor,
+        cache: KVCache,
+        adapters: RowAdapters | None = None,
+    ) -> Tensor:
+        return self._text(embeddings, positions, cache.decode(positions, page_table), adapters)
 
 
 class FusedText:
@@ -70,9 +99,25 @@ class FusedText:
         self._decoder = FusedDecoder(text, blocks, kernels)
         self._workspace = self._decoder.workspace(max_batch_size)
 
-    def prefill(self, embeddings: Tensor, plan: PackedChunks, rows: Tensor, cache: KVCache) -> Tensor:
+    def prefill(
+        self,
+        embeddings: Tensor,
+        plan: PackedChunks,
+        rows: Tensor,
+        cache: KVCache,
+        adapters: RowAdapters | None = None,
+    ) -> Tensor:
+        assert adapters is None, "refused at the start"
         return self._prefill.forward(embeddings, plan, cache, rows)
 
-    def decode(self, embeddings: Tensor, positions: Tensor, page_table: Tensor, cache: KVCache) -> Tensor:
+    def decode(
+        self,
+        embeddings: Tensor,
+        positions: Tensor,
+        page_table: Tensor,
+        cache: KVCache,
+        adapters: RowAdapters | None = None,
+    ) -> Tensor:
         """A negative position is padding: nothing is written, and its hidden state is undefined."""
+        assert adapters is None, "refused at the start"
         return self._decoder.forward(embeddings, positions, page_table, cache, self._workspace)

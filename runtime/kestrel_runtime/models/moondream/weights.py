@@ -162,7 +162,7 @@ def _from_training_layout(stored: Mapping[str, Tensor]) -> Iterator[tuple[str, T
         if _IGNORED.fullmatch(name):
             num_ignored += 1
             continue
-        canonical = _canonical_name(name)
+        canonical = canonical_name(name)
         if canonical.endswith(".tau.wqwv"):
             base = canonical.removesuffix("wqwv")
             wq, wv = torch.atleast_1d(tensor).tensor_split(2)
@@ -175,7 +175,8 @@ def _from_training_layout(stored: Mapping[str, Tensor]) -> Iterator[tuple[str, T
         _log.info("ignoring %d scales of a quantised key/value cache", num_ignored)
 
 
-def _canonical_name(name: str) -> str:
+def canonical_name(name: str) -> str:
+    """The canonical name of a tensor of either layout; a name of none is returned as it is."""
     for pattern, replacement in _TRAINING_NAMES:
         match = pattern.fullmatch(name)
         if match:

@@ -164,6 +164,9 @@ class PreparedSmallText:
         reading = MemoryReading.of(self.model.device, sum(item.nbytes for item in self.model.weights.values()))
         return plan_memory(reading, needs, self.config.memory_utilization, self.config.num_kv_pages)
 
+    def adapter_target(self) -> None:
+        return None
+
     def new_step_runner(self, num_pages: int, graph_bytes: int, image_cache_bytes: int = 0) -> StepRunner:
         model, own = self.model, self.model.config
         cache = KVCache(own, num_pages, self.config.page_size, model.device, model.dtype)

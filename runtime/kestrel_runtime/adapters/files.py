@@ -1,0 +1,184 @@
+"""Finds and reads the files of an adapter: a folder under a configured root, or a repository of the hub.
+
+Only safetensors files are read, and JSON; nothing of them is executed. All bytes are read once, so that what is
+checked is what is loaded. Knows no model and no names of tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+import struct
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+from safetensors import SafetensorError
+from torch import Tensor
+
+from kestrel_runtime.api.adapters import AdapterName
+from kestrel_runtime.api.errors import AdapterInvalid, AdapterNotFound
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+_MAX_CONFIG_BYTES = 2**20
+_MAX_ENTRIES = 1000
+_PICKLES = (".pt", ".pth", ".bin", ".pkl", ".ckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFiles:
+    """The files of one adapter, in memory."""
+
+    name: str
+    config: Mapping[str, Any] | None
+    """The parsed `adapter_config.json`; None where there is none."""
+    tensors: Mapping[str, Tensor]
+    """On the host, as they are stored."""
+    digest: bytes
+    """SHA-256 of all files."""
+
+
+class AdapterSource:
+    """Where adapters come from. For one thread at a time."""
+
+    def __init__(
+        self,
+        root: Path | None,
+        repositories: Collection[str],
+        max_file_bytes: int,
+        download: Callable[..., str] = snapshot_download,
+    ) -> None:
+        """root: the folder that names are resolved in; repositories: names on the hub that may be used as well."""
+        self._root = None if root is None else Path(os.path.realpath(root))
+        self._repositories = frozenset(repositories)
+        self._max_file_bytes = max_file_bytes
+        self._download = download
+
+    def read(self, text: str) -> AdapterFiles:
+        """The files of the adapter that a name stands for. Raises `AdapterNotFound` and `AdapterInvalid`."""
+        name = AdapterName.parse(text)
+        if name is None:
+            raise AdapterNotFound(text)
+        folder, allowed = self._find(name)
+        try:
+            return self._read(text, folder, allowed)
+        except OSError as error:
+            raise AdapterInvalid(text, (f"cannot be read: {error.strerror}",)) from None
+
+    def _find(self, name: AdapterName) -> tuple[Path, Path]:
+        """The folder of a name, and the folder that its files must lie in when symbolic links are followed."""
+        if self._root is not None:
+            for relative in _folders(name):
+                folder = Path(os.path.realpath(self._root / relative))
+                if folder != self._root and folder.is_relative_to(self._root) and folder.is_dir():
+                    return folder, self._root
+        if name.path in self._repositories:
+            return self._fetch(name)
+        raise AdapterNotFound(str(name))
+
+    def _fetch(self, name: AdapterName) -> tuple[Path, Path]:
+        patterns = [CONFIG_FILE, "*.safetensors"]
+        try:
+            folder = Path(self._download(name.path, revision=name.step, allow_patterns=patterns))
+        except (OSError, HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+            raise AdapterInvalid(str(name), (f"cannot be downloaded: {type(error).__name__}",)) from error
+        # In its cache the hub's library links the files of a revision to their contents, beside `snapshots`.
+        return folder, Path(os.path.realpath(folder)).parents[1]
+
+    def _read(self, name: str, folder: Path, allowed: Path) -> AdapterFiles:
+        before = _listing(folder)
+        weights = self._weights_name(name, before)
+        config = None
+        if CONFIG_FILE in before:
+            config = self._read_file(name, folder / CONFIG_FILE, allowed, _MAX_CONFIG_BYTES)
+        data = self._read_file(name, folder / weights, allowed, self._max_file_bytes)
+        if _listing(folder) != before:
+            raise AdapterInvalid(name, ("the folder was changed while it was read",))
+        digest = hashlib.sha256()
+        for part in (config or b"", data):
+            digest.update(struct.pack("<Q", len(part)))
+            digest.update(part)
+        return AdapterFiles(name, _parsed(name, config), _tensors(name, weights, data), digest.digest())
+
+    @staticmethod
+    def _weights_name(name: str, listing: Collection[str]) -> str:
+        if WEIGHTS_FILE in listing:
+            return WEIGHTS_FILE
+        found = sorted(item for item in listing if item.endswith(".safetensors"))
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise AdapterInvalid(name, (f"has several .safetensors files and no {WEIGHTS_FILE}",))
+        pickled = sorted(item for item in listing if item.endswith(_PICKLES))
+        hint = f"; {pickled[0][:64]} is not read, as pickled files can run code" if pickled else ""
+        raise AdapterInvalid(name, (f"has no .safetensors file{hint}",))
+
+    @staticmethod
+    def _read_file(name: str, path: Path, allowed: Path, max_bytes: int) -> bytes:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with os.fdopen(descriptor, "rb", buffering=0) as file:
+            before = os.fstat(descriptor)
+            # The opened file counts, not what its path means a moment later.
+            link = Path(f"/proc/self/fd/{descriptor}")
+            target = Path(os.path.realpath(link if link.exists() else path))
+            if not stat.S_ISREG(before.st_mode):
+                raise AdapterInvalid(name, (f"{path.name}: is no regular file",))
+            if not target.is_relative_to(allowed):
+                raise AdapterInvalid(name, (f"{path.name}: leads out of the folder of adapters",))
+            if before.st_size > max_bytes:
+                raise AdapterInvalid(name, (f"{path.name}: has more than {max_bytes} bytes",))
+            data = bytearray()
+            while len(data) <= before.st_size and (block := file.read(before.st_size + 1 - len(data))):
+                data += block
+            after = os.fstat(descriptor)
+        if len(data) != before.st_size or _identity(before) != _identity(after):
+            raise AdapterInvalid(name, (f"{path.name}: was changed while it was read",))
+        return bytes(data)
+
+
+def _folders(name: AdapterName) -> list[str]:
+    """Where the folder of a name may be, in the order of preference; trainers name the folders of steps so."""
+    if name.step is None:
+        return [name.path]
+    return [f"{name.path}@{name.step}", f"{name.path}/{name.step}", f"{name.path}/checkpoint-{name.step}"]
+
+
+def _listing(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Name and identity of each entry of a folder."""
+    found: dict[str, tuple[int, ...]] = {}
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if len(found) >= _MAX_ENTRIES:
+                break
+            found[entry.name] = _identity(entry.stat(follow_symlinks=False))
+    return found
+
+
+def _identity(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _parsed(name: str, config: bytes | None) -> Mapping[str, Any] | None:
+    if config is None:
+        return None
+    try:
+        value = json.loads(config)
+    except (ValueError, RecursionError):
+        raise AdapterInvalid(name, (f"{CONFIG_FILE}: is not JSON",)) from None
+    if not isinstance(value, dict):
+        raise AdapterInvalid(name, (f"{CONFIG_FILE}: is no JSON object",))
+    return value
+
+
+def _tensors(name: str, file: str, data: bytes) -> Mapping[str, Tensor]:
+    try:
+        return safetensors.torch.load(data)
+    except (SafetensorError, KeyError, ValueError, RuntimeError, TypeError, OverflowError):
+        raise AdapterInvalid(name, (f"{file[:64]}: is no safetensors file",)) from None

@@ -1,0 +1,268 @@
+"""Loads adapters on a thread of its own, and leases them to requests. Knows no model and no tensors.
+
+A request that names an adapter which is not loaded waits for it, together with others that name it; other requests
+go on. Adapters are loaded one after the other, in the order in which they were first named.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from kestrel_runtime.adapters.files import AdapterFiles
+from kestrel_runtime.adapters.slots import AdapterSlots, Residence
+from kestrel_runtime.adapters.target import AdapterTarget
+from kestrel_runtime.api.adapters import AdapterInfo, AdapterLoad
+from kestrel_runtime.api.errors import AdapterNotFound, EngineUnavailable, InternalError, KestrelError
+
+_log = logging.getLogger(__name__)
+
+
+class Lease:
+    """A request's hold on one version of an adapter; see `AdapterLease`."""
+
+    def __init__(self, residence: Residence, end: Callable[[Residence], None]) -> None:
+        self.slot = residence.slot
+        self.digest = residence.digest
+        self._residence = residence
+        self._end: Callable[[Residence], None] | None = end
+
+    def end(self) -> None:
+        """Give it back; without effect the second time. For one thread at a time."""
+        end, self._end = self._end, None
+        if end is not None:
+            end(self._residence)
+
+
+@dataclass(slots=True)
+class _Pending:
+    """An adapter that is to be loaded, and who waits for it."""
+
+    name: str
+    leases: list[Future[Lease]] = field(default_factory=list)
+    loads: list[Future[AdapterInfo]] = field(default_factory=list)
+    """Callers that want the files read anew."""
+
+    @property
+    def is_wanted(self) -> bool:
+        return any(not future.done() for future in (*self.leases, *self.loads))
+
+    def take(self) -> list[Future[Any]]:
+        """All who wait; none is left."""
+        found = [*self.leases, *self.loads]
+        self.leases, self.loads = [], []
+        return found
+
+
+class AdapterStore:
+    """The adapters of one engine. All methods are for any thread, and none of them waits."""
+
+    def __init__(self, read: Callable[[str], AdapterFiles], target: AdapterTarget, num_slots: int) -> None:
+        """`read` finds and reads the files of a name."""
+        self._read = read
+        self._target = target
+        self._slots = AdapterSlots(num_slots)
+        self._pending: dict[str, _Pending] = {}  # the first is being loaded
+        self._num_loads = 0
+        self._num_failures = 0
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._is_closing = False
+
+    def acquire(self, name: str) -> Future[Lease]:
+        """A lease of an adapter, once it is loaded. The future can be cancelled until then.
+
+        It fails with `AdapterNotFound`, `AdapterInvalid` or `EngineUnavailable`.
+        """
+        future: Future[Lease] = Future()
+        with self._changed:
+            if self._is_closing:
+                raise EngineUnavailable("the engine has stopped")
+            residence = self._slots.current(name)
+            pending = self._pending.get(name)
+            if residence is not None and (pending is None or not pending.leases):
+                future.set_result(self._lease(residence))
+            else:
+                self._want(name).leases.append(future)
+                future.add_done_callback(self._wake_up)
+        return future
+
+    def load(self, name: str) -> Future[AdapterInfo]:
+        """Read an adapter's files anew, and load them where their content is new. Fails as `acquire` does."""
+        future: Future[AdapterInfo] = Future()
+        with self._changed:
+            if self._is_closing:
+                raise EngineUnavailable("the engine has stopped")
+            self._want(name).loads.append(future)
+            future.add_done_callback(self._wake_up)
+        return future
+
+    def unload(self, name: str) -> AdapterInfo:
+        """Free an adapter's slot as soon as no request uses it. Raises `AdapterNotFound` where it has none."""
+        with self._changed:
+            residence = self._slots.retire(name)
+            if residence is None:
+                raise AdapterNotFound(name)
+            self._changed.notify_all()
+            return _info(residence)
+
+    def infos(self) -> list[AdapterInfo]:
+        """All that are in slots."""
+        with self._changed:
+            return [_info(residence) for residence in self._slots.residences]
+
+    def reading(self) -> AdapterLoad:
+        """How full the slots are."""
+        with self._changed:
+            residences = self._slots.residences
+            return AdapterLoad(
+                num_slots=self._slots.num_slots,
+                num_filled_slots=len(residences),
+                num_used_slots=sum(residence.num_leases > 0 for residence in residences),
+                num_loads=self._num_loads,
+                num_failures=self._num_failures,
+                num_evictions=self._slots.num_evictions,
+                num_waiting=sum(bool(pending.leases) for pending in self._pending.values()),
+            )
+
+    def close(self) -> None:
+        """Fail all who wait. A load that runs is finished by its thread, without effect."""
+        with self._changed:
+            self._is_closing = True
+            waiting = [future for pending in self._pending.values() for future in pending.take()]
+            self._pending.clear()
+            self._changed.notify_all()
+        _fail(waiting, EngineUnavailable("the engine has stopped"))
+
+    def _want(self, name: str) -> _Pending:
+        pending = self._pending.get(name)
+        if pending is None:
+            pending = self._pending[name] = _Pending(name)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="kestrel-adapters", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+        return pending
+
+    def _lease(self, residence: Residence) -> Lease:
+        self._slots.lease(residence)
+        return Lease(residence, self._end_lease)
+
+    def _end_lease(self, residence: Residence) -> None:
+        with self._changed:
+            self._slots.end_lease(residence)
+            self._changed.notify_all()
+
+    def _wake_up(self, future: Future[Any]) -> None:
+        """A caller does not wait any more, or has what it waited for."""
+        if future.cancelled():
+            with self._changed:
+                self._changed.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._pending or self._is_closing)
+                if self._is_closing:
+                    return
+                pending = next(iter(self._pending.values()))
+            try:
+                self._load(pending)
+            except KestrelError as error:
+                error.__traceback__ = error.__context__ = None  # its message says all
+                self._failed(pending, error)
+            except Exception as error:
+                _log.exception("adapter %r cannot be loaded", pending.name)
+                traceback.clear_frames(error.__traceback__)
+                self._failed(pending, InternalError(error))
+
+    def _load(self, pending: _Pending) -> None:
+        if not pending.is_wanted:
+            self._finish(pending, None)
+            return
+        files = self._read(pending.name)
+        weights, digest = self._target.check(files), files.digest
+        del files
+        with self._changed:
+            residence = self._slots.current(pending.name)
+            is_known = residence is not None and residence.digest == digest
+            slot = None if is_known else self._wait_for_slot(pending)
+        if is_known:
+            self._hand_out(pending)
+            return
+        if slot is None:
+            self._finish(pending, None)
+            return
+        try:
+            self._target.write(slot, weights)
+        except BaseException:
+            with self._changed:
+                self._slots.give_back(slot)
+            raise
+        del weights
+        with self._changed:
+            self._num_loads += 1
+            self._slots.place(slot, pending.name, digest)
+        self._hand_out(pending)
+        _log.info("adapter %s is in slot %d, content %s", pending.name, slot, digest.hex()[:16])
+
+    def _wait_for_slot(self, pending: _Pending) -> int | None:
+        """With the lock, a slot to write; None where no caller waits for it any more."""
+        while pending.is_wanted and not self._is_closing:
+            slot = self._slots.reserve()
+            if slot is not None:
+                return slot
+            self._changed.wait()
+        self._slots.stop_draining()
+        return None
+
+    def _hand_out(self, pending: _Pending) -> None:
+        """The adapter is in its slot: who waited for a lease gets one. Callbacks run without the lock."""
+        results: list[tuple[Future[Any], Lease | AdapterInfo]] = []
+        with self._changed:
+            residence = self._slots.current(pending.name)
+            if residence is None:  # it was unloaded meanwhile; who waits has it loaded again
+                return
+            self._pending.pop(pending.name, None)
+            leases, loads = pending.leases, pending.loads
+            pending.take()
+            results += [(item, self._lease(residence)) for item in leases if item.set_running_or_notify_cancel()]
+            results += [(item, _info(residence)) for item in loads if item.set_running_or_notify_cancel()]
+        for future, result in results:
+            future.set_result(result)
+
+    def _failed(self, pending: _Pending, error: KestrelError) -> None:
+        self._num_failures += 1
+        self._finish(pending, error)
+
+    def _finish(self, pending: _Pending, error: KestrelError | None) -> None:
+        """The load is over without an adapter; without an error because no caller waits for it."""
+        with self._changed:
+            if error is None and pending.is_wanted:  # somebody has come meanwhile: load it for them
+                return
+            self._pending.pop(pending.name, None)
+            waiting = pending.take()
+        if error is not None:
+            _fail(waiting, error)
+
+
+def _fail(waiting: list[Future[Any]], error: KestrelError) -> None:
+    for future in waiting:
+        if future.set_running_or_notify_cancel():
+            future.set_exception(copy.copy(error))  # each is raised by itself, and would collect tracebacks
+
+
+def _info(residence: Residence) -> AdapterInfo:
+    return AdapterInfo(
+        name=residence.name,
+        digest=residence.digest.hex(),
+        slot=residence.slot,
+        num_requests=residence.num_leases,
+        is_current=residence.is_current and not residence.is_draining,
+    )

@@ -1,0 +1,178 @@
+"""The weights of adapters on the device: stacked tensors with a fixed number of slots, for each target of a model.
+
+Targets of a decoder block are `attn.qkv`, `attn.proj`, `mlp.fc1` and `mlp.fc2`; the last two are stacks of experts
+where the block has them. Knows no files and no requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kestrel_ops import ExpertAdapters, LowRank, add_low_rank
+from kestrel_runtime.execution.cuda_stream import CudaStream
+from kestrel_runtime.models.moondream.config import TextConfig
+
+
+class TargetShape(NamedTuple):
+    """A weight matrix, or a stack of them, that adapters can change."""
+
+    in_dim: int
+    out_dim: int
+    num_experts: int | None
+    """None for a single matrix."""
+    max_rank: int
+    """The largest rank of an adapter here, for each expert."""
+
+    @property
+    def num_weights(self) -> int:
+        """Elements of A and B of one adapter."""
+        return (self.num_experts or 1) * self.max_rank * (self.in_dim + self.out_dim)
+
+
+class Factors(NamedTuple):
+    """What an adapter adds to a target: x @ a.T @ b, the scale included."""
+
+    a: Tensor
+    """[r, in], or [E, r, in] for experts."""
+    b: Tensor
+    """[r, out], or [E, r, out] for experts."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterWeights:
+    """A checked adapter, on the host."""
+
+    factors: Mapping[str, Factors]
+    """By target, such as "blocks.3.attn.qkv"."""
+    reads_block_input: bool = False
+    """Whether `attn.proj` takes the block's normalised input and not the attention's result, as variants do."""
+
+
+def target_shapes(config: TextConfig, max_rank: int) -> dict[str, TargetShape]:
+    """The targets of a decoder by name. Adapters of experts have `max_rank` for all experts of a token together."""
+    shapes: dict[str, TargetShape] = {}
+    for layer in range(config.n_layers):
+        block = f"blocks.{layer}"
+        attended_dim = config.n_heads * config.head_dim
+        shapes[f"{block}.attn.qkv"] = TargetShape(config.dim, config.qkv_dim, None, max_rank)
+        shapes[f"{block}.attn.proj"] = TargetShape(attended_dim, config.dim, None, max_rank)
+        if config.moe is not None and config.is_moe_layer(layer):
+            moe, rank = config.moe, max(1, max_rank // config.moe.experts_per_token)
+            inner = moe.expert_inner_dim
+            shapes[f"{block}.mlp.fc1"] = TargetShape(config.dim, 2 * inner, moe.num_experts, rank)
+            shapes[f"{block}.mlp.fc2"] = TargetShape(inner, config.dim, moe.num_experts, rank)
+        else:
+            shapes[f"{block}.mlp.fc1"] = TargetShape(config.dim, config.ff_dim, None, max_rank)
+            shapes[f"{block}.mlp.fc2"] = TargetShape(config.ff_dim, config.dim, None, max_rank)
+    return shapes
+
+
+def slot_bytes(config: TextConfig, max_rank: int, itemsize: int) -> int:
+    """The memory of one slot."""
+    return itemsize * sum(shape.num_weights for shape in target_shapes(config, max_rank).values())
+
+
+class AdapterSlabs:
+    """The weights of `num_slots` adapters. Slots count from 1; 0 stands for no adapter.
+
+    A slot is written while no request uses it; steps read the others meanwhile.
+    """
+
+    def __init__(
+        self, config: TextConfig, num_slots: int, max_rank: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self._device = device
+        self._stream: CudaStream | None = None
+        self._targets: dict[str, LowRank] = {}
+        for name, shape in target_shapes(config, max_rank).items():
+            stack = (num_slots,) if shape.num_experts is None else (num_slots, shape.num_experts)
+            self._targets[name] = LowRank(
+                torch.zeros((*stack, shape.max_rank, shape.in_dim), dtype=dtype, device=device),
+                torch.zeros((*stack, shape.max_rank, shape.out_dim), dtype=dtype, device=device),
+            )
+        self._reads_block_input = torch.zeros(num_slots + 1, dtype=torch.bool, device=device)
+        self.layers = tuple(self._layer(layer) for layer in range(config.n_layers))
+
+    @torch.inference_mode()
+    def write(self, slot: int, weights: AdapterWeights) -> None:
+        """Put an adapter into a slot. Returns when it is there; for one thread at a time."""
+        if self._stream is None:
+            self._stream = CudaStream(self._device)
+        with self._stream.entered():
+            for name, slab in self._targets.items():
+                factors = weights.factors.get(name)
+                for stored, part in zip(slab, factors or (None, None), strict=True):
+                    own = stored[slot - 1]
+                    rank = 0 if part is None else part.shape[-2]
+                    own[..., rank:, :] = 0
+                    if part is not None:
+                        own[..., :rank, :] = part.to(own.device, own.dtype)
+            self._reads_block_input[slot] = weights.reads_block_input
+        self._stream.synchronize()
+
+    def for_rows(self, slots: Tensor) -> RowAdapters:
+        """The adapters of a step's rows; slots: int64 [T]."""
+        return RowAdapters(self, slots, self._reads_block_input[slots])
+
+    def _layer(self, layer: int) -> LayerAdapters:
+        names = ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
+        return LayerAdapters(*(self._targets[f"blocks.{layer}.{name}"] for name in names))
+
+
+class LayerAdapters(NamedTuple):
+    """The slots of one block."""
+
+    qkv: LowRank
+    proj: LowRank
+    fc1: LowRank
+    fc2: LowRank
+
+
+@dataclass(frozen=True, slots=True)
+class RowAdapters:
+    """The adapters of the rows of a step."""
+
+    slabs: AdapterSlabs
+    slots: Tensor
+    """[T] int64."""
+    reads_block_input: Tensor
+    """[T] bool: see `AdapterWeights`."""
+
+    def of_layers(self) -> Iterator[BlockAdapters]:
+        """Those of each block."""
+        return (BlockAdapters(layer, self) for layer in self.slabs.layers)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockAdapters:
+    """The adapters of the rows in one block. Each method adds to the result of a linear layer in place."""
+
+    layer: LayerAdapters
+    rows: RowAdapters
+
+    def add_qkv(self, out: Tensor, normed: Tensor) -> None:
+        """out: [T, qkv_dim]; normed: [T, dim]."""
+        add_low_rank(out, normed, self.layer.qkv, self.rows.slots)
+
+    def add_proj(self, out: Tensor, attended: Tensor, normed: Tensor) -> None:
+        """out, normed: [T, dim]; attended: [T, H * D]."""
+        if attended.shape == normed.shape:
+            attended = torch.where(self.rows.reads_block_input[:, None], normed, attended)
+        add_low_rank(out, attended, self.layer.proj, self.rows.slots)
+
+    def add_fc1(self, out: Tensor, normed: Tensor) -> None:
+        """out: [T, ff_dim]; normed: [T, dim]."""
+        add_low_rank(out, normed, self.layer.fc1, self.rows.slots)
+
+    def add_fc2(self, out: Tensor, inner: Tensor) -> None:
+        """out: [T, dim]; inner: [T, ff_dim]."""
+        add_low_rank(out, inner, self.layer.fc2, self.rows.slots)
+
+    def of_experts(self) -> ExpertAdapters:
+        """For a block with a mixture of experts."""
+        return ExpertAdapters(self.layer.fc1, self.layer.fc2, self.rows.slots)

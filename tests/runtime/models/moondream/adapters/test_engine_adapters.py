@@ -1,0 +1,94 @@
+"""Requests that name an adapter are answered as by a model with the adapter merged into its weights."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.requests import Detect, Query, Request, RequestOptions, SamplingParams
+from kestrel_runtime.engine.engine import LocalEngine
+from kestrel_runtime.models.loaded_model import LoadedModel
+from tests.adapter_folders import merged, random_pairs, scaled, write_peft
+from tests.reference_fixtures import MD3_SMALL, image_paths
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=5)
+DRAWN = SamplingParams(temperature=1.0, max_tokens=5, seed=5)
+
+
+@pytest.fixture(scope="module")
+def nano() -> LoadedModel:
+    return LoadedModel.load(EngineConfig(dtype="float32", device="cpu"))
+
+
+@pytest.fixture(params=["nano", "moondream2", "moondream3"])
+def loaded(request: pytest.FixtureRequest) -> LoadedModel:
+    return request.getfixturevalue(request.param)
+
+
+@asynccontextmanager
+async def served(loaded: LoadedModel, **settings: Any) -> AsyncIterator[LocalEngine]:
+    engine = LocalEngine(loaded, EngineConfig(model="", num_kv_pages=1200, **settings))
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def requests() -> list[Request]:
+    image = image_paths(MD3_SMALL)[0].read_bytes()
+    return [
+        Query("What colour is it?", sampling=GREEDY),
+        Query("What is in this image?", image, sampling=DRAWN),
+        Detect("circle", image, max_objects=2),
+    ]
+
+
+def with_adapter(request: Request, name: str) -> Request:
+    return replace(request, options=RequestOptions(adapter=name))
+
+
+async def outputs(engine: LocalEngine, asked: Sequence[Request]) -> list[object]:
+    """All answers, of requests that run together."""
+    streams = [engine.submit(request) for request in asked]
+    return [(await stream.result()).output for stream in streams]
+
+
+async def outputs_alone(loaded: LoadedModel, asked: Sequence[Request]) -> list[object]:
+    """All answers, one after the other, without caches."""
+    async with served(loaded, prefix_cache=False, image_cache_bytes=0) as engine:
+        return [(await engine.submit(request).result()).output for request in asked]
+
+
+async def test_an_adapter_answers_as_merged_weights_do(loaded: LoadedModel, tmp_path: Path) -> None:
+    pairs = random_pairs(loaded.model.config.text, seed=1)
+    write_peft(tmp_path / "colours", pairs)
+    plain = await outputs_alone(loaded, requests())
+    expected = await outputs_alone(merged(loaded, scaled(pairs)), requests())
+    assert expected != plain, "else the test shows nothing"
+    async with served(loaded, adapters=str(tmp_path), max_adapter_rank=4) as engine:
+        asked = [with_adapter(request, "colours") for request in requests()]
+        assert await outputs(engine, asked) == expected
+        assert await outputs(engine, asked) == expected, "now from the cache"
+        assert await outputs(engine, requests()) == plain
+
+
+async def test_eight_adapters_and_none_in_one_batch_answer_as_each_alone(
+    loaded: LoadedModel, tmp_path: Path
+) -> None:
+    asked = requests()[: 3 if loaded.model.config.text.prefix_attn < 700 else 1]
+    adapters = {f"tenant-{n}": random_pairs(loaded.model.config.text, seed=n) for n in range(8)}
+    expected = {"": await outputs_alone(loaded, asked)}
+    for name, pairs in adapters.items():
+        write_peft(tmp_path / name, pairs)
+        expected[name] = await outputs_alone(merged(loaded, scaled(pairs)), asked)
+    assert len({str(answers) for answers in expected.values()}) == 9, "else the test shows nothing"
+    mixed = [(name, number) for number in range(len(asked)) for name in expected]
+    async with served(loaded, adapters=str(tmp_path), max_adapter_rank=4, max_batch_size=64) as engine:
+        found = await outputs(engine, [with_adapter(asked[number], name) for name, number in mixed])
+    assert found == [expected[name][number] for name, number in mixed]
