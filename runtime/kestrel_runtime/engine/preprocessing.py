@@ -142,8 +142,10 @@ class Preprocessor:
         facts = None
         if request.image is not None:
             facts, is_known = self._facts_of(request.image, namespace)
-            if is_known and (done := self._prepared_at_once(request, clock, tenant, namespace, adapter, facts)) is not None:
-                return done
+            if is_known:
+                done = self._prepared_at_once(request, clock, tenant, namespace, adapter, facts)
+                if done is not None:
+                    return done
 
         def check_wanted() -> None:
             expiry = clock.expiry(time.monotonic())
@@ -175,8 +177,9 @@ class Preprocessor:
         check_wanted: Callable[[], None] = lambda: None,
         facts: ImageFacts | None = None,
     ) -> Sequence:
-        """Decode, tile and tokenise. `facts`: what is known of the image already. The lease of the request's adapter
-        becomes the sequence's.
+        """Decode, tile and tokenise. `facts`: what is known of the image already.
+
+        The lease of the request's adapter becomes the sequence's.
 
         Raises `DeadlineExceeded` or `QueueTimeout` before any work is done; `RequestRefused`; `InvalidRequest`,
         usually as `ImageError` or `ContextLengthExceeded`; and whatever `check_wanted` raises.

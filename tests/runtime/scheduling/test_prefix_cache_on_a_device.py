@@ -361,7 +361,7 @@ def with_keys(change: Callable[..., Any]) -> type[Schedule]:
 
     class Maker(PrefixKeyMaker):
         def keys(self, tokens, num_image_tokens, image, namespace, adapter=b""):
-            return super().keys(tokens, num_image_tokens, *change(image, namespace), adapter)
+            return super().keys(tokens, num_image_tokens, *change(image, namespace), adapter=adapter)
 
     return mutated(maker_class=Maker)
 

@@ -151,3 +151,15 @@ def test_what_the_model_is_changes_the_keys():
         for model, dtype in itertools.product(("a", "b"), ("float32", "bfloat16"))
     ]
     assert len({PrefixKeyMaker(part, 16).root("") for part in parts}) == 4
+
+
+def test_an_adapter_changes_every_key_of_a_prompt_and_none_of_its_image():
+    maker = PrefixKeyMaker({"model": "m"}, 4)
+    without, first, second = (maker.keys(WORDS, 9, CAT, "", adapter) for adapter in (b"", b"1" * 32, b"2" * 32))
+    for keys, others in ((first, without), (first, second), (second, without)):
+        assert not {keys.root, *keys.pages, *keys.boundaries.values()} & {
+            others.root,
+            *others.pages,
+            *others.boundaries.values(),
+        }
+    assert maker.keys(WORDS, 9, CAT, "", b"1" * 32) == first
