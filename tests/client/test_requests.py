@@ -43,6 +43,13 @@ def test_every_option_reaches_its_field() -> None:
     assert message.options.max_queue_duration.ToMilliseconds() == 1500
 
 
+def test_stop_strings_are_a_list_or_a_single_one() -> None:
+    for given, sent in ((["a", "b"], ["a", "b"]), ("ab", ["ab"]), (None, [])):
+        message = requests.caption(vision_service_pb2.CaptionRequest, None, {"stop": given, "include_stop": True})
+        assert message.sampling.stop == sent
+        assert message.sampling.include_stop
+
+
 @pytest.mark.parametrize(("policy", "number"), [(None, 0), ("use", 1), ("refresh", 2), ("bypass", 3)])
 def test_a_cache_policy_is_sent_by_its_number(policy: Any, number: int) -> None:
     assert requests.point("kite", None, (), {"cache": policy}).options.cache == number

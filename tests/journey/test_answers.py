@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable
 from typing import Any
 
+from kestrel_client.v1 import generation_pb2
 from kestrel_client.v1 import vision_service_pb2 as wire
 from tests.journey.conftest import LiveServer
 from tests.reference_fixtures import MD3_SMALL
@@ -73,4 +74,17 @@ async def test_thirty_two_mixed_requests_in_flight_answer_as_they_do_alone(live_
     alone = [without_circumstances(await ask(live_server, number)) for number in range(32)]
     together = await asyncio.gather(*(ask(live_server, number) for number in range(32)))
     assert [without_circumstances(answer) for answer in together] == alone
+    await live_server.assert_empty()
+
+
+async def test_a_stop_string_ends_an_answer_and_is_named(live_server: LiveServer) -> None:
+    whole = await query(live_server, question="GNU", sampling=GREEDY)
+    stop = whole.answer[len(whole.answer) // 2 :][:3]
+    start = whole.answer.index(stop)
+    for include in (False, True):
+        sampling = {**GREEDY, "stop": ["never said", stop], "include_stop": include}
+        cut = await query(live_server, question="GNU", sampling=sampling)
+        assert cut.answer == whole.answer[: start + len(stop) * include]
+        assert cut.info.finish_reason == generation_pb2.FINISH_REASON_STOP_SEQUENCE
+        assert cut.info.stop_sequence == stop
     await live_server.assert_empty()

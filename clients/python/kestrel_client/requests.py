@@ -26,15 +26,18 @@ AnyCaption = TypeVar("AnyCaption", vision_service_pb2.CaptionRequest, vision_ser
 class CallOptions(TypedDict, total=False):
     """What every skill takes by keyword. Left out or None means the default of the server, or of the client.
 
-    `temperature`, `top_p`, `max_tokens` and `seed` say how tokens are drawn; 0 is a value. `model` names a
-    model. `cache` says what the request does with the server's caches. `max_queue_s` bounds the wait for a
-    start, `timeout_s` the whole call. `request_id` names the request in the server's log.
+    `temperature`, `top_p`, `max_tokens` and `seed` say how tokens are drawn; 0 is a value. The text ends before the
+    first of the strings `stop`, or behind it with `include_stop`. `model` names a model. `cache` says what the
+    request does with the server's caches. `max_queue_s` bounds the wait for a start, `timeout_s` the whole call.
+    `request_id` names the request in the server's log.
     """
 
     temperature: float | None
     top_p: float | None
     max_tokens: int | None
     seed: int | None
+    stop: Sequence[str] | None
+    include_stop: bool | None
     model: str | None
     cache: CachePolicy | None
     max_queue_s: float | None
@@ -127,18 +130,33 @@ def _handling(options: CallOptions) -> dict[str, Any]:
     max_queue_s = options.get("max_queue_s")
     cache = options.get("cache")
     return {
-        "sampling": generation_pb2.SamplingParams(
-            temperature=options.get("temperature"),
-            top_p=options.get("top_p"),
-            max_tokens=options.get("max_tokens"),
-            seed=options.get("seed"),
-        ),
+        "sampling": _sampling(options),
         "options": generation_pb2.RequestOptions(
             model=options.get("model"),
             cache=None if cache is None else f"CACHE_POLICY_{cache.upper()}",
             max_queue_duration=None if max_queue_s is None else timedelta(seconds=max_queue_s),
         ),
     }
+
+
+def _sampling(options: CallOptions) -> generation_pb2.SamplingParams:
+    """How tokens are drawn and when the text ends."""
+    sampling = generation_pb2.SamplingParams(
+        temperature=options.get("temperature"),
+        top_p=options.get("top_p"),
+        max_tokens=options.get("max_tokens"),
+        seed=options.get("seed"),
+        stop=_strings(options.get("stop")),
+    )
+    include_stop = options.get("include_stop")
+    if include_stop is not None:
+        sampling.include_stop = include_stop
+    return sampling
+
+
+def _strings(given: Sequence[str] | None) -> Sequence[str]:
+    """Strings, of which a single one may come without a list."""
+    return [given] if isinstance(given, str) else given or ()
 
 
 def _spatial_refs(refs: Sequence[SpatialRef]) -> list[media_pb2.SpatialRef]:

@@ -31,6 +31,8 @@ class FinishReason(StrEnum):
     """`max_tokens` or the end of the context was reached."""
     MAX_OBJECTS = "max_objects"
     """`max_objects` was reached; there may be more."""
+    STOP_SEQUENCE = "stop_sequence"
+    """One of the strings in `stop` came."""
     UNKNOWN = "unknown"
     """A reason that this version of the client does not know."""
 
@@ -135,6 +137,8 @@ class Result:
     finish_reason: FinishReason
     usage: Usage
     timing: Timing
+    stop_sequence: str | None = None
+    """The string in `stop` that came; None where generation ended for another reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -326,6 +330,7 @@ _FINISH_REASONS = {
     generation_pb2.FINISH_REASON_STOP: FinishReason.STOP,
     generation_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
     generation_pb2.FINISH_REASON_MAX_OBJECTS: FinishReason.MAX_OBJECTS,
+    generation_pb2.FINISH_REASON_STOP_SEQUENCE: FinishReason.STOP_SEQUENCE,
 }
 _CHANNELS = {
     generation_pb2.TEXT_CHANNEL_ANSWER: TextChannel.ANSWER,
@@ -353,6 +358,7 @@ def _info(message: generation_pb2.ResponseInfo) -> dict[str, Any]:
             time_to_first_token_s=_seconds(timing.time_to_first_token),
             decode_s=_seconds(timing.decode_duration),
         ),
+        "stop_sequence": message.stop_sequence or None,
     }
 
 

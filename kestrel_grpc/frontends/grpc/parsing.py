@@ -138,6 +138,8 @@ def _sampling(message: Any) -> SamplingParams:
         top_p=sampling.top_p if sampling.HasField("top_p") else None,
         max_tokens=sampling.max_tokens if sampling.HasField("max_tokens") else None,
         seed=sampling.seed if sampling.HasField("seed") else None,
+        stop=tuple(sampling.stop),
+        include_stop=sampling.include_stop,
     )
 
 

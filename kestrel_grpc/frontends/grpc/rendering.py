@@ -26,6 +26,7 @@ _FINISH_REASONS: Mapping[FinishReason, generation_pb2.FinishReason] = MappingPro
         FinishReason.STOP: generation_pb2.FINISH_REASON_STOP,
         FinishReason.LENGTH: generation_pb2.FINISH_REASON_LENGTH,
         FinishReason.MAX_OBJECTS: generation_pb2.FINISH_REASON_MAX_OBJECTS,
+        FinishReason.STOP_SEQUENCE: generation_pb2.FINISH_REASON_STOP_SEQUENCE,
     }
 )
 _CHANNELS: Mapping[TextChannel, generation_pb2.TextChannel] = MappingProxyType(
@@ -58,6 +59,7 @@ def info(finished: Finished, request_id: str, model: str) -> generation_pb2.Resp
         finish_reason=_FINISH_REASONS[finished.finish_reason],
         usage=_usage(finished.usage),
         timing=_timing(finished.timing),
+        stop_sequence=finished.stop_sequence,
     )
 
 

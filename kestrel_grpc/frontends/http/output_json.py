@@ -22,7 +22,12 @@ from kestrel_runtime.api.events import (
 )
 
 FINISH_REASONS: Mapping[FinishReason, str] = MappingProxyType(
-    {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.MAX_OBJECTS: "max_objects"}
+    {
+        FinishReason.STOP: "stop",
+        FinishReason.LENGTH: "length",
+        FinishReason.MAX_OBJECTS: "max_objects",
+        FinishReason.STOP_SEQUENCE: "stop_sequence",
+    }
 )
 Points = Callable[[Iterable[Location]], list[Any]]
 """The format of points: `pairs` or `objects`."""

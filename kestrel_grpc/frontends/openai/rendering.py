@@ -22,7 +22,12 @@ from kestrel_runtime.api.events import (
 
 DONE = b"data: [DONE]\n\n"
 _FINISH_REASONS: Mapping[FinishReason, str] = MappingProxyType(
-    {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.MAX_OBJECTS: "stop"}
+    {
+        FinishReason.STOP: "stop",
+        FinishReason.LENGTH: "length",
+        FinishReason.MAX_OBJECTS: "stop",
+        FinishReason.STOP_SEQUENCE: "stop",
+    }
 )
 _TYPES: Mapping[int, str] = MappingProxyType(
     {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}

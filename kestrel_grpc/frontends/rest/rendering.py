@@ -53,6 +53,7 @@ class Renderer:
             "model": self._model,
             **self._result(finished.output),
             "finish_reason": FINISH_REASONS[finished.finish_reason],
+            **({} if finished.stop_sequence is None else {"stop_sequence": finished.stop_sequence}),
             **(metrics if self._is_kestrel else {"metrics": metrics}),
         }
 

@@ -16,6 +16,8 @@ class FinishReason(Enum):
     """`max_tokens` or the end of the context was reached."""
     MAX_OBJECTS = auto()
     """`max_objects` was reached."""
+    STOP_SEQUENCE = auto()
+    """One of the request's stop strings came."""
 
 
 class TextChannel(Enum):
@@ -159,6 +161,8 @@ class Finished:
     finish_reason: FinishReason
     usage: Usage
     timing: Timing
+    stop_sequence: str | None = None
+    """The stop string that came; None where generation ended for another reason."""
 
 
 Event = Started | TextDelta | Finished

@@ -15,11 +15,10 @@ from typing import ClassVar
 from kestrel_runtime.api.adapters import AdapterName
 from kestrel_runtime.api.errors import InvalidRequest, Violation
 from kestrel_runtime.api.raw_image import RawImage
+from kestrel_runtime.api.sampling_params import SamplingParams
 
 CAPTION_LENGTHS = ("short", "normal", "long")
-MAX_OUTPUT_TOKENS = 32_768
 MAX_OBJECTS = 1_000
-MAX_SEED = 2**63 - 1
 MAX_TEXT_BYTES = 65_536
 """Of a question or an object's name, in UTF-8: more than the contexts of the models hold. What exceeds a model's
 context is only known once it is tokenised, which takes as long as the text is."""
@@ -45,32 +44,6 @@ class BoxRef:
 
 
 SpatialRef = PointRef | BoxRef
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How tokens are drawn. `None` takes the skill's default.
-
-    `temperature` 0 is greedy. `top_p` keeps the smallest set of tokens whose probability reaches it.
-    `max_tokens` bounds the generated tokens (of the reasoning and of the answer, each on its own). `seed`
-    makes a draw repeatable; without one it is random.
-    """
-
-    temperature: float | None = None
-    top_p: float | None = None
-    max_tokens: int | None = None
-    seed: int | None = None
-
-    def violations(self) -> Iterator[Violation]:
-        """Every breach, with paths below `sampling`."""
-        if self.temperature is not None and not 0.0 <= self.temperature <= 100.0:  # also catches NaN
-            yield Violation("sampling.temperature", "must be a number from 0 to 100")
-        if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
-            yield Violation("sampling.top_p", "must be above 0 and at most 1")
-        if self.max_tokens is not None and not 1 <= self.max_tokens <= MAX_OUTPUT_TOKENS:
-            yield Violation("sampling.max_tokens", f"must be from 1 to {MAX_OUTPUT_TOKENS}")
-        if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
-            yield Violation("sampling.seed", "must not be negative")
 
 
 class Priority(IntEnum):
@@ -199,7 +172,7 @@ class _ObjectRequest(_Checked):
         if self.max_objects is not None and not 1 <= self.max_objects <= MAX_OBJECTS:
             yield Violation("max_objects", f"must be from 1 to {MAX_OBJECTS}")
         yield from _spatial_refs(self.spatial_refs)
-        yield from self.sampling.violations()
+        yield from self.sampling.violations(is_text=False)
         yield from self.options.violations()
 
 

@@ -20,7 +20,8 @@ def events_after(sequence: Sequence, now: float) -> list[Event]:
         events += parser.truncate()
     if parser.finish_reason is not None:
         timing = _timing(sequence, now)
-        events.append(Finished(parser.output(), parser.finish_reason, _usage(sequence), timing))
+        usage = _usage(sequence)
+        events.append(Finished(parser.output(), parser.finish_reason, usage, timing, parser.stop_sequence))
     return events
 
 

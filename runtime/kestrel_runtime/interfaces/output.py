@@ -23,6 +23,8 @@ class OutputParser(ABC):
     """The state of the grammar that rules the next token."""
     num_consumed: int = 0
     finish_reason: FinishReason | None = None
+    stop_sequence: str | None = None
+    """The stop string that ended the answer, if one did."""
 
     @property
     def rule(self) -> TokenRule:

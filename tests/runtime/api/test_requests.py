@@ -6,8 +6,6 @@ from kestrel_runtime.api.errors import InvalidRequest
 from kestrel_runtime.api.requests import (
     CAPTION_LENGTHS,
     MAX_OBJECTS,
-    MAX_OUTPUT_TOKENS,
-    MAX_SEED,
     MAX_SPATIAL_REFS,
     MAX_TEXT_BYTES,
     BoxRef,
@@ -20,6 +18,7 @@ from kestrel_runtime.api.requests import (
     SamplingParams,
     Segment,
 )
+from kestrel_runtime.api.sampling_params import MAX_OUTPUT_TOKENS, MAX_SEED, MAX_STOP_CHARS, MAX_STOPS
 
 IMAGE = b"any bytes"
 NAN, INFINITY = float("nan"), float("inf")
@@ -115,10 +114,29 @@ def test_sampling_out_of_bounds_is_refused_for_every_skill(skill, field, value):
     [
         SamplingParams(0.0, 1.0, 1, 0),
         SamplingParams(100.0, 1e-9, MAX_OUTPUT_TOKENS, MAX_SEED),
+        SamplingParams(stop=("a" * MAX_STOP_CHARS,) * MAX_STOPS, include_stop=True),
     ],
 )
 def test_sampling_at_its_bounds_is_taken(sampling):
     assert Query("what?", sampling=sampling).sampling == sampling
+
+
+@pytest.mark.parametrize("skill", ["query", "caption"])
+@pytest.mark.parametrize(
+    ("sampling", "fields"),
+    [
+        (SamplingParams(stop=("a",) * (MAX_STOPS + 1)), ["stop"]),
+        (SamplingParams(stop=("a", "", "a" * (MAX_STOP_CHARS + 1))), ["stop[1]", "stop[2]"]),
+    ],
+)
+def test_sampling_of_text_out_of_bounds_is_refused(skill, sampling, fields):
+    assert breaches(MINIMAL[skill], sampling=sampling) == [f"sampling.{field}" for field in fields]
+
+
+@pytest.mark.parametrize("skill", ["point", "detect", "segment"])
+def test_settings_of_text_are_refused_by_name_where_there_is_none(skill):
+    sampling = SamplingParams(stop=("a",), include_stop=True)
+    assert breaches(MINIMAL[skill], sampling=sampling) == ["sampling.stop", "sampling.include_stop"]
 
 
 @pytest.mark.parametrize("skill", MINIMAL)

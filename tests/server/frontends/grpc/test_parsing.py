@@ -58,7 +58,14 @@ def test_query_takes_every_field(kind: Any) -> None:
         image=IMAGE,
         reasoning=True,
         spatial_refs=[POINT_REF, BOX_REF],
-        sampling={"temperature": 0.5, "top_p": 0.25, "max_tokens": 7, "seed": 9},
+        sampling={
+            "temperature": 0.5,
+            "top_p": 0.25,
+            "max_tokens": 7,
+            "seed": 9,
+            "stop": ["a", "b"],
+            "include_stop": True,
+        },
         options={"model": "m", "max_queue_duration": Duration(seconds=1, nanos=500_000_000)},
     )
     assert vision.query(message) == Query(
@@ -66,7 +73,9 @@ def test_query_takes_every_field(kind: Any) -> None:
         image=DATA,
         reasoning=True,
         spatial_refs=(PointRef(0.5, 0.25), BoxRef(0.125, 0.25, 0.5, 0.75)),
-        sampling=SamplingParams(temperature=0.5, top_p=0.25, max_tokens=7, seed=9),
+        sampling=SamplingParams(
+            temperature=0.5, top_p=0.25, max_tokens=7, seed=9, stop=("a", "b"), include_stop=True
+        ),
         options=RequestOptions(model="m", max_queue_s=1.5),
     )
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
 from kestrel_runtime.api.engine import SkillDefaults
 from kestrel_runtime.api.events import FinishReason, TextChannel, TextDelta
 from kestrel_runtime.api.requests import BoxRef, SpatialRef
+from kestrel_runtime.api.sampling_params import SamplingParams
 from kestrel_runtime.interfaces.output import OutputParser
 from kestrel_runtime.interfaces.token_grammar import Grammar, GrammarState
 from kestrel_runtime.interfaces.tokens import Token, TokenRule
+from kestrel_runtime.loading.stop_matcher import StopMatcher
 from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 
@@ -39,12 +42,16 @@ class Skill(ABC):
 class TextEmitter:
     """Turns text tokens into deltas on one channel. Joined, the deltas equal `text`."""
 
-    def __init__(self, tokenizer: Tokenizer, channel: TextChannel) -> None:
+    def __init__(self, tokenizer: Tokenizer, channel: TextChannel, stop: StopMatcher | None = None) -> None:
+        """With `stop` the text ends at its strings, and deltas come as soon as their text is no part of one."""
         self._tokenizer = tokenizer
+        self._stop = stop
         self._decoder = tokenizer.text_decoder()
         self._channel = channel
         self._parts: list[str] = []
         self._num_emitted = 0
+        self._num_decoded = 0
+        self._starts: deque[int] = deque()  # with `stop`: where in the text each token not emitted yet begins
         self.num_chars = 0
         self.num_tokens = 0
 
@@ -52,15 +59,27 @@ class TextEmitter:
     def text(self) -> str:
         return "".join(self._parts)
 
+    @property
+    def stop_sequence(self) -> str | None:
+        """The stop string that has ended the text, if one has."""
+        return None if self._stop is None else self._stop.matched
+
     def push(self, token_id: int) -> list[TextDelta]:
         """Add a token; returns a delta if it completes characters."""
         self.num_tokens += 1
-        return self._emit(self._decoder.push(token_id))
+        text = self._decoder.push(token_id)
+        if self._stop is not None:
+            self._starts.append(self._num_decoded)
+            self._num_decoded += len(text)
+            text = self._stop.push(text)
+        return self._emit(text)
 
     def flush(self) -> list[TextDelta]:
         """End a run of text: the bytes of an incomplete character become U+FFFD."""
         text = self._decoder.flush()
         self._decoder = self._tokenizer.text_decoder()
+        if self._stop is not None:
+            text = self._stop.push(text) + self._stop.flush()
         return self._emit(text)
 
     def _emit(self, text: str) -> list[TextDelta]:
@@ -68,18 +87,27 @@ class TextEmitter:
             return []
         self._parts.append(text)
         self.num_chars += len(text)
-        start, self._num_emitted = self._num_emitted, self.num_tokens
-        return [TextDelta(text, self._channel, start, self.num_tokens - start)]
+        start = self._num_emitted
+        if self._stop is None:
+            self._num_emitted = self.num_tokens
+        while self._starts and self._starts[0] < self.num_chars:
+            self._starts.popleft()
+            self._num_emitted += 1
+        return [TextDelta(text, self._channel, start, self._num_emitted - start)]
 
 
 class AnswerParser(OutputParser):
-    """Parses plain text until the end token or `max_tokens`. A skill defines the `output` that holds the text."""
+    """Parses plain text until the end token, a stop string or `max_tokens`.
 
-    def __init__(self, tokenizer: Tokenizer, config: MoondreamConfig, max_tokens: int) -> None:
+    A skill defines the `output` that holds the text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, config: MoondreamConfig, sampling: SamplingParams) -> None:
         self.grammar = Grammar(answer_states(config))
-        self._emitter = TextEmitter(tokenizer, TextChannel.ANSWER)
+        stop = StopMatcher(sampling.stop, includes_match=sampling.include_stop) if sampling.stop else None
+        self._emitter = TextEmitter(tokenizer, TextChannel.ANSWER, stop)
         self._eos_id = config.tokenizer.eos_id
-        self._max_tokens = max_tokens
+        self._max_tokens = sampling.max_tokens or DEFAULT_MAX_TOKENS
 
     @property
     def text(self) -> str:
@@ -87,14 +115,21 @@ class AnswerParser(OutputParser):
 
     def parse(self, token: Token) -> list[TextDelta]:
         if token.id == self._eos_id:
-            self.finish_reason = FinishReason.STOP
-            return self._emitter.flush()
+            return self._end(FinishReason.STOP)
         deltas = self._emitter.push(token.id)
-        return deltas + self.truncate() if self._emitter.num_tokens >= self._max_tokens else deltas
+        if self._emitter.stop_sequence is not None or self._emitter.num_tokens >= self._max_tokens:
+            deltas += self.truncate()
+        return deltas
 
     def truncate(self) -> list[TextDelta]:
-        self.finish_reason = FinishReason.LENGTH
-        return self._emitter.flush()
+        return self._end(FinishReason.LENGTH)
+
+    def _end(self, reason: FinishReason) -> list[TextDelta]:
+        deltas = self._emitter.flush()
+        # The replacement of an incomplete character may complete a stop string.
+        self.stop_sequence = self._emitter.stop_sequence
+        self.finish_reason = reason if self.stop_sequence is None else FinishReason.STOP_SEQUENCE
+        return deltas
 
 
 def answer_states(config: MoondreamConfig, start: int = 0) -> tuple[GrammarState, ...]:

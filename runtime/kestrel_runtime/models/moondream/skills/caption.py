@@ -27,7 +27,7 @@ class CaptionSkill(Skill):
         return text_tokens(templates[request.length])
 
     def new_parser(self, request: Caption, tokenizer: Tokenizer, config: MoondreamConfig) -> OutputParser:
-        return _CaptionParser(tokenizer, config, request.sampling.max_tokens or DEFAULT_MAX_TOKENS)
+        return _CaptionParser(tokenizer, config, request.sampling)
 
 
 class _CaptionParser(AnswerParser):

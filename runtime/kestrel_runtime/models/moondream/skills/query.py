@@ -55,13 +55,12 @@ class _QueryParser(AnswerParser):
     """Parses reasoning if the request asks for it, then the answer."""
 
     def __init__(self, request: Query, tokenizer: Tokenizer, config: MoondreamConfig) -> None:
-        max_tokens = request.sampling.max_tokens or DEFAULT_MAX_TOKENS
-        super().__init__(tokenizer, config, max_tokens)
+        super().__init__(tokenizer, config, request.sampling)
         self._reasoning: _ReasoningParser | None = None
         if request.reasoning:
             self._reasoning = _ReasoningParser(tokenizer, config)
             self.grammar = Grammar(_reasoning_states(config))
-            self.budget = max_tokens
+            self.budget = self._max_tokens
 
     def parse(self, token: Token) -> list[TextDelta]:
         if self._reasoning is None or self._reasoning.is_over:

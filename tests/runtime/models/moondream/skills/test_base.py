@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from kestrel_runtime.api.events import FinishReason, TextChannel, TextDelta
 from kestrel_runtime.api.requests import BoxRef, Caption, Detect, Point, PointRef, Query, Segment
 from kestrel_runtime.interfaces.tokens import Token
+from kestrel_runtime.loading.stop_matcher import StopMatcher
 from kestrel_runtime.models.moondream.skills import SKILLS
 from kestrel_runtime.models.moondream.skills.base import TextEmitter, spatial_tokens, text_tokens
 from tests.runtime.models.moondream.skills.parsing import (
@@ -144,3 +145,47 @@ def test_a_flush_breaks_an_unfinished_character_for_good():
     deltas = [*emitter.push(first), *emitter.flush(), *emitter.push(second), *emitter.flush()]
     assert emitted(deltas) == emitter.text == "��"
     assert emitter.num_chars == 2
+
+
+# Stop strings
+
+spellings = st.lists(st.text("ab✓é ", min_size=1, max_size=6), min_size=1, max_size=5).map("".join)
+
+
+def stopping_emitter(*strings, includes_match=False):
+    return TextEmitter(TOKENIZER, TextChannel.ANSWER, StopMatcher(strings, includes_match=includes_match))
+
+
+@given(spellings, st.lists(st.text("ab✓é", min_size=1, max_size=4), min_size=1, max_size=4), st.booleans())
+def test_a_text_ends_at_a_stop_string_whatever_its_tokens_are(text, strings, includes_match):
+    whole = StopMatcher(strings, includes_match=includes_match)
+    wanted = whole.push(text) + whole.flush()
+    for tokens in (TOKENIZER.encode(text), [ID_OF_BYTE[byte] for byte in text.encode()]):
+        emitter = stopping_emitter(*strings, includes_match=includes_match)
+        deltas = []
+        for id in tokens:
+            deltas += emitter.push(id)
+            if emitter.stop_sequence is not None:
+                break
+        deltas += emitter.flush()
+        assert emitted(deltas) == emitter.text == wanted
+        assert emitter.stop_sequence == whole.matched
+        assert emitter.num_chars == len(wanted)
+
+
+def test_a_delta_counts_the_tokens_of_its_text():
+    emitter = stopping_emitter("bcd")
+    deltas = [list(emitter.push(ID_OF_BYTE[byte])) for byte in "aé bcx".encode()]
+    pieces = [("a", 0, 1), None, ("é", 1, 2), (" ", 3, 1), None, None, ("bcx", 4, 3)]
+    assert deltas == [
+        [] if piece is None else [TextDelta(piece[0], TextChannel.ANSWER, *piece[1:])] for piece in pieces
+    ]
+
+
+def test_tokens_of_a_stop_string_count_in_no_delta():
+    emitter = stopping_emitter("bc")
+    deltas = [delta for byte in b"abc" for delta in emitter.push(ID_OF_BYTE[byte])]
+    assert deltas == [TextDelta("a", TextChannel.ANSWER, 0, 1)]
+    assert emitter.stop_sequence == "bc"
+    assert list(emitter.flush()) == []
+    assert emitter.num_tokens == 3

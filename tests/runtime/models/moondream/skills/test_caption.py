@@ -26,8 +26,9 @@ SKILL = CaptionSkill()
 BOTH = pytest.mark.parametrize("config", [MOONDREAM_2, MOONDREAM_3], ids=["moondream2", "moondream3"])
 
 
-def parser(config=MOONDREAM_3, max_tokens=None):
-    return SKILL.new_parser(Caption(IMAGE, sampling=SamplingParams(max_tokens=max_tokens)), TOKENIZER, config)
+def parser(config=MOONDREAM_3, max_tokens=None, **sampling):
+    sampling = SamplingParams(max_tokens=max_tokens, **sampling)
+    return SKILL.new_parser(Caption(IMAGE, sampling=sampling), TOKENIZER, config)
 
 
 @pytest.mark.parametrize("config", [PUBLISHED_2, PUBLISHED_3], ids=["moondream2", "moondream3"])
@@ -98,3 +99,37 @@ def test_moondream_3_may_write_what_it_likes():
     for token in words("a bird"):
         assert caption.rule == TokenRule()
         consume(caption, [token])
+
+
+@pytest.mark.parametrize(("includes", "text"), [(False, "a "), (True, "a bird")])
+def test_a_stop_string_ends_a_caption_and_is_named(includes, text):
+    caption = parser(stop=("cat", "bird"), include_stop=includes)
+    deltas = consume(caption, spelled("a bird"))
+    assert emitted(deltas) == text
+    assert caption.output() == CaptionOutput(text)
+    assert (caption.finish_reason, caption.stop_sequence) == (FinishReason.STOP_SEQUENCE, "bird")
+
+
+@pytest.mark.parametrize("end", ["end token", "max_tokens", "truncated"])
+def test_text_that_was_held_back_comes_when_a_caption_ends_otherwise(end):
+    caption = parser(max_tokens=4 if end == "max_tokens" else None, stop=("bird",))
+    deltas = consume(caption, spelled("a bi"))
+    deltas += consume(caption, plain([EOS])) if end == "end token" else []
+    deltas += caption.truncate() if end == "truncated" else []
+    assert emitted(deltas) == "a bi"
+    assert caption.output() == CaptionOutput("a bi")
+    assert caption.finish_reason is (FinishReason.STOP if end == "end token" else FinishReason.LENGTH)
+    assert caption.stop_sequence is None
+
+
+def test_a_stop_string_goes_before_the_last_allowed_token():
+    caption = parser(max_tokens=2, stop=("ab",))
+    assert emitted(consume(caption, spelled("ab"))) == ""
+    assert caption.finish_reason is FinishReason.STOP_SEQUENCE
+
+
+def test_the_replacement_of_a_broken_character_may_end_a_stop_string():
+    caption = parser(stop=("b�",))
+    deltas = consume(caption, [*spelled("ab"), *plain([ID_OF_BYTE["é".encode()[0]], EOS])])
+    assert emitted(deltas) == "a"
+    assert caption.finish_reason is FinishReason.STOP_SEQUENCE

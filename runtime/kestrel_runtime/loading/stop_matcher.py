@@ -1,0 +1,84 @@
+"""Finds stop strings in a text that comes in pieces, and holds back what may be the beginning of one.
+
+The text ends where the first of the strings is complete; of strings that are complete at the same place the longest
+counts. So the result does not depend on how the text is divided into pieces. Knows no tokens.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+
+class StopMatcher:
+    """For one text. The time per character does not depend on the number and length of the strings.
+
+    The automaton of Aho and Corasick ("Efficient string matching", 1975): a state for each beginning of a string,
+    that of the longest beginning with which the text ends so far.
+    """
+
+    def __init__(self, strings: Iterable[str], *, includes_match: bool = False) -> None:
+        """`strings`: none of them empty. `includes_match`: whether the text ends behind the string found."""
+        self._includes_match = includes_match
+        self._following: list[dict[str, int]] = [{}]
+        self._depths = [0]
+        """By state: the length of its beginning."""
+        self._found: list[str | None] = [None]
+        """By state: the longest string that is complete in it."""
+        for string in strings:
+            self._add(string)
+        self._shorter = [0] * len(self._depths)
+        """By state: that of the longest shorter beginning with which this one ends."""
+        self._link()
+        self._state = 0
+        self._held = ""
+        self.matched: str | None = None
+        """The string that was found. What comes after it is dropped."""
+
+    def push(self, text: str) -> str:
+        """Add text; returns what is certain to come before any of the strings, or up to the one that is found."""
+        if self.matched is not None:
+            return ""
+        num_held, pending = len(self._held), self._held + text
+        for index, character in enumerate(text, start=num_held + 1):
+            self._state = self._after(self._state, character)
+            self.matched = self._found[self._state]
+            if self.matched is not None:
+                self._held = ""
+                return pending[: index if self._includes_match else index - len(self.matched)]
+        certain = len(pending) - self._depths[self._state]
+        self._held = pending[certain:]
+        return pending[:certain]
+
+    def flush(self) -> str:
+        """End the text; returns what was held back."""
+        held, self._held, self._state = self._held, "", 0
+        return held
+
+    def _after(self, state: int, character: str) -> int:
+        while state and character not in self._following[state]:
+            state = self._shorter[state]
+        return self._following[state].get(character, 0)
+
+    def _add(self, string: str) -> None:
+        state = 0
+        for character in string:
+            following = self._following[state]
+            if character not in following:
+                following[character] = len(self._depths)
+                self._following.append({})
+                self._depths.append(self._depths[state] + 1)
+                self._found.append(None)
+            state = following[character]
+        self._found[state] = string
+
+    def _link(self) -> None:
+        """Set `_shorter`, shorter beginnings first, and let strings be found that end within longer beginnings."""
+        states = deque(self._following[0].values())
+        while states:
+            state = states.popleft()
+            for character, longer in self._following[state].items():
+                self._shorter[longer] = self._after(self._shorter[state], character)
+                if self._found[longer] is None:
+                    self._found[longer] = self._found[self._shorter[longer]]
+                states.append(longer)
