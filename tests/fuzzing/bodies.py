@@ -1,4 +1,4 @@
-"""Hostile bodies of HTTP requests: truncated, wrongly chunked, compressed, nested, in pieces, from other sites.
+"""Hostile bodies of HTTP requests: truncated, wrongly chunked, compressed, nested, slow, from other sites.
 
 `conversation` draws the bytes for one connection from a seed; `hear` sends them and checks what comes back: a
 status that docs/http.md has, or a closed connection.
@@ -14,6 +14,7 @@ import random
 import socket
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,8 +28,11 @@ STATUSES = frozenset((200, 400, 401, 403, 404, 405, 408, 413, 415, 429, 431, 503
 _PATIENCE_S = 30.0
 _AT_ONCE = 8
 _IMAGE = base64.b64encode(bytes(range(256)) * 4).decode()
+_IMAGE_NAMES = (f"sha256:{'0' * 64}", "sha256:", "%2e%2e%2f", "a" * 5000, "%00")
+_PAUSE_S = 0.05
 PATHS = {
     "rest": ("/v1/query", "/v1/caption", "/v1/point", "/v1/detect", "/v1/segment"),
+    "images": ("/v1/images", *(f"/v1/images/{name}" for name in _IMAGE_NAMES)),
     "openai": ("/v1/chat/completions", "/v1/completions"),
 }
 
@@ -66,6 +70,8 @@ def strange_value(draw: Draw, depth: int = 0) -> Any:
 
 def body(path: str, draw: Draw) -> bytes:
     """A body that may be anything."""
+    if path == "/v1/images":
+        return draw.choice((b"", b"broken", b"\x89PNG\r\n\x1a\n")) + draw.randbytes(draw.choice((0, 300, 300_000)))
     request = valid(path, draw)
     kind = draw.randrange(10)
     if kind == 0:
@@ -89,13 +95,28 @@ def body(path: str, draw: Draw) -> bytes:
     return text
 
 
-def conversation(api: str, seed: int) -> tuple[list[bytes], bool]:
-    """What is sent on one connection, in pieces, and whether it then says that no
-    more will come."""
+@dataclass(frozen=True)
+class Conversation:
+    """What is sent on one connection: `pieces`, with pauses between them if it `is_slow`.
+
+    With `is_finished` the client then says that it sends no more.
+    """
+
+    pieces: list[bytes]
+    is_slow: bool
+    is_finished: bool
+
+
+def conversation(api: str, seed: int) -> Conversation:
+    """Drawn from the seed."""
     draw = random.Random(f"{api} {seed}")
     path = draw.choice(PATHS[api])
     content = body(path, draw)
     headers = {"Host": "localhost", "Content-Type": "application/json", "Content-Length": str(len(content))}
+    verbs = ("POST",)
+    if api == "images":
+        headers["Content-Type"] = "image/png"
+        verbs = ("PUT",) if path == "/v1/images" else ("GET", "DELETE")
     sent = content
     kind = draw.randrange(14)
     if kind == 0:
@@ -123,7 +144,7 @@ def conversation(api: str, seed: int) -> tuple[list[bytes], bool]:
         headers[draw.choice(("X-Request-Timeout", "X-Request-Id", "Expect", "Connection", "Upgrade"))] = (
             draw.choice(("0", "1e-3", "nan", "100-continue", "upgrade", "websocket", "close", "\x01", "a" * 70_000))
         )
-    verb = draw.choice(("POST",) * 12 + ("GET", "PUT", "DELETE", "OPTIONS", "TRACE", "BREW"))
+    verb = draw.choice(verbs * (12 // len(verbs)) + ("GET", "PUT", "DELETE", "OPTIONS", "TRACE", "BREW"))
     target = draw.choice((path,) * 12 + (path + "?x=1", "/v1//query", "/%00", "*", "http://evil.example/v1/query"))
     head = (
         f"{verb} {target} HTTP/1.1\r\n"
@@ -136,10 +157,10 @@ def conversation(api: str, seed: int) -> tuple[list[bytes], bool]:
     elif kind == 10:
         whole += draw.randbytes(40)
     pieces = [whole]
-    if kind == 11:
+    if kind in (11, 12):
         cut = sorted(draw.randrange(len(whole)) for _ in range(3))
         pieces = [whole[start:end] for start, end in zip([0, *cut], [*cut, None], strict=True)]
-    return pieces, draw.random() < 0.3
+    return Conversation(pieces, kind == 12, draw.random() < 0.3)
 
 
 def chunked(content: bytes, draw: Draw) -> bytes:
@@ -159,21 +180,23 @@ def chunked(content: bytes, draw: Draw) -> bytes:
     return b"".join(framed) + draw.choice((b"0\r\n\r\n", b"", b"0\r\nX: y\r\n\r\n", b"0\r\n" + b"X: y\r\n" * 9000))
 
 
-def hear(address: tuple[str, int], pieces: list[bytes], *, is_finished: bool) -> str:
+def hear(address: tuple[str, int], said: Conversation) -> str:
     """What the server makes of it: the status of its first response, or `closed`."""
     with socket.create_connection(address, timeout=_PATIENCE_S) as connection:
         answer = b""
         try:
-            for piece in pieces:
+            for piece in said.pieces:
                 connection.sendall(piece)
-            if is_finished:
+                if said.is_slow:
+                    time.sleep(_PAUSE_S)
+            if said.is_finished:
                 connection.shutdown(socket.SHUT_WR)
             else:
                 connection.settimeout(0.5)
             while b"\r\n\r\n" not in answer and (data := connection.recv(65_536)):
                 answer += data
         except TimeoutError:
-            if is_finished:
+            if said.is_finished:
                 raise
             return "waits"  # for the rest of what was announced
         except OSError:
@@ -213,11 +236,11 @@ class Target:
         return outcomes
 
     def _hear(self, api: str, seed: int) -> str:
-        pieces, is_finished = conversation(api, seed)
+        said = conversation(api, seed)
         try:
-            return hear(self.address, pieces, is_finished=is_finished)
+            return hear(self.address, said)
         except Exception as error:
-            raise AssertionError(f"{api} {seed}: {pieces[0][:300]!r}") from error
+            raise AssertionError(f"{api} {seed}: {said.pieces[0][:300]!r}") from error
 
 
 @contextmanager

@@ -10,11 +10,14 @@ import uvloop
 
 from tests.server.http_calls import serving_http
 
+# So little that images leave for others all the time.
+_STORE_BYTES = 4 * 2**20
+
 
 async def main() -> None:
     """Serve."""
     logging.basicConfig(level=logging.ERROR)
-    async with serving_http():
+    async with serving_http(max_stored_image_bytes=_STORE_BYTES, image_quota_bytes=_STORE_BYTES):
         await asyncio.to_thread(sys.stdin.read)
 
 

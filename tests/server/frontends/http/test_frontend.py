@@ -98,15 +98,18 @@ async def test_pages_of_other_sites_are_refused() -> None:
             assert "access-control-allow-origin" not in refused.headers
         plain = await rig.ask("/v1/query", QUERY, headers={"Content-Type": "text/plain"})
         assert (plain.status, plain.json["error"]["code"]) == (415, "MEDIA_TYPE_UNSUPPORTED")
+        deleted = await rig.ask("/v1/images/sha256:0", verb="DELETE", headers={"Origin": "null"})
+        assert (deleted.status, deleted.json["error"]["code"]) == (403, "SOURCE_NOT_ALLOWED")
         assert rig.engine.requests == []
 
 
 async def test_pages_of_listed_sites_are_answered() -> None:
     async with serving_http(http_origins=(SITE,)) as rig:
-        asked = {"Origin": SITE, "Access-Control-Request-Method": "POST"}
-        asked["Access-Control-Request-Headers"] = "content-type,authorization"
-        preflight = await rig.ask("/v1/query", verb="OPTIONS", headers=asked)
-        assert (preflight.status, preflight.headers["access-control-allow-origin"]) == (200, SITE)
+        asked = {"Origin": SITE, "Access-Control-Request-Headers": "content-type,authorization"}
+        for path, verb in (("query", "POST"), ("images", "PUT"), ("images/sha256:0", "DELETE")):
+            asked["Access-Control-Request-Method"] = verb
+            preflight = await rig.ask(f"/v1/{path}", verb="OPTIONS", headers=asked)
+            assert (preflight.status, preflight.headers["access-control-allow-origin"]) == (200, SITE)
         answer = await rig.ask("/v1/query", QUERY, headers={"Origin": SITE})
         assert (answer.status, answer.headers["access-control-allow-origin"]) == (200, SITE)
         asked["Origin"] = "https://evil.example"
