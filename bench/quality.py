@@ -25,7 +25,6 @@ from typing import Any
 import torch
 
 from kestrel_client import AsyncClient, CaptionResult, DetectResult, Point, PointResult, QueryResult, SegmentResult
-from kestrel_grpc.cli.pictures.svg_path import polylines
 from kestrel_grpc.config.options import ServerConfig, named_values
 from kestrel_grpc.server import Server
 from kestrel_runtime.api.config import BUILT_IN_MODEL
@@ -181,10 +180,7 @@ def _segment(phrase: str, thing: Thing, image: bytes, seed: int) -> Task:
     def score(tally: Tally, output: SegmentResult) -> None:
         overlap = 0.0
         if output.segments:
-            mask = output.segments[0]
-            box = (mask.box.x_min, mask.box.y_min, mask.box.x_max, mask.box.y_max)
-            lines = [[(point.real, point.imag) for point in line] for line in polylines(mask.svg_path)]
-            overlap = scoring.outline_iou([_placed(line, box) for line in lines], _contours(thing))
+            overlap = scoring.outline_iou(output.segments[0].polygons(), _contours(thing))
         got = [segment.svg_path for segment in output.segments]
         tally.note("segment", overlap, seed=seed, asked=phrase, truth=" ".join(thing.path), got=got)
 

@@ -30,8 +30,8 @@ from kestrel_client import (
     Unauthenticated,
     Unavailable,
 )
-from kestrel_client.channel import DEFAULT_ADDRESS, DEFAULT_TIMEOUT_S
-from kestrel_client.images import is_on_server
+from kestrel_client.channel import DEFAULT_TIMEOUT_S, address_of
+from kestrel_client.images.inputs import image_bytes, is_on_server
 from kestrel_grpc.cli.connection import add_connection_arguments, tls_of
 from kestrel_grpc.cli.diagnosis import why_no_answer
 
@@ -84,7 +84,7 @@ def _add_image_commands(subparsers: argparse._SubParsersAction[argparse.Argument
     for parser in (get, delete):
         parser.add_argument("image", metavar="NAME", help="the name of the image, sha256:…")
     for parser, command in ((upload, _upload), (get, _get), (delete, _delete)):
-        _add_connection(parser)
+        add_client_arguments(parser)
         parser.set_defaults(run=partial(run_with_client, command))
     for parser in (upload, get):
         parser.add_argument("--json", action="store_true", help="print all about the image as one line of JSON")
@@ -104,7 +104,7 @@ def _add(
         name, help=summary, description=f"{summary.capitalize()}, asking a running server."
     )
     parser.add_argument("image", metavar="IMAGE", help=image_help)
-    _add_connection(parser)
+    add_client_arguments(parser)
     parser.add_argument("--temperature", metavar="T", type=float, help="temperature; 0 takes the most likely token")
     parser.add_argument(
         "--top-p",
@@ -121,26 +121,12 @@ def _add(
     return parser
 
 
-def _add_connection(parser: argparse.ArgumentParser) -> None:
-    add_connection_arguments(
-        parser,
-        address=DEFAULT_ADDRESS,
-        address_help="where the server is (%(default)s)",
-        timeout_s=DEFAULT_TIMEOUT_S,
-    )
-    parser.add_argument(
-        "--token",
-        default=os.environ.get("KESTREL_GRPC_TOKEN") or None,
-        help="API token, for servers that require one (KESTREL_GRPC_TOKEN, which other users here cannot see)",
-    )
-
-
 def add_client_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags that `run_with_client` reads."""
     add_connection_arguments(
         parser,
-        address=DEFAULT_ADDRESS,
-        address_help="where the server is (%(default)s)",
+        address=address_of(None),
+        address_help="where the server is (%(default)s; KESTREL_GRPC_ADDRESS sets another default)",
         timeout_s=DEFAULT_TIMEOUT_S,
     )
     parser.add_argument(
@@ -240,7 +226,7 @@ def _print_image(image: StoredImage, arguments: argparse.Namespace, line: str) -
 def _image(arguments: argparse.Namespace) -> bytes | str:
     """The bytes of an image file, which drawing needs too, or the address or name of an image for the server."""
     if not is_on_server(arguments.image):
-        return Path(arguments.image).read_bytes()
+        return image_bytes(arguments.image)
     if arguments.draw is not None:
         raise ValueError("--draw needs an image file")
     return arguments.image

@@ -14,6 +14,8 @@ FORMER_PREFIX = "KESTREL_"
 """The prefix of all options in earlier versions."""
 CLIENT_VARIABLES = ("token", "tls_ca", "tls_client_certificate", "tls_client_key")
 """Read by the client commands, which may run in the same environment."""
+_ADDRESS = "address"
+"""Read by them too, and never had another name."""
 # Options that decide who reaches the server, and what leaves it. A variable that was meant to set one of them and
 # does not stops the start: the server would run with less protection than its operator believes.
 _SECURITY = (
@@ -62,7 +64,7 @@ def former_names(names: Iterable[str], environment: Mapping[str, str]) -> Iterat
 
 def _unknown_variables(options: Iterable[str], environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Each unknown variable, and a line about it. `collect` reports those of replaced options."""
-    known: Collection[str] = {environment_name(name) for name in (*options, *CLIENT_VARIABLES)}
+    known: Collection[str] = {environment_name(name) for name in (*options, *CLIENT_VARIABLES, _ADDRESS)}
     replaced = {environment_name(name) for name in REPLACED}
     for variable in environment:
         if variable.startswith(ENVIRONMENT_PREFIX) and variable not in known | replaced:

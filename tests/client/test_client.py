@@ -128,9 +128,10 @@ def test_every_call_has_a_deadline(client: Client, vision: CannedVision) -> None
 
 def test_a_request_id_travels_as_metadata(client: Client, vision: CannedVision) -> None:
     client.point(PICTURE, "kite", request_id="mine")
-    client.query(PICTURE, "q").result()
+    stream = client.query(PICTURE, "q")
+    stream.result()
     assert vision.metadata[0]["x-request-id"] == "mine"
-    assert "x-request-id" not in vision.metadata[1]
+    assert vision.metadata[1]["x-request-id"] == stream.request_id != ""
 
 
 def test_a_token_goes_with_every_call(address: str, vision: CannedVision) -> None:

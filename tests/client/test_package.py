@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import inspect
 import re
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import kestrel_client
+from tests.client.generate import blocking_client
 
 PACKAGE = Path(kestrel_client.__file__).parent
 
@@ -51,6 +53,42 @@ def test_the_readme_lists_every_error() -> None:
     assert set(listed) == errors - {"KestrelClientError"}
 
 
+def test_the_package_tells_its_version() -> None:
+    assert kestrel_client.__version__ == importlib.metadata.version("kestrel-grpc-client")
+
+
+def test_the_blocking_client_is_generated_from_the_asyncio_client() -> None:
+    written = (PACKAGE / "client.py").read_text(encoding="utf-8")
+    assert written == blocking_client(), "run: python -m tests.client.generate"
+
+
+@pytest.mark.parametrize("client", [kestrel_client.Client, kestrel_client.AsyncClient])
+def test_the_help_of_each_method_describes_each_argument(client: type) -> None:
+    for name, method in inspect.getmembers(client, inspect.isfunction):
+        arguments = [argument for argument in inspect.signature(method).parameters if argument != "self"]
+        if (name.startswith("__") and name != "__init__") or not arguments:
+            continue
+        text = inspect.getdoc(client if name == "__init__" else method) or ""
+        described = re.findall(r"^    \**(\w+): ", text, re.MULTILINE)
+        assert [argument for argument in arguments if argument not in described] == [], name
+
+
+def test_the_help_of_the_options_describes_each_of_them() -> None:
+    options = kestrel_client.CallOptions
+    described = re.findall(r"^    (\w+): ", inspect.getdoc(options) or "", re.MULTILINE)
+    assert described == list(options.__annotations__)
+    for client in (kestrel_client.Client, kestrel_client.AsyncClient):
+        for method in (client.query, client.caption, client.point, client.detect, client.segment):
+            assert "see `CallOptions`" in (method.__doc__ or "")
+
+
+def test_the_readme_lists_every_option() -> None:
+    text = (PACKAGE.parent / "README.md").read_text()
+    _, _, section = text.partition("## What every call takes")
+    listed = re.findall(r"^\| `([a-z]\w+)` \|", section.partition("\n## ")[0], re.MULTILINE)
+    assert listed == list(kestrel_client.CallOptions.__annotations__)
+
+
 def test_type_checkers_find_the_types() -> None:
     assert (PACKAGE / "py.typed").exists()
     project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())
@@ -63,9 +101,10 @@ def test_the_examples_of_the_readme_run_as_written(
     monkeypatch.chdir(tmp_path)
     Path("bird.jpg").write_bytes(b"bird")
     examples = re.findall("```python\n(.*?)```", (PACKAGE.parent / "README.md").read_text(), re.DOTALL)
-    # The second, third and fourth example go on inside the `with` of the first.
-    for example in ("".join(examples[:4]), examples[4]):
+    monkeypatch.setenv("KESTREL_GRPC_ADDRESS", address)
+    for example in examples:
         exec(example.replace("localhost:50051", address), {})
     printed = capsys.readouterr().out
     assert printed.startswith("A red kite – höher.")
-    assert len(examples) == 5
+    assert len(examples) == 6
+    assert Path("mask.png").exists()

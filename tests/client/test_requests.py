@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kestrel_client import Box, Point, requests
+from kestrel_client import Box, InvalidRequest, Point, requests
 from kestrel_client.v1 import generation_pb2, vision_service_pb2
 
 
@@ -69,8 +69,66 @@ def test_a_length_is_sent_by_its_number(length: Any, number: int) -> None:
 
 def test_a_length_that_does_not_exist_is_refused() -> None:
     endless: Any = "endless"
-    with pytest.raises(ValueError, match="ENDLESS"):
+    with pytest.raises(InvalidRequest, match="length: is one of short, normal, long, not 'endless'"):
         requests.caption(vision_service_pb2.CaptionRequest, endless, {})
+    with pytest.raises(InvalidRequest, match="priority: is one of interactive, normal, batch, not 'endless'"):
+        requests.point("kite", None, (), {"priority": endless})
+    with pytest.raises(InvalidRequest, match="cache: is one of use, refresh, bypass, not 'endless'"):
+        requests.point("kite", None, (), {"cache": endless})
+
+
+@pytest.mark.parametrize(("priority", "number"), [(None, 0), ("interactive", 1), ("normal", 2), ("batch", 3)])
+def test_a_priority_is_sent_by_its_number(priority: Any, number: int) -> None:
+    assert requests.point("kite", None, (), {"priority": priority}).options.priority == number
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", "hot"),
+        ("max_tokens", 2**40),
+        ("max_tokens", 1.5),
+        ("seed", "1"),
+        ("model", 7),
+        ("max_queue_s", "1"),
+        ("max_queue_s", float("inf")),
+        ("max_queue_s", 1e300),
+    ],
+)
+def test_an_option_of_a_wrong_type_or_size_is_named(name: str, value: Any) -> None:
+    options: Any = {name: value}
+    with pytest.raises(InvalidRequest) as caught:
+        requests.point("kite", None, (), options)
+    assert caught.value.violations[0].field == name
+
+
+def test_an_argument_in_the_wrong_place_is_named_and_not_printed() -> None:
+    picture: Any = b"secret" * 1000
+    for build in (
+        lambda: requests.query(vision_service_pb2.QueryRequest, picture, None, (), {}),
+        lambda: requests.point(picture, None, (), {}),
+        lambda: requests.detect("kite", picture, (), {}),
+        lambda: requests.segment("kite", [picture], {}),
+        lambda: requests.image_id(picture),
+    ):
+        with pytest.raises(InvalidRequest, match="of type bytes") as caught:
+            build()
+        assert len(str(caught.value)) < 100
+
+
+def test_a_request_id_is_made_where_the_caller_has_none() -> None:
+    assert requests.request_id({"request_id": "mine"}) == "mine"
+    first, second = requests.request_id({}), requests.request_id({"request_id": None})
+    assert first != second
+    assert len(first) == len(second) == 32
+
+
+@pytest.mark.parametrize("wrong", ["", "a b", "a\n", "é", "x" * 129, 7])
+def test_a_request_id_that_no_call_can_carry_is_refused(wrong: Any) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        requests.request_id({"request_id": wrong})
+    assert caught.value.violations[0].field == "request_id"
+    assert caught.value.request_id
 
 
 def test_a_call_may_shorten_or_lengthen_the_clients_timeout() -> None:

@@ -10,12 +10,16 @@ with Client("localhost:50051") as client:
 
 from __future__ import annotations
 
-from kestrel_client.aio import AsyncClient, AsyncTextStream
-from kestrel_client.client import Client, TextStream
+from kestrel_client import _version
+from kestrel_client.aio import AsyncClient
+from kestrel_client.async_calls import AsyncTextStream
+from kestrel_client.blocking_calls import TextStream
+from kestrel_client.client import Client
 from kestrel_client.errors import (
     AdapterInvalid,
     AdapterNotFound,
     Cancelled,
+    ClientClosed,
     DeadlineExceeded,
     ImageNotFound,
     InvalidRequest,
@@ -31,8 +35,9 @@ from kestrel_client.errors import (
     Unavailable,
     Violation,
 )
-from kestrel_client.images import ImageInput, RawImage, StoredImage
-from kestrel_client.requests import CallOptions, Length, SpatialRef
+from kestrel_client.images.inputs import ImageInput, StoredImage
+from kestrel_client.images.raw_image import RawImage
+from kestrel_client.requests import CachePolicy, CallOptions, Length, Priority, SpatialRef
 from kestrel_client.results import (
     Box,
     CaptionResult,
@@ -59,17 +64,21 @@ from kestrel_client.results import (
     Usage,
 )
 
+__version__ = _version.VERSION
+
 __all__ = [
     "AdapterInvalid",
     "AdapterNotFound",
     "AsyncClient",
     "AsyncTextStream",
     "Box",
+    "CachePolicy",
     "CallOptions",
     "Cancelled",
     "CaptionResult",
     "ClearedCache",
     "Client",
+    "ClientClosed",
     "DeadlineExceeded",
     "DetectResult",
     "DetectedObject",
@@ -88,6 +97,7 @@ __all__ = [
     "PermissionDenied",
     "Point",
     "PointResult",
+    "Priority",
     "QueryResult",
     "RawImage",
     "Reasoning",

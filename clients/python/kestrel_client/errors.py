@@ -15,16 +15,18 @@
     ├── DeadlineExceeded     no answer within `timeout_s`
     ├── Cancelled            the call was cancelled
     ├── StreamIdle           the caller did not read the stream's messages
+    ├── ClientClosed         the client was closed before the call
     └── ServerError          anything else; see the server's log
 
-Every one carries the status `code`, the server's stable `reason`, its `metadata` and the `request_id` to look for
-in the server's log; the last three are empty where no server answered. A picture that cannot be read from disk
-raises an `OSError`, as reading any file does.
+Every one carries the status `code`, the server's stable `reason` and its `metadata`, which are empty where no
+server answered, and the `request_id`, by which the server's log names the request. An image file that cannot be
+read raises an `OSError`, as reading any file does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,7 +46,10 @@ class Violation:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What the server reported about a failed call. `reason` is empty where it gave none."""
+    """What is known about a failed call. `reason` is empty where the server gave none.
+
+    `request_id` is the id that the client sent; that in `metadata` is the server's, and wins.
+    """
 
     code: grpc.StatusCode
     message: str
@@ -52,10 +57,20 @@ class Failure:
     metadata: Mapping[str, str] = field(default_factory=dict)
     violations: tuple[Violation, ...] = ()
     retry_after_s: float | None = None
+    request_id: str = ""
 
 
 class KestrelClientError(Exception):
-    """The base class of all exceptions of calls."""
+    """The base class of all exceptions of calls.
+
+    Attributes:
+        code: The gRPC status of the call; for a mistake that the client found, the one that a server would send.
+        message: What went wrong.
+        reason: The server's stable name of the failure, such as `QUEUE_FULL`; empty where it gave none.
+        metadata: What else the server told, such as the limit that was exceeded.
+        request_id: Names the request in the server's log. The caller's where the call had one, else made by the
+            client.
+    """
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure)
@@ -63,7 +78,7 @@ class KestrelClientError(Exception):
         self.message = failure.message
         self.reason = failure.reason
         self.metadata = failure.metadata
-        self.request_id = failure.metadata.get("requestId", "")
+        self.request_id = failure.metadata.get("requestId") or failure.request_id
 
     def __str__(self) -> str:
         return self.message or self.code.name
@@ -144,14 +159,46 @@ class StreamIdle(KestrelClientError):
     """The server ended a stream that was not read for too long: iterate over a stream, or cancel it."""
 
 
+class ClientClosed(KestrelClientError):
+    """The client was closed before the call."""
+
+
 class ServerError(KestrelClientError):
     """The server failed, or sent a response that this client does not understand."""
 
 
-def from_rpc_error(error: grpc.RpcError) -> KestrelClientError:
-    """The exception for the status of a failed call."""
-    failure = _failure(error)
+def invalid_argument(field: str, description: str) -> InvalidRequest:
+    """The exception for an argument that no server needs to see, such as a caption of an unknown length."""
+    return InvalidRequest(
+        Failure(
+            grpc.StatusCode.INVALID_ARGUMENT,
+            f"{field}: {description}",
+            violations=(Violation(field, description),),
+        )
+    )
+
+
+def client_closed() -> ClientClosed:
+    """The exception for a call after `close`."""
+    return ClientClosed(Failure(grpc.StatusCode.FAILED_PRECONDITION, "the client is closed"))
+
+
+def from_rpc_error(error: grpc.RpcError, request_id: str = "") -> KestrelClientError:
+    """The exception for the status of a failed call, which was sent with this request id."""
+    failure = _failure(error, request_id)
     return _kind(failure)(failure)
+
+
+@contextmanager
+def errors_of(request_id: str) -> Iterator[None]:
+    """Raises every failure of a call inside as a `KestrelClientError` that has a request id."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise from_rpc_error(error, request_id) from error
+    except KestrelClientError as error:
+        error.request_id = error.request_id or request_id
+        raise
 
 
 _KINDS: Mapping[grpc.StatusCode, type[KestrelClientError]] = {
@@ -184,9 +231,9 @@ def _kind(failure: Failure) -> type[KestrelClientError]:
     return kind or _KINDS.get(failure.code, ServerError)
 
 
-def _failure(error: grpc.RpcError) -> Failure:
+def _failure(error: grpc.RpcError, request_id: str) -> Failure:
     if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
-        return Failure(grpc.StatusCode.UNKNOWN, str(error))
+        return Failure(grpc.StatusCode.UNKNOWN, str(error), request_id=request_id)
     reason = ""
     metadata: dict[str, str] = {}
     violations: list[Violation] = []
@@ -201,7 +248,8 @@ def _failure(error: grpc.RpcError) -> Failure:
             violations += (Violation(item.field, item.description) for item in bad_request.field_violations)
         elif detail.Unpack(retry_info):
             retry_after_s = retry_info.retry_delay.ToTimedelta().total_seconds()
-    return Failure(error.code(), error.details() or "", reason, metadata, tuple(violations), retry_after_s)
+    details = error.details() or ""
+    return Failure(error.code(), details, reason, metadata, tuple(violations), retry_after_s, request_id)
 
 
 def _details(error: Any) -> tuple[Any, ...]:

@@ -1,12 +1,20 @@
-"""Builds request messages from Python values, for both clients. Knows no transport; senders add the images."""
+"""Builds request messages from Python values, for both clients. Knows no transport; senders add the images.
+
+Arguments of a wrong type and labels that do not exist raise `InvalidRequest`, which names the argument and shows no
+more than the beginning of its value. Rules that the server knows better, such as ranges, are left to it.
+"""
 
 from __future__ import annotations
 
+import math
+import re
+import secrets
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Literal, TypedDict, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar, get_args
 
-from kestrel_client.images import StoredImage
+from kestrel_client.errors import errors_of, invalid_argument
+from kestrel_client.images.inputs import StoredImage
 from kestrel_client.results import Box, Point
 from kestrel_client.v1 import generation_pb2, image_service_pb2, media_pb2, vision_service_pb2
 
@@ -15,6 +23,9 @@ Length = Literal["short", "normal", "long"]
 
 CachePolicy = Literal["use", "refresh", "bypass"]
 """What a request does with the server's caches: use and fill them, replace what they have, or neither."""
+
+Priority = Literal["interactive", "normal", "batch"]
+"""How soon a request starts, compared with others that wait: before them, as usual, or after them."""
 
 SpatialRef = Point | Box
 """A part of the image that a request speaks about."""
@@ -26,10 +37,21 @@ AnyCaption = TypeVar("AnyCaption", vision_service_pb2.CaptionRequest, vision_ser
 class CallOptions(TypedDict, total=False):
     """What every skill takes by keyword. Left out or None means the default of the server, or of the client.
 
-    `temperature`, `top_p`, `max_tokens` and `seed` say how tokens are drawn; 0 is a value. The text ends before the
-    first of the strings `stop`, or behind it with `include_stop`. `model` names a model. `cache` says what the
-    request does with the server's caches. `max_queue_s` bounds the wait for a start, `timeout_s` the whole call.
-    `request_id` names the request in the server's log.
+    Args:
+        temperature: Sampling temperature; 0 always takes the most likely token.
+        top_p: Sample from the most likely tokens whose probabilities add up to this.
+        max_tokens: Maximum number of tokens to generate.
+        seed: Seed of the sampling, for the same tokens every time.
+        stop: Strings, or a single one: the text ends before the first that comes. For queries and captions.
+        include_stop: Whether that string is part of the text.
+        model: A name from `list_models()`.
+        priority: "interactive", "normal" or "batch": whether to start before or after other requests that wait.
+        cache: What the request does with the server's caches: "use", "refresh" (compute anew and replace)
+            or "bypass".
+        max_queue_s: The longest wait for a start, in seconds.
+        timeout_s: The longest time for the whole call, in seconds.
+        request_id: Names the request in the server's log, in its result and in its errors: at most 128 letters,
+            digits, dots, hyphens and underscores. The client makes one where there is none.
     """
 
     temperature: float | None
@@ -39,10 +61,16 @@ class CallOptions(TypedDict, total=False):
     stop: Sequence[str] | None
     include_stop: bool | None
     model: str | None
+    priority: Priority | None
     cache: CachePolicy | None
     max_queue_s: float | None
     timeout_s: float | None
     request_id: str | None
+
+
+_SAMPLING = ("temperature", "top_p", "max_tokens", "seed", "include_stop")
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}", re.ASCII)
+_MAX_SHOWN = 40
 
 
 def query(
@@ -53,40 +81,38 @@ def query(
     options: CallOptions,
 ) -> AnyQuery:
     """A question, as a message of `kind`."""
-    message = kind(question=question, spatial_refs=_spatial_refs(spatial_refs), **_handling(options))
-    if reasoning is not None:
-        message.reasoning = reasoning
+    message = kind(
+        question=_text("question", question), spatial_refs=_spatial_refs(spatial_refs), **_shared(options)
+    )
+    _put(message, "reasoning", reasoning)
     return message
 
 
 def caption(kind: type[AnyCaption], length: Length | None, options: CallOptions) -> AnyCaption:
-    """A caption request, as a message of `kind`. Raises ValueError for a length that does not exist."""
-    name = "UNSPECIFIED" if length is None else length.upper()
-    return kind(length=f"CAPTION_LENGTH_{name}", **_handling(options))
+    """A caption request, as a message of `kind`."""
+    return kind(length=_label("length", length, Length, "CAPTION_LENGTH"), **_shared(options))
 
 
 def point(
     object: str, max_objects: int | None, spatial_refs: Sequence[SpatialRef], options: CallOptions
 ) -> vision_service_pb2.PointRequest:
     """Objects to point at."""
-    return vision_service_pb2.PointRequest(
-        object=object,
-        max_objects=max_objects,
-        spatial_refs=_spatial_refs(spatial_refs),
-        **_handling(options),
+    message = vision_service_pb2.PointRequest(
+        object=_text("object", object), spatial_refs=_spatial_refs(spatial_refs), **_shared(options)
     )
+    _put(message, "max_objects", max_objects)
+    return message
 
 
 def detect(
     object: str, max_objects: int | None, spatial_refs: Sequence[SpatialRef], options: CallOptions
 ) -> vision_service_pb2.DetectRequest:
     """Objects to put a box around."""
-    return vision_service_pb2.DetectRequest(
-        object=object,
-        max_objects=max_objects,
-        spatial_refs=_spatial_refs(spatial_refs),
-        **_handling(options),
+    message = vision_service_pb2.DetectRequest(
+        object=_text("object", object), spatial_refs=_spatial_refs(spatial_refs), **_shared(options)
     )
+    _put(message, "max_objects", max_objects)
+    return message
 
 
 def segment(
@@ -94,69 +120,112 @@ def segment(
 ) -> vision_service_pb2.SegmentRequest:
     """An object to outline."""
     return vision_service_pb2.SegmentRequest(
-        object=object, spatial_refs=_spatial_refs(spatial_refs), **_handling(options)
+        object=_text("object", object), spatial_refs=_spatial_refs(spatial_refs), **_shared(options)
     )
 
 
 def put_image(data: bytes, ttl_s: float | None, pin: bool) -> image_service_pb2.PutImageRequest:
     """An image to store."""
-    ttl = None if ttl_s is None else timedelta(seconds=ttl_s)
-    return image_service_pb2.PutImageRequest(data=data, ttl=ttl, pin=pin)
+    return image_service_pb2.PutImageRequest(data=data, ttl=_duration("ttl_s", ttl_s), pin=pin)
 
 
 def image_id(image: str | StoredImage) -> str:
     """The name of a stored image."""
-    return image.image_id if isinstance(image, StoredImage) else image
+    return image.image_id if isinstance(image, StoredImage) else _text("image", image)
 
 
 def timeout_s(options: CallOptions, default_s: float) -> float:
     """How long the whole call may take."""
     asked_s = options.get("timeout_s")
-    return default_s if asked_s is None else asked_s
+    return default_s if asked_s is None else _seconds("timeout_s", asked_s)
 
 
-def metadata(options: CallOptions, token: str | None) -> tuple[tuple[str, str], ...]:
+def request_id(options: CallOptions) -> str:
+    """The id that the call is sent with: the caller's, or a new one."""
+    given = options.get("request_id")
+    if given is None:
+        return new_request_id()
+    with errors_of(new_request_id()):
+        if not _REQUEST_ID.fullmatch(_text("request_id", given)):
+            rule = "is at most 128 letters, digits, dots, hyphens and underscores"
+            raise invalid_argument("request_id", f"{rule}, not {_shown(given)}")
+    return given
+
+
+def new_request_id() -> str:
+    """An id that no other request has."""
+    return secrets.token_hex(16)
+
+
+def metadata(request_id: str, token: str | None) -> tuple[tuple[str, str], ...]:
     """The metadata that is sent with the message."""
-    request_id = options.get("request_id")
-    named = () if request_id is None else (("x-request-id", request_id),)
+    named = (("x-request-id", request_id),)
     return named if token is None else (*named, ("authorization", f"Bearer {token}"))
 
 
-def _handling(options: CallOptions) -> dict[str, Any]:
+def _shared(options: CallOptions) -> dict[str, Any]:
     """The fields `sampling` and `options`, which all requests share."""
     unknown = options.keys() - CallOptions.__annotations__.keys()
     if unknown:
         raise TypeError(f"unexpected keyword argument: {', '.join(sorted(unknown))}")
-    max_queue_s = options.get("max_queue_s")
-    cache = options.get("cache")
-    return {
-        "sampling": _sampling(options),
-        "options": generation_pb2.RequestOptions(
-            model=options.get("model"),
-            cache=None if cache is None else f"CACHE_POLICY_{cache.upper()}",
-            max_queue_duration=None if max_queue_s is None else timedelta(seconds=max_queue_s),
-        ),
-    }
-
-
-def _sampling(options: CallOptions) -> generation_pb2.SamplingParams:
-    """How tokens are drawn and when the text ends."""
-    sampling = generation_pb2.SamplingParams(
-        temperature=options.get("temperature"),
-        top_p=options.get("top_p"),
-        max_tokens=options.get("max_tokens"),
-        seed=options.get("seed"),
-        stop=_strings(options.get("stop")),
+    sampling = generation_pb2.SamplingParams()
+    for name in _SAMPLING:
+        _put(sampling, name, options.get(name))
+    sampling.stop.extend(_strings("stop", options.get("stop")))
+    handling = generation_pb2.RequestOptions(
+        priority=_label("priority", options.get("priority"), Priority, "PRIORITY"),
+        cache=_label("cache", options.get("cache"), CachePolicy, "CACHE_POLICY"),
+        max_queue_duration=_duration("max_queue_s", options.get("max_queue_s")),
     )
-    include_stop = options.get("include_stop")
-    if include_stop is not None:
-        sampling.include_stop = include_stop
-    return sampling
+    _put(handling, "model", options.get("model"))
+    return {"sampling": sampling, "options": handling}
 
 
-def _strings(given: Sequence[str] | None) -> Sequence[str]:
+def _put(message: Any, name: str, value: Any) -> None:
+    """Set a field, unless the value is None."""
+    if value is None:
+        return
+    try:
+        setattr(message, name, value)
+    except (TypeError, ValueError):
+        raise invalid_argument(name, f"cannot be {_shown(value)}") from None
+
+
+def _strings(name: str, given: Sequence[str] | None) -> list[str]:
     """Strings, of which a single one may come without a list."""
-    return [given] if isinstance(given, str) else given or ()
+    return [_text(name, each) for each in ([given] if isinstance(given, str) else given or ())]
+
+
+def _label(name: str, value: str | None, labels: Any, prefix: str) -> str:
+    """The name of an enum's value on the wire."""
+    if value is None:
+        return f"{prefix}_UNSPECIFIED"
+    if value not in get_args(labels):
+        raise invalid_argument(name, f"is one of {', '.join(get_args(labels))}, not {_shown(value)}")
+    return f"{prefix}_{value.upper()}"
+
+
+def _text(name: str, value: str) -> str:
+    # Without this, a message with an argument in the wrong place would fail with an error that shows it whole.
+    if not isinstance(value, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise invalid_argument(name, f"is a text, not {_shown(value)}")
+    return value
+
+
+def _seconds(name: str, value: float) -> float:
+    is_number = isinstance(value, int | float)  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not is_number or not math.isfinite(value):
+        raise invalid_argument(name, f"is a number of seconds, not {_shown(value)}")
+    return value
+
+
+def _duration(name: str, value: float | None) -> timedelta | None:
+    if value is None:
+        return None
+    try:
+        return timedelta(seconds=_seconds(name, value))
+    except OverflowError:
+        raise invalid_argument(name, f"is too long: {_shown(value)} seconds") from None
 
 
 def _spatial_refs(refs: Sequence[SpatialRef]) -> list[media_pb2.SpatialRef]:
@@ -166,5 +235,15 @@ def _spatial_refs(refs: Sequence[SpatialRef]) -> list[media_pb2.SpatialRef]:
 def _spatial_ref(ref: SpatialRef) -> media_pb2.SpatialRef:
     if isinstance(ref, Point):
         return media_pb2.SpatialRef(point=media_pb2.NormalizedPoint(x=ref.x, y=ref.y))
+    if not isinstance(ref, Box):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise invalid_argument("spatial_refs", f"are of Point and Box, not {_shown(ref)}")
     box = media_pb2.NormalizedBox(x_min=ref.x_min, y_min=ref.y_min, x_max=ref.x_max, y_max=ref.y_max)
     return media_pb2.SpatialRef(box=box)
+
+
+def _shown(value: object) -> str:
+    """What an error shows of a value: short texts and numbers, of all others the type."""
+    if isinstance(value, str | int | float):
+        shown = repr(value)
+        return shown if len(shown) <= _MAX_SHOWN else f"{shown[:_MAX_SHOWN]}…"
+    return f"a value of type {type(value).__name__}"

@@ -8,11 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import UTC
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from google.protobuf import duration_pb2
 
-from kestrel_client.images import StoredImage
+from kestrel_client.images.inputs import StoredImage
+from kestrel_client.outlines.masks import area, mask
+from kestrel_client.outlines.svg_path import polylines
 from kestrel_client.v1 import (
     engine_service_pb2,
     generation_pb2,
@@ -20,6 +22,9 @@ from kestrel_client.v1 import (
     media_pb2,
     vision_service_pb2,
 )
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 
 class FinishReason(StrEnum):
@@ -73,10 +78,53 @@ class DetectedObject:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The outline of an object: an SVG path whose coordinates run from 0 to 1 over `box`."""
+    """The outline of an object.
+
+    Attributes:
+        svg_path: An SVG path (the `d` attribute) whose coordinates run from 0 to 1 over `box`, not over the image:
+            x from its left side to its right side, y from its top to its bottom.
+        box: The box around the object, in fractions of the image's width and height.
+    """
 
     svg_path: str
     box: Box
+
+    def polygons(self, width: float = 1, height: float = 1) -> list[list[tuple[float, float]]]:
+        """Returns each closed or open line of the outline as its corners; curves become short straight lines.
+
+        Args:
+            width: The width of the image; the default leaves x as a fraction of it.
+            height: The height of the image.
+        """
+        box = self.box
+        return [
+            [
+                (
+                    width * (box.x_min + corner.real * (box.x_max - box.x_min)),
+                    height * (box.y_min + corner.imag * (box.y_max - box.y_min)),
+                )
+                for corner in line
+            ]
+            for line in polylines(self.svg_path)
+        ]
+
+    def polygon(self, width: float = 1, height: float = 1) -> list[tuple[float, float]]:
+        """Returns the corners of the outline's largest polygon; none where the outline draws nothing.
+
+        Args:
+            width: The width of the image; the default leaves x as a fraction of it.
+            height: The height of the image.
+        """
+        return max(self.polygons(width, height), key=lambda polygon: abs(area(polygon)), default=[])
+
+    def to_pil_mask(self, width: int, height: int) -> Image:
+        """Returns a PIL image of mode "L" that is 255 inside the outline and 0 outside. Needs Pillow.
+
+        Args:
+            width: The width of the image, in pixels.
+            height: The height of the image, in pixels.
+        """
+        return mask(self.polygons(width, height), width, height)
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,6 @@ class TextEvents(Generic[AnyResult]):
         return self._result
 
 
-def cancelled_here() -> Cancelled:
+def cancelled_here(request_id: str) -> Cancelled:
     """The error for reading a stream after cancelling it."""
-    return Cancelled(Failure(grpc.StatusCode.CANCELLED, "the stream was cancelled"))
+    return Cancelled(Failure(grpc.StatusCode.CANCELLED, "the stream was cancelled", request_id=request_id))

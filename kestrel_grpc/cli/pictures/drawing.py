@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from kestrel_client import Box, Point, Segment
-from kestrel_grpc.cli.pictures.svg_path import polylines
 
 Colour = tuple[int, int, int]
 Pixel = tuple[float, float]
@@ -50,7 +49,7 @@ def draw(
     spots: list[tuple[Pixel, Colour]] = []
     for number, segment in enumerate(segments, 1):
         colour = next(colours)
-        lines = [[_in_box(canvas, segment.box, corner) for corner in line] for line in polylines(segment.svg_path)]
+        lines = [[_pixel(canvas, x, y) for x, y in line] for line in segment.polygons()]
         if lines:
             corner = _pixel(canvas, segment.box.x_min, segment.box.y_max)
             labels.append(_Label(f"outline {number}", colour, corner, is_above=False))
@@ -97,12 +96,6 @@ class _Label:
         brightness = sum(weight * part for weight, part in zip((0.299, 0.587, 0.114), self.colour, strict=True))
         ink = _INK if brightness > 140 else _RIM
         pencil.text((x + width_px - left, y + width_px - top), self.text, ink, font)
-
-
-def _in_box(canvas: Image.Image, box: Box, corner: complex) -> Pixel:
-    x = box.x_min + corner.real * (box.x_max - box.x_min)
-    y = box.y_min + corner.imag * (box.y_max - box.y_min)
-    return _pixel(canvas, x, y)
 
 
 def _pixel(canvas: Image.Image, x: float, y: float) -> Pixel:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kestrel_grpc.cli.pictures.svg_path import polylines
+from kestrel_client.outlines.svg_path import polylines
 
 
 def _close(a: list[complex], b: list[complex]) -> bool:

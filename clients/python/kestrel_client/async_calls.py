@@ -1,0 +1,241 @@
+"""Sends the requests of the asyncio client and reads the responses. `aio` says which requests there are."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from types import TracebackType
+from typing import Any, Generic, Self
+
+import grpc
+
+from kestrel_client import requests
+from kestrel_client.channel import address_of, channel_options, token_of
+from kestrel_client.errors import KestrelClientError, client_closed, errors_of, from_rpc_error
+from kestrel_client.images import inputs
+from kestrel_client.images.inputs import ImageInput, put_reference
+from kestrel_client.images.sent_images import Delivery, SentImages
+from kestrel_client.requests import CallOptions
+from kestrel_client.results import TextChannel, TextDelta
+from kestrel_client.streams import AnyResult, TextEvents, cancelled_here
+from kestrel_client.v1.engine_service_pb2_grpc import EngineServiceStub
+from kestrel_client.v1.image_service_pb2_grpc import ImageServiceStub
+from kestrel_client.v1.vision_service_pb2_grpc import VisionServiceStub
+
+
+class AsyncCalls:
+    """The connection of a client. The arguments are those of `AsyncClient`."""
+
+    def __init__(
+        self,
+        address: str | None,
+        timeout_s: float,
+        wait_for_ready: bool,
+        max_retries: int,
+        token: str | None,
+        credentials: grpc.ChannelCredentials | None,
+        store_from_bytes: int | None,
+    ) -> None:
+        self._timeout_s = timeout_s
+        self._wait_for_ready = wait_for_ready
+        self._token = token_of(token)
+        self._sent = SentImages(store_from_bytes)
+        self._is_closed = False
+        where, options = address_of(address), channel_options(max_retries)
+        self._channel = (
+            grpc.aio.insecure_channel(where, options)
+            if credentials is None
+            else grpc.aio.secure_channel(where, credentials, options)
+        )
+        self.vision = VisionServiceStub(self._channel)
+        self.images = ImageServiceStub(self._channel)
+        self.engine = EngineServiceStub(self._channel)
+
+    async def call(
+        self, rpc: Any, build: Callable[[], Any], options: CallOptions, image: ImageInput | None = None
+    ) -> Any:
+        """The response to the message that `build` returns."""
+        request_id = requests.request_id(options)
+        with errors_of(request_id):
+            message = build()
+            delivery = await self.delivery(message, image)
+            while True:
+                call = await self.start(rpc, message, delivery, options, request_id)
+                try:
+                    return await call
+                except grpc.RpcError as error:
+                    failure = from_rpc_error(error, request_id)
+                    if delivery is None or not delivery.can_retry(failure):
+                        raise failure from error
+
+    def stream(
+        self,
+        rpc: Any,
+        build: Callable[[], Any],
+        options: CallOptions,
+        image: ImageInput | None,
+        read: Callable[..., AnyResult],
+    ) -> AsyncTextStream[AnyResult]:
+        """The stream of text for the message that `build` returns; it starts when it is first read."""
+        request_id = requests.request_id(options)
+        with errors_of(request_id):
+            attempts = _Attempts(self, rpc, build(), image, options, request_id)
+        return AsyncTextStream(attempts, TextEvents(read))
+
+    async def image_bytes(self, image: ImageInput) -> bytes:
+        """The file of an image."""
+        with errors_of(requests.new_request_id()):
+            return await asyncio.to_thread(inputs.image_bytes, image)
+
+    async def close(self) -> None:
+        """Close the connection."""
+        self._is_closed = True
+        await self._channel.close()
+
+    async def delivery(self, message: Any, image: ImageInput | None) -> Delivery | None:
+        """How the image is sent; None where there is none, or the message has what there is to send of it."""
+        if image is None or put_reference(message.image, image):
+            return None
+        # Reading a file, compressing an image or hashing it would block the event loop for too long.
+        return await asyncio.to_thread(lambda: self._sent.delivery(inputs.image_bytes(image)))
+
+    async def start(
+        self, rpc: Any, message: Any, delivery: Delivery | None, options: CallOptions, request_id: str
+    ) -> Any:
+        """The started call, which the caller awaits."""
+        if delivery is not None:
+            if delivery.must_store:
+                await self._store(delivery, options, request_id)
+            delivery.fill(message.image)
+        timeout_s = requests.timeout_s(options, self._timeout_s)
+        metadata = requests.metadata(request_id, self._token)
+        try:
+            return rpc(message, timeout=timeout_s, metadata=metadata, wait_for_ready=self._wait_for_ready)
+        except grpc.aio.UsageError as error:
+            if self._is_closed:
+                raise client_closed() from error
+            raise
+
+    async def _store(self, delivery: Delivery, options: CallOptions, request_id: str) -> None:
+        call = await self.start(self.images.PutImage, delivery.put_request(), None, options, request_id)
+        try:
+            await call
+        except grpc.RpcError as error:
+            delivery.note_not_stored(from_rpc_error(error, request_id))
+        else:
+            delivery.note_stored()
+
+
+class _Attempts:
+    """A streaming call that begins when it is asked for, and again where the server did not have its image."""
+
+    def __init__(
+        self,
+        calls: AsyncCalls,
+        rpc: Any,
+        message: Any,
+        image: ImageInput | None,
+        options: CallOptions,
+        request_id: str,
+    ) -> None:
+        self.request_id = request_id
+        self._calls = calls
+        self._rpc = rpc
+        self._message = message
+        self._image = image
+        self._options = options
+        self._delivery: Delivery | None = None
+        self._has_begun = False
+
+    async def start(self) -> Any:
+        """The started call."""
+        if not self._has_begun:
+            self._delivery = await self._calls.delivery(self._message, self._image)
+            self._has_begun = True
+        return await self._calls.start(self._rpc, self._message, self._delivery, self._options, self.request_id)
+
+    def can_retry(self, failure: KestrelClientError) -> bool:
+        """Whether to start again after this failure."""
+        return self._delivery is not None and self._delivery.can_retry(failure)
+
+
+class AsyncTextStream(Generic[AnyResult]):
+    """A stream of text: iterate over its pieces, then read the `result`.
+
+    The call begins with the first piece asked for. Cancelling it, leaving its `async with` block or dropping
+    it before its end stops the server from generating.
+
+    Attributes:
+        request_id: Names the request in the server's log.
+    """
+
+    def __init__(self, attempts: _Attempts, events: TextEvents[AnyResult]) -> None:
+        self.request_id = attempts.request_id
+        self._attempts = attempts
+        self._events = events
+        self._call: Any = None
+        self._cancelled = False
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+    def __del__(self) -> None:
+        # Without this, a call that is no longer referred to would go on: its own tasks refer to it.
+        self.cancel()
+
+    def __aiter__(self) -> AsyncIterator[str]:
+        return self
+
+    async def __anext__(self) -> str:
+        """The next piece of the answer or caption."""
+        while (delta := await self._next_delta()) is not None:
+            if delta.channel is TextChannel.ANSWER:
+                return delta.text
+        raise StopAsyncIteration
+
+    async def deltas(self) -> AsyncIterator[TextDelta]:
+        """The pieces of every channel, including the reasoning, in the order of their arrival."""
+        while (delta := await self._next_delta()) is not None:
+            yield delta
+
+    async def result(self) -> AnyResult:
+        """The whole result, after reading the rest of the stream."""
+        while await self._next_delta() is not None:
+            pass
+        with errors_of(self.request_id):
+            return self._events.result
+
+    def cancel(self) -> None:
+        """Cancels the call. Does nothing once the stream has ended."""
+        if self._call is None or self._call.cancel():
+            self._cancelled = True
+
+    async def _next_delta(self) -> TextDelta | None:
+        while True:
+            if self._cancelled:
+                raise cancelled_here(self.request_id)
+            try:
+                if self._call is None:
+                    with errors_of(self.request_id):
+                        self._call = await self._attempts.start()
+                while response := await self._call.read():  # the mark of the end is false, every message is true
+                    delta = self._events.accept(response)
+                    if delta is not None:
+                        return delta
+                return None
+            except grpc.RpcError as error:
+                failure = from_rpc_error(error, self.request_id)
+                if not self._attempts.can_retry(failure):
+                    raise failure from error
+                self._call = None
+            except asyncio.CancelledError:
+                # The same exception means that this task is cancelled, which must propagate, or that the stream is.
+                task = asyncio.current_task()
+                if self._cancelled and not (task is not None and task.cancelling()):
+                    raise cancelled_here(self.request_id) from None
+                raise

@@ -1,0 +1,248 @@
+"""Converts what callers may pass as an image to what is sent.
+
+Mistakes raise `InvalidRequest`, whose message never has the image in it.
+"""
+
+from __future__ import annotations
+
+import base64
+import errno
+import io
+import os
+import sys
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeGuard, get_args
+from urllib.parse import unquote_to_bytes
+
+from kestrel_client.errors import invalid_argument
+from kestrel_client.images.png import png
+from kestrel_client.images.raw_image import PixelLayout, RawImage
+from kestrel_client.v1 import media_pb2
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+@dataclass(frozen=True, slots=True)
+class StoredImage:
+    """An image that the server keeps; pass it, or its `image_id`, in place of the image. Sizes are of its file."""
+
+    image_id: str
+    size_bytes: int
+    media_type: str
+    width_px: int
+    height_px: int
+    expires: datetime
+    """When the server drops it at the latest."""
+    pinned: bool
+
+
+class ReadableFile(Protocol):
+    """A file object that is open for reading bytes, such as `io.BytesIO`."""
+
+    def read(self) -> bytes:
+        """Everything from its position to its end."""
+        ...
+
+
+class Array(Protocol):
+    """A NumPy array of uint8: height x width for grey, height x width x 3 for RGB, height x width x 4 for RGBA."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The size of each dimension."""
+        ...
+
+    @property
+    def dtype(self) -> Any:
+        """The type of the elements."""
+        ...
+
+    def tobytes(self) -> bytes:
+        """The elements in C order."""
+        ...
+
+
+_File: TypeAlias = "bytes | bytearray | memoryview | str | os.PathLike[str] | ReadableFile"
+ImageInput: TypeAlias = "_File | Image | Array | RawImage | StoredImage"
+"""The bytes of an image file, its path, a file object, a `data:` URL, a PIL image, a NumPy array (RGB), pixels, an
+address that the server fetches (`https://…`), or a stored image or its name (`sha256:…`). Files and PIL images are
+turned upright by their EXIF orientation, so coordinates refer to the upright image."""
+
+_ADDRESSES = ("https://", "http://")
+_DATA_URL = "data:"
+_STORED = "sha256:"
+# How the image formats begin in base64: a text that begins so and is the path of no file is not meant as a path.
+_BASE64_BEGINNINGS = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR", "SUkq", "TU0A")
+_LAYOUTS: dict[int, PixelLayout] = {1: "gray8", 3: "rgb8", 4: "rgba8"}
+
+
+def put_reference(message: media_pb2.Image, image: ImageInput) -> bool:
+    """Put an image into a message that is not sent as a file: its address, its name or its pixels.
+
+    False where the image is sent as a file.
+    """
+    if _is_array(image):
+        image = _pixels_of(image)
+    if is_address(image):
+        message.uri = image
+    elif isinstance(image, StoredImage):
+        message.image_id = image.image_id
+    elif _is_name(image):
+        message.image_id = image
+    elif isinstance(image, RawImage):
+        _check_layout(image)
+        try:
+            raw = media_pb2.RawImage(
+                pixels=bytes(image.pixels),
+                width_px=image.width_px,
+                height_px=image.height_px,
+                format=f"PIXEL_FORMAT_{image.layout.upper()}",
+                row_stride_bytes=image.row_stride_bytes,
+            )
+        except (TypeError, ValueError):
+            raise _invalid("the pixels of a RawImage are bytes, and its sizes are small integers") from None
+        message.raw.CopyFrom(raw)
+    else:
+        return False
+    return True
+
+
+def put_image(message: media_pb2.Image, image: ImageInput) -> None:
+    """Put an image into a message, as a file where it is nothing else."""
+    if not put_reference(message, image):
+        message.data = image_bytes(image)
+
+
+def is_address(image: ImageInput) -> TypeGuard[str]:
+    """Whether an image is given by an address that the server fetches."""
+    return isinstance(image, str) and image.lower().startswith(_ADDRESSES)
+
+
+def is_on_server(image: ImageInput) -> TypeGuard[str]:
+    """Whether an image is given as a text by which the server finds it: an address, or a stored image's name."""
+    return is_address(image) or _is_name(image)
+
+
+def image_bytes(image: ImageInput) -> bytes:
+    """The file of an image. PIL images and pixels become PNG files.
+
+    Raises `InvalidRequest` for what is no image or is on the server, and `OSError` for a file that cannot be read.
+    """
+    if isinstance(image, bytes | bytearray | memoryview):
+        return bytes(image)
+    if isinstance(image, StoredImage) or is_on_server(image):
+        raise _invalid("an address or a stored image is no file")
+    if isinstance(image, str) and image[: len(_DATA_URL)].lower() == _DATA_URL:
+        return _data_of(image)
+    if isinstance(image, str | os.PathLike):
+        return _file_at(image)
+    if _is_array(image):
+        image = _pixels_of(image)
+    if isinstance(image, RawImage):
+        _check_layout(image)
+        try:
+            return png(image)
+        except (TypeError, ValueError) as error:
+            raise _invalid(f"not the pixels of a RawImage: {error}") from None
+    if _is_pil(image):
+        return _png_of_pil(image)
+    if hasattr(image, "read"):
+        return _rest_of(image)
+    raise _invalid(
+        "takes bytes, a path, a file object, a data: URL, a PIL image, a NumPy array, a RawImage or a StoredImage, "
+        f"not {type(image).__name__}"
+    )
+
+
+def _invalid(description: str) -> Exception:
+    return invalid_argument("image", description)
+
+
+def _is_name(image: ImageInput) -> TypeGuard[str]:
+    return isinstance(image, str) and image.startswith(_STORED)
+
+
+def _is_pil(image: object) -> TypeGuard[Image]:
+    # PIL is optional: only a caller that has imported it can pass a PIL image. NumPy likewise.
+    pil = sys.modules.get("PIL.Image")
+    return pil is not None and isinstance(image, pil.Image)
+
+
+def _is_array(image: object) -> TypeGuard[Array]:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(image, numpy.ndarray)
+
+
+def _pixels_of(array: Array) -> RawImage:
+    channels = 1 if len(array.shape) == 2 else array.shape[-1] if len(array.shape) == 3 else 0
+    if str(array.dtype) != "uint8" or channels not in _LAYOUTS:
+        shape = "x".join(str(size) for size in array.shape)
+        raise _invalid(
+            f"an array must be uint8 of height x width or height x width x 3 or 4, not {array.dtype} of {shape}"
+        )
+    return RawImage(array.tobytes(), array.shape[1], array.shape[0], _LAYOUTS[channels])
+
+
+def _check_layout(image: RawImage) -> None:
+    if image.layout not in get_args(PixelLayout):
+        raise _invalid(f"the layout of a RawImage is one of {', '.join(get_args(PixelLayout))}")
+
+
+def _data_of(url: str) -> bytes:
+    """The file in a `data:` URL, in base64 or percent-encoded."""
+    head, comma, body = url.partition(",")
+    if not comma:
+        raise _invalid("a data: URL needs a comma before its data")
+    data = unquote_to_bytes(body)
+    if not head.lower().endswith(";base64"):
+        return data
+    try:
+        # Line breaks are common in base64, and padding is often left out.
+        compact = data.translate(None, b" \t\r\n").rstrip(b"=")
+        return base64.b64decode(compact + b"=" * (-len(compact) % 4), validate=True)
+    except ValueError:
+        raise _invalid("the data of the data: URL are not base64") from None
+
+
+def _file_at(path: str | os.PathLike[str]) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except (ValueError, OSError) as error:
+        # These would print the whole text.
+        too_long = isinstance(error, ValueError) or error.errno == errno.ENAMETOOLONG
+        if too_long or str(path).startswith(_BASE64_BEGINNINGS):
+            raise _invalid(
+                f"a text of {len(str(path))} characters is not the path of a file; give an image in base64 as "
+                "bytes, decoded, or as a URL: data:image/png;base64,…"
+            ) from None
+        raise
+
+
+def _rest_of(file: Any) -> bytes:
+    try:
+        data: object = file.read()
+    except (UnicodeDecodeError, io.UnsupportedOperation):
+        data = None
+    if not isinstance(data, bytes | bytearray | memoryview):
+        raise _invalid("a file object must be open for reading bytes, as by open(path, 'rb')")
+    if not data:
+        raise _invalid("the file object is at its end; call its seek(0) to send it from the start")
+    return bytes(data)
+
+
+_PNG_MODES = frozenset({"1", "L", "LA", "I;16", "P", "RGB", "RGBA"})
+
+
+def _png_of_pil(image: Image) -> bytes:
+    # The server turns a file upright; a PIL image keeps the same orientation in its EXIF data.
+    from PIL import ImageOps
+
+    upright = ImageOps.exif_transpose(image)
+    pixels = upright if upright.mode in _PNG_MODES else upright.convert("RGB")
+    file = io.BytesIO()
+    # Without EXIF data, so that the server does not turn the image again.
+    pixels.save(file, format="PNG", compress_level=1, exif=b"")
+    return file.getvalue()

@@ -1,0 +1,1 @@
+"""Outlines of objects as polygons and masks. Knows no messages."""

@@ -1,0 +1,226 @@
+"""What callers may pass as an image."""
+
+from __future__ import annotations
+
+import base64
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image, ImageOps
+
+from kestrel_client import InvalidRequest, RawImage
+from kestrel_client.images.inputs import image_bytes, is_address, is_on_server, put_image
+from kestrel_client.v1 import media_pb2
+
+
+def test_bytes_of_any_kind_go_as_they_are() -> None:
+    for image in (b"abc", bytearray(b"abc"), memoryview(b"abc")):
+        assert image_bytes(image) == b"abc"
+
+
+def test_a_path_of_either_kind_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "kite.jpg"
+    path.write_bytes(b"abc")
+    assert image_bytes(path) == image_bytes(str(path)) == b"abc"
+
+
+def test_a_missing_file_is_reported_as_one(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        image_bytes(tmp_path / "none.jpg")
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr", "HSV"])
+def test_a_pil_image_goes_as_a_png_of_its_pixels(mode: str) -> None:
+    image = Image.new("RGB", (3, 2), (0, 255, 0)).convert(mode)
+    sent = Image.open(io.BytesIO(image_bytes(image)))
+    assert (sent.format, sent.size) == ("PNG", (3, 2))
+    assert sent.convert("RGB").getpixel((2, 1)) == image.convert("RGB").getpixel((2, 1))
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_pil_image_is_turned_upright_as_its_file_is(orientation: int) -> None:
+    file = io.BytesIO()
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    pixels = Image.new("RGB", (3, 2))
+    pixels.putpixel((0, 0), (255, 0, 0))
+    pixels.save(file, format="PNG", exif=exif)
+    sent = Image.open(io.BytesIO(image_bytes(Image.open(file))))
+    upright = ImageOps.exif_transpose(Image.open(file))
+    assert (sent.size, sent.tobytes()) == (upright.size, upright.tobytes())
+    assert 0x0112 not in sent.getexif()
+
+
+def test_a_file_object_is_sent_from_its_position(tmp_path: Path) -> None:
+    assert image_bytes(io.BytesIO(b"abc")) == b"abc"
+    path = tmp_path / "kite.jpg"
+    path.write_bytes(b"abc")
+    with path.open("rb") as file:
+        file.seek(1)
+        assert image_bytes(file) == b"bc"
+
+
+@pytest.mark.parametrize(
+    ("file", "why"),
+    [
+        (io.BytesIO(b""), "at its end"),
+        (io.StringIO("abc"), "open for reading bytes"),
+    ],
+)
+def test_a_file_object_without_bytes_is_refused(file: Any, why: str) -> None:
+    with pytest.raises(InvalidRequest, match=why):
+        image_bytes(file)
+
+
+def test_a_file_that_is_open_for_writing_is_refused(tmp_path: Path) -> None:
+    with (tmp_path / "new").open("wb") as file, pytest.raises(InvalidRequest, match="open for reading bytes"):
+        image_bytes(file)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("shape", "pixel_format"),
+    [
+        ((2, 3), media_pb2.PIXEL_FORMAT_GRAY8),
+        ((2, 3, 1), media_pb2.PIXEL_FORMAT_GRAY8),
+        ((2, 3, 3), media_pb2.PIXEL_FORMAT_RGB8),
+        ((2, 3, 4), media_pb2.PIXEL_FORMAT_RGBA8),
+    ],
+)
+def test_an_array_goes_as_its_pixels(shape: tuple[int, ...], pixel_format: int) -> None:
+    array = np.arange(np.prod(shape), dtype=np.uint8).reshape(shape)
+    message = media_pb2.Image()
+    put_image(message, array)
+    raw = message.raw
+    assert (raw.width_px, raw.height_px, raw.format) == (3, 2, pixel_format)
+    assert raw.pixels == bytes(range(array.size))
+
+
+def test_the_pixels_of_a_view_go_in_the_order_of_the_view() -> None:
+    array = np.arange(18, dtype=np.uint8).reshape(2, 3, 3)
+    message = media_pb2.Image()
+    put_image(message, array[::-1, :, ::-1])
+    assert message.raw.pixels == array[::-1, :, ::-1].copy().tobytes()
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.zeros((2, 3, 3)),
+        np.zeros((2, 3, 3), np.float32),
+        np.zeros((3, 2, 5), np.uint8),
+        np.zeros(3, np.uint8),
+        np.zeros((1, 2, 3, 3), np.uint8),
+    ],
+)
+def test_an_array_that_is_no_image_is_refused_by_its_shape_and_type(array: Any) -> None:
+    with pytest.raises(InvalidRequest, match=f"not {array.dtype} of {'x'.join(map(str, array.shape))}"):
+        put_image(media_pb2.Image(), array)
+
+
+@pytest.mark.parametrize("layout", ["gray8", "rgb8", "bgr8", "rgba8"])
+def test_pixels_become_a_png_where_a_file_is_needed(layout: Any) -> None:
+    channels = {"gray8": 1, "rgba8": 4}.get(layout, 3)
+    rows = [bytes(range(10 * y, 10 * y + 3 * channels)) for y in range(2)]
+    padded = RawImage(b"".join(row + b"pad" for row in rows), 3, 2, layout, 3 * channels + 3)
+    dense = RawImage(b"".join(rows), 3, 2, layout)
+    for image in (padded, dense):
+        read = Image.open(io.BytesIO(image_bytes(image)))
+        wanted = np.frombuffer(dense.pixels, np.uint8).reshape(2, 3, channels)
+        assert read.size == (3, 2)
+        assert np.array_equal(
+            np.asarray(read).reshape(2, 3, channels), wanted[..., ::-1] if layout == "bgr8" else wanted
+        )
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        RawImage(b"ab", 3, 2),
+        RawImage(b"abc", 1, 1, "rgb8", 2),
+        RawImage(b"abc", 1, 1, "rgb9"),  # pyright: ignore[reportArgumentType]
+        RawImage("abc", 1, 1),  # pyright: ignore[reportArgumentType]
+    ],
+)
+def test_pixels_that_are_none_are_refused(image: RawImage) -> None:
+    with pytest.raises(InvalidRequest):
+        image_bytes(image)
+
+
+def test_wrong_pixels_are_refused_before_they_are_sent() -> None:
+    pixels: Any
+    for pixels in (("abc", 1, 1), (b"abc", "1", 1), (b"abc", 1, 1, "rgb9")):
+        with pytest.raises(InvalidRequest):
+            put_image(media_pb2.Image(), RawImage(*pixels))
+
+
+def test_anything_else_is_refused_by_name() -> None:
+    wrong: Any = 7
+    with pytest.raises(InvalidRequest, match="not int"):
+        image_bytes(wrong)
+
+
+def test_a_text_that_is_no_path_is_refused_and_not_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    png = io.BytesIO()
+    Image.new("RGB", (64, 64)).save(png, format="PNG")
+    text = base64.b64encode(png.getvalue()).decode()
+    for wrong in (text, text * 100, text[:60], "a\0b"):
+        with pytest.raises(InvalidRequest, match=f"a text of {len(wrong)} characters") as caught:
+            image_bytes(wrong)
+        assert len(str(caught.value)) < 200
+        assert caught.value.__cause__ is None
+        assert caught.value.__suppress_context__
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "data:image/png;base64,YWJj",
+        "DATA:image/png;BASE64,YW Jj\n",
+        "data:;base64,YWJj",
+        "data:,abc",
+        "data:text/plain,a%62c",
+    ],
+)
+def test_the_file_in_a_data_url_is_sent_as_bytes(url: str) -> None:
+    message = media_pb2.Image()
+    put_image(message, url)
+    assert (message.WhichOneof("source"), message.data) == ("data", b"abc")
+    assert not is_on_server(url)
+
+
+def test_padding_may_be_left_out_of_a_data_url() -> None:
+    assert image_bytes("data:;base64,YWI") == image_bytes("data:;base64,YWI=") == b"ab"
+
+
+@pytest.mark.parametrize("url", ["data:image/png;base64", "data:;base64,YW!j", "data:;base64,YWJjZ"])
+def test_a_data_url_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(InvalidRequest, match="data: URL"):
+        image_bytes(url)
+
+
+@pytest.mark.parametrize("image", ["https://example.com/a.png", "sha256:0"])
+def test_what_is_on_a_server_is_no_file(image: str) -> None:
+    with pytest.raises(InvalidRequest, match="no file"):
+        image_bytes(image)
+
+
+@pytest.mark.parametrize("address", ["https://example.com/a.png", "HTTP://example.com/a.png"])
+def test_an_address_goes_as_one_for_the_server_to_fetch(address: str) -> None:
+    message = media_pb2.Image()
+    put_image(message, address)
+    assert (message.WhichOneof("source"), message.uri) == ("uri", address)
+
+
+@pytest.mark.parametrize("image", [b"https://example.com/a.png", Path("https://example.com/a.png"), "https.png"])
+def test_nothing_but_a_text_with_a_scheme_is_an_address(image: bytes | Path | str) -> None:
+    assert not is_address(image)
+
+
+def test_bytes_go_into_a_message_as_they_are() -> None:
+    message = media_pb2.Image()
+    put_image(message, b"abc")
+    assert (message.WhichOneof("source"), message.data) == ("data", b"abc")
