@@ -26,7 +26,11 @@ for branch in origin/main main; do
 done
 echo "proto: compared with ${compared:-nothing, there is no branch main}"
 
-sh proto/generate.sh "$scratch/v1" "$scratch/v2"
+sh proto/generate.sh "$scratch/v1" "$scratch/v2" "$scratch/contract.binpb"
+if ! cmp kestrel_grpc/frontends/grpc/reflection/contract.binpb "$scratch/contract.binpb"; then
+    echo "proto: the comments are not those of proto/; run make proto and commit what it writes" >&2
+    exit 1
+fi
 for folder in clients/python/kestrel_client/v1 kestrel_grpc/frontends/triton/v2; do
     if ! diff -r -x __init__.py -x __pycache__ "$folder" "$scratch/$(basename "$folder")"; then
         echo "proto: the stubs are not those of proto/; run make proto and commit what it writes" >&2

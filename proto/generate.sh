@@ -1,8 +1,9 @@
 #!/bin/sh
 # Generates the Python messages and stubs of proto/kestrel into a folder, by default in the client package, and the
-# messages of proto/compat into another, by default in the server.
+# messages of proto/compat into another, by default in the server. The comments of both go into a file of their own,
+# from which the server's reflection adds them to the descriptors.
 #
-#   PYTHON=python3 sh proto/generate.sh [FOLDER [COMPAT_FOLDER]]
+#   PYTHON=python3 sh proto/generate.sh [FOLDER [COMPAT_FOLDER [COMMENTS_FILE]]]
 #
 # The descriptors keep the package kestrel.v1; only the Python imports move, to kestrel_client.v1, because `kestrel` is
 # the import name of another package. The messages of proto/compat get a descriptor pool of their own: packages of
@@ -12,6 +13,7 @@ set -eu
 root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd)
 target=${1:-"$root/clients/python/kestrel_client/v1"}
 compat=${2:-"$root/kestrel_grpc/frontends/triton/v2"}
+comments=${3:-"$root/kestrel_grpc/frontends/grpc/reflection/contract.binpb"}
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 
@@ -36,3 +38,23 @@ rm -f "$compat"/*_pb2.py "$compat"/*_pb2.pyi
 for file in "$scratch"/inference/*; do
     sed 's/_descriptor_pool\.Default()/_descriptor_pool.DescriptorPool()/' "$file" >"$compat/$(basename "$file")"
 done
+
+"${PYTHON:-python3}" -m grpc_tools.protoc --proto_path="$root/proto" --proto_path="$root/proto/compat" \
+    --include_source_info --descriptor_set_out="$scratch/whole.binpb" \
+    "$root"/proto/kestrel/v1/*.proto "$root"/proto/compat/inference/*.proto
+"${PYTHON:-python3}" - "$scratch/whole.binpb" "$comments" <<'END'
+import sys
+from google.protobuf.descriptor_pb2 import FileDescriptorSet, SourceCodeInfo
+
+with open(sys.argv[1], "rb") as whole:
+    files = FileDescriptorSet.FromString(whole.read())
+commented = FileDescriptorSet()
+for file in files.file:
+    info = SourceCodeInfo()
+    for place in file.source_code_info.location:
+        if place.leading_comments or place.trailing_comments:
+            info.location.append(place)
+    commented.file.add(name=file.name, source_code_info=info)
+with open(sys.argv[2], "wb") as target:
+    target.write(commented.SerializeToString(deterministic=True))
+END

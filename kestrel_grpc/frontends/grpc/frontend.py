@@ -33,7 +33,7 @@ from kestrel_grpc.frontends.grpc.health import Health
 from kestrel_grpc.frontends.grpc.http2 import server_options
 from kestrel_grpc.frontends.grpc.images.service import ImageService
 from kestrel_grpc.frontends.grpc.interceptors import AdmittedServices
-from kestrel_grpc.frontends.grpc.reflection import add_reflection
+from kestrel_grpc.frontends.grpc.reflection.service import add_reflection
 from kestrel_grpc.frontends.grpc.vision_service import VisionService
 from kestrel_grpc.images.image_store import ImageStore
 from kestrel_grpc.images.image_uris import ImageSource

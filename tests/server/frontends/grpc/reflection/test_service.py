@@ -13,9 +13,10 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest, ServerReflectionResponse
 
 from kestrel_grpc.access.tokens import Scope, line_for
-from kestrel_grpc.frontends.grpc.reflection import V1, V1ALPHA
+from kestrel_grpc.frontends.grpc.reflection.service import V1, V1ALPHA
 from tests.server.serving import EOF, Serving, reason_of, serving
 
+CHECKOUT = Path(__file__).parents[5]
 SERVICES = {
     "inference.GRPCInferenceService",
     *(V1, V1ALPHA, "grpc.health.v1.Health"),
@@ -51,6 +52,44 @@ async def test_every_listed_service_is_described_with_all_it_needs(version: str,
     described = {f"{file.package}.{service.name}" for file in files for service in file.service}
     assert name in described
     assert {needed for file in files for needed in file.dependency} <= {file.name for file in files}
+
+
+async def test_the_comments_of_the_contract_are_served() -> None:
+    async with serving() as rig:
+        answer = await ask(rig, V1, file_containing_symbol="kestrel.v1.VisionService")
+    files = [FileDescriptorProto.FromString(text) for text in answer.file_descriptor_response.file_descriptor_proto]
+    comments = {
+        file.name: "".join(place.leading_comments for place in file.source_code_info.location) for file in files
+    }
+    for path in sorted((CHECKOUT / "proto" / "kestrel" / "v1").glob("*.proto")):
+        name = f"kestrel/v1/{path.name}"
+        if name in comments:
+            written = [line.strip(" /") for line in path.read_text().splitlines() if line.strip().startswith("//")]
+            # The first comment belongs to the file.
+            assert [line for line in written if line and line not in comments[name]] == [], name
+    assert {"kestrel/v1/vision_service.proto", "kestrel/v1/generation.proto", "kestrel/v1/media.proto"} <= set(
+        comments
+    )
+
+
+@pytest.mark.parametrize(
+    ("symbol", "comment"),
+    [
+        ("kestrel.v1.QueryRequest", "// What the question is about. Absent means a question without an image."),
+        ("kestrel.v1.VisionService.Detect", "// Finds a box around each object of a kind."),
+        ("kestrel.v1.EngineService", "rpc GetLoad"),
+    ],
+)
+async def test_grpcurl_describes_with_comments(symbol: str, comment: str) -> None:
+    grpcurl = Path(sys.executable).parent / "grpcurl"
+    async with serving() as rig:
+        process = await asyncio.create_subprocess_exec(
+            *(str(grpcurl), "-plaintext", rig.address, "describe", symbol), stdout=asyncio.subprocess.PIPE
+        )
+        shown, _ = await process.communicate()
+    assert process.returncode == 0
+    assert comment in shown.decode()
+    assert "//" in shown.decode()
 
 
 async def test_unknown_symbol_is_not_found() -> None:

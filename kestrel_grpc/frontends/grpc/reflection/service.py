@@ -1,6 +1,7 @@
 """Server reflection in both versions, v1 and v1alpha: the same messages under two package names.
 
-The descriptors come from a separate pool, which holds the served services and nothing else of the process.
+The descriptors come from a separate pool, which holds the served services and nothing else of the process. They are
+served with the comments of the contract.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha.reflection import aio
 
 from kestrel_grpc.frontends.grpc.interceptors import AdmittedServices
+from kestrel_grpc.frontends.grpc.reflection.comments import CommentedPool
 
 V1 = "grpc.reflection.v1.ServerReflection"
 V1ALPHA = "grpc.reflection.v1alpha.ServerReflection"
@@ -31,7 +33,7 @@ def add_reflection(services: AdmittedServices, files: Iterable[Any]) -> None:
     pool.Add(_as_v1(reflection_pb2.DESCRIPTOR))
     # Its handler ignores the context, and so can be given a `CallContext`.
     handler: Any = grpc.stream_stream_rpc_method_handler(
-        aio.ReflectionServicer(frozenset(names), pool).ServerReflectionInfo,
+        aio.ReflectionServicer(frozenset(names), CommentedPool(pool)).ServerReflectionInfo,
         request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
         response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
     )

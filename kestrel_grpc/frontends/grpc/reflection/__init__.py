@@ -1,0 +1,1 @@
+"""Server reflection, with the comments of the contract."""
