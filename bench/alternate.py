@@ -17,43 +17,28 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from bench.harness.load import LoadProcesses
 from bench.harness.progress import Progress
+from bench.harness.rounds import Load, ask_once, rounds
 from bench.harness.serving import machine_facts, started_server, write_json
-from bench.harness.summary import Objective, Row, summarise
-from bench.harness.workload import WORKLOADS, Workload
+from bench.harness.summary import Row
 
 ROWS = "direct:64,cot:64,long:64,direct:1,text:1,text:64"
-FIRST_ANSWERS_S = 90.0
-_OBJECTIVE = Objective(first_token_ms=1000.0, per_token_ms=50.0)
 
 
-class Load(NamedTuple):
-    """A row of the table: what is asked, and how many requests run at once."""
+def measure_of(load: Load) -> str:
+    """What is compared: times where requests run alone and for steps of text, else rates."""
+    if load.workload.name == "text":
+        return "ms/token"
+    return "p50 ms" if load.concurrency == 1 else "requests/s"
 
-    workload: Workload
-    concurrency: int
 
-    @classmethod
-    def of(cls, text: str) -> Load:
-        """From `workload:concurrency`. Raises ValueError or KeyError."""
-        name, concurrency = text.split(":")
-        return cls(WORKLOADS[name], int(concurrency))
-
-    @property
-    def measure(self) -> str:
-        """What is compared: times where requests run alone and for steps of text, else rates."""
-        if self.workload.name == "text":
-            return "ms/token"
-        return "p50 ms" if self.concurrency == 1 else "requests/s"
-
-    def value(self, row: Row) -> float:
-        """The measure of a row."""
-        if self.measure == "ms/token":
-            return row.per_token_ms["p50"]
-        return row.total_ms["p50"] if self.measure == "p50 ms" else row.requests_per_s
+def value_of(row: Row, measure: str) -> float:
+    """A measure of a row."""
+    if measure == "ms/token":
+        return row.per_token_ms["p50"]
+    return row.total_ms["p50"] if measure == "p50 ms" else row.requests_per_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,28 +81,15 @@ def measure(
     """Load by load, both trees in turns. `processes` by tree, the first and the second."""
     progress = Progress(len(loads) * num_rounds * len(processes))
     for load in loads:
-        for own in processes.values():  # what is compiled or captured at its first use belongs to no row
-            own.closed(load.workload, load.concurrency, 0.1, FIRST_ANSWERS_S)
+        ask_once(load, processes)
     for load in loads:
+        measure = measure_of(load)
         values: dict[str, list[float]] = {tree: [] for tree in processes}
-        name = f"{load.workload.name}, {load.concurrency} at once"
-        for _ in range(num_rounds):
-            for tree, own in processes.items():
-                recording = own.closed(load.workload, load.concurrency, window_s, warm_up_s)
-                row = summarise(
-                    load.workload.name,
-                    load.concurrency,
-                    recording,
-                    load.workload.num_tokens,
-                    _OBJECTIVE,
-                    is_open=False,
-                )
-                if row.errors:
-                    raise RuntimeError(f"{tree}, {name}: {row.errors}")
-                values[tree].append(load.value(row))
-                progress.end(f"{name}, {tree}: {values[tree][-1]:.4g} {load.measure}")
+        for tree, row in rounds(load, processes, num_rounds, window_s, warm_up_s):
+            values[tree].append(value_of(row, measure))
+            progress.end(f"{load}, {tree}: {values[tree][-1]:.4g} {measure}")
         first, second = values.values()
-        yield Comparison(name, load.measure, tuple(first), tuple(second))
+        yield Comparison(str(load), measure, tuple(first), tuple(second))
     progress.close()
 
 

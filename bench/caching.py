@@ -18,11 +18,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from bench.alternate import FIRST_ANSWERS_S, Load
 from bench.harness.load import LoadProcesses
 from bench.harness.progress import Progress
+from bench.harness.rounds import Load, ask_once, rounds
 from bench.harness.serving import machine_facts, started_server, write_json
-from bench.harness.summary import Objective, Row, summarise
+from bench.harness.summary import Row
 
 ROWS = "cached:1,cached:64,repeats-0:64,repeats-50:64,repeats-90:64"
 VARIANTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -34,25 +34,6 @@ VARIANTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 """Options of the server by name."""
-_OBJECTIVE = Objective(first_token_ms=1000.0, per_token_ms=50.0)
-
-
-def measure(
-    load: Load, processes: Mapping[str, LoadProcesses], num_rounds: int, window_s: float, warm_up_s: float
-) -> dict[str, list[Row]]:
-    """The rows of each server under one load, round by round in turns. Raises RuntimeError where calls fail."""
-    found: dict[str, list[Row]] = {name: [] for name in processes}
-    for own in processes.values():  # what is captured at its first use belongs to no row
-        own.closed(load.workload, load.concurrency, 0.1, FIRST_ANSWERS_S)
-    for _ in range(num_rounds):
-        for name, own in processes.items():
-            recording = own.closed(load.workload, load.concurrency, window_s, warm_up_s)
-            tokens = load.workload.num_tokens
-            row = summarise(load.workload.name, load.concurrency, recording, tokens, _OBJECTIVE, is_open=False)
-            if row.errors:
-                raise RuntimeError(f"{name}: {load.workload.name}: {row.errors}")
-            found[name].append(row)
-    return found
 
 
 def as_text(results: Sequence[tuple[Load, Mapping[str, Sequence[Row]]]]) -> str:
@@ -67,7 +48,7 @@ def as_text(results: Sequence[tuple[Load, Mapping[str, Sequence[Row]]]]) -> str:
                 )
             )
             cells = (
-                f"{load.workload.name}, {load.concurrency} at once",
+                str(load),
                 name,
                 f"{rate:,.1f}",
                 f"{p50:.2f}",
@@ -118,8 +99,12 @@ def main() -> int:
             )
         progress = Progress(len(loads))
         for load in loads:
-            results.append((load, measure(load, processes, arguments.rounds, arguments.seconds, arguments.warm_up)))
-            progress.end(f"{load.workload.name}, {load.concurrency} at once")
+            ask_once(load, processes)
+            found: dict[str, list[Row]] = {name: [] for name in processes}
+            for name, row in rounds(load, processes, arguments.rounds, arguments.seconds, arguments.warm_up):
+                found[name].append(row)
+            results.append((load, found))
+            progress.end(str(load))
             rows = {
                 f"{done.workload.name}:{done.concurrency}": {
                     name: [row.as_json() for row in rows] for name, rows in by_name.items()

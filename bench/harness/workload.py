@@ -61,6 +61,7 @@ class Workload:
             Picture.NONE: "a question without a picture",
             Picture.UNIQUE: "a question about a picture that no other request shows",
             Picture.SAME: "a question about the one picture that all requests show",
+            Picture.REPEATED: f"a question about a picture; in {self.repeat_share:.0%} of requests a popular one",
         }[self.picture]
         return f"{picture}, answered with {self.num_tokens} tokens"
 

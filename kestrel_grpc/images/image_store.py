@@ -20,6 +20,7 @@ from kestrel_grpc.images.stored_images import (
     StoredImage,
 )
 from kestrel_runtime.api.engine import CacheLoad, ImageInfo
+from kestrel_runtime.api.hashed_image import HashedImage
 
 _EXPIRY_INTERVAL_S = 1.0
 BOOKKEEPING_BYTES = 1024
@@ -143,7 +144,8 @@ class ImageStore:
             self._evict(namespace)
         while self.usage.num_bytes + needed > self.limits.max_bytes:
             self._evict(max(self._spaces, key=lambda name: self._spaces[name].unpinned_bytes))
-        image = StoredImage(handle, data, info, self.clock(), self._expiry(ttl_s), is_pinned)
+        hashed = HashedImage(data, bytes.fromhex(handle.sha256))
+        image = StoredImage(handle, hashed, info, self.clock(), self._expiry(ttl_s), is_pinned)
         self._spaces.setdefault(namespace, space).add(image)
         self._by_age[namespace, handle.sha256] = image
         heapq.heappush(self._expiries, (image.expires_at, namespace, handle.sha256))

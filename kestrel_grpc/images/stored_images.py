@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kestrel_runtime.api.engine import ImageInfo
 from kestrel_runtime.api.errors import InvalidRequest, Violation
+from kestrel_runtime.api.hashed_image import HashedImage
 
 _PREFIX = "sha256:"
 BAD_IMAGE_ID = "must be `sha256:` and 64 lower-case hexadecimal digits"
@@ -58,7 +59,7 @@ class StoredImage:
     """An image in the store. `size_bytes` is that of the file; times are of the store's clock, in seconds."""
 
     handle: ImageHandle
-    data: bytes
+    data: HashedImage
     info: ImageInfo
     stored_at: float
     expires_at: float

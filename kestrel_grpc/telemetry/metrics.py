@@ -181,7 +181,7 @@ CACHE_AGE = Definition(
     "kestrel.cache.oldest.age",
     Kind.GAUGE,
     "s",
-    "Time since the oldest entry of a tier was stored, 0 without entries; of tiers that know it.",
+    "Time since the oldest entry of a tier was stored, 0 without entries; of tiers that are on.",
     _TIER,
 )
 DEVICE_MEMORY_USED = Definition(

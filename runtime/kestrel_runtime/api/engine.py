@@ -73,7 +73,7 @@ class CacheLoad:
     total_bytes: int = 0
     """The most memory that entries can take."""
     oldest_age_s: float | None = None
-    """Time since the oldest entry was stored, 0 where there is none; None for a cache that does not know it."""
+    """Time since the oldest entry was stored, 0 where there is none; None for a cache that is off."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -364,6 +364,7 @@ class LocalEngine:
             num_evictions=pages.num_evictions,
             used_bytes=pages.num_findable * page_bytes,
             total_bytes=pages.num_pages * page_bytes,
+            oldest_age_s=_age_s(pages.oldest_published_at()),
         )
 
     def _image_cache_load(self) -> CacheLoad:
@@ -376,6 +377,7 @@ class LocalEngine:
             num_evictions=embeddings.num_evictions,
             used_bytes=embeddings.num_published * image_bytes,
             total_bytes=embeddings.num_entries * image_bytes,
+            oldest_age_s=_age_s(embeddings.oldest_published_at()),
         )
 
     def _adapter_of(self, request: Request) -> _NamedAdapter | None:
@@ -458,6 +460,11 @@ def _adapter_store(config: EngineConfig, target: AdapterTarget) -> AdapterStore:
     root = None if config.adapters is None else Path(config.adapters)
     source = AdapterSource(root, config.adapter_repositories, target.max_file_bytes)
     return AdapterStore(source.read, target, config.num_adapter_slots)
+
+
+def _age_s(moment: float | None) -> float:
+    """Time since a moment of the monotonic clock; 0 where there is none."""
+    return 0.0 if moment is None else time.monotonic() - moment
 
 
 def _max_decoded_bytes(config: EngineConfig, bounds: StepBounds, tiling: Tiling, *, decoded: bool) -> int:

@@ -388,7 +388,7 @@ class EngineLoop:
         steps.popleft()
         self._num_marks += 1
         now = time.monotonic()
-        here = self._scheduler.complete(step.id, step.batch, tokens)
+        here = self._scheduler.complete(step.id, step.batch, tokens, now)
         self._isolation.succeeded(here)
         self._rate.add(now, len(here))
         for sequence in here:

@@ -10,6 +10,7 @@ from dataclasses import fields
 from threading import Lock
 from typing import NamedTuple
 
+from kestrel_runtime.api.hashed_image import HashedImage
 from kestrel_runtime.api.raw_image import RawImage
 from kestrel_runtime.api.requests import Request
 
@@ -78,4 +79,6 @@ def fingerprint_of(request: Request, digest_of_image: bytes | None = None) -> st
 
 def image_digest(image: bytes | RawImage) -> bytes:
     """What names an image in the caches: SHA-256 of the file, or of pixels with their format and shape."""
-    return image.digest() if isinstance(image, RawImage) else hashlib.sha256(image).digest()
+    if isinstance(image, RawImage):
+        return image.digest()
+    return image.sha256 if isinstance(image, HashedImage) else hashlib.sha256(image).digest()

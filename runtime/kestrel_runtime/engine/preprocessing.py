@@ -1,7 +1,8 @@
 """Turns requests into sequences: decodes and tiles the image, builds and tokenises the prompt.
 
-Worker threads do that, but for a small image that is known and cached: then so little is left that the thread that
-submits the request does it at once. Knows skills, the tokenizer and images; knows no pages and no model.
+Worker threads do that, but for an image that is known and cached, and small or stored: then so little is left that
+the thread that submits the request does it at once. Knows skills, the tokenizer and images; knows no pages and no
+model.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import NamedTuple
 from PIL import Image
 
 from kestrel_runtime.api.errors import ContextLengthExceeded, EngineUnavailable, ImageError, RequestRefused
+from kestrel_runtime.api.hashed_image import HashedImage
 from kestrel_runtime.api.raw_image import RawImage
 from kestrel_runtime.api.requests import CachePolicy, Request
 from kestrel_runtime.engine.offending_requests import OffendingRequests, fingerprint_of, image_digest
@@ -135,9 +137,9 @@ class Preprocessor:
         """Have the request prepared, usually by a worker; the future can be cancelled until a worker starts.
 
         Requests wait for a worker by priority, tenant and age, like sequences that wait for pages. Decoding stops
-        soon after `is_wanted` returns False or a deadline passes. A request whose image is small, known and cached
-        waits for no worker: its future is done. Raises `ImageError` like `inspect`, and RuntimeError where the
-        workers are closed.
+        soon after `is_wanted` returns False or a deadline passes. A request whose image is known and cached, and is
+        small or stored, waits for no worker: its future is done. Raises `ImageError` like `inspect`, and
+        RuntimeError where the workers are closed.
         """
         facts = None
         if request.image is not None:
@@ -293,7 +295,8 @@ class Preprocessor:
 
     def _facts_of(self, image: bytes | RawImage, namespace: str) -> tuple[ImageFacts, bool]:
         """What can be found out of an image in little time, and whether it was known. Raises `ImageError`."""
-        digest = image_digest(image) if len(image) <= _MAX_BYTES_HASHED_AT_ONCE else None
+        takes_long = len(image) > _MAX_BYTES_HASHED_AT_ONCE and not isinstance(image, HashedImage)
+        digest = None if takes_long else image_digest(image)
         if digest is None:
             return ImageFacts(None, self._num_bytes(self.inspect(image))), False
         known = self._known_images.get((namespace, digest))

@@ -38,6 +38,7 @@ class _Entry:
     num_leases: int = 0
     key: EmbeddingKey | None = None
     """Under which it is published."""
+    published_at: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -63,7 +64,7 @@ class EmbeddingCache:
         self._entries = [_Entry() for _ in range(self.num_entries)]
         self._free: list[EntryId] = list(range(self.num_entries))[::-1]
         self._unused: OrderedDict[EntryId, None] = OrderedDict()  # published without a lease, the oldest first
-        self._index: dict[Digest, EntryId] = {}
+        self._index: dict[Digest, EntryId] = {}  # in the order of publication
         self._leases: dict[SequenceId, _Lease] = {}
         self._filled: dict[StepId, list[_Lease]] = {}  # by the step that encodes the last tile
 
@@ -75,6 +76,15 @@ class EmbeddingCache:
     def num_published(self) -> int:
         """Entries that can be found, leased or not."""
         return len(self._index)
+
+    def oldest_published_at(self) -> float | None:
+        """When the oldest published entry was published; None where there is none. From any thread."""
+        while True:
+            try:
+                entry = next(iter(self._index.values()), None)
+            except RuntimeError:  # another thread has changed the index just now
+                continue
+            return None if entry is None else self._entries[entry].published_at
 
     def lease(self, owner: SequenceId, key: EmbeddingKey | None, *, computes_anew: bool = False) -> EmbeddingLease:
         """Give a sequence the published entry of its image, or a free one.
@@ -100,11 +110,14 @@ class EmbeddingCache:
         """`step` has been launched, and encodes the last tile of the sequence's image into its entry."""
         self._filled.setdefault(step, []).append(self._leases[owner])
 
-    def complete(self, step: StepId) -> None:
-        """A step is complete: publish the entries that it has filled and whose leases have not ended."""
+    def complete(self, step: StepId, now: float = 0.0) -> None:
+        """A step is complete: publish the entries that it has filled and whose leases have not ended.
+
+        `now`: in seconds of any clock.
+        """
         for lease in self._filled.pop(step, ()):
             if lease.key is not None:
-                self._publish(lease.entry, lease.key, replaces=lease.replaces)
+                self._publish(lease.entry, lease.key, now, replaces=lease.replaces)
                 lease.key = None
 
     def release(self, owner: SequenceId) -> None:
@@ -144,14 +157,14 @@ class EmbeddingCache:
         for owner in list(self._leases):
             self.release(owner)
 
-    def _publish(self, entry: EntryId, key: EmbeddingKey, *, replaces: bool) -> None:
+    def _publish(self, entry: EntryId, key: EmbeddingKey, now: float, *, replaces: bool) -> None:
         known = self._index.get(key.digest)
         if known is not None and not replaces:
             return
         if known is not None:
             self._unpublish(known)
         self._index[key.digest] = entry
-        self._entries[entry].key = key
+        self._entries[entry].key, self._entries[entry].published_at = key, now
 
     def _unpublish(self, entry: EntryId) -> None:
         state = self._entries[entry]

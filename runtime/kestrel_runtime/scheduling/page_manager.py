@@ -58,6 +58,8 @@ class _Page:
     keys: list[Digest] = field(default_factory=list)
     scope: CacheScope = EVERYBODY
     """Of its content, where it has keys."""
+    published_at: float = 0.0
+    """When it got the first of its keys."""
     writing: set[StepId] = field(default_factory=set)
     """Prefill steps in flight: the page is quarantined until they are complete."""
     after: set[StepId] = field(default_factory=set)
@@ -88,7 +90,7 @@ class PageManager:
         self._pages = [_Page() for _ in range(num_pages)]
         self._free: list[PageId] = list(range(num_pages - 1, -1, -1))
         self._cached: OrderedDict[PageId, None] = OrderedDict()  # evictable, least recently used first
-        self._index: dict[Digest, PageId] = {}
+        self._index: dict[Digest, PageId] = {}  # in the order of publication
         self._owners: dict[SequenceId, _Owner] = {}
         self._steps: defaultdict[StepId, list[PageId]] = defaultdict(list)  # whose end concerns these pages
         self._copy_sources: defaultdict[StepId, list[PageId]] = defaultdict(list)
@@ -114,6 +116,15 @@ class PageManager:
     def has(self, key: Digest) -> bool:
         """Whether a page is published under a key. From any thread: the answer may be out of date when it comes."""
         return key in self._index
+
+    def oldest_published_at(self) -> float | None:
+        """When the findable page that is the oldest was published; None where there is none. From any thread."""
+        while True:
+            try:
+                page = next(iter(self._index.values()), None)
+            except RuntimeError:  # another thread has changed the index just now
+                continue
+            return None if page is None else self._pages[page].published_at
 
     def match(self, keys: PrefixKeys, max_positions: int) -> PrefixMatch:
         """The longest published prefix of at most `max_positions` positions that splits no span."""
@@ -200,20 +211,29 @@ class PageManager:
         self._copy_sources[step] += own.sources
         own.sources = []
 
-    def publish(self, owner: SequenceId, keys: PrefixKeys, num_positions: int, *, replaces: bool = False) -> None:
+    def publish(
+        self,
+        owner: SequenceId,
+        keys: PrefixKeys,
+        num_positions: int,
+        *,
+        replaces: bool = False,
+        now: float = 0.0,
+    ) -> None:
         """Make the sequence's pages findable up to `num_positions`, all of which completed steps have written.
 
-        Where the same content has been published before, that is found; with `replaces`, the sequence's.
+        Where the same content has been published before, that is found; with `replaces`, the sequence's. `now`: in
+        seconds of any clock.
         """
         own = self._owners[owner]
         first = own.num_published * self.page_size
         for place in range(own.num_published, min(num_positions // self.page_size, len(keys.pages))):
-            self._publish_page(own.pages[place], keys.pages[place], keys.scope, replaces=replaces)
+            self._publish_page(own.pages[place], keys.pages[place], keys.scope, now, replaces=replaces)
             own.num_published = place + 1
         for share_point, key in keys.boundaries.items():
             if first <= share_point <= num_positions:
                 page = own.pages[share_point // self.page_size]
-                self._publish_page(page, key, keys.scope, replaces=replaces)
+                self._publish_page(page, key, keys.scope, now, replaces=replaces)
 
     def release(
         self, owner: SequenceId, writing: Collection[StepId] = (), last_decode: StepId | None = None
@@ -293,16 +313,19 @@ class PageManager:
         self.num_evictions += 1
         return page
 
-    def _publish_page(self, page: PageId, key: Digest, scope: CacheScope, *, replaces: bool) -> None:
+    def _publish_page(self, page: PageId, key: Digest, scope: CacheScope, now: float, *, replaces: bool) -> None:
         # Two sequences may have computed the same content: the first to publish it is found.
         known = self._index.get(key)
         if known == page or (known is not None and not replaces):
             return
         if known is not None:
+            del self._index[key]
             self._forget_key(known, key)
         self._index[key] = page
         state = self._pages[page]
-        self.num_findable += not state.keys
+        if not state.keys:
+            self.num_findable += 1
+            state.published_at = now
         state.keys.append(key)
         state.scope = scope
 

@@ -189,19 +189,19 @@ class Scheduler:
             if sequence.state is SequenceState.PREFILLED:
                 sequence.move_to(SequenceState.RUNNING)
 
-    def complete(self, step: StepId, batch: Batch, tokens: list[Token]) -> list[Sequence]:
-        """A step is complete: take its tokens, in the order of `batch.sampled`.
+    def complete(self, step: StepId, batch: Batch, tokens: list[Token], now: float = 0.0) -> list[Sequence]:
+        """A step is complete: take its tokens, in the order of `batch.sampled`. `now` is as for `schedule`.
 
         Returns the sampled sequences that are still here, each with its new token as the last.
         """
         if batch.kind == "prefill":
             self.promote(batch)
         self._forget_step(step)
-        self._embeddings.complete(step)
+        self._embeddings.complete(step, now)
         for chunk in batch.prefill:
             # A sequence that was preempted meanwhile does not have these pages any more.
             if step in chunk.sequence.writing:
-                self._publish(chunk.sequence, chunk.end)
+                self._publish(chunk.sequence, chunk.end, now)
         for chunk in batch.prefill:
             chunk.sequence.writing.discard(step)
         here: list[Sequence] = []
@@ -212,7 +212,7 @@ class Scheduler:
                 self._waiting.serve(sequence)
                 here.append(sequence)
                 if batch.kind == "decode" and not sequence.num_written % self._pages.page_size:
-                    self._publish(sequence, sequence.num_written)
+                    self._publish(sequence, sequence.num_written, now)
         if self._suspects and self._suspects[0].sequence in here:
             self._suspects.popleft()
         return here
@@ -405,13 +405,13 @@ class Scheduler:
             sequence.start_number = next(self._start_numbers)
         insort(self._active, sequence, key=_start_number)
 
-    def _publish(self, sequence: Sequence, num_positions: int) -> None:
+    def _publish(self, sequence: Sequence, num_positions: int, now: float) -> None:
         """Completed steps have written so many of the sequence's positions."""
         keys = sequence.keys
         if keys is None:
             return
         keys.extend(sequence.tokens, sequence.num_image_tokens, num_positions, self._pages.page_size)
-        self._pages.publish(sequence.id, keys, num_positions, replaces=sequence.computes_anew)
+        self._pages.publish(sequence.id, keys, num_positions, replaces=sequence.computes_anew, now=now)
         if num_positions >= sequence.prefix_length:
             self._stop_filling(sequence)
 
@@ -425,8 +425,16 @@ class Scheduler:
         if sequence.state is SequenceState.PREFILLING:
             sequence.move_to(SequenceState.RUNNING)
             return Plan(self._prefill_batch(), Batch.of_decode([sequence]))
-        if sequence in self._without_tiles:
-            return Plan(self._prefill_batch(), Batch.of_decode())
+        if sequence not in self._without_tiles:
+            self._start_alone(sequence, is_decoding=is_decoding)
+        encode: list[EncodeItem] = []
+        chunks: list[Chunk] = []
+        if sequence not in self._without_tiles:
+            encode += [EncodeItem.rest_of(sequence)] if sequence.num_tiles_to_encode else []
+            chunks = self._cut(sequence, sequence.num_matched, sequence.length - is_decoding)
+        return Plan(self._prefill_batch(encode, chunks), Batch.of_decode())
+
+    def _start_alone(self, sequence: Sequence, *, is_decoding: bool) -> None:
         match = self._match(sequence, sequence.length - 1 - is_decoding)
         # All suspects held pages together. Where they shared more of them than they find now, others wait again.
         while self._pages.num_needed(match, sequence.length) > self._pages.num_available:
@@ -435,11 +443,6 @@ class Scheduler:
             else:
                 match = _NO_MATCH
         self._start_or_park(sequence, match)
-        if sequence in self._without_tiles:
-            return Plan(self._prefill_batch(), Batch.of_decode())
-        encode = [EncodeItem.rest_of(sequence)] if sequence.num_tiles_to_encode else []
-        chunks = self._cut(sequence, sequence.num_matched, sequence.length - is_decoding)
-        return Plan(self._prefill_batch(encode, chunks), Batch.of_decode())
 
     def _prefill_batch(self, encode: Iterable[EncodeItem] = (), prefill: Iterable[Chunk] = ()) -> Batch:
         """A step that runs after the decode steps in flight that may still write what its sequences take over."""

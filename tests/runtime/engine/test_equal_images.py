@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 
 import numpy as np
 import pytest
@@ -144,3 +145,15 @@ async def test_a_truncated_image_is_refused_each_time_and_never_cached(nano: Loc
     await computed(nano, whole)
     with pytest.raises(ImageError):
         await ask(nano, cut)
+
+
+async def test_both_tiers_know_how_old_their_oldest_entry_is(nano: LocalEngine) -> None:
+    await nano.clear_cache()
+    load = nano.load()
+    assert (load.prefix_cache.oldest_age_s, load.image_cache.oldest_age_s) == (0.0, 0.0)
+    began = time.monotonic()
+    await ask(nano, encoded(picture(9)))
+    load, passed_s = nano.load(), time.monotonic() - began
+    for cache in (load.prefix_cache, load.image_cache):
+        assert cache.oldest_age_s is not None
+        assert 0.0 < cache.oldest_age_s < passed_s

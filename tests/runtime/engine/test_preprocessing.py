@@ -18,6 +18,7 @@ from kestrel_runtime.api.errors import (
     QueueTimeout,
     RequestRefused,
 )
+from kestrel_runtime.api.hashed_image import HashedImage
 from kestrel_runtime.api.requests import (
     CachePolicy,
     Caption,
@@ -360,6 +361,19 @@ def test_a_known_and_cached_image_is_neither_opened_nor_handed_to_a_worker(
     assert found.tile_job.num_bytes == expected.tile_job.num_bytes > 0
     assert found.clock.preprocess_started is not None
     assert found.clock.prepared is not None
+
+
+def test_of_large_images_those_that_bring_their_digest_are_prepared_at_once(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preprocessor, cached = known_image_preprocessor(loaded)
+    monkeypatch.setattr(preprocessing, "_MAX_BYTES_HASHED_AT_ONCE", 0)
+    monkeypatch.setattr(preprocessor, "_workers", FakeWorkers())
+    cached.add(image_digest(IMAGE))
+    request = Query("Where?", HashedImage(IMAGE, image_digest(IMAGE)))
+    assert preprocessor.submit(request, clock(), namespace="a").result(0).tiles is None
+    with pytest.raises(AssertionError, match="a worker was asked"):
+        preprocessor.submit(Query("Where?", IMAGE), clock(), namespace="a")
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """Two streams of a device that write, copy and read KV-cache pages, in any order that streams and waits allow.
 
-Each position of memory, and each row of the request state, holds the content that was written last. A step checks
-everything that it reads, so a page or row that is given to a new owner too early, or a page that is shared wrongly,
-shows as a wrong read.
+Each position of memory, each row of the request state and each tile of an entry for image embeddings holds the
+content that was written last. A step checks everything that it reads, so a page, row or entry that is given to a
+new owner too early, or one that is shared wrongly, shows as a wrong read.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class WrongRead(AssertionError):
@@ -28,6 +28,24 @@ class RowAccess:
 
 
 @dataclass
+class EntryWrite:
+    """Tiles [first_tile, end_tile) of an image that a step encodes into an entry."""
+
+    entry: int
+    image: object
+    first_tile: int
+    end_tile: int
+
+
+class EntryRead(NamedTuple):
+    """The image that a step needs in an entry, and its number of tiles."""
+
+    entry: int
+    image: object
+    num_tiles: int
+
+
+@dataclass
 class Access:
     """What one sequence does in a step: reads all positions before `start`, then writes [start, end)."""
 
@@ -38,6 +56,7 @@ class Access:
     counts: bool = True
     """Whether the result is used; a sequence that has left reads whatever is there."""
     row: RowAccess | None = None
+    embeddings: EntryRead | None = None
 
 
 @dataclass
@@ -49,6 +68,7 @@ class DeviceStep:
     after: frozenset[int]
     sequences: list[tuple[Any, int]] = field(default_factory=list)
     """For the launcher: a request, and the position up to which the step writes."""
+    encodes: list[EntryWrite] = field(default_factory=list)
 
 
 class SimulatedDevice:
@@ -59,6 +79,8 @@ class SimulatedDevice:
         self.memory: list[list[object]] = [[None] * page_size for _ in range(num_pages)]
         self.streams: dict[str, deque[DeviceStep]] = {"prefill": deque(), "decode": deque()}
         self.rows: dict[int, object] = {}
+        self.entries: dict[int, dict[int, object]] = {}
+        """By entry, the image of each tile."""
         self.executed: set[int] = set()
         self._random = random
 
@@ -87,7 +109,12 @@ class SimulatedDevice:
     def _execute(self, step: DeviceStep) -> None:
         for source, target in step.copies:
             self.memory[target] = list(self.memory[source])
+        for write in step.encodes:
+            tiles = self.entries.setdefault(write.entry, {})
+            tiles.update(dict.fromkeys(range(write.first_tile, write.end_tile), write.image))
         for access in step.accesses:
+            if access.embeddings is not None and access.counts and not self.holds(access.embeddings):
+                raise WrongRead(f"entry {access.embeddings.entry} does not hold {access.embeddings.image}")
             for position in range(access.start if access.counts else 0):
                 found = self.memory[access.pages[position // self.page_size]][position % self.page_size]
                 if found != access.content[position]:
@@ -98,6 +125,11 @@ class SimulatedDevice:
             if access.row is not None:
                 self._access_row(access.row, counts=access.counts)
         self.executed.add(step.id)
+
+    def holds(self, embeddings: EntryRead) -> bool:
+        """Whether an entry holds all tiles of an image."""
+        tiles = self.entries.get(embeddings.entry, {})
+        return all(tiles.get(tile) == embeddings.image for tile in range(embeddings.num_tiles))
 
     def _access_row(self, access: RowAccess, *, counts: bool) -> None:
         if access.opened is not None:

@@ -167,3 +167,20 @@ def test_random_operations_keep_the_books(seed: int):
         assert sorted([*free, *(used | published)]) == list(range(cache.num_entries)), "each entry is in one state"
         assert unused == published - used
         assert len(unused) <= num_cached
+
+
+def test_the_oldest_image_is_that_which_was_published_first():
+    cache = EmbeddingCache(2, 2)
+    assert cache.oldest_published_at() is None
+    for now, (owner, key) in enumerate(((1, CAT), (2, DOG)), start=100):
+        cache.lease(owner, key)
+        cache.fill(owner, StepId(owner))
+        cache.complete(StepId(owner), float(now))
+        cache.release(owner)
+    assert cache.oldest_published_at() == 100.0
+    cache.lease(3, CAT, computes_anew=True)
+    cache.fill(3, StepId(3))
+    cache.complete(StepId(3), 102.0)
+    assert cache.oldest_published_at() == 101.0, "the first one was replaced"
+    cache.forget()
+    assert cache.oldest_published_at() is None

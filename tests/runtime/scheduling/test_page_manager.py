@@ -1,8 +1,7 @@
 """Shared pages: what is found, what is copied, what may be reused when, and random schedules against a device.
 
-The random schedules check the books after each turn (`page_books`), and the device checks everything that a step
-reads. The mutations at the end show that they find a wrong reference count, a publication of positions that are not
-written, and a release without quarantine or without waits, each by itself.
+The random schedules check the books after each turn (`page_books`), and the device what a step reads. The mutations
+at the end are found: a wrong reference count, an early publication, a release without quarantine or without waits.
 """
 
 from __future__ import annotations
@@ -230,6 +229,14 @@ def test_what_belongs_to_one_namespace_or_one_image_of_it_can_be_forgotten():
 # Random schedules
 
 
+def test_the_oldest_page_is_that_which_was_published_first_and_not_replaced():
+    manager = PageManager(3, 2)
+    for now, owner, tokens in ((100.0, A, [1, 2]), (101.0, B, [3, 4]), (102.0, C, [1, 2])):
+        manager.allocate(owner, NOTHING, 2)
+        manager.publish(owner, keys_of(tokens, 2), 2, replaces=owner is C, now=now)
+    assert manager.oldest_published_at() == 101.0, "that of 100.0 was replaced"
+
+
 @dataclass(eq=False)
 class Request:
     """A prompt, what it generates, and how far it has come."""
@@ -449,9 +456,9 @@ class ForgetsAReference(PageManager):
 
 
 class PublishesUnwrittenPositions(PageManager):
-    def publish(self, owner, keys, num_positions, *, replaces=False):
+    def publish(self, owner, keys, num_positions, *, replaces=False, now=0.0):
         capacity = len(self.pages_of(owner)) * self.page_size
-        super().publish(owner, keys, min(num_positions + self.page_size - 1, capacity), replaces=replaces)
+        super().publish(owner, keys, min(num_positions + self.page_size - 1, capacity), replaces=replaces, now=now)
 
 
 class ReleasesWithoutQuarantine(PageManager):

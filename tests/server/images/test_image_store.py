@@ -55,10 +55,11 @@ def test_an_image_is_found_in_its_namespace_and_in_no_other() -> None:
     rig = Rig()
     handle = rig.put("cat")
     assert rig.store.get("a", handle).data.startswith(b"cat")
+    assert rig.store.get("a", handle).data.sha256.hex() == handle.sha256
     for namespace in ("b", ""):
         with pytest.raises(ImageNotFound):
             rig.store.get(namespace, handle)
-    assert (rig.store.usage.num_lookups, rig.store.usage.num_hits) == (3, 1)
+    assert (rig.store.usage.num_lookups, rig.store.usage.num_hits) == (4, 2)
 
 
 def test_storing_an_image_again_takes_no_more_memory() -> None:

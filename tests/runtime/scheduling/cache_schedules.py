@@ -1,0 +1,326 @@
+"""Random requests that share prefixes and images, on a simulated device that runs steps in any order that batches
+allow.
+
+Each position of the device's memory holds what was written there last: the number of a content. Two sequences have
+equal contents where all tokens up to there, the image and the namespace are equal. Each entry for embeddings holds
+the images of its tiles. A step checks what it reads. A page or entry that is published too early, shared wrongly,
+freed twice or not copied shows as a wrong read or in the books; a sequence that is lost never finishes.
+
+`KESTREL_GRPC_CACHE_OPERATIONS` sets how many operations are tried.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import Counter, deque
+from random import Random
+
+from kestrel_runtime.interfaces.ids import StepId
+from kestrel_runtime.interfaces.tokens import Token
+from kestrel_runtime.scheduling.batch import Batch
+from kestrel_runtime.scheduling.embedding_cache import EmbeddingCache
+from kestrel_runtime.scheduling.page_manager import PageManager
+from kestrel_runtime.scheduling.prefix_keys import PrefixKeyMaker
+from kestrel_runtime.scheduling.scheduler import Scheduler
+from kestrel_runtime.scheduling.sequence import Sequence, SequenceState
+from tests.runtime.scheduling.page_books import check_books
+from tests.runtime.scheduling.simulated_device import (
+    Access,
+    DeviceStep,
+    EntryRead,
+    EntryWrite,
+    RowAccess,
+    SimulatedDevice,
+)
+from tests.runtime.sequences import blank_tiles, new_sequence
+
+NUM_OPERATIONS = int(os.environ.get("KESTREL_GRPC_CACHE_OPERATIONS", "100000"))
+NUM_TURNS = 60
+NUM_TILES = 3
+IMAGES = tuple(bytes([number]) * 32 for number in range(3))
+NAMESPACES = ("", "another")
+BOS = Token(0)
+
+
+class Schedule:
+    """Sequences come, go, fail and are cancelled at random, in turns like those of the engine loop."""
+
+    scheduler_class: type[Scheduler] = Scheduler
+    manager_class: type[PageManager] = PageManager
+    maker_class: type[PrefixKeyMaker] = PrefixKeyMaker
+    embeddings_class: type[EmbeddingCache] = EmbeddingCache
+
+    def __init__(self, seed: int) -> None:
+        self.random = random = Random(seed)
+        page_size, max_batch_size = random.choice((1, 2, 3, 4)), random.randrange(1, 6)
+        self.manager = self.manager_class(random.randrange(6, 60), page_size)
+        self.device = SimulatedDevice(self.manager.num_pages, page_size, random)
+        self.embeddings = self.embeddings_class(max_batch_size + 1, random.choice((0, 1, 2, 4)))
+        self.scheduler = self.scheduler_class(
+            self.manager,
+            max_batch_size=max_batch_size,
+            max_prefill_tokens=random.randrange(1, 16),
+            max_tiles_per_step=random.randrange(1, 5),
+            cuts_at_share_points=random.random() < 0.7,
+            embeddings=self.embeddings,
+        )
+        self.num_image_tokens = random.randrange(1, 8)
+        self.maker = self.maker_class({}, page_size)
+        # Questions with their answers, of few words, so that many begin alike.
+        self.texts = [
+            [Token(random.choice((1, 1, 1, 2))) for _ in range(random.randrange(2, 20))] for _ in range(5)
+        ]
+        self.answers: dict[Sequence, list[Token]] = {}  # of those that are here: all tokens until they finish
+        self.origins: dict[Sequence, tuple[str, bytes | None]] = {}
+        self.contents: dict[object, int] = {}
+        self.decoding: list[Sequence] = []  # without tiles, which a worker makes
+        self.free_rows = list(range(max_batch_size + 1))
+        self.rows: dict[Sequence, int] = {}
+        self.in_flight: dict[str, deque[tuple[DeviceStep, Batch]]] = {"prefill": deque(), "decode": deque()}
+        self.ids = itertools.count(1)
+        self.counts: Counter[str] = Counter()
+
+    def run(self) -> None:
+        for _ in range(NUM_TURNS):
+            self.turn(is_busy=True)
+        for _ in range(4000):
+            if self.scheduler.is_idle and not any(self.in_flight.values()):
+                break
+            self.turn(is_busy=False)
+        assert self.scheduler.is_idle, "every sequence finishes"
+        assert not self.answers, "no sequence is lost"
+        assert self.manager.num_available == self.manager.num_pages, "B6: every page can be allocated again"
+        check_entries(self.embeddings, self.device)
+        assert not vars(self.embeddings)["_leases"], "E1: every lease has ended"
+
+    def turn(self, *, is_busy: bool) -> None:
+        random = self.random
+        if is_busy:
+            while len(self.answers) < 8 and random.random() < 0.6:
+                self.arrive()
+            if self.answers and random.random() < 0.3:
+                self.leave(random.choice(list(self.answers)), "cancellations")
+            if random.random() < 0.02:
+                self.fail()
+            if random.random() < 0.02:
+                self.forget()
+        self.device.run_some()
+        prefills, decodes = self.in_flight["prefill"], self.in_flight["decode"]
+        if prefills and random.random() < 0.3:
+            self.complete(prefills)
+        promoted = bool(prefills and prefills[0][1].sampled) and not self.scheduler.is_decoding
+        if promoted:
+            self.scheduler.promote(prefills[0][1])
+        if not self.scheduler.can_look_ahead:
+            self.complete_all()
+        had_decodes = bool(decodes)
+        plan = self.scheduler.schedule(0.0, may_prefill=len(prefills) < 2)
+        self.decoding += self.scheduler.take_without_tiles()
+        if self.decoding and random.random() < 0.5:
+            decoded = self.decoding.pop(random.randrange(len(self.decoding)))
+            if decoded in self.answers:
+                self.scheduler.add_tiles(decoded, blank_tiles(NUM_TILES))
+                self.counts["decoded again"] += 1
+        batch, max_decodes = plan.decode, random.randrange(1, 5)
+        while not batch.is_empty and len(decodes) < max_decodes:
+            self.launch(batch)
+            if not self.scheduler.can_look_ahead:
+                break
+            batch = self.scheduler.schedule(0.0, may_prefill=False).decode
+        self.launch(plan.prefill)
+        if had_decodes and decodes:
+            self.complete(decodes)
+        if prefills and (promoted or (not had_decodes and plan.is_empty)):
+            self.complete(prefills)
+        check_books(self.manager)
+        check_entries(self.embeddings, self.device)
+
+    def arrive(self) -> None:
+        random = self.random
+        capacity = self.manager.num_pages * self.manager.page_size
+        namespace, image = random.choice(NAMESPACES), random.choice((None, *IMAGES))
+        words = random.choice(self.texts)
+        num_prompt = random.randrange(1, len(words))
+        prompt, answer = [BOS, *words[:num_prompt]], words[num_prompt:]
+        num_image_tokens = 0 if image is None else self.num_image_tokens
+        if len(prompt) + num_image_tokens >= capacity:
+            return
+        tiles = {} if image is None else {"num_image_tokens": num_image_tokens, "tiles": blank_tiles(NUM_TILES)}
+        sequence = new_sequence(prompt, max_context=capacity, **tiles)
+        if random.random() < 0.95:
+            if random.random() < 0.95:
+                sequence.keys = self.maker.keys(prompt, num_image_tokens, image, namespace)
+            if image is not None and random.random() < 0.9:
+                sequence.embedding_key = self.maker.embedding_key(image, namespace)
+            sequence.computes_anew = random.random() < 0.1
+            share_point = sequence.missing_share_point(0, self.manager.page_size)
+            is_cached = share_point is not None and self.manager.has(share_point)
+            if (is_cached or sequence.embedding_key in self.embeddings) and not sequence.computes_anew:
+                sequence.tiles, sequence.tile_job = None, "decode the image"
+        self.answers[sequence], self.origins[sequence] = answer, (namespace, image)
+        self.scheduler.add(sequence)
+        self.counts["arrivals"] += 1
+
+    def launch(self, batch: Batch) -> None:
+        if batch.is_empty:
+            return
+        accesses: list[Access] = []
+        members: list[tuple[Sequence, int]] = []
+        for chunk in batch.prefill:
+            sequence, length = chunk.sequence, chunk.sequence.length
+            if chunk.is_first and sequence not in self.rows:
+                self.rows[sequence] = self.free_rows.pop()
+            row = RowAccess(self.rows[sequence])
+            if chunk.is_first:
+                image_is_there = sequence.tiles is not None or sequence.has_cached_embeddings
+                image_is_there = image_is_there or chunk.start >= sequence.prefix_length
+                assert image_is_there, "what is not cached needs its image"
+                self.counts["found embeddings"] += sequence.has_cached_embeddings
+                row.opened = (sequence.id, length)
+                self.counts["shared positions"] += chunk.start
+            span_end = 1 + sequence.num_image_tokens
+            assert not 0 < chunk.start < span_end, "a chunk that begins inside an image sees a part of it only"
+            assert chunk.end >= span_end or not sequence.num_image_tokens
+            if chunk.num_samples:
+                row.read, row.sampled = (sequence.id, length), (sequence.id, length + 1)
+            accesses.append(self.access(sequence, chunk.start, chunk.end, row))
+            if chunk.start < sequence.prefix_length:
+                assert sequence.embedding_entry is not None, "I10"
+                accesses[-1].embeddings = EntryRead(sequence.embedding_entry, self.origins[sequence], NUM_TILES)
+            members.append((sequence, chunk.end))
+        for sequence in batch.decode:
+            position = sequence.num_cached
+            row = RowAccess(self.rows[sequence])
+            row.read, row.sampled = (sequence.id, position + 1), (sequence.id, position + 2)
+            accesses.append(self.access(sequence, position, position + 1, row))
+            members.append((sequence, position + 1))
+        waits = batch.after | batch.depends_on
+        step = DeviceStep(
+            next(self.ids),
+            batch.kind,
+            accesses,
+            [(copy.source, copy.target) for copy in batch.copies],
+            frozenset(waits),
+            members,
+            [
+                EntryWrite(item.entry, self.origins[item.sequence], item.first_tile, item.end_tile)
+                for item in batch.encode
+            ],
+        )
+        self.device.launch(step)
+        self.scheduler.commit(StepId(step.id), batch)
+        self.in_flight[batch.kind].append((step, batch))
+        self.counts["steps"] += 1
+        self.counts["copies"] += len(batch.copies)
+
+    def access(self, sequence: Sequence, start: int, end: int, row: RowAccess) -> Access:
+        return Access(tuple(sequence.pages), self.contents_of(sequence, end), start, end, row=row)
+
+    def contents_of(self, sequence: Sequence, end: int) -> list[object]:
+        """What each position up to `end` holds once it is written."""
+        known, span_end = self.origins[sequence], 1 + sequence.num_image_tokens
+        prompt = sequence.tokens[: sequence.num_prompt_tokens]
+        tokens = [*prompt, *self.answers[sequence], *[BOS] * 8]  # steps look ahead beyond the end of an answer
+        contents: list[object] = []
+        content: object = self.contents.setdefault(("begin", known), len(self.contents))
+        for position in range(end):
+            token = None if 0 < position < span_end else tokens[max(position - sequence.num_image_tokens, 0)]
+            content = self.contents.setdefault((content, token), len(self.contents))
+            contents.append(content)
+        return contents
+
+    def complete(self, steps: deque[tuple[DeviceStep, Batch]]) -> None:
+        while any(step.id in steps[0][1].depends_on for step, _ in self.in_flight["prefill"]):
+            self.complete(self.in_flight["prefill"])
+        step, batch = steps.popleft()
+        self.device.run_until(step.id)
+        tokens = [self.next_token(sequence) for sequence in batch.sampled]
+        for sequence in self.scheduler.complete(StepId(step.id), batch, tokens):
+            if sequence.num_generated == len(self.answers[sequence]) or sequence.is_full:
+                self.leave(sequence, "finished")
+
+    def next_token(self, sequence: Sequence) -> Token:
+        answer = self.answers.get(sequence)
+        return BOS if answer is None else answer[sequence.num_generated]
+
+    def complete_all(self) -> None:
+        while steps := self.in_flight["decode"] or self.in_flight["prefill"]:
+            self.complete(steps)
+
+    def leave(self, sequence: Sequence, why: str) -> None:
+        for steps in self.in_flight.values():  # whose output for it is dropped from now on
+            for step, _ in steps:
+                for (member, _), access in zip(step.sequences, step.accesses, strict=True):
+                    access.counts = access.counts and member is not sequence
+        self.counts[f"parked {why}"] += sequence.state is SequenceState.PARKED
+        self.scheduler.remove(sequence)
+        assert (sequence.state, sequence.pages) == (SequenceState.FINISHED, [])
+        del self.answers[sequence]
+        if sequence in self.rows:
+            self.free_rows.append(self.rows.pop(sequence))
+        self.counts[why] += 1
+
+    def fail(self) -> None:
+        """A step failed: the others end, their tokens are dropped, all sequences wait again, and it is unknown what
+        the memory holds."""
+        while self.device.run_one():
+            pass
+        for steps in self.in_flight.values():
+            steps.clear()
+        self.scheduler.preempt_all()
+        for page in self.device.memory:
+            page[:] = ["rubbish"] * len(page)
+        self.device.entries.clear()
+        assert self.manager.num_available == self.manager.num_pages
+        self.counts["failures"] += 1
+
+    def forget(self) -> None:
+        """Remove what is cached of a namespace, or of an image in it."""
+        namespace, image = self.random.choice((None, *NAMESPACES)), self.random.choice((None, *IMAGES))
+        self.scheduler.forget_cached(namespace, image)
+        for own_namespace in NAMESPACES:
+            for own_image in IMAGES:
+                keys = self.maker.keys([BOS] * 3, self.num_image_tokens, own_image, own_namespace)
+                if namespace in (None, own_namespace) and image in (None, own_image):
+                    match = self.manager.match(keys, 1 + self.num_image_tokens)
+                    assert match.num_positions == 0, "what was removed is not found"
+                    assert self.maker.embedding_key(own_image, own_namespace) not in self.embeddings
+        self.counts["removals"] += 1
+
+
+def check_entries(embeddings: EmbeddingCache, device: SimulatedDevice) -> None:
+    """Raise AssertionError where the books of the entries are wrong, or a published one lacks its image."""
+    books = vars(embeddings)
+    entries, free, unused, index = books["_entries"], books["_free"], books["_unused"], books["_index"]
+    leases = Counter(lease.entry for lease in books["_leases"].values())
+    assert len(free) == len(set(free)), "no entry is freed twice"
+    for number, entry in enumerate(entries):
+        assert entry.num_leases == leases[number]
+        kinds = (number in free, number in unused, bool(entry.num_leases))
+        assert sum(kinds) == 1, f"entry {number} is free, unused or leased"
+        assert number not in free or entry.key is None, "a free entry is not found"
+        if entry.key is not None:
+            assert index[entry.key.digest] == number
+            (image,) = entry.key.scope.images
+            origin = (entry.key.scope.namespace, image)
+            assert device.holds(EntryRead(number, origin, NUM_TILES)), "E2: what is found is complete"
+    assert len(index) == sum(entry.key is not None for entry in entries)
+
+
+OPERATIONS = ("arrivals", "cancellations", "finished", "failures", "removals", "steps")
+
+
+def run_schedules(schedule_class: type[Schedule] = Schedule, num_operations: int = NUM_OPERATIONS) -> Counter[str]:
+    """Run schedules until they have done so many operations; what they did."""
+    counts: Counter[str] = Counter()
+    for seed in itertools.count():
+        schedule = schedule_class(seed)
+        schedule.run()
+        counts += schedule.counts
+        counts["hits"] += schedule.scheduler.num_hits
+        counts["evictions"] += schedule.manager.num_evictions
+        counts["evicted embeddings"] += schedule.embeddings.num_evictions
+        if sum(counts[name] for name in OPERATIONS) >= num_operations:
+            return counts
+    raise AssertionError("unreachable")
