@@ -48,6 +48,19 @@ async def test_a_request_ends_as_the_mapping_has_it(case: Case, column: Column, 
         await counted(rig, column, case, code, case.reason)
 
 
+_IN_STREAMS = [case for case in CASES if case.fields and TritonColumn().expresses(case.ask)]
+
+
+@pytest.mark.parametrize("case", _IN_STREAMS, ids=lambda case: case.name)
+async def test_a_stream_of_triton_tells_a_failure_in_a_message_as_in_its_status(case: Case, tmp_path: Path) -> None:
+    column = TritonColumn()
+    async with serving_all(case.engine(), tmp_path) as rig:
+        status, message = await column.error_texts(rig, case.ask)
+    assert message == status
+    for name in case.fields:
+        assert (column.field_name(case.ask, name) or "") in message
+
+
 def compare(told: Told, case: Case, column: Column) -> None:
     assert told.reason == case.reason
     assert told.request_id == REQUEST_ID

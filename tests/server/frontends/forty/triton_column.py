@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import grpc
+import pytest
 
 from tests.server.frontends.forty.cases import Ask
 from tests.server.frontends.forty.columns import REQUEST_ID, Rig, Told
@@ -48,6 +49,19 @@ class TritonColumn:
         call = self._begin(rig, ask)
         await rig.engine.num_submitted.acquire()
         call.cancel()
+
+    async def error_texts(self, rig: Rig, ask: Ask) -> tuple[str | None, str]:
+        """What a failure says as the status of a stream, and as a message of one that stays open."""
+        message = _message(ask)
+        stub, metadata = TritonStub(rig.channel), [("authorization", f"Bearer {ask.token}")]
+        strict = stub.ModelStreamInfer(iter((message,)), metadata=[*metadata, ("triton_grpc_error", "true")])
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await strict.read()
+        call = stub.ModelStreamInfer(iter((message,)), metadata=metadata)
+        response = await call.read()
+        assert not response.infer_response.outputs
+        assert await call.read() is EOF
+        return caught.value.details(), response.error_message
 
     async def _streamed(self, call: Any) -> dict[str, Any]:
         """What the last response says."""
