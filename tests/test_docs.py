@@ -7,14 +7,19 @@ from pathlib import Path
 
 import pytest
 
+from tests import api_page
 from tests.reference_fixtures import CHECKOUT
 from tests.table_of_errors import markdown_table
 
 PAGES = [
     CHECKOUT / "README.md",
+    CHECKOUT / "CHANGELOG.md",
     CHECKOUT / "clients" / "python" / "README.md",
     *sorted((CHECKOUT / "docs").glob("*.md")),
 ]
+
+LONG = 100
+"""Lines of a page above which a reader looks for a table of contents."""
 
 
 def anchors(page: Path) -> set[str]:
@@ -43,7 +48,19 @@ def test_the_reasons_of_errors_are_those_of_the_table():
     assert found[1] == markdown_table(), "write what `python -m tests.table_of_errors` prints there"
 
 
-def test_operation_has_an_entry_for_each_of_its_parts():
-    page = CHECKOUT / "docs" / "operation.md"
+def test_the_page_of_the_api_is_that_of_the_contract():
+    assert api_page.PAGE.read_text(encoding="utf-8") == api_page.page(), "run: python -m tests.api_page"
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if page.read_text(encoding="utf-8").count("\n") > LONG],
+    ids=lambda page: page.relative_to(CHECKOUT).as_posix(),
+)
+def test_every_long_page_begins_with_a_table_of_contents(page: Path):
     text = page.read_text(encoding="utf-8")
-    assert set(re.findall(r"\]\(#([\w-]+)\)", text)) == anchors(page) - {"operation"}
+    headings = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    # A table of contents does not name itself.
+    wanted = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings} - {"contents"}
+    parts = re.split(r"^## (?!Contents)", text, maxsplit=1, flags=re.MULTILINE)
+    assert wanted <= set(re.findall(r"\]\(#([^)]+)\)", parts[0]))

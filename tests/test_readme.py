@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,11 +19,16 @@ from tests.reference_fixtures import CHECKOUT
 
 README = (CHECKOUT / "README.md").read_text(encoding="utf-8")
 COMMAND = [sys.executable, "-m", "kestrel_grpc"]
+ACTIVATED = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+"""The environment of a shell that has activated the one of this Python."""
 
 
-def blocks(language: str, containing: str) -> list[str]:
-    found = re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-    return [block for block in found if containing in block]
+MAX_WAIT_S = 300.0
+"""Longer than any machine needs: a longer wait is a failure."""
+needs_tools = pytest.mark.skipif(
+    any(shutil.which(tool) is None for tool in ("openssl", "curl")),
+    reason="needs openssl and curl, as the examples do",
+)
 
 
 @pytest.fixture(scope="module")
@@ -43,25 +50,9 @@ def address() -> Iterator[str]:
 def run(command: list[str], address: str) -> str:
     """What a command prints, in the checkout, with the README's server standing at another address."""
     parts = [part.replace("localhost:50051", address) for part in command]
-    done = subprocess.run(parts, cwd=CHECKOUT, capture_output=True, text=True, check=False)
+    done = subprocess.run(parts, cwd=CHECKOUT, env=ACTIVATED, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-def test_grpcurl_examples_run_as_written(address):
-    (block,) = blocks("sh", "grpcurl -plaintext")
-    printed = run(["bash", "-euc", block], address)
-    assert "kestrel.v1.VisionService" in printed
-    assert "rpc CompleteQuery" in printed
-    assert '"completed"' in printed
-    assert "yellow star" in printed
-
-
-def test_python_example_runs_as_written(address):
-    (block,) = blocks("python", "from kestrel_client import Client")
-    printed = run([sys.executable, "-c", block], address)
-    assert "yellow star" in printed
-    assert printed.count("Box(") == 5
 
 
 def test_examples_of_stored_images_run_as_written(address, tmp_path):
@@ -79,44 +70,128 @@ def test_examples_of_stored_images_run_as_written(address, tmp_path):
     assert (tmp_path / "picture.png").read_bytes() == (CHECKOUT / "kestrel_grpc" / "demo_picture.png").read_bytes()
 
 
-def test_command_line_examples_run_as_written(address, tmp_path):
-    (block,) = blocks("sh", "kestrel-grpc caption")
-    drawing = tmp_path / "demo.png"
-    for line in block.splitlines():
-        command = line.replace("demo.png", str(drawing)) + f" --address {address}"
-        assert run(["bash", "-euc", command], address)
-    assert drawing.stat().st_size > 0
+# Blocks that are not run here, by a text in them, and why.
+NOT_RUN = {
+    "make demo": "tests/journey runs the demo; `make test` would run this test",
+    "pip install ./clients/python": "tests/test_packages.py installs the packages into an empty environment",
+    "--model moondream2 ": "downloads weights, or needs a GPU",
+}
+_BLOCK = re.compile(r"^```(sh|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl, which makes the certificate")
-def test_the_example_with_a_token_and_a_certificate_runs_as_written(tmp_path):
-    (serve,), (ask,) = blocks("sh", "openssl req"), blocks("sh", "export KESTREL_GRPC_TOKEN")
-    for name in (".venv", "kestrel_grpc"):
-        (tmp_path / name).mkdir()
-    (tmp_path / ".venv" / "bin").symlink_to(Path(sys.executable).parent)
-    (tmp_path / "kestrel_grpc" / "demo_picture.png").write_bytes(
-        (CHECKOUT / "kestrel_grpc" / "demo_picture.png").read_bytes()
+def examples(page: str) -> list[tuple[str, str]]:
+    """The language and the text of each block that a reader can run here, in order."""
+    return [(kind, text) for kind, text in _BLOCK.findall(page) if not any(part in text for part in NOT_RUN)]
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that no one listens on."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What each block of the README prints to a reader who runs all of them in order, in one shell.
+
+    The reader has activated the environment and stands in a checkout. Only the ports are others.
+    """
+    folder = tmp_path_factory.mktemp("reader")
+    for path in CHECKOUT.iterdir():
+        if not path.name.startswith(".") and path.name != "demo.png":
+            (folder / path.name).symlink_to(path)
+    ports = dict(zip(("50051", "50052", "50053", "8000", "9464"), free_ports(5), strict=True))
+    script = ["trap 'kill $(jobs -p) 2>/dev/null; wait' EXIT", f"export KESTREL_GRPC_PORT={ports['50051']}"]
+    script.append(f"export KESTREL_GRPC_ADDRESS=localhost:{ports['50051']}")
+    blocks = examples(README)
+    for number, (kind, text) in enumerate(blocks):
+        for written, used in ports.items():
+            text = re.sub(rf"\b{written}\b", str(used), text)
+        script.append(rf"printf '\n>>> {number}\n'")
+        script.append(text if kind == "sh" else f"python - <<'PYTHON'\n{text}PYTHON")
+    script.append("kill %1 %2 %3")
+    done = subprocess.run(
+        ["bash", "-euc", "\n".join(script)],
+        cwd=folder,
+        env=ACTIVATED,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=MAX_WAIT_S,
     )
-    # A shell ends with its last command, so that the signal reaches the server itself.
-    script = re.sub(r"(?m)^(\S+kestrel-grpc serve)", r"exec \1 --port 0", serve)
-    with subprocess.Popen(
-        ["bash", "-euc", script], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as server:
-        try:
-            assert server.stdout is not None
-            found = re.search(r" on \S+:(\d+) ", server.stdout.readline())
-            assert found is not None
-            command = f"{ask.rstrip()} --address localhost:{found[1]}"
-            asked = subprocess.run(
-                ["bash", "-euc", command], cwd=tmp_path, capture_output=True, text=True, check=False
-            )
-        finally:
-            server.terminate()
-    assert (asked.stdout, asked.stderr) == ("yellow\n", "")
+    assert done.returncode == 0, done.stderr
+    _, *printed = re.split(r"^>>> \d+$", done.stdout, flags=re.MULTILINE)
+    assert (folder / "demo.png").stat().st_size > 0
+    return {text: shown for (_, text), shown in zip(blocks, printed, strict=True)}
+
+
+def shown(session: dict[str, str], part: str) -> str:
+    """What the block that has this text printed."""
+    (found,) = (printed for text, printed in session.items() if part in text)
+    return found
+
+
+@needs_tools
+def test_grpcurl_examples_run_as_written(session):
+    printed = shown(session, "grpcurl -plaintext")
+    assert "kestrel.v1.VisionService" in printed
+    assert "// What the question is about." in printed
+    assert '"completed"' in printed
+    assert "yellow star" in printed
+
+
+@needs_tools
+def test_python_example_runs_as_written(session):
+    printed = shown(session, "from kestrel_client import Client")
+    assert "yellow star" in printed
+    assert printed.count("Box(") == 5
+
+
+@needs_tools
+def test_command_line_examples_run_as_written(session):
+    printed = shown(session, "kestrel-grpc caption")
+    assert "yellow star" in printed
+    assert '"points"' in printed
+
+
+@needs_tools
+def test_examples_over_http_run_as_written(session):
+    printed = shown(session, "/v1/chat/completions")
+    assert printed.count("yellow star") == 2
+    assert '"choices"' in printed
+
+
+@needs_tools
+def test_the_example_with_a_token_and_a_certificate_runs_as_written(session):
+    assert shown(session, "openssl req").rstrip().endswith("\nyellow")
+
+
+@needs_tools
+def test_the_remaining_examples_run_as_written(session):
+    assert "0 failed" in shown(session, "kestrel-grpc verify")
+    assert "kestrel_scheduler_waiting" in shown(session, "9464/metrics")
+    assert "moondream-nano" in shown(session, "kestrel-grpc models")
+
+
+def test_every_block_is_run_or_has_a_reason():
+    assert [part for part in NOT_RUN if not any(part in text for _, text in _BLOCK.findall(README))] == []
+    assert len(examples(README)) >= 8
+
+
+def test_no_example_needs_a_second_terminal_or_names_the_environment():
+    assert not re.search(r"second (one|terminal)|in one terminal", README)
+    assert [text for _, text in _BLOCK.findall(README) if ".venv/" in text] == []
 
 
 def test_table_of_options_is_that_of_the_server():
-    table = re.search(r"<!-- options -->\n(.*?)\n<!-- /options -->", README, re.DOTALL)
+    page = (CHECKOUT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    table = re.search(r"<!-- options -->\n(.*?)\n<!-- /options -->", page, re.DOTALL)
     assert table is not None
     assert table[1] == markdown_table(), "write what `python -m kestrel_grpc.config.flags` prints there"
 

@@ -1,4 +1,4 @@
-"""The options as flags of the command line, and as the table of the README.
+"""The options as flags of the command line, and as the table of docs/configuration.md.
 
 `python -m kestrel_grpc.config.flags` prints that table.
 """

@@ -21,11 +21,11 @@ class CommentedPool:
     def __init__(self, pool: Any) -> None:
         self._pool = pool
 
-    def FindFileByName(self, name: str) -> _CommentedFile:  # noqa: N802 -- as the pool's
+    def FindFileByName(self, name: str) -> CommentedFile:  # noqa: N802 -- as the pool's
         """The file of this name. Raises KeyError."""
-        return _CommentedFile(self._pool.FindFileByName(name))
+        return CommentedFile(self._pool.FindFileByName(name))
 
-    def FindFileContainingSymbol(self, symbol: str) -> _CommentedFile:  # noqa: N802 -- as the pool's
+    def FindFileContainingSymbol(self, symbol: str) -> CommentedFile:  # noqa: N802 -- as the pool's
         """The file that defines a symbol. Raises KeyError."""
         try:
             file = self._pool.FindFileContainingSymbol(symbol)
@@ -33,13 +33,13 @@ class CommentedPool:
             # The pool knows methods by their service only.
             service, _, method = symbol.rpartition(".")
             file = self._pool.FindServiceByName(service).methods_by_name[method].containing_service.file
-        return _CommentedFile(file)
+        return CommentedFile(file)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._pool, name)
 
 
-class _CommentedFile:
+class CommentedFile:
     """The descriptor of a file and of those that it imports, as far as reflection reads them."""
 
     def __init__(self, file: Any) -> None:
@@ -47,9 +47,9 @@ class _CommentedFile:
         self._file = file
 
     @property
-    def dependencies(self) -> list[_CommentedFile]:
+    def dependencies(self) -> list[CommentedFile]:
         """The files that it imports."""
-        return [_CommentedFile(file) for file in self._file.dependencies]
+        return [CommentedFile(file) for file in self._file.dependencies]
 
     def CopyToProto(self, message: FileDescriptorProto) -> None:  # noqa: N802 -- as a descriptor's
         """Write the descriptor, comments included, into a message."""
