@@ -28,6 +28,8 @@ class Stream:
         self.over: asyncio.Future[None] = self.loop.create_future()
         """Done once no event will come any more: finished, failed or cancelled."""
         self.is_cancelled = False
+        self.wants_only_end = False
+        """Whether the caller waits for `result`: what comes before the end need not be delivered."""
         self._events: deque[Event] = deque()
         self._error: KestrelError | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -48,7 +50,11 @@ class Stream:
         return self._joined(event) if isinstance(event, TextDelta) else event
 
     async def result(self) -> Finished:
-        """Wait for the end, woken by nothing before it. Raises what the iteration raises, once."""
+        """Wait for the end, woken by nothing before it. Raises what the iteration raises, once.
+
+        Events that come from now on are dropped, but for the last.
+        """
+        self.wants_only_end = True
         await asyncio.wait((self.over,))
         if self._error is not None:
             raise self._take_error()

@@ -416,9 +416,10 @@ class EngineLoop:
             _log.exception("the output parser of %s failed", sequence.fingerprint)
             self._fail(sequence, InternalError(error))
             return
-        if events:
-            self._outbox.put(self._streams[sequence], events)
-        if sequence.parser.finish_reason is not None:
+        stream, is_over = self._streams[sequence], sequence.parser.finish_reason is not None
+        if events and (is_over or not stream.wants_only_end):
+            self._outbox.put(stream, events)
+        if is_over:
             self._remove(sequence)
 
     def _fail(self, sequence: Sequence, error: KestrelError) -> None:

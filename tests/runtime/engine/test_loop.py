@@ -1,11 +1,13 @@
 """The engine's thread, turned by hand one step at a time."""
 
+import asyncio
 import time
 
 import pytest
 
 from kestrel_runtime.api.config import EngineConfig
-from kestrel_runtime.api.events import Finished, Started, TextDelta
+from kestrel_runtime.api.errors import KestrelError
+from kestrel_runtime.api.events import Event, Finished, Started, TextDelta
 from kestrel_runtime.api.requests import Caption, Priority, Query, Request, SamplingParams
 from kestrel_runtime.api.stream import Stream
 from kestrel_runtime.engine.isolation import Isolation, new_probes
@@ -176,6 +178,26 @@ async def test_the_first_event_is_the_start_and_carries_the_prompts_usage(bench:
     assert isinstance(first, Started)
     assert first.usage.num_output_tokens == 1
     assert first.usage.num_input_tokens > 4
+
+
+async def test_who_waits_for_the_result_is_sent_nothing_before_it(bench: Bench) -> None:
+    stream, other = bench.add(tell(3)), bench.add(tell(3))
+    delivered: list[list[Event]] = []
+    deliver = stream.deliver
+
+    def note(events: list[Event], error: KestrelError | None = None) -> None:
+        delivered.append(events)
+        deliver(events, error)
+
+    stream.deliver = note
+    result = asyncio.ensure_future(stream.result())
+    await asyncio.sleep(0)  # it waits
+    for _ in range(3):
+        bench.loop.step()
+    finished = await result
+    assert finished.usage.num_output_tokens == 3
+    assert [events[-1] for events in delivered] == [finished]
+    assert isinstance((await bench.events(other))[0], Started)
 
 
 async def test_the_rate_counts_the_tokens_of_the_last_seconds(bench: Bench) -> None:
