@@ -37,8 +37,7 @@ def _print(read: Callable[[Client], Any], client: Client, arguments: argparse.Na
 
 
 def _info(client: Client) -> Mapping[str, Any]:
-    models = [model.name for model in client.list_models()]
-    return {**dataclasses.asdict(client.server_info()), "models": models}
+    return dataclasses.asdict(client.server_info())
 
 
 def _models(client: Client) -> Sequence[Mapping[str, Any]]:

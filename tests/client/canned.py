@@ -183,7 +183,7 @@ class CannedEngine(engine_service_pb2_grpc.EngineServiceServicer):
             max_running_requests=5,
         )
         return engine_service_pb2.GetServerInfoResponse(
-            server_version="9.9", instance_id="abc", capabilities=["fly"], limits=limits
+            server_version="9.9", instance_id="abc", capabilities=["fly"], limits=limits, model="tiny"
         )
 
     def ListModels(self, request: Any, context: Any) -> Any:

@@ -100,6 +100,7 @@ def test_the_server_tells_about_itself(client: Client) -> None:
     info = client.server_info()
     assert (info.server_version, info.instance_id, info.capabilities) == ("9.9", "abc", ("fly",))
     assert info.limits.max_running_requests == 5
+    assert info.model == "tiny"
     (model,) = client.list_models()
     assert (model.name, model.skills, model.parameter_count) == ("tiny", ("query", "point"), 3_000_000_000)
     assert model.defaults[0].reasoning is False

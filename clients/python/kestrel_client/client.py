@@ -337,7 +337,7 @@ class Client:
         )
 
     def server_info(self, *, timeout_s: float | None = None) -> ServerInfo:
-        """Returns the version, the instance and the limits of the server.
+        """Returns the version, the instance, the model and the limits of the server.
 
         Args:
             timeout_s: The longest time for the call, in seconds.

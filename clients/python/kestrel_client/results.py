@@ -238,12 +238,13 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """Which server this is. `instance_id` changes with every start."""
+    """Which server this is, and the name of its model. `instance_id` changes with every start."""
 
     server_version: str
     instance_id: str
     capabilities: tuple[str, ...]
     limits: Limits
+    model: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,7 +337,9 @@ def server_info(message: engine_service_pb2.GetServerInfoResponse) -> ServerInfo
         max_queued_requests=message.limits.max_queued_requests,
         max_running_requests=message.limits.max_running_requests,
     )
-    return ServerInfo(message.server_version, message.instance_id, tuple(message.capabilities), limits)
+    return ServerInfo(
+        message.server_version, message.instance_id, tuple(message.capabilities), limits, message.model
+    )
 
 
 def models(message: engine_service_pb2.ListModelsResponse) -> tuple[Model, ...]:

@@ -22,7 +22,7 @@ async def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 async def test_info_says_which_server_this_is_and_what_it_accepts(capsys):
     rows = dict(line.split(maxsplit=1) for line in (await printed(capsys, "info")).splitlines())
     assert rows["server_version"] == __version__
-    assert rows["models"] == "fake"
+    assert rows["model"] == "fake"
     assert rows["limits.max_image_bytes"] == "33,554,432"
 
 
