@@ -6,9 +6,12 @@ import asyncio
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
+from kestrel_runtime.api.adapters import AdapterInfo
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.engine import ClearedCache, EngineInfo, EngineStatus, ImageInfo, Load, SkillDefaults
 from kestrel_runtime.api.errors import (
+    AdapterInvalid,
+    AdapterNotFound,
     DeadlineExceeded,
     EngineUnavailable,
     ImageError,
@@ -174,6 +177,19 @@ class FakeEngine:
         if data.startswith(b"broken"):
             raise ImageError("is broken")
         return ImageInfo("image/png", 4, 3)
+
+    def adapters(self) -> list[AdapterInfo]:
+        return [AdapterInfo("colours", "ab" * 32, slot=1, num_requests=2, is_current=True)]
+
+    async def load_adapter(self, name: str) -> AdapterInfo:
+        return self.unload_adapter(name)
+
+    def unload_adapter(self, name: str) -> AdapterInfo:
+        if name == "broken":
+            raise AdapterInvalid(name, ("unexpected a", "missing b"))
+        if name != "colours":
+            raise AdapterNotFound(name)
+        return self.adapters()[0]
 
     def load(self) -> Load:
         return Load(len(self._players), 2, 3, 40, 500, 123.5, 6789)

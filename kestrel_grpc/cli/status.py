@@ -1,4 +1,4 @@
-"""The commands info, models and load: what a running server is, what it serves and how busy it is."""
+"""The commands info, models, load and adapter: what a running server is and serves, and how busy it is."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from kestrel_client import Client
+from kestrel_client import Adapter, Client
 from kestrel_grpc.cli.ask import add_client_arguments, run_with_client
 
 
@@ -24,6 +24,39 @@ def add_status_commands(subparsers: argparse._SubParsersAction[argparse.Argument
         add_client_arguments(parser)
         parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
         parser.set_defaults(run=partial(run_with_client, partial(_print, read)))
+    _add_adapter_command(subparsers)
+
+
+def _add_adapter_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    summary = "show, load and unload adapters"
+    command = subparsers.add_parser("adapter", help=summary, description=f"{summary.capitalize()}.")
+    actions = command.add_subparsers(metavar="ACTION", dest="action", required=True)
+    for action, what, act in (
+        ("list", "show the adapters that are loaded", lambda client, name: client.list_adapters()),
+        ("load", "read the files of an adapter anew and load them", Client.load_adapter),
+        ("unload", "free the slot of an adapter once no request uses it", Client.unload_adapter),
+    ):
+        parser = actions.add_parser(action, help=what, description=f"{what.capitalize()}.")
+        if action == "list":
+            parser.set_defaults(name="")
+        else:
+            parser.add_argument("name", help="as requests name it, such as colours or colours@200")
+        add_client_arguments(parser)
+        parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+        parser.set_defaults(run=partial(run_with_client, partial(_print_adapters, act)))
+
+
+def _print_adapters(
+    act: Callable[[Client, str], Adapter | Sequence[Adapter]], client: Client, arguments: argparse.Namespace
+) -> None:
+    found = act(client, arguments.name)
+    adapters = [found] if isinstance(found, Adapter) else found
+    if arguments.json:
+        print(json.dumps([dataclasses.asdict(adapter) for adapter in adapters]))
+        return
+    for adapter in adapters:
+        state = "" if adapter.is_current else "  until its requests have ended"
+        print(f"{adapter.name:<36} {adapter.digest[:12]}  {adapter.request_count} requests{state}")
 
 
 def _print(read: Callable[[Client], Any], client: Client, arguments: argparse.Namespace) -> None:

@@ -22,6 +22,7 @@ from kestrel_grpc import __version__
 from kestrel_grpc.telemetry.device_reading import DeviceReading, device_reader
 from kestrel_grpc.telemetry.histograms import Histogram, Series
 from kestrel_grpc.wire.call_context import CallContext, Outcome
+from kestrel_runtime.api.adapters import AdapterLoad
 from kestrel_runtime.api.engine import CacheLoad, Engine, EngineStatus, Load
 from kestrel_runtime.api.events import Finished
 from kestrel_runtime.api.memory_plan import MemoryPlan
@@ -201,6 +202,26 @@ MEMORY_PLANNED = Definition(
     "How the server divided the memory of its device at the start, by part.",
     ("part",),
 )
+ADAPTER_SLOTS = Definition(
+    "kestrel.adapter.slots",
+    Kind.GAUGE,
+    "1",
+    "Slots for adapters: all (total), those with an adapter (filled) and those that requests use (used).",
+    ("state",),
+)
+ADAPTER_LOADS = Definition(
+    "kestrel.adapter.loads", Kind.COUNTER, "1", "Adapters that were loaded, or failed to load.", ("outcome",)
+)
+ADAPTER_EVICTIONS = Definition(
+    "kestrel.adapter.evictions", Kind.COUNTER, "1", "Adapters that left their slot for another one."
+)
+ADAPTER_REQUESTS = Definition(
+    "kestrel.adapter.requests",
+    Kind.COUNTER,
+    "1",
+    "Answered requests by adapter; from the 65th adapter on they are counted as other.",
+    ("adapter",),
+)
 READY = Definition("kestrel.engine.ready", Kind.GAUGE, "1", "1 while the engine takes requests, else 0.")
 RESTARTS = Definition("kestrel.engine.restarts", Kind.COUNTER, "1", "Restarts of the engine after a failure.")
 INFO = Definition(
@@ -217,6 +238,7 @@ METRICS = (
     *(RUNNING, WAITING, PREPROCESSING, DECODED_IMAGES, KV_USED, KV_CAPACITY),
     *(CACHE_LOOKUPS, CACHE_HITS, CACHE_EVICTIONS, CACHE_USED, CACHE_CAPACITY, CACHE_AGE),
     *(DEVICE_MEMORY_USED, DEVICE_MEMORY_CAPACITY, DEVICE_UTILIZATION, MEMORY_PLANNED),
+    *(ADAPTER_SLOTS, ADAPTER_LOADS, ADAPTER_EVICTIONS, ADAPTER_REQUESTS),
     *(READY, RESTARTS, INFO),
 )
 
@@ -234,6 +256,8 @@ _DEVICE: tuple[tuple[Definition, Callable[[DeviceReading], float]], ...] = (
     (DEVICE_MEMORY_CAPACITY, lambda reading: reading.total_bytes),
     (DEVICE_UTILIZATION, lambda reading: reading.utilization),
 )
+_MAX_NAMED_ADAPTERS = 64
+"""Each has a series of its own; the requests of further adapters are counted together."""
 _CACHE_COUNTERS: tuple[tuple[Definition, Callable[[CacheLoad], int]], ...] = (
     (CACHE_LOOKUPS, lambda cache: cache.num_lookups),
     (CACHE_HITS, lambda cache: cache.num_hits),
@@ -262,6 +286,13 @@ class ServerMetrics:
         self._failed = Counter(
             FAILED.prometheus_name, FAILED.help, FAILED.prometheus_labels, registry=self.registry
         )
+        self._adapters = Counter(
+            ADAPTER_REQUESTS.prometheus_name,
+            ADAPTER_REQUESTS.help,
+            ADAPTER_REQUESTS.prometheus_labels,
+            registry=self.registry,
+        )
+        self._adapter_names: set[str] = set()
         self._restarts = Counter(RESTARTS.prometheus_name, RESTARTS.help, registry=self.registry)
         self._requests = self._histogram(REQUEST_DURATION)
         self._first_token = self._histogram(TIME_TO_FIRST_TOKEN)
@@ -290,6 +321,16 @@ class ServerMetrics:
             self._image_size.observe(request.image_bytes)
         if call.finished is not None:
             self._record_answer(request.skill, call.finished)
+            if request.adapter:
+                self._record_adapter(request.adapter)
+
+    def _record_adapter(self, name: str) -> None:
+        if name not in self._adapter_names:
+            if len(self._adapter_names) < _MAX_NAMED_ADAPTERS:
+                self._adapter_names.add(name)
+            else:
+                name = "other"
+        self._adapters.labels(name).inc()
 
     def _note_status(self, status: EngineStatus) -> None:
         if status is EngineStatus.RECOVERING:
@@ -361,6 +402,7 @@ class _EngineCollector(Collector):
             for definition, read_part in _DEVICE:
                 yield GaugeMetricFamily(definition.prometheus_name, definition.help, read_part(reading))
         yield _planned_family(self._engine.info.memory)
+        yield from _adapter_families(load.adapters)
         is_ready = self._engine.status is EngineStatus.SERVING
         yield GaugeMetricFamily(READY.prometheus_name, READY.help, int(is_ready))
         info = self._engine.info
@@ -374,6 +416,7 @@ class _EngineCollector(Collector):
         for definition in (*(item for item, _ in _LOAD), *(item for item, _ in _DEVICE), READY, INFO):
             yield GaugeMetricFamily(definition.prometheus_name, definition.help)
         yield from _cache_families({})
+        yield from _adapter_families(AdapterLoad())
         yield _planned_family(None)
 
 
@@ -385,6 +428,21 @@ def _planned_family(plan: MemoryPlan | None) -> Metric:
     for part, num_bytes in () if plan is None else plan.terms():
         family.add_metric((part,), num_bytes)
     return family
+
+
+def _adapter_families(load: AdapterLoad) -> Iterator[Metric]:
+    """The metrics of adapters, but for those of requests."""
+    slots = {"total": load.num_slots, "filled": load.num_filled_slots, "used": load.num_used_slots}
+    loads = {"loaded": load.num_loads, "failed": load.num_failures}
+    for kind, definition, values in (
+        (GaugeMetricFamily, ADAPTER_SLOTS, slots),
+        (CounterMetricFamily, ADAPTER_LOADS, loads),
+    ):
+        family = kind(definition.prometheus_name, definition.help, labels=definition.prometheus_labels)
+        for label, value in values.items():
+            family.add_metric((label,), value)
+        yield family
+    yield CounterMetricFamily(ADAPTER_EVICTIONS.prometheus_name, ADAPTER_EVICTIONS.help, load.num_evictions)
 
 
 def _cache_families(tiers: Mapping[str, CacheLoad]) -> Iterator[Metric]:

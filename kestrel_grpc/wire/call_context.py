@@ -43,10 +43,11 @@ DEADLINE_EXCEEDED = Outcome("DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED")
 class RequestSummary:
     """What metrics and traces report of a request. Does not hold the image, which needs much memory."""
 
-    __slots__ = ("image_bytes", "sampling", "skill", "text")
+    __slots__ = ("adapter", "image_bytes", "sampling", "skill", "text")
 
     def __init__(self, request: Request) -> None:
         self.skill = request.skill
+        self.adapter = request.options.adapter
         self.sampling = request.sampling
         if isinstance(request, Query):
             self.text = request.question

@@ -33,6 +33,7 @@ class Submission:
         A stored image is taken now: the request has its bytes, whatever happens to the stored image afterwards.
         When this returns only the engine holds the image, provided that neither the store nor the caller does.
         """
+        request = _with_adapter(request, self._engine.info.model)
         call.request = RequestSummary(request)
         if image is not None:
             request = await self._with_image(request, image, call)
@@ -56,6 +57,15 @@ class Submission:
             call.release()
         with self._engine.expecting(request, deadline_s=call.remaining_s, tenant=call.principal):
             return replace(request, image=await self._images.fetch(uri))
+
+
+def _with_adapter(request: Request, served: str) -> Request:
+    """A model named as `model/name@step` is an adapter of the served model, unless the request names another."""
+    options = request.options
+    base, adapter = options.model[: len(served)], options.model[len(served) + 1 :]
+    if not adapter or options.model != f"{served}/{adapter}" or options.adapter not in ("", adapter):
+        return request
+    return replace(request, options=replace(options, model=base, adapter=adapter))
 
 
 async def last_event(stream: Stream, call: CallContext) -> Finished:

@@ -219,6 +219,18 @@ class CannedEngine(engine_service_pb2_grpc.EngineServiceServicer):
         pages = {"alice": 1, "yard": 2}.get(request.token or request.namespace, 3)
         return engine_service_pb2.ClearCacheResponse(page_count=pages, image_count=4)
 
+    def ListAdapters(self, request: Any, context: Any) -> Any:
+        adapter = engine_service_pb2.Adapter(name="colours", digest="ab", request_count=3, is_current=True)
+        return engine_service_pb2.ListAdaptersResponse(adapters=[adapter], slot_count=8)
+
+    def LoadAdapter(self, request: Any, context: Any) -> Any:
+        adapter = engine_service_pb2.Adapter(name=request.name, digest="cd", is_current=True)
+        return engine_service_pb2.LoadAdapterResponse(adapter=adapter)
+
+    def UnloadAdapter(self, request: Any, context: Any) -> Any:
+        adapter = engine_service_pb2.Adapter(name=request.name, digest="cd", request_count=1)
+        return engine_service_pb2.UnloadAdapterResponse(adapter=adapter)
+
     def CancelRequests(self, request: Any, context: Any) -> Any:
         count = {"request_id": 1, "token": 2}[request.WhichOneof("selection")]
         return engine_service_pb2.CancelRequestsResponse(cancelled_request_count=count)

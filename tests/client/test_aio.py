@@ -55,6 +55,9 @@ async def test_every_skill_returns_what_the_blocking_client_returns(
     assert await async_client.load() == client.load()
     assert await async_client.clear_cache(token="alice") == client.clear_cache(token="alice")
     assert await async_client.cancel_requests(token="alice") == client.cancel_requests(token="alice")
+    assert await async_client.list_adapters() == client.list_adapters()
+    assert await async_client.load_adapter("a") == client.load_adapter("a")
+    assert await async_client.unload_adapter("a") == client.unload_adapter("a")
 
 
 async def test_deltas_tell_reasoning_from_answer(async_client: AsyncClient) -> None:

@@ -9,6 +9,7 @@ import pytest
 from google.rpc import code_pb2
 
 from kestrel_client import (
+    Adapter,
     Box,
     Cancelled,
     ClearedCache,
@@ -114,6 +115,17 @@ def test_operators_clear_caches_and_cancel_requests(client: Client) -> None:
     assert client.clear_cache(namespace="yard").page_count == 2
     assert client.cancel_requests(request_id="r") == 1
     assert client.cancel_requests(token="alice") == 2
+
+
+def test_operators_list_load_and_unload_adapters(client: Client) -> None:
+    assert client.list_adapters() == (Adapter("colours", "ab", request_count=3, is_current=True),)
+    assert client.load_adapter("a@2") == Adapter("a@2", "cd", request_count=0, is_current=True)
+    assert client.unload_adapter("a@2") == Adapter("a@2", "cd", request_count=1, is_current=False)
+
+
+def test_an_adapter_is_named_in_the_options(client: Client, vision: CannedVision) -> None:
+    client.complete_query(PICTURE, "q", adapter="a@2")
+    assert vision.requests[-1].options.adapter == "a@2"
 
 
 def test_cached_tokens_are_told(client: Client) -> None:

@@ -39,6 +39,7 @@ from kestrel_client.images.inputs import ImageInput, StoredImage
 from kestrel_client.images.raw_image import RawImage
 from kestrel_client.requests import CachePolicy, CallOptions, Length, Priority, SpatialRef
 from kestrel_client.results import (
+    Adapter,
     Box,
     CaptionResult,
     ClearedCache,
@@ -67,6 +68,7 @@ from kestrel_client.results import (
 __version__ = _version.VERSION
 
 __all__ = [
+    "Adapter",
     "AdapterInvalid",
     "AdapterNotFound",
     "AsyncClient",

@@ -18,6 +18,7 @@ from kestrel_client.images.inputs import ImageInput, StoredImage
 from kestrel_client.images.sent_images import DEFAULT_STORE_FROM_BYTES
 from kestrel_client.requests import CallOptions, Length, SpatialRef
 from kestrel_client.results import (
+    Adapter,
     CaptionResult,
     ClearedCache,
     DetectResult,
@@ -385,6 +386,24 @@ class Client:
             CallOptions(timeout_s=timeout_s),
         )
         return results.cleared_cache(response)
+
+    def list_adapters(self, *, timeout_s: float | None = None) -> tuple[Adapter, ...]:
+        """The adapters that are loaded. Needs the scope `admin`."""
+        options = CallOptions(timeout_s=timeout_s)
+        response = self._call(self._engine.ListAdapters, engine_pb2.ListAdaptersRequest(), None, options)
+        return tuple(map(results.adapter, response.adapters))
+
+    def load_adapter(self, name: str, *, timeout_s: float | None = None) -> Adapter:
+        """Has the server read an adapter's files anew and load them. Needs the scope `admin`."""
+        options = CallOptions(timeout_s=timeout_s)
+        message = engine_pb2.LoadAdapterRequest(name=name)
+        return results.adapter((self._call(self._engine.LoadAdapter, message, None, options)).adapter)
+
+    def unload_adapter(self, name: str, *, timeout_s: float | None = None) -> Adapter:
+        """Frees an adapter's slot once no request uses it. Needs the scope `admin`."""
+        options = CallOptions(timeout_s=timeout_s)
+        message = engine_pb2.UnloadAdapterRequest(name=name)
+        return results.adapter((self._call(self._engine.UnloadAdapter, message, None, options)).adapter)
 
     def cancel_requests(
         self, *, request_id: str | None = None, token: str | None = None, timeout_s: float | None = None

@@ -45,6 +45,7 @@ class CallOptions(TypedDict, total=False):
         stop: Strings, or a single one: the text ends before the first that comes. For queries and captions.
         include_stop: Whether that string is part of the text.
         model: A name from `list_models()`.
+        adapter: An adapter of the model, as `name` or `name@step`.
         priority: "interactive", "normal" or "batch": whether to start before or after other requests that wait.
         cache: What the request does with the server's caches: "use", "refresh" (compute anew and replace)
             or "bypass".
@@ -61,6 +62,7 @@ class CallOptions(TypedDict, total=False):
     stop: Sequence[str] | None
     include_stop: bool | None
     model: str | None
+    adapter: str | None
     priority: Priority | None
     cache: CachePolicy | None
     max_queue_s: float | None
@@ -178,6 +180,7 @@ def _shared(options: CallOptions) -> dict[str, Any]:
         max_queue_duration=_duration("max_queue_s", options.get("max_queue_s")),
     )
     _put(handling, "model", options.get("model"))
+    _put(handling, "adapter", options.get("adapter"))
     return {"sampling": sampling, "options": handling}
 
 

@@ -283,6 +283,19 @@ class ClearedCache:
 
 
 @dataclass(frozen=True, slots=True)
+class Adapter:
+    """An adapter (LoRA) that is loaded."""
+
+    name: str
+    digest: str
+    """SHA-256 of its files, in hexadecimal digits."""
+    request_count: int
+    """Requests that use it now."""
+    is_current: bool
+    """Whether new requests that name it use it; else only requests that run still do."""
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
     """How busy a server is."""
 
@@ -363,6 +376,11 @@ def stored_image(message: image_service_pb2.StoredImage) -> StoredImage:
 def cleared_cache(message: engine_service_pb2.ClearCacheResponse) -> ClearedCache:
     """What was removed from the server's caches."""
     return ClearedCache(message.page_count, message.image_count)
+
+
+def adapter(message: engine_service_pb2.Adapter) -> Adapter:
+    """An adapter that is loaded."""
+    return Adapter(message.name, message.digest, message.request_count, message.is_current)
 
 
 def load(message: engine_service_pb2.GetLoadResponse) -> Load:

@@ -12,6 +12,7 @@ from kestrel_grpc.access.access import Access
 from kestrel_grpc.access.tokens import shared_namespace
 from kestrel_grpc.wire.call_context import CallContext
 from kestrel_grpc.wire.open_calls import CancellableCalls
+from kestrel_runtime.api.adapters import AdapterInfo, AdapterName
 from kestrel_runtime.api.engine import Engine, SkillDefaults
 from kestrel_runtime.api.errors import InvalidRequest, Violation
 from kestrel_runtime.api.memory_plan import MemoryPlan
@@ -75,6 +76,19 @@ class EngineService:
         count = self._requests.cancel(lambda call: getattr(call, attribute) == wanted)
         return wire.CancelRequestsResponse(cancelled_request_count=count)
 
+    async def ListAdapters(self, request: wire.ListAdaptersRequest, call: CallContext) -> wire.ListAdaptersResponse:
+        return wire.ListAdaptersResponse(
+            adapters=map(_adapter, self._engine.adapters()), slot_count=self._engine.load().adapters.num_slots
+        )
+
+    async def LoadAdapter(self, request: wire.LoadAdapterRequest, call: CallContext) -> wire.LoadAdapterResponse:
+        return wire.LoadAdapterResponse(adapter=_adapter(await self._engine.load_adapter(_name_of(request))))
+
+    async def UnloadAdapter(
+        self, request: wire.UnloadAdapterRequest, call: CallContext
+    ) -> wire.UnloadAdapterResponse:
+        return wire.UnloadAdapterResponse(adapter=_adapter(self._engine.unload_adapter(_name_of(request))))
+
     def _namespace(self, request: wire.ClearCacheRequest) -> str | None:
         """The namespace that a request names; None for all. Raises `InvalidRequest` where there is none."""
         owner, known = request.WhichOneof("owner"), self._access.namespaces()
@@ -120,6 +134,19 @@ class EngineService:
         )
 
 
+def _name_of(request: wire.LoadAdapterRequest | wire.UnloadAdapterRequest) -> str:
+    """Raises `InvalidRequest` where it is no name of an adapter."""
+    if AdapterName.parse(request.name) is None:
+        raise InvalidRequest((Violation("name", "must be the name of an adapter, such as name or name@step"),))
+    return request.name
+
+
+def _adapter(info: AdapterInfo) -> wire.Adapter:
+    return wire.Adapter(
+        name=info.name, digest=info.digest, request_count=info.num_requests, is_current=info.is_current
+    )
+
+
 def _memory_plan(plan: MemoryPlan) -> wire.MemoryPlan:
     return wire.MemoryPlan(
         total_bytes=plan.total_bytes,
@@ -133,6 +160,7 @@ def _memory_plan(plan: MemoryPlan) -> wire.MemoryPlan:
         margin_bytes=plan.margin_bytes,
         free_bytes=plan.free_bytes,
         image_cache_bytes=plan.image_cache_bytes,
+        adapter_bytes=plan.adapter_bytes,
     )
 
 

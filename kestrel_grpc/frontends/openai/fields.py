@@ -18,7 +18,7 @@ _STREAM_OPTIONS = Field(
     ),
 )
 _SHARED = (
-    Field("model", Kind.TEXT, "The model's name, as `/v1/models` has it.", is_required=True),
+    Field("model", Kind.TEXT, "The model's name, as `/v1/models` has it, or `model/adapter`.", is_required=True),
     Field("temperature", Kind.NUMBER, "0 is greedy; the default is the skill's."),
     Field("top_p", Kind.NUMBER, "Share of probability that tokens are sampled from."),
     Field("max_tokens", Kind.INTEGER, "Most tokens to generate."),

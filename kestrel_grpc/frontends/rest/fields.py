@@ -39,7 +39,7 @@ _SETTINGS = Field(
     ),
 )
 _COMMON = (
-    Field("model", Kind.TEXT, "The model's name; the one that is served by default."),
+    Field("model", Kind.TEXT, "The model's name, or `model/adapter`; the one that is served by default."),
     Field(
         "priority",
         Kind.TEXT,

@@ -255,7 +255,13 @@ class AdapterStore:
 def _fail(waiting: list[Future[Any]], error: KestrelError) -> None:
     for future in waiting:
         if future.set_running_or_notify_cancel():
-            future.set_exception(copy.copy(error))  # each is raised by itself, and would collect tracebacks
+            future.set_exception(_again(error))
+
+
+def _again(error: KestrelError) -> KestrelError:
+    """An equal error: each is raised by itself, and one for all would collect their tracebacks."""
+    cause = error.__cause__
+    return InternalError(cause) if isinstance(error, InternalError) and cause is not None else copy.copy(error)
 
 
 def _info(residence: Residence) -> AdapterInfo:

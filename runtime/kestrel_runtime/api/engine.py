@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Protocol
 
+from kestrel_runtime.api.adapters import AdapterInfo, AdapterLoad
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.memory_plan import MemoryPlan
 from kestrel_runtime.api.requests import Request
@@ -112,6 +113,7 @@ class Load:
     """Pages of the KV cache that later requests can use."""
     image_cache: CacheLoad = CacheLoad()
     """Image embeddings that later requests can use."""
+    adapters: AdapterLoad = field(default_factory=AdapterLoad)
 
 
 class Engine(Protocol):
@@ -160,6 +162,21 @@ class Engine(Protocol):
 
     def inspect_image(self, data: bytes) -> ImageInfo:
         """What an image file declares, in little time. Raises `ImageError` for one that requests could not use."""
+        ...
+
+    def adapters(self) -> Sequence[AdapterInfo]:
+        """Those that are loaded."""
+        ...
+
+    async def load_adapter(self, name: str) -> AdapterInfo:
+        """Read an adapter's files anew, and load them where their content is new.
+
+        Raises `AdapterNotFound`, `AdapterInvalid` and `EngineUnavailable`.
+        """
+        ...
+
+    def unload_adapter(self, name: str) -> AdapterInfo:
+        """Free an adapter's slot once no request uses it. Raises `AdapterNotFound` where it is not loaded."""
         ...
 
     def load(self) -> Load:

@@ -15,12 +15,12 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from kestrel_runtime.adapters.files import AdapterSource
 from kestrel_runtime.adapters.preparation import AdapterPreparation
 from kestrel_runtime.adapters.store import AdapterStore
 from kestrel_runtime.adapters.target import AdapterTarget
+from kestrel_runtime.api.adapters import AdapterInfo, AdapterLoad
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.engine import CacheLoad, ClearedCache, EngineInfo, EngineStatus, ImageInfo, Load
 from kestrel_runtime.api.errors import (
@@ -209,7 +209,8 @@ class LocalEngine:
         what is found out later is raised by the stream, `RequestRefused` before anything else.
         """
         self._check(request)
-        adapter = self._adapter_of(request)
+        adapter = request.options.adapter
+        adapters = self._adapters_for(adapter) if adapter else None
         now = time.monotonic()
         max_queue_s = request.options.max_queue_s
         wait_limit_s = min((limit for limit in (deadline_s, max_queue_s) if limit is not None), default=None)
@@ -232,7 +233,7 @@ class LocalEngine:
                     is_wanted=lambda: not stream.over.done(),
                 )
                 preparation = (
-                    submit() if adapter is None else AdapterPreparation(adapter.store.acquire(adapter.name), submit)
+                    submit() if adapters is None else AdapterPreparation(adapters.acquire(adapter), submit)
                 )
             except RuntimeError as error:  # closed at this very moment, or the system has no thread left for us
                 raise EngineUnavailable("no worker can take the request") from error
@@ -276,6 +277,21 @@ class LocalEngine:
         """The same for one image of a namespace. `digest`: the SHA-256 of its encoded bytes."""
         return await asyncio.wrap_future(self._loop.forget_cached(namespace, digest))
 
+    def adapters(self) -> list[AdapterInfo]:
+        """Those that are loaded."""
+        return [] if self._adapters is None else self._adapters.infos()
+
+    async def load_adapter(self, name: str) -> AdapterInfo:
+        """Read an adapter's files anew, and load them where their content is new.
+
+        Raises `AdapterNotFound`, `AdapterInvalid` and `EngineUnavailable`.
+        """
+        return await asyncio.wrap_future(self._adapters_for(name).load(name))
+
+    def unload_adapter(self, name: str) -> AdapterInfo:
+        """Free an adapter's slot once no request uses it. Raises `AdapterNotFound` where it is not loaded."""
+        return self._adapters_for(name).unload(name)
+
     def inspect_image(self, data: bytes) -> ImageInfo:
         """What an image file declares, in little time. Raises `ImageError` for one that requests could not use."""
         self._check_size(data)
@@ -294,6 +310,7 @@ class LocalEngine:
             decoded_image_bytes=self._preprocessor.decoded_bytes,
             prefix_cache=self._prefix_cache_load(),
             image_cache=self._image_cache_load(),
+            adapters=AdapterLoad() if self._adapters is None else self._adapters.reading(),
         )
 
     async def drain(self) -> None:
@@ -380,14 +397,11 @@ class LocalEngine:
             oldest_age_s=_age_s(embeddings.oldest_published_at()),
         )
 
-    def _adapter_of(self, request: Request) -> _NamedAdapter | None:
-        """The adapter that a request names. Raises `AdapterNotFound` where the engine has none at all."""
-        name = request.options.adapter
-        if not name:
-            return None
+    def _adapters_for(self, name: str) -> AdapterStore:
+        """Raises `AdapterNotFound` where the engine has no adapters at all."""
         if self._adapters is None:
             raise AdapterNotFound(name)
-        return _NamedAdapter(self._adapters, name)
+        return self._adapters
 
     def _check(self, request: Request) -> None:
         if self._status is not EngineStatus.SERVING:
@@ -449,11 +463,6 @@ class LocalEngine:
                     callback(status)
                 except Exception:  # the others must hear of it all the same, and the engine go on with its end
                     _log.exception("a callback failed to take the status %s", status.name)
-
-
-class _NamedAdapter(NamedTuple):
-    store: AdapterStore
-    name: str
 
 
 def _adapter_store(config: EngineConfig, target: AdapterTarget) -> AdapterStore:

@@ -35,3 +35,11 @@ async def test_models_lists_skills_and_their_defaults(capsys):
 async def test_load_is_a_table_of_numbers(capsys):
     rows = dict(line.split(maxsplit=1) for line in (await printed(capsys, "load")).splitlines())
     assert rows["running_request_count"] == "0"
+
+
+async def test_adapters_are_listed_loaded_and_unloaded(capsys):
+    line = await printed(capsys, "adapter", "list")
+    assert line.split() == ["colours", "abababababab", "2", "requests"]
+    for action in ("load", "unload"):
+        (adapter,) = json.loads(await printed(capsys, "adapter", action, "colours", "--json"))
+        assert (adapter["name"], adapter["request_count"]) == ("colours", 2)

@@ -12,10 +12,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from kestrel_grpc.telemetry.device_reading import DeviceReading
 from kestrel_grpc.telemetry.metrics import METRICS, Kind, ServerMetrics, bucket_table, markdown_table
 from kestrel_grpc.wire.call_context import OK, CallContext, Outcome, RequestSummary
-from kestrel_runtime.api.engine import CacheLoad, EngineStatus
+from kestrel_runtime.api.adapters import AdapterLoad
+from kestrel_runtime.api.engine import CacheLoad, EngineStatus, Load
 from kestrel_runtime.api.events import Finished, FinishReason, QueryOutput, Timing, Usage
 from kestrel_runtime.api.memory_plan import MemoryPlan
-from kestrel_runtime.api.requests import Query
+from kestrel_runtime.api.requests import Query, RequestOptions
 from tests.fakes import FakeEngine
 from tests.reference_fixtures import CHECKOUT
 
@@ -30,7 +31,7 @@ def new_call() -> CallContext:
 
 def answered_call(num_output_tokens: int = 3) -> CallContext:
     call = new_call()
-    call.request = RequestSummary(Query("?", b"12345"))
+    call.request = RequestSummary(Query("?", b"12345", options=RequestOptions(adapter="a0")))
     call.finished = Finished(
         QueryOutput("yes", None),
         FinishReason.STOP,
@@ -192,3 +193,26 @@ def test_every_tier_of_the_caches_is_read_at_each_scrape(engine: FakeEngine) -> 
         "prefix_pages": [6, 7, 8, 9, 10, None],
         "stored_images": [11, 12, 13, 14, 15, 16.5],
     }
+
+
+async def test_requests_are_counted_by_adapter_up_to_a_number_of_names(metrics):
+    for number in range(66):
+        for _ in range(2):
+            call = answered_call()
+            call.request = RequestSummary(Query("?", options=RequestOptions(adapter=f"a{number}")))
+            metrics.record(call, OK)
+    call.request = RequestSummary(Query("?"))
+    metrics.record(call, OK)
+    assert value(metrics, "kestrel_adapter_requests_total", adapter="a63") == 2
+    assert value(metrics, "kestrel_adapter_requests_total", adapter="a64") is None
+    assert value(metrics, "kestrel_adapter_requests_total", adapter="other") == 4
+
+
+async def test_slots_of_adapters_are_read_at_each_scrape(engine, metrics, monkeypatch):
+    reading = AdapterLoad(8, 5, 3, num_loads=7, num_failures=2, num_evictions=1)
+    monkeypatch.setattr(engine, "load", lambda: Load(0, 0, 0, 0, 0, 0.0, adapters=reading))
+    slots = {state: value(metrics, "kestrel_adapter_slots", state=state) for state in ("total", "filled", "used")}
+    assert slots == {"total": 8, "filled": 5, "used": 3}
+    assert value(metrics, "kestrel_adapter_loads_total", outcome="loaded") == 7
+    assert value(metrics, "kestrel_adapter_loads_total", outcome="failed") == 2
+    assert value(metrics, "kestrel_adapter_evictions_total") == 1

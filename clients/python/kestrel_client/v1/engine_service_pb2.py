@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fkestrel/v1/engine_service.proto\x12\nkestrel.v1\"\x16\n\x14GetServerInfoRequest\"\xba\x01\n\x15GetServerInfoResponse\x12\x16\n\x0eserver_version\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x14\n\x0c\x63\x61pabilities\x18\x03 \x03(\t\x12\"\n\x06limits\x18\x04 \x01(\x0b\x32\x12.kestrel.v1.Limits\x12+\n\x0bmemory_plan\x18\x05 \x01(\x0b\x32\x16.kestrel.v1.MemoryPlan\x12\r\n\x05model\x18\x06 \x01(\t\"\xff\x01\n\nMemoryPlan\x12\x13\n\x0btotal_bytes\x18\x01 \x01(\x03\x12\x13\n\x0butilization\x18\x02 \x01(\x01\x12\x14\n\x0cweight_bytes\x18\x03 \x01(\x03\x12\x13\n\x0b\x63\x61\x63he_bytes\x18\x04 \x01(\x03\x12\x18\n\x10\x61\x63tivation_bytes\x18\x05 \x01(\x03\x12\x13\n\x0bgraph_bytes\x18\x06 \x01(\x03\x12\x13\n\x0bimage_bytes\x18\x07 \x01(\x03\x12\x13\n\x0bother_bytes\x18\x08 \x01(\x03\x12\x14\n\x0cmargin_bytes\x18\t \x01(\x03\x12\x12\n\nfree_bytes\x18\n \x01(\x03\x12\x19\n\x11image_cache_bytes\x18\x0b \x01(\x03\"\x91\x01\n\x06Limits\x12\x19\n\x11max_message_bytes\x18\x01 \x01(\x03\x12\x17\n\x0fmax_image_bytes\x18\x02 \x01(\x03\x12\x18\n\x10max_image_pixels\x18\x03 \x01(\x03\x12\x1b\n\x13max_queued_requests\x18\x04 \x01(\x05\x12\x1c\n\x14max_running_requests\x18\x05 \x01(\x05\"\x13\n\x11ListModelsRequest\"7\n\x12ListModelsResponse\x12!\n\x06models\x18\x01 \x03(\x0b\x32\x11.kestrel.v1.Model\"\xd3\x01\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x03 \x01(\t\x12\x0e\n\x06skills\x18\x04 \x03(\t\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\t\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x1f\n\x17max_context_token_count\x18\x07 \x01(\x05\x12\x17\n\x0fparameter_count\x18\x08 \x01(\x03\x12+\n\x08\x64\x65\x66\x61ults\x18\t \x03(\x0b\x32\x19.kestrel.v1.SkillDefaults\"\xde\x01\n\rSkillDefaults\x12\r\n\x05skill\x18\x01 \x01(\t\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x01\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x04 \x01(\x05H\x02\x88\x01\x01\x12\x18\n\x0bmax_objects\x18\x05 \x01(\x05H\x03\x88\x01\x01\x12\x16\n\treasoning\x18\x06 \x01(\x08H\x04\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\r\n\x0b_max_tokensB\x0e\n\x0c_max_objectsB\x0c\n\n_reasoning\"\x10\n\x0eGetLoadRequest\"1\n\x0fGetLoadResponse\x12\x1e\n\x04load\x18\x01 \x01(\x0b\x32\x10.kestrel.v1.Load\"\xb8\x01\n\x04Load\x12\x1d\n\x15running_request_count\x18\x01 \x01(\x05\x12\x1d\n\x15waiting_request_count\x18\x02 \x01(\x05\x12#\n\x1bpreprocessing_request_count\x18\x03 \x01(\x05\x12\x17\n\x0fused_page_count\x18\x04 \x01(\x05\x12\x12\n\npage_count\x18\x05 \x01(\x05\x12 \n\x18output_tokens_per_second\x18\x06 \x01(\x01\"B\n\x11\x43learCacheRequest\x12\x0f\n\x05token\x18\x01 \x01(\tH\x00\x12\x13\n\tnamespace\x18\x02 \x01(\tH\x00\x42\x07\n\x05owner\"=\n\x12\x43learCacheResponse\x12\x12\n\npage_count\x18\x01 \x01(\x05\x12\x13\n\x0bimage_count\x18\x02 \x01(\x05\"K\n\x15\x43\x61ncelRequestsRequest\x12\x14\n\nrequest_id\x18\x01 \x01(\tH\x00\x12\x0f\n\x05token\x18\x02 \x01(\tH\x00\x42\x0b\n\tselection\"9\n\x16\x43\x61ncelRequestsResponse\x12\x1f\n\x17\x63\x61ncelled_request_count\x18\x01 \x01(\x05\x32\x9c\x03\n\rEngineService\x12T\n\rGetServerInfo\x12 .kestrel.v1.GetServerInfoRequest\x1a!.kestrel.v1.GetServerInfoResponse\x12K\n\nListModels\x12\x1d.kestrel.v1.ListModelsRequest\x1a\x1e.kestrel.v1.ListModelsResponse\x12\x42\n\x07GetLoad\x12\x1a.kestrel.v1.GetLoadRequest\x1a\x1b.kestrel.v1.GetLoadResponse\x12K\n\nClearCache\x12\x1d.kestrel.v1.ClearCacheRequest\x1a\x1e.kestrel.v1.ClearCacheResponse\x12W\n\x0e\x43\x61ncelRequests\x12!.kestrel.v1.CancelRequestsRequest\x1a\".kestrel.v1.CancelRequestsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fkestrel/v1/engine_service.proto\x12\nkestrel.v1\"\x16\n\x14GetServerInfoRequest\"\xba\x01\n\x15GetServerInfoResponse\x12\x16\n\x0eserver_version\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x14\n\x0c\x63\x61pabilities\x18\x03 \x03(\t\x12\"\n\x06limits\x18\x04 \x01(\x0b\x32\x12.kestrel.v1.Limits\x12+\n\x0bmemory_plan\x18\x05 \x01(\x0b\x32\x16.kestrel.v1.MemoryPlan\x12\r\n\x05model\x18\x06 \x01(\t\"\x96\x02\n\nMemoryPlan\x12\x13\n\x0btotal_bytes\x18\x01 \x01(\x03\x12\x13\n\x0butilization\x18\x02 \x01(\x01\x12\x14\n\x0cweight_bytes\x18\x03 \x01(\x03\x12\x13\n\x0b\x63\x61\x63he_bytes\x18\x04 \x01(\x03\x12\x18\n\x10\x61\x63tivation_bytes\x18\x05 \x01(\x03\x12\x13\n\x0bgraph_bytes\x18\x06 \x01(\x03\x12\x13\n\x0bimage_bytes\x18\x07 \x01(\x03\x12\x13\n\x0bother_bytes\x18\x08 \x01(\x03\x12\x14\n\x0cmargin_bytes\x18\t \x01(\x03\x12\x12\n\nfree_bytes\x18\n \x01(\x03\x12\x19\n\x11image_cache_bytes\x18\x0b \x01(\x03\x12\x15\n\radapter_bytes\x18\x0c \x01(\x03\"\x91\x01\n\x06Limits\x12\x19\n\x11max_message_bytes\x18\x01 \x01(\x03\x12\x17\n\x0fmax_image_bytes\x18\x02 \x01(\x03\x12\x18\n\x10max_image_pixels\x18\x03 \x01(\x03\x12\x1b\n\x13max_queued_requests\x18\x04 \x01(\x05\x12\x1c\n\x14max_running_requests\x18\x05 \x01(\x05\"\x13\n\x11ListModelsRequest\"7\n\x12ListModelsResponse\x12!\n\x06models\x18\x01 \x03(\x0b\x32\x11.kestrel.v1.Model\"\xd3\x01\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x03 \x01(\t\x12\x0e\n\x06skills\x18\x04 \x03(\t\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\t\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x1f\n\x17max_context_token_count\x18\x07 \x01(\x05\x12\x17\n\x0fparameter_count\x18\x08 \x01(\x03\x12+\n\x08\x64\x65\x66\x61ults\x18\t \x03(\x0b\x32\x19.kestrel.v1.SkillDefaults\"\xde\x01\n\rSkillDefaults\x12\r\n\x05skill\x18\x01 \x01(\t\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x01\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x04 \x01(\x05H\x02\x88\x01\x01\x12\x18\n\x0bmax_objects\x18\x05 \x01(\x05H\x03\x88\x01\x01\x12\x16\n\treasoning\x18\x06 \x01(\x08H\x04\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\r\n\x0b_max_tokensB\x0e\n\x0c_max_objectsB\x0c\n\n_reasoning\"\x10\n\x0eGetLoadRequest\"1\n\x0fGetLoadResponse\x12\x1e\n\x04load\x18\x01 \x01(\x0b\x32\x10.kestrel.v1.Load\"\xb8\x01\n\x04Load\x12\x1d\n\x15running_request_count\x18\x01 \x01(\x05\x12\x1d\n\x15waiting_request_count\x18\x02 \x01(\x05\x12#\n\x1bpreprocessing_request_count\x18\x03 \x01(\x05\x12\x17\n\x0fused_page_count\x18\x04 \x01(\x05\x12\x12\n\npage_count\x18\x05 \x01(\x05\x12 \n\x18output_tokens_per_second\x18\x06 \x01(\x01\"B\n\x11\x43learCacheRequest\x12\x0f\n\x05token\x18\x01 \x01(\tH\x00\x12\x13\n\tnamespace\x18\x02 \x01(\tH\x00\x42\x07\n\x05owner\"=\n\x12\x43learCacheResponse\x12\x12\n\npage_count\x18\x01 \x01(\x05\x12\x13\n\x0bimage_count\x18\x02 \x01(\x05\"K\n\x15\x43\x61ncelRequestsRequest\x12\x14\n\nrequest_id\x18\x01 \x01(\tH\x00\x12\x0f\n\x05token\x18\x02 \x01(\tH\x00\x42\x0b\n\tselection\"9\n\x16\x43\x61ncelRequestsResponse\x12\x1f\n\x17\x63\x61ncelled_request_count\x18\x01 \x01(\x05\"\x15\n\x13ListAdaptersRequest\"Q\n\x14ListAdaptersResponse\x12%\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x13.kestrel.v1.Adapter\x12\x12\n\nslot_count\x18\x02 \x01(\x05\"R\n\x07\x41\x64\x61pter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x15\n\rrequest_count\x18\x03 \x01(\x05\x12\x12\n\nis_current\x18\x04 \x01(\x08\"\"\n\x12LoadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\";\n\x13LoadAdapterResponse\x12$\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x13.kestrel.v1.Adapter\"$\n\x14UnloadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"=\n\x15UnloadAdapterResponse\x12$\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x13.kestrel.v1.Adapter2\x95\x05\n\rEngineService\x12T\n\rGetServerInfo\x12 .kestrel.v1.GetServerInfoRequest\x1a!.kestrel.v1.GetServerInfoResponse\x12K\n\nListModels\x12\x1d.kestrel.v1.ListModelsRequest\x1a\x1e.kestrel.v1.ListModelsResponse\x12\x42\n\x07GetLoad\x12\x1a.kestrel.v1.GetLoadRequest\x1a\x1b.kestrel.v1.GetLoadResponse\x12K\n\nClearCache\x12\x1d.kestrel.v1.ClearCacheRequest\x1a\x1e.kestrel.v1.ClearCacheResponse\x12W\n\x0e\x43\x61ncelRequests\x12!.kestrel.v1.CancelRequestsRequest\x1a\".kestrel.v1.CancelRequestsResponse\x12Q\n\x0cListAdapters\x12\x1f.kestrel.v1.ListAdaptersRequest\x1a .kestrel.v1.ListAdaptersResponse\x12N\n\x0bLoadAdapter\x12\x1e.kestrel.v1.LoadAdapterRequest\x1a\x1f.kestrel.v1.LoadAdapterResponse\x12T\n\rUnloadAdapter\x12 .kestrel.v1.UnloadAdapterRequest\x1a!.kestrel.v1.UnloadAdapterResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,31 +36,45 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETSERVERINFORESPONSE']._serialized_start=72
   _globals['_GETSERVERINFORESPONSE']._serialized_end=258
   _globals['_MEMORYPLAN']._serialized_start=261
-  _globals['_MEMORYPLAN']._serialized_end=516
-  _globals['_LIMITS']._serialized_start=519
-  _globals['_LIMITS']._serialized_end=664
-  _globals['_LISTMODELSREQUEST']._serialized_start=666
-  _globals['_LISTMODELSREQUEST']._serialized_end=685
-  _globals['_LISTMODELSRESPONSE']._serialized_start=687
-  _globals['_LISTMODELSRESPONSE']._serialized_end=742
-  _globals['_MODEL']._serialized_start=745
-  _globals['_MODEL']._serialized_end=956
-  _globals['_SKILLDEFAULTS']._serialized_start=959
-  _globals['_SKILLDEFAULTS']._serialized_end=1181
-  _globals['_GETLOADREQUEST']._serialized_start=1183
-  _globals['_GETLOADREQUEST']._serialized_end=1199
-  _globals['_GETLOADRESPONSE']._serialized_start=1201
-  _globals['_GETLOADRESPONSE']._serialized_end=1250
-  _globals['_LOAD']._serialized_start=1253
-  _globals['_LOAD']._serialized_end=1437
-  _globals['_CLEARCACHEREQUEST']._serialized_start=1439
-  _globals['_CLEARCACHEREQUEST']._serialized_end=1505
-  _globals['_CLEARCACHERESPONSE']._serialized_start=1507
-  _globals['_CLEARCACHERESPONSE']._serialized_end=1568
-  _globals['_CANCELREQUESTSREQUEST']._serialized_start=1570
-  _globals['_CANCELREQUESTSREQUEST']._serialized_end=1645
-  _globals['_CANCELREQUESTSRESPONSE']._serialized_start=1647
-  _globals['_CANCELREQUESTSRESPONSE']._serialized_end=1704
-  _globals['_ENGINESERVICE']._serialized_start=1707
-  _globals['_ENGINESERVICE']._serialized_end=2119
+  _globals['_MEMORYPLAN']._serialized_end=539
+  _globals['_LIMITS']._serialized_start=542
+  _globals['_LIMITS']._serialized_end=687
+  _globals['_LISTMODELSREQUEST']._serialized_start=689
+  _globals['_LISTMODELSREQUEST']._serialized_end=708
+  _globals['_LISTMODELSRESPONSE']._serialized_start=710
+  _globals['_LISTMODELSRESPONSE']._serialized_end=765
+  _globals['_MODEL']._serialized_start=768
+  _globals['_MODEL']._serialized_end=979
+  _globals['_SKILLDEFAULTS']._serialized_start=982
+  _globals['_SKILLDEFAULTS']._serialized_end=1204
+  _globals['_GETLOADREQUEST']._serialized_start=1206
+  _globals['_GETLOADREQUEST']._serialized_end=1222
+  _globals['_GETLOADRESPONSE']._serialized_start=1224
+  _globals['_GETLOADRESPONSE']._serialized_end=1273
+  _globals['_LOAD']._serialized_start=1276
+  _globals['_LOAD']._serialized_end=1460
+  _globals['_CLEARCACHEREQUEST']._serialized_start=1462
+  _globals['_CLEARCACHEREQUEST']._serialized_end=1528
+  _globals['_CLEARCACHERESPONSE']._serialized_start=1530
+  _globals['_CLEARCACHERESPONSE']._serialized_end=1591
+  _globals['_CANCELREQUESTSREQUEST']._serialized_start=1593
+  _globals['_CANCELREQUESTSREQUEST']._serialized_end=1668
+  _globals['_CANCELREQUESTSRESPONSE']._serialized_start=1670
+  _globals['_CANCELREQUESTSRESPONSE']._serialized_end=1727
+  _globals['_LISTADAPTERSREQUEST']._serialized_start=1729
+  _globals['_LISTADAPTERSREQUEST']._serialized_end=1750
+  _globals['_LISTADAPTERSRESPONSE']._serialized_start=1752
+  _globals['_LISTADAPTERSRESPONSE']._serialized_end=1833
+  _globals['_ADAPTER']._serialized_start=1835
+  _globals['_ADAPTER']._serialized_end=1917
+  _globals['_LOADADAPTERREQUEST']._serialized_start=1919
+  _globals['_LOADADAPTERREQUEST']._serialized_end=1953
+  _globals['_LOADADAPTERRESPONSE']._serialized_start=1955
+  _globals['_LOADADAPTERRESPONSE']._serialized_end=2014
+  _globals['_UNLOADADAPTERREQUEST']._serialized_start=2016
+  _globals['_UNLOADADAPTERREQUEST']._serialized_end=2052
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=2054
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=2115
+  _globals['_ENGINESERVICE']._serialized_start=2118
+  _globals['_ENGINESERVICE']._serialized_end=2779
 # @@protoc_insertion_point(module_scope)

@@ -27,7 +27,7 @@ class GetServerInfoResponse(_message.Message):
     def __init__(self, server_version: _Optional[str] = ..., instance_id: _Optional[str] = ..., capabilities: _Optional[_Iterable[str]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., memory_plan: _Optional[_Union[MemoryPlan, _Mapping]] = ..., model: _Optional[str] = ...) -> None: ...
 
 class MemoryPlan(_message.Message):
-    __slots__ = ("total_bytes", "utilization", "weight_bytes", "cache_bytes", "activation_bytes", "graph_bytes", "image_bytes", "other_bytes", "margin_bytes", "free_bytes", "image_cache_bytes")
+    __slots__ = ("total_bytes", "utilization", "weight_bytes", "cache_bytes", "activation_bytes", "graph_bytes", "image_bytes", "other_bytes", "margin_bytes", "free_bytes", "image_cache_bytes", "adapter_bytes")
     TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     UTILIZATION_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -39,6 +39,7 @@ class MemoryPlan(_message.Message):
     MARGIN_BYTES_FIELD_NUMBER: _ClassVar[int]
     FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
     IMAGE_CACHE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_BYTES_FIELD_NUMBER: _ClassVar[int]
     total_bytes: int
     utilization: float
     weight_bytes: int
@@ -50,7 +51,8 @@ class MemoryPlan(_message.Message):
     margin_bytes: int
     free_bytes: int
     image_cache_bytes: int
-    def __init__(self, total_bytes: _Optional[int] = ..., utilization: _Optional[float] = ..., weight_bytes: _Optional[int] = ..., cache_bytes: _Optional[int] = ..., activation_bytes: _Optional[int] = ..., graph_bytes: _Optional[int] = ..., image_bytes: _Optional[int] = ..., other_bytes: _Optional[int] = ..., margin_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., image_cache_bytes: _Optional[int] = ...) -> None: ...
+    adapter_bytes: int
+    def __init__(self, total_bytes: _Optional[int] = ..., utilization: _Optional[float] = ..., weight_bytes: _Optional[int] = ..., cache_bytes: _Optional[int] = ..., activation_bytes: _Optional[int] = ..., graph_bytes: _Optional[int] = ..., image_bytes: _Optional[int] = ..., other_bytes: _Optional[int] = ..., margin_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., image_cache_bytes: _Optional[int] = ..., adapter_bytes: _Optional[int] = ...) -> None: ...
 
 class Limits(_message.Message):
     __slots__ = ("max_message_bytes", "max_image_bytes", "max_image_pixels", "max_queued_requests", "max_running_requests")
@@ -169,3 +171,51 @@ class CancelRequestsResponse(_message.Message):
     CANCELLED_REQUEST_COUNT_FIELD_NUMBER: _ClassVar[int]
     cancelled_request_count: int
     def __init__(self, cancelled_request_count: _Optional[int] = ...) -> None: ...
+
+class ListAdaptersRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListAdaptersResponse(_message.Message):
+    __slots__ = ("adapters", "slot_count")
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    SLOT_COUNT_FIELD_NUMBER: _ClassVar[int]
+    adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
+    slot_count: int
+    def __init__(self, adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., slot_count: _Optional[int] = ...) -> None: ...
+
+class Adapter(_message.Message):
+    __slots__ = ("name", "digest", "request_count", "is_current")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_COUNT_FIELD_NUMBER: _ClassVar[int]
+    IS_CURRENT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    digest: str
+    request_count: int
+    is_current: bool
+    def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., request_count: _Optional[int] = ..., is_current: bool = ...) -> None: ...
+
+class LoadAdapterRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class LoadAdapterResponse(_message.Message):
+    __slots__ = ("adapter",)
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    adapter: Adapter
+    def __init__(self, adapter: _Optional[_Union[Adapter, _Mapping]] = ...) -> None: ...
+
+class UnloadAdapterRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class UnloadAdapterResponse(_message.Message):
+    __slots__ = ("adapter",)
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    adapter: Adapter
+    def __init__(self, adapter: _Optional[_Union[Adapter, _Mapping]] = ...) -> None: ...

@@ -60,6 +60,21 @@ class EngineServiceStub(object):
                 request_serializer=kestrel_dot_v1_dot_engine__service__pb2.CancelRequestsRequest.SerializeToString,
                 response_deserializer=kestrel_dot_v1_dot_engine__service__pb2.CancelRequestsResponse.FromString,
                 _registered_method=True)
+        self.ListAdapters = channel.unary_unary(
+                '/kestrel.v1.EngineService/ListAdapters',
+                request_serializer=kestrel_dot_v1_dot_engine__service__pb2.ListAdaptersRequest.SerializeToString,
+                response_deserializer=kestrel_dot_v1_dot_engine__service__pb2.ListAdaptersResponse.FromString,
+                _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/kestrel.v1.EngineService/LoadAdapter',
+                request_serializer=kestrel_dot_v1_dot_engine__service__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=kestrel_dot_v1_dot_engine__service__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/kestrel.v1.EngineService/UnloadAdapter',
+                request_serializer=kestrel_dot_v1_dot_engine__service__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=kestrel_dot_v1_dot_engine__service__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
 
 
 class EngineServiceServicer(object):
@@ -102,6 +117,28 @@ class EngineServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListAdapters(self, request, context):
+        """Lists the adapters that are loaded.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LoadAdapter(self, request, context):
+        """Reads the files of an adapter anew and loads them, so that the next request which names it need not wait. Where
+        their content is new, requests that run keep the version that they began with.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Frees the slot of an adapter once no request uses it. A request that names it afterwards has it loaded again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EngineServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -129,6 +166,21 @@ def add_EngineServiceServicer_to_server(servicer, server):
                     servicer.CancelRequests,
                     request_deserializer=kestrel_dot_v1_dot_engine__service__pb2.CancelRequestsRequest.FromString,
                     response_serializer=kestrel_dot_v1_dot_engine__service__pb2.CancelRequestsResponse.SerializeToString,
+            ),
+            'ListAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAdapters,
+                    request_deserializer=kestrel_dot_v1_dot_engine__service__pb2.ListAdaptersRequest.FromString,
+                    response_serializer=kestrel_dot_v1_dot_engine__service__pb2.ListAdaptersResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=kestrel_dot_v1_dot_engine__service__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=kestrel_dot_v1_dot_engine__service__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=kestrel_dot_v1_dot_engine__service__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=kestrel_dot_v1_dot_engine__service__pb2.UnloadAdapterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -267,6 +319,87 @@ class EngineService(object):
             '/kestrel.v1.EngineService/CancelRequests',
             kestrel_dot_v1_dot_engine__service__pb2.CancelRequestsRequest.SerializeToString,
             kestrel_dot_v1_dot_engine__service__pb2.CancelRequestsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kestrel.v1.EngineService/ListAdapters',
+            kestrel_dot_v1_dot_engine__service__pb2.ListAdaptersRequest.SerializeToString,
+            kestrel_dot_v1_dot_engine__service__pb2.ListAdaptersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kestrel.v1.EngineService/LoadAdapter',
+            kestrel_dot_v1_dot_engine__service__pb2.LoadAdapterRequest.SerializeToString,
+            kestrel_dot_v1_dot_engine__service__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kestrel.v1.EngineService/UnloadAdapter',
+            kestrel_dot_v1_dot_engine__service__pb2.UnloadAdapterRequest.SerializeToString,
+            kestrel_dot_v1_dot_engine__service__pb2.UnloadAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -39,7 +39,7 @@ async def test_server_info_names_this_run_and_its_limits() -> None:
 
 async def test_server_info_tells_how_memory_was_divided() -> None:
     engine = FakeEngine()
-    plan = MemoryPlan(2**36 + 1, 0.875, 2**35 + 3, 5, 7, 11, 13, 17, 19, -23, 29)
+    plan = MemoryPlan(2**36 + 1, 0.875, 2**35 + 3, 5, 7, 11, 13, 17, 19, -23, 29, 31)
     engine.info = replace(engine.info, memory=plan)
     async with serving(engine) as rig:
         info = await rig.engine_service.GetServerInfo(wire.GetServerInfoRequest())
@@ -55,6 +55,7 @@ async def test_server_info_tells_how_memory_was_divided() -> None:
         margin_bytes=19,
         free_bytes=-23,
         image_cache_bytes=29,
+        adapter_bytes=31,
     )
 
 
@@ -220,11 +221,42 @@ async def test_cancelling_needs_a_name(tokens: str, selection: dict[str, str]) -
         assert not ended.done()
 
 
+async def test_adapters_are_listed_loaded_and_unloaded() -> None:
+    async with serving() as rig:
+        found = await rig.engine_service.ListAdapters(wire.ListAdaptersRequest())
+        loaded = await rig.engine_service.LoadAdapter(wire.LoadAdapterRequest(name="colours"))
+        unloaded = await rig.engine_service.UnloadAdapter(wire.UnloadAdapterRequest(name="colours"))
+    expected = wire.Adapter(name="colours", digest="ab" * 32, request_count=2, is_current=True)
+    assert list(found.adapters) == [expected]
+    assert (loaded.adapter, unloaded.adapter) == (expected, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "reason"),
+    [
+        ("", grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST"),
+        ("../colours", grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST"),
+        ("absent", grpc.StatusCode.NOT_FOUND, "ADAPTER_NOT_FOUND"),
+        ("broken", grpc.StatusCode.FAILED_PRECONDITION, "ADAPTER_INVALID"),
+    ],
+)
+async def test_an_adapter_that_cannot_be_loaded_is_refused(name: str, code: grpc.StatusCode, reason: str) -> None:
+    async with serving() as rig:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await rig.engine_service.LoadAdapter(wire.LoadAdapterRequest(name=name))
+    assert (caught.value.code(), reason_of(caught.value)) == (code, reason)
+    if name == "broken":
+        assert "unexpected a; missing b" in str(caught.value.details())
+
+
 async def test_clearing_and_cancelling_take_the_scope_of_operators(tokens: str) -> None:
     async with serving(tokens=tokens) as rig:
         for call in (
             rig.engine_service.ClearCache(wire.ClearCacheRequest(), metadata=bearing("alice")),
             rig.engine_service.CancelRequests(wire.CancelRequestsRequest(token="bob"), metadata=bearing("alice")),
+            rig.engine_service.ListAdapters(wire.ListAdaptersRequest(), metadata=bearing("alice")),
+            rig.engine_service.LoadAdapter(wire.LoadAdapterRequest(name="colours"), metadata=bearing("alice")),
+            rig.engine_service.UnloadAdapter(wire.UnloadAdapterRequest(name="colours"), metadata=bearing("alice")),
         ):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await call

@@ -1,0 +1,115 @@
+"""Adapters over the wire: named per request, by the option or with the model, and managed by operators."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kestrel_client import AdapterInvalid, AdapterNotFound, AsyncClient, InvalidRequest, ModelNotFound
+from kestrel_grpc.config.options import ServerConfig
+from kestrel_grpc.server import Server
+from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.requests import Query, SamplingParams
+from kestrel_runtime.engine.engine import LocalEngine
+from kestrel_runtime.models.loaded_model import LoadedModel
+from tests.adapter_folders import merged, random_pairs, scaled, write_peft
+from tests.fakes import FakeEngine
+from tests.server.http_calls import HttpServing
+
+QUESTION = "What colour is it?"
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 5}
+
+
+@pytest.fixture(scope="module")
+def nano() -> LoadedModel:
+    return LoadedModel.load(EngineConfig(dtype="float32", device="cpu"))
+
+
+async def merged_answer(loaded: LoadedModel) -> object:
+    engine = LocalEngine(loaded, EngineConfig(num_kv_pages=300))
+    try:
+        finished = await engine.submit(Query(QUESTION, sampling=SamplingParams(**GREEDY))).result()
+    finally:
+        engine.close()
+    return finished.output
+
+
+@asynccontextmanager
+async def served(nano: LoadedModel, root: Path, **settings: Any) -> AsyncIterator[tuple[AsyncClient, Server]]:
+    engine = LocalEngine(nano, EngineConfig(num_kv_pages=300, adapters=str(root), max_adapter_rank=4, **settings))
+    config = ServerConfig(port=0, http_port=0, withdrawal_delay=0.0)
+    try:
+        async with Server(engine, config) as server, AsyncClient(f"127.0.0.1:{server.port}") as client:
+            yield client, server
+    finally:
+        engine.close()
+
+
+async def post(server: Server, path: str, body: Any) -> Any:
+    response = await HttpServing(server, FakeEngine()).ask(path, body)
+    assert response.status == 200, response.body
+    return json.loads(response.body)
+
+
+async def test_an_adapter_is_named_per_request(nano: LoadedModel, tmp_path: Path) -> None:
+    first, second = (random_pairs(nano.model.config.text, seed=seed) for seed in (1, 2))
+    write_peft(tmp_path / "team" / "colours" / "checkpoint-7", first)
+    write_peft(tmp_path / "second", second)
+    expected = [getattr(await merged_answer(merged(nano, scaled(pairs))), "answer") for pairs in (first, second)]  # noqa: B009
+    plain = getattr(await merged_answer(nano), "answer")  # noqa: B009
+    assert len({*expected, plain}) == 3, "else the test shows nothing"
+    model = nano.checkpoint.name
+    async with served(nano, tmp_path) as (client, server):
+        found = await asyncio.gather(
+            client.complete_query(None, QUESTION, adapter="team/colours@7", **GREEDY),
+            client.complete_query(None, QUESTION, adapter="second", **GREEDY),
+            client.complete_query(None, QUESTION, **GREEDY),
+            client.complete_query(None, QUESTION, model=f"{model}/second", **GREEDY),
+        )
+        assert [result.answer for result in found] == [*expected, plain, expected[1]]
+        assert {adapter.name for adapter in await client.list_adapters()} == {"team/colours@7", "second"}
+        body = {"model": f"{model}/team/colours@7", "messages": [{"role": "user", "content": QUESTION}], **GREEDY}
+        answer = await post(server, "/v1/chat/completions", body)
+        assert answer["choices"][0]["message"]["content"] == expected[0]
+        body = {"model": f"{model}/second", "question": QUESTION, **GREEDY}
+        assert (await post(server, "/v1/query", body))["answer"] == expected[1]
+        with pytest.raises(ModelNotFound):
+            await client.complete_query(None, QUESTION, model="another/second")
+
+
+async def test_what_cannot_be_used_is_refused_and_the_server_goes_on(nano: LoadedModel, tmp_path: Path) -> None:
+    pairs = random_pairs(nano.model.config.text, seed=1, rank=5)
+    write_peft(tmp_path / "large", pairs)
+    async with served(nano, tmp_path) as (client, _):
+        with pytest.raises(AdapterInvalid, match="rank 5 is not from 1 to 4"):
+            await client.complete_query(None, QUESTION, adapter="large")
+        with pytest.raises(AdapterNotFound):
+            await client.complete_query(None, QUESTION, adapter="absent")
+        with pytest.raises(InvalidRequest):
+            await client.complete_query(None, QUESTION, adapter="../large")
+        assert (await client.complete_query(None, QUESTION, max_tokens=1)).answer is not None
+        assert await client.list_adapters() == ()
+
+
+async def test_a_new_version_is_loaded_under_the_same_name(nano: LoadedModel, tmp_path: Path) -> None:
+    answers: list[str] = []
+    async with served(nano, tmp_path, num_adapter_slots=1) as (client, _):
+        for seed in (1, 2):
+            shutil.rmtree(tmp_path / "colours", ignore_errors=True)
+            write_peft(tmp_path / "colours", random_pairs(nano.model.config.text, seed=seed))
+            loaded = await client.load_adapter("colours")
+            assert loaded.is_current
+            answers.append((await client.complete_query(None, QUESTION, adapter="colours", **GREEDY)).answer)
+        await client.unload_adapter("colours")
+        assert await client.list_adapters() == ()
+        with pytest.raises(AdapterNotFound):
+            await client.unload_adapter("colours")
+        again = await client.complete_query(None, QUESTION, adapter="colours", **GREEDY)
+    assert answers[0] != answers[1] == again.answer
