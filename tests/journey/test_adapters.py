@@ -16,6 +16,7 @@ from kestrel_client import AdapterInvalid, AdapterNotFound, AsyncClient, Invalid
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.server import Server
 from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.events import QueryOutput
 from kestrel_runtime.api.requests import Query, SamplingParams
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.models.loaded_model import LoadedModel
@@ -32,13 +33,14 @@ def nano() -> LoadedModel:
     return LoadedModel.load(EngineConfig(dtype="float32", device="cpu"))
 
 
-async def merged_answer(loaded: LoadedModel) -> object:
+async def merged_answer(loaded: LoadedModel) -> str:
     engine = LocalEngine(loaded, EngineConfig(num_kv_pages=300))
     try:
         finished = await engine.submit(Query(QUESTION, sampling=SamplingParams(**GREEDY))).result()
     finally:
         engine.close()
-    return finished.output
+    assert isinstance(finished.output, QueryOutput)
+    return finished.output.answer
 
 
 @asynccontextmanager
@@ -62,8 +64,8 @@ async def test_an_adapter_is_named_per_request(nano: LoadedModel, tmp_path: Path
     first, second = (random_pairs(nano.model.config.text, seed=seed) for seed in (1, 2))
     write_peft(tmp_path / "team" / "colours" / "checkpoint-7", first)
     write_peft(tmp_path / "second", second)
-    expected = [getattr(await merged_answer(merged(nano, scaled(pairs))), "answer") for pairs in (first, second)]  # noqa: B009
-    plain = getattr(await merged_answer(nano), "answer")  # noqa: B009
+    expected = [await merged_answer(merged(nano, scaled(pairs))) for pairs in (first, second)]
+    plain = await merged_answer(nano)
     assert len({*expected, plain}) == 3, "else the test shows nothing"
     model = nano.checkpoint.name
     async with served(nano, tmp_path) as (client, server):
@@ -78,7 +80,7 @@ async def test_an_adapter_is_named_per_request(nano: LoadedModel, tmp_path: Path
         body = {"model": f"{model}/team/colours@7", "messages": [{"role": "user", "content": QUESTION}], **GREEDY}
         answer = await post(server, "/v1/chat/completions", body)
         assert answer["choices"][0]["message"]["content"] == expected[0]
-        body = {"model": f"{model}/second", "question": QUESTION, **GREEDY}
+        body = {"model": f"{model}/second", "question": QUESTION, "settings": GREEDY}
         assert (await post(server, "/v1/query", body))["answer"] == expected[1]
         with pytest.raises(ModelNotFound):
             await client.complete_query(None, QUESTION, model="another/second")
