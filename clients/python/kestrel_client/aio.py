@@ -388,22 +388,43 @@ class AsyncClient:
         return results.cleared_cache(response)
 
     async def list_adapters(self, *, timeout_s: float | None = None) -> tuple[Adapter, ...]:
-        """The adapters that are loaded. Needs the scope `admin`."""
-        options = CallOptions(timeout_s=timeout_s)
-        response = await self._call(self._engine.ListAdapters, engine_pb2.ListAdaptersRequest(), None, options)
+        """The adapters (LoRA) that are loaded. Needs the scope `admin`.
+
+        Args:
+            timeout_s: The longest time for the call, in seconds.
+        """
+        response = await self._calls.call(
+            self._calls.engine.ListAdapters, engine_pb2.ListAdaptersRequest, CallOptions(timeout_s=timeout_s)
+        )
         return tuple(map(results.adapter, response.adapters))
 
     async def load_adapter(self, name: str, *, timeout_s: float | None = None) -> Adapter:
-        """Has the server read an adapter's files anew and load them. Needs the scope `admin`."""
-        options = CallOptions(timeout_s=timeout_s)
-        message = engine_pb2.LoadAdapterRequest(name=name)
-        return results.adapter((await self._call(self._engine.LoadAdapter, message, None, options)).adapter)
+        """Has the server read an adapter's files anew and load them. Needs the scope `admin`.
+
+        Args:
+            name: As requests give it, such as `colours` or `colours@200`.
+            timeout_s: The longest time for the call, in seconds.
+        """
+        response = await self._calls.call(
+            self._calls.engine.LoadAdapter,
+            lambda: engine_pb2.LoadAdapterRequest(name=name),
+            CallOptions(timeout_s=timeout_s),
+        )
+        return results.adapter(response.adapter)
 
     async def unload_adapter(self, name: str, *, timeout_s: float | None = None) -> Adapter:
-        """Frees an adapter's slot once no request uses it. Needs the scope `admin`."""
-        options = CallOptions(timeout_s=timeout_s)
-        message = engine_pb2.UnloadAdapterRequest(name=name)
-        return results.adapter((await self._call(self._engine.UnloadAdapter, message, None, options)).adapter)
+        """Frees an adapter's slot once no request uses it. Needs the scope `admin`.
+
+        Args:
+            name: As requests give it, such as `colours` or `colours@200`.
+            timeout_s: The longest time for the call, in seconds.
+        """
+        response = await self._calls.call(
+            self._calls.engine.UnloadAdapter,
+            lambda: engine_pb2.UnloadAdapterRequest(name=name),
+            CallOptions(timeout_s=timeout_s),
+        )
+        return results.adapter(response.adapter)
 
     async def cancel_requests(
         self, *, request_id: str | None = None, token: str | None = None, timeout_s: float | None = None
