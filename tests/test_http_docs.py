@@ -12,7 +12,7 @@ import pytest
 
 from kestrel_grpc.frontends.http.fields import Field, Kind
 from kestrel_grpc.frontends.openai import fields as openai
-from kestrel_grpc.frontends.rest import fields as rest
+from kestrel_grpc.frontends.rest.routes import ROUTES
 from kestrel_grpc.wire.errors import ERRORS, INTERNAL
 from tests.reference_fixtures import CHECKOUT
 
@@ -27,13 +27,7 @@ TYPES = {
     Kind.LIST: "list",
     Kind.TEXT_OR_LIST: "text or list",
 }
-REST = {
-    "/v1/query": rest.QUERY,
-    "/v1/caption": rest.CAPTION,
-    "/v1/point": rest.OBJECTS,
-    "/v1/detect": rest.OBJECTS,
-    "/v1/segment": rest.SEGMENT,
-}
+REST = {f"/v1/{route.skill}": route.fields for route in ROUTES}
 
 
 def flat(fields: tuple[Field, ...], path: str = "") -> Iterator[tuple[str, Field]]:

@@ -1,4 +1,4 @@
-"""The fields of the REST requests, one list for each route, and their names in the engine's requests."""
+"""The fields that REST requests share, and their names in the engine's requests. Knows no route."""
 
 from __future__ import annotations
 
@@ -7,26 +7,25 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from kestrel_grpc.frontends.http.fields import Field, Kind
-from kestrel_runtime.api.requests import CAPTION_LENGTHS
 
 MOONDREAM, KESTREL = "moondream", "kestrel"
 FORMATS = (MOONDREAM, KESTREL)
 
-_IMAGE = (
+IMAGE = (
     "An image file in base64, as a data URL or plain; an address on one of the hosts of `--image-hosts`; "
     "or the `image_id` of a stored image."
 )
-_IMAGE_URL = Field("image_url", Kind.IMAGE, _IMAGE, is_required=True)
-_STREAM = Field("stream", Kind.BOOLEAN, "Whether the answer comes as server-sent events.")
-_OBJECT = Field("object", Kind.TEXT, "What to look for.", is_required=True)
-_SPATIAL_REFS = Field(
+IMAGE_URL = Field("image_url", Kind.IMAGE, IMAGE, is_required=True)
+STREAM = Field("stream", Kind.BOOLEAN, "Whether the answer comes as server-sent events.")
+OBJECT = Field("object", Kind.TEXT, "What to look for.", is_required=True)
+SPATIAL_REFS = Field(
     "spatial_refs",
     Kind.LIST,
     "Places to talk about: points `[x, y]` and boxes `[x_min, y_min, x_max, y_max]`, from 0 to 1.",
     item={"type": "array", "items": {"type": "number"}, "minItems": 2, "maxItems": 4},
 )
 # One list for all routes, since Moondream's client has one type of settings for all its methods.
-_SETTINGS = Field(
+SETTINGS = Field(
     "settings",
     Kind.OBJECT,
     "How tokens are sampled.",
@@ -38,7 +37,7 @@ _SETTINGS = Field(
         Field("seed", Kind.INTEGER, "Makes the answer repeatable."),
     ),
 )
-_COMMON = (
+COMMON = (
     Field("model", Kind.TEXT, "The model's name, or `model/adapter`; the one that is served by default."),
     Field(
         "priority",
@@ -62,25 +61,6 @@ _COMMON = (
         choices=FORMATS,
     ),
 )
-
-QUERY = (
-    Field("question", Kind.TEXT, "The question.", is_required=True),
-    Field("image_url", Kind.IMAGE, f"{_IMAGE} None: a question about no image."),
-    Field("reasoning", Kind.BOOLEAN, "Whether the model reasons before it answers."),
-    _SPATIAL_REFS,
-    _STREAM,
-    _SETTINGS,
-    *_COMMON,
-)
-CAPTION = (
-    _IMAGE_URL,
-    Field("length", Kind.TEXT, "How long the description is; `normal` by default.", choices=CAPTION_LENGTHS),
-    _STREAM,
-    _SETTINGS,
-    *_COMMON,
-)
-OBJECTS = (_IMAGE_URL, _OBJECT, _SPATIAL_REFS, _SETTINGS, *_COMMON)
-SEGMENT = (_IMAGE_URL, _OBJECT, _SPATIAL_REFS, _STREAM, _SETTINGS, *_COMMON)
 
 _NAMES: Mapping[str, str] = MappingProxyType(
     {

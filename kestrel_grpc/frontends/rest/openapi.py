@@ -7,8 +7,9 @@ from types import MappingProxyType
 from typing import Any
 
 from kestrel_grpc.frontends.http.fields import Field, Kind
-from kestrel_grpc.frontends.rest import fields
+from kestrel_grpc.frontends.rest.fields import STREAM
 from kestrel_grpc.frontends.rest.images import PARAMETERS
+from kestrel_grpc.frontends.rest.routes import ROUTES, Route
 
 _TYPES: Mapping[Kind, Mapping[str, Any]] = MappingProxyType(
     {
@@ -23,18 +24,11 @@ _TYPES: Mapping[Kind, Mapping[str, Any]] = MappingProxyType(
 )
 _ANY: Mapping[str, Any] = {"type": "object"}
 _FAILURE = "A failure, in `error`: `code`, `message`, `status`, `request_id` and `violations`."
-_ROUTES: tuple[tuple[str, str, tuple[Field, ...]], ...] = (
-    ("query", "Answers a question, about an image or about nothing.", fields.QUERY),
-    ("caption", "Describes an image.", fields.CAPTION),
-    ("point", "Finds the places of objects.", fields.OBJECTS),
-    ("detect", "Finds boxes around objects.", fields.OBJECTS),
-    ("segment", "Finds the outline of an object.", fields.SEGMENT),
-)
 
 
 def descriptions(*, has_images: bool) -> Mapping[str, Any]:
     """The value of `paths`."""
-    skills = {f"/v1/{name}": {"post": _operation(name, summary, known)} for name, summary, known in _ROUTES}
+    skills = {f"/v1/{route.skill}": {"post": _operation(route)} for route in ROUTES}
     if not has_images:
         return skills
     one = {
@@ -64,11 +58,11 @@ def _upload() -> dict[str, Any]:
     }
 
 
-def _operation(name: str, summary: str, known: tuple[Field, ...]) -> dict[str, Any]:
-    operation = _described(name, summary, "The answer.")
-    if any(field.name == "stream" for field in known):
+def _operation(route: Route) -> dict[str, Any]:
+    operation = _described(route.skill, route.summary, "The answer.")
+    if STREAM in route.fields:
         operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
-    body = {"required": True, "content": {"application/json": {"schema": _object(known)}}}
+    body = {"required": True, "content": {"application/json": {"schema": _object(route.fields)}}}
     return {**operation, "requestBody": body}
 
 

@@ -1,41 +1,35 @@
-"""Converts JSON to the engine's requests, one function per route. Knows nothing about calls or the engine.
+"""Converts JSON to the engine's requests. Knows nothing about calls or the engine, and no skill.
 
 Violations of names and types are reported together with those that the request types find.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from kestrel_grpc.frontends.http.endpoint import renamed
-from kestrel_grpc.frontends.http.fields import Field, read
+from kestrel_grpc.frontends.http.fields import read
 from kestrel_grpc.frontends.http.images import PLACEHOLDER, GivenImage, read_image
 from kestrel_grpc.frontends.http.json_body import parse_json
-from kestrel_grpc.frontends.rest import fields
-from kestrel_grpc.frontends.rest.fields import MOONDREAM, field_name
+from kestrel_grpc.frontends.rest.fields import MOONDREAM, SPATIAL_REFS, field_name
+from kestrel_grpc.frontends.rest.routes import Route
 from kestrel_grpc.images.stored_images import ImageReference
 from kestrel_runtime.api.errors import ImageError, InvalidRequest, Violation
 from kestrel_runtime.api.requests import (
     MAX_SPATIAL_REFS,
     BoxRef,
     CachePolicy,
-    Caption,
-    Detect,
-    Point,
     PointRef,
     Priority,
-    Query,
     Request,
     RequestOptions,
     SamplingParams,
-    Segment,
     SpatialRef,
     too_many_spatial_refs,
 )
 
-ObjectRequestT = TypeVar("ObjectRequestT", Point, Detect, Segment)
 _PLACEHOLDER_REF = PointRef(0.0, 0.0)
 _NO_IMAGE = GivenImage(PLACEHOLDER)
 
@@ -56,55 +50,22 @@ class RequestParser:
     def __init__(self, max_image_bytes: int) -> None:
         self._max_image_bytes = max_image_bytes
 
-    def query(self, body: bytes) -> ParsedRequest:
-        """A question."""
-
-        def construct(values: Mapping[str, Any], image: GivenImage | None, **shared: Any) -> Request:
-            return Query(
-                question=values.get("question", "?"),
-                image=None if image is None else image.data,
-                reasoning=values.get("reasoning", False),
-                **shared,
-            )
-
-        return self._parsed(body, fields.QUERY, construct)
-
-    def caption(self, body: bytes) -> ParsedRequest:
-        """A description."""
-
-        def construct(values: Mapping[str, Any], image: GivenImage | None, **shared: Any) -> Request:
-            del shared["spatial_refs"]
-            return Caption(image=(image or _NO_IMAGE).data, length=values.get("length", "normal"), **shared)
-
-        return self._parsed(body, fields.CAPTION, construct)
-
-    def point(self, body: bytes) -> ParsedRequest:
-        """Places of objects."""
-        return self._parsed(body, fields.OBJECTS, _about_objects(Point))
-
-    def detect(self, body: bytes) -> ParsedRequest:
-        """Boxes around objects."""
-        return self._parsed(body, fields.OBJECTS, _about_objects(Detect))
-
-    def segment(self, body: bytes) -> ParsedRequest:
-        """The outline of an object."""
-        return self._parsed(body, fields.SEGMENT, _about_objects(Segment))
-
-    def _parsed(self, body: bytes, known: Iterable[Field], construct: Callable[..., Request]) -> ParsedRequest:
+    def parse(self, route: Route, body: bytes) -> ParsedRequest:
         """Raises `InvalidRequest` with all violations, those of names and types first, or an `ImageError`."""
         violations: list[Violation] = []
-        values = read(known, parse_json(body), violations)
-        refs = _spatial_refs(values.get("spatial_refs", ()), violations)
+        values = read(route.fields, parse_json(body), violations)
+        shared: dict[str, Any] = {"sampling": _sampling(values), "options": _options(values)}
+        if SPATIAL_REFS in route.fields:
+            shared["spatial_refs"] = _spatial_refs(values.get("spatial_refs", ()), violations)
         image, image_error = None, None
         if "image_url" in values:
             try:
                 image = read_image(values["image_url"], self._max_image_bytes)
             except ImageError as error:
                 image, image_error = _NO_IMAGE, error
+        given = _NO_IMAGE if image is None and route.needs_image else image
         try:
-            request = construct(
-                values, image, spatial_refs=refs, sampling=_sampling(values), options=_options(values)
-            )
+            request = route.new_request(values, image=None if given is None else given.data, **shared)
         except InvalidRequest as error:
             violations += renamed(error.violations, field_name)
             request = None
@@ -121,16 +82,6 @@ class RequestParser:
             values.get("stream", False),
             values.get("format", MOONDREAM),
         )
-
-
-def _about_objects(kind: type[ObjectRequestT]) -> Callable[..., Request]:
-    def construct(values: Mapping[str, Any], image: GivenImage | None, **shared: Any) -> Request:
-        max_objects = None if kind is Segment else values.get("settings", {}).get("max_objects")
-        return kind(
-            object=values.get("object", "?"), image=(image or _NO_IMAGE).data, max_objects=max_objects, **shared
-        )
-
-    return construct
 
 
 def _sampling(values: Mapping[str, Any]) -> SamplingParams:

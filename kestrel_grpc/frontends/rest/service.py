@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from kestrel_grpc.frontends.http.answers import rendered_events
@@ -13,6 +14,7 @@ from kestrel_grpc.frontends.rest.images import ImageRoutes
 from kestrel_grpc.frontends.rest.openapi import descriptions
 from kestrel_grpc.frontends.rest.parsing import ParsedRequest, RequestParser
 from kestrel_grpc.frontends.rest.rendering import Renderer, failure_event, failure_json
+from kestrel_grpc.frontends.rest.routes import ROUTES
 from kestrel_grpc.images.intake import ImageIntake
 from kestrel_grpc.wire.call_context import CallContext
 from kestrel_grpc.wire.errors import CallFailure
@@ -37,7 +39,7 @@ class RestDialect:
 
 
 class RestService:
-    """The five skills, each call of which is one request of the engine and ends with it; and images to store.
+    """A route for each skill, each call of which is one request of the engine and ends with it, and stored images.
 
     Where `intake` is None no images are stored.
     """
@@ -48,17 +50,17 @@ class RestService:
         self._submission = submission
         self._model = model
         parser = RequestParser(max_image_bytes)
-        parsers: Mapping[str, Callable[[bytes], ParsedRequest]] = {
-            "query": parser.query,
-            "caption": parser.caption,
-            "point": parser.point,
-            "detect": parser.detect,
-            "segment": parser.segment,
-        }
         self.dialect = RestDialect()
         skills = tuple(
-            Operation("POST", f"/v1/{skill}", f"rest/{skill}", parse, self._serve, field_name=field_name)
-            for skill, parse in parsers.items()
+            Operation(
+                "POST",
+                f"/v1/{route.skill}",
+                f"rest/{route.skill}",
+                partial(parser.parse, route),
+                self._serve,
+                field_name=field_name,
+            )
+            for route in ROUTES
         )
         images = () if intake is None else ImageRoutes(intake, max_image_bytes=max_image_bytes).operations
         self.operations: Sequence[Operation] = (*skills, *images)
