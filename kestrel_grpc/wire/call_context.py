@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from kestrel_runtime.api.events import Finished
-from kestrel_runtime.api.requests import Caption, Query, Request
+from kestrel_runtime.api.requests import Request
 
 REQUEST_ID_KEY = "x-request-id"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -49,10 +49,7 @@ class RequestSummary:
         self.skill = request.skill
         self.adapter = request.options.adapter
         self.sampling = request.sampling
-        if isinstance(request, Query):
-            self.text = request.question
-        else:
-            self.text = request.length if isinstance(request, Caption) else request.object
+        self.text = request.text
         """The question, the name of the object or the length of the caption."""
         self.image_bytes = None if request.image is None else len(request.image)
         """None where there is no image."""

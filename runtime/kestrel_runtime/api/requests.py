@@ -7,10 +7,11 @@ tensors. Defaults follow the peer engine's published ones.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum, auto
-from typing import ClassVar
+from typing import ClassVar, Self, get_args
 
 from kestrel_runtime.api.adapters import AdapterName
 from kestrel_runtime.api.errors import InvalidRequest, Violation
@@ -88,7 +89,7 @@ class RequestOptions:
             yield Violation("options.adapter", "must be the name of an adapter, such as name or name@step")
 
 
-class _Checked:
+class _Checked(ABC):
     """Runs `violations` at birth and raises all of them together."""
 
     __slots__ = ()
@@ -98,8 +99,19 @@ class _Checked:
         if violations:
             raise InvalidRequest(violations)
 
+    @classmethod
+    @abstractmethod
+    def example(cls, image: bytes, sampling: SamplingParams) -> Self:
+        """A small request, which an engine runs before those of callers."""
+
+    @property
+    @abstractmethod
+    def text(self) -> str:
+        """What the caller asks in words, for logs and for estimates of the prompt's length."""
+
+    @abstractmethod
     def violations(self) -> Iterator[Violation]:
-        raise NotImplementedError
+        """Every breach."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +126,12 @@ class Query(_Checked):
     options: RequestOptions = field(default_factory=RequestOptions)
     skill: ClassVar[str] = "query"
 
+    @classmethod
+    def example(cls, image: bytes, sampling: SamplingParams) -> Self:
+        return cls("hello", image, sampling=sampling)
+
     @property
     def text(self) -> str:
-        """The free text of the prompt, on which its length depends."""
         return self.question
 
     def violations(self) -> Iterator[Violation]:
@@ -139,8 +154,15 @@ class Caption(_Checked):
     sampling: SamplingParams = field(default_factory=SamplingParams)
     options: RequestOptions = field(default_factory=RequestOptions)
     skill: ClassVar[str] = "caption"
-    text: ClassVar[str] = ""
     spatial_refs: ClassVar[tuple[SpatialRef, ...]] = ()
+
+    @classmethod
+    def example(cls, image: bytes, sampling: SamplingParams) -> Self:
+        return cls(image, sampling=sampling)
+
+    @property
+    def text(self) -> str:
+        return self.length
 
     def violations(self) -> Iterator[Violation]:
         yield from _image(self.image)
@@ -161,9 +183,12 @@ class _ObjectRequest(_Checked):
     sampling: SamplingParams = field(default_factory=SamplingParams)
     options: RequestOptions = field(default_factory=RequestOptions)
 
+    @classmethod
+    def example(cls, image: bytes, sampling: SamplingParams) -> Self:
+        return cls("thing", image, max_objects=1, sampling=sampling)
+
     @property
     def text(self) -> str:
-        """The free text of the prompt, on which its length depends."""
         return self.object
 
     def violations(self) -> Iterator[Violation]:
@@ -198,6 +223,7 @@ class Segment(_ObjectRequest):
 
 
 Request = Query | Caption | Point | Detect | Segment
+REQUEST_TYPES: tuple[type[Request], ...] = get_args(Request)
 
 
 def _text(name: str, value: str) -> Iterator[Violation]:

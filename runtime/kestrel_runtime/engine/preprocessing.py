@@ -202,8 +202,7 @@ class Preprocessor:
         facts: ImageFacts,
     ) -> Future[Sequence] | None:
         """The result of a worker, where preparing takes little time; None where it does not."""
-        text = getattr(request, self._skills[request.skill].text_field)
-        if len(text) > _MAX_TEXT_LENGTH_AT_ONCE:
+        if len(request.text) > _MAX_TEXT_LENGTH_AT_ONCE:
             return None
         if self._workers.is_closing:
             raise RuntimeError("the workers are closed")

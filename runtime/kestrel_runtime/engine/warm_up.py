@@ -9,12 +9,11 @@ from __future__ import annotations
 import io
 import logging
 import time
-from collections.abc import Iterator
 
 from PIL import Image
 
 from kestrel_runtime.api.errors import InvalidRequest, KestrelError
-from kestrel_runtime.api.requests import Caption, Detect, Point, Query, Request, SamplingParams, Segment
+from kestrel_runtime.api.requests import REQUEST_TYPES, Request, SamplingParams
 from kestrel_runtime.engine.engine import LocalEngine
 
 _SIDE_PX = 32
@@ -45,12 +44,8 @@ async def warm_up(engine: LocalEngine) -> None:
     _log.info("warmed up in %.1f s", time.monotonic() - started)
 
 
-def _requests() -> Iterator[Request]:
+def _requests() -> list[Request]:
     file = io.BytesIO()
     Image.new("RGB", (_SIDE_PX, _SIDE_PX), "grey").save(file, "PNG")
     image = file.getvalue()
-    yield Query("hello", image, sampling=_SAMPLING)
-    yield Caption(image, sampling=_SAMPLING)
-    yield Point("thing", image, max_objects=1, sampling=_SAMPLING)
-    yield Detect("thing", image, max_objects=1, sampling=_SAMPLING)
-    yield Segment("thing", image, sampling=_SAMPLING)
+    return [kind.example(image, _SAMPLING) for kind in REQUEST_TYPES]

@@ -32,7 +32,8 @@ class MoondreamFamily:
 
     def skills(self, config: MoondreamConfig) -> Mapping[str, Skill]:
         """The skills for which the model has prompt templates."""
-        return {name: skill for name, skill in SKILLS.items() if config.tokenizer.templates.get(name)}
+        templates = config.tokenizer.templates
+        return {name: skill for name, skill in SKILLS.items() if templates.get(skill.template or name)}
 
     def tiling(self, config: MoondreamConfig) -> MoondreamTiling:
         """Overlapping square tiles."""

@@ -10,6 +10,11 @@ from kestrel_runtime.models.moondream.skills.point import PointSkill
 from kestrel_runtime.models.moondream.skills.query import QuerySkill
 from kestrel_runtime.models.moondream.skills.segment import SegmentSkill
 
-SKILLS: Mapping[str, Skill] = MappingProxyType(
-    {skill.name: skill for skill in (QuerySkill(), CaptionSkill(), PointSkill(), DetectSkill(), SegmentSkill())}
+_SKILLS = (
+    QuerySkill(),
+    CaptionSkill(),
+    PointSkill(),
+    DetectSkill(),
+    SegmentSkill(),
 )
+SKILLS: Mapping[str, Skill] = MappingProxyType({skill.name: skill for skill in _SKILLS})

@@ -32,7 +32,8 @@ class _DetectParser(ObjectParser):
 
     def __init__(self, request: Detect, config: MoondreamConfig) -> None:
         ids = config.tokenizer
-        super().__init__(request, config, (ids.coord_id, ids.coord_id, ids.size_id))
+        value_ids = (ids.coord_id, ids.coord_id, ids.size_id)
+        super().__init__(config, value_ids, request.max_objects, request.sampling.max_tokens)
         self._boxes: list[Box] = []
 
     def add(self, values: list[tuple[float, ...]]) -> None:

@@ -30,7 +30,7 @@ class PointSkill(Skill):
         return object_prompt(self.name, request, tokenizer, config)
 
     def new_parser(self, request: Point, tokenizer: Tokenizer, config: MoondreamConfig) -> OutputParser:
-        return _PointParser(request, config)
+        return PointParser(config, request.max_objects, request.sampling.max_tokens)
 
 
 def object_prompt(
@@ -44,11 +44,13 @@ def object_prompt(
 class ObjectParser(OutputParser):
     """Parses objects of a fixed number of values until the end token, `max_objects` or `max_tokens`."""
 
-    def __init__(self, request: Point | Detect, config: MoondreamConfig, value_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self, config: MoondreamConfig, value_ids: tuple[int, ...], max_objects: int | None, max_tokens: int | None
+    ) -> None:
         ids = config.tokenizer
         self._eos_id = ids.eos_id
-        self._max_objects = request.max_objects or DEFAULT_MAX_OBJECTS
-        self._max_tokens = request.sampling.max_tokens
+        self._max_objects = max_objects or DEFAULT_MAX_OBJECTS
+        self._max_tokens = max_tokens
         self._num_tokens = 0
         self._num_objects = 0
         self._values: list[tuple[float, ...]] = []
@@ -82,11 +84,11 @@ class ObjectParser(OutputParser):
         return []
 
 
-class _PointParser(ObjectParser):
+class PointParser(ObjectParser):
     """x and y per object."""
 
-    def __init__(self, request: Point, config: MoondreamConfig) -> None:
-        super().__init__(request, config, (config.tokenizer.coord_id,) * 2)
+    def __init__(self, config: MoondreamConfig, max_objects: int | None, max_tokens: int | None) -> None:
+        super().__init__(config, (config.tokenizer.coord_id,) * 2, max_objects, max_tokens)
         self._points: list[Location] = []
 
     def add(self, values: list[tuple[float, ...]]) -> None:
