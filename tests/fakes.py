@@ -41,7 +41,7 @@ from kestrel_runtime.api.events import (
     Timing,
     Usage,
 )
-from kestrel_runtime.api.requests import Caption, Detect, Point, Query, Request
+from kestrel_runtime.api.requests import Caption, Detect, Gaze, Point, Query, Request
 from kestrel_runtime.api.stream import Stream
 
 HOLD = object()
@@ -56,6 +56,7 @@ SKILLS = {
     "point": SkillDefaults(temperature=0.0, top_p=1.0, max_objects=150),
     "detect": SkillDefaults(temperature=0.0, top_p=1.0, max_objects=150),
     "segment": SkillDefaults(temperature=0.0, top_p=1.0, max_tokens=768),
+    "gaze": SkillDefaults(temperature=0.0, top_p=1.0),
 }
 
 
@@ -253,6 +254,8 @@ def _output(request: Request) -> Output:
         return CaptionOutput(f"a {request.length} kestrel")
     if isinstance(request, Point):
         return PointOutput((Location(0.5, 0.25), Location(0.75, 0.5)))
+    if isinstance(request, Gaze):
+        return PointOutput((Location(0.25, 0.75),))
     if isinstance(request, Detect):
         return DetectOutput((box,))
     return SegmentOutput((SegmentMask("M 0 0 L 1 1 z", box),))

@@ -1,4 +1,4 @@
-"""The client commands: query, caption, point, detect, segment, image. Uses `kestrel_client` alone.
+"""The client commands: query, caption, point, detect, segment, gaze, image. Uses `kestrel_client` alone.
 
 Answers go to stdout, text as it arrives. Everything else, including the reasoning, goes to stderr.
 """
@@ -59,11 +59,18 @@ def add_client_commands(subparsers: argparse._SubParsersAction[argparse.Argument
     segment = _add(subparsers, _segment, "find the outline of an object")
     for command in (point, detect, segment):
         command.add_argument("object", metavar="OBJECT", help='what to look for, such as "dog"')
-        command.add_argument(
-            "--draw", metavar="FILE", type=Path, help="write a PNG of the image with the result drawn on it"
-        )
+        _add_draw(command)
     for command in (point, detect):
         command.add_argument("--max-objects", metavar="N", type=int, help="maximum number of objects to find (150)")
+    gaze = _add(subparsers, _gaze, "find the place that somebody in the image looks at")
+    for name in ("x", "y"):
+        gaze.add_argument(
+            f"eye_{name}",
+            metavar=name.upper(),
+            type=float,
+            help=f"{name} of an eye of the one who looks, from 0 to 1",
+        )
+    _add_draw(gaze)
     _add_image_commands(subparsers)
 
 
@@ -119,6 +126,12 @@ def _add(
     parser.add_argument("--json", action="store_true", help="print the whole result as one line of JSON")
     parser.set_defaults(run=partial(run_with_client, command))
     return parser
+
+
+def _add_draw(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--draw", metavar="FILE", type=Path, help="write a PNG of the image with the result drawn on it"
+    )
 
 
 def add_client_arguments(parser: argparse.ArgumentParser) -> None:
@@ -201,6 +214,14 @@ def _segment(client: Client, arguments: argparse.Namespace) -> None:
     _draw(arguments, image, segments=result.segments)
 
 
+def _gaze(client: Client, arguments: argparse.Namespace) -> None:
+    image = _image(arguments)
+    result = client.gaze(image, Point(arguments.eye_x, arguments.eye_y), **_options(arguments))
+    points = () if result.target is None else (result.target,)
+    _print_found(arguments, result, [_numbers(point) for point in points], "target")
+    _draw(arguments, image, points=points)
+
+
 def _upload(client: Client, arguments: argparse.Namespace) -> None:
     image = client.upload_image(arguments.image, ttl_s=arguments.ttl, pin=arguments.pin)
     _print_image(image, arguments, image.image_id)
@@ -252,14 +273,16 @@ def _print_text(deltas: Iterator[TextDelta]) -> None:
     print(flush=True)
 
 
-def _print_found(arguments: argparse.Namespace, result: Result, lines: list[str]) -> None:
+def _print_found(
+    arguments: argparse.Namespace, result: Result, lines: list[str], object: str | None = None
+) -> None:
     if arguments.json:
         _print_json(result)
         return
     for line in lines:
         print(line)
     if not lines:
-        print(f"kestrel-grpc: no {arguments.object} found", file=sys.stderr)
+        print(f"kestrel-grpc: no {object or arguments.object} found", file=sys.stderr)
 
 
 def _print_json(result: Result) -> None:

@@ -147,6 +147,11 @@ class CannedVision(vision_service_pb2_grpc.VisionServiceServicer):
         segment = vision_service_pb2.Segment(svg_path=SVG_PATH, box=BOX)
         return vision_service_pb2.SegmentResponse(segments=[segment], info=INFO)
 
+    def Gaze(self, request: Any, context: Any) -> Any:
+        self._receive(request, context)
+        target = media_pb2.NormalizedPoint(x=0.25, y=0.5) if request.eye.x < 0.5 else None
+        return vision_service_pb2.GazeResponse(target=target, info=INFO)
+
     def _receive(self, request: Any, context: Any) -> None:
         self.requests.append(request)
         self.metadata.append(dict(context.invocation_metadata()))

@@ -18,6 +18,7 @@ from kestrel_client import (
     Client,
     DeadlineExceeded,
     InvalidRequest,
+    Point,
     TextChannel,
     TextStream,
     Unavailable,
@@ -50,6 +51,7 @@ async def test_every_skill_returns_what_the_blocking_client_returns(
     assert await async_client.point(PICTURE, "kite") == client.point(PICTURE, "kite")
     assert await async_client.detect(PICTURE, "kite") == client.detect(PICTURE, "kite")
     assert await async_client.segment(PICTURE, "kite") == client.segment(PICTURE, "kite")
+    assert await async_client.gaze(PICTURE, Point(0.25, 0.5)) == client.gaze(PICTURE, Point(0.25, 0.5))
     assert await async_client.server_info() == client.server_info()
     assert await async_client.list_models() == client.list_models()
     assert await async_client.load() == client.load()

@@ -85,6 +85,16 @@ def test_places_are_printed_one_a_line(address: str, picture: str, capsys: pytes
     ]
 
 
+def test_the_target_of_a_gaze_is_printed_and_drawn(
+    address: str, picture: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drawn = tmp_path / "drawn.png"
+    assert _run("gaze", picture, "0.25", "0.125", "--draw", str(drawn), "--address", address) == 0
+    assert Image.open(drawn).getpixel((50, 50)) == COLOURS[0]
+    assert _run("gaze", picture, "0.75", "0.125", "--address", address) == 0
+    assert capsys.readouterr() == ("0.2500 0.5000\n", "kestrel-grpc: no target found\n")
+
+
 def test_json_holds_the_whole_result_in_one_line(
     address: str, picture: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -84,6 +84,12 @@ def test_places_come_back_as_plain_values(client: Client) -> None:
     assert client.segment(PICTURE, "kite").segments == (Segment(canned.SVG_PATH, box),)
 
 
+def test_a_gaze_has_a_target_or_none(client: Client, vision: CannedVision) -> None:
+    assert client.gaze(PICTURE, Point(0.25, 0.125)).target == Point(0.25, 0.5)
+    assert client.gaze(PICTURE, Point(0.75, 0.125)).target is None
+    assert [(request.eye.x, request.eye.y) for request in vision.requests] == [(0.25, 0.125), (0.75, 0.125)]
+
+
 def test_the_image_travels_with_every_skill_and_only_if_there_is_one(client: Client, vision: CannedVision) -> None:
     client.query(PICTURE, "q").result()
     client.complete_query(PICTURE, "q")
@@ -92,7 +98,8 @@ def test_the_image_travels_with_every_skill_and_only_if_there_is_one(client: Cli
     client.point(PICTURE, "kite")
     client.detect(PICTURE, "kite")
     client.segment(PICTURE, "kite")
-    assert [request.image.data for request in vision.requests] == [PICTURE] * 7
+    client.gaze(PICTURE, Point(0.5, 0.5))
+    assert [request.image.data for request in vision.requests] == [PICTURE] * 8
     client.complete_query(None, "q")
     assert not vision.requests[-1].HasField("image")
 

@@ -9,7 +9,17 @@ from PIL import Image, ImageDraw, ImageFont
 
 from kestrel_runtime.api.config import BUILT_IN_MODEL, EngineConfig
 from kestrel_runtime.api.events import CaptionOutput, DetectOutput, Output, PointOutput, QueryOutput, SegmentOutput
-from kestrel_runtime.api.requests import Caption, Detect, Point, Query, Request, SamplingParams, Segment
+from kestrel_runtime.api.requests import (
+    Caption,
+    Detect,
+    Gaze,
+    Point,
+    PointRef,
+    Query,
+    Request,
+    SamplingParams,
+    Segment,
+)
 from kestrel_runtime.engine.engine import LocalEngine
 from training.scoring import box_iou
 
@@ -137,3 +147,14 @@ async def test_it_outlines_what_is_there_and_nothing_else(engine: LocalEngine, f
     absent = await _ask(engine, Segment("dog", four_shapes))
     assert isinstance(absent, SegmentOutput)
     assert absent.segments == ()
+
+
+async def test_a_gaze_is_a_point_of_gaze_with_the_eye_as_reference(engine: LocalEngine, four_shapes: bytes) -> None:
+    targets: list[Output] = []
+    for eye in (PointRef(0.2, 0.25), PointRef(0.55, 0.3), PointRef(0.8, 0.75)):
+        gaze = await engine.submit(Gaze(four_shapes, eye)).result()
+        point = await engine.submit(Point("gaze", four_shapes, max_objects=1, spatial_refs=(eye,))).result()
+        assert gaze.output == point.output
+        assert gaze.usage.num_input_tokens == point.usage.num_input_tokens
+        targets.append(gaze.output)
+    assert len(set(targets)) > 1  # the eye matters, also to a model that has not learned to follow it

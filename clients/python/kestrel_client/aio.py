@@ -22,8 +22,10 @@ from kestrel_client.results import (
     CaptionResult,
     ClearedCache,
     DetectResult,
+    GazeResult,
     Load,
     Model,
+    Point,
     PointResult,
     QueryResult,
     SegmentResult,
@@ -264,6 +266,23 @@ class AsyncClient:
             image,
         )
         return results.segment_result(response)
+
+    async def gaze(self, image: ImageInput, eye: Point, **options: Unpack[CallOptions]) -> GazeResult:
+        """Finds the place that somebody in the image looks at.
+
+        Args:
+            image: The image, in any form of `ImageInput`.
+            eye: An eye of the one who looks, or the middle of both eyes.
+            **options: `temperature`, `top_p`, `max_tokens`, `seed`, `stop`, `model`, `priority`, `cache`,
+                `max_queue_s`, `timeout_s`, `request_id` and others; see `CallOptions`.
+
+        Returns:
+            The place as `target`, which is None where none was found in the image.
+        """
+        response = await self._calls.call(
+            self._calls.vision.Gaze, lambda: requests.gaze(eye, options), options, image
+        )
+        return results.gaze_result(response)
 
     async def upload_image(
         self, image: ImageInput, *, ttl_s: float | None = None, pin: bool = False, timeout_s: float | None = None

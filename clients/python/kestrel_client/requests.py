@@ -126,6 +126,13 @@ def segment(
     )
 
 
+def gaze(eye: Point, options: CallOptions) -> vision_service_pb2.GazeRequest:
+    """A look to follow."""
+    if not isinstance(eye, Point):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise invalid_argument("eye", f"is a Point, not {_shown(eye)}")
+    return vision_service_pb2.GazeRequest(eye=media_pb2.NormalizedPoint(x=eye.x, y=eye.y), **_shared(options))
+
+
 def put_image(data: bytes, ttl_s: float | None, pin: bool) -> image_service_pb2.PutImageRequest:
     """An image to store."""
     return image_service_pb2.PutImageRequest(data=data, ttl=_duration("ttl_s", ttl_s), pin=pin)

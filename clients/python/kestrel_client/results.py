@@ -225,6 +225,13 @@ class SegmentResult(Result):
     segments: tuple[Segment, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GazeResult(Result):
+    """The place that is looked at; `target` is None where none was found in the image."""
+
+    target: Point | None
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What a server accepts."""
@@ -333,6 +340,12 @@ def segment_result(message: vision_service_pb2.SegmentResponse) -> SegmentResult
     """Outlines, read."""
     segments = tuple(Segment(item.svg_path, _box(item.box)) for item in message.segments)
     return SegmentResult(segments=segments, **_info(message.info))
+
+
+def gaze_result(message: vision_service_pb2.GazeResponse) -> GazeResult:
+    """A target, read."""
+    target = _point(message.target) if message.HasField("target") else None
+    return GazeResult(target=target, **_info(message.info))
 
 
 def text_delta(message: generation_pb2.TextDelta) -> TextDelta:

@@ -28,7 +28,7 @@ from kestrel_runtime.api.events import (
     Started,
     TextDelta,
 )
-from kestrel_runtime.api.requests import Caption, Detect, Point, Query, Request, Segment
+from kestrel_runtime.api.requests import Caption, Detect, Gaze, Point, PointRef, Query, Request, Segment
 
 ObjectRequestT = TypeVar("ObjectRequestT", Point, Detect, Segment)
 
@@ -191,6 +191,18 @@ def segment_response(finished: Finished, request_id: str, model: str) -> wire.Se
     return wire.SegmentResponse(segments=segments, info=rendering.info(finished, request_id, model))
 
 
+def gaze(message: wire.GazeRequest) -> Gaze:
+    """A look to follow."""
+    violations = [] if message.HasField("eye") else [Violation("eye", "is required")]
+    return parsing.new_request(Gaze, message, violations, eye=PointRef(message.eye.x, message.eye.y))
+
+
+def gaze_response(finished: Finished, request_id: str, model: str) -> wire.GazeResponse:
+    """The place that is looked at."""
+    target = next(iter(rendering.points(_expect(finished, PointOutput).points)), None)
+    return wire.GazeResponse(target=target, info=rendering.info(finished, request_id, model))
+
+
 def _about_objects(kind: type[ObjectRequestT], message: Any, **own: Any) -> ObjectRequestT:
     violations: list[Violation] = []
     refs = parsing.spatial_refs(message.spatial_refs, violations)
@@ -227,4 +239,5 @@ BINDINGS = (
     Binding("Point", point, point_response),
     Binding("Detect", detect, detect_response),
     Binding("Segment", segment, segment_response),
+    Binding("Gaze", gaze, gaze_response),
 )

@@ -16,7 +16,18 @@ from kestrel_grpc.frontends.rest.fields import (
     SPATIAL_REFS,
     STREAM,
 )
-from kestrel_runtime.api.requests import CAPTION_LENGTHS, Caption, Detect, Point, Query, Request, Segment
+from kestrel_runtime.api.errors import InvalidRequest, Violation
+from kestrel_runtime.api.requests import (
+    CAPTION_LENGTHS,
+    Caption,
+    Detect,
+    Gaze,
+    Point,
+    PointRef,
+    Query,
+    Request,
+    Segment,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +70,13 @@ def _segment(values: Mapping[str, Any], **shared: Any) -> Segment:
     return Segment(object=values.get("object", "?"), **shared)
 
 
+def _gaze(values: Mapping[str, Any], **shared: Any) -> Gaze:
+    eye = values.get("eye", (0.0, 0.0))
+    if len(eye) != 2 or not all(type(side) in (int, float) for side in eye):
+        raise InvalidRequest((Violation("eye", "must be a list of two numbers"),))
+    return Gaze(eye=PointRef(*eye), **shared)
+
+
 def _max_objects(values: Mapping[str, Any]) -> int | None:
     return values.get("settings", {}).get("max_objects")
 
@@ -99,5 +117,22 @@ ROUTES = (
         "Finds the outline of an object.",
         (IMAGE_URL, OBJECT, SPATIAL_REFS, STREAM, SETTINGS, *COMMON),
         _segment,
+    ),
+    Route(
+        "gaze",
+        "Finds the place that somebody in the image looks at.",
+        (
+            IMAGE_URL,
+            Field(
+                "eye",
+                Kind.LIST,
+                "An eye of the one who looks, or the middle of both eyes: `[x, y]`, from 0 to 1.",
+                is_required=True,
+                item={"type": "number"},
+            ),
+            SETTINGS,
+            *COMMON,
+        ),
+        _gaze,
     ),
 )

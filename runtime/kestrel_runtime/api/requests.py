@@ -222,7 +222,38 @@ class Segment(_ObjectRequest):
     skill: ClassVar[str] = "segment"
 
 
-Request = Query | Caption | Point | Detect | Segment
+@dataclass(frozen=True, slots=True)
+class Gaze(_Checked):
+    """Where the one whose `eye` is given looks; the middle of both eyes will do."""
+
+    image: bytes | RawImage
+    eye: PointRef
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    options: RequestOptions = field(default_factory=RequestOptions)
+    skill: ClassVar[str] = "gaze"
+
+    @classmethod
+    def example(cls, image: bytes, sampling: SamplingParams) -> Self:
+        return cls(image, PointRef(0.5, 0.5), sampling=sampling)
+
+    @property
+    def text(self) -> str:
+        return self.skill
+
+    @property
+    def spatial_refs(self) -> tuple[SpatialRef, ...]:
+        return (self.eye,)
+
+    def violations(self) -> Iterator[Violation]:
+        yield from _image(self.image)
+        for name in ("x", "y"):
+            if not 0.0 <= getattr(self.eye, name) <= 1.0:
+                yield Violation(f"eye.{name}", "must be from 0 to 1")
+        yield from self.sampling.violations()
+        yield from self.options.violations()
+
+
+Request = Query | Caption | Point | Detect | Segment | Gaze
 REQUEST_TYPES: tuple[type[Request], ...] = get_args(Request)
 
 

@@ -209,3 +209,23 @@ class SegmentResponse(_message.Message):
     segments: _containers.RepeatedCompositeFieldContainer[Segment]
     info: _generation_pb2.ResponseInfo
     def __init__(self, segments: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ..., info: _Optional[_Union[_generation_pb2.ResponseInfo, _Mapping]] = ...) -> None: ...
+
+class GazeRequest(_message.Message):
+    __slots__ = ("image", "eye", "sampling", "options")
+    IMAGE_FIELD_NUMBER: _ClassVar[int]
+    EYE_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    image: _media_pb2.Image
+    eye: _media_pb2.NormalizedPoint
+    sampling: _generation_pb2.SamplingParams
+    options: _generation_pb2.RequestOptions
+    def __init__(self, image: _Optional[_Union[_media_pb2.Image, _Mapping]] = ..., eye: _Optional[_Union[_media_pb2.NormalizedPoint, _Mapping]] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., options: _Optional[_Union[_generation_pb2.RequestOptions, _Mapping]] = ...) -> None: ...
+
+class GazeResponse(_message.Message):
+    __slots__ = ("target", "info")
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    INFO_FIELD_NUMBER: _ClassVar[int]
+    target: _media_pb2.NormalizedPoint
+    info: _generation_pb2.ResponseInfo
+    def __init__(self, target: _Optional[_Union[_media_pb2.NormalizedPoint, _Mapping]] = ..., info: _Optional[_Union[_generation_pb2.ResponseInfo, _Mapping]] = ...) -> None: ...

@@ -78,6 +78,11 @@ class VisionServiceStub(object):
                 request_serializer=kestrel_dot_v1_dot_vision__service__pb2.SegmentRequest.SerializeToString,
                 response_deserializer=kestrel_dot_v1_dot_vision__service__pb2.SegmentResponse.FromString,
                 _registered_method=True)
+        self.Gaze = channel.unary_unary(
+                '/kestrel.v1.VisionService/Gaze',
+                request_serializer=kestrel_dot_v1_dot_vision__service__pb2.GazeRequest.SerializeToString,
+                response_deserializer=kestrel_dot_v1_dot_vision__service__pb2.GazeResponse.FromString,
+                _registered_method=True)
 
 
 class VisionServiceServicer(object):
@@ -144,6 +149,13 @@ class VisionServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Gaze(self, request, context):
+        """Finds the place in the image that somebody in it looks at.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_VisionServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -181,6 +193,11 @@ def add_VisionServiceServicer_to_server(servicer, server):
                     servicer.Segment,
                     request_deserializer=kestrel_dot_v1_dot_vision__service__pb2.SegmentRequest.FromString,
                     response_serializer=kestrel_dot_v1_dot_vision__service__pb2.SegmentResponse.SerializeToString,
+            ),
+            'Gaze': grpc.unary_unary_rpc_method_handler(
+                    servicer.Gaze,
+                    request_deserializer=kestrel_dot_v1_dot_vision__service__pb2.GazeRequest.FromString,
+                    response_serializer=kestrel_dot_v1_dot_vision__service__pb2.GazeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -381,6 +398,33 @@ class VisionService(object):
             '/kestrel.v1.VisionService/Segment',
             kestrel_dot_v1_dot_vision__service__pb2.SegmentRequest.SerializeToString,
             kestrel_dot_v1_dot_vision__service__pb2.SegmentResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Gaze(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kestrel.v1.VisionService/Gaze',
+            kestrel_dot_v1_dot_vision__service__pb2.GazeRequest.SerializeToString,
+            kestrel_dot_v1_dot_vision__service__pb2.GazeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -23,6 +23,7 @@ from kestrel_runtime.api.requests import (
     CachePolicy,
     Caption,
     Detect,
+    Gaze,
     Point,
     PointRef,
     Priority,
@@ -184,6 +185,11 @@ def test_priority_of_the_future_is_a_violation() -> None:
     options = generation_pb2.RequestOptions.FromString(b"\x18\x63")
     assert options.priority == 99
     assert violations(vision.query, wire.QueryRequest(question="?", options=options)) == ["options.priority"]
+
+
+def test_a_gaze_needs_an_eye() -> None:
+    assert vision.gaze(wire.GazeRequest(image=IMAGE, eye={"x": 0.5})) == Gaze(DATA, PointRef(0.5, 0.0))
+    assert violations(vision.gaze, wire.GazeRequest(sampling={"top_p": 2.0})) == ["eye", "image", "sampling.top_p"]
 
 
 def test_skills_that_find_take_their_fields() -> None:

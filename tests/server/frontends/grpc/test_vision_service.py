@@ -9,7 +9,9 @@ import pytest
 
 from kestrel_client.v1 import generation_pb2
 from kestrel_client.v1 import vision_service_pb2 as wire
-from kestrel_runtime.api.requests import Caption, Detect, Point, Query, Segment
+from kestrel_grpc.frontends.grpc.vision_service import gaze_response
+from kestrel_runtime.api.events import Finished, FinishReason, PointOutput, Timing, Usage
+from kestrel_runtime.api.requests import Caption, Detect, Gaze, Point, PointRef, Query, Segment
 from tests.server.serving import IMAGE, serving
 
 
@@ -67,6 +69,18 @@ async def test_skills_that_find_answer_in_one_message() -> None:
     assert boxes.objects[0].box.x_max == 0.5
     assert outlines.segments[0].svg_path == "M 0 0 L 1 1 z"
     assert {points.info.model, boxes.info.model, outlines.info.model} == {"fake"}
+
+
+async def test_a_gaze_is_followed_to_its_target() -> None:
+    async with serving() as rig:
+        gaze = await rig.vision.Gaze(wire.GazeRequest(image=IMAGE, eye={"x": 0.5, "y": 0.25}))
+    assert rig.engine.requests == [Gaze(IMAGE.data, PointRef(0.5, 0.25))]
+    assert (gaze.target.x, gaze.target.y, gaze.info.model) == (0.25, 0.75, "fake")
+
+
+def test_a_gaze_without_a_target_has_none() -> None:
+    finished = Finished(PointOutput(()), FinishReason.STOP, Usage(1, 1), Timing(0.0, 0.0, 0.0, 0.0, 0.0))
+    assert not gaze_response(finished, "id", "m").HasField("target")
 
 
 @pytest.mark.parametrize("count", [64])

@@ -14,6 +14,7 @@ from kestrel_runtime.api.requests import (
     CachePolicy,
     Caption,
     Detect,
+    Gaze,
     Point,
     PointRef,
     Priority,
@@ -61,6 +62,7 @@ def with_metrics(**result: Any) -> dict[str, Any]:
         ),
         ("detect", {"image_url": IMAGE_URL, "object": "bird"}, {"objects": [BOX]}),
         ("segment", {"image_url": IMAGE_URL, "object": "bird"}, {"path": "M 0 0 L 1 1 z", "bbox": BOX}),
+        ("gaze", {"image_url": IMAGE_URL, "eye": [0.5, 0.25]}, {"points": [{"x": 0.25, "y": 0.75}]}),
     ],
 )
 async def test_every_route_answers_in_the_shape_of_the_moondream_client(route, body, result):
@@ -257,3 +259,13 @@ async def test_the_description_of_the_api_has_the_fields_that_are_read():
         "seed",
     }
     assert set(document["paths"]) >= {f"/v1/{name}" for name in ("query", "caption", "point", "detect", "segment")}
+
+
+@pytest.mark.parametrize("eye", [[0.5], [0.5, "a"], [], [True, 0.5], [0.5, 0.5, 0.5]])
+async def test_an_eye_is_two_numbers(eye):
+    async with serving_http() as rig:
+        answer = await rig.ask("/v1/gaze", {"image_url": IMAGE_URL, "eye": eye})
+        assert (await rig.ask("/v1/gaze", {"image_url": IMAGE_URL, "eye": [1, 0]})).status == 200
+    assert answer.status == 400
+    assert [item["field"] for item in answer.json["error"]["violations"]] == ["eye"]
+    assert rig.engine.requests == [Gaze(IMAGE_BYTES, PointRef(1, 0))]

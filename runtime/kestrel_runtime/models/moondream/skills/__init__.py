@@ -6,6 +6,7 @@ from types import MappingProxyType
 from kestrel_runtime.models.moondream.skills.base import Skill
 from kestrel_runtime.models.moondream.skills.caption import CaptionSkill
 from kestrel_runtime.models.moondream.skills.detect import DetectSkill
+from kestrel_runtime.models.moondream.skills.gaze import GazeSkill
 from kestrel_runtime.models.moondream.skills.point import PointSkill
 from kestrel_runtime.models.moondream.skills.query import QuerySkill
 from kestrel_runtime.models.moondream.skills.segment import SegmentSkill
@@ -16,5 +17,6 @@ _SKILLS = (
     PointSkill(),
     DetectSkill(),
     SegmentSkill(),
+    GazeSkill(),
 )
 SKILLS: Mapping[str, Skill] = MappingProxyType({skill.name: skill for skill in _SKILLS})

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kestrel_runtime.api.events import FinishReason, TextChannel, TextDelta
-from kestrel_runtime.api.requests import BoxRef, Caption, Detect, Point, PointRef, Query, Segment
+from kestrel_runtime.api.requests import BoxRef, Caption, Detect, Gaze, Point, PointRef, Query, Segment
 from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.loading.stop_matcher import StopMatcher
 from kestrel_runtime.models.moondream.skills import SKILLS
@@ -30,6 +30,7 @@ REQUESTS = {
     "point": Point("cat", IMAGE),
     "detect": Detect("cat", IMAGE),
     "segment": Segment("cat", IMAGE),
+    "gaze": Gaze(IMAGE, PointRef(0.25, 0.75)),
 }
 SCRIPTS = {
     "query": words("a bird"),
@@ -37,6 +38,7 @@ SCRIPTS = {
     "point": [coordinate(0.5)] * 2,
     "detect": [coordinate(0.5), coordinate(0.5), size(0.5, 0.5)],
     "segment": [coordinate(0.5), coordinate(0.5), size(0.5, 0.5)],
+    "gaze": [coordinate(0.5)] * 2,
 }
 some_ids = st.lists(st.integers(0, TOKENIZER.vocab_size - 1), max_size=40)
 bytes_of_characters = st.text("aé✓🙂 ", max_size=12).map(lambda text: [ID_OF_BYTE[byte] for byte in text.encode()])
