@@ -14,6 +14,7 @@ from tests.table_of_errors import markdown_table
 PAGES = [
     CHECKOUT / "README.md",
     CHECKOUT / "CHANGELOG.md",
+    CHECKOUT / "CONTRIBUTING.md",
     CHECKOUT / "clients" / "python" / "README.md",
     *sorted((CHECKOUT / "docs").glob("*.md")),
 ]
