@@ -43,6 +43,7 @@ class Kernels:
     decode_contract: Callable[..., Any]
     rotary_decode_attention: Callable[..., Any]
     mixture_of_experts: Callable[..., Any]
+    add_low_rank: Callable[..., Any]
     philox_uniform: Callable[..., Any]
 
     @classmethod

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kestrel_ops import LowRank
+
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
 
 
@@ -172,3 +174,10 @@ def mixture_of_experts(count: int, dim: int, inner: int, num_experts: int, of: s
     up, down = _empty(num_experts, 2 * inner, dim, dtype="bf16"), _empty(num_experts, dim, inner, dtype="bf16")
     hidden, logits = _empty(count, dim, dtype="bf16"), _empty(count, num_experts, dtype="bf16")
     _operation(of, "mixture_of_experts")(hidden, logits, up, down, 2)
+
+
+def add_low_rank(count: int, dim: int, out: int, num_slots: int, rank: int, of: str = "triton") -> None:
+    """Rows in bfloat16."""
+    weights = LowRank(_empty(num_slots, rank, dim, dtype="bf16"), _empty(num_slots, rank, out, dtype="bf16"))
+    rows, sums = _empty(count, dim, dtype="bf16"), _empty(count, out, dtype="bf16")
+    _operation(of, "add_low_rank")(sums, rows, weights, torch.zeros(count, dtype=torch.int64))

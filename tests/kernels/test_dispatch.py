@@ -221,6 +221,7 @@ CALLS = {
     "decode_contract": (3, 48, 32, "bf16"),
     "rotary_decode_attention": (4, 2, 16, "fp32", "fp32", 3, 1),
     "mixture_of_experts": (5, 16, 8, 4),
+    "add_low_rank": (5, 16, 8, 3, 4),
 }
 
 

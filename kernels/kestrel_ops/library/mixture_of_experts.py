@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, linear, softmax
 
+from kestrel_ops.library.add_low_rank import add_low_rank, of_own_slot
+from kestrel_ops.low_rank import ExpertAdapters, LowRank
 from kestrel_ops.reference.quantise_rows import quantise_rows
 from kestrel_ops.shapes import FLOAT8, ModelShape, has_float8_product
 
@@ -19,21 +21,29 @@ def mixture_of_experts(
     experts_per_token: int,
     up_scale: Tensor | None = None,  # [E, 2 * inner] float32, where `up` is float8
     down_scale: Tensor | None = None,  # [E, dim] float32, where `down` is float8
+    adapters: ExpertAdapters | None = None,
 ) -> Tensor:  # [T, dim]
     """As the reference, but a CUDA graph can capture it. The inputs of float8 experts are rounded to float8, too.
     If torch has no grouped product for the type, the sizes or the device, every expert computes every token."""
     top = router_logits.float().topk(experts_per_token, dim=-1)
     weights = softmax(top.values, dim=-1).to(hidden.dtype)
-    if not _has_grouped_products(hidden, up):
-        return _dense(hidden, top.indices, weights, (up, up_scale), (down, down_scale))
+    if not _has_grouped_products(hidden, up, adapters):
+        return _dense(hidden, top.indices, weights, (up, up_scale), (down, down_scale), adapters)
     # Indices of pairs (token, choice) in the order of their experts. The token of a pair is its index / choices.
     chosen = top.indices.flatten()
     order = chosen.argsort(stable=True)
     tokens = order // experts_per_token
     numbers = torch.arange(up.shape[0], device=hidden.device)
     ends = torch.searchsorted(chosen[order], numbers, right=True, out_int32=True)
-    activated, gate = _grouped(hidden[tokens], up, up_scale, ends).chunk(2, dim=-1)
-    output = _grouped(gelu(activated) * (gate + 1), down, down_scale, ends)
+    own = hidden[tokens]
+    product = _grouped(own, up, up_scale, ends)
+    if adapters is not None:
+        product = product + _grouped_low_rank(own, adapters.up, adapters.slots[tokens], ends)
+    activated, gate = product.chunk(2, dim=-1)
+    inner = gelu(activated) * (gate + 1)
+    output = _grouped(inner, down, down_scale, ends)
+    if adapters is not None:
+        output = output + _grouped_low_rank(inner, adapters.down, adapters.slots[tokens], ends)
     # Every token has the same number of pairs, so restoring the order and summing needs no atomic additions.
     places = torch.empty_like(output).index_copy_(0, order, output)
     shares = places.unflatten(0, (-1, experts_per_token)).float() * weights[..., None].float()
@@ -45,9 +55,13 @@ def unsupported(model: ModelShape) -> str | None:
     return None
 
 
-def _has_grouped_products(hidden: Tensor, up: Tensor) -> bool:
+def _has_grouped_products(hidden: Tensor, up: Tensor, adapters: ExpertAdapters | None) -> bool:
     _, both_inner, dim = up.shape
     if hidden.dtype != torch.bfloat16:
+        return False
+    if adapters is not None and any(
+        (low_rank.a.shape[0] * low_rank.a.shape[2]) % _BFLOAT16_MULTIPLE for low_rank in adapters[:2]
+    ):
         return False
     if hidden.is_cuda and torch.cuda.get_device_capability(hidden.device) not in _WITH_GROUPED_PRODUCTS:
         return False
@@ -72,18 +86,33 @@ def _grouped(rows: Tensor, stack: Tensor, scale: Tensor | None, ends: Tensor) ->
     )
 
 
+def _grouped_low_rank(rows: Tensor, weights: LowRank, slots: Tensor, ends: Tensor) -> Tensor:
+    """What adapters add to rows up to ends[e], which are of expert e; slots: int64 [rows], the slot of each."""
+    num_slots = len(weights.a)
+    a, b = (part.transpose(0, 1).flatten(1, 2) for part in weights)  # [E, S * R, in] and [E, S * R, out]
+    inner = torch.ops.aten._grouped_mm(rows, a.transpose(1, 2), offs=ends)
+    return torch.ops.aten._grouped_mm(of_own_slot(inner, num_slots, slots), b, offs=ends)
+
+
 def _dense(
     hidden: Tensor,
     chosen: Tensor,  # [T, choices]
     weights: Tensor,  # [T, choices]
     up: tuple[Tensor, Tensor | None],
     down: tuple[Tensor, Tensor | None],
+    adapters: ExpertAdapters | None,
 ) -> Tensor:
     """Every expert computes every token; results count where the expert was chosen."""
     total = torch.zeros_like(hidden)
     for expert in range(up[0].shape[0]):
-        activated, gate = linear(hidden, _expert(*up, expert, hidden.dtype)).chunk(2, dim=-1)
-        output = linear(gelu(activated) * (gate + 1), _expert(*down, expert, hidden.dtype))
+        product = linear(hidden, _expert(*up, expert, hidden.dtype))
+        if adapters is not None:
+            add_low_rank(product, hidden, adapters.up.of_expert(expert), adapters.slots)
+        activated, gate = product.chunk(2, dim=-1)
+        inner = gelu(activated) * (gate + 1)
+        output = linear(inner, _expert(*down, expert, hidden.dtype))
+        if adapters is not None:
+            add_low_rank(output, inner, adapters.down.of_expert(expert), adapters.slots)
         share = (weights * (chosen == expert)).sum(dim=-1, keepdim=True)
         # Results of experts that were not chosen are replaced by 0: infinity times 0 would be NaN.
         total += torch.where(share > 0, output * share, 0)

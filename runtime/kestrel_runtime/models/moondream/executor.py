@@ -61,6 +61,7 @@ class MoondreamExecutor:
         adapters: AdapterSlabs | None = None,
     ) -> None:
         self._adapters = adapters
+        self._add_low_rank = kernels.add_low_rank
         self._model = model
         self._paths = paths
         self._memory = memory
@@ -143,7 +144,7 @@ class MoondreamExecutor:
         chunks = PackedChunks.of(inputs, state)
         adapters = None
         if self._adapters is not None and inputs.uses_adapters:
-            adapters = self._adapters.for_rows(state.adapter_slots[inputs.token_rows()])
+            adapters = self._adapters.for_rows(state.adapter_slots[inputs.token_rows()], self._add_low_rank)
         return self._paths.text.prefill(embeddings, chunks, fields.sample_tokens, self._memory.cache, adapters)
 
     def decode(self, inputs: DecodeInputs) -> Tensor:
@@ -204,7 +205,7 @@ class MoondreamExecutor:
         page_table = state.page_table[rows, : inputs.size.max_pages]
         adapters = None
         if self._adapters is not None and inputs.uses_adapters:
-            adapters = self._adapters.for_rows(state.adapter_slots[rows])
+            adapters = self._adapters.for_rows(state.adapter_slots[rows], self._add_low_rank)
         hidden = self._paths.text.decode(embeddings, positions, page_table, cache, adapters)
         return self._sampler.sample(hidden, rows, inputs.needs)
 

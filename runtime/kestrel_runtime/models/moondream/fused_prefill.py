@@ -10,10 +10,12 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import gelu
 
 from kestrel_ops import Kernels
 from kestrel_runtime.execution.kv_cache import KVCache, LayerPages
 from kestrel_runtime.execution.step_inputs import PackedChunks
+from kestrel_runtime.models.moondream.adapters.slabs import BlockAdapters, RowAdapters
 from kestrel_runtime.models.moondream.fused_weights import FusedBlock, Matrix
 from kestrel_runtime.models.moondream.rope import rotary_tables
 from kestrel_runtime.models.moondream.text import TextModel
@@ -46,6 +48,7 @@ class FusedPrefill:
         plan: PackedChunks,  # of the T tokens
         cache: KVCache,
         last_rows: Tensor | None = None,  # [n] int64: rows that end their chunks
+        adapters: RowAdapters | None = None,  # of the T tokens
     ) -> Tensor:  # [T, dim] float32, or [n, dim] of the last rows: before the final LayerNorm
         """Run the blocks and write the tokens' keys and values. With `last_rows` the last block writes the keys and
         values of all tokens and computes only these rows."""
@@ -53,30 +56,52 @@ class FusedPrefill:
         delta: Tensor | None = None
         num_whole = len(self._blocks) - (last_rows is not None)
         for layer in range(num_whole):
-            delta = self._block(layer, hidden, delta, plan, cache)
+            own = None if adapters is None else adapters.of_block(layer)
+            delta = self._block(layer, hidden, delta, plan, cache, own)
         if last_rows is not None:
-            return self._last_block(hidden, delta, plan, cache, last_rows)
+            return self._last_block(hidden, delta, plan, cache, last_rows, adapters)
         return hidden if delta is None else hidden.add_(delta)
 
     def _block(
-        self, layer: int, hidden: Tensor, delta: Tensor | None, plan: PackedChunks, cache: KVCache
+        self,
+        layer: int,
+        hidden: Tensor,
+        delta: Tensor | None,
+        plan: PackedChunks,
+        cache: KVCache,
+        adapters: BlockAdapters | None,
     ) -> Tensor:
         """Add `delta` to the stream and return the next `delta`."""
         block, pages = self._blocks[layer], cache.layer(layer)
         normed, scale = self._normed(block, hidden, delta)
         product = self._product(block.up, normed, scale)
         qkv, inner = product.tensor_split((self._config.qkv_dim,), dim=1)
+        if adapters is not None:
+            own = self._unfolded(block, hidden)
+            adapters.add_qkv(qkv, own)
+            if block.experts is None:
+                adapters.add_fc1(inner, own)
         query, key, value = self._turned(block, qkv, plan, pages)
         attended = self._attended(query, key, value, plan, pages)
-        return self._down(block, hidden, attended, inner)
+        return self._down(block, hidden, attended, inner, adapters)
 
     def _last_block(
-        self, hidden: Tensor, delta: Tensor | None, plan: PackedChunks, cache: KVCache, rows: Tensor
+        self,
+        hidden: Tensor,
+        delta: Tensor | None,
+        plan: PackedChunks,
+        cache: KVCache,
+        rows: Tensor,
+        adapters: RowAdapters | None,
     ) -> Tensor:
         """Write all keys and values of the last block, and return the final hidden states of `rows` only."""
         block, pages, qkv_dim = self._blocks[-1], cache.layer(len(self._blocks) - 1), self._config.qkv_dim
         normed, scale = self._normed(block, hidden, delta)
         qkv = self._product(_part(block.up, slice(qkv_dim)), normed, scale)
+        layer = len(self._blocks) - 1
+        if adapters is not None:
+            adapters.of_block(layer).add_qkv(qkv, self._unfolded(block, hidden))
+        own = None if adapters is None else adapters.of_tokens(rows).of_block(layer)
         query, key, value = self._turned(block, qkv, plan, pages)
         hidden = hidden[rows]
         if not len(rows):
@@ -85,8 +110,10 @@ class FusedPrefill:
         if block.experts is None:
             own_scale = None if scale is None else scale[rows]
             inner = self._product(_part(block.up, slice(qkv_dim, None)), _rows(normed, rows), own_scale)
+            if own is not None:
+                own.add_fc1(inner, self._unfolded(block, hidden))
         attended = self._attended(query[rows], key[rows], value[rows], _single_rows(plan, rows), pages)
-        return hidden + self._down(block, hidden, attended, inner)
+        return hidden + self._down(block, hidden, attended, inner, own)
 
     def _normed(self, block: FusedBlock, hidden: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor | None]:
         return self._kernels.add_layer_norm(hidden, delta, block.ln.eps, block.up.weight.dtype)
@@ -129,14 +156,28 @@ class FusedPrefill:
         )
         return attended.flatten(1)
 
-    def _down(self, block: FusedBlock, hidden: Tensor, attended: Tensor, inner: Tensor) -> Tensor:
+    @staticmethod
+    def _unfolded(block: FusedBlock, hidden: Tensor) -> Tensor:
+        """The normalised stream with the norm's weight and bias, which `up` has folded in."""
+        return block.ln(hidden.to(block.ln.weight.dtype))
+
+    def _down(
+        self, block: FusedBlock, hidden: Tensor, attended: Tensor, inner: Tensor, adapters: BlockAdapters | None
+    ) -> Tensor:
         """The sum that a block adds to the stream."""
         operand = block.down.weight.dtype
         if block.experts is None:
-            return self._product(block.down, *self._kernels.concat_gelu(attended, inner, operand))
+            out = self._product(block.down, *self._kernels.concat_gelu(attended, inner, operand))
+            if adapters is not None:
+                adapters.add_proj(out, attended, self._unfolded(block, hidden))
+                adapters.add_fc2(out, gelu(inner, approximate="tanh"))
+            return out
         rows, scale = self._kernels.concat_gelu(None, attended, operand, activate=False)
-        normed = block.ln(hidden.to(block.ln.weight.dtype))
-        return self._product(block.down, rows, scale) + block.experts(normed, self._kernels.mixture_of_experts)
+        normed = self._unfolded(block, hidden)
+        out = self._product(block.down, rows, scale)
+        if adapters is not None:
+            adapters.add_proj(out, attended, normed)
+        return out + block.experts(normed, self._kernels.mixture_of_experts, adapters)
 
 
 def _part(matrix: Matrix, part: slice) -> Matrix:

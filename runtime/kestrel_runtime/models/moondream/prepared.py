@@ -7,7 +7,6 @@ from collections.abc import Callable
 from torch import Tensor
 
 from kestrel_runtime.api.config import EngineConfig
-from kestrel_runtime.api.errors import CheckpointError
 from kestrel_runtime.api.memory_plan import MemoryPlan
 from kestrel_runtime.execution.step_runner import StepRunner
 from kestrel_runtime.imaging.tiles import DecodedImage
@@ -34,10 +33,6 @@ class PreparedMoondream:
         self._loaded_bytes = weight_bytes(model)
         self._adapters: MoondreamAdapters | None = None
         if config.has_adapters:
-            if self._execution.text != "plain":
-                raise CheckpointError(
-                    f"text path {self._execution.text}: adapters need the plain one (--text-path plain)"
-                )
             self._adapters = MoondreamAdapters(
                 model.config.text, config.num_adapter_slots, config.max_adapter_rank, model.device, model.dtype
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from kestrel_ops import Kernels
@@ -72,6 +73,21 @@ class PlainText:
         return self._text(embeddings, positions, cache.decode(positions, page_table), adapters)
 
 
+def single_tokens(positions: Tensor, page_table: Tensor, page_size: int) -> PackedChunks:
+    """A decode step as prompts of one token each; a negative position is padding, which writes nothing."""
+    known = positions.clamp(min=0)
+    pages = page_table.gather(1, (known // page_size)[:, None].to(torch.int64))[:, 0].to(torch.int64)
+    return PackedChunks(
+        positions=known,
+        slots=torch.where(positions >= 0, pages * page_size + known % page_size, -1),
+        page_table=page_table,
+        query_starts=torch.arange(len(positions) + 1, dtype=torch.int32, device=positions.device),
+        lengths=(known + 1).to(torch.int32),
+        prefix_lengths=torch.zeros(len(positions), dtype=torch.int32, device=positions.device),
+        max_chunk=1,
+    )
+
+
 class FusedText:
     """The decoder on fused operations. `decode` does not synchronise, so it can be captured."""
 
@@ -107,8 +123,7 @@ class FusedText:
         cache: KVCache,
         adapters: RowAdapters | None = None,
     ) -> Tensor:
-        assert adapters is None, "refused at the start"
-        return self._prefill.forward(embeddings, plan, cache, rows)
+        return self._prefill.forward(embeddings, plan, cache, rows, adapters)
 
     def decode(
         self,
@@ -118,6 +133,13 @@ class FusedText:
         cache: KVCache,
         adapters: RowAdapters | None = None,
     ) -> Tensor:
-        """A negative position is padding: nothing is written, and its hidden state is undefined."""
-        assert adapters is None, "refused at the start"
+        """A negative position is padding: nothing is written, and its hidden state is undefined.
+
+        A step with adapters runs as prompts of one token: the operations for decoding have no place for what
+        adapters add before the activation of the MLP.
+        """
+        if adapters is not None:
+            rows = torch.arange(len(positions), device=positions.device)
+            chunks = single_tokens(positions, page_table, cache.page_size)
+            return self._prefill.forward(embeddings, chunks, cache, rows, adapters)
         return self._decoder.forward(embeddings, positions, page_table, cache, self._workspace)

@@ -6,8 +6,8 @@ where the block has them. Knows no files and no requests.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -115,9 +115,9 @@ class AdapterSlabs:
             self._reads_block_input[slot] = weights.reads_block_input
         self._stream.synchronize()
 
-    def for_rows(self, slots: Tensor) -> RowAdapters:
-        """The adapters of a step's rows; slots: int64 [T]."""
-        return RowAdapters(self, slots, self._reads_block_input[slots])
+    def for_rows(self, slots: Tensor, operation: Callable[..., None] = add_low_rank) -> RowAdapters:
+        """The adapters of a step's rows; slots: int64 [T]; operation: an implementation of `add_low_rank`."""
+        return RowAdapters(self, slots, self._reads_block_input[slots], operation)
 
     def _layer(self, layer: int) -> LayerAdapters:
         names = ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
@@ -142,6 +142,15 @@ class RowAdapters:
     """[T] int64."""
     reads_block_input: Tensor
     """[T] bool: see `AdapterWeights`."""
+    operation: Callable[..., None]
+
+    def of_tokens(self, chosen: Tensor) -> RowAdapters:
+        """Those of some rows; chosen: int64 [n]."""
+        return replace(self, slots=self.slots[chosen], reads_block_input=self.reads_block_input[chosen])
+
+    def of_block(self, layer: int) -> BlockAdapters:
+        """Those of one block."""
+        return BlockAdapters(self.slabs.layers[layer], self)
 
     def of_layers(self) -> Iterator[BlockAdapters]:
         """Those of each block."""
@@ -157,21 +166,21 @@ class BlockAdapters:
 
     def add_qkv(self, out: Tensor, normed: Tensor) -> None:
         """out: [T, qkv_dim]; normed: [T, dim]."""
-        add_low_rank(out, normed, self.layer.qkv, self.rows.slots)
+        self.rows.operation(out, normed, self.layer.qkv, self.rows.slots)
 
     def add_proj(self, out: Tensor, attended: Tensor, normed: Tensor) -> None:
         """out, normed: [T, dim]; attended: [T, H * D]."""
         if attended.shape == normed.shape:
             attended = torch.where(self.rows.reads_block_input[:, None], normed, attended)
-        add_low_rank(out, attended, self.layer.proj, self.rows.slots)
+        self.rows.operation(out, attended, self.layer.proj, self.rows.slots)
 
     def add_fc1(self, out: Tensor, normed: Tensor) -> None:
         """out: [T, ff_dim]; normed: [T, dim]."""
-        add_low_rank(out, normed, self.layer.fc1, self.rows.slots)
+        self.rows.operation(out, normed, self.layer.fc1, self.rows.slots)
 
     def add_fc2(self, out: Tensor, inner: Tensor) -> None:
         """out: [T, dim]; inner: [T, ff_dim]."""
-        add_low_rank(out, inner, self.layer.fc2, self.rows.slots)
+        self.rows.operation(out, inner, self.layer.fc2, self.rows.slots)
 
     def of_experts(self) -> ExpertAdapters:
         """For a block with a mixture of experts."""

@@ -92,3 +92,21 @@ async def test_eight_adapters_and_none_in_one_batch_answer_as_each_alone(
     async with served(loaded, adapters=str(tmp_path), max_adapter_rank=4, max_batch_size=64) as engine:
         found = await outputs(engine, [with_adapter(asked[number], name) for name, number in mixed])
     assert found == [expected[name][number] for name, number in mixed]
+
+
+@pytest.mark.parametrize("operations", ["reference", "library"])
+async def test_the_fused_path_answers_as_merged_weights_do(
+    nano: LoadedModel, moondream2: LoadedModel, tmp_path: Path, operations: str
+) -> None:
+    kernels = (("add_low_rank", operations), ("mixture_of_experts", operations))
+    for number, loaded in enumerate((nano, moondream2)):
+        pairs = random_pairs(loaded.model.config.text, seed=1)
+        root = tmp_path / str(number)
+        write_peft(root / "colours", pairs)
+        asked = requests()[:1]
+        expected = await outputs_alone(merged(loaded, scaled(pairs)), asked)
+        plain = await outputs_alone(loaded, asked)
+        settings = {"adapters": str(root), "max_adapter_rank": 4, "text_path": "fused", "kernels": kernels}
+        async with served(loaded, **settings) as engine:
+            mixed = [asked[0], with_adapter(asked[0], "colours")]
+            assert await outputs(engine, mixed) == [*plain, *expected]
