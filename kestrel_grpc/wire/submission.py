@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 from kestrel_grpc.images.data_uris import is_embedded
@@ -33,16 +33,36 @@ class Submission:
         A stored image is taken now: the request has its bytes, whatever happens to the stored image afterwards.
         When this returns only the engine holds the image, provided that neither the store nor the caller does.
         """
+        (stream,) = await self.submit_samples(request, image, call)
+        return stream
+
+    async def submit_samples(
+        self, request: Request, image: ImageReference | None, call: CallContext
+    ) -> list[Stream]:
+        """As `submit`, with a stream for each of the samples that the request asks for. Each is a request of the
+        engine; where one of them is refused, none runs."""
         request = _with_adapter(request, self._engine.info.model)
         call.request = RequestSummary(request)
         if image is not None:
             request = await self._with_image(request, image, call)
             call.request = RequestSummary(request)
-        stream = self._engine.submit(
-            request, deadline_s=call.remaining_s, tenant=call.principal, namespace=call.namespace
-        )
+        streams: list[Stream] = []
+        try:
+            for sampling in request.sampling.samples():
+                streams.append(
+                    self._engine.submit(
+                        request if sampling is request.sampling else replace(request, sampling=sampling),
+                        deadline_s=call.remaining_s,
+                        tenant=call.principal,
+                        namespace=call.namespace,
+                    )
+                )
+        except BaseException:
+            for stream in streams:
+                stream.cancel()
+            raise
         call.release()
-        return stream
+        return streams
 
     async def _with_image(self, request: Request, image: ImageReference, call: CallContext) -> Request:
         if isinstance(image, ImageUri):
@@ -68,11 +88,21 @@ def _with_adapter(request: Request, served: str) -> Request:
     return replace(request, options=replace(options, model=base, adapter=adapter))
 
 
-async def last_event(stream: Stream, call: CallContext) -> Finished:
-    """Wait for the end of a request."""
-    with ending_with(stream):
-        call.finished = await stream.result()
+async def last_event(streams: Sequence[Stream], call: CallContext) -> Finished:
+    """Wait for the end of all samples of a request. The first has the others as alternatives."""
+    with ExitStack() as stack:
+        for stream in streams:
+            stack.enter_context(ending_with(stream))
+        first, *others = [await stream.result() for stream in streams]
+        call.finished = _with_alternatives(first, others) if others else first
         return call.finished
+
+
+def _with_alternatives(first: Finished, others: list[Finished]) -> Finished:
+    """The prompt is counted once."""
+    num_output_tokens = sum(finished.usage.num_output_tokens for finished in (first, *others))
+    usage = replace(first.usage, num_output_tokens=num_output_tokens)
+    return replace(first, usage=usage, alternatives=tuple(others))
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kestrel_client import Box, InvalidRequest, Point, requests
+from kestrel_client import Box, CallOptions, InvalidRequest, Point, requests
 from kestrel_client.v1 import generation_pb2, vision_service_pb2
 
 
@@ -48,6 +48,29 @@ def test_stop_strings_are_a_list_or_a_single_one() -> None:
         message = requests.caption(vision_service_pb2.CaptionRequest, None, {"stop": given, "include_stop": True})
         assert message.sampling.stop == sent
         assert message.sampling.include_stop
+
+
+def test_every_setting_of_sampling_reaches_its_field() -> None:
+    settings: dict[str, Any] = {
+        "temperature": 0.5,
+        "top_p": 0.25,
+        "max_tokens": 9,
+        "seed": 3,
+        "stop": ["a"],
+        "include_stop": True,
+        "top_k": 5,
+        "min_p": 0.125,
+        "repetition_penalty": 1.5,
+        "presence_penalty": -0.5,
+        "frequency_penalty": 0.5,
+        "logit_bias": {3: 1.5},
+        "logprobs": 0,
+        "n": 2,
+    }
+    message = requests.caption(vision_service_pb2.CompleteCaptionRequest, None, CallOptions(**settings))
+    wanted = {**settings, "logit_bias": [{"token_id": 3, "bias": 1.5}]}
+    assert message.sampling == generation_pb2.SamplingParams(**wanted)
+    assert set(settings) == set(generation_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
 
 
 @pytest.mark.parametrize(("policy", "number"), [(None, 0), ("use", 1), ("refresh", 2), ("bypass", 3)])

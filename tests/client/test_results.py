@@ -7,7 +7,17 @@ import json
 
 import pytest
 
-from kestrel_client import FinishReason, TextChannel, Timing, results
+from kestrel_client import (
+    CaptionAlternative,
+    FinishReason,
+    QueryAlternative,
+    TextChannel,
+    Timing,
+    TokenLogprob,
+    TopLogprob,
+    results,
+)
+from kestrel_client.generation import samples
 from kestrel_client.v1 import generation_pb2, vision_service_pb2
 from tests.client import canned
 
@@ -49,3 +59,39 @@ def test_a_result_cannot_be_changed_and_can_be_written_as_json() -> None:
         "end_char": 10,
         "points": [{"x": 0.5, "y": 0.25}],
     }
+
+
+def test_a_stop_string_logprobs_and_alternatives_are_read() -> None:
+    top = generation_pb2.TopLogprob(text="b", bytes=b"b", logprob=-2.0, token_id=4)
+    token = generation_pb2.TokenLogprob(text="a", bytes=b"a", logprob=-1.0, token_id=3, top=[top])
+    read = TokenLogprob("a", b"a", -1.0, 3, (TopLogprob("b", b"b", -2.0, 4),))
+    reason = generation_pb2.FINISH_REASON_STOP_SEQUENCE
+    info = generation_pb2.ResponseInfo(finish_reason=reason, stop_sequence="end")
+    thought = generation_pb2.Reasoning(text="t", logprobs=[token])
+    query = samples.complete_query(
+        vision_service_pb2.CompleteQueryResponse(
+            result=vision_service_pb2.QueryResult(answer="a", reasoning=thought, logprobs=[token], info=info),
+            alternatives=[
+                vision_service_pb2.QueryAlternative(
+                    answer="b", reasoning=thought, logprobs=[token], finish_reason=reason, stop_sequence="end"
+                )
+            ],
+        )
+    )
+    assert (query.stop_sequence, query.logprobs) == ("end", (read,))
+    assert query.reasoning is not None
+    assert query.reasoning.logprobs == (read,)
+    wanted = QueryAlternative("b", query.reasoning, (read,), FinishReason.STOP_SEQUENCE, "end")
+    assert query.alternatives == (wanted,)
+    caption = samples.complete_caption(
+        vision_service_pb2.CompleteCaptionResponse(
+            result=vision_service_pb2.CaptionResult(caption="a", logprobs=[token], info=info),
+            alternatives=[
+                vision_service_pb2.CaptionAlternative(caption="b", logprobs=[token], finish_reason=reason)
+            ],
+        )
+    )
+    assert caption.logprobs == (read,)
+    assert caption.alternatives == (CaptionAlternative("b", (read,), FinishReason.STOP_SEQUENCE, None),)
+    delta = results.text_delta(generation_pb2.TextDelta(text="a", logprobs=[token]))
+    assert delta.logprobs == (read,)

@@ -4,6 +4,9 @@ import asyncio
 from collections.abc import Awaitable
 from typing import Any
 
+import grpc
+import pytest
+
 from kestrel_client.v1 import generation_pb2
 from kestrel_client.v1 import vision_service_pb2 as wire
 from tests.journey.conftest import LiveServer
@@ -88,3 +91,34 @@ async def test_a_stop_string_ends_an_answer_and_is_named(live_server: LiveServer
         assert cut.info.finish_reason == generation_pb2.FINISH_REASON_STOP_SEQUENCE
         assert cut.info.stop_sequence == stop
     await live_server.assert_empty()
+
+
+async def test_samples_come_in_one_response(live_server: LiveServer) -> None:
+    message = wire.CompleteQueryRequest(question="GNU", image={"data": SMALL_IMAGE}, sampling=GREEDY)
+    alone = await live_server.stub.CompleteQuery(message)
+    message.sampling.n = 3
+    greedy = await live_server.stub.CompleteQuery(message)
+    assert [item.answer for item in greedy.alternatives] == [alone.result.answer] * 2
+    assert greedy.result.info.usage.output_token_count == 3 * alone.result.info.usage.output_token_count
+    assert greedy.result.info.usage.input_token_count == alone.result.info.usage.input_token_count
+    message.sampling.MergeFrom(generation_pb2.SamplingParams(temperature=20.0, top_p=1.0, seed=5, logprobs=1))
+    first, second = [await live_server.stub.CompleteQuery(message) for _ in range(2)]
+    assert list(first.alternatives) == list(second.alternatives)
+    assert first.result.answer == second.result.answer
+    samples = [first.result, *first.alternatives]
+    assert len({item.answer for item in samples}) == 3
+    for item in samples:
+        assert b"".join(token.bytes for token in item.logprobs).decode(errors="replace") == item.answer
+    await live_server.assert_empty()
+
+
+async def test_a_stream_of_several_samples_is_refused_by_name(live_server: LiveServer) -> None:
+    for call in (
+        live_server.stub.Query(wire.QueryRequest(question="GNU", sampling={"n": 2, "top_k": 0})),
+        live_server.stub.Caption(wire.CaptionRequest(image={"data": SMALL_IMAGE}, sampling={"n": 2, "top_k": 0})),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await anext(aiter(call))
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        for name in ("sampling.n: must be 1 in a stream", "sampling.top_k"):
+            assert name in (caught.value.details() or "")

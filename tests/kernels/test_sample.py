@@ -174,3 +174,51 @@ def test_fifty_draws_from_one_long_row_are_the_same():
     row = torch.rand(1, 51_200, device=DEVICE)
     first = module._running_sums(row)
     assert all(torch.equal(module._running_sums(row), first) for _ in range(50))
+
+
+# Top-k and min-p
+
+
+def limited(logits, top_k, min_p, temperature=1.0, top_p=1.0, count=4000):
+    """As `frequencies`, with the two limits."""
+    uniform = (torch.arange(count) + 0.5) / count
+    values = [torch.full((count,), float(value)) for value in (temperature, top_p, top_k, min_p)]
+    drawn = sample(
+        torch.tensor([logits]).expand(count, -1), values[0], values[1], uniform, top_k=values[2], min_p=values[3]
+    )
+    return (drawn.bincount(minlength=len(logits)) / count).tolist()
+
+
+@pytest.mark.parametrize(
+    ("top_k", "min_p", "wanted"),
+    [
+        (1, 0.0, [0, 1, 0, 0]),
+        (2, 0.0, [0, 4 / 7, 3 / 7, 0]),
+        (9, 0.0, [0.2, 0.4, 0.3, 0.1]),
+        (0, 0.6, [0, 4 / 7, 3 / 7, 0]),
+        (0, 0.25, [0.2, 0.4, 0.3, 0.1]),
+        (0, 1.0, [0, 1, 0, 0]),
+        (3, 0.6, [0, 4 / 7, 3 / 7, 0]),
+    ],
+)
+def test_top_k_and_min_p_keep_the_most_likely(top_k, min_p, wanted):
+    assert limited(logs(0.2, 0.4, 0.3, 0.1), top_k, min_p) == pytest.approx(wanted, abs=1e-3)
+
+
+def test_top_p_counts_what_top_k_and_min_p_keep():
+    # Of 0.4 and 0.3 the first has 0.57: with it, more than half is spent.
+    assert limited(logs(0.2, 0.4, 0.3, 0.1), 2, 0.0, top_p=0.5) == pytest.approx([0, 1, 0, 0], abs=1e-3)
+    assert limited(logs(0.2, 0.4, 0.3, 0.1), 2, 0.0, top_p=0.6) == pytest.approx([0, 4 / 7, 3 / 7, 0], abs=1e-3)
+
+
+def test_rows_without_limits_have_the_same_bits_beside_rows_with_them():
+    generator = torch.Generator(DEVICE).manual_seed(3)
+    logits = torch.randn(64, 500, generator=generator, device=DEVICE) * 4
+    temperature, top_p = torch.full((64,), 0.8, device=DEVICE), torch.full((64,), 0.9, device=DEVICE)
+    uniform = torch.rand(64, generator=generator, device=DEVICE)
+    top_k = torch.zeros(64, device=DEVICE)
+    top_k[::2] = 3
+    plain = sample(logits, temperature, top_p, uniform)
+    beside = sample(logits, temperature, top_p, uniform, top_k, torch.zeros(64, device=DEVICE))
+    assert torch.equal(plain[1::2], beside[1::2])
+    assert not torch.equal(plain[::2], beside[::2])

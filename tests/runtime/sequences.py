@@ -8,6 +8,7 @@ import numpy as np
 
 from kestrel_runtime.api.events import CaptionOutput, FinishReason, TextDelta
 from kestrel_runtime.api.requests import Priority
+from kestrel_runtime.api.sampling_params import SamplingParams
 from kestrel_runtime.imaging.tiles import DecodedImage, Tiles
 from kestrel_runtime.interfaces.output import OutputParser
 from kestrel_runtime.interfaces.token_grammar import Grammar, GrammarState
@@ -64,6 +65,7 @@ def new_sequence(
     temperature: float = 0.0,
     top_p: float = 1.0,
     seed: int = 0,
+    controls: SamplingParams | None = None,
     max_context: int = 10_000,
     priority: Priority = Priority.NORMAL,
     tenant: str = "",
@@ -81,6 +83,7 @@ def new_sequence(
         temperature=temperature,
         top_p=top_p,
         seed=seed,
+        controls=controls,
         max_context=max_context,
         clock=SequenceClock(submitted=submitted),
         priority=priority,

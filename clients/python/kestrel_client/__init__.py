@@ -35,6 +35,7 @@ from kestrel_client.errors import (
     Unavailable,
     Violation,
 )
+from kestrel_client.generation.logprobs import TokenLogprob, TopLogprob
 from kestrel_client.images.inputs import ImageInput, StoredImage
 from kestrel_client.images.raw_image import RawImage
 from kestrel_client.requests import CachePolicy, CallOptions, Length, Priority, SpatialRef
@@ -67,6 +68,7 @@ from kestrel_client.results import (
 )
 
 __version__ = _version.VERSION
+from kestrel_client.generation.samples import CaptionAlternative, QueryAlternative
 
 __all__ = [
     "Adapter",
@@ -78,6 +80,7 @@ __all__ = [
     "CachePolicy",
     "CallOptions",
     "Cancelled",
+    "CaptionAlternative",
     "CaptionResult",
     "ClearedCache",
     "Client",
@@ -102,6 +105,7 @@ __all__ = [
     "Point",
     "PointResult",
     "Priority",
+    "QueryAlternative",
     "QueryResult",
     "RawImage",
     "Reasoning",
@@ -120,6 +124,8 @@ __all__ = [
     "TextDelta",
     "TextStream",
     "Timing",
+    "TokenLogprob",
+    "TopLogprob",
     "Unauthenticated",
     "Unavailable",
     "Usage",

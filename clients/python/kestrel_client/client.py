@@ -14,6 +14,7 @@ import grpc
 from kestrel_client import requests, results
 from kestrel_client.blocking_calls import BlockingCalls, TextStream
 from kestrel_client.channel import DEFAULT_MAX_RETRIES, DEFAULT_TIMEOUT_S
+from kestrel_client.generation import samples
 from kestrel_client.images.inputs import ImageInput, StoredImage
 from kestrel_client.images.sent_images import DEFAULT_STORE_FROM_BYTES
 from kestrel_client.requests import CallOptions, Length, SpatialRef
@@ -136,7 +137,7 @@ class Client:
             options,
             image,
         )
-        return results.query_result(response.result)
+        return samples.complete_query(response)
 
     def caption(
         self, image: ImageInput, *, length: Length | None = None, **options: Unpack[CallOptions]
@@ -177,7 +178,7 @@ class Client:
             options,
             image,
         )
-        return results.caption_result(response.result)
+        return samples.complete_caption(response)
 
     def point(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal, TypedDict, TypeVar, get_args
 
@@ -44,6 +44,14 @@ class CallOptions(TypedDict, total=False):
         seed: Seed of the sampling, for the same tokens every time.
         stop: Strings, or a single one: the text ends before the first that comes. For queries and captions.
         include_stop: Whether that string is part of the text.
+        top_k: Sample from so many of the most likely tokens. This and all up to `n` is for queries and captions.
+        min_p: Sample from tokens with at least this share of the largest probability.
+        repetition_penalty: Divides logits of tokens that are in the prompt or the text; 0.1 to 10.
+        presence_penalty: Is subtracted from logits of tokens that are in the text; -2 to 2.
+        frequency_penalty: Is subtracted each time that the text has the token; -2 to 2.
+        logit_bias: By the ids of tokens, what is added to their logits; -100 to 100.
+        logprobs: Tells how likely each token was, and so many of the most likely ones; 0 to 20.
+        n: How many samples to draw, 1 to 16, in `complete_query` and `complete_caption`.
         model: A name from `list_models()`.
         adapter: An adapter of the model, as `name` or `name@step`.
         priority: "interactive", "normal" or "batch": whether to start before or after other requests that wait.
@@ -61,6 +69,14 @@ class CallOptions(TypedDict, total=False):
     seed: int | None
     stop: Sequence[str] | None
     include_stop: bool | None
+    top_k: int | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    logprobs: int | None
+    n: int | None
     model: str | None
     adapter: str | None
     priority: Priority | None
@@ -70,7 +86,20 @@ class CallOptions(TypedDict, total=False):
     request_id: str | None
 
 
-_SAMPLING = ("temperature", "top_p", "max_tokens", "seed", "include_stop")
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "max_tokens",
+    "seed",
+    "include_stop",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logprobs",
+    "n",
+)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}", re.ASCII)
 _MAX_SHOWN = 40
 
@@ -181,6 +210,10 @@ def _shared(options: CallOptions) -> dict[str, Any]:
     for name in _SAMPLING:
         _put(sampling, name, options.get(name))
     sampling.stop.extend(_strings("stop", options.get("stop")))
+    for token_id, bias in (options.get("logit_bias") or {}).items():
+        added = sampling.logit_bias.add()
+        _put(added, "token_id", token_id)
+        _put(added, "bias", bias)
     handling = generation_pb2.RequestOptions(
         priority=_label("priority", options.get("priority"), Priority, "PRIORITY"),
         cache=_label("cache", options.get("cache"), CachePolicy, "CACHE_POLICY"),

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from google.protobuf import duration_pb2
 
+from kestrel_client.generation.finish_reason import FinishReason, finish_reason
+from kestrel_client.generation.logprobs import TokenLogprob, token_logprobs
 from kestrel_client.images.inputs import StoredImage
 from kestrel_client.outlines.masks import area, mask
 from kestrel_client.outlines.svg_path import polylines
@@ -26,20 +28,7 @@ from kestrel_client.v1 import (
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-
-class FinishReason(StrEnum):
-    """Why generation ended."""
-
-    STOP = "stop"
-    """The model said that it was done."""
-    LENGTH = "length"
-    """`max_tokens` or the end of the context was reached."""
-    MAX_OBJECTS = "max_objects"
-    """`max_objects` was reached; there may be more."""
-    STOP_SEQUENCE = "stop_sequence"
-    """One of the strings in `stop` came."""
-    UNKNOWN = "unknown"
-    """A reason that this version of the client does not know."""
+    from kestrel_client.generation.samples import CaptionAlternative, QueryAlternative
 
 
 class TextChannel(StrEnum):
@@ -142,6 +131,7 @@ class Reasoning:
 
     text: str
     groundings: tuple[Grounding, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +142,7 @@ class TextDelta:
     channel: TextChannel
     token_index: int
     token_count: int
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +186,10 @@ class QueryResult(Result):
 
     answer: str
     reasoning: Reasoning | None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """Of the answer's tokens, where `logprobs` asks for it."""
+    alternatives: tuple[QueryAlternative, ...] = ()
+    """Further samples, where `n` asks for several. `usage` counts the output of all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,6 +197,8 @@ class CaptionResult(Result):
     """A whole description."""
 
     caption: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+    alternatives: tuple[CaptionAlternative, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,13 +313,14 @@ class Load:
 
 def query_result(message: vision_service_pb2.QueryResult) -> QueryResult:
     """An answer, read."""
-    reasoning = _reasoning(message.reasoning) if message.HasField("reasoning") else None
-    return QueryResult(answer=message.answer, reasoning=reasoning, **_info(message.info))
+    reasoning = reasoning_of(message.reasoning) if message.HasField("reasoning") else None
+    logprobs = token_logprobs(message.logprobs)
+    return QueryResult(answer=message.answer, reasoning=reasoning, logprobs=logprobs, **_info(message.info))
 
 
 def caption_result(message: vision_service_pb2.CaptionResult) -> CaptionResult:
     """A description, read."""
-    return CaptionResult(caption=message.caption, **_info(message.info))
+    return CaptionResult(caption=message.caption, logprobs=token_logprobs(message.logprobs), **_info(message.info))
 
 
 def point_result(message: vision_service_pb2.PointResponse) -> PointResult:
@@ -351,7 +349,8 @@ def gaze_result(message: vision_service_pb2.GazeResponse) -> GazeResult:
 def text_delta(message: generation_pb2.TextDelta) -> TextDelta:
     """A piece of text, read."""
     channel = _CHANNELS.get(message.channel, TextChannel.UNKNOWN)
-    return TextDelta(message.text, channel, message.token_index, message.token_count)
+    counts = message.token_index, message.token_count
+    return TextDelta(message.text, channel, *counts, token_logprobs(message.logprobs))
 
 
 def server_info(message: engine_service_pb2.GetServerInfoResponse) -> ServerInfo:
@@ -408,12 +407,6 @@ def load(message: engine_service_pb2.GetLoadResponse) -> Load:
     )
 
 
-_FINISH_REASONS = {
-    generation_pb2.FINISH_REASON_STOP: FinishReason.STOP,
-    generation_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
-    generation_pb2.FINISH_REASON_MAX_OBJECTS: FinishReason.MAX_OBJECTS,
-    generation_pb2.FINISH_REASON_STOP_SEQUENCE: FinishReason.STOP_SEQUENCE,
-}
 _CHANNELS = {
     generation_pb2.TEXT_CHANNEL_ANSWER: TextChannel.ANSWER,
     generation_pb2.TEXT_CHANNEL_REASONING: TextChannel.REASONING,
@@ -426,7 +419,7 @@ def _info(message: generation_pb2.ResponseInfo) -> dict[str, Any]:
     return {
         "request_id": message.request_id,
         "model": message.model,
-        "finish_reason": _FINISH_REASONS.get(message.finish_reason, FinishReason.UNKNOWN),
+        "finish_reason": finish_reason(message.finish_reason),
         "usage": Usage(
             usage.input_token_count,
             usage.output_token_count,
@@ -448,12 +441,13 @@ def _seconds(message: duration_pb2.Duration) -> float:
     return message.ToTimedelta().total_seconds()
 
 
-def _reasoning(message: generation_pb2.Reasoning) -> Reasoning:
+def reasoning_of(message: generation_pb2.Reasoning) -> Reasoning:
+    """A reasoning, read."""
     groundings = tuple(
         Grounding(item.start_char, item.end_char, tuple(_point(point) for point in item.points))
         for item in message.groundings
     )
-    return Reasoning(message.text, groundings)
+    return Reasoning(message.text, groundings, token_logprobs(message.logprobs))
 
 
 def _point(message: media_pb2.NormalizedPoint) -> Point:

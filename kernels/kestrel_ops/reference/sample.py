@@ -1,4 +1,4 @@
-"""Sample one index per row of logits: greedy, or by temperature and nucleus."""
+"""Sample one index per row of logits: greedy, or by temperature, among the most likely ones."""
 
 import torch
 from torch import Tensor
@@ -12,18 +12,33 @@ def sample(
     temperature: Tensor,  # [B] float32; 0 selects the largest
     top_p: Tensor,  # [B] float32 in (0, 1]
     uniform: Tensor,  # [B] float32 in [0, 1): the randomness, one number per row
+    top_k: Tensor | None = None,  # [B] float32, whole numbers: how many choices are kept; 0 keeps all
+    min_p: Tensor | None = None,  # [B] float32 in [0, 1]: least share of the largest probability; needs top_k
 ) -> Tensor:  # [B] int64
     """Rows are independent, so a row's sample is the same in any batch.
 
-    The nucleus consists, in descending order, of each choice for which the probability of all choices before it is
-    at most `top_p`, so of at least one. The sample is the inverse of its cumulative distribution at `uniform`.
+    Probabilities are those of the logits divided by `temperature`. Kept are the `top_k` most likely choices, and of
+    these the ones with at least `min_p` of the largest probability. The nucleus consists, in descending order, of
+    each choice kept for which the probability of all before it, in terms of what is kept, is at most `top_p`, so of
+    at least one. The sample is the inverse of its cumulative distribution at `uniform`. A row whose `top_k` and
+    `min_p` are 0 has the same bits as without them.
     """
     greedy = logits.argmax(dim=-1)
     scale = torch.where(temperature > 0, temperature, 1.0)[:, None]
     # The largest is subtracted first: divided by a tiny temperature it would be infinite, and the softmax NaN.
     below = logits.float() - logits.amax(dim=-1, keepdim=True)
     ordered, order = (below / scale).softmax(dim=-1).sort(dim=-1, descending=True)
-    kept = ordered * ((_running_sums(ordered) - ordered) <= top_p[:, None])
+    if top_k is None or min_p is None:
+        kept = ordered * ((_running_sums(ordered) - ordered) <= top_p[:, None])
+    else:
+        ranks = torch.arange(ordered.shape[-1], device=ordered.device)
+        is_kept = (ranks < top_k[:, None]) | (top_k[:, None] == 0)
+        is_kept &= ordered >= min_p[:, None] * ordered[:, :1]
+        ordered = ordered * is_kept
+        sums = _running_sums(ordered)
+        # All probabilities add up to nearly 1: dividing by it would change bits of rows that keep all.
+        total = torch.where((top_k > 0) | (min_p > 0), sums[:, -1], 1.0)
+        kept = ordered * ((sums - ordered) <= (top_p * total)[:, None])
     cumulative = _running_sums(kept)
     drawn = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)
     drawn = drawn.clamp(max=kept.count_nonzero(dim=-1)[:, None] - 1)

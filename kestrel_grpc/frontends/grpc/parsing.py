@@ -140,6 +140,14 @@ def _sampling(message: Any) -> SamplingParams:
         seed=sampling.seed if sampling.HasField("seed") else None,
         stop=tuple(sampling.stop),
         include_stop=sampling.include_stop,
+        top_k=sampling.top_k if sampling.HasField("top_k") else None,
+        min_p=sampling.min_p if sampling.HasField("min_p") else None,
+        repetition_penalty=sampling.repetition_penalty if sampling.HasField("repetition_penalty") else None,
+        presence_penalty=sampling.presence_penalty if sampling.HasField("presence_penalty") else None,
+        frequency_penalty=sampling.frequency_penalty if sampling.HasField("frequency_penalty") else None,
+        logit_bias=tuple((item.token_id, item.bias) for item in sampling.logit_bias),
+        logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
+        n=sampling.n if sampling.HasField("n") else None,
     )
 
 

@@ -18,6 +18,7 @@ from kestrel_runtime.api.events import (
     TextChannel,
     TextDelta,
     Timing,
+    TokenLogprob,
     Usage,
 )
 
@@ -44,6 +45,8 @@ def fill_delta(delta: generation_pb2.TextDelta, event: TextDelta) -> None:
     delta.channel = _CHANNELS[event.channel]
     delta.token_index = event.token_index
     delta.token_count = event.num_tokens
+    if event.logprobs:
+        delta.logprobs.extend(logprobs(event.logprobs))
 
 
 def started(event: Started, request_id: str, model: str) -> generation_pb2.StreamStarted:
@@ -56,11 +59,16 @@ def info(finished: Finished, request_id: str, model: str) -> generation_pb2.Resp
     return generation_pb2.ResponseInfo(
         request_id=request_id,
         model=model,
-        finish_reason=_FINISH_REASONS[finished.finish_reason],
+        finish_reason=finish_reason(finished),
         usage=_usage(finished.usage),
         timing=_timing(finished.timing),
         stop_sequence=finished.stop_sequence,
     )
+
+
+def finish_reason(finished: Finished) -> generation_pb2.FinishReason:
+    """Why generation ended."""
+    return _FINISH_REASONS[finished.finish_reason]
 
 
 def reasoning(thought: Reasoning) -> generation_pb2.Reasoning:
@@ -75,7 +83,25 @@ def reasoning(thought: Reasoning) -> generation_pb2.Reasoning:
             )
             for grounding in thought.groundings
         ],
+        logprobs=logprobs(thought.logprobs),
     )
+
+
+def logprobs(tokens: Iterable[TokenLogprob] | None) -> list[generation_pb2.TokenLogprob]:
+    """Logprobs of tokens; none where none were asked for."""
+    return [
+        generation_pb2.TokenLogprob(
+            text=token.text,
+            bytes=token.bytes,
+            logprob=token.logprob,
+            top=[
+                generation_pb2.TopLogprob(text=top.text, bytes=top.bytes, logprob=top.logprob, token_id=top.id)
+                for top in token.top
+            ],
+            token_id=token.id,
+        )
+        for token in tokens or ()
+    ]
 
 
 def points(locations: Iterable[Location]) -> list[media_pb2.NormalizedPoint]:

@@ -59,9 +59,9 @@ class VisionService:
         parse, render = binding.parse, binding.render
 
         async def answer(message: Any, call: CallContext) -> Any:
-            stream = await self._submission.submit(*_parsed(parse, message), call)
+            streams = await self._submission.submit_samples(*_parsed(parse, message), call)
             del message
-            return render(await last_event(stream, call), call.request_id, self._model)
+            return render(await last_event(streams, call), call.request_id, self._model)
 
         return answer
 
@@ -87,7 +87,7 @@ def _parsed(parse: Callable[[Any], Request], message: Any) -> tuple[Request, Ima
 
 def query(message: wire.QueryRequest | wire.CompleteQueryRequest) -> Query:
     """A question, streamed or not."""
-    violations: list[Violation] = []
+    violations = _stream_violations(message)
     return parsing.new_request(
         Query,
         message,
@@ -116,18 +116,33 @@ def query_result(finished: Finished, request_id: str, model: str) -> wire.QueryR
     return wire.QueryResult(
         answer=output.answer,
         reasoning=None if output.reasoning is None else rendering.reasoning(output.reasoning),
+        logprobs=rendering.logprobs(output.logprobs),
         info=rendering.info(finished, request_id, model),
     )
 
 
 def complete_query(finished: Finished, request_id: str, model: str) -> wire.CompleteQueryResponse:
     """The response with a whole answer."""
-    return wire.CompleteQueryResponse(result=query_result(finished, request_id, model))
+    return wire.CompleteQueryResponse(
+        result=query_result(finished, request_id, model),
+        alternatives=[_query_alternative(other) for other in finished.alternatives],
+    )
+
+
+def _query_alternative(finished: Finished) -> wire.QueryAlternative:
+    output = _expect(finished, QueryOutput)
+    return wire.QueryAlternative(
+        answer=output.answer,
+        reasoning=None if output.reasoning is None else rendering.reasoning(output.reasoning),
+        logprobs=rendering.logprobs(output.logprobs),
+        finish_reason=rendering.finish_reason(finished),
+        stop_sequence=finished.stop_sequence,
+    )
 
 
 def caption(message: wire.CaptionRequest | wire.CompleteCaptionRequest) -> Caption:
     """A description, streamed or not."""
-    violations: list[Violation] = []
+    violations = _stream_violations(message)
     length = _CAPTION_LENGTHS.get(message.length)
     if length is None:
         violations.append(Violation("length", f"{message.length} is not a known value"))
@@ -148,12 +163,29 @@ def caption_event(event: Event, request_id: str, model: str) -> wire.CaptionResp
 def caption_result(finished: Finished, request_id: str, model: str) -> wire.CaptionResult:
     """A whole description."""
     output = _expect(finished, CaptionOutput)
-    return wire.CaptionResult(caption=output.caption, info=rendering.info(finished, request_id, model))
+    return wire.CaptionResult(
+        caption=output.caption,
+        logprobs=rendering.logprobs(output.logprobs),
+        info=rendering.info(finished, request_id, model),
+    )
 
 
 def complete_caption(finished: Finished, request_id: str, model: str) -> wire.CompleteCaptionResponse:
     """The response with a whole description."""
-    return wire.CompleteCaptionResponse(result=caption_result(finished, request_id, model))
+    return wire.CompleteCaptionResponse(
+        result=caption_result(finished, request_id, model),
+        alternatives=[_caption_alternative(other) for other in finished.alternatives],
+    )
+
+
+def _caption_alternative(finished: Finished) -> wire.CaptionAlternative:
+    output = _expect(finished, CaptionOutput)
+    return wire.CaptionAlternative(
+        caption=output.caption,
+        logprobs=rendering.logprobs(output.logprobs),
+        finish_reason=rendering.finish_reason(finished),
+        stop_sequence=finished.stop_sequence,
+    )
 
 
 def point(message: wire.PointRequest) -> Point:
@@ -201,6 +233,13 @@ def gaze_response(finished: Finished, request_id: str, model: str) -> wire.GazeR
     """The place that is looked at."""
     target = next(iter(rendering.points(_expect(finished, PointOutput).points)), None)
     return wire.GazeResponse(target=target, info=rendering.info(finished, request_id, model))
+
+
+def _stream_violations(message: Any) -> list[Violation]:
+    """The breach of asking for several samples in a stream, which has one."""
+    if isinstance(message, wire.QueryRequest | wire.CaptionRequest) and message.sampling.n > 1:
+        return [Violation("sampling.n", "must be 1 in a stream")]
+    return []
 
 
 def _about_objects(kind: type[ObjectRequestT], message: Any, **own: Any) -> ObjectRequestT:

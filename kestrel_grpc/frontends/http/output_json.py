@@ -14,11 +14,14 @@ from kestrel_runtime.api.events import (
     Box,
     CaptionOutput,
     DetectOutput,
+    Finished,
     FinishReason,
     Location,
     PointOutput,
     QueryOutput,
     Reasoning,
+    TokenLogprob,
+    TopLogprob,
 )
 
 FINISH_REASONS: Mapping[FinishReason, str] = MappingProxyType(
@@ -50,15 +53,36 @@ def result(
 ) -> dict[str, Any]:
     """What a skill has found. `grounding_points` is the format of the points in a reasoning."""
     if isinstance(output, QueryOutput):
+        found = {"answer": output.answer, **_logprobs(output.logprobs)}
         if output.reasoning is None:
-            return {"answer": output.answer}
-        reasoning = {"text": output.reasoning.text, **grounding(output.reasoning, grounding_points)}
-        return {"answer": output.answer, "reasoning": reasoning}
+            return found
+        thought = output.reasoning
+        points_of_text = grounding(thought, grounding_points)
+        return {**found, "reasoning": {"text": thought.text, **points_of_text, **_logprobs(thought.logprobs)}}
     if isinstance(output, CaptionOutput):
-        return {"caption": output.caption}
+        return {"caption": output.caption, **_logprobs(output.logprobs)}
     if isinstance(output, PointOutput):
         return {"points": points(output.points)}
     return {"objects": [box(found) for found in output.boxes]}
+
+
+def ending(finished: Finished) -> dict[str, Any]:
+    """Why generation ended."""
+    stop = {} if finished.stop_sequence is None else {"stop_sequence": finished.stop_sequence}
+    return {"finish_reason": FINISH_REASONS[finished.finish_reason], **stop}
+
+
+def logprobs(tokens: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
+    """Tokens with their logprobs."""
+    return [{**_token(token), "top": [_token(top) for top in token.top]} for token in tokens]
+
+
+def _logprobs(tokens: Iterable[TokenLogprob] | None) -> dict[str, Any]:
+    return {} if tokens is None else {"logprobs": logprobs(tokens)}
+
+
+def _token(token: TokenLogprob | TopLogprob) -> dict[str, Any]:
+    return {"text": token.text, "bytes": list(token.bytes), "logprob": token.logprob, "token_id": token.id}
 
 
 def grounding(reasoning: Reasoning, points: Points) -> dict[str, Any]:

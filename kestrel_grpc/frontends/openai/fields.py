@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from kestrel_grpc.frontends.http import sampling
 from kestrel_grpc.frontends.http.fields import Field, Kind
+from kestrel_runtime.api.sampling_params import MAX_LOGPROBS
 
 _STREAM_OPTIONS = Field(
     "stream_options",
@@ -23,6 +25,7 @@ _SHARED = (
     Field("top_p", Kind.NUMBER, "Share of probability that tokens are sampled from."),
     Field("max_tokens", Kind.INTEGER, "Most tokens to generate."),
     Field("seed", Kind.INTEGER, "Makes the answer repeatable."),
+    *sampling.FIELDS,
     Field("stream", Kind.BOOLEAN, "Whether the answer comes as server-sent events."),
     _STREAM_OPTIONS,
     Field("user", Kind.TEXT, "Without effect: callers are told apart by their tokens."),
@@ -38,26 +41,28 @@ CHAT = (
     ),
     Field("max_completion_tokens", Kind.INTEGER, "Most tokens to generate; goes before `max_tokens`."),
     Field("reasoning", Kind.BOOLEAN, "Whether the model reasons before it answers."),
+    Field("logprobs", Kind.BOOLEAN, "Tells how likely each token of the answer was, before penalties."),
+    Field(
+        "top_logprobs",
+        Kind.INTEGER,
+        f"How many of the most likely tokens `logprobs` tells for each, 0 to {MAX_LOGPROBS}.",
+    ),
     *_SHARED,
 )
-COMPLETIONS = (Field("prompt", Kind.TEXT, "The text to answer.", is_required=True), *_SHARED)
+COMPLETIONS = (
+    Field("prompt", Kind.TEXT, "The text to answer.", is_required=True),
+    Field(
+        "logprobs",
+        Kind.INTEGER,
+        f"Tells how likely each token was, and as many of the most likely ones, 0 to {MAX_LOGPROBS}.",
+    ),
+    *_SHARED,
+)
 
 _NONE: tuple[Any, ...] = (None,)
 # What is not built is refused by its name, unless the value is the one that asks for nothing.
-_DEFAULTS_OF_BOTH: Mapping[str, tuple[Any, ...]] = MappingProxyType(
-    {
-        "n": (None, 1),
-        "stop": (None, []),
-        "frequency_penalty": (None, 0),
-        "presence_penalty": (None, 0),
-        "logit_bias": (None, {}),
-    }
-)
 CHAT_DEFAULTS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
-        **_DEFAULTS_OF_BOTH,
-        "logprobs": (None, False),
-        "top_logprobs": _NONE,
         "tools": (None, []),
         "tool_choice": (None, "none", "auto"),
         "parallel_tool_calls": (None, True),
@@ -77,10 +82,8 @@ CHAT_DEFAULTS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 )
 COMPLETIONS_DEFAULTS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
-        **_DEFAULTS_OF_BOTH,
         "best_of": (None, 1),
         "echo": (None, False),
-        "logprobs": _NONE,
         "suffix": _NONE,
     }
 )
@@ -89,9 +92,6 @@ MANY_IMAGES = "several images in one conversation are not supported"
 
 _NAMES: Mapping[str, str] = MappingProxyType(
     {
-        "sampling.temperature": "temperature",
-        "sampling.top_p": "top_p",
-        "sampling.seed": "seed",
         "options.model": "model",
     }
 )
@@ -101,11 +101,17 @@ def chat_name(field: str) -> str:
     """The name in a chat request of a field of the engine's requests."""
     if field == "sampling.max_tokens":
         return "max_completion_tokens"
-    return _NAMES.get(field, "messages")
+    if field == "sampling.logprobs":
+        return "top_logprobs"
+    return _name(field, "messages")
 
 
 def completions_name(field: str) -> str:
     """The name in a completion request of a field of the engine's requests."""
-    if field == "sampling.max_tokens":
-        return "max_tokens"
-    return _NAMES.get(field, "prompt")
+    return _name(field, "prompt")
+
+
+def _name(field: str, others: str) -> str:
+    if field.startswith("sampling."):
+        return field.removeprefix("sampling.")
+    return _NAMES.get(field, others)

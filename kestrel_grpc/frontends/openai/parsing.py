@@ -10,6 +10,7 @@ from kestrel_grpc.frontends.http.endpoint import renamed
 from kestrel_grpc.frontends.http.fields import Field, read
 from kestrel_grpc.frontends.http.images import PLACEHOLDER, GivenImage, read_image
 from kestrel_grpc.frontends.http.json_body import LongText, parse_json
+from kestrel_grpc.frontends.http.sampling import read_sampling
 from kestrel_grpc.frontends.openai import fields
 from kestrel_grpc.frontends.openai.conversation import Conversation, read_conversation
 from kestrel_grpc.images.stored_images import ImageReference
@@ -41,23 +42,29 @@ class QueryParser:
         if "messages" in values:
             conversation = read_conversation(values["messages"], violations)
         max_tokens = values.get("max_completion_tokens", values.get("max_tokens"))
-        return self._parsed(values, conversation, max_tokens, violations, fields.chat_name)
+        num_top = values.get("top_logprobs")
+        if num_top is not None and not values.get("logprobs"):
+            violations.append(Violation("top_logprobs", "needs logprobs"))
+        lengths = {"max_tokens": max_tokens, "logprobs": (num_top or 0) if values.get("logprobs") else None}
+        return self._parsed(values, conversation, lengths, violations, fields.chat_name)
 
     def completion(self, body: bytes) -> ParsedQuery:
         """A request of `/v1/completions`. Raises `InvalidRequest` with all violations."""
         violations: list[Violation] = []
         values = _values(body, fields.COMPLETIONS, fields.COMPLETIONS_DEFAULTS, violations)
         conversation = Conversation(values.get("prompt", "?"), None)
-        return self._parsed(values, conversation, values.get("max_tokens"), violations, fields.completions_name)
+        lengths = {"max_tokens": values.get("max_tokens"), "logprobs": values.get("logprobs")}
+        return self._parsed(values, conversation, lengths, violations, fields.completions_name)
 
     def _parsed(
         self,
         values: Mapping[str, Any],
         conversation: Conversation,
-        max_tokens: int | None,
+        lengths: Mapping[str, int | None],
         violations: list[Violation],
         name: Callable[[str], str],
     ) -> ParsedQuery:
+        sampling = read_sampling(values, violations, is_streamed=values.get("stream", False))
         image, image_error = self._image(conversation)
         query = None
         try:
@@ -66,7 +73,11 @@ class QueryParser:
                 image=None if image is None else image.data,
                 reasoning=values.get("reasoning", False),
                 sampling=SamplingParams(
-                    values.get("temperature"), values.get("top_p"), max_tokens, values.get("seed")
+                    temperature=values.get("temperature"),
+                    top_p=values.get("top_p"),
+                    seed=values.get("seed"),
+                    **lengths,
+                    **sampling,
                 ),
                 options=RequestOptions(model=values.get("model", "")),
             )

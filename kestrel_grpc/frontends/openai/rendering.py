@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import codecs
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -17,9 +18,12 @@ from kestrel_runtime.api.events import (
     Started,
     TextChannel,
     TextDelta,
+    TokenLogprob,
+    TopLogprob,
     Usage,
 )
 
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 DONE = b"data: [DONE]\n\n"
 _FINISH_REASONS: Mapping[FinishReason, str] = MappingProxyType(
     {
@@ -53,26 +57,19 @@ class ChatRenderer:
 
     def answer(self, finished: Finished) -> bytes:
         """The whole answer."""
-        output = finished.output
-        assert isinstance(output, QueryOutput)
-        message: dict[str, Any] = {"role": "assistant", "content": output.answer, "refusal": None}
-        if output.reasoning is not None:
-            message["reasoning"] = output.reasoning.text
-            message["reasoning_details"] = grounding(output.reasoning, pairs)
-        choice = {
-            "index": 0,
-            "message": message,
-            "logprobs": None,
-            "finish_reason": _FINISH_REASONS[finished.finish_reason],
-        }
-        facts = {"object": "chat.completion", "choices": [choice], "usage": _usage(finished.usage)}
+        choices = [_chat_choice(index, sample) for index, sample in enumerate((finished, *finished.alternatives))]
+        facts = {"object": "chat.completion", "choices": choices, "usage": _usage(finished.usage)}
         return to_json({**self._facts, **facts})
 
     def events(self, event: Event) -> bytes:
         """The server-sent events of an event."""
         if isinstance(event, TextDelta):
-            name = b'{"content":' if event.channel is TextChannel.ANSWER else b'{"reasoning":'
-            return b"".join((self._head, name, to_json(event.text), b"}", self._tail))
+            is_answer = event.channel is TextChannel.ANSWER
+            name = b'{"content":' if is_answer else b'{"reasoning":'
+            tail = self._tail
+            if event.logprobs and is_answer:
+                tail = tail.replace(b"null", to_json(_chat_logprobs(event.logprobs)), 1)
+            return b"".join((self._head, name, to_json(event.text), b"}", tail))
         if isinstance(event, Started):
             return b"".join((self._head, b'{"role":"assistant","content":""}', self._tail))
         reason = _FINISH_REASONS[event.finish_reason]
@@ -95,19 +92,20 @@ class CompletionRenderer:
             "model": model,
         }
         self._includes_usage = includes_usage
+        self._num_chars = 0  # of the text that has been sent
 
     def answer(self, finished: Finished) -> bytes:
         """The whole answer."""
-        output = finished.output
-        assert isinstance(output, QueryOutput)
-        choices = [_text_choice(output.answer, _FINISH_REASONS[finished.finish_reason])]
+        choices = [_whole_text(index, sample) for index, sample in enumerate((finished, *finished.alternatives))]
         return to_json({**self._facts, "choices": choices, "usage": _usage(finished.usage)})
 
     def events(self, event: Event) -> bytes:
         """The server-sent events of an event; empty where there is none to tell."""
         usage = {"usage": None} if self._includes_usage else {}
         if isinstance(event, TextDelta):
-            return sent_event({**self._facts, "choices": [_text_choice(event.text, None)], **usage})
+            logprobs = _text_logprobs(event.logprobs, self._num_chars) if event.logprobs else None
+            self._num_chars += len(event.text)
+            return sent_event({**self._facts, "choices": [_text_choice(event.text, None, logprobs)], **usage})
         if isinstance(event, Started):
             return b""
         last = {
@@ -147,8 +145,60 @@ def failure_json(failure: CallFailure) -> bytes:
     return to_json({"error": error})
 
 
-def _text_choice(text: str, finish_reason: str | None) -> dict[str, Any]:
-    return {"index": 0, "text": text, "logprobs": None, "finish_reason": finish_reason}
+def _chat_choice(index: int, finished: Finished) -> dict[str, Any]:
+    output = _query_output(finished)
+    message: dict[str, Any] = {"role": "assistant", "content": output.answer, "refusal": None}
+    if output.reasoning is not None:
+        message["reasoning"] = output.reasoning.text
+        message["reasoning_details"] = grounding(output.reasoning, pairs)
+    return {
+        "index": index,
+        "message": message,
+        "logprobs": None if output.logprobs is None else _chat_logprobs(output.logprobs),
+        "finish_reason": _FINISH_REASONS[finished.finish_reason],
+    }
+
+
+def _chat_logprobs(tokens: Iterable[TokenLogprob]) -> dict[str, Any]:
+    content = [{**_token(token), "top_logprobs": [_token(top) for top in token.top]} for token in tokens]
+    return {"content": content, "refusal": None}
+
+
+def _token(token: TokenLogprob | TopLogprob) -> dict[str, Any]:
+    return {"token": token.text, "logprob": token.logprob, "bytes": list(token.bytes)}
+
+
+def _whole_text(index: int, finished: Finished) -> dict[str, Any]:
+    output = _query_output(finished)
+    logprobs = None if output.logprobs is None else _text_logprobs(output.logprobs, 0)
+    return _text_choice(output.answer, _FINISH_REASONS[finished.finish_reason], logprobs, index)
+
+
+def _text_choice(
+    text: str, finish_reason: str | None, logprobs: dict[str, Any] | None = None, index: int = 0
+) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+def _text_logprobs(tokens: Iterable[TokenLogprob], num_chars: int) -> dict[str, Any]:
+    """`num_chars` of the text come before these tokens."""
+    offsets: list[int] = []
+    decoder = _Utf8Decoder(errors="ignore")  # a character may have several tokens
+    tokens = tuple(tokens)
+    for token in tokens:
+        offsets.append(num_chars)
+        num_chars += len(decoder.decode(token.bytes))
+    return {
+        "tokens": [token.text for token in tokens],
+        "token_logprobs": [token.logprob for token in tokens],
+        "top_logprobs": [{top.text: top.logprob for top in token.top} for token in tokens],
+        "text_offset": offsets,
+    }
+
+
+def _query_output(finished: Finished) -> QueryOutput:
+    assert isinstance(finished.output, QueryOutput)
+    return finished.output
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

@@ -86,11 +86,11 @@ class OpenAiService:
                 call.request_id, self._model, int(time.time()), includes_usage=parsed.includes_usage
             )
             is_streamed = parsed.is_streamed
-            stream = await self._submission.submit(parsed.query, parsed.image, call)
+            streams = await self._submission.submit_samples(parsed.query, parsed.image, call)
             del parsed  # and with it the image
-            if is_streamed:
-                return rendered_events(stream, renderer, call)
-            return renderer.answer(await last_event(stream, call))
+            if is_streamed:  # there is one sample
+                return rendered_events(streams[0], renderer, call)
+            return renderer.answer(await last_event(streams, call))
 
         return serve
 

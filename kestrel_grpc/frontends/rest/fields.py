@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from kestrel_grpc.frontends.http import sampling
 from kestrel_grpc.frontends.http.fields import Field, Kind
 
 MOONDREAM, KESTREL = "moondream", "kestrel"
@@ -35,6 +36,12 @@ SETTINGS = Field(
         Field("max_tokens", Kind.INTEGER, "Most tokens to generate."),
         Field("max_objects", Kind.INTEGER, "Most objects to find, for points and boxes."),
         Field("seed", Kind.INTEGER, "Makes the answer repeatable."),
+        *sampling.FIELDS,
+        Field(
+            "logprobs",
+            Kind.INTEGER,
+            "Tells how likely each token was, and so many of the likeliest ones; 0 to 20.",
+        ),
     ),
 )
 COMMON = (

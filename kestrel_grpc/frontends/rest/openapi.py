@@ -20,6 +20,7 @@ _TYPES: Mapping[Kind, Mapping[str, Any]] = MappingProxyType(
         Kind.IMAGE: {"type": "string"},
         Kind.LIST: {"type": "array"},
         Kind.OBJECT: {"type": "object"},
+        Kind.TEXT_OR_LIST: {"oneOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
     }
 )
 _ANY: Mapping[str, Any] = {"type": "object"}

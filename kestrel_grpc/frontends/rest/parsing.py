@@ -13,6 +13,7 @@ from kestrel_grpc.frontends.http.endpoint import renamed
 from kestrel_grpc.frontends.http.fields import read
 from kestrel_grpc.frontends.http.images import PLACEHOLDER, GivenImage, read_image
 from kestrel_grpc.frontends.http.json_body import parse_json
+from kestrel_grpc.frontends.http.sampling import read_sampling
 from kestrel_grpc.frontends.rest.fields import MOONDREAM, SPATIAL_REFS, field_name
 from kestrel_grpc.frontends.rest.routes import Route
 from kestrel_grpc.images.stored_images import ImageReference
@@ -54,7 +55,7 @@ class RequestParser:
         """Raises `InvalidRequest` with all violations, those of names and types first, or an `ImageError`."""
         violations: list[Violation] = []
         values = read(route.fields, parse_json(body), violations)
-        shared: dict[str, Any] = {"sampling": _sampling(values), "options": _options(values)}
+        shared: dict[str, Any] = {"sampling": _sampling(values, violations), "options": _options(values)}
         if SPATIAL_REFS in route.fields:
             shared["spatial_refs"] = _spatial_refs(values.get("spatial_refs", ()), violations)
         image, image_error = None, None
@@ -84,13 +85,15 @@ class RequestParser:
         )
 
 
-def _sampling(values: Mapping[str, Any]) -> SamplingParams:
+def _sampling(values: Mapping[str, Any], violations: list[Violation]) -> SamplingParams:
     settings = values.get("settings", {})
     return SamplingParams(
         temperature=settings.get("temperature"),
         top_p=settings.get("top_p"),
         max_tokens=settings.get("max_tokens"),
         seed=settings.get("seed"),
+        logprobs=settings.get("logprobs"),
+        **read_sampling(settings, violations, "settings.", is_streamed=values.get("stream", False)),
     )
 
 

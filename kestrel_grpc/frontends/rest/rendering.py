@@ -10,8 +10,9 @@ from types import MappingProxyType
 from typing import Any
 
 from kestrel_grpc.frontends.http.output_json import (
-    FINISH_REASONS,
     box,
+    ending,
+    logprobs,
     objects,
     pairs,
     result,
@@ -38,7 +39,8 @@ class Renderer:
     def events(self, event: Event) -> bytes:
         """The server-sent events of an event; empty where there is none to tell."""
         if isinstance(event, TextDelta):
-            return sent_event({_CHUNKS[event.channel]: event.text, "completed": False})
+            told = {"logprobs": logprobs(event.logprobs)} if event.logprobs else {}
+            return sent_event({_CHUNKS[event.channel]: event.text, **told, "completed": False})
         if not isinstance(event, Finished):
             return b""
         facts = {**self._facts(event), "completed": True}
@@ -47,15 +49,18 @@ class Renderer:
         return sent_event(facts)
 
     def _facts(self, finished: Finished) -> dict[str, Any]:
-        metrics = self._metrics(finished)
+        metrics, others = self._metrics(finished), finished.alternatives
         return {
             "request_id": self._request_id,
             "model": self._model,
             **self._result(finished.output),
-            "finish_reason": FINISH_REASONS[finished.finish_reason],
-            **({} if finished.stop_sequence is None else {"stop_sequence": finished.stop_sequence}),
+            **ending(finished),
+            **({"alternatives": [self._alternative(other) for other in others]} if others else {}),
             **(metrics if self._is_kestrel else {"metrics": metrics}),
         }
+
+    def _alternative(self, finished: Finished) -> dict[str, Any]:
+        return {**self._result(finished.output), **ending(finished)}
 
     def _result(self, output: Output) -> dict[str, Any]:
         if isinstance(output, SegmentOutput):

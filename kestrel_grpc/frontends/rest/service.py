@@ -69,8 +69,8 @@ class RestService:
     async def _serve(self, parsed: ParsedRequest, call: CallContext) -> Answer:
         renderer = Renderer(call.request_id, self._model, parsed.format)
         is_streamed = parsed.is_streamed
-        stream = await self._submission.submit(parsed.request, parsed.image, call)
+        streams = await self._submission.submit_samples(parsed.request, parsed.image, call)
         del parsed  # and with it the image
-        if is_streamed:
-            return rendered_events(stream, renderer, call)
-        return renderer.answer(await last_event(stream, call))
+        if is_streamed:  # there is one sample
+            return rendered_events(streams[0], renderer, call)
+        return renderer.answer(await last_event(streams, call))

@@ -58,7 +58,7 @@ class Inference:
         _limit(call, wanted.timeout_s)
         stream = await self._submission.submit(wanted.request, None, call)
         del message, wanted
-        return render.answer(await last_event(stream, call), call.request_id)
+        return render.answer(await last_event([stream], call), call.request_id)
 
     def ModelStreamInfer(
         self, messages: AsyncIterator[wire.ModelInferRequest], call: CallContext

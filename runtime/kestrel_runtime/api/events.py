@@ -59,6 +59,29 @@ class Started:
     usage: Usage
 
 
+class TopLogprob(NamedTuple):
+    """A token that might have come, with its natural logarithm of probability."""
+
+    id: int
+    text: str
+    """Its bytes as UTF-8, with U+FFFD for incomplete characters."""
+    bytes: bytes
+    logprob: float
+
+
+class TokenLogprob(NamedTuple):
+    """A token that came, and the most likely ones in its place, the most likely first.
+
+    Probabilities are those of the model: before temperature, penalties, biases and forbidden tokens.
+    """
+
+    id: int
+    text: str
+    bytes: bytes
+    logprob: float
+    top: tuple[TopLogprob, ...]
+
+
 class TextDelta(NamedTuple):  # not a dataclass: one is made for each token, in half the time
     """The next piece of text, whole characters only.
 
@@ -69,6 +92,8 @@ class TextDelta(NamedTuple):  # not a dataclass: one is made for each token, in 
     channel: TextChannel
     token_index: int
     num_tokens: int
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """Of those tokens, where the request asks for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +129,8 @@ class Reasoning:
 
     text: str
     groundings: tuple[Grounding, ...]
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    """Of its tokens; None where none were asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +139,8 @@ class QueryOutput:
 
     answer: str
     reasoning: Reasoning | None
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    """Of the answer's tokens; None where none were asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +148,8 @@ class CaptionOutput:
     """A description."""
 
     caption: str
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    """Of its tokens; None where none were asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +194,8 @@ class Finished:
     timing: Timing
     stop_sequence: str | None = None
     """The stop string that came; None where generation ended for another reason."""
+    alternatives: tuple[Finished, ...] = ()
+    """Further samples, where a call has asked for several. `usage` then has the output tokens of all of them."""
 
 
 Event = Started | TextDelta | Finished

@@ -22,7 +22,7 @@ class MemoryPlan:
     cache_bytes: int
     """Key-value cache."""
     activation_bytes: int
-    """Activations of the largest step that runs without a captured graph."""
+    """Activations of the largest step that runs without a captured graph, and what penalties keep of sequences."""
     graph_bytes: int
     """Captured CUDA graphs and the pools that they compute in; 0 without graphs."""
     image_bytes: int

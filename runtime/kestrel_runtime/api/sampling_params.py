@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
-from kestrel_runtime.api.errors import Violation
+from kestrel_runtime.api.errors import InvalidRequest, Violation
 
 MAX_OUTPUT_TOKENS = 32_768
 MAX_SEED = 2**63 - 1
 MAX_STOPS = 16
-MAX_STOP_CHARS = 256
+MAX_STOP_CHARS = 128
+MAX_TOP_K = 100_000
+MAX_LOGIT_BIASES = 300
+MAX_LOGPROBS = 20
+MAX_SAMPLES = 16
+_RANGES: Mapping[str, tuple[float, float]] = MappingProxyType(
+    {
+        "top_k": (1, MAX_TOP_K),
+        "min_p": (0.0, 1.0),
+        "repetition_penalty": (0.1, 10.0),
+        "presence_penalty": (-2.0, 2.0),
+        "frequency_penalty": (-2.0, 2.0),
+        "logprobs": (0, MAX_LOGPROBS),
+        "n": (1, MAX_SAMPLES),
+    }
+)
+_TEXT_FIELDS = ("stop", "include_stop", *_RANGES, "logit_bias")
 _TEXT_ONLY = "is for queries and captions only"
 
 
@@ -22,6 +40,15 @@ class SamplingParams:
     `max_tokens` bounds the generated tokens (of the reasoning and of the answer, each on its own). `seed`
     makes a draw repeatable; without one it is random. The answer or the caption ends before the first of the
     strings `stop`, or behind it with `include_stop`.
+
+    `top_k` keeps the most likely tokens, `min_p` those with at least this share of the largest probability; both
+    come before `top_p`, and count for text only, not for coordinates in a reasoning. What the penalties and
+    `logit_bias` (pairs of a token's id and what is added to its logit) do is defined in
+    `execution.logit_adjustments`. With `logprobs` the tokens of a text come with their logprobs, and with those of
+    so many of the most likely ones.
+
+    `n` asks for as many samples. The engine answers with one: frontends submit a request of its own for each
+    (`samples`).
     """
 
     temperature: float | None = None
@@ -30,6 +57,34 @@ class SamplingParams:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     include_stop: bool = False
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
+    n: int | None = None
+
+    @property
+    def controls_tokens(self) -> bool:
+        """Whether it limits the choice of tokens by more than `top_p`, or adjusts logits."""
+        limits = self.top_k is not None or bool(self.min_p)
+        penalties = self.repetition_penalty not in (None, 1.0) or self.presence_penalty or self.frequency_penalty
+        return limits or bool(penalties) or bool(self.logit_bias)
+
+    def samples(self) -> tuple[SamplingParams, ...]:
+        """The settings of each of the `n` samples. The first has the seed itself, others one derived from it."""
+        if self.n is None or self.n == 1:
+            return (self,)
+        return tuple(replace(self, n=None, seed=_seed_of_sample(self.seed, index)) for index in range(self.n))
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise `InvalidRequest` for biases of tokens that the model does not have."""
+        unknown = [token_id for token_id, _ in self.logit_bias if not 0 <= token_id < vocab_size]
+        if unknown:
+            description = f"is no token: this model has {vocab_size}"
+            raise InvalidRequest(tuple(Violation(f"sampling.logit_bias[{name}]", description) for name in unknown))
 
     def violations(self, *, is_text: bool = True) -> Iterator[Violation]:
         """Every breach, with paths below `sampling`. `is_text`: whether the answer is a text."""
@@ -49,9 +104,28 @@ class SamplingParams:
         for index, text in enumerate(self.stop[:MAX_STOPS]):
             if not 1 <= len(text) <= MAX_STOP_CHARS:
                 yield Violation(f"sampling.stop[{index}]", f"must be 1 to {MAX_STOP_CHARS} characters long")
+        for name, (least, most) in _RANGES.items():
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                yield Violation(f"sampling.{name}", f"must be from {least:g} to {most:g}")
+        if len(self.logit_bias) > MAX_LOGIT_BIASES:
+            yield Violation("sampling.logit_bias", f"must be for at most {MAX_LOGIT_BIASES} tokens")
+            return
+        if len(dict(self.logit_bias)) < len(self.logit_bias):
+            yield Violation("sampling.logit_bias", "must name each token once")
+        for token_id, bias in self.logit_bias:
+            if not -100.0 <= bias <= 100.0:
+                yield Violation(f"sampling.logit_bias[{token_id}]", "must be from -100 to 100")
 
     def _violations_without_text(self) -> Iterator[Violation]:
-        if self.stop:
-            yield Violation("sampling.stop", _TEXT_ONLY)
-        if self.include_stop:
-            yield Violation("sampling.include_stop", _TEXT_ONLY)
+        for name in _TEXT_FIELDS:
+            value = getattr(self, name)
+            if value is not None and value is not False and value != ():
+                yield Violation(f"sampling.{name}", _TEXT_ONLY)
+
+
+def _seed_of_sample(seed: int | None, index: int) -> int | None:
+    if seed is None or index == 0:
+        return seed
+    digest = hashlib.sha256(b"sample %d of %d" % (index, seed)).digest()
+    return int.from_bytes(digest[:8]) >> 1

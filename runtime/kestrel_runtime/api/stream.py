@@ -106,7 +106,9 @@ class Stream:
         if len(pieces) == 1:
             return piece
         text = "".join(each.text for each in pieces)
-        return TextDelta(text, piece.channel, piece.token_index, sum(each.num_tokens for each in pieces))
+        num_tokens = sum(each.num_tokens for each in pieces)
+        logprobs = tuple(one for each in pieces for one in each.logprobs)
+        return TextDelta(text, piece.channel, piece.token_index, num_tokens, logprobs)
 
     def _end(self) -> None:
         self.over.set_result(None)

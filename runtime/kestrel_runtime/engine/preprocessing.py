@@ -239,6 +239,7 @@ class Preprocessor:
         if fingerprint in self._offending_requests:
             raise RequestRefused(f"{fingerprint} has failed before")
         config, skill = self._config, self._skills[request.skill]
+        request.sampling.check_vocabulary(config.vocab_size)
         prompt = self._prompts.tokens(request, namespace)
         num_image_tokens = 0 if request.image is None else config.positions_per_image
         num_positions = len(prompt) + num_image_tokens
@@ -263,6 +264,8 @@ class Preprocessor:
             temperature=defaults.temperature if sampling.temperature is None else sampling.temperature,
             top_p=defaults.top_p if sampling.top_p is None else sampling.top_p,
             seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
+            controls=sampling if sampling.controls_tokens else None,
+            num_logprobs=sampling.logprobs,
             max_context=self._max_context,
             clock=clock,
             fingerprint=fingerprint,

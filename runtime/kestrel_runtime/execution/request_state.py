@@ -13,12 +13,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kestrel_runtime.execution import logit_adjustments
+from kestrel_runtime.execution.logit_adjustments import AdjustmentSettings, LogitAdjustments
 from kestrel_runtime.execution.transfer import PackedLayout, host_buffer
 from kestrel_runtime.interfaces.token_grammar import Grammar
 from kestrel_runtime.scheduling import sequence as scheduling
 
 _UNLIMITED = 2**62
-_NUM_INTEGERS, _NUM_SETTINGS = 6, 2
+_NUM_INTEGERS, _NUM_DRAW_SETTINGS = 6, 4
+_NUM_SETTINGS = _NUM_DRAW_SETTINGS + logit_adjustments.NUM_SETTINGS
 
 
 class RowState(NamedTuple):
@@ -36,6 +39,16 @@ class RowState(NamedTuple):
     seeds: Tensor
 
 
+class DrawSettings(NamedTuple):
+    """How tokens are drawn: float32 [B] each."""
+
+    temperature: Tensor
+    top_p: Tensor
+    top_k: Tensor
+    """0 for no limit."""
+    min_p: Tensor
+
+
 class RequestState:
     """Rows for `num_rows` sequences and a last one that pads steps. Host side: engine thread only."""
 
@@ -48,6 +61,7 @@ class RequestState:
         num_rows: int,
         max_pages: int,
         values_per_token: int,
+        vocab_size: int,
         has_adapters: bool = False,
     ) -> None:
         """`rule_row` tells the row of the token rules for a state of a grammar; `value_kinds`, as a bit mask, which
@@ -61,6 +75,9 @@ class RequestState:
         """The slot of each row's adapter; 0 for none."""
         self._integers = torch.zeros(num_rows + 1, _NUM_INTEGERS, dtype=torch.int64, device=device)
         self._floats = torch.zeros(num_rows + 1, _NUM_SETTINGS + values_per_token, device=device)
+        self._floats[:, _NUM_DRAW_SETTINGS:_NUM_SETTINGS] = torch.tensor(logit_adjustments.NEUTRAL)
+        self.adjustments = LogitAdjustments(num_rows + 1, vocab_size, device)
+        """Of sequences with `controls`."""
         self._rule_row = rule_row
         self._value_kinds = value_kinds
         self._num_values = values_per_token
@@ -103,9 +120,13 @@ class RequestState:
                 _UNLIMITED if parser.budget is None else parser.budget,
                 sequence.seed,
             )
+            controls = sequence.controls
             fields["floats"][place, : _NUM_SETTINGS + len(token.value)] = (
                 sequence.temperature,
                 sequence.top_p,
+                0 if controls is None else controls.top_k or 0,
+                0 if controls is None else controls.min_p or 0,
+                *(logit_adjustments.NEUTRAL if controls is None else logit_adjustments.settings_of(controls)),
                 *token.value,
             )
             fields["adapter_slots"][place] = sequence.adapter_slot
@@ -119,6 +140,9 @@ class RequestState:
         self.page_table[sent["rows"]] = sent["pages"]
         if self._has_adapters:
             self.adapter_slots[sent["rows"]] = sent["adapter_slots"]
+        controlled = [sequence for sequence in sequences if sequence.controls is not None]
+        if controlled:
+            self.adjustments.open(controlled, [self.row(sequence) for sequence in controlled])
 
     def close(self, sequence: scheduling.Sequence) -> None:
         """Free the sequence's row, if it has one."""
@@ -150,10 +174,13 @@ class RequestState:
         """rows: int64 [B]."""
         return RowState(*self._integers[rows].unbind(1))
 
-    def settings(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Temperature and top-p of rows int64 [B]: float32 [B] each."""
-        temperature, top_p = self._floats[rows, :_NUM_SETTINGS].unbind(1)
-        return temperature, top_p
+    def draw_settings(self, rows: Tensor) -> DrawSettings:
+        """rows: int64 [B]."""
+        return DrawSettings(*self._floats[rows, :_NUM_DRAW_SETTINGS].unbind(1))
+
+    def adjustment_settings(self, rows: Tensor) -> AdjustmentSettings:
+        """rows: int64 [B]."""
+        return AdjustmentSettings(*self._floats[rows, _NUM_DRAW_SETTINGS:_NUM_SETTINGS].unbind(1))
 
     def values(self, rows: Tensor) -> Tensor:
         """Values of the last tokens of rows int64 [B]: float32 [B, V]."""

@@ -1,4 +1,7 @@
-"""Samples token ids on the device: by temperature and nucleus, under the rules of each sequence's grammar state.
+"""Samples token ids on the device, under the settings of each sequence and the rules of its grammar state.
+
+Logits go through these steps, each of which only runs where a row of the batch needs it: penalties and biases
+(`LogitAdjustments`), the tokens that the rule forbids, temperature, top-k, min-p and nucleus (`sample`).
 
 Random numbers are counter-based: those of a token follow from the request's seed and the number of tokens before
 it, so that they do not depend on the batch, on preemption, or on failed steps. Nothing here waits for the device.
@@ -13,7 +16,8 @@ import torch
 from torch import Tensor
 
 from kestrel_ops import sample
-from kestrel_runtime.execution.request_state import RequestState, RowState
+from kestrel_runtime.api.sampling_params import MAX_LOGPROBS
+from kestrel_runtime.execution.request_state import DrawSettings, RequestState, RowState
 from kestrel_runtime.interfaces.token_grammar import Grammar
 from kestrel_runtime.interfaces.tokens import TokenRule
 
@@ -27,6 +31,10 @@ class SampleNeeds(NamedTuple):
     is_random: bool
     value_kinds: int
     """Bit mask of the family: kinds of values that tokens may be sampled with, and those that are fed in carry."""
+    is_controlled: bool = False
+    """Whether a row has `Sequence.controls`."""
+    with_logprobs: bool = False
+    """Whether a row has `Sequence.num_logprobs`."""
 
 
 class TokenRules:
@@ -91,10 +99,12 @@ class TokenSampler:
         self._rules = rules
         self._rows = rows
         self._before: RowState = state.read(rows)
-        self._random: tuple[Tensor, Tensor, Tensor] | None = None
+        self._needs = needs
+        self._logprobs: Tensor | None = None
+        self._random: tuple[DrawSettings, Tensor] | None = None
         if needs.is_random:
             numbers = uniform(self._before.seeds, self._before.num_sampled)
-            self._random = (*state.settings(rows), numbers)
+            self._random = (state.draw_settings(rows), numbers)
 
     @property
     def is_spatial(self) -> Tensor:
@@ -103,24 +113,49 @@ class TokenSampler:
 
     def ids(self, logits: Tensor) -> Tensor:
         """Token ids int64 [B] from logits float32 [B, vocabulary]."""
-        return self.pick(logits.masked_fill(self._rules.forbidden[self._before.rules], float("-inf")), 0)
+        ids = self._ids(logits)
+        if self._needs.with_logprobs:
+            self._logprobs = _logprobs(logits, ids)
+        return ids
+
+    def _ids(self, logits: Tensor) -> Tensor:
+        if self._needs.is_controlled:
+            settings = self._state.adjustment_settings(self._rows)
+            logits = self._state.adjustments.apply(logits, self._rows, settings)
+        # Masks come last: no penalty or bias brings a forbidden token back. One of allowed tokens belongs here too.
+        logits = logits.masked_fill(self._rules.forbidden[self._before.rules], float("-inf"))
+        if self._random is None or not self._needs.is_controlled:
+            return self.pick(logits, 0)
+        settings, uniform = self._random
+        return sample(logits, settings.temperature, settings.top_p, uniform[:, 0], settings.top_k, settings.min_p)
 
     def pick(self, logits: Tensor, number: int) -> Tensor:
         """Indices int64 [B] of logits float32 [B, choices], by the token's uniform number of this index, 0 to 3."""
         if self._random is None:
             return logits.argmax(dim=-1)
-        temperature, top_p, uniform = self._random
-        return sample(logits, temperature, top_p, uniform[:, number])
+        settings, uniform = self._random
+        return sample(logits, settings.temperature, settings.top_p, uniform[:, number])
 
     def write(self, ids: Tensor, num_values: Tensor, values: Tensor) -> Tensor:
         """Write what was sampled to the rows: ids, num_values int64 [B]; values float32 [B, V].
 
-        Returns float32 [B, 2 + V]: id, number of values and the values.
+        Returns float32 [B, 2 + V]: id, number of values and the values. With logprobs [B, 2 + V + 1 + 2 * T], where
+        T is at most `MAX_LOGPROBS`: behind these the id's logprob, the T most likely ids, and their logprobs.
         """
         before = self._before
+        if self._needs.is_controlled:
+            self._state.adjustments.count(self._rows, ids)
         num_sampled = before.num_sampled + 1
         rules = self._rules.after(before.rules, ids, num_sampled >= before.budgets)
         after = RowState(ids, num_values, rules, num_sampled, before.budgets, before.seeds)
         self._state.write(self._rows, after, values)
         # Ids lie far below 2^24, up to where float32 holds every whole number.
-        return torch.cat((torch.stack((ids, num_values), dim=1).float(), values), dim=1)
+        columns = (torch.stack((ids, num_values), dim=1).float(), values)
+        return torch.cat(columns if self._logprobs is None else (*columns, self._logprobs), dim=1)
+
+
+def _logprobs(logits: Tensor, ids: Tensor) -> Tensor:
+    """Columns of `TokenSampler.write`, from logits float32 [B, vocabulary] as the model has made them."""
+    logprobs = logits.log_softmax(dim=-1)
+    most, places = logprobs.topk(min(MAX_LOGPROBS, logits.shape[-1]), dim=-1)
+    return torch.cat((logprobs.gather(1, ids[:, None]), places.float(), most), dim=1)

@@ -61,9 +61,11 @@ class StateShape:
 class StepHandle:
     """A step in flight. What it samples is on the device until `wait`."""
 
-    def __init__(self, output: Tensor | None, stream: CudaStream) -> None:
-        """output: float32 [sampled, 2 + V], valid in stream order; None where nothing is sampled."""
+    def __init__(self, output: Tensor | None, stream: CudaStream, values_per_token: int) -> None:
+        """output: float32 [sampled, 2 + V], or wider with logprobs (`TokenSampler.write`), valid in stream order;
+        None where nothing is sampled."""
         self._output = output
+        self._first_logprob = 2 + values_per_token
         if output is not None and output.is_cuda:
             self._output = torch.empty(output.shape, pin_memory=True).copy_(output, non_blocking=True)
         self.done = stream.record_event()
@@ -78,6 +80,8 @@ class StepHandle:
             self.done.synchronize()
         if self._output is None:
             return []
+        if self._output.shape[1] > self._first_logprob:
+            return [_token_with_logprobs(row, self._first_logprob) for row in self._output.tolist()]
         # Most tokens have no values. This runs for each token of each sequence, so the common case is kept short.
         return [
             Token(int(row[0]), tuple(row[2 : 2 + int(row[1])]) if row[1] else ()) for row in self._output.tolist()
@@ -150,7 +154,7 @@ class StepRunner:
             for handle in after:
                 stream.wait_for(handle.done)
             output = self._decode(list(batch.decode)) if is_decode else self._encode_and_prefill(batch)
-            return StepHandle(output, stream)
+            return StepHandle(output, stream, self._shape.values_per_token)
 
     @torch.inference_mode()
     def last_hidden(self, batch: Batch) -> Tensor:
@@ -204,6 +208,7 @@ class StepRunner:
             max_pages=self._max_pages,
             values_per_token=shape.values_per_token,
             has_adapters=shape.has_adapters,
+            vocab_size=shape.vocab_size,
         )
         # Preempted sequences keep their entries; there are never more of them and running ones than rows.
         # Not zeroed: on a host, memory is only taken where something is written.
@@ -254,8 +259,7 @@ class StepRunner:
         kinds = 0
         for count in value_counts(chunks):
             kinds |= 1 << (count - 1)
-        is_random = any(sequence.temperature > 0 for sequence in sampled)
-        needs = SampleNeeds(is_random, self._state.value_kinds(sampled))
+        needs = self._needs(sampled)
         fields = self._inputs.prefill(
             size,
             lambda host: fill_prefill(
@@ -294,11 +298,25 @@ class StepRunner:
         else:
             num_rows = next(size for size in self._decode_sizes if size >= len(sequences))
             size = DecodeSize(num_rows, self._max_pages)
-        needs = SampleNeeds(
-            any(sequence.temperature > 0 for sequence in sequences), self._state.value_kinds(sequences)
-        )
+        needs = self._needs(sequences)
         fields = self._inputs.decode(
             size, lambda host: fill_decode(host, sequences, self._state), in_place=self._graphs is not None
         )
         uses_adapters = any(sequence.adapter_slot for sequence in sequences)
         return DecodeInputs(fields, size, needs, len(sequences), uses_adapters)
+
+    def _needs(self, sequences: list[Sequence]) -> SampleNeeds:
+        return SampleNeeds(
+            any(sequence.temperature > 0 for sequence in sequences),
+            self._state.value_kinds(sequences),
+            any(sequence.controls is not None for sequence in sequences),
+            any(sequence.num_logprobs is not None for sequence in sequences),
+        )
+
+
+def _token_with_logprobs(row: list[float], first: int) -> Token:
+    """A token from its row of a step's output; its logprob is at column `first`."""
+    num_top = (len(row) - first - 1) // 2
+    ids, logprobs = row[first + 1 : first + 1 + num_top], row[first + 1 + num_top :]
+    top = tuple((int(token_id), logprob) for token_id, logprob in zip(ids, logprobs, strict=True))
+    return Token(int(row[0]), tuple(row[2 : 2 + int(row[1])]), row[first], top)

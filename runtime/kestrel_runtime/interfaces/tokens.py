@@ -8,6 +8,10 @@ class Token(NamedTuple):
 
     id: int
     value: tuple[float, ...] = ()
+    logprob: float | None = None
+    """Natural logarithm of its probability; None where no sequence of its step asked for it."""
+    top: tuple[tuple[int, float], ...] = ()
+    """With `logprob`: ids and logprobs of the most likely tokens, the most likely first."""
 
 
 class TokenRule(NamedTuple):

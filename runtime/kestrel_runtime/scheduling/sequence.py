@@ -12,6 +12,7 @@ from kestrel_runtime.interfaces.ids import EntryId, PageId, StepId
 from kestrel_runtime.interfaces.tokens import Token
 
 if TYPE_CHECKING:
+    from kestrel_runtime.api.sampling_params import SamplingParams
     from kestrel_runtime.interfaces.adapter import AdapterLease
     from kestrel_runtime.interfaces.image import PreparedImage
     from kestrel_runtime.interfaces.output import OutputParser
@@ -96,6 +97,10 @@ class Sequence:
     max_context: int
     """Positions after which the sequence must end."""
     clock: SequenceClock
+    controls: SamplingParams | None = None
+    """Its settings where they limit the choice of tokens or adjust logits (`SamplingParams.controls_tokens`)."""
+    num_logprobs: int | None = None
+    """How many of the most likely tokens its parser is told for each token; None where it needs no logprobs."""
     fingerprint: str = ""
     """Hash of the request: equal requests have equal fingerprints."""
     priority: Priority = Priority.NORMAL

@@ -115,6 +115,9 @@ def test_sampling_out_of_bounds_is_refused_for_every_skill(skill, field, value):
         SamplingParams(0.0, 1.0, 1, 0),
         SamplingParams(100.0, 1e-9, MAX_OUTPUT_TOKENS, MAX_SEED),
         SamplingParams(stop=("a" * MAX_STOP_CHARS,) * MAX_STOPS, include_stop=True),
+        SamplingParams(top_k=1, min_p=0.0, repetition_penalty=0.1, presence_penalty=-2.0, logprobs=0),
+        SamplingParams(min_p=1.0, repetition_penalty=10.0, frequency_penalty=2.0, logprobs=20),
+        SamplingParams(logit_bias=tuple((id, 100.0) for id in range(300))),
     ],
 )
 def test_sampling_at_its_bounds_is_taken(sampling):
@@ -127,6 +130,20 @@ def test_sampling_at_its_bounds_is_taken(sampling):
     [
         (SamplingParams(stop=("a",) * (MAX_STOPS + 1)), ["stop"]),
         (SamplingParams(stop=("a", "", "a" * (MAX_STOP_CHARS + 1))), ["stop[1]", "stop[2]"]),
+        (SamplingParams(top_k=0, min_p=1.1), ["top_k", "min_p"]),
+        (
+            SamplingParams(min_p=NAN, repetition_penalty=0.0, presence_penalty=2.1, frequency_penalty=-2.1),
+            ["min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"],
+        ),
+        (SamplingParams(repetition_penalty=INFINITY), ["repetition_penalty"]),
+        (SamplingParams(logit_bias=((3, 100.5), (4, 1.0), (5, NAN))), ["logit_bias[3]", "logit_bias[5]"]),
+        (SamplingParams(logit_bias=tuple((id, 1.0) for id in range(301))), ["logit_bias"]),
+        (SamplingParams(logit_bias=((3, 1.0), (3, 2.0))), ["logit_bias"]),
+        (SamplingParams(logprobs=21), ["logprobs"]),
+        (SamplingParams(top_k=10**400), ["top_k"]),
+        (SamplingParams(n=0), ["n"]),
+        (SamplingParams(n=17), ["n"]),
+        (SamplingParams(logprobs=-1), ["logprobs"]),
     ],
 )
 def test_sampling_of_text_out_of_bounds_is_refused(skill, sampling, fields):
@@ -135,8 +152,20 @@ def test_sampling_of_text_out_of_bounds_is_refused(skill, sampling, fields):
 
 @pytest.mark.parametrize("skill", ["point", "detect", "segment"])
 def test_settings_of_text_are_refused_by_name_where_there_is_none(skill):
-    sampling = SamplingParams(stop=("a",), include_stop=True)
-    assert breaches(MINIMAL[skill], sampling=sampling) == ["sampling.stop", "sampling.include_stop"]
+    given = {
+        "stop": ("a",),
+        "include_stop": True,
+        "top_k": 1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "logprobs": 0,
+        "n": 1,
+        "logit_bias": ((1, 1.0),),
+    }
+    assert breaches(MINIMAL[skill], sampling=SamplingParams(**given)) == [f"sampling.{name}" for name in given]
+    assert len(given) == len(dataclasses.fields(SamplingParams)) - 4  # which all skills have
 
 
 @pytest.mark.parametrize("skill", MINIMAL)
@@ -225,3 +254,17 @@ def test_too_many_spatial_references_are_one_breach_whatever_they_are():
     wrong = PointRef(2.0, 2.0)
     assert len(breaches(Query, "?", IMAGE, spatial_refs=(wrong,) * MAX_SPATIAL_REFS)) == 2 * MAX_SPATIAL_REFS
     assert breaches(Query, "?", IMAGE, spatial_refs=(wrong,) * (MAX_SPATIAL_REFS + 1)) == ["spatial_refs"]
+
+
+def test_samples_have_seeds_of_their_own_that_follow_from_the_first() -> None:
+    sampling = SamplingParams(temperature=0.5, seed=7, n=4)
+    samples = sampling.samples()
+    assert samples == sampling.samples()
+    seeds = [sample.seed for sample in samples]
+    assert seeds[0] == 7
+    assert len({*seeds, *(sample.seed for sample in dataclasses.replace(sampling, seed=8).samples())}) == 8
+    assert all(seed is not None and 0 <= seed <= MAX_SEED for seed in seeds)
+    assert all(dataclasses.replace(sample, seed=7, n=4) == sampling for sample in samples)
+    assert [sample.seed for sample in SamplingParams(n=2).samples()] == [None, None]
+    alone = SamplingParams(seed=3)
+    assert alone.samples() == (alone,)

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import cycle, repeat
+from typing import Any
 
 import pytest
 
@@ -65,8 +66,18 @@ def mixed_requests() -> list[Request]:
         Caption(SMALL_IMAGE, "short", sampling=greedy),
         Caption(TILED_IMAGE, "long", sampling=drawn[2]),
         Detect("License", SMALL_IMAGE, max_objects=4),
+        Query("GNU", sampling=replace(drawn[3], top_k=50, min_p=0.001, top_p=1.0, **PENALTIES)),
+        Caption(SMALL_IMAGE, sampling=replace(greedy, **PENALTIES)),
     ]
     return [kinds[place % len(kinds)] for place in range(32)]
+
+
+PENALTIES: dict[str, Any] = {
+    "repetition_penalty": 1.3,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.25,
+    "logit_bias": ((17, 3.0), (0, -5.0)),
+}
 
 
 async def settled(engine: LocalEngine) -> None:
@@ -117,7 +128,7 @@ async def test_thirty_two_mixed_requests_answer_as_they_do_alone(engine: LocalEn
 async def test_looking_ahead_changes_no_answer(
     loaded: LoadedModel, engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, is_complete: Iterator[bool]
 ) -> None:
-    requests = [*mixed_requests()[:6], Query("why?", sampling=SamplingParams(max_tokens=4, seed=5))]
+    requests = [*mixed_requests()[:8], Query("why?", sampling=SamplingParams(max_tokens=4, seed=5))]
     requests = [replace(item, options=RequestOptions(cache=CachePolicy.BYPASS)) for item in requests]
     one_by_one = await asyncio.gather(*(engine.submit(request).result() for request in requests))
     monkeypatch.setattr(StepRunner, "is_asynchronous", True)
@@ -136,9 +147,9 @@ async def test_looking_ahead_changes_no_answer(
 async def test_a_cache_too_small_for_all_sequences_changes_no_answer(
     loaded: LoadedModel, engine: LocalEngine
 ) -> None:
-    requests = [
-        Caption(SMALL_IMAGE, sampling=SamplingParams(temperature=1, max_tokens=90, seed=n)) for n in range(6)
-    ]
+    drawn = [SamplingParams(temperature=1, max_tokens=90, seed=n) for n in range(6)]
+    drawn = [replace(params, **PENALTIES) if params.seed in (1, 4) else params for params in drawn]
+    requests = [Caption(SMALL_IMAGE, sampling=params) for params in drawn]
     roomy = [(await engine.submit(request).result()).output for request in requests]
     # Two prompts fit with a page to spare; both cannot grow to their end, so one must go back and start over.
     tight = LocalEngine(loaded, EngineConfig(model="", max_batch_size=6, num_kv_pages=96, prefix_cache=False))
@@ -178,6 +189,19 @@ async def test_an_equal_seed_gives_an_equal_answer_and_another_seed_another(engi
     outputs = [(await engine.submit(drawn(seed)).result()).output for seed in seeds]
     assert outputs[0] == outputs[1]
     assert len(set(outputs)) == 4
+
+
+async def test_samples_of_one_request_share_its_image(loaded: LoadedModel) -> None:
+    query = Query("license", SMALL_IMAGE, sampling=SamplingParams(temperature=1.0, seed=3, max_tokens=5, n=4))
+    own = LocalEngine(loaded, EngineConfig(model="", num_kv_pages=300))
+    try:
+        samples = [replace(query, sampling=sampling) for sampling in query.sampling.samples()]
+        finished = await asyncio.gather(*(own.submit(sample).result() for sample in samples))
+        cached = [item.usage.num_cached_tokens for item in finished]
+        assert cached[0] == 0
+        assert min(cached[1:]) >= finished[0].usage.num_image_tokens
+    finally:
+        own.close()
 
 
 async def test_two_hundred_cancellations_under_load_leave_no_page_behind(engine: LocalEngine) -> None:

@@ -18,7 +18,9 @@ def row_of(grammar, state):
 
 
 def new_state(num_rows=4, max_pages=6):
-    return RequestState(CPU, row_of, kinds_of, num_rows=num_rows, max_pages=max_pages, values_per_token=2)
+    return RequestState(
+        CPU, row_of, kinds_of, num_rows=num_rows, max_pages=max_pages, values_per_token=2, vocab_size=100
+    )
 
 
 def holder(pages, *tokens, rule=ONLY_3, **settings):
@@ -42,7 +44,8 @@ def test_a_row_begins_with_the_last_token_its_values_the_settings_and_the_pages(
     assert (found.token_ids.item(), found.num_values.item(), found.num_sampled.item()) == (6, 2, 0)
     assert found.seeds.item() == 2**62 + 1
     assert state.values(rows).tolist() == [[0.5, 0.25]]
-    assert [column.tolist() for column in state.settings(rows)] == [[0.75], [0.5]]
+    settings = state.draw_settings(rows)
+    assert [settings.temperature.tolist(), settings.top_p.tolist()] == [[0.75], [0.5]]
     assert state.page_table[rows].tolist() == [[4, 9, 4, 4, 4, 4]]
 
 
@@ -65,7 +68,7 @@ def test_what_is_written_stands_in_its_row_beside_settings_and_pages():
     state.write(rows, RowState(*columns), torch.tensor([[0.5, 0.0]]))
     assert [column.item() for column in state.read(rows)] == [3, 1, 2, 1, 9, 5]
     assert state.values(rows).tolist() == [[0.5, 0.0]]
-    assert state.settings(rows)[0].item() == 0.75
+    assert state.draw_settings(rows).temperature.item() == 0.75
     assert state.page_table[rows].tolist() == [[1] * 6]
 
 

@@ -71,7 +71,9 @@ def test_a_grammar_is_written_down_once() -> None:
 
 def test_what_is_written_moves_a_row_on() -> None:
     rules = TokenRules(VOCABULARY, CPU)
-    state = RequestState(CPU, rules.row, lambda _: 0, num_rows=2, max_pages=1, values_per_token=2)
+    state = RequestState(
+        CPU, rules.row, lambda _: 0, num_rows=2, max_pages=1, values_per_token=2, vocab_size=VOCABULARY
+    )
     sequence, other = new_sequence(seed=5), new_sequence(seed=6)
     sequence.parser.grammar, sequence.parser.budget = GRAMMARS["a budget"], 1
     for one in (sequence, other):

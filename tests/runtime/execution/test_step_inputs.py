@@ -26,7 +26,13 @@ PAGE_SIZE = 3
 
 def new_state(num_rows=5, max_pages=4):
     return RequestState(
-        CPU, lambda grammar, state: 0, lambda _: 0, num_rows=num_rows, max_pages=max_pages, values_per_token=2
+        CPU,
+        lambda grammar, state: 0,
+        lambda _: 0,
+        num_rows=num_rows,
+        max_pages=max_pages,
+        values_per_token=2,
+        vocab_size=100,
     )
 
 

@@ -26,15 +26,15 @@ from kestrel_client.v1 import generation_pb2 as kestrel_dot_v1_dot_generation__p
 from kestrel_client.v1 import media_pb2 as kestrel_dot_v1_dot_media__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fkestrel/v1/vision_service.proto\x12\nkestrel.v1\x1a\x1bkestrel/v1/generation.proto\x1a\x16kestrel/v1/media.proto\"\xf1\x01\n\x0cQueryRequest\x12\x10\n\x08question\x18\x01 \x01(\t\x12 \n\x05image\x18\x02 \x01(\x0b\x32\x11.kestrel.v1.Image\x12\x16\n\treasoning\x18\x03 \x01(\x08H\x00\x88\x01\x01\x12,\n\x0cspatial_refs\x18\x04 \x03(\x0b\x32\x16.kestrel.v1.SpatialRef\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.kestrel.v1.SamplingParams\x12+\n\x07options\x18\x06 \x01(\x0b\x32\x1a.kestrel.v1.RequestOptionsB\x0c\n\n_reasoning\"\x9c\x01\n\rQueryResponse\x12,\n\x07started\x18\x01 \x01(\x0b\x32\x19.kestrel.v1.StreamStartedH\x00\x12&\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x15.kestrel.v1.TextDeltaH\x00\x12,\n\tcompleted\x18\x03 \x01(\x0b\x32\x17.kestrel.v1.QueryResultH\x00\x42\x07\n\x05\x65vent\"\xf9\x01\n\x14\x43ompleteQueryRequest\x12\x10\n\x08question\x18\x01 \x01(\t\x12 \n\x05image\x18\x02 \x01(\x0b\x32\x11.kestrel.v1.Image\x12\x16\n\treasoning\x18\x03 \x01(\x08H\x00\x88\x01\x01\x12,\n\x0cspatial_refs\x18\x04 \x03(\x0b\x32\x16.kestrel.v1.SpatialRef\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.kestrel.v1.SamplingParams\x12+\n\x07options\x18\x06 \x01(\x0b\x32\x1a.kestrel.v1.RequestOptionsB\x0c\n\n_reasoning\"@\n\x15\x43ompleteQueryResponse\x12\'\n\x06result\x18\x01 \x01(\x0b\x32\x17.kestrel.v1.QueryResult\"o\n\x0bQueryResult\x12\x0e\n\x06\x61nswer\x18\x01 \x01(\t\x12(\n\treasoning\x18\x02 \x01(\x0b\x32\x15.kestrel.v1.Reasoning\x12&\n\x04info\x18\x0f \x01(\x0b\x32\x18.kestrel.v1.ResponseInfo\"\xb8\x01\n\x0e\x43\x61ptionRequest\x12 \n\x05image\x18\x01 \x01(\x0b\x32\x11.kestrel.v1.Image\x12)\n\x06length\x18\x02 \x01(\x0e\x32\x19.kestrel.v1.CaptionLength\x12,\n\x08sampling\x18\x03 \x01(\x0b\x32\x1a.kestrel.v1.SamplingParams\x12+\n\x07options\x18\x04 \x01(\x0b\x32\x1a.kestrel.v1.RequestOptions\"\xa0\x01\n\x0f\x43\x61ptionResponse\x12,\n\x07started\x18\x01 \x01(\x0b\x32\x19.kestrel.v1.StreamStartedH\x00\x12&\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x15.kestrel.v1.TextDeltaH\x00\x12.\n\tcompleted\x18\x03 \x01(\x0b\x32\x19.kestrel.v1.CaptionResultH\x00\x42\x07\n\x05\x65vent\"\xc0\x01\n\x16\x43ompleteCaptionRequest\x12 \n\x05image\x18\x01 \x01(\x0b\x32\x11.kestrel.v1.Image\x12)\n\x06length\x18\x02 \x01(\x0e\x32\x19.kestrel.v1.CaptionLength\x12,\n\x08sampling\x18\x03 \x01(\x0b\x32\x1a.kestrel.v1.SamplingParams\x12+\n\x07options\x18\x04 \x01(\x0b\x32\x1a.kestrel.v1.RequestOptions\"D\n\x17\x43ompleteCaptionResponse\x12)\n\x06result\x18\x01 \x01(\x0b\x32\x19.kestrel.v1.CaptionResult\"H\n\rCaptionResult\x12\x0f\n\x07\x63\x61ption\x18\x01 \x01(\t\x12&\n\x04info\x18\x0f \x01(\x0b\x32\x18.kestrel.v1.ResponseInfo\"\xf3\x01\n\x0cPointRequest\x12\x0e\n\x06object\x18\x01 \x01(\t\x12 \n\x05image\x18\x02 \x01(\x0b\x32\x11.kestrel.v1.Image\x12\x18\n\x0bmax_objects\x18\x03 \x01(\x05H\x00\x88\x01\x01\x12,\n\x0cspatial_refs\x18\x04 \x03(\x0b\x32\x16.kestrel.v1.SpatialRef\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.kestrel.v1.SamplingParams\x12+\n\x07options\x18\x06 \x01(\x0b\x32\x1a.kestrel.v1.RequestOptionsB\x0e\n\x0c_max_objects\"d\n\rPointResponse\x12+\n\x06points\x18\x01 \x03(\x0b\x32\x1b.kestrel.v1.NormalizedPoint\x12&\n\x04info\x18\x0f \x01(\x0b\x32\x18.kestrel.v1.ResponseInfo\"\xf4\x01\n\rDetectRequest\x12\x0e\n\x06object\x18\x01 \x01(\t\x12 \n\x05image\x18\x02 \x01(\x0b\x32\x11.kestrel.v1.Image\x12\x18\n\x0bmax_objects\x18\x03 \x01(\x05H\x00\x88\x01\x01\x12,\n\x0cspatial_refs\x18\x04 \x03(\x0b\x32\x16.kestrel.v1.SpatialRef\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.kestrel.v1.SamplingParams\x12+\n\x07options\x18\x06 \x01(\x0b\x32\x1a.kestrel.v1.RequestOptionsB\x0e\n\x0c_max_objects\"8\n\x0e\x44\x65tectedObject\x12&\n\x03\x62ox\x18\x01 \x01(\x0b\x32\x19.kestrel.v1.NormalizedBox\"e\n\x0e\x44\x65tectResponse\x12+\n\x07objects\x18\x01 \x03(\x0b\x32\x1a.kestrel.v1.DetectedObject\x12&\n\x04info\x18\x0f \x01(\x0b\x32\x18.kestrel.v1.ResponseInfo\"\xcb\x01\n\x0eSegmentRequest\x12\x0e\n\x06object\x18\x01 \x01(\t\x12 \n\x05image\x18\x02 \x01(\x0b\x32\x11.kestrel.v1.Image\x12,\n\x0cspatial_refs\x18\x04 \x03(\x0b\x32\x16.kestrel.v1.SpatialRef\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.kestrel.v1.SamplingParams\x12+\n\x07options\x18\x06 \x01(\x0b\x32\x1a.kestrel.v1.RequestOptions\"C\n\x07Segment\x12\x10\n\x08svg_path\x18\x01 \x01(\t\x12&\n\x03\x62ox\x18\x02 \x01(\x0b\x32\x19.kestrel.v1.NormalizedBox\"`\n\x0fSegmentResponse\x12%\n\x08segments\x18\x01 \x03(\x0b\x32\x13.kestrel.v1.Segment\x12&\n\x04info\x18\x0f \x01(\x0b\x32\x18.kestrel.v1.ResponseInfo\"\xb4\x01\n\x0bGazeRequest\x12 \n\x05image\x18\x01 \x01(\x0b\x32\x11.kestrel.v1.Image\x12(\n\x03\x65ye\x18\x02 \x01(\x0b\x32\x1b.kestrel.v1.NormalizedPoint\x12,\n\x08sampling\x18\x03 \x01(\x0b\x32\x1a.kestrel.v1.SamplingParams\x12+\n\x07options\x18\x04 \x01(\x0b\x32\x1a.kestrel.v1.RequestOptions\"c\n\x0cGazeResponse\x12+\n\x06target\x18\x01 \x01(\x0b\x32\x1b.kestrel.v1.NormalizedPoint\x12&\n\x04info\x18\x0f \x01(\x0b\x32\x18.kestrel.v1.ResponseInfo*}\n\rCaptionLength\x12\x1e\n\x1a\x43\x41PTION_LENGTH_UNSPECIFIED\x10\x00\x12\x18\n\x14\x43\x41PTION_LENGTH_SHORT\x10\x01\x12\x19\n\x15\x43\x41PTION_LENGTH_NORMAL\x10\x02\x12\x17\n\x13\x43\x41PTION_LENGTH_LONG\x10\x03\x32\xc5\x04\n\rVisionService\x12>\n\x05Query\x12\x18.kestrel.v1.QueryRequest\x1a\x19.kestrel.v1.QueryResponse0\x01\x12\x44\n\x07\x43\x61ption\x12\x1a.kestrel.v1.CaptionRequest\x1a\x1b.kestrel.v1.CaptionResponse0\x01\x12T\n\rCompleteQuery\x12 .kestrel.v1.CompleteQueryRequest\x1a!.kestrel.v1.CompleteQueryResponse\x12Z\n\x0f\x43ompleteCaption\x12\".kestrel.v1.CompleteCaptionRequest\x1a#.kestrel.v1.CompleteCaptionResponse\x12<\n\x05Point\x12\x18.kestrel.v1.PointRequest\x1a\x19.kestrel.v1.PointResponse\x12?\n\x06\x44\x65tect\x12\x19.kestrel.v1.DetectRequest\x1a\x1a.kestrel.v1.DetectResponse\x12\x42\n\x07Segment\x12\x1a.kestrel.v1.SegmentRequest\x1a\x1b.kestrel.v1.SegmentResponse\x12\x39\n\x04Gaze\x12\x17.kestrel.v1.GazeRequest\x1a\x18.kestrel.v1.GazeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fkestrel/v1/vision_service.proto\x12\nkestrel.v1\x1a\x1bkestrel/v1/generation.proto\x1a\x16kestrel/v1/media.proto\"\xf1\x01\n\x0cQueryRequest\x12\x10\n\x08question\x18\x01 \x01(\t\x12 \n\x05image\x18\x02 \x01(\x0b\x32\x11.kestrel.v1.Image\x12\x16\n\treasoning\x18\x03 \x01(\x08H\x00\x88\x01\x01\x12,\n\x0cspatial_refs\x18\x04 \x03(\x0b\x32\x16.kestrel.v1.SpatialRef\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.kestrel.v1.SamplingParams\x12+\n\x07options\x18\x06 \x01(\x0b\x32\x1a.kestrel.v1.RequestOptionsB\x0c\n\n_reasoning\"\x9c\x01\n\rQueryResponse\x12,\n\x07started\x18\x01 \x01(\x0b\x32\x19.kestrel.v1.StreamStartedH\x00\x12&\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x15.kestrel.v1.TextDeltaH\x00\x12,\n\tcompleted\x18\x03 \x01(\x0b\x32\x17.kestrel.v1.QueryResultH\x00\x42\x07\n\x05\x65vent\"\xf9\x01\n\x14\x43ompleteQueryRequest\x12\x10\n\x08question\x18\x01 \x01(\t\x12 \n\x05image\x18\x02 \x01(\x0b\x32\x11.kestrel.v1.Image\x12\x16\n\treasoning\x18\x03 \x01(\x08H\x00\x88\x01\x01\x12,\n\x0cspatial_refs\x18\x04 \x03(\x0b\x32\x16.kestrel.v1.SpatialRef\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.kestrel.v1.SamplingParams\x12+\n\x07options\x18\x06 \x01(\x0b\x32\x1a.kestrel.v1.RequestOptionsB\x0c\n\n_reasoning\"t\n\x15\x43ompleteQueryResponse\x12\'\n\x06result\x18\x01 \x01(\x0b\x32\x17.kestrel.v1.QueryResult\x12\x32\n\x0c\x61lternatives\x18\x02 \x03(\x0b\x32\x1c.kestrel.v1.QueryAlternative\"\xc0\x01\n\x10QueryAlternative\x12\x0e\n\x06\x61nswer\x18\x01 \x01(\t\x12(\n\treasoning\x18\x02 \x01(\x0b\x32\x15.kestrel.v1.Reasoning\x12*\n\x08logprobs\x18\x03 \x03(\x0b\x32\x18.kestrel.v1.TokenLogprob\x12/\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x18.kestrel.v1.FinishReason\x12\x15\n\rstop_sequence\x18\x05 \x01(\t\"\x9b\x01\n\x0bQueryResult\x12\x0e\n\x06\x61nswer\x18\x01 \x01(\t\x12(\n\treasoning\x18\x02 \x01(\x0b\x32\x15.kestrel.v1.Reasoning\x12*\n\x08logprobs\x18\x03 \x03(\x0b\x32\x18.kestrel.v1.TokenLogprob\x12&\n\x04info\x18\x0f \x01(\x0b\x32\x18.kestrel.v1.ResponseInfo\"\xb8\x01\n\x0e\x43\x61ptionRequest\x12 \n\x05image\x18\x01 \x01(\x0b\x32\x11.kestrel.v1.Image\x12)\n\x06length\x18\x02 \x01(\x0e\x32\x19.kestrel.v1.CaptionLength\x12,\n\x08sampling\x18\x03 \x01(\x0b\x32\x1a.kestrel.v1.SamplingParams\x12+\n\x07options\x18\x04 \x01(\x0b\x32\x1a.kestrel.v1.RequestOptions\"\xa0\x01\n\x0f\x43\x61ptionResponse\x12,\n\x07started\x18\x01 \x01(\x0b\x32\x19.kestrel.v1.StreamStartedH\x00\x12&\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x15.kestrel.v1.TextDeltaH\x00\x12.\n\tcompleted\x18\x03 \x01(\x0b\x32\x19.kestrel.v1.CaptionResultH\x00\x42\x07\n\x05\x65vent\"\xc0\x01\n\x16\x43ompleteCaptionRequest\x12 \n\x05image\x18\x01 \x01(\x0b\x32\x11.kestrel.v1.Image\x12)\n\x06length\x18\x02 \x01(\x0e\x32\x19.kestrel.v1.CaptionLength\x12,\n\x08sampling\x18\x03 \x01(\x0b\x32\x1a.kestrel.v1.SamplingParams\x12+\n\x07options\x18\x04 \x01(\x0b\x32\x1a.kestrel.v1.RequestOptions\"z\n\x17\x43ompleteCaptionResponse\x12)\n\x06result\x18\x01 \x01(\x0b\x32\x19.kestrel.v1.CaptionResult\x12\x34\n\x0c\x61lternatives\x18\x02 \x03(\x0b\x32\x1e.kestrel.v1.CaptionAlternative\"\x99\x01\n\x12\x43\x61ptionAlternative\x12\x0f\n\x07\x63\x61ption\x18\x01 \x01(\t\x12*\n\x08logprobs\x18\x02 \x03(\x0b\x32\x18.kestrel.v1.TokenLogprob\x12/\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x18.kestrel.v1.FinishReason\x12\x15\n\rstop_sequence\x18\x04 \x01(\t\"t\n\rCaptionResult\x12\x0f\n\x07\x63\x61ption\x18\x01 \x01(\t\x12*\n\x08logprobs\x18\x02 \x03(\x0b\x32\x18.kestrel.v1.TokenLogprob\x12&\n\x04info\x18\x0f \x01(\x0b\x32\x18.kestrel.v1.ResponseInfo\"\xf3\x01\n\x0cPointRequest\x12\x0e\n\x06object\x18\x01 \x01(\t\x12 \n\x05image\x18\x02 \x01(\x0b\x32\x11.kestrel.v1.Image\x12\x18\n\x0bmax_objects\x18\x03 \x01(\x05H\x00\x88\x01\x01\x12,\n\x0cspatial_refs\x18\x04 \x03(\x0b\x32\x16.kestrel.v1.SpatialRef\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.kestrel.v1.SamplingParams\x12+\n\x07options\x18\x06 \x01(\x0b\x32\x1a.kestrel.v1.RequestOptionsB\x0e\n\x0c_max_objects\"d\n\rPointResponse\x12+\n\x06points\x18\x01 \x03(\x0b\x32\x1b.kestrel.v1.NormalizedPoint\x12&\n\x04info\x18\x0f \x01(\x0b\x32\x18.kestrel.v1.ResponseInfo\"\xf4\x01\n\rDetectRequest\x12\x0e\n\x06object\x18\x01 \x01(\t\x12 \n\x05image\x18\x02 \x01(\x0b\x32\x11.kestrel.v1.Image\x12\x18\n\x0bmax_objects\x18\x03 \x01(\x05H\x00\x88\x01\x01\x12,\n\x0cspatial_refs\x18\x04 \x03(\x0b\x32\x16.kestrel.v1.SpatialRef\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.kestrel.v1.SamplingParams\x12+\n\x07options\x18\x06 \x01(\x0b\x32\x1a.kestrel.v1.RequestOptionsB\x0e\n\x0c_max_objects\"8\n\x0e\x44\x65tectedObject\x12&\n\x03\x62ox\x18\x01 \x01(\x0b\x32\x19.kestrel.v1.NormalizedBox\"e\n\x0e\x44\x65tectResponse\x12+\n\x07objects\x18\x01 \x03(\x0b\x32\x1a.kestrel.v1.DetectedObject\x12&\n\x04info\x18\x0f \x01(\x0b\x32\x18.kestrel.v1.ResponseInfo\"\xcb\x01\n\x0eSegmentRequest\x12\x0e\n\x06object\x18\x01 \x01(\t\x12 \n\x05image\x18\x02 \x01(\x0b\x32\x11.kestrel.v1.Image\x12,\n\x0cspatial_refs\x18\x04 \x03(\x0b\x32\x16.kestrel.v1.SpatialRef\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.kestrel.v1.SamplingParams\x12+\n\x07options\x18\x06 \x01(\x0b\x32\x1a.kestrel.v1.RequestOptions\"C\n\x07Segment\x12\x10\n\x08svg_path\x18\x01 \x01(\t\x12&\n\x03\x62ox\x18\x02 \x01(\x0b\x32\x19.kestrel.v1.NormalizedBox\"`\n\x0fSegmentResponse\x12%\n\x08segments\x18\x01 \x03(\x0b\x32\x13.kestrel.v1.Segment\x12&\n\x04info\x18\x0f \x01(\x0b\x32\x18.kestrel.v1.ResponseInfo\"\xb4\x01\n\x0bGazeRequest\x12 \n\x05image\x18\x01 \x01(\x0b\x32\x11.kestrel.v1.Image\x12(\n\x03\x65ye\x18\x02 \x01(\x0b\x32\x1b.kestrel.v1.NormalizedPoint\x12,\n\x08sampling\x18\x03 \x01(\x0b\x32\x1a.kestrel.v1.SamplingParams\x12+\n\x07options\x18\x04 \x01(\x0b\x32\x1a.kestrel.v1.RequestOptions\"c\n\x0cGazeResponse\x12+\n\x06target\x18\x01 \x01(\x0b\x32\x1b.kestrel.v1.NormalizedPoint\x12&\n\x04info\x18\x0f \x01(\x0b\x32\x18.kestrel.v1.ResponseInfo*}\n\rCaptionLength\x12\x1e\n\x1a\x43\x41PTION_LENGTH_UNSPECIFIED\x10\x00\x12\x18\n\x14\x43\x41PTION_LENGTH_SHORT\x10\x01\x12\x19\n\x15\x43\x41PTION_LENGTH_NORMAL\x10\x02\x12\x17\n\x13\x43\x41PTION_LENGTH_LONG\x10\x03\x32\xc5\x04\n\rVisionService\x12>\n\x05Query\x12\x18.kestrel.v1.QueryRequest\x1a\x19.kestrel.v1.QueryResponse0\x01\x12\x44\n\x07\x43\x61ption\x12\x1a.kestrel.v1.CaptionRequest\x1a\x1b.kestrel.v1.CaptionResponse0\x01\x12T\n\rCompleteQuery\x12 .kestrel.v1.CompleteQueryRequest\x1a!.kestrel.v1.CompleteQueryResponse\x12Z\n\x0f\x43ompleteCaption\x12\".kestrel.v1.CompleteCaptionRequest\x1a#.kestrel.v1.CompleteCaptionResponse\x12<\n\x05Point\x12\x18.kestrel.v1.PointRequest\x1a\x19.kestrel.v1.PointResponse\x12?\n\x06\x44\x65tect\x12\x19.kestrel.v1.DetectRequest\x1a\x1a.kestrel.v1.DetectResponse\x12\x42\n\x07Segment\x12\x1a.kestrel.v1.SegmentRequest\x1a\x1b.kestrel.v1.SegmentResponse\x12\x39\n\x04Gaze\x12\x17.kestrel.v1.GazeRequest\x1a\x18.kestrel.v1.GazeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kestrel.v1.vision_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_CAPTIONLENGTH']._serialized_start=3036
-  _globals['_CAPTIONLENGTH']._serialized_end=3161
+  _globals['_CAPTIONLENGTH']._serialized_start=3582
+  _globals['_CAPTIONLENGTH']._serialized_end=3707
   _globals['_QUERYREQUEST']._serialized_start=101
   _globals['_QUERYREQUEST']._serialized_end=342
   _globals['_QUERYRESPONSE']._serialized_start=345
@@ -42,39 +42,43 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_COMPLETEQUERYREQUEST']._serialized_start=504
   _globals['_COMPLETEQUERYREQUEST']._serialized_end=753
   _globals['_COMPLETEQUERYRESPONSE']._serialized_start=755
-  _globals['_COMPLETEQUERYRESPONSE']._serialized_end=819
-  _globals['_QUERYRESULT']._serialized_start=821
-  _globals['_QUERYRESULT']._serialized_end=932
-  _globals['_CAPTIONREQUEST']._serialized_start=935
-  _globals['_CAPTIONREQUEST']._serialized_end=1119
-  _globals['_CAPTIONRESPONSE']._serialized_start=1122
-  _globals['_CAPTIONRESPONSE']._serialized_end=1282
-  _globals['_COMPLETECAPTIONREQUEST']._serialized_start=1285
-  _globals['_COMPLETECAPTIONREQUEST']._serialized_end=1477
-  _globals['_COMPLETECAPTIONRESPONSE']._serialized_start=1479
-  _globals['_COMPLETECAPTIONRESPONSE']._serialized_end=1547
-  _globals['_CAPTIONRESULT']._serialized_start=1549
-  _globals['_CAPTIONRESULT']._serialized_end=1621
-  _globals['_POINTREQUEST']._serialized_start=1624
-  _globals['_POINTREQUEST']._serialized_end=1867
-  _globals['_POINTRESPONSE']._serialized_start=1869
-  _globals['_POINTRESPONSE']._serialized_end=1969
-  _globals['_DETECTREQUEST']._serialized_start=1972
-  _globals['_DETECTREQUEST']._serialized_end=2216
-  _globals['_DETECTEDOBJECT']._serialized_start=2218
-  _globals['_DETECTEDOBJECT']._serialized_end=2274
-  _globals['_DETECTRESPONSE']._serialized_start=2276
-  _globals['_DETECTRESPONSE']._serialized_end=2377
-  _globals['_SEGMENTREQUEST']._serialized_start=2380
-  _globals['_SEGMENTREQUEST']._serialized_end=2583
-  _globals['_SEGMENT']._serialized_start=2585
-  _globals['_SEGMENT']._serialized_end=2652
-  _globals['_SEGMENTRESPONSE']._serialized_start=2654
-  _globals['_SEGMENTRESPONSE']._serialized_end=2750
-  _globals['_GAZEREQUEST']._serialized_start=2753
-  _globals['_GAZEREQUEST']._serialized_end=2933
-  _globals['_GAZERESPONSE']._serialized_start=2935
-  _globals['_GAZERESPONSE']._serialized_end=3034
-  _globals['_VISIONSERVICE']._serialized_start=3164
-  _globals['_VISIONSERVICE']._serialized_end=3745
+  _globals['_COMPLETEQUERYRESPONSE']._serialized_end=871
+  _globals['_QUERYALTERNATIVE']._serialized_start=874
+  _globals['_QUERYALTERNATIVE']._serialized_end=1066
+  _globals['_QUERYRESULT']._serialized_start=1069
+  _globals['_QUERYRESULT']._serialized_end=1224
+  _globals['_CAPTIONREQUEST']._serialized_start=1227
+  _globals['_CAPTIONREQUEST']._serialized_end=1411
+  _globals['_CAPTIONRESPONSE']._serialized_start=1414
+  _globals['_CAPTIONRESPONSE']._serialized_end=1574
+  _globals['_COMPLETECAPTIONREQUEST']._serialized_start=1577
+  _globals['_COMPLETECAPTIONREQUEST']._serialized_end=1769
+  _globals['_COMPLETECAPTIONRESPONSE']._serialized_start=1771
+  _globals['_COMPLETECAPTIONRESPONSE']._serialized_end=1893
+  _globals['_CAPTIONALTERNATIVE']._serialized_start=1896
+  _globals['_CAPTIONALTERNATIVE']._serialized_end=2049
+  _globals['_CAPTIONRESULT']._serialized_start=2051
+  _globals['_CAPTIONRESULT']._serialized_end=2167
+  _globals['_POINTREQUEST']._serialized_start=2170
+  _globals['_POINTREQUEST']._serialized_end=2413
+  _globals['_POINTRESPONSE']._serialized_start=2415
+  _globals['_POINTRESPONSE']._serialized_end=2515
+  _globals['_DETECTREQUEST']._serialized_start=2518
+  _globals['_DETECTREQUEST']._serialized_end=2762
+  _globals['_DETECTEDOBJECT']._serialized_start=2764
+  _globals['_DETECTEDOBJECT']._serialized_end=2820
+  _globals['_DETECTRESPONSE']._serialized_start=2822
+  _globals['_DETECTRESPONSE']._serialized_end=2923
+  _globals['_SEGMENTREQUEST']._serialized_start=2926
+  _globals['_SEGMENTREQUEST']._serialized_end=3129
+  _globals['_SEGMENT']._serialized_start=3131
+  _globals['_SEGMENT']._serialized_end=3198
+  _globals['_SEGMENTRESPONSE']._serialized_start=3200
+  _globals['_SEGMENTRESPONSE']._serialized_end=3296
+  _globals['_GAZEREQUEST']._serialized_start=3299
+  _globals['_GAZEREQUEST']._serialized_end=3479
+  _globals['_GAZERESPONSE']._serialized_start=3481
+  _globals['_GAZERESPONSE']._serialized_end=3580
+  _globals['_VISIONSERVICE']._serialized_start=3710
+  _globals['_VISIONSERVICE']._serialized_end=4291
 # @@protoc_insertion_point(module_scope)

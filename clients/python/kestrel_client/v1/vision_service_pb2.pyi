@@ -63,20 +63,38 @@ class CompleteQueryRequest(_message.Message):
     def __init__(self, question: _Optional[str] = ..., image: _Optional[_Union[_media_pb2.Image, _Mapping]] = ..., reasoning: bool = ..., spatial_refs: _Optional[_Iterable[_Union[_media_pb2.SpatialRef, _Mapping]]] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., options: _Optional[_Union[_generation_pb2.RequestOptions, _Mapping]] = ...) -> None: ...
 
 class CompleteQueryResponse(_message.Message):
-    __slots__ = ("result",)
+    __slots__ = ("result", "alternatives")
     RESULT_FIELD_NUMBER: _ClassVar[int]
+    ALTERNATIVES_FIELD_NUMBER: _ClassVar[int]
     result: QueryResult
-    def __init__(self, result: _Optional[_Union[QueryResult, _Mapping]] = ...) -> None: ...
+    alternatives: _containers.RepeatedCompositeFieldContainer[QueryAlternative]
+    def __init__(self, result: _Optional[_Union[QueryResult, _Mapping]] = ..., alternatives: _Optional[_Iterable[_Union[QueryAlternative, _Mapping]]] = ...) -> None: ...
 
-class QueryResult(_message.Message):
-    __slots__ = ("answer", "reasoning", "info")
+class QueryAlternative(_message.Message):
+    __slots__ = ("answer", "reasoning", "logprobs", "finish_reason", "stop_sequence")
     ANSWER_FIELD_NUMBER: _ClassVar[int]
     REASONING_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    STOP_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    answer: str
+    reasoning: _generation_pb2.Reasoning
+    logprobs: _containers.RepeatedCompositeFieldContainer[_generation_pb2.TokenLogprob]
+    finish_reason: _generation_pb2.FinishReason
+    stop_sequence: str
+    def __init__(self, answer: _Optional[str] = ..., reasoning: _Optional[_Union[_generation_pb2.Reasoning, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[_generation_pb2.TokenLogprob, _Mapping]]] = ..., finish_reason: _Optional[_Union[_generation_pb2.FinishReason, str]] = ..., stop_sequence: _Optional[str] = ...) -> None: ...
+
+class QueryResult(_message.Message):
+    __slots__ = ("answer", "reasoning", "logprobs", "info")
+    ANSWER_FIELD_NUMBER: _ClassVar[int]
+    REASONING_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     INFO_FIELD_NUMBER: _ClassVar[int]
     answer: str
     reasoning: _generation_pb2.Reasoning
+    logprobs: _containers.RepeatedCompositeFieldContainer[_generation_pb2.TokenLogprob]
     info: _generation_pb2.ResponseInfo
-    def __init__(self, answer: _Optional[str] = ..., reasoning: _Optional[_Union[_generation_pb2.Reasoning, _Mapping]] = ..., info: _Optional[_Union[_generation_pb2.ResponseInfo, _Mapping]] = ...) -> None: ...
+    def __init__(self, answer: _Optional[str] = ..., reasoning: _Optional[_Union[_generation_pb2.Reasoning, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[_generation_pb2.TokenLogprob, _Mapping]]] = ..., info: _Optional[_Union[_generation_pb2.ResponseInfo, _Mapping]] = ...) -> None: ...
 
 class CaptionRequest(_message.Message):
     __slots__ = ("image", "length", "sampling", "options")
@@ -113,18 +131,34 @@ class CompleteCaptionRequest(_message.Message):
     def __init__(self, image: _Optional[_Union[_media_pb2.Image, _Mapping]] = ..., length: _Optional[_Union[CaptionLength, str]] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., options: _Optional[_Union[_generation_pb2.RequestOptions, _Mapping]] = ...) -> None: ...
 
 class CompleteCaptionResponse(_message.Message):
-    __slots__ = ("result",)
+    __slots__ = ("result", "alternatives")
     RESULT_FIELD_NUMBER: _ClassVar[int]
+    ALTERNATIVES_FIELD_NUMBER: _ClassVar[int]
     result: CaptionResult
-    def __init__(self, result: _Optional[_Union[CaptionResult, _Mapping]] = ...) -> None: ...
+    alternatives: _containers.RepeatedCompositeFieldContainer[CaptionAlternative]
+    def __init__(self, result: _Optional[_Union[CaptionResult, _Mapping]] = ..., alternatives: _Optional[_Iterable[_Union[CaptionAlternative, _Mapping]]] = ...) -> None: ...
+
+class CaptionAlternative(_message.Message):
+    __slots__ = ("caption", "logprobs", "finish_reason", "stop_sequence")
+    CAPTION_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    STOP_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    caption: str
+    logprobs: _containers.RepeatedCompositeFieldContainer[_generation_pb2.TokenLogprob]
+    finish_reason: _generation_pb2.FinishReason
+    stop_sequence: str
+    def __init__(self, caption: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[_generation_pb2.TokenLogprob, _Mapping]]] = ..., finish_reason: _Optional[_Union[_generation_pb2.FinishReason, str]] = ..., stop_sequence: _Optional[str] = ...) -> None: ...
 
 class CaptionResult(_message.Message):
-    __slots__ = ("caption", "info")
+    __slots__ = ("caption", "logprobs", "info")
     CAPTION_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     INFO_FIELD_NUMBER: _ClassVar[int]
     caption: str
+    logprobs: _containers.RepeatedCompositeFieldContainer[_generation_pb2.TokenLogprob]
     info: _generation_pb2.ResponseInfo
-    def __init__(self, caption: _Optional[str] = ..., info: _Optional[_Union[_generation_pb2.ResponseInfo, _Mapping]] = ...) -> None: ...
+    def __init__(self, caption: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[_generation_pb2.TokenLogprob, _Mapping]]] = ..., info: _Optional[_Union[_generation_pb2.ResponseInfo, _Mapping]] = ...) -> None: ...
 
 class PointRequest(_message.Message):
     __slots__ = ("object", "image", "max_objects", "spatial_refs", "sampling", "options")

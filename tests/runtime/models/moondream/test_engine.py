@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import cycle, repeat
+from typing import Any
 
 import pytest
 
@@ -31,6 +32,12 @@ from tests.runtime.engine.test_warm_up import RecordingEngine
 
 SMALL_IMAGE = (MD3_SMALL / "image_1_64x64.png").read_bytes()
 TILED_IMAGE = (MD3_SMALL / "image_0_500x400.png").read_bytes()
+PENALTIES: dict[str, Any] = {
+    "repetition_penalty": 1.3,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.25,
+    "logit_bias": ((17, 3.0), (0, -5.0)),
+}
 
 
 @pytest.fixture
@@ -84,6 +91,8 @@ def mixed_requests() -> list[Request]:
         Point("copy", SMALL_IMAGE, max_objects=5),
         Detect("License", SMALL_IMAGE, max_objects=4),
         Segment("copy", SMALL_IMAGE, sampling=drawn[3]),
+        Query("GNU", reasoning=True, sampling=replace(drawn[3], top_k=50, min_p=0.001, top_p=1.0, **PENALTIES)),
+        Caption(SMALL_IMAGE, sampling=replace(greedy, **PENALTIES)),
     ]
     return [kinds[place % len(kinds)] for place in range(32)]
 
@@ -121,7 +130,10 @@ async def test_thirty_two_mixed_requests_answer_as_they_do_alone(engine: LocalEn
 async def test_looking_ahead_changes_no_answer(
     moondream3: LoadedModel, engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, is_complete: Iterator[bool]
 ) -> None:
-    requests = [*mixed_requests()[:9], Query("why?", reasoning=True, sampling=SamplingParams(max_tokens=4, seed=5))]
+    requests = [
+        *mixed_requests()[:11],
+        Query("why?", reasoning=True, sampling=SamplingParams(max_tokens=4, seed=5)),
+    ]
     requests = [replace(item, options=RequestOptions(cache=CachePolicy.BYPASS)) for item in requests]
     one_by_one = await asyncio.gather(*(engine.submit(request).result() for request in requests))
     monkeypatch.setattr(StepRunner, "is_asynchronous", True)
@@ -135,3 +147,38 @@ async def test_looking_ahead_changes_no_answer(
         assert ahead.load().num_used_pages == 0
     finally:
         ahead.close()
+
+
+async def test_logprobs_come_with_each_token_and_change_no_answer(engine: LocalEngine) -> None:
+    sampling = SamplingParams(temperature=0.0, max_tokens=20, logprobs=4)
+    query = Query("license", SMALL_IMAGE, reasoning=True, sampling=sampling)
+    plain = await engine.submit(replace(query, sampling=replace(sampling, logprobs=None))).result()
+    events = [event async for event in engine.submit(query)]
+    finished = events[-1]
+    assert isinstance(finished, Finished)
+    output = finished.output
+    assert isinstance(plain.output, QueryOutput)
+    assert isinstance(output, QueryOutput)
+    assert output.reasoning is not None
+    assert (output.answer, plain.output.logprobs) == (plain.output.answer, None)
+    for channel, told in (
+        (TextChannel.REASONING, output.reasoning.logprobs),
+        (TextChannel.ANSWER, output.logprobs),
+    ):
+        deltas = [event for event in events if isinstance(event, TextDelta) and event.channel is channel]
+        assert told == tuple(item for delta in deltas for item in delta.logprobs)
+        assert told
+        for item in told:
+            logprobs = [top.logprob for top in item.top]
+            assert len(logprobs) == 4
+            assert logprobs == sorted(logprobs, reverse=True)
+            assert item.logprob <= logprobs[0] < 0
+            assert item.logprob in (*logprobs, min(item.logprob, logprobs[-1]))
+    answer = output.logprobs or ()
+    assert b"".join(item.bytes for item in answer).decode(errors="replace") == output.answer
+    company = mixed_requests()[:6]
+    together, *_ = await asyncio.gather(*(engine.submit(request).result() for request in (query, *company)))
+    assert isinstance(together.output, QueryOutput)
+    assert [item.id for item in together.output.logprobs or ()] == [item.id for item in answer]
+    for one, other in zip(together.output.logprobs or (), answer, strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-3)

@@ -17,7 +17,7 @@ import torch
 from kestrel_ops import Kernels
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.engine import EngineStatus
-from kestrel_runtime.api.events import Finished
+from kestrel_runtime.api.events import Finished, Output, QueryOutput
 from kestrel_runtime.api.requests import Detect, Point, Query, Request, SamplingParams
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.execution import step_runner as runner_module
@@ -46,6 +46,12 @@ SMALL_IMAGE = (MD2_SMALL / "image_1_100x80.png").read_bytes()
 LOGGER = "kestrel_runtime.execution.captured_graphs"
 CONFIG = EngineConfig(model="", text_path="fused", vision_path="fused", max_batch_size=4, num_kv_pages=300)
 
+PENALTIES: dict[str, Any] = {
+    "repetition_penalty": 1.3,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.25,
+    "logit_bias": ((17, 3.0), (0, -5.0)),
+}
 OVER = RuntimeError("CUDA error: operation failed due to a previous error during capture\nand a page of advice")
 NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
 
@@ -58,6 +64,8 @@ def requests() -> list[Request]:
         Query("hello", sampling=greedy),
         Query("What is this?", SMALL_IMAGE, sampling=drawn[0]),
         Query("why?", SMALL_IMAGE, reasoning=True, sampling=drawn[1]),
+        Query("who?", sampling=dataclasses.replace(drawn[0], top_k=9, min_p=0.01, **PENALTIES)),
+        Query("when?", sampling=dataclasses.replace(drawn[1], logprobs=3)),
         Point("copy", SMALL_IMAGE, max_objects=1),
         Detect("copy", SMALL_IMAGE, max_objects=1),
     ]
@@ -95,12 +103,17 @@ class Captures:
 
 async def answers(engine: LocalEngine, times: int = 2) -> list[object]:
     """What the requests get one by one and together, so often that all is captured that can be."""
-    outputs: list[object] = []
+    outputs: list[Finished] = []
     for _ in range(times):
-        outputs += [(await engine.submit(request).result()).output for request in requests()]
+        outputs += [(await engine.submit(request).result()) for request in requests()]
         together = await asyncio.gather(*(engine.submit(request).result() for request in requests()))
-        outputs += [finished.output for finished in together]
-    return outputs
+        outputs += together
+    return [without_logprobs(finished.output) for finished in outputs]
+
+
+def without_logprobs(output: Output) -> Output:
+    """Rounding changes them, which depends on the batch."""
+    return dataclasses.replace(output, logprobs=None) if isinstance(output, QueryOutput) else output
 
 
 @pytest.fixture(scope="module")
@@ -259,6 +272,7 @@ async def greedy_answers(engine: LocalEngine) -> list[object]:
     asked: list[Request] = [
         Query("hello", sampling=GREEDY),
         Query("What is this?", SMALL_IMAGE, sampling=GREEDY),
+        Query("What is this?", SMALL_IMAGE, sampling=dataclasses.replace(GREEDY, **PENALTIES)),
         Point("copy", SMALL_IMAGE, max_objects=2, sampling=SamplingParams(temperature=0.0)),
         Detect("copy", SMALL_IMAGE, max_objects=2, sampling=SamplingParams(temperature=0.0)),
     ]

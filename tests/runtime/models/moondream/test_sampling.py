@@ -37,6 +37,7 @@ def opened(model, sequences):
         num_rows=len(sequences),
         max_pages=1,
         values_per_token=2,
+        vocab_size=config.text.vocab_size,
     )
     for sequence in sequences:
         sequence.pages = [0]
@@ -106,7 +107,7 @@ def test_a_coordinate_is_read_by_the_region_head():
     hidden = hidden_states(2)
     tokens = draw(hidden, *(new_sequence(rule=TokenRule((COORDINATE,), (), True)) for _ in range(2)))
     bins = best(MODEL.region.coordinate_logits(hidden))
-    assert tokens == [(COORDINATE, (bin_ / 1024,)) for bin_ in bins]
+    assert tokens == [Token(COORDINATE, (bin_ / 1024,)) for bin_ in bins]
 
 
 def test_a_size_is_read_as_width_and_height():
@@ -119,12 +120,12 @@ def test_a_size_is_read_as_width_and_height():
 
 def test_without_a_spatial_rule_a_place_is_a_token_like_any_other():
     tokens = draw(hidden_states(2), *(new_sequence(rule=TokenRule((id,))) for id in (COORDINATE, SIZE)))
-    assert tokens == [(COORDINATE, ()), (SIZE, ())]
+    assert tokens == [Token(COORDINATE), Token(SIZE)]
 
 
 def test_a_spatial_rule_gives_text_no_value():
     (token,) = draw(hidden_states(1), new_sequence(rule=TokenRule((17,), (), True)))
-    assert token == (17, ())
+    assert token == Token(17)
 
 
 def test_rows_of_every_kind_share_a_batch():

@@ -6,9 +6,21 @@ from typing import Any
 
 import pytest
 
-from kestrel_runtime.api.errors import ContextLengthExceeded, Overloaded
+from kestrel_runtime.api.errors import ContextLengthExceeded, InternalError, Overloaded
+from kestrel_runtime.api.events import (
+    Finished,
+    FinishReason,
+    QueryOutput,
+    Started,
+    TextChannel,
+    TextDelta,
+    TokenLogprob,
+    TopLogprob,
+    Usage,
+)
 from kestrel_runtime.api.requests import Query
-from tests.fakes import HOLD, FakeEngine, answers, fails
+from kestrel_runtime.api.sampling_params import SamplingParams
+from tests.fakes import HOLD, TIMING, FakeEngine, answers, fails
 from tests.server.http_calls import IMAGE_BYTES, IMAGE_URL, serving_http
 
 CHAT = "/v1/chat/completions"
@@ -123,19 +135,11 @@ async def test_the_model_is_listed():
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("n", 2),
-        ("n", True),
-        ("stop", "."),
-        ("logprobs", True),
-        ("top_logprobs", 2),
         ("tools", [{"type": "function"}]),
         ("tool_choice", "required"),
         ("functions", [{}]),
         ("response_format", {"type": "json_schema"}),
         ("response_format", {"type": "json_object"}),
-        ("frequency_penalty", 0.5),
-        ("presence_penalty", -1),
-        ("logit_bias", {"1": 2}),
         ("modalities", ["audio"]),
         ("audio", {}),
         ("store", True),
@@ -262,3 +266,155 @@ async def test_a_client_that_disconnects_cancels_its_request(is_streamed):
                 assert (await connection.head())[0] == 200
         await rig.engine.is_idle.wait()
         assert rig.engine.num_cancelled == 1
+
+
+# Sampling
+
+LOGPROBS = (
+    TokenLogprob(5, "a ", b"a ", -0.5, (TopLogprob(5, "a ", b"a ", -0.5), TopLogprob(6, "the", b"the", -1.5))),
+    TokenLogprob(7, "\ufffd", "é".encode()[:1], -0.25, ()),
+    TokenLogprob(8, "\ufffd", "é".encode()[1:], -0.125, ()),
+)
+
+
+def with_logprobs(request: Any) -> list[Any]:
+    """An answer whose pieces and result have logprobs; the number of its seed is its first character."""
+    text = f"{request.sampling.seed}a é"
+    pieces = [
+        TextDelta(text[:3], TextChannel.ANSWER, 0, 1, LOGPROBS[:1]),
+        TextDelta("é", TextChannel.ANSWER, 1, 2, LOGPROBS[1:]),
+    ]
+    end = Finished(
+        QueryOutput(text, None, LOGPROBS), FinishReason.STOP_SEQUENCE, Usage(735, 729, 3), TIMING, "stop"
+    )
+    return [Started(Usage(735, 729)), *pieces, end]
+
+
+async def test_settings_of_sampling_reach_the_engine():
+    body = chat(
+        TEXT,
+        stop="end",
+        include_stop=True,
+        top_k=5,
+        min_p=0.25,
+        repetition_penalty=1.5,
+        presence_penalty=-1,
+        frequency_penalty=0.5,
+        logit_bias={"17": -100, "4": 1.5},
+        logprobs=True,
+        top_logprobs=2,
+    )
+    async with serving_http() as rig:
+        assert (await rig.ask(CHAT, body)).status == 200
+        (query,) = rig.engine.requests
+    assert query.sampling == SamplingParams(
+        stop=("end",),
+        include_stop=True,
+        top_k=5,
+        min_p=0.25,
+        repetition_penalty=1.5,
+        presence_penalty=-1,
+        frequency_penalty=0.5,
+        logit_bias=((4, 1.5), (17, -100)),
+        logprobs=2,
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"stop": ["a", 1]}, "stop[1]"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"stop": ""}, "stop[0]"),
+        ({"logit_bias": {"x": 1}}, "logit_bias[x]"),
+        ({"logit_bias": {"1": "1"}}, "logit_bias[1]"),
+        ({"logit_bias": {"1": 101}}, "logit_bias[1]"),
+        ({"logit_bias": {"9" * 11: 1}}, "logit_bias[9999999999]"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"top_logprobs": 1}, "top_logprobs"),
+        ({"n": 17}, "n"),
+        ({"n": 2, "stream": True}, "n"),
+        ({"top_k": 10**30}, "top_k"),
+        ({"frequency_penalty": 3}, "frequency_penalty"),
+    ],
+)
+async def test_sampling_out_of_bounds_is_refused_by_its_name(fields: dict[str, Any], param: str):
+    async with serving_http() as rig:
+        answer = await rig.ask(CHAT, chat(TEXT, **fields))
+        assert rig.engine.requests == []
+    assert (answer.status, answer.json["error"]["param"]) == (400, param)
+
+
+async def test_every_breach_of_sampling_is_told_at_once():
+    body = chat(TEXT, stop=[1], logit_bias={"x": 1}, n=2, stream=True, top_k=0, min_p=2, top_logprobs=1)
+    async with serving_http() as rig:
+        message = (await rig.ask(CHAT, body)).json["error"]["message"]
+    for name in ("stop[0]", "logit_bias[x]", "n:", "top_k", "min_p", "top_logprobs"):
+        assert name in message
+
+
+async def test_samples_are_choices_and_their_output_is_summed():
+    async with serving_http(FakeEngine(with_logprobs)) as rig:
+        answer = await rig.ask(CHAT, chat(TEXT, n=3, seed=4))
+        seeds = [query.sampling.seed for query in rig.engine.requests]
+    assert seeds[0] == 4
+    assert len(set(seeds)) == 3
+    choices = answer.json["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1, 2]
+    assert [choice["message"]["content"] for choice in choices] == [f"{seed}a é" for seed in seeds]
+    assert {choice["finish_reason"] for choice in choices} == {"stop"}
+    assert answer.json["usage"]["prompt_tokens"] == 735
+    assert answer.json["usage"]["completion_tokens"] == 9
+
+
+async def test_logprobs_of_a_chat():
+    first = {"token": "a ", "logprob": -0.5, "bytes": [97, 32]}
+    content = [
+        {**first, "top_logprobs": [first, {"token": "the", "logprob": -1.5, "bytes": [116, 104, 101]}]},
+        {"token": "\ufffd", "logprob": -0.25, "bytes": [0xC3], "top_logprobs": []},
+        {"token": "\ufffd", "logprob": -0.125, "bytes": [0xA9], "top_logprobs": []},
+    ]
+    async with serving_http(FakeEngine(with_logprobs)) as rig:
+        whole = await rig.ask(CHAT, chat(TEXT, seed=4, logprobs=True, top_logprobs=2))
+        stream = await rig.ask(CHAT, chat(TEXT, seed=4, logprobs=True, top_logprobs=2, stream=True))
+    assert whole.json["choices"][0]["logprobs"] == {"content": content, "refusal": None}
+    chunks = [chunk["choices"][0] for chunk in stream.events[:-1]]
+    told = [item for chunk in chunks if chunk["logprobs"] for item in chunk["logprobs"]["content"]]
+    assert told == content
+
+
+async def test_logprobs_of_a_completion():
+    body = {"model": "fake", "prompt": "What?", "logprobs": 2, "seed": 4}
+    async with serving_http(FakeEngine(with_logprobs)) as rig:
+        whole = await rig.ask("/v1/completions", body)
+        stream = await rig.ask("/v1/completions", {**body, "stream": True})
+    wanted = {
+        "tokens": ["a ", "\ufffd", "\ufffd"],
+        "token_logprobs": [-0.5, -0.25, -0.125],
+        "top_logprobs": [{"a ": -0.5, "the": -1.5}, {}, {}],
+        "text_offset": [0, 2, 2],
+    }
+    assert whole.json["choices"][0]["logprobs"] == wanted
+    chunks = [chunk["choices"][0]["logprobs"] for chunk in stream.events[:-1] if chunk["choices"]]
+    assert [token for chunk in chunks if chunk for token in chunk["tokens"]] == wanted["tokens"]
+
+
+async def test_no_sample_runs_where_there_is_no_place_for_all_of_them():
+    engine = FakeEngine(max_queued_requests=2)
+    async with serving_http(engine) as rig:
+        answer = await rig.ask(CHAT, chat(TEXT, n=3))
+        assert (answer.status, answer.json["error"]["code"]) == (429, "queue_full")
+        await engine.is_idle.wait()
+        assert (len(engine.requests), engine.num_cancelled) == (2, 2)
+
+
+async def test_the_failure_of_a_sample_ends_the_others():
+    def script(request: Any) -> list[object]:
+        is_first = request.sampling.seed == 1
+        return [InternalError(ValueError())] if is_first else [*answers(request)[:1], HOLD]
+
+    engine = FakeEngine(script)
+    async with serving_http(engine) as rig:
+        assert (await rig.ask(CHAT, chat(TEXT, n=3, seed=1))).status == 500
+        await engine.is_idle.wait()
+        assert engine.num_cancelled == 2

@@ -9,6 +9,17 @@ from typing import Any
 import pytest
 
 from kestrel_runtime.api.errors import Overloaded
+from kestrel_runtime.api.events import (
+    CaptionOutput,
+    Finished,
+    FinishReason,
+    Started,
+    TextChannel,
+    TextDelta,
+    TokenLogprob,
+    TopLogprob,
+    Usage,
+)
 from kestrel_runtime.api.requests import (
     BoxRef,
     CachePolicy,
@@ -21,7 +32,7 @@ from kestrel_runtime.api.requests import (
     Query,
     Segment,
 )
-from tests.fakes import HOLD, FakeEngine, answers, fails
+from tests.fakes import HOLD, TIMING, FakeEngine, answers, fails
 from tests.server.http_calls import IMAGE_BYTES, IMAGE_URL, serving_http
 
 METRICS = {
@@ -148,7 +159,7 @@ async def test_every_violation_is_told_by_the_name_of_its_field():
         "question": 3,
         "image": "x",
         "image_url": "not base64!",
-        "settings": {"temperature": -1, "top_k": 5, "max_tokens": "many"},
+        "settings": {"temperature": -1, "top_a": 5, "max_tokens": "many"},
         "spatial_refs": [[0.5], [0.5, 2]],
         "priority": "soon",
         "max_queue_seconds": -1,
@@ -164,7 +175,7 @@ async def test_every_violation_is_told_by_the_name_of_its_field():
         "image",
         "image_url",
         "settings.temperature",
-        "settings.top_k",
+        "settings.top_a",
         "settings.max_tokens",
         "spatial_refs[0]",
         "spatial_refs[1][1]",
@@ -257,6 +268,16 @@ async def test_the_description_of_the_api_has_the_fields_that_are_read():
         "max_tokens",
         "max_objects",
         "seed",
+        "stop",
+        "include_stop",
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "logit_bias",
+        "n",
+        "logprobs",
     }
     assert set(document["paths"]) >= {f"/v1/{name}" for name in ("query", "caption", "point", "detect", "segment")}
 
@@ -269,3 +290,36 @@ async def test_an_eye_is_two_numbers(eye):
     assert answer.status == 400
     assert [item["field"] for item in answer.json["error"]["violations"]] == ["eye"]
     assert rig.engine.requests == [Gaze(IMAGE_BYTES, PointRef(1, 0))]
+
+
+def with_logprobs(request: Any) -> list[Any]:
+    """A caption that ends at a stop string, with the logprobs of its token."""
+    token = TokenLogprob(5, "a", b"a", -0.5, (TopLogprob(6, "b", b"b", -1.5),))
+    end = Finished(
+        CaptionOutput(f"a{request.sampling.seed}", (token,)),
+        FinishReason.STOP_SEQUENCE,
+        Usage(735, 729, 3),
+        TIMING,
+        "end",
+    )
+    return [Started(Usage(735, 729)), TextDelta("a", TextChannel.ANSWER, 0, 1, (token,)), end]
+
+
+async def test_samples_logprobs_and_the_stop_string_are_told():
+    told = {"text": "a", "bytes": [97], "logprob": -0.5, "token_id": 5}
+    logprobs = [{**told, "top": [{"text": "b", "bytes": [98], "logprob": -1.5, "token_id": 6}]}]
+    settings = {"stop": ["end"], "logprobs": 1, "seed": 3}
+    body = {"image_url": IMAGE_URL, "settings": {**settings, "n": 2}}
+    async with serving_http(FakeEngine(with_logprobs)) as rig:
+        answer = (await rig.ask("/v1/caption", body)).json
+        first, second = (request.sampling for request in rig.engine.requests)
+        stream = await rig.ask("/v1/caption", {**body, "settings": settings, "stream": True})
+        refused = await rig.ask("/v1/caption", {**body, "stream": True})
+    assert (first.stop, first.logprobs, first.seed, first.n) == (("end",), 1, 3, None)
+    shared = {"logprobs": logprobs, "finish_reason": "stop_sequence", "stop_sequence": "end"}
+    assert {name: answer[name] for name in ("caption", *shared)} == {"caption": "a3", **shared}
+    assert answer["alternatives"] == [{"caption": f"a{second.seed}", **shared}]
+    assert answer["metrics"]["output_tokens"] == 6
+    assert stream.events[0] == {"chunk": "a", "logprobs": logprobs, "completed": False}
+    assert stream.events[-1]["stop_sequence"] == "end"
+    assert [item["field"] for item in refused.json["error"]["violations"]] == ["settings.n"]

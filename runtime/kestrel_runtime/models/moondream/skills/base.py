@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kestrel_runtime.api.engine import SkillDefaults
-from kestrel_runtime.api.events import FinishReason, TextChannel, TextDelta
+from kestrel_runtime.api.events import FinishReason, TextChannel, TextDelta, TokenLogprob, TopLogprob
 from kestrel_runtime.api.requests import BoxRef, SpatialRef
 from kestrel_runtime.api.sampling_params import SamplingParams
 from kestrel_runtime.interfaces.output import OutputParser
@@ -44,16 +44,29 @@ class Skill(ABC):
 class TextEmitter:
     """Turns text tokens into deltas on one channel. Joined, the deltas equal `text`."""
 
-    def __init__(self, tokenizer: Tokenizer, channel: TextChannel, stop: StopMatcher | None = None) -> None:
-        """With `stop` the text ends at its strings, and deltas come as soon as their text is no part of one."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        channel: TextChannel,
+        stop: StopMatcher | None = None,
+        num_logprobs: int | None = None,
+    ) -> None:
+        """With `stop` the text ends at its strings, and deltas come as soon as their text is no part of one.
+
+        With `num_logprobs` each delta has the logprobs of its tokens, and of so many of the most likely ones.
+        """
         self._tokenizer = tokenizer
+        self._num_logprobs = num_logprobs
+        self._logprobs: list[TokenLogprob] = []
+        self._is_counting = stop is not None or num_logprobs is not None
         self._stop = stop
         self._decoder = tokenizer.text_decoder()
         self._channel = channel
         self._parts: list[str] = []
         self._num_emitted = 0
         self._num_decoded = 0
-        self._starts: deque[int] = deque()  # with `stop`: where in the text each token not emitted yet begins
+        # Where in the text each token begins that is not emitted yet, if that is not told by the number of tokens.
+        self._pending: deque[tuple[int, Token]] = deque()
         self.num_chars = 0
         self.num_tokens = 0
 
@@ -66,23 +79,26 @@ class TextEmitter:
         """The stop string that has ended the text, if one has."""
         return None if self._stop is None else self._stop.matched
 
-    def push(self, token_id: int) -> list[TextDelta]:
+    @property
+    def logprobs(self) -> tuple[TokenLogprob, ...] | None:
+        """Those of all deltas; None where none were asked for."""
+        return None if self._num_logprobs is None else tuple(self._logprobs)
+
+    def push(self, token: Token) -> list[TextDelta]:
         """Add a token; returns a delta if it completes characters."""
         self.num_tokens += 1
-        text = self._decoder.push(token_id)
-        if self._stop is not None:
-            self._starts.append(self._num_decoded)
+        text = self._decoder.push(token.id)
+        if self._is_counting:
+            self._pending.append((self._num_decoded, token))
             self._num_decoded += len(text)
-            text = self._stop.push(text)
-        return self._emit(text)
+        return self._emit(text if self._stop is None else self._stop.push(text))
 
     def flush(self) -> list[TextDelta]:
         """End a run of text: the bytes of an incomplete character become U+FFFD."""
         text = self._decoder.flush()
         self._decoder = self._tokenizer.text_decoder()
-        if self._stop is not None:
-            text = self._stop.push(text) + self._stop.flush()
-        return self._emit(text)
+        self._num_decoded += len(text)
+        return self._emit(text if self._stop is None else self._stop.push(text) + self._stop.flush())
 
     def _emit(self, text: str) -> list[TextDelta]:
         if not text:
@@ -90,12 +106,26 @@ class TextEmitter:
         self._parts.append(text)
         self.num_chars += len(text)
         start = self._num_emitted
-        if self._stop is None:
+        if not self._is_counting:
             self._num_emitted = self.num_tokens
-        while self._starts and self._starts[0] < self.num_chars:
-            self._starts.popleft()
+            return [TextDelta(text, self._channel, start, self._num_emitted - start)]
+        logprobs: list[TokenLogprob] = []
+        while self._pending and self._pending[0][0] < self.num_chars:
+            _, token = self._pending.popleft()
             self._num_emitted += 1
-        return [TextDelta(text, self._channel, start, self._num_emitted - start)]
+            if self._num_logprobs is not None:
+                logprobs.append(self._logprob(token, self._num_logprobs))
+        self._logprobs += logprobs
+        return [TextDelta(text, self._channel, start, self._num_emitted - start, tuple(logprobs))]
+
+    def _logprob(self, token: Token, num_top: int) -> TokenLogprob:
+        assert token.logprob is not None, "steps of this sequence sample with logprobs"
+        top = tuple(TopLogprob(*self._spelled(token_id), logprob) for token_id, logprob in token.top[:num_top])
+        return TokenLogprob(*self._spelled(token.id), token.logprob, top)
+
+    def _spelled(self, token_id: int) -> tuple[int, str, bytes]:
+        spelling = self._tokenizer.token_bytes(token_id)
+        return token_id, spelling.decode(errors="replace"), spelling
 
 
 class AnswerParser(OutputParser):
@@ -107,7 +137,7 @@ class AnswerParser(OutputParser):
     def __init__(self, tokenizer: Tokenizer, config: MoondreamConfig, sampling: SamplingParams) -> None:
         self.grammar = Grammar(answer_states(config))
         stop = StopMatcher(sampling.stop, includes_match=sampling.include_stop) if sampling.stop else None
-        self._emitter = TextEmitter(tokenizer, TextChannel.ANSWER, stop)
+        self._emitter = TextEmitter(tokenizer, TextChannel.ANSWER, stop, sampling.logprobs)
         self._eos_id = config.tokenizer.eos_id
         self._max_tokens = sampling.max_tokens or DEFAULT_MAX_TOKENS
 
@@ -115,10 +145,15 @@ class AnswerParser(OutputParser):
     def text(self) -> str:
         return self._emitter.text
 
+    @property
+    def logprobs(self) -> tuple[TokenLogprob, ...] | None:
+        """Of the text's tokens."""
+        return self._emitter.logprobs
+
     def parse(self, token: Token) -> list[TextDelta]:
         if token.id == self._eos_id:
             return self._end(FinishReason.STOP)
-        deltas = self._emitter.push(token.id)
+        deltas = self._emitter.push(token)
         if self._emitter.stop_sequence is not None or self._emitter.num_tokens >= self._max_tokens:
             deltas += self.truncate()
         return deltas

@@ -34,4 +34,4 @@ class _CaptionParser(AnswerParser):
     """An answer parser whose text is the caption."""
 
     def output(self) -> CaptionOutput:
-        return CaptionOutput(self.text)
+        return CaptionOutput(self.text, self.logprobs)

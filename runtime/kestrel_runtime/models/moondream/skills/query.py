@@ -58,7 +58,7 @@ class _QueryParser(AnswerParser):
         super().__init__(tokenizer, config, request.sampling)
         self._reasoning: _ReasoningParser | None = None
         if request.reasoning:
-            self._reasoning = _ReasoningParser(tokenizer, config)
+            self._reasoning = _ReasoningParser(tokenizer, config, request.sampling.logprobs)
             self.grammar = Grammar(_reasoning_states(config))
             self.budget = self._max_tokens
 
@@ -74,7 +74,7 @@ class _QueryParser(AnswerParser):
         return deltas + super().truncate()
 
     def output(self) -> QueryOutput:
-        return QueryOutput(self.text, None if self._reasoning is None else self._reasoning.output())
+        return QueryOutput(self.text, None if self._reasoning is None else self._reasoning.output(), self.logprobs)
 
 
 def _reasoning_states(config: MoondreamConfig) -> tuple[GrammarState, ...]:
@@ -94,9 +94,9 @@ def _reasoning_states(config: MoondreamConfig) -> tuple[GrammarState, ...]:
 class _ReasoningParser:
     """Parses text and grounded points until the answer begins."""
 
-    def __init__(self, tokenizer: Tokenizer, config: MoondreamConfig) -> None:
+    def __init__(self, tokenizer: Tokenizer, config: MoondreamConfig, num_logprobs: int | None) -> None:
         self._ids: TokenizerConfig = config.tokenizer
-        self._text = TextEmitter(tokenizer, TextChannel.REASONING)
+        self._text = TextEmitter(tokenizer, TextChannel.REASONING, num_logprobs=num_logprobs)
         self._coordinates: list[float] = []
         self._passage_start = 0
         self._groundings: list[Grounding] = []
@@ -110,7 +110,7 @@ class _ReasoningParser:
             deltas = self._end_passage()
         elif token.id == self._ids.coord_id and token.value:
             self._coordinates.append(token.value[0])
-        return deltas + self._text.push(token.id)
+        return deltas + self._text.push(token)
 
     def end(self) -> list[TextDelta]:
         """Close the last passage; the answer comes next."""
@@ -118,7 +118,7 @@ class _ReasoningParser:
         return self._end_passage()
 
     def output(self) -> Reasoning:
-        return Reasoning(self._text.text, tuple(self._groundings))
+        return Reasoning(self._text.text, tuple(self._groundings), self._text.logprobs)
 
     def _end_passage(self) -> list[TextDelta]:
         deltas = self._text.flush()

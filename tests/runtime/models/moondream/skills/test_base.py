@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kestrel_runtime.api.events import FinishReason, TextChannel, TextDelta
+from kestrel_runtime.api.events import FinishReason, TextChannel, TextDelta, TokenLogprob, TopLogprob
 from kestrel_runtime.api.requests import BoxRef, Caption, Detect, Gaze, Point, PointRef, Query, Segment
 from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.loading.stop_matcher import StopMatcher
@@ -116,7 +116,7 @@ def test_plain_ids_carry_no_value():
 @given(some_ids)
 def test_deltas_add_up_to_the_text(ids):
     emitter = text_emitter()
-    deltas = [delta for id in ids for delta in emitter.push(id)]
+    deltas = [delta for id in ids for delta in emitter.push(Token(id))]
     deltas += emitter.flush()
     assert emitted(deltas) == emitter.text == TOKENIZER.decode(ids)
     assert emitter.num_chars == len(emitter.text)
@@ -126,7 +126,7 @@ def test_deltas_add_up_to_the_text(ids):
 @given(bytes_of_characters)
 def test_a_delta_holds_whole_characters_however_they_are_spread_over_tokens(ids):
     emitter = text_emitter()
-    deltas = [delta for id in ids for delta in emitter.push(id)]
+    deltas = [delta for id in ids for delta in emitter.push(Token(id))]
     assert "�" not in emitted(deltas)
     assert [len(delta.text) for delta in deltas] == [1] * len(deltas)
     assert [delta.num_tokens for delta in deltas] == [len(delta.text.encode()) for delta in deltas]
@@ -135,16 +135,16 @@ def test_a_delta_holds_whole_characters_however_they_are_spread_over_tokens(ids)
 
 def test_tokens_without_text_count_towards_the_next_delta():
     emitter = text_emitter()
-    assert list(emitter.push(8)) == []
-    assert list(emitter.push(ID_OF_BYTE[ord("a")])) == [TextDelta("a", TextChannel.ANSWER, 0, 2)]
-    assert list(emitter.push(ID_OF_BYTE[ord("b")])) == [TextDelta("b", TextChannel.ANSWER, 2, 1)]
+    assert list(emitter.push(Token(8))) == []
+    assert list(emitter.push(Token(ID_OF_BYTE[ord("a")]))) == [TextDelta("a", TextChannel.ANSWER, 0, 2)]
+    assert list(emitter.push(Token(ID_OF_BYTE[ord("b")]))) == [TextDelta("b", TextChannel.ANSWER, 2, 1)]
     assert emitter.num_tokens == 3
 
 
 def test_a_flush_breaks_an_unfinished_character_for_good():
     emitter = text_emitter()
     first, second = (ID_OF_BYTE[byte] for byte in "é".encode())
-    deltas = [*emitter.push(first), *emitter.flush(), *emitter.push(second), *emitter.flush()]
+    deltas = [*emitter.push(Token(first)), *emitter.flush(), *emitter.push(Token(second)), *emitter.flush()]
     assert emitted(deltas) == emitter.text == "��"
     assert emitter.num_chars == 2
 
@@ -166,7 +166,7 @@ def test_a_text_ends_at_a_stop_string_whatever_its_tokens_are(text, strings, inc
         emitter = stopping_emitter(*strings, includes_match=includes_match)
         deltas = []
         for id in tokens:
-            deltas += emitter.push(id)
+            deltas += emitter.push(Token(id))
             if emitter.stop_sequence is not None:
                 break
         deltas += emitter.flush()
@@ -177,7 +177,7 @@ def test_a_text_ends_at_a_stop_string_whatever_its_tokens_are(text, strings, inc
 
 def test_a_delta_counts_the_tokens_of_its_text():
     emitter = stopping_emitter("bcd")
-    deltas = [list(emitter.push(ID_OF_BYTE[byte])) for byte in "aé bcx".encode()]
+    deltas = [list(emitter.push(Token(ID_OF_BYTE[byte]))) for byte in "aé bcx".encode()]
     pieces = [("a", 0, 1), None, ("é", 1, 2), (" ", 3, 1), None, None, ("bcx", 4, 3)]
     assert deltas == [
         [] if piece is None else [TextDelta(piece[0], TextChannel.ANSWER, *piece[1:])] for piece in pieces
@@ -186,8 +186,47 @@ def test_a_delta_counts_the_tokens_of_its_text():
 
 def test_tokens_of_a_stop_string_count_in_no_delta():
     emitter = stopping_emitter("bc")
-    deltas = [delta for byte in b"abc" for delta in emitter.push(ID_OF_BYTE[byte])]
+    deltas = [delta for byte in b"abc" for delta in emitter.push(Token(ID_OF_BYTE[byte]))]
     assert deltas == [TextDelta("a", TextChannel.ANSWER, 0, 1)]
     assert emitter.stop_sequence == "bc"
     assert list(emitter.flush()) == []
     assert emitter.num_tokens == 3
+
+
+# Logprobs
+
+
+def with_logprobs(token_id):
+    return Token(token_id, (), -0.5, ((token_id, -0.5), (ID_OF_BYTE[0xC3], -1.5), (8, -2.5)))
+
+
+@given(spellings, st.lists(st.text("ab✓é", min_size=1, max_size=4), max_size=2))
+def test_logprobs_are_those_of_the_tokens_of_each_delta(text, strings):
+    stop = StopMatcher(strings) if strings else None
+    emitter = TextEmitter(TOKENIZER, TextChannel.ANSWER, stop, 2)
+    deltas = []
+    for id in (ID_OF_BYTE[byte] for byte in text.encode()):
+        deltas += emitter.push(with_logprobs(id))
+        if emitter.stop_sequence is not None:
+            break
+    deltas += emitter.flush()
+    assert [len(delta.logprobs) for delta in deltas] == [delta.num_tokens for delta in deltas]
+    assert emitter.logprobs == tuple(item for delta in deltas for item in delta.logprobs)
+    # With tokens of one byte no token reaches behind the end.
+    assert b"".join(item.bytes for item in emitter.logprobs or ()) == emitter.text.encode()
+
+
+def test_a_token_is_told_with_as_many_of_the_likeliest_as_were_asked_for():
+    id = ID_OF_BYTE[ord("a")]
+    for count in (0, 1, 2):
+        emitter = TextEmitter(TOKENIZER, TextChannel.ANSWER, None, count)
+        emitter.push(with_logprobs(id))
+        top = (TopLogprob(id, "a", b"a", -0.5), TopLogprob(ID_OF_BYTE[0xC3], "�", b"\xc3", -1.5))[:count]
+        assert emitter.logprobs == (TokenLogprob(id, "a", b"a", -0.5, top),)
+
+
+def test_nothing_is_told_of_logprobs_that_others_of_the_batch_asked_for():
+    emitter = text_emitter()
+    (delta,) = emitter.push(with_logprobs(ID_OF_BYTE[ord("a")]))
+    assert delta.logprobs == ()
+    assert emitter.logprobs is None
