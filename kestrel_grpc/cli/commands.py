@@ -42,9 +42,11 @@ def run(argv: Sequence[str] | None = None) -> int:
     arguments, unknown = parser.parse_known_args(words)
     if unknown:
         flags = set(_flags_of(commands.choices[arguments.command]))
-        for word in unknown:
+        for before, word in zip(["", *unknown], unknown, strict=False):
             name = word.partition("=")[0]
             kind = "option" if word.startswith("-") else "argument"
+            if kind == "argument" and before.startswith("-") and "=" not in before:
+                continue  # it may be the value of that option
             complain(f"{name}: is no {kind} of {arguments.command}{_meant(name, flags)}")
         return _MISUSED
     return arguments.run(arguments)

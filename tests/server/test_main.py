@@ -72,7 +72,7 @@ def test_a_mistyped_word_is_told_with_what_was_meant(
     words: list[str], line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words) == 2
-    assert capsys.readouterr().err.splitlines()[0] == f"kestrel-grpc: {line}"
+    assert capsys.readouterr().err.splitlines() == [f"kestrel-grpc: {line}"]
 
 
 @pytest.mark.parametrize("command", ["config", "serve --help", "--help"])
