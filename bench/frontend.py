@@ -45,8 +45,10 @@ from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.frontends.grpc import vision_service
 from kestrel_grpc.server import Server
 from kestrel_grpc.telemetry.logs import set_up_logging
+from kestrel_runtime.api.adapters import AdapterInfo
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.engine import ClearedCache, EngineInfo, EngineStatus, ImageInfo, Load, SkillDefaults
+from kestrel_runtime.api.errors import AdapterNotFound
 from kestrel_runtime.api.events import (
     Event,
     Finished,
@@ -138,6 +140,15 @@ class EmptyEngine:
 
     async def forget_image(self, digest: bytes, namespace: str = "") -> ClearedCache:
         return ClearedCache(0, 0)
+
+    def adapters(self) -> list[AdapterInfo]:
+        return []
+
+    async def load_adapter(self, name: str) -> AdapterInfo:
+        raise AdapterNotFound(name)
+
+    def unload_adapter(self, name: str) -> AdapterInfo:
+        raise AdapterNotFound(name)
 
     def load(self) -> Load:
         return Load(0, 0, 0, 0, 0, 0.0)

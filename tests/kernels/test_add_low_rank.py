@@ -75,10 +75,8 @@ def test_experts_of_the_library_take_adapters_as_the_definition_does(dtype: torc
         random_low_rank(chance, 4, experts, rank=2, ins=dim, outs=2 * inner),
         random_low_rank(chance, 4, experts, rank=2, ins=inner, outs=dim),
     )
-    adapters = ExpertAdapters(
-        *(LowRank(*(part.to(dtype) / 2 for part in low_rank)) for low_rank in low_ranks),
-        torch.randint(0, 5, (tokens,), generator=chance),
-    )
+    of_up, of_down = (LowRank(pair.a.to(dtype) / 2, pair.b.to(dtype) / 2) for pair in low_ranks)
+    adapters = ExpertAdapters(of_up, of_down, torch.randint(0, 5, (tokens,), generator=chance))
     hidden = torch.randn(tokens, dim, generator=chance).to(dtype)
     logits = torch.randn(tokens, experts, generator=chance)
     expected = mixture_of_experts(hidden, logits, up, down, 2, adapters=adapters)

@@ -249,7 +249,7 @@ class Gaze(_Checked):
         for name in ("x", "y"):
             if not 0.0 <= getattr(self.eye, name) <= 1.0:
                 yield Violation(f"eye.{name}", "must be from 0 to 1")
-        yield from self.sampling.violations()
+        yield from self.sampling.violations(is_text=False)
         yield from self.options.violations()
 
 

@@ -11,6 +11,7 @@ from kestrel_runtime.api.requests import (
     BoxRef,
     Caption,
     Detect,
+    Gaze,
     Point,
     PointRef,
     Query,
@@ -29,6 +30,7 @@ MINIMAL = {
     "point": lambda **fields: Point("cat", IMAGE, **fields),
     "detect": lambda **fields: Detect("cat", IMAGE, **fields),
     "segment": lambda **fields: Segment("cat", IMAGE, **fields),
+    "gaze": lambda **fields: Gaze(IMAGE, PointRef(0.5, 0.5), **fields),
 }
 
 
@@ -150,7 +152,7 @@ def test_sampling_of_text_out_of_bounds_is_refused(skill, sampling, fields):
     assert breaches(MINIMAL[skill], sampling=sampling) == [f"sampling.{field}" for field in fields]
 
 
-@pytest.mark.parametrize("skill", ["point", "detect", "segment"])
+@pytest.mark.parametrize("skill", ["point", "detect", "segment", "gaze"])
 def test_settings_of_text_are_refused_by_name_where_there_is_none(skill):
     given = {
         "stop": ("a",),

@@ -201,6 +201,7 @@ async def test_requests_are_counted_by_adapter_up_to_a_number_of_names(metrics):
             call = answered_call()
             call.request = RequestSummary(Query("?", options=RequestOptions(adapter=f"a{number}")))
             metrics.record(call, OK)
+    call = answered_call()
     call.request = RequestSummary(Query("?"))
     metrics.record(call, OK)
     assert value(metrics, "kestrel_adapter_requests_total", adapter="a63") == 2
