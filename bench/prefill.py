@@ -183,7 +183,7 @@ def _plain_states(model: TextModel, embeddings: Tensor, plan: PackedChunks, cach
     cosine, sine = (table[plan.positions] for table in tables)
     attend_plain, state, states = cache.prefill(plan), embeddings, []
     for layer, block in enumerate(model.blocks):
-        state = block(state, plan.positions, cosine, sine, attend_plain, layer)
+        state = block(state, plan.positions, cosine, sine, attend_plain, layer, None)
         states.append(state)
     return states
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kestrel_ops.low_rank import LowRank
+
 FLOAT8 = torch.float8_e4m3fn
 # The largest error relative to the largest value, by the narrowest type that is rounded to on the way; of float8 a
 # whole step of 32 in 448, which a tie decided otherwise makes.
@@ -48,6 +50,7 @@ def cases(seed: int) -> Iterator[Case]:
         _scaled_linear,
         _fixed_scales,
         _mixture_of_experts,
+        _add_low_rank,
         _resample,
         _philox_uniform,
     ):
@@ -343,6 +346,24 @@ def _mixture_of_experts(draw: random.Random) -> Case:
 
     name = f"{count} x {dim}, {experts} experts of {inner} {_short(dtype)}"
     return Case("mixture_of_experts", name, run, 2 * TOLERANCES[dtype])
+
+
+def _add_low_rank(draw: random.Random) -> Case:
+    count, num_slots, rank = draw.randint(1, 40), draw.choice((1, 3, 8)), draw.choice((1, 4, 16))
+    width, out_width = draw.choice(((32, 16), (17, 7), (128, 48)))
+    dtype = draw.choice((torch.bfloat16, torch.float32))
+    rows, out = _rows(draw, count, width, dtype=dtype), _rows(draw, count, out_width, dtype=dtype)
+    down = _rows(draw, num_slots, rank, width, dtype=dtype, size=width**-0.5)
+    up = _rows(draw, num_slots, rank, out_width, dtype=dtype, size=rank**-0.5)
+    slots = torch.tensor([draw.randint(0, num_slots) for _ in range(count)])
+
+    def run(function: Callable[..., Any], device: torch.device) -> list[Tensor]:
+        changed, *others = _on(device, out.clone(), rows, down, up, slots)
+        function(changed, others[0], LowRank(others[1], others[2]), others[3])
+        return [changed]
+
+    name = f"{count} x {width}, {num_slots} slots of rank {rank} {_short(dtype)}"
+    return Case("add_low_rank", name, run, 2 * TOLERANCES[dtype])
 
 
 def _philox_uniform(draw: random.Random) -> Case:
