@@ -38,6 +38,14 @@ assert.equal(joined, text);
 assert.equal(usage.completion_tokens, whole.usage.completion_tokens);
 console.log("streamed chat");
 
+const several = await alice.chat.completions.create({ ...sampling, temperature: 5, seed: 7, n: 2, stop: ["never"] });
+assert.deepEqual(several.choices.map((choice) => choice.index), [0, 1]);
+console.log("several samples");
+
+const told = await alice.chat.completions.create({ ...sampling, logprobs: true, top_logprobs: 2 });
+assert.ok(told.choices[0].logprobs.content.every((piece) => piece.logprob <= 0 && piece.top_logprobs.length === 2));
+console.log("logprobs");
+
 const helper = alice.chat.completions.stream(sampling);
 assert.equal(await helper.finalContent(), text);
 console.log("the package's own stream helper");
@@ -61,7 +69,7 @@ await refuse(OpenAI.NotFoundError, "model_not_found", () =>
 );
 await refuse(OpenAI.NotFoundError, "method_unknown", () => alice.responses.create({ model, input: "hi" }));
 await refuse(OpenAI.BadRequestError, "unsupported_parameter", () =>
-  alice.chat.completions.create({ ...sampling, n: 2 }),
+  alice.chat.completions.create({ ...sampling, tools: [{ type: "function", function: { name: "f" } }] }),
 );
 console.log("classes of errors");
 

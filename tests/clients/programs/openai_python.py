@@ -67,6 +67,24 @@ def main() -> None:
     assert first == second
     print("seed")
 
+    several = alice.chat.completions.create(**{**drawn, "n": 3}).choices
+    assert [choice.index for choice in several] == [0, 1, 2]
+    assert len({choice.message.content for choice in several}) > 1
+    print("several samples")
+
+    told = alice.chat.completions.create(**sampling, logprobs=True, top_logprobs=2).choices[0]
+    pieces = told.logprobs.content
+    assert "".join(piece.token for piece in pieces).strip() == told.message.content == text
+    assert all(piece.logprob <= 0 and len(piece.top_logprobs) == 2 for piece in pieces)
+    # A temperature of 0 takes the most likely token.
+    assert all(piece.token == piece.top_logprobs[0].token for piece in pieces)
+    print("logprobs")
+
+    stopped = alice.chat.completions.create(**sampling, stop=[" star", "never"]).choices[0]
+    assert stopped.message.content == text.partition(" star")[0]
+    assert stopped.finish_reason == "stop"
+    print("stop")
+
     done = alice.completions.create(model=model, prompt="What is a star?", max_tokens=8, temperature=0)
     pieces = alice.completions.create(
         model=model, prompt="What is a star?", max_tokens=8, temperature=0, stream=True
@@ -99,9 +117,6 @@ def main() -> None:
     )
     refuse(openai.NotFoundError, lambda: alice.responses.create(model=model, input="hi"), "method_unknown")
     for unsupported in (
-        {"n": 2},
-        {"logprobs": True},
-        {"stop": ["."]},
         {"tools": [{"type": "function", "function": {"name": "f"}}]},
         {"response_format": {"type": "json_object"}},
     ):
