@@ -20,7 +20,9 @@ GENERIC_TESTS = (
     "scheduling",
     "verify",
 )
-NEEDS_MOONDREAM = re.compile(r"\bmoondream[23]\b[:)]|runtime\.models\.moondream\b|LoadedModel\.load\(")
+NEEDS_MOONDREAM = re.compile(
+    r"\bmoondream[23]\b[:)]|runtime\.models\.moondream\b|LoadedModel\.load\(|LocalEngine\.start\(EngineConfig\(device"
+)
 SOME_GENERIC_TESTS = (
     "tests/runtime/interfaces",
     "tests/runtime/execution/test_step_runner.py",

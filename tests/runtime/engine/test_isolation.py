@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -241,29 +242,20 @@ async def test_r2_offending_requests_in_a_row_have_the_engine_restart_and_serve_
 
 
 class FragileDevice:
-    """Breaks when told to, or after some forwards; everything fails then, until the cache is made anew.
+    """Breaks when told to; everything fails then, until the cache is made anew (`is_lost`: for ever).
 
-    With `is_lost` it fails for ever.
+    Nothing is computed before `may_begin` is set.
     """
 
-    def __init__(
-        self,
-        monkeypatch: pytest.MonkeyPatch,
-        model: Any,
-        *,
-        num_forwards: int | None = None,
-        is_lost: bool = False,
-    ) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, model: Any, *, is_lost: bool = False) -> None:
         self.is_broken = False
         self.num_renewals = 0
+        self.may_begin = threading.Event()
+        self.may_begin.set()
         forward, renew = model.attended, KVCache.renew
-        num_done = 0
 
         def fragile(*work: Any) -> Any:
-            nonlocal num_done
-            num_done += 1
-            if num_forwards is not None and num_done > num_forwards:
-                self.is_broken = True
+            assert self.may_begin.wait(60)
             if self.is_broken:
                 raise RuntimeError("the device is gone")
             return forward(*work)
@@ -319,12 +311,15 @@ async def test_a_device_that_a_restart_does_not_mend_is_dead(
     caplog: pytest.LogCaptureFixture,
     fails: str,
 ) -> None:
-    # Breaks by itself, because by the time this thread heard of a first step a short request could have ended.
-    FragileDevice(monkeypatch, loaded.model, num_forwards=2, is_lost=fails == "the probe")
+    device = FragileDevice(monkeypatch, loaded.model, is_lost=fails == "the probe")
+    device.may_begin.clear()
     if fails == "the cache":
         monkeypatch.setattr(KVCache, "renew", lambda cache: 1 / 0)
     statuses = statuses_of(engine)
     streams = [engine.submit(request) for request in bystanders()]
+    # Before the first step: by the time this thread heard of one, a short request could have ended.
+    device.is_broken = True
+    device.may_begin.set()
     ends = await asyncio.gather(*map(outcome, streams))
     assert {type(end) for end in ends} == {EngineUnavailable}  # no request is blamed
     assert statuses == [RECOVERING, DEAD]
