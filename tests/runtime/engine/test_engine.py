@@ -197,9 +197,10 @@ async def test_samples_of_one_request_share_its_image(loaded: LoadedModel) -> No
     try:
         samples = [replace(query, sampling=sampling) for sampling in query.sampling.samples()]
         finished = await asyncio.gather(*(own.submit(sample).result() for sample in samples))
-        cached = [item.usage.num_cached_tokens for item in finished]
-        assert cached[0] == 0
-        assert min(cached[1:]) >= finished[0].usage.num_image_tokens
+        # Whichever is prepared first computes it.
+        first, *others = sorted(item.usage.num_cached_tokens for item in finished)
+        assert first == 0
+        assert min(others) >= finished[0].usage.num_image_tokens
     finally:
         own.close()
 
