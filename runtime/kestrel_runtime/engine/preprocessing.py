@@ -144,7 +144,8 @@ class Preprocessor:
         facts = None
         if request.image is not None:
             facts, is_known = self._facts_of(request.image, namespace)
-            if is_known:
+            # Others compute their image anew, so that what is prepared here would be dropped.
+            if is_known and request.options.cache is CachePolicy.USE:
                 done = self._prepared_at_once(request, clock, tenant, namespace, adapter, facts)
                 if done is not None:
                     return done
