@@ -11,14 +11,19 @@ from typing import Any
 import pytest
 
 from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.events import Started
 from kestrel_runtime.api.requests import Detect, Query, Request, RequestOptions, SamplingParams
 from kestrel_runtime.engine.engine import LocalEngine
+from kestrel_runtime.execution.step_runner import StepHandle, StepRunner
 from kestrel_runtime.models.loaded_model import LoadedModel
+from kestrel_runtime.scheduling.batch import Batch
 from tests.adapter_folders import merged, random_pairs, scaled, write_peft
 from tests.reference_fixtures import MD3_SMALL, image_paths
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=5)
 DRAWN = SamplingParams(temperature=1.0, max_tokens=5, seed=5)
+NO_END = ((0, -100.0),)
+"""A bias that has answers of the built-in model go on to their limit."""
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +101,70 @@ async def test_eight_adapters_and_none_in_one_batch_answer_as_each_alone(
     async with served(loaded, adapters=str(tmp_path), max_adapter_rank=4, max_batch_size=64) as engine:
         found = await outputs(engine, [with_adapter(asked[number], name) for name, number in mixed])
     assert found == [expected[name][number] for name, number in mixed]
+
+
+async def test_sixty_four_requests_of_eight_adapters_and_none_answer_as_each_alone(
+    nano: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches: list[list[int]] = []
+    launch = StepRunner.launch
+
+    def noted(runner: StepRunner, batch: Batch, *rest: Any) -> StepHandle:
+        batches.append([sequence.adapter_slot for sequence in batch.decode])
+        return launch(runner, batch, *rest)
+
+    image = image_paths(MD3_SMALL)[0].read_bytes()
+    for number in range(1, 9):
+        write_peft(tmp_path / f"tenant-{number}", random_pairs(nano.model.config.text, seed=number))
+    drawn = replace(DRAWN, max_tokens=7, logit_bias=NO_END)
+    texts = ("What colour is it?", "Where is the kite?", "Why?", "How many rings do you see?", "Count to ten.")
+    asked: list[Request] = []
+    for number in range(64):
+        question, tenant = divmod(number, 9)
+        request = Query(texts[question % len(texts)], image if number in (0, 17) else None, sampling=drawn)
+        asked.append(with_adapter(request, f"tenant-{tenant}") if tenant else request)
+    settings = {"adapters": str(tmp_path), "max_adapter_rank": 4, "max_batch_size": 64}
+    async with served(nano, prefix_cache=False, image_cache_bytes=0, **settings) as engine:
+        expected = [(await engine.submit(request).result()).output for request in asked]
+        monkeypatch.setattr(StepRunner, "launch", noted)
+        found = await outputs(engine, asked)
+    assert len({str(expected[tenant:63:9]) for tenant in range(9)}) == 9, "else the test shows nothing"
+    assert found == expected
+    largest = max(batches, key=len)
+    assert len(largest) == 64, "they run together"
+    assert len(set(largest)) == 9
+
+
+async def test_a_new_version_is_for_new_requests_and_running_ones_keep_theirs(
+    nano: LoadedModel, tmp_path: Path
+) -> None:
+    image = image_paths(MD3_SMALL)[0].read_bytes()
+    sampling = SamplingParams(temperature=0.0, max_tokens=60, logit_bias=NO_END)
+    asked = with_adapter(Query("What is in this image?", image, sampling=sampling), "colours")
+    versions = [random_pairs(nano.model.config.text, seed=seed) for seed in (1, 2)]
+    plain = replace(asked, options=RequestOptions())
+    expected = [await outputs_alone(merged(nano, scaled(pairs)), [plain]) for pairs in versions]
+    assert expected[0] != expected[1], "else the test shows nothing"
+    write_peft(tmp_path / "colours", versions[0])
+    async with served(nano, adapters=str(tmp_path), num_adapter_slots=2, max_adapter_rank=4) as engine:
+        running = [engine.submit(asked) for _ in range(3)]
+        begun = [await anext(stream) for stream in running]
+        assert all(isinstance(event, Started) for event in begun)
+        write_peft(tmp_path / "colours", versions[1])
+        old = engine.unload_adapter("colours")
+        assert (old.num_requests, old.is_current) == (3, False)
+        after = engine.submit(asked)
+        first = await anext(after)
+        assert isinstance(first, Started)
+        assert first.usage.num_cached_tokens == 0, "keys and values of the old version are not its own"
+        assert len({info.digest for info in engine.adapters()}) == 2, "both versions run"
+        again = engine.submit(asked)
+        assert [(await stream.result()).output for stream in running] == expected[0] * 3
+        assert (await after.result()).output == expected[1][0]
+        finished = await again.result()
+        assert finished.output == expected[1][0]
+        assert finished.usage.num_cached_tokens == 257, "the new version finds its own: BOS and image"
+        assert [info.is_current for info in engine.adapters()] == [True], "the old version is gone"
 
 
 @pytest.mark.parametrize("operations", ["reference", "library"])

@@ -1,0 +1,101 @@
+"""Adapters of the hub: those that the operator lists, read from the hub library's own cache without a network."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import snapshot_download
+from safetensors.torch import save
+
+from kestrel_runtime.adapters.files import CONFIG_FILE, WEIGHTS_FILE, AdapterSource
+from kestrel_runtime.api.errors import AdapterInvalid, AdapterNotFound
+from tests.adapter_folders import PEFT_CONFIG
+
+LISTED = "org/colours"
+MAX_BYTES = 10_000
+
+
+def adapter(value: float) -> dict[str, bytes]:
+    return {CONFIG_FILE: json.dumps(PEFT_CONFIG).encode(), WEIGHTS_FILE: save({"some": torch.full((3,), value)})}
+
+
+def publish(cache: Path, repository: str, files: Mapping[str, bytes], *revisions: str) -> Path:
+    """A revision in the layout of the hub's library: `blobs`, links to them in `snapshots`, and names in `refs`."""
+    folder = cache / f"models--{repository.replace('/', '--')}"
+    commit = hashlib.sha1(repr(sorted(files.items())).encode(), usedforsecurity=False).hexdigest()
+    snapshot = folder / "snapshots" / commit
+    for part in (folder / "blobs", folder / "refs", snapshot):
+        part.mkdir(parents=True, exist_ok=True)
+    for name, data in files.items():
+        blob = hashlib.sha256(data).hexdigest()
+        (folder / "blobs" / blob).write_bytes(data)
+        (snapshot / name).symlink_to(f"../../blobs/{blob}")
+    for revision in revisions:
+        (folder / "refs" / revision).write_text(commit)
+    return snapshot
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    publish(tmp_path, LISTED, adapter(1.0), "v1")
+    publish(tmp_path, LISTED, adapter(2.0), "v2", "main")
+    publish(tmp_path, "org/other", adapter(3.0), "main")
+    return tmp_path
+
+
+@pytest.fixture
+def source(cache: Path) -> AdapterSource:
+    download = partial(snapshot_download, cache_dir=cache, local_files_only=True)
+    return AdapterSource(None, [LISTED, "org/absent"], MAX_BYTES, download)
+
+
+@pytest.mark.parametrize(("name", "value"), [(LISTED, 2.0), (f"{LISTED}@v2", 2.0), (f"{LISTED}@v1", 1.0)])
+def test_a_listed_repository_is_read_at_the_revision_that_the_name_carries(
+    source: AdapterSource, name: str, value: float
+) -> None:
+    files = source.read(name)
+    assert files.name == name
+    assert files.config == PEFT_CONFIG
+    assert files.tensors["some"].tolist() == [value] * 3
+
+
+def test_revisions_with_other_content_have_other_digests(source: AdapterSource) -> None:
+    newest, second, first = (source.read(name).digest for name in (LISTED, f"{LISTED}@v2", f"{LISTED}@v1"))
+    assert newest == second != first
+
+
+@pytest.mark.parametrize("name", ["org/other", "org/other@main", "org", "colours", "org/colours/main"])
+def test_a_repository_that_is_not_listed_does_not_exist(source: AdapterSource, name: str) -> None:
+    with pytest.raises(AdapterNotFound):
+        source.read(name)
+
+
+@pytest.mark.parametrize("name", ["org/absent", f"{LISTED}@v3"])
+def test_what_the_hub_does_not_give_is_refused_with_the_reason(source: AdapterSource, name: str) -> None:
+    with pytest.raises(AdapterInvalid, match="cannot be downloaded: LocalEntryNotFoundError"):
+        source.read(name)
+
+
+def test_a_link_that_leads_out_of_the_repository_is_not_followed(cache: Path, source: AdapterSource) -> None:
+    snapshot = publish(cache, LISTED, {CONFIG_FILE: b"{}"}, "bad")
+    (other,) = (cache / "models--org--other" / "snapshots").iterdir()
+    (snapshot / WEIGHTS_FILE).symlink_to(other / WEIGHTS_FILE)
+    with pytest.raises(AdapterInvalid, match="leads out of the folder of adapters"):
+        source.read(f"{LISTED}@bad")
+
+
+def test_a_folder_under_the_root_comes_before_a_repository_of_its_name(cache: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "root" / "org" / "colours"
+    folder.mkdir(parents=True)
+    for name, data in adapter(4.0).items():
+        (folder / name).write_bytes(data)
+    download = partial(snapshot_download, cache_dir=cache, local_files_only=True)
+    source = AdapterSource(tmp_path / "root", [LISTED], MAX_BYTES, download)
+    assert source.read(LISTED).tensors["some"].tolist() == [4.0] * 3
+    assert source.read(f"{LISTED}@v1").tensors["some"].tolist() == [1.0] * 3
