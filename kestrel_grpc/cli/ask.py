@@ -208,9 +208,18 @@ def _detect(client: Client, arguments: argparse.Namespace) -> None:
 
 
 def _segment(client: Client, arguments: argparse.Namespace) -> None:
-    image = _image(arguments)
-    result = client.segment(image, arguments.object, **_options(arguments))
-    _print_found(arguments, result, [f"{_numbers(item.box)} {item.svg_path}" for item in result.segments])
+    image, options = _image(arguments), _options(arguments)
+    if arguments.json:
+        result = client.segment(image, arguments.object, **options)
+        _print_json(result)
+    else:
+        with client.stream_segment(image, arguments.object, **options) as stream:
+            _print_outline(stream)
+            result = stream.result()
+        if not result.segments:
+            _print_nothing_found(arguments.object)
+        elif result.segments[0].is_partial:
+            print("kestrel-grpc: the outline is not complete", file=sys.stderr)
     _draw(arguments, image, segments=result.segments)
 
 
@@ -273,6 +282,17 @@ def _print_text(deltas: Iterator[TextDelta]) -> None:
     print(flush=True)
 
 
+def _print_outline(segments: Iterator[Segment]) -> None:
+    """One line: the box, and the path as it grows."""
+    shown: str | None = None
+    for segment in segments:
+        new = f"{_numbers(segment.box)} " if shown is None else segment.svg_path[len(shown) :]
+        shown = segment.svg_path
+        print(new, end="", flush=True)
+    if shown is not None:
+        print(flush=True)
+
+
 def _print_found(
     arguments: argparse.Namespace, result: Result, lines: list[str], object: str | None = None
 ) -> None:
@@ -282,7 +302,11 @@ def _print_found(
     for line in lines:
         print(line)
     if not lines:
-        print(f"kestrel-grpc: no {object or arguments.object} found", file=sys.stderr)
+        _print_nothing_found(object or arguments.object)
+
+
+def _print_nothing_found(object: str) -> None:
+    print(f"kestrel-grpc: no {object} found", file=sys.stderr)
 
 
 def _print_json(result: Result) -> None:

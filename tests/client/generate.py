@@ -23,6 +23,7 @@ REPLACED = {
     "from the event loop it was made in.": "from any thread.",
     "AsyncCalls(": "BlockingCalls(",
     "AsyncTextStream": "TextStream",
+    "AsyncSegmentStream": "SegmentStream",
     "AsyncClient": "Client",
     "__aenter__": "__enter__",
     "__aexit__": "__exit__",

@@ -3,7 +3,7 @@ import random
 import pytest
 
 from kestrel_client.outlines.svg_path import polylines
-from kestrel_runtime.models.moondream.svg import svg_path
+from kestrel_runtime.models.moondream.svg import PathWriter
 from training import scoring
 from training.shapes import SHAPES, outline
 
@@ -12,7 +12,10 @@ from training.shapes import SHAPES, outline
 @pytest.mark.parametrize("seed", range(5))
 def test_the_words_of_a_shape_draw_its_outline(shape: str, seed: int):
     form = outline(shape, random.Random(seed))
-    lines = [[(point.real, point.imag) for point in line] for line in polylines(svg_path(form.path))]
+    writer = PathWriter()
+    path = "".join(map(writer.push, form.path))
+    assert not writer.is_partial
+    lines = [[(point.real, point.imag) for point in line] for line in polylines(path)]
     assert scoring.outline_iou(lines, [list(contour) for contour in form.contours]) > 0.88
 
 

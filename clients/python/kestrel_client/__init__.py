@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from kestrel_client import _version
 from kestrel_client.aio import AsyncClient
-from kestrel_client.async_calls import AsyncTextStream
-from kestrel_client.blocking_calls import TextStream
+from kestrel_client.async_calls import AsyncSegmentStream, AsyncTextStream
+from kestrel_client.blocking_calls import SegmentStream, TextStream
 from kestrel_client.client import Client
 from kestrel_client.errors import (
     AdapterInvalid,
@@ -75,6 +75,7 @@ __all__ = [
     "AdapterInvalid",
     "AdapterNotFound",
     "AsyncClient",
+    "AsyncSegmentStream",
     "AsyncTextStream",
     "Box",
     "CachePolicy",
@@ -113,6 +114,7 @@ __all__ = [
     "Result",
     "Segment",
     "SegmentResult",
+    "SegmentStream",
     "ServerError",
     "ServerInfo",
     "SkillDefaults",

@@ -12,7 +12,7 @@ from typing import Self, Unpack
 import grpc
 
 from kestrel_client import requests, results
-from kestrel_client.async_calls import AsyncCalls, AsyncTextStream
+from kestrel_client.async_calls import AsyncCalls, AsyncSegmentStream, AsyncTextStream
 from kestrel_client.channel import DEFAULT_MAX_RETRIES, DEFAULT_TIMEOUT_S
 from kestrel_client.generation import samples
 from kestrel_client.images.inputs import ImageInput, StoredImage
@@ -262,11 +262,37 @@ class AsyncClient:
         """
         response = await self._calls.call(
             self._calls.vision.Segment,
-            lambda: requests.segment(object, spatial_refs, options),
+            lambda: requests.segment(vision_pb2.SegmentRequest, object, spatial_refs, options),
             options,
             image,
         )
         return results.segment_result(response)
+
+    def stream_segment(
+        self,
+        image: ImageInput,
+        object: str,
+        *,
+        spatial_refs: Sequence[SpatialRef] = (),
+        **options: Unpack[CallOptions],
+    ) -> AsyncSegmentStream:
+        """Finds the outline of an object, as a stream of outlines that grow. Takes what `segment` takes.
+
+        Args:
+            image: The image, in any form of `ImageInput`.
+            object: What to outline, such as "dog" or "the red car".
+            spatial_refs: Points and boxes of the image that `object` speaks about, in order.
+            **options: As of `segment`.
+
+        Returns:
+            The stream: iterate over the outline as it grows, its box first, or take its `result()`.
+        """
+        return self._calls.outline(
+            self._calls.vision.StreamSegment,
+            lambda: requests.segment(vision_pb2.StreamSegmentRequest, object, spatial_refs, options),
+            options,
+            image,
+        )
 
     async def gaze(self, image: ImageInput, eye: Point, **options: Unpack[CallOptions]) -> GazeResult:
         """Finds the place that somebody in the image looks at.

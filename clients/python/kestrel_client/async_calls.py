@@ -16,8 +16,8 @@ from kestrel_client.images import inputs
 from kestrel_client.images.inputs import ImageInput, put_reference
 from kestrel_client.images.sent_images import Delivery, SentImages
 from kestrel_client.requests import CallOptions
-from kestrel_client.results import TextChannel, TextDelta
-from kestrel_client.streams import AnyResult, TextEvents, cancelled_here
+from kestrel_client.results import Segment, SegmentResult, TextChannel, TextDelta
+from kestrel_client.streams import AnyPiece, AnyResult, Events, OutlineEvents, TextEvents, cancelled_here
 from kestrel_client.v1.engine_service_pb2_grpc import EngineServiceStub
 from kestrel_client.v1.image_service_pb2_grpc import ImageServiceStub
 from kestrel_client.v1.vision_service_pb2_grpc import VisionServiceStub
@@ -77,10 +77,20 @@ class AsyncCalls:
         read: Callable[..., AnyResult],
     ) -> AsyncTextStream[AnyResult]:
         """The stream of text for the message that `build` returns; it starts when it is first read."""
+        return AsyncTextStream(self._attempts(rpc, build, options, image), TextEvents(read))
+
+    def outline(
+        self, rpc: Any, build: Callable[[], Any], options: CallOptions, image: ImageInput
+    ) -> AsyncSegmentStream:
+        """The stream of an outline, as `stream` is one of text."""
+        return AsyncSegmentStream(self._attempts(rpc, build, options, image), OutlineEvents())
+
+    def _attempts(
+        self, rpc: Any, build: Callable[[], Any], options: CallOptions, image: ImageInput | None
+    ) -> _Attempts:
         request_id = requests.request_id(options)
         with errors_of(request_id):
-            attempts = _Attempts(self, rpc, build(), image, options, request_id)
-        return AsyncTextStream(attempts, TextEvents(read))
+            return _Attempts(self, rpc, build(), image, options, request_id)
 
     async def image_bytes(self, image: ImageInput) -> bytes:
         """The file of an image."""
@@ -159,8 +169,8 @@ class _Attempts:
         return self._delivery is not None and self._delivery.can_retry(failure)
 
 
-class AsyncTextStream(Generic[AnyResult]):
-    """A stream of text: iterate over its pieces, then read the `result`.
+class AsyncStream(Generic[AnyPiece, AnyResult]):
+    """A stream of pieces of an answer, which ends with the `result`.
 
     The call begins with the first piece asked for. Cancelling it, leaving its `async with` block or dropping
     it before its end stops the server from generating.
@@ -169,7 +179,7 @@ class AsyncTextStream(Generic[AnyResult]):
         request_id: Names the request in the server's log.
     """
 
-    def __init__(self, attempts: _Attempts, events: TextEvents[AnyResult]) -> None:
+    def __init__(self, attempts: _Attempts, events: Events[AnyPiece, AnyResult]) -> None:
         self.request_id = attempts.request_id
         self._attempts = attempts
         self._events = events
@@ -188,24 +198,9 @@ class AsyncTextStream(Generic[AnyResult]):
         # Without this, a call that is no longer referred to would go on: its own tasks refer to it.
         self.cancel()
 
-    def __aiter__(self) -> AsyncIterator[str]:
-        return self
-
-    async def __anext__(self) -> str:
-        """The next piece of the answer or caption."""
-        while (delta := await self._next_delta()) is not None:
-            if delta.channel is TextChannel.ANSWER:
-                return delta.text
-        raise StopAsyncIteration
-
-    async def deltas(self) -> AsyncIterator[TextDelta]:
-        """The pieces of every channel, including the reasoning, in the order of their arrival."""
-        while (delta := await self._next_delta()) is not None:
-            yield delta
-
     async def result(self) -> AnyResult:
         """The whole result, after reading the rest of the stream."""
-        while await self._next_delta() is not None:
+        while await self._next_piece() is not None:
             pass
         with errors_of(self.request_id):
             return self._events.result
@@ -215,7 +210,7 @@ class AsyncTextStream(Generic[AnyResult]):
         if self._call is None or self._call.cancel():
             self._cancelled = True
 
-    async def _next_delta(self) -> TextDelta | None:
+    async def _next_piece(self) -> AnyPiece | None:
         while True:
             if self._cancelled:
                 raise cancelled_here(self.request_id)
@@ -224,9 +219,9 @@ class AsyncTextStream(Generic[AnyResult]):
                     with errors_of(self.request_id):
                         self._call = await self._attempts.start()
                 while response := await self._call.read():  # the mark of the end is false, every message is true
-                    delta = self._events.accept(response)
-                    if delta is not None:
-                        return delta
+                    piece = self._events.accept(response)
+                    if piece is not None:
+                        return piece
                 return None
             except grpc.RpcError as error:
                 failure = from_rpc_error(error, self.request_id)
@@ -239,3 +234,39 @@ class AsyncTextStream(Generic[AnyResult]):
                 if self._cancelled and not (task is not None and task.cancelling()):
                     raise cancelled_here(self.request_id) from None
                 raise
+
+
+class AsyncTextStream(AsyncStream[TextDelta, AnyResult]):
+    """A stream of text: iterate over its pieces, then read the `result`."""
+
+    def __aiter__(self) -> AsyncIterator[str]:
+        return self
+
+    async def __anext__(self) -> str:
+        """The next piece of the answer or caption."""
+        while (delta := await self._next_piece()) is not None:
+            if delta.channel is TextChannel.ANSWER:
+                return delta.text
+        raise StopAsyncIteration
+
+    async def deltas(self) -> AsyncIterator[TextDelta]:
+        """The pieces of every channel, including the reasoning, in the order of their arrival."""
+        while (delta := await self._next_piece()) is not None:
+            yield delta
+
+
+class AsyncSegmentStream(AsyncStream[Segment, SegmentResult]):
+    """A stream of an outline: iterate over it as it grows, then read the `result`.
+
+    The first segment has the box and an empty path; each later one has a longer path.
+    """
+
+    def __aiter__(self) -> AsyncIterator[Segment]:
+        return self
+
+    async def __anext__(self) -> Segment:
+        """The outline as far as it has been drawn."""
+        segment = await self._next_piece()
+        if segment is None:
+            raise StopAsyncIteration
+        return segment

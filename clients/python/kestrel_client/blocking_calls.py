@@ -15,8 +15,8 @@ from kestrel_client.images import inputs
 from kestrel_client.images.inputs import ImageInput, put_reference
 from kestrel_client.images.sent_images import Delivery, SentImages
 from kestrel_client.requests import CallOptions
-from kestrel_client.results import TextChannel, TextDelta
-from kestrel_client.streams import AnyResult, TextEvents
+from kestrel_client.results import Segment, SegmentResult, TextChannel, TextDelta
+from kestrel_client.streams import AnyPiece, AnyResult, Events, OutlineEvents, TextEvents
 from kestrel_client.v1.engine_service_pb2_grpc import EngineServiceStub
 from kestrel_client.v1.image_service_pb2_grpc import ImageServiceStub
 from kestrel_client.v1.vision_service_pb2_grpc import VisionServiceStub
@@ -75,16 +75,24 @@ class BlockingCalls:
         read: Callable[..., AnyResult],
     ) -> TextStream[AnyResult]:
         """The started stream of text for the message that `build` returns."""
+        return TextStream(self._attempts(rpc, build, options, image), TextEvents(read))
+
+    def outline(self, rpc: Any, build: Callable[[], Any], options: CallOptions, image: ImageInput) -> SegmentStream:
+        """The stream of an outline, as `stream` is one of text."""
+        return SegmentStream(self._attempts(rpc, build, options, image), OutlineEvents())
+
+    def _attempts(
+        self, rpc: Any, build: Callable[[], Any], options: CallOptions, image: ImageInput | None
+    ) -> _Attempts:
         request_id = requests.request_id(options)
         with errors_of(request_id):
             message = build()
             delivery = self._delivery(message, image)
-        attempts = _Attempts(
+        return _Attempts(
             request_id,
             lambda: self._start(rpc, message, delivery, options, request_id),
             lambda failure: delivery is not None and delivery.can_retry(failure),
         )
-        return TextStream(attempts, TextEvents(read))
 
     def image_bytes(self, image: ImageInput) -> bytes:
         """The file of an image."""
@@ -136,8 +144,8 @@ class _Attempts(NamedTuple):
     can_retry: Callable[[KestrelClientError], bool]
 
 
-class TextStream(Generic[AnyResult]):
-    """A stream of text: iterate over its pieces, then read the `result`.
+class Stream(Generic[AnyPiece, AnyResult]):
+    """A stream of pieces of an answer, which ends with the `result`.
 
     Cancelling it, leaving its `with` block or dropping it before its end stops the server from generating.
 
@@ -145,7 +153,7 @@ class TextStream(Generic[AnyResult]):
         request_id: Names the request in the server's log.
     """
 
-    def __init__(self, attempts: _Attempts, events: TextEvents[AnyResult]) -> None:
+    def __init__(self, attempts: _Attempts, events: Events[AnyPiece, AnyResult]) -> None:
         self.request_id = attempts.request_id
         self._attempts = attempts
         self._events = events
@@ -160,24 +168,9 @@ class TextStream(Generic[AnyResult]):
     ) -> None:
         self.cancel()
 
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        """The next piece of the answer or caption."""
-        while (delta := self._next_delta()) is not None:
-            if delta.channel is TextChannel.ANSWER:
-                return delta.text
-        raise StopIteration
-
-    def deltas(self) -> Iterator[TextDelta]:
-        """The pieces of every channel, including the reasoning, in the order of their arrival."""
-        while (delta := self._next_delta()) is not None:
-            yield delta
-
     def result(self) -> AnyResult:
         """The whole result, after reading the rest of the stream."""
-        while self._next_delta() is not None:
+        while self._next_piece() is not None:
             pass
         with errors_of(self.request_id):
             return self._events.result
@@ -186,13 +179,13 @@ class TextStream(Generic[AnyResult]):
         """Cancels the call. Does nothing once the stream has ended."""
         self._call.cancel()
 
-    def _next_delta(self) -> TextDelta | None:
+    def _next_piece(self) -> AnyPiece | None:
         while True:
             try:
                 for response in self._call:
-                    delta = self._events.accept(response)
-                    if delta is not None:
-                        return delta
+                    piece = self._events.accept(response)
+                    if piece is not None:
+                        return piece
                 return None
             except grpc.RpcError as error:
                 failure = from_rpc_error(error, self.request_id)
@@ -200,3 +193,39 @@ class TextStream(Generic[AnyResult]):
                     raise failure from error
                 with errors_of(self.request_id):
                     self._call = self._attempts.start()
+
+
+class TextStream(Stream[TextDelta, AnyResult]):
+    """A stream of text: iterate over its pieces, then read the `result`."""
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        """The next piece of the answer or caption."""
+        while (delta := self._next_piece()) is not None:
+            if delta.channel is TextChannel.ANSWER:
+                return delta.text
+        raise StopIteration
+
+    def deltas(self) -> Iterator[TextDelta]:
+        """The pieces of every channel, including the reasoning, in the order of their arrival."""
+        while (delta := self._next_piece()) is not None:
+            yield delta
+
+
+class SegmentStream(Stream[Segment, SegmentResult]):
+    """A stream of an outline: iterate over it as it grows, then read the `result`.
+
+    The first segment has the box and an empty path; each later one has a longer path.
+    """
+
+    def __iter__(self) -> Iterator[Segment]:
+        return self
+
+    def __next__(self) -> Segment:
+        """The outline as far as it has been drawn."""
+        segment = self._next_piece()
+        if segment is None:
+            raise StopIteration
+        return segment

@@ -32,6 +32,7 @@ SpatialRef = Point | Box
 
 AnyQuery = TypeVar("AnyQuery", vision_service_pb2.QueryRequest, vision_service_pb2.CompleteQueryRequest)
 AnyCaption = TypeVar("AnyCaption", vision_service_pb2.CaptionRequest, vision_service_pb2.CompleteCaptionRequest)
+AnySegment = TypeVar("AnySegment", vision_service_pb2.SegmentRequest, vision_service_pb2.StreamSegmentRequest)
 
 
 class CallOptions(TypedDict, total=False):
@@ -147,12 +148,10 @@ def detect(
 
 
 def segment(
-    object: str, spatial_refs: Sequence[SpatialRef], options: CallOptions
-) -> vision_service_pb2.SegmentRequest:
+    kind: type[AnySegment], object: str, spatial_refs: Sequence[SpatialRef], options: CallOptions
+) -> AnySegment:
     """An object to outline."""
-    return vision_service_pb2.SegmentRequest(
-        object=_text("object", object), spatial_refs=_spatial_refs(spatial_refs), **_shared(options)
-    )
+    return kind(object=_text("object", object), spatial_refs=_spatial_refs(spatial_refs), **_shared(options))
 
 
 def gaze(eye: Point, options: CallOptions) -> vision_service_pb2.GazeRequest:

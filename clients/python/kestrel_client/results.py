@@ -73,10 +73,12 @@ class Segment:
         svg_path: An SVG path (the `d` attribute) whose coordinates run from 0 to 1 over `box`, not over the image:
             x from its left side to its right side, y from its top to its bottom.
         box: The box around the object, in fractions of the image's width and height.
+        is_partial: Whether the path lacks something: the model wrote what is no path, or was stopped before its end.
     """
 
     svg_path: str
     box: Box
+    is_partial: bool = False
 
     def polygons(self, width: float = 1, height: float = 1) -> list[list[tuple[float, float]]]:
         """Returns each closed or open line of the outline as its corners; curves become short straight lines.
@@ -330,13 +332,13 @@ def point_result(message: vision_service_pb2.PointResponse) -> PointResult:
 
 def detect_result(message: vision_service_pb2.DetectResponse) -> DetectResult:
     """Objects, read."""
-    objects = tuple(DetectedObject(_box(item.box)) for item in message.objects)
+    objects = tuple(DetectedObject(box(item.box)) for item in message.objects)
     return DetectResult(objects=objects, **_info(message.info))
 
 
 def segment_result(message: vision_service_pb2.SegmentResponse) -> SegmentResult:
     """Outlines, read."""
-    segments = tuple(Segment(item.svg_path, _box(item.box)) for item in message.segments)
+    segments = tuple(Segment(item.svg_path, box(item.box), item.is_partial) for item in message.segments)
     return SegmentResult(segments=segments, **_info(message.info))
 
 
@@ -454,7 +456,8 @@ def _point(message: media_pb2.NormalizedPoint) -> Point:
     return Point(message.x, message.y)
 
 
-def _box(message: media_pb2.NormalizedBox) -> Box:
+def box(message: media_pb2.NormalizedBox) -> Box:
+    """A box, read."""
     return Box(message.x_min, message.y_min, message.x_max, message.y_max)
 
 

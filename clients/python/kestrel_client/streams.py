@@ -1,35 +1,36 @@
-"""Converts the events of a text stream to pieces and a result, for both clients. Knows no transport."""
+"""Converts the events of a stream to pieces and a result, for both clients. Knows no transport."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import grpc
 
 from kestrel_client import results
 from kestrel_client.errors import Cancelled, Failure, ServerError
-from kestrel_client.results import CaptionResult, QueryResult, TextDelta
+from kestrel_client.results import Box, CaptionResult, QueryResult, Segment, SegmentResult, TextDelta
 from kestrel_client.v1 import vision_service_pb2
 
-AnyResult = TypeVar("AnyResult", QueryResult, CaptionResult)
+AnyResult = TypeVar("AnyResult", QueryResult, CaptionResult, SegmentResult)
+AnyPiece = TypeVar("AnyPiece", TextDelta, Segment)
 TextResponse = vision_service_pb2.QueryResponse | vision_service_pb2.CaptionResponse
 
 
-class TextEvents(Generic[AnyResult]):
+class Events(ABC, Generic[AnyPiece, AnyResult]):
     """Reads one stream's events in order: `accept` each of them, then take the `result`."""
 
     def __init__(self, read: Callable[..., AnyResult]) -> None:
         self._read = read
         self._result: AnyResult | None = None
 
-    def accept(self, response: TextResponse) -> TextDelta | None:
-        """The piece of text in this event, or None if it is of another kind."""
-        if response.HasField("delta"):
-            return results.text_delta(response.delta)
+    def accept(self, response: Any) -> AnyPiece | None:
+        """The piece of the answer in this event, or None if it is of another kind."""
         if response.HasField("completed"):
             self._result = self._read(response.completed)
-        return None
+            return None
+        return self.piece(response)
 
     @property
     def result(self) -> AnyResult:
@@ -37,6 +38,35 @@ class TextEvents(Generic[AnyResult]):
         if self._result is None:
             raise ServerError(Failure(grpc.StatusCode.INTERNAL, "the stream ended without a result"))
         return self._result
+
+    @abstractmethod
+    def piece(self, response: Any) -> AnyPiece | None:
+        """What is new in an event that is not the last."""
+
+
+class TextEvents(Events[TextDelta, AnyResult]):
+    """The pieces are those of the text."""
+
+    def piece(self, response: TextResponse) -> TextDelta | None:
+        return results.text_delta(response.delta) if response.HasField("delta") else None
+
+
+class OutlineEvents(Events[Segment, SegmentResult]):
+    """The pieces are the outline as far as it has been drawn: first its box, then longer and longer paths."""
+
+    def __init__(self) -> None:
+        super().__init__(results.segment_result)
+        self._box: Box | None = None
+        self._path = ""
+
+    def piece(self, response: vision_service_pb2.StreamSegmentResponse) -> Segment | None:
+        if response.HasField("box"):
+            self._box = results.box(response.box)
+        elif response.HasField("path_delta"):
+            self._path += response.path_delta.text
+        else:
+            return None
+        return None if self._box is None else Segment(self._path, self._box, is_partial=True)
 
 
 def cancelled_here(request_id: str) -> Cancelled:

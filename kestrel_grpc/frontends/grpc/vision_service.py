@@ -22,11 +22,13 @@ from kestrel_runtime.api.events import (
     DetectOutput,
     Event,
     Finished,
+    OutlineBox,
     PointOutput,
     QueryOutput,
     SegmentOutput,
     Started,
     TextDelta,
+    TextEvent,
 )
 from kestrel_runtime.api.requests import Caption, Detect, Gaze, Point, PointRef, Query, Request, Segment
 
@@ -99,7 +101,7 @@ def query(message: wire.QueryRequest | wire.CompleteQueryRequest) -> Query:
     )
 
 
-def query_event(event: Event, request_id: str, model: str) -> wire.QueryResponse:
+def query_event(event: TextEvent, request_id: str, model: str) -> wire.QueryResponse:
     """One message of a `Query` stream."""
     if isinstance(event, TextDelta):  # first: nearly every event is one
         response = wire.QueryResponse()
@@ -149,7 +151,7 @@ def caption(message: wire.CaptionRequest | wire.CompleteCaptionRequest) -> Capti
     return parsing.new_request(Caption, message, violations, length=length or "normal")
 
 
-def caption_event(event: Event, request_id: str, model: str) -> wire.CaptionResponse:
+def caption_event(event: TextEvent, request_id: str, model: str) -> wire.CaptionResponse:
     """One message of a `Caption` stream."""
     if isinstance(event, TextDelta):
         response = wire.CaptionResponse()
@@ -211,16 +213,31 @@ def detect_response(finished: Finished, request_id: str, model: str) -> wire.Det
     return wire.DetectResponse(objects=objects, info=rendering.info(finished, request_id, model))
 
 
-def segment(message: wire.SegmentRequest) -> Segment:
-    """The outline of an object."""
+def segment(message: wire.SegmentRequest | wire.StreamSegmentRequest) -> Segment:
+    """The outline of an object, streamed or not."""
     return _about_objects(Segment, message)
 
 
 def segment_response(finished: Finished, request_id: str, model: str) -> wire.SegmentResponse:
     """The outlines found."""
     masks = _expect(finished, SegmentOutput).segments
-    segments = [wire.Segment(svg_path=mask.svg_path, box=rendering.region(mask.box)) for mask in masks]
+    segments = [
+        wire.Segment(svg_path=mask.svg_path, box=rendering.region(mask.box), is_partial=mask.is_partial)
+        for mask in masks
+    ]
     return wire.SegmentResponse(segments=segments, info=rendering.info(finished, request_id, model))
+
+
+def segment_event(event: Event, request_id: str, model: str) -> wire.StreamSegmentResponse:
+    """One message of a `StreamSegment` stream."""
+    if isinstance(event, TextDelta):
+        path = wire.PathDelta(text=event.text, token_index=event.token_index, token_count=event.num_tokens)
+        return wire.StreamSegmentResponse(path_delta=path)
+    if isinstance(event, Started):
+        return wire.StreamSegmentResponse(started=rendering.started(event, request_id, model))
+    if isinstance(event, OutlineBox):
+        return wire.StreamSegmentResponse(box=rendering.region(event.box))
+    return wire.StreamSegmentResponse(completed=segment_response(event, request_id, model))
 
 
 def gaze(message: wire.GazeRequest) -> Gaze:
@@ -278,5 +295,6 @@ BINDINGS = (
     Binding("Point", point, point_response),
     Binding("Detect", detect, detect_response),
     Binding("Segment", segment, segment_response),
+    Binding("StreamSegment", segment, segment_event, is_streamed=True),
     Binding("Gaze", gaze, gaze_response),
 )

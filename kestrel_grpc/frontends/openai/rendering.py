@@ -72,6 +72,7 @@ class ChatRenderer:
             return b"".join((self._head, name, to_json(event.text), b"}", tail))
         if isinstance(event, Started):
             return b"".join((self._head, b'{"role":"assistant","content":""}', self._tail))
+        assert isinstance(event, Finished), "answers to a chat are text"
         reason = _FINISH_REASONS[event.finish_reason]
         usage = ',"usage":null' if self._includes_usage else ""
         last = self._head + f'{{}},"logprobs":null,"finish_reason":"{reason}"}}]{usage}}}\n\n'.encode()
@@ -106,7 +107,7 @@ class CompletionRenderer:
             logprobs = _text_logprobs(event.logprobs, self._num_chars) if event.logprobs else None
             self._num_chars += len(event.text)
             return sent_event({**self._facts, "choices": [_text_choice(event.text, None, logprobs)], **usage})
-        if isinstance(event, Started):
+        if not isinstance(event, Finished):
             return b""
         last = {
             **self._facts,

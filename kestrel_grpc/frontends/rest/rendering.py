@@ -5,7 +5,7 @@ Every answer has `request_id`, `model`, `finish_reason` and metrics beside its r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -21,7 +21,7 @@ from kestrel_grpc.frontends.http.output_json import (
 )
 from kestrel_grpc.frontends.rest.fields import KESTREL
 from kestrel_grpc.wire.errors import BadFields, CallFailure
-from kestrel_runtime.api.events import Event, Finished, Output, SegmentOutput, TextChannel, TextDelta
+from kestrel_runtime.api.events import Event, Finished, OutlineBox, Output, SegmentOutput, TextChannel, TextDelta
 
 
 class Renderer:
@@ -39,14 +39,16 @@ class Renderer:
     def events(self, event: Event) -> bytes:
         """The server-sent events of an event; empty where there is none to tell."""
         if isinstance(event, TextDelta):
+            if event.channel is TextChannel.PATH:
+                return sent_event({"type": "path_delta", "chunk": event.text, "completed": False})
             told = {"logprobs": logprobs(event.logprobs)} if event.logprobs else {}
             return sent_event({_CHUNKS[event.channel]: event.text, **told, "completed": False})
+        if isinstance(event, OutlineBox):
+            return sent_event({"type": "bbox", "bbox": box(event.box), "completed": False})
         if not isinstance(event, Finished):
             return b""
-        facts = {**self._facts(event), "completed": True}
-        if isinstance(event.output, SegmentOutput):
-            return b"".join(map(sent_event, _segment_events(facts)))
-        return sent_event(facts)
+        kind = {"type": "final"} if isinstance(event.output, SegmentOutput) else {}
+        return sent_event({**kind, **self._facts(event), "completed": True})
 
     def _facts(self, finished: Finished) -> dict[str, Any]:
         metrics, others = self._metrics(finished), finished.alternatives
@@ -64,8 +66,11 @@ class Renderer:
 
     def _result(self, output: Output) -> dict[str, Any]:
         if isinstance(output, SegmentOutput):
-            found = ({"path": mask.svg_path, "bbox": box(mask.box)} for mask in output.segments)
-            return next(found, {"path": "", "bbox": None})
+            found = (
+                {"path": mask.svg_path, "bbox": box(mask.box), "partial": mask.is_partial}
+                for mask in output.segments
+            )
+            return next(found, {"path": "", "bbox": None, "partial": False})
         return result(output, pairs if self._is_kestrel else objects, pairs)
 
     def _metrics(self, finished: Finished) -> dict[str, Any]:
@@ -128,12 +133,3 @@ def failure_event(failure: CallFailure, request_id: str) -> bytes:
 _CHUNKS: Mapping[TextChannel, str] = MappingProxyType(
     {TextChannel.ANSWER: "chunk", TextChannel.REASONING: "reasoning_chunk"}
 )
-
-
-def _segment_events(facts: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The box and the path on their own, and then everything: the path is known when it is complete."""
-    if facts["bbox"] is not None:
-        yield {"type": "bbox", "bbox": facts["bbox"], "completed": False}
-    if facts["path"]:
-        yield {"type": "path_delta", "chunk": facts["path"], "completed": False}
-    yield {"type": "final", **facts}

@@ -86,5 +86,9 @@ def _facts(finished: Finished, request_id: str) -> dict[str, Any]:
 
 def _result(output: Output) -> dict[str, Any]:
     if isinstance(output, SegmentOutput):
-        return {"segments": [{"svg_path": mask.svg_path, "bbox": box(mask.box)} for mask in output.segments]}
+        found = (
+            {"svg_path": mask.svg_path, "bbox": box(mask.box), "partial": mask.is_partial}
+            for mask in output.segments
+        )
+        return {"segments": list(found)}
     return result(output, objects, objects)

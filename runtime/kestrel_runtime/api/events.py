@@ -1,4 +1,7 @@
-"""What a stream yields: one `Started`, any number of `TextDelta`, one `Finished`. Plain values, no behaviour."""
+"""What a stream yields: one `Started`, the answer in pieces, one `Finished`. Plain values, no behaviour.
+
+The pieces are `TextDelta`s; those of an outline come behind its `OutlineBox`.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,8 @@ class TextChannel(Enum):
 
     ANSWER = auto()
     REASONING = auto()
+    PATH = auto()
+    """The SVG path of an outline, in pieces after each of which it is a valid path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,11 +172,20 @@ class DetectOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class OutlineBox:
+    """The box of an outline, whose path follows in pieces."""
+
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
 class SegmentMask:
     """One outline: an SVG path whose coordinates run from 0 to 1 over `box`."""
 
     svg_path: str
     box: Box
+    is_partial: bool = False
+    """Whether the path lacks something: the model wrote what is no path, or was stopped before its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,4 +212,7 @@ class Finished:
     """Further samples, where a call has asked for several. `usage` then has the output tokens of all of them."""
 
 
-Event = Started | TextDelta | Finished
+Piece = TextDelta | OutlineBox
+TextEvent = Started | TextDelta | Finished
+"""What comes of a request whose answer is text."""
+Event = TextEvent | OutlineBox

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
-from kestrel_runtime.api.events import FinishReason, Output, TextDelta
+from kestrel_runtime.api.events import FinishReason, Output, Piece
 from kestrel_runtime.interfaces.token_grammar import Grammar
 from kestrel_runtime.interfaces.tokens import Token, TokenRule
 
@@ -31,19 +32,19 @@ class OutputParser(ABC):
         """What the next token may be."""
         return self.grammar.states[self.state].rule
 
-    def consume(self, token: Token) -> list[TextDelta]:
-        """Take the next token; returns the text that it completes."""
+    def consume(self, token: Token) -> Sequence[Piece]:
+        """Take the next token; returns the pieces of the answer that it completes."""
         self.num_consumed += 1
         is_exhausted = self.budget is not None and self.num_consumed >= self.budget
         self.state = self.grammar.after(self.state, token.id, is_exhausted=is_exhausted)
         return self.parse(token)
 
     @abstractmethod
-    def parse(self, token: Token) -> list[TextDelta]:
-        """Interpret the next token; returns the text that it completes."""
+    def parse(self, token: Token) -> Sequence[Piece]:
+        """Interpret the next token; returns the pieces of the answer that it completes."""
 
-    def truncate(self) -> list[TextDelta]:
-        """End the answer here because the context is full; returns the text that was still held back."""
+    def truncate(self) -> Sequence[Piece]:
+        """End the answer here because the context is full; returns the pieces that were still held back."""
         self.finish_reason = FinishReason.LENGTH
         return []
 

@@ -229,12 +229,14 @@ class SegmentRequest(_message.Message):
     def __init__(self, object: _Optional[str] = ..., image: _Optional[_Union[_media_pb2.Image, _Mapping]] = ..., spatial_refs: _Optional[_Iterable[_Union[_media_pb2.SpatialRef, _Mapping]]] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., options: _Optional[_Union[_generation_pb2.RequestOptions, _Mapping]] = ...) -> None: ...
 
 class Segment(_message.Message):
-    __slots__ = ("svg_path", "box")
+    __slots__ = ("svg_path", "box", "is_partial")
     SVG_PATH_FIELD_NUMBER: _ClassVar[int]
     BOX_FIELD_NUMBER: _ClassVar[int]
+    IS_PARTIAL_FIELD_NUMBER: _ClassVar[int]
     svg_path: str
     box: _media_pb2.NormalizedBox
-    def __init__(self, svg_path: _Optional[str] = ..., box: _Optional[_Union[_media_pb2.NormalizedBox, _Mapping]] = ...) -> None: ...
+    is_partial: bool
+    def __init__(self, svg_path: _Optional[str] = ..., box: _Optional[_Union[_media_pb2.NormalizedBox, _Mapping]] = ..., is_partial: bool = ...) -> None: ...
 
 class SegmentResponse(_message.Message):
     __slots__ = ("segments", "info")
@@ -243,6 +245,42 @@ class SegmentResponse(_message.Message):
     segments: _containers.RepeatedCompositeFieldContainer[Segment]
     info: _generation_pb2.ResponseInfo
     def __init__(self, segments: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ..., info: _Optional[_Union[_generation_pb2.ResponseInfo, _Mapping]] = ...) -> None: ...
+
+class StreamSegmentRequest(_message.Message):
+    __slots__ = ("object", "image", "spatial_refs", "sampling", "options")
+    OBJECT_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_FIELD_NUMBER: _ClassVar[int]
+    SPATIAL_REFS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    object: str
+    image: _media_pb2.Image
+    spatial_refs: _containers.RepeatedCompositeFieldContainer[_media_pb2.SpatialRef]
+    sampling: _generation_pb2.SamplingParams
+    options: _generation_pb2.RequestOptions
+    def __init__(self, object: _Optional[str] = ..., image: _Optional[_Union[_media_pb2.Image, _Mapping]] = ..., spatial_refs: _Optional[_Iterable[_Union[_media_pb2.SpatialRef, _Mapping]]] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., options: _Optional[_Union[_generation_pb2.RequestOptions, _Mapping]] = ...) -> None: ...
+
+class PathDelta(_message.Message):
+    __slots__ = ("text", "token_index", "token_count")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_INDEX_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    token_index: int
+    token_count: int
+    def __init__(self, text: _Optional[str] = ..., token_index: _Optional[int] = ..., token_count: _Optional[int] = ...) -> None: ...
+
+class StreamSegmentResponse(_message.Message):
+    __slots__ = ("started", "box", "path_delta", "completed")
+    STARTED_FIELD_NUMBER: _ClassVar[int]
+    BOX_FIELD_NUMBER: _ClassVar[int]
+    PATH_DELTA_FIELD_NUMBER: _ClassVar[int]
+    COMPLETED_FIELD_NUMBER: _ClassVar[int]
+    started: _generation_pb2.StreamStarted
+    box: _media_pb2.NormalizedBox
+    path_delta: PathDelta
+    completed: SegmentResponse
+    def __init__(self, started: _Optional[_Union[_generation_pb2.StreamStarted, _Mapping]] = ..., box: _Optional[_Union[_media_pb2.NormalizedBox, _Mapping]] = ..., path_delta: _Optional[_Union[PathDelta, _Mapping]] = ..., completed: _Optional[_Union[SegmentResponse, _Mapping]] = ...) -> None: ...
 
 class GazeRequest(_message.Message):
     __slots__ = ("image", "eye", "sampling", "options")

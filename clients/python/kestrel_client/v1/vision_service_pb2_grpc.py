@@ -78,6 +78,11 @@ class VisionServiceStub(object):
                 request_serializer=kestrel_dot_v1_dot_vision__service__pb2.SegmentRequest.SerializeToString,
                 response_deserializer=kestrel_dot_v1_dot_vision__service__pb2.SegmentResponse.FromString,
                 _registered_method=True)
+        self.StreamSegment = channel.unary_stream(
+                '/kestrel.v1.VisionService/StreamSegment',
+                request_serializer=kestrel_dot_v1_dot_vision__service__pb2.StreamSegmentRequest.SerializeToString,
+                response_deserializer=kestrel_dot_v1_dot_vision__service__pb2.StreamSegmentResponse.FromString,
+                _registered_method=True)
         self.Gaze = channel.unary_unary(
                 '/kestrel.v1.VisionService/Gaze',
                 request_serializer=kestrel_dot_v1_dot_vision__service__pb2.GazeRequest.SerializeToString,
@@ -149,6 +154,15 @@ class VisionServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def StreamSegment(self, request, context):
+        """Finds the outline of an object while it is being drawn. The stream is `started`, then `box` once the object is
+        found, then any number of `path_delta`, then exactly one `completed`, equal to the response of `Segment`. A failure
+        ends the stream with a gRPC status and without `completed`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Gaze(self, request, context):
         """Finds the place in the image that somebody in it looks at.
         """
@@ -193,6 +207,11 @@ def add_VisionServiceServicer_to_server(servicer, server):
                     servicer.Segment,
                     request_deserializer=kestrel_dot_v1_dot_vision__service__pb2.SegmentRequest.FromString,
                     response_serializer=kestrel_dot_v1_dot_vision__service__pb2.SegmentResponse.SerializeToString,
+            ),
+            'StreamSegment': grpc.unary_stream_rpc_method_handler(
+                    servicer.StreamSegment,
+                    request_deserializer=kestrel_dot_v1_dot_vision__service__pb2.StreamSegmentRequest.FromString,
+                    response_serializer=kestrel_dot_v1_dot_vision__service__pb2.StreamSegmentResponse.SerializeToString,
             ),
             'Gaze': grpc.unary_unary_rpc_method_handler(
                     servicer.Gaze,
@@ -398,6 +417,33 @@ class VisionService(object):
             '/kestrel.v1.VisionService/Segment',
             kestrel_dot_v1_dot_vision__service__pb2.SegmentRequest.SerializeToString,
             kestrel_dot_v1_dot_vision__service__pb2.SegmentResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StreamSegment(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kestrel.v1.VisionService/StreamSegment',
+            kestrel_dot_v1_dot_vision__service__pb2.StreamSegmentRequest.SerializeToString,
+            kestrel_dot_v1_dot_vision__service__pb2.StreamSegmentResponse.FromString,
             options,
             channel_credentials,
             insecure,

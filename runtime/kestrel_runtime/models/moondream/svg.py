@@ -1,61 +1,92 @@
-"""Converts the path words that the model generates to SVG path text over the unit square."""
+"""Converts the path words that the model generates to SVG path text over the unit square, as they come."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 UNITS_PER_SIDE = 960
 """The integer that stands for the full side of the box."""
 
 _NUM_ARGUMENTS = {"M": 2, "L": 2, "H": 1, "V": 1, "C": 6, "S": 4, "Q": 4, "T": 2, "A": 7, "Z": 0}
 _ARC_UNSCALED = {2, 3, 4}  # the rotation and the two flags of an arc are not lengths
+_MAX_DIGITS = 9
+_COMMANDS = frozenset("".join(_NUM_ARGUMENTS) + "".join(_NUM_ARGUMENTS).lower())
 
 
-def svg_path(words: Sequence[str]) -> str:
-    """Join command letters and integers ("-" negates the next) into a path scaled to [0, 1].
+class PathWriter:
+    """Joins command letters and integers ("-" negates the next) into a path scaled to [0, 1].
 
-    Parsing stops at the first word that is neither, at a first command that is no move, and at an arc whose flags
-    are not 0 or 1. An incomplete last group of arguments is dropped. So the result is always valid.
+    Reading stops at the first word that is neither, at a first command that is no move, at an integer of more than
+    9 digits, and at an arc whose flags are not 0 or 1. A group of arguments is written when it is complete, and
+    dropped where another command interrupts it. So what is written is a valid path after every word.
     """
-    parts: list[str] = []
-    command = ""
-    arguments: list[int] = []
-    is_first_group = True
-    for word in _integers_and_letters(words):
-        if isinstance(word, str):
-            if not parts and word not in "Mm":
-                break
-            command, arguments = word, []
-            if command in "Zz":
-                parts.append(command)
-            is_first_group = True
-        elif not command or command in "Zz":
-            break
-        else:
-            arguments.append(word)
-            if len(arguments) == _NUM_ARGUMENTS[command.upper()]:
-                if command in "Aa" and not {0, 1}.issuperset(arguments[3:5]):
-                    break
-                # A repeated group has no letter. After M it draws lines, as in SVG.
-                parts += [command] * is_first_group
-                parts += _scaled(command, arguments)
-                arguments, is_first_group = [], False
-    return " ".join(parts)
 
+    def __init__(self) -> None:
+        self.path = ""
+        """What has been written, joined."""
+        self._is_at_end = False
+        self._has_dropped = False
+        self._sign = 1
+        self._command = ""
+        self._arguments: list[int] = []
+        self._is_first_group = True
 
-def _integers_and_letters(words: Sequence[str]) -> Iterator[str | int]:
-    sign = 1
-    for word in words:
+    @property
+    def is_partial(self) -> bool:
+        """Whether the words were more than the path is, or the path is empty."""
+        return not self.path or self._is_at_end or self._has_dropped or self._is_within_command
+
+    def push(self, word: str) -> str:
+        """Add a word; returns what it adds to the path."""
+        if self._is_at_end:
+            return ""
+        parts = self._read(word)
+        text = " ".join([""] * bool(parts and self.path) + parts)
+        self.path += text
+        return text
+
+    def _read(self, word: str) -> list[str]:
         digits = word.removeprefix("-")
         if len(digits) < len(word):
-            sign = -1
-        if digits.isdecimal() and digits.isascii():
-            yield sign * int(digits)
-            sign = 1
-        elif sign == 1 and len(word) == 1 and word.upper() in _NUM_ARGUMENTS:
-            yield word
-        elif digits:
-            return
+            self._sign = -1
+        if digits.isdecimal() and digits.isascii() and len(digits) <= _MAX_DIGITS:
+            sign, self._sign = self._sign, 1
+            return self._take_number(sign * int(digits))
+        if self._sign == 1 and word in _COMMANDS:
+            return self._take_command(word)
+        self._is_at_end = bool(digits)
+        return []
+
+    def _take_command(self, letter: str) -> list[str]:
+        if not self.path and letter not in "Mm":
+            self._is_at_end = True
+            return []
+        self._has_dropped |= self._is_within_command
+        self._command, self._arguments, self._is_first_group = letter, [], True
+        return [letter] if letter in "Zz" else []
+
+    def _take_number(self, number: int) -> list[str]:
+        command = self._command
+        if not command or command in "Zz":
+            self._is_at_end = True
+            return []
+        arguments = self._arguments
+        arguments.append(number)
+        if len(arguments) < _NUM_ARGUMENTS[command.upper()]:
+            return []
+        if command in "Aa" and not {0, 1}.issuperset(arguments[3:5]):
+            self._is_at_end = True
+            return []
+        # A repeated group has no letter. After M it draws lines, as in SVG.
+        parts = [command] * self._is_first_group + list(_scaled(command, arguments))
+        self._arguments, self._is_first_group = [], False
+        return parts
+
+    @property
+    def _is_within_command(self) -> bool:
+        """Whether an argument is missing: of a group that has begun, behind a minus, or behind a letter."""
+        lacks_first = self._command not in ("", "Z", "z") and self._is_first_group
+        return lacks_first or bool(self._arguments) or self._sign == -1
 
 
 def _scaled(command: str, arguments: list[int]) -> Iterator[str]:

@@ -5,14 +5,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kestrel_runtime.models.moondream.svg import UNITS_PER_SIDE, svg_path
+from kestrel_runtime.models.moondream.svg import UNITS_PER_SIDE, PathWriter
 
 NUM_ARGUMENTS = {"M": 2, "L": 2, "H": 1, "V": 1, "C": 6, "S": 4, "Q": 4, "T": 2, "A": 7, "Z": 0}
 LETTERS = "MmLlHhVvCcSsQqTtAaZz"
 
 
+def written(words):
+    writer = PathWriter()
+    pieces = [writer.push(word) for word in words]
+    assert "".join(pieces) == writer.path
+    return writer
+
+
+def svg_path(words):
+    return written(words).path
+
+
 def path(text):
     return svg_path(text.split())
+
+
+def is_partial(text):
+    return written(text.split()).is_partial
 
 
 @pytest.mark.parametrize(
@@ -60,7 +75,7 @@ def test_an_incomplete_last_group_is_dropped():
     assert path("M 0 0 C 96 96 96 96 96") == "M 0 0"
 
 
-@pytest.mark.parametrize("word", ["hello", "M5", "1.5", "5-", "--5", "-M", "²", "٣", "_"])
+@pytest.mark.parametrize("word", ["hello", "M5", "1.5", "5-", "--5", "-M", "²", "٣", "_", "ſ", "MM"])
 def test_reading_stops_at_a_word_that_is_neither_letter_nor_integer(word):
     assert path(f"M 0 0 {word} L 96 96") == "M 0 0"
 
@@ -71,6 +86,30 @@ def test_a_minus_before_a_letter_ends_the_path():
 
 def test_a_number_after_a_closed_path_ends_it():
     assert path("M 0 0 Z 96 96 L 96 96") == "M 0 0 Z"
+
+
+@pytest.mark.parametrize("digits", ["1" * 10, "9" * 400, "0" * 5000])
+def test_a_number_without_measure_ends_the_path(digits):
+    assert path(f"M 0 0 L 96 {digits} L 96 96") == "M 0 0"
+
+
+def test_pieces_are_whole_groups_of_arguments():
+    writer = PathWriter()
+    pieces = [writer.push(word) for word in "M 96 192 L 0 0 96 96 Z".split()]
+    assert pieces == ["", "", "M 0.1 0.2", "", "", " L 0 0", "", " 0.1 0.1", " Z"]
+
+
+@pytest.mark.parametrize("words", ["M 0 0 L 96 96 Z", "m 0 0 h - 96", "M 0 0 96 96"])
+def test_a_path_of_all_words_is_whole(words):
+    assert not is_partial(words)
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["", "L 1 1", "M", "M 0", "M 0 0 x", "M 0 0 L", "M 0 0 L 96", "M 0 0 -", "M 0 0 L Z", "M 0 0 L 96 Z", "M 0 0 Z 5"],
+)
+def test_a_path_that_lacks_something_is_partial(words):
+    assert is_partial(words)
 
 
 @pytest.mark.parametrize("flags", ["2 0", "0 2", "- 1 0", "0 -1"])

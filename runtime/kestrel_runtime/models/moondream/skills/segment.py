@@ -8,7 +8,15 @@ range from 0 to 960 over the box. Source: the baseline engine's description of t
 from __future__ import annotations
 
 from kestrel_runtime.api.engine import SkillDefaults
-from kestrel_runtime.api.events import FinishReason, SegmentMask, SegmentOutput, TextDelta
+from kestrel_runtime.api.events import (
+    Box,
+    FinishReason,
+    OutlineBox,
+    SegmentMask,
+    SegmentOutput,
+    TextChannel,
+    TextDelta,
+)
 from kestrel_runtime.api.requests import Segment
 from kestrel_runtime.interfaces.output import OutputParser
 from kestrel_runtime.interfaces.token_grammar import Grammar, GrammarState
@@ -17,7 +25,7 @@ from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.models.moondream.skills.base import DEFAULT_MAX_TOKENS, Skill, framed_prompt
 from kestrel_runtime.models.moondream.skills.detect import box_around
-from kestrel_runtime.models.moondream.svg import svg_path
+from kestrel_runtime.models.moondream.svg import PathWriter
 
 
 class SegmentSkill(Skill):
@@ -36,7 +44,10 @@ class SegmentSkill(Skill):
 
 
 class _SegmentParser(OutputParser):
-    """Keeps the first two coordinates, the first size and every text token."""
+    """Takes the first two coordinates, the first size and every text token.
+
+    The box is told as soon as it is known, and then the path, in pieces that are whole commands.
+    """
 
     grammar = Grammar((GrammarState(TokenRule(is_spatial=True), 0),))
 
@@ -47,25 +58,44 @@ class _SegmentParser(OutputParser):
         self._num_tokens = 0
         self._coordinates: list[float] = []
         self._size: tuple[float, ...] = ()
-        self._words: list[str] = []
+        self._box: Box | None = None
+        self._path = PathWriter()
+        self._num_path_tokens = 0
+        # Of the path's text and tokens, what has been told.
+        self._num_chars_told = 0
+        self._num_tokens_told = 0
 
-    def parse(self, token: Token) -> list[TextDelta]:
+    def parse(self, token: Token) -> list[TextDelta | OutlineBox]:
         if token.id == self._eos_id:
             self.finish_reason = FinishReason.STOP
             return []
         self._num_tokens += 1
+        if self._num_tokens == self._max_tokens:
+            self.finish_reason = FinishReason.LENGTH
         if len(token.value) == 1:
             self._coordinates.append(token.value[0])
         elif token.value:
             self._size = self._size or token.value
         elif word := self._tokenizer.decode([token.id]).strip():  # control ids decode to nothing
-            self._words.append(word)
-        if self._num_tokens == self._max_tokens:
-            self.finish_reason = FinishReason.LENGTH
-        return []
+            self._num_path_tokens += 1
+            self._path.push(word)
+        return [*self._new_box(), *self._new_text()]
 
     def output(self) -> SegmentOutput:
-        if len(self._coordinates) < 2 or not self._size:
+        if self._box is None:
             return SegmentOutput(())
-        box = box_around(*self._coordinates[:2], *self._size)
-        return SegmentOutput((SegmentMask(svg_path(self._words), box),))
+        is_partial = self._path.is_partial or self.finish_reason is FinishReason.LENGTH
+        return SegmentOutput((SegmentMask(self._path.path, self._box, is_partial),))
+
+    def _new_box(self) -> list[OutlineBox]:
+        if self._box is not None or len(self._coordinates) < 2 or not self._size:
+            return []
+        self._box = box_around(*self._coordinates[:2], *self._size)
+        return [OutlineBox(self._box)]
+
+    def _new_text(self) -> list[TextDelta]:
+        if self._box is None or len(self._path.path) == self._num_chars_told:
+            return []
+        text, start = self._path.path[self._num_chars_told :], self._num_tokens_told
+        self._num_chars_told, self._num_tokens_told = len(self._path.path), self._num_path_tokens
+        return [TextDelta(text, TextChannel.PATH, start, self._num_path_tokens - start)]

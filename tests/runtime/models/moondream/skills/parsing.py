@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from kestrel_runtime.api.events import Output, TextChannel, TextDelta
+from kestrel_runtime.api.events import Output, Piece, TextChannel, TextDelta
 from kestrel_runtime.api.requests import BoxRef, PointRef
 from kestrel_runtime.interfaces.output import OutputParser
 from kestrel_runtime.interfaces.tokens import Token
@@ -60,9 +60,9 @@ def size(width: float, height: float) -> Token:
     return Token(SIZE, (width, height))
 
 
-def consume(parser: OutputParser, tokens: Iterable[Token]) -> list[TextDelta]:
-    """Have a parser consume tokens that its rule lets pass; returns what it emits."""
-    deltas: list[TextDelta] = []
+def consume(parser: OutputParser, tokens: Iterable[Token]) -> list[Any]:
+    """Have a parser consume tokens that its rule lets pass; returns the pieces that it emits."""
+    deltas: list[Piece] = []
     for token in tokens:
         assert parser.finish_reason is None, f"{token} comes after the end"
         assert may_come(parser, token), f"{token} breaks {parser.rule}"
