@@ -29,6 +29,7 @@ from kestrel_runtime.api.events import (
     FinishReason,
     Grounding,
     Location,
+    OutlineBox,
     Output,
     PointOutput,
     QueryOutput,
@@ -70,6 +71,11 @@ def answers(request: Request) -> list[Event]:
         if isinstance(output, QueryOutput) and output.reasoning is not None:
             deltas.append(TextDelta(output.reasoning.text, TextChannel.REASONING, 0, 2))
         deltas += [TextDelta(text[:3], TextChannel.ANSWER, 0, 1), TextDelta(text[3:], TextChannel.ANSWER, 1, 2)]
+    if isinstance(output, SegmentOutput):
+        for mask in output.segments:
+            path = mask.svg_path
+            pieces = [TextDelta(path[:5], TextChannel.PATH, 0, 3), TextDelta(path[5:], TextChannel.PATH, 3, 4)]
+            deltas += [OutlineBox(mask.box), *pieces]
     return [Started(Usage(735, 729)), *deltas, Finished(output, FinishReason.STOP, usage, TIMING)]
 
 
@@ -231,7 +237,7 @@ class FakeEngine:
                     elif isinstance(item, BaseException):
                         raise item
                     else:
-                        assert isinstance(item, Started | TextDelta | Finished)
+                        assert isinstance(item, Event)
                         stream.deliver([item])
         except TimeoutError:
             stream.deliver([], DeadlineExceeded("the deadline passed"))

@@ -50,7 +50,8 @@ ANSWER_PIECES = ("A red ", "kite – ", "höher.")
 CAPTION_PIECES = ("Two", " boxes.")
 THOUGHT = "look there"
 BOX = media_pb2.NormalizedBox(x_min=0.25, y_min=0.125, x_max=0.75, y_max=0.5)
-SVG_PATH = "M 0 0 L 1 0 L 1 1 Z"
+SVG_PIECES = ("M 0 0", " L 1 0", " L 1 1 Z")
+SVG_PATH = "".join(SVG_PIECES)
 
 
 def answer(pieces: tuple[str, ...], thought: str) -> Iterator[Any]:
@@ -76,6 +77,24 @@ def query_result(pieces: tuple[str, ...] = ANSWER_PIECES, thought: str = "") -> 
 def caption_result() -> Any:
     """A whole caption."""
     return vision_service_pb2.CaptionResult(caption="".join(CAPTION_PIECES), info=INFO)
+
+
+def outline(object: str) -> Iterator[Any]:
+    """The events of an outline."""
+    response = vision_service_pb2.StreamSegmentResponse
+    yield response(started=STARTED)
+    whole = segment_response(object)
+    for segment in whole.segments:
+        yield response(box=segment.box)
+        for index, piece in enumerate(SVG_PIECES):
+            yield response(path_delta=vision_service_pb2.PathDelta(text=piece, token_index=index, token_count=1))
+    yield response(completed=whole)
+
+
+def segment_response(object: str) -> Any:
+    """A whole outline; that of a "cloud" is partial, and there is no "unicorn"."""
+    segment = vision_service_pb2.Segment(svg_path=SVG_PATH, box=BOX, is_partial=object == "cloud")
+    return vision_service_pb2.SegmentResponse(segments=[segment] * (object != "unicorn"), info=INFO)
 
 
 def status(code: int, message: str, *details: Any) -> status_pb2.Status:
@@ -144,8 +163,11 @@ class CannedVision(vision_service_pb2_grpc.VisionServiceServicer):
 
     def Segment(self, request: Any, context: Any) -> Any:
         self._receive(request, context)
-        segment = vision_service_pb2.Segment(svg_path=SVG_PATH, box=BOX)
-        return vision_service_pb2.SegmentResponse(segments=[segment], info=INFO)
+        return segment_response(request.object)
+
+    def StreamSegment(self, request: Any, context: Any) -> Iterator[Any]:
+        self._receive(request, context)
+        yield from self._until_cancelled(outline(request.object), context)
 
     def Gaze(self, request: Any, context: Any) -> Any:
         self._receive(request, context)

@@ -13,12 +13,14 @@ from google.rpc import code_pb2
 
 from kestrel_client import (
     AsyncClient,
+    AsyncSegmentStream,
     AsyncTextStream,
     Cancelled,
     Client,
     DeadlineExceeded,
     InvalidRequest,
     Point,
+    SegmentStream,
     TextChannel,
     TextStream,
     Unavailable,
@@ -51,6 +53,9 @@ async def test_every_skill_returns_what_the_blocking_client_returns(
     assert await async_client.point(PICTURE, "kite") == client.point(PICTURE, "kite")
     assert await async_client.detect(PICTURE, "kite") == client.detect(PICTURE, "kite")
     assert await async_client.segment(PICTURE, "kite") == client.segment(PICTURE, "kite")
+    outline = async_client.stream_segment(PICTURE, "kite")
+    assert [segment async for segment in outline] == list(client.stream_segment(PICTURE, "kite"))
+    assert await outline.result() == await async_client.segment(PICTURE, "kite")
     assert await async_client.gaze(PICTURE, Point(0.25, 0.5)) == client.gaze(PICTURE, Point(0.25, 0.5))
     assert await async_client.server_info() == client.server_info()
     assert await async_client.list_models() == client.list_models()
@@ -99,6 +104,15 @@ async def test_leaving_the_block_of_a_stream_cancels_its_call(
     assert await _was_cancelled(vision)
     with pytest.raises(Cancelled):
         await stream.result()
+
+
+async def test_an_outline_cancelled_midway_ends_its_call(async_client: AsyncClient, vision: CannedVision) -> None:
+    vision.endless = True
+    async with async_client.stream_segment(PICTURE, "kite") as stream:
+        assert (await anext(stream)).svg_path == ""
+    assert await _was_cancelled(vision)
+    with pytest.raises(Cancelled):
+        await anext(stream)
 
 
 async def test_a_stream_cancelled_before_its_start_never_starts(
@@ -164,7 +178,10 @@ async def test_without_a_server_calls_fail_soon() -> None:
                 await client.load()
 
 
-@pytest.mark.parametrize(("blocking", "awaiting"), [(Client, AsyncClient), (TextStream, AsyncTextStream)])
+@pytest.mark.parametrize(
+    ("blocking", "awaiting"),
+    [(Client, AsyncClient), (TextStream, AsyncTextStream), (SegmentStream, AsyncSegmentStream)],
+)
 def test_both_clients_offer_the_same_calls_with_the_same_arguments(blocking: type, awaiting: type) -> None:
     def arguments(kind: type) -> dict[str, list[tuple[str, object, object, object]]]:
         methods = inspect.getmembers(kind, inspect.isfunction)

@@ -85,6 +85,15 @@ def test_places_are_printed_one_a_line(address: str, picture: str, capsys: pytes
     ]
 
 
+def test_an_outline_that_is_partial_or_missing_is_told_apart(
+    address: str, picture: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for object in ("cloud", "unicorn"):
+        assert _run("segment", picture, object, "--address", address) == 0
+    complaints = "kestrel-grpc: the outline is not complete\nkestrel-grpc: no unicorn found\n"
+    assert capsys.readouterr() == (f"0.2500 0.1250 0.7500 0.5000 {canned.SVG_PATH}\n", complaints)
+
+
 def test_the_target_of_a_gaze_is_printed_and_drawn(
     address: str, picture: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -84,6 +84,27 @@ def test_places_come_back_as_plain_values(client: Client) -> None:
     assert client.segment(PICTURE, "kite").segments == (Segment(canned.SVG_PATH, box),)
 
 
+def test_an_outline_grows_from_its_box_to_the_whole(client: Client) -> None:
+    stream = client.stream_segment(PICTURE, "kite")
+    segments = list(stream)
+    assert [segment.svg_path for segment in segments] == ["", "M 0 0", "M 0 0 L 1 0", canned.SVG_PATH]
+    assert {segment.box for segment in segments} == {Box(0.25, 0.125, 0.75, 0.5)}
+    assert all(segment.is_partial for segment in segments)
+    assert stream.result() == client.segment(PICTURE, "kite")
+
+
+def test_an_outline_tells_whether_it_is_partial(client: Client) -> None:
+    (segment,) = client.segment(PICTURE, "cloud").segments
+    assert segment.is_partial
+    assert client.stream_segment(PICTURE, "cloud").result().segments == (segment,)
+
+
+def test_the_stream_of_an_outline_that_is_not_found_is_empty(client: Client) -> None:
+    stream = client.stream_segment(PICTURE, "unicorn")
+    assert list(stream) == []
+    assert stream.result().segments == ()
+
+
 def test_a_gaze_has_a_target_or_none(client: Client, vision: CannedVision) -> None:
     assert client.gaze(PICTURE, Point(0.25, 0.125)).target == Point(0.25, 0.5)
     assert client.gaze(PICTURE, Point(0.75, 0.125)).target is None
@@ -98,8 +119,9 @@ def test_the_image_travels_with_every_skill_and_only_if_there_is_one(client: Cli
     client.point(PICTURE, "kite")
     client.detect(PICTURE, "kite")
     client.segment(PICTURE, "kite")
+    client.stream_segment(PICTURE, "kite").result()
     client.gaze(PICTURE, Point(0.5, 0.5))
-    assert [request.image.data for request in vision.requests] == [PICTURE] * 8
+    assert [request.image.data for request in vision.requests] == [PICTURE] * 9
     client.complete_query(None, "q")
     assert not vision.requests[-1].HasField("image")
 

@@ -79,7 +79,7 @@ def test_a_cache_policy_is_sent_by_its_number(policy: Any, number: int) -> None:
 
 
 def test_references_keep_their_order_and_kind() -> None:
-    message = requests.segment("kite", (Point(0.5, 0.25), Box(0, 0, 0.5, 1)), {})
+    message = requests.segment(vision_service_pb2.SegmentRequest, "kite", (Point(0.5, 0.25), Box(0, 0, 0.5, 1)), {})
     assert [ref.WhichOneof("ref") for ref in message.spatial_refs] == ["point", "box"]
     assert message.spatial_refs[0].point.y == 0.25
     assert message.spatial_refs[1].box.x_max == 0.5
@@ -131,7 +131,7 @@ def test_an_argument_in_the_wrong_place_is_named_and_not_printed() -> None:
         lambda: requests.query(vision_service_pb2.QueryRequest, picture, None, (), {}),
         lambda: requests.point(picture, None, (), {}),
         lambda: requests.detect("kite", picture, (), {}),
-        lambda: requests.segment("kite", [picture], {}),
+        lambda: requests.segment(vision_service_pb2.SegmentRequest, "kite", [picture], {}),
         lambda: requests.image_id(picture),
     ):
         with pytest.raises(InvalidRequest, match="of type bytes") as caught:

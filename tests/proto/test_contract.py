@@ -24,6 +24,7 @@ FILES: tuple[Any, ...] = tuple(
 # `reserved` until then: a reserved number that is used later breaks the contract, as buf sees it.
 PLANNED = {
     "SegmentRequest": {3: "max_objects"},
+    "StreamSegmentRequest": {3: "max_objects"},
 }
 # In a result, `info` is last, and what is found comes before it.
 INFO_NUMBER = 15

@@ -73,7 +73,7 @@ class Segment:
         svg_path: An SVG path (the `d` attribute) whose coordinates run from 0 to 1 over `box`, not over the image:
             x from its left side to its right side, y from its top to its bottom.
         box: The box around the object, in fractions of the image's width and height.
-        is_partial: Whether the path lacks something: the model wrote what is no path, or was stopped before its end.
+        is_partial: Whether the path lacks something: the model wrote what is no path, or was stopped too early.
     """
 
     svg_path: str

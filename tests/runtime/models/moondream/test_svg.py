@@ -95,7 +95,7 @@ def test_a_number_without_measure_ends_the_path(digits):
 
 def test_pieces_are_whole_groups_of_arguments():
     writer = PathWriter()
-    pieces = [writer.push(word) for word in "M 96 192 L 0 0 96 96 Z".split()]
+    pieces = [writer.push(word) for word in ["M", "96", "192", "L", "0", "0", "96", "96", "Z"]]
     assert pieces == ["", "", "M 0.1 0.2", "", "", " L 0 0", "", " 0.1 0.1", " Z"]
 
 
@@ -106,7 +106,19 @@ def test_a_path_of_all_words_is_whole(words):
 
 @pytest.mark.parametrize(
     "words",
-    ["", "L 1 1", "M", "M 0", "M 0 0 x", "M 0 0 L", "M 0 0 L 96", "M 0 0 -", "M 0 0 L Z", "M 0 0 L 96 Z", "M 0 0 Z 5"],
+    [
+        "",
+        "L 1 1",
+        "M",
+        "M 0",
+        "M 0 0 x",
+        "M 0 0 L",
+        "M 0 0 L 96",
+        "M 0 0 -",
+        "M 0 0 L Z",
+        "M 0 0 L 96 Z",
+        "M 0 0 Z 5",
+    ],
 )
 def test_a_path_that_lacks_something_is_partial(words):
     assert is_partial(words)

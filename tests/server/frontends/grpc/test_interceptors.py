@@ -19,11 +19,11 @@ from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_grpc.frontends.grpc.http2 import UNREAD_BYTES
 from kestrel_grpc.wire import call_groups
 from kestrel_runtime.api.errors import EngineUnavailable
-from kestrel_runtime.api.events import Started, TextChannel, TextDelta, Usage
+from kestrel_runtime.api.events import Box, OutlineBox, Started, TextChannel, TextDelta, Usage
 from tests.fakes import HOLD, FakeEngine, much_text
 from tests.journey import http2
 from tests.journey.http2 import Http2Client, framed, messages_in
-from tests.server.serving import Serving, details_of, open_channel, reason_of, server_deadline, serving
+from tests.server.serving import IMAGE, Serving, details_of, open_channel, reason_of, server_deadline, serving
 
 QUERY = wire.QueryRequest(question="?")
 COMPLETE_QUERY = wire.CompleteQueryRequest(question="?")
@@ -104,6 +104,17 @@ async def test_stream_cancelled_midway_cancels_its_request() -> None:
     async with serving(FakeEngine(stalls)) as rig:
         stream = rig.vision.Query(QUERY)
         await read(stream, 2)
+        stream.cancel()
+        await rig.engine.is_idle.wait()
+        assert rig.engine.num_cancelled == 1
+
+
+async def test_an_outline_cancelled_midway_cancels_its_request() -> None:
+    box, path = OutlineBox(Box(0.0, 0.0, 1.0, 1.0)), TextDelta("M 0 0", TextChannel.PATH, 0, 3)
+    async with serving(FakeEngine(lambda _: [Started(Usage(1, 0)), box, path, HOLD])) as rig:
+        stream = rig.vision.StreamSegment(wire.StreamSegmentRequest(object="bird", image=IMAGE))
+        kinds = [message.WhichOneof("event") for message in await read(stream, 3)]
+        assert kinds == ["started", "box", "path_delta"]
         stream.cancel()
         await rig.engine.is_idle.wait()
         assert rig.engine.num_cancelled == 1

@@ -10,8 +10,22 @@ import pytest
 from kestrel_client.v1 import generation_pb2
 from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_grpc.frontends.grpc.vision_service import gaze_response
-from kestrel_runtime.api.events import Finished, FinishReason, PointOutput, Timing, Usage
+from kestrel_runtime.api.events import (
+    Box,
+    Finished,
+    FinishReason,
+    OutlineBox,
+    PointOutput,
+    SegmentMask,
+    SegmentOutput,
+    Started,
+    TextChannel,
+    TextDelta,
+    Timing,
+    Usage,
+)
 from kestrel_runtime.api.requests import Caption, Detect, Gaze, Point, PointRef, Query, Segment
+from tests.fakes import FakeEngine
 from tests.server.serving import IMAGE, serving
 
 
@@ -39,6 +53,45 @@ async def test_caption_streams_started_deltas_and_the_whole() -> None:
     assert messages[0].started.model == "fake"
     deltas = [message.delta.text for message in messages[1:-1]]
     assert "".join(deltas) == messages[-1].completed.caption == "a short kestrel"
+
+
+async def test_segments_stream_the_box_and_then_the_path() -> None:
+    fields: Any = {"object": "bird", "image": IMAGE}
+    metadata = (("x-request-id", "same"),)
+    async with serving() as rig:
+        stream = rig.vision.StreamSegment(wire.StreamSegmentRequest(**fields), metadata=metadata)
+        messages = [message async for message in stream]
+        whole = await rig.vision.Segment(wire.SegmentRequest(**fields), metadata=metadata)
+    assert rig.engine.requests == [Segment("bird", IMAGE.data)] * 2
+    kinds = [message.WhichOneof("event") for message in messages]
+    assert kinds == ["started", "box", "path_delta", "completed"]  # the pieces of the path came at once
+    started, box, delta, completed = messages
+    assert (started.started.model, started.started.usage.input_token_count) == ("fake", 735)
+    assert box.box == whole.segments[0].box
+    assert delta.path_delta == wire.PathDelta(text=whole.segments[0].svg_path, token_index=0, token_count=7)
+    assert completed.completed == whole
+    assert not whole.segments[0].is_partial
+
+
+async def test_a_partial_outline_says_so() -> None:
+    masks = (SegmentMask("M 0 0", Box(0.0, 0.0, 1.0, 1.0), is_partial=True),)
+    finished = Finished(SegmentOutput(masks), FinishReason.STOP, Usage(1, 1), Timing(0.0, 0.0, 0.0, 0.0, 0.0))
+    async with serving(FakeEngine(lambda _: [Started(Usage(1, 1)), finished])) as rig:
+        request = wire.SegmentRequest(object="bird", image=IMAGE)
+        assert (await rig.vision.Segment(request)).segments[0].is_partial
+
+
+async def test_the_path_of_a_slow_reader_is_joined_and_the_box_is_not_lost() -> None:
+    box = OutlineBox(Box(0.0, 0.0, 0.5, 1.0))
+    pieces = [TextDelta(" L 0 1" * 100, TextChannel.PATH, index, 1) for index in range(2000)]
+    finished = Finished(SegmentOutput(()), FinishReason.STOP, Usage(1, 1), Timing(0.0, 0.0, 0.0, 0.0, 0.0))
+    async with serving(FakeEngine(lambda _: [Started(Usage(1, 1)), box, *pieces, finished])) as rig:
+        stream = rig.vision.StreamSegment(wire.StreamSegmentRequest(object="bird", image=IMAGE))
+        await rig.engine.num_submitted.acquire()
+        await rig.engine.is_idle.wait()
+        messages = [message async for message in stream]
+    assert [message.WhichOneof("event") for message in messages] == ["started", "box", "path_delta", "completed"]
+    assert messages[2].path_delta.token_count == 2000
 
 
 async def test_unary_twins_return_what_the_streams_complete_with() -> None:

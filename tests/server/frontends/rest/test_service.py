@@ -72,7 +72,11 @@ def with_metrics(**result: Any) -> dict[str, Any]:
             {"points": [{"x": 0.5, "y": 0.25}, {"x": 0.75, "y": 0.5}]},
         ),
         ("detect", {"image_url": IMAGE_URL, "object": "bird"}, {"objects": [BOX]}),
-        ("segment", {"image_url": IMAGE_URL, "object": "bird"}, {"path": "M 0 0 L 1 1 z", "bbox": BOX}),
+        (
+            "segment",
+            {"image_url": IMAGE_URL, "object": "bird"},
+            {"path": "M 0 0 L 1 1 z", "bbox": BOX, "partial": False},
+        ),
         ("gaze", {"image_url": IMAGE_URL, "eye": [0.5, 0.25]}, {"points": [{"x": 0.25, "y": 0.75}]}),
     ],
 )

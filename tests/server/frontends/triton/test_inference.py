@@ -80,7 +80,7 @@ async def test_every_skill_takes_its_inputs() -> None:
     assert facts(points)["points"] == [{"x": 0.5, "y": 0.25}, {"x": 0.75, "y": 0.5}]
     box = {"x_min": 0.125, "y_min": 0.25, "x_max": 0.5, "y_max": 0.75}
     assert facts(boxes)["objects"] == [box]
-    assert facts(outlines)["segments"] == [{"svg_path": "M 0 0 L 1 1 z", "bbox": box}]
+    assert facts(outlines)["segments"] == [{"svg_path": "M 0 0 L 1 1 z", "bbox": box, "partial": False}]
     assert facts(thought)["reasoning"] == {
         "text": "A bird.",
         "grounding": [{"start_idx": 2, "end_idx": 6, "points": [{"x": 0.5, "y": 0.25}]}],
