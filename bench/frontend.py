@@ -59,6 +59,7 @@ from kestrel_runtime.api.events import (
     Started,
     TextChannel,
     TextDelta,
+    TextEvent,
     Timing,
     Usage,
 )
@@ -77,7 +78,7 @@ _USAGE = Usage(735, 729, NUM_DELTAS)
 # Each piece goes on with another channel than the one before: pieces of one would be joined while they wait, and
 # what is measured is the cost of a message.
 _CHANNELS = (TextChannel.REASONING, TextChannel.ANSWER)
-EVENTS: tuple[Event, ...] = (
+EVENTS: tuple[TextEvent, ...] = (
     Started(Usage(735, 729)),
     *(TextDelta(" kestrel", _CHANNELS[index % 2], index // 2, 1) for index in range(NUM_DELTAS)),
     Finished(

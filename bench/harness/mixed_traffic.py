@@ -66,6 +66,7 @@ class MixedTraffic:
             "Point": self._point,
             "Detect": self._detect,
             "Segment": self._segment,
+            "StreamSegment": self._stream_segment,
         }
 
     async def burst(self, num_calls: int) -> None:
@@ -220,6 +221,9 @@ class MixedTraffic:
 
     async def _segment(self, client: AsyncClient, chance: random.Random) -> Any:
         return await client.segment(self._picture(chance), chance.choice(_OBJECTS))
+
+    async def _stream_segment(self, client: AsyncClient, chance: random.Random) -> Any:
+        return await client.stream_segment(self._picture(chance), chance.choice(_OBJECTS)).result()
 
     def _picture(self, chance: random.Random) -> bytes:
         """Often small, seldom large. Half of the pictures are new, so that caches have hits and misses."""

@@ -42,6 +42,21 @@ async def test_two_hundred_cancelled_requests_leave_no_page_behind(live_server: 
     await live_server.assert_empty()
 
 
+async def test_outlines_cancelled_early_and_late_leave_no_page_behind(
+    live_server: LiveServer,
+) -> None:
+    request = wire.StreamSegmentRequest(object="hello", image={"data": IMAGE}, sampling={"temperature": 50.0})
+
+    async def leave(num_messages: int) -> None:
+        call = live_server.stub.StreamSegment(request)
+        for _ in range(num_messages):
+            await call.read()
+        call.cancel()
+
+    await asyncio.gather(*(leave(number % 2) for number in range(24)))
+    await live_server.assert_empty()
+
+
 async def test_deadlines_at_every_stage_leave_no_page_behind(live_server: LiveServer) -> None:
     async def wait_until_too_late(number: int) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -3,6 +3,10 @@
 The model generates two coordinates and a size, then text tokens that spell path commands and integers. The integers
 range from 0 to 960 over the box. Source: the baseline engine's description of the format (`skills/segment.py`,
 `utils/svg.py`). Here arguments are grouped by command, so that H, V and A have the right number of them.
+
+Outlines are as the model draws them. The baseline engine refines them with a second network, from the features of
+the vision encoder; its weights are gated, so there is nothing to test an implementation with. It would take the
+path and the box that `_SegmentParser.output` returns, behind the last token.
 """
 
 from __future__ import annotations
