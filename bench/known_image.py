@@ -72,10 +72,13 @@ def engine_costs(num_requests: int, num_at_once: int, num_rounds: int) -> Iterat
         engine.close()
 
 
-def server_costs(seconds: float, num_at_once: int, num_rounds: int) -> Iterator[dict[str, float]]:
-    """Processor µs of a request through gRPC, round by round. Raises RuntimeError where one fails or misses."""
+def server_costs(name: str, seconds: float, num_at_once: int, num_rounds: int) -> Iterator[dict[str, float]]:
+    """Processor µs of a request of a workload through gRPC, round by round.
+
+    Raises RuntimeError where one fails or misses the cache.
+    """
     options = ("--device", "cpu", "--max-batch-size", str(num_at_once))
-    workload = WORKLOADS["cached"]
+    workload = WORKLOADS[name]
     with (
         started_server(options, program="bench.harness.instant_steps") as server,
         LoadProcesses(server.address, 1, 1) as load,
@@ -134,7 +137,9 @@ def main() -> int:
     arguments = parser.parse_args()
     print("processor time of a request in µs, medians (and that of all threads by round)")
     print(as_text("engine", list(engine_costs(arguments.requests, arguments.at_once, arguments.rounds))))
-    print(as_text("server", list(server_costs(arguments.seconds, arguments.at_once, arguments.rounds))))
+    for name, workload in (("server, streamed", "cached"), ("server, whole", "cached-whole")):
+        costs = server_costs(workload, arguments.seconds, arguments.at_once, arguments.rounds)
+        print(as_text(name, list(costs)))
     return 0
 
 

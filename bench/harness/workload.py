@@ -53,6 +53,8 @@ class Workload:
     num_tokens: int
     repeat_share: float = 0.0
     """Of requests with `Picture.REPEATED`."""
+    is_streamed: bool = True
+    """Whether the answer comes in pieces, by `Query`, or whole, by `CompleteQuery`."""
 
     @property
     def description(self) -> str:
@@ -63,7 +65,8 @@ class Workload:
             Picture.SAME: "a question about the one picture that all requests show",
             Picture.REPEATED: f"a question about a picture; in {self.repeat_share:.0%} of requests a popular one",
         }[self.picture]
-        return f"{picture}, answered with {self.num_tokens} tokens"
+        ending = "" if self.is_streamed else " in one message"
+        return f"{picture}, answered with {self.num_tokens} tokens{ending}"
 
     def question(self, number: int) -> str:
         """The question of the request with this number."""
@@ -80,6 +83,7 @@ WORKLOADS: Mapping[str, Workload] = MappingProxyType(
             Workload("cot", Picture.UNIQUE, 33),
             Workload("long", Picture.UNIQUE, 256),
             Workload("cached", Picture.SAME, 3),
+            Workload("cached-whole", Picture.SAME, 3, is_streamed=False),
             Workload("text", Picture.NONE, 300),
             Workload("repeats-0", Picture.REPEATED, 3, 0.0),
             Workload("repeats-50", Picture.REPEATED, 3, 0.5),
