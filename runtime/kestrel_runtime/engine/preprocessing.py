@@ -254,6 +254,10 @@ class Preprocessor:
             if self._image_cache and digest is not None:
                 embedding_key = self._key_maker.embedding_key(digest, namespace)
         sampling, defaults = request.sampling, skill.defaults
+        parser = skill.new_parser(request, self._tokenizer, config)
+        max_context = self._max_context
+        if parser.max_tokens is not None:
+            max_context = min(max_context, num_positions + parser.max_tokens)
         clock.prepared = time.monotonic()
         return Sequence(
             id=next(self._ids),
@@ -261,13 +265,13 @@ class Preprocessor:
             num_prompt_tokens=len(prompt),
             num_image_tokens=num_image_tokens,
             tiles=None,
-            parser=skill.new_parser(request, self._tokenizer, config),
+            parser=parser,
             temperature=defaults.temperature if sampling.temperature is None else sampling.temperature,
             top_p=defaults.top_p if sampling.top_p is None else sampling.top_p,
             seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
             controls=sampling if sampling.controls_tokens else None,
             num_logprobs=sampling.logprobs,
-            max_context=self._max_context,
+            max_context=max_context,
             clock=clock,
             fingerprint=fingerprint,
             priority=request.options.priority,

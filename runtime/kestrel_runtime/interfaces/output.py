@@ -20,6 +20,9 @@ class OutputParser(ABC):
     grammar: Grammar
     budget: int | None = None
     """Number of tokens after which the grammar's exhausted states apply; None for no limit."""
+    max_tokens: int | None = None
+    """`finish_reason` is set by this many tokens at the latest, so that no further ones need be sampled; None where
+    only the context limits them."""
     state: int = 0
     """The state of the grammar that rules the next token."""
     num_consumed: int = 0

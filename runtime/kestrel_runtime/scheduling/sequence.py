@@ -95,7 +95,7 @@ class Sequence:
     seed: int
     """Seed of its random numbers."""
     max_context: int
-    """Positions after which the sequence must end."""
+    """Positions after which the sequence must end: its context is full, or its parser takes no further token."""
     clock: SequenceClock
     controls: SamplingParams | None = None
     """Its settings where they limit the choice of tokens or adjust logits (`SamplingParams.controls_tokens`)."""
@@ -156,12 +156,12 @@ class Sequence:
 
     @property
     def is_full(self) -> bool:
-        """Whether the known tokens fill the context."""
+        """Whether the known tokens are as many as it may have."""
         return len(self.tokens) + self.num_image_tokens >= self.max_context
 
     @property
     def has_room(self) -> bool:
-        """Whether it decodes and its context can hold a token beyond those known and pending."""
+        """Whether it decodes and may have a token beyond those known and pending."""
         return self.state is SequenceState.RUNNING and self.length < self.max_context
 
     @property

@@ -78,6 +78,17 @@ def test_open_settings_take_the_skills_defaults_and_zero_is_not_open(preprocesso
     assert (greedy.temperature, greedy.top_p) == (0.0, 0.5)
 
 
+def test_a_sequence_ends_where_its_parser_takes_no_further_token_or_its_context_is_full(
+    preprocessor: Preprocessor,
+) -> None:
+    short, long = (
+        preprocessor.prepare(Query("hello", sampling=SamplingParams(max_tokens=limit)), clock())
+        for limit in (3, 4096)
+    )
+    assert short.max_context == short.num_prompt_positions + 3
+    assert long.max_context == 1000
+
+
 def test_a_seed_is_that_of_the_request_or_drawn(preprocessor: Preprocessor) -> None:
     sampling = SamplingParams(seed=3)
     first, second = (preprocessor.prepare(Query("hello", sampling=sampling), clock()) for _ in range(2))

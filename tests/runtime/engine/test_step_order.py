@@ -13,7 +13,7 @@ from kestrel_runtime.scheduling.admission import Admission, QueueLimits
 from kestrel_runtime.scheduling.batch import Batch
 from kestrel_runtime.scheduling.page_manager import PageManager
 from kestrel_runtime.scheduling.scheduler import Scheduler
-from kestrel_runtime.scheduling.sequence import SequenceState
+from kestrel_runtime.scheduling.sequence import Sequence, SequenceState
 from tests.runtime.fake_runner import FakeHandle, FakeRunner
 from tests.runtime.sequences import ShortParser, new_sequence
 
@@ -43,14 +43,32 @@ class RecordingRunner(FakeRunner):
             self.decodes_in_flight.remove(step)
 
 
-async def test_a_prefill_step_waits_for_the_tail_steps_and_for_no_other_decode_step() -> None:
-    runner = RecordingRunner()
-    fake: Any = runner
+def new_loop(runner: Any) -> EngineLoop:
     scheduler = Scheduler(PageManager(64, 4), max_batch_size=4, max_prefill_tokens=64, max_tiles_per_step=8)
     isolation = Isolation(
-        scheduler, fake, OffendingRequests(), new_probes=list, on_restart=lambda: None, on_restarted=lambda: None
+        scheduler, runner, OffendingRequests(), new_probes=list, on_restart=lambda: None, on_restarted=lambda: None
     )
-    loop = EngineLoop(scheduler, fake, isolation, Admission(QueueLimits(100, 10**9, 10**6)))
+    return EngineLoop(scheduler, runner, isolation, Admission(QueueLimits(100, 10**9, 10**6)))
+
+
+async def test_no_token_is_sampled_that_a_parser_does_not_take() -> None:
+    runner = FakeRunner()
+    sampled: list[Sequence] = []
+    runner.on_launch = lambda batch: sampled.extend(batch.sampled)
+    loop = new_loop(runner)
+    limits = [1, 2, 3, 7]
+    sequences = [new_sequence(6, max_context=6 + limit) for limit in limits]
+    for sequence, limit in zip(sequences, limits, strict=True):
+        sequence.parser = ShortParser(limit)
+        loop.add(sequence, Stream())
+    for _ in range(20):
+        loop.step()
+    assert [sampled.count(sequence) for sequence in sequences] == limits
+
+
+async def test_a_prefill_step_waits_for_the_tail_steps_and_for_no_other_decode_step() -> None:
+    runner = RecordingRunner()
+    loop = new_loop(runner)
     for number in range(60):
         sequence = new_sequence(6)
         sequence.parser = ShortParser(3 + number % 5)

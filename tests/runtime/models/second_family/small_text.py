@@ -112,11 +112,11 @@ class SmallTextParser(OutputParser):
     grammar = Grammar((GrammarState(TokenRule(), 0),))
 
     def __init__(self, tokenizer: Any, max_tokens: int) -> None:
-        self._decoder, self._max_tokens, self._text = tokenizer.text_decoder(), max_tokens, ""
+        self._decoder, self.max_tokens, self._text = tokenizer.text_decoder(), max_tokens, ""
 
     def parse(self, token: Token) -> list[TextDelta]:
         text = self._decoder.push(token.id)
-        if self.num_consumed == self._max_tokens:
+        if self.num_consumed == self.max_tokens:
             self.finish_reason = FinishReason.LENGTH
             text += self._decoder.flush()
         self._text += text

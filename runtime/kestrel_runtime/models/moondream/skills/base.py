@@ -139,7 +139,7 @@ class AnswerParser(OutputParser):
         stop = StopMatcher(sampling.stop, includes_match=sampling.include_stop) if sampling.stop else None
         self._emitter = TextEmitter(tokenizer, TextChannel.ANSWER, stop, sampling.logprobs)
         self._eos_id = config.tokenizer.eos_id
-        self._max_tokens = sampling.max_tokens or DEFAULT_MAX_TOKENS
+        self._max_answer_tokens = self.max_tokens = sampling.max_tokens or DEFAULT_MAX_TOKENS
 
     @property
     def text(self) -> str:
@@ -154,7 +154,7 @@ class AnswerParser(OutputParser):
         if token.id == self._eos_id:
             return self._end(FinishReason.STOP)
         deltas = self._emitter.push(token)
-        if self._emitter.stop_sequence is not None or self._emitter.num_tokens >= self._max_tokens:
+        if self._emitter.stop_sequence is not None or self._emitter.num_tokens >= self._max_answer_tokens:
             deltas += self.truncate()
         return deltas
 

@@ -50,7 +50,8 @@ class ObjectParser(OutputParser):
         ids = config.tokenizer
         self._eos_id = ids.eos_id
         self._max_objects = max_objects or DEFAULT_MAX_OBJECTS
-        self._max_tokens = max_tokens
+        max_values = self._max_objects * len(value_ids)
+        self.max_tokens = max_values if max_tokens is None else min(max_values, max_tokens)
         self._num_tokens = 0
         self._num_objects = 0
         self._values: list[tuple[float, ...]] = []
@@ -79,7 +80,7 @@ class ObjectParser(OutputParser):
             self._values = []
         if self._num_objects == self._max_objects:
             self.finish_reason = FinishReason.MAX_OBJECTS
-        elif self._num_tokens == self._max_tokens:
+        elif self._num_tokens == self.max_tokens:
             self.finish_reason = FinishReason.LENGTH
         return []
 

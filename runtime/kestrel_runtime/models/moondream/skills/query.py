@@ -60,7 +60,8 @@ class _QueryParser(AnswerParser):
         if request.reasoning:
             self._reasoning = _ReasoningParser(tokenizer, config, request.sampling.logprobs)
             self.grammar = Grammar(_reasoning_states(config))
-            self.budget = self._max_tokens
+            self.budget = self._max_answer_tokens
+            self.max_tokens = self.budget + 1 + self._max_answer_tokens  # the one between them begins the answer
 
     def parse(self, token: Token) -> list[TextDelta]:
         if self._reasoning is None or self._reasoning.is_over:

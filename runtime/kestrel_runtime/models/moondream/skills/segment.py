@@ -58,7 +58,7 @@ class _SegmentParser(OutputParser):
     def __init__(self, tokenizer: Tokenizer, config: MoondreamConfig, max_tokens: int) -> None:
         self._tokenizer = tokenizer
         self._eos_id = config.tokenizer.eos_id
-        self._max_tokens = max_tokens
+        self.max_tokens = max_tokens
         self._num_tokens = 0
         self._coordinates: list[float] = []
         self._size: tuple[float, ...] = ()
@@ -74,7 +74,7 @@ class _SegmentParser(OutputParser):
             self.finish_reason = FinishReason.STOP
             return []
         self._num_tokens += 1
-        if self._num_tokens == self._max_tokens:
+        if self._num_tokens == self.max_tokens:
             self.finish_reason = FinishReason.LENGTH
         if len(token.value) == 1:
             self._coordinates.append(token.value[0])

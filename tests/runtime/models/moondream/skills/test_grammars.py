@@ -2,12 +2,29 @@
 
 import pytest
 
-from kestrel_runtime.api.requests import Caption, Detect, Point, Query, Request, Segment
+from kestrel_runtime.api.requests import (
+    Caption,
+    Detect,
+    Gaze,
+    Point,
+    PointRef,
+    Query,
+    Request,
+    SamplingParams,
+    Segment,
+)
 from kestrel_runtime.interfaces.token_grammar import Grammar
+from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.models.moondream.skills import SKILLS
 from tests.runtime.execution.test_sampling import assert_same_rules, assert_same_successors
-from tests.runtime.models.moondream.skills.parsing import IMAGE, MOONDREAM_2, MOONDREAM_3, TOKENIZER
+from tests.runtime.models.moondream.skills.parsing import (
+    ID_OF_BYTE,
+    IMAGE,
+    MOONDREAM_2,
+    MOONDREAM_3,
+    TOKENIZER,
+)
 
 CONFIGS = pytest.mark.parametrize("config", [MOONDREAM_2, MOONDREAM_3], ids=["moondream2", "moondream3"])
 REQUESTS = [
@@ -38,3 +55,30 @@ def test_the_table_forbids_what_the_rules_of_the_skills_forbid(config: Moondream
 def test_two_parsers_of_one_skill_have_one_grammar() -> None:
     first, second = (grammar_of(Query(text, reasoning=True), MOONDREAM_2) for text in ("what?", "why?"))
     assert first == second
+
+
+@CONFIGS
+@pytest.mark.parametrize(
+    "request_",
+    [
+        Query("what?", sampling=SamplingParams(max_tokens=5)),
+        Query("what?", reasoning=True, sampling=SamplingParams(max_tokens=5)),
+        Caption(IMAGE, sampling=SamplingParams(max_tokens=5)),
+        Point("cat", IMAGE, max_objects=3),
+        Point("cat", IMAGE, sampling=SamplingParams(max_tokens=3)),
+        Detect("cat", IMAGE, max_objects=2),
+        Segment("cat", IMAGE, sampling=SamplingParams(max_tokens=7)),
+        Gaze(IMAGE, PointRef(0.25, 0.75)),
+    ],
+    ids=lambda request: type(request).__name__,
+)
+def test_an_answer_that_does_not_end_by_itself_has_as_many_tokens_as_its_parser_says(
+    request_: Request, config: MoondreamConfig
+) -> None:
+    parser = SKILLS[request_.skill].new_parser(request_, TOKENIZER, config)
+    values = {config.tokenizer.coord_id: (0.5,), config.tokenizer.size_id: (0.5, 0.5)}
+    while parser.finish_reason is None:
+        allowed = parser.rule.allowed
+        token_id = ID_OF_BYTE[ord("a")] if allowed is None else allowed[0]
+        parser.consume(Token(token_id, values.get(token_id, ())))
+    assert parser.num_consumed == parser.max_tokens
