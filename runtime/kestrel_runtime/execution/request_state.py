@@ -8,18 +8,23 @@ waits for the host.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import Any, LiteralString, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kestrel_runtime.execution import logit_adjustments
 from kestrel_runtime.execution.logit_adjustments import AdjustmentSettings, LogitAdjustments
-from kestrel_runtime.execution.transfer import PackedLayout, host_buffer
+from kestrel_runtime.execution.transfer import PackedLayout, StagedCopies
 from kestrel_runtime.interfaces.token_grammar import Grammar
 from kestrel_runtime.scheduling import sequence as scheduling
 
 _UNLIMITED = 2**62
+_IS_RANDOM, _IS_CONTROLLED, _WITH_LOGPROBS, _USES_ADAPTERS = 1, 2, 4, 8
+_NUM_FLAGS = 4
 _NUM_INTEGERS, _NUM_DRAW_SETTINGS = 6, 4
 _NUM_SETTINGS = _NUM_DRAW_SETTINGS + logit_adjustments.NUM_SETTINGS
 
@@ -37,6 +42,19 @@ class RowState(NamedTuple):
     budgets: Tensor
     """Tokens that may be sampled before the grammar's exhausted states apply."""
     seeds: Tensor
+
+
+class RowNeeds(NamedTuple):
+    """What any of several rows needs of a step."""
+
+    value_kinds: int
+    """Bit mask of the kinds of values that may be sampled."""
+    is_random: bool
+    is_controlled: bool
+    """Whether one has `Sequence.controls`."""
+    with_logprobs: bool
+    """Whether one has `Sequence.num_logprobs`."""
+    uses_adapters: bool
 
 
 class DrawSettings(NamedTuple):
@@ -62,57 +80,67 @@ class RequestState:
         max_pages: int,
         values_per_token: int,
         vocab_size: int,
-        has_adapters: bool = False,
     ) -> None:
         """`rule_row` tells the row of the token rules for a state of a grammar; `value_kinds`, as a bit mask, which
         kinds of values a sequence under a grammar may sample."""
         self.padding_row = num_rows
         self.max_pages = max_pages
         self.device = device
-        self.page_table = torch.zeros(num_rows + 1, max_pages, dtype=torch.int32, device=device)
+        num_floats = _NUM_SETTINGS + values_per_token
+        self._record = np.dtype(
+            {
+                "names": ["integers", "adapter_slot", "floats", "pages"],
+                "formats": [("int64", _NUM_INTEGERS), "int64", ("float32", num_floats), ("int32", max_pages)],
+            },
+            align=True,
+        )
+        # One table, so that one copy writes whole rows; its columns are views.
+        self._row_words = self._record.itemsize // torch.int64.itemsize
+        self._table = torch.zeros(num_rows + 1, self._row_words, dtype=torch.int64, device=device)
+        self.page_table = self._columns("pages", torch.int32, max_pages)
         """int32; past a sequence's end its first page is repeated: masked reads stay within its own pages."""
-        self.adapter_slots = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
+        self.adapter_slots = self._columns("adapter_slot", torch.int64, 1)[:, 0]
         """The slot of each row's adapter; 0 for none."""
-        self._integers = torch.zeros(num_rows + 1, _NUM_INTEGERS, dtype=torch.int64, device=device)
-        self._floats = torch.zeros(num_rows + 1, _NUM_SETTINGS + values_per_token, device=device)
+        self._integers = self._columns("integers", torch.int64, _NUM_INTEGERS)
+        self._floats = self._columns("floats", torch.float32, num_floats)
         self._floats[:, _NUM_DRAW_SETTINGS:_NUM_SETTINGS] = torch.tensor(logit_adjustments.NEUTRAL)
+        self._opened = StagedCopies(self._open_layout(num_rows).num_bytes, device)
         self.adjustments = LogitAdjustments(num_rows + 1, vocab_size, device)
         """Of sequences with `controls`."""
         self._rule_row = rule_row
         self._value_kinds = value_kinds
         self._num_values = values_per_token
-        self._has_adapters = has_adapters
         self._free = list(range(num_rows))[::-1]
         self._row_of: dict[int, int] = {}  # by sequence id
-        self._kinds = [0] * (num_rows + 1)
+        self._flags = [0] * (num_rows + 1)
         self._num_pages = [0] * (num_rows + 1)
 
     def open(self, sequences: Sequence[scheduling.Sequence]) -> None:
-        """Give a row to each sequence that starts its prompt; one that has a row keeps it, rewritten.
-
-        One copy to the device, in stream order.
-        """
+        """Give a row to each sequence that starts its prompt; one that has a row keeps it, rewritten. In stream
+        order."""
         if not sequences:
             return
-        count = len(sequences)
-        layout = PackedLayout(
-            {
-                "rows": ("int64", (count,)),
-                "integers": ("int64", (count, _NUM_INTEGERS)),
-                "floats": ("float32", (count, _NUM_SETTINGS + self._num_values)),
-                "adapter_slots": ("int64", (count,)),
-                "pages": ("int32", (count, self.max_pages)),
-            }
+        # Steps of similar size share their views: what is left of a size repeats the last sequence.
+        size = min(1 << (len(sequences) - 1).bit_length(), self.padding_row)
+        fields = self._opened.send(
+            size, partial(self._open_layout, size), lambda host: self._fill_rows(host, sequences)
         )
-        packed = host_buffer(layout.num_bytes, self.device)
-        fields = layout.arrays(packed)
-        fields["floats"][:] = 0
+        self._table.index_copy_(0, fields["rows"], fields["records"])
+        controlled = [sequence for sequence in sequences if sequence.controls is not None]
+        if controlled:
+            self.adjustments.open(controlled, [self.row(sequence) for sequence in controlled])
+
+    def _fill_rows(self, host: dict[str, NDArray[Any]], sequences: Sequence[scheduling.Sequence]) -> None:
+        count, rows = len(sequences), host["rows"]
+        records = host["records"].view(self._record)[:, 0]
+        integers, floats, pages = records["integers"], records["floats"], records["pages"]
+        floats[:] = 0
         for place, sequence in enumerate(sequences):
             if sequence.id not in self._row_of:
                 self._row_of[sequence.id] = self._free.pop()
             row, parser, token = self._row_of[sequence.id], sequence.parser, sequence.tokens[-1]
-            fields["rows"][place] = row
-            fields["integers"][place] = (
+            rows[place] = row
+            integers[place] = (
                 token.id,
                 len(token.value),
                 self._rule_row(parser.grammar, parser.state),
@@ -121,7 +149,7 @@ class RequestState:
                 sequence.seed,
             )
             controls = sequence.controls
-            fields["floats"][place, : _NUM_SETTINGS + len(token.value)] = (
+            floats[place, : _NUM_SETTINGS + len(token.value)] = (
                 sequence.temperature,
                 sequence.top_p,
                 0 if controls is None else controls.top_k or 0,
@@ -129,20 +157,32 @@ class RequestState:
                 *(logit_adjustments.NEUTRAL if controls is None else logit_adjustments.settings_of(controls)),
                 *token.value,
             )
-            fields["adapter_slots"][place] = sequence.adapter_slot
-            fields["pages"][place] = sequence.pages[0]
-            fields["pages"][place, : len(sequence.pages)] = sequence.pages
-            self._kinds[row] = self._value_kinds(parser.grammar)
+            records["adapter_slot"][place] = sequence.adapter_slot
+            pages[place] = sequence.pages[0]
+            pages[place, : len(sequence.pages)] = sequence.pages
+            self._flags[row] = self._flags_of(sequence)
             self._num_pages[row] = len(sequence.pages)
-        sent = layout.tensors(packed.to(self.device, non_blocking=True))
-        self._integers[sent["rows"]] = sent["integers"]
-        self._floats[sent["rows"]] = sent["floats"]
-        self.page_table[sent["rows"]] = sent["pages"]
-        if self._has_adapters:
-            self.adapter_slots[sent["rows"]] = sent["adapter_slots"]
-        controlled = [sequence for sequence in sequences if sequence.controls is not None]
-        if controlled:
-            self.adjustments.open(controlled, [self.row(sequence) for sequence in controlled])
+        rows[count:], host["records"][count:] = rows[count - 1], host["records"][count - 1]
+
+    def _flags_of(self, sequence: scheduling.Sequence) -> int:
+        kinds = self._value_kinds(sequence.parser.grammar) << _NUM_FLAGS
+        is_random, is_controlled = sequence.temperature > 0, sequence.controls is not None
+        return (
+            kinds
+            | _IS_RANDOM * is_random
+            | _IS_CONTROLLED * is_controlled
+            | _WITH_LOGPROBS * (sequence.num_logprobs is not None)
+            | _USES_ADAPTERS * (sequence.adapter_slot != 0)
+        )
+
+    def _columns(self, name: LiteralString, dtype: torch.dtype, count: int) -> Tensor:
+        """A field of the table's rows: [rows, count]."""
+        assert self._record.fields is not None, "made with fields"
+        first = self._record.fields[name][1] // dtype.itemsize
+        return self._table.view(dtype)[:, first : first + count]
+
+    def _open_layout(self, count: int) -> PackedLayout:
+        return PackedLayout({"rows": ("int64", (count,)), "records": ("int64", (count, self._row_words))})
 
     def close(self, sequence: scheduling.Sequence) -> None:
         """Free the sequence's row, if it has one."""
@@ -154,12 +194,23 @@ class RequestState:
         """The row of a sequence that has one."""
         return self._row_of[sequence.id]
 
-    def value_kinds(self, sequences: Iterable[scheduling.Sequence]) -> int:
-        """Bit mask of the kinds of values that any of the sequences may sample."""
-        kinds = 0
-        for sequence in sequences:
-            kinds |= self._kinds[self._row_of[sequence.id]]
-        return kinds
+    def needs(self, sequences: Iterable[scheduling.Sequence]) -> RowNeeds:
+        """What any of the sequences needs, as of the time when each got its row."""
+        flags, row_of, found = self._flags, self._row_of, 0
+        for sequence in sequences:  # in every step, for every sequence
+            found |= flags[row_of[sequence.id]]
+        return RowNeeds(
+            found >> _NUM_FLAGS,
+            bool(found & _IS_RANDOM),
+            bool(found & _IS_CONTROLLED),
+            bool(found & _WITH_LOGPROBS),
+            bool(found & _USES_ADAPTERS),
+        )
+
+    def rows(self, sequences: Iterable[scheduling.Sequence]) -> list[int]:
+        """The rows of sequences that have one."""
+        row_of = self._row_of
+        return [row_of[sequence.id] for sequence in sequences]
 
     def take_new_page(self, sequence: scheduling.Sequence) -> int:
         """The page that a decode step adds to the sequence's row, which counts as written; -1 for none."""

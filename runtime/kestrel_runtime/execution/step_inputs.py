@@ -18,7 +18,7 @@ from torch import Tensor
 from kestrel_runtime.execution.buckets import DecodeSize, PrefillSize
 from kestrel_runtime.execution.request_state import RequestState
 from kestrel_runtime.execution.sampling import SampleNeeds
-from kestrel_runtime.execution.transfer import PackedLayout, host_buffer
+from kestrel_runtime.execution.transfer import PackedLayout, StagedCopies, host_buffer
 from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.scheduling import sequence as scheduling
 from kestrel_runtime.scheduling.batch import Chunk
@@ -146,9 +146,7 @@ class InputBuffers:
     def __init__(self, device: torch.device, values_per_token: int) -> None:
         self._device = device
         self._values_per_token = values_per_token
-        self._static: dict[type, Tensor] = {}
-        # By size, of which there are few: the fields that captured graphs read.
-        self._targets: dict[tuple[int, ...], _Target] = {}
+        self._static: dict[type, StagedCopies] = {}
 
     def reserve(self, largest_decode: DecodeSize, largest_prefill: PrefillSize) -> None:
         """Allocate the buffers of steps with captured graphs."""
@@ -156,7 +154,7 @@ class InputBuffers:
             (DecodeFields, _decode_layout(largest_decode)),
             (PrefillFields, _prefill_layout(largest_prefill, self._values_per_token)),
         ):
-            self._static[fields] = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=self._device)
+            self._static[fields] = StagedCopies(layout.num_bytes, self._device)
 
     def decode(
         self, size: DecodeSize, fill: Callable[[DecodeFields[NDArray[Any]]], None], *, in_place: bool
@@ -180,24 +178,13 @@ class InputBuffers:
         *,
         in_place: bool,
     ) -> Any:
-        target = self._targets.get(size) if in_place else None
-        layout = new_layout(size) if target is None else target.layout
+        if in_place:
+            staged = self._static[fields]
+            return fields(**staged.send(size, lambda: new_layout(size), lambda arrays: fill(fields(**arrays))))
+        layout = new_layout(size)
         packed = host_buffer(layout.num_bytes, self._device)
         fill(fields(**layout.arrays(packed)))
-        if not in_place:
-            return fields(**layout.tensors(packed.to(self._device, non_blocking=True)))
-        if target is None:
-            buffer = self._static[fields][: layout.num_bytes]
-            target = self._targets[size] = _Target(layout, buffer, fields(**layout.tensors(buffer)))
-        target.buffer.copy_(packed, non_blocking=True)
-        return target.fields
-
-
-class _Target(NamedTuple):
-    layout: PackedLayout
-    buffer: Tensor
-    fields: Any
-    """Views of `buffer`."""
+        return fields(**layout.tensors(packed.to(self._device, non_blocking=True)))
 
 
 def fill_decode(
@@ -206,7 +193,7 @@ def fill_decode(
     """Lay out a decode step of `sequences`; the rest of the rows is padding."""
     count = len(sequences)
     fields.rows[count:], fields.positions[count:], fields.new_pages[count:] = state.padding_row, -1, -1
-    fields.rows[:count] = [state.row(sequence) for sequence in sequences]
+    fields.rows[:count] = state.rows(sequences)
     # The last token is not in the cache yet; its position is the number of those that are.
     fields.positions[:count] = [sequence.num_cached for sequence in sequences]
     fields.new_pages[:count] = [state.take_new_page(sequence) for sequence in sequences]

@@ -20,7 +20,7 @@ from kestrel_runtime.execution.cuda_stream import CudaStream
 from kestrel_runtime.execution.executor import DeviceMemory, Executor, GraphCapture
 from kestrel_runtime.execution.graph_capture import StreamCapture
 from kestrel_runtime.execution.kv_cache import KVCache
-from kestrel_runtime.execution.request_state import RequestState
+from kestrel_runtime.execution.request_state import RequestState, RowNeeds
 from kestrel_runtime.execution.sampling import SampleNeeds, TokenRules
 from kestrel_runtime.execution.step_inputs import (
     DecodeInputs,
@@ -54,8 +54,6 @@ class StateShape:
     embedding_dtype: torch.dtype
     value_kinds: Callable[[Grammar], int]
     """Bit n - 1: whether tokens with n values may be sampled under a grammar."""
-    has_adapters: bool = False
-    """Whether sequences may use adapters."""
 
 
 class StepHandle:
@@ -207,7 +205,6 @@ class StepRunner:
             num_rows=num_rows,
             max_pages=self._max_pages,
             values_per_token=shape.values_per_token,
-            has_adapters=shape.has_adapters,
             vocab_size=shape.vocab_size,
         )
         # Preempted sequences keep their entries; there are never more of them and running ones than rows.
@@ -259,7 +256,6 @@ class StepRunner:
         kinds = 0
         for count in value_counts(chunks):
             kinds |= 1 << (count - 1)
-        needs = self._needs(sampled)
         fields = self._inputs.prefill(
             size,
             lambda host: fill_prefill(
@@ -272,8 +268,16 @@ class StepRunner:
             ),
             in_place=in_place,
         )
-        uses_adapters = any(chunk.sequence.adapter_slot for chunk in chunks)
-        return PrefillInputs(fields, size, kinds, needs, len(sampled), in_place, uses_adapters)
+        needs = self._state.needs(chunk.sequence for chunk in chunks)
+        return PrefillInputs(
+            fields,
+            size,
+            kinds,
+            _sampling_part(self._state.needs(sampled)),
+            len(sampled),
+            in_place,
+            needs.uses_adapters,
+        )
 
     def _first_embedding(self, sequence: Sequence) -> int:
         """The first of a sequence's rows among the image embeddings of all entries, one after the other."""
@@ -298,20 +302,15 @@ class StepRunner:
         else:
             num_rows = next(size for size in self._decode_sizes if size >= len(sequences))
             size = DecodeSize(num_rows, self._max_pages)
-        needs = self._needs(sequences)
+        needs = self._state.needs(sequences)
         fields = self._inputs.decode(
             size, lambda host: fill_decode(host, sequences, self._state), in_place=self._graphs is not None
         )
-        uses_adapters = any(sequence.adapter_slot for sequence in sequences)
-        return DecodeInputs(fields, size, needs, len(sequences), uses_adapters)
+        return DecodeInputs(fields, size, _sampling_part(needs), len(sequences), needs.uses_adapters)
 
-    def _needs(self, sequences: list[Sequence]) -> SampleNeeds:
-        return SampleNeeds(
-            any(sequence.temperature > 0 for sequence in sequences),
-            self._state.value_kinds(sequences),
-            any(sequence.controls is not None for sequence in sequences),
-            any(sequence.num_logprobs is not None for sequence in sequences),
-        )
+
+def _sampling_part(needs: RowNeeds) -> SampleNeeds:
+    return SampleNeeds(needs.is_random, needs.value_kinds, needs.is_controlled, needs.with_logprobs)
 
 
 def _token_with_logprobs(row: list[float], first: int) -> Token:

@@ -6,8 +6,8 @@ Knows no step.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +17,9 @@ from torch import Tensor
 _ALIGNMENT_BYTES = 16
 """Kernels are compiled anew for operands that do not begin at a multiple of it."""
 _TORCH_TYPES = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32}
+
+_NUM_TURNS = 8
+"""More than the steps of a kind that are in flight at once."""
 
 
 class PackedLayout:
@@ -60,6 +63,58 @@ def host_buffer(num_bytes: int, device: torch.device) -> Tensor:
     Pinned for a GPU: only such copies leave the host free, and torch keeps the buffer until its copy is over.
     """
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+
+class StagedCopies:
+    """Copies packed fields from the host to one buffer on the device, each from memory that no copy still reads.
+
+    A few pieces of host memory take turns, and views of them are kept: allocating memory and making views takes
+    longer than the copy itself.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        """`num_bytes` for the largest layout."""
+        self._target = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self._hosts = [host_buffer(num_bytes, device) for _ in range(_NUM_TURNS)]
+        self._copied: list[torch.cuda.Event | None] = [None] * _NUM_TURNS
+        self._turn = 0
+        self._views: dict[Hashable, _Views] = {}
+
+    def send(
+        self,
+        key: Hashable,
+        new_layout: Callable[[], PackedLayout],
+        fill: Callable[[dict[str, NDArray[Any]]], None],
+    ) -> dict[str, Tensor]:
+        """Have `fill` write the fields of a layout, and copy them in stream order. Returns them on the device,
+        where those of a key, which stands for its layout, are always in the same place."""
+        views = self._views.get(key)
+        if views is None:
+            layout = new_layout()
+            target = self._target[: layout.num_bytes]
+            hosts = [host[: layout.num_bytes] for host in self._hosts]
+            arrays = [layout.arrays(host) for host in hosts]
+            views = self._views[key] = _Views(hosts, arrays, target, layout.tensors(target))
+        turn = self._turn
+        copied = self._copied[turn]
+        if copied is not None and not copied.query():
+            copied.synchronize()
+        fill(views.arrays[turn])
+        views.target.copy_(views.hosts[turn], non_blocking=True)
+        if self._target.is_cuda:
+            copied = self._copied[turn] = copied or torch.cuda.Event()
+            copied.record()
+        self._turn = (turn + 1) % _NUM_TURNS
+        return views.tensors
+
+
+class _Views(NamedTuple):
+    """Of one layout: by turn on the host, and on the device."""
+
+    hosts: list[Tensor]
+    arrays: list[dict[str, NDArray[Any]]]
+    target: Tensor
+    tensors: dict[str, Tensor]
 
 
 def to_device(data: object, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,12 +1,19 @@
 import pytest
 import torch
 
+from kestrel_runtime.api.sampling_params import SamplingParams
 from kestrel_runtime.execution.request_state import RequestState, RowState
 from kestrel_runtime.interfaces.tokens import Token, TokenRule
 from tests.runtime.sequences import new_sequence
 
 CPU = torch.device("cpu")
 ONLY_3, SPATIAL = TokenRule(allowed=(3,)), TokenRule(allowed=(6,), is_spatial=True)
+
+
+class Lease:
+    slot, digest = 3, b""
+
+    def end(self) -> None: ...
 
 
 def kinds_of(grammar):
@@ -114,5 +121,30 @@ def test_a_row_opened_anew_forgets_its_pages():
 def test_a_batch_may_sample_the_values_that_any_of_its_sequences_may():
     state, plain, spatial = new_state(), holder([1]), holder([2], rule=SPATIAL)
     state.open([plain, spatial])
-    assert state.value_kinds([plain]) == 0
-    assert state.value_kinds([plain, spatial]) == 2
+    assert state.needs([plain]).value_kinds == 0
+    assert state.needs([plain, spatial]).value_kinds == 2
+
+
+def test_several_sequences_that_start_together_get_their_own_rows_and_leave_others_alone():
+    state, known = new_state(num_rows=7), holder([9], seed=8)
+    state.open([known])
+    starting = [holder([page], seed=page) for page in (1, 2, 3, 4, 5)]
+    state.open(starting)
+    rows = rows_of(state, known, *starting)
+    assert state.read(rows).seeds.tolist() == [8, 1, 2, 3, 4, 5]
+    assert state.page_table[rows, 0].tolist() == [9, 1, 2, 3, 4, 5]
+    assert state.page_table[state.padding_row].tolist() == [0] * 6
+
+
+def test_a_step_needs_what_any_of_its_sequences_needs():
+    state, plain = new_state(num_rows=6), holder([1])
+    random, controlled = holder([2], temperature=0.5), holder([3], controls=SamplingParams(top_k=2))
+    logged, adapted = holder([4]), holder([5])
+    logged.num_logprobs = 0
+    adapted.adapter = Lease()
+    state.open([plain, random, controlled, logged, adapted])
+    assert state.needs([plain]) == (0, False, False, False, False)
+    assert state.needs([plain, random]) == (0, True, False, False, False)
+    assert state.needs([controlled]) == (0, False, True, False, False)
+    assert state.needs([plain, logged]) == (0, False, False, True, False)
+    assert state.needs([adapted, random]) == (0, True, False, False, True)

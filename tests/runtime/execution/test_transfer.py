@@ -1,9 +1,12 @@
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 
-from kestrel_runtime.execution.transfer import PackedLayout, host_buffer, to_device
+from kestrel_runtime.execution.transfer import PackedLayout, StagedCopies, host_buffer, to_device
 
+ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 FIELDS = {"ids": ("int64", (3,)), "pages": ("int32", (5,)), "values": ("float32", (3, 2)), "last": ("int32", (1,))}
 
 
@@ -38,3 +41,26 @@ def test_numbers_arrive_in_their_type(data):
     arrived = to_device(data, torch.int32, torch.device("cpu"))
     assert arrived.dtype == torch.int32
     assert arrived.tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
+def test_staged_copies_deliver_each_what_was_written_for_it(device):
+    # More of them than there is host memory for at once, without waiting for any.
+    staged = StagedCopies(2**20, torch.device(device))
+    layouts = {
+        count: partial(PackedLayout, {"ids": ("int64", (count,)), "page": ("int32", (1,))}) for count in (5, 9999)
+    }
+    sent, places = [], set()
+    for number in range(50):
+        count = (5, 9999)[number % 3 == 0]
+
+        def fill(host, number=number):
+            host["ids"][:], host["page"][:] = number, -number
+
+        tensors = staged.send(count, layouts[count], fill)
+        places.add((count, tensors["ids"].data_ptr(), tensors["page"].data_ptr()))
+        sent.append((count, number, tensors["ids"].clone(), tensors["page"].clone()))
+    for count, number, ids, page in sent:
+        assert ids.tolist() == [number] * count
+        assert page.tolist() == [-number]
+    assert len(places) == 2

@@ -48,7 +48,6 @@ def new_step_runner(
             embedding_dim=text.dim,
             embedding_dtype=model.dtype,
             value_kinds=partial(value_kinds, ids=model.config.tokenizer),
-            has_adapters=adapters is not None,
         ),
         bounds,
         max_graph_bytes=graph_bytes if paths.with_graphs else None,

@@ -46,7 +46,7 @@ def opened(model, sequences):
 
 
 def needs_of(state, sequences):
-    return SampleNeeds(any(item.temperature > 0 for item in sequences), state.value_kinds(sequences))
+    return SampleNeeds(any(item.temperature > 0 for item in sequences), state.needs(sequences).value_kinds)
 
 
 def draw_from(model, hidden, sequences):
