@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 
 def _let_scalars_be_indices(interpreter: Any) -> None:
@@ -35,9 +36,24 @@ def _multiply_bfloat16(interpreter: Any) -> None:
     interpreter.InterpreterBuilder.create_dot = create_wide_dot
 
 
+def _round_to_float8(interpreter: Any) -> None:
+    # The interpreter loses the carry of a mantissa that is rounded up to the next power of two.
+    language = importlib.import_module("triton.language")
+    create_fp_to_fp = interpreter.InterpreterBuilder.create_fp_to_fp
+
+    def create_rounded(self: Any, source: Any, target: Any, *more: Any) -> Any:
+        if (source.dtype.scalar, target.scalar) != (language.float32, language.float8e4nv):
+            return create_fp_to_fp(self, source, target, *more)
+        rounded = torch.from_numpy(np.ascontiguousarray(source.data)).to(torch.float8_e4m3fn).view(torch.uint8)
+        return interpreter.TensorHandle(rounded.numpy().reshape(source.data.shape), target.scalar)
+
+    interpreter.InterpreterBuilder.create_fp_to_fp = create_rounded
+
+
 _interpreter = importlib.import_module("triton.runtime.interpreter")
 _let_scalars_be_indices(_interpreter)
 _multiply_bfloat16(_interpreter)
+_round_to_float8(_interpreter)
 
 
 @pytest.fixture

@@ -17,6 +17,8 @@ SUMS = [
     *(("decode_contract", [batch, width, 48, "fp8"]) for batch in (1, 5) for width in (152, 4096)),
     *(("decode_expand", [5, width, 40, 24, "bf16", 3]) for width in (48, 77)),
 ]
+# One token, few and many, of which the last are listed by two kernels.
+EXPERTS = [("mixture_of_experts", [count, 48, 24, 6]) for count in (1, 5, 70)]
 
 
 @pytest.fixture(scope="module")
@@ -48,3 +50,10 @@ def test_no_thread_holds_what_another_one_holds_of_rows_written_in_place(launche
 def test_no_sum_is_made_by_atomic_additions(launched):
     kinds = {access.kind for _, kernels in launched for kernel in kernels for access in kernel.accesses}
     assert kinds == {"load", "store", "barrier"}
+
+
+def test_mixtures_of_experts_write_what_they_do_not_read_and_add_in_one_order(tmp_path):
+    for kernels in launches(EXPERTS, str(tmp_path)):
+        assert kernels
+        assert [kernel for kernel in kernels if kernel.in_place()] == []
+        assert {access.kind for kernel in kernels for access in kernel.accesses} <= {"load", "store", "barrier"}

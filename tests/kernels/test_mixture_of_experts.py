@@ -103,7 +103,8 @@ def test_float8_with_scales_equals_the_weights_they_stand_for(mixture_of_experts
     experts.quantise()
     experts.hidden = experts.hidden.to(dtype)
     # Where both operands are float8, what goes into the experts is rounded as their weights were.
-    tolerance = 1e-5 if dtype == torch.float32 else 0.06 if DEVICE == "cuda" else 0.02
+    rounds = DEVICE == "cuda" or implementation_name(mixture_of_experts) == "triton"
+    tolerance = 1e-5 if dtype == torch.float32 else 0.08 if rounds else 0.02
     assert relative_error(experts.run(), experts.wanted()) < tolerance
 
 
@@ -152,3 +153,58 @@ def test_a_token_is_the_same_in_any_company(mixture_of_experts):
     for row in range(7):
         experts.hidden, experts.logits = hidden[row : row + 1], logits[row : row + 1]
         torch.testing.assert_close(together[row : row + 1], experts.run(), rtol=1e-4, atol=1e-4)
+
+
+@every_implementation
+@pytest.mark.parametrize("num_tokens", [1, 33, 64, 70])
+@pytest.mark.parametrize("experts_per_token", [1, 3])
+def test_one_expert_may_have_every_token_and_others_none(mixture_of_experts, num_tokens, experts_per_token):
+    experts = Experts(mixture_of_experts, num_tokens=num_tokens, num_experts=7, dim=20, inner=9)
+    experts.logits[:, 5] += 100
+    experts.logits[:, [0, 3]] -= 100
+    wanted = experts.wanted(experts_per_token)
+    torch.testing.assert_close(experts.run(experts_per_token), wanted, rtol=1e-4, atol=1e-4)
+
+
+@every_implementation
+@pytest.mark.parametrize("num_tokens", [1, 33])
+@pytest.mark.parametrize("is_float8", [False, True])
+def test_every_run_gives_the_same_bits(mixture_of_experts, num_tokens, is_float8):
+    experts = Experts(mixture_of_experts, num_tokens=num_tokens, dim=32, inner=16)
+    if is_float8:
+        experts.quantise()
+        experts.hidden = experts.hidden.bfloat16()
+    else:
+        experts.shorten()
+    first = experts.run()
+    assert all(torch.equal(experts.run(), first) for _ in range(3))
+
+
+@every_implementation
+def test_of_equal_logits_the_first_experts_are_chosen_alike(mixture_of_experts):
+    experts = Experts(mixture_of_experts, num_tokens=3)
+    experts.logits[:] = 0.5
+    experts.logits[:, 4] = 2.0
+    experts.up[:], experts.down[:] = experts.up[:1].clone(), experts.down[:1].clone()  # whichever are chosen
+    torch.testing.assert_close(experts.run(3), experts.wanted(3), rtol=1e-4, atol=1e-4)
+
+
+@every_implementation
+@pytest.mark.parametrize("num_tokens", [1, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_logits_of_any_type_and_size_choose_the_same(mixture_of_experts, num_tokens, dtype):
+    experts = Experts(mixture_of_experts, num_tokens=num_tokens, num_experts=37, dim=9, inner=4)
+    experts.logits = (experts.logits * 20).to(dtype)
+    torch.testing.assert_close(experts.run(5), experts.wanted(5), rtol=1e-4, atol=1e-4)
+
+
+@every_implementation
+@pytest.mark.parametrize("is_float8", [False, True])
+def test_a_token_that_is_not_a_number_spoils_no_other(mixture_of_experts, is_float8):
+    experts = Experts(mixture_of_experts, num_tokens=7)
+    if is_float8:
+        experts.quantise()
+    before = experts.run()
+    experts.hidden[3], experts.logits[3] = float("nan"), float("nan")
+    others = [0, 1, 2, 4, 5, 6]
+    torch.testing.assert_close(experts.run()[others], before[others], rtol=1e-4, atol=1e-4)

@@ -1,0 +1,268 @@
+"""What does one layer of a Moondream 3's experts cost, beside what reading and multiplying them must take?
+
+Full-size random weights in several layers, so that no expert stays in the cache from one call to the next; calls
+are replayed from a graph. The limit is the larger of the bytes of the experts that are chosen over 4.17 TB/s, which
+is what an H200 reads, and of the operations over 785 TFLOP/s in bfloat16 and 1,387 in float8, which is what its
+largest products reach. Routing is random (near even), even (all experts alike) or skewed: one expert has every
+token and half of them have none.
+
+Every row has each implementation of the operation, so that the grouped products of the library stand beside the
+kernels. `--check` compares both with the definition in float32 and every run with the next; `--parts` shows the
+kernels of each; `--tune` times other plans of the kernels, each product alone, the best first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.device_timing import attempted, time_us
+from bench.harness.expert_plans import cuts, plan_name
+from bench.harness.prefill_inputs import quantised_experts, random_experts
+from bench.harness.serving import machine_facts, write_json
+from bench.random_weights import MOONDREAM_3
+from kestrel_ops.reference.mixture_of_experts import mixture_of_experts as definition
+from kestrel_runtime.models.moondream.config import MoeConfig
+
+READ_BYTES_PER_S = 4.17e12
+FLOPS_PER_S = {"model": 785e12, "float8": 1387e12}
+PRECISIONS = ("float8", "model")
+ROUTINGS = ("random", "even", "skewed")
+TOKENS = (1, 4, 16, 64, 746, 6000)
+SMALL = (64, MoeConfig(num_experts=8, start_layer=0, experts_per_token=2, expert_inner_dim=32))
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The dimensions of a layer."""
+
+    dim: int
+    moe: MoeConfig
+
+    def limit_us(self, num_tokens: int, num_chosen: int, precision: str) -> float:
+        """What reading so many experts and multiplying takes at the least."""
+        weights = 3 * self.dim * self.moe.expert_inner_dim
+        read_s = num_chosen * weights * (1 if precision == "float8" else 2) / READ_BYTES_PER_S
+        flops = 2 * num_tokens * self.moe.experts_per_token * weights
+        return max(read_s, flops / FLOPS_PER_S[precision]) * 1e6
+
+    def stacks(self, precision: str, count: int, device: torch.device) -> list[tuple[Tensor, ...]]:
+        """The weights of so many layers: first and second product, then their scales in float8."""
+        found = []
+        for _ in range(count):
+            experts = random_experts(1, self.moe.num_experts, self.dim, self.moe.expert_inner_dim, device)
+            found.append((quantised_experts(*experts) if precision == "float8" else experts)[2:])
+        return found
+
+    def tokens(self, count: int, routing: str, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Random rows, and logits that lead them where the routing says."""
+        hidden = torch.randn(count, self.dim, device=device).bfloat16()
+        num_experts, choices = self.moe.num_experts, self.moe.experts_per_token
+        logits = torch.randn(count, num_experts, device=device)
+        if routing == "even":
+            places = torch.arange(count * choices, device=device).view(count, choices) % num_experts
+            logits.scatter_add_(1, places, torch.full(places.shape, 50.0, device=device))
+        if routing == "skewed":
+            logits[:, 0] += 50
+            logits[:, max(choices, num_experts // 2) :] -= 50
+        return hidden, logits.bfloat16()
+
+
+def experts_of(implementation: str) -> Callable[..., Tensor]:
+    """The operation."""
+    module = importlib.import_module(f"kestrel_ops.{implementation}.mixture_of_experts")
+    return module.mixture_of_experts
+
+
+def calls(
+    sizes: Sizes,
+    function: Callable[..., Tensor],
+    stacks: list[tuple[Tensor, ...]],
+    tokens: list[tuple[Tensor, Tensor]],
+    **more: Any,
+) -> list[Callable[[], Tensor]]:
+    """A call for each layer."""
+    choices = sizes.moe.experts_per_token
+    return [
+        partial(function, hidden, logits, *stack[:2], choices, *stack[2:], **more)
+        for (hidden, logits), stack in zip(tokens, stacks, strict=True)
+    ]
+
+
+@torch.no_grad()
+def check(call: Callable[[], Tensor], wanted: Tensor) -> dict[str, Any]:
+    """How far a call is from the definition, and whether it gives the same bits again."""
+    got = call()
+    difference = got.double() - wanted.double()
+    return {
+        "error": (difference.norm() / wanted.double().norm()).item(),
+        "same_bits": all(torch.equal(call(), got) for _ in range(3)),
+    }
+
+
+@torch.no_grad()
+def exact(hidden: Tensor, logits: Tensor, stack: tuple[Tensor, ...], choices: int) -> Tensor:
+    """The definition in float32, with float8 weights as they are."""
+    up, down, *scales = stack
+    if not scales:
+        up, down = up.float(), down.float()
+    up_scale, down_scale = scales or (None, None)
+    return definition(hidden.float(), logits, up, down, choices, up_scale, down_scale)
+
+
+@torch.no_grad()
+def kernel_times(run: list[Callable[[], Tensor]]) -> dict[str, float]:
+    """Microseconds of a call by kernel; kernels that overlap count fully."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for call in run * 3:
+            call()
+        torch.cuda.synchronize()
+    return {
+        event.key[:48]: event.self_device_time_total / (3 * len(run))
+        for event in profiler.key_averages()
+        if event.self_device_time_total
+    }
+
+
+def measure(sizes: Sizes, arguments: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
+    """A row for each precision, number of tokens and routing."""
+    rows: list[dict[str, Any]] = []
+    choices = sizes.moe.experts_per_token
+    for precision in arguments.precision:
+        stacks = sizes.stacks(precision, arguments.layers, device)
+        for count in arguments.tokens:
+            for routing in arguments.routing:
+                tokens = [sizes.tokens(count, routing, device) for _ in stacks]
+                chosen = [len(logits.topk(choices).indices.unique()) for _, logits in tokens]
+                limit_us = sum(sizes.limit_us(count, each, precision) for each in chosen) / len(chosen)
+                row: dict[str, Any] = {"precision": precision, "tokens": count, "routing": routing}
+                row |= {"limit_us": limit_us}
+                wanted = exact(*tokens[0], stacks[0], choices) if arguments.check else None
+                line = f"{precision:<8}{count:>6} {routing:<8} limit{limit_us:>8.1f} us"
+                for name in arguments.implementations:
+                    with attempted(f"{name}, {count} tokens, {precision}, {routing}"), torch.no_grad():
+                        run = calls(sizes, experts_of(name), stacks, tokens)
+                        us = time_us(run, replays=7 if count < 1000 else 3)
+                        row[name] = {"us": us, "of_limit": limit_us / us}
+                        line += f"  {name}{us:>9.1f} us {limit_us / us:>5.0%}"
+                        if wanted is not None:
+                            row[name] |= check(run[0], wanted)
+                            line += f" error {row[name]['error']:.1e}"
+                            line += "" if row[name]["same_bits"] else " RUNS DIFFER"
+                        if arguments.parts and device.type == "cuda":
+                            row[name]["kernels_us"] = kernel_times(run)
+                print(line, flush=True)
+                for name in arguments.implementations if arguments.parts else ():
+                    for kernel, us in row.get(name, {}).get("kernels_us", {}).items():
+                        print(f"        {name:<8} {us:>8.1f} us  {kernel}", flush=True)
+                rows.append(row)
+    return rows
+
+
+def compile_plans(work: list[tuple[str, int, Any]]) -> None:
+    """Run each plan once, in a process of its own, so that its kernels are found later."""
+    device = torch.device("cuda")
+    sizes = published()
+    stacks = {precision: sizes.stacks(precision, 1, device) for precision in {each[0] for each in work}}
+    for precision, count, plan in work:
+        try:
+            tokens = [sizes.tokens(count, "random", device)]
+            calls(sizes, experts_of("triton"), stacks[precision], tokens, plan=plan)[0]()
+        except Exception as failure:
+            print(f"  {plan_name(plan)} does not compile: {str(failure).splitlines()[0][:120]}", flush=True)
+    torch.cuda.synchronize()
+
+
+@torch.no_grad()
+def tune(sizes: Sizes, arguments: argparse.Namespace, device: torch.device) -> dict[str, dict[str, float]]:
+    """Plans of the kernels: microseconds by case and plan."""
+    started = time.perf_counter()
+    work = [
+        (precision, count, plan)
+        for precision in arguments.precision
+        for count in arguments.tokens
+        for plan in cuts(precision, count)
+    ]
+    with ProcessPoolExecutor(14, mp_context=get_context("spawn")) as pool:
+        list(pool.map(compile_plans, [work[share::14] for share in range(14)]))
+    print(f"\n{len(work)} plans compiled in {time.perf_counter() - started:.0f} s; us, best first", flush=True)
+    table: dict[str, dict[str, float]] = {}
+    for precision in arguments.precision:
+        stacks = sizes.stacks(precision, arguments.layers, device)
+        for count in arguments.tokens:
+            tokens = [sizes.tokens(count, "random", device) for _ in stacks]
+            times = table.setdefault(f"{precision} {count}", {})
+            for plan in (plan for own, number, plan in work if (own, number) == (precision, count)):
+                try:
+                    run = calls(sizes, experts_of("triton"), stacks, tokens, plan=plan)
+                    times[plan_name(plan)] = time_us(run, replays=5, rounds=1)
+                except Exception:  # said when it was compiled
+                    continue
+            print(f"  {precision}, {count} tokens")
+            for name, us in sorted(times.items(), key=lambda item: item[1])[:8]:
+                print(f"    {us:>8.1f}  {name}", flush=True)
+    return table
+
+
+def published() -> Sizes:
+    """Those of the published Moondream 3."""
+    text = MOONDREAM_3.text
+    assert text.moe is not None
+    return Sizes(text.dim, text.moe)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    result.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
+    result.add_argument("--precision", nargs="+", choices=PRECISIONS, default=PRECISIONS)
+    result.add_argument("--routing", nargs="+", choices=ROUTINGS, default=ROUTINGS)
+    result.add_argument("--implementations", nargs="+", default=("library", "triton"))
+    result.add_argument("--layers", type=int, default=4, help="layers whose weights take turns (%(default)s)")
+    result.add_argument("--check", action="store_true", help="compare with the definition in float32")
+    result.add_argument("--parts", action="store_true", help="show the kernels of each implementation")
+    result.add_argument("--tune", action="store_true", help="time other plans of the kernels, and nothing else")
+    result.add_argument("--small", action="store_true", help="a few thousand weights, to see that it runs")
+    result.add_argument(
+        "--json",
+        type=Path,
+        default=Path(os.environ.get("OUT", "bench/out")) / "experts.json",
+        help="the file of the numbers (%(default)s)",
+    )
+    return result
+
+
+def main() -> int:
+    """Measure, print and write."""
+    arguments = parser().parse_args()
+    device = torch.device(arguments.device)
+    torch.manual_seed(1)
+    sizes = Sizes(*SMALL) if arguments.small else published()
+    result: dict[str, Any] = {"machine": machine_facts(), "layers": arguments.layers}
+    if arguments.tune:
+        result["tuning"] = tune(sizes, arguments, device)
+    else:
+        result["rows"] = measure(sizes, arguments, device)
+    write_json(arguments.json, result)
+    print(arguments.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""How the products of experts are divided into programs, by type and number of tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class ProductPlan:
+    """Divides one product of an item's tokens into programs."""
+
+    rows: int
+    """Rows of the weight per program; of each half in the first product. Also the columns that share a scale."""
+    columns: int
+    """Columns of the weight per iteration; in the second product in float8 at most those that share a scale."""
+    num_warps: int
+    num_stages: int
+    """Iterations whose loads run concurrently, plus one."""
+    is_read_once: bool = True
+    """Whether the weight is not worth keeping in the cache."""
+    prefetched_bytes: int = 0
+    """Bytes of each row of the weight that a program has the cache load while it waits for the kernel before; a
+    multiple of 16."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsPlan:
+    """Divides a mixture of experts into programs."""
+
+    block_tokens: int
+    """The most tokens of an expert in one item; tensor cores need 16."""
+    expand: ProductPlan
+    contract: ProductPlan
+    rounds_rows: bool = False
+    """Whether a kernel of its own rounds the rows between the products to float8, with one scale for each row. The
+    second product is then faster; else the first one rounds, each program its columns."""
+
+
+@dataclass(frozen=True, slots=True)
+class OneTokenPlan:
+    """Divides a mixture of experts for one token into programs."""
+
+    expand_bytes: int
+    """Bytes of the first weight that a program loads, a power of two; at least a row of each half is loaded."""
+    contract_bytes: int
+    """The same of the second weight; at least a row of each chosen expert is loaded."""
+    num_warps: int
+    prefetches: bool = True
+    """Whether the first kernel has the cache load what the second one reads."""
+
+
+ONE_TOKEN = OneTokenPlan(expand_bytes=32_768, contract_bytes=32_768, num_warps=4)
+
+
+def plan_for(num_tokens: int, num_experts: int, choices: int, operand: torch.dtype) -> ExpertsPlan:
+    """The plan for so many tokens and the type that tensor cores multiply."""
+    if operand == torch.float32:
+        return ExpertsPlan(16, ProductPlan(64, 32, 4, 2), ProductPlan(64, 32, 4, 2))
+    per_expert = num_tokens * choices / num_experts
+    if operand == torch.float8_e4m3fn:
+        if per_expert <= 16:
+            return ExpertsPlan(
+                16,
+                ProductPlan(64, 256, 4, 3),
+                ProductPlan(64, 64, 4, 5, prefetched_bytes=256),
+            )
+        if per_expert <= 48:
+            return ExpertsPlan(
+                32,
+                ProductPlan(64, 128, 4, 4),
+                ProductPlan(64, 64, 4, 5, prefetched_bytes=256),
+            )
+        return ExpertsPlan(
+            128,
+            ProductPlan(64, 128, 4, 3, is_read_once=False, prefetched_bytes=512),
+            ProductPlan(128, 128, 8, 3, is_read_once=False),
+            rounds_rows=True,
+        )
+    if per_expert <= 16:
+        return ExpertsPlan(16, ProductPlan(64, 64, 4, 4), ProductPlan(64, 64, 4, 5))
+    if per_expert <= 48:
+        return ExpertsPlan(32, ProductPlan(64, 64, 4, 4), ProductPlan(64, 64, 4, 5))
+    return ExpertsPlan(
+        128,
+        ProductPlan(64, 64, 4, 3, is_read_once=False),
+        ProductPlan(128, 64, 8, 3, is_read_once=False),
+    )

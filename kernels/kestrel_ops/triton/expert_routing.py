@@ -1,0 +1,296 @@
+"""Which tokens go to which experts, made on the device: lists of tokens by expert, in blocks for the products.
+
+A pair is a token and one of its choices: token * choices + rank, rank 0 being the largest logit. Lists hold the
+pairs in the order of their experts and, within an expert, of their tokens, so that all sums have one order. An item
+is a block of an expert's list. Nothing is sorted, no sum is atomic and the host waits for nothing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kestrel_ops.reference.quantise_rows import LARGEST_FLOAT8
+from kestrel_ops.shapes import FLOAT8
+from kestrel_ops.triton.dependent_launch import launch, let_next_start, wait_for_previous
+
+_TOKENS_OF_A_PROGRAM = 64
+_SMALLEST_MAGNITUDE = tl.constexpr(1e-12)  # the scale of a row of zeros must not be 0
+_LARGEST = tl.constexpr(LARGEST_FLOAT8)
+_LOWEST_LOGIT = tl.constexpr(-3.4028234663852886e38)
+
+
+class Routing(NamedTuple):
+    """Pairs by expert, and the rows that the experts read."""
+
+    pairs: Tensor
+    """[T * choices] int32: pairs in the order of their experts."""
+    items: Tensor
+    """[3, most items] int32: expert, first place in `pairs`, number of pairs; 0 pairs in items that are not used.
+    The first item of expert e is item e if there are as many pairs as experts."""
+    weights: Tensor
+    """[T, choices] float32: the softmax over the chosen logits."""
+    rows: Tensor
+    """[T, dim]: the tokens, in float8 if they were to be quantised."""
+    row_scales: Tensor | None
+    """[T] float32 of quantised rows."""
+
+
+def route(
+    hidden: Tensor,  # [T, dim], contiguous
+    logits: Tensor,  # [T, E], contiguous
+    choices: int,
+    block_tokens: int,  # the most pairs of an item
+    *,
+    quantises: bool,
+    is_dependent: bool,
+) -> Routing:
+    """Choose the experts of each token, list tokens by expert, and quantise the tokens if wanted."""
+    num_tokens, dim = hidden.shape
+    num_experts = logits.shape[1]
+    num_blocks = triton.cdiv(num_tokens, _TOKENS_OF_A_PROGRAM)
+    device = hidden.device
+    routing = Routing(
+        pairs=torch.empty(num_tokens * choices, dtype=torch.int32, device=device),
+        items=torch.empty(
+            3, most_items(num_tokens, num_experts, choices, block_tokens), dtype=torch.int32, device=device
+        ),
+        weights=torch.empty(num_tokens, choices, dtype=torch.float32, device=device),
+        rows=torch.empty(num_tokens, dim, dtype=FLOAT8, device=device) if quantises else hidden,
+        row_scales=torch.empty(num_tokens, dtype=torch.float32, device=device) if quantises else None,
+    )
+    counts = torch.empty(num_blocks, num_experts, dtype=torch.int32, device=device) if num_blocks > 1 else None
+    sizes = {
+        "choices": choices,
+        "num_experts": num_experts,
+        "block_tokens": block_tokens,
+        "tokens_block": min(_TOKENS_OF_A_PROGRAM, triton.next_power_of_2(num_tokens)),
+        "experts_block": triton.next_power_of_2(num_experts),
+        "items_block": triton.next_power_of_2(routing.items.shape[1]),
+        "has_own_items": has_own_items(num_tokens, num_experts, choices),
+        "is_dependent": is_dependent,
+        "num_warps": 16 if num_tokens > 16 else 4,
+        "num_stages": 1,
+    }
+    launch(
+        _choose,
+        (num_blocks + (num_tokens if quantises else 0),),
+        logits,
+        hidden,
+        *(routing.pairs, routing.items, routing.weights),
+        routing.rows if quantises else None,
+        routing.row_scales,
+        counts,
+        *(num_tokens, num_blocks, routing.items.shape[1]),
+        dim=dim,
+        columns=triton.next_power_of_2(dim),
+        **sizes,
+    )
+    if counts is not None:
+        launch(
+            _list,
+            (num_blocks,),
+            *(logits, routing.pairs, routing.items, counts),
+            *(num_tokens, num_blocks, routing.items.shape[1]),
+            **sizes,
+        )
+    return routing
+
+
+def most_items(num_tokens: int, num_experts: int, choices: int, block_tokens: int) -> int:
+    """As many items as any routing of so many tokens needs: one of each expert, or of each pair if those are fewer,
+    and one more for each full block."""
+    num_pairs = num_tokens * choices
+    return min(num_experts, num_pairs) + num_pairs // block_tokens
+
+
+def has_own_items(num_tokens: int, num_experts: int, choices: int) -> bool:
+    """Whether the first item of expert e is item e, so that programs know their expert before tokens are routed."""
+    return num_tokens * choices >= num_experts
+
+
+@triton.jit
+def ordered_keys(values, experts, last: tl.constexpr, is_wide: tl.constexpr) -> tl.tensor:
+    """Integers in the order of float32 values, of which none is equal to another: the expert, up to `last`, is in
+    the last bits, the lower one first. 32 bits hold values that came from 16, other values need 64."""
+    bits = values.to(tl.int32, bitcast=True)
+    keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    if is_wide:
+        keys = keys.to(tl.int64) << 32
+    return (keys & -(last + 1)) | (last - experts)
+
+
+@triton.jit
+def _ranks(
+    logits, tokens, experts, num_tokens, num_experts: tl.constexpr, last: tl.constexpr, choices: tl.constexpr
+):
+    """The place of each expert among a token's choices, `choices` where it is none of them, and the logits."""
+    is_wide: tl.constexpr = logits.dtype.element_ty == tl.float32
+    lowest: tl.constexpr = -(2**63) if is_wide else -(2**31)
+    is_expert = (experts < num_experts)[None, :]
+    addresses = logits + tokens[:, None].to(tl.int64) * num_experts + experts[None, :]
+    values = tl.load(addresses, mask=(tokens < num_tokens)[:, None] & is_expert, other=0.0).to(tl.float32)
+    values = tl.where(values > _LOWEST_LOGIT, values, _LOWEST_LOGIT)  # also for what is no number
+    keys = tl.where(is_expert, ordered_keys(values, experts[None, :], last, is_wide), lowest)
+    ranks = tl.full(values.shape, choices, tl.int32)
+    for rank in range(choices):
+        is_best = keys == tl.max(keys, axis=1)[:, None]
+        ranks = tl.where(is_best, rank, ranks)
+        keys = tl.where(is_best, lowest, keys)
+    return ranks, values
+
+
+@triton.jit
+def _store_lists(
+    pairs,
+    items,
+    ranks,
+    is_chosen,
+    tokens,
+    experts,
+    totals,
+    before,
+    num_tokens,
+    num_items,
+    writes_items,
+    num_experts: tl.constexpr,
+    choices: tl.constexpr,
+    block_tokens: tl.constexpr,
+    items_block: tl.constexpr,
+    has_own_items: tl.constexpr,
+):
+    """Put a block of tokens into the lists: `before` of each expert's `totals` are of earlier blocks."""
+    starts = tl.cumsum(totals, axis=0) - totals
+    places = (starts + before)[None, :] + tl.cumsum(is_chosen.to(tl.int32), axis=0) - 1
+    tl.store(pairs + places, tokens[:, None] * choices + ranks, mask=is_chosen)
+    if writes_items:
+        num_blocks = (totals + block_tokens - 1) // block_tokens
+        if has_own_items:
+            further = tl.maximum(num_blocks - 1, 0)
+            later = num_experts + tl.cumsum(further, axis=0) - further - 1
+            num_used = num_experts + tl.sum(further, axis=0)
+            tl.store(items + experts, experts, mask=experts < num_experts)
+            tl.store(items + 2 * num_items + experts, 0, mask=(experts < num_experts) & (totals == 0))
+        else:
+            later = tl.cumsum(num_blocks, axis=0) - num_blocks
+            num_used = tl.sum(num_blocks, axis=0)
+        every = tl.arange(0, items_block)
+        unused = (every >= num_used) & (every < num_items)
+        tl.store(items + 2 * num_items + every, tl.zeros_like(every), mask=unused)
+        for block in range((num_tokens + block_tokens - 1) // block_tokens):
+            exists = block < num_blocks
+            item = later + block
+            if has_own_items:
+                item = tl.where(block == 0, experts, item)
+            tl.store(items + item, experts, mask=exists)
+            tl.store(items + num_items + item, starts + block * block_tokens, mask=exists)
+            tl.store(
+                items + 2 * num_items + item, tl.minimum(totals - block * block_tokens, block_tokens), mask=exists
+            )
+
+
+@triton.jit
+def quantise(hidden, quantised, row_scales, token, dim: tl.constexpr, columns: tl.constexpr) -> None:
+    """One token in float8, as `quantise_rows` of the reference."""
+    places = tl.arange(0, columns)
+    inside = places < dim
+    start = token.to(tl.int64) * dim
+    row = tl.load(hidden + start + places, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(row), axis=0), _SMALLEST_MAGNITUDE) / _LARGEST
+    tl.store(quantised + start + places, (row / scale).to(quantised.dtype.element_ty), mask=inside)
+    tl.store(row_scales + token, scale)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_blocks", "num_items"])
+def _choose(
+    logits,
+    hidden,
+    pairs,
+    items,
+    weights,
+    quantised,
+    row_scales,
+    counts,
+    num_tokens,
+    num_blocks,
+    num_items,
+    dim: tl.constexpr,
+    columns: tl.constexpr,
+    choices: tl.constexpr,
+    num_experts: tl.constexpr,
+    block_tokens: tl.constexpr,
+    tokens_block: tl.constexpr,
+    experts_block: tl.constexpr,
+    items_block: tl.constexpr,
+    has_own_items: tl.constexpr,
+    is_dependent: tl.constexpr,
+):
+    program = tl.program_id(0)
+    if is_dependent:
+        wait_for_previous()
+        let_next_start()
+    if program < num_blocks:
+        tokens = program * tokens_block + tl.arange(0, tokens_block)
+        experts = tl.arange(0, experts_block)
+        ranks, values = _ranks(logits, tokens, experts, num_tokens, num_experts, experts_block - 1, choices)
+        is_chosen = (ranks < choices) & (tokens < num_tokens)[:, None]
+        highest = tl.max(tl.where(ranks < choices, values, float("-inf")), axis=1)[:, None]
+        shares = tl.where(ranks < choices, tl.exp(tl.where(ranks < choices, values, highest) - highest), 0.0)
+        shares = shares / tl.sum(shares, axis=1)[:, None]
+        places = tokens[:, None] * choices + ranks
+        tl.store(weights + places, shares, mask=is_chosen)
+        own = tl.sum(is_chosen.to(tl.int32), axis=0)
+        if counts is not None:
+            tl.store(counts + program * num_experts + experts, own, mask=experts < num_experts)
+        else:
+            before = tl.zeros_like(own)
+            _store_lists(
+                pairs, items, ranks, is_chosen, tokens, experts, own, before, num_tokens, num_items,
+                True, num_experts, choices, block_tokens, items_block, has_own_items,
+            )  # fmt: skip
+    elif quantised is not None:
+        quantise(hidden, quantised, row_scales, program - num_blocks, dim, columns)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_blocks", "num_items"])
+def _list(
+    logits,
+    pairs,
+    items,
+    counts,
+    num_tokens,
+    num_blocks,
+    num_items,
+    choices: tl.constexpr,
+    num_experts: tl.constexpr,
+    block_tokens: tl.constexpr,
+    tokens_block: tl.constexpr,
+    experts_block: tl.constexpr,
+    items_block: tl.constexpr,
+    has_own_items: tl.constexpr,
+    is_dependent: tl.constexpr,
+):
+    program = tl.program_id(0)
+    if is_dependent:
+        wait_for_previous()
+        let_next_start()
+    tokens = program * tokens_block + tl.arange(0, tokens_block)
+    experts = tl.arange(0, experts_block)
+    totals = tl.zeros((experts_block,), tl.int32)
+    before = tl.zeros((experts_block,), tl.int32)
+    for first in range(0, num_blocks, 16):
+        blocks = first + tl.arange(0, 16)
+        inside = (blocks < num_blocks)[:, None] & (experts < num_experts)[None, :]
+        own = tl.load(counts + blocks[:, None] * num_experts + experts[None, :], mask=inside, other=0)
+        totals += tl.sum(own, axis=0)
+        before += tl.sum(tl.where((blocks < program)[:, None], own, 0), axis=0)
+    ranks, _ = _ranks(logits, tokens, experts, num_tokens, num_experts, experts_block - 1, choices)
+    is_chosen = (ranks < choices) & (tokens < num_tokens)[:, None]
+    _store_lists(
+        pairs, items, ranks, is_chosen, tokens, experts, totals, before, num_tokens, num_items,
+        program == 0, num_experts, choices, block_tokens, items_block, has_own_items,
+    )  # fmt: skip

@@ -1,0 +1,110 @@
+"""Whatever the plan, the kernels of the experts give the same."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from kestrel_ops import ExpertAdapters, LowRank, mixture_of_experts
+from tests.kernels.implementations import DEVICE, FLOAT8, relative_error
+
+plans = pytest.importorskip("kestrel_ops.triton.expert_plans", reason="needs Triton")
+triton_experts = pytest.importorskip("kestrel_ops.triton.mixture_of_experts", reason="needs Triton")
+
+DIM, INNER, EXPERTS, CHOICES = 52, 36, 5, 3
+
+
+def a_layer(num_tokens, dtype=torch.float32):
+    torch.manual_seed(7)
+    hidden = torch.randn(num_tokens, DIM, device=DEVICE).to(dtype)
+    logits = torch.randn(num_tokens, EXPERTS, device=DEVICE)
+    up = torch.randn(EXPERTS, 2 * INNER, DIM, device=DEVICE).to(dtype) / 8
+    down = torch.randn(EXPERTS, DIM, INNER, device=DEVICE).to(dtype) / 6
+    return hidden, logits, up, down
+
+
+def quantised(up, down):
+    scales = [stack.abs().amax(dim=-1) / 448 for stack in (up, down)]
+    stacks = [(stack / scale[..., None]).to(FLOAT8) for stack, scale in zip((up, down), scales, strict=True)]
+    return (*stacks, *scales)
+
+
+PLANS = [
+    plans.ExpertsPlan(block, plans.ProductPlan(rows, columns, 4, 2), plans.ProductPlan(16, 32, 4, 3, False))
+    for block, rows, columns in ((16, 16, 32), (32, 32, 64), (16, 64, 32))
+]
+PLANS.append(dataclasses.replace(PLANS[1], rounds_rows=True))
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 21])
+def test_every_plan_gives_what_the_definition_gives(plan, num_tokens):
+    layer = a_layer(num_tokens)
+    found = triton_experts.mixture_of_experts(*layer, CHOICES, plan=plan)
+    torch.testing.assert_close(found, mixture_of_experts(*layer, experts_per_token=CHOICES), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_scales_belong_to_the_columns_of_any_plan(plan):
+    hidden, logits, up, down = a_layer(21)
+    up[:, : INNER // 2] *= 3  # columns whose values need scales of their own
+    up, down, up_scale, down_scale = quantised(up, down)
+    layer = logits, up, down, CHOICES, up_scale, down_scale
+    found = triton_experts.mixture_of_experts(hidden.bfloat16(), *layer, plan=plan)
+    wanted = mixture_of_experts(hidden.bfloat16().float(), *layer)
+    assert relative_error(found, wanted) < 0.06
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_bytes", [512, 4096])
+def test_one_token_is_the_same_by_its_own_kernels(dtype, num_bytes):
+    layer = a_layer(1, dtype)
+    plan = plans.OneTokenPlan(num_bytes, num_bytes, 4)
+    found = triton_experts.mixture_of_experts(*layer, CHOICES, plan=plan)
+    hidden, logits, up, down = (part.float() for part in layer)
+    wanted = mixture_of_experts(hidden, logits, up, down, CHOICES)
+    assert relative_error(found, wanted) < (1e-5 if dtype == torch.float32 else 0.02)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 16, 64, 200, 6000])
+@pytest.mark.parametrize("operand", [torch.float32, torch.bfloat16, FLOAT8], ids=str)
+def test_plans_of_all_sizes_have_what_tensor_cores_need(num_tokens, operand):
+    plan = plans.plan_for(num_tokens, 64, 8, operand)
+    assert plan.block_tokens >= 16
+    for part in (plan.expand, plan.contract):
+        assert part.rows >= 16 * part.num_warps
+        assert part.columns >= (32 if operand == FLOAT8 else 16)
+    tile = 2 * plan.expand.rows + plan.block_tokens
+    assert tile * plan.expand.columns * operand.itemsize * plan.expand.num_stages <= 227 * 1024
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+@pytest.mark.parametrize("is_float8", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 21])
+def test_adapters_are_added_to_both_products(num_tokens, is_float8, rank):
+    hidden, logits, up, down = a_layer(num_tokens)
+    scales = ()
+    if is_float8:
+        hidden = hidden.bfloat16()
+        up, down, *scales = quantised(up, down)
+    adapters = ExpertAdapters(
+        LowRank(
+            torch.randn(2, EXPERTS, rank, DIM, device=DEVICE) / 8,
+            torch.randn(2, EXPERTS, rank, 2 * INNER, device=DEVICE),
+        ),
+        LowRank(
+            torch.randn(2, EXPERTS, rank, INNER, device=DEVICE) / 6,
+            torch.randn(2, EXPERTS, rank, DIM, device=DEVICE),
+        ),
+        torch.arange(num_tokens, device=DEVICE).flip(0) % 2 * 2,  # slots 0 and 2
+    )
+    adapters.up.a[0] = torch.nan  # of a slot that no token uses
+    wanted = mixture_of_experts(hidden.float(), logits, up, down, CHOICES, *scales, adapters=adapters)
+    found = triton_experts.mixture_of_experts(hidden, logits, up, down, CHOICES, *scales, adapters=adapters)
+    plain = triton_experts.mixture_of_experts(hidden, logits, up, down, CHOICES, *scales)
+    tolerance = 0.06 if is_float8 else 1e-5
+    assert relative_error(found, wanted) < tolerance
+    without = adapters.slots == 0
+    if not is_float8 and num_tokens > 1:
+        assert torch.equal(found[without], plain[without])
+    assert num_tokens == 1 or relative_error(plain[~without], wanted[~without]) > 5 * tolerance
