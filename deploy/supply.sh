@@ -15,7 +15,7 @@ $tools/bin/python -m pip install --quiet --disable-pip-version-check \
 $tools/bin/uv pip freeze --quiet --python "$python" --exclude-editable |
     sed '/^torch==/d; /^triton==/d; /^setuptools==/d' >$tools/tested.txt
 $tools/bin/uv pip compile pyproject.toml --extra gpu --extra otel --extra remote --quiet --generate-hashes \
-    --no-annotate --python-version 3.11 --python-platform x86_64-manylinux_2_28 --constraint $tools/tested.txt \
+    --no-annotate --python-version 3.11 --python-platform x86_64-manylinux_2_31 --constraint $tools/tested.txt \
     --no-emit-package kestrel-grpc-client --custom-compile-command 'make supply' --output-file deploy/requirements.lock
 
 # Licences are read from installed packages, so those of what .venv lacks are not in the table.

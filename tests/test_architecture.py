@@ -56,9 +56,11 @@ RUNTIME_ARROWS = {
     "adapters": {"api"},
     "loading": {"api", "interfaces"},
     "scheduling": {"api", "interfaces"},
+    "constraints": {"api", "interfaces", "loading", "scheduling"},
     "execution": {"api", "interfaces", "scheduling", "memory"},
     "engine": {
-        *("api", "interfaces", "memory", "imaging", "adapters", "loading", "scheduling", "execution", "models"),
+        *("api", "interfaces", "memory", "imaging", "adapters", "loading", "scheduling", "constraints"),
+        *("execution", "models"),
     },
     "models": {"api", "interfaces", "memory", "imaging", "adapters", "loading", "scheduling", "execution"},
     "verify": {"api", "scheduling", "engine", "models"},
@@ -317,7 +319,9 @@ def test_no_package_has_more_than_a_dozen_modules():
 
 
 def test_the_public_types_of_the_engine_need_no_torch():
-    names = [f"kestrel_runtime.api.{path.stem}" for path in modules(PACKAGES["kestrel_runtime"] / "api")]
+    api = PACKAGES["kestrel_runtime"] / "api"
+    paths = [path.relative_to(api).with_suffix("") for path in modules(api)]
+    names = [".".join(("kestrel_runtime.api", *path.parts)) for path in paths]
     program = f"import sys, {', '.join(names)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run((sys.executable, "-c", program), check=False).returncode == 0
 

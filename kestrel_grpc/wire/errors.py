@@ -30,6 +30,7 @@ from kestrel_runtime.api.engine import EngineStatus
 from kestrel_runtime.api.errors import (
     AdapterInvalid,
     AdapterNotFound,
+    ConstraintFailed,
     ContextLengthExceeded,
     DeadlineExceeded,
     EngineUnavailable,
@@ -331,6 +332,14 @@ ERRORS = (
         400,
         lambda error: "an equal request broke the engine before, and is not tried again",
         lambda error: (UnmetPrecondition("REQUEST", "request", "an equal request broke the engine before"),),
+    ),
+    ErrorRow(
+        ConstraintFailed,
+        "CONSTRAINT_FAILED",
+        Code.FAILED_PRECONDITION,
+        422,
+        lambda error: "the answer cannot go on under its constraint, which takes too much work; use a simpler one",
+        lambda error: (UnmetPrecondition("CONSTRAINT", "constraint", "it takes too much work"),),
     ),
     ErrorRow(
         Overloaded,

@@ -90,6 +90,7 @@ KINDS_BY_REASON = {
     "IMAGE_STORE_FULL": Overloaded,
     "REQUEST_CANCELLED": Cancelled,
     "CONTEXT_LENGTH_EXCEEDED": InvalidRequest,
+    "CONSTRAINT_FAILED": ServerError,
     "MODEL_NOT_FOUND": ModelNotFound,
     "ADAPTER_NOT_FOUND": AdapterNotFound,
     "ADAPTER_INVALID": AdapterInvalid,

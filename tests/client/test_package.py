@@ -106,5 +106,5 @@ def test_the_examples_of_the_readme_run_as_written(
         exec(example.replace("localhost:50051", address), {})
     printed = capsys.readouterr().out
     assert printed.startswith("A red kite – höher.")
-    assert len(examples) == 7
+    assert len(examples) == 8
     assert Path("mask.png").exists()

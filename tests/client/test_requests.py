@@ -158,3 +158,17 @@ def test_a_call_may_shorten_or_lengthen_the_clients_timeout() -> None:
     assert requests.timeout_s({}, 120) == 120
     assert requests.timeout_s({"timeout_s": None}, 120) == 120
     assert requests.timeout_s({"timeout_s": 600}, 120) == 600
+
+
+def test_a_constraint_is_for_queries() -> None:
+    options: CallOptions = {"choices": ["yes", "no"]}
+    asked = requests.query(vision_service_pb2.QueryRequest, "what?", None, (), options)
+    assert asked.constraint.choices.values == ["yes", "no"]
+    assert not requests.query(vision_service_pb2.QueryRequest, "what?", None, (), {}).HasField("constraint")
+    for refused in (
+        lambda: requests.caption(vision_service_pb2.CaptionRequest, None, options),
+        lambda: requests.point("kite", None, (), {"regex": "a"}),
+        lambda: requests.gaze(Point(0.5, 0.5), {"json_schema": {}}),
+    ):
+        with pytest.raises(InvalidRequest, match="is for queries"):
+            refused()

@@ -44,6 +44,7 @@ class FakeRunner:
         self.are_prompts_over: Callable[[], bool] = lambda: True
         self.on_launch: Callable[[Batch], None] = lambda batch: None
         self.on_wait: Callable[[FakeHandle], None] = lambda handle: None
+        self.on_sample: Callable[[FakeHandle], None] = lambda handle: None
         self.on_run: Callable[[Batch], None] = lambda batch: None
         self.num_restarts = 0
         self.num_emptied = 0
@@ -53,6 +54,10 @@ class FakeRunner:
     def launch(self, batch: Batch, after: Iterable[FakeHandle] = ()) -> FakeHandle:
         self.on_launch(batch)
         return FakeHandle(self, batch)
+
+    def sample(self, step: FakeHandle, masks: list[Any]) -> None:
+        """The rest of a restricted step."""
+        self.on_sample(step)
 
     def run(self, batch: Batch) -> list[Token]:
         """What `Isolation` runs probes with."""

@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import Any, Literal, TypedDict, TypeVar, get_args
 
 from kestrel_client.errors import errors_of, invalid_argument
+from kestrel_client.generation.constraints import constraint
 from kestrel_client.images.inputs import StoredImage
 from kestrel_client.results import Box, Point
 from kestrel_client.v1 import generation_pb2, image_service_pb2, media_pb2, vision_service_pb2
@@ -53,6 +54,9 @@ class CallOptions(TypedDict, total=False):
         logit_bias: By the ids of tokens, what is added to their logits; -100 to 100.
         logprobs: Tells how likely each token was, and so many of the most likely ones; 0 to 20.
         n: How many samples to draw, 1 to 16, in `complete_query` and `complete_caption`.
+        choices: Texts, one of which is the answer of a query. This and the next two exclude each other.
+        regex: A regular expression that the whole answer of a query matches.
+        json_schema: A JSON schema, a dictionary or a text: the answer of a query is JSON that is valid under it.
         model: A name from `list_models()`.
         adapter: An adapter of the model, as `name` or `name@step`.
         priority: "interactive", "normal" or "batch": whether to start before or after other requests that wait.
@@ -78,6 +82,9 @@ class CallOptions(TypedDict, total=False):
     logit_bias: Mapping[int, float] | None
     logprobs: int | None
     n: int | None
+    choices: Sequence[str] | None
+    regex: str | None
+    json_schema: Mapping[str, Any] | str | None
     model: str | None
     adapter: str | None
     priority: Priority | None
@@ -101,6 +108,7 @@ _SAMPLING = (
     "logprobs",
     "n",
 )
+_CONSTRAINT = ("choices", "regex", "json_schema")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}", re.ASCII)
 _MAX_SHOWN = 40
 
@@ -114,7 +122,10 @@ def query(
 ) -> AnyQuery:
     """A question, as a message of `kind`."""
     message = kind(
-        question=_text("question", question), spatial_refs=_spatial_refs(spatial_refs), **_shared(options)
+        question=_text("question", question),
+        spatial_refs=_spatial_refs(spatial_refs),
+        constraint=constraint(options.get("choices"), options.get("regex"), options.get("json_schema")),
+        **_shared(options, unused=()),
     )
     _put(message, "reasoning", reasoning)
     return message
@@ -200,11 +211,14 @@ def metadata(request_id: str, token: str | None) -> tuple[tuple[str, str], ...]:
     return named if token is None else (*named, ("authorization", f"Bearer {token}"))
 
 
-def _shared(options: CallOptions) -> dict[str, Any]:
-    """The fields `sampling` and `options`, which all requests share."""
+def _shared(options: CallOptions, unused: Sequence[str] = _CONSTRAINT) -> dict[str, Any]:
+    """The fields `sampling` and `options`, which all requests share. Options that are `unused` must be absent."""
     unknown = options.keys() - CallOptions.__annotations__.keys()
     if unknown:
         raise TypeError(f"unexpected keyword argument: {', '.join(sorted(unknown))}")
+    for name in unused:
+        if options.get(name) is not None:
+            raise invalid_argument(name, "is for queries")
     sampling = generation_pb2.SamplingParams()
     for name in _SAMPLING:
         _put(sampling, name, options.get(name))

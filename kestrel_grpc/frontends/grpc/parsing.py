@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from kestrel_client.v1 import generation_pb2, media_pb2
 from kestrel_grpc.frontends.grpc.durations import seconds_of
 from kestrel_grpc.images.stored_images import BAD_IMAGE_ID, ImageHandle, ImageReference, ImageUri
+from kestrel_runtime.api.constraints.constraint import MAX_CHOICES, Constraint
 from kestrel_runtime.api.errors import InvalidRequest, Violation
 from kestrel_runtime.api.raw_image import PixelFormat, RawImage, side_violations
 from kestrel_runtime.api.requests import (
@@ -107,6 +108,16 @@ def spatial_refs(messages: Sequence[media_pb2.SpatialRef], violations: list[Viol
             violations.append(Violation(f"spatial_refs[{index}]", "needs a point or a box"))
             refs.append(_PLACEHOLDER_REF)  # keeps the indices of the following ones
     return tuple(refs)
+
+
+def constraint(message: generation_pb2.Constraint) -> Constraint:
+    """What the answer must look like. The constraint of a message without a kind is refused where it is checked."""
+    kind = message.WhichOneof("kind")
+    return Constraint(
+        choices=tuple(message.choices.values[: MAX_CHOICES + 1]),
+        regex=message.regex if kind == "regex" else None,
+        json_schema=message.json_schema if kind == "json_schema" else None,
+    )
 
 
 def _image(message: Any, violations: list[Violation]) -> bytes | RawImage:

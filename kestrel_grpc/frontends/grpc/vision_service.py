@@ -98,6 +98,7 @@ def query(message: wire.QueryRequest | wire.CompleteQueryRequest) -> Query:
         question=message.question,
         reasoning=message.reasoning,
         spatial_refs=parsing.spatial_refs(message.spatial_refs, violations),
+        constraint=parsing.constraint(message.constraint) if message.HasField("constraint") else None,
     )
 
 

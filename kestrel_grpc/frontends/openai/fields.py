@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from kestrel_grpc.frontends.http import sampling
+from kestrel_grpc.frontends.http.constraints import RESPONSE_FORMAT
 from kestrel_grpc.frontends.http.fields import Field, Kind
 from kestrel_runtime.api.sampling_params import MAX_LOGPROBS
 
@@ -41,6 +42,7 @@ CHAT = (
     ),
     Field("max_completion_tokens", Kind.INTEGER, "Most tokens to generate; goes before `max_tokens`."),
     Field("reasoning", Kind.BOOLEAN, "Whether the model reasons before it answers."),
+    RESPONSE_FORMAT,
     Field("logprobs", Kind.BOOLEAN, "Tells how likely each token of the answer was, before penalties."),
     Field(
         "top_logprobs",
@@ -68,7 +70,6 @@ CHAT_DEFAULTS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "parallel_tool_calls": (None, True),
         "functions": (None, []),
         "function_call": (None, "none", "auto"),
-        "response_format": (None, {"type": "text"}),
         "modalities": (None, ["text"]),
         "audio": _NONE,
         "prediction": _NONE,
@@ -114,4 +115,4 @@ def completions_name(field: str) -> str:
 def _name(field: str, others: str) -> str:
     if field.startswith("sampling."):
         return field.removeprefix("sampling.")
-    return _NAMES.get(field, others)
+    return "response_format" if field.startswith("constraint") else _NAMES.get(field, others)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kestrel_grpc.frontends.http.constraints import read_response_format
 from kestrel_grpc.frontends.http.endpoint import renamed
 from kestrel_grpc.frontends.http.fields import Field, read
 from kestrel_grpc.frontends.http.images import PLACEHOLDER, GivenImage, read_image
@@ -65,6 +66,7 @@ class QueryParser:
         name: Callable[[str], str],
     ) -> ParsedQuery:
         sampling = read_sampling(values, violations, is_streamed=values.get("stream", False))
+        constraint = read_response_format(values.get("response_format"), violations)
         image, image_error = self._image(conversation)
         query = None
         try:
@@ -80,6 +82,7 @@ class QueryParser:
                     **sampling,
                 ),
                 options=RequestOptions(model=values.get("model", "")),
+                constraint=constraint,
             )
         except InvalidRequest as error:
             violations += renamed(error.violations, name)

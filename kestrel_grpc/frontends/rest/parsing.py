@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kestrel_grpc.frontends.http.constraints import CONSTRAINT, read_constraint
 from kestrel_grpc.frontends.http.endpoint import renamed
 from kestrel_grpc.frontends.http.fields import read
 from kestrel_grpc.frontends.http.images import PLACEHOLDER, GivenImage, read_image
@@ -58,6 +59,8 @@ class RequestParser:
         shared: dict[str, Any] = {"sampling": _sampling(values, violations), "options": _options(values)}
         if SPATIAL_REFS in route.fields:
             shared["spatial_refs"] = _spatial_refs(values.get("spatial_refs", ()), violations)
+        if CONSTRAINT in route.fields:
+            shared["constraint"] = read_constraint(values.get("constraint"), violations)
         image, image_error = None, None
         if "image_url" in values:
             try:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kestrel_grpc.frontends.http.constraints import CONSTRAINT
 from kestrel_grpc.frontends.http.fields import Field, Kind
 from kestrel_grpc.frontends.rest.fields import (
     COMMON,
@@ -35,8 +36,8 @@ class Route:
     """`POST /v1/<skill>`. `fields` are those of its body.
 
     `new_request` makes the request from the values of the body, and from what all routes read alike: `image`,
-    `sampling` and `options`, and `spatial_refs` if they are among `fields`. A required field may be missing, which
-    has been noted by then.
+    `sampling` and `options`, and `spatial_refs` and `constraint` if they are among `fields`. A required field may
+    be missing, which has been noted by then.
     """
 
     skill: str
@@ -90,6 +91,7 @@ ROUTES = (
             Field("image_url", Kind.IMAGE, f"{IMAGE} None: a question about no image."),
             Field("reasoning", Kind.BOOLEAN, "Whether the model reasons before it answers."),
             SPATIAL_REFS,
+            CONSTRAINT,
             STREAM,
             SETTINGS,
             *COMMON,

@@ -10,6 +10,7 @@ KestrelError
 ├── SkillUnsupported        the model has no such skill
 ├── Overloaded              the queue is full, or the wait would be too long
 ├── RequestRefused          this very request broke the engine before
+├── ConstraintFailed        the answer's constraint took too much work, or could not be followed
 ├── QueueTimeout            waited longer than the caller allows
 ├── DeadlineExceeded        the caller's deadline passed
 ├── EngineUnavailable       starting, draining or dead
@@ -107,6 +108,8 @@ class QueueBound(Enum):
     REQUESTS = "requests"
     IMAGE_BYTES = "bytes of images"
     TOKENS = "tokens"
+    CONSTRAINTS = "constraints"
+    """That are being compiled."""
     WAIT = "seconds of waiting"
     """The wait that is to be expected is longer than the caller's deadline or `max_queue_s`."""
 
@@ -141,6 +144,10 @@ class Overloaded(KestrelError):
 
 class RequestRefused(KestrelError):
     """The request asks for the very work at which the engine failed before, and is not tried again."""
+
+
+class ConstraintFailed(KestrelError):
+    """An answer cannot go on under its constraint: the next token would take too much work to find."""
 
 
 class QueueTimeout(KestrelError):

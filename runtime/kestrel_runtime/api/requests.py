@@ -14,6 +14,7 @@ from enum import Enum, IntEnum, auto
 from typing import ClassVar, Self, get_args
 
 from kestrel_runtime.api.adapters import AdapterName
+from kestrel_runtime.api.constraints.constraint import Constraint
 from kestrel_runtime.api.errors import InvalidRequest, Violation
 from kestrel_runtime.api.raw_image import RawImage
 from kestrel_runtime.api.sampling_params import SamplingParams
@@ -116,7 +117,10 @@ class _Checked(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Query(_Checked):
-    """A question, about an image or about nothing; `image` is an encoded file's bytes, or pixels."""
+    """A question, about an image or about nothing; `image` is an encoded file's bytes, or pixels.
+
+    `constraint` says what the answer must look like; reasoning before it is free.
+    """
 
     question: str
     image: bytes | RawImage | None = None
@@ -124,6 +128,7 @@ class Query(_Checked):
     spatial_refs: tuple[SpatialRef, ...] = ()
     sampling: SamplingParams = field(default_factory=SamplingParams)
     options: RequestOptions = field(default_factory=RequestOptions)
+    constraint: Constraint | None = None
     skill: ClassVar[str] = "query"
 
     @classmethod
@@ -143,6 +148,8 @@ class Query(_Checked):
         yield from _spatial_refs(self.spatial_refs)
         yield from self.sampling.violations()
         yield from self.options.violations()
+        if self.constraint is not None:
+            yield from self.constraint.violations()
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +161,7 @@ class Caption(_Checked):
     sampling: SamplingParams = field(default_factory=SamplingParams)
     options: RequestOptions = field(default_factory=RequestOptions)
     skill: ClassVar[str] = "caption"
+    constraint: ClassVar[None] = None
     spatial_refs: ClassVar[tuple[SpatialRef, ...]] = ()
 
     @classmethod
@@ -182,6 +190,7 @@ class _ObjectRequest(_Checked):
     spatial_refs: tuple[SpatialRef, ...] = ()
     sampling: SamplingParams = field(default_factory=SamplingParams)
     options: RequestOptions = field(default_factory=RequestOptions)
+    constraint: ClassVar[None] = None
 
     @classmethod
     def example(cls, image: bytes, sampling: SamplingParams) -> Self:
@@ -231,6 +240,7 @@ class Gaze(_Checked):
     sampling: SamplingParams = field(default_factory=SamplingParams)
     options: RequestOptions = field(default_factory=RequestOptions)
     skill: ClassVar[str] = "gaze"
+    constraint: ClassVar[None] = None
 
     @classmethod
     def example(cls, image: bytes, sampling: SamplingParams) -> Self:

@@ -35,17 +35,22 @@ from kestrel_runtime.api.errors import (
 from kestrel_runtime.api.raw_image import RawImage
 from kestrel_runtime.api.requests import Request
 from kestrel_runtime.api.stream import Stream
+from kestrel_runtime.constraints.compiler import ConstraintCompiler
+from kestrel_runtime.constraints.masks import LibraryMasks
+from kestrel_runtime.constraints.vocabulary import new_vocabulary
 from kestrel_runtime.engine.isolation import Isolation, new_probes
 from kestrel_runtime.engine.loop import EngineLoop
 from kestrel_runtime.engine.offending_requests import OffendingRequests
 from kestrel_runtime.engine.open_streams import OpenStreams
 from kestrel_runtime.engine.preprocessing import MAX_DECODING_BYTES, Preprocessor, least_budget_bytes
+from kestrel_runtime.engine.recent.matchers import Matchers
 from kestrel_runtime.engine.tracebacks import clear_locals, drop_tracebacks
 from kestrel_runtime.engine.watchdog import Watchdog, all_stacks, step_timeout_s
 from kestrel_runtime.engine.workers import Interrupted
 from kestrel_runtime.execution.cuda_stream import CudaStream
 from kestrel_runtime.imaging.device_tiler import DeviceTiler
 from kestrel_runtime.imaging.tiles import Tiling, max_kept_bytes
+from kestrel_runtime.memory.host_limits import available_processors
 from kestrel_runtime.models.family import config_of
 from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.scheduling.admission import Admission, Cost, QueueLimits
@@ -148,6 +153,9 @@ class LocalEngine:
             make_tiles,
             PrefixKeyMaker(parts, config.page_size),
             self._is_cached,
+            matchers=Matchers(
+                ConstraintCompiler(partial(new_vocabulary, loaded.tokenizer, model_config.vocab_size))
+            ),
             prefix_cache=config.prefix_cache,
             image_cache=runner.num_cached_images > 0,
             max_context=max_context,
@@ -166,7 +174,12 @@ class LocalEngine:
             on_restarted=lambda: self._become(EngineStatus.SERVING),
         )
         self._loop = EngineLoop(
-            self._scheduler, runner, isolation, self._admission, self._preprocessor.decode_again
+            self._scheduler,
+            runner,
+            isolation,
+            self._admission,
+            self._preprocessor.decode_again,
+            LibraryMasks(model_config.vocab_size, available_processors()),
         )
         self._status = EngineStatus.SERVING
         self._lock = threading.RLock()

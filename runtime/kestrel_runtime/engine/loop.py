@@ -50,8 +50,9 @@ from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 from kestrel_runtime.api.engine import ClearedCache
-from kestrel_runtime.api.errors import EngineUnavailable, InternalError, KestrelError
+from kestrel_runtime.api.errors import ConstraintFailed, EngineUnavailable, InternalError, KestrelError
 from kestrel_runtime.api.stream import Outbox, Stream
+from kestrel_runtime.constraints.step_masks import step_masks
 from kestrel_runtime.engine.emission import events_after
 from kestrel_runtime.engine.in_flight import InFlightStep, describe
 from kestrel_runtime.engine.isolation import Isolation
@@ -59,6 +60,7 @@ from kestrel_runtime.engine.open_streams import CacheClearings
 from kestrel_runtime.execution.step_runner import StepHandle, StepRunner
 from kestrel_runtime.interfaces.ids import StepId
 from kestrel_runtime.interfaces.image import PreparedImage
+from kestrel_runtime.interfaces.token_matcher import MaskMaker
 from kestrel_runtime.scheduling.admission import Admission
 from kestrel_runtime.scheduling.batch import Batch, Plan
 from kestrel_runtime.scheduling.deadlines import Deadlines
@@ -99,13 +101,16 @@ class EngineLoop:
         isolation: Isolation,
         admission: Admission,
         decode_again: Callable[[Sequence], Future[Any]] | None = None,
+        masks: MaskMaker | None = None,
     ) -> None:
-        """`decode_again` has a worker decode the image of a sequence whose pages were cached and are evicted."""
+        """`decode_again` has a worker decode the image of a sequence whose pages were cached and are evicted.
+        `masks` makes the masks of sequences with constraints."""
         self._scheduler = scheduler
         self._runner = runner
         self._isolation = isolation
         self._admission = admission
         self._decode_again = decode_again
+        self._masks = masks
         self._outbox = Outbox()
         self._deadlines = Deadlines()
         self._streams: dict[Sequence, Stream] = {}
@@ -222,7 +227,7 @@ class EngineLoop:
         promoted = self._promote()
         if not self._scheduler.can_look_ahead:  # asked when it is known who decodes
             self._complete_all()
-        had_decodes = bool(self._decodes)
+        oldest = self._decodes[0] if self._decodes else None
         plan = self._scheduler.schedule(now, may_prefill=len(self._prefills) < _MAX_PREFILLS)
         for sequence in self._scheduler.take_without_tiles():
             self._have_decoded(sequence)
@@ -230,9 +235,9 @@ class EngineLoop:
             self._launch(plan.prefill, self._prefills)
         if not self._runner.is_asynchronous:
             self._complete_all()
-        if had_decodes and self._decodes:  # the oldest; younger ones keep the device busy
+        if oldest is not None and self._decodes and self._decodes[0] is oldest:  # younger ones keep the device busy
             self._complete(self._decodes)
-        if self._prefills and (promoted or (not had_decodes and plan.is_empty)):
+        if self._prefills and (promoted or (oldest is None and plan.is_empty)):
             self._complete(self._prefills)
         self._outbox.post()
 
@@ -322,7 +327,7 @@ class EngineLoop:
         while not batch.is_empty and len(self._decodes) < max_decodes:
             if not self._launch(batch, self._decodes):
                 return False
-            if len(self._decodes) == max_decodes or not self._scheduler.can_look_ahead:
+            if batch.is_restricted or len(self._decodes) == max_decodes or not self._scheduler.can_look_ahead:
                 break
             batch = self._scheduler.schedule(now, may_prefill=False).decode
         return True
@@ -345,7 +350,35 @@ class EngineLoop:
         step = InFlightStep(StepId(next(self._step_ids)), batch, handle)
         self._scheduler.commit(step.id, batch)
         steps.append(step)
+        return not batch.is_restricted or self._sample(step, steps)
+
+    def _sample(self, step: InFlightStep, steps: deque[InFlightStep]) -> bool:
+        """Launch the rest of a restricted step, the last of `steps`, while its forward pass runs.
+
+        Its masks follow from the tokens of steps before, which are completed first. False where a step failed, and
+        all sequences wait again.
+        """
+        while (earlier := self._awaited_by(step, steps)) is not None:
+            if not self._complete(earlier):
+                return False
+        masks, failed = step_masks(step.batch, self._masks)
+        for sequence in failed:
+            _log.warning("the constraint of %s takes too much work", sequence.fingerprint)
+            self._fail(sequence, ConstraintFailed())
+        try:
+            self._runner.sample(step.handle, masks)
+        except Exception as error:
+            self._abandon_in_flight()
+            self._isolate(step.batch, error)
+            return False
         return True
+
+    def _awaited_by(self, step: InFlightStep, steps: deque[InFlightStep]) -> deque[InFlightStep] | None:
+        """Whose first step must be complete before masks of a step can be made; None where all are."""
+        if steps is self._decodes and steps[0] is not step:
+            return steps
+        depends = any(prefill.id in step.batch.depends_on for prefill in self._prefills)
+        return self._prefills if depends else None
 
     def _handles_of(self, ids: frozenset[StepId]) -> list[StepHandle]:
         return [step.handle for step in (*self._prefills, *self._decodes) if step.id in ids] if ids else []

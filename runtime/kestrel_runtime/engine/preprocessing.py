@@ -22,6 +22,7 @@ from kestrel_runtime.api.hashed_image import HashedImage
 from kestrel_runtime.api.raw_image import RawImage
 from kestrel_runtime.api.requests import CachePolicy, Request
 from kestrel_runtime.engine.offending_requests import OffendingRequests, fingerprint_of, image_digest
+from kestrel_runtime.engine.recent.matchers import Matchers
 from kestrel_runtime.engine.recent.prompts import Prompts
 from kestrel_runtime.engine.recent.values import RecentValues
 from kestrel_runtime.engine.workers import Interrupted, Job, Workers
@@ -75,6 +76,7 @@ class Preprocessor:
         key_maker: PrefixKeyMaker | None = None,
         is_cached: Callable[[PrefixKeys | None, EmbeddingKey | None], bool] = lambda keys, embedding_key: False,
         *,
+        matchers: Matchers | None = None,
         prefix_cache: bool = True,
         image_cache: bool = True,
         max_context: int,
@@ -85,7 +87,8 @@ class Preprocessor:
     ) -> None:
         """`make_tiles` turns an RGB image into what the engine takes; all the threads call it. Without `key_maker`
         sequences use no cache; `prefix_cache` and `image_cache` tell which of the two they use with it. An image is
-        not decoded where `is_cached` says that its pages or embeddings are.
+        not decoded where `is_cached` says that its pages or embeddings are. Without `matchers` answers have no
+        constraints.
 
         `max_decoded_bytes` bounds the memory of all images together, from the start of their decoding until their
         tiles are freed.
@@ -101,6 +104,7 @@ class Preprocessor:
         self._make_tiles = make_tiles
         self._key_maker = key_maker
         self._is_cached = is_cached
+        self._matchers = matchers
         self._prefix_cache = prefix_cache
         self._image_cache = image_cache
         self._ids = itertools.count(1)
@@ -203,7 +207,7 @@ class Preprocessor:
         facts: ImageFacts,
     ) -> Future[Sequence] | None:
         """The result of a worker, where preparing takes little time; None where it does not."""
-        if len(request.text) > _MAX_TEXT_LENGTH_AT_ONCE:
+        if len(request.text) > _MAX_TEXT_LENGTH_AT_ONCE or request.constraint is not None:
             return None
         if self._workers.is_closing:
             raise RuntimeError("the workers are closed")
@@ -258,6 +262,10 @@ class Preprocessor:
         max_context = self._max_context
         if parser.max_tokens is not None:
             max_context = min(max_context, num_positions + parser.max_tokens)
+        matcher = None
+        if request.constraint is not None:
+            assert self._matchers is not None, "only engines without callers have none"
+            matcher = self._matchers.new(request.constraint, parser, namespace)
         clock.prepared = time.monotonic()
         return Sequence(
             id=next(self._ids),
@@ -271,6 +279,7 @@ class Preprocessor:
             seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
             controls=sampling if sampling.controls_tokens else None,
             num_logprobs=sampling.logprobs,
+            matcher=matcher,
             max_context=max_context,
             clock=clock,
             fingerprint=fingerprint,

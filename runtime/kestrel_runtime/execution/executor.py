@@ -11,8 +11,8 @@ from torch import Tensor
 from kestrel_runtime.execution.captured_graphs import GraphBudget
 from kestrel_runtime.execution.graph_capture import StreamCapture
 from kestrel_runtime.execution.kv_cache import KVCache
+from kestrel_runtime.execution.logits.sampling import TokenRules
 from kestrel_runtime.execution.request_state import RequestState
-from kestrel_runtime.execution.sampling import TokenRules
 from kestrel_runtime.execution.step_inputs import DecodeInputs, InputBuffers, PrefillInputs
 from kestrel_runtime.scheduling.batch import EncodeItem
 from kestrel_runtime.scheduling.limits import StepBounds
@@ -56,11 +56,17 @@ class Executor(Protocol):
         """
         ...
 
-    def prefill(self, inputs: PrefillInputs) -> Tensor:
-        """Embed the packed tokens, fill the cache and sample after at least one of them.
+    def forward(self, inputs: PrefillInputs | DecodeInputs) -> Tensor:
+        """Embed the step's tokens and fill the cache: hidden states before the final normalisation, float [N, dim]
+        of a prefill step that samples, [B, dim] of a decode step.
 
-        Returns float32 [N, 2 + V]: id, number of values, values. Valid until the next prefill.
+        Valid until the next step of its kind, which comes after its `sample`.
         """
+        ...
+
+    def sample(self, hidden: Tensor, inputs: PrefillInputs | DecodeInputs) -> Tensor:
+        """Sample after `forward` of the same inputs: float32 [N or B, 2 + V]: id, number of values, values, and
+        logprobs where a row needs them. Valid until the next step of its kind."""
         ...
 
     def prefill_hidden(self, inputs: PrefillInputs) -> Tensor:
@@ -68,7 +74,7 @@ class Executor(Protocol):
         ...
 
     def decode(self, inputs: DecodeInputs) -> Tensor:
-        """Feed each row's last token and sample the next: float32 [B, 2 + V]. Valid until the next decode step."""
+        """`forward` and `sample` of a decode step whose masks, if it needs any, are known: at once is faster."""
         ...
 
     def release(self, sequence: ScheduledSequence) -> None:

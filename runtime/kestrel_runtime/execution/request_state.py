@@ -16,15 +16,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kestrel_runtime.execution import logit_adjustments
-from kestrel_runtime.execution.logit_adjustments import AdjustmentSettings, LogitAdjustments
+from kestrel_runtime.execution.logits import logit_adjustments
+from kestrel_runtime.execution.logits.allowed_tokens import AllowedTokens
+from kestrel_runtime.execution.logits.logit_adjustments import AdjustmentSettings, LogitAdjustments
 from kestrel_runtime.execution.transfer import PackedLayout, StagedCopies
 from kestrel_runtime.interfaces.token_grammar import Grammar
 from kestrel_runtime.scheduling import sequence as scheduling
 
 _UNLIMITED = 2**62
-_IS_RANDOM, _IS_CONTROLLED, _WITH_LOGPROBS, _USES_ADAPTERS = 1, 2, 4, 8
-_NUM_FLAGS = 4
+_IS_RANDOM, _IS_CONTROLLED, _WITH_LOGPROBS, _IS_RESTRICTED, _USES_ADAPTERS = 1, 2, 4, 8, 16
+_NUM_FLAGS = 5
 _NUM_INTEGERS, _NUM_DRAW_SETTINGS = 6, 4
 _NUM_SETTINGS = _NUM_DRAW_SETTINGS + logit_adjustments.NUM_SETTINGS
 
@@ -54,6 +55,8 @@ class RowNeeds(NamedTuple):
     """Whether one has `Sequence.controls`."""
     with_logprobs: bool
     """Whether one has `Sequence.num_logprobs`."""
+    is_restricted: bool
+    """Whether one has `Sequence.matcher`."""
     uses_adapters: bool
 
 
@@ -107,6 +110,8 @@ class RequestState:
         self._opened = StagedCopies(self._open_layout(num_rows).num_bytes, device)
         self.adjustments = LogitAdjustments(num_rows + 1, vocab_size, device)
         """Of sequences with `controls`."""
+        self.allowed = AllowedTokens(num_rows + 1, vocab_size, device)
+        """Of sequences with a `matcher`."""
         self._rule_row = rule_row
         self._value_kinds = value_kinds
         self._num_values = values_per_token
@@ -172,6 +177,7 @@ class RequestState:
             | _IS_RANDOM * is_random
             | _IS_CONTROLLED * is_controlled
             | _WITH_LOGPROBS * (sequence.num_logprobs is not None)
+            | _IS_RESTRICTED * (sequence.matcher is not None)
             | _USES_ADAPTERS * (sequence.adapter_slot != 0)
         )
 
@@ -204,6 +210,7 @@ class RequestState:
             bool(found & _IS_RANDOM),
             bool(found & _IS_CONTROLLED),
             bool(found & _WITH_LOGPROBS),
+            bool(found & _IS_RESTRICTED),
             bool(found & _USES_ADAPTERS),
         )
 

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kestrel_runtime.execution.buckets import DecodeSize, PrefillSize
+from kestrel_runtime.execution.logits.sampling import SampleNeeds
 from kestrel_runtime.execution.request_state import RequestState
-from kestrel_runtime.execution.sampling import SampleNeeds
 from kestrel_runtime.execution.transfer import PackedLayout, StagedCopies, host_buffer
 from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.scheduling import sequence as scheduling
@@ -78,6 +78,11 @@ class DecodeInputs:
     uses_adapters: bool = False
     """Whether any row uses an adapter."""
 
+    @property
+    def sample_rows(self) -> Tensor:
+        """[B] int64: the rows of the request state that get a token."""
+        return self.device.rows
+
 
 @dataclass(frozen=True, slots=True)
 class PrefillInputs:
@@ -93,6 +98,11 @@ class PrefillInputs:
     """Whether the fields are where captured graphs read them."""
     uses_adapters: bool = False
     """Whether any chunk uses an adapter."""
+
+    @property
+    def sample_rows(self) -> Tensor:
+        """[N] int64: the rows of the request state that get a token."""
+        return self.device.sample_rows
 
     def token_rows(self) -> Tensor:
         """[T] int64: the row of the request state that each token belongs to; of padding some row."""

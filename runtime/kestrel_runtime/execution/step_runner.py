@@ -9,9 +9,12 @@ weights, pages of the cache and request state, and nothing else: neither memory 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kestrel_runtime.execution.buckets import DecodeSize, PrefillSize, batch_sizes, largest_prefill
@@ -20,8 +23,8 @@ from kestrel_runtime.execution.cuda_stream import CudaStream
 from kestrel_runtime.execution.executor import DeviceMemory, Executor, GraphCapture
 from kestrel_runtime.execution.graph_capture import StreamCapture
 from kestrel_runtime.execution.kv_cache import KVCache
+from kestrel_runtime.execution.logits.sampling import SampleNeeds, TokenRules
 from kestrel_runtime.execution.request_state import RequestState, RowNeeds
-from kestrel_runtime.execution.sampling import SampleNeeds, TokenRules
 from kestrel_runtime.execution.step_inputs import (
     DecodeInputs,
     InputBuffers,
@@ -61,9 +64,14 @@ class StepHandle:
 
     def __init__(self, output: Tensor | None, stream: CudaStream, values_per_token: int) -> None:
         """output: float32 [sampled, 2 + V], or wider with logprobs (`TokenSampler.write`), valid in stream order;
-        None where nothing is sampled."""
-        self._output = output
+        None where nothing is sampled, or not yet."""
+        self._output: Tensor | None = None
         self._first_logprob = 2 + values_per_token
+        self.add(output, stream)
+
+    def add(self, output: Tensor | None, stream: CudaStream) -> None:
+        """What has been launched for the step ends here, with this output."""
+        self._output = output
         if output is not None and output.is_cuda:
             self._output = torch.empty(output.shape, pin_memory=True).copy_(output, non_blocking=True)
         self.done = stream.record_event()
@@ -84,6 +92,22 @@ class StepHandle:
         return [
             Token(int(row[0]), tuple(row[2 : 2 + int(row[1])]) if row[1] else ()) for row in self._output.tolist()
         ]
+
+
+class UnsampledStep(StepHandle):
+    """A step that is launched up to its hidden states: `StepRunner.sample` launches the rest."""
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        inputs: PrefillInputs | DecodeInputs,
+        rows: Seq[int],
+        stream: CudaStream,
+        values_per_token: int,
+    ) -> None:
+        """`rows` of the request state, in the order of `Batch.sampled`."""
+        super().__init__(None, stream, values_per_token)
+        self.hidden, self.inputs, self.rows, self.stream = hidden, inputs, rows, stream
 
 
 class StepRunner:
@@ -140,19 +164,42 @@ class StepRunner:
             self._executor.capture()
 
     def run(self, batch: Batch) -> list[Token]:
-        """Run a step to its end; returns its tokens, in the order of `Batch.sampled`."""
+        """Run a step that is not restricted to its end; returns its tokens, in the order of `Batch.sampled`."""
         return self.launch(batch).wait()
 
     @torch.inference_mode()
     def launch(self, batch: Batch, after: Iterable[StepHandle] = ()) -> StepHandle:
-        """Begin a step. It comes after all of its kind that were begun before, and after the steps `after`."""
+        """Begin a step. It comes after all of its kind that were begun before, and after the steps `after`.
+
+        Of a batch that `is_restricted` it is an `UnsampledStep`, which `sample` must take next.
+        """
         is_decode = batch.kind == "decode"
         stream = self._decode_stream if is_decode else self._prefill_stream
         with stream.entered():
             for handle in after:
                 stream.wait_for(handle.done)
+            if batch.is_restricted:
+                return self._forward(batch, stream)
             output = self._decode(list(batch.decode)) if is_decode else self._encode_and_prefill(batch)
             return StepHandle(output, stream, self._shape.values_per_token)
+
+    @torch.inference_mode()
+    def sample(self, step: StepHandle, masks: Seq[NDArray[np.int32] | None]) -> None:
+        """Launch the rest of an `UnsampledStep`: sample under a mask [ceil(vocabulary / 32)] for each of
+        `Batch.sampled`; None allows every token."""
+        assert isinstance(step, UnsampledStep), "others are launched whole"
+        with step.stream.entered():
+            self._state.allowed.write(step.rows, masks)
+            step.add(self._executor.sample(step.hidden, step.inputs)[: len(step.rows)], step.stream)
+
+    def _forward(self, batch: Batch, stream: CudaStream) -> UnsampledStep:
+        if batch.kind == "decode":
+            inputs = self._decode_inputs(list(batch.decode))
+        else:
+            self._copy_and_encode(batch)
+            inputs = self._prefill_inputs(list(batch.prefill), list(batch.sampled))
+        rows = self._state.rows(batch.sampled)
+        return UnsampledStep(self._executor.forward(inputs), inputs, rows, stream, self._shape.values_per_token)
 
     @torch.inference_mode()
     def last_hidden(self, batch: Batch) -> Tensor:
@@ -227,12 +274,15 @@ class StepRunner:
 
     def _encode_and_prefill(self, batch: Batch) -> Tensor | None:
         """The tokens sampled after prompts, if there are any."""
+        self._copy_and_encode(batch)
+        return self._prefill(list(batch.prefill), list(batch.sampled)) if batch.prefill else None
+
+    def _copy_and_encode(self, batch: Batch) -> None:
         if batch.copies:
             sources, targets = to_device(list(zip(*batch.copies, strict=True)), torch.int64, self._device)
             self._cache.copy_pages(sources, targets)
         if batch.encode:
             self._encode(list(batch.encode))
-        return self._prefill(list(batch.prefill), list(batch.sampled)) if batch.prefill else None
 
     def _encode(self, items: list[EncodeItem]) -> None:
         self._executor.encode(items)
@@ -242,7 +292,7 @@ class StepRunner:
         if not inputs.size.num_samples:
             self._executor.prefill_hidden(inputs)
             return None
-        return self._executor.prefill(inputs)[: inputs.num_sampled]
+        return self._executor.sample(self._executor.forward(inputs), inputs)[: inputs.num_sampled]
 
     def _prefill_inputs(self, chunks: list[Chunk], sampled: list[Sequence]) -> PrefillInputs:
         # Its pages may have changed since it started before, so that its row is written anew.
@@ -310,7 +360,9 @@ class StepRunner:
 
 
 def _sampling_part(needs: RowNeeds) -> SampleNeeds:
-    return SampleNeeds(needs.is_random, needs.value_kinds, needs.is_controlled, needs.with_logprobs)
+    return SampleNeeds(
+        needs.is_random, needs.value_kinds, needs.is_controlled, needs.with_logprobs, needs.is_restricted
+    )
 
 
 def _token_with_logprobs(row: list[float], first: int) -> Token:

@@ -23,6 +23,10 @@ class OutputParser(ABC):
     max_tokens: int | None = None
     """`finish_reason` is set by this many tokens at the latest, so that no further ones need be sampled; None where
     only the context limits them."""
+    end_id: int | None = None
+    """The token that ends the answer; None where no constraint can be put on it."""
+    opens_answer: int | None = None
+    """The token after which the answer begins, behind reasoning; None where it begins at once."""
     state: int = 0
     """The state of the grammar that rules the next token."""
     num_consumed: int = 0

@@ -103,6 +103,11 @@ class Batch(NamedTuple):
         return list(dict.fromkeys([*(part.sequence for part in parts), *self.decode]))
 
     @property
+    def is_restricted(self) -> bool:
+        """Whether a token that it samples needs a mask, which follows from the tokens before."""
+        return any(sequence.matcher is not None for sequence in self.sampled)
+
+    @property
     def is_empty(self) -> bool:
         return not (self.encode or self.prefill or self.decode)
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kestrel_runtime.interfaces.adapter import AdapterLease
     from kestrel_runtime.interfaces.image import PreparedImage
     from kestrel_runtime.interfaces.output import OutputParser
+    from kestrel_runtime.interfaces.token_matcher import TokenMatcher
     from kestrel_runtime.scheduling.page_manager import PageCopy
     from kestrel_runtime.scheduling.prefix_keys import Digest, EmbeddingKey, PrefixKeys
 
@@ -101,6 +102,8 @@ class Sequence:
     """Its settings where they limit the choice of tokens or adjust logits (`SamplingParams.controls_tokens`)."""
     num_logprobs: int | None = None
     """How many of the most likely tokens its parser is told for each token; None where it needs no logprobs."""
+    matcher: TokenMatcher | None = None
+    """Says which tokens its answer may have; None where it has no constraint."""
     fingerprint: str = ""
     """Hash of the request: equal requests have equal fingerprints."""
     priority: Priority = Priority.NORMAL
@@ -210,6 +213,11 @@ class Sequence:
     def cost(self) -> int:
         """What its start costs its tenant, in units of one generated token."""
         return self.num_prompt_positions
+
+    @property
+    def generated(self) -> list[Token]:
+        """The tokens that are not prompt."""
+        return self.tokens[self.num_prompt_tokens :]
 
     @property
     def num_generated(self) -> int:

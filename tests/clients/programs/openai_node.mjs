@@ -58,6 +58,19 @@ const done = await alice.completions.create({ model, prompt: "What is a star?", 
 assert.equal(done.object, "text_completion");
 console.log("completions");
 
+const schema = {
+  type: "object",
+  properties: { colour: { enum: ["red", "blue"] } },
+  required: ["colour"],
+  additionalProperties: false,
+};
+const shaped = await alice.chat.completions.create({
+  ...sampling,
+  response_format: { type: "json_schema", json_schema: { name: "colours", schema, strict: true } },
+});
+assert.ok(["red", "blue"].includes(JSON.parse(shaped.choices[0].message.content).colour));
+console.log("response formats");
+
 const refuse = (kind, code, call) =>
   assert.rejects(call, (error) => error instanceof kind && error.code === code && Boolean(error.requestID));
 await refuse(OpenAI.AuthenticationError, "invalid_api_key", () => client("wrong", { maxRetries: 0 }).models.list());

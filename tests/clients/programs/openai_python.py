@@ -85,6 +85,41 @@ def main() -> None:
     assert stopped.finish_reason == "stop"
     print("stop")
 
+    schema = {
+        "type": "object",
+        "properties": {
+            "colour": {"enum": ["red", "blue"]},
+            "count": {"type": "integer", "maximum": 99, "minimum": 0},
+        },
+        "required": ["colour", "count"],
+        "additionalProperties": False,
+    }
+    asked = {"type": "json_schema", "json_schema": {"name": "shapes", "schema": schema, "strict": True}}
+    shaped = alice.chat.completions.create(**{**sampling, "max_tokens": 64}, response_format=asked).choices[0]
+    found = json.loads(shaped.message.content)
+    assert (shaped.finish_reason, list(found)) == ("stop", ["colour", "count"])
+    assert found["colour"] in ("red", "blue")
+    assert found["count"] in range(100)
+    pieces = alice.chat.completions.create(**{**sampling, "max_tokens": 64}, response_format=asked, stream=True)
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == shaped.message.content
+    any_object = {"type": "json_object"}
+    cut = alice.chat.completions.create(**{**sampling, "max_tokens": 2}, response_format=any_object).choices[0]
+    assert cut.message.content.startswith("{")
+    assert (
+        alice.chat.completions.create(**sampling, response_format={"type": "text"}).choices[0].message.content
+        == text
+    )
+    error = refuse(
+        openai.BadRequestError,
+        lambda: alice.chat.completions.create(
+            **sampling,
+            response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": {"not": {}}}},
+        ),
+        "invalid_request",
+    )
+    assert error.param == "response_format", error.param
+    print("response formats")
+
     done = alice.completions.create(model=model, prompt="What is a star?", max_tokens=8, temperature=0)
     pieces = alice.completions.create(
         model=model, prompt="What is a star?", max_tokens=8, temperature=0, stream=True
@@ -118,7 +153,7 @@ def main() -> None:
     refuse(openai.NotFoundError, lambda: alice.responses.create(model=model, input="hi"), "method_unknown")
     for unsupported in (
         {"tools": [{"type": "function", "function": {"name": "f"}}]},
-        {"response_format": {"type": "json_object"}},
+        {"reasoning_effort": "high"},
     ):
         (name,) = unsupported
         error = refuse(

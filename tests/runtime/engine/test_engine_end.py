@@ -14,12 +14,12 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, NoneType
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -27,7 +27,13 @@ import torch
 from kestrel_runtime.api import stream
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.engine import EngineStatus
-from kestrel_runtime.api.errors import DeadlineExceeded, EngineUnavailable, InternalError, KestrelError
+from kestrel_runtime.api.errors import (
+    ConstraintFailed,
+    DeadlineExceeded,
+    EngineUnavailable,
+    InternalError,
+    KestrelError,
+)
 from kestrel_runtime.api.events import Finished
 from kestrel_runtime.api.requests import Query
 from kestrel_runtime.api.stream import Stream
@@ -37,6 +43,7 @@ from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.engine.isolation import Isolation
 from kestrel_runtime.engine.loop import EngineLoop
 from kestrel_runtime.engine.preprocessing import Preprocessor
+from kestrel_runtime.interfaces.token_matcher import MaskRequest
 from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.scheduling import batch as step_batch
 from kestrel_runtime.scheduling import deadlines, page_manager, scheduler, sequence, waiting_queue
@@ -46,6 +53,7 @@ from tests.runtime.fake_runner import FakeHandle, FakeRunner
 from tests.runtime.sequences import ShortParser, blank_tiles, new_sequence
 
 MAX_WAIT_S = 30.0
+FATES = (Finished, EngineUnavailable, InternalError, DeadlineExceeded, ConstraintFailed)
 # What runs in the engine thread, but for what holds a lock: it is released when a line raises, and not where a
 # trace function raises while the block is being left.
 TRACED = {
@@ -65,7 +73,7 @@ TRACED = {
     )
 }
 KINDS = (SystemExit, KeyboardInterrupt, MemoryError, GeneratorExit, RuntimeError)
-SCENARIOS = ("recovers", "dies", "cache is lost", "probe is lost", "three in a row")
+SCENARIOS = ("recovers", "dies", "cache is lost", "probe is lost", "three in a row", "restricted")
 Line = tuple[str, int]
 
 
@@ -76,6 +84,15 @@ def prepared(name: str, num_tokens: int = 3, *, is_broken: bool = False, has_ima
     made.fingerprint = name
     made.parser = ShortParser(num_tokens, is_broken=is_broken)
     return made
+
+
+class Masks:
+    """In place of the grammar library: it lets everything pass, but for the one that takes too much work."""
+
+    def __init__(self, *_: object) -> None: ...
+
+    def masks(self, requests: Iterable[MaskRequest]) -> list[Any]:
+        return [ConstraintFailed() if request.matcher == "stuck" else None for request in requests]
 
 
 class Preparations:
@@ -105,6 +122,7 @@ class Device(FakeRunner):
         self.are_prompts_over = self._answer
         self.on_launch = self._launching
         self.on_wait = self._waiting
+        self.on_sample = self._sampling
         self.on_run = self._running
 
     def _first(self, what: str) -> bool:
@@ -134,6 +152,15 @@ class Device(FakeRunner):
         names = [chunk.sequence.fingerprint for chunk in handle.batch.prefill]
         if "long" in names and self._first("wait for long"):
             raise RuntimeError("noticed late")
+        if handle.batch.decode and handle.batch.is_restricted:
+            self._counts["wait for a restricted step"] += 1
+            if self._counts["wait for a restricted step"] == 3:
+                raise RuntimeError("noticed when the next step was launched in part")
+
+    def _sampling(self, _: FakeHandle) -> None:
+        self._counts["sample"] += 1
+        if self._counts["sample"] == 12:
+            raise RuntimeError("sampling cannot be launched, once")
 
     def _running(self, batch: Batch) -> None:
         if self._first("run") or (self.scenario == "probe is lost" and self.num_restarts):
@@ -218,6 +245,7 @@ async def play(loaded: LoadedModel, tracer: Tracer, scenario: str) -> Run:
         monkeypatch.setattr(
             "kestrel_runtime.engine.engine.new_probes", lambda _: [prepared("probe"), prepared("probe")]
         )
+        monkeypatch.setattr("kestrel_runtime.engine.engine.LibraryMasks", Masks)
         preparations = Preparations(monkeypatch)
         monkeypatch.setattr(Preprocessor, "decode_again", lambda _, item: decoded_again(item))
         engine = LocalEngine(
@@ -246,6 +274,10 @@ async def play(loaded: LoadedModel, tracer: Tracer, scenario: str) -> Run:
         sequences[-1].clock.deadline = 0.0
         if scenario == "three in a row":
             sequences.sort(key=lambda item: not item.fingerprint.startswith("poison"))
+        if scenario == "restricted":
+            sequences = [prepared(name, 30) for name in ("long", "stuck", "other", "leaving")]
+            for item in sequences[:2]:
+                item.matcher = cast(Any, item.fingerprint)
         streams: dict[str, Stream] = {}
         for item in sequences:
             streams[item.fingerprint], future = preparations.of_next(engine)
@@ -349,11 +381,7 @@ async def test_whatever_raises_at_any_line_every_caller_is_told_within_a_second(
         where = f"{kind.__name__} at {line}"
         assert tracer.raised_at is not None, where
         if run.status is EngineStatus.DEAD:
-            unexpected = {
-                name: end
-                for name, end in run.ends.items()
-                if not isinstance(end, Finished | EngineUnavailable | InternalError | DeadlineExceeded)
-            }
+            unexpected = {name: end for name, end in run.ends.items() if not isinstance(end, FATES)}
             assert unexpected.keys() <= {"gone"}, where
             assert isinstance(run.ends["leaving"], EngineUnavailable | InternalError), where
         else:

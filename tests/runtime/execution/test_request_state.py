@@ -1,3 +1,5 @@
+from typing import Any, cast
+
 import pytest
 import torch
 
@@ -139,12 +141,14 @@ def test_several_sequences_that_start_together_get_their_own_rows_and_leave_othe
 def test_a_step_needs_what_any_of_its_sequences_needs():
     state, plain = new_state(num_rows=6), holder([1])
     random, controlled = holder([2], temperature=0.5), holder([3], controls=SamplingParams(top_k=2))
-    logged, adapted = holder([4]), holder([5])
+    logged, adapted, bound = holder([4]), holder([5]), holder([6])
     logged.num_logprobs = 0
     adapted.adapter = Lease()
-    state.open([plain, random, controlled, logged, adapted])
-    assert state.needs([plain]) == (0, False, False, False, False)
-    assert state.needs([plain, random]) == (0, True, False, False, False)
-    assert state.needs([controlled]) == (0, False, True, False, False)
-    assert state.needs([plain, logged]) == (0, False, False, True, False)
-    assert state.needs([adapted, random]) == (0, True, False, False, True)
+    bound.matcher = cast(Any, object())
+    state.open([plain, random, controlled, logged, adapted, bound])
+    assert state.needs([plain]) == (0, False, False, False, False, False)
+    assert state.needs([plain, random]) == (0, True, False, False, False, False)
+    assert state.needs([controlled]) == (0, False, True, False, False, False)
+    assert state.needs([plain, logged]) == (0, False, False, True, False, False)
+    assert state.needs([plain, bound]) == (0, False, False, False, True, False)
+    assert state.needs([adapted, random]) == (0, True, False, False, False, True)

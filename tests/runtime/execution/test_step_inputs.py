@@ -4,8 +4,8 @@ import numpy as np
 import torch
 
 from kestrel_runtime.execution.buckets import DecodeSize, PrefillSize
+from kestrel_runtime.execution.logits.sampling import SampleNeeds
 from kestrel_runtime.execution.request_state import RequestState
-from kestrel_runtime.execution.sampling import SampleNeeds
 from kestrel_runtime.execution.step_inputs import (
     InputBuffers,
     PackedChunks,

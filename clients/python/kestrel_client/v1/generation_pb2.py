@@ -26,43 +26,47 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from kestrel_client.v1 import media_pb2 as kestrel_dot_v1_dot_media__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bkestrel/v1/generation.proto\x12\nkestrel.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x16kestrel/v1/media.proto\"\x99\x04\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x03H\x03\x88\x01\x01\x12\x0c\n\x04stop\x18\x05 \x03(\t\x12\x19\n\x0cinclude_stop\x18\x06 \x01(\x08H\x04\x88\x01\x01\x12\x12\n\x05top_k\x18\x07 \x01(\x05H\x05\x88\x01\x01\x12\x12\n\x05min_p\x18\x08 \x01(\x02H\x06\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\t \x01(\x02H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\n \x01(\x02H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0b \x01(\x02H\t\x88\x01\x01\x12)\n\nlogit_bias\x18\x0c \x03(\x0b\x32\x15.kestrel.v1.LogitBias\x12\x15\n\x08logprobs\x18\r \x01(\x05H\n\x88\x01\x01\x12\x0e\n\x01n\x18\x0e \x01(\x05H\x0b\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\r\n\x0b_max_tokensB\x07\n\x05_seedB\x0f\n\r_include_stopB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x0b\n\t_logprobsB\x04\n\x02_n\"+\n\tLogitBias\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x02\"\xb7\x01\n\x0eRequestOptions\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x02 \x01(\t\x12&\n\x08priority\x18\x03 \x01(\x0e\x32\x14.kestrel.v1.Priority\x12&\n\x05\x63\x61\x63he\x18\x04 \x01(\x0e\x32\x17.kestrel.v1.CachePolicy\x12\x35\n\x12max_queue_duration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"u\n\x05Usage\x12\x19\n\x11input_token_count\x18\x01 \x01(\x05\x12\x1a\n\x12output_token_count\x18\x02 \x01(\x05\x12\x1a\n\x12\x63\x61\x63hed_token_count\x18\x03 \x01(\x05\x12\x19\n\x11image_token_count\x18\x04 \x01(\x05\"\x94\x02\n\x06Timing\x12\x31\n\x0equeue_duration\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x36\n\x13preprocess_duration\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x33\n\x10prefill_duration\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x36\n\x13time_to_first_token\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x32\n\x0f\x64\x65\x63ode_duration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xbf\x01\n\x0cResponseInfo\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12/\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x18.kestrel.v1.FinishReason\x12 \n\x05usage\x18\x04 \x01(\x0b\x32\x11.kestrel.v1.Usage\x12\"\n\x06timing\x18\x05 \x01(\x0b\x32\x12.kestrel.v1.Timing\x12\x15\n\rstop_sequence\x18\x06 \x01(\t\"T\n\rStreamStarted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12 \n\x05usage\x18\x03 \x01(\x0b\x32\x11.kestrel.v1.Usage\"\x99\x01\n\tTextDelta\x12\x0c\n\x04text\x18\x01 \x01(\t\x12(\n\x07\x63hannel\x18\x02 \x01(\x0e\x32\x17.kestrel.v1.TextChannel\x12\x13\n\x0btoken_index\x18\x03 \x01(\x05\x12\x13\n\x0btoken_count\x18\x04 \x01(\x05\x12*\n\x08logprobs\x18\x05 \x03(\x0b\x32\x18.kestrel.v1.TokenLogprob\"s\n\x0cTokenLogprob\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x0c\x12\x0f\n\x07logprob\x18\x03 \x01(\x02\x12#\n\x03top\x18\x04 \x03(\x0b\x32\x16.kestrel.v1.TopLogprob\x12\x10\n\x08token_id\x18\x05 \x01(\x05\"L\n\nTopLogprob\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x0c\x12\x0f\n\x07logprob\x18\x03 \x01(\x02\x12\x10\n\x08token_id\x18\x04 \x01(\x05\"^\n\tGrounding\x12\x12\n\nstart_char\x18\x01 \x01(\x05\x12\x10\n\x08\x65nd_char\x18\x02 \x01(\x05\x12+\n\x06points\x18\x03 \x03(\x0b\x32\x1b.kestrel.v1.NormalizedPoint\"p\n\tReasoning\x12\x0c\n\x04text\x18\x01 \x01(\t\x12)\n\ngroundings\x18\x02 \x03(\x0b\x32\x15.kestrel.v1.Grounding\x12*\n\x08logprobs\x18\x03 \x03(\x0b\x32\x18.kestrel.v1.TokenLogprob*g\n\x08Priority\x12\x18\n\x14PRIORITY_UNSPECIFIED\x10\x00\x12\x18\n\x14PRIORITY_INTERACTIVE\x10\x01\x12\x13\n\x0fPRIORITY_NORMAL\x10\x02\x12\x12\n\x0ePRIORITY_BATCH\x10\x03*t\n\x0b\x43\x61\x63hePolicy\x12\x1c\n\x18\x43\x41\x43HE_POLICY_UNSPECIFIED\x10\x00\x12\x14\n\x10\x43\x41\x43HE_POLICY_USE\x10\x01\x12\x18\n\x14\x43\x41\x43HE_POLICY_REFRESH\x10\x02\x12\x17\n\x13\x43\x41\x43HE_POLICY_BYPASS\x10\x03*\x9f\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1d\n\x19\x46INISH_REASON_MAX_OBJECTS\x10\x03\x12\x1f\n\x1b\x46INISH_REASON_STOP_SEQUENCE\x10\x04*`\n\x0bTextChannel\x12\x1c\n\x18TEXT_CHANNEL_UNSPECIFIED\x10\x00\x12\x17\n\x13TEXT_CHANNEL_ANSWER\x10\x01\x12\x1a\n\x16TEXT_CHANNEL_REASONING\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bkestrel/v1/generation.proto\x12\nkestrel.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x16kestrel/v1/media.proto\"\x99\x04\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x03H\x03\x88\x01\x01\x12\x0c\n\x04stop\x18\x05 \x03(\t\x12\x19\n\x0cinclude_stop\x18\x06 \x01(\x08H\x04\x88\x01\x01\x12\x12\n\x05top_k\x18\x07 \x01(\x05H\x05\x88\x01\x01\x12\x12\n\x05min_p\x18\x08 \x01(\x02H\x06\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\t \x01(\x02H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\n \x01(\x02H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0b \x01(\x02H\t\x88\x01\x01\x12)\n\nlogit_bias\x18\x0c \x03(\x0b\x32\x15.kestrel.v1.LogitBias\x12\x15\n\x08logprobs\x18\r \x01(\x05H\n\x88\x01\x01\x12\x0e\n\x01n\x18\x0e \x01(\x05H\x0b\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\r\n\x0b_max_tokensB\x07\n\x05_seedB\x0f\n\r_include_stopB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x0b\n\t_logprobsB\x04\n\x02_n\"d\n\nConstraint\x12&\n\x07\x63hoices\x18\x01 \x01(\x0b\x32\x13.kestrel.v1.ChoicesH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12\x15\n\x0bjson_schema\x18\x03 \x01(\tH\x00\x42\x06\n\x04kind\"\x19\n\x07\x43hoices\x12\x0e\n\x06values\x18\x01 \x03(\t\"+\n\tLogitBias\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x02\"\xb7\x01\n\x0eRequestOptions\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x02 \x01(\t\x12&\n\x08priority\x18\x03 \x01(\x0e\x32\x14.kestrel.v1.Priority\x12&\n\x05\x63\x61\x63he\x18\x04 \x01(\x0e\x32\x17.kestrel.v1.CachePolicy\x12\x35\n\x12max_queue_duration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"u\n\x05Usage\x12\x19\n\x11input_token_count\x18\x01 \x01(\x05\x12\x1a\n\x12output_token_count\x18\x02 \x01(\x05\x12\x1a\n\x12\x63\x61\x63hed_token_count\x18\x03 \x01(\x05\x12\x19\n\x11image_token_count\x18\x04 \x01(\x05\"\x94\x02\n\x06Timing\x12\x31\n\x0equeue_duration\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x36\n\x13preprocess_duration\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x33\n\x10prefill_duration\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x36\n\x13time_to_first_token\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x32\n\x0f\x64\x65\x63ode_duration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xbf\x01\n\x0cResponseInfo\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12/\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x18.kestrel.v1.FinishReason\x12 \n\x05usage\x18\x04 \x01(\x0b\x32\x11.kestrel.v1.Usage\x12\"\n\x06timing\x18\x05 \x01(\x0b\x32\x12.kestrel.v1.Timing\x12\x15\n\rstop_sequence\x18\x06 \x01(\t\"T\n\rStreamStarted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12 \n\x05usage\x18\x03 \x01(\x0b\x32\x11.kestrel.v1.Usage\"\x99\x01\n\tTextDelta\x12\x0c\n\x04text\x18\x01 \x01(\t\x12(\n\x07\x63hannel\x18\x02 \x01(\x0e\x32\x17.kestrel.v1.TextChannel\x12\x13\n\x0btoken_index\x18\x03 \x01(\x05\x12\x13\n\x0btoken_count\x18\x04 \x01(\x05\x12*\n\x08logprobs\x18\x05 \x03(\x0b\x32\x18.kestrel.v1.TokenLogprob\"s\n\x0cTokenLogprob\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x0c\x12\x0f\n\x07logprob\x18\x03 \x01(\x02\x12#\n\x03top\x18\x04 \x03(\x0b\x32\x16.kestrel.v1.TopLogprob\x12\x10\n\x08token_id\x18\x05 \x01(\x05\"L\n\nTopLogprob\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x0c\x12\x0f\n\x07logprob\x18\x03 \x01(\x02\x12\x10\n\x08token_id\x18\x04 \x01(\x05\"^\n\tGrounding\x12\x12\n\nstart_char\x18\x01 \x01(\x05\x12\x10\n\x08\x65nd_char\x18\x02 \x01(\x05\x12+\n\x06points\x18\x03 \x03(\x0b\x32\x1b.kestrel.v1.NormalizedPoint\"p\n\tReasoning\x12\x0c\n\x04text\x18\x01 \x01(\t\x12)\n\ngroundings\x18\x02 \x03(\x0b\x32\x15.kestrel.v1.Grounding\x12*\n\x08logprobs\x18\x03 \x03(\x0b\x32\x18.kestrel.v1.TokenLogprob*g\n\x08Priority\x12\x18\n\x14PRIORITY_UNSPECIFIED\x10\x00\x12\x18\n\x14PRIORITY_INTERACTIVE\x10\x01\x12\x13\n\x0fPRIORITY_NORMAL\x10\x02\x12\x12\n\x0ePRIORITY_BATCH\x10\x03*t\n\x0b\x43\x61\x63hePolicy\x12\x1c\n\x18\x43\x41\x43HE_POLICY_UNSPECIFIED\x10\x00\x12\x14\n\x10\x43\x41\x43HE_POLICY_USE\x10\x01\x12\x18\n\x14\x43\x41\x43HE_POLICY_REFRESH\x10\x02\x12\x17\n\x13\x43\x41\x43HE_POLICY_BYPASS\x10\x03*\x9f\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1d\n\x19\x46INISH_REASON_MAX_OBJECTS\x10\x03\x12\x1f\n\x1b\x46INISH_REASON_STOP_SEQUENCE\x10\x04*`\n\x0bTextChannel\x12\x1c\n\x18TEXT_CHANNEL_UNSPECIFIED\x10\x00\x12\x17\n\x13TEXT_CHANNEL_ANSWER\x10\x01\x12\x1a\n\x16TEXT_CHANNEL_REASONING\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kestrel.v1.generation_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PRIORITY']._serialized_start=2109
-  _globals['_PRIORITY']._serialized_end=2212
-  _globals['_CACHEPOLICY']._serialized_start=2214
-  _globals['_CACHEPOLICY']._serialized_end=2330
-  _globals['_FINISHREASON']._serialized_start=2333
-  _globals['_FINISHREASON']._serialized_end=2492
-  _globals['_TEXTCHANNEL']._serialized_start=2494
-  _globals['_TEXTCHANNEL']._serialized_end=2590
+  _globals['_PRIORITY']._serialized_start=2238
+  _globals['_PRIORITY']._serialized_end=2341
+  _globals['_CACHEPOLICY']._serialized_start=2343
+  _globals['_CACHEPOLICY']._serialized_end=2459
+  _globals['_FINISHREASON']._serialized_start=2462
+  _globals['_FINISHREASON']._serialized_end=2621
+  _globals['_TEXTCHANNEL']._serialized_start=2623
+  _globals['_TEXTCHANNEL']._serialized_end=2719
   _globals['_SAMPLINGPARAMS']._serialized_start=100
   _globals['_SAMPLINGPARAMS']._serialized_end=637
-  _globals['_LOGITBIAS']._serialized_start=639
-  _globals['_LOGITBIAS']._serialized_end=682
-  _globals['_REQUESTOPTIONS']._serialized_start=685
-  _globals['_REQUESTOPTIONS']._serialized_end=868
-  _globals['_USAGE']._serialized_start=870
-  _globals['_USAGE']._serialized_end=987
-  _globals['_TIMING']._serialized_start=990
-  _globals['_TIMING']._serialized_end=1266
-  _globals['_RESPONSEINFO']._serialized_start=1269
-  _globals['_RESPONSEINFO']._serialized_end=1460
-  _globals['_STREAMSTARTED']._serialized_start=1462
-  _globals['_STREAMSTARTED']._serialized_end=1546
-  _globals['_TEXTDELTA']._serialized_start=1549
-  _globals['_TEXTDELTA']._serialized_end=1702
-  _globals['_TOKENLOGPROB']._serialized_start=1704
-  _globals['_TOKENLOGPROB']._serialized_end=1819
-  _globals['_TOPLOGPROB']._serialized_start=1821
-  _globals['_TOPLOGPROB']._serialized_end=1897
-  _globals['_GROUNDING']._serialized_start=1899
-  _globals['_GROUNDING']._serialized_end=1993
-  _globals['_REASONING']._serialized_start=1995
-  _globals['_REASONING']._serialized_end=2107
+  _globals['_CONSTRAINT']._serialized_start=639
+  _globals['_CONSTRAINT']._serialized_end=739
+  _globals['_CHOICES']._serialized_start=741
+  _globals['_CHOICES']._serialized_end=766
+  _globals['_LOGITBIAS']._serialized_start=768
+  _globals['_LOGITBIAS']._serialized_end=811
+  _globals['_REQUESTOPTIONS']._serialized_start=814
+  _globals['_REQUESTOPTIONS']._serialized_end=997
+  _globals['_USAGE']._serialized_start=999
+  _globals['_USAGE']._serialized_end=1116
+  _globals['_TIMING']._serialized_start=1119
+  _globals['_TIMING']._serialized_end=1395
+  _globals['_RESPONSEINFO']._serialized_start=1398
+  _globals['_RESPONSEINFO']._serialized_end=1589
+  _globals['_STREAMSTARTED']._serialized_start=1591
+  _globals['_STREAMSTARTED']._serialized_end=1675
+  _globals['_TEXTDELTA']._serialized_start=1678
+  _globals['_TEXTDELTA']._serialized_end=1831
+  _globals['_TOKENLOGPROB']._serialized_start=1833
+  _globals['_TOKENLOGPROB']._serialized_end=1948
+  _globals['_TOPLOGPROB']._serialized_start=1950
+  _globals['_TOPLOGPROB']._serialized_end=2026
+  _globals['_GROUNDING']._serialized_start=2028
+  _globals['_GROUNDING']._serialized_end=2122
+  _globals['_REASONING']._serialized_start=2124
+  _globals['_REASONING']._serialized_end=2236
 # @@protoc_insertion_point(module_scope)

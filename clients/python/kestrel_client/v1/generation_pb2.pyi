@@ -87,6 +87,22 @@ class SamplingParams(_message.Message):
     n: int
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., max_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., include_stop: bool = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Iterable[_Union[LogitBias, _Mapping]]] = ..., logprobs: _Optional[int] = ..., n: _Optional[int] = ...) -> None: ...
 
+class Constraint(_message.Message):
+    __slots__ = ("choices", "regex", "json_schema")
+    CHOICES_FIELD_NUMBER: _ClassVar[int]
+    REGEX_FIELD_NUMBER: _ClassVar[int]
+    JSON_SCHEMA_FIELD_NUMBER: _ClassVar[int]
+    choices: Choices
+    regex: str
+    json_schema: str
+    def __init__(self, choices: _Optional[_Union[Choices, _Mapping]] = ..., regex: _Optional[str] = ..., json_schema: _Optional[str] = ...) -> None: ...
+
+class Choices(_message.Message):
+    __slots__ = ("values",)
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    values: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, values: _Optional[_Iterable[str]] = ...) -> None: ...
+
 class LogitBias(_message.Message):
     __slots__ = ("token_id", "bias")
     TOKEN_ID_FIELD_NUMBER: _ClassVar[int]

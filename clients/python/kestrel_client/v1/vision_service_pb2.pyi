@@ -21,20 +21,22 @@ CAPTION_LENGTH_NORMAL: CaptionLength
 CAPTION_LENGTH_LONG: CaptionLength
 
 class QueryRequest(_message.Message):
-    __slots__ = ("question", "image", "reasoning", "spatial_refs", "sampling", "options")
+    __slots__ = ("question", "image", "reasoning", "spatial_refs", "sampling", "options", "constraint")
     QUESTION_FIELD_NUMBER: _ClassVar[int]
     IMAGE_FIELD_NUMBER: _ClassVar[int]
     REASONING_FIELD_NUMBER: _ClassVar[int]
     SPATIAL_REFS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    CONSTRAINT_FIELD_NUMBER: _ClassVar[int]
     question: str
     image: _media_pb2.Image
     reasoning: bool
     spatial_refs: _containers.RepeatedCompositeFieldContainer[_media_pb2.SpatialRef]
     sampling: _generation_pb2.SamplingParams
     options: _generation_pb2.RequestOptions
-    def __init__(self, question: _Optional[str] = ..., image: _Optional[_Union[_media_pb2.Image, _Mapping]] = ..., reasoning: bool = ..., spatial_refs: _Optional[_Iterable[_Union[_media_pb2.SpatialRef, _Mapping]]] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., options: _Optional[_Union[_generation_pb2.RequestOptions, _Mapping]] = ...) -> None: ...
+    constraint: _generation_pb2.Constraint
+    def __init__(self, question: _Optional[str] = ..., image: _Optional[_Union[_media_pb2.Image, _Mapping]] = ..., reasoning: bool = ..., spatial_refs: _Optional[_Iterable[_Union[_media_pb2.SpatialRef, _Mapping]]] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., options: _Optional[_Union[_generation_pb2.RequestOptions, _Mapping]] = ..., constraint: _Optional[_Union[_generation_pb2.Constraint, _Mapping]] = ...) -> None: ...
 
 class QueryResponse(_message.Message):
     __slots__ = ("started", "delta", "completed")
@@ -47,20 +49,22 @@ class QueryResponse(_message.Message):
     def __init__(self, started: _Optional[_Union[_generation_pb2.StreamStarted, _Mapping]] = ..., delta: _Optional[_Union[_generation_pb2.TextDelta, _Mapping]] = ..., completed: _Optional[_Union[QueryResult, _Mapping]] = ...) -> None: ...
 
 class CompleteQueryRequest(_message.Message):
-    __slots__ = ("question", "image", "reasoning", "spatial_refs", "sampling", "options")
+    __slots__ = ("question", "image", "reasoning", "spatial_refs", "sampling", "options", "constraint")
     QUESTION_FIELD_NUMBER: _ClassVar[int]
     IMAGE_FIELD_NUMBER: _ClassVar[int]
     REASONING_FIELD_NUMBER: _ClassVar[int]
     SPATIAL_REFS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    CONSTRAINT_FIELD_NUMBER: _ClassVar[int]
     question: str
     image: _media_pb2.Image
     reasoning: bool
     spatial_refs: _containers.RepeatedCompositeFieldContainer[_media_pb2.SpatialRef]
     sampling: _generation_pb2.SamplingParams
     options: _generation_pb2.RequestOptions
-    def __init__(self, question: _Optional[str] = ..., image: _Optional[_Union[_media_pb2.Image, _Mapping]] = ..., reasoning: bool = ..., spatial_refs: _Optional[_Iterable[_Union[_media_pb2.SpatialRef, _Mapping]]] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., options: _Optional[_Union[_generation_pb2.RequestOptions, _Mapping]] = ...) -> None: ...
+    constraint: _generation_pb2.Constraint
+    def __init__(self, question: _Optional[str] = ..., image: _Optional[_Union[_media_pb2.Image, _Mapping]] = ..., reasoning: bool = ..., spatial_refs: _Optional[_Iterable[_Union[_media_pb2.SpatialRef, _Mapping]]] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., options: _Optional[_Union[_generation_pb2.RequestOptions, _Mapping]] = ..., constraint: _Optional[_Union[_generation_pb2.Constraint, _Mapping]] = ...) -> None: ...
 
 class CompleteQueryResponse(_message.Message):
     __slots__ = ("result", "alternatives")

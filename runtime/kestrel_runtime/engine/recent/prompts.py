@@ -16,7 +16,7 @@ from kestrel_runtime.loading.tokenizer import Tokenizer
 _MAX_KNOWN = 1024
 _MAX_KNOWN_TOKENS = 128
 """Of a prompt that is remembered: all together take some 10 MB at most."""
-_NOT_IN_PROMPTS = frozenset({"image", "sampling", "options"})
+_NOT_IN_PROMPTS = frozenset({"image", "sampling", "options", "constraint"})
 """Fields of requests that no prompt depends on."""
 _PROMPT_FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {

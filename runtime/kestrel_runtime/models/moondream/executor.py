@@ -18,7 +18,7 @@ from kestrel_runtime.api.config import MIB
 from kestrel_runtime.execution.buckets import DecodeSize, PrefillSize, batch_sizes
 from kestrel_runtime.execution.captured_graphs import CapturedGraphs, Works
 from kestrel_runtime.execution.executor import DeviceMemory
-from kestrel_runtime.execution.sampling import SampleNeeds
+from kestrel_runtime.execution.logits.sampling import SampleNeeds
 from kestrel_runtime.execution.step_inputs import (
     DecodeInputs,
     PackedChunks,
@@ -77,6 +77,13 @@ class MoondreamExecutor:
         if memory.graphs is not None:
             graphs, budget = memory.graphs, memory.graphs.budget
             self._decode_graphs = CapturedGraphs("decode steps", graphs.decode, budget)
+            # [largest batch, dim]: of steps that are sampled under masks, which come after the forward pass.
+            self._decoded = torch.zeros(
+                batch_sizes(memory.bounds.max_batch_size)[-1],
+                model.config.text.dim,
+                dtype=model.dtype,
+                device=model.device,
+            )
             if paths.captures_prefill:
                 self._prefill_graphs = CapturedGraphs("prefill steps", graphs.prefill, budget)
                 self._first_token_graphs = CapturedGraphs("first tokens", graphs.prefill, budget)
@@ -118,20 +125,32 @@ class MoondreamExecutor:
             for entry, embeddings in zip(entries, projected, strict=True):
                 self._memory.embeddings[entry] = embeddings
 
-    def prefill(self, inputs: PrefillInputs) -> Tensor:
-        """Float32 [N, 4]: id, number of values and values of each sampled token.
+    def forward(self, inputs: PrefillInputs | DecodeInputs) -> Tensor:
+        """[N or B, dim], before the final LayerNorm.
 
-        Two graphs run the step: the layers need one for each size, sampling one for each number of rows and kind of
-        needs. One graph for both would need far more captures, one for each combination.
+        The layers of a prefill need a graph for each size, sampling one for each number of rows and kind of needs.
+        One graph for both would need far more captures, one for each combination.
         """
-        if self._prefill_graphs is None or self._first_token_graphs is None or not inputs.is_in_place:
-            return self._sampler.sample(self.prefill_hidden(inputs), inputs.device.sample_rows, inputs.needs)
+        if isinstance(inputs, DecodeInputs):
+            if self._decode_graphs is None:
+                return self._decode_hidden(inputs)
+            key = ("forward", inputs.size, inputs.needs.value_kinds, inputs.uses_adapters)
+            return self._decode_graphs.run(key, partial(self._decode_forward, inputs))
+        if self._prefill_graphs is None or not inputs.is_in_place:
+            return self.prefill_hidden(inputs)
         key = (inputs.size, inputs.value_kinds, inputs.uses_adapters)
-        hidden = self._prefill_graphs.run(key, partial(self._prefill, inputs))
-        return self._first_token_graphs.run(
-            (inputs.size.num_samples, inputs.needs),
-            partial(self._sampler.sample, hidden, inputs.device.sample_rows, inputs.needs),
-        )
+        return self._prefill_graphs.run(key, partial(self._prefill, inputs))
+
+    def sample(self, hidden: Tensor, inputs: PrefillInputs | DecodeInputs) -> Tensor:
+        """Float32 [N or B, 4]: id, number of values and values of each sampled token."""
+        work = partial(self._sampler.sample, hidden, inputs.sample_rows, inputs.needs)
+        if isinstance(inputs, DecodeInputs):
+            if self._decode_graphs is None:
+                return work()
+            return self._decode_graphs.run(("sample", inputs.size.num_rows, inputs.needs), work)
+        if self._first_token_graphs is None or not inputs.is_in_place:
+            return work()
+        return self._first_token_graphs.run((inputs.size.num_samples, inputs.needs), work)
 
     def prefill_hidden(self, inputs: PrefillInputs) -> Tensor:
         """[N, dim], before the final LayerNorm."""
@@ -195,6 +214,12 @@ class MoondreamExecutor:
         return self._prefilled[: inputs.size.num_samples].copy_(self.prefill_hidden(inputs))
 
     def _decode(self, inputs: DecodeInputs) -> Tensor:
+        return self._sampler.sample(self._decode_hidden(inputs), inputs.device.rows, inputs.needs)
+
+    def _decode_forward(self, inputs: DecodeInputs) -> Tensor:
+        return self._decoded[: inputs.size.num_rows].copy_(self._decode_hidden(inputs))
+
+    def _decode_hidden(self, inputs: DecodeInputs) -> Tensor:
         rows, positions, new_pages = inputs.device
         state, cache = self._memory.state, self._memory.cache
         state.add_pages(rows, positions, new_pages, cache.page_size)
@@ -206,8 +231,7 @@ class MoondreamExecutor:
         adapters = None
         if self._adapters is not None and inputs.uses_adapters:
             adapters = self._adapters.for_rows(state.adapter_slots[rows], self._add_low_rank)
-        hidden = self._paths.text.decode(embeddings, positions, page_table, cache, adapters)
-        return self._sampler.sample(hidden, rows, inputs.needs)
+        return self._paths.text.decode(embeddings, positions, page_table, cache, adapters)
 
     def _usual_graphs(self) -> Iterator[tuple[CapturedGraphs, Works]]:
         """The graphs of each kind and the works to capture. The most common come first, since time is limited."""

@@ -8,7 +8,8 @@ from kestrel_runtime.api.config import MIB, EngineConfig
 from kestrel_runtime.api.errors import CheckpointError
 from kestrel_runtime.api.memory_plan import MemoryPlan
 from kestrel_runtime.execution.kv_cache import KVCache
-from kestrel_runtime.execution.logit_adjustments import LogitAdjustments
+from kestrel_runtime.execution.logits.allowed_tokens import AllowedTokens
+from kestrel_runtime.execution.logits.logit_adjustments import LogitAdjustments
 from kestrel_runtime.imaging.tiles import max_kept_bytes
 from kestrel_runtime.memory.plan import MemoryNeeds, MemoryReading, image_cache_bytes, plan_memory
 from kestrel_runtime.models.moondream.config import MoondreamConfig
@@ -74,7 +75,7 @@ def memory_needs(
         page_bytes=KVCache.bytes_per_page(text, page_size, cache_dtype(model, config)),
         least_pages=smallest_num_pages(model.config, page_size),
         batch_pages=bounds.max_batch_size * typical_pages,
-        activation_bytes=step_bytes + LogitAdjustments.num_bytes(bounds.max_batch_size + 2, text.vocab_size),
+        activation_bytes=step_bytes + _sampling_bytes(bounds.max_batch_size, text.vocab_size),
         graph_bytes=graph_bytes,
         image_bytes=_device_image_bytes(model, bounds) if on_device else host_image_bytes,
         adapter_bytes=adapter_bytes,
@@ -82,6 +83,12 @@ def memory_needs(
             config.image_cache_bytes, image_bytes, available_bytes, is_host=not on_device
         ),
     )
+
+
+def _sampling_bytes(max_batch_size: int, vocab_size: int) -> int:
+    """The tables of penalties, biases and allowed tokens: a row for each sequence, a spare one and padding."""
+    num_rows = max_batch_size + 2
+    return LogitAdjustments.num_bytes(num_rows, vocab_size) + AllowedTokens.num_bytes(num_rows, vocab_size)
 
 
 def weight_bytes(model: Moondream) -> int:

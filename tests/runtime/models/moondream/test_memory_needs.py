@@ -15,7 +15,8 @@ from kestrel_runtime.api.events import Finished
 from kestrel_runtime.api.requests import Caption, Detect, Point, Query, Request, SamplingParams, Segment
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.execution.kv_cache import KVCache
-from kestrel_runtime.execution.logit_adjustments import LogitAdjustments
+from kestrel_runtime.execution.logits.allowed_tokens import AllowedTokens
+from kestrel_runtime.execution.logits.logit_adjustments import LogitAdjustments
 from kestrel_runtime.memory import plan as memory_plan
 from kestrel_runtime.memory.plan import MemoryNeeds
 from kestrel_runtime.models.loaded_model import LoadedModel
@@ -58,9 +59,11 @@ def test_graphs_get_a_pool_for_the_largest_step_and_an_eighth_of_what_is_availab
     moondream2: LoadedModel,
 ) -> None:
     needs = needs_of(moondream2)
-    tables = LogitAdjustments.num_bytes(BOUNDS.max_batch_size + 2, moondream2.model.config.text.vocab_size)
-    assert tables > 0
-    assert needs.activation_bytes == 1_234_567 + tables
+    num_rows, vocab_size = BOUNDS.max_batch_size + 2, moondream2.model.config.text.vocab_size
+    adjustments = LogitAdjustments.num_bytes(num_rows, vocab_size)
+    masks = AllowedTokens.num_bytes(num_rows, vocab_size)
+    assert adjustments > masks > 0
+    assert needs.activation_bytes == 1_234_567 + adjustments + masks
     assert needs.graph_bytes == 1_234_567 + 1_000_000_001
 
 

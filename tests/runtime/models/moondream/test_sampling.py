@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from kestrel_ops.reference.philox_uniform import philox_uniform
+from kestrel_runtime.execution.logits.sampling import SampleNeeds, TokenRules
 from kestrel_runtime.execution.request_state import RequestState
-from kestrel_runtime.execution.sampling import SampleNeeds, TokenRules
 from kestrel_runtime.interfaces.tokens import Token, TokenRule
 from kestrel_runtime.models.moondream.sampling import MoondreamSampler, value_kinds
 from tests.runtime.models.moondream.tiny import random_model, tiny_config

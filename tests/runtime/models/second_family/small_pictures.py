@@ -21,7 +21,7 @@ from kestrel_runtime.api.events import Box, CaptionOutput, DetectOutput, FinishR
 from kestrel_runtime.api.requests import Caption, Detect, Query
 from kestrel_runtime.execution.executor import DeviceMemory
 from kestrel_runtime.execution.kv_cache import KVCache
-from kestrel_runtime.execution.sampling import SampleNeeds, TokenSampler
+from kestrel_runtime.execution.logits.sampling import TokenSampler
 from kestrel_runtime.execution.step_inputs import DecodeInputs, PackedChunks, PrefillInputs
 from kestrel_runtime.execution.step_runner import StateShape, StepRunner
 from kestrel_runtime.imaging.tiles import Tiles
@@ -92,14 +92,14 @@ class SmallPicturesExecutor(SmallTextExecutor):
         attend = memory.cache.prefill(PackedChunks.of(inputs, memory.state))
         return self._pictures.attended(embeddings, fields.positions, attend)[fields.sample_tokens]
 
-    def decode(self, inputs: DecodeInputs) -> Tensor:
+    def decode_hidden(self, inputs: DecodeInputs) -> Tensor:
         rows, positions, new_pages = inputs.device
         state, cache = self._memory.state, self._memory.cache
         state.add_pages(rows, positions, new_pages, cache.page_size)
         last = state.read(rows)
         embeddings = self._pictures.embed(last.token_ids, last.num_values, state.values(rows))
         attend = cache.decode(positions, state.page_table[rows, : inputs.size.max_pages])
-        return self._sampled(self._pictures.attended(embeddings, positions, attend), rows, inputs.needs)
+        return self._pictures.attended(embeddings, positions, attend)
 
     def release(self, sequence: ScheduledSequence) -> None:
         self._encoded.pop(sequence.id, None)
@@ -107,7 +107,8 @@ class SmallPicturesExecutor(SmallTextExecutor):
     def forget_images(self) -> None:
         self._encoded.clear()
 
-    def _sampled(self, hidden: Tensor, rows: Tensor, needs: SampleNeeds) -> Tensor:
+    def sample(self, hidden: Tensor, inputs: PrefillInputs | DecodeInputs) -> Tensor:
+        rows, needs = inputs.sample_rows, inputs.needs
         sampler = TokenSampler(self._memory.state, self._memory.rules, rows, needs, philox_uniform)
         ids = sampler.ids(self._pictures.logits(hidden))
         num_values, values = torch.zeros_like(ids), torch.zeros(len(ids), 1)

@@ -23,7 +23,7 @@ from kestrel_runtime.api.memory_plan import MemoryPlan
 from kestrel_runtime.api.requests import Query
 from kestrel_runtime.execution.executor import DeviceMemory
 from kestrel_runtime.execution.kv_cache import KVCache
-from kestrel_runtime.execution.sampling import SampleNeeds, TokenSampler
+from kestrel_runtime.execution.logits.sampling import TokenSampler
 from kestrel_runtime.execution.step_inputs import DecodeInputs, PackedChunks, PrefillInputs
 from kestrel_runtime.execution.step_runner import StateShape, StepRunner
 from kestrel_runtime.imaging.tiles import Tiles
@@ -87,25 +87,28 @@ class SmallTextExecutor:
         attend = cache.prefill(PackedChunks.of(inputs, self._memory.state))
         return self._model.hidden(fields.token_ids, fields.positions, attend)[fields.sample_tokens]
 
-    def prefill(self, inputs: PrefillInputs) -> Tensor:
-        return self._sampled(self.prefill_hidden(inputs), inputs.device.sample_rows, inputs.needs)
-
     def decode(self, inputs: DecodeInputs) -> Tensor:
-        rows, positions, new_pages = inputs.device
-        state, cache = self._memory.state, self._memory.cache
+        return self.sample(self.forward(inputs), inputs)
+
+    def forward(self, inputs: PrefillInputs | DecodeInputs) -> Tensor:
+        return self.prefill_hidden(inputs) if isinstance(inputs, PrefillInputs) else self.decode_hidden(inputs)
+
+    def decode_hidden(self, inputs: DecodeInputs) -> Tensor:
+        (rows, positions, new_pages), state, cache = inputs.device, self._memory.state, self._memory.cache
         state.add_pages(rows, positions, new_pages, cache.page_size)
         attend = cache.decode(positions, state.page_table[rows, : inputs.size.max_pages])
-        return self._sampled(self._model.hidden(state.read(rows).token_ids, positions, attend), rows, inputs.needs)
+        return self._model.hidden(state.read(rows).token_ids, positions, attend)
+
+    def sample(self, hidden: Tensor, inputs: PrefillInputs | DecodeInputs) -> Tensor:
+        state, rules = self._memory.state, self._memory.rules
+        sampler = TokenSampler(state, rules, inputs.sample_rows, inputs.needs, philox_uniform)
+        ids = sampler.ids(self._model.logits(hidden))
+        return sampler.write(ids, torch.zeros_like(ids), torch.zeros(len(ids), 1))
 
     def release(self, sequence: ScheduledSequence) -> None: ...
     def forget_images(self) -> None: ...
     def capture(self) -> None: ...
     def reset(self) -> None: ...
-
-    def _sampled(self, hidden: Tensor, rows: Tensor, needs: SampleNeeds) -> Tensor:
-        sampler = TokenSampler(self._memory.state, self._memory.rules, rows, needs, philox_uniform)
-        ids = sampler.ids(self._model.logits(hidden))
-        return sampler.write(ids, torch.zeros_like(ids), torch.zeros(len(ids), 1))
 
 
 class SmallTextParser(OutputParser):
@@ -187,9 +190,7 @@ class SmallTextFamily:
     def tiling(self, config: Any) -> NoTiling:
         return NoTiling()
 
-    def prepare(
-        self, model: SmallText, config: EngineConfig, bounds: StepBounds, *, owns_model: bool
-    ) -> PreparedSmallText:
+    def prepare(self, model: Any, config: EngineConfig, bounds: Any, *, owns_model: bool) -> PreparedSmallText:
         return PreparedSmallText(model, config, bounds)
 
     def verification(self, model: SmallText, config: EngineConfig) -> Verification:

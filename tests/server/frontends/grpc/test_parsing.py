@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from kestrel_client.v1 import generation_pb2, media_pb2
 from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_grpc.frontends.grpc import vision_service as vision
+from kestrel_runtime.api.constraints.constraint import Constraint
 from kestrel_runtime.api.errors import InvalidRequest
 from kestrel_runtime.api.raw_image import PixelFormat, RawImage
 from kestrel_runtime.api.requests import (
@@ -326,3 +328,26 @@ def test_no_message_makes_parsing_raise_anything_else(data: bytes) -> None:
     for parse, kind in skills:
         with contextlib.suppress(DecodeError, InvalidRequest):
             parse(kind.FromString(data))
+
+
+@pytest.mark.parametrize("kind", [wire.QueryRequest, wire.CompleteQueryRequest])
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ({"choices": {"values": ["yes", "no"]}}, Constraint(choices=("yes", "no"))),
+        ({"regex": "[0-9]+"}, Constraint(regex="[0-9]+")),
+        ({"json_schema": '{"type": "object"}'}, Constraint(json_schema='{"type": "object"}')),
+    ],
+)
+def test_query_takes_each_kind_of_constraint(kind: Any, message: Any, expected: Constraint) -> None:
+    assert vision.query(kind(question="why?", constraint=message)).constraint == expected
+
+
+def test_everything_that_is_wrong_with_a_constraint_is_told_at_once() -> None:
+    empty = wire.QueryRequest(question="", constraint={})
+    assert violations(vision.query, empty) == ["question", "constraint"]
+    schema = json.dumps({"if": {}, "properties": {"a": {"not": {}}}})
+    wrong = wire.QueryRequest(question="", constraint={"json_schema": schema})
+    assert violations(vision.query, wrong) == ["question", "constraint.json_schema", "constraint.json_schema"]
+    choices = wire.QueryRequest(question="why?", constraint={"choices": {"values": ["a", "", "b", "x" * 513]}})
+    assert violations(vision.query, choices) == ["constraint.choices[1]", "constraint.choices[3]"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -138,8 +139,6 @@ async def test_the_model_is_listed():
         ("tools", [{"type": "function"}]),
         ("tool_choice", "required"),
         ("functions", [{}]),
-        ("response_format", {"type": "json_schema"}),
-        ("response_format", {"type": "json_object"}),
         ("modalities", ["audio"]),
         ("audio", {}),
         ("store", True),
@@ -170,6 +169,48 @@ async def test_parameters_at_the_value_that_asks_for_nothing_are_taken():
     )
     async with serving_http() as rig:
         assert (await rig.ask(CHAT, body)).status == 200
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, None),
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, {"type": "object"}),
+        ({"type": "json_schema", "json_schema": {"name": "any"}}, {"type": "object"}),
+        (
+            {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": {"enum": ["é", 1]}}},
+            {"enum": ["é", 1]},
+        ),
+    ],
+)
+async def test_a_response_format_is_a_constraint(given: Any, expected: Any) -> None:
+    async with serving_http() as rig:
+        assert (await rig.ask(CHAT, chat(TEXT, response_format=given))).status == 200
+        (query,) = rig.engine.requests
+    assert isinstance(query, Query)
+    if expected is None:
+        assert query.constraint is None
+    else:
+        assert query.constraint is not None
+        assert json.loads(query.constraint.json_schema or "") == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"type": "grammar"}, "response_format.type"),
+        ({"type": "json_schema"}, "response_format.json_schema"),
+        ({"type": "json_schema", "json_schema": {"schema": {}}}, "response_format.json_schema.name"),
+        ({"type": "json_schema", "json_schema": {"name": "n", "schema": {"if": {}}}}, "response_format"),
+        ("json_object", "response_format"),
+    ],
+)
+async def test_a_response_format_that_cannot_be_used_is_refused(given: Any, param: str) -> None:
+    async with serving_http() as rig:
+        answer = await rig.ask(CHAT, chat(TEXT, response_format=given))
+        assert rig.engine.requests == []
+    assert (answer.status, answer.json["error"]["param"]) == (400, param)
 
 
 @pytest.mark.parametrize(

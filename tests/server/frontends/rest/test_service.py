@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kestrel_runtime.api.constraints.constraint import Constraint
 from kestrel_runtime.api.errors import Overloaded
 from kestrel_runtime.api.events import (
     CaptionOutput,
@@ -48,6 +49,38 @@ BOX = {"x_min": 0.125, "y_min": 0.25, "x_max": 0.5, "y_max": 0.75}
 
 def with_metrics(**result: Any) -> dict[str, Any]:
     return {"request_id": "mine", "model": "fake", **result, "finish_reason": "stop", "metrics": METRICS}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"choices": ["yes", "no"]}, Constraint(choices=("yes", "no"))),
+        ({"regex": "[0-9]+"}, Constraint(regex="[0-9]+")),
+        ({"json_schema": {"type": "object"}}, Constraint(json_schema='{"type": "object"}')),
+    ],
+)
+async def test_a_query_takes_each_kind_of_constraint(given: Any, expected: Constraint) -> None:
+    async with serving_http() as rig:
+        assert (await rig.ask("/v1/query", {"question": "?", "constraint": given})).status == 200
+        (query,) = rig.engine.requests
+    assert isinstance(query, Query)
+    assert query.constraint == expected
+
+
+async def test_everything_that_is_wrong_with_a_constraint_is_told_at_once() -> None:
+    wrong = {"choices": ["a", 1], "regex": 2, "json_schema": "{}", "grammar": "x"}
+    async with serving_http() as rig:
+        answer = await rig.ask("/v1/query", {"constraint": wrong})
+        other = await rig.ask("/v1/caption", {"image_url": IMAGE_URL, "constraint": {"regex": "a"}})
+        assert rig.engine.requests == []
+    assert [item["field"] for item in answer.json["error"]["violations"]] == [
+        "constraint.regex",
+        "constraint.json_schema",
+        "constraint.grammar",
+        "question",
+        "constraint.choices[1]",
+    ]
+    assert [item["field"] for item in other.json["error"]["violations"]] == ["constraint"]
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,7 @@ class AnswerParser(OutputParser):
         self.grammar = Grammar(answer_states(config))
         stop = StopMatcher(sampling.stop, includes_match=sampling.include_stop) if sampling.stop else None
         self._emitter = TextEmitter(tokenizer, TextChannel.ANSWER, stop, sampling.logprobs)
-        self._eos_id = config.tokenizer.eos_id
+        self.end_id = config.tokenizer.eos_id
         self._max_answer_tokens = self.max_tokens = sampling.max_tokens or DEFAULT_MAX_TOKENS
 
     @property
@@ -151,7 +151,7 @@ class AnswerParser(OutputParser):
         return self._emitter.logprobs
 
     def parse(self, token: Token) -> list[TextDelta]:
-        if token.id == self._eos_id:
+        if token.id == self.end_id:
             return self._end(FinishReason.STOP)
         deltas = self._emitter.push(token)
         if self._emitter.stop_sequence is not None or self._emitter.num_tokens >= self._max_answer_tokens:

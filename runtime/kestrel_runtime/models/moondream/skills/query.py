@@ -62,6 +62,7 @@ class _QueryParser(AnswerParser):
             self.grammar = Grammar(_reasoning_states(config))
             self.budget = self._max_answer_tokens
             self.max_tokens = self.budget + 1 + self._max_answer_tokens  # the one between them begins the answer
+            self.opens_answer = config.tokenizer.answer_id
 
     def parse(self, token: Token) -> list[TextDelta]:
         if self._reasoning is None or self._reasoning.is_over:

@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from kestrel_ops.reference.philox_uniform import philox_uniform
+from kestrel_runtime.execution.logits.sampling import SampleNeeds, TokenRules, TokenSampler
 from kestrel_runtime.execution.request_state import RequestState
-from kestrel_runtime.execution.sampling import SampleNeeds, TokenRules, TokenSampler
 from kestrel_runtime.interfaces.token_grammar import Grammar, GrammarState
 from kestrel_runtime.interfaces.tokens import TokenRule
 from tests.runtime.sequences import new_sequence

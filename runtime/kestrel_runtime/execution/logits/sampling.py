@@ -1,7 +1,8 @@
 """Samples token ids on the device, under the settings of each sequence and the rules of its grammar state.
 
 Logits go through these steps, each of which only runs where a row of the batch needs it: penalties and biases
-(`LogitAdjustments`), the tokens that the rule forbids, temperature, top-k, min-p and nucleus (`sample`).
+(`LogitAdjustments`), the tokens that the rule forbids, those that a constraint does not allow (`AllowedTokens`),
+temperature, top-k, min-p and nucleus (`sample`).
 
 Random numbers are counter-based: those of a token follow from the request's seed and the number of tokens before
 it, so that they do not depend on the batch, on preemption, or on failed steps. Nothing here waits for the device.
@@ -35,6 +36,8 @@ class SampleNeeds(NamedTuple):
     """Whether a row has `Sequence.controls`."""
     with_logprobs: bool = False
     """Whether a row has `Sequence.num_logprobs`."""
+    is_restricted: bool = False
+    """Whether a row has `Sequence.matcher`, so that the step samples under masks."""
 
 
 class TokenRules:
@@ -122,8 +125,10 @@ class TokenSampler:
         if self._needs.is_controlled:
             settings = self._state.adjustment_settings(self._rows)
             logits = self._state.adjustments.apply(logits, self._rows, settings)
-        # Masks come last: no penalty or bias brings a forbidden token back. One of allowed tokens belongs here too.
+        # Masks come last: no penalty or bias brings a forbidden token back.
         logits = logits.masked_fill(self._rules.forbidden[self._before.rules], float("-inf"))
+        if self._needs.is_restricted:
+            logits = self._state.allowed.apply(logits, self._rows)
         if self._random is None or not self._needs.is_controlled:
             return self.pick(logits, 0)
         settings, uniform = self._random

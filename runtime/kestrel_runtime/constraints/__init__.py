@@ -1,0 +1,1 @@
+"""Constrained answers: compiles constraints, follows answers, and makes masks of the tokens that may come next."""

@@ -1,0 +1,1 @@
+"""From the logits of a step to the tokens that it samples."""

@@ -1,0 +1,95 @@
+"""Compiling constraints: what is refused, and that no other request waits for a hostile one."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import llguidance
+import pytest
+
+from kestrel_runtime.api.constraints.constraint import Constraint
+from kestrel_runtime.api.errors import InvalidRequest, Overloaded
+from kestrel_runtime.constraints import compiler as module
+from kestrel_runtime.constraints.compiler import ConstraintCompiler
+from tests.runtime.constraints.vocabularies import END_ID, TOKENIZER, new_compiler
+
+TEXTS = ("yes", "a/b\\c", 'say "x"', "[x]{2}", "^$|.*+?()", "#&-~/<>@!%=:;,'`_", "line\nline", "é漢🙂", " a  b ")
+
+
+@pytest.fixture(scope="module")
+def compiler() -> ConstraintCompiler:
+    return new_compiler()
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_choice_means_itself_whatever_its_characters(compiler: ConstraintCompiler, text: str) -> None:
+    for choices in ((text,), ("other", text)):
+        compiled = compiler.compiled(Constraint(choices=choices), END_ID)
+        assert compiled.consume_tokens(TOKENIZER.encode(text)), compiled.get_error()
+        assert compiled.is_accepting()
+    alone = compiler.compiled(Constraint(choices=(text,)), END_ID)
+    assert not alone.consume_tokens(TOKENIZER.encode("zz"))
+
+
+@pytest.mark.parametrize(
+    ("constraint", "field"),
+    [
+        (Constraint(regex="a(b"), "constraint.regex"),
+        (Constraint(regex="(?<=a)b"), "constraint.regex"),
+        (Constraint(regex=r"(a)\1"), "constraint.regex"),
+        (Constraint(regex="\ud800"), "constraint.regex"),
+        (Constraint(json_schema='{"$ref": "#/$defs/missing"}'), "constraint.json_schema"),
+        (Constraint(json_schema='{"allOf": [{"$ref": "#"}]}'), "constraint.json_schema"),
+        (Constraint(json_schema='{"type": "integer", "minimum": 3, "maximum": 2}'), "constraint.json_schema"),
+        (Constraint(json_schema='{"oneOf": [{"type": "integer"}, {"type": "number"}]}'), "constraint.json_schema"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_by_its_field(
+    compiler: ConstraintCompiler, constraint: Constraint, field: str
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        compiler.compiled(constraint, END_ID)
+    (violation,) = caught.value.violations
+    assert violation.field == field
+    assert "cannot be used" in violation.description
+
+
+def test_whoever_waits_for_compiling_waits_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = new_compiler()
+    goes_on = threading.Event()
+    compile_one = ConstraintCompiler._compile  # pyright: ignore[reportPrivateUsage]
+
+    def held_up(own: ConstraintCompiler, constraint: Constraint, vocabulary: Any) -> llguidance.LLMatcher:
+        goes_on.wait(30)
+        return compile_one(own, constraint, vocabulary)
+
+    monkeypatch.setattr(ConstraintCompiler, "_compile", held_up)
+    monkeypatch.setattr(module, "_MAX_S", 0.001)
+    told: list[type[Exception]] = []
+    while told.count(InvalidRequest) < 2:  # in between, a thread may not have been there in time
+        with pytest.raises((InvalidRequest, Overloaded), match=r"takes too long|may wait at a time") as caught:
+            compiler.compiled(Constraint(regex="a"), END_ID)
+        told.append(caught.type)
+    with pytest.raises(Overloaded):  # both threads are held up
+        compiler.compiled(Constraint(regex="b"), END_ID)
+    goes_on.set()
+    monkeypatch.setattr(module, "_MAX_S", 30.0)
+    assert not compiler.compiled(Constraint(regex="c"), END_ID).is_error()
+
+
+def test_what_raises_in_the_library_reaches_its_caller_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = new_compiler()
+
+    class Panic(BaseException):
+        pass
+
+    def panic(*_: Any) -> llguidance.LLMatcher:
+        raise Panic
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ConstraintCompiler, "_compile", panic)
+        for _ in range(5):
+            with pytest.raises(Panic):
+                compiler.compiled(Constraint(regex="a"), END_ID)
+    assert not compiler.compiled(Constraint(regex="a"), END_ID).is_error()

@@ -1,0 +1,24 @@
+"""A compiler for the vocabulary of the built-in model, and texts as its tokens."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from kestrel_runtime.constraints.compiler import ConstraintCompiler
+from kestrel_runtime.constraints.vocabulary import new_vocabulary
+from kestrel_runtime.interfaces.tokens import Token
+from kestrel_runtime.loading.tokenizer import Tokenizer
+from tests.runtime.models.second_family.checkpoint import NANO_TOKENIZER
+
+TOKENIZER = Tokenizer.from_file(NANO_TOKENIZER)
+VOCAB_SIZE = TOKENIZER.vocab_size + 13
+"""More than the tokenizer has, as models do."""
+END_ID = 0
+
+
+def new_compiler() -> ConstraintCompiler:
+    return ConstraintCompiler(partial(new_vocabulary, TOKENIZER, VOCAB_SIZE))
+
+
+def tokens_of(text: str) -> list[Token]:
+    return [Token(token_id) for token_id in TOKENIZER.encode(text)]

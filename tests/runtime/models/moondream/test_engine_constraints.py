@@ -1,0 +1,214 @@
+"""Constrained answers of a small Moondream 3, whose random weights know neither JSON nor anything else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import cycle
+from typing import Any
+
+import jsonschema
+import pytest
+
+from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.constraints.constraint import Constraint
+from kestrel_runtime.api.errors import ConstraintFailed, InvalidRequest
+from kestrel_runtime.api.events import Finished, FinishReason, QueryOutput
+from kestrel_runtime.api.requests import CachePolicy, Query, RequestOptions, SamplingParams
+from kestrel_runtime.constraints.matcher import AnswerMatcher
+from kestrel_runtime.engine.engine import LocalEngine
+from kestrel_runtime.execution.step_runner import StepHandle, StepRunner
+from kestrel_runtime.models.loaded_model import LoadedModel
+from kestrel_runtime.scheduling.scheduler import Scheduler
+from kestrel_runtime.scheduling.sequence import Sequence
+from tests.reference_fixtures import MD3_SMALL
+
+IMAGE = (MD3_SMALL / "image_1_64x64.png").read_bytes()
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "colour": {"enum": ["red", "blue"]},
+        "count": {"type": "integer", "minimum": 0, "maximum": 999},
+        "tags": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
+    },
+    "required": ["colour", "count", "tags"],
+    "additionalProperties": False,
+}
+CONSTRAINTS = (
+    Constraint(choices=("yes", "no", "not at all")),
+    Constraint(regex="[0-9]{3}-[a-z]{2,5}"),
+    Constraint(json_schema=json.dumps(SCHEMA)),
+)
+HOT = SamplingParams(temperature=3.0, max_tokens=200, seed=5)
+
+
+@pytest.fixture
+def engine(moondream3: LoadedModel) -> Iterator[LocalEngine]:
+    engine = LocalEngine(moondream3, EngineConfig(model="", max_batch_size=8))
+    yield engine
+    engine.close()
+
+
+def satisfies(answer: str, constraint: Constraint) -> bool:
+    if constraint.json_schema is not None:
+        jsonschema.validate(json.loads(answer), json.loads(constraint.json_schema))
+        return True
+    if constraint.regex is not None:
+        return re.fullmatch(constraint.regex, answer) is not None
+    return answer in constraint.choices
+
+
+def answer_of(finished: Finished) -> str:
+    assert isinstance(finished.output, QueryOutput)
+    return finished.output.answer
+
+
+@pytest.mark.parametrize("constraint", CONSTRAINTS)
+@pytest.mark.parametrize("temperature", [0.0, 3.0])
+async def test_a_complete_answer_satisfies_its_constraint(
+    engine: LocalEngine, constraint: Constraint, temperature: float
+) -> None:
+    sampling = SamplingParams(temperature=temperature, max_tokens=200, seed=3)
+    finished = await engine.submit(Query("what?", IMAGE, sampling=sampling, constraint=constraint)).result()
+    assert finished.finish_reason is FinishReason.STOP
+    assert satisfies(answer_of(finished), constraint)
+
+
+async def test_reasoning_is_free_and_the_answer_is_not(engine: LocalEngine) -> None:
+    sampling = SamplingParams(temperature=2.0, max_tokens=60, seed=4)
+    query = Query("why?", IMAGE, reasoning=True, sampling=sampling)
+    free, bound = await asyncio.gather(
+        engine.submit(query).result(), engine.submit(replace(query, constraint=CONSTRAINTS[0])).result()
+    )
+    assert isinstance(free.output, QueryOutput)
+    assert isinstance(bound.output, QueryOutput)
+    assert bound.output.reasoning is not None
+    assert bound.output.reasoning.text
+    assert bound.output.reasoning == free.output.reasoning
+    assert bound.output.answer in CONSTRAINTS[0].choices
+
+
+async def test_an_answer_that_is_cut_short_says_so(engine: LocalEngine) -> None:
+    sampling = SamplingParams(temperature=0.0, max_tokens=4)
+    finished = await engine.submit(Query("what?", sampling=sampling, constraint=CONSTRAINTS[2])).result()
+    assert finished.finish_reason is FinishReason.LENGTH
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(answer_of(finished))
+
+
+async def test_a_stop_string_ends_a_constrained_answer(engine: LocalEngine) -> None:
+    sampling = SamplingParams(temperature=0.0, max_tokens=200, stop=('"count"',))
+    finished = await engine.submit(Query("what?", sampling=sampling, constraint=CONSTRAINTS[2])).result()
+    assert (finished.finish_reason, finished.stop_sequence) == (FinishReason.STOP_SEQUENCE, '"count"')
+    assert re.fullmatch(r'\{"colour": "(red|blue)", ', answer_of(finished))
+
+
+async def test_penalties_and_biases_bring_no_forbidden_token_back(engine: LocalEngine) -> None:
+    biases = tuple((token_id, 100.0) for token_id in range(300, 500))
+    sampling = replace(HOT, top_k=3, min_p=0.01, repetition_penalty=2.0, presence_penalty=1.0, logit_bias=biases)
+    asked = (engine.submit(Query("what?", sampling=sampling, constraint=item)).result() for item in CONSTRAINTS)
+    for finished, constraint in zip(await asyncio.gather(*asked), CONSTRAINTS, strict=True):
+        assert finished.finish_reason is FinishReason.STOP
+        assert satisfies(answer_of(finished), constraint)
+
+
+async def test_each_of_several_samples_follows_the_constraint_by_itself(engine: LocalEngine) -> None:
+    samples = replace(HOT, n=6).samples()
+    queries = [Query("what?", IMAGE, sampling=sampling, constraint=CONSTRAINTS[1]) for sampling in samples]
+    answers = [answer_of(await stream.result()) for stream in [engine.submit(query) for query in queries]]
+    assert all(satisfies(answer, CONSTRAINTS[1]) for answer in answers)
+    assert len(set(answers)) > 1
+
+
+async def test_logprobs_are_those_of_the_model_without_the_mask(engine: LocalEngine) -> None:
+    sampling = SamplingParams(temperature=0.0, max_tokens=200, logprobs=1)
+    finished = await engine.submit(Query("what?", sampling=sampling, constraint=CONSTRAINTS[2])).result()
+    assert isinstance(finished.output, QueryOutput)
+    assert finished.output.logprobs
+    assert any(token.logprob < token.top[0].logprob for token in finished.output.logprobs)
+
+
+async def test_others_of_a_batch_answer_as_they_do_alone(engine: LocalEngine) -> None:
+    free = [Query(f"question {number}", sampling=replace(HOT, max_tokens=20)) for number in range(3)]
+    bound = [Query("what?", sampling=HOT, constraint=constraint) for constraint in CONSTRAINTS]
+    alone = [(await engine.submit(query).result()).output for query in (*free, *bound)]
+    together = await asyncio.gather(*(engine.submit(query).result() for query in (*bound, *free)))
+    assert [finished.output for finished in together] == [*alone[3:], *alone[:3]]
+
+
+async def test_a_forward_pass_ahead_and_preemption_change_no_answer(
+    moondream3: LoadedModel, engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampling = replace(HOT, max_tokens=48)
+    long = Constraint(regex="[0-9]{48}")
+    queries = [
+        Query("what?", IMAGE if number < 2 else None, not number % 4, sampling=sampling, constraint=item)
+        for number, item in enumerate((long, long, long, None, *CONSTRAINTS, *CONSTRAINTS))
+    ]
+    queries = [replace(query, options=RequestOptions(cache=CachePolicy.BYPASS)) for query in queries]
+    one_by_one = [await engine.submit(query).result() for query in queries]
+    monkeypatch.setattr(StepRunner, "is_asynchronous", True)
+    are_complete = cycle((False, False, True))
+    monkeypatch.setattr(StepHandle, "is_complete", lambda _: next(are_complete))
+    preempted: Counter[bool] = Counter()
+    preempt = Scheduler._preempt  # pyright: ignore[reportPrivateUsage]
+
+    def counted(scheduler: Scheduler, sequence: Sequence) -> None:
+        preempted[sequence.matcher is not None and sequence.num_generated > 1] += 1
+        preempt(scheduler, sequence)
+
+    monkeypatch.setattr(Scheduler, "_preempt", counted)
+    ahead = LocalEngine(moondream3, EngineConfig(model="", num_kv_pages=400, page_size=4, max_prefill_tokens=8))
+    try:
+        overlapped = await asyncio.gather(*(ahead.submit(query).result() for query in queries))
+        assert [finished.output for finished in overlapped] == [finished.output for finished in one_by_one]
+        assert [finished.finish_reason for finished in overlapped] == [item.finish_reason for item in one_by_one]
+        assert preempted[True], "a constrained answer was to be preempted in its middle"
+    finally:
+        ahead.close()
+
+
+async def test_a_matcher_that_fails_ends_its_request_alone(
+    engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take = AnswerMatcher.take
+    failing = Constraint(regex="[0-9]{50}")
+
+    def failing_after_three(matcher: AnswerMatcher, generated: Any) -> None:
+        take(matcher, generated)
+        if len(generated) == 7:  # answers to the other constraints are shorter
+            raise ConstraintFailed
+
+    monkeypatch.setattr(AnswerMatcher, "take", failing_after_three)
+    others = [Constraint(regex="[0-9]{2}"), None, Constraint(choices=("x",)), None]
+    streams = [engine.submit(Query("what?", sampling=HOT, constraint=item)) for item in (failing, *others)]
+    with pytest.raises(ConstraintFailed):
+        await streams[0].result()
+    for stream, constraint in zip(streams[1:], others, strict=True):
+        answer = answer_of(await stream.result())
+        assert constraint is None or satisfies(answer, constraint)
+
+
+@pytest.mark.parametrize(
+    ("constraint", "field"),
+    [
+        (Constraint(regex="(?=a)b"), "constraint.regex"),
+        (Constraint(regex="a(b"), "constraint.regex"),
+        (Constraint(json_schema='{"$ref": "#"}'), "constraint.json_schema"),
+        (Constraint(json_schema='{"type": "colour"}'), "constraint.json_schema"),
+        (Constraint(json_schema='{"enum": []}'), "constraint.json_schema"),
+        (Constraint(json_schema='{"const": "\\ud800"}'), "constraint.json_schema"),
+        (Constraint(choices=("\ud800",)), "constraint.choices"),
+    ],
+)
+async def test_a_constraint_that_cannot_be_compiled_is_refused(
+    engine: LocalEngine, constraint: Constraint, field: str
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        await engine.submit(Query("what?", constraint=constraint)).result()
+    assert [violation.field for violation in caught.value.violations] == [field]
+    assert "\ud800" not in str(caught.value)
