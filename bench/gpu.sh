@@ -59,8 +59,11 @@ for stage in $stages; do
         peer=()
         if [ -e "$peer_json" ]; then peer=(--peer "$peer_json"); fi
         timeout 420 python3 -m bench.serve --model "$folder" --batches "$batches" --seconds "$row_seconds" \
-            --json "$out/serve-$model.json" --parts "$out"/{decode_step,vision,prefill}.json "${peer[@]}" \
+            --json "$out/serve-$model.json" "${peer[@]}" \
             -- "${options[@]}" | tee "$out/serve-$model.txt" || echo "the run failed: $?"
+        # Where matplotlib is not at hand, the same command makes the page elsewhere, of the JSON.
+        python3 -m bench.page "$out/serve-$model.json" --parts "$out"/{decode_step,vision,prefill}.json ||
+            echo "no page"
         ;;
     *)
         echo "no stage $stage; there are parts, peer and serve" >&2

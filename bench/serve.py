@@ -1,9 +1,9 @@
 """How fast the server answers over gRPC: closed loop by concurrency, open loop by rate until it is overloaded.
 
 Starts `kestrel-grpc serve` as a process of its own, or loads the one at `--target`, and asks the questions of
-`workload.py` from load processes of its own. Leaves one JSON, one HTML page with plots, and a table. Options after
-`--` go to the server. Answers are as long as asked where the model never ends by itself, as those of
-`random_weights.py` do; the built-in model is served as such a copy.
+`workload.py` from load processes of its own. Leaves a table and one JSON, of which `bench.page` makes a page with
+plots. Options after `--` go to the server. Answers are as long as asked where the model never ends by itself, as
+those of `random_weights.py` do; the built-in model is served as such a copy.
 
     python -m bench.serve --quick
     python -m bench.serve --model /tmp/md2 --batches 1,4,16,64 --peer peer.json -- --max-prefill-tokens 8192
@@ -18,8 +18,9 @@ import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from bench.harness.empty_server import empty_server
 from bench.harness.endless import write_endless
 from bench.harness.load import LoadProcesses
 from bench.harness.progress import Progress
-from bench.harness.report import Results, write_report
+from bench.harness.report import Results, over_peer
 from bench.harness.serving import RunningServer, machine_facts, started_server, write_json
 from bench.harness.summary import Objective, Row, summarise
 from bench.harness.workload import WORKLOADS, Workload
@@ -155,6 +156,13 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
     )
 
 
+def precision_of(options: Sequence[str]) -> str:
+    """What the options of a server say of the formats that it computes in."""
+    named = ("--precision", "--dtype", "--text-path", "--vision-path", "--kv-dtype")
+    pairs = [f"{name} {value}" for name, value in pairwise(options) if name in named]
+    return ", ".join(pairs) or "the default: bfloat16 on a GPU, else float32"
+
+
 def parser() -> argparse.ArgumentParser:
     """The options."""
     result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -183,11 +191,7 @@ def parser() -> argparse.ArgumentParser:
         "--per-token-objective-ms", type=float, default=50.0, help="for goodput (default: %(default)g)"
     )
     result.add_argument("--peer", type=Path, help="results of bench.peer_kestrel, for ours over theirs")
-    result.add_argument(
-        "--parts", type=Path, nargs="*", default=[], help="results of other benches, to plot in the report"
-    )
     result.add_argument("--json", type=Path, default=Path("bench/out/serve.json"), help="default: %(default)s")
-    result.add_argument("--html", type=Path, help="default: beside the JSON")
     result.add_argument("server_options", nargs="*", metavar="-- OPTION", help="options of `kestrel-grpc serve`")
     return result
 
@@ -201,18 +205,21 @@ def main() -> int:
         options = (
             "of another process" if arguments.target else shlex.join(arguments.server_options) or "the defaults"
         )
-        facts = {**server.facts(), "options": options, "measured_with": shlex.join(["bench.serve", *sys.argv[1:]])}
+        facts = {
+            **server.facts(),
+            "precision": precision_of(arguments.server_options),
+            "options": options,
+            "measured_with": shlex.join(["python", "-m", "bench.serve", *sys.argv[1:]]),
+        }
         rows = list(measure(plan, server.address, progress))
     client = list(measure_client(plan, progress))
     progress.close()
     peer: dict[str, Any] | None = None if arguments.peer is None else json.loads(arguments.peer.read_text())
-    parts = {file.stem: json.loads(file.read_text()) for file in arguments.parts if file.exists()}
-    results = Results(machine_facts(), facts, plan.objective, tuple(rows), tuple(client), peer, parts)
+    ratios = over_peer(rows, peer)
+    results = Results(machine_facts(), facts, plan.objective, tuple(rows), tuple(client), ratios)
     write_json(arguments.json, results.as_json())
-    html = arguments.html or arguments.json.with_suffix(".html")
-    write_report(html, results)
     print(results.as_text())
-    print(f"\n{arguments.json} and {html}")
+    print(f"\nnumbers in {arguments.json}; python -m bench.page {arguments.json} draws a page of plots")
     return 1 if any(row.errors for row in rows if not row.is_open) else 0
 
 

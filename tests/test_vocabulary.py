@@ -43,7 +43,7 @@ EXCEPTIONS: dict[str, set[str]] = {
     # A method of Pillow.
     "runtime/kestrel_runtime/imaging/decoding.py": {"crop"},
     # Keys of stored results.
-    "bench/harness/report.py": {"crops"},
+    "bench/harness/page.py": {"crops"},
     "bench/images.py": {"crops"},
     "bench/scaling.py": {"crops"},
     "tests/bench/test_images.py": {"crops"},

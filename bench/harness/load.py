@@ -48,15 +48,18 @@ class Recording:
 
 
 class LoadProcesses:
-    """Several processes that load one server together. Each command goes to all, which share the work evenly."""
+    """Several processes that load one server together. Each command goes to all, which share the work evenly.
 
-    def __init__(self, address: str, num_processes: int, num_pictures: int) -> None:
+    The requests name the given adapters in turn; none where there are none.
+    """
+
+    def __init__(self, address: str, num_processes: int, num_pictures: int, adapters: tuple[str, ...] = ()) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
         for index in range(num_processes):
             ours, theirs = context.Pipe()
-            arguments = (theirs, address, index, num_processes, num_pictures)
+            arguments = (theirs, address, index, num_processes, num_pictures, adapters)
             process = context.Process(target=_run, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -115,10 +118,12 @@ class LoadProcesses:
         return [pipe.recv() for pipe in self._pipes]
 
 
-def _run(pipe: Connection, address: str, index: int, num_processes: int, num_pictures: int) -> None:
+def _run(
+    pipe: Connection, address: str, index: int, num_processes: int, num_pictures: int, adapters: tuple[str, ...]
+) -> None:
     """A load process: answers commands until its pipe closes."""
     with contextlib.suppress(EOFError, KeyboardInterrupt), asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(_Load(pipe, address, index, num_processes, Album(num_pictures)).run())
+        runner.run(_Load(pipe, address, index, num_processes, Album(num_pictures), adapters).run())
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -132,12 +137,21 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 class _Load:
     """One load process's part of every command."""
 
-    def __init__(self, pipe: Connection, address: str, index: int, num_processes: int, album: Album) -> None:
+    def __init__(
+        self,
+        pipe: Connection,
+        address: str,
+        index: int,
+        num_processes: int,
+        album: Album,
+        adapters: tuple[str, ...],
+    ) -> None:
         self._pipe = pipe
         self._index = index
         self._num_processes = num_processes
         self._address = address
         self._album = album
+        self._adapters = adapters
         # Never the same in two processes, nor twice in the life of one.
         self._numbers = itertools.count(index, num_processes)
 
@@ -209,6 +223,8 @@ class _Load:
             reasoning=False,
             sampling=generation_pb2.SamplingParams(temperature=0.0, max_tokens=workload.num_tokens),
         )
+        if self._adapters:
+            message.options.adapter = self._adapters[number // self._num_processes % len(self._adapters)]
         if not workload.is_streamed:
             return await self._ask_for_whole(message, started, timeout_s)
         arrivals: array[float] = array("d")

@@ -55,6 +55,8 @@ class Workload:
     """Of requests with `Picture.REPEATED`."""
     is_streamed: bool = True
     """Whether the answer comes in pieces, by `Query`, or whole, by `CompleteQuery`."""
+    example: str = ""
+    """What has answers of this length."""
 
     @property
     def description(self) -> str:
@@ -66,7 +68,8 @@ class Workload:
             Picture.REPEATED: f"a question about a picture; in {self.repeat_share:.0%} of requests a popular one",
         }[self.picture]
         ending = "" if self.is_streamed else " in one message"
-        return f"{picture}, answered with {self.num_tokens} tokens{ending}"
+        example = f", as long as {self.example}" if self.example else ""
+        return f"{picture}, answered with {self.num_tokens} tokens{ending}{example}"
 
     def question(self, number: int) -> str:
         """The question of the request with this number."""
@@ -78,10 +81,11 @@ WORKLOADS: Mapping[str, Workload] = MappingProxyType(
     {
         workload.name: workload
         for workload in (
-            Workload("direct", Picture.UNIQUE, 3),
-            # The length of an answer with a short reasoning before it ("chain of thought").
-            Workload("cot", Picture.UNIQUE, 33),
-            Workload("long", Picture.UNIQUE, 256),
+            Workload("direct", Picture.UNIQUE, 3, example="an answer of a word or a number"),
+            Workload(
+                "cot", Picture.UNIQUE, 33, example='an answer with a short reasoning ("chain of thought") before it'
+            ),
+            Workload("long", Picture.UNIQUE, 256, example="a detailed description"),
             Workload("cached", Picture.SAME, 3),
             Workload("cached-whole", Picture.SAME, 3, is_streamed=False),
             Workload("text", Picture.NONE, 300),

@@ -61,6 +61,11 @@ def test_a_short_run_leaves_numbers_and_a_page(tmp_path: Path):
     assert [row["load"] for row in found["rows"]] == [1, 2]
     assert all(row["wrong_lengths"] == 0 and row["tokens_per_s"] > 0 for row in found["rows"])
     assert found["server"]["options"] == "--ageing 5"
-    assert found["server"]["measured_with"].startswith("bench.serve --quick --workloads direct")
+    assert found["server"]["measured_with"].startswith("python -m bench.serve --quick --workloads direct")
     assert found["client"][0]["requests_per_s"] > found["rows"][0]["requests_per_s"]
-    assert (tmp_path / "serve.html").read_text().count("<svg") > 3
+    assert found["server"]["precision"].startswith("the default")
+    command = (sys.executable, "-m", "bench.page", str(tmp_path / "serve.json"))
+    subprocess.run(command, cwd=CHECKOUT, check=True, capture_output=True)
+    page = (tmp_path / "serve.html").read_text()
+    assert page.count("<svg") > 3
+    assert "--workloads direct" in page, "how it was measured"
