@@ -102,6 +102,7 @@ def test_every_module_is_in_its_package(wheels):
         for package in ("kestrel_grpc", "kestrel_runtime", "kestrel_ops", "kestrel_client"):
             modules = {path.relative_to(CHECKOUT / root) for path in (CHECKOUT / root / package).rglob("*.py")}
             assert {path.as_posix() for path in modules} <= packed
+    assert "kestrel_runtime/nano/adapters/gold/adapter_model.safetensors" in server
 
 
 def test_the_server_needs_the_client_of_its_own_version():

@@ -70,6 +70,25 @@ def test_examples_of_stored_images_run_as_written(address, tmp_path):
     assert (tmp_path / "picture.png").read_bytes() == (CHECKOUT / "kestrel_grpc" / "demo_picture.png").read_bytes()
 
 
+def test_the_example_of_an_adapter_runs_as_written():
+    text = (CHECKOUT / "docs" / "adapters.md").read_text(encoding="utf-8")
+    (block,) = (
+        found for found in re.findall(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL) if "kill" in found
+    )
+    script = block.replace("50054", str(free_ports(1)[0])).replace("kill %1", "kill %1; wait")
+    done = subprocess.run(
+        ["bash", "-euc", script],
+        cwd=CHECKOUT,
+        env=ACTIVATED,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=MAX_WAIT_S,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-2:] == ["yellow", "gold"]
+
+
 # Blocks that are not run here, by a text in them, and why.
 NOT_RUN = {
     "make demo": "tests/journey runs the demo; `make test` would run this test",

@@ -1,4 +1,4 @@
-"""`python -m training`: prepare, train, export, or all three."""
+"""`python -m training`: prepare, train, polish, export, or all four; or train the example adapter."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
+from training.adapter.run import AdapterRecipe, train_adapter
 from training.corpus import corpus
 from training.export import export
 from training.model import config_dict
@@ -19,7 +22,7 @@ from training.train import POLISH, Recipe, train
 def main() -> None:
     """Run what the command line asks for."""
     parser = argparse.ArgumentParser(prog="python -m training", description=__doc__)
-    parser.add_argument("task", choices=("prepare", "train", "polish", "export", "all"))
+    parser.add_argument("task", choices=("prepare", "train", "polish", "export", "all", "adapter"))
     parser.add_argument("--folder", type=Path, default=Path("build/nano"), help="where everything is kept")
     parser.add_argument("--steps", type=int, help="steps of the whole run")
     parser.add_argument("--scenes", type=int, help="new pictures per step")
@@ -31,6 +34,11 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.task in ("prepare", "all"):
         prepare(arguments.folder)
+    if arguments.task == "adapter":
+        torch.set_num_threads(
+            1
+        )  # the order of sums, and so each byte of the file, does not depend on the machine's cores
+        train_adapter(arguments.folder / "adapters", AdapterRecipe())
     polished = arguments.folder / "polished"
     if arguments.task in ("train", "all"):
         _train(arguments, arguments.folder, Recipe(), None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -87,11 +88,14 @@ class GroupMaker:
     jitter: bool = True
 
     def __call__(self, index: int) -> Group:
+        first = self.first_seed + index * self.num_scenes
+        return self.of_seeds(range(first, first + self.num_scenes))
+
+    def of_seeds(self, seeds: Iterable[int]) -> Group:
+        """A group of the scenes of these seeds."""
         tiles, tilings = [], []
         rows: list[list[dict[str, np.ndarray]]] = [[] for _ in range(self.num_visits)]
-        for seed in range(
-            self.first_seed + index * self.num_scenes, self.first_seed + (index + 1) * self.num_scenes
-        ):
+        for seed in seeds:
             scene = make_scene(seed)
             pixels, tiling = scene_crops(scene, self.teacher.config.vision)
             tiles.append(pixels)

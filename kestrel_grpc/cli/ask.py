@@ -123,6 +123,7 @@ def _add(
     parser.add_argument(
         "--seed", metavar="N", type=int, help="seed of the sampling, for the same tokens every time"
     )
+    parser.add_argument("--adapter", metavar="NAME", help="adapter (LoRA) to use, such as name or name@step")
     parser.add_argument("--json", action="store_true", help="print the whole result as one line of JSON")
     parser.set_defaults(run=partial(run_with_client, command))
     return parser
@@ -268,6 +269,7 @@ def _options(arguments: argparse.Namespace) -> CallOptions:
         top_p=arguments.top_p,
         max_tokens=arguments.max_tokens,
         seed=arguments.seed,
+        adapter=arguments.adapter,
     )
 
 

@@ -1,4 +1,4 @@
-"""The command `kestrel-grpc demo`: serves the built-in model and calls all five skills over gRPC.
+"""The command `kestrel-grpc demo`: serves the built-in model and calls five skills over gRPC, one with an adapter.
 
 Starts a complete server on a free port, calls it as any client would, and draws the results.
 """
@@ -21,6 +21,9 @@ QUESTIONS = (
     "Is there a heart?",
 )
 OUTLINED = "yellow star"
+ADAPTER = "gold"
+"""It calls yellow gold, and comes with the built-in model."""
+ADAPTED_QUESTION = QUESTIONS[1]
 
 
 def add_demo_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -28,7 +31,7 @@ def add_demo_command(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
     parser = subparsers.add_parser(
         "demo",
         help="ask the built-in model about a picture",
-        description="Serve the built-in model on a free port and ask it all five skills over gRPC.",
+        description="Serve the built-in model on a free port and ask it over gRPC, once with an adapter.",
     )
     parser.add_argument(
         "--draw",
@@ -56,7 +59,8 @@ async def _demonstrate(target: Path) -> None:
     from kestrel_grpc.server import Server
     from kestrel_runtime.engine.engine import LocalEngine
 
-    config = ServerConfig(port=0)
+    adapters = files("kestrel_runtime").joinpath("nano", "adapters")
+    config = ServerConfig(port=0, adapters=str(adapters), adapter_slots=1)
     engine = await asyncio.to_thread(LocalEngine.start, config.engine_config())
     async with Server(engine, config) as server, AsyncClient(f"127.0.0.1:{server.port}") as client:
         await _ask(client, files("kestrel_grpc").joinpath(PICTURE).read_bytes(), target)
@@ -67,6 +71,9 @@ async def _ask(client: AsyncClient, picture: bytes, target: Path) -> None:
         print(f"\nquery    {question}\n         ", end="", flush=True)
         async for piece in client.query(picture, question, temperature=0.0):
             print(piece, end="", flush=True)
+    print(f"\n\nquery    {ADAPTED_QUESTION} (adapter {ADAPTER})\n         ", end="", flush=True)
+    async for piece in client.query(picture, ADAPTED_QUESTION, temperature=0.0, adapter=ADAPTER):
+        print(piece, end="", flush=True)
     print("\n\ncaption\n         ", end="", flush=True)
     async for piece in client.caption(picture, temperature=0.0):
         print(piece, end="", flush=True)

@@ -21,6 +21,7 @@ def test_the_demo_answers_truly_and_draws_what_it_found(tmp_path: Path, capsys: 
         "What color is the star?": "yellow",
         "What does the text say?": "KITE",
         "Is there a heart?": "No",
+        "What color is the star? (adapter gold)": "gold",
     }
     caption = lines[lines.index("caption") + 1]
     for thing in ("red circle", "blue square", "green triangle", "yellow star", "purple ring", "KITE"):
