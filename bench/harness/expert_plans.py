@@ -12,7 +12,7 @@ from bench.random_weights import MOONDREAM_3
 from kestrel_ops.triton.expert_plans import ONE_TOKEN, ExpertsPlan, OneTokenPlan, ProductPlan, plan_for
 
 _SHARED_MEMORY = 227 * 1024
-_PREFETCHED = (0, 256, 512, 1024)
+_PREFETCHED = (0, 256, 512)
 
 
 def cuts(precision: str, num_tokens: int) -> list[ExpertsPlan | OneTokenPlan]:
@@ -23,9 +23,9 @@ def cuts(precision: str, num_tokens: int) -> list[ExpertsPlan | OneTokenPlan]:
 def _cuts(precision: str, num_tokens: int) -> Iterator[ExpertsPlan | OneTokenPlan]:
     if num_tokens == 1:
         yield ONE_TOKEN
-        sizes = (16_384, 32_768, 65_536)
-        for first, second, warps, prefetches in product(sizes, sizes, (4, 8), (True, False)):
-            yield OneTokenPlan(first, second, warps, prefetches)
+        sizes = (8_192, 16_384, 32_768, 65_536)
+        for first, second, warps in product(sizes, sizes, (4, 8)):
+            yield OneTokenPlan(first, second, warps)
         return
     moe = MOONDREAM_3.text.moe
     assert moe is not None
@@ -38,28 +38,26 @@ def _cuts(precision: str, num_tokens: int) -> Iterator[ExpertsPlan | OneTokenPla
     for plan in _products(operand.itemsize, block):
         shared = (2 * plan.rows + block) * plan.columns * operand.itemsize * plan.num_stages
         if shared <= _SHARED_MEMORY and plan.rows * block <= most * 64 * plan.num_warps:
-            own = replace(plan, is_read_once=used.expand.is_read_once)
-            yield replace(used, expand=own)
-    for plan in _products(operand.itemsize, block):
+            yield replace(used, expand=replace(plan, is_read_once=used.expand.is_read_once))
+    for plan, prefetched in product(_products(operand.itemsize, block), _PREFETCHED):
         shared = (plan.rows + block) * plan.columns * operand.itemsize * plan.num_stages
         if shared <= _SHARED_MEMORY:
-            yield replace(used, contract=replace(plan, is_read_once=used.contract.is_read_once))
+            own = replace(plan, is_read_once=used.contract.is_read_once, prefetched_bytes=prefetched)
+            yield replace(used, contract=own)
 
 
 def _products(itemsize: int, block: int) -> Iterator[ProductPlan]:
-    """Of few tokens tiles are small and what matters is how early they are loaded."""
+    """Of few tokens tiles are small and what matters is how many are loaded at once."""
     shapes = ((64, 4), (128, 8)) if block <= 32 else ((64, 4), (128, 4), (128, 8))
-    prefetched = _PREFETCHED if block <= 32 else (0, 512)
-    for (rows, warps), line, stages, more in product(shapes, (64, 128, 256), (3, 4, 6), prefetched):
-        if more == 0 or stages != 6:
-            yield ProductPlan(rows, line // itemsize, warps, stages, prefetched_bytes=more)
+    stages = (3, 4, 6, 8) if block <= 32 else (3, 4)
+    for (rows, warps), line, num_stages in product(shapes, (64, 128, 256), stages):
+        yield ProductPlan(rows, line // itemsize, warps, num_stages)
 
 
 def plan_name(plan: ExpertsPlan | OneTokenPlan) -> str:
     """How it does it."""
     if isinstance(plan, OneTokenPlan):
-        more = " prefetched" if plan.prefetches else ""
-        return f"bytes {plan.expand_bytes} and {plan.contract_bytes} warps {plan.num_warps}{more}"
+        return f"bytes {plan.expand_bytes} and {plan.contract_bytes} warps {plan.num_warps}"
     first, second = (
         f"{each.rows}x{each.columns} w{each.num_warps} s{each.num_stages} p{each.prefetched_bytes}"
         for each in (plan.expand, plan.contract)

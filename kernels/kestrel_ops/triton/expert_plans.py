@@ -21,8 +21,8 @@ class ProductPlan:
     is_read_once: bool = True
     """Whether the weight is not worth keeping in the cache."""
     prefetched_bytes: int = 0
-    """Bytes of each row of the weight that a program has the cache load while it waits for the kernel before; a
-    multiple of 16."""
+    """In the second product: bytes of each row of the weight that a program has the cache load while it waits for
+    the first product to end; a multiple of 16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,6 @@ class OneTokenPlan:
     contract_bytes: int
     """The same of the second weight; at least a row of each chosen expert is loaded."""
     num_warps: int
-    prefetches: bool = True
-    """Whether the first kernel has the cache load what the second one reads."""
 
 
 ONE_TOKEN = OneTokenPlan(expand_bytes=32_768, contract_bytes=32_768, num_warps=4)
@@ -74,7 +72,7 @@ def plan_for(num_tokens: int, num_experts: int, choices: int, operand: torch.dty
             )
         return ExpertsPlan(
             128,
-            ProductPlan(64, 128, 4, 3, is_read_once=False, prefetched_bytes=512),
+            ProductPlan(64, 128, 4, 3, is_read_once=False),
             ProductPlan(128, 128, 8, 3, is_read_once=False),
             rounds_rows=True,
         )

@@ -18,7 +18,7 @@ from kestrel_ops.shapes import FLOAT8
 from kestrel_ops.triton.dependent_launch import launch, let_next_start, wait_for_previous
 from kestrel_ops.triton.expert_adapters import Addition, added, operands
 from kestrel_ops.triton.expert_plans import ProductPlan
-from kestrel_ops.triton.expert_routing import Routing, has_own_items, quantise
+from kestrel_ops.triton.expert_routing import Routing, quantise
 from kestrel_ops.triton.prefetch import prefetch
 from kestrel_ops.triton.small_batch import operand
 
@@ -59,7 +59,6 @@ def expand(
         scale_columns=plan.rows if dtype == FLOAT8 else width,
     )
     is_even = width % plan.rows == 0 and dim % plan.columns == 0
-    may_prefetch = is_dependent and is_even and has_own_items(*routing.weights.shape, num_experts)
     num_items = routing.items.shape[1]
     launch(
         _expand,
@@ -78,7 +77,6 @@ def expand(
         block_columns=plan.columns,
         is_even=is_even,
         is_read_once=plan.is_read_once,
-        prefetched_bytes=_prefetched(plan, dim * weight.itemsize) if may_prefetch else 0,
         is_dependent=is_dependent,
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
@@ -238,15 +236,10 @@ def _expand(
     block_columns: tl.constexpr,
     is_even: tl.constexpr,
     is_read_once: tl.constexpr,
-    prefetched_bytes: tl.constexpr,
     is_dependent: tl.constexpr,
 ):
     num_blocks: tl.constexpr = (inner + block_rows - 1) // block_rows
     item, block = tl.program_id(0) // num_blocks, tl.program_id(0) % num_blocks
-    if prefetched_bytes and item < num_experts:  # the first item of its expert
-        known = item.to(tl.int64) * (2 * inner) + block * block_rows + tl.arange(0, block_rows)
-        prefetch(weight + known * dim, prefetched_bytes)
-        prefetch(weight + (known + inner) * dim, prefetched_bytes)
     if is_dependent:
         wait_for_previous()
         let_next_start()
@@ -352,17 +345,13 @@ def _contract(
         own = weight + expert * (dim * inner) + (rows[:, None] * inner + columns[None, :])
         right = inner_in + places[None, :] * inner + columns[:, None]
         product = tl.zeros((block_rows, block_tokens), tl.float32)
-        if num_scales > 1:
-            own_scales = inner_scales + places * num_scales
-            scale = tl.load(own_scales, mask=is_present, other=0.0)
         for begin in range(0, inner, block_columns):
             left = _load_weight(own + begin, rows, begin + columns, dim, inner, is_even, is_read_once)
             values = _load_rows(right + begin, is_present, begin + columns, inner, is_even)
             if num_scales > 1:
-                own_scale = scale  # the next one is loaded before it is needed
-                has_next = is_present & (begin + block_columns < inner)
-                scale = tl.load(own_scales + (begin + block_columns) // scale_columns, mask=has_next, other=0.0)
-                product += tl.dot(left, values) * own_scale[None, :]
+                own_scale = inner_scales + places * num_scales + begin // scale_columns
+                scale = tl.load(own_scale, mask=is_present, other=0.0)
+                product += tl.dot(left, values) * scale[None, :]
             else:
                 product = tl.dot(left.to(values.dtype), values, product, input_precision="ieee")
         if inner_scales is not None and num_scales == 1:

@@ -30,8 +30,8 @@ class Routing(NamedTuple):
     pairs: Tensor
     """[T * choices] int32: pairs in the order of their experts."""
     items: Tensor
-    """[3, most items] int32: expert, first place in `pairs`, number of pairs; 0 pairs in items that are not used.
-    The first item of expert e is item e if there are as many pairs as experts."""
+    """[3, most items] int32: expert, first place in `pairs`, number of pairs; items that are not used have no
+    pairs."""
     weights: Tensor
     """[T, choices] float32: the softmax over the chosen logits."""
     rows: Tensor
@@ -71,7 +71,6 @@ def route(
         "tokens_block": min(_TOKENS_OF_A_PROGRAM, triton.next_power_of_2(num_tokens)),
         "experts_block": triton.next_power_of_2(num_experts),
         "items_block": triton.next_power_of_2(routing.items.shape[1]),
-        "has_own_items": has_own_items(num_tokens, num_experts, choices),
         "is_dependent": is_dependent,
         "num_warps": 16 if num_tokens > 16 else 4,
         "num_stages": 1,
@@ -106,11 +105,6 @@ def most_items(num_tokens: int, num_experts: int, choices: int, block_tokens: in
     and one more for each full block."""
     num_pairs = num_tokens * choices
     return min(num_experts, num_pairs) + num_pairs // block_tokens
-
-
-def has_own_items(num_tokens: int, num_experts: int, choices: int) -> bool:
-    """Whether the first item of expert e is item e, so that programs know their expert before tokens are routed."""
-    return num_tokens * choices >= num_experts
 
 
 @triton.jit
@@ -157,11 +151,9 @@ def _store_lists(
     num_tokens,
     num_items,
     writes_items,
-    num_experts: tl.constexpr,
     choices: tl.constexpr,
     block_tokens: tl.constexpr,
     items_block: tl.constexpr,
-    has_own_items: tl.constexpr,
 ):
     """Put a block of tokens into the lists: `before` of each expert's `totals` are of earlier blocks."""
     starts = tl.cumsum(totals, axis=0) - totals
@@ -169,23 +161,13 @@ def _store_lists(
     tl.store(pairs + places, tokens[:, None] * choices + ranks, mask=is_chosen)
     if writes_items:
         num_blocks = (totals + block_tokens - 1) // block_tokens
-        if has_own_items:
-            further = tl.maximum(num_blocks - 1, 0)
-            later = num_experts + tl.cumsum(further, axis=0) - further - 1
-            num_used = num_experts + tl.sum(further, axis=0)
-            tl.store(items + experts, experts, mask=experts < num_experts)
-            tl.store(items + 2 * num_items + experts, 0, mask=(experts < num_experts) & (totals == 0))
-        else:
-            later = tl.cumsum(num_blocks, axis=0) - num_blocks
-            num_used = tl.sum(num_blocks, axis=0)
+        ends = tl.cumsum(num_blocks, axis=0)
         every = tl.arange(0, items_block)
-        unused = (every >= num_used) & (every < num_items)
+        unused = (every >= tl.sum(num_blocks, axis=0)) & (every < num_items)
         tl.store(items + 2 * num_items + every, tl.zeros_like(every), mask=unused)
         for block in range((num_tokens + block_tokens - 1) // block_tokens):
             exists = block < num_blocks
-            item = later + block
-            if has_own_items:
-                item = tl.where(block == 0, experts, item)
+            item = ends - num_blocks + block
             tl.store(items + item, experts, mask=exists)
             tl.store(items + num_items + item, starts + block * block_tokens, mask=exists)
             tl.store(
@@ -226,7 +208,6 @@ def _choose(
     tokens_block: tl.constexpr,
     experts_block: tl.constexpr,
     items_block: tl.constexpr,
-    has_own_items: tl.constexpr,
     is_dependent: tl.constexpr,
 ):
     program = tl.program_id(0)
@@ -250,7 +231,7 @@ def _choose(
             before = tl.zeros_like(own)
             _store_lists(
                 pairs, items, ranks, is_chosen, tokens, experts, own, before, num_tokens, num_items,
-                True, num_experts, choices, block_tokens, items_block, has_own_items,
+                True, choices, block_tokens, items_block,
             )  # fmt: skip
     elif quantised is not None:
         quantise(hidden, quantised, row_scales, program - num_blocks, dim, columns)
@@ -271,7 +252,6 @@ def _list(
     tokens_block: tl.constexpr,
     experts_block: tl.constexpr,
     items_block: tl.constexpr,
-    has_own_items: tl.constexpr,
     is_dependent: tl.constexpr,
 ):
     program = tl.program_id(0)
@@ -292,5 +272,5 @@ def _list(
     is_chosen = (ranks < choices) & (tokens < num_tokens)[:, None]
     _store_lists(
         pairs, items, ranks, is_chosen, tokens, experts, totals, before, num_tokens, num_items,
-        program == 0, num_experts, choices, block_tokens, items_block, has_own_items,
+        program == 0, choices, block_tokens, items_block,
     )  # fmt: skip

@@ -15,7 +15,6 @@ from kestrel_ops.triton.dependent_launch import launch, let_next_start, wait_for
 from kestrel_ops.triton.expert_plans import OneTokenPlan
 from kestrel_ops.triton.expert_products import gated
 from kestrel_ops.triton.expert_routing import ordered_keys
-from kestrel_ops.triton.prefetch import prefetch
 from kestrel_ops.triton.small_batch import operand
 
 _MOST_EXPERTS = 128  # their numbers take the last bits of the logits
@@ -50,12 +49,10 @@ def mix_one(
     columns = triton.next_power_of_2(dim)
     rows = _rows(plan.expand_bytes, 2 * columns * up.itemsize, width)
     num_blocks = triton.cdiv(width, rows)
-    prefetches = plan.prefetches and is_dependent and dim * width * down.itemsize % num_blocks == 0
-    share = dim * width * down.itemsize // num_blocks
     launch(
         _expand,
         (num_blocks * choices,),
-        *(hidden, logits, up, up_scale, down, inner),
+        *(hidden, logits, up, up_scale, inner),
         dim=dim,
         inner=width,
         num_experts=num_experts,
@@ -65,8 +62,6 @@ def mix_one(
         block_rows=rows,
         block_columns=columns,
         is_even=dim == columns and width % rows == 0,
-        # Of each of 128 parts; nothing where they are no multiples of 16.
-        prefetched_bytes=0 if not prefetches or share % (128 * 16) else share // 128,
         is_dependent=is_dependent,
         num_warps=plan.num_warps,
         num_stages=1,
@@ -125,7 +120,6 @@ def _expand(
     logits,
     weight,
     weight_scale,
-    down,
     inner_out,
     dim: tl.constexpr,
     inner: tl.constexpr,
@@ -136,7 +130,6 @@ def _expand(
     block_rows: tl.constexpr,
     block_columns: tl.constexpr,
     is_even: tl.constexpr,
-    prefetched_bytes: tl.constexpr,
     is_dependent: tl.constexpr,
 ):
     rank = tl.program_id(0) // num_blocks
@@ -156,11 +149,6 @@ def _expand(
         inside = in_range[:, None] & (columns < dim)[None, :]
         activated_tile = tl.load(own, mask=inside, other=0.0)
         gate_tile = tl.load(own + inner * dim, mask=inside, other=0.0)
-    if prefetched_bytes:  # this program's share of what the next kernel reads of the same expert
-        chunks = (down + expert * (dim * inner)).to(tl.pointer_type(tl.uint8)) + tl.arange(
-            0, 128
-        ) * prefetched_bytes
-        prefetch(chunks + tl.program_id(0) % num_blocks * (128 * prefetched_bytes), prefetched_bytes)
     token = tl.load(hidden + columns, mask=columns < dim, other=0.0).to(tl.float32)
     activated = tl.sum(activated_tile.to(tl.float32) * token[None, :], axis=1)
     gate = tl.sum(gate_tile.to(tl.float32) * token[None, :], axis=1)
