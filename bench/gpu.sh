@@ -62,8 +62,7 @@ for stage in $stages; do
             --json "$out/serve-$model.json" "${peer[@]}" \
             -- "${options[@]}" | tee "$out/serve-$model.txt" || echo "the run failed: $?"
         # Where matplotlib is not at hand, the same command makes the page elsewhere, of the JSON.
-        python3 -m bench.page "$out/serve-$model.json" --parts "$out"/{decode_step,vision,prefill}.json ||
-            echo "no page"
+        python3 -m bench.page "$out/serve-$model.json" || echo "no page"
         ;;
     *)
         echo "no stage $stage; there are parts, peer and serve" >&2

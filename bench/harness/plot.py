@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -24,7 +25,7 @@ _STYLE: dict[Any, Any] = {
     "axes.grid": True,
     "axes.spines.right": False,
     "axes.spines.top": False,
-    "font.family": "sans-serif",
+    "font.family": "DejaVu Sans",  # comes with matplotlib, which measures with it
     "font.size": 9,
     "grid.color": "#e3e3e3",
     "svg.fonttype": "none",  # text stays text, which can be searched and read aloud
@@ -73,9 +74,16 @@ def line_plot(title: str, x_axis: Axis, y_axis: Axis, series: Sequence[Series]) 
         figure.legend(loc="outside lower left", ncols=columns, frameon=False)
         file = io.StringIO()
         figure.savefig(file, format="svg", metadata={"Date": None})
-    svg = file.getvalue()
-    svg = svg[svg.index("<svg") :].rstrip()
+    svg = _compact(file.getvalue())
     return svg.replace("<svg", f'<svg role="img" aria-label="{escape(title)}"', 1)
+
+
+def _compact(svg: str) -> str:
+    """Without what a reader does not see: prologue, metadata, names of groups, turns by no angle, blanks."""
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
+    svg = re.sub(r' (?:transform="rotate\(-?0 [^)]*\)"|(?<=<g )id="[^"]*")', "", svg)
+    svg = re.sub(r"(\.\d\d)\d+", r"\1", svg)
+    return re.sub(r">\s+<", "><", re.sub(r"\s*\n\s*", " ", svg)).strip()
 
 
 def _draw(axes: Axes, line: Series, color: str) -> None:
