@@ -30,15 +30,19 @@ from bench.device_timing import Limits, attempted, measure_limits, time_us
 from bench.harness.decode_cuts import CUTS, Cut
 from bench.harness.decode_inputs import FLOAT8, AttentionInputs, Contexts, dequantised
 from bench.harness.decode_steps import OPERATIONS, Model, Precision, time_contexts, time_steps
-from bench.harness.prefill_inputs import random_text
-from bench.random_weights import MOONDREAM_2
+from bench.harness.prefill_inputs import random_text, random_text_with_experts
+from bench.random_weights import MOONDREAM_2, MOONDREAM_3
 from kestrel_ops import Kernels
 from kestrel_runtime.execution.kv_cache import KVCache
+from kestrel_runtime.models.moondream.config import MoeConfig
 from kestrel_runtime.models.moondream.fused_decode import FusedDecoder
 from kestrel_runtime.models.moondream.text import TextModel
 
 TINY = replace(
     MOONDREAM_2.text, dim=64, ff_dim=128, n_layers=2, n_heads=4, n_kv_heads=4, vocab_size=96, max_context=128
+)
+TINY_WITH_EXPERTS = replace(
+    TINY, moe=MoeConfig(num_experts=4, start_layer=1, experts_per_token=2, expert_inner_dim=32), tau_attn=True
 )
 _EPSILON = 1e-5
 
@@ -286,6 +290,13 @@ def tune(models: dict[Precision, Model], num_processes: int = 14) -> dict[str, d
     return table
 
 
+def folder_of_results() -> Path:
+    """Where the JSON goes; made if need be."""
+    folder = Path(os.environ.get("OUT", "bench/out"))
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
 def main() -> int:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -295,6 +306,11 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="compare with float32 layer by layer")
     parser.add_argument("--tune", action="store_true", help="time the kernels over other cuts, and nothing else")
     parser.add_argument("--kernels", choices=["fastest", "triton", "reference"], default="fastest")
+    parser.add_argument(
+        "--experts",
+        action="store_true",
+        help="whole steps of a Moondream 3 with float8 experts, and nothing else",
+    )
     parser.add_argument("--tiny", action="store_true", help="a few thousand weights, to see that it runs")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
@@ -312,11 +328,17 @@ def main() -> int:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     result: dict[str, Any] = {"device": name, "torch": torch.__version__, "limits": asdict(limits)}
     result["kernels"] = {field.name: getattr(kernels, field.name).__module__ for field in fields(kernels)}
+    if arguments.experts:
+        config = TINY_WITH_EXPERTS if arguments.tiny else MOONDREAM_3.text
+        text = random_text_with_experts(config, device)
+        own_ranges = ranges[: 1 + (not arguments.tiny)]
+        result["steps"] = time_steps(kernels, Model.of(text, "model"), limits, own_ranges, batches)
+        target = folder_of_results() / "decode_step_experts.json"
+        target.write_text(json.dumps(result, indent=1) + "\n")
+        return 0
     text = random_text(config, device)
     models: dict[Precision, Model] = {precision: Model.of(text, precision) for precision in arguments.precision}
-    folder = Path(os.environ.get("OUT", "bench/out"))
-    folder.mkdir(parents=True, exist_ok=True)
-    target = folder / ("decode_tuning.json" if arguments.tune else "decode_step.json")
+    target = folder_of_results() / ("decode_tuning.json" if arguments.tune else "decode_step.json")
 
     def write() -> None:
         """What is known so far, lest a time limit take it."""

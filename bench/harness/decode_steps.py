@@ -44,6 +44,15 @@ class Model:
         matrices = [matrix for block in self.blocks for matrix in (block.up, block.down)]
         return sum(matrix.weight.nbytes for matrix in [*matrices, self.head])
 
+    def expert_bytes(self, batch: int) -> int:
+        """Of the experts that so many tokens hit if all are alike."""
+        moe = self.config.moe
+        if moe is None:
+            return 0
+        share = 1 - (1 - moe.experts_per_token / moe.num_experts) ** batch
+        experts = [block.experts for block in self.blocks if block.experts is not None]
+        return round(share * sum(each.fc1.weight.nbytes + each.fc2.weight.nbytes for each in experts))
+
 
 def without_dependent_launch(kernels: Kernels) -> Kernels:
     """The same kernels, those in Triton each started only when the one before has ended."""
@@ -137,7 +146,7 @@ def step_limit_us(model: Model, contexts: Contexts, cache_dtype: torch.dtype, li
     """Microseconds that a copy of a step's weights, keys and values takes."""
     config = model.config
     per_position = 2 * config.n_layers * config.n_kv_heads * config.head_dim * cache_dtype.itemsize
-    size = model.weight_bytes() + contexts.num_positions() * per_position
+    size = model.weight_bytes() + model.expert_bytes(contexts.batch) + contexts.num_positions() * per_position
     return size / limits.copy_bytes_per_s * 1e6
 
 

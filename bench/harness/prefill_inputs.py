@@ -73,6 +73,29 @@ def random_text(config: TextConfig, device: torch.device) -> TextModel:
     return model.eval().requires_grad_(False)
 
 
+def random_text_with_experts(config: TextConfig, device: torch.device) -> TextModel:
+    """The same with float8 experts, whose scales make their weights as large as all others."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            model = TextModel(config, fp8_experts=True)
+    finally:
+        torch.set_default_dtype(before)
+    model = model.to_empty(device=device)
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if parameter.dtype == FLOAT8:
+            for expert in parameter.data:
+                expert.copy_(torch.randn(expert.shape, device=device).mul_(40))
+        elif name.endswith(".scale"):
+            parameter.data.fill_(0.02 / 40)
+        else:
+            is_gain = name.endswith("ln.weight")
+            parameter.data.normal_(1.0 if is_gain else 0.0, 0.2 if is_gain else 0.02)
+    return model.eval().requires_grad_(False)
+
+
 def new_cache(config: TextConfig, num_pages: int, device: torch.device, dtype: torch.dtype) -> KVCache:
     """A cache whose float8 scales suit keys and values of deviation 1."""
     cache = KVCache(config, num_pages, PAGE_SIZE, device, dtype)

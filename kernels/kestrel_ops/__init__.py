@@ -14,6 +14,7 @@ from kestrel_ops.reference.prefill_attention import prefill_attention
 from kestrel_ops.reference.resample import RESAMPLE_WEIGHT_BITS, resample
 from kestrel_ops.reference.rotary import rotary
 from kestrel_ops.reference.sample import sample
+from kestrel_ops.reference.tau_scales import tau_scales
 from kestrel_ops.reference.write_kv import write_kv
 from kestrel_ops.shapes import ModelShape, TextShape, VisionShape, has_float8_product
 
@@ -33,5 +34,6 @@ __all__ = [
     "resample",
     "rotary",
     "sample",
+    "tau_scales",
     "write_kv",
 ]

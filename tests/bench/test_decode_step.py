@@ -31,6 +31,17 @@ def test_it_measures_steps_and_operations_and_checks_them(tmp_path, monkeypatch,
         assert 0 < errors["logits"] < 0.05
 
 
+def test_steps_with_experts_are_timed_beside_what_they_read(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("OUT", str(tmp_path))
+    monkeypatch.setattr(
+        sys, "argv", ["decode_step", "--device", "cpu", "--tiny", "--experts", "--batches", "1", "3"]
+    )
+    assert decode_step.main() == 0
+    assert "failed" not in capsys.readouterr().out
+    few, more = json.loads((tmp_path / "decode_step_experts.json").read_text())["steps"][:2]
+    assert 0 < few["limit_us"] < more["limit_us"]
+
+
 def test_contexts_lie_between_the_two_lengths_on_pages_of_their_own():
     contexts = Contexts(5, 3, 40)
     positions, table = contexts.positions(CPU), contexts.page_table(CPU)

@@ -176,6 +176,20 @@ def mixture_of_experts(count: int, dim: int, inner: int, num_experts: int, of: s
     _operation(of, "mixture_of_experts")(hidden, logits, up, down, 2)
 
 
+def layer_norm_linear(count: int, dim: int, num_rows: int, of: str = "triton") -> None:
+    """Rows in float32 and a layer in bfloat16."""
+    layer = _empty(num_rows, dim, dtype="bf16"), _empty(num_rows, dtype="bf16")
+    norm = _empty(dim, dtype="bf16"), _empty(dim, dtype="bf16")
+    _operation(of, "layer_norm_linear")(_empty(count, dim), *norm, 1e-5, *layer)
+
+
+def tau_scales(count: int, heads: int, width: int, of: str = "triton") -> None:
+    """Packed rows in bfloat16."""
+    weights = _empty(heads, width, dtype="bf16"), _empty(heads, width, dtype="bf16"), _empty(heads, dtype="bf16")
+    packed, positions = _empty(count, width, dtype="bf16"), torch.zeros(count, dtype=torch.int64)
+    _operation(of, "tau_scales")(packed, positions, *weights)
+
+
 def add_low_rank(count: int, dim: int, out: int, num_slots: int, rank: int, of: str = "triton") -> None:
     """Rows in bfloat16."""
     weights = LowRank(_empty(num_slots, rank, dim, dtype="bf16"), _empty(num_slots, rank, out, dtype="bf16"))

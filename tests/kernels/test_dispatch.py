@@ -20,6 +20,8 @@ from tests.kernels.implementations import FLOAT8
 
 READ_ON_THE_HOST = (DataDependentOutputException, DynamicOutputShapeException)
 OPERATIONS = [field.name for field in fields(Kernels)]
+# What a device takes of these until their kernels have been measured.
+BY_NAME = {"layer_norm_linear": "library", "tau_scales": "reference"}
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 
 # Moondream 2 in float8 on a Hopper device.
@@ -78,8 +80,20 @@ def test_a_cpu_takes_the_definitions(operation):
 @needs_triton
 def test_a_cuda_device_takes_what_is_faster():
     kernels = Kernels.select("cuda", {})
-    modules = {getattr(kernels, operation).__module__.split(".")[1] for operation in OPERATIONS}
+    modules = {getattr(kernels, name).__module__.split(".")[1] for name in OPERATIONS if name not in BY_NAME}
     assert modules == {"cuda", "triton", "library"}
+
+
+@needs_triton
+def test_what_no_device_has_run_is_used_where_it_is_named():
+    assert {
+        operation
+        for name, operation in implementations()
+        if hasattr(importlib.import_module(f"kestrel_ops.{name}.{operation}"), "BY_NAME_ALONE")
+    } == BY_NAME.keys()
+    assert chosen(MODEL).items() >= BY_NAME.items()
+    named = dict.fromkeys(BY_NAME, "triton")
+    assert chosen(MODEL, named).items() >= named.items()
 
 
 @needs_triton
@@ -220,7 +234,9 @@ CALLS = {
     "decode_expand": (3, 32, 48, 16, "bf16", 2),
     "decode_contract": (3, 48, 32, "bf16"),
     "rotary_decode_attention": (4, 2, 16, "fp32", "fp32", 3, 1),
+    "layer_norm_linear": (5, 16, 8),
     "mixture_of_experts": (5, 16, 8, 4),
+    "tau_scales": (5, 2, 48),
     "add_low_rank": (5, 16, 8, 3, 4),
 }
 

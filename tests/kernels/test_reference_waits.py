@@ -55,6 +55,7 @@ OPERANDS = {
         *(blank(3, 16), blank(32, 16), None, blank(32), blank(32), 1e-5),
         *(16, blank(3, 16), blank(3, 16)),
     ),
+    "layer_norm_linear": lambda: (blank(6, 16), blank(16), blank(16), 1e-5, blank(4, 16), blank(4)),
     "mixture_of_experts": lambda: (blank(6, 16), blank(6, 4), blank(4, 32, 16), blank(4, 16, 16), 2),
     "philox_uniform": lambda: (longs(3), longs(3)),
     "prefill_attention": lambda: (
@@ -73,6 +74,7 @@ OPERANDS = {
     "scaled_linear": lambda: (blank(6, 16), None, blank(16, 16), None, None, torch.float32),
     "scaled_linear_add": lambda: (float8(6, 16), blank(1), float8(16, 16), blank(1), blank(16), blank(6, 16)),
     "scaled_linear_gelu": lambda: (float8(6, 16), blank(1), float8(16, 16), blank(1), blank(16), blank(1)),
+    "tau_scales": lambda: (blank(6, 48), longs(6), blank(2, 48), blank(2, 48), blank(2)),
     "write_kv": lambda: (blank(6, 2, 8), blank(6, 2, 8), *pages(), longs(6)),
 }
 

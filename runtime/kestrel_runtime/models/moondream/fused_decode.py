@@ -110,7 +110,9 @@ class FusedDecoder:
                 pending,
             )
             mixed = self._experts(block, hidden)  # afterwards nothing is pending
-            query_scale, value_factor = self._tau(block, qkv, positions)
+            query_scale, value_factor = None, None
+            if block.tau is not None:
+                query_scale, value_factor = block.tau(qkv, positions, kernels.tau_scales)
             kernels.rotary_decode_attention(
                 qkv,
                 positions,
@@ -161,11 +163,8 @@ class FusedDecoder:
     def _experts(self, block: FusedBlock, hidden: Tensor) -> Tensor | None:
         if block.experts is None:
             return None
-        normed = block.ln(hidden.to(block.ln.weight.dtype))
-        return block.experts(normed, self._kernels.mixture_of_experts)
-
-    @staticmethod
-    def _tau(block: FusedBlock, qkv: Tensor, positions: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        if block.tau is None:
-            return None, None
-        return block.tau(qkv.to(block.tau.wq.dtype), positions.clamp(min=0))
+        router, norm = block.experts.router, block.ln
+        normed, logits = self._kernels.layer_norm_linear(
+            hidden, norm.weight, norm.bias, norm.eps, router.weight, router.bias
+        )
+        return block.experts.mixed(normed, logits, self._kernels.mixture_of_experts)

@@ -125,7 +125,7 @@ class FusedPrefill:
         self, block: FusedBlock, qkv: Tensor, plan: PackedChunks, pages: LayerPages
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value. Key and value are also written to the cache."""
-        factors = (None, None) if block.tau is None else block.tau(qkv, plan.positions)
+        factors = (None, None) if block.tau is None else block.tau(qkv, plan.positions, self._kernels.tau_scales)
         return self._kernels.rotary_write_kv(
             qkv,
             plan.positions,

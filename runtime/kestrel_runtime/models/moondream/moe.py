@@ -29,9 +29,19 @@ class MixtureOfExperts(nn.Module):
         adapters: BlockAdapters | None = None,
     ) -> Tensor:
         """[T, dim] → [T, dim], by the reference or another implementation."""
+        return self.mixed(hidden, self.router(hidden), operation, adapters)
+
+    def mixed(
+        self,
+        hidden: Tensor,  # [T, dim]
+        logits: Tensor,  # [T, experts], of the router
+        operation: Callable[..., Tensor] = mixture_of_experts,
+        adapters: BlockAdapters | None = None,
+    ) -> Tensor:
+        """[T, dim] → [T, dim], with tokens that are already routed."""
         return operation(
             hidden,
-            self.router(hidden),
+            logits,
             self.fc1.weight,
             self.fc2.weight,
             self.experts_per_token,

@@ -12,12 +12,3 @@ def rotary_tables(
     frequencies = 1.0 / (theta ** (dims / rotary_dim))
     angles = torch.arange(max_context, dtype=torch.float32, device=device)[:, None] * frequencies[None, :]
     return angles.cos(), angles.sin()
-
-
-def tau_positions(alpha: Tensor, positions: Tensor) -> Tensor:
-    """The position term of tau attention, sigmoid(alpha * ln(p + 1)) + 1/2: [tokens, heads], float32.
-
-    alpha: [heads]; positions: [tokens] int64, counted from 0. At position 0 it is 1 for any alpha.
-    """
-    steps = (positions + 1).float().log()
-    return torch.sigmoid(alpha.float()[None, :] * steps[:, None]) + 0.5

@@ -6,6 +6,7 @@ for Moondream 2 and the published Moondream 3 `text.py` for tau attention.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import repeat
 from typing import Protocol
 
@@ -13,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu
 
-from kestrel_ops import rotary
+from kestrel_ops import rotary, tau_scales
 from kestrel_runtime.models.moondream.adapters.slabs import BlockAdapters, RowAdapters
 from kestrel_runtime.models.moondream.config import TextConfig
 from kestrel_runtime.models.moondream.moe import MixtureOfExperts
-from kestrel_runtime.models.moondream.rope import rotary_tables, tau_positions
+from kestrel_runtime.models.moondream.rope import rotary_tables
 
 
 class Attend(Protocol):
@@ -138,12 +139,14 @@ class Tau(nn.Module):
         self.wv = nn.Parameter(torch.empty(config.n_heads, config.qkv_dim))
         self.alpha = nn.Parameter(torch.empty(config.n_heads))
 
-    def forward(self, packed: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        activated = gelu(packed)
-        by_position = tau_positions(self.alpha, positions)
-        query_scale = torch.tanh((activated @ self.wq.T).float()) + by_position
-        value_scale = torch.tanh((activated @ self.wv.T).float()) + by_position
-        return query_scale.to(packed.dtype), value_scale.to(packed.dtype)
+    def forward(
+        self,
+        packed: Tensor,
+        positions: Tensor,
+        operation: Callable[..., tuple[Tensor, Tensor]] = tau_scales,
+    ) -> tuple[Tensor, Tensor]:
+        """Packed query, key and value [T, qkv_dim], positions [T] → [T, H] for queries and for values."""
+        return operation(packed, positions, self.wq, self.wv, self.alpha)
 
 
 class Mlp(nn.Module):
