@@ -179,6 +179,12 @@ class ServerConfig:
         one_of("auto", "float8"),
         "number format of the key-value cache: float8, or auto: that of the weights",
     )
+    expert_dtype: str = _option(
+        "auto",
+        one_of("auto", "float8"),
+        "number format of the weights of experts, as Moondream 3 has them: float8, to which they are rounded while "
+        "they are loaded, or auto: as the checkpoint",
+    )
     cuda_graphs: bool | None = _option(
         None,
         on_or_off,
@@ -443,6 +449,7 @@ class ServerConfig:
             text_path=self.text_path,
             vision_path=self.vision_path,
             kv_dtype=self.kv_dtype,
+            expert_dtype=self.expert_dtype,
             cuda_graphs=self.cuda_graphs,
             kernels=self.kernels or (),
             max_batch_size=self.max_batch_size,

@@ -28,6 +28,9 @@ class EngineConfig:
     """How images are encoded: as `text_path`, or calibrated-float8, with scales measured on pictures of our own."""
     kv_dtype: str = "auto"
     """The type of cached keys and values: float8, or auto: the model's."""
+    expert_dtype: str = "auto"
+    """The type of the experts' weights: float8, to which they are rounded while they are loaded, or auto: the
+    checkpoint's float8, else the model's."""
     cuda_graphs: bool | None = None
     """Whether work on the device is recorded once and replayed; None: on CUDA with a fused text path."""
     kernels: tuple[tuple[str, str], ...] = ()

@@ -64,8 +64,13 @@ class PreparedModel(Protocol):
 class ModelFamily(Protocol):
     """One architecture: how its checkpoints are read, and which skills its models have."""
 
-    def load(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> LoadedWeights:
-        """Read the weights, check them and place them on the device. Raises `CheckpointError`."""
+    def load(
+        self, checkpoint: Checkpoint, config: EngineConfig, device: torch.device, dtype: torch.dtype
+    ) -> LoadedWeights:
+        """Read the weights, check them and place them on the device. Raises `CheckpointError`.
+
+        `device` and `dtype` are what those fields of `config` come to.
+        """
         ...
 
     def skills(self, config: Any) -> Mapping[str, Skill]:

@@ -39,7 +39,7 @@ class LoadedModel:
         torch.set_num_threads(min(torch.get_num_threads(), available_processors()))
         checkpoint = find_checkpoint(config.model, config.revision)
         family = family_of(checkpoint)
-        model, num_parameters = family.load(checkpoint, device, _dtype(dtype, device))
+        model, num_parameters = family.load(checkpoint, config, device, _dtype(dtype, device))
         tokenizer = Tokenizer.from_file(checkpoint.tokenizer_file)
         if tokenizer.vocab_size > config_of(model).vocab_size:
             raise CheckpointError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
 import torch
@@ -19,14 +20,27 @@ from kestrel_runtime.models.moondream.weights import load_moondream_state
 from kestrel_runtime.models.verification import Verification
 from kestrel_runtime.scheduling.limits import StepBounds
 
+_log = logging.getLogger(__name__)
+
 
 class MoondreamFamily:
     """Moondream 2 and 3."""
 
-    def load(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> LoadedWeights:
+    def load(
+        self, checkpoint: Checkpoint, config: EngineConfig, device: torch.device, dtype: torch.dtype
+    ) -> LoadedWeights:
         """Load a checkpoint; float8 experts keep their type. Scales do not count as parameters."""
-        config, state = load_moondream_state(checkpoint)
-        model = Moondream.from_state(config, state, device, dtype)
+        model_config, state = load_moondream_state(checkpoint)
+        rounds_experts = config.expert_dtype == "float8"
+        model = Moondream.from_state(model_config, state, device, dtype, rounds_experts=rounds_experts)
+        if model.expert_errors:
+            _log.info(
+                "rounded the experts to float8; relative error of their weights by layer: %s",
+                ", ".join(
+                    f"{layer}: {100 * first:.2f}% and {100 * second:.2f}%"
+                    for layer, (first, second) in sorted(model.expert_errors.items())
+                ),
+            )
         weights = (tensor for name, tensor in model.named_parameters() if not name.endswith(".scale"))
         return LoadedWeights(model, sum(tensor.numel() for tensor in weights))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import torch
@@ -11,8 +12,12 @@ from kestrel_runtime.execution.transfer import to_device
 from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.models.moondream.region import RegionModel
+from kestrel_runtime.models.moondream.rounded_experts import rounded_to_float8
 from kestrel_runtime.models.moondream.text import TextModel
 from kestrel_runtime.models.moondream.vision import VisionModel
+
+_EXPERT_WEIGHTS = re.compile(r"text\.blocks\.(\d+)\.mlp\.fc[12]\.weight")
+_EXPERT_AXES = 3  # a layer without experts has matrices of this name
 
 
 class Moondream(nn.Module):
@@ -24,21 +29,36 @@ class Moondream(nn.Module):
         self.text = TextModel(config.text, fp8_experts=fp8_experts)
         self.vision = VisionModel(config.vision)
         self.region = RegionModel(config.region)
+        self.expert_errors: dict[int, list[float]] = {}
+        """By layer: the relative errors of both weights of its experts, where loading has rounded them."""
 
     @classmethod
     def from_state(
-        cls, config: MoondreamConfig, state: dict[str, Tensor], device: torch.device, dtype: torch.dtype
+        cls,
+        config: MoondreamConfig,
+        state: dict[str, Tensor],
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        rounds_experts: bool = False,
     ) -> Moondream:
         """Load a checked state. Float8 experts and their scales keep their types, all other weights become `dtype`.
 
-        Entries of `state` are removed one by one, so that source and copy are never in memory completely.
+        With `rounds_experts` the weights of experts become float8, too. Entries of `state` are removed one by one,
+        so that source and copy are never in memory completely.
         """
-        fp8_experts = any(tensor.dtype == torch.float8_e4m3fn for tensor in state.values())
+        has_float8 = any(tensor.dtype == torch.float8_e4m3fn for tensor in state.values())
+        rounds_experts = rounds_experts and config.text.moe is not None and not has_float8
         with torch.device("meta"):
-            model = cls(config, fp8_experts=fp8_experts)
+            model = cls(config, fp8_experts=has_float8 or rounds_experts)
         placed: dict[str, Tensor] = {}
         for name in list(state):
             tensor = state.pop(name)
+            if rounds_experts and (found := _EXPERT_WEIGHTS.fullmatch(name)) and tensor.ndim == _EXPERT_AXES:
+                scales = name.removesuffix("weight") + "scale"
+                placed[name], placed[scales], error = rounded_to_float8(tensor.to(device))
+                model.expert_errors.setdefault(int(found[1]), []).append(error)
+                continue
             keeps_type = tensor.dtype == torch.float8_e4m3fn or name.endswith(".scale")
             placed[name] = tensor.to(device=device, dtype=tensor.dtype if keeps_type else dtype)
         model.load_state_dict(placed, assign=True)

@@ -83,6 +83,41 @@ def test_everything_takes_the_type_asked_for_but_float8_experts_and_their_scales
         assert tensor.dtype == wanted, name
 
 
+def test_experts_are_rounded_where_that_is_asked_for_and_their_errors_are_told_by_layer():
+    config = tiny_config(3)
+    exact = random_model(config)
+    model = Moondream.from_state(config, dict(exact.state_dict()), CPU, torch.float32, rounds_experts=True)
+    stacks = {name for name, tensor in exact.state_dict().items() if name.endswith("weight") and tensor.ndim == 3}
+    assert stacks
+    for name, tensor in model.state_dict().items():
+        if name in stacks:
+            assert tensor.dtype == torch.float8_e4m3fn
+            scale = model.state_dict()[name.replace("weight", "scale")]
+            torch.testing.assert_close(
+                tensor.float() * scale[..., None], exact.state_dict()[name], rtol=1 / 16, atol=1e-4
+            )
+        elif not name.endswith(".scale"):
+            assert torch.equal(tensor, exact.state_dict()[name]), name
+    assert len(model.expert_errors) * 2 == len(stacks)
+    assert all(0.01 < error < 0.04 for errors in model.expert_errors.values() for error in errors)
+
+
+def test_float8_experts_of_a_checkpoint_are_not_rounded_again():
+    config = tiny_config(3)
+    state = random_model(config, fp8_experts=True).state_dict()
+    model = Moondream.from_state(config, dict(state), CPU, torch.float32, rounds_experts=True)
+    assert all(torch.equal(tensor.float(), state[name].float()) for name, tensor in model.state_dict().items())
+    assert model.expert_errors == {}
+
+
+def test_a_model_without_experts_has_none_to_round():
+    config = tiny_config(2)
+    model = Moondream.from_state(
+        config, dict(random_model(config).state_dict()), CPU, torch.float32, rounds_experts=True
+    )
+    assert {tensor.dtype for tensor in model.state_dict().values()} == {torch.float32}
+
+
 def test_a_state_is_emptied_as_it_is_taken():
     config = tiny_config()
     state = dict(random_model(config).state_dict())

@@ -23,6 +23,8 @@ class Formats:
     """Of the operands of the decoder blocks' products, if their sizes allow it, except experts."""
     experts: torch.dtype
     """Of the input activations of experts' products."""
+    expert_weights: torch.dtype
+    """To which loading has rounded the experts' weights; those of a float8 checkpoint are exact."""
     vision: torch.dtype
     """Of the operands of the encoder's and the projector's products, if their sizes allow it."""
     cache: torch.dtype
@@ -42,6 +44,7 @@ class Formats:
             model=model.dtype,
             text=operands(config.text_path),
             experts=FLOAT8 if rounds_for_experts and model.dtype != torch.float32 else model.dtype,
+            expert_weights=FLOAT8 if model.expert_errors else model.dtype,
             vision=operands(config.vision_path),
             cache=operands(config.kv_dtype),
         )
@@ -49,7 +52,7 @@ class Formats:
     @property
     def shortest(self) -> torch.dtype:
         """The type with the largest rounding errors."""
-        types = (self.model, self.text, self.experts, self.vision, self.cache)
+        types = (self.model, self.text, self.experts, self.expert_weights, self.vision, self.cache)
         return max(types, key=lambda dtype: torch.finfo(dtype).eps)
 
     @property

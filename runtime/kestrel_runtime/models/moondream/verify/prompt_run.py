@@ -34,6 +34,7 @@ def plain_float32(config: EngineConfig) -> EngineConfig:
         text_path="plain",
         vision_path="plain",
         kv_dtype="auto",
+        expert_dtype="auto",
         cuda_graphs=None,
         kernels=(),
     )

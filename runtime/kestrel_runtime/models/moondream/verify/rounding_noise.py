@@ -50,8 +50,8 @@ class RoundingNoise:
             if isinstance(module, nn.Linear):
                 self._round_linear(name, module, is_float8=name in short)
             elif isinstance(module, MixtureOfExperts):
-                num_short = 0 if formats.experts == formats.model else _PRODUCTS_OF_EXPERT
-                self._disturb_output(module, _ROUNDINGS_IN_EXPERTS, num_short)
+                short_operands = sum(operand == FLOAT8 for operand in (formats.experts, formats.expert_weights))
+                self._disturb_output(module, _ROUNDINGS_IN_EXPERTS, short_operands * _PRODUCTS_OF_EXPERT)
             elif name.rpartition(".")[0].endswith(".blocks"):
                 self._disturb_output(module, _ADDITIONS_IN_BLOCK)
         for parameter in (copied.text.wte, copied.vision.pos_emb):
@@ -101,11 +101,10 @@ class RoundingNoise:
         return math.sqrt(own + _ROUNDINGS_BETWEEN_PRODUCTS * rounding_deviation(self._formats.model) ** 2)
 
     def _disturb_output(self, module: nn.Module, num_roundings: int, num_short: int = 0) -> None:
-        """Noise for the sum of roundings to the model's type and to the short type of experts."""
+        """Noise for the sum of roundings to the model's type and to float8."""
         formats = self._formats
         deviation = math.sqrt(
-            num_roundings * rounding_deviation(formats.model) ** 2
-            + num_short * rounding_deviation(formats.experts) ** 2
+            num_roundings * rounding_deviation(formats.model) ** 2 + num_short * rounding_deviation(FLOAT8) ** 2
         )
 
         def disturb(_: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:

@@ -11,8 +11,15 @@ from kestrel_runtime.models.moondream.verify.tolerances import rounding_deviatio
 from tests.runtime.models.moondream.tiny import random_model, tiny_config
 
 CPU = torch.device("cpu")
-BFLOAT16 = Formats(*[torch.bfloat16] * 5)
-SHORT = Formats(model=torch.bfloat16, text=FLOAT8, experts=FLOAT8, vision=torch.bfloat16, cache=FLOAT8)
+BFLOAT16 = Formats(*[torch.bfloat16] * 6)
+SHORT = Formats(
+    model=torch.bfloat16,
+    text=FLOAT8,
+    experts=FLOAT8,
+    expert_weights=torch.bfloat16,
+    vision=torch.bfloat16,
+    cache=FLOAT8,
+)
 
 
 def deviation(noisy, exact):

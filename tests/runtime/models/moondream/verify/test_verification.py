@@ -78,6 +78,20 @@ def test_float8_is_held_to_its_own_tolerance_in_numbers_alone(copy: Path, paths:
     assert not any("query(" in line for line in lines)
 
 
+def test_rounded_experts_are_held_to_the_tolerance_of_float8(copy: Path) -> None:
+    weights = load_file(copy / "model.safetensors")
+    for name in [name for name in weights if name.endswith("_scale")]:  # the experts as float32, exactly
+        own = name.replace("moe_quant.up_scale", "mlp.experts.weight").replace(
+            "moe_quant.down_scale", "mlp.output_experts.weight"
+        )
+        weights[own] = weights[own].float() * weights.pop(name)[..., None]
+    save_file(weights, copy / "model.safetensors")
+    passed, _, lines = verify(copy, expert_dtype="float8")
+    assert [line for line in lines if line.startswith("FAILED")] == []
+    assert passed == len(lines)
+    assert not any("query(" in line for line in lines)
+
+
 def test_a_folder_without_answers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no reference fixture: expected\.json is missing"):
         ReferenceFixture(tmp_path, EngineConfig())
