@@ -178,9 +178,7 @@ class PreparedSmallText:
 
 
 class SmallTextFamily:
-    def load(
-        self, checkpoint: Checkpoint, config: EngineConfig, device: torch.device, dtype: torch.dtype
-    ) -> LoadedWeights:
+    def load(self, checkpoint: Checkpoint, config: EngineConfig, device: Any, dtype: Any) -> LoadedWeights:
         fields = {name: value for name, value in (checkpoint.config or {}).items() if name != "model_type"}
         weights = {name: tensor.to(device, dtype) for name, tensor in load_file(checkpoint.weight_files[0]).items()}
         model = SmallText(SmallTextConfig(**fields), weights)
