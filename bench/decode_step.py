@@ -32,6 +32,7 @@ from bench.harness.decode_inputs import FLOAT8, AttentionInputs, Contexts, dequa
 from bench.harness.decode_steps import OPERATIONS, Model, Precision, time_contexts, time_steps
 from bench.harness.prefill_inputs import random_text, random_text_with_experts
 from bench.random_weights import MOONDREAM_2, MOONDREAM_3
+from kestrel_grpc.config.option_parsers import parse_kernels
 from kestrel_ops import Kernels
 from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.models.moondream.config import MoeConfig
@@ -306,6 +307,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="compare with float32 layer by layer")
     parser.add_argument("--tune", action="store_true", help="time the kernels over other cuts, and nothing else")
     parser.add_argument("--kernels", choices=["fastest", "triton", "reference"], default="fastest")
+    parser.add_argument("--choose", type=parse_kernels, default=(), help="operation=implementation,…")
     parser.add_argument(
         "--experts",
         action="store_true",
@@ -324,7 +326,7 @@ def main() -> int:
     limits = measure_limits(device)
     print(f"copy {limits.copy_bytes_per_s / 1e12:.2f} TB/s")
     chosen = {} if arguments.kernels == "fastest" else dict.fromkeys(OPERATIONS, str(arguments.kernels))
-    kernels = Kernels.select(device.type, chosen)
+    kernels = Kernels.select(device.type, chosen | dict(arguments.choose))
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     result: dict[str, Any] = {"device": name, "torch": torch.__version__, "limits": asdict(limits)}
     result["kernels"] = {field.name: getattr(kernels, field.name).__module__ for field in fields(kernels)}

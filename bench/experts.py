@@ -7,8 +7,8 @@ largest products reach. Routing is random (near even), even (all experts alike) 
 token and half of them have none.
 
 Every row has each implementation of the operation, so that the grouped products of the library stand beside the
-kernels. `--check` compares both with the definition in float32 and every run with the next; `--parts` shows the
-kernels of each; `--tune` times other plans of the kernels, each product alone, the best first.
+kernels. `--check` compares both with the definition in float32 and every run with the next; `--parts` shows what
+each consists of; `--tune` times other plans of the kernels, each product alone, the best first.
 """
 
 from __future__ import annotations
@@ -31,10 +31,12 @@ from torch import Tensor
 
 from bench.device_timing import attempted, time_us
 from bench.harness.expert_plans import cuts, plan_name
+from bench.harness.expert_stages import stage_times
 from bench.harness.prefill_inputs import quantised_experts, random_experts
 from bench.harness.serving import machine_facts, write_json
 from bench.random_weights import MOONDREAM_3
 from kestrel_ops.reference.mixture_of_experts import mixture_of_experts as definition
+from kestrel_ops.triton.expert_plans import plan_for
 from kestrel_runtime.models.moondream.config import MoeConfig
 
 READ_BYTES_PER_S = 4.17e12
@@ -139,6 +141,22 @@ def kernel_times(run: list[Callable[[], Tensor]]) -> dict[str, float]:
     }
 
 
+def parts(
+    sizes: Sizes,
+    implementation: str,
+    run: list[Callable[[], Tensor]],
+    stacks: list[tuple[Tensor, ...]],
+    tokens: list[tuple[Tensor, Tensor]],
+    precision: str,
+) -> dict[str, float]:
+    """Microseconds of a call by stage, or by kernel of what has no stages: one token, and the library."""
+    num_tokens, choices = len(tokens[0][0]), sizes.moe.experts_per_token
+    if implementation == "triton" and num_tokens > 1:
+        operand = torch.float8_e4m3fn if precision == "float8" else torch.bfloat16
+        return stage_times(stacks, tokens, choices, plan_for(num_tokens, sizes.moe.num_experts, choices, operand))
+    return kernel_times(run) if torch.cuda.is_available() else {}
+
+
 def measure(sizes: Sizes, arguments: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
     """A row for each precision, number of tokens and routing."""
     rows: list[dict[str, Any]] = []
@@ -164,12 +182,12 @@ def measure(sizes: Sizes, arguments: argparse.Namespace, device: torch.device) -
                             row[name] |= check(run[0], wanted)
                             line += f" error {row[name]['error']:.1e}"
                             line += "" if row[name]["same_bits"] else " RUNS DIFFER"
-                        if arguments.parts and device.type == "cuda":
-                            row[name]["kernels_us"] = kernel_times(run)
+                        if arguments.parts:
+                            row[name]["parts_us"] = parts(sizes, name, run, stacks, tokens, precision)
                 print(line, flush=True)
                 for name in arguments.implementations if arguments.parts else ():
-                    for kernel, us in row.get(name, {}).get("kernels_us", {}).items():
-                        print(f"        {name:<8} {us:>8.1f} us  {kernel}", flush=True)
+                    for part, us in row.get(name, {}).get("parts_us", {}).items():
+                        print(f"        {name:<8} {us:>8.1f} us  {part}", flush=True)
                 rows.append(row)
     return rows
 

@@ -10,6 +10,7 @@ from bench.harness.decode_cuts import CUTS
 from bench.harness.decode_inputs import Contexts
 
 CPU = torch.device("cpu")
+CHOICE = "mixture_of_experts=library"
 
 
 def test_it_measures_steps_and_operations_and_checks_them(tmp_path, monkeypatch, capsys):
@@ -34,11 +35,15 @@ def test_it_measures_steps_and_operations_and_checks_them(tmp_path, monkeypatch,
 def test_steps_with_experts_are_timed_beside_what_they_read(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("OUT", str(tmp_path))
     monkeypatch.setattr(
-        sys, "argv", ["decode_step", "--device", "cpu", "--tiny", "--experts", "--batches", "1", "3"]
+        sys,
+        "argv",
+        ["decode_step", "--device", "cpu", "--tiny", "--experts", "--batches", "1", "3", "--choose", CHOICE],
     )
     assert decode_step.main() == 0
     assert "failed" not in capsys.readouterr().out
-    few, more = json.loads((tmp_path / "decode_step_experts.json").read_text())["steps"][:2]
+    result = json.loads((tmp_path / "decode_step_experts.json").read_text())
+    assert result["kernels"]["mixture_of_experts"] == "kestrel_ops.library.mixture_of_experts"
+    few, more = result["steps"][:2]
     assert 0 < few["limit_us"] < more["limit_us"]
 
 

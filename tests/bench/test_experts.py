@@ -33,6 +33,15 @@ def test_it_measures_every_routing_and_checks_it(tmp_path, monkeypatch, capsys):
     assert all(row["limit_us"] > 0 and row["library"]["us"] > 0 for row in rows)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs the kernels in the interpreter")
+@pytest.mark.parametrize("precision", experts.PRECISIONS)
+def test_the_kernels_are_timed_stage_by_stage(precision):
+    stacks, tokens = SIZES.stacks(precision, 1, CPU), [SIZES.tokens(3, "random", CPU)]
+    found = experts.parts(SIZES, "triton", [], stacks, tokens, precision)
+    assert list(found) == ["route", "expand", "contract", "combine"]
+    assert min(found.values()) > 0
+
+
 @pytest.mark.parametrize(("routing", "counts"), [("even", [5] * 8), ("skewed", [20, None, None, None, 0, 0, 0, 0])])
 def test_routings_lead_tokens_where_they_say(routing, counts):
     hidden, logits = SIZES.tokens(20, routing, CPU)
