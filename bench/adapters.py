@@ -26,6 +26,7 @@ from bench.harness.random_adapters import write_random_adapters
 from bench.harness.rounds import Load, ask_once
 from bench.harness.serving import machine_facts, started_server, write_json
 
+_NUMBERS_APART = 10**9
 ROWS = "direct:64,cot:64,text:64"
 
 
@@ -73,8 +74,11 @@ def main() -> int:
         if arguments.slotless:
             servers = {"plain": (stack.enter_context(started_server(plain)).address, ()), **servers}
         processes = {
-            name: stack.enter_context(LoadProcesses(address, arguments.processes, arguments.pictures, own))
-            for name, (address, own) in servers.items()
+            name: stack.enter_context(
+                # No picture comes twice: a server keeps embeddings of pictures, whatever the adapter.
+                LoadProcesses(address, arguments.processes, arguments.pictures, own, place * _NUMBERS_APART)
+            )
+            for place, (name, (address, own)) in enumerate(servers.items())
         }
         pairs = [("none", "mixed"), *([("plain", "none")] if arguments.slotless else [])]
         results: list[tuple[tuple[str, str], list[Comparison]]] = []

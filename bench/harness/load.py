@@ -50,16 +50,24 @@ class Recording:
 class LoadProcesses:
     """Several processes that load one server together. Each command goes to all, which share the work evenly.
 
-    The requests name the given adapters in turn; none where there are none.
+    The requests name the given adapters in turn; none where there are none. Pictures are known by the numbers of
+    requests, which begin with `first_number`: two who load one server begin far from each other.
     """
 
-    def __init__(self, address: str, num_processes: int, num_pictures: int, adapters: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        address: str,
+        num_processes: int,
+        num_pictures: int,
+        adapters: tuple[str, ...] = (),
+        first_number: int = 0,
+    ) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
         for index in range(num_processes):
             ours, theirs = context.Pipe()
-            arguments = (theirs, address, index, num_processes, num_pictures, adapters)
+            arguments = (theirs, address, index, num_processes, num_pictures, adapters, first_number)
             process = context.Process(target=_run, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -119,11 +127,18 @@ class LoadProcesses:
 
 
 def _run(
-    pipe: Connection, address: str, index: int, num_processes: int, num_pictures: int, adapters: tuple[str, ...]
+    pipe: Connection,
+    address: str,
+    index: int,
+    num_processes: int,
+    num_pictures: int,
+    adapters: tuple[str, ...],
+    first_number: int,
 ) -> None:
     """A load process: answers commands until its pipe closes."""
     with contextlib.suppress(EOFError, KeyboardInterrupt), asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(_Load(pipe, address, index, num_processes, Album(num_pictures), adapters).run())
+        album = Album(num_pictures)
+        runner.run(_Load(pipe, address, index, num_processes, album, adapters, first_number).run())
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -145,6 +160,7 @@ class _Load:
         num_processes: int,
         album: Album,
         adapters: tuple[str, ...],
+        first_number: int,
     ) -> None:
         self._pipe = pipe
         self._index = index
@@ -153,7 +169,7 @@ class _Load:
         self._album = album
         self._adapters = adapters
         # Never the same in two processes, nor twice in the life of one.
-        self._numbers = itertools.count(index, num_processes)
+        self._numbers = itertools.count(first_number + index, num_processes)
 
     async def run(self) -> None:
         options = (("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES), ("grpc.use_local_subchannel_pool", 1))
