@@ -47,7 +47,7 @@ Stage = tuple[type, str]
 ENCODE: Stage = (StepRunner, "_encode")
 PREFILL: Stage = (StepRunner, "_prefill")
 DECODE: Stage = (StepRunner, "_decode")
-SAMPLING: Stage = (RequestState, "value_kinds")
+SAMPLING: Stage = (RequestState, "needs")
 
 
 def bystanders() -> list[Request]:

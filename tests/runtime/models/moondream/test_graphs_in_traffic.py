@@ -16,6 +16,7 @@ import torch
 
 from kestrel_ops import Kernels
 from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.constraints.constraint import Constraint
 from kestrel_runtime.api.engine import EngineStatus
 from kestrel_runtime.api.events import Finished, Output, QueryOutput
 from kestrel_runtime.api.requests import Detect, Point, Query, Request, SamplingParams
@@ -66,6 +67,7 @@ def requests() -> list[Request]:
         Query("why?", SMALL_IMAGE, reasoning=True, sampling=drawn[1]),
         Query("who?", sampling=dataclasses.replace(drawn[0], top_k=9, min_p=0.01, **PENALTIES)),
         Query("when?", sampling=dataclasses.replace(drawn[1], logprobs=3)),
+        Query("which?", sampling=drawn[0], constraint=Constraint(regex="[ab]{2,3}")),
         Point("copy", SMALL_IMAGE, max_objects=1),
         Detect("copy", SMALL_IMAGE, max_objects=1),
     ]
@@ -273,6 +275,7 @@ async def greedy_answers(engine: LocalEngine) -> list[object]:
         Query("hello", sampling=GREEDY),
         Query("What is this?", SMALL_IMAGE, sampling=GREEDY),
         Query("What is this?", SMALL_IMAGE, sampling=dataclasses.replace(GREEDY, **PENALTIES)),
+        Query("which?", sampling=GREEDY, constraint=Constraint(regex="[ab]{2,3}")),
         Point("copy", SMALL_IMAGE, max_objects=2, sampling=SamplingParams(temperature=0.0)),
         Detect("copy", SMALL_IMAGE, max_objects=2, sampling=SamplingParams(temperature=0.0)),
     ]

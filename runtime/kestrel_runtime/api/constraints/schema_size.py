@@ -1,0 +1,244 @@
+"""The bounds of JSON schemas: what compiling one may cost, told from its text. Knows no library.
+
+Compiling takes the time of what is counted here: properties, alternatives, and combinations of alternatives, which
+`allOf` multiplies.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from decimal import Decimal, InvalidOperation
+from typing import Any, cast
+
+from kestrel_runtime.api.constraints.regex_size import regex_violation
+
+MAX_SCHEMA_BYTES = 65_536
+MAX_SCHEMA_DEPTH = 32
+MAX_SCHEMA_NODES = 4_096
+"""Objects, lists, names and values in the text of a schema."""
+MAX_ENUM_VALUES = 1_024
+MAX_PROPERTIES = 512
+"""Of all objects of a schema together."""
+MAX_ALTERNATIVES = 256
+"""In all lists of `anyOf` and `oneOf` together."""
+MAX_ALL_OF = 16
+"""Schemas in one list of `allOf`."""
+MAX_COMBINATIONS = 64
+"""Of alternatives that must hold together, or within each other."""
+MAX_MULTIPLE = 1_000
+"""Of `multipleOf`, without its zeros and its decimal point."""
+_MAX_REFS = 64
+"""That lead to each other, one after the other."""
+_MAX_NAME_CHARS = 32
+_MOST_PROBLEMS = 20
+_TOO_MANY_COMBINATIONS = f"must combine at most {MAX_COMBINATIONS} alternatives, by allOf or within each other"
+_TOO_MANY_REFS = f"must have at most {_MAX_REFS} references that lead to each other"
+
+_PATTERNS = "patternProperties"
+_KEYWORDS = frozenset(
+    (
+        *("$anchor", "$comment", "$defs", "$id", "$ref", "$schema"),
+        *("additionalItems", "additionalProperties", "allOf", "anyOf", "const"),
+        *("default", "definitions", "deprecated", "description", "enum", "example", "examples"),
+        *("exclusiveMaximum", "exclusiveMinimum", "format", "items", "maxItems", "maxLength", "maximum"),
+        *("minItems", "minLength", "minimum", "multipleOf", "oneOf", "pattern", "patternProperties"),
+        *("prefixItems", "properties", "readOnly", "required", "title", "type", "writeOnly"),
+        *("maxProperties", "minProperties"),
+    )
+)
+_SUBSCHEMAS = ("additionalItems", "additionalProperties", "items")
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
+_NAMED = ("properties", _PATTERNS, "$defs", "definitions")
+
+
+def schema_problems(text: str) -> list[str]:
+    """What is wrong with a schema, each with the JSON pointer of where it stands; the first twenty."""
+    if len(text) > MAX_SCHEMA_BYTES or len(text.encode(errors="replace")) > MAX_SCHEMA_BYTES:
+        return [f"must be at most {MAX_SCHEMA_BYTES} bytes long"]
+    if _nesting(text) > MAX_SCHEMA_DEPTH:
+        return [f"must be nested at most {MAX_SCHEMA_DEPTH} levels deep"]
+    try:
+        schema = json.loads(text, parse_constant=_refuse_constant)
+    except ValueError:
+        return ["must be JSON"]
+    if not isinstance(schema, dict):
+        return ["must be an object"]
+    if _num_nodes(schema) > MAX_SCHEMA_NODES:
+        return [f"must have at most {MAX_SCHEMA_NODES} names and values"]
+    walk = _Walk()
+    walk.schema(schema, "")
+    if walk.num_properties > MAX_PROPERTIES:
+        walk.add("", f"must have at most {MAX_PROPERTIES} properties")
+    if walk.num_alternatives > MAX_ALTERNATIVES:
+        walk.add("", f"must have at most {MAX_ALTERNATIVES} alternatives in anyOf and oneOf")
+    if not walk.problems:
+        problem = _Combinations(cast("dict[str, Any]", schema)).problem()
+        return [] if problem is None else [problem]
+    return walk.problems[:_MOST_PROBLEMS]
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(name)
+
+
+def _nesting(text: str) -> int:
+    """How deep brackets are nested, also in texts, so that nothing recursive reads deeper ones."""
+    depth = most = 0
+    for character in text:
+        if character in "[{":
+            depth += 1
+            most = max(most, depth)
+        elif character in "]}":
+            depth -= 1
+    return most
+
+
+def _num_nodes(value: Any) -> int:
+    if isinstance(value, dict):
+        members = cast("dict[str, Any]", value)
+        return 1 + len(members) + sum(map(_num_nodes, members.values()))
+    if isinstance(value, list):
+        return 1 + sum(map(_num_nodes, cast("list[Any]", value)))
+    return 1
+
+
+def _parts(schema: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """The schemas within a schema: keyword, path below the schema, value. Definitions too."""
+    for name in _NAMED:
+        named = schema.get(name)
+        if isinstance(named, dict):
+            for key, part in cast("dict[str, Any]", named).items():
+                yield name, f"/{name}/{_shown(key)}", part
+    for name in _LISTS:
+        listed = schema.get(name)
+        if isinstance(listed, list):
+            for index, part in enumerate(cast("list[Any]", listed)):
+                yield name, f"/{name}/{index}", part
+    for name in _SUBSCHEMAS:
+        part = schema.get(name)
+        if part is not None and not isinstance(part, list):
+            yield name, f"/{name}", part
+
+
+class _Walk:
+    """Looks at each schema within a schema once, and collects what is wrong."""
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+        self.num_properties = 0
+        self.num_alternatives = 0
+
+    def schema(self, schema: Any, path: str) -> None:
+        if isinstance(schema, bool):
+            return
+        if not isinstance(schema, dict):
+            self.add(path, "must be an object or a boolean")
+            return
+        own = cast("dict[str, Any]", schema)
+        for name, value in own.items():
+            problem = _keyword_problem(name, value)
+            if problem is not None:
+                self.add(f"{path}/{_shown(name)}", problem)
+        for pattern in own.get(_PATTERNS) or {} if isinstance(own.get(_PATTERNS), dict) else ():
+            problem = regex_violation(pattern)
+            if problem is not None:
+                self.add(f"{path}/{_PATTERNS}/{_shown(pattern)}", problem)
+        for keyword, below, part in _parts(own):
+            self.num_properties += keyword in ("properties", _PATTERNS)
+            self.num_alternatives += keyword in ("anyOf", "oneOf")
+            self.schema(part, path + below)
+
+    def add(self, path: str, problem: str) -> None:
+        self.problems.append(f"{path} {problem}".lstrip())
+
+
+def _keyword_problem(name: str, value: Any) -> str | None:
+    """What is wrong with a keyword and its value, but for the schemas in it."""
+    if name not in _KEYWORDS:
+        return "is not supported"
+    if name == "$ref" and not (isinstance(value, str) and value.startswith("#")):
+        return "must begin with #: other documents are not read"
+    if name == "enum" and isinstance(value, list) and len(cast("list[Any]", value)) > MAX_ENUM_VALUES:
+        return f"must be at most {MAX_ENUM_VALUES} values"
+    if name == "allOf" and isinstance(value, list) and len(cast("list[Any]", value)) > MAX_ALL_OF:
+        return f"must be at most {MAX_ALL_OF} schemas"
+    if name in _NAMED and not isinstance(value, dict):
+        return "must be an object"
+    if name == "multipleOf" and not _is_simple(value):
+        return f"must be a number of at most {MAX_MULTIPLE}, without its zeros and its decimal point"
+    return regex_violation(value) if name == "pattern" and isinstance(value, str) else None
+
+
+def _is_simple(multiple: Any) -> bool:
+    if isinstance(multiple, bool) or not isinstance(multiple, int | float):
+        return False
+    try:
+        digits = Decimal(str(multiple)).normalize().as_tuple()
+    except (InvalidOperation, ValueError):
+        return False
+    return len(digits.digits) <= len(str(MAX_MULTIPLE)) and int("".join(map(str, digits.digits))) <= MAX_MULTIPLE
+
+
+class _TooManyError(Exception):
+    pass
+
+
+class _Combinations:
+    """Counts in how many ways alternatives can be combined, since the parts of `allOf` are merged."""
+
+    def __init__(self, root: dict[str, Any]) -> None:
+        self._root = root
+        self._known: dict[int, int] = {}  # by the identity of a schema within the root
+        self._open_refs: list[str] = []
+
+    def problem(self) -> str | None:
+        """Why the schema has too many combinations; None where it has not."""
+        try:
+            self._count(self._root)
+        except _TooManyError as error:
+            return str(error)
+        except RecursionError:
+            return _TOO_MANY_REFS
+        return None
+
+    def _count(self, schema: Any) -> int:
+        """Combinations of a schema itself, or of the part of it that has the most."""
+        if not isinstance(schema, dict):
+            return 1
+        known = self._known.get(id(cast(Any, schema)))
+        if known is not None:
+            return known
+        parts: dict[str, list[int]] = {}
+        own = cast("dict[str, Any]", schema)
+        for keyword, _, part in _parts(own):
+            parts.setdefault(keyword, []).append(self._count(part))
+        merged = sum(parts.pop("anyOf", [1])) * sum(parts.pop("oneOf", [1])) * self._referenced(own.get("$ref"))
+        for count in parts.pop("allOf", ()):
+            merged *= count
+            if merged > MAX_COMBINATIONS:
+                break
+        # Alternatives of one list alone are cheap, whatever their number.
+        if merged > MAX_COMBINATIONS and (len(own.keys() & {"anyOf", "oneOf", "$ref"}) > 1 or "allOf" in own):
+            raise _TooManyError(_TOO_MANY_COMBINATIONS)
+        most = max((merged, *(count for counts in parts.values() for count in counts)))
+        self._known[id(own)] = most
+        return most
+
+    def _referenced(self, ref: Any) -> int:
+        if not isinstance(ref, str) or ref in self._open_refs:
+            return 1
+        if len(self._open_refs) == _MAX_REFS:
+            raise _TooManyError(_TOO_MANY_REFS)
+        target: Any = self._root
+        for step in ref.removeprefix("#").split("/")[1:]:
+            name = step.replace("~1", "/").replace("~0", "~")
+            target = cast("dict[str, Any]", target).get(name) if isinstance(target, dict) else None
+        self._open_refs.append(ref)
+        count = self._count(target)
+        self._open_refs.pop()
+        return count
+
+
+def _shown(name: str) -> str:
+    return name if len(name) <= _MAX_NAME_CHARS else f"{name[:_MAX_NAME_CHARS]}…"

@@ -1,0 +1,142 @@
+"""The bounds of JSON schemas, and that each breach is named where it stands."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from kestrel_runtime.api.constraints.schema_size import (
+    MAX_ALL_OF,
+    MAX_ALTERNATIVES,
+    MAX_ENUM_VALUES,
+    MAX_PROPERTIES,
+    MAX_SCHEMA_BYTES,
+    MAX_SCHEMA_DEPTH,
+    MAX_SCHEMA_NODES,
+    schema_problems,
+)
+
+
+def problems(schema: Any) -> list[str]:
+    return schema_problems(schema if isinstance(schema, str) else json.dumps(schema))
+
+
+@pytest.mark.parametrize(
+    ("schema", "told"),
+    [
+        ("no json", "must be JSON"),
+        ("[]", "must be an object"),
+        ('{"const": NaN}', "must be JSON"),
+        ('{"a": 1' + "0" * 5000 + "}", "must be JSON"),
+        ("x" * (MAX_SCHEMA_BYTES + 1), f"must be at most {MAX_SCHEMA_BYTES} bytes long"),
+        ("é" * (MAX_SCHEMA_BYTES // 2 + 1), f"must be at most {MAX_SCHEMA_BYTES} bytes long"),
+        ("[" * 5000, f"must be nested at most {MAX_SCHEMA_DEPTH} levels deep"),
+        ('{"items":' * MAX_SCHEMA_DEPTH + "{}" + "}" * MAX_SCHEMA_DEPTH, "levels deep"),
+        ({"examples": [1] * MAX_SCHEMA_NODES}, f"must have at most {MAX_SCHEMA_NODES} names and values"),
+    ],
+)
+def test_a_schema_that_is_too_large_is_one_breach(schema: Any, told: str) -> None:
+    (problem,) = problems(schema)
+    assert told in problem
+
+
+def test_each_keyword_that_is_not_supported_is_named_where_it_stands() -> None:
+    schema = {
+        "if": {},
+        "properties": {"a": {"not": {}}, "if": {"items": {"anyOf": [{}, {"uniqueItems": True}]}}},
+        "patternProperties": {"^x" + "y" * 40: {"dependentRequired": {}}},
+        "$defs": {"b": 3},
+        "default": {"if": 1},
+        "enum": [{"not": 1}],
+    }
+    assert problems(schema) == [
+        "/if is not supported",
+        "/properties/a/not is not supported",
+        "/properties/if/items/anyOf/1/uniqueItems is not supported",
+        f"/patternProperties/^x{'y' * 30}…/dependentRequired is not supported",
+        "/$defs/b must be an object or a boolean",
+    ]
+
+
+def test_the_parts_of_a_schema_that_cost_work_are_bounded() -> None:
+    schema = {
+        "$defs": {"a": {"enum": list(range(MAX_ENUM_VALUES + 1))}},
+        "properties": {"a": {"pattern": "(a{1000}){1000}"}, "b": {"$ref": "https://example.com/schema"}},
+        "patternProperties": {"(a{1000}){1000}": {}},
+    }
+    found = problems(schema)
+    assert {problem.split()[0] for problem in found} == {
+        "/$defs/a/enum",
+        "/properties/a/pattern",
+        "/properties/b/$ref",
+        "/patternProperties/(a{1000}){1000}",
+    }
+
+
+def any_of(count: int, name: str = "anyOf") -> dict[str, Any]:
+    return {name: [{"const": number} for number in range(count)]}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {},
+        {"enum": list(range(MAX_ENUM_VALUES))},
+        {"properties": {f"p{number}": True for number in range(MAX_PROPERTIES)}},
+        any_of(MAX_ALTERNATIVES),
+        {"allOf": [{}] * MAX_ALL_OF},
+        {"allOf": [any_of(8), any_of(8)]},
+        {"properties": {"a": any_of(8), "b": any_of(200)}},
+        {"multipleOf": 0.01},
+        {"multipleOf": 1000},
+        {"multipleOf": 5e30},
+        {"$defs": {"tree": {"items": {"$ref": "#/$defs/tree"}}}, "$ref": "#/$defs/tree"},
+        {"$defs": {"a/b~c": any_of(8)}, "allOf": [{"$ref": "#/$defs/a~1b~0c"}, any_of(8)]},
+        {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
+        {"$ref": "#/$defs/missing"},
+        {"type": ["object", "null"], "title": "t", "description": "d", "$comment": "c", "examples": [{"not": 1}]},
+    ],
+)
+def test_a_schema_within_the_bounds_is_taken(schema: Any) -> None:
+    assert problems(schema) == []
+
+
+def chain_of_refs(count: int) -> dict[str, Any]:
+    defs: dict[str, Any] = {f"a{number}": {"$ref": f"#/$defs/a{number + 1}"} for number in range(count)}
+    return {"$defs": {**defs, f"a{count}": {}}, "$ref": "#/$defs/a0"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "told"),
+    [
+        ({"properties": {f"p{number}": True for number in range(MAX_PROPERTIES + 1)}}, "512 properties"),
+        (any_of(MAX_ALTERNATIVES + 1), "256 alternatives"),
+        ({"allOf": [{}] * (MAX_ALL_OF + 1)}, "/allOf must be at most 16 schemas"),
+        ({"multipleOf": 9973}, "/multipleOf must be a number"),
+        ({"multipleOf": 0.12345}, "/multipleOf must be a number"),
+        ({"multipleOf": True}, "/multipleOf must be a number"),
+        ({"allOf": [any_of(9), any_of(8)]}, "combine at most 64"),
+        ({"allOf": [any_of(9, "oneOf"), {"properties": {"a": any_of(8)}}]}, "combine at most 64"),
+        ({**any_of(9), **any_of(8, "oneOf")}, "combine at most 64"),
+        (
+            {"$defs": {"a": any_of(9)}, "allOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}]},
+            "combine at most 64",
+        ),
+        ({"allOf": [any_of(2)] * 7}, "combine at most 64"),
+        (chain_of_refs(100), "references that lead to each other"),
+        ({"items": chain_of_refs(0), "$defs": {}, **chain_of_refs(1000)}, "references that lead to each other"),
+    ],
+)
+def test_what_makes_compiling_expensive_is_bounded(schema: Any, told: str) -> None:
+    (problem,) = problems(schema)
+    assert told in problem
+
+
+def test_combinations_that_definitions_multiply_are_counted_in_little_time() -> None:
+    defs: dict[str, Any] = {
+        f"a{number}": {"allOf": [any_of(2), {"$ref": f"#/$defs/a{number + 1}"}]} for number in range(40)
+    }
+    (problem,) = problems({"$defs": {**defs, "a40": {}}, "$ref": "#/$defs/a0"})
+    assert "combine at most 64" in problem
