@@ -140,7 +140,7 @@ async def ask(engine: LocalEngine, constraint: Constraint | None, sampling: Samp
 
 
 async def check_schemas(
-    engine: LocalEngine, count: int, at_once: int = 32, max_tokens: int = 250
+    engine: LocalEngine, count: int, at_once: int = 64, max_tokens: int = 160
 ) -> dict[str, Any]:
     """Ask with random schemas. Raises jsonschema's error for a complete answer that is not valid."""
     outcomes: Counter[str] = Counter()
@@ -159,6 +159,8 @@ async def check_schemas(
             if finished.finish_reason is FinishReason.STOP:
                 jsonschema.validate(json.loads(finished.output.answer), schema)
             outcomes[finished.finish_reason.name] += 1
+            if not outcomes.total() % 100:
+                print(f"after {outcomes.total()} schemas: {dict(outcomes)}", flush=True)
 
     await asyncio.gather(*(caller() for _ in range(at_once)))
     return dict(outcomes)
@@ -347,7 +349,7 @@ def main(argv: list[str] | None = None) -> int:
         compiler = ConstraintCompiler(partial(new_vocabulary, tokenizer, tokenizer.vocab_size))
         compiler.compiled(Constraint(choices=("a",)), end_id=0)  # the vocabulary is made once
         compile_ms = processor_ms(compiler)
-        engine = LocalEngine.start(EngineConfig(model=arguments.model, device=arguments.device, max_batch_size=32))
+        engine = LocalEngine.start(EngineConfig(model=arguments.model, device=arguments.device, max_batch_size=64))
         try:
             if "schemas" in parts:
                 started = time.perf_counter()
