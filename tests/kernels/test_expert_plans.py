@@ -68,14 +68,17 @@ def test_one_token_is_the_same_by_its_own_kernels(dtype, num_bytes):
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 16, 64, 200, 6000])
 @pytest.mark.parametrize("operand", [torch.float32, torch.bfloat16, FLOAT8], ids=str)
-def test_plans_of_all_sizes_have_what_tensor_cores_need(num_tokens, operand):
-    plan = plans.plan_for(num_tokens, 64, 8, operand)
+@pytest.mark.parametrize("shared_bytes", [101_376, 232_448])
+def test_plans_of_all_sizes_have_what_tensor_cores_need(num_tokens, operand, shared_bytes):
+    plan = plans.plan_for(num_tokens, 64, 8, operand, shared_bytes)
     assert plan.block_tokens >= 16
     for part in (plan.expand, plan.contract):
         assert part.rows >= 16 * part.num_warps
         assert part.columns >= (32 if operand == FLOAT8 else 16)
-    tile = 2 * plan.expand.rows + plan.block_tokens
-    assert tile * plan.expand.columns * operand.itemsize * plan.expand.num_stages <= 227 * 1024
+        assert part.num_stages >= 2
+    rows = 2 * plan.expand.rows + plan.block_tokens, plan.contract.rows + plan.block_tokens
+    for part, operand_rows in zip((plan.expand, plan.contract), rows, strict=True):
+        assert operand_rows * part.columns * operand.itemsize * part.num_stages <= shared_bytes
 
 
 @pytest.mark.parametrize("rank", [1, 3])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +53,43 @@ class OneTokenPlan:
 ONE_TOKEN = OneTokenPlan(expand_bytes=32_768, contract_bytes=32_768, num_warps=4)
 
 
-def plan_for(num_tokens: int, num_experts: int, choices: int, operand: torch.dtype) -> ExpertsPlan:
-    """The plan for so many tokens and the type that tensor cores multiply."""
+HOPPER_SHARED_BYTES = 232_448
+"""Shared memory of a program on the devices for which plans were measured."""
+
+
+def shared_bytes_of(tensor: Tensor) -> int:
+    """Shared memory that a program may have on the device of a tensor."""
+    if not tensor.is_cuda:
+        return HOPPER_SHARED_BYTES
+    return torch.cuda.get_device_properties(tensor.device).shared_memory_per_block_optin
+
+
+def plan_for(
+    num_tokens: int,
+    num_experts: int,
+    choices: int,
+    operand: torch.dtype,
+    shared_bytes: int = HOPPER_SHARED_BYTES,
+) -> ExpertsPlan:
+    """The plan for so many tokens, the type that tensor cores multiply and the shared memory of a program.
+
+    With less of it than Hopper has, fewer loads run concurrently.
+    """
+    plan = _measured(num_tokens, num_experts, choices, operand)
+    block, expand, contract = plan.block_tokens, plan.expand, plan.contract
+    return replace(
+        plan,
+        expand=_fitting(expand, (2 * expand.rows + block) * expand.columns * operand.itemsize, shared_bytes),
+        contract=_fitting(contract, (contract.rows + block) * contract.columns * operand.itemsize, shared_bytes),
+    )
+
+
+def _fitting(plan: ProductPlan, stage_bytes: int, shared_bytes: int) -> ProductPlan:
+    return replace(plan, num_stages=min(plan.num_stages, max(shared_bytes // stage_bytes, 2)))
+
+
+def _measured(num_tokens: int, num_experts: int, choices: int, operand: torch.dtype) -> ExpertsPlan:
+    """What was best on one H200 (`bench.experts --tune`)."""
     if operand == torch.float32:
         return ExpertsPlan(16, ProductPlan(64, 32, 4, 2), ProductPlan(64, 32, 4, 2))
     per_expert = num_tokens * choices / num_experts

@@ -9,7 +9,7 @@ from kestrel_ops.low_rank import ExpertAdapters
 from kestrel_ops.shapes import FLOAT8, ModelShape
 from kestrel_ops.triton.dependent_launch import has_dependent_launch
 from kestrel_ops.triton.expert_adapters import addition_to_rows
-from kestrel_ops.triton.expert_plans import ONE_TOKEN, ExpertsPlan, OneTokenPlan, plan_for
+from kestrel_ops.triton.expert_plans import ONE_TOKEN, ExpertsPlan, OneTokenPlan, plan_for, shared_bytes_of
 from kestrel_ops.triton.expert_products import combine, contract, expand, rounded
 from kestrel_ops.triton.expert_routing import route
 from kestrel_ops.triton.requirements import unsupported_device, unsupported_rows
@@ -48,7 +48,7 @@ def mixture_of_experts(
             *(hidden, router_logits, up, down, experts_per_token, up_scale, down_scale, plan),
             is_dependent=is_dependent,
         )
-    plan = plan or plan_for(num_tokens, len(up), experts_per_token, operand)
+    plan = plan or plan_for(num_tokens, len(up), experts_per_token, operand, shared_bytes_of(up))
     block = plan.block_tokens
     routing = route(hidden, router_logits, experts_per_token, block, quantises=quantises, is_dependent=is_dependent)
     added = None
