@@ -6,9 +6,12 @@ Shapes: T tokens, B sequences, H query heads, G key/value heads, D head dimensio
 """
 
 from kestrel_ops.dispatch import Kernels
+from kestrel_ops.invariant_mode import InvariantMode, depends_on_place
 from kestrel_ops.low_rank import ExpertAdapters, LowRank
 from kestrel_ops.reference.add_low_rank import add_low_rank
 from kestrel_ops.reference.decode_attention import decode_attention
+from kestrel_ops.reference.invariant_attention import invariant_attention, invariant_attention_bytes
+from kestrel_ops.reference.invariant_linear import invariant_linear
 from kestrel_ops.reference.mixture_of_experts import mixture_of_experts
 from kestrel_ops.reference.prefill_attention import prefill_attention
 from kestrel_ops.reference.resample import RESAMPLE_WEIGHT_BITS, resample
@@ -21,6 +24,7 @@ from kestrel_ops.shapes import ModelShape, TextShape, VisionShape, has_float8_pr
 __all__ = [
     "RESAMPLE_WEIGHT_BITS",
     "ExpertAdapters",
+    "InvariantMode",
     "Kernels",
     "LowRank",
     "ModelShape",
@@ -28,7 +32,11 @@ __all__ = [
     "VisionShape",
     "add_low_rank",
     "decode_attention",
+    "depends_on_place",
     "has_float8_product",
+    "invariant_attention",
+    "invariant_attention_bytes",
+    "invariant_linear",
     "mixture_of_experts",
     "prefill_attention",
     "resample",

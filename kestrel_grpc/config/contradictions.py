@@ -22,6 +22,8 @@ def contradictions(config: ServerConfig) -> Iterator[str]:
         yield "--max-receiving-bytes: must be at least --max-message-bytes"
     if config.reflection == "token" and config.tokens is None:
         yield "--reflection token: needs --tokens"
+    if config.deterministic:
+        yield from _contradictions_of_determinism(config)
     for name in ("triton_port", "triton_shared_memory"):
         if getattr(config, name) is not None and not config.triton:
             yield f"{flag_name(name)}: needs --triton"
@@ -35,6 +37,18 @@ def contradictions(config: ServerConfig) -> Iterator[str]:
         yield f"--host {config.host}: {advice.format(' or --tls-certificate')}"
     if config.admin_port is not None and not _is_loopback(config.admin_host):
         yield f"--admin-host {config.admin_host}: {advice.format('')}"
+
+
+def _contradictions_of_determinism(config: ServerConfig) -> Iterator[str]:
+    if config.adapters is not None or config.adapter_repositories:
+        yield "--deterministic: takes no adapters"
+    for name in ("text_path", "vision_path"):
+        if getattr(config, name) not in ("auto", "plain"):
+            yield f"{flag_name(name)}: --deterministic has a path of its own"
+    if config.precision == "float8":
+        yield "--precision float8: --deterministic has no products in float8"
+    if config.cuda_graphs:
+        yield "--cuda-graphs: not with --deterministic"
 
 
 def _is_loopback(host: str) -> bool:

@@ -172,6 +172,12 @@ class ServerConfig:
         "number format of the weights of experts, as Moondream 3 has them: float8, to which they are rounded while "
         "they are loaded, or auto: as the checkpoint",
     )
+    deterministic: bool = option_field(
+        False,
+        on_or_off,
+        "whether answers have the same bits in any batch, on a CPU, and slower",
+        default_text="off",
+    )
     cuda_graphs: bool | None = option_field(
         None,
         on_or_off,
@@ -439,6 +445,7 @@ class ServerConfig:
             vision_path=self.vision_path,
             kv_dtype=self.kv_dtype,
             expert_dtype=self.expert_dtype,
+            deterministic=self.deterministic,
             cuda_graphs=self.cuda_graphs,
             kernels=self.kernels or (),
             max_batch_size=self.max_batch_size,

@@ -11,6 +11,7 @@ from kestrel_ops import LowRank, reference
 
 WAITING = {
     "add_low_rank",
+    "invariant_attention",
     "mixture_of_experts",
     "prefill_attention",
     "rotary_decode_attention",
@@ -55,6 +56,8 @@ OPERANDS = {
         *(blank(3, 16), blank(32, 16), None, blank(32), blank(32), 1e-5),
         *(16, blank(3, 16), blank(3, 16)),
     ),
+    "invariant_attention": lambda: (blank(6, 2, 8), *pages(), ints(3, 2), ints(4), ints(3), ints(3)),
+    "invariant_linear": lambda: (blank(6, 16), blank(9, 16), blank(9)),
     "layer_norm_linear": lambda: (blank(6, 16), blank(16), blank(16), 1e-5, blank(4, 16), blank(4)),
     "mixture_of_experts": lambda: (blank(6, 16), blank(6, 4), blank(4, 32, 16), blank(4, 16, 16), 2),
     "philox_uniform": lambda: (longs(3), longs(3)),

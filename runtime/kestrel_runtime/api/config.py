@@ -31,6 +31,9 @@ class EngineConfig:
     expert_dtype: str = "auto"
     """The type of the experts' weights: float8, to which they are rounded while they are loaded, or auto: the
     checkpoint's float8, else the model's."""
+    deterministic: bool = False
+    """Whether an answer has the same bits in any batch, however its prompt is divided, and whatever is cached. Runs
+    paths of its own, which are slower, on a CPU, and takes no adapters."""
     cuda_graphs: bool | None = None
     """Whether work on the device is recorded once and replayed; None: on CUDA with a fused text path."""
     kernels: tuple[tuple[str, str], ...] = ()

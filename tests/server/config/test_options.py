@@ -259,3 +259,20 @@ def test_a_replaced_option_is_refused_in_the_file_and_among_named_values_too(tmp
     assert caught.value.problems == (f"{file}: kv_fraction: is no option; use memory_utilization",)
     with pytest.raises(ConfigurationError, match="--kv-fraction: is no option; use --memory-utilization"):
         named_values(["kv-fraction=0.3"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--adapters", "/somewhere"), "takes no adapters"),
+        (("--text-path", "fused"), "--text-path: --deterministic has a path of its own"),
+        (("--vision-path", "calibrated-float8"), "--vision-path: --deterministic has a path of its own"),
+        (("--precision", "float8"), "--precision float8"),
+        (("--cuda-graphs", "on"), "--cuda-graphs"),
+    ],
+)
+def test_determinism_contradicts_what_depends_on_the_batch(arguments: tuple[str, str], complaint: str) -> None:
+    with pytest.raises(ConfigurationError, match=complaint):
+        parse("--deterministic", "on", *arguments)
+    assert parse("--deterministic", "on").engine_config().deterministic
+    assert not parse().engine_config().deterministic

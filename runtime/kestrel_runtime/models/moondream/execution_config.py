@@ -13,8 +13,10 @@ from kestrel_runtime.models.moondream.config import VisionConfig
 from kestrel_runtime.models.moondream.kernel_shapes import model_shape
 from kestrel_runtime.models.moondream.model import Moondream
 
-TextPathName = Literal["plain", "fused", "fused-float8"]
-VisionPathName = Literal["plain", "fused", "fused-float8", "calibrated-float8"]
+TextPathName = Literal["plain", "invariant", "fused", "fused-float8"]
+VisionPathName = Literal["plain", "invariant", "fused", "fused-float8", "calibrated-float8"]
+UNFUSED = ("plain", "invariant")
+"""The paths on plain torch."""
 
 _log = logging.getLogger(__name__)
 
@@ -38,6 +40,8 @@ class ExecutionConfig:
         `CheckpointError` if the model or the device does not allow a setting that `config` names.
         """
         is_cuda = device_type == "cuda"
+        if config.deterministic:
+            return cls._invariant(config, device_type)
         default = "fused" if is_cuda else "plain"
         text = cast("TextPathName", default if config.text_path == "auto" else config.text_path)
         vision = cast("VisionPathName", default if config.vision_path == "auto" else config.vision_path)
@@ -58,6 +62,27 @@ class ExecutionConfig:
             resizes_images=is_cuda if config.resize_on_device is None else config.resize_on_device,
             kernels=kernels,
         )
+
+    @classmethod
+    def _invariant(cls, config: EngineConfig, device_type: str) -> ExecutionConfig:
+        """The paths whose bits do not depend on the batch. Raises `CheckpointError` for what they cannot do."""
+        if device_type == "cuda":
+            raise CheckpointError(
+                "--deterministic runs on a CPU alone: on a CUDA device no path of this version gives a request the "
+                "same bits in every batch"
+            )
+        for option, path in (("--text-path", config.text_path), ("--vision-path", config.vision_path)):
+            if path not in ("auto", "plain"):
+                raise CheckpointError(f"--deterministic has a path of its own, which {option} {path} contradicts")
+        if config.cuda_graphs:
+            raise CheckpointError("--deterministic runs without CUDA graphs")
+        if config.has_adapters:
+            raise CheckpointError("--deterministic takes no adapters: their products depend on the batch")
+        try:
+            kernels = Kernels.select(device_type, dict(config.kernels))
+        except ValueError as error:
+            raise CheckpointError(str(error)) from error
+        return cls("invariant", "invariant", with_graphs=False, resizes_images=False, kernels=kernels)
 
 
 def _vision_in_float8(config: VisionConfig) -> VisionPathName:

@@ -143,7 +143,7 @@ class MoondreamExecutor:
 
     def sample(self, hidden: Tensor, inputs: PrefillInputs | DecodeInputs) -> Tensor:
         """Float32 [N or B, 4]: id, number of values and values of each sampled token."""
-        work = partial(self._sampler.sample, hidden, inputs.sample_rows, inputs.needs)
+        work = partial(self._sample, hidden, inputs.sample_rows, inputs.needs)
         if isinstance(inputs, DecodeInputs):
             if self._decode_graphs is None:
                 return work()
@@ -154,6 +154,10 @@ class MoondreamExecutor:
 
     def prefill_hidden(self, inputs: PrefillInputs) -> Tensor:
         """[N, dim], before the final LayerNorm."""
+        with self._paths.arithmetic:
+            return self._prefill_hidden(inputs)
+
+    def _prefill_hidden(self, inputs: PrefillInputs) -> Tensor:
         fields, state = inputs.device, self._memory.state
         embeddings = self._model.embed_sampled(
             fields.token_ids, fields.num_values, fields.token_values, inputs.value_kinds
@@ -214,12 +218,20 @@ class MoondreamExecutor:
         return self._prefilled[: inputs.size.num_samples].copy_(self.prefill_hidden(inputs))
 
     def _decode(self, inputs: DecodeInputs) -> Tensor:
-        return self._sampler.sample(self._decode_hidden(inputs), inputs.device.rows, inputs.needs)
+        return self._sample(self._decode_hidden(inputs), inputs.device.rows, inputs.needs)
 
     def _decode_forward(self, inputs: DecodeInputs) -> Tensor:
         return self._decoded[: inputs.size.num_rows].copy_(self._decode_hidden(inputs))
 
+    def _sample(self, hidden: Tensor, rows: Tensor, needs: SampleNeeds) -> Tensor:
+        with self._paths.arithmetic:
+            return self._sampler.sample(hidden, rows, needs)
+
     def _decode_hidden(self, inputs: DecodeInputs) -> Tensor:
+        with self._paths.arithmetic:
+            return self._decode_step(inputs)
+
+    def _decode_step(self, inputs: DecodeInputs) -> Tensor:
         rows, positions, new_pages = inputs.device
         state, cache = self._memory.state, self._memory.cache
         state.add_pages(rows, positions, new_pages, cache.page_size)
@@ -277,7 +289,7 @@ class MoondreamExecutor:
             rows = self._blank_prefill(size).device.sample_rows
             hidden = self._prefilled[:num_samples]
             for needs in (*_TEXT_NEEDS, *_SPATIAL_NEEDS):
-                yield (num_samples, needs), partial(self._sampler.sample, hidden, rows, needs)
+                yield (num_samples, needs), partial(self._sample, hidden, rows, needs)
 
     def _sample_counts(self) -> list[int]:
         """The numbers of tokens that prefill graphs sample, in ascending order."""

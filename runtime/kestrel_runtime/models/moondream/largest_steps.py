@@ -13,11 +13,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from kestrel_ops import invariant_attention_bytes
 from kestrel_runtime.api.config import MIB
 from kestrel_runtime.execution.buckets import PrefillSize
 from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.execution.step_inputs import InputBuffers, PackedChunks, fill_blank_prefill
 from kestrel_runtime.models.moondream.config import MoondreamConfig
+from kestrel_runtime.models.moondream.invariant_path import InvariantText
 from kestrel_runtime.models.moondream.model import Moondream
 from kestrel_runtime.models.moondream.model_paths import ModelPaths
 from kestrel_runtime.models.moondream.text_path import FusedText
@@ -35,6 +37,9 @@ def step_bytes(model: Moondream, paths: ModelPaths, bounds: StepBounds, page_siz
     for lack of memory.
     """
     estimate = estimated_step_bytes(model.config, bounds, model.dtype.itemsize)
+    if isinstance(paths.text, InvariantText):
+        text = model.config.text
+        return estimate + invariant_attention_bytes(text.n_heads, text.head_dim, page_size)
     if model.device.type != "cuda" or not isinstance(paths.text, FusedText):
         return estimate
     try:

@@ -6,18 +6,24 @@ are converted, and the key-value cache is sized afterwards. Knows no pages and n
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+from torch import nn
+
+from kestrel_ops import InvariantMode, depends_on_place, invariant_linear
 from kestrel_runtime.api.errors import CheckpointError
 from kestrel_runtime.models.moondream.calibrated_vision import CalibratedVision
 from kestrel_runtime.models.moondream.calibration import calibration_tiles
-from kestrel_runtime.models.moondream.execution_config import ExecutionConfig
+from kestrel_runtime.models.moondream.execution_config import UNFUSED, ExecutionConfig
 from kestrel_runtime.models.moondream.fused_vision import FusedVision
+from kestrel_runtime.models.moondream.invariant_path import InvariantText, InvariantVision
 from kestrel_runtime.models.moondream.model import Moondream
 from kestrel_runtime.models.moondream.text_path import FusedText, PlainText, TextPath
 from kestrel_runtime.models.moondream.vision import VisionModel
 
+Vision = VisionModel | FusedVision | InvariantVision
 _PRECISIONS: dict[str, Literal["model", "float8"]] = {"fused": "model", "fused-float8": "float8"}
 
 
@@ -26,10 +32,12 @@ class ModelPaths:
     """The paths of text and images through one model on its device."""
 
     text: TextPath
-    vision: VisionModel | FusedVision
+    vision: Vision
     captures_prefill: bool
     """Whether CUDA graphs can capture prefill steps."""
     captures_encode: bool
+    arithmetic: AbstractContextManager[Any]
+    """Entered for every step of text: an `InvariantMode`, or nothing."""
 
     @classmethod
     def of(
@@ -44,14 +52,29 @@ class ModelPaths:
         return cls(
             _text(model, paths, max_batch_size, frees_originals=frees_originals),
             _vision(model, paths, frees_originals=frees_originals),
-            captures_prefill=paths.text != "plain",
-            captures_encode=paths.vision != "plain",
+            captures_prefill=paths.text not in UNFUSED,
+            captures_encode=paths.vision not in UNFUSED,
+            arithmetic=_arithmetic(model, paths),
         )
+
+
+def _arithmetic(model: Moondream, paths: ExecutionConfig) -> AbstractContextManager[Any]:
+    if paths.text != "invariant":
+        return nullcontext()
+    layers = [part for part in (*model.text.modules(), *model.region.modules()) if isinstance(part, nn.Linear)]
+    examples = {tuple(layer.weight.shape): layer.weight for layer in layers}.values()
+    if any(depends_on_place(invariant_linear, weight) for weight in examples):
+        raise CheckpointError(
+            "--deterministic: with this version of torch on this machine, a product depends on the place of its row"
+        )
+    return InvariantMode(invariant_linear)
 
 
 def _text(model: Moondream, paths: ExecutionConfig, max_batch_size: int, *, frees_originals: bool) -> TextPath:
     if paths.text == "plain":
         return PlainText(model.text)
+    if paths.text == "invariant":
+        return InvariantText(model.text)
     return FusedText(
         model.text,
         paths.kernels,
@@ -61,9 +84,11 @@ def _text(model: Moondream, paths: ExecutionConfig, max_batch_size: int, *, free
     )
 
 
-def _vision(model: Moondream, paths: ExecutionConfig, *, frees_originals: bool) -> VisionModel | FusedVision:
+def _vision(model: Moondream, paths: ExecutionConfig, *, frees_originals: bool) -> Vision:
     if paths.vision == "plain":
         return model.vision
+    if paths.vision == "invariant":
+        return InvariantVision(model.vision)
     if paths.vision != "calibrated-float8":
         return FusedVision(model.vision, paths.kernels, _PRECISIONS[paths.vision], frees_originals=frees_originals)
     tiles = calibration_tiles(model.config.vision, model.device)

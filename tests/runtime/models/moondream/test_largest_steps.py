@@ -128,6 +128,9 @@ def test_on_the_host_it_is_estimated(moondream2: LoadedModel, monkeypatch: pytes
     monkeypatch.setattr(largest_steps, "peak_bytes", lambda _: pytest.fail("measured"))
     estimate = estimated_step_bytes(moondream2.model.config, BOUNDS, 4)
     assert step_bytes(moondream2.model, fused_paths(moondream2), BOUNDS, 16, torch.float32) == estimate > 0
+    config = EngineConfig(deterministic=True)
+    paths = ModelPaths.of(moondream2.model, ExecutionConfig.of(config, "cpu", moondream2.model), max_batch_size=4)
+    assert step_bytes(moondream2.model, paths, BOUNDS, 16, torch.float32) > estimate, "attention has its own memory"
 
 
 @pytest.mark.parametrize("larger", [StepBounds(3, 777_777, 5), StepBounds(3, 256, 5_555)], ids=["prompts", "tiles"])

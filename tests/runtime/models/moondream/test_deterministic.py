@@ -1,0 +1,137 @@
+"""With `deterministic` an answer has the same bytes alone, in any batch, after a preemption and after a hit.
+
+What is compared are the ids of the tokens and their logprobs, with those of the likeliest others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.errors import CheckpointError
+from kestrel_runtime.api.events import Finished, QueryOutput
+from kestrel_runtime.api.requests import Query, SamplingParams
+from kestrel_runtime.engine.engine import LocalEngine
+from kestrel_runtime.scheduling.scheduler import Scheduler
+from tests.reference_fixtures import MD2_SMALL, MD3_SMALL
+
+NUM_REQUESTS = 12
+EOS = 0
+IMAGE = (MD3_SMALL / "image_1_64x64.png").read_bytes()
+Answer = tuple[Any, ...]
+
+
+def request(number: int, image: bytes | None = None) -> Query:
+    """Prompts of 1 to 16 sentences, with answers of 44 to 5 tokens, some drawn and some greedy."""
+    sampling = SamplingParams(
+        temperature=(0.0, 1.0, 3.0)[number % 3],
+        top_p=1.0,
+        max_tokens=44 - 13 * (number % 4),
+        seed=number,
+        logprobs=3,
+        logit_bias=((EOS, -100.0),),
+    )
+    return Query("What may this be? " * (1 + 5 * (number % 4)), image, sampling=sampling)
+
+
+@asynccontextmanager
+async def engine(model: Any, **options: Any) -> AsyncIterator[LocalEngine]:
+    chosen = {"max_batch_size": 16, "deterministic": True, **options}
+    config = EngineConfig(model=str(model), device="cpu", **chosen)
+    engine = await asyncio.to_thread(LocalEngine.start, config)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+async def answer(engine: LocalEngine, number: int, image: bytes | None = None) -> Answer:
+    finished: Finished = await engine.submit(request(number, image)).result()
+    assert isinstance(finished.output, QueryOutput)
+    assert finished.output.logprobs is not None
+    return tuple((token.id, token.logprob, token.top) for token in finished.output.logprobs)
+
+
+async def together(engine: LocalEngine, *, seed: int = 0) -> list[Answer]:
+    """All answers, asked for in a random order in bursts that overlap."""
+    chance = random.Random(seed)
+    tasks: dict[int, asyncio.Task[Answer]] = {}
+    for number in chance.sample(range(NUM_REQUESTS), k=NUM_REQUESTS):
+        tasks[number] = asyncio.create_task(answer(engine, number))
+        if chance.random() < 0.4:
+            await tasks[number]  # the others that run go on meanwhile
+    return [await tasks[number] for number in range(NUM_REQUESTS)]
+
+
+async def alone(model: Any, **options: Any) -> list[Answer]:
+    async with engine(model, prefix_cache=False, **options) as quiet:
+        return [await answer(quiet, number) for number in range(NUM_REQUESTS)]
+
+
+@pytest.fixture(scope="module")
+def wanted() -> list[Answer]:
+    return asyncio.run(alone(MD3_SMALL, dtype="float32"))
+
+
+async def test_text_has_the_same_bytes_alone_and_in_any_batch(wanted: list[Answer]) -> None:
+    assert len(set(wanted)) == NUM_REQUESTS
+    async with engine(MD3_SMALL, dtype="float32") as busy:
+        for seed in range(2):  # the second time much is cached
+            assert await together(busy, seed=seed) == wanted
+
+
+async def test_so_it_has_in_bfloat16_without_experts() -> None:
+    wanted = await alone(MD2_SMALL, dtype="bfloat16")
+    async with engine(MD2_SMALL, dtype="bfloat16") as busy:
+        assert await together(busy) == wanted
+
+
+async def test_text_has_the_same_bytes_in_small_chunks(wanted: list[Answer]) -> None:
+    async with engine(MD3_SMALL, dtype="float32", max_prefill_tokens=7, max_batch_size=5) as busy:
+        assert await together(busy) == wanted
+
+
+async def test_text_has_the_same_bytes_after_preemptions(
+    wanted: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preempted: list[object] = []
+    preempt = Scheduler._preempt  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(Scheduler, "_preempt", lambda self, each: (preempted.append(each), preempt(self, each)))
+    few = {"page_size": 4, "num_kv_pages": 188, "max_batch_size": 36, "prefix_cache": False}
+    async with engine(MD3_SMALL, dtype="float32", **few) as busy:
+        numbers = [*range(NUM_REQUESTS)] * 3
+        assert await asyncio.gather(*(answer(busy, number) for number in numbers)) == wanted * 3
+    assert preempted
+
+
+async def test_answers_about_images_have_the_same_bytes_with_and_without_their_pages() -> None:
+    numbers = (2, 3)
+    async with engine(MD3_SMALL, dtype="float32", prefix_cache=False) as quiet:
+        wanted = [await answer(quiet, number, IMAGE) for number in numbers]
+    async with engine(MD3_SMALL, dtype="float32") as busy:
+        texts = [asyncio.create_task(answer(busy, number)) for number in range(4)]
+        for _ in range(2):
+            assert await asyncio.gather(*(answer(busy, number, IMAGE) for number in numbers)) == wanted
+        await asyncio.gather(*texts)
+        assert busy.load().prefix_cache.num_hits > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"text_path": "fused"}, "--text-path fused"),
+        ({"vision_path": "fused-float8"}, "--vision-path fused-float8"),
+        ({"adapters": "/somewhere"}, "adapters"),
+        ({"cuda_graphs": True}, "CUDA graphs"),
+    ],
+)
+async def test_what_depends_on_the_batch_is_refused(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(CheckpointError, match=reason):
+        async with engine(MD3_SMALL, **options):
+            pass
