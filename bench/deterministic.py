@@ -76,7 +76,12 @@ async def answers(engine: LocalEngine, asked: Sequence[Request], num_at_once: in
 
     with noted_tokens() as tokens:
         await closed_loop(engine, (asked[number] for number in order), num_at_once, check)
-        return {number: _told(request, tokens[number]) for number, request in enumerate(asked)}
+        return {number: _told(request, tokens[_seed(request)]) for number, request in enumerate(asked)}
+
+
+def _seed(request: Request) -> int:
+    assert request.sampling.seed is not None, "given by _with_sampling"
+    return request.sampling.seed
 
 
 def _told(request: Request, tokens: Sequence[Token]) -> tuple[Token, ...]:
