@@ -175,7 +175,7 @@ class ServerConfig:
     deterministic: bool = option_field(
         False,
         on_or_off,
-        "whether answers have the same bits in any batch, on a CPU, and slower",
+        "whether an answer has the same bits in any batch and whatever is cached, on a CPU, and slower: on or off",
         default_text="off",
     )
     cuda_graphs: bool | None = option_field(
