@@ -26,7 +26,7 @@ from training.questions import ask
 from training.scenes import HELD_OUT_SEED, Scene, make_scene
 from training.scoring import normalised
 
-NUM_SCENES = 8
+NUM_SCENES = 5
 MAX_SHIPPED_BYTES = 200_000
 UNCHANGED = ("count", "shape", "relation", "presence", "place")
 
