@@ -85,7 +85,8 @@ class ModelFamily(Protocol):
         """Prepare a loaded model to run with `config`, in steps within `bounds`.
 
         With `owns_model` the model has no other user, so weights may be freed once the prepared model has copied
-        them. Raises `CheckpointError` if the model cannot run with `config`.
+        them. Raises `CheckpointError` if the model cannot run with `config`. A family without paths of its own for
+        `EngineConfig.deterministic` must refuse it here: nothing else does.
         """
         ...
 
