@@ -111,6 +111,7 @@ def hostile_constraints() -> dict[str, Constraint]:
             "type": "string",
             "allOf": [{"pattern": f"(a|b)*a(a|b){{{k}}}"} for k in range(16)],
         },
+        "8 patterns at once": {"allOf": [{"pattern": f"(a|b)*a(a|b){{{k}}}"} for k in range(8)]},
         "overlapping patterns": {"patternProperties": {f"^a{{0,{k}}}b.*": {} for k in range(60)}},
     }
     patterns = {

@@ -39,7 +39,7 @@ class ConstraintCompiler:
         self._num_threads = 0
         # A mask of an answer takes a few milliseconds at most, and an answer some 20 MB.
         self._limits = llguidance.LLParserLimits(
-            max_items_in_row=2_000,
+            max_items_in_row=4_000,
             initial_lexer_fuel=500_000,
             step_lexer_fuel=50_000,
             step_max_items=10_000,

@@ -22,7 +22,7 @@ MAX_PROPERTIES = 512
 """Of all objects of a schema together."""
 MAX_ALTERNATIVES = 256
 """In all lists of `anyOf` and `oneOf` together."""
-MAX_ALL_OF = 16
+MAX_ALL_OF = 8
 """Schemas in one list of `allOf`."""
 MAX_COMBINATIONS = 64
 """Of alternatives that must hold together, or within each other."""
