@@ -56,7 +56,7 @@ def test_scales_belong_to_the_columns_of_any_plan(plan):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("num_bytes", [512, 4096])
+@pytest.mark.parametrize("num_bytes", [2048, 8192])
 def test_one_token_is_the_same_by_its_own_kernels(dtype, num_bytes):
     layer = a_layer(1, dtype)
     plan = plans.OneTokenPlan(num_bytes, num_bytes, 4)

@@ -70,7 +70,7 @@ class Experts:
 
 
 @every_implementation
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_it_is_the_weighted_sum_written_out(mixture_of_experts, seed):
     draw = random.Random(seed)
@@ -167,7 +167,7 @@ def test_one_expert_may_have_every_token_and_others_none(mixture_of_experts, num
 
 
 @every_implementation
-@pytest.mark.parametrize("num_tokens", [1, 33])
+@pytest.mark.parametrize("num_tokens", [1, 19])
 @pytest.mark.parametrize("is_float8", [False, True])
 def test_every_run_gives_the_same_bits(mixture_of_experts, num_tokens, is_float8):
     experts = Experts(mixture_of_experts, num_tokens=num_tokens, dim=32, inner=16)
@@ -177,7 +177,7 @@ def test_every_run_gives_the_same_bits(mixture_of_experts, num_tokens, is_float8
     else:
         experts.shorten()
     first = experts.run()
-    assert all(torch.equal(experts.run(), first) for _ in range(3))
+    assert all(torch.equal(experts.run(), first) for _ in range(2))
 
 
 @every_implementation
