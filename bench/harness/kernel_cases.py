@@ -51,6 +51,8 @@ def cases(seed: int) -> Iterator[Case]:
         _fixed_scales,
         _mixture_of_experts,
         _add_low_rank,
+        _layer_norm_linear,
+        _tau_scales,
         _resample,
         _philox_uniform,
     ):
@@ -376,6 +378,32 @@ def _philox_uniform(draw: random.Random) -> Case:
         return [function(*_on(device, seeds, counters))]
 
     return Case("philox_uniform", f"{count} rows", run, 0.0)
+
+
+def _layer_norm_linear(draw: random.Random) -> Case:
+    count, dim, outputs = draw.choice((1, 2, 5, 65)), max(_width(draw), 2), draw.choice((1, 7, 8, 64))
+    dtype = draw.choice((torch.float32, torch.bfloat16))
+    operands = [_rows(draw, count, dim), 1 + _rows(draw, dim, size=0.1, dtype=dtype), _rows(draw, dim, dtype=dtype)]
+    linear = [_rows(draw, outputs, dim, dtype=dtype, size=dim**-0.5), _rows(draw, outputs, dtype=dtype)]
+
+    def run(function: Callable[..., Any], device: torch.device) -> list[Tensor]:
+        return list(function(*_on(device, *operands), _EPSILON, *_on(device, *linear)))
+
+    return Case("layer_norm_linear", f"{count} x {dim} to {outputs} {_short(dtype)}", run, TOLERANCES[dtype])
+
+
+def _tau_scales(draw: random.Random) -> Case:
+    count, width, heads = draw.choice((1, 2, 5, 65)), _width(draw), draw.choice((1, 3, 8, 32))
+    dtype = draw.choice((torch.float32, torch.bfloat16))
+    packed = _rows(draw, count, width, dtype=dtype)
+    positions = torch.tensor([draw.randint(-1, 4000) for _ in range(count)])
+    weights = [_rows(draw, heads, width, dtype=dtype, size=width**-0.5) for _ in range(2)]
+    alpha = _rows(draw, heads, dtype=dtype)
+
+    def run(function: Callable[..., Any], device: torch.device) -> list[Tensor]:
+        return list(function(*_on(device, packed, positions, *weights, alpha)))
+
+    return Case("tau_scales", f"{count} x {width} for {heads} heads {_short(dtype)}", run, TOLERANCES[dtype])
 
 
 def _resample(draw: random.Random) -> Case:

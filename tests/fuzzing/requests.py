@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any
 from urllib.parse import quote
@@ -20,9 +20,12 @@ from kestrel_grpc.images.image_uris import allowed_target, parse_hosts
 from kestrel_grpc.images.stored_images import ImageHandle
 from kestrel_grpc.wire.errors import CallFailure, describe
 from kestrel_runtime.api.config import EngineConfig
-from kestrel_runtime.api.errors import InvalidRequest
+from kestrel_runtime.api.errors import InvalidRequest, Overloaded
 from kestrel_runtime.api.requests import Request
+from kestrel_runtime.constraints.compiler import ConstraintCompiler
+from kestrel_runtime.constraints.vocabulary import new_vocabulary
 from kestrel_runtime.engine.preprocessing import Preprocessor
+from kestrel_runtime.engine.recent.matchers import Matchers
 from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.scheduling.sequence import SequenceClock
 from tests.fuzzing.images import damaged, images
@@ -93,6 +96,8 @@ def parse(method: str, data: bytes) -> str:
         prepare(request)
     except InvalidRequest as error:
         return told(error)
+    except Overloaded as error:  # a constraint that a busy machine does not compile in time
+        return told(error, more_reasons=frozenset({"QUEUE_FULL"}))
     return "prepared"
 
 
@@ -165,8 +170,10 @@ _SCALARS: Mapping[int, st.SearchStrategy[Any]] = MappingProxyType(
 @lru_cache
 def _preprocessor() -> Preprocessor:
     loaded = LoadedModel.load(EngineConfig())
+    vocabulary = partial(new_vocabulary, loaded.tokenizer, loaded.model.config.vocab_size)
     return new_preprocessor(
         loaded,
+        matchers=Matchers(ConstraintCompiler(vocabulary)),
         max_context=_MAX_CONTEXT + loaded.model.config.vision.num_image_tokens,
         max_image_pixels=_MAX_PIXELS,
     )
