@@ -29,7 +29,8 @@ def test_a_server_that_keeps_up_is_asked_for_more_and_more():
 
 
 def test_a_server_that_answers_too_late_is_asked_for_no_more():
-    (row,) = ramped("--first-token-objective-ms", "0")
+    # An event loop may wake up a millisecond before a request is due, so that its answer comes before that, too.
+    (row,) = ramped("--first-token-objective-ms=-1000")
     assert row.goodput_per_s == 0
     assert row.requests_per_s > 0
 
