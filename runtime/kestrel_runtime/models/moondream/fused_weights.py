@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from kestrel_ops import has_float8_product
+from kestrel_runtime.models.moondream.float8_weights import float8_rows
 from kestrel_runtime.models.moondream.moe import MixtureOfExperts
 from kestrel_runtime.models.moondream.text import Mlp, Tau, TextModel
 
@@ -22,7 +23,6 @@ NUM_WIDE_BLOCKS = 1
 The error of the first block passes through all others, at a point where the residual stream is still small. It is
 about half of the whole error of a prompt in float8 (docs/numerics.md). The error of the last block is negligible.
 """
-_LARGEST_FLOAT8 = torch.finfo(torch.float8_e4m3fn).max
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,7 @@ class Matrix:
         if dtype != torch.float8_e4m3fn:
             stored = weight.to(dtype)
             return cls(stored, None, bias, stored.float().sum(dim=1))
-        scale = (weight.abs().amax(dim=1) / _LARGEST_FLOAT8).clamp_min(torch.finfo(torch.float32).tiny)
-        stored = (weight / scale[:, None]).clamp(-_LARGEST_FLOAT8, _LARGEST_FLOAT8).to(dtype)
+        stored, scale = float8_rows(weight)
         return cls(stored, scale, bias, stored.float().sum(dim=1) * scale)
 
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from kestrel_runtime.execution.transfer import to_device
 from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.models.moondream.config import MoondreamConfig
+from kestrel_runtime.models.moondream.float8_weights import float8_experts
 from kestrel_runtime.models.moondream.region import RegionModel
-from kestrel_runtime.models.moondream.rounded_experts import rounded_to_float8
 from kestrel_runtime.models.moondream.text import TextModel
 from kestrel_runtime.models.moondream.vision import VisionModel
 
@@ -56,7 +56,7 @@ class Moondream(nn.Module):
             tensor = state.pop(name)
             if rounds_experts and (found := _EXPERT_WEIGHTS.fullmatch(name)) and tensor.ndim == _EXPERT_AXES:
                 scales = name.removesuffix("weight") + "scale"
-                placed[name], placed[scales], error = rounded_to_float8(tensor.to(device))
+                placed[name], placed[scales], error = float8_experts(tensor.to(device))
                 model.expert_errors.setdefault(int(found[1]), []).append(error)
                 continue
             keeps_type = tensor.dtype == torch.float8_e4m3fn or name.endswith(".scale")

@@ -1,4 +1,4 @@
-"""Rounds the weights of experts to float8 while a checkpoint is loaded, and measures what that changes."""
+"""Rounds weights to float8, each row to a scale of its own."""
 
 from __future__ import annotations
 
@@ -9,21 +9,26 @@ _LARGEST_FLOAT8 = torch.finfo(torch.float8_e4m3fn).max
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
+def float8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A float32 matrix [N, K] as float8_e4m3fn, and a scale for each row, float32 [N]. A row of zeros stays zero."""
+    scale = (weight.abs().amax(dim=1) / _LARGEST_FLOAT8).clamp_min(_SMALLEST_SCALE)
+    stored = (weight / scale[:, None]).clamp(-_LARGEST_FLOAT8, _LARGEST_FLOAT8).to(torch.float8_e4m3fn)
+    return stored, scale
+
+
 @torch.no_grad()
-def rounded_to_float8(weight: Tensor) -> tuple[Tensor, Tensor, float]:
+def float8_experts(weight: Tensor) -> tuple[Tensor, Tensor, float]:
     """Weights [experts, out, in] as float8_e4m3fn, the scale of each row, float32 [experts, out], and the error.
 
     The error is the root of the mean square of what rounding changes, divided by that of the weights: about 0.026
-    for normally distributed weights. A row of zeros stays zero. One expert at a time, so that little is in float32.
+    for normally distributed weights. One expert at a time, so that little is in float32.
     """
     rounded = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
     scales = torch.empty(weight.shape[:2], dtype=torch.float32, device=weight.device)
     changed = total = torch.zeros((), dtype=torch.float64, device=weight.device)
     for number, expert in enumerate(weight):
         wide = expert.float()
-        scale = (wide.abs().amax(dim=1) / _LARGEST_FLOAT8).clamp_min(_SMALLEST_SCALE)
-        short = (wide / scale[:, None]).clamp(-_LARGEST_FLOAT8, _LARGEST_FLOAT8).to(torch.float8_e4m3fn)
-        rounded[number], scales[number] = short, scale
+        rounded[number], scales[number] = short, scale = float8_rows(wide)
         changed = changed + (short.float() * scale[:, None] - wide).double().square().sum()
         total = total + wide.double().square().sum()
     return rounded, scales, (changed / total).sqrt().item() if total else 0.0
