@@ -10,7 +10,7 @@ _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
 def float8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A float32 matrix [N, K] as float8_e4m3fn, and a scale for each row, float32 [N]. A row of zeros stays zero."""
+    """A float32 matrix [N, K] as float8_e4m3fn, and a scale for each row, float32 [N]. Rows of zeros stay zeros."""
     scale = (weight.abs().amax(dim=1) / _LARGEST_FLOAT8).clamp_min(_SMALLEST_SCALE)
     stored = (weight / scale[:, None]).clamp(-_LARGEST_FLOAT8, _LARGEST_FLOAT8).to(torch.float8_e4m3fn)
     return stored, scale
