@@ -16,7 +16,7 @@ from kestrel_runtime.execution.step_runner import StepHandle, StepRunner
 
 _METHODS: Mapping[str, tuple[type, str]] = MappingProxyType(
     {
-        "encode": (StepRunner, "_encode"),
+        "encode": (StepRunner, "_copy_and_encode"),
         "prefill": (StepRunner, "_prefill"),
         "decode": (StepRunner, "_decode"),
         "wait": (StepHandle, "wait"),

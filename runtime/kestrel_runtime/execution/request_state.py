@@ -19,6 +19,7 @@ from torch import Tensor
 from kestrel_runtime.execution.logits import logit_adjustments
 from kestrel_runtime.execution.logits.allowed_tokens import AllowedTokens
 from kestrel_runtime.execution.logits.logit_adjustments import AdjustmentSettings, LogitAdjustments
+from kestrel_runtime.execution.logits.sample_needs import SampleNeeds
 from kestrel_runtime.execution.transfer import PackedLayout, StagedCopies
 from kestrel_runtime.interfaces.token_grammar import Grammar
 from kestrel_runtime.scheduling import sequence as scheduling
@@ -48,15 +49,7 @@ class RowState(NamedTuple):
 class RowNeeds(NamedTuple):
     """What any of several rows needs of a step."""
 
-    value_kinds: int
-    """Bit mask of the kinds of values that may be sampled."""
-    is_random: bool
-    is_controlled: bool
-    """Whether one has `Sequence.controls`."""
-    with_logprobs: bool
-    """Whether one has `Sequence.num_logprobs`."""
-    is_restricted: bool
-    """Whether one has `Sequence.matcher`."""
+    sampling: SampleNeeds
     uses_adapters: bool
 
 
@@ -205,14 +198,14 @@ class RequestState:
         flags, row_of, found = self._flags, self._row_of, 0
         for sequence in sequences:  # in every step, for every sequence
             found |= flags[row_of[sequence.id]]
-        return RowNeeds(
-            found >> _NUM_FLAGS,
+        sampling = SampleNeeds(
             bool(found & _IS_RANDOM),
+            found >> _NUM_FLAGS,
             bool(found & _IS_CONTROLLED),
             bool(found & _WITH_LOGPROBS),
             bool(found & _IS_RESTRICTED),
-            bool(found & _USES_ADAPTERS),
         )
+        return RowNeeds(sampling, bool(found & _USES_ADAPTERS))
 
     def rows(self, sequences: Iterable[scheduling.Sequence]) -> list[int]:
         """The rows of sequences that have one."""

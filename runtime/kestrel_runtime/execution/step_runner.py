@@ -23,8 +23,8 @@ from kestrel_runtime.execution.cuda_stream import CudaStream
 from kestrel_runtime.execution.executor import DeviceMemory, Executor, GraphCapture
 from kestrel_runtime.execution.graph_capture import StreamCapture
 from kestrel_runtime.execution.kv_cache import KVCache
-from kestrel_runtime.execution.logits.sampling import SampleNeeds, TokenRules
-from kestrel_runtime.execution.request_state import RequestState, RowNeeds
+from kestrel_runtime.execution.logits.sampling import TokenRules
+from kestrel_runtime.execution.request_state import RequestState
 from kestrel_runtime.execution.step_inputs import (
     DecodeInputs,
     InputBuffers,
@@ -36,7 +36,7 @@ from kestrel_runtime.execution.step_inputs import (
 from kestrel_runtime.execution.transfer import to_device
 from kestrel_runtime.interfaces.token_grammar import Grammar
 from kestrel_runtime.interfaces.tokens import Token
-from kestrel_runtime.scheduling.batch import Batch, Chunk, EncodeItem
+from kestrel_runtime.scheduling.batch import Batch, Chunk
 from kestrel_runtime.scheduling.limits import StepBounds
 from kestrel_runtime.scheduling.sequence import Sequence
 
@@ -173,14 +173,17 @@ class StepRunner:
 
         Of a batch that `is_restricted` it is an `UnsampledStep`, which `sample` must take next.
         """
-        is_decode = batch.kind == "decode"
-        stream = self._decode_stream if is_decode else self._prefill_stream
+        stream = self._decode_stream if batch.kind == "decode" else self._prefill_stream
         with stream.entered():
             for handle in after:
                 stream.wait_for(handle.done)
+            inputs = self._inputs_of(batch)
+            if inputs is None:
+                return StepHandle(None, stream, self._shape.values_per_token)
             if batch.is_restricted:
-                return self._forward(batch, stream)
-            output = self._decode(list(batch.decode)) if is_decode else self._encode_and_prefill(batch)
+                hidden, rows = self._executor.forward(inputs), self._state.rows(batch.sampled)
+                return UnsampledStep(hidden, inputs, rows, stream, self._shape.values_per_token)
+            output = self._decode(inputs) if isinstance(inputs, DecodeInputs) else self._prefill(inputs)
             return StepHandle(output, stream, self._shape.values_per_token)
 
     @torch.inference_mode()
@@ -192,22 +195,13 @@ class StepRunner:
             self._state.allowed.write(step.rows, masks)
             step.add(self._executor.sample(step.hidden, step.inputs)[: len(step.rows)], step.stream)
 
-    def _forward(self, batch: Batch, stream: CudaStream) -> UnsampledStep:
-        if batch.kind == "decode":
-            inputs = self._decode_inputs(list(batch.decode))
-        else:
-            self._copy_and_encode(batch)
-            inputs = self._prefill_inputs(list(batch.prefill), list(batch.sampled))
-        rows = self._state.rows(batch.sampled)
-        return UnsampledStep(self._executor.forward(inputs), inputs, rows, stream, self._shape.values_per_token)
-
     @torch.inference_mode()
     def last_hidden(self, batch: Batch) -> Tensor:
         """Run a prefill step without sampling: [prompts that end, dim], before the final LayerNorm."""
         with self._prefill_stream.entered():
-            if batch.encode:
-                self._encode(list(batch.encode))
-            hidden = self._executor.prefill_hidden(self._prefill_inputs(list(batch.prefill), list(batch.sampled)))
+            inputs = self._inputs_of(batch)
+            assert isinstance(inputs, PrefillInputs), "a step with chunks"
+            hidden = self._executor.prefill_hidden(inputs)
         self._prefill_stream.synchronize()  # the caller may read it on another stream
         return hidden
 
@@ -272,23 +266,25 @@ class StepRunner:
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # all of this was launched on no stream in particular
 
-    def _encode_and_prefill(self, batch: Batch) -> Tensor | None:
-        """The tokens sampled after prompts, if there are any."""
+    def _inputs_of(self, batch: Batch) -> PrefillInputs | DecodeInputs | None:
+        """The inputs of a step, behind the copies and the images that come before it; None where that is all."""
+        if batch.kind == "decode":
+            return self._decode_inputs(list(batch.decode))
         self._copy_and_encode(batch)
-        return self._prefill(list(batch.prefill), list(batch.sampled)) if batch.prefill else None
+        return self._prefill_inputs(list(batch.prefill), list(batch.sampled)) if batch.prefill else None
 
     def _copy_and_encode(self, batch: Batch) -> None:
         if batch.copies:
             sources, targets = to_device(list(zip(*batch.copies, strict=True)), torch.int64, self._device)
             self._cache.copy_pages(sources, targets)
         if batch.encode:
-            self._encode(list(batch.encode))
+            self._executor.encode(list(batch.encode))
 
-    def _encode(self, items: list[EncodeItem]) -> None:
-        self._executor.encode(items)
+    def _decode(self, inputs: DecodeInputs) -> Tensor:
+        return self._executor.decode(inputs)[: inputs.num_sampled]
 
-    def _prefill(self, chunks: list[Chunk], sampled: list[Sequence]) -> Tensor | None:
-        inputs = self._prefill_inputs(chunks, sampled)
+    def _prefill(self, inputs: PrefillInputs) -> Tensor | None:
+        """The tokens sampled after prompts, if there are any."""
         if not inputs.size.num_samples:
             self._executor.prefill_hidden(inputs)
             return None
@@ -318,16 +314,9 @@ class StepRunner:
             ),
             in_place=in_place,
         )
-        needs = self._state.needs(chunk.sequence for chunk in chunks)
-        return PrefillInputs(
-            fields,
-            size,
-            kinds,
-            _sampling_part(self._state.needs(sampled)),
-            len(sampled),
-            in_place,
-            needs.uses_adapters,
-        )
+        uses_adapters = self._state.needs(chunk.sequence for chunk in chunks).uses_adapters
+        needs = self._state.needs(sampled).sampling
+        return PrefillInputs(fields, size, kinds, needs, len(sampled), in_place, uses_adapters)
 
     def _first_embedding(self, sequence: Sequence) -> int:
         """The first of a sequence's rows among the image embeddings of all entries, one after the other."""
@@ -343,9 +332,6 @@ class StepRunner:
         fits = size.num_tokens <= largest.num_tokens and size.num_chunks <= largest.num_chunks
         return size if fits else None
 
-    def _decode(self, sequences: list[Sequence]) -> Tensor:
-        return self._executor.decode(self._decode_inputs(sequences))[: len(sequences)]
-
     def _decode_inputs(self, sequences: list[Sequence]) -> DecodeInputs:
         if self._graphs is None:
             size = DecodeSize(len(sequences), max(len(sequence.pages) for sequence in sequences))
@@ -356,13 +342,7 @@ class StepRunner:
         fields = self._inputs.decode(
             size, lambda host: fill_decode(host, sequences, self._state), in_place=self._graphs is not None
         )
-        return DecodeInputs(fields, size, _sampling_part(needs), len(sequences), needs.uses_adapters)
-
-
-def _sampling_part(needs: RowNeeds) -> SampleNeeds:
-    return SampleNeeds(
-        needs.is_random, needs.value_kinds, needs.is_controlled, needs.with_logprobs, needs.is_restricted
-    )
+        return DecodeInputs(fields, size, needs.sampling, len(sequences), needs.uses_adapters)
 
 
 def _token_with_logprobs(row: list[float], first: int) -> Token:

@@ -73,6 +73,8 @@ class Batch(NamedTuple):
     depends_on: frozenset[StepId]
     """Steps of the other kind that the device must complete first and that must be reported first, because they
     compute what this step reads."""
+    is_restricted: bool
+    """Whether a token that it samples needs a mask, which follows from the tokens before."""
 
     @classmethod
     def of_prefill(
@@ -86,7 +88,8 @@ class Batch(NamedTuple):
         chunks = tuple(prefill)
         sampled = tuple(chunk.sequence for chunk in chunks if chunk.num_samples)
         copies = tuple(copy for chunk in chunks if chunk.is_first for copy in chunk.sequence.copies)
-        return cls("prefill", tuple(encode), chunks, (), sampled, copies, after, frozenset())
+        is_restricted = _is_restricted(sampled)
+        return cls("prefill", tuple(encode), chunks, (), sampled, copies, after, frozenset(), is_restricted)
 
     @classmethod
     def of_decode(cls, sequences: Iterable[Sequence] = ()) -> Batch:
@@ -94,7 +97,8 @@ class Batch(NamedTuple):
         prompts."""
         running = tuple(sequences)
         writing = [sequence.writing for sequence in running if sequence.writing]
-        return cls("decode", (), (), running, running, (), frozenset(), frozenset[StepId]().union(*writing))
+        depends_on = frozenset[StepId]().union(*writing)
+        return cls("decode", (), (), running, running, (), frozenset(), depends_on, _is_restricted(running))
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -103,13 +107,12 @@ class Batch(NamedTuple):
         return list(dict.fromkeys([*(part.sequence for part in parts), *self.decode]))
 
     @property
-    def is_restricted(self) -> bool:
-        """Whether a token that it samples needs a mask, which follows from the tokens before."""
-        return any(sequence.matcher is not None for sequence in self.sampled)
-
-    @property
     def is_empty(self) -> bool:
         return not (self.encode or self.prefill or self.decode)
+
+
+def _is_restricted(sampled: tuple[Sequence, ...]) -> bool:
+    return any(sequence.matcher is not None for sequence in sampled)
 
 
 class Plan(NamedTuple):

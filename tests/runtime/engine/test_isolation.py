@@ -3,8 +3,8 @@
 import asyncio
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -29,7 +29,6 @@ from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.execution.request_state import RequestState
 from kestrel_runtime.execution.step_runner import StepRunner
 from kestrel_runtime.models.loaded_model import LoadedModel
-from kestrel_runtime.scheduling.batch import Chunk, EncodeItem
 from kestrel_runtime.scheduling.sequence import Sequence
 from tests.reference_fixtures import MD3_SMALL
 from tests.runtime.models.second_family.small_pictures import PicturesQuery
@@ -43,11 +42,19 @@ POISON = Query(
 )
 SERVING, RECOVERING, DEAD = EngineStatus.SERVING, EngineStatus.RECOVERING, EngineStatus.DEAD
 
-Stage = tuple[type, str]
-ENCODE: Stage = (StepRunner, "_encode")
-PREFILL: Stage = (StepRunner, "_prefill")
-DECODE: Stage = (StepRunner, "_decode")
-SAMPLING: Stage = (RequestState, "needs")
+
+class Stage(NamedTuple):
+    """A method, and the sequences that it works for, by its first argument."""
+
+    owner: type
+    method: str
+    sequences: Callable[[Any], Iterable[Sequence]]
+
+
+ENCODE = Stage(StepRunner, "launch", lambda batch: [item.sequence for item in batch.encode])
+PREFILL = Stage(StepRunner, "launch", lambda batch: [chunk.sequence for chunk in batch.prefill])
+DECODE = Stage(StepRunner, "launch", lambda batch: batch.decode)
+SAMPLING = Stage(RequestState, "needs", list)
 
 
 def bystanders() -> list[Request]:
@@ -63,27 +70,20 @@ def bystanders() -> list[Request]:
     ]
 
 
-def sequences_in(work: object) -> Iterator[Sequence]:
-    if isinstance(work, Sequence):
-        yield work
-    elif isinstance(work, Chunk | EncodeItem):
-        yield work.sequence
-    elif isinstance(work, list):
-        for item in work:
-            yield from sequences_in(item)
-
-
 def watch(monkeypatch: pytest.MonkeyPatch, stages: Iterable[Stage], look: Callable[[list[Sequence]], None]) -> None:
     """Have `look` see who was worked for, after each of the stages: what it raises, the stage raises."""
-    for owner, name in stages:
-        original = getattr(owner, name)
+    for stage in stages:
+        original = getattr(stage.owner, stage.method)
 
-        def patched(self: object, *work: object, original: Callable[..., Any] = original) -> Any:
-            result = original(self, *work)  # the worst case: all is written, and then it fails
-            look([sequence for item in work for sequence in sequences_in(item)])
+        def patched(
+            self: object, work: Any, *rest: Any, stage: Stage = stage, original: Callable[..., Any] = original
+        ) -> Any:
+            result = original(self, work, *rest)  # the worst case: all is written, and then it fails
+            if sequences := list(stage.sequences(work)):
+                look(sequences)
             return result
 
-        monkeypatch.setattr(owner, name, patched)
+        monkeypatch.setattr(stage.owner, stage.method, patched)
 
 
 def poison(

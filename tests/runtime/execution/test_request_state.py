@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kestrel_runtime.api.sampling_params import SamplingParams
+from kestrel_runtime.execution.logits.sample_needs import SampleNeeds
 from kestrel_runtime.execution.request_state import RequestState, RowState
 from kestrel_runtime.interfaces.tokens import Token, TokenRule
 from tests.runtime.sequences import new_sequence
@@ -123,8 +124,8 @@ def test_a_row_opened_anew_forgets_its_pages():
 def test_a_batch_may_sample_the_values_that_any_of_its_sequences_may():
     state, plain, spatial = new_state(), holder([1]), holder([2], rule=SPATIAL)
     state.open([plain, spatial])
-    assert state.needs([plain]).value_kinds == 0
-    assert state.needs([plain, spatial]).value_kinds == 2
+    assert state.needs([plain]).sampling.value_kinds == 0
+    assert state.needs([plain, spatial]).sampling.value_kinds == 2
 
 
 def test_several_sequences_that_start_together_get_their_own_rows_and_leave_others_alone():
@@ -146,9 +147,10 @@ def test_a_step_needs_what_any_of_its_sequences_needs():
     adapted.adapter = Lease()
     bound.matcher = cast(Any, object())
     state.open([plain, random, controlled, logged, adapted, bound])
-    assert state.needs([plain]) == (0, False, False, False, False, False)
-    assert state.needs([plain, random]) == (0, True, False, False, False, False)
-    assert state.needs([controlled]) == (0, False, True, False, False, False)
-    assert state.needs([plain, logged]) == (0, False, False, True, False, False)
-    assert state.needs([plain, bound]) == (0, False, False, False, True, False)
-    assert state.needs([adapted, random]) == (0, True, False, False, False, True)
+    nothing, drawn = SampleNeeds(False, 0), SampleNeeds(True, 0)
+    assert state.needs([plain]) == (nothing, False)
+    assert state.needs([plain, random]) == (drawn, False)
+    assert state.needs([controlled]) == (nothing._replace(is_controlled=True), False)
+    assert state.needs([plain, logged]) == (nothing._replace(with_logprobs=True), False)
+    assert state.needs([plain, bound]) == (nothing._replace(is_restricted=True), False)
+    assert state.needs([adapted, random]) == (drawn, True)

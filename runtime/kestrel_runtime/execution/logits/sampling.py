@@ -11,33 +11,19 @@ it, so that they do not depend on the batch, on preemption, or on failed steps. 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kestrel_ops import sample
 from kestrel_runtime.api.sampling_params import MAX_LOGPROBS
+from kestrel_runtime.execution.logits.sample_needs import SampleNeeds
 from kestrel_runtime.execution.request_state import DrawSettings, RequestState, RowState
 from kestrel_runtime.interfaces.token_grammar import Grammar
 from kestrel_runtime.interfaces.tokens import TokenRule
 
 _MAX_STATES = 64
 _NEVER = -1
-
-
-class SampleNeeds(NamedTuple):
-    """What sampling for a batch may need. What no row needs is not computed. Part of a graph's key."""
-
-    is_random: bool
-    value_kinds: int
-    """Bit mask of the family: kinds of values that tokens may be sampled with, and those that are fed in carry."""
-    is_controlled: bool = False
-    """Whether a row has `Sequence.controls`."""
-    with_logprobs: bool = False
-    """Whether a row has `Sequence.num_logprobs`."""
-    is_restricted: bool = False
-    """Whether a row has `Sequence.matcher`, so that the step samples under masks."""
 
 
 class TokenRules:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kestrel_runtime.execution.logits.sampling import SampleNeeds, TokenRules, TokenSampler
+from kestrel_runtime.execution.logits.sample_needs import SampleNeeds
+from kestrel_runtime.execution.logits.sampling import TokenRules, TokenSampler
 from kestrel_runtime.execution.request_state import RequestState
 from kestrel_runtime.interfaces.token_grammar import Grammar
 from kestrel_runtime.models.moondream.config import TokenizerConfig

@@ -14,7 +14,8 @@ import torch
 
 from kestrel_ops.reference.philox_uniform import philox_uniform
 from kestrel_runtime.api.sampling_params import SamplingParams
-from kestrel_runtime.execution.logits.sampling import SampleNeeds, TokenRules, TokenSampler
+from kestrel_runtime.execution.logits.sample_needs import SampleNeeds
+from kestrel_runtime.execution.logits.sampling import TokenRules, TokenSampler
 from kestrel_runtime.execution.request_state import RequestState
 from kestrel_runtime.interfaces.tokens import Token, TokenRule
 from kestrel_runtime.scheduling.sequence import Sequence

@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from kestrel_ops.reference.philox_uniform import philox_uniform
-from kestrel_runtime.execution.logits.sampling import SampleNeeds, TokenRules, TokenSampler
+from kestrel_runtime.execution.logits.sample_needs import SampleNeeds
+from kestrel_runtime.execution.logits.sampling import TokenRules, TokenSampler
 from kestrel_runtime.execution.request_state import RequestState
 from kestrel_runtime.interfaces.token_grammar import Grammar, GrammarState
 from kestrel_runtime.interfaces.tokens import TokenRule

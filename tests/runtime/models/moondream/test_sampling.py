@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from kestrel_ops.reference.philox_uniform import philox_uniform
-from kestrel_runtime.execution.logits.sampling import SampleNeeds, TokenRules
+from kestrel_runtime.execution.logits.sample_needs import SampleNeeds
+from kestrel_runtime.execution.logits.sampling import TokenRules
 from kestrel_runtime.execution.request_state import RequestState
 from kestrel_runtime.interfaces.tokens import Token, TokenRule
 from kestrel_runtime.models.moondream.sampling import MoondreamSampler, value_kinds
@@ -46,7 +47,7 @@ def opened(model, sequences):
 
 
 def needs_of(state, sequences):
-    return SampleNeeds(any(item.temperature > 0 for item in sequences), state.needs(sequences).value_kinds)
+    return SampleNeeds(any(item.temperature > 0 for item in sequences), state.needs(sequences).sampling.value_kinds)
 
 
 def draw_from(model, hidden, sequences):
