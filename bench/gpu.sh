@@ -2,7 +2,15 @@
 # Everything that wants a GPU, on full-size random weights, in one command of less than nine minutes:
 #
 #   bench/gpu.sh                  the engine's parts, the peer where its wheels are, the server under load
-#   bench/gpu.sh peer serve       only these of `parts`, `peer` and `serve`, in this order
+#   bench/gpu.sh tests serve      only these stages, in this order, each a few minutes:
+#
+#   parts        decode step, vision, prefill, images        serve        the server under load
+#   peer         Kestrel, where its wheels are               caching      pictures that come again, by tier
+#   tests        the tests that need a GPU                   adapters     eight adapters over none
+#   verify       FOLDERS against the reference, in five      constraints  what constrained answers cost per token
+#                precisions, one at a time and all at once   outlines     outlines per second
+#   experts      a layer of experts, and Moondream 3's step  determinism  --deterministic: equal bytes, and its cost
+#   stress       cached answers against computed ones, in float32
 #
 # Leaves JSON, a page and a table in OUT. Nothing need be installed: what is missing may lie on PYTHONPATH. Settings:
 #   MODEL         moondream2 (default), moondream3 or moondream3-fp8
@@ -11,6 +19,9 @@
 #   BATCHES       requests at once (default 1,4,16,64); PEER_BATCHES for the peer (default 1,64)
 #   ROW_SECONDS   length of each measurement (default 5)
 #   SERVE         more options of `kestrel-grpc serve`
+#   FOLDERS       checkpoints with expected answers, for `verify` (default tests/golden/*)
+#   JOBS          tests and verifications at once (default 8)
+#   DEVICE        cuda (default), or cpu to try out the stages that can do without a GPU
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -21,18 +32,52 @@ batches=${BATCHES:-1,4,16,64}
 peer_batches=${PEER_BATCHES:-1,64}
 row_seconds=${ROW_SECONDS:-5}
 read -r -a options <<<"${SERVE:-}"
+read -r -a folders <<<"${FOLDERS:-$(echo tests/golden/*/)}"
+jobs=${JOBS:-8}
+device=${DEVICE:-cuda}
 stages=${*:-parts peer serve}
 
-export OUT=$out PYTHONPATH=.:runtime:kernels:clients/python${PYTHONPATH:+:$PYTHONPATH}
+export OUT=$out DEVICE=$device PYTHONPATH=.:runtime:kernels:clients/python${PYTHONPATH:+:$PYTHONPATH}
 mkdir -p "$out"
 peer_json=$out/peer-$model.json
 
 say() { printf '\n== %s s: %s\n' "$SECONDS" "$*"; }
 
-if [ ! -e "$folder/model.safetensors" ]; then
-    say "random weights of $model"
-    python3 -m bench.random_weights "$model" "$folder"
-fi
+# measure SECONDS NAME COMMAND...: its output goes to $OUT/NAME.txt too; a failure does not end the others.
+measure() {
+    local seconds=$1 name=$2
+    shift 2
+    say "$*"
+    timeout "$seconds" "$@" 2>&1 | tee "$out/$name.txt" || echo "$name failed: $?"
+}
+
+verify() {
+    local folder=$1 name
+    shift
+    name=$(echo "verify-$(basename "$folder")-$*" | tr -c 'a-zA-Z0-9\n' '-')
+    timeout 120 python3 -m kestrel_grpc verify "$folder" --device "$DEVICE" "$@" >"$OUT/$name.txt" 2>&1 &&
+        echo "$folder $*: $(tail -n 1 "$OUT/$name.txt")" || echo "$folder $*: FAILED: $(tail -n 1 "$OUT/$name.txt")"
+}
+export -f verify
+
+verifications() {
+    local folder precision
+    for folder in "${folders[@]}"; do
+        for precision in "float32" "bfloat16" "bfloat16 --set kv-dtype=float8" \
+            "bfloat16 --set text-path=fused-float8" \
+            "bfloat16 --set text-path=fused-float8 --set vision-path=calibrated-float8 --set kv-dtype=float8"; do
+            echo "verify $folder --dtype $precision"
+        done
+    done
+}
+
+needs_weights() { case " parts peer experts serve caching adapters constraints " in *" $1 "*) ;; *) false ;; esac }
+for stage in $stages; do
+    if needs_weights "$stage" && [ ! -e "$folder/model.safetensors" ]; then
+        say "random weights of $model"
+        python3 -m bench.random_weights "$model" "$folder"
+    fi
+done
 
 for stage in $stages; do
     case $stage in
@@ -64,8 +109,49 @@ for stage in $stages; do
         # Where matplotlib is not at hand, the same command makes the page elsewhere, of the JSON.
         python3 -m bench.page "$out/serve-$model.json" || echo "no page"
         ;;
+    tests)
+        measure 540 tests python3 -m pytest -q -n "$jobs" -p no:cacheprovider tests/kernels tests/runtime/execution \
+            tests/runtime/models/moondream tests/runtime/engine/test_isolation.py
+        ;;
+    verify)
+        say "verify, one at a time"
+        verifications | xargs -P 1 -I{} bash -c '{}' 2>&1 | tee "$out/verify.txt"
+        say "verify, $jobs at once"
+        verifications | xargs -P "$jobs" -I{} bash -c '{}' 2>&1 | tee "$out/verify-at-once.txt"
+        ;;
+    experts)
+        measure 200 experts python3 -m bench.experts --device "$device" --check --json "$out/experts.json"
+        for choice in "" "--choose tau_scales=triton,layer_norm_linear=triton"; do
+            # shellcheck disable=SC2086
+            measure 150 "decode-step-experts${choice:+-chosen}" python3 -m bench.decode_step --experts --batches 1 64 $choice
+        done
+        ;;
+    stress)
+        measure 540 stress python3 -m bench.stress --device "$device" --dtype float32 --set kv-pages=1500 \
+            --json "$out/stress-cuda.json"
+        ;;
+    caching)
+        measure 540 caching python3 -m bench.caching --model "$folder" --rounds 2 --seconds 3 \
+            --json "$out/caching.json" -- "${options[@]}"
+        ;;
+    adapters)
+        measure 300 adapters python3 -m bench.adapters --model "$folder" --rounds 3 --seconds 4 \
+            --json "$out/adapters.json" -- --kv-pages 12000 "${options[@]}"
+        ;;
+    constraints)
+        measure 300 constraints python3 -m bench.constraints cost --device "$device" --endless "$folder" \
+            --json "$out/constraints.json"
+        ;;
+    outlines)
+        measure 120 outlines python3 -m bench.outlines --at-once 64 --seconds 20 --json "$out/outlines.json" \
+            -- --device "$device"
+        ;;
+    determinism)
+        measure 540 determinism python3 -m bench.deterministic --device "$device" --requests 2000 --at-once 64 \
+            --json "$out/deterministic.json"
+        ;;
     *)
-        echo "no stage $stage; there are parts, peer and serve" >&2
+        echo "no stage $stage; see the head of this file" >&2
         exit 2
         ;;
     esac
