@@ -71,7 +71,7 @@ verifications() {
     done
 }
 
-needs_weights() { case " parts peer experts serve caching adapters constraints " in *" $1 "*) ;; *) false ;; esac }
+needs_weights() { case " peer serve caching adapters constraints " in *" $1 "*) ;; *) false ;; esac }
 for stage in $stages; do
     if needs_weights "$stage" && [ ! -e "$folder/model.safetensors" ]; then
         say "random weights of $model"
@@ -123,7 +123,8 @@ for stage in $stages; do
         measure 200 experts python3 -m bench.experts --device "$device" --check --json "$out/experts.json"
         for choice in "" "--choose tau_scales=triton,layer_norm_linear=triton"; do
             # shellcheck disable=SC2086
-            measure 150 "decode-step-experts${choice:+-chosen}" python3 -m bench.decode_step --experts --batches 1 64 $choice
+            measure 150 "decode-step-experts${choice:+-chosen}" python3 -m bench.decode_step \
+                --device "$device" --experts --batches 1 64 $choice
         done
         ;;
     stress)

@@ -70,20 +70,17 @@ def bystanders() -> list[Request]:
     ]
 
 
-def watch(monkeypatch: pytest.MonkeyPatch, stages: Iterable[Stage], look: Callable[[list[Sequence]], None]) -> None:
-    """Have `look` see who was worked for, after each of the stages: what it raises, the stage raises."""
-    for stage in stages:
-        original = getattr(stage.owner, stage.method)
+def watch(monkeypatch: pytest.MonkeyPatch, stage: Stage, look: Callable[[list[Sequence]], None]) -> None:
+    """Have `look` see who was worked for, after the stage: what it raises, the stage raises."""
+    original = getattr(stage.owner, stage.method)
 
-        def patched(
-            self: object, work: Any, *rest: Any, stage: Stage = stage, original: Callable[..., Any] = original
-        ) -> Any:
-            result = original(self, work, *rest)  # the worst case: all is written, and then it fails
-            if sequences := list(stage.sequences(work)):
-                look(sequences)
-            return result
+    def patched(self: object, work: Any, *rest: Any) -> Any:
+        result = original(self, work, *rest)  # the worst case: all is written, and then it fails
+        if sequences := list(stage.sequences(work)):
+            look(sequences)
+        return result
 
-        monkeypatch.setattr(stage.owner, stage.method, patched)
+    monkeypatch.setattr(stage.owner, stage.method, patched)
 
 
 def poison(
@@ -101,7 +98,7 @@ def poison(
         if any(sequence.fingerprint in marked and sequence.num_generated >= after for sequence in sequences):
             raise error
 
-    watch(monkeypatch, [stage], look)
+    watch(monkeypatch, stage, look)
 
 
 def statuses_of(engine: LocalEngine) -> list[EngineStatus]:
@@ -210,7 +207,7 @@ async def test_r3_failures_only_within_a_batch_end_no_request(
         if len(sequences) > 1 and next(num_shared) % 4 == 0:
             raise torch.OutOfMemoryError("too many at once")
 
-    watch(monkeypatch, [SAMPLING], look)
+    watch(monkeypatch, SAMPLING, look)
     statuses = statuses_of(engine)
     assert await outcomes(engine, bystanders()) == alone
     assert next(num_shared) > 8
@@ -293,7 +290,7 @@ async def test_who_breaks_the_device_itself_is_pardoned_once(
             device.is_broken = True
             raise RuntimeError("broken")
 
-    watch(monkeypatch, [PREFILL], look)
+    watch(monkeypatch, PREFILL, look)
     statuses = statuses_of(engine)
     *others, offending = await outcomes(engine, [*bystanders(), POISON])
     assert others == alone
@@ -372,7 +369,7 @@ async def test_a_suspect_may_be_cancelled_in_its_trial(
             for stream in streams:
                 stream.loop.call_soon_threadsafe(stream.cancel)
 
-    watch(monkeypatch, [PREFILL], leave)
+    watch(monkeypatch, PREFILL, leave)
     await asyncio.wait([stream.over for stream in streams])
     assert isinstance(await engine.submit(Query("hi")).result(), Finished)
     assert engine.load().num_used_pages == 0

@@ -49,7 +49,7 @@ async def test_a_request_that_needs_more_than_there_is_ends_alone(
             num_runs_alone += len(sequences) == 1
             take_all_memory()
 
-    watch(monkeypatch, [ENCODE], look)
+    watch(monkeypatch, ENCODE, look)
     before = torch.cuda.memory_allocated()
     *others, offending = await outcomes(engine, [*bystanders(), POISON])
     assert not [item for item in others if isinstance(item, Exception)]
@@ -72,7 +72,7 @@ async def test_memory_that_is_short_only_within_a_batch_ends_no_request(
         if len(sequences) > 1 and num_shared % 3 == 1:
             take_all_memory()
 
-    watch(monkeypatch, [PREFILL], look)
+    watch(monkeypatch, PREFILL, look)
     requests = [*bystanders(), *(Query(f"question {number}") for number in range(6))]
     ends = await outcomes(engine, requests)
     assert not [item for item in ends if isinstance(item, Exception)]
