@@ -43,6 +43,11 @@ class RawImage:
     def __len__(self) -> int:
         return len(self.pixels)
 
+    @property
+    def padded_bytes(self) -> int:
+        """The bytes of all rows with their padding, also where that of the last row is missing."""
+        return self.row_stride_bytes * self.height_px
+
     @classmethod
     def packed(cls, pixels: bytes, width_px: int, height_px: int, format: PixelFormat) -> RawImage:
         """An image whose rows follow each other without padding."""
@@ -56,7 +61,7 @@ class RawImage:
         if self.width_px >= 1 and self.row_stride_bytes < row_bytes:
             yield Violation("image.raw.row_stride_bytes", f"must be at least {row_bytes}, the length of a row")
         elif not wrong:
-            most = self.row_stride_bytes * self.height_px
+            most = self.padded_bytes
             least = most - self.row_stride_bytes + row_bytes
             if not least <= len(self.pixels) <= most:
                 bounds = f"{most}" if least == most else f"{least} to {most}"

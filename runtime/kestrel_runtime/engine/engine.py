@@ -428,7 +428,8 @@ class LocalEngine:
 
     def _check_size(self, image: bytes | RawImage) -> None:
         max_image_bytes = self.info.config.max_image_bytes
-        if len(image) > max_image_bytes:
+        num_bytes = image.padded_bytes if isinstance(image, RawImage) else len(image)
+        if num_bytes > max_image_bytes:
             raise ImageError(f"the image must not exceed {max_image_bytes} bytes", too_large=True)
 
     def _cost_of(self, request: Request, tenant: str) -> Cost:

@@ -88,12 +88,14 @@ class _Pieces(io.BytesIO):
 
 def _loaded(raw: RawImage) -> Image.Image:
     """The pixels as an image, without the padding of rows."""
-    layout = raw.format.value[1]
+    layout, pixel_bytes = raw.format.value[1], raw.format.pixel_bytes
     mode = "RGB" if layout == "BGR" else layout
-    # The padding of the last row may be missing. Pillow would report that as a truncated image.
-    padding = bytes(raw.row_stride_bytes * raw.height_px - len(raw.pixels))
-    pixels = raw.pixels + padding if padding else raw.pixels
-    return Image.frombytes(mode, (raw.width_px, raw.height_px), pixels, "raw", layout, raw.row_stride_bytes, 1)
+    pixels = raw.pixels
+    if raw.row_stride_bytes != raw.width_px * pixel_bytes:
+        # Pillow needs the padding of the last row, which may be missing, so it gets the rows without padding.
+        shape, strides = (raw.height_px, raw.width_px, pixel_bytes), (raw.row_stride_bytes, pixel_bytes, 1)
+        pixels = np.ndarray(shape, np.uint8, raw.pixels, strides=strides).tobytes()
+    return Image.frombytes(mode, (raw.width_px, raw.height_px), pixels, "raw", layout, 0, 1)
 
 
 def _load(file: io.BytesIO, header: ImageHeader) -> tuple[Image.Image, Image.Transpose | None]:

@@ -97,11 +97,19 @@ async def test_pixels_are_answered_about_as_a_file_of_them_is(
     assert of_pixels.usage.num_image_tokens == of_file.usage.num_image_tokens > 0
 
 
-async def test_pixels_above_the_limit_of_images_are_refused(loaded: LoadedModel) -> None:
+@pytest.mark.parametrize(
+    "image",
+    [
+        RawImage.packed(bytes(12), 2, 2, PixelFormat.RGB8),
+        RawImage(bytes(6), 2, 1, PixelFormat.RGB8, row_stride_bytes=2**31 - 1),
+    ],
+    ids=["pixels", "padding"],
+)
+async def test_pixels_above_the_limit_of_images_are_refused(image: RawImage, loaded: LoadedModel) -> None:
     engine = LocalEngine(loaded, EngineConfig(model="", max_image_bytes=11))
     try:
         with pytest.raises(ImageError) as caught:
-            engine.submit(Caption(RawImage.packed(bytes(12), 2, 2, PixelFormat.RGB8)))
+            engine.submit(Caption(image))
         assert caught.value.too_large
     finally:
         engine.close()

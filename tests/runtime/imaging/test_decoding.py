@@ -1,4 +1,5 @@
 import io
+import tracemalloc
 import warnings
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -326,6 +327,17 @@ def test_raw_pixels_are_bound_by_the_same_limits() -> None:
     assert caught.value.too_large
     header = inspect_image(RawImage.packed(bytes(6), 2, 3, PixelFormat.GRAY8), max_image_pixels=MAX_PIXELS)
     assert (header.width, header.height, header.tells_all) == (2, 3, False)
+
+
+def test_the_padding_of_rows_takes_no_memory() -> None:
+    image = RawImage(bytes(300), 100, 1, PixelFormat.RGB8, 2**28)
+    assert list(image.violations()) == []
+    tracemalloc.start()
+    try:
+        assert decode_image(image, max_image_pixels=MAX_PIXELS).size == (100, 1)
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
 
 
 def test_raw_pixels_of_a_cancelled_request_are_not_decoded() -> None:
