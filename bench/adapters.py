@@ -23,8 +23,9 @@ from typing import Any
 from bench.alternate import Comparison, as_text, measure
 from bench.harness.load import LoadProcesses
 from bench.harness.random_adapters import write_random_adapters
+from bench.harness.report import write_json
 from bench.harness.rounds import Load, ask_once
-from bench.harness.serving import machine_facts, started_server, write_json
+from bench.harness.serving import machine_facts, started_server
 
 _NUMBERS_APART = 10**9
 ROWS = "direct:64,cot:64,text:64"

@@ -20,8 +20,9 @@ from pathlib import Path
 
 from bench.harness.load import LoadProcesses
 from bench.harness.progress import Progress
+from bench.harness.report import write_json
 from bench.harness.rounds import Load, ask_once, rounds
-from bench.harness.serving import machine_facts, started_server, write_json
+from bench.harness.serving import machine_facts, started_server
 from bench.harness.summary import Row
 
 ROWS = "direct:64,cot:64,long:64,direct:1,text:1,text:64"

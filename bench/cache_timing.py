@@ -33,7 +33,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from bench.harness.serving import machine_facts, started_server, write_json
+from bench.harness.report import write_json
+from bench.harness.serving import machine_facts, started_server
 from kestrel_client import Client
 from kestrel_grpc.access.tokens import Scope, line_for, new_secret
 

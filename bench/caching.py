@@ -20,8 +20,9 @@ from types import MappingProxyType
 
 from bench.harness.load import LoadProcesses
 from bench.harness.progress import Progress
+from bench.harness.report import write_json
 from bench.harness.rounds import Load, ask_once, rounds
-from bench.harness.serving import machine_facts, started_server, write_json
+from bench.harness.serving import machine_facts, started_server
 from bench.harness.summary import Row
 
 ROWS = "cached:1,cached:64,repeats-0:64,repeats-50:64,repeats-90:64"

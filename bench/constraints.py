@@ -32,7 +32,8 @@ from numpy.typing import NDArray
 
 from bench.harness.endless import write_endless
 from bench.harness.random_schemas import random_schema
-from bench.harness.serving import machine_facts, write_json
+from bench.harness.report import write_json
+from bench.harness.serving import machine_facts
 from kestrel_runtime.api.config import BUILT_IN_MODEL, EngineConfig
 from kestrel_runtime.api.constraints.constraint import Constraint
 from kestrel_runtime.api.errors import ConstraintFailed, InvalidRequest, Overloaded

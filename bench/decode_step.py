@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import os
 import sys
 import time
@@ -31,6 +30,7 @@ from bench.harness.decode_cuts import CUTS, Cut
 from bench.harness.decode_inputs import FLOAT8, AttentionInputs, Contexts, dequantised
 from bench.harness.decode_steps import OPERATIONS, Model, Precision, time_contexts, time_steps
 from bench.harness.prefill_inputs import random_text, random_text_with_experts
+from bench.harness.report import write_json
 from bench.random_weights import MOONDREAM_2, MOONDREAM_3
 from kestrel_grpc.config.option_parsers import parse_kernels
 from kestrel_ops import Kernels
@@ -336,7 +336,7 @@ def main() -> int:
         own_ranges = ranges[: 1 + (not arguments.tiny)]
         result["steps"] = time_steps(kernels, Model.of(text, "model"), limits, own_ranges, batches)
         target = folder_of_results() / "decode_step_experts.json"
-        target.write_text(json.dumps(result, indent=1) + "\n")
+        write_json(target, result)
         return 0
     text = random_text(config, device)
     models: dict[Precision, Model] = {precision: Model.of(text, precision) for precision in arguments.precision}
@@ -345,7 +345,7 @@ def main() -> int:
     def write() -> None:
         """What is known so far, lest a time limit take it."""
         result["seconds"] = time.perf_counter() - started
-        target.write_text(json.dumps(result, indent=1) + "\n")
+        write_json(target, result)
 
     if arguments.tune:
         result["tuning"] = tune(models)

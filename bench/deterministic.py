@@ -27,7 +27,8 @@ from bench.harness.answer_tokens import noted_tokens
 from bench.harness.engine_options import add_engine_options, engine_config
 from bench.harness.in_process import closed_loop
 from bench.harness.mixed_requests import mixed_requests
-from bench.harness.serving import machine_facts, write_json
+from bench.harness.report import write_json
+from bench.harness.serving import machine_facts
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.errors import KestrelError
 from kestrel_runtime.api.events import Finished

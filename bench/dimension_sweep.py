@@ -32,8 +32,9 @@ from bench.harness.model_paths import FLOAT32_PATHS, PATHS, REDUCED_PATHS, path_
 from bench.harness.model_shapes import HARD_SHAPES, TOKENS, ModelShape, drawn_shape
 from bench.harness.progress import Progress
 from bench.harness.reference_run import write_expected
+from bench.harness.report import write_json
 from bench.harness.scaled_weights import write_scaled_model
-from bench.harness.serving import machine_facts, write_json
+from bench.harness.serving import machine_facts
 from bench.harness.workload import chart
 from kestrel_ops import Kernels
 from kestrel_runtime.api.config import EngineConfig

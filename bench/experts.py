@@ -33,7 +33,8 @@ from bench.device_timing import attempted, time_us
 from bench.harness.expert_plans import cuts, plan_name
 from bench.harness.expert_stages import stage_times
 from bench.harness.prefill_inputs import quantised_experts, random_experts
-from bench.harness.serving import machine_facts, write_json
+from bench.harness.report import write_json
+from bench.harness.serving import machine_facts
 from bench.random_weights import MOONDREAM_3
 from kestrel_ops.reference.mixture_of_experts import mixture_of_experts as definition
 from kestrel_ops.triton.expert_plans import plan_for

@@ -7,7 +7,6 @@ rows add encryption. Servers and load have a core each, rounds alternate, and th
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import platform
@@ -26,6 +25,7 @@ import trustme
 import uvloop
 
 from bench.frontend import WORKLOADS, EmptyEngine, Target, compare, pin, serve_engine
+from bench.harness.report import write_json
 from kestrel_grpc.access.tokens import Scope, line_for, new_secret
 from kestrel_grpc.config.options import ServerConfig
 
@@ -149,8 +149,7 @@ def main() -> int:
             f"| {row['ours_cpu_us']:.1f} | {row['bare_cpu_us']:.1f} | {row['cpu_ratio']:.2f} |"
         )
     facts = {"python": platform.python_version(), "grpcio": grpc.__version__, "cores": os.cpu_count()}
-    arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    arguments.json.write_text(json.dumps({"machine": facts, "results": results}, indent=2) + "\n")
+    write_json(arguments.json, {"machine": facts, "results": results})
     return 0 if all(row["ratio"] >= TARGET_RATIO for row in results if row["engine"] == "on") else 1
 
 

@@ -6,7 +6,6 @@ Starts the true command as a process of its own, cold, several times, and asks i
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import signal
@@ -17,6 +16,7 @@ import time
 from importlib.resources import files
 from pathlib import Path
 
+from bench.harness.report import write_json
 from kestrel_client import Client
 
 COMMAND = (sys.executable, "-m", "kestrel_grpc", "serve", "--port", "0", "--log-level", "warning")
@@ -85,8 +85,7 @@ def main() -> int:
             f"| {name} | {len(seconds)} | {1e3 * statistics.median(seconds):,.0f} | {1e3 * p90_s:,.0f} "
             f"| {1e3 * max(seconds):,.0f} |"
         )
-    arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    arguments.json.write_text(json.dumps({"machine": facts, "seconds": results}, indent=2) + "\n")
+    write_json(arguments.json, {"machine": facts, "seconds": results})
     return 0
 
 

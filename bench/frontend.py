@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import multiprocessing
 import os
 import platform
@@ -35,6 +34,7 @@ import grpc
 import uvloop
 
 from bench.harness.http_load import HttpLoad, bare_http_server, drive, http_loads
+from bench.harness.report import write_json
 from bench.harness.triton_load import TritonLoad, bare_service, triton_loads
 from bench.harness.triton_load import drive as drive_triton
 from kestrel_client.v1 import vision_service_pb2 as wire
@@ -451,8 +451,7 @@ def main() -> int:
             f"| {row['ours_cpu_us']:.1f} | {row['bare_cpu_us']:.1f} | {row['cpu_ratio']:.2f} |"
         )
     facts = {"python": platform.python_version(), "grpcio": grpc.__version__, "cores": os.cpu_count()}
-    arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    arguments.json.write_text(json.dumps({"machine": facts, "results": results}, indent=2) + "\n")
+    write_json(arguments.json, {"machine": facts, "results": results})
     return 0 if all(row["ratio"] >= TARGET_RATIO for row in results if row["engine"] == EMPTY) else 1
 
 

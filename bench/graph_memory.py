@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import logging
 import sys
 import time
@@ -20,6 +19,7 @@ from pathlib import Path
 import torch
 
 from bench.harness.engine_options import add_engine_options, engine_config
+from bench.harness.report import write_json
 from kestrel_runtime.api.config import MIB, EngineConfig
 from kestrel_runtime.execution.captured_graphs import CapturedGraphs, GraphBudget
 from kestrel_runtime.execution.cuda_stream import CudaStream
@@ -54,7 +54,7 @@ def main() -> int:
         print(f"{name:45} {value:12,.1f}")
     if arguments.json is not None:
         machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-        arguments.json.write_text(json.dumps({"machine": machine, "figures": figures}, indent=1) + "\n")
+        write_json(arguments.json, {"machine": machine, "figures": figures})
     largest_step = max(figures["largest encode, MiB"], figures["largest prefill, MiB"])
     steps_fit = largest_step <= 1.05 * figures["step reserve, MiB"]  # two measurements differ a little
     graphs_fit = figures["graphs at the start, MiB"] <= figures["graph reserve, MiB"]

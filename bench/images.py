@@ -8,7 +8,6 @@ are there and for new ones. `--check` compares every pixel with Pillow's; `--tun
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import statistics
@@ -27,6 +26,7 @@ import torch
 from PIL import Image
 
 from bench.device_timing import attempted, time_us
+from bench.harness.report import write_json
 from bench.harness.workload import chart
 from bench.random_weights import MOONDREAM_2
 from kestrel_ops import Kernels, resample
@@ -219,8 +219,7 @@ def main() -> int:
     if arguments.tune and device.type == "cuda":
         print()
         result["tuning"] = tune(device)
-    arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+    write_json(arguments.json, result)
     return 0 if largest <= 1 else 1
 
 

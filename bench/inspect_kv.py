@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from bench.harness.engine_options import add_engine_options, engine_config
-from bench.harness.serving import machine_facts, write_json
+from bench.harness.report import write_json
+from bench.harness.serving import machine_facts
 from bench.harness.workload import QUESTIONS, chart
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.requests import Query, SamplingParams

@@ -27,7 +27,8 @@ from typing import Any
 
 from bench.harness.closed_loop import ClosedLoop, Sample, Window
 from bench.harness.progress import Progress
-from bench.harness.serving import machine_facts, write_json
+from bench.harness.report import write_json
+from bench.harness.serving import machine_facts
 from bench.harness.summary import Objective, Recording, Row, summarise
 from bench.harness.workload import WORKLOADS, Album, Workload
 from bench.serve import ALONE

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import os
 import sys
 import time
@@ -37,6 +36,7 @@ from bench.harness.prefill_inputs import (
     random_experts,
     random_text,
 )
+from bench.harness.report import write_json
 from bench.random_weights import MOONDREAM_2, MOONDREAM_3
 from kestrel_grpc.config.option_parsers import parse_kernels
 from kestrel_ops import Kernels
@@ -394,8 +394,7 @@ def main() -> int:
                     )
     result["seconds"] = time.perf_counter() - started
     folder = Path(os.environ.get("OUT", "bench/out"))
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "prefill.json").write_text(json.dumps(result, indent=1))
+    write_json(folder / "prefill.json", result)
     print(f"\n{result['seconds']:.0f} s, {folder / 'prefill.json'}")
     return 0
 

@@ -32,7 +32,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from bench.harness.engine_options import add_engine_options, endless, engine_config
 from bench.harness.in_process import closed_loop
 from bench.harness.phases import PHASES, marked_phases
-from bench.harness.serving import machine_facts, write_json
+from bench.harness.report import write_json
+from bench.harness.serving import machine_facts
 from bench.harness.trace import Cost, PhaseCost, Trace
 from bench.harness.workload import WORKLOADS, Album, Workload
 from kestrel_runtime.api.errors import KestrelError

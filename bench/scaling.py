@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import io
-import json
 import logging
 import os
 import platform
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 from PIL import Image
 
+from bench.harness.report import write_json
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.events import Finished
 from kestrel_runtime.api.requests import Caption, Query, Request, SamplingParams
@@ -183,8 +183,7 @@ def main() -> int:
         results = asyncio.run(measure(Scaling(loaded, engine, arguments.rounds)))
     finally:
         engine.close()
-    arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    arguments.json.write_text(json.dumps({"machine": facts, "results": results}, indent=2) + "\n")
+    write_json(arguments.json, {"machine": facts, "results": results})
     return 0
 
 

@@ -28,8 +28,8 @@ from bench.harness.empty_server import empty_server
 from bench.harness.endless import write_endless
 from bench.harness.load import LoadProcesses
 from bench.harness.progress import Progress
-from bench.harness.report import Results, over_peer
-from bench.harness.serving import RunningServer, machine_facts, started_server, write_json
+from bench.harness.report import Results, over_peer, write_json
+from bench.harness.serving import RunningServer, machine_facts, started_server
 from bench.harness.summary import Objective, Row, summarise
 from bench.harness.workload import WORKLOADS, Workload
 

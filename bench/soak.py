@@ -26,7 +26,8 @@ from typing import Any
 
 from bench.harness.mixed_traffic import MixedTraffic, Tally
 from bench.harness.plot import Axis, Series, line_plot
-from bench.harness.serving import machine_facts, write_json
+from bench.harness.report import write_json
+from bench.harness.serving import machine_facts
 from bench.harness.trend import Trend, means
 from bench.harness.watched_server import Holdings, Vitals, WatchedServer, watched_server
 

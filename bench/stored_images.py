@@ -22,7 +22,8 @@ from typing import TypeVar
 
 from PIL import Image
 
-from bench.harness.serving import machine_facts, started_server, write_json
+from bench.harness.report import write_json
+from bench.harness.serving import machine_facts, started_server
 from kestrel_client import Client
 
 SIZES_KIB = (16, 64, 128, 256, 512, 1024, 4096)

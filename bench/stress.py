@@ -39,7 +39,8 @@ from bench.harness.engine_options import add_engine_options, engine_config
 from bench.harness.in_process import closed_loop
 from bench.harness.mixed_requests import mixed_requests
 from bench.harness.progress import Progress
-from bench.harness.serving import machine_facts, write_json
+from bench.harness.report import write_json
+from bench.harness.serving import machine_facts
 from bench.harness.ties import TieJudge, first_difference
 from bench.harness.trend import median_slope
 from kestrel_grpc.cli.serve import SWITCH_INTERVAL_S

@@ -9,7 +9,6 @@ beside what the plain encoder in bfloat16 makes of it; `--tune` times the row ke
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import sys
@@ -28,6 +27,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bench.device_timing import Limits, attempted, launch_us, measure_limits, time_us
 from bench.harness.parts import NUM_INPUT_SETS, Part, PartTimer, random_linear
+from bench.harness.report import write_json
 from bench.harness.vision_checks import check_kernels, check_layers, random_tiles
 from bench.random_weights import MOONDREAM_2
 from kestrel_grpc.config.option_parsers import parse_kernels
@@ -315,8 +315,7 @@ def main() -> int:
                 print(f"{num_tiles:>5} {precision:<10}{line}", flush=True)
     result["seconds"] = time.perf_counter() - started
     folder = Path(os.environ.get("OUT", "bench/out"))
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "vision.json").write_text(json.dumps(result, indent=1))
+    write_json(folder / "vision.json", result)
     print(f"\n{result['seconds']:.0f} s, {folder / 'vision.json'}")
     return 0
 

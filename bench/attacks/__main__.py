@@ -21,7 +21,8 @@ from bench.attacks import bodies, connections, messages, pictures, stored_images
 from bench.attacks.attack import Attack, Observation, markdown
 from bench.attacks.run import carry_out
 from bench.attacks.shutdown import as_text, shut_down_under_load
-from bench.harness.serving import machine_facts, write_json
+from bench.harness.report import write_json
+from bench.harness.serving import machine_facts
 
 ATTACKS: tuple[Attack, ...] = (
     *messages.ATTACKS,

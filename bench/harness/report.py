@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any, Self
 
 from bench.harness.summary import Objective, Row
 
 Table = list[list[str]]
+
+
+def write_json(file: Path, data: Mapping[str, Any]) -> None:
+    """Write a result, with the folders above it: a line for each entry, and for each row of a list of rows.
+
+    Such files are read by people and compared by git, and an indented one takes twice the space.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    entries = (f"{json.dumps(name)}: {_json_rows(value)}" for name, value in data.items())
+    file.write_text("{\n" + ",\n".join(entries) + "\n}\n")
+
+
+def _json_rows(value: Any) -> str:
+    if isinstance(value, list | tuple) and any(isinstance(row, Mapping | list | tuple) for row in value):
+        return "[\n" + ",\n".join(json.dumps(row) for row in value) + "\n]"
+    return json.dumps(value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import platform
 import signal
@@ -96,12 +95,6 @@ def machine_facts() -> dict[str, Any]:
         facts["gpu"] = torch.cuda.get_device_name(0)
         facts["cuda"] = torch.version.cuda
     return facts
-
-
-def write_json(file: Path, data: Any) -> None:
-    """Write a result, with the folders above it."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(data, indent=1) + "\n")
 
 
 def _commit() -> str:
