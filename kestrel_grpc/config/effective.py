@@ -23,7 +23,7 @@ def effective_values(
 ) -> str:
     """Every option as a line of the file, with where it came from. Raises `ConfigurationError` as parsing does.
 
-    `defaults_of` says what settings come to that depend on the device, by field of `EngineConfig`.
+    `defaults_of` returns the values that `auto` resolves to, by field of `EngineConfig`.
     """
     config = ServerConfig.parse(flags, environment)
     engine = config.engine_config()

@@ -14,9 +14,9 @@ from kestrel_grpc.wire.limits import (
     MAX_STREAMS,
     MAX_WAITING_STREAMS,
     MAX_WATCHES,
+    control_gate,
     max_calls,
     request_gate,
-    short_gate,
 )
 from kestrel_grpc.wire.message_gate import Gate, MessageGate, StreamGate
 from kestrel_grpc.wire.open_calls import CancellableCalls, OpenCalls
@@ -31,7 +31,7 @@ class CallGroups:
         self._config = config
         self._access = access
         self._request_gate = MessageGate(request_gate(config))
-        self._short_gate = MessageGate(short_gate(config))
+        self._short_gate = MessageGate(control_gate(config))
         self._stream_gate = StreamGate(MAX_WAITING_STREAMS)
         self._open_calls, self._open_watches = OpenCalls(), OpenCalls()
         self.requests = CancellableCalls()

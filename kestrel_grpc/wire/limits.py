@@ -17,8 +17,8 @@ MAX_WAITING_STREAMS = 32
 """Streams of requests that wait for their next message, each of which may be of the largest size."""
 MAX_WATCHES = 1024
 """Open streams of health."""
-_SHORT_PLACES, _SHORT_TIMEOUT_PLACES = 1, 1
-_SHORT_TIMEOUT_S = 2.0
+_CONTROL_PLACES, _CONTROL_FAST_PLACES = 1, 1
+_CONTROL_TIMEOUT_S = 2.0
 # For callers that still read their answers, or wait for a place for their message.
 _CALLS_BEYOND_ENGINE = 512
 
@@ -29,8 +29,8 @@ def max_calls(info: EngineInfo) -> int:
 
 
 def request_gate(config: ServerConfig) -> GateLimits:
-    """For messages that may hold an image. With those of `short_gate` they fit into `max_receiving_bytes`."""
-    num_places = config.max_receiving_bytes // config.max_message_bytes - _SHORT_PLACES - _SHORT_TIMEOUT_PLACES
+    """For messages that may hold an image. With those of `control_gate` they fit into `max_receiving_bytes`."""
+    num_places = config.max_receiving_bytes // config.max_message_bytes - _CONTROL_PLACES - _CONTROL_FAST_PLACES
     num_short = max(1, num_places // 3)
     return GateLimits(
         places=max(1, num_places - num_short), short_places=num_short, timeout_s=config.receive_timeout
@@ -50,11 +50,11 @@ def image_store(config: ServerConfig) -> StoreLimits:
     )
 
 
-def short_gate(config: ServerConfig) -> GateLimits:
+def control_gate(config: ServerConfig) -> GateLimits:
     """For messages that arrive together with their headers: those of health, reflection and `EngineService`."""
     return GateLimits(
-        places=_SHORT_PLACES,
-        short_places=_SHORT_TIMEOUT_PLACES,
-        timeout_s=min(_SHORT_TIMEOUT_S, config.receive_timeout),
+        places=_CONTROL_PLACES,
+        short_places=_CONTROL_FAST_PLACES,
+        timeout_s=min(_CONTROL_TIMEOUT_S, config.receive_timeout),
         wait_limit_s=0.05,
     )

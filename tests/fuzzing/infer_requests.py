@@ -8,7 +8,7 @@ from typing import Any
 from google.protobuf.message import DecodeError
 from hypothesis import strategies as st
 
-from kestrel_grpc.frontends.triton.errors import in_tritons_words
+from kestrel_grpc.frontends.triton.errors import to_triton
 from kestrel_grpc.frontends.triton.model import INPUTS
 from kestrel_grpc.frontends.triton.parsing import infer_request
 from kestrel_grpc.frontends.triton.v2 import grpc_service_pb2 as wire
@@ -35,10 +35,10 @@ def infer(data: bytes) -> str:
         try:
             prepare(parsed.value.request)
         except InvalidRequest as error:
-            return told(error, in_tritons_words)
+            return told(error, to_triton)
         return "prepared"
     except (InvalidRequest, ModelNotFound, ResourceMissing, Unsupported) as error:
-        return told(error, in_tritons_words, _REASONS)
+        return told(error, to_triton, _REASONS)
     raise AssertionError("waited for something")
 
 

@@ -108,12 +108,12 @@ def prepare(request: Request) -> None:
 
 def told(
     error: Exception,
-    express: Callable[[CallFailure], CallFailure] = lambda failure: failure,
+    translate_failure: Callable[[CallFailure], CallFailure] = lambda failure: failure,
     more_reasons: frozenset[str] = frozenset(),
 ) -> str:
     """The reason that a caller is told for an error, in its frontend's words; checks that the status is small."""
     assert not isinstance(error, InvalidRequest) or error.violations
-    failure = express(describe(error))
+    failure = translate_failure(describe(error))
     assert failure.reason in REASONS | more_reasons, failure.reason
     trailers = (*trailing_metadata(failure, "a-request"), ("grpc-message", quote(failure.message)))
     assert sum(len(key) + len(value) for key, value in trailers) < _MAX_TRAILER_BYTES

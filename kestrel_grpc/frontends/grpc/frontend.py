@@ -65,7 +65,7 @@ class ForeignService(Protocol):
         """Its methods by name, with what admits them. They take a `CallContext` in place of gRPC's context."""
         ...
 
-    def express(self, failure: CallFailure) -> CallFailure:
+    def translate_failure(self, failure: CallFailure) -> CallFailure:
         """A failure in its words."""
         ...
 
@@ -178,7 +178,7 @@ class GrpcFrontend:
             )
             for service in self._foreign:
                 for admission, handlers in service.handlers(groups):
-                    wrapping = AdmittedServices(server, admission, self._unread, service.express)
+                    wrapping = AdmittedServices(server, admission, self._unread, service.translate_failure)
                     wrapping.add_registered_method_handlers(service.name, handlers)
                 files = (*files, service.file)
         if _IMAGES in files:

@@ -38,7 +38,7 @@ from kestrel_runtime.api.errors import InvalidRequest, Violation
 
 Context = grpc.aio.ServicerContext[bytes, bytes]
 
-Express = Callable[[CallFailure], CallFailure]
+FailureTranslator = Callable[[CallFailure], CallFailure]
 
 _Receive = Callable[[Context, CallContext], Awaitable[Message | None]]
 _Answer = Callable[[Context, CallContext], Awaitable[Message]]
@@ -62,13 +62,13 @@ class AdmittedServices:
         server: grpc.aio.Server,
         admission: CallAdmission,
         unread: UnreadResponses,
-        express: Express | None = None,
+        translate_failure: FailureTranslator | None = None,
     ) -> None:
-        """`express` puts failures into the words of the service."""
+        """`translate_failure` changes a failure to the form that the service's clients expect."""
         self._server = server
         self._admission = admission
         self._unread = unread
-        self._express = express
+        self._translate_failure = translate_failure
 
     def add_registered_method_handlers(
         self, service_name: str, method_handlers: Mapping[str, grpc.RpcMethodHandler]
@@ -203,8 +203,8 @@ class AdmittedServices:
             raise asyncio.CancelledError from error
         failure = self._admission.fail(call, error)
         if failure is not None:
-            if self._express is not None:
-                failure = self._express(failure)
+            if self._translate_failure is not None:
+                failure = self._translate_failure(failure)
             await context.abort(status_code(failure), failure.message, trailing_metadata(failure, call.request_id))
 
 

@@ -62,7 +62,7 @@ COMPLETIONS = (
 )
 
 _NONE: tuple[Any, ...] = (None,)
-# What is not built is refused by its name, unless the value is the one that asks for nothing.
+# These fields are refused unless empty, such as `tools: []`.
 CHAT_DEFAULTS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "tools": (None, []),

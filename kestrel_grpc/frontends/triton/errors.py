@@ -28,7 +28,7 @@ _HEAD = re.compile(r"(?:sampling\.)?\w+")
 _VERSION = re.compile(r"(.*)/versions/(.*)", re.DOTALL)
 
 
-def in_tritons_words(failure: CallFailure) -> CallFailure:
+def to_triton(failure: CallFailure) -> CallFailure:
     """The same failure as Triton's clients expect it."""
     details = tuple(
         BadFields(tuple(_renamed(violation) for violation in detail.violations))

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from functools import partial
 
-from kestrel_grpc.frontends.triton.errors import in_tritons_words
+from kestrel_grpc.frontends.triton.errors import to_triton
 from kestrel_grpc.frontends.triton.parsing import infer_request, wants_empty_final
 from kestrel_grpc.frontends.triton.rendering import ResponseRenderer
 from kestrel_grpc.frontends.triton.shared_memory import SharedMemory
@@ -100,7 +100,7 @@ class Inference:
             failure = self._requests.fail(call, error)
             if failure is None:
                 raise
-            failure = in_tritons_words(failure)
+            failure = to_triton(failure)
             await out.put(CallFailed(failure) if out.is_strict else render.error(failure.message))
             return
         finally:

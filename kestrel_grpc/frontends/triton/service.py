@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 
-from kestrel_grpc.frontends.triton.errors import in_tritons_words
+from kestrel_grpc.frontends.triton.errors import to_triton
 from kestrel_grpc.frontends.triton.inference import Inference
 from kestrel_grpc.frontends.triton.management import Management, MemoryRegistry, Probes
 from kestrel_grpc.frontends.triton.shared_memory import SharedMemory
@@ -37,9 +37,9 @@ class TritonService:
         self.statistics = Statistics()
         """Records the calls of all frontends."""
 
-    def express(self, failure: CallFailure) -> CallFailure:
+    def translate_failure(self, failure: CallFailure) -> CallFailure:
         """A failure as Triton's clients expect it."""
-        return in_tritons_words(failure)
+        return to_triton(failure)
 
     def handlers(self, groups: CallGroups) -> Iterator[tuple[CallAdmission, Mapping[str, grpc.RpcMethodHandler]]]:
         """The methods of each group, by name."""

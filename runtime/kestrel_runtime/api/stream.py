@@ -18,9 +18,8 @@ from kestrel_runtime.api.events import Event, Finished, TextDelta
 class Stream:
     """One request's events, in order: `Started`, `TextDelta`s, `Finished`; or an error, raised by the iteration.
 
-    A caller who is slower than the engine finds the text that has come since as one piece: what a piece costs to
-    pass on does not depend on its length, so falling behind is how to catch up.
-    Lives on the event loop it was made on; only `fail` may be called from elsewhere.
+    Pending deltas are merged for a slow reader: passing on a delta costs the same at any length.
+    A stream belongs to the event loop that it was made on; only `fail` may be called from another thread.
     """
 
     def __init__(self) -> None:
@@ -119,24 +118,24 @@ class Stream:
 
 
 class Outbox:
-    """What one step has to say, gathered per event loop and posted at once. One thread fills and posts it."""
+    """The events of one step, collected per event loop and posted together. One thread fills and posts it."""
 
     def __init__(self) -> None:
-        self._letters: dict[asyncio.AbstractEventLoop, list[tuple[Stream, list[Event]]]] = {}
+        self._pending: dict[asyncio.AbstractEventLoop, list[tuple[Stream, list[Event]]]] = {}
 
     def put(self, stream: Stream, events: list[Event]) -> None:
         """Add a stream's events of this step."""
-        self._letters.setdefault(stream.loop, []).append((stream, events))
+        self._pending.setdefault(stream.loop, []).append((stream, events))
 
     def post(self) -> None:
         """Send everything: one wake-up per event loop."""
-        while self._letters:  # each taken out first: whatever raises, nothing is sent twice
-            loop, letters = self._letters.popitem()
-            _post(loop, _deliver_all, letters)
+        while self._pending:  # each entry is removed first: if posting raises, nothing is sent twice
+            loop, deliveries = self._pending.popitem()
+            _post(loop, _deliver_all, deliveries)
 
 
-def _deliver_all(letters: list[tuple[Stream, list[Event]]]) -> None:
-    for stream, events in letters:
+def _deliver_all(deliveries: list[tuple[Stream, list[Event]]]) -> None:
+    for stream, events in deliveries:
         stream.deliver(events)
 
 

@@ -46,7 +46,7 @@ class LibraryMasks:
             _log.exception("the masks of %d answers cannot be computed", len(asked))
             table[:] = 0
         for library, place in asked:
-            # An empty mask lets nothing come: what the library promises not to return without an error.
+            # llguidance never returns an empty mask without an error; treat one as a failure.
             is_broken = library.is_error() or not table[place].any()
             results[place] = ConstraintFailed() if is_broken else table[place]
         return results

@@ -334,21 +334,21 @@ class LocalEngine:
             await asyncio.wait(own)
 
     def guard_steps(self) -> None:
-        """From now on the engine ends where it makes no progress for the configured step timeout.
+        """From now on, stop the engine if it makes no progress for the configured step timeout.
 
-        Not before, since the first steps compile kernels and allocate buffers, which takes any time.
+        Call it after the first steps: these compile kernels and allocate buffers, without a time limit.
         """
         self._watchdog.guard()
 
     @property
     def has_ended(self) -> bool:
-        """Whether the engine thread is gone, which it is not where `close` did not wait for it any longer."""
+        """True once the engine thread has exited; `close` may time out first."""
         return self._loop.join(0.0)
 
     def close(self) -> None:
-        """Stop now; what still runs fails with `EngineUnavailable`.
+        """Stop now; running requests fail with `EngineUnavailable`.
 
-        Blocks until the engine thread has ended, or for a few seconds where a step goes on for so long.
+        Blocks until the engine thread has exited, at most a few seconds if a step does not end.
         """
         self._become(EngineStatus.DEAD)
         self._loop.stop()
@@ -361,7 +361,7 @@ class LocalEngine:
         self._preprocessor.close()
 
     def _stalled(self, activities: list[str]) -> None:
-        """In the watchdog's thread: what has not got on for too long does not come back, so the engine ends."""
+        """In the watchdog's thread: a stalled step does not recover, so stop the engine."""
         in_flight = "; ".join(self._loop.in_flight()) or "none"
         _log.critical(
             "no progress for %g s (%s): the engine ends. Steps in flight: %s\n%s",

@@ -180,10 +180,9 @@ class EngineLoop:
         return not self._thread.is_alive()
 
     def activities(self) -> Mapping[str, int]:
-        """For the watchdog, from any thread: what goes on, each with a number that changes when it gets on.
+        """Progress counters by activity, for the watchdog, from any thread.
 
-        The oldest step of each kind is watched beside the thread itself: a prefill step may hang while decode steps
-        complete.
+        They cover the thread and the oldest step of each kind: a prefill step may hang while decode steps complete.
         """
         found: dict[str, int] = {}
         if not self._is_waiting:
@@ -219,7 +218,7 @@ class EngineLoop:
     def step(self) -> None:
         """One turn."""
         self._take_inbox()
-        if self._clearings.are_any:
+        if self._clearings.pending:
             self._clearings.carry_out(self._forget_cached)
         now = time.monotonic()
         self._drop_expired(now)

@@ -96,8 +96,8 @@ class CacheClearings:
         return clearing.done
 
     @property
-    def are_any(self) -> bool:
-        """Whether any removal waits."""
+    def pending(self) -> bool:
+        """True if a removal waits."""
         return bool(self._waiting)
 
     def carry_out(self, forget: Callable[[str | None, bytes | None], ClearedCache]) -> None:

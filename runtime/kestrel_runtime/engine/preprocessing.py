@@ -24,7 +24,7 @@ from kestrel_runtime.api.requests import CachePolicy, Request
 from kestrel_runtime.engine.offending_requests import OffendingRequests, fingerprint_of, image_digest
 from kestrel_runtime.engine.recent.matchers import Matchers
 from kestrel_runtime.engine.recent.prompts import Prompts
-from kestrel_runtime.engine.recent.values import RecentValues
+from kestrel_runtime.engine.recent.values import LruCache
 from kestrel_runtime.engine.workers import Interrupted, Job, Workers
 from kestrel_runtime.imaging.decoding import decode_image, inspect_image
 from kestrel_runtime.imaging.formats.header import ImageHeader
@@ -110,7 +110,7 @@ class Preprocessor:
         self._ids = itertools.count(1)
         # By namespace and digest: headers of these images are not read again. Within a namespace only, since the
         # time that a request takes shows it.
-        self._known_images: RecentValues[tuple[str, bytes], ImageFacts] = RecentValues(_MAX_KNOWN_IMAGES)
+        self._known_images: LruCache[tuple[str, bytes], ImageFacts] = LruCache(_MAX_KNOWN_IMAGES)
         self._budget = MemoryBudget(max_decoded_bytes)
         self._max_decoding_bytes = min(MAX_DECODING_BYTES, max_decoded_bytes * 3 // 4)
         self._workers = Workers(num_threads, "kestrel-preprocess", self._budget, ageing_s=ageing_s)

@@ -41,15 +41,15 @@ class Watched(Protocol):
         ...
 
     def activities(self) -> Mapping[str, int]:
-        """What it is doing, by name, each with a number that changes whenever that gets on. From any thread."""
+        """Progress counters by activity. From any thread."""
         ...
 
 
 class StallDetector:
-    """Says which activities have not got on for `limit_s` seconds.
+    """Finds the activities whose counter has not changed for `limit_s` seconds.
 
-    Between two looks at most `max_gap_s` seconds count. Where the whole process stands still, because the machine
-    sleeps or has too little processor time, no look is taken, and nothing counts as stalled.
+    The time between two checks counts as `max_gap_s` seconds at most: if the whole process is suspended or starved
+    of processor time, checks stop too, and no activity counts as stalled.
     """
 
     def __init__(self, limit_s: float, *, max_gap_s: float) -> None:

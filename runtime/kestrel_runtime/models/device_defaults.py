@@ -1,4 +1,4 @@
-"""What settings come to that depend on the device, before a model is loaded."""
+"""The values that `auto` resolves to on a device, before a model is loaded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kestrel_runtime.scheduling.limits import StepBounds
 
 
 def device_defaults(config: EngineConfig) -> dict[str, str]:
-    """By field of `EngineConfig`, as text: what each setting comes to that `config` leaves to the device."""
+    """The values of the settings that `config` leaves to the device: text by field of `EngineConfig`."""
     is_cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
     device = "cuda" if is_cuda else "cpu"
     bounds = StepBounds.of(config, device)

@@ -168,9 +168,9 @@ async def test_what_was_read_before_the_end_of_the_thread_still_arrives(
 
     def post_later(outbox: Outbox) -> None:
         nonlocal num_posts
-        letters = vars(outbox)["_letters"]
-        num_posts += bool(letters)
-        if num_posts == 1 and letters:
+        pending = vars(outbox)["_pending"]
+        num_posts += bool(pending)
+        if num_posts == 1 and pending:
             raise SystemExit("before the first events were sent")
         post(outbox)
 

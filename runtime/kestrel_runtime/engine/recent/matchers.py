@@ -9,7 +9,7 @@ from kestrel_runtime.api.constraints.constraint import Constraint
 from kestrel_runtime.api.errors import InvalidRequest, Violation
 from kestrel_runtime.constraints.compiler import ConstraintCompiler
 from kestrel_runtime.constraints.matcher import AnswerMatcher
-from kestrel_runtime.engine.recent.values import RecentValues
+from kestrel_runtime.engine.recent.values import LruCache
 from kestrel_runtime.interfaces.output import OutputParser
 
 _MAX_KNOWN = 64
@@ -24,7 +24,7 @@ class Matchers:
 
     def __init__(self, compiler: ConstraintCompiler) -> None:
         self._compiler = compiler
-        self._known: RecentValues[Hashable, Any] = RecentValues(_MAX_KNOWN)
+        self._known: LruCache[Hashable, Any] = LruCache(_MAX_KNOWN)
 
     def new(self, constraint: Constraint, parser: OutputParser, namespace: str) -> AnswerMatcher:
         """The matcher of the answer that `parser` parses.

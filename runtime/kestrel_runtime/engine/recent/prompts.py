@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import get_args
 
 from kestrel_runtime.api.requests import Request
-from kestrel_runtime.engine.recent.values import RecentValues
+from kestrel_runtime.engine.recent.values import LruCache
 from kestrel_runtime.interfaces.family import ModelConfig, Skill
 from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.loading.tokenizer import Tokenizer
@@ -37,7 +37,7 @@ class Prompts:
         self._config = config
         self._skills = skills
         self._tokenizer = tokenizer
-        self._known: RecentValues[Hashable, tuple[Token, ...]] = RecentValues(_MAX_KNOWN)
+        self._known: LruCache[Hashable, tuple[Token, ...]] = LruCache(_MAX_KNOWN)
 
     def tokens(self, request: Request, namespace: str) -> list[Token]:
         """BOS and the tokens of the request's text. Raises what the skill raises."""

@@ -1,4 +1,4 @@
-"""Keeps the values that were used most recently, up to a number of them. Knows nothing about what they are."""
+"""A mapping of bounded size that drops the least recently used value."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 
-class RecentValues(Generic[Key, Value]):
-    """Values by key; the one that was not used for the longest time leaves first. For any thread."""
+class LruCache(Generic[Key, Value]):
+    """A mapping of bounded size that drops the least recently used value. Safe in any thread."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
