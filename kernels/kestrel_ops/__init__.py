@@ -5,6 +5,7 @@ Other packages import only this module. It exports the definition of each operat
 Shapes: T tokens, B sequences, H query heads, G key/value heads, D head dimension, P pages, S slots in a page.
 """
 
+from kestrel_ops.device_limits import DeviceLimits
 from kestrel_ops.dispatch import Kernels
 from kestrel_ops.invariant_mode import InvariantMode, depends_on_place
 from kestrel_ops.low_rank import ExpertAdapters, LowRank
@@ -23,6 +24,7 @@ from kestrel_ops.shapes import ModelShape, TextShape, VisionShape, has_float8_pr
 
 __all__ = [
     "RESAMPLE_WEIGHT_BITS",
+    "DeviceLimits",
     "ExpertAdapters",
     "InvariantMode",
     "Kernels",

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kestrel_ops import ExpertAdapters, LowRank, mixture_of_experts
+from kestrel_ops.device_limits import HOPPER_SHARED_BYTES, PORTABLE_SHARED_BYTES
 from tests.kernels.implementations import DEVICE, FLOAT8, relative_error
 
 plans = pytest.importorskip("kestrel_ops.triton.expert_plans", reason="needs Triton")
@@ -68,7 +69,7 @@ def test_one_token_is_the_same_by_its_own_kernels(dtype, num_bytes):
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 16, 64, 200, 6000])
 @pytest.mark.parametrize("operand", [torch.float32, torch.bfloat16, FLOAT8], ids=str)
-@pytest.mark.parametrize("shared_bytes", [101_376, 232_448])
+@pytest.mark.parametrize("shared_bytes", [PORTABLE_SHARED_BYTES, HOPPER_SHARED_BYTES])
 def test_plans_of_all_sizes_have_what_tensor_cores_need(num_tokens, operand, shared_bytes):
     plan = plans.plan_for(num_tokens, 64, 8, operand, shared_bytes)
     assert plan.block_tokens >= 16

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kestrel_ops.cuda.program import Program
 from kestrel_ops.cuda.warpgroup_products import product_source
+from kestrel_ops.device_limits import HOPPER_SHARED_BYTES, DeviceLimits
 from kestrel_ops.library.crop_attention import crop_attention as library_crop_attention
 from kestrel_ops.shapes import ModelShape
 
@@ -20,7 +21,6 @@ _ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "f16"}
 _HOPPER = (9, 0)
 # The fastest sizes for heads of 72 dimensions, among those that fit into the registers of a multiprocessor.
 _TILE, _WARPGROUPS, _WIDEST_HEAD = 96, 3, 80
-_SHARED_BYTES = 227 * 1024
 # Pieces of one row must be in different banks.
 _PAD_BYTES = 16
 
@@ -78,7 +78,7 @@ def _misfit(capability: tuple[int, int] | None, dtype: torch.dtype, num_patches:
         return f"it takes heads of 16 to {_WIDEST_HEAD} dimensions, a multiple of 8, not of {head_dim}"
     if num_patches <= _TILE:
         return f"it takes crops of more than {_TILE} patches, not of {num_patches}"
-    if _operand_bytes(num_patches, head_dim) > _SHARED_BYTES:
+    if _operand_bytes(num_patches, head_dim) > HOPPER_SHARED_BYTES:
         return f"keys and values of {num_patches} patches and {head_dim} dimensions do not fit into shared memory"
     return None
 
@@ -88,13 +88,12 @@ def _program(
     device: torch.device, dtype: torch.dtype, num_patches: int, num_heads: int, head_dim: int, is_float8: bool
 ) -> Program | None:
     # One program for each device: a program is loaded onto the current device.
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    if _misfit(capability, dtype, num_patches, head_dim) is not None:
+    if _misfit(DeviceLimits.of(device).capability, dtype, num_patches, head_dim) is not None:
         return None
     try:
         with torch.cuda.device(device):
             source = _source(_ELEMENTS[dtype], num_patches, num_heads, head_dim, is_float8)
-            return Program(source, "crop_attention", architecture="sm_90a", shared_bytes=_SHARED_BYTES)
+            return Program(source, "crop_attention", architecture="sm_90a", shared_bytes=HOPPER_SHARED_BYTES)
     except (OSError, RuntimeError) as error:
         _log.warning("attention within crops uses cuDNN: %s", error)
         return None
@@ -109,7 +108,7 @@ def _source(element: str, num_patches: int, num_heads: int, head_dim: int, is_fl
         "TILE": _TILE,
         "WARPGROUPS": _WARPGROUPS,
         "PIECE_BYTES": _piece_bytes(num_patches),
-        "SHARED_BYTES": _SHARED_BYTES,
+        "SHARED_BYTES": HOPPER_SHARED_BYTES,
         "ELEMENT": f'"{element}"',
         "IS_FLOAT8": int(is_float8),
     }

@@ -4,12 +4,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, linear, softmax
 
+from kestrel_ops.device_limits import DeviceLimits
 from kestrel_ops.library.add_low_rank import add_low_rank, of_own_slot
 from kestrel_ops.low_rank import ExpertAdapters, LowRank
 from kestrel_ops.reference.quantise_rows import quantise_rows
 from kestrel_ops.shapes import FLOAT8, ModelShape, has_float8_product
 
-_WITH_GROUPED_PRODUCTS = ((9, 0), (10, 0))  # on other devices torch reads the sizes of groups on the host
+_WITH_GROUPED_PRODUCTS = (None, (9, 0), (10, 0))  # on other devices torch reads the sizes of groups on the host
 _BFLOAT16_MULTIPLE = 8  # 16 bytes
 
 
@@ -63,7 +64,7 @@ def _has_grouped_products(hidden: Tensor, up: Tensor, adapters: ExpertAdapters |
         (low_rank.a.shape[0] * low_rank.a.shape[2]) % _BFLOAT16_MULTIPLE for low_rank in adapters[:2]
     ):
         return False
-    if hidden.is_cuda and torch.cuda.get_device_capability(hidden.device) not in _WITH_GROUPED_PRODUCTS:
+    if DeviceLimits.of(hidden.device).capability not in _WITH_GROUPED_PRODUCTS:
         return False
     if up.dtype == FLOAT8:
         return hidden.is_cuda and has_float8_product(dim, both_inner // 2)

@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import triton
-from torch import Tensor, cuda
+from torch import Tensor
 from triton.language.extra import cuda as extra
+
+from kestrel_ops.device_limits import DeviceLimits
 
 
 def has_dependent_launch(tensor: Tensor) -> bool:
-    """Whether the device of the tensor supports it: CUDA devices since Hopper."""
-    return tensor.device.type == "cuda" and cuda.get_device_capability(tensor.device)[0] >= 9
+    """Whether kernels use it on the device of the tensor: on Hopper, where its gain was measured."""
+    return DeviceLimits.of(tensor.device).is_hopper
 
 
 def launch(

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+
+from kestrel_ops.device_limits import HOPPER_SHARED_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +52,6 @@ class OneTokenPlan:
 
 
 ONE_TOKEN = OneTokenPlan(expand_bytes=32_768, contract_bytes=32_768, num_warps=4)
-
-
-HOPPER_SHARED_BYTES = 232_448
-"""Shared memory of a program on the devices for which plans were measured."""
-
-
-def shared_bytes_of(tensor: Tensor) -> int:
-    """Shared memory that a program may have on the device of a tensor."""
-    if not tensor.is_cuda:
-        return HOPPER_SHARED_BYTES
-    return torch.cuda.get_device_properties(tensor.device).shared_memory_per_block_optin
 
 
 def plan_for(

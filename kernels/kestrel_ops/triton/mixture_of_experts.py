@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kestrel_ops.device_limits import DeviceLimits
 from kestrel_ops.low_rank import ExpertAdapters
 from kestrel_ops.shapes import FLOAT8, ModelShape
 from kestrel_ops.triton.dependent_launch import has_dependent_launch
 from kestrel_ops.triton.expert_adapters import addition_to_rows
-from kestrel_ops.triton.expert_plans import ONE_TOKEN, ExpertsPlan, OneTokenPlan, plan_for, shared_bytes_of
+from kestrel_ops.triton.expert_plans import ONE_TOKEN, ExpertsPlan, OneTokenPlan, plan_for
 from kestrel_ops.triton.expert_products import combine, contract, expand, rounded
 from kestrel_ops.triton.expert_routing import route
 from kestrel_ops.triton.requirements import unsupported_device, unsupported_rows
@@ -48,7 +49,9 @@ def mixture_of_experts(
             *(hidden, router_logits, up, down, experts_per_token, up_scale, down_scale, plan),
             is_dependent=is_dependent,
         )
-    plan = plan or plan_for(num_tokens, len(up), experts_per_token, operand, shared_bytes_of(up))
+    plan = plan or plan_for(
+        num_tokens, len(up), experts_per_token, operand, DeviceLimits.of(up.device).shared_bytes
+    )
     block = plan.block_tokens
     routing = route(hidden, router_logits, experts_per_token, block, quantises=quantises, is_dependent=is_dependent)
     added = None
@@ -83,4 +86,4 @@ def unsupported(model: ModelShape) -> str | None:
         return None
     if model.text.num_experts > _MOST_EXPERTS:
         return f"{model.text.num_experts} experts are more than {_MOST_EXPERTS}"
-    return unsupported_device(model, FLOAT8) or unsupported_rows(model)
+    return unsupported_device(model, model.text.expert_dtype or model.dtype) or unsupported_rows(model)

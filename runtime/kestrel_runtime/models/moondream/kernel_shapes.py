@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from kestrel_ops import ModelShape, TextShape, VisionShape
+from kestrel_ops import DeviceLimits, ModelShape, TextShape, VisionShape
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.models.moondream.config import TextConfig, VisionConfig
 from kestrel_runtime.models.moondream.model import Moondream
+from kestrel_runtime.models.moondream.moe import MixtureOfExperts
 from kestrel_runtime.scheduling.limits import StepBounds
 
 _FLOAT8 = torch.float8_e4m3fn
@@ -18,7 +19,7 @@ def model_shape(model: Moondream, config: EngineConfig, text_path: str, vision_p
     device = model.device
     return ModelShape(
         device_type=device.type,
-        capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+        capability=DeviceLimits.of(device).capability,
         dtype=model.dtype,
         text=None if text_path == "plain" else _text(model, config, _weight_dtype(model, text_path)),
         vision=None if vision_path == "plain" else _vision(model.config.vision, vision_path, model.dtype),
@@ -45,7 +46,13 @@ def _text(model: Moondream, config: EngineConfig, weight_dtype: torch.dtype) -> 
         cache_dtype=_FLOAT8 if config.kv_dtype == "float8" else model.dtype,
         num_experts=0 if moe is None else moe.num_experts,
         experts_per_token=0 if moe is None else moe.experts_per_token,
+        expert_dtype=_expert_dtype(model),
     )
+
+
+def _expert_dtype(model: Moondream) -> torch.dtype | None:
+    experts = (module.fc1.weight.dtype for module in model.modules() if isinstance(module, MixtureOfExperts))
+    return next(experts, None)
 
 
 def _vision(vision: VisionConfig, path: str, dtype: torch.dtype) -> VisionShape:

@@ -1,0 +1,76 @@
+"""Does everything run, and how fast, as it would be compiled for another card? On a Hopper GPU.
+
+    python -m bench.other_cards 8.0 bench.kernel_checks --processes 1 --seeds 2
+    python -m bench.other_cards 8.6 kestrel_grpc verify tests/golden/md2-small --dtype bfloat16
+    python -m bench.other_cards 8.9 bench.decode_step --precision float8 --batches 1 64
+
+The rest of the line is a module and its arguments, which run in this process. Implementations and plans are chosen
+for the named card. Triton compiles for it down to PTX, which ptxas assembles for the GPU that is here: the
+instructions are those that the other card has. A kernel that needs more shared memory than a program has there ends
+the run. What torch's libraries compute (cuBLAS, cuDNN, attention within image tiles) is computed as this GPU does,
+with its clocks, caches and memory: times say what the plans are worth, not how fast the other card is.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import runpy
+import sys
+from typing import Any
+
+from kestrel_ops.device_limits import HOPPER_SHARED_BYTES, PORTABLE_SHARED_BYTES, DeviceLimits
+
+CARDS = {
+    "8.0": DeviceLimits((8, 0), 163 * 1024),  # A100, A30
+    "8.6": DeviceLimits((8, 6), PORTABLE_SHARED_BYTES),  # A10, A40, RTX 30
+    "8.9": DeviceLimits((8, 9), PORTABLE_SHARED_BYTES),  # L4, L40S, RTX 40
+    "9.0": DeviceLimits((9, 0), HOPPER_SHARED_BYTES),  # H100, H200: what is here, as it is
+}
+
+
+def assume(card: str) -> None:
+    """Choose and compile for a card, in this process, until it ends."""
+    import torch
+    from triton.backends.compiler import GPUTarget
+
+    backend: Any = importlib.import_module("triton.backends.nvidia.compiler").CUDABackend
+    driver: Any = importlib.import_module("triton.runtime").driver.active
+    limits = CARDS[card]
+    assert limits.capability is not None
+    major, minor = limits.capability
+    number, own_major, own_minor = 10 * major + minor, *torch.cuda.get_device_capability()
+    here, assemble = DeviceLimits.of(torch.device("cpu")), backend.make_cubin
+    assembled: dict[str, int] = {}
+
+    def assemble_for_this_gpu(self: Any, ptx: str, metadata: Any, options: Any, _: int) -> bytes:
+        assert f".target sm_{number}\n" in ptx or f".target sm_{number}," in ptx, ptx[:300]
+        if metadata["shared"] > limits.shared_bytes:
+            raise RuntimeError(f"{metadata['name']} needs {metadata['shared']} bytes of shared memory")
+        assembled[metadata["hash"]] = metadata["shared"]
+        return assemble(self, ptx, metadata, options, 10 * own_major + own_minor)
+
+    def say_what_was_assembled() -> None:
+        most = max(assembled.values(), default=0)
+        print(f"{len(assembled)} kernels of sm_{number} assembled here; at most {most} bytes of shared memory")
+
+    DeviceLimits.of = staticmethod(lambda device: limits if device.type == "cuda" else here)
+    if (major, minor) != (own_major, own_minor):
+        # Triton keeps what it has compiled by target, so that this finds nothing that was compiled for this GPU.
+        driver.get_current_target = lambda: GPUTarget("cuda", number, 32)
+        backend.make_cubin = assemble_for_this_gpu
+        atexit.register(say_what_was_assembled)
+
+
+def main() -> None:
+    """Run a module as if this GPU were another one."""
+    if len(sys.argv) < 3 or sys.argv[1] not in CARDS:
+        sys.exit(f"usage: python -m bench.other_cards {{{','.join(CARDS)}}} MODULE [ARGUMENT ...]")
+    _, card, module, *arguments = sys.argv
+    assume(card)
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()
