@@ -1,4 +1,4 @@
-"""Settings of the memory allocators of Python and the C library. Knows nothing of what the memory holds.
+"""Settings of the memory allocators of Python and the C library.
 
 After each large block that is freed, glibc by default takes the next block of that size from its heaps, up to
 32 MiB. Images and activations of all sizes fragment these heaps, and a server under mixed load grows by unused

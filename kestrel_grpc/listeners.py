@@ -1,4 +1,4 @@
-"""Whether a TCP port or a Unix socket can be listened on. Knows nothing of what is served there."""
+"""Whether a TCP port or a Unix socket can be listened on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ends a process whose threads may hang, for example in a device call or an image decoder. Knows no server.
+"""Ends a process whose threads may hang, for example in a device call or an image decoder.
 
 At a normal exit Python waits for the threads and then destroys what they may still use. Both can hang.
 """

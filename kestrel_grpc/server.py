@@ -1,4 +1,4 @@
-"""The server's lifecycle: bind, serve, drain, stop. Connects engine, frontend and telemetry. Knows no RPC."""
+"""The server's lifecycle: bind, serve, drain, stop. Connects engine, frontend and telemetry."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The eight shapes as outlines over a unit box: dense polygons to draw, and short SVG path words to learn.
 
-A shape has free proportions (a star's depth, a ring's width) and a rotation; both come from a seed. Knows no
-colours, no images.
+A shape has free proportions (a star's depth, a ring's width) and a rotation; both come from a seed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A closed loop: a fixed number of callers, each of which asks again as soon as it is answered. Knows no server."""
+"""A closed loop: a fixed number of callers, each of which asks again as soon as it is answered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Load over HTTP/1.1 that costs little, and a bare server that sends the same answers as ours. Knows no engine."""
+"""Load over HTTP/1.1 that costs little, and a bare server that sends the same answers as ours."""
 
 from __future__ import annotations
 

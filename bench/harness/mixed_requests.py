@@ -1,6 +1,6 @@
 """Requests of every skill about pictures of every number of tiles and many formats, with answers of a few tokens.
 
-The same seed makes the same requests. Knows no engine.
+The same seed makes the same requests.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Kernels work in blocks of 16, 32, 64 or 128, and the published models are multiples of most. Faults in tails,
 masks and alignment only show at widths that are not, so most numbers here are odd multiples of 8 or odd altogether.
-Knows no tensors.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The page of a run: what was measured and how, plots, and tables; one HTML file that needs nothing but itself.
 
-Beside the load's own rows it plots the tables of other benches that have a size to plot against. Knows no server.
+Beside the load's own rows it plots the tables of other benches that have a size to plot against.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The results of a run: as JSON and back, and as tables of text. Knows no server and draws nothing."""
+"""The results of a run: as JSON and back, and as tables of text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Load for Triton's service, and a bare service that sends the same messages as ours. Knows no engine."""
+"""Load for Triton's service, and a bare service that sends the same messages as ours."""
 
 from __future__ import annotations
 

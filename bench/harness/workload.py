@@ -2,7 +2,7 @@
 
 Every picture is drawn from a seed: 800 by 557 pixels, about 40 KB as JPEG, which a Moondream cuts
 into 2 × 4 tiles and a global tile. A question has eleven tokens with the published tokenizer, as with the one that
-`tokenizer_file.py` makes. Knows no server.
+`tokenizer_file.py` makes.
 """
 
 from __future__ import annotations

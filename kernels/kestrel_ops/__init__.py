@@ -1,7 +1,7 @@
 """The operations of which models consist: tensors in, tensors out.
 
 Other packages import only this module. It exports the definition of each operation in plain torch, from
-`reference/`. Knows nothing about requests, sequences or models.
+`reference/`.
 Shapes: T tokens, B sequences, H query heads, G key/value heads, D head dimension, P pages, S slots in a page.
 """
 

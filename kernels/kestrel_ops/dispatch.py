@@ -3,7 +3,7 @@
 An implementation is a module `kestrel_ops.<implementation>.<operation>` with a function of the operation's name.
 `reference` has all operations, for any model. The other packages have those that are faster on a CUDA device; each
 of their modules also has `unsupported(model) -> str | None`, the reason why it cannot serve a model. Modules with
-`BY_NAME_ALONE` are used only where a choice names them, until their speed has been measured. Knows no tensors.
+`BY_NAME_ALONE` are used only where a choice names them, until their speed has been measured.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Has plain torch code compute each row by itself, whatever else is in its batch. Knows no model."""
+"""Has plain torch code compute each row by itself, whatever else is in its batch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Sizes, types and the device of one model, from which implementations decide whether they can serve it.
-
-Knows no tensors and no model.
-"""
+"""Sizes, types and the device of one model, from which implementations decide whether they can serve it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks who may call what, and how often, by the bearer tokens that `tokens.py` reads. Knows no statuses.
+"""Checks who may call what, and how often, by the bearer tokens that `tokens.py` reads.
 
     TokenInvalid     no token, an unknown one, or one that was revoked
     ScopeRequired    the token does not allow this method

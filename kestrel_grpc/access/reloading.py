@@ -1,4 +1,4 @@
-"""A value read from files, read again when they change. Knows neither the contents of the files nor their use.
+"""A value read from files, read again when they change.
 
 Where changed files cannot be read, the last good value stays and an error is logged, once for every change: a
 mistake in a file must not stop a running server.

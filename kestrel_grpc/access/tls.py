@@ -1,4 +1,4 @@
-"""The server's certificate: read at start, checked, and read again when its files change. Knows no transport.
+"""The server's certificate: read at start, checked, and read again when its files change.
 
 Open connections keep the certificate that they were made with.
 """

@@ -1,4 +1,4 @@
-"""Finds options that are valid separately, but not together. Knows no sources of values."""
+"""Finds options that are valid separately, but not together."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Defines every option of the server once: flag, environment variable, default, unit and help.
 
 `ServerConfig` is the list of options and the parsed value. A flag takes precedence over its environment variable,
-that over the file of options, and that over the default. Knows nothing about sockets or models.
+that over the file of options, and that over the default.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Keeps images that callers store, in host memory: bounded in bytes and time, with a quota for each namespace.
 
-Knows no calls, and of images only what the engine says about their headers. Belongs to one event loop; the numbers
-in `ImageStore.usage` may be read in any thread.
+A store belongs to one event loop; any thread may read `ImageStore.usage`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Stores, finds and deletes images of a namespace: checks their digest, and what they declare. Knows no call."""
+"""Stores, finds and deletes images of a namespace: checks their digest, and what they declare."""
 
 from __future__ import annotations
 

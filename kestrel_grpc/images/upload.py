@@ -1,4 +1,4 @@
-"""One image on its way into the store, in pieces: counts and hashes them as they come. Knows no store."""
+"""One image on its way into the store, in pieces: counts and hashes them as they come."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Reads how much of a GPU is used, from the management library of its driver (NVML).
 
 A reading needs no CUDA context and waits for no kernel, so that it works beside an engine that computes or hangs.
-It is of the whole device: what other processes use is included. Knows no metric.
+It is of the whole device: what other processes use is included.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Histograms for Prometheus to which adding a value is cheap. Knows no metric by name.
+"""Histograms for Prometheus to which adding a value is cheap.
 
 Those of Prometheus' client lock every bucket, since any thread may add to them. Here one thread adds and any thread
 reads: a reader may miss a value that is being added, but counts never decrease.

@@ -1,6 +1,6 @@
 """An HTTP port for probes: `/metrics` as Prometheus text, `/healthz` (alive) and `/readyz` (takes requests).
 
-Served by a thread of its own, so that a busy event loop does not delay it. Knows no RPC.
+Served by a thread of its own, so that a busy event loop does not delay it.
 """
 
 from __future__ import annotations

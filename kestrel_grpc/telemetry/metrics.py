@@ -2,7 +2,7 @@
 
 Names follow the OpenTelemetry conventions for RPC and generative AI where those have one; the others begin with
 `kestrel`. Values are kept in a registry of Prometheus' client: nothing runs between scrapes, and OTLP collectors
-scrape the same text. Knows no socket.
+scrape the same text.
 `python -m kestrel_grpc.telemetry.metrics` prints the table for the documentation.
 """
 

@@ -1,4 +1,4 @@
-"""Metrics, traces and the port for probes, as the options configure them. Knows no RPC."""
+"""Metrics, traces and the port for probes, as the options configure them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many calls and messages a server takes at a time, computed from its options. Knows no call."""
+"""How many calls and messages a server takes at a time, computed from its options."""
 
 from __future__ import annotations
 

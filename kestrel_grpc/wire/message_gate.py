@@ -7,7 +7,7 @@ that is reserved for them. Until then the transport holds no more of a message t
 Slow senders cannot keep all places. Some places have a short timeout: they are given to calls that have waited for
 the wait limit, whose messages have mostly arrived by then; such a message must be complete almost at once, or its
 call ends. A sender that did not complete a message in time is a slow sender for the next minute, and gets a place
-only when no other call waits. Knows nothing about tokens, the contents of messages or statuses.
+only when no other call waits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether the server wants calls, as every health check reports it. Knows no protocol of health checks."""
+"""Whether the server wants calls, as every health check reports it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Divides a fixed number of units, such as open calls, fairly among tenants. Knows nothing about the units."""
+"""Divides a fixed number of units, such as open calls, fairly among tenants."""
 
 from __future__ import annotations
 

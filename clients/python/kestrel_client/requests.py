@@ -1,4 +1,4 @@
-"""Builds request messages from Python values, for both clients. Knows no transport; senders add the images.
+"""Builds request messages from Python values, for both clients. The senders add the images.
 
 Arguments of a wrong type and labels that do not exist raise `InvalidRequest`, which names the argument and shows no
 more than the beginning of its value. Rules that the server knows better, such as ranges, are left to it.

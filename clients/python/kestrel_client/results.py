@@ -1,4 +1,4 @@
-"""What calls return: frozen values, and how they are read from response messages. Knows no transport.
+"""What calls return: frozen values, and how they are read from response messages.
 
 Coordinates are fractions of the image's width and height, from 0 to 1, measured from its top left corner.
 """

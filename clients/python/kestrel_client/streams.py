@@ -1,4 +1,4 @@
-"""Converts the events of a stream to pieces and a result, for both clients. Knows no transport."""
+"""Converts the events of a stream to pieces and a result, for both clients."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Compiles a CUDA kernel by NVRTC, which is part of torch, and launches it through the driver.
-
-Knows nothing about the computation.
-"""
+"""Compiles a CUDA kernel by NVRTC, which is part of torch, and launches it through the driver."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Generates CUDA source of Hopper's warpgroup products (wgmma), whose instruction names contain their sizes.
 
-Source: PTX ISA, section "Asynchronous warpgroup level matrix multiply-accumulate". Knows no operation.
+Source: PTX ISA, section "Asynchronous warpgroup level matrix multiply-accumulate".
 """
 
 

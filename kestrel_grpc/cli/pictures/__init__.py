@@ -1,1 +1,1 @@
-"""Draws results onto their image. Knows no server and no connection."""
+"""Draws results onto their image."""

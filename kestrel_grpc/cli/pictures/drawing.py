@@ -1,4 +1,4 @@
-"""Draws points, boxes and outlines onto their image, each with a label such as "box 1". Knows no server."""
+"""Draws points, boxes and outlines onto their image, each with a label such as "box 1"."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gRPC frontend: its servers, their services, their ports and their connections. Knows no engine thread."""
+"""The gRPC frontend: its servers, their services, their ports and their connections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""grpc.health.v1 on top of `Readiness`: `Check` for probes, `Watch` for load balancers. Knows no request."""
+"""grpc.health.v1 on top of `Readiness`: `Check` for probes, `Watch` for load balancers."""
 
 # ruff: noqa: N802 (methods bear the names of their RPCs)
 

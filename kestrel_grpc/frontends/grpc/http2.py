@@ -1,4 +1,4 @@
-"""The channel arguments of every gRPC server that this package opens. Knows no service and no configuration file.
+"""The channel arguments of every gRPC server that this package opens.
 
 gRPC ignores an argument whose name it does not know, so a test holds the effect of each one that is set here.
 """

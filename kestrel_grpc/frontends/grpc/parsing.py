@@ -1,8 +1,7 @@
 """Converts the fields that messages of `VisionService` share to those of the engine's requests.
 
 An absent field becomes None or the default of the request type. Violations that only protobuf allows (a oneof
-without a member, an unknown enum value) are reported together with those that the request type finds. Knows nothing
-about calls, statuses or the engine, and no skill.
+without a member, an unknown enum value) are reported together with those that the request type finds.
 """
 
 from __future__ import annotations

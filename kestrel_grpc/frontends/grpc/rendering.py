@@ -1,4 +1,4 @@
-"""Converts to protobuf what responses of `VisionService` share. Knows nothing about calls, and no skill."""
+"""Converts to protobuf what responses of `VisionService` share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes a `CallFailure` as a gRPC status with the details of google.rpc. Knows no exception.
+"""Writes a `CallFailure` as a gRPC status with the details of google.rpc.
 
 Every status carries an ErrorInfo of domain `kestrel.dev` whose metadata names the request.
 """

@@ -1,1 +1,1 @@
-"""What the HTTP frontends share: connections, checks of headers, bodies, event streams, JSON. Knows no route."""
+"""What the HTTP frontends share: connections, checks of headers, bodies, event streams, JSON."""

@@ -1,4 +1,4 @@
-"""Renders the events of the engine as the events of a stream, whatever the frontend. Knows no format."""
+"""Renders the events of the engine as the events of a stream, whatever the frontend."""
 
 from __future__ import annotations
 

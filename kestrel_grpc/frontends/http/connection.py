@@ -1,4 +1,4 @@
-"""One HTTP/1.1 connection: uvicorn's protocol with limits on time, size and number. Knows no route.
+"""One HTTP/1.1 connection: uvicorn's protocol with limits on time, size and number.
 
 Bounds what a client can take up before the application sees its request: the bytes and the time of the headers, the
 bytes that frame a body, the time between requests, and the number of connections. The body itself is bounded by who

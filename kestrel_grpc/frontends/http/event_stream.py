@@ -1,4 +1,4 @@
-"""Writes server-sent events, with a comment now and then while there are none. Knows no event."""
+"""Writes server-sent events, with a comment now and then while there are none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One request over HTTP and its response: reads the body within limits, writes answers. Knows no route."""
+"""One request over HTTP and its response: reads the body within limits, writes answers."""
 
 from __future__ import annotations
 

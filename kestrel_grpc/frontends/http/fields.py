@@ -1,6 +1,6 @@
 """The fields of JSON requests: declared once, for reading them and for the description of the API.
 
-Reads types and names; ranges are checked by the engine's request types. Knows no route.
+Reads types and names; ranges are checked by the engine's request types.
 """
 
 from __future__ import annotations

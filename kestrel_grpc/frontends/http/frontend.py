@@ -1,4 +1,4 @@
-"""The HTTP port: opens it, routes requests to the services on it, answers probes, closes it. Knows no service."""
+"""The HTTP port: opens it, routes requests to the services on it, answers probes, closes it."""
 
 from __future__ import annotations
 

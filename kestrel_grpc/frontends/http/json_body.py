@@ -1,4 +1,4 @@
-"""Parses the JSON of a request body, whose images are long texts of base64. Knows no field.
+"""Parses the JSON of a request body, whose images are long texts of base64.
 
 A text that long is cut out before the rest is parsed, so that it is neither copied nor searched for escapes, and
 what is left is small: a body as large as an image could otherwise hold millions of values, each of which takes many

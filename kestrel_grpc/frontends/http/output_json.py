@@ -1,4 +1,4 @@
-"""What frontends whose answers are JSON have in common: results of the engine as JSON. Knows no call and no route.
+"""What frontends whose answers are JSON have in common: results of the engine as JSON.
 
 Triton's frontend uses it too: the output tensor of its responses holds JSON.
 """

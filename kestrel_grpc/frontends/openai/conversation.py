@@ -12,8 +12,6 @@ written out, blocks separated by empty lines:
     User: <text>
 
     Assistant:
-
-Knows nothing about requests, sampling or the engine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Converts OpenAI's requests to queries of the engine. Knows nothing about calls or the engine."""
+"""Converts OpenAI's requests to queries of the engine."""
 
 from __future__ import annotations
 

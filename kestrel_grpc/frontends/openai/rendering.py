@@ -1,4 +1,4 @@
-"""Converts the engine's events to OpenAI's objects and chunks, and failures to OpenAI's errors. Knows no engine."""
+"""Converts the engine's events to OpenAI's objects and chunks, and failures to OpenAI's errors."""
 
 from __future__ import annotations
 

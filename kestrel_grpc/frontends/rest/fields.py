@@ -1,4 +1,4 @@
-"""The fields that REST requests share, and their names in the engine's requests. Knows no route."""
+"""The fields that REST requests share, and their names in the engine's requests."""
 
 from __future__ import annotations
 

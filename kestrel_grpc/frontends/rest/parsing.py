@@ -1,4 +1,4 @@
-"""Converts JSON to the engine's requests. Knows nothing about calls or the engine, and no skill.
+"""Converts JSON to the engine's requests.
 
 Violations of names and types are reported together with those that the request types find.
 """

@@ -1,4 +1,4 @@
-"""Converts the engine's events and results to JSON and server-sent events. Knows nothing about calls or the engine.
+"""Converts the engine's events and results to JSON and server-sent events.
 
 Every answer has `request_id`, `model`, `finish_reason` and metrics beside its result.
 """

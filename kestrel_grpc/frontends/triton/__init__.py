@@ -1,1 +1,1 @@
-"""Serves the KServe v2 protocol with the extensions of NVIDIA Triton over gRPC. Knows no engine thread."""
+"""Serves the KServe v2 protocol with the extensions of NVIDIA Triton over gRPC."""

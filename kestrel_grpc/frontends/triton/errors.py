@@ -1,4 +1,4 @@
-"""Puts failures into the words of Triton: its texts, and the names of its inputs. Knows no exception."""
+"""Puts failures into the words of Triton: its texts, and the names of its inputs."""
 
 from __future__ import annotations
 

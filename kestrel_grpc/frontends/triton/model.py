@@ -1,4 +1,4 @@
-"""The one model as Triton's clients know it: its name, its inputs, its output. Knows no request.
+"""The one model as Triton's clients know it: its name, its inputs, its output.
 
 The names and types are those of Kestrel's model for Triton.
 """

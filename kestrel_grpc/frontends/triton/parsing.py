@@ -1,4 +1,4 @@
-"""Converts an inference request of Triton to a request of the engine. Knows nothing about calls or statuses.
+"""Converts an inference request of Triton to a request of the engine.
 
 Inputs that a skill does not use are ignored, as Kestrel's model for Triton does.
 """

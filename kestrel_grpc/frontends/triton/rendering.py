@@ -1,4 +1,4 @@
-"""Converts events of the engine to JSON in the output tensor of Triton's responses. Knows no call."""
+"""Converts events of the engine to JSON in the output tensor of Triton's responses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`GRPCInferenceService`: its methods, in the groups that limit them. Knows no port and no connection."""
+"""`GRPCInferenceService`: its methods, in the groups that limit them."""
 
 from __future__ import annotations
 

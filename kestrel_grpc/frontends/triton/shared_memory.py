@@ -2,7 +2,7 @@
 
 A region is read by copies from its file and never mapped, so that a caller who shortens the file cannot end the
 server with SIGBUS. Only callers whose connection comes from this machine may name regions, only objects whose name
-begins with the prefix of the server can be registered, and each caller has regions of its own. Knows no tensors.
+begins with the prefix of the server can be registered, and each caller has regions of its own.
 """
 
 from __future__ import annotations

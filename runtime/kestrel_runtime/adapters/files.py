@@ -1,7 +1,7 @@
 """Finds and reads the files of an adapter: a folder under a configured root, or a repository of the hub.
 
 Only safetensors files are read, and JSON; nothing of them is executed. All bytes are read once, so that what is
-checked is what is loaded. Knows no model and no names of tensors.
+checked is what is loaded.
 """
 
 from __future__ import annotations

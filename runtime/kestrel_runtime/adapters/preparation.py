@@ -1,4 +1,4 @@
-"""Has a request prepared once its adapter is loaded. Knows no requests and no adapters, but futures of both."""
+"""Prepares a request once its adapter is loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loads adapters on a thread of its own, and leases them to requests. Knows no model and no tensors.
+"""Loads adapters on a thread of its own, and leases them to requests.
 
 A request that names an adapter which is not loaded waits for it, together with others that name it; other requests
 go on. Adapters are loaded one after the other, in the order in which they were first named.

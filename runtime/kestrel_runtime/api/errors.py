@@ -1,4 +1,4 @@
-"""What can go wrong in the engine, in its own words. Knows nothing about gRPC statuses.
+"""What can go wrong in the engine, in its own words.
 
 KestrelError
 ├── InvalidRequest          the caller's input; carries every violation

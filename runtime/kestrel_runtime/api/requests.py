@@ -1,7 +1,7 @@
 """What a caller may ask: one frozen value per skill, checked at birth.
 
-Each constructor raises `InvalidRequest` with every violation at once. Knows nothing about protobuf, tokens or
-tensors. Defaults follow the peer engine's published ones.
+Each constructor raises `InvalidRequest` with every violation at once. Defaults follow the peer engine's published
+ones.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How tokens are sampled and when an answer ends, as the caller asks for it. Knows no tokens, only their ids."""
+"""How tokens are sampled and when an answer ends, as the caller asks for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pool of threads that run jobs in a fair order and within a memory budget. Knows no requests.
+"""A pool of threads that run jobs in a fair order and within a memory budget.
 
 Rules
   J1  Jobs start in the order of `WaitingQueue`: by priority, tenant and age. A job costs the memory that it needs.

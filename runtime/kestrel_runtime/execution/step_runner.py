@@ -1,6 +1,6 @@
 """Runs the steps that the scheduler has chosen: lays out inputs, enters a CUDA stream, calls the model's executor.
 
-Knows no model; decides nothing about who runs. Nothing here waits for the device but `StepHandle.wait`.
+Only `StepHandle.wait` waits for the device.
 
 Prefill steps (images and prompts) have one CUDA stream, decode steps another of higher priority. They share
 weights, pages of the cache and request state, and nothing else: neither memory of steps nor captured graphs.

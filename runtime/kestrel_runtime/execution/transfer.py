@@ -1,7 +1,4 @@
-"""Copies from the host to the device that do not make the host wait: single arrays, and several in one buffer.
-
-Knows no step.
-"""
+"""Copies from the host to the device that do not make the host wait: single arrays, and several in one buffer."""
 
 from __future__ import annotations
 

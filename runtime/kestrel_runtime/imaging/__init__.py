@@ -1,1 +1,1 @@
-"""Image bytes to pixels and tiles, within limits. Knows no requests."""
+"""Image bytes to pixels and tiles, within limits."""

@@ -1,6 +1,6 @@
 """Decodes image files and raw pixels to 8-bit RGB, within limits on size and on the time that damaged files take.
 
-Knows nothing about tensors, models or requests, keeps no state, and may run in any number of threads.
+The functions keep no state and may run in any number of threads.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Makes the tiles of an image on the device while its request still waits in the queue.
 
-Otherwise the engine loop thread would launch this work between two steps, while the device idles. Knows no
-requests.
+Otherwise the engine loop thread would launch this work between two steps, while the device idles.
 """
 
 from __future__ import annotations

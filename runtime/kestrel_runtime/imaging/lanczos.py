@@ -1,7 +1,6 @@
 """The integer weights of a Lanczos resize as Pillow does it, and the order of its two passes.
 
-Each pass rounds to 8 bits, so every pixel depends on the exact weights and on the order. Knows no pixels and no
-device.
+Each pass rounds to 8 bits, so every pixel depends on the exact weights and on the order.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Accesses the pixels of a Pillow image without a copy, through the Arrow C data interface.
 
-https://arrow.apache.org/docs/format/CDataInterface.html. Knows no tiles and no models.
+https://arrow.apache.org/docs/format/CDataInterface.html.
 """
 
 from __future__ import annotations

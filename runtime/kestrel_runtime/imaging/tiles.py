@@ -1,6 +1,6 @@
 """Images between decoding and the vision encoder: as tiles, or as pixels whose tiles are made later on the device.
 
-The model family says how an image is divided (`Tiling`). Knows no requests and no tensors.
+The model family says how an image is divided (`Tiling`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Finds stop strings in a text that comes in pieces, and holds back what may be the beginning of one.
 
 The text ends where the first of the strings is complete; of strings that are complete at the same place the longest
-counts. So the result does not depend on how the text is divided into pieces. Knows no tokens.
+counts. So the result does not depend on how the text is divided into pieces.
 """
 
 from __future__ import annotations

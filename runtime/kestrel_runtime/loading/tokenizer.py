@@ -1,7 +1,7 @@
 """Converts text to token ids and back, also one token at a time.
 
 Reads a `tokenizer.json` with byte-level BPE. Text of callers never becomes a control token, even if it spells one.
-Control tokens decode to an empty text. Knows nothing about prompts.
+Control tokens decode to an empty text.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Counts bytes of decoded images against a limit: those set aside for decoding, and those of images that exist.
 
-Knows no images and no threads; may be used from any of them.
+Safe in any thread.
 """
 
 from __future__ import annotations

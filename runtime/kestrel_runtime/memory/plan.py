@@ -1,9 +1,9 @@
-"""Divides the memory of a device: how many pages the key-value cache gets beside everything else.
+"""Divides the memory of a device: how many pages the key-value cache gets after everything else.
 
     pages = floor((usable - activations - graphs - images - image cache - adapters - margin) / bytes of a page)
 
 On a CUDA device `usable` is utilization × total - used now, by whomever. On the host it is utilization × available,
-since other programs need memory of the host too. Knows no model: what it needs is given as plain numbers.
+since other programs need memory of the host too. Callers give the needs of a model as plain numbers.
 """
 
 from __future__ import annotations

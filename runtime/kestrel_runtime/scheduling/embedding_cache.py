@@ -1,6 +1,6 @@
 """Which entry of the device's image embeddings belongs to which sequence, and which can be found by their image.
 
-An entry holds the embeddings of one image. Knows no tensors and no clock.
+An entry holds the embeddings of one image.
 
 Invariants
   E1  A sequence leases one entry at most, from its start until it ends. At most `num_leases` sequences do, so that

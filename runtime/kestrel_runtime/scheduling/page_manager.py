@@ -1,7 +1,6 @@
 """Which sequence holds which page of the KV cache, and which published pages can be found again by their content.
 
-A page is `page_size` positions of keys and values of all layers. Knows no tensors, no clock and no scheduling
-order.
+A page is `page_size` positions of keys and values of all layers.
 
 Invariants
   B1  A page is in one of four states: free, quarantined, held (it has references), or cached (published, no

@@ -2,7 +2,7 @@
 
 A key is the SHA-256 of typed parts of known length, each with what stands before it; the pages of an image have
 that of its whole span and a number. Workers make the keys of prompts; the engine thread adds one when a page fills
-while decoding. Knows no pages and no tensors.
+while decoding.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Acceptance of a checkpoint: an engine's answers, and tensors that the model family compares. Knows no model."""
+"""Acceptance of a checkpoint: an engine's answers, and tensors that the model family compares."""

@@ -1,4 +1,4 @@
-"""Requests prepared as an engine does, for a model that is taken through its steps by hand. Knows no model."""
+"""Requests prepared as an engine does, for a model that is taken through its steps by hand."""
 
 from __future__ import annotations
 

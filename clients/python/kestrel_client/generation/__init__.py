@@ -1,1 +1,1 @@
-"""What texts come with: why they end, how likely their tokens were, and further samples. Knows no transport."""
+"""What texts come with: why they end, how likely their tokens were, and further samples."""

@@ -1,4 +1,4 @@
-"""What an answer must look like, from the arguments of a query to the message. Knows no transport."""
+"""What an answer must look like, from the arguments of a query to the message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decides how a call sends its image: in its message, or stored on the server and named. Knows no transport.
+"""Decides how a call sends its image: in its message, or stored on the server and named.
 
 A client remembers the digests of the images that it has sent. An image that it sends a second time is stored on the
 server first, and from then on named. Where the server does not have it any more it is stored again.

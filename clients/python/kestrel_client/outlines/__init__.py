@@ -1,1 +1,1 @@
-"""Outlines of objects as polygons and masks. Knows no messages."""
+"""Outlines of objects as polygons and masks."""

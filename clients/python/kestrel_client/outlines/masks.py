@@ -1,4 +1,4 @@
-"""Fills polygons, as SVG fills paths. Knows no messages; needs Pillow for a mask."""
+"""Fills polygons, as SVG fills paths. A mask needs Pillow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flattens SVG path data into polylines. Knows nothing of images or colours.
+"""Flattens SVG path data into polylines.
 
 Takes the whole grammar: M L H V C S Q T A Z, absolute and relative. The paths come from a model, so a command that
 lacks arguments draws nothing rather than failing, and reading stops at the first thing that is no path data.

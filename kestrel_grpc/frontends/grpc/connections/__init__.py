@@ -1,1 +1,1 @@
-"""The sockets under gRPC's servers: where they listen, and when their connections are closed. Knows no service."""
+"""The sockets under gRPC's servers: where they listen, and when their connections are closed."""

@@ -1,4 +1,4 @@
-"""Converts the messages of `ImageService` to Python types. Knows nothing about calls, statuses or the store."""
+"""Converts the messages of `ImageService` to Python types."""
 
 from __future__ import annotations
 

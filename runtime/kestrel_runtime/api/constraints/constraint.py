@@ -1,6 +1,6 @@
 """What an answer must look like: one of several texts, a regular expression, or a JSON schema.
 
-The bounds keep the work that a constraint causes small before anything is compiled. Knows no tokens and no library.
+The bounds keep the work that a constraint causes small before anything is compiled.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The bounds of JSON schemas: what compiling one may cost, told from its text. Knows no library.
+"""The bounds of JSON schemas: what compiling one may cost, told from its text.
 
 Compiling takes the time of what is counted here: properties, alternatives, and combinations of alternatives, which
 `allOf` multiplies.

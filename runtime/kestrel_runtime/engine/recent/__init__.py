@@ -1,1 +1,1 @@
-"""What came before and may come again, within bounds: the tokens of prompts. Knows no sequences and no pages."""
+"""What came before and may come again, within bounds: the tokens of prompts."""

@@ -1,4 +1,4 @@
-"""What the header of an image file declares. Knows no file format."""
+"""What the header of an image file declares."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The dimensions and prompt templates of one Moondream model, as its `config.json` gives them.
 
-Knows nothing about tensors or files. Sources: the public reference's `config.py` (vikhyat/moondream) and the
-configuration dataclasses of the published checkpoints.
+Sources: the public reference's `config.py` (vikhyat/moondream) and the configuration dataclasses of the published
+checkpoints.
 """
 
 from __future__ import annotations

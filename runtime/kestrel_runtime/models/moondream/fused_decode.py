@@ -1,7 +1,7 @@
 """The decoder for one new token of each sequence: three operations per block, on buffers at fixed addresses.
 
-Knows no pages and no scheduling. Every shape depends on the batch size only, so a step can be captured, except with
-the reference mixture of experts, which synchronises with the device.
+Every shape depends on the batch size only, so a step can be captured, except with the reference mixture of experts,
+which synchronises with the device.
 """
 
 from __future__ import annotations

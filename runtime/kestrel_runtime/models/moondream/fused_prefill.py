@@ -1,6 +1,6 @@
 """The decoder over packed prompts: few large products per block, with fused operations between them.
 
-Knows no pages and no scheduling. The residual stream is float32. Does not synchronise with the device.
+The residual stream is float32. Does not synchronise with the device.
 """
 
 from __future__ import annotations

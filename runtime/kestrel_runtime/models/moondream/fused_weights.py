@@ -1,7 +1,7 @@
 """The decoder's weights rearranged: two matrices per block, with the LayerNorm folded into the first.
 
 Attention and MLP of a block read the same normalised tokens and add to the same stream. So their first matrices are
-stacked by rows and their second ones by columns. Knows nothing about tokens, pages or products.
+stacked by rows and their second ones by columns.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The whole model: text, vision and region parts, and tokens with values. Knows no pages and no batches."""
+"""The whole model: text, vision and region parts, and tokens with values."""
 
 from __future__ import annotations
 

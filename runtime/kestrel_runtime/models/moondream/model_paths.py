@@ -1,7 +1,7 @@
 """Builds the paths of text and images through the model, plain or fused, once.
 
 A fused path holds the weights in a layout of its own. An engine that owns its model frees the originals while they
-are converted, and the key-value cache is sized afterwards. Knows no pages and no requests.
+are converted, and the key-value cache is sized afterwards.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The decoder: parallel attention and MLP blocks over packed tokens.
 
-Knows nothing about pages or batches: the caller passes the attention. Sources: the public reference's `text.py`
+The caller passes the attention. Sources: the public reference's `text.py`
 for Moondream 2 and the published Moondream 3 `text.py` for tau attention.
 """
 

@@ -1,1 +1,1 @@
-"""LoRA adapters of Moondream: file formats, checks, and weights in slots. Knows no requests and no engine."""
+"""LoRA adapters of Moondream: file formats, checks, and weights in slots."""

@@ -1,7 +1,7 @@
 """The weights of adapters on the device: stacked tensors with a fixed number of slots, for each target of a model.
 
 Targets of a decoder block are `attn.qkv`, `attn.proj`, `mlp.fc1` and `mlp.fc2`; the last two are stacks of experts
-where the block has them. Knows no files and no requests.
+where the block has them.
 """
 
 from __future__ import annotations
