@@ -121,7 +121,7 @@ for stage in $stages; do
         ;;
     experts)
         measure 200 experts python3 -m bench.experts --device "$device" --check --json "$out/experts.json"
-        for choice in "" "--choose tau_scales=triton,layer_norm_linear=triton"; do
+        for choice in "" "--choose tau_scales=reference,layer_norm_linear=library"; do
             # shellcheck disable=SC2086
             measure 150 "decode-step-experts${choice:+-chosen}" python3 -m bench.decode_step \
                 --device "$device" --experts --batches 1 64 $choice

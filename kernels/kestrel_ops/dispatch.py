@@ -2,8 +2,7 @@
 
 An implementation is a module `kestrel_ops.<implementation>.<operation>` with a function of the operation's name.
 `reference` has all operations, for any model. The other packages have those that are faster on a CUDA device; each
-of their modules also has `unsupported(model) -> str | None`, the reason why it cannot serve a model. Modules with
-`BY_NAME_ALONE` are used only where a choice names them, until their speed has been measured.
+of their modules also has `unsupported(model) -> str | None`, the reason why it cannot serve a model.
 """
 
 from __future__ import annotations
@@ -102,7 +101,7 @@ def _up_to_the_first_that_can(
 ) -> Iterator[tuple[str, str | None]]:
     """Implementations in the order of speed, each with the reason why it cannot serve the model, or None."""
     for name in _FASTEST_FIRST if device_type == "cuda" else ():
-        if _exists(name, operation) and not _is_by_name_alone(name, operation):
+        if _exists(name, operation):
             reason = _unsupported(name, operation, model)
             yield name, reason
             if reason is None:
@@ -114,13 +113,6 @@ def _exists(implementation: str, operation: str) -> bool:
     if implementation not in (_REFERENCE, *_FASTEST_FIRST):
         return False
     return importlib.util.find_spec(f"kestrel_ops.{implementation}.{operation}") is not None
-
-
-def _is_by_name_alone(implementation: str, operation: str) -> bool:
-    try:
-        return getattr(_module(implementation, operation), "BY_NAME_ALONE", False)
-    except ModuleNotFoundError:  # `_unsupported` says what is missing
-        return False
 
 
 def _unsupported(implementation: str, operation: str, model: ModelShape | None) -> str | None:

@@ -20,8 +20,6 @@ from tests.kernels.implementations import FLOAT8
 
 READ_ON_THE_HOST = (DataDependentOutputException, DynamicOutputShapeException)
 OPERATIONS = [field.name for field in fields(Kernels)]
-# What a device takes of these until their kernels have been measured.
-BY_NAME = {"layer_norm_linear": "library", "tau_scales": "reference"}
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 
 # Moondream 2 in float8 on a Hopper device.
@@ -80,20 +78,8 @@ def test_a_cpu_takes_the_definitions(operation):
 @needs_triton
 def test_a_cuda_device_takes_what_is_faster():
     kernels = Kernels.select("cuda", {})
-    modules = {getattr(kernels, name).__module__.split(".")[1] for name in OPERATIONS if name not in BY_NAME}
+    modules = {getattr(kernels, name).__module__.split(".")[1] for name in OPERATIONS}
     assert modules == {"cuda", "triton", "library"}
-
-
-@needs_triton
-def test_what_no_device_has_run_is_used_where_it_is_named():
-    assert {
-        operation
-        for name, operation in implementations()
-        if hasattr(importlib.import_module(f"kestrel_ops.{name}.{operation}"), "BY_NAME_ALONE")
-    } == BY_NAME.keys()
-    assert chosen(MODEL).items() >= BY_NAME.items()
-    named = dict.fromkeys(BY_NAME, "triton")
-    assert chosen(MODEL, named).items() >= named.items()
 
 
 @needs_triton

@@ -12,8 +12,6 @@ from kestrel_ops.triton.dependent_launch import has_dependent_launch, launch, le
 from kestrel_ops.triton.requirements import unsupported_device, unsupported_rows
 from kestrel_ops.triton.small_batch import operand
 
-BY_NAME_ALONE = True
-"""No device has run it yet."""
 _TILE = 16_384  # values of the weight in a program, which holds at least a row
 
 

@@ -12,8 +12,6 @@ from kestrel_ops.triton.dependent_launch import has_dependent_launch, launch, le
 from kestrel_ops.triton.requirements import unsupported_device
 from kestrel_ops.triton.small_batch import triton_type
 
-BY_NAME_ALONE = True
-"""No device has run it yet."""
 _FEW_TOKENS = 4  # up to which each scale has a program of its own
 _PROGRAMS = 128  # that keep a device busy
 _COLUMNS = 128
