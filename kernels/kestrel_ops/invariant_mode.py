@@ -1,4 +1,4 @@
-"""Has plain torch code compute each row by itself, whatever else is in its batch."""
+"""Makes plain torch code compute each row independently of the other rows of its batch."""
 
 from __future__ import annotations
 

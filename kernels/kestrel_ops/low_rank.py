@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class LowRank(NamedTuple):
-    """What adapters add to one linear layer, or to a stack of E experts: x @ a.T @ b in each of S slots.
+    """The low-rank terms of one linear layer, or of a stack of E experts: x @ a.T @ b in each of S slots.
 
     Slots are counted from 1; slot 0 stands for no adapter and has no weights. Rows behind an adapter's rank are 0.
     """
@@ -24,7 +24,7 @@ class LowRank(NamedTuple):
 
 
 class ExpertAdapters(NamedTuple):
-    """What adapters add to a mixture of experts, and which tokens use them."""
+    """The low-rank terms of a mixture of experts, and the tokens that use them."""
 
     up: LowRank
     """Of the first product: out is 2 * inner."""

@@ -187,7 +187,7 @@ class TokenAccess:
             raise ScopeRequired(scopes)
 
     def account(self, token: Token) -> _Account:
-        """What the token has used."""
+        """The usage of the token."""
         account = self._accounts.get(token.sha256)
         if account is None:
             account = self._accounts[token.sha256] = _Account(token.burst, self._clock())

@@ -62,7 +62,7 @@ class ReloadedFiles(Generic[Value]):
 
 
 def _identity(path: Path) -> tuple[int, int, int, int] | None:
-    """What changes when a file is replaced; None where there is no file."""
+    """A value that changes when the file is replaced; None if there is no file."""
     try:
         status = os.stat(path)
     except OSError:

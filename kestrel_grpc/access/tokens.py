@@ -26,7 +26,7 @@ _SETTINGS = ("sha256", "scopes", "rate", "burst", "concurrency", "namespace")
 
 
 class Scope(Enum):
-    """What a token may allow."""
+    """A permission that a token can have."""
 
     INFER = "infer"
     """Questions to the model, and which models there are."""
@@ -51,7 +51,7 @@ class Token:
 
     @property
     def namespace(self) -> str:
-        """Where images of this token are known. A shared one never has the name of that of a single token."""
+        """The namespace of the token's images. A shared namespace never has the name of a single token's."""
         return f"token:{self.name}" if self.shared_namespace is None else shared_namespace(self.shared_namespace)
 
 
@@ -89,7 +89,7 @@ def shared_namespace(name: str) -> str:
 
 
 def hash_of(secret: str) -> bytes:
-    """What the file holds in place of the secret. Secrets are random and long, so a plain hash protects them."""
+    """The hash that the file holds. Secrets are random and long, so a plain hash protects them."""
     return hashlib.sha256(secret.encode()).digest()
 
 

@@ -1,4 +1,4 @@
-"""What an option of the server is: a field of a dataclass that knows its help text and how its text is parsed."""
+"""Options of the server: fields of a dataclass, each with a help text and a parser."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _OPTION = "option"
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """What is known about an option beside its name. `parse` raises `ValueError` with the reason."""
+    """The facts about an option besides its name. `parse` raises `ValueError` with the reason."""
 
     help: str
     unit: str
@@ -28,5 +28,5 @@ def option_field(
 
 
 def option_of(item: Field[Any]) -> Option:
-    """What `option_field` has noted in a field."""
+    """The `Option` that `option_field` stored in a field."""
     return item.metadata[_OPTION]

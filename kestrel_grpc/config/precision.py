@@ -1,4 +1,4 @@
-"""What `--precision` means: number formats of the weights, of both paths and of the key-value cache."""
+"""The number formats that `--precision` selects: of the weights, of both paths and of the key-value cache."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def environment_name(name: str) -> str:
 
 
 def unknown_flag(name: str) -> str:
-    """What to say of a flag that is no option."""
+    """The message about a flag that is no option."""
     hint = f"; use {flag_name(REPLACED[name])}" if name in REPLACED else ""
     return f"{flag_name(name)}: is no option{hint}"
 

@@ -62,7 +62,7 @@ def _decode(uri: str, start: int, is_base64: bool) -> bytes:
 
 
 def decode_base64(text: bytes | memoryview) -> bytes:
-    """What base64 stands for. Decoded in pieces, since other threads wait during each. Raises `ValueError`."""
+    """Decodes base64, in pieces, since other threads wait during each. Raises `ValueError`."""
     pieces = [
         binascii.a2b_base64(text[position : position + _PIECE_BYTES], strict_mode=True)
         for position in range(0, len(text), _PIECE_BYTES)

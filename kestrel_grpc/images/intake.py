@@ -52,5 +52,5 @@ class ImageIntake:
             await self._engine.forget_image(bytes.fromhex(handle.sha256), namespace)
 
     def remaining_s(self, image: StoredImage) -> float:
-        """For how long the image is kept from now on."""
+        """The remaining time of the image in seconds."""
         return image.expires_at - self._store.clock()

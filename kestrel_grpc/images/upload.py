@@ -23,7 +23,7 @@ class Keeping:
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """What a caller says about an image before it sends it."""
+    """The digest and size that a caller announces before it sends an image."""
 
     handle: ImageHandle
     size_bytes: int

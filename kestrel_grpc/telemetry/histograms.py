@@ -59,7 +59,7 @@ class Histogram(Collector):
         return found
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
-        """What Prometheus reads."""
+        """The metric as Prometheus reads it."""
         family = self._family()
         for values, series in tuple(self._series.items()):
             counts, total = series.read()

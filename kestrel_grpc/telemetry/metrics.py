@@ -31,7 +31,7 @@ PROVIDER = "kestrel"
 
 
 class Kind(Enum):
-    """What a metric does over time."""
+    """The kind of a metric: how its value changes over time."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -370,7 +370,7 @@ class ServerMetrics:
 
 
 class _AnswerSeries(NamedTuple):
-    """What is observed of each answer of one skill."""
+    """The series of one skill that each answer updates."""
 
     input_tokens: Series
     output_tokens: Series

@@ -1,1 +1,1 @@
-"""What all frontends share: the context of a call, the table of errors, limits."""
+"""Shared by all frontends: the context of a call, the table of errors, limits."""

@@ -1,4 +1,4 @@
-"""Has the engine drop what it has computed from images that the server no longer keeps, one after the other."""
+"""Removes from the engine's caches the content of images that the server no longer stores, one after the other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every call goes through, whatever its transport: authentication, limits, its message, its end.
+"""The steps of every call of any transport: authentication, limits, message, end.
 
 A frontend calls in this order, with `admission` for the group of methods that the call belongs to:
 

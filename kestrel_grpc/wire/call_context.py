@@ -41,7 +41,7 @@ DEADLINE_EXCEEDED = Outcome("DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED")
 
 
 class RequestSummary:
-    """What metrics and traces report of a request. Does not hold the image, which needs much memory."""
+    """The facts about a request for metrics and traces, without its image, which would take much memory."""
 
     __slots__ = ("adapter", "image_bytes", "sampling", "skill", "text")
 

@@ -1,4 +1,4 @@
-"""What a connection to a server needs: address, token, sizes, keepalive, load balancing and retries. Opens none."""
+"""The settings of a connection to a server: address, token, sizes, keepalive, load balancing and retries."""
 
 from __future__ import annotations
 

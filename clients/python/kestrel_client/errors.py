@@ -46,7 +46,7 @@ class Violation:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What is known about a failed call. `reason` is empty where the server gave none.
+    """The facts about a failed call. `reason` is empty if the server gave none.
 
     `request_id` is the id that the client sent; that in `metadata` is the server's, and wins.
     """

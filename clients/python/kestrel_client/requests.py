@@ -37,7 +37,7 @@ AnySegment = TypeVar("AnySegment", vision_service_pb2.SegmentRequest, vision_ser
 
 
 class CallOptions(TypedDict, total=False):
-    """What every skill takes by keyword. Left out or None means the default of the server, or of the client.
+    """The keyword arguments of every skill. None or absent means the default of the server, or of the client.
 
     Args:
         temperature: Sampling temperature; 0 always takes the most likely token.
@@ -298,7 +298,7 @@ def _spatial_ref(ref: SpatialRef) -> media_pb2.SpatialRef:
 
 
 def _shown(value: object) -> str:
-    """What an error shows of a value: short texts and numbers, of all others the type."""
+    """The form of a value in an error: short texts and numbers as they are, other values as their type."""
     if isinstance(value, str | int | float):
         shown = repr(value)
         return shown if len(shown) <= _MAX_SHOWN else f"{shown[:_MAX_SHOWN]}…"

@@ -1,4 +1,4 @@
-"""What calls return: frozen values, and how they are read from response messages.
+"""The results of calls: frozen values, and functions that read them from response messages.
 
 Coordinates are fractions of the image's width and height, from 0 to 1, measured from its top left corner.
 """
@@ -171,7 +171,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What every result reports about its request. `request_id` identifies it in the server's log."""
+    """The fields that every result has. `request_id` identifies the request in the server's log."""
 
     request_id: str
     model: str
@@ -233,7 +233,7 @@ class GazeResult(Result):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a server accepts."""
+    """The limits of a server."""
 
     max_message_bytes: int
     max_image_bytes: int
@@ -282,7 +282,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class ClearedCache:
-    """What was removed from the server's caches."""
+    """The content that was removed from the server's caches."""
 
     page_count: int
     image_count: int
@@ -375,7 +375,7 @@ def models(message: engine_service_pb2.ListModelsResponse) -> tuple[Model, ...]:
 
 
 def stored_image(message: image_service_pb2.StoredImage) -> StoredImage:
-    """What the server keeps."""
+    """The image as the server stores it."""
     return StoredImage(
         image_id=message.image_id,
         size_bytes=message.size_bytes,
@@ -388,7 +388,7 @@ def stored_image(message: image_service_pb2.StoredImage) -> StoredImage:
 
 
 def cleared_cache(message: engine_service_pb2.ClearCacheResponse) -> ClearedCache:
-    """What was removed from the server's caches."""
+    """The content that was removed from the server's caches."""
     return ClearedCache(message.page_count, message.image_count)
 
 

@@ -41,7 +41,7 @@ class Events(ABC, Generic[AnyPiece, AnyResult]):
 
     @abstractmethod
     def piece(self, response: Any) -> AnyPiece | None:
-        """What is new in an event that is not the last."""
+        """The new text of an event that is not the last."""
 
 
 class TextEvents(Events[TextDelta, AnyResult]):

@@ -1,4 +1,4 @@
-"""What adapters add to products of experts: the product of each pair with the matrices of its slot and expert."""
+"""The low-rank terms of the experts' products: each pair times the matrices of its slot and expert."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kestrel_ops.triton.expert_routing import Routing
 
 
 class Addition(NamedTuple):
-    """What adapters add to a product: for each place in the lists, coefficients of the rows of its slot."""
+    """The low-rank term of a product: for each place in the lists, coefficients of the rows of its slot."""
 
     coefficients: Tensor
     """[pairs, R] float32; undefined where the slot is 0."""

@@ -79,7 +79,7 @@ def _fitting(plan: ProductPlan, stage_bytes: int, shared_bytes: int) -> ProductP
 
 
 def _measured(num_tokens: int, num_experts: int, choices: int, operand: torch.dtype) -> ExpertsPlan:
-    """What was best on one H200 (`bench.experts --tune`)."""
+    """The fastest plans on one H200 (`bench.experts --tune`)."""
     if operand == torch.float32:
         return ExpertsPlan(16, ProductPlan(64, 32, 4, 2), ProductPlan(64, 32, 4, 2))
     per_expert = num_tokens * choices / num_experts

@@ -27,7 +27,7 @@ _LARGEST = tl.constexpr(LARGEST_FLOAT8)
 
 
 class Inner(NamedTuple):
-    """What the experts compute between their two products, for each place in the lists."""
+    """The values between the experts' two products, for each place in the lists."""
 
     rows: Tensor
     """[pairs, inner], in float8 if it was quantised."""

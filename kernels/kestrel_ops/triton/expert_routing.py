@@ -1,4 +1,4 @@
-"""Which tokens go to which experts, made on the device: lists of tokens by expert, in blocks for the products.
+"""Lists of tokens by expert, made on the device, in blocks for the products.
 
 A pair is a token and one of its choices: token * choices + rank, rank 0 being the largest logit. Lists hold the
 pairs in the order of their experts and, within an expert, of their tokens, so that all sums have one order. An item

@@ -1,4 +1,4 @@
-"""Has the L2 cache load what a program will need, while the program still waits for the kernel before."""
+"""Prefetches data of a program into the L2 cache while the program still waits for the previous kernel."""
 
 from __future__ import annotations
 

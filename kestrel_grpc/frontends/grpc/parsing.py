@@ -110,7 +110,7 @@ def spatial_refs(messages: Sequence[media_pb2.SpatialRef], violations: list[Viol
 
 
 def constraint(message: generation_pb2.Constraint) -> Constraint:
-    """What the answer must look like. The constraint of a message without a kind is refused where it is checked."""
+    """The constraint of the answer. A constraint without a kind is refused when it is checked."""
     kind = message.WhichOneof("kind")
     return Constraint(
         choices=tuple(message.choices.values[: MAX_CHOICES + 1]),

@@ -55,7 +55,7 @@ def started(event: Started, request_id: str, model: str) -> generation_pb2.Strea
 
 
 def info(finished: Finished, request_id: str, model: str) -> generation_pb2.ResponseInfo:
-    """What every result says about its request."""
+    """The fields that every result has about its request."""
     return generation_pb2.ResponseInfo(
         request_id=request_id,
         model=model,
@@ -72,7 +72,7 @@ def finish_reason(finished: Finished) -> generation_pb2.FinishReason:
 
 
 def reasoning(thought: Reasoning) -> generation_pb2.Reasoning:
-    """What the model thought."""
+    """The reasoning before the answer."""
     return generation_pb2.Reasoning(
         text=thought.text,
         groundings=[

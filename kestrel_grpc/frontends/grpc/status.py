@@ -35,7 +35,7 @@ def status_code(failure: CallFailure) -> grpc.StatusCode:
 
 
 def trailing_metadata(failure: CallFailure, request_id: str) -> TrailingMetadata:
-    """What is sent beside code and message: the request's id and the details."""
+    """The trailing metadata: the request's id and the details."""
     status = status_pb2.Status(
         code=failure.code.value,
         message=failure.message,

@@ -1,1 +1,1 @@
-"""What the HTTP frontends share: connections, checks of headers, bodies, event streams, JSON."""
+"""Shared by the HTTP frontends: connections, checks of headers, bodies, event streams, JSON."""

@@ -29,7 +29,7 @@ _MAX_TIMEOUT_S = 86_400.0
 
 
 class Dialect(Protocol):
-    """What one frontend does otherwise than others: where its token is, and the form of its errors."""
+    """The differences between frontends: where the token is, and the form of errors."""
 
     def authorization(self, exchange: Exchange) -> str | None:
         """The value of an `authorization` header that other headers stand for."""
@@ -48,7 +48,7 @@ Answer = bytes | AsyncGenerator[bytes, None]
 
 
 class Group(Enum):
-    """Which limits and places a call shares with others."""
+    """The group of calls that share limits and places."""
 
     INFERENCE = auto()
     OPERATIONS = auto()
@@ -57,7 +57,7 @@ class Group(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What is served at a path. `parse` is pure and may run in a thread; `serve` gets what it returns.
+    """The operation at a path. `parse` is pure and may run in a thread; `serve` gets its result.
 
     `serve` answers with JSON or with a stream of server-sent events.
     """

@@ -46,7 +46,7 @@ class HttpService(Protocol):
 
     @property
     def descriptions(self) -> Mapping[str, Any]:
-        """What the OpenAPI document says under `paths`."""
+        """The entries of the OpenAPI document's `paths`."""
         ...
 
 

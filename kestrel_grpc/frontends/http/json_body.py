@@ -87,7 +87,7 @@ def _without_long_texts(body: bytes) -> tuple[bytes, dict[str, LongText]]:
 
 
 def _end_of_text(body: bytes, start: int) -> int:
-    """Where the closing quote of the text is whose opening quote is at `start`."""
+    """The index of the closing quote of the text that opens at `start`."""
     before, num_quotes = start, 0
     while (quote := body.find(b'"', before + 1)) >= 0:
         num_backslashes = quote - before - 1 - len(body[before + 1 : quote].rstrip(b"\\"))

@@ -1,4 +1,4 @@
-"""What frontends whose answers are JSON have in common: results of the engine as JSON.
+"""Results of the engine as JSON, for all frontends that answer in JSON.
 
 Triton's frontend uses it too: the output tensor of its responses holds JSON.
 """
@@ -51,7 +51,7 @@ def sent_event(facts: Mapping[str, Any]) -> bytes:
 def result(
     output: QueryOutput | CaptionOutput | PointOutput | DetectOutput, points: Points, grounding_points: Points
 ) -> dict[str, Any]:
-    """What a skill has found. `grounding_points` is the format of the points in a reasoning."""
+    """The result of a skill. `grounding_points` is the format of the points in a reasoning."""
     if isinstance(output, QueryOutput):
         found = {"answer": output.answer, **_logprobs(output.logprobs)}
         if output.reasoning is None:

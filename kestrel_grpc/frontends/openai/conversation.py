@@ -69,7 +69,7 @@ class Conversation:
 
 
 def read_conversation(messages: list[Any], violations: list[Violation]) -> Conversation:
-    """One question. Adds what is wrong to `violations`; the result then means nothing."""
+    """The conversation as one question. Adds problems to `violations`; the result is then meaningless."""
     if not 0 < len(messages) <= MAX_MESSAGES:
         violations.append(Violation("messages", f"must be 1 to {MAX_MESSAGES} messages"))
         return Conversation("?", None)

@@ -68,7 +68,7 @@ def _operation(route: Route) -> dict[str, Any]:
 
 
 def _described(name: str, summary: str, answer: str) -> dict[str, Any]:
-    """What every operation has."""
+    """The description that all operations share."""
     return {
         "operationId": name,
         "summary": summary,

@@ -113,7 +113,7 @@ class Inference:
 
 
 class _Responses:
-    """What the requests of a stream answer, in the order of its arrival."""
+    """The responses to the requests of a stream, in the order in which they become available."""
 
     def __init__(self, *, is_strict: bool) -> None:
         self.is_strict = is_strict

@@ -1,4 +1,4 @@
-"""Which server and model these are, whether they are ready, and what is not supported."""
+"""Metadata and readiness of server and model, and the calls that are not supported."""
 
 # ruff: noqa: N802 (methods bear the names of their RPCs)
 

@@ -23,7 +23,7 @@ _SERVICE: Any = wire.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 
 
 class TritonService:
-    """What a gRPC server needs to serve it; see `ForeignService` of the gRPC frontend."""
+    """Triton's service for a gRPC server; see `ForeignService` of the gRPC frontend."""
 
     name: str = _SERVICE.full_name
     file: Any = wire.DESCRIPTOR

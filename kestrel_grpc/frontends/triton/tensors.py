@@ -48,12 +48,12 @@ class Tensor:
 
 
 def shown(text: str) -> str:
-    """What a caller sent, short and in ASCII, so that it fits into a status."""
+    """A value that a caller sent, short and in ASCII, so that it fits into a status."""
     return ascii(text[:_MAX_ECHO_CHARS])[1:-1][:_MAX_ECHO_CHARS]
 
 
 class _Problem(Exception):
-    """What is wrong with one tensor."""
+    """A problem of one tensor."""
 
 
 async def read_tensors(message: wire.ModelInferRequest, read_region: ReadRegion) -> Mapping[str, Tensor]:

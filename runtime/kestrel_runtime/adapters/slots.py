@@ -1,4 +1,4 @@
-"""Which adapter is in which slot, who uses it, and which one leaves for another. No torch, no threads, no files.
+"""Assigns adapters to slots: leases, and which adapter is evicted. No torch, no threads, no files.
 
 Rules
   S1  A slot is written only while no request uses it, from `reserve` to `place` or `give_back`.

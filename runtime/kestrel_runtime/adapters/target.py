@@ -1,4 +1,4 @@
-"""What a prepared model offers to the loader of adapters."""
+"""The interface of a prepared model for the loader of adapters."""
 
 from __future__ import annotations
 

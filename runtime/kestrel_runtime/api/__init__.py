@@ -1,1 +1,1 @@
-"""What users of the engine import: requests, events, errors, configuration and the engine protocol. No torch."""
+"""The public types of the engine: requests, events, errors, configuration and the engine protocol. No torch."""

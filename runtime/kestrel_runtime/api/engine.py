@@ -1,4 +1,4 @@
-"""What frontends ask of an engine, and what it says about itself."""
+"""The protocol of an engine, and the facts that it reports about itself."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kestrel_runtime.api.stream import Stream
 
 
 class EngineStatus(Enum):
-    """What the engine does with new requests."""
+    """The state of the engine towards new requests."""
 
     SERVING = auto()
     DRAINING = auto()
@@ -29,7 +29,7 @@ class EngineStatus(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SkillDefaults:
-    """What a skill takes where the caller leaves a setting open."""
+    """The defaults of a skill's settings."""
 
     temperature: float
     top_p: float
@@ -40,7 +40,7 @@ class SkillDefaults:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What is served, for discovery."""
+    """The served model and its limits, for discovery."""
 
     model: str
     revision: str | None
@@ -79,7 +79,7 @@ class CacheLoad:
 
 @dataclass(frozen=True, slots=True)
 class ClearedCache:
-    """What `Engine.clear_cache` or `Engine.forget_image` has removed."""
+    """The content that `Engine.clear_cache` or `Engine.forget_image` removed."""
 
     num_pages: int
     """Pages of the KV cache."""
@@ -121,7 +121,7 @@ class Engine(Protocol):
 
     @property
     def info(self) -> EngineInfo:
-        """What is served. Never changes."""
+        """The served model and its limits. Never changes."""
         ...
 
     @property
@@ -161,7 +161,7 @@ class Engine(Protocol):
         ...
 
     def inspect_image(self, data: bytes) -> ImageInfo:
-        """What an image file declares, in little time. Raises `ImageError` for one that requests could not use."""
+        """Reads the header of an image file. Raises `ImageError` for a file that requests could not use."""
         ...
 
     def adapters(self) -> Sequence[AdapterInfo]:

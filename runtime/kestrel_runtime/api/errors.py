@@ -1,4 +1,4 @@
-"""What can go wrong in the engine, in its own words.
+"""The errors of the engine, independent of any transport.
 
 KestrelError
 ├── InvalidRequest          the caller's input; carries every violation
@@ -103,7 +103,7 @@ class SkillUnsupported(KestrelError):
 
 
 class QueueBound(Enum):
-    """What keeps a request out of the queue; the value names it for people."""
+    """The bound that keeps a request out of the queue; the value names it for people."""
 
     REQUESTS = "requests"
     IMAGE_BYTES = "bytes of images"

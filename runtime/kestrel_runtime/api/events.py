@@ -1,4 +1,4 @@
-"""What a stream yields: one `Started`, the answer in pieces, one `Finished`. Plain values, no behaviour.
+"""The events of a stream: one `Started`, the answer in pieces, one `Finished`. Plain values.
 
 The pieces are `TextDelta`s; those of an outline come behind its `OutlineBox`.
 """
@@ -48,7 +48,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Where the time went, in seconds. `decode_s` runs from the first token to the last."""
+    """The durations of a request's stages, in seconds. `decode_s` runs from the first token to the last."""
 
     queue_s: float
     preprocess_s: float
@@ -130,7 +130,7 @@ class Grounding:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """What the model thought before it answered."""
+    """The reasoning before the answer."""
 
     text: str
     groundings: tuple[Grounding, ...]

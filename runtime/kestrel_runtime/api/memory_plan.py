@@ -9,7 +9,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What the memory was divided into at start. All terms together are `total_bytes`.
+    """The division of the memory at start. The sum of all terms is `total_bytes`.
 
     On a CUDA device the memory is the device's; elsewhere it is what the host and its control groups allow.
     """

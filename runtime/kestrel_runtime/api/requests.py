@@ -1,4 +1,4 @@
-"""What a caller may ask: one frozen value per skill, checked at birth.
+"""The requests: one frozen value per skill, checked when it is made.
 
 Each constructor raises `InvalidRequest` with every violation at once. Defaults follow the peer engine's published
 ones.
@@ -59,7 +59,7 @@ class Priority(IntEnum):
 
 
 class CachePolicy(Enum):
-    """What a request does with the caches of prompts and image embeddings."""
+    """The use of the caches of prompts and image embeddings by a request."""
 
     USE = auto()
     """It uses what is cached, and what it computes is cached."""
@@ -108,7 +108,7 @@ class _Checked(ABC):
     @property
     @abstractmethod
     def text(self) -> str:
-        """What the caller asks in words, for logs and for estimates of the prompt's length."""
+        """The text of the request, for logs and for estimates of the prompt's length."""
 
     @abstractmethod
     def violations(self) -> Iterator[Violation]:

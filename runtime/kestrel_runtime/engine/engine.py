@@ -306,7 +306,7 @@ class LocalEngine:
         return self._adapters_for(name).unload(name)
 
     def inspect_image(self, data: bytes) -> ImageInfo:
-        """What an image file declares, in little time. Raises `ImageError` for one that requests could not use."""
+        """Reads the header of an image file. Raises `ImageError` for a file that requests could not use."""
         self._check_size(data)
         header = self._preprocessor.inspect(data)
         return ImageInfo(f"image/{header.format.lower()}", header.width, header.height)

@@ -10,7 +10,7 @@ from kestrel_runtime.scheduling.batch import Batch
 
 
 class InFlightStep(NamedTuple):
-    """One step that was launched and whose tokens are not handed out yet.
+    """One step that was launched and is not complete.
 
     Its batch names the steps that it depends on by id: an object would keep that step, its sequences and their
     images alive, and through it all steps before.

@@ -59,7 +59,7 @@ class DeviceLost(Exception):
 
 @dataclass(slots=True)
 class _Case:
-    """What the isolation runs of one suspect have shown. Names it by id, so that it keeps no image alive."""
+    """The results of the isolation runs of one suspect. Refers to it by id, so that it keeps no image alive."""
 
     sequence_id: int
     num_failures: int = 0

@@ -199,7 +199,7 @@ class EngineLoop:
         return found + [str(step) for step in (*self._prefills.copy(), *self._decodes.copy())]
 
     def finish(self) -> None:
-        """From another thread, when this one has ended or hangs: post what it has left, and take no more.
+        """From another thread, when this one has ended or hangs: post its remaining events, and accept no more.
 
         Sequences that are still here are dropped without a word: `OpenStreams` ends their streams.
         """
@@ -309,7 +309,7 @@ class EngineLoop:
                 self._admission.start(self._streams[item.sequence], now)
 
     def _promote(self) -> bool:
-        """Where no sequence decodes, have those decode whose prompts end in the first prefill step in flight.
+        """If no sequence decodes, let the sequences decode whose prompts end in the first prefill step in flight.
 
         Returns whether there were any.
         """

@@ -1,4 +1,4 @@
-"""Which requests broke the engine, so that none does it twice. Knows fingerprints, not requests' text."""
+"""Fingerprints of requests that broke the engine, so that they are refused the next time."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def fingerprint_of(request: Request, digest_of_image: bytes | None = None) -> st
 
 
 def image_digest(image: bytes | RawImage) -> bytes:
-    """What names an image in the caches: SHA-256 of the file, or of pixels with their format and shape."""
+    """The key of an image in the caches: SHA-256 of the file, or of pixels with their format and shape."""
     if isinstance(image, RawImage):
         return image.digest()
     return image.sha256 if isinstance(image, HashedImage) else hashlib.sha256(image).digest()

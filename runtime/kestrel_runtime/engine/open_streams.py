@@ -1,4 +1,4 @@
-"""What callers wait for: streams, and removals of cached content.
+"""The open streams and the pending removals of cached content, which callers wait for.
 
 When the engine ends all of it ends, whatever state the loop's books are in.
 
@@ -80,7 +80,7 @@ class _Clearing(NamedTuple):
 
 
 class CacheClearings:
-    """What is to be removed, in the order of asking. Every future is resolved, also after `close`."""
+    """Pending removals, in the order of the requests. Every future is resolved, also after `close`."""
 
     def __init__(self) -> None:
         self._waiting: deque[_Clearing] = deque()

@@ -54,7 +54,7 @@ def least_budget_bytes(decoding_bytes: int) -> int:
 
 
 class ImageFacts(NamedTuple):
-    """What is known of an image before it is decoded."""
+    """The facts about an image before it is decoded."""
 
     digest: bytes | None
     """None where it has not been computed yet."""
@@ -310,7 +310,7 @@ class Preprocessor:
         return True
 
     def _facts_of(self, image: bytes | RawImage, namespace: str) -> tuple[ImageFacts, bool]:
-        """What can be found out of an image in little time, and whether it was known. Raises `ImageError`."""
+        """The facts that an image's header gives, and whether the image was known. Raises `ImageError`."""
         takes_long = len(image) > _MAX_BYTES_HASHED_AT_ONCE and not isinstance(image, HashedImage)
         digest = None if takes_long else image_digest(image)
         if digest is None:

@@ -107,7 +107,7 @@ class Watchdog:
         self._is_guarding = True
 
     def look(self) -> list[str]:
-        """What stalls now. For the watchdog's own thread, and for tests in its place."""
+        """The activities that stall now. Called by the watchdog's thread, and by tests in its place."""
         activities = self._watched.activities() if self._is_guarding else {}
         return self._detector.look(activities, self._clock())
 
@@ -124,7 +124,7 @@ class Watchdog:
 
 
 def all_stacks() -> str:
-    """Where every thread of the process is, for the log: file, line and function, no values."""
+    """The stacks of all threads of the process, for the log: file, line and function, no values."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     parts: list[str] = []
     for ident, frame in sys._current_frames().items():

@@ -30,7 +30,7 @@ class CudaStream:
         return 0 if self._stream is None else self._stream.cuda_stream
 
     def entered(self) -> AbstractContextManager[object]:
-        """What the thread launches in the context goes into this stream. Its memory belongs to the stream."""
+        """Launches of the thread within the context go into this stream, to which their memory belongs."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def record_event(self) -> torch.cuda.Event | None:
@@ -42,7 +42,7 @@ class CudaStream:
         return event
 
     def wait_for(self, event: torch.cuda.Event | None) -> None:
-        """What is launched here from now on starts when the event is complete."""
+        """Work launched on this stream from now on starts when the event is complete."""
         if self._stream is not None and event is not None:
             self._stream.wait_event(event)
 

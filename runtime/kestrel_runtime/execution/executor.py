@@ -1,4 +1,4 @@
-"""What a model family provides to run steps, and what the engine lends it for that."""
+"""The executor that a model family provides to run steps, and the resources that the engine lends it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kestrel_runtime.scheduling.sequence import Sequence as ScheduledSequence
 
 @dataclass(frozen=True, slots=True)
 class GraphCapture:
-    """What captures need: a `StreamCapture` for each of the two streams, and the memory that all graphs share."""
+    """The resources of captures: a `StreamCapture` for each stream, and the memory that all graphs share."""
 
     prefill: StreamCapture
     decode: StreamCapture
@@ -30,7 +30,7 @@ class GraphCapture:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """What steps read and write on the device. It stays where it is as long as the executor lives."""
+    """The device memory that steps read and write. Its addresses stay valid for the life of the executor."""
 
     cache: KVCache
     state: RequestState

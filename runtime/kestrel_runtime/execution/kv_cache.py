@@ -17,7 +17,7 @@ from kestrel_runtime.execution.step_inputs import PackedChunks
 
 @dataclass(frozen=True, slots=True)
 class LayerPages:
-    """What one layer's operations read and write; the scales stand where the pages are float8."""
+    """The pages of one layer, with scales if the pages are float8."""
 
     key_pages: Tensor
     """[pages, key/value heads, slots, head dimension]."""
@@ -30,7 +30,7 @@ class LayerPages:
 
 
 class AttentionSizes(Protocol):
-    """What of a model decides how large its cache is."""
+    """The sizes of a model that determine the size of its cache."""
 
     @property
     def n_layers(self) -> int: ...

@@ -47,7 +47,7 @@ class RowState(NamedTuple):
 
 
 class RowNeeds(NamedTuple):
-    """What any of several rows needs of a step."""
+    """The features of a step that any of several rows needs."""
 
     sampling: SampleNeeds
     uses_adapters: bool
@@ -194,7 +194,7 @@ class RequestState:
         return self._row_of[sequence.id]
 
     def needs(self, sequences: Iterable[scheduling.Sequence]) -> RowNeeds:
-        """What any of the sequences needs, as of the time when each got its row."""
+        """The features that any of the sequences needs, as of the time when each got its row."""
         flags, row_of, found = self._flags, self._row_of, 0
         for sequence in sequences:  # in every step, for every sequence
             found |= flags[row_of[sequence.id]]

@@ -1,4 +1,4 @@
-"""What a step sends to the device: typed fields in one packed buffer, laid out on the host.
+"""The inputs of a step: typed fields in one packed buffer, laid out on the host.
 
 Knows positions, pages and rows of the request state; no keys, no model.
 """

@@ -46,7 +46,7 @@ _NUM_SPARE_ROWS = 1
 
 @dataclass(frozen=True, slots=True)
 class StateShape:
-    """What the device must hold of a model's sequences."""
+    """The sizes of the device's state of a model's sequences."""
 
     vocab_size: int
     max_context: int

@@ -20,7 +20,7 @@ _NUM_TURNS = 8
 
 
 class PackedLayout:
-    """Where each field stands in the buffer."""
+    """The offset of each field in the buffer."""
 
     def __init__(self, fields: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
         """fields: name → (int32, int64 or float32; shape)."""

@@ -36,7 +36,7 @@ _UPRIGHT = {
 
 
 def inspect_image(data: bytes | RawImage, *, max_image_pixels: int) -> ImageHeader:
-    """What an image declares, in a bounded time that does not depend on its length. Raises `ImageError`."""
+    """Reads the header of an image, in a bounded time that does not depend on its length. Raises `ImageError`."""
     most = min(max_image_pixels, MAX_IMAGE_PIXELS)
     if not isinstance(data, RawImage):
         return read_header(data, max_image_pixels=most)

@@ -1,4 +1,4 @@
-"""What a sequence holds of its adapter."""
+"""The adapter of a sequence."""
 
 from __future__ import annotations
 

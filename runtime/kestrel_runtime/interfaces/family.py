@@ -1,4 +1,4 @@
-"""What generic code asks of the configuration and the skills of a model family, whichever it is."""
+"""The configuration and the skills of a model family, as generic code uses them."""
 
 from __future__ import annotations
 

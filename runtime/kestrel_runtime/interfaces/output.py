@@ -1,4 +1,4 @@
-"""One answer's sampled tokens to events for the caller."""
+"""Parses the sampled tokens of one answer to events for the caller."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class OutputParser(ABC):
 
     @property
     def rule(self) -> TokenRule:
-        """What the next token may be."""
+        """The rule of the next token."""
         return self.grammar.states[self.state].rule
 
     def consume(self, token: Token) -> Sequence[Piece]:

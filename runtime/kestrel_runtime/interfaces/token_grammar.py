@@ -1,4 +1,4 @@
-"""What a sequence may say next, and what after that: a small automaton over tokens.
+"""The tokens that a sequence may continue with: a small automaton over tokens.
 
 Every rule's successor is known from the token drawn alone, so that a step can be begun before the tokens of the
 last one have been read. Plain data; no tensors.

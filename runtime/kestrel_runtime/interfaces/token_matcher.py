@@ -1,4 +1,4 @@
-"""What limits the tokens of one answer where a `Grammar` cannot: the host makes a mask for each token."""
+"""Limits the tokens of one answer where a `Grammar` cannot: the host makes a mask for each token."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def _physical_bytes() -> int:
 
 
 def _group_bytes(proc: Path) -> Iterator[int]:
-    """What is available within each limit."""
+    """The available bytes within each limit."""
     return (limit - used for limit, used in _group_limits(proc))
 
 
@@ -143,7 +143,7 @@ def _hierarchies(proc: Path) -> Iterator[_Hierarchy]:
 
 
 def _own_folder(top: Path, root: str, path: str) -> Path:
-    """Where the group at `path` is, in a tree mounted at `top` of which `root` is the uppermost visible group."""
+    """The folder of the group at `path`, in a tree mounted at `top` whose uppermost visible group is `root`."""
     try:
         below = Path(path).relative_to(root)
     except ValueError:  # the path is the host's, and the container sees its own group as the uppermost

@@ -34,7 +34,7 @@ class MemoryBudget:
 
     @property
     def used_bytes(self) -> int:
-        """What is in use now."""
+        """The bytes in use now."""
         with self._lock:
             self._collect()
             return self._total

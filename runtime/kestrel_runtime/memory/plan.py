@@ -36,7 +36,7 @@ _ADVICE = {
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeeds:
-    """What a model needs of the memory beside its weights."""
+    """The memory that a model needs besides its weights."""
 
     page_bytes: int
     """Bytes of one page of the cache over all layers, keys and values."""

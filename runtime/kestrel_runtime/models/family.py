@@ -1,4 +1,4 @@
-"""What a model family provides to generic code. Unlike `interfaces`, these types name tensors and images."""
+"""The interface of a model family for generic code. Unlike `interfaces`, these types name tensors and images."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class PreparedModel(Protocol):
         ...
 
     def adapter_target(self) -> AdapterTarget | None:
-        """Where adapters are loaded to; None where `EngineConfig` asks for none.
+        """The target of adapters; None if `EngineConfig` asks for none.
 
         `new_step_runner` takes their memory.
         """

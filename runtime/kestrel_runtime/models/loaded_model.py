@@ -51,7 +51,7 @@ class LoadedModel:
 
     @property
     def device_uuid(self) -> str | None:
-        """What the driver of its GPU calls it, such as "1a2b3c4d-…"; None on the host."""
+        """The UUID of its GPU, such as "1a2b3c4d-…"; None on the host."""
         device = self.model.device
         return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 

@@ -79,7 +79,7 @@ class Fixture:
 
 
 class Verification(NamedTuple):
-    """What a family compares of one model under one configuration."""
+    """The comparisons of one model under one configuration, by its family."""
 
     is_exact: bool
     """Whether everything is computed in float32. Greedy answers must then be equal, too."""

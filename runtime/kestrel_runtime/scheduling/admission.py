@@ -42,7 +42,7 @@ class QueueLimits:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a request adds to the queue, and for which tenant. `tokens` is an upper estimate of its prompt."""
+    """The cost of a request in the queue, and its tenant. `tokens` is an upper estimate of its prompt."""
 
     tenant: str
     priority: Priority

@@ -52,7 +52,7 @@ They are part of no key. How many rows a step has may change the last bits of a 
 
 
 class CacheScope(NamedTuple):
-    """What cached content belongs to, so that it can be removed."""
+    """The owner of cached content, by which it is removed."""
 
     namespace: str = ""
     images: frozenset[bytes] = frozenset()
@@ -127,7 +127,7 @@ class PrefixKeyMaker:
         self._embedding_key = lru_cache(_MAX_KNOWN_IMAGES)(self._new_embedding_key)
 
     def root(self, namespace: str, adapter: bytes = b"") -> Digest:
-        """What all keys of a namespace begin with. `adapter`: SHA-256 of an adapter's content; b"" for none."""
+        """The common prefix of a namespace's keys. `adapter`: SHA-256 of an adapter's content; b"" for none."""
         return self._root(namespace, adapter)
 
     def embedding_key(self, image: bytes, namespace: str) -> EmbeddingKey:
@@ -182,7 +182,7 @@ class PrefixKeyMaker:
 
 
 def key_parts(config: EngineConfig, **others: object) -> dict[str, str]:
-    """What the keys of an engine cover beside namespace, tokens and images.
+    """The parts of an engine's keys besides namespace, tokens and images.
 
     All fields of its configuration that may change a result, and `others`, such as the model's own configuration.
     """

@@ -211,7 +211,7 @@ class Sequence:
 
     @property
     def cost(self) -> int:
-        """What its start costs its tenant, in units of one generated token."""
+        """The cost of its start for its tenant, in units of one generated token."""
         return self.num_prompt_positions
 
     @property

@@ -9,7 +9,7 @@ from kestrel_runtime.scheduling.sequence import Sequence
 
 
 class SharedPrefills:
-    """Who computes which prefix, and who is parked until it is published or its filler leaves.
+    """Which sequence computes which prefix, and which ones are parked until it is published or its filler leaves.
 
     A sequence fills one key at most, and is parked under one key at most.
     """

@@ -77,7 +77,7 @@ def _sides(place: Location | Box) -> dict[str, float]:
 
 
 def answer_differs(actual: Any, expected: Any) -> str | None:
-    """What was expected and what came, where the two are not the same but for rounded coordinates."""
+    """A complaint with both answers if they differ by more than rounded coordinates, else None."""
     same = _matches(actual, expected)
     return None if same else f"expected {json.dumps(expected)}, got {json.dumps(actual)}"
 

@@ -1,1 +1,1 @@
-"""What texts come with: why they end, how likely their tokens were, and further samples."""
+"""Parts of a text answer besides the text: finish reason, log probabilities and further samples."""

@@ -1,4 +1,4 @@
-"""What an answer must look like, from the arguments of a query to the message."""
+"""Converts the constraint arguments of a query to a message."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class Delivery:
         return self._ways[0] is _STORE_FIRST
 
     def put_request(self) -> image_service_pb2.PutImageRequest:
-        """What stores the image."""
+        """The request that stores the image."""
         return image_service_pb2.PutImageRequest(data=self._data)
 
     def note_stored(self) -> None:

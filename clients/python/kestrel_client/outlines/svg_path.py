@@ -69,7 +69,7 @@ def _commands(path: str) -> Iterator[tuple[str, list[float]]]:
 
 
 class _Pen:
-    """Where the drawing is, and what it has drawn."""
+    """The current point and the polylines drawn up to it."""
 
     def __init__(self) -> None:
         self.lines: list[Polyline] = []

@@ -1,1 +1,1 @@
-"""What an answer must look like: the value that requests have, and the bounds that it keeps."""
+"""Constraints of answers: the value that requests hold, and its bounds."""

@@ -1,4 +1,4 @@
-"""What an answer must look like: one of several texts, a regular expression, or a JSON schema.
+"""The constraint of an answer: one of several texts, a regular expression, or a JSON schema.
 
 The bounds keep the work that a constraint causes small before anything is compiled.
 """

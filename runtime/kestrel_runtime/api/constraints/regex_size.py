@@ -10,7 +10,7 @@ _CLASS_SIZES = {"p": 8, "P": 8, "w": 4, "W": 4}
 
 
 def regex_violation(pattern: str) -> str | None:
-    """What is wrong with the size of an expression; None where nothing is. Its syntax is checked elsewhere."""
+    """The violation of the size limit by an expression, or None. Its syntax is checked elsewhere."""
     if len(pattern) > MAX_REGEX_CHARS:
         return f"must be at most {MAX_REGEX_CHARS} characters long"
     try:

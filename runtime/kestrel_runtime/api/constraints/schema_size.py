@@ -53,7 +53,7 @@ _NAMED = ("properties", _PATTERNS, "$defs", "definitions")
 
 
 def schema_problems(text: str) -> list[str]:
-    """What is wrong with a schema, each with the JSON pointer of where it stands; the first twenty."""
+    """The first twenty problems of a schema, each with its JSON pointer."""
     if len(text) > MAX_SCHEMA_BYTES or len(text.encode(errors="replace")) > MAX_SCHEMA_BYTES:
         return [f"must be at most {MAX_SCHEMA_BYTES} bytes long"]
     if _nesting(text) > MAX_SCHEMA_DEPTH:
@@ -154,7 +154,7 @@ class _Walk:
 
 
 def _keyword_problem(name: str, value: Any) -> str | None:
-    """What is wrong with a keyword and its value, but for the schemas in it."""
+    """The problem of a keyword and its value, apart from the schemas in it."""
     if name not in _KEYWORDS:
         return "is not supported"
     if name == "$ref" and not (isinstance(value, str) and value.startswith("#")):

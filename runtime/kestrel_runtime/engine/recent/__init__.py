@@ -1,1 +1,1 @@
-"""What came before and may come again, within bounds: the tokens of prompts."""
+"""Bounded memory of recent requests: tokens of prompts, matchers of constraints."""

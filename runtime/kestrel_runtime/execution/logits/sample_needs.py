@@ -1,4 +1,4 @@
-"""What the rows of a step need of its sampling."""
+"""The features of sampling that the rows of a step need."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class SampleNeeds(NamedTuple):
-    """What sampling for a batch may need. What no row needs is not computed. Part of a graph's key."""
+    """The features of sampling that a batch may need; others are not computed. Part of a graph's key."""
 
     is_random: bool
     value_kinds: int

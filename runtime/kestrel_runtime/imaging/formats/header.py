@@ -1,4 +1,4 @@
-"""What the header of an image file declares."""
+"""The values that the header of an image file declares."""
 
 from __future__ import annotations
 

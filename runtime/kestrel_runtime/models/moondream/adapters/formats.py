@@ -39,7 +39,7 @@ _EXPERTS_LAYOUT_OF_PEFT = (0, 19)
 
 
 class _Side(NamedTuple):
-    """Which half of which target a tensor is."""
+    """The target and the half of it that a tensor holds."""
 
     target: str
     side: str

@@ -1,4 +1,4 @@
-"""What PEFT's `adapter_config.json` says about an adapter. Refuses all that this engine does not apply."""
+"""Reads PEFT's `adapter_config.json`. Refuses all settings that this engine does not apply."""
 
 from __future__ import annotations
 

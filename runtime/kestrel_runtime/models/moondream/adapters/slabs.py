@@ -35,7 +35,7 @@ class TargetShape(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """What an adapter adds to a target: x @ a.T @ b, the scale included."""
+    """The low-rank term of a target: x @ a.T @ b, the scale included."""
 
     a: Tensor
     """[r, in], or [E, r, in] for experts."""

@@ -1,4 +1,4 @@
-"""Where the adapters of one Moondream are loaded to: its slots, and what fits them."""
+"""The slots of one Moondream, and the checks of adapters that are loaded to them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the skills share: prompt tokens and parsers of text. Knows tokens and text, no tensors."""
+"""Shared by the skills: prompt tokens and parsers of text. No tensors."""
 
 from __future__ import annotations
 
