@@ -154,7 +154,8 @@ class TokenAccess:
         self._clock = clock
         # By hash, so that a token whose limits change keeps what it has used.
         self._accounts: dict[bytes, _Account] = {}
-        self._namespaces = _namespaces(self._file.value)
+        self._tokens = self._file.value
+        self._namespaces = _namespaces(self._tokens)
         self._callbacks: list[Callable[[str], None]] = []
 
     def admit(self, method: str, metadata: Metadata, *, counts: bool = True) -> AbstractContextManager[str]:
@@ -175,7 +176,7 @@ class TokenAccess:
 
     def identify(self, metadata: Metadata) -> Token:
         """The token in the metadata, whatever its scopes. Raises `TokenInvalid`."""
-        token = self._file.value.get(hash_of(_secret(metadata)))
+        token = self._tokens.get(hash_of(_secret(metadata)))
         if token is None:
             raise TokenInvalid
         return token
@@ -210,13 +211,14 @@ class TokenAccess:
         """Follow the file until cancelled."""
         while True:
             await asyncio.sleep(_RELOAD_INTERVAL_S)
-            self.reload()
+            await self.reload()
 
-    def reload(self) -> None:
+    async def reload(self) -> None:
         """Read the file again if it has changed, and end the calls that are no longer allowed."""
-        if not self._file.refresh():
+        if not await self._file.refresh_in_thread():
             return
-        tokens = self._file.value
+        # Here, not in the thread: a call that is being admitted sees the tokens and their namespaces of one file.
+        tokens = self._tokens = self._file.value
         before, self._namespaces = self._namespaces, _namespaces(tokens)
         for sha256, account in list(self._accounts.items()):
             token = tokens.get(sha256)

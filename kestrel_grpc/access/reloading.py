@@ -6,8 +6,12 @@ mistake in a file must not stop a running server.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import errno
 import logging
 import os
+import stat
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +19,19 @@ from typing import Generic, TypeVar
 
 Value = TypeVar("Value")
 
+READ_TIMEOUT_S = 5.0
+"""For files that do not answer, as on a mount whose server has gone."""
+
 _log = logging.getLogger(__name__)
+
+
+def read_regular_file(path: Path) -> bytes:
+    """The contents of a file, without waiting for another process as at a pipe. Raises `OSError`."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        return file.read()
 
 
 class ReloadedFiles(Generic[Value]):
@@ -31,11 +47,32 @@ class ReloadedFiles(Generic[Value]):
         # Before reading, so that a change during the reading is noticed.
         self._known = self._look()
         self._value = read()
+        self._refreshing: asyncio.Future[bool] | None = None
 
     @property
     def value(self) -> Value:
         """The last value that could be read."""
         return self._value
+
+    async def refresh_in_thread(self) -> bool:
+        """As `refresh`, without blocking the event loop. False where the files do not answer in time.
+
+        A thread that hangs goes on, and no second one is started before it has ended. Belongs to one event loop.
+        """
+        is_first_wait = self._refreshing is None
+        if self._refreshing is None:
+            self._refreshing = asyncio.get_running_loop().create_future()
+            # Not one of the event loop's pool: a pool waits for its threads when the process ends.
+            arguments = (asyncio.get_running_loop(), self._refreshing)
+            threading.Thread(target=self._refresh_for, args=arguments, name="kestrel-reload", daemon=True).start()
+        refreshing = self._refreshing
+        await asyncio.wait((refreshing,), timeout=READ_TIMEOUT_S)
+        if not refreshing.done():
+            if is_first_wait:
+                _log.error("%s does not answer, so what was read before stays in force", self._names)
+            return False
+        self._refreshing = None
+        return refreshing.result()
 
     def refresh(self) -> bool:
         """Read again if a file has changed. Returns whether there is a new value."""
@@ -43,7 +80,7 @@ class ReloadedFiles(Generic[Value]):
             seen = self._look()
             if seen == self._known:
                 return False
-            names = ", ".join(str(path) for path in self._paths)
+            names = self._names
             try:
                 value = self._read()
             except (OSError, ValueError) as error:
@@ -56,6 +93,19 @@ class ReloadedFiles(Generic[Value]):
             self._value = value
         _log.info("reloaded %s", names)
         return True
+
+    def _refresh_for(self, loop: asyncio.AbstractEventLoop, refreshing: asyncio.Future[bool]) -> None:
+        has_new = False
+        try:
+            has_new = self.refresh()
+        except Exception:  # a bug in the reading must not end the watching
+            _log.exception("cannot reload %s, so what was read before stays in force", self._names)
+        with contextlib.suppress(RuntimeError):  # the loop has been closed meanwhile
+            loop.call_soon_threadsafe(refreshing.set_result, has_new)
+
+    @property
+    def _names(self) -> str:
+        return ", ".join(str(path) for path in self._paths)
 
     def _look(self) -> tuple[tuple[int, int, int, int] | None, ...]:
         return tuple(_identity(path) for path in self._paths)

@@ -9,7 +9,7 @@ import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kestrel_grpc.access.reloading import ReloadedFiles
+from kestrel_grpc.access.reloading import ReloadedFiles, read_regular_file
 
 
 class CertificateError(ValueError):
@@ -46,9 +46,8 @@ class CertificateFiles(ReloadedFiles[Pem]):
 def _read(certificate: Path, key: Path, client_ca: Path | None) -> Pem:
     # gRPC accepts any bytes and then refuses every connection, so the files are checked here.
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    pem = Pem(
-        certificate.read_bytes(), key.read_bytes(), None if client_ca is None else client_ca.read_bytes(), context
-    )
+    signers = None if client_ca is None else read_regular_file(client_ca)
+    pem = Pem(read_regular_file(certificate), read_regular_file(key), signers, context)
     try:
         # OpenSSL asks for the password of an encrypted key; without this it would wait for input from a terminal.
         context.load_cert_chain(certificate, key, password=lambda: b"")

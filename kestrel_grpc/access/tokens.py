@@ -20,6 +20,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from kestrel_grpc.access.reloading import read_regular_file
+
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _SETTINGS = ("sha256", "scopes", "rate", "burst", "concurrency", "namespace")
@@ -60,9 +62,9 @@ class TokenFileError(ValueError):
 
 
 def read_tokens(path: Path) -> Mapping[bytes, Token]:
-    """The tokens of a file by their hash. Raises `TokenFileError`."""
+    """The tokens of a file by their hash, at least one. Raises `TokenFileError`."""
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = tomllib.loads(read_regular_file(path).decode())
     except OSError as error:
         raise TokenFileError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:  # not UTF-8, or not TOML
@@ -78,6 +80,9 @@ def read_tokens(path: Path) -> Mapping[bytes, Token]:
         if token.sha256 in tokens:
             problems.append(f"{name}: is the same token as {tokens[token.sha256].name}")
         tokens[token.sha256] = token
+    if not table:
+        # A server that refuses everyone is of no use: the file is being written, or its contents are lost.
+        problems.append("holds no tokens; `kestrel-grpc token new NAME` makes one")
     if problems:
         raise TokenFileError(f"{path}: {'; '.join(problems)}")
     return tokens

@@ -95,7 +95,7 @@ async def test_a_socket_serves_its_owner_and_its_group_and_goes_with_the_server(
 
 async def test_a_socket_asks_for_tokens_like_the_port(tmp_path):
     tokens = tmp_path / "tokens.toml"
-    tokens.write_text("")
+    tokens.write_text(line_for("alice", "secret", frozenset({Scope.INFER})))
     async with (
         serving(unix_socket=str(tmp_path / "s"), tokens=str(tokens)),
         grpc.aio.insecure_channel(f"unix:{tmp_path / 's'}") as channel,

@@ -1,6 +1,8 @@
 import asyncio
 import contextlib
+import os
 import struct
+import threading
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,7 +15,9 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from kestrel_client.v1 import engine_service_pb2, image_service_pb2, vision_service_pb2
 from kestrel_client.v1 import engine_service_pb2 as engine_wire
 from kestrel_client.v1 import vision_service_pb2 as wire
+from kestrel_grpc.access import reloading, tokens
 from kestrel_grpc.access.access import RateLimited, TokenAccess, TokenInvalid, required_scopes
+from kestrel_grpc.access.reloading import read_regular_file
 from kestrel_grpc.access.tokens import Scope, line_for
 from kestrel_runtime.api.events import Started, TextChannel, TextDelta, Usage
 from tests.fakes import HOLD, FakeEngine
@@ -249,7 +253,7 @@ async def test_a_token_that_is_taken_back_ends_its_unary_calls(path):
     async with serving(FakeEngine(stalls), tokens=str(path)) as rig:
         call = rig.vision.CompleteQuery(COMPLETE_QUERY, metadata=bearing("alice"))
         await rig.engine.num_submitted.acquire()
-        write_tokens(path, [])
+        write_tokens(path, ["bob"])
         assert reason_of(await refusal(call)) == "TOKEN_INVALID"
         await rig.engine.is_idle.wait()
 
@@ -277,13 +281,58 @@ async def test_a_new_token_is_let_in_without_a_restart(path):
                     return
 
 
-async def test_a_broken_file_keeps_the_tokens_it_had(path, caplog):
+def put_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "problem"),
+    [
+        (lambda path: replace(path, b"alice = 1"), "must be like"),
+        (lambda path: path.write_text(""), "holds no tokens"),
+        (lambda path: path.write_text("# nothing so far\n"), "holds no tokens"),
+        (put_pipe, "not a regular file"),
+        (Path.unlink, "No such file"),
+    ],
+    ids=["mistake", "empty", "comment", "pipe", "missing"],
+)
+async def test_a_file_with_a_mistake_keeps_the_tokens_and_images_it_had(path, caplog, spoil, problem):
     access = TokenAccess(path)
-    replace(path, b"alice = 1")
-    access.reload()
+    gone: list[str] = []
+    access.on_namespace_gone(gone.append)
+    spoil(path)
+    await access.reload()
     with access.admit(f"{VISION}Query", bearing("alice")) as name:
         assert name == "alice"
     assert "stays in force" in caplog.text
+    assert problem in caplog.text
+    assert gone == []
+
+
+async def test_a_mount_that_does_not_answer_stops_nothing_and_is_followed_once_it_does(path, caplog, monkeypatch):
+    access = TokenAccess(path)
+    write_tokens(path, ["bob"])
+    may_go_on = threading.Event()
+
+    def hangs(path: Path) -> bytes:
+        may_go_on.wait()
+        return read_regular_file(path)
+
+    monkeypatch.setattr(tokens, "read_regular_file", hangs)
+    monkeypatch.setattr(reloading, "READ_TIMEOUT_S", 0.01)
+    try:
+        for _ in range(3):
+            await access.reload()
+            with access.admit(f"{VISION}Query", bearing("alice")) as name:
+                assert name == "alice"
+    finally:
+        may_go_on.set()
+    assert caplog.text.count("does not answer") == 1
+    monkeypatch.setattr(reloading, "READ_TIMEOUT_S", 20.0)
+    await access.reload()
+    with pytest.raises(TokenInvalid), access.admit(f"{VISION}Query", bearing("alice")):
+        pass
 
 
 async def test_a_namespace_is_gone_with_its_last_token_and_not_with_a_new_secret(path):
@@ -292,11 +341,11 @@ async def test_a_namespace_is_gone_with_its_last_token_and_not_with_a_new_secret
     access.on_namespace_gone(gone.append)
     assert access.namespace_of("alice") == "token:alice"
     replace(path, line_for("alice", "another secret", frozenset({Scope.INFER})).encode())
-    access.reload()
+    await access.reload()
     assert sorted(gone) == ["token:bob", "token:operator"]
     assert access.namespaces() == {"alice": "token:alice"}
-    replace(path, b"")
-    access.reload()
+    write_tokens(path, ["bob"])
+    await access.reload()
     assert gone[2:] == ["token:alice"]
 
 
@@ -344,10 +393,10 @@ async def test_new_limits_count_at_once_and_debts_stay(path):
     access = TokenAccess(path, clock=Clock())
     assert [await admitted(access) for _ in range(2)] == [True, False]
     write_tokens(path, limits=", rate = 0.001, burst = 9")
-    access.reload()
+    await access.reload()
     assert not await admitted(access)
     write_tokens(path)
-    access.reload()
+    await access.reload()
     assert await admitted(access)
 
 
@@ -362,8 +411,8 @@ async def test_a_caller_that_hangs_up_as_its_token_is_taken_back_has_hung_up(pat
 
     task = asyncio.create_task(call())
     await has_begun.wait()
-    write_tokens(path, [])
-    access.reload()
+    write_tokens(path, ["bob"])
+    await access.reload()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -380,8 +429,8 @@ async def test_a_call_that_is_cancelled_for_its_token_ends_with_the_reason(path)
 
     task = asyncio.create_task(call())
     await has_begun.wait()
-    write_tokens(path, [])
-    access.reload()
+    write_tokens(path, ["bob"])
+    await access.reload()
     with pytest.raises(TokenInvalid):
         await task
     assert task.cancelling() == 0

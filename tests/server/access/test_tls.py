@@ -103,6 +103,17 @@ async def test_a_new_certificate_serves_new_connections_and_open_ones_stay(pair,
         assert await ask(before) == b"hello"
 
 
+async def test_a_new_certificate_is_served_that_a_connection_of_another_port_has_read(
+    pair, authority, other_authority
+):
+    files = CertificateFiles(pair.certificate, pair.key)
+    async with serving(server_credentials(files)) as address:
+        assert await can_ask(address, trusting(authority))
+        pair.write(other_authority)
+        assert files.refresh()
+        assert await can_ask(address, trusting(other_authority))
+
+
 async def test_an_expired_certificate_is_refused_until_it_is_renewed(pair, authority):
     pair.write(authority, expires=datetime.now(UTC) - timedelta(hours=1))
     async with serving(server_credentials(CertificateFiles(pair.certificate, pair.key))) as address:

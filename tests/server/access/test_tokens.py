@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import pytest
@@ -43,8 +44,16 @@ def test_by_default_a_seconds_worth_may_come_at_once(tmp_path, rate, burst):
     assert token.burst == burst
 
 
-def test_a_file_without_tokens_admits_no_caller(tmp_path):
-    assert read(tmp_path, "") == {}
+@pytest.mark.parametrize("text", ["", "# nothing so far\n"])
+def test_a_file_without_tokens_is_refused(tmp_path, text):
+    with pytest.raises(TokenFileError, match=r"tokens\.toml: holds no tokens; `kestrel-grpc token new NAME`"):
+        read(tmp_path, text)
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "tokens.toml")
+    with pytest.raises(TokenFileError, match=r"cannot read .*tokens\.toml: not a regular file"):
+        read_tokens(tmp_path / "tokens.toml")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 
-from kestrel_grpc.access.tls import CertificateFiles
+from kestrel_grpc.access.tls import CertificateFiles, Pem
 from kestrel_grpc.listeners import PortUnavailable, address_of, require_free_port, require_free_socket
 
 # Every user who may write to the socket may call: only its owner and its group.
@@ -39,15 +39,22 @@ def open_unix_socket(server: grpc.aio.Server, path: Path) -> None:
 def server_credentials(certificate: CertificateFiles) -> grpc.ServerCredentials:
     """Credentials that follow their files: each new connection gets the certificate that is in the files then."""
 
+    served = certificate.value
+
     def fetch() -> Any:  # gRPC's types leave out the None that says that nothing has changed
         """Called for each new connection, in one of gRPC's threads."""
-        return _configuration(certificate) if certificate.refresh() else None
+        nonlocal served
+        certificate.refresh()
+        # Not what `refresh` returns: a connection of another port may have read the new files.
+        if certificate.value is served:
+            return None
+        served = certificate.value
+        return _configuration(served)
 
     return grpc.dynamic_ssl_server_credentials(
-        _configuration(certificate), fetch, require_client_authentication=certificate.asks_clients
+        _configuration(served), fetch, require_client_authentication=certificate.asks_clients
     )
 
 
-def _configuration(certificate: CertificateFiles) -> grpc.ServerCertificateConfiguration:
-    pem = certificate.value
+def _configuration(pem: Pem) -> grpc.ServerCertificateConfiguration:
     return grpc.ssl_server_certificate_configuration([(pem.key, pem.certificate)], root_certificates=pem.client_ca)

@@ -80,7 +80,7 @@ async def test_a_token_that_is_revoked_ends_its_stream_with_an_error(tmp_path: P
         await connection.send("/v1/query", {**QUERY, "stream": True}, headers=bearer("alice"))
         assert (await connection.head())[0] == 200
         assert await connection.chunk()
-        tokens_in(tmp_path)
+        tokens_in(tmp_path, bob='scopes = ["infer"]')
         assert b"TOKEN_INVALID" in await connection.chunk()
         assert await connection.chunk() == b""
         await rig.engine.is_idle.wait()

@@ -476,7 +476,7 @@ async def test_images_of_a_token_that_is_taken_back_are_dropped(tokens: Path) ->
             await rig.images.PutImage(wire.PutImageRequest(data=DATA), metadata=bearing(name))
         write_tokens(tokens, "bob", "reader")
         access: Any = rig.server._access  # pyright: ignore[reportPrivateUsage]
-        access.reload()
+        await access.reload()
         await purged(rig)
         assert rig.engine.cleared == [("token:alice", None)]
         assert stored(rig)[0] == 2  # Bob's, and Carol's for the reader, who shares her namespace
