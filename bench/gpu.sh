@@ -11,6 +11,8 @@
 #                precisions, one at a time and all at once   outlines     outlines per second
 #   experts      a layer of experts, and Moondream 3's step  determinism  --deterministic: equal bytes, and its cost
 #   stress       cached answers against computed ones, in float32
+#   cards        on Hopper, what is compiled for Ampere and Ada: every kernel, and FOLDERS
+#   card-times   the times of portable plans beside those of Hopper's
 #
 # Leaves JSON, a page and a table in OUT. Nothing need be installed: what is missing may lie on PYTHONPATH. Settings:
 #   MODEL         moondream2 (default), moondream3 or moondream3-fp8
@@ -69,6 +71,40 @@ verifications() {
             echo "verify $folder --dtype $precision"
         done
     done
+}
+
+# as CARD NAME MODULE ARGUMENT...: as if the GPU were that card; says how it went in one line.
+as() {
+    local card=$1 name=$2
+    shift 2
+    mkdir -p "$OUT/$name"
+    OUT=$OUT/$name timeout 300 python3 -m bench.other_cards "$card" "$@" >"$OUT/$name.txt" 2>&1 &&
+        echo "$name: $(tail -n 2 "$OUT/$name.txt" | tr '\n' ' ')" || echo "$name: FAILED: $(tail -n 3 "$OUT/$name.txt")"
+}
+export -f as
+
+card_checks() {
+    local card seed folder set="--set text-path=fused-float8 --set vision-path=calibrated-float8 --set kv-dtype=float8"
+    for folder in "${folders[@]}"; do
+        verified() { echo "as $1 verify-$1-$(basename "$folder")-$2 kestrel_grpc verify $folder --device cuda --dtype $3"; }
+        for card in 8.0 8.6 8.9; do verified "$card" bfloat16 bfloat16; done
+        verified 8.0 float32 float32
+        verified 8.9 float8 "bfloat16 $set"
+    done
+    for card in 8.0 8.6 8.9; do
+        for seed in 1 2 3; do
+            echo "as $card kernels-$card-$seed bench.kernel_checks --processes 1 --seeds 1 --first-seed $seed --repeats 5"
+        done
+    done
+}
+
+card_times() {
+    local card=$1 precision=$2 of=$1-$2
+    echo "as $card decode-$of bench.decode_step --precision $precision --batches 1 16 64"
+    echo "as $card prefill-$of bench.prefill --precision $precision --prompts 1 8"
+    echo "as $card experts-$of bench.experts --precision $precision --implementations triton --routing random" \
+        "--tokens 1 16 64 746 5968 --json $OUT/experts-$of.json"
+    echo "as $card vision-$of bench.vision --tiles 9 36 --parts 36 --precision $precision"
 }
 
 needs_weights() { case " peer serve caching adapters constraints " in *" $1 "*) ;; *) false ;; esac }
@@ -150,6 +186,17 @@ for stage in $stages; do
     determinism)
         measure 540 determinism python3 -m bench.deterministic --device "$device" --requests 2000 --at-once 64 \
             --json "$out/deterministic.json"
+        ;;
+    cards)
+        say "every kernel and whole models as for older cards, $jobs at once"
+        card_checks | xargs -P "$jobs" -I{} bash -c '{}' 2>&1 | tee "$out/cards.txt"
+        ;;
+    card-times)
+        say "the times of portable plans beside Hopper's own"
+        for card in "9.0 model" "8.0 model" "9.0 float8" "8.9 float8"; do
+            read -r -a which <<<"$card"
+            card_times "${which[@]}"
+        done | xargs -P 1 -I{} bash -c '{}' 2>&1 | tee "$out/card-times.txt"
         ;;
     *)
         echo "no stage $stage; see the head of this file" >&2

@@ -29,6 +29,7 @@ from typing import Any
 
 _HERE = Path(__file__).resolve().parent.parent
 _IMPLEMENTATIONS = ("triton", "cuda", "library")
+_FLOAT8_SINCE = (8, 9)
 
 
 def use_tree(tree: Path) -> None:
@@ -42,10 +43,12 @@ def check(seed: int, repeats: int, device_name: str, tree: Path) -> list[dict[st
     import torch
 
     from bench.harness.kernel_cases import cases
+    from kestrel_ops.device_limits import DeviceLimits
 
     device, rows = torch.device(device_name), []
+    lacks_float8 = (DeviceLimits.of(device).capability or _FLOAT8_SINCE) < _FLOAT8_SINCE
     for case in cases(seed):
-        if case.needs_cuda and device.type == "cpu":
+        if (case.needs_cuda and device.type == "cpu") or (lacks_float8 and "float8" in case.name):
             continue
         with torch.inference_mode():
             wanted = case.run(_function("reference", case.operation), torch.device("cpu"))
