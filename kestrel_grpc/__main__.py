@@ -1,10 +1,12 @@
-"""The command `kestrel-grpc`: runs a command of `cli/`, and ends quietly after Ctrl-C or a closed pipe."""
+"""The command `kestrel-grpc`: runs a command of `cli/`, and ends quietly after Ctrl-C, SIGTERM or a closed pipe."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
+from types import FrameType
 
 # gRPC's core writes lines in a format of its own to standard error, and reads this variable only while it is being
 # imported. Errors of calls are in their statuses; lines about clients are shown where an operator asks for them.
@@ -16,12 +18,17 @@ INTERRUPTED = 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    is_server = words[:1] == ["serve"]
+    # Before the imports, which take seconds. Without a handler SIGTERM ends the process with a status that says
+    # failure, and does nothing to the first process of a container.
+    before = signal.signal(signal.SIGTERM, _end) if is_server else None
     try:
         try:
             # Here, because an import takes a moment, in which Ctrl-C may be pressed too.
             from kestrel_grpc.cli.commands import run
 
-            return run(argv)
+            return run(words)
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
@@ -30,6 +37,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return INTERRUPTED
+    finally:
+        if argv is not None and is_server:  # called by a program, which goes on
+            signal.signal(signal.SIGTERM, before)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    """Exit until the server handles the signal. An exception instead might be caught by a library."""
+    os._exit(0)
 
 
 if __name__ == "__main__":

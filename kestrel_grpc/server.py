@@ -342,6 +342,7 @@ class _Signals:
 def _signals() -> Iterator[_Signals]:
     loop = asyncio.get_running_loop()
     signals = _Signals()
+    before = signal.getsignal(signal.SIGTERM)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signals.note, number)
     try:
@@ -349,3 +350,5 @@ def _signals() -> Iterator[_Signals]:
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
+        # Removing leaves the default, with which SIGTERM would be a failure while the process ends.
+        signal.signal(signal.SIGTERM, before)

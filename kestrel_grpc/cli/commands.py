@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import sys
 from collections.abc import Collection, Iterator, Sequence
 
 from kestrel_grpc import __version__
@@ -20,7 +19,7 @@ from kestrel_grpc.cli.verify import add_verify_command
 _MISUSED = 2
 
 
-def run(argv: Sequence[str] | None = None) -> int:
+def run(words: Sequence[str]) -> int:
     """Run one command; returns the exit status.
 
     A command imports large libraries when it runs, so that asking a server does not load those of the model.
@@ -35,7 +34,6 @@ def run(argv: Sequence[str] | None = None) -> int:
         *(add_client_commands, add_status_commands, add_health_command),
     ):
         add(commands)
-    words = sys.argv[1:] if argv is None else list(argv)
     if words and not words[0].startswith("-") and words[0] not in commands.choices:
         complain(f"{words[0]}: is no command{_meant(words[0], commands.choices)}")
         return _MISUSED

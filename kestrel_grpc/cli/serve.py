@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import logging
 import os
-import signal
 import sys
-from collections.abc import Iterator
 
 from kestrel_grpc.allocator import return_free_memory, return_large_blocks, set_apart_what_stays
 from kestrel_grpc.cli.problems import complain, refuse
@@ -96,18 +93,17 @@ def _serve(arguments: argparse.Namespace) -> int:
         require_usable(config)
         if config.tracing:
             require_tracing(os.environ)
-        with _ending_at_sigterm():
-            engine = LocalEngine.start(config.engine_config())
-            # After the model: a start that fails says why in one line.
-            _log.info("%s", precision_line(config.expert_engine_config(), config.precision))
-            engine.on_status_change(lambda now: end_within(END_TIMEOUT_S) if now is EngineStatus.DEAD else None)
-            try:
-                with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-                    ended_well, has_closed = runner.run(run())
-            finally:
-                engine.close()
-                if not (engine.has_ended and has_closed):
-                    end_now(0 if ended_well else 1)
+        engine = LocalEngine.start(config.engine_config())
+        # After the model: a start that fails says why in one line.
+        _log.info("%s", precision_line(config.expert_engine_config(), config.precision))
+        engine.on_status_change(lambda now: end_within(END_TIMEOUT_S) if now is EngineStatus.DEAD else None)
+        try:
+            with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+                ended_well, has_closed = runner.run(run())
+        finally:
+            engine.close()
+            if not (engine.has_ended and has_closed):
+                end_now(0 if ended_well else 1)
     except (TokenFileError, CertificateError) as error:
         complain(str(error))
         return 2
@@ -117,16 +113,6 @@ def _serve(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:  # while the model was being loaded or warmed up
         return 130
     return 0 if ended_well else 1
-
-
-@contextlib.contextmanager
-def _ending_at_sigterm() -> Iterator[None]:
-    """Exit at SIGTERM until the server handles it: the first process of a container gets no default handlers."""
-    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:

@@ -99,6 +99,22 @@ def test_an_interrupt_while_a_library_is_being_imported_ends_quietly(module: str
     assert (done.returncode, done.stderr) == (130, "")
 
 
+@pytest.mark.parametrize("module", ["kestrel_grpc.cli.commands", "torch"])
+def test_sigterm_while_a_server_imports_its_libraries_is_no_failure(module: str) -> None:
+    """The import of a module sends it."""
+    code = (
+        "import os, signal, sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == sys.argv[-1]: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "from kestrel_grpc.__main__ import main\n"
+        "sys.exit(main(['serve', '--port', '0']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, module], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 @pytest.mark.parametrize("command", ["demo", "serve --port 0", "verify tests/golden/md3-small"])
 def test_an_interrupt_of_a_command_ends_quietly(command: str) -> None:
     words = [sys.executable, "-m", "kestrel_grpc", *command.split()]

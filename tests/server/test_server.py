@@ -287,6 +287,20 @@ async def test_second_signal_stops_at_once() -> None:
         assert await ending(stream) is grpc.StatusCode.UNAVAILABLE
 
 
+async def test_a_signal_after_the_server_has_stopped_goes_to_who_handled_it_before() -> None:
+    received: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+    try:
+        async with serving_until_signal(FakeEngine()) as (_, serve):
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert await serve
+            assert received == []
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert received == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 async def test_dead_engine_ends_the_server_without_success() -> None:
     async with serving_until_signal(FakeEngine(never_ends)) as (rig, serve):
         stream = rig.vision.Query(QUERY)
