@@ -36,6 +36,7 @@ from bench.harness.prefill_inputs import quantised_experts, random_experts
 from bench.harness.report import write_json
 from bench.harness.serving import machine_facts
 from bench.random_weights import MOONDREAM_3
+from kestrel_ops.device_limits import DeviceLimits
 from kestrel_ops.reference.mixture_of_experts import mixture_of_experts as definition
 from kestrel_ops.triton.expert_plans import plan_for
 from kestrel_runtime.models.moondream.config import MoeConfig
@@ -154,7 +155,12 @@ def parts(
     num_tokens, choices = len(tokens[0][0]), sizes.moe.experts_per_token
     if implementation == "triton" and num_tokens > 1:
         operand = torch.float8_e4m3fn if precision == "float8" else torch.bfloat16
-        return stage_times(stacks, tokens, choices, plan_for(num_tokens, sizes.moe.num_experts, choices, operand))
+        return stage_times(
+            stacks,
+            tokens,
+            choices,
+            plan_for(num_tokens, sizes.moe.num_experts, choices, operand, DeviceLimits.of(tokens[0][0].device)),
+        )
     return kernel_times(run) if torch.cuda.is_available() else {}
 
 

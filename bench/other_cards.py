@@ -41,25 +41,28 @@ def assume(card: str) -> None:
     major, minor = limits.capability
     number, own_major, own_minor = 10 * major + minor, *torch.cuda.get_device_capability()
     here, assemble = DeviceLimits.of(torch.device("cpu")), backend.make_cubin
-    assembled: dict[str, int] = {}
+    shared_bytes: dict[str, int] = {}
 
     def assemble_for_this_gpu(self: Any, ptx: str, metadata: Any, options: Any, _: int) -> bytes:
         assert f".target sm_{number}\n" in ptx or f".target sm_{number}," in ptx, ptx[:300]
-        if metadata["shared"] > limits.shared_bytes:
-            raise RuntimeError(f"{metadata['name']} needs {metadata['shared']} bytes of shared memory")
-        assembled[metadata["hash"]] = metadata["shared"]
         return assemble(self, ptx, metadata, options, 10 * own_major + own_minor)
 
-    def say_what_was_assembled() -> None:
-        most = max(assembled.values(), default=0)
-        print(f"{len(assembled)} kernels of sm_{number} assembled here; at most {most} bytes of shared memory")
+    def note(*, metadata: dict[str, Any], **_: Any) -> None:
+        # Of what was compiled now, and of what was found where Triton keeps it by target.
+        if metadata["shared"] > limits.shared_bytes:
+            raise RuntimeError(f"{metadata['name']} needs {metadata['shared']} bytes of shared memory")
+        shared_bytes[metadata["hash"]] = metadata["shared"]
+
+    def say_what_ran() -> None:
+        most = max(shared_bytes.values(), default=0)
+        print(f"{len(shared_bytes)} kernels of sm_{number}; at most {most} bytes of shared memory", flush=True)
 
     DeviceLimits.of = staticmethod(lambda device: limits if device.type == "cuda" else here)
     if (major, minor) != (own_major, own_minor):
-        # Triton keeps what it has compiled by target, so that this finds nothing that was compiled for this GPU.
         driver.get_current_target = lambda: GPUTarget("cuda", number, 32)
         backend.make_cubin = assemble_for_this_gpu
-        atexit.register(say_what_was_assembled)
+        importlib.import_module("triton.knobs").compilation.listener = note
+        atexit.register(say_what_ran)
 
 
 def main() -> None:

@@ -9,9 +9,9 @@ from itertools import product
 import torch
 
 from bench.random_weights import MOONDREAM_3
+from kestrel_ops.device_limits import DeviceLimits
 from kestrel_ops.triton.expert_plans import ONE_TOKEN, ExpertsPlan, OneTokenPlan, ProductPlan, plan_for
 
-_SHARED_MEMORY = 227 * 1024
 _PREFETCHED = (0, 256, 512)
 
 
@@ -30,18 +30,19 @@ def _cuts(precision: str, num_tokens: int) -> Iterator[ExpertsPlan | OneTokenPla
     moe = MOONDREAM_3.text.moe
     assert moe is not None
     operand = torch.float8_e4m3fn if precision == "float8" else torch.bfloat16
-    used = plan_for(num_tokens, moe.num_experts, moe.experts_per_token, operand)
+    limits = DeviceLimits.of(torch.device("cuda"))
+    used = plan_for(num_tokens, moe.num_experts, moe.experts_per_token, operand, limits)
     yield used
     if precision == "float8":
         yield replace(used, rounds_rows=not used.rounds_rows)
     block, most = used.block_tokens, used.block_tokens // 4
     for plan in _products(operand.itemsize, block):
         shared = (2 * plan.rows + block) * plan.columns * operand.itemsize * plan.num_stages
-        if shared <= _SHARED_MEMORY and plan.rows * block <= most * 64 * plan.num_warps:
+        if shared <= limits.shared_bytes and plan.rows * block <= most * 64 * plan.num_warps:
             yield replace(used, expand=replace(plan, is_read_once=used.expand.is_read_once))
     for plan, prefetched in product(_products(operand.itemsize, block), _PREFETCHED):
         shared = (plan.rows + block) * plan.columns * operand.itemsize * plan.num_stages
-        if shared <= _SHARED_MEMORY:
+        if shared <= limits.shared_bytes:
             own = replace(plan, is_read_once=used.contract.is_read_once, prefetched_bytes=prefetched)
             yield replace(used, contract=own)
 

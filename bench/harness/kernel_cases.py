@@ -188,7 +188,8 @@ def _prefill_attention(draw: random.Random) -> Case:
             )
         ]
 
-    name = f"{heads} / {groups} heads of {head_dim} {_short(dtype)}, chunks {chunks} from {starts}"
+    kind = f"{_short(dtype)}, {_short(pages.keys.dtype)} pages"
+    name = f"{heads} / {groups} heads of {head_dim} {kind}, chunks {chunks} from {starts}"
     return Case("prefill_attention", name, run, TOLERANCES[dtype])
 
 

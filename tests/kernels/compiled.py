@@ -1,4 +1,4 @@
-"""Compiles what operations launch for a Hopper device, without one, and says how their programs use memory.
+"""Compiles what operations launch for a device, without one, and says how their programs use memory and registers.
 
 A process of its own, because the tests run kernels in Triton's interpreter, which compiles nothing: functions of
 `tests.kernels.launched` call operations on CPU tensors, and every launch is compiled instead of run.
@@ -13,11 +13,26 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-_ARCHITECTURE = 90
+from kestrel_ops.device_limits import HOPPER_SHARED_BYTES, PORTABLE_SHARED_BYTES, DeviceLimits
+
+Call = tuple[str, list[Any]]
+SHARED_BYTES = {
+    "8.0": 163 * 1024,
+    "8.6": PORTABLE_SHARED_BYTES,
+    "8.9": PORTABLE_SHARED_BYTES,
+    "9.0": HOPPER_SHARED_BYTES,
+    "10.0": HOPPER_SHARED_BYTES,
+    "12.0": PORTABLE_SHARED_BYTES,
+}
+"""Shared memory of a program, by compute capability."""
+# The last word of ptxas on a kernel.
+_REGISTERS = re.compile(r"Used (\d+) registers")
+_SPILLED = re.compile(r"(\d+) bytes spill (?:stores|loads)")
 _TYPES = {"float8_e4m3fn": "fp8e4nv", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 _TYPES |= {"int64": "i64", "int32": "i32", "uint8": "u8"}
 # Of Triton's GPU code: where pointers come from, how blocks lie on threads, and what goes to memory.
@@ -60,11 +75,43 @@ class Launch:
         return kinds["load"] & kinds["store"]
 
 
-def launches(calls: list[tuple[str, list[Any]]], cache: str) -> list[list[Launch]]:
-    """What each call launches, a function of `tests.kernels.launched` and its arguments; `cache` is a folder."""
+@dataclass(frozen=True)
+class Resources:
+    """What one kernel takes of a multiprocessor."""
+
+    kernel: str
+    num_warps: int
+    registers: int
+    """Of a thread."""
+    spilled_bytes: int
+    """Of a thread: registers that are stored and loaded again."""
+    shared_bytes: int
+
+
+def launches(calls: list[Call], cache: str) -> list[list[Launch]]:
+    """What each call launches on Hopper, a function of `tests.kernels.launched` and its arguments; `cache` is a
+    folder."""
+    return [
+        [
+            Launch(kernel, tuple(Access(**access | {"shape": tuple(access["shape"])}) for access in found))
+            for kernel, found in of_call
+        ]
+        for of_call in _compiled("accesses", "9.0", calls, cache)
+    ]
+
+
+def resources(card: str, calls: list[Call], cache: str) -> list[list[Resources]]:
+    """What the kernels take that each call launches on a card of `SHARED_BYTES`, as assembled for it."""
+    return [
+        [Resources(kernel, *found) for kernel, found in of_call]
+        for of_call in _compiled("resources", card, calls, cache)
+    ]
+
+
+def _compiled(what: str, card: str, calls: list[Call], cache: str) -> list[list[tuple[str, Any]]]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.compiled"],
+        [sys.executable, "-m", "tests.kernels.compiled", what, card],
         input=json.dumps(calls),
         env=environment | {"TRITON_CACHE_DIR": cache, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
@@ -72,21 +119,15 @@ def launches(calls: list[tuple[str, list[Any]]], cache: str) -> list[list[Launch
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return [
-        [
-            Launch(kernel, tuple(Access(**access | {"shape": tuple(access["shape"])}) for access in found))
-            for kernel, found in of_call
-        ]
-        for of_call in json.loads(done.stdout)
-    ]
+    return json.loads(done.stdout)
 
 
 class _Compiled(Exception):
-    """Ends a compilation; the argument is Triton's GPU code."""
+    """Ends a compilation; the arguments are what it has come to and what is known about it."""
 
 
-def gpu_code(function: Any, given: dict[str, Any], options: dict[str, int]) -> str:
-    """Triton's code of a kernel with given arguments, by name, with its layouts; no machine code is made of it."""
+def compiled(function: Any, given: dict[str, Any], options: dict[str, int], architecture: int) -> tuple[Any, Any]:
+    """The last stage of compiling a kernel with given arguments, by name, and what Triton notes about it."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -106,10 +147,10 @@ def gpu_code(function: Any, given: dict[str, Any], options: dict[str, int]) -> s
             attributes[(place,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
     try:
-        triton.compile(source, target=GPUTarget("cuda", _ARCHITECTURE, 32), options=options)
+        triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
     except _Compiled as done:
-        return done.args[0]
-    raise AssertionError("the compilation did not come to Triton's GPU code")
+        return done.args
+    raise AssertionError("the compilation came to its end")
 
 
 def accesses(code: str) -> Iterator[Access]:
@@ -136,28 +177,54 @@ def accesses(code: str) -> Iterator[Access]:
             origins |= {name: origins[origin] for name, origin in pairs if origin in origins}
 
 
-def _main() -> None:
+def assembled(ptx: str, metadata: dict[str, Any], architecture: int) -> list[int]:
+    """Warps, registers, bytes of spilled registers and of shared memory of a kernel, by ptxas."""
+    compiler = importlib.import_module("triton.backends.nvidia.compiler")
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        name = f"--gpu-name={compiler.sm_arch_from_capability(architecture)}"
+        done = subprocess.run(
+            [compiler.get_ptxas(architecture).path, "-v", name, file.name, "-o", os.devnull],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr
+    (registers,) = _REGISTERS.findall(done.stderr)
+    spilled = sum(map(int, _SPILLED.findall(done.stderr)))
+    return [metadata["num_warps"], int(registers), spilled, metadata["shared"]]
+
+
+def _main(what: str, card: str) -> None:
     jit = importlib.import_module("triton.runtime.jit")
     backend = importlib.import_module("triton.backends.nvidia.compiler").CUDABackend
     launched = importlib.import_module("tests.kernels.launched")
-    found: list[tuple[str, list[dict[str, Any]]]] = []
+    major, minor = map(int, card.split("."))
+    architecture, last_stage = 10 * major + minor, {"accesses": "llir", "resources": "cubin"}[what]
+    limits = DeviceLimits((major, minor), SHARED_BYTES[card])
+    found: list[tuple[str, Any]] = []
 
     def record(function: Any, *arguments: Any, **more: Any) -> None:
         given = dict(zip(function.arg_names, arguments, strict=False)) | more
         options = {name: more[name] for name in ("num_warps", "num_stages", "maxnreg") if more.get(name)}
-        code = gpu_code(function, given, options)
-        found.append((function.fn.__name__, [asdict(access) for access in accesses(code)]))
+        code, metadata = compiled(function, given, options, architecture)
+        if what == "accesses":
+            found.append((function.fn.__name__, [asdict(access) for access in accesses(code)]))
+        else:
+            found.append((function.fn.__name__, assembled(code, metadata, architecture)))
 
     def stop(module: Any, metadata: Any) -> None:
-        raise _Compiled(str(module))
+        raise _Compiled(str(module), dict(metadata))
 
     def add_stages(self: Any, stages: dict[str, Any], *more: Any) -> None:
         all_stages(self, stages, *more)
-        stages["llir"] = stop
+        stages[last_stage] = stop
 
     all_stages = backend.add_stages
     backend.add_stages = add_stages
     jit.JITFunction.run = record
+    DeviceLimits.of = staticmethod(lambda device: limits)  # of the CPU, on which the tensors are
     results = []
     for name, arguments in json.load(sys.stdin):
         found.clear()
@@ -167,4 +234,4 @@ def _main() -> None:
 
 
 if __name__ == "__main__":
-    _main()
+    _main(*sys.argv[1:])

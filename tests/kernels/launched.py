@@ -169,11 +169,14 @@ def crop_attention(num_crops: int, num_patches: int, num_heads: int, head_dim: i
     _operation(of, "crop_attention")(packed, num_patches, num_heads)
 
 
-def mixture_of_experts(count: int, dim: int, inner: int, num_experts: int, of: str = "triton") -> None:
-    """Tokens and experts in bfloat16, two experts for each token."""
-    up, down = _empty(num_experts, 2 * inner, dim, dtype="bf16"), _empty(num_experts, dim, inner, dtype="bf16")
+def mixture_of_experts(
+    count: int, dim: int, inner: int, num_experts: int, weight: str = "bf16", of: str = "triton"
+) -> None:
+    """Tokens in bfloat16, two experts for each token."""
+    up, down = _empty(num_experts, 2 * inner, dim, dtype=weight), _empty(num_experts, dim, inner, dtype=weight)
+    scales = (_empty(num_experts, 2 * inner), _empty(num_experts, dim)) if weight == "fp8" else ()
     hidden, logits = _empty(count, dim, dtype="bf16"), _empty(count, num_experts, dtype="bf16")
-    _operation(of, "mixture_of_experts")(hidden, logits, up, down, 2)
+    _operation(of, "mixture_of_experts")(hidden, logits, up, down, 2, *scales)
 
 
 def layer_norm_linear(count: int, dim: int, num_rows: int, of: str = "triton") -> None:

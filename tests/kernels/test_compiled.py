@@ -6,7 +6,7 @@ import importlib.util
 
 import pytest
 
-from tests.kernels.compiled import launches
+from tests.kernels.compiled import SHARED_BYTES, launches, resources
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 
@@ -19,6 +19,37 @@ SUMS = [
 ]
 # One token, few and many, of which the last are listed by two kernels.
 EXPERTS = [("mixture_of_experts", [count, 48, 24, 6]) for count in (1, 5, 70)]
+
+REGISTERS = 65_536  # of a multiprocessor, on all cards
+MOST_SPILLED_BYTES = 1024  # of a thread; Triton 3.6 spills at most a tenth of it, 3.9 more
+# Every kernel at the widths of the published models, with plans for one token and for the most.
+WIDE = [
+    ("add_layer_norm", [5, 1152, "bf16", "bf16"]),
+    ("rotary_write_kv", [32, 32, 64, "bf16", "bf16", False]),
+    ("concat_gelu", [5, 2048, 8192, "bf16", "bf16"]),
+    ("prefill_attention", [32, 32, 64, "bf16", "bf16", 746]),
+    ("prefill_attention", [32, 32, 64, "bf16", "bf16", 16]),
+    ("decode_expand", [1, 2048, 6144, 8192, "bf16", 0]),
+    ("decode_expand", [128, 2048, 6144, 8192, "bf16", 8]),
+    ("decode_contract", [1, 10_240, 2048, "bf16"]),
+    ("decode_contract", [128, 10_240, 2048, "bf16"]),
+    ("rotary_decode_attention", [32, 32, 64, "bf16", "bf16", 1, 8]),
+    ("rotary_decode_attention", [32, 32, 64, "bf16", "bf16", 64, 1]),
+    ("resample", [557, 800, 378, 0]),
+    ("philox_uniform", [64]),
+    ("layer_norm_linear", [5, 2048, 64]),
+    ("tau_scales", [2, 32, 6144]),
+    ("tau_scales", [64, 32, 6144]),
+    ("mixture_of_experts", [1, 2048, 1024, 64, "bf16"]),
+    ("mixture_of_experts", [3000, 2048, 1024, 64, "bf16"]),
+]
+
+
+def in_float8(call):
+    """The same with everything in float8 that may be."""
+    name, arguments = call
+    last = len(arguments) - 1 - arguments[::-1].index("bf16") if "bf16" in arguments else None
+    return name, [*arguments[:last], "fp8", *arguments[last + 1 :]] if last is not None else arguments
 
 
 @pytest.fixture(scope="module")
@@ -57,3 +88,15 @@ def test_mixtures_of_experts_write_what_they_do_not_read_and_add_in_one_order(tm
         assert kernels
         assert [kernel for kernel in kernels if kernel.in_place()] == []
         assert {access.kind for kernel in kernels for access in kernel.accesses} <= {"load", "store", "barrier"}
+
+
+@pytest.mark.parametrize("card", [card for card in SHARED_BYTES if card != "9.0"])
+def test_every_kernel_fits_every_card_from_ampere_on(card, tmp_path):
+    # In float8 where the card has it: what kernels hold is then converted, which takes the most registers.
+    calls = WIDE if card in ("8.0", "8.6") else list(map(in_float8, WIDE))
+    for call, kernels in zip(calls, resources(card, calls, str(tmp_path)), strict=True):
+        assert kernels, call
+        for kernel in kernels:
+            assert kernel.shared_bytes <= SHARED_BYTES[card], (call, kernel)
+            assert 32 * kernel.num_warps * kernel.registers <= REGISTERS, (call, kernel)
+            assert kernel.spilled_bytes <= MOST_SPILLED_BYTES, (call, kernel)

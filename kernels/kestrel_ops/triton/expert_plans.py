@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kestrel_ops.device_limits import HOPPER_SHARED_BYTES
+from kestrel_ops.device_limits import DeviceLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,8 @@ class OneTokenPlan:
     num_warps: int
 
 
+_FEW_TOKENS = 32
+
 ONE_TOKEN = OneTokenPlan(expand_bytes=32_768, contract_bytes=32_768, num_warps=4)
 
 
@@ -59,13 +61,17 @@ def plan_for(
     num_experts: int,
     choices: int,
     operand: torch.dtype,
-    shared_bytes: int = HOPPER_SHARED_BYTES,
+    limits: DeviceLimits,
 ) -> ExpertsPlan:
-    """The plan for so many tokens, the type that tensor cores multiply and the shared memory of a program.
+    """The plan for so many tokens, the type that tensor cores multiply and the device.
 
-    With less of it than Hopper has, fewer loads run concurrently.
+    With less shared memory than Hopper has, fewer loads run concurrently. Without its products of warp groups, the
+    sums of large tiles are divided among more warps.
     """
     plan = _measured(num_tokens, num_experts, choices, operand)
+    if not limits.is_hopper and plan.block_tokens > _FEW_TOKENS and operand != torch.float32:
+        plan = replace(plan, expand=replace(plan.expand, num_warps=8))
+    shared_bytes = limits.shared_bytes
     block, expand, contract = plan.block_tokens, plan.expand, plan.contract
     return replace(
         plan,

@@ -49,9 +49,7 @@ def mixture_of_experts(
             *(hidden, router_logits, up, down, experts_per_token, up_scale, down_scale, plan),
             is_dependent=is_dependent,
         )
-    plan = plan or plan_for(
-        num_tokens, len(up), experts_per_token, operand, DeviceLimits.of(up.device).shared_bytes
-    )
+    plan = plan or plan_for(num_tokens, len(up), experts_per_token, operand, DeviceLimits.of(up.device))
     block = plan.block_tokens
     routing = route(hidden, router_logits, experts_per_token, block, quantises=quantises, is_dependent=is_dependent)
     added = None

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kestrel_ops.device_limits import DeviceLimits
 from kestrel_ops.shapes import ModelShape
 from kestrel_ops.triton.requirements import unsupported_device, unsupported_heads
 
@@ -26,13 +27,13 @@ class Tiling:
     """Registers per thread. With fewer than the compiler selects, more programs fit on a multiprocessor."""
 
 
-def tiling(max_chunk: int, dtype: torch.dtype) -> Tiling:
+def tiling(max_chunk: int, dtype: torch.dtype, limits: DeviceLimits) -> Tiling:
     """The fastest tiling for chunks of this length."""
     if dtype == torch.float32:
         return Tiling(32, 32, 4, 2)
     if max_chunk <= 64:  # last rows of prompts, prompts without an image, or questions after a cached image
         return Tiling(16, 128, 4, 3)
-    return Tiling(128, 64, 8, 3, 128)
+    return Tiling(128, 64, 8, 3, 128) if limits.is_hopper else Tiling(64, 64, 4, 3, 128)
 
 
 def prefill_attention(
@@ -57,7 +58,7 @@ def prefill_attention(
         (key_pages, value_pages, key_scale, value_scale),
         (page_table, query_starts, lengths, prefix_lengths),
         max_chunk,
-        tiling(max_chunk, query.dtype),
+        tiling(max_chunk, query.dtype, DeviceLimits.of(query.device)),
     )
 
 
