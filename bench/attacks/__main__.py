@@ -17,7 +17,7 @@ import os
 import sys
 from pathlib import Path
 
-from bench.attacks import bodies, connections, messages, pictures, stored_images
+from bench.attacks import bodies, connections, crowding, messages, pictures, stored_images
 from bench.attacks.attack import Attack, Observation, markdown
 from bench.attacks.run import carry_out
 from bench.attacks.shutdown import as_text, shut_down_under_load
@@ -29,6 +29,7 @@ ATTACKS: tuple[Attack, ...] = (
     *connections.ATTACKS,
     *bodies.ATTACKS,
     *pictures.ATTACKS,
+    *crowding.ATTACKS,
     *stored_images.ATTACKS,
 )
 SHUTDOWN = "sigterm"

@@ -29,6 +29,17 @@ class Victim:
         return f"{self.host}:{self.port}"
 
 
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What others ask meanwhile, and how soon they must have each answer; without a limit where `max_s` is None."""
+
+    num_tokens: int = 3
+    priority: int = 0
+    """A number of the contract's `Priority`."""
+    adapter: str = ""
+    max_s: float | None = None
+
+
 Outcome = Counter[str]
 """How often what became of an attacker's calls."""
 
@@ -65,6 +76,7 @@ class Attack:
     """As soon as the attackers have gone; otherwise the server first comes to rest."""
     server_options: tuple[str, ...] = ()
     num_descriptors: int | None = None
+    question: Question = Question()
     needs_new_connections: bool = False
     """Whether others connect anew for each call."""
     check: Callable[[Mapping[str, int], str], list[str]] = nothing_to_check
@@ -141,6 +153,9 @@ class Observation:
             found.append(f"grew by {memory.growth_bytes / MIB:.0f} MiB, more than {limit_bytes / MIB:.0f}")
         if attack.sends_pictures and max(witness.answers_s, default=0.0) > MAX_ANSWER_PICTURES_S:
             found.append(f"an answer took {max(witness.answers_s):.1f} s, more than {MAX_ANSWER_PICTURES_S:g}")
+        max_answer_s, slowest_answer_s = attack.question.max_s, max(witness.answers_s, default=0.0)
+        if max_answer_s is not None and slowest_answer_s > max_answer_s:
+            found.append(f"an answer took {slowest_answer_s:.1f} s, more than {max_answer_s:g}")
         if not memory.was_killed and (self.end_s is None or self.end_s > MAX_END_S):
             found.append("SIGTERM did not end the process")
         elif not memory.was_killed and self.exit_status:

@@ -21,7 +21,7 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from grpc_status import rpc_status
 from PIL import Image
 
-from bench.attacks.attack import Attack, Witness
+from bench.attacks.attack import Attack, Question, Witness
 from kestrel_client.v1 import image_service_pb2 as image_wire
 from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_client.v1.image_service_pb2_grpc import ImageServiceStub
@@ -42,6 +42,7 @@ class _Orders:
     sends_pictures: bool
     stores_pictures: bool
     connects_anew: bool
+    question: Question
     go: Event
     stop: Event
 
@@ -74,7 +75,14 @@ def witnesses(address: str, token: str, attack: Attack) -> Iterator[Witnesses]:
     context = multiprocessing.get_context("spawn")
     go, stop = context.Event(), context.Event()
     orders = _Orders(
-        address, token, attack.sends_pictures, attack.attacks_stored_images, attack.needs_new_connections, go, stop
+        address,
+        token,
+        attack.sends_pictures,
+        attack.attacks_stored_images,
+        attack.needs_new_connections,
+        attack.question,
+        go,
+        stop,
     )
     pipes: list[Connection] = []
     processes: list[Any] = []
@@ -137,9 +145,10 @@ async def _ask(orders: _Orders, pipe: Connection) -> None:
     """Asks one small question after the other. With stored pictures, an answer is that to all three calls."""
     latencies: list[float] = []
     failures: Counter[str] = Counter()
-    request = wire.CompleteQueryRequest(
-        question="How many shapes are there?", sampling={"max_tokens": 3, "temperature": 0.0}
-    )
+    # So hot that an answer seldom ends by itself.
+    sampling = {"max_tokens": orders.question.num_tokens, "temperature": 50.0, "top_p": 1.0}
+    options = {"priority": orders.question.priority, "adapter": orders.question.adapter}
+    request = wire.CompleteQueryRequest(question="How many shapes are there?", sampling=sampling, options=options)
     if orders.sends_pictures:
         request.image.data = _small_picture()
 

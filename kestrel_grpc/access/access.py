@@ -19,6 +19,7 @@ from typing import Protocol
 
 from kestrel_grpc.access.reloading import ReloadedFiles
 from kestrel_grpc.access.tokens import Scope, Token, hash_of, read_tokens
+from kestrel_runtime.api.requests import Priority
 
 Metadata = Iterable[tuple[str, str | bytes]]
 
@@ -105,6 +106,10 @@ class Access(Protocol):
         """The namespace of a caller that has been admitted under this name."""
         ...
 
+    def max_priority_of(self, name: str) -> Priority:
+        """The highest priority that its requests have compared with those of other callers."""
+        ...
+
     def namespaces(self) -> Mapping[str, str]:
         """The namespace of each caller that may call now, by the caller's name."""
         ...
@@ -132,6 +137,10 @@ class OpenAccess:
         """There is one namespace."""
         return ""
 
+    def max_priority_of(self, name: str) -> Priority:
+        """There are no other callers."""
+        return Priority.NORMAL
+
     def namespaces(self) -> Mapping[str, str]:
         """No caller has a name."""
         return _NO_NAMES
@@ -156,6 +165,7 @@ class TokenAccess:
         self._accounts: dict[bytes, _Account] = {}
         self._tokens = self._file.value
         self._namespaces = _namespaces(self._tokens)
+        self._max_priorities = _max_priorities(self._tokens)
         self._callbacks: list[Callable[[str], None]] = []
 
     def admit(self, method: str, metadata: Metadata, *, counts: bool = True) -> AbstractContextManager[str]:
@@ -165,6 +175,10 @@ class TokenAccess:
     def namespace_of(self, name: str) -> str:
         """The namespace of the token of this name."""
         return self._namespaces[name]
+
+    def max_priority_of(self, name: str) -> Priority:
+        """What the line of the token of this name allows."""
+        return self._max_priorities[name]
 
     def namespaces(self) -> Mapping[str, str]:
         """The namespace of each token, by the token's name."""
@@ -220,6 +234,7 @@ class TokenAccess:
         # Here, not in the thread: a call that is being admitted sees the tokens and their namespaces of one file.
         tokens = self._tokens = self._file.value
         before, self._namespaces = self._namespaces, _namespaces(tokens)
+        self._max_priorities = _max_priorities(tokens)
         for sha256, account in list(self._accounts.items()):
             token = tokens.get(sha256)
             for admission in tuple(account.admissions):
@@ -246,6 +261,11 @@ def required_scopes(method: str) -> frozenset[Scope]:
 def _namespaces(tokens: Mapping[bytes, Token]) -> Mapping[str, str]:
     """The namespace of each token, by its name."""
     return {token.name: token.namespace for token in tokens.values()}
+
+
+def _max_priorities(tokens: Mapping[bytes, Token]) -> Mapping[str, Priority]:
+    """What each token allows, by its name."""
+    return {token.name: token.max_priority for token in tokens.values()}
 
 
 class _Account:

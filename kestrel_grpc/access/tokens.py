@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from kestrel_grpc.access.reloading import read_regular_file
+from kestrel_runtime.api.requests import Priority
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_SETTINGS = ("sha256", "scopes", "rate", "burst", "concurrency", "namespace")
+_SETTINGS = ("sha256", "scopes", "rate", "burst", "concurrency", "namespace", "max_priority")
 
 
 class Scope(Enum):
@@ -50,6 +51,8 @@ class Token:
     concurrency: int | None = None
     shared_namespace: str | None = None
     """Tokens with the same one share stored and cached images; None means that the token shares with no other."""
+    max_priority: Priority = Priority.NORMAL
+    """The highest priority that its requests have compared with those of other tokens."""
 
     @property
     def namespace(self) -> str:
@@ -122,6 +125,7 @@ def _token(name: str, settings: Mapping[str, Any]) -> Token:
         burst=settings.get("burst", 1 if rate is None else max(1, math.ceil(rate))),
         concurrency=settings.get("concurrency"),
         shared_namespace=settings.get("namespace"),
+        max_priority=Priority[settings.get("max_priority", "normal").upper()],
     )
 
 
@@ -150,6 +154,9 @@ def _problems(name: str, settings: Any) -> Iterator[str]:
     namespace = settings.get("namespace")
     if namespace is not None and not (isinstance(namespace, str) and _NAME.fullmatch(namespace)):
         yield "namespace must be 1 to 64 letters, digits, underscores and hyphens"
+    priorities = [priority.name.lower() for priority in Priority]
+    if settings.get("max_priority", "normal") not in priorities:
+        yield f"max_priority must be one of {', '.join(priorities)}"
     if "burst" in settings and rate is None:
         yield "burst needs a rate"
 

@@ -179,6 +179,7 @@ class _Admitted(AbstractContextManager[None]):
         call = self._call
         call.principal = self._admission.__enter__()
         call.namespace = self._access.namespace_of(call.principal)
+        call.max_priority = self._access.max_priority_of(call.principal)
         if not self._shares.take(call.principal):
             self._admission.__exit__(None, None, None)
             raise TooManyCalls(f"all of the {self._shares.limit} calls that may be open, or this caller's share")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from kestrel_runtime.api.events import Finished
-from kestrel_runtime.api.requests import Request
+from kestrel_runtime.api.requests import Priority, Request
 
 REQUEST_ID_KEY = "x-request-id"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -68,6 +68,7 @@ class CallContext:
         "deadline_s",
         "finished",
         "headers",
+        "max_priority",
         "method",
         "namespace",
         "peer",
@@ -93,6 +94,8 @@ class CallContext:
         """The name on the caller's token; empty where none was needed, or none was valid."""
         self.namespace = ""
         """What the caller stores, and what is computed for it, is known in this namespace and in no other."""
+        self.max_priority = Priority.NORMAL
+        """The highest priority that its requests have compared with those of other callers."""
         self.trace_id = ""
         """The trace that the call belongs to, once it is known."""
         self.release: Callable[[], None] = _nothing

@@ -42,6 +42,8 @@ class Submission:
         """As `submit`, with a stream for each of the samples that the request asks for. Each is a request of the
         engine; where one of them is refused, none runs."""
         request = _with_adapter(request, self._engine.info.model)
+        if call.max_priority is not request.options.max_priority:
+            request = replace(request, options=replace(request.options, max_priority=call.max_priority))
         call.request = RequestSummary(request)
         if image is not None:
             request = await self._with_image(request, image, call)

@@ -17,7 +17,7 @@ from PIL import Image
 
 from bench.attacks import http2
 from bench.attacks.__main__ import ATTACKS
-from bench.attacks.attack import MIB, Attack, Memory, Observation, Outcome, Victim, Witness, markdown
+from bench.attacks.attack import MIB, Attack, Memory, Observation, Outcome, Question, Victim, Witness, markdown
 from bench.attacks.bombs import jpeg_of_scans, png_of_one_colour, tiff_of_one_tile, webp_of_canvas
 from bench.attacks.http2 import RawConnection
 from bench.attacks.shutdown import Shutdown, as_text
@@ -39,6 +39,7 @@ HELD = Observation(
     end_s=0.5,
     exit_status=0,
 )
+ASKED = replace(HELD, attack=replace(HELD.attack, question=Question(max_s=2.0)))
 PICTURES = replace(HELD, attack=replace(HELD.attack, sends_pictures=True))
 
 
@@ -73,6 +74,7 @@ def test_an_attack_without_effects_counts_as_held():
             "grew by 1100 MiB, more than 1024",
         ),
         (with_witness(PICTURES, answers_s=(7.0,)), "an answer took 7.0 s, more than 6"),
+        (with_witness(ASKED, answers_s=(2.5,)), "an answer took 2.5 s, more than 2"),
         (replace(HELD, end_s=None, exit_status=-9), "SIGTERM did not end the process"),
         (replace(HELD, exit_status=1), "ended with status 1"),
         (

@@ -68,6 +68,7 @@ def new_sequence(
     controls: SamplingParams | None = None,
     max_context: int = 10_000,
     priority: Priority = Priority.NORMAL,
+    max_priority: Priority = Priority.NORMAL,
     tenant: str = "",
     submitted: float = 0.0,
 ) -> Sequence:
@@ -87,5 +88,6 @@ def new_sequence(
         max_context=max_context,
         clock=SequenceClock(submitted=submitted),
         priority=priority,
+        standing=max(priority, max_priority),
         tenant=tenant,
     )

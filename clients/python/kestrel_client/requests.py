@@ -59,7 +59,7 @@ class CallOptions(TypedDict, total=False):
         json_schema: A JSON schema, a dictionary or a text: the answer of a query is JSON that is valid under it.
         model: A name from `list_models()`.
         adapter: An adapter of the model, as `name` or `name@step`.
-        priority: "interactive", "normal" or "batch": whether to start before or after other requests that wait.
+        priority: "interactive", "normal" or "batch": whether to start before or after others of the token.
         cache: What the request does with the server's caches: "use", "refresh" (compute anew and replace)
             or "bypass".
         max_queue_s: The longest wait for a start, in seconds.

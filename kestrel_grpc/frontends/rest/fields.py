@@ -49,7 +49,7 @@ COMMON = (
     Field(
         "priority",
         Kind.TEXT,
-        "Which requests go first: `interactive`, then `normal` (the default), then `batch`.",
+        "Which requests of a token go first: `interactive`, then `normal` (the default), then `batch`.",
         choices=("interactive", "normal", "batch"),
     ),
     Field("max_queue_seconds", Kind.NUMBER, "The longest that the request may wait before it starts."),

@@ -49,13 +49,13 @@ SpatialRef = PointRef | BoxRef
 
 
 class Priority(IntEnum):
-    """How soon a request should start, compared with others that wait; the lower value goes first."""
+    """How soon a request should start, compared with others of its tenant that wait; the lower value goes first."""
 
     INTERACTIVE = 0
     """A person waits for the answer."""
     NORMAL = 1
     BATCH = 2
-    """No person waits for the answer: other requests go first."""
+    """No person waits for the answer: other requests go first, those of other tenants too."""
 
 
 class CachePolicy(Enum):
@@ -81,6 +81,13 @@ class RequestOptions:
     priority: Priority = Priority.NORMAL
     cache: CachePolicy = CachePolicy.USE
     adapter: str = ""
+    max_priority: Priority = Priority.NORMAL
+    """The highest priority that the request may have between tenants. The caller does not choose it."""
+
+    @property
+    def standing(self) -> Priority:
+        """Its priority compared with requests of other tenants."""
+        return max(self.priority, self.max_priority)
 
     def violations(self) -> Iterator[Violation]:
         """Every breach, with paths below `options`."""

@@ -435,7 +435,9 @@ class LocalEngine:
     def _cost_of(self, request: Request, tenant: str) -> Cost:
         num_tokens = 0 if request.image is None else self._num_image_tokens
         num_tokens += len(request.text.encode()) + _MAX_TOKENS_PER_REF * len(request.spatial_refs)
-        return Cost(tenant, request.options.priority, len(request.image or b""), num_tokens)
+        return Cost(
+            tenant, request.options.priority, request.options.standing, len(request.image or b""), num_tokens
+        )
 
     def _prepared(self, preparation: Future[Sequence], stream: Stream) -> None:
         """In a worker's thread, or whichever cancelled the future. What raised there ends this request alone."""

@@ -228,6 +228,8 @@ class EngineLoop:
             self._complete_all()
         oldest = self._decodes[0] if self._decodes else None
         plan = self._scheduler.schedule(now, may_prefill=len(self._prefills) < _MAX_PREFILLS)
+        for sequence in self._scheduler.take_preempted():
+            self._runner.close_row(sequence)
         for sequence in self._scheduler.take_without_tiles():
             self._have_decoded(sequence)
         if self._launch_decodes(plan, now):

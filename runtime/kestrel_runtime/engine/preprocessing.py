@@ -140,7 +140,7 @@ class Preprocessor:
     ) -> Future[Sequence]:
         """Have the request prepared, usually by a worker; the future can be cancelled until a worker starts.
 
-        Requests wait for a worker by priority, tenant and age, like sequences that wait for pages. Decoding stops
+        Requests wait for a worker by tenant, priority and age, like sequences that wait for pages. Decoding stops
         soon after `is_wanted` returns False or a deadline passes. A request whose image is known and cached, and is
         small or stored, waits for no worker: its future is done. Raises `ImageError` like `inspect`, and
         RuntimeError where the workers are closed.
@@ -168,6 +168,7 @@ class Preprocessor:
                 ),
                 submitted=clock.submitted,
                 priority=request.options.priority,
+                standing=request.options.standing,
                 tenant=tenant,
                 num_bytes=0 if facts is None else facts.num_bytes,
             )
@@ -284,6 +285,7 @@ class Preprocessor:
             clock=clock,
             fingerprint=fingerprint,
             priority=request.options.priority,
+            standing=request.options.standing,
             tenant=tenant,
             keys=keys,
             embedding_key=embedding_key,
@@ -304,6 +306,7 @@ class Preprocessor:
             partial(self._decode, image, sequence.tenant),
             submitted=sequence.submitted,
             priority=sequence.priority,
+            standing=sequence.standing,
             tenant=sequence.tenant,
             num_bytes=num_bytes,
         )

@@ -1,7 +1,7 @@
 """A pool of threads that run jobs in a fair order and within a memory budget.
 
 Rules
-  J1  Jobs start in the order of `WaitingQueue`: by priority, tenant and age. A job costs the memory that it needs.
+  J1  Jobs start in the order of `WaitingQueue`: by tenant, priority and age. A job costs the memory that it needs.
   J2  A job starts when its memory can be taken from the budget. Smaller jobs may overtake a job that waits for
       memory, as long as they do not take the memory that it waits for.
   J3  With several threads, large jobs never occupy all of them: a small job waits for small jobs only.
@@ -51,6 +51,8 @@ class Job(Generic[Result]):
     priority: Priority = Priority.NORMAL
     tenant: str = ""
     num_bytes: int = 0
+    standing: Priority = Priority.NORMAL
+    """Its priority compared with jobs of other tenants."""
 
     @property
     def cost(self) -> int:
@@ -161,9 +163,9 @@ class Workers:
         """Take the job that starts now, and its memory, or return None."""
         while True:
             now = time.monotonic()
-            first = job = self._queue.first(now, self._has_share)
+            first = job = self._queue.first(now, may_start=self._has_share)
             if first is not None and not self._can_start(first):
-                job = self._queue.first(now, partial(self._can_pass, first))
+                job = self._queue.first(now, may_start=partial(self._can_pass, first))
             if job is None:
                 return None
             self._queue.start(job)

@@ -219,6 +219,10 @@ class StepRunner:
         self._state.close(sequence)
         self._executor.release(sequence)
 
+    def close_row(self, sequence: Sequence) -> None:
+        """Free the row of a sequence that begins its prompt again before it is in another step."""
+        self._state.close(sequence)
+
     def forget_images(self) -> None:
         """Forget what has been encoded of images that are not complete."""
         self._executor.forget_images()

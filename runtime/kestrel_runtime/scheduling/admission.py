@@ -46,6 +46,8 @@ class Cost:
 
     tenant: str
     priority: Priority
+    standing: Priority
+    """Its priority compared with requests of other tenants."""
     image_bytes: int
     tokens: int
 
@@ -63,7 +65,7 @@ class Admission:
         self._costs: dict[Hashable, Cost] = {}
         self._held: Counter[QueueBound] = Counter()
         self._held_by: dict[str, Counter[QueueBound]] = {}
-        self._lines: Counter[tuple[str, Priority]] = Counter()
+        self._lines: Counter[tuple[str, Priority, Priority]] = Counter()
         self._intervals: deque[tuple[float, float]] = deque(maxlen=_MAX_STARTS)  # (moment, time since last start)
         self._last_start: float | None = None  # None where no request has waited since
 
@@ -103,14 +105,15 @@ class Admission:
     def estimated_wait_s(self, cost: Cost, now: float) -> float | None:
         """Estimated wait of a new request, rather too short than too long; None without enough recent starts.
 
-        All requests of its own tenant with at least its priority start before it, and as many of each other
-        tenant.
+        All requests of its own tenant with at least its priority start before it, and as many of each other tenant
+        with at least its standing.
         """
         ahead: Counter[str] = Counter()
         with self._lock:
             pace_s = self._pace_s(now)
-            for (tenant, priority), count in self._lines.items():
-                if priority <= cost.priority:
+            for (tenant, priority, standing), count in self._lines.items():
+                is_own = tenant == cost.tenant
+                if priority <= cost.priority if is_own else standing <= cost.standing:
                     ahead[tenant] += count
         if pace_s is None:
             return None
@@ -147,7 +150,7 @@ class Admission:
         for bound, amount in _amounts(cost).items():
             self._held[bound] += sign * amount
             own[bound] += sign * amount
-        line = (cost.tenant, cost.priority)
+        line = (cost.tenant, cost.priority, cost.standing)
         self._lines[line] += sign
         if not self._lines[line]:
             del self._lines[line]

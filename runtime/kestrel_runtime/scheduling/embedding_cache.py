@@ -60,6 +60,7 @@ class EmbeddingCache:
         self.num_hits = 0
         """Of these, sequences that found them."""
         self.num_evictions = 0
+        self._num_leases = num_leases
         self._num_cached = num_cached
         self._entries = [_Entry() for _ in range(self.num_entries)]
         self._free: list[EntryId] = list(range(self.num_entries))[::-1]
@@ -71,6 +72,11 @@ class EmbeddingCache:
     def __contains__(self, key: EmbeddingKey | None) -> bool:
         """Whether the embeddings of an image are published. Other threads may get an answer that is out of date."""
         return key is not None and key.digest in self._index
+
+    @property
+    def num_leases_left(self) -> int:
+        """How many further sequences can lease an entry."""
+        return self._num_leases - len(self._leases)
 
     @property
     def num_published(self) -> int:

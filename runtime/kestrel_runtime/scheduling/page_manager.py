@@ -17,7 +17,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -202,6 +202,19 @@ class PageManager:
                 copies.append(PageCopy(source, target))
                 after |= waits
         return Allocation(tuple(copy.target for copy in copies), tuple(copies), frozenset(after))
+
+    def num_freed(self, owner: SequenceId, dropped: Counter[PageId]) -> int:
+        """How many pages become available where a sequence gives its pages back.
+
+        `dropped` counts references that are given up before; those of this sequence are added. Pages that steps in
+        flight write are not counted.
+        """
+        own = self._owners[owner]
+        num_freed = 0
+        for page in (*own.pages, *own.sources):
+            dropped[page] += 1
+            num_freed += dropped[page] == self._pages[page].references and not self._pages[page].writing
+        return num_freed
 
     def commit_copies(self, owner: SequenceId, step: StepId) -> None:
         """`step` has been launched and makes the sequence's copies: their sources are held until it is

@@ -1,4 +1,4 @@
-"""Decides which sequences run in the next step, and preempts sequences when pages run out.
+"""Decides which sequences run in the next step, and preempts sequences where rows or pages do not suffice for all.
 
 Pure decisions: no torch, no threads, no clock.
 
@@ -8,20 +8,24 @@ Invariants
   I2  Each RUNNING sequence whose context is not full is in every decode batch, so its next token takes one step.
   I3  While any sequence decodes, a prefill step has at most `max_prefill_tokens` prompt tokens (or one image
       prefix, which cannot be split) and at most `max_tiles_per_step` tiles.
-  I4  A page is allocated when a token needs it. Where none is available, the youngest sequence is preempted: it
-      waits again, keeps its tokens, and is prefilled with them later. So the oldest sequence always advances.
-  I5  Sequences start in the order of `WaitingQueue`: preempted ones first, then by priority, tenant and age. A
-      smaller sequence never overtakes a larger one that waits for pages.
+  I4  A page is allocated when a token needs it. Where none is available, a sequence is preempted: it waits again,
+      keeps its tokens, and is prefilled with them later. It is the youngest of the tenant with the largest share
+      (`TenantShares`). So the oldest sequence always advances where all are of one tenant.
+  I5  Sequences start in the order of `WaitingQueue`: by tenant, and of each tenant preempted ones first, then by
+      priority and age. A smaller sequence never overtakes a larger one that waits for pages. Where the first finds
+      no row or no pages, sequences of tenants with larger shares yield: they are preempted. Where prompts of
+      several tenants are computed, that of the tenant which was served least is computed first.
   I6  After a failed step each sequence that was active repeats its part of the step alone and samples a token (an
       isolation run). No other sequence runs until all of them have.
   I7  Steps may be planned while tokens of earlier steps are pending, except where that needs their values: no
-      sequence is preempted, and no failed step is isolated, while a token is pending.
+      sequence is preempted or yields, and no failed step is isolated, while a token is pending.
   I8  A PREFILLED sequence decodes when the step that ends its prompt is complete; or earlier where `promote` says
       so, in decode steps that depend on that step. So decoding sequences need not wait for prompts of others.
   I9  What the prefix cache holds of a sequence when it starts is not computed again, but for its last position.
       Pages are published when the step that wrote them is complete, for sequences that are still here.
-  I10 A sequence whose image is not in its cached pages has an entry for embeddings from its start to its end. Where
-      the embeddings are cached its entry is theirs, and no tile is encoded.
+  I10 A sequence whose image is not in its cached pages has an entry for embeddings from its start to its end, or
+      until it waits again and another one needs the entry. Where the embeddings are cached its entry is theirs, and
+      no tile is encoded.
   I11 An image that several sequences need is computed once: the others are PARKED until it is published. Where the
       sequence that computes it leaves, the first of them computes it.
 """
@@ -30,11 +34,11 @@ from __future__ import annotations
 
 import itertools
 from bisect import insort
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from kestrel_runtime.interfaces.ids import StepId
+from kestrel_runtime.interfaces.ids import PageId, StepId
 from kestrel_runtime.interfaces.image import PreparedImage
 from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.scheduling.batch import Batch, Chunk, EncodeItem, Plan
@@ -42,9 +46,17 @@ from kestrel_runtime.scheduling.embedding_cache import EmbeddingCache
 from kestrel_runtime.scheduling.page_manager import PageManager, PrefixMatch
 from kestrel_runtime.scheduling.sequence import Sequence, SequenceState
 from kestrel_runtime.scheduling.shared_prefills import SharedPrefills
+from kestrel_runtime.scheduling.tenant_shares import TenantShares
 from kestrel_runtime.scheduling.waiting_queue import WaitingQueue
 
 _NO_MATCH = PrefixMatch()
+
+
+class _Start(NamedTuple):
+    """How a waiting sequence can start: with which cached pages, and which active sequences yield to it."""
+
+    match: PrefixMatch
+    yielding: list[Sequence]
 
 
 class _Suspect(NamedTuple):
@@ -86,10 +98,13 @@ class Scheduler:
         self._shared_prefills = SharedPrefills()
         self._without_tiles: dict[Sequence, bool] = {}  # parked for their tiles; whether these have been asked for
         self._active: list[Sequence] = []  # PREFILLING, PREFILLED and RUNNING, oldest first
+        self._num_active_of: Counter[str] = Counter()  # by tenant, without zeros
         self._start_numbers = itertools.count()
         self._suspects: deque[_Suspect] = deque()  # the first runs alone
         self._in_flight: set[StepId] = set()
         self._tail_steps: set[StepId] = set()  # decode steps in flight with sequences that have left
+        self._preempted: list[Sequence] = []  # since they were taken
+        self._now = 0.0  # of the last plan
         self.num_lookups = 0
         """Sequences that looked for what is cached when they started first."""
         self.num_hits = 0
@@ -122,7 +137,7 @@ class Scheduler:
     @property
     def can_look_ahead(self) -> bool:
         """Whether the next steps can be planned while tokens are pending."""
-        if self._suspects:
+        if self._suspects or self._some_yield():
             return False
         if len(self._active) <= self._pages.num_available:  # a step needs at most a page for each
             return True
@@ -152,13 +167,15 @@ class Scheduler:
 
         Without `may_prefill` the plan has a decode step only.
         """
+        self._now = now
         if self._suspects:
             return self._isolation_run(*self._suspects[0])
         self._grow_running()
+        if may_prefill:
+            self._admit()  # running sequences may yield, which then do not decode
         decode = Batch.of_decode(sequence for sequence in self._active if sequence.has_room)
         if not may_prefill:
             return Plan(self._prefill_batch(), decode)
-        self._admit(now)
         return Plan(self._prefill_batch(*self._plan_prefill(bounded=not decode.is_empty)), decode)
 
     def commit(self, step: StepId, batch: Batch) -> None:
@@ -236,7 +253,6 @@ class Scheduler:
             sequence.writing.clear()
         while self._active:
             self._preempt(self._active[-1])
-        self._restore_order()
         self._pages.forget_cached()  # it is unknown what the failed step has written
         self._embeddings.reset()
         for sequence in self._waiting:
@@ -250,11 +266,18 @@ class Scheduler:
             self._shared_prefills.remove(sequence)
             self._without_tiles.pop(sequence, None)
         else:
-            self._active.remove(sequence)
-            self._release(sequence)
+            self._deactivate(sequence)
         self._end_lease(sequence)
         sequence.move_to(SequenceState.FINISHED)
         self._suspects = deque(suspect for suspect in self._suspects if suspect.sequence is not sequence)
+
+    def take_preempted(self) -> list[Sequence]:
+        """Sequences that have been preempted; each is returned once.
+
+        They have no row of the request state any more, since others may start before they return.
+        """
+        found, self._preempted = self._preempted, []
+        return found
 
     def take_without_tiles(self) -> list[Sequence]:
         """Sequences whose image must be decoded because it is cached no more; each is returned once."""
@@ -266,8 +289,7 @@ class Scheduler:
         """The image of a sequence has been decoded: it waits for its start again."""
         del self._without_tiles[sequence]
         sequence.tiles = tiles
-        sequence.move_to(SequenceState.WAITING)
-        self._waiting.push_parked(sequence)
+        self._wait_again(sequence)
 
     def forget_cached(self, namespace: str | None = None, image: bytes | None = None) -> tuple[int, int]:
         """Remove what is cached of a namespace, or of one image in it; all where both are None.
@@ -298,17 +320,27 @@ class Scheduler:
                     # Decode steps run in the order of their launches, so this one comes after earlier writers.
                     sequence.pages += self._pages.append(sequence.id, sequence.length).pages
                 else:
-                    self._preempt(self._active[-1])  # may be `sequence` itself, and then the loop ends
+                    self._preempt(self._shares().first_to_preempt())  # may be `sequence`, and then the loop ends
 
     def _needs_page(self, sequence: Sequence) -> bool:
         return sequence.length > len(sequence.pages) * self._pages.page_size
 
     def _preempt(self, sequence: Sequence) -> None:
         assert not sequence.num_pending, "only a sequence whose tokens are known can be prefilled again"
+        self._deactivate(sequence)
+        self._preempted.append(sequence)
+        self._wait_again(sequence)
+
+    def _deactivate(self, sequence: Sequence) -> None:
         self._active.remove(sequence)
+        self._num_active_of[sequence.tenant] -= 1
+        if not self._num_active_of[sequence.tenant]:
+            del self._num_active_of[sequence.tenant]
         self._release(sequence)
+
+    def _wait_again(self, sequence: Sequence) -> None:
         sequence.move_to(SequenceState.WAITING)
-        self._waiting.push_preempted(sequence)
+        self._waiting.push_returning(sequence, sequence.start_number)
 
     def _allocate(self, sequence: Sequence, match: PrefixMatch) -> None:
         allocation = self._pages.allocate(sequence.id, match, sequence.length)
@@ -316,6 +348,8 @@ class Scheduler:
         sequence.copies = allocation.copies
         sequence.num_cached = sequence.num_matched = match.num_positions
         if match.num_positions < sequence.prefix_length and sequence.embedding_entry is None:
+            if not self._embeddings.num_leases_left:
+                self._end_lease(next(item for item in self._waiting if item.embedding_entry is not None))
             sequence.embedding_entry, sequence.has_cached_embeddings = self._embeddings.lease(
                 sequence.id, sequence.embedding_key, computes_anew=sequence.computes_anew
             )
@@ -340,55 +374,112 @@ class Scheduler:
         self._tail_steps.discard(step)
         self._pages.complete(step)
 
-    def _admit(self, now: float) -> None:
-        while len(self._active) < self._max_batch_size and (sequence := self._waiting.first(now)) is not None:
-            match = self._match(sequence, sequence.length - 1)
-            share_point = sequence.missing_share_point(match.num_positions, self._pages.page_size)
-            if (
-                share_point is not None
-                and self._shared_prefills.is_filled(share_point)
-                and not sequence.computes_anew
-            ):
-                self._waiting.start(sequence)
-                self._end_lease(sequence)  # others may start meanwhile, and need entries
-                sequence.move_to(SequenceState.PARKED)
-                self._shared_prefills.park(share_point, sequence)
-            elif self._has_pages(sequence, match):
-                self._start_or_park(sequence, match)
-            elif match.is_partial_last and self._has_pages(sequence, _NO_MATCH):
-                # The page to copy takes a page more than computing all anew, and maybe no other one becomes free.
-                self._start_or_park(sequence, _NO_MATCH)
-            else:
+    def _admit(self) -> None:
+        while (sequence := self._first_waiting()) is not None:
+            is_full = len(self._active) >= self._max_batch_size
+            if is_full and not self._has_others(sequence.tenant):
                 return
+            match = self._match(sequence, sequence.length - 1)
+            if not is_full and self._park_for_prefix(sequence, match):
+                continue
+            start = self._possible_start(sequence, match)
+            if start is None:
+                return
+            if start.yielding:
+                if any(item.num_pending for item in start.yielding):
+                    return
+                if self._park_for_prefix(sequence, match):
+                    continue
+                if not self._lacks_tiles(sequence, start.match):  # else it is parked
+                    for item in start.yielding:
+                        self._preempt(item)
+            self._start_or_park(sequence, start.match)
+
+    def _first_waiting(self) -> Sequence | None:
+        return self._waiting.first(self._now, lambda: self._shares().share_of)
+
+    def _has_others(self, tenant: str) -> bool:
+        """Whether a sequence of another tenant is active."""
+        return len(self._num_active_of) > (tenant in self._num_active_of)
+
+    def _some_yield(self) -> bool:
+        """Whether sequences would yield in the next plan."""
+        if self._waiting.has_one_tenant or not self._waiting:
+            return False
+        sequence = self._first_waiting()
+        if sequence is None or not self._has_others(sequence.tenant):
+            return False
+        start = self._possible_start(sequence, self._match(sequence, sequence.length - 1))
+        return start is not None and bool(start.yielding)
+
+    def _shares(self) -> TenantShares:
+        return TenantShares(
+            self._active,
+            max_rows=self._max_batch_size,
+            num_pages=self._pages.num_pages,
+            page_size=self._pages.page_size,
+        )
+
+    def _park_for_prefix(self, sequence: Sequence, match: PrefixMatch) -> bool:
+        """Park a waiting sequence whose image is being computed for another one."""
+        share_point = sequence.missing_share_point(match.num_positions, self._pages.page_size)
+        if share_point is None or sequence.computes_anew or not self._shared_prefills.is_filled(share_point):
+            return False
+        self._waiting.start(sequence)
+        self._end_lease(sequence)  # others may start meanwhile, and need entries
+        sequence.move_to(SequenceState.PARKED)
+        self._shared_prefills.park(share_point, sequence)
+        return True
+
+    def _possible_start(self, sequence: Sequence, match: PrefixMatch) -> _Start | None:
+        """How a waiting sequence can start now, with what is cached of it or without; None where it has to wait."""
+        start = self._start_with(sequence, match)
+        if start is None and match.is_partial_last:
+            # The page to copy takes a page more than computing all anew, and maybe no other one becomes free.
+            start = self._start_with(sequence, _NO_MATCH)
+        return start
+
+    def _start_with(self, sequence: Sequence, match: PrefixMatch) -> _Start | None:
+        """The same where it takes these cached pages.
+
+        There must be pages for its next token, and a page in reserve for each active sequence; otherwise it would
+        be preempted at once.
+        """
+        num_needed = self._pages.num_needed(match, sequence.length + 1)
+        num_spare = self._pages.num_available - num_needed
+        if len(self._active) < self._max_batch_size and len(self._active) <= num_spare:
+            return _Start(match, [])
+        if not self._has_others(sequence.tenant):
+            return None
+        dropped = Counter[PageId](dict.fromkeys(match.pages, -1))  # the start adds a reference to each of these
+
+        def suffice(yielding: list[Sequence]) -> bool:
+            nonlocal num_spare
+            if yielding:
+                num_spare += self._pages.num_freed(yielding[-1].id, dropped)
+            num_left = len(self._active) - len(yielding)
+            return num_left < self._max_batch_size and num_left <= num_spare
+
+        num_pages = self._pages.pages_for(sequence.length + 1) - match.num_positions // self._pages.page_size
+        yielding = self._shares().yielding_to(sequence, num_pages, suffice, self._waiting.service_of)
+        return None if yielding is None else _Start(match, yielding)
 
     def _start_or_park(self, sequence: Sequence, match: PrefixMatch) -> None:
-        has_embeddings = sequence.embedding_entry is not None or sequence.embedding_key in self._embeddings
-        if sequence.lacks_tiles(match.num_positions) and not has_embeddings:
+        if self._lacks_tiles(sequence, match):
             self._waiting.start(sequence)
             sequence.move_to(SequenceState.PARKED)
             self._without_tiles[sequence] = False
         else:
             self._start(sequence, match)
 
+    def _lacks_tiles(self, sequence: Sequence, match: PrefixMatch) -> bool:
+        has_embeddings = sequence.embedding_entry is not None or sequence.embedding_key in self._embeddings
+        return sequence.lacks_tiles(match.num_positions) and not has_embeddings
+
     def _match(self, sequence: Sequence, max_positions: int) -> PrefixMatch:
         if sequence.keys is None or sequence.computes_anew:
             return _NO_MATCH
         return self._pages.match(sequence.keys, max_positions)
-
-    def _has_pages(self, sequence: Sequence, match: PrefixMatch) -> bool:
-        """Whether there are pages for its next token, and a page in reserve for each active sequence.
-
-        Otherwise the new sequence would be preempted at once.
-        """
-        num_needed = self._pages.num_needed(match, sequence.length + 1)
-        return num_needed + len(self._active) <= self._pages.num_available
-
-    def _restore_order(self) -> None:
-        """Have preempted sequences wait in the order in which they had started: isolation runs may change it."""
-        started = [sequence for sequence in self._waiting if sequence.start_number is not None]
-        for sequence in sorted(started, key=_start_number, reverse=True):
-            self._waiting.remove(sequence)
-            self._waiting.push_preempted(sequence)
 
     def _start(self, sequence: Sequence, match: PrefixMatch) -> None:
         self._waiting.start(sequence)
@@ -401,9 +492,11 @@ class Scheduler:
         if share_point is not None:
             self._shared_prefills.begin(share_point, sequence)
         sequence.move_to(SequenceState.PREFILLING)
+        sequence.num_tokens_at_start = len(sequence.tokens)
         if sequence.start_number is None:
             sequence.start_number = next(self._start_numbers)
         insort(self._active, sequence, key=_start_number)
+        self._num_active_of[sequence.tenant] += 1
 
     def _publish(self, sequence: Sequence, num_positions: int, now: float) -> None:
         """Completed steps have written so many of the sequence's positions."""
@@ -417,8 +510,7 @@ class Scheduler:
 
     def _stop_filling(self, sequence: Sequence) -> None:
         for parked in self._shared_prefills.end(sequence):
-            parked.move_to(SequenceState.WAITING)
-            self._waiting.push_parked(parked)
+            self._wait_again(parked)
 
     def _isolation_run(self, sequence: Sequence, is_decoding: bool) -> Plan:
         """One sequence alone: its image and tokens in a step; where it was decoding, its last token in another."""
@@ -459,9 +551,10 @@ class Scheduler:
         tokens_left = self._max_prefill_tokens
         encode: list[EncodeItem] = []
         prefill: list[Chunk] = []
-        for sequence in self._active:
-            if sequence.state is not SequenceState.PREFILLING:
-                continue
+        prefilling = [sequence for sequence in self._active if sequence.state is SequenceState.PREFILLING]
+        if len({sequence.tenant for sequence in prefilling}) > 1:
+            prefilling.sort(key=lambda sequence: self._waiting.service_of(sequence.tenant))
+        for sequence in prefilling:
             num_tiles = sequence.num_tiles_to_encode
             if num_tiles:
                 count = min(num_tiles, tiles_left) if bounded else num_tiles

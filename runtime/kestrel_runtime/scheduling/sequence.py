@@ -107,6 +107,8 @@ class Sequence:
     fingerprint: str = ""
     """Hash of the request: equal requests have equal fingerprints."""
     priority: Priority = Priority.NORMAL
+    standing: Priority = Priority.NORMAL
+    """Its priority compared with sequences of other tenants."""
     tenant: str = ""
     """The tenant that sent it; "" where tenants are not distinguished."""
     keys: PrefixKeys | None = None
@@ -138,6 +140,8 @@ class Sequence:
     """Whether its entry was cached, so that no tile need be encoded."""
     start_number: int | None = None
     """Rises in the order in which sequences first started; None before. Preemption does not change it."""
+    num_tokens_at_start: int = 0
+    """How many of `tokens` it had when it started last."""
     num_pending: int = 0
     """Tokens that steps in flight sample: they have positions and pages, and are not in `tokens` yet."""
     writing: set[StepId] = field(default_factory=set)

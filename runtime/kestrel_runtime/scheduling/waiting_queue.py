@@ -1,18 +1,22 @@
 """Which waiting item starts next. Pure decisions: no torch, no threads, no clock.
 
-Rules, in this order: the first on which two items differ decides
-  W1  Preempted items come first, in the order in which they had started.
-  W2  Priority: interactive before normal before batch. An item rises one level per `ageing_s` of waiting, up to
-      the top, so urgent requests delay it for a bounded time.
-      Between tenants, an item has the level of the most urgent waiting item of equal or lower priority, so a
-      tenant with a long backlog gains nothing from the age of its items.
-  W3  Among tenants, the one that has been served least (start-time fair queueing). Service is the cost
-      of the items started plus the tokens generated. A tenant that returns after a pause starts with the service
-      of the tenant that is served then: idle time earns no credit.
+Rules
+  W1  Each tenant has an order of its own. Items that return come first: preempted ones in the order in which they
+      had started, then those that were parked. The others follow by priority, interactive before normal before
+      batch, then by age. An item rises one level per `ageing_s` of waiting, up to the top, so urgent requests delay
+      it for a bounded time.
+  W2  Between tenants the first item of each is compared, by its standing: its priority, or the highest that its
+      tenant may have between tenants where that is lower. It rises with age as in W1. An item has the level of the
+      most urgent first item of equal or lower standing, so a tenant with a long backlog gains nothing from the age
+      of its items.
+  W3  Of those with equal levels, the item of the tenant that holds the smallest share of what is running, where the
+      caller says what that is; then of the tenant that has been served least (start-time fair queueing). Service is
+      the cost of the items started plus the tokens generated. A tenant that returns after a pause starts with the
+      service of the tenant that is served then: idle time earns no credit.
   W4  The order of submission.
 
-No item starves: at the highest level a tenant that is not served becomes the one served least, and within a tenant
-the oldest item is first.
+No item starves: at the highest level a tenant that is not served becomes the one that holds and was served least,
+and within a tenant the oldest item is first.
 """
 
 from __future__ import annotations
@@ -38,7 +42,14 @@ class Waiter(Protocol):
         ...
 
     @property
-    def priority(self) -> Priority: ...
+    def priority(self) -> Priority:
+        """Among the items of its tenant."""
+        ...
+
+    @property
+    def standing(self) -> Priority:
+        """Its priority among the items of all tenants."""
+        ...
 
     @property
     def submitted(self) -> float:
@@ -60,7 +71,6 @@ class WaitingQueue(Generic[Item]):
     def __init__(self, *, ageing_s: float) -> None:
         assert ageing_s > 0, "ageing takes time"
         self._ageing_s = ageing_s
-        self._preempted: list[Item] = []
         self._tenants: dict[str, _Tenant[Item]] = {}
         self._num_waiting = 0
         self._num_pushed = 0
@@ -68,12 +78,17 @@ class WaitingQueue(Generic[Item]):
         self._virtual_time = 0.0
 
     def __len__(self) -> int:
-        return len(self._preempted) + self._num_waiting
+        return self._num_waiting
+
+    @property
+    def has_one_tenant(self) -> bool:
+        """Whether no more than one tenant has been seen lately, waiting or served."""
+        return len(self._tenants) <= 1
 
     def __iter__(self) -> Iterator[Item]:
-        """All items: preempted ones first, then by tenant, priority and age."""
-        yield from self._preempted
+        """All items by tenant: those that return, then the others by priority and age."""
         for tenant in self._tenants.values():
+            yield from (place.item for place in tenant.returning)
             for line in tenant.lines:
                 yield from (place.item for place in line)
 
@@ -82,67 +97,102 @@ class WaitingQueue(Generic[Item]):
         tenant = self._tenant(item.tenant)
         if not tenant.is_waiting:
             tenant.service = max(tenant.service, self._virtual_time)
-        self._num_pushed += 1
-        insort(tenant.lines[item.priority], _Place(item.submitted, self._num_pushed, item))
-        self._num_waiting += 1
+        self._add(tenant.lines[item.priority], item, item.submitted)
 
-    def push_preempted(self, item: Item) -> None:
-        """Add an item that has started before; it must have started before all preempted items in the queue."""
-        self._preempted.insert(0, item)
+    def push_returning(self, item: Item, start_number: int | None) -> None:
+        """Add an item that has started before, or was parked when it was its turn.
 
-    def push_parked(self, item: Item) -> None:
-        """Add an item that was parked after it was its turn to start: it comes behind preempted ones."""
-        self._preempted.append(item)
+        `start_number` rises in the order in which items start; None for an item that has not started.
+        """
+        order = float("inf") if start_number is None else float(start_number)
+        self._add(self._tenant(item.tenant).returning, item, order)
 
-    def first(self, now: float, may_start: Callable[[Item], bool] | None = None) -> Item | None:
-        """The item that starts next, or None. With `may_start`, the first item for which it returns True."""
-        if may_start is None and self._preempted:
-            return self._preempted[0]
-        for item in self._preempted:
-            if may_start is not None and may_start(item):
-                return item
-        heads: list[tuple[int, float, int, _Place[Item]]] = []
-        levels = [_LAST] * _NUM_PRIORITIES  # the most urgent of each priority, then of it and all lower ones
-        for tenant in self._tenants.values():
-            for priority, line in enumerate(tenant.lines):
-                if not line:
-                    continue
-                place = line[0] if may_start is None else _first_in(line, may_start)
-                if place is None:
-                    continue
-                level = priority - int((now - place.submitted) / self._ageing_s)
-                if level < _TOP:
-                    level = _TOP
-                if level < levels[priority]:
-                    levels[priority] = level
-                heads.append((priority, tenant.service, level, place))
-        if not heads:
+    def first(
+        self,
+        now: float,
+        shares: Callable[[], Callable[[str], float]] | None = None,
+        *,
+        may_start: Callable[[Item], bool] | None = None,
+    ) -> Item | None:
+        """The item that starts next, or None.
+
+        `shares` makes a function that tells what a tenant holds (W3); it is called where several tenants wait. With
+        `may_start`, the first item for which that returns True.
+        """
+        if self.has_one_tenant:
+            for tenant in self._tenants.values():
+                place = self._first_of(tenant, now, may_start)
+                return None if place is None else place.item
             return None
-        for priority in range(_LAST, _TOP, -1):
-            levels[priority - 1] = min(levels[priority - 1], levels[priority])
-        best = min((levels[priority], service, level, place) for priority, service, level, place in heads)
-        return best[3].item
+        heads: list[tuple[int, int, _Tenant[Item], _Place[Item]]] = []
+        levels = [_LAST] * _NUM_PRIORITIES  # the most urgent of each standing, then of it and all lower ones
+        for tenant in self._tenants.values():
+            place = self._first_of(tenant, now, may_start)
+            if place is None:
+                continue
+            standing = int(place.item.standing)
+            level = self._level(standing, place.item, now)
+            if level < levels[standing]:
+                levels[standing] = level
+            heads.append((standing, level, tenant, place))
+        if len(heads) < 2:
+            return heads[0][3].item if heads else None
+        share_of = None if shares is None else shares()
+        for standing in range(_LAST, _TOP, -1):
+            levels[standing - 1] = min(levels[standing - 1], levels[standing])
+        best = min(
+            (
+                levels[standing],
+                0.0 if share_of is None else share_of(place.item.tenant),
+                tenant.service,
+                level,
+                place.item.submitted,
+                place.number,
+                place,
+            )
+            for standing, level, tenant, place in heads
+        )
+        return best[-1].item
 
     def start(self, item: Item) -> None:
         """The item starts: it leaves the queue, and its cost is added to its tenant's service."""
-        if item in self._preempted:
-            self._preempted.remove(item)  # its cost was counted when it first started
-            return
         tenant = self._tenants[item.tenant]
-        self._virtual_time = max(self._virtual_time, tenant.service)
-        tenant.service += item.cost
-        self._take_out(tenant, item)
+        if not self._take_out(tenant, item):  # the cost of one that returns was counted when it started first
+            self._virtual_time = max(self._virtual_time, tenant.service)
+            tenant.service += item.cost
 
     def serve(self, item: Item) -> None:
         """Count a token generated for an item that has started."""
         self._tenant(item.tenant).service += 1
 
+    def service_of(self, tenant: str) -> float:
+        """What a tenant has been served, as if it began to wait now."""
+        known = self._tenants.get(tenant)
+        return self._virtual_time if known is None else known.service
+
     def remove(self, item: Item) -> None:
         """The item leaves the queue without starting."""
-        if item in self._preempted:
-            self._preempted.remove(item)
-        else:
-            self._take_out(self._tenants[item.tenant], item)
+        self._take_out(self._tenants[item.tenant], item)
+
+    def _first_of(
+        self, tenant: _Tenant[Item], now: float, may_start: Callable[[Item], bool] | None
+    ) -> _Place[Item] | None:
+        first = _first_in(tenant.returning, may_start)
+        if first is not None:
+            return first
+        first_level = _LAST
+        for priority, line in enumerate(tenant.lines):
+            place = _first_in(line, may_start)
+            if place is None:
+                continue
+            level = self._level(priority, place.item, now)
+            if first is None or (level, place) < (first_level, first):
+                first, first_level = place, level
+        return first
+
+    def _level(self, priority: int, item: Item, now: float) -> int:
+        level = priority - int((now - item.submitted) / self._ageing_s)
+        return level if level > _TOP else _TOP
 
     def _tenant(self, name: str) -> _Tenant[Item]:
         tenant = self._tenants.get(name)
@@ -158,35 +208,50 @@ class WaitingQueue(Generic[Item]):
             if service <= self._virtual_time or len(idle) - place > _MAX_IDLE_TENANTS:
                 del self._tenants[name]
 
-    def _take_out(self, tenant: _Tenant[Item], item: Item) -> None:
+    def _add(self, line: list[_Place[Item]], item: Item, order: float) -> None:
+        self._num_pushed += 1
+        insort(line, _Place(order, self._num_pushed, item))
+        self._num_waiting += 1
+
+    def _take_out(self, tenant: _Tenant[Item], item: Item) -> bool:
+        """Returns whether it was one that returns."""
+        self._num_waiting -= 1
+        for index, place in enumerate(tenant.returning):
+            if place.item is item:
+                del tenant.returning[index]
+                return True
         line = tenant.lines[item.priority]
-        index = bisect_left(line, item.submitted, key=lambda place: place.submitted)
+        index = bisect_left(line, item.submitted, key=lambda place: place.order)
         while line[index].item is not item:
             index += 1
         del line[index]
-        self._num_waiting -= 1
+        return False
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Place(Generic[Item]):
-    """A position in a tenant's line. No two are equal, so items are never compared."""
+    """A position in a tenant's line: by arrival, or of those that return by their start. No two are equal, so items
+    are never compared."""
 
-    submitted: float
+    order: float
     number: int
     item: Item = field(compare=False)
 
 
 @dataclass(slots=True)
 class _Tenant(Generic[Item]):
-    """A tenant's lines, one per priority, oldest first, and the service it has had."""
+    """A tenant's items that return, its lines, one per priority, oldest first, and the service it has had."""
 
     service: float
+    returning: list[_Place[Item]] = field(default_factory=list)
     lines: list[list[_Place[Item]]] = field(default_factory=lambda: [[] for _ in Priority])
 
     @property
     def is_waiting(self) -> bool:
-        return any(self.lines)
+        return bool(self.returning) or any(self.lines)
 
 
-def _first_in(line: list[_Place[Item]], may_start: Callable[[Item], bool]) -> _Place[Item] | None:
+def _first_in(line: list[_Place[Item]], may_start: Callable[[Item], bool] | None) -> _Place[Item] | None:
+    if may_start is None or not line:
+        return line[0] if line else None
     return next((place for place in line if may_start(place.item)), None)

@@ -312,6 +312,39 @@ async def test_a_tenant_that_floods_the_queue_leaves_room_for_another(loaded: Lo
         engine.close()
 
 
+async def test_a_tenant_is_answered_while_another_has_requests_for_all_rows(loaded: LoadedModel) -> None:
+    engine = LocalEngine(loaded, EngineConfig(model="", max_batch_size=3))
+    try:
+        flood = [engine.submit(endless(seed), tenant="flood") for seed in range(5)]
+        await anext(flood[2])
+        for _ in range(4):
+            await engine.submit(Query("hi", sampling=SamplingParams(max_tokens=2)), tenant="modest").result()
+        assert not any(stream.over.done() for stream in flood)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("is_asynchronous", [False, True], ids=["waiting for steps", "looking ahead"])
+async def test_requests_that_yield_are_answered_as_they_are_alone(
+    loaded: LoadedModel, engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, is_asynchronous: bool
+) -> None:
+    drawn = [SamplingParams(temperature=1.0, max_tokens=40, seed=n) for n in range(6)]
+    drawn = [replace(params, **PENALTIES) if params.seed in (1, 4) else params for params in drawn]
+    requests = [*(Query(f"why {params.seed}?", sampling=params) for params in drawn), *mixed_requests()[3:6]]
+    alone = [(await engine.submit(request).result()).output for request in requests]
+    monkeypatch.setattr(StepRunner, "is_asynchronous", is_asynchronous)
+    crowded = LocalEngine(loaded, EngineConfig(model="", max_batch_size=4, num_kv_pages=150))
+    try:
+        flood = [asyncio.ensure_future(crowded.submit(request, tenant="flood").result()) for request in requests]
+        while not all(item.done() for item in flood):
+            short = Query("hi", sampling=SamplingParams(max_tokens=2))
+            await asyncio.gather(*(crowded.submit(short, tenant="modest").result() for _ in range(2)))
+        assert [(await item).output for item in flood] == alone
+        assert crowded.load().num_used_pages == 0
+    finally:
+        crowded.close()
+
+
 async def test_the_urgent_are_answered_before_those_that_came_earlier(loaded: LoadedModel) -> None:
     engine = LocalEngine(loaded, EngineConfig(model="", max_batch_size=1))
     order: list[Priority] = []

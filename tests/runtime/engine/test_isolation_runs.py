@@ -62,7 +62,7 @@ class Bench:
     def add(self, name: str, num_tokens: int = 4) -> Stream:
         sequence, stream = new_sequence(6), Stream()
         sequence.fingerprint, sequence.parser = name, ShortParser(num_tokens)
-        self._admission.enter(stream, Cost("", Priority.NORMAL, 0, 1), 0.0)
+        self._admission.enter(stream, Cost("", Priority.NORMAL, Priority.NORMAL, 0, 1), 0.0)
         self.loop.add(sequence, stream)
         return stream
 

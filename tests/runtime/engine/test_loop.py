@@ -53,7 +53,7 @@ class Bench:
         sequence = self._preprocessor.prepare(request, SequenceClock(time.monotonic()))
         sequence.clock.deadline = deadline
         stream.on_cancel(lambda: self.loop.cancel(stream))
-        self.admission.enter(stream, Cost("", Priority.NORMAL, 0, 1), time.monotonic())
+        self.admission.enter(stream, Cost("", Priority.NORMAL, Priority.NORMAL, 0, 1), time.monotonic())
         self.loop.add(sequence, stream)
         return stream
 

@@ -65,6 +65,7 @@ class Schedule:
             cuts_at_share_points=random.random() < 0.7,
             embeddings=self.embeddings,
         )
+        self.tenants = random.choice((("",), ("a", "b"), ("a", "b", "c")))
         self.num_image_tokens = random.randrange(1, 8)
         self.maker = self.maker_class({}, page_size)
         # Questions with their answers, of few words, so that many begin alike.
@@ -115,7 +116,14 @@ class Schedule:
         if not self.scheduler.can_look_ahead:
             self.complete_all()
         had_decodes = bool(decodes)
+        rows = {sequence for sequence in self.answers if sequence.pages}
         plan = self.scheduler.schedule(0.0, may_prefill=len(prefills) < 2)
+        gave_way = {sequence.tenant for sequence in rows if sequence.state is SequenceState.WAITING}
+        starting = {sequence.tenant for sequence in self.answers if sequence.pages and sequence not in rows}
+        self.counts["yields"] += any(tenant != other for tenant in gave_way for other in starting)
+        for sequence in self.scheduler.take_preempted():
+            if sequence in self.rows:
+                self.free_rows.append(self.rows.pop(sequence))
         self.decoding += self.scheduler.take_without_tiles()
         if self.decoding and random.random() < 0.5:
             decoded = self.decoding.pop(random.randrange(len(self.decoding)))
@@ -147,7 +155,7 @@ class Schedule:
         if len(prompt) + num_image_tokens >= capacity:
             return
         tiles = {} if image is None else {"num_image_tokens": num_image_tokens, "tiles": blank_tiles(NUM_TILES)}
-        sequence = new_sequence(prompt, max_context=capacity, **tiles)
+        sequence = new_sequence(prompt, max_context=capacity, tenant=random.choice(self.tenants), **tiles)
         if random.random() < 0.95:
             if random.random() < 0.95:
                 sequence.keys = self.maker.keys(prompt, num_image_tokens, image, namespace)

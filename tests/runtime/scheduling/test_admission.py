@@ -11,8 +11,15 @@ from kestrel_runtime.scheduling.admission import Admission, Cost, QueueLimits
 ROOMY = QueueLimits(requests=1000, image_bytes=10**9, tokens=10**9)
 
 
-def cost(tenant: str = "", *, image_bytes: int = 0, tokens: int = 1, priority: int = Priority.NORMAL) -> Cost:
-    return Cost(tenant, Priority(priority), image_bytes, tokens)
+def cost(
+    tenant: str = "",
+    *,
+    image_bytes: int = 0,
+    tokens: int = 1,
+    priority: Priority = Priority.NORMAL,
+    max_priority: Priority = Priority.NORMAL,
+) -> Cost:
+    return Cost(tenant, priority, max(priority, max_priority), image_bytes, tokens)
 
 
 def fill(admission: Admission, count: int, what: Cost, now: float = 0.0) -> list[object]:
@@ -154,7 +161,9 @@ def test_b3_only_those_that_start_before_it_count() -> None:
     fill(admission, 30, cost("flood"))
     fill(admission, 2, cost("modest"))
     now = start_regularly(admission, fill(admission, 9, urgent), every_s=1.0)
-    assert admission.estimated_wait_s(urgent, now) == 0.0
+    assert admission.estimated_wait_s(urgent, now) == 2.0  # a turn of each of the others
+    preceding = cost("urgent", priority=Priority.INTERACTIVE, max_priority=Priority.INTERACTIVE)
+    assert admission.estimated_wait_s(preceding, now) == 0.0
     # Two of its own, and a turn of the flood's for each of these and for itself.
     assert admission.estimated_wait_s(cost("modest"), now) == pytest.approx(5.0)
     # Sixty of its own, and both of the other's.

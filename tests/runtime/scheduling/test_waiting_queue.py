@@ -41,8 +41,8 @@ def test_w1_preempted_items_come_first_the_oldest_before_others(queue: WaitingQu
     push(queue, oldest, youngest)
     assert start_all(queue) == [oldest, youngest]
     push(queue, urgent)
-    queue.push_preempted(youngest)
-    queue.push_preempted(oldest)
+    queue.push_returning(youngest, 2)
+    queue.push_returning(oldest, 1)
     assert list(queue) == [oldest, youngest, urgent]
     assert start_all(queue) == [oldest, youngest, urgent]
 
@@ -51,7 +51,7 @@ def test_w1_a_second_start_is_not_counted_as_service(queue: WaitingQueue) -> Non
     returning = new_sequence(100, tenant="a")
     push(queue, returning)
     queue.start(returning)
-    queue.push_preempted(returning)
+    queue.push_returning(returning, 1)
     queue.start(returning)
     own, other = new_sequence(1, tenant="a"), new_sequence(101, tenant="b")
     push(queue, other, own)  # b has had nothing, a its prompt of 100 once
@@ -116,9 +116,32 @@ def test_w2_age_brings_no_tenant_before_another_that_is_as_urgent(
     queue.start(first)
     other = new_sequence(10, tenant="modest", submitted=5.0, priority=newest)
     push(queue, other)
-    assert (queue.first(5.0) is other) is (newest <= backlog)
-    assert (queue.first(24.9) is other) is (newest <= backlog or newest is NORMAL)
+    standing = max(newest, NORMAL)
+    assert (queue.first(5.0) is other) is (standing <= max(backlog, NORMAL))
+    assert (queue.first(24.9) is other) is (standing <= max(backlog, NORMAL) or standing is NORMAL)
     assert queue.first(25.1) is other
+
+
+def test_w2_a_priority_counts_between_tenants_as_far_as_the_tenant_may(queue: WaitingQueue) -> None:
+    urgent = [new_sequence(10, tenant="flood", priority=INTERACTIVE) for _ in range(20)]
+    push(queue, *urgent, new_sequence(10, tenant="modest"), new_sequence(10, tenant="patient", priority=BATCH))
+    preferred = [
+        new_sequence(10, tenant="preferred", priority=INTERACTIVE, max_priority=INTERACTIVE) for _ in range(2)
+    ]
+    push(queue, new_sequence(10, tenant="preferred", max_priority=INTERACTIVE), *preferred)
+    tenants = [sequence.tenant for sequence in start_all(queue)]
+    assert tenants[:2] == ["preferred"] * 2
+    assert set(tenants[2:4]) == {"flood", "modest"}
+    assert tenants[-1] == "patient"
+
+
+def test_w3_the_tenant_with_the_smallest_share_comes_first_however_much_it_was_served(queue: WaitingQueue) -> None:
+    push(queue, new_sequence(1000, tenant="served"), new_sequence(10, tenant="other"))
+    start_all(queue)
+    small, large = new_sequence(tenant="served"), new_sequence(tenant="other")
+    push(queue, large, small)
+    assert queue.first(0.0) is large
+    assert queue.first(0.0, lambda: {"served": 0.25, "other": 0.5}.__getitem__) is small
 
 
 def test_w2_age_still_counts_within_a_tenant(queue: WaitingQueue) -> None:
@@ -132,13 +155,13 @@ def test_w2_age_still_counts_within_a_tenant(queue: WaitingQueue) -> None:
 def test_who_may_not_start_is_passed_over_and_keeps_its_place(queue: WaitingQueue) -> None:
     first, second, third = (new_sequence(10) for _ in range(3))
     push(queue, first, second, third)
-    assert queue.first(0.0, lambda item: item is not first) is second
+    assert queue.first(0.0, may_start=lambda item: item is not first) is second
     queue.start(second)
-    assert queue.first(0.0, lambda _: False) is None
+    assert queue.first(0.0, may_start=lambda _: False) is None
     assert start_all(queue) == [first, third]
-    queue.push_preempted(third)
-    queue.push_preempted(first)
-    assert queue.first(0.0, lambda item: item is third) is third
+    queue.push_returning(third, 2)
+    queue.push_returning(first, 1)
+    assert queue.first(0.0, may_start=lambda item: item is third) is third
 
 
 def test_w3_shares_are_even_in_positions_and_not_in_requests(queue: WaitingQueue) -> None:
@@ -216,7 +239,7 @@ def test_each_entry_is_counted_listed_and_removed_exactly_once(
                 here.remove(leaver)
             case _ if started:
                 here.append(started.pop())
-                queue.push_preempted(here[-1])
+                queue.push_returning(here[-1], len(started))
             case _:
                 pass
     assert queue.first(60.0) is None

@@ -73,6 +73,10 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
         (f'{{ sha256 = "{HASH}", scopes = ["infer"], rate = true }}', "above 0"),
         (f'{{ sha256 = "{HASH}", scopes = ["infer"], rate = 1, burst = 0 }}', "burst must be a whole number"),
         (f'{{ sha256 = "{HASH}", scopes = ["infer"], burst = 3 }}', "burst needs a rate"),
+        (
+            f'{{ sha256 = "{HASH}", scopes = ["infer"], max_priority = "urgent" }}',
+            "max_priority must be one of interactive, normal, batch",
+        ),
         (f'{{ sha256 = "{HASH}", scopes = ["infer"], concurrency = 1.5 }}', "concurrency must be a whole number"),
         (f'{{ sha256 = "{HASH}", scopes = ["infer"], namespace = "a b" }}', "namespace must be 1 to 64 letters"),
         (f'{{ sha256 = "{HASH}", scopes = ["infer"], namespace = 1 }}', "namespace must be 1 to 64 letters"),

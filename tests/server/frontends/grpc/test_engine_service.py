@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import grpc
 import pytest
 
 from kestrel_client.v1 import engine_service_pb2 as wire
-from kestrel_client.v1 import vision_service_pb2
+from kestrel_client.v1 import generation_pb2, vision_service_pb2
 from kestrel_grpc import __version__
 from kestrel_grpc.access.tokens import Scope, line_for
 from kestrel_runtime.api.memory_plan import MemoryPlan
@@ -110,9 +111,10 @@ def bearing(name: str, **more: str) -> tuple[tuple[str, str], ...]:
 
 @pytest.fixture
 def tokens(tmp_path: Path) -> str:
-    """Alice and Bob share no namespace with anybody; the cameras share one."""
+    """Alice and Bob share no namespace with anybody; the cameras share one. Alice may go before others."""
     path = tmp_path / "tokens.toml"
     lines = [line_for(name, f"kestrel_{name}", frozenset({Scope.INFER})) for name in ("alice", "bob", "camera")]
+    lines[0] = lines[0].replace(" }", ', max_priority = "interactive" }')
     lines[-1] = lines[-1].replace(" }", ', namespace = "yard" }')
     lines.append(line_for("operator", "kestrel_operator", frozenset({Scope.ADMIN})))
     path.write_text("\n".join(lines))
@@ -158,6 +160,18 @@ async def test_requests_reach_the_engine_in_the_namespace_of_their_token(tokens:
                 vision_service_pb2.CompleteQueryRequest(question="?"), metadata=bearing(name)
             )
     assert rig.engine.namespaces == ["token:alice", "shared:yard"]
+
+
+async def test_a_priority_counts_between_tokens_as_far_as_the_token_allows(tokens: str) -> None:
+    asked = generation_pb2.Priority.values()[1:]
+    async with serving(tokens=tokens) as rig:
+        for name, priority in itertools.product(("alice", "bob"), asked):
+            request = vision_service_pb2.CompleteQueryRequest(question="?", options={"priority": priority})
+            await rig.vision.CompleteQuery(request, metadata=bearing(name))
+    standings = [request.options.standing.name for request in rig.engine.requests]
+    assert standings == ["INTERACTIVE", "NORMAL", "BATCH", "NORMAL", "NORMAL", "BATCH"]
+    own = [request.options.priority.name for request in rig.engine.requests]
+    assert own == ["INTERACTIVE", "NORMAL", "BATCH"] * 2
 
 
 async def begun(rig: Serving, name: str, request_id: str, *, streaming: bool) -> asyncio.Task[grpc.StatusCode]:

@@ -1,0 +1,121 @@
+"""What each tenant holds of the batch and of the pages, and whose sequences yield where these do not suffice.
+
+A tenant's share is the larger of its part of the rows of a batch and its part of the pages (dominant resource
+fairness). Pages that a sequence found in the prefix cache are not counted: several sequences may hold them.
+
+Rules
+  Y1  A sequence yields to one of another tenant only if that one can start then, and if afterwards
+        a) its own tenant still has at least the share that the other one then has; or
+        b) the other tenant had no row, and its own has one left; or
+        c) the other tenant had no row, and its own tenant, whose only row this is, has been served more than the
+           other, by at least as many tokens as the other sequence has positions to compute: the two take turns.
+      So no tenant is left with less than the one that it yields to, and no two take from each other in turns that
+      are shorter than what they cost.
+  Y2  The tenant with the largest share yields first, and of its sequences the youngest that may. That is one whose
+      prompt is not being computed yet, or one that has got a token since it started; where it had yielded or been
+      preempted before, `MIN_TOKENS`.
+  Y3  Where a running sequence needs a page and none is available, the youngest sequence of the tenant with the
+      largest share is preempted, of the tenants with several rows if there are any. So the oldest sequence of a
+      tenant is preempted only where each tenant has one row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from kestrel_runtime.scheduling.sequence import Sequence, SequenceState
+
+MIN_TOKENS = 16
+"""Tokens that a sequence gets after each return before it may yield again: as many as a page that it may have to
+compute anew."""
+
+
+@dataclass(slots=True)
+class _Holding:
+    rows: list[Sequence] = field(default_factory=list)
+    """The youngest last."""
+    num_pages: int = 0
+
+
+class TenantShares:
+    """The shares of those sequences that are active when it is made."""
+
+    def __init__(self, active: Iterable[Sequence], *, max_rows: int, num_pages: int, page_size: int) -> None:
+        """`active`: oldest first."""
+        self._max_rows = max_rows
+        self._num_pages = num_pages
+        self._page_size = page_size
+        self._holdings: dict[str, _Holding] = {}
+        for sequence in active:
+            holding = self._holdings.get(sequence.tenant)
+            if holding is None:
+                holding = self._holdings[sequence.tenant] = _Holding()
+            holding.rows.append(sequence)
+            holding.num_pages += self._pages_of(sequence)
+
+    def share_of(self, tenant: str) -> float:
+        """From 0 to 1."""
+        holding = self._holdings.get(tenant)
+        return 0.0 if holding is None else self._share(len(holding.rows), holding.num_pages)
+
+    def yielding_to(
+        self,
+        sequence: Sequence,
+        num_pages: int,
+        suffice: Callable[[list[Sequence]], bool],
+        service_of: Callable[[str], float],
+    ) -> list[Sequence] | None:
+        """Which sequences yield so that a waiting one, which takes `num_pages`, can start; None where they may not.
+
+        `suffice` tells whether it can start without the given sequences, `service_of` what a tenant was served.
+        """
+        own = self._holdings.get(sequence.tenant, _Holding())
+        share_then = self._share(len(own.rows) + 1, own.num_pages + num_pages)
+        left = {
+            tenant: _Holding(list(holding.rows), holding.num_pages)
+            for tenant, holding in self._holdings.items()
+            if tenant != sequence.tenant
+        }
+        found: list[Sequence] = []
+        while not suffice(found):
+            for tenant, holding in sorted(left.items(), key=lambda item: -self._share_of(item[1])):
+                row = next((row for row in reversed(holding.rows) if _may_yield(row)), None)
+                if row is None:
+                    continue
+                num_rows, num_kept = len(holding.rows) - 1, holding.num_pages - self._pages_of(row)
+                if self._share(num_rows, num_kept) >= share_then or (
+                    not own.rows
+                    and (num_rows or service_of(tenant) >= service_of(sequence.tenant) + sequence.length)
+                ):
+                    found.append(row)
+                    holding.rows.remove(row)
+                    holding.num_pages = num_kept
+                    break
+            else:
+                return None
+        return found
+
+    def first_to_preempt(self) -> Sequence:
+        """Whose pages another sequence gets that runs already (Y3)."""
+        several = [holding for holding in self._holdings.values() if len(holding.rows) > 1]
+        holdings = several or list(self._holdings.values())
+        # Where shares are equal, the younger sequence.
+        return max(holdings, key=lambda item: (self._share_of(item), item.rows[-1].start_number or 0)).rows[-1]
+
+    def _share_of(self, holding: _Holding) -> float:
+        return self._share(len(holding.rows), holding.num_pages)
+
+    def _share(self, num_rows: int, num_pages: int) -> float:
+        return max(num_rows / self._max_rows, num_pages / self._num_pages)
+
+    def _pages_of(self, sequence: Sequence) -> int:
+        return len(sequence.pages) - sequence.num_matched // self._page_size
+
+
+def _may_yield(sequence: Sequence) -> bool:
+    if sequence.state is SequenceState.PREFILLING:
+        return sequence.num_cached == sequence.num_matched
+    has_returned = sequence.num_tokens_at_start > sequence.num_prompt_tokens
+    num_tokens = len(sequence.tokens) + sequence.num_pending - sequence.num_tokens_at_start
+    return num_tokens >= (MIN_TOKENS if has_returned else 1)
