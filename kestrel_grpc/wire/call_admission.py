@@ -41,7 +41,7 @@ from kestrel_grpc.wire.message_gate import Gate, TooManyCalls
 from kestrel_grpc.wire.open_calls import CancellableCall, CancellableCalls, OpenCalls, RequestCancelled
 from kestrel_grpc.wire.reader_watch import ReaderWatch
 from kestrel_grpc.wire.shares import Shares
-from kestrel_runtime.api.engine import Engine
+from kestrel_runtime.api.engine import Engine, EngineStatus
 from kestrel_runtime.api.errors import EngineUnavailable
 
 Observer = Callable[[CallContext, Outcome], None]
@@ -122,6 +122,11 @@ class CallAdmission:
     def abandon(self, call: CallContext) -> None:
         """The caller has cancelled the call, or its deadline has passed: the transport knows that already."""
         self._observe(call, DEADLINE_EXCEEDED if call.is_late else CANCELLED)
+
+    def drop(self, call: CallContext) -> None:
+        """The server has stopped before it served the call, and has hung up on its caller."""
+        failure = describe(EngineUnavailable("the server has stopped"), EngineStatus.DRAINING)
+        self._observe(call, Outcome(failure.code.name, failure.reason))
 
     def fail(self, call: CallContext, error: BaseException) -> CallFailure | None:
         """The call ends with an error. Returns what to tell the caller; None where the error has only to go on.

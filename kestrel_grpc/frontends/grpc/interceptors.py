@@ -25,6 +25,7 @@ from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError, Message
+from grpc._cython import cygrpc
 
 from kestrel_grpc.frontends.grpc.connections.unread_responses import UnreadResponses
 from kestrel_grpc.frontends.grpc.message_shape import check_shape, layout_of
@@ -48,6 +49,8 @@ _Begin = Callable[[Context, CallContext], Awaitable[AsyncGenerator[Message, None
 _MAX_PART_BYTES = MAX_CHUNK_BYTES + 1024
 # What reading returns where no message is left; the type stubs do not list it.
 _END_OF_STREAM: Any = vars(grpc.aio)["EOF"]
+# What reading, writing and aborting raise once gRPC's server has stopped; `grpc.aio` does not export it.
+_ServerStopped: type[Exception] = vars(cygrpc)["_ServerStoppedError"]
 
 
 class AdmittedServices:
@@ -201,11 +204,19 @@ class AdmittedServices:
             # A write to a client that has cancelled the call; sometimes it fails before gRPC cancels the task.
             self._admission.abandon(call)
             raise asyncio.CancelledError from error
+        if isinstance(error, _ServerStopped):
+            # The call arrived while the server stopped, and its task runs only now.
+            self._admission.drop(call)
+            raise asyncio.CancelledError from error
         failure = self._admission.fail(call, error)
         if failure is not None:
             if self._translate_failure is not None:
                 failure = self._translate_failure(failure)
-            await context.abort(status_code(failure), failure.message, trailing_metadata(failure, call.request_id))
+            trailers = trailing_metadata(failure, call.request_id)
+            try:
+                await context.abort(status_code(failure), failure.message, trailers)
+            except _ServerStopped as stopped:
+                raise asyncio.CancelledError from stopped
 
 
 def _required(message: Message | None) -> Message:

@@ -18,6 +18,7 @@ from kestrel_client.v1 import engine_service_pb2
 from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_grpc.frontends.grpc.http2 import UNREAD_BYTES
 from kestrel_grpc.wire import call_groups
+from kestrel_grpc.wire.call_admission import CallAdmission
 from kestrel_runtime.api.errors import EngineUnavailable
 from kestrel_runtime.api.events import Box, OutlineBox, Started, TextChannel, TextDelta, Usage
 from tests.fakes import HOLD, FakeEngine, much_text
@@ -323,6 +324,41 @@ async def test_each_call_writes_one_line(caplog: pytest.LogCaptureFixture) -> No
         assert f"request_id={name} " in line
         assert f"kestrel.v1.{method} " in line
         assert re.search(r"duration_ms=\d", line)
+
+
+@pytest.mark.parametrize("method", ["CompleteQuery", "Query"])
+async def test_a_call_whose_task_runs_after_the_server_has_stopped_writes_one_line_and_no_error(
+    method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Under load the event loop may run the task of a call only then, before that of its cancellation."""
+    caplog.set_level(logging.INFO)
+    has_begun, has_stopped, has_ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    receive = CallAdmission.receive
+
+    async def receive_late(self: CallAdmission, *arguments: Any) -> Any:
+        task = asyncio.current_task()
+        assert task is not None
+        task.add_done_callback(lambda _: has_ended.set())
+        has_begun.set()
+        while not has_stopped.is_set():
+            try:
+                await has_stopped.wait()
+            except asyncio.CancelledError:
+                task.uncancel()
+        return await receive(self, *arguments)
+
+    monkeypatch.setattr(CallAdmission, "receive", receive_late)
+    async with serving() as rig:
+        request = COMPLETE_QUERY if method == "CompleteQuery" else QUERY
+        call: Any = getattr(rig.vision, method)(request)
+        await has_begun.wait()
+        await rig.server._frontend._servers[0].stop(None)  # pyright: ignore[reportPrivateUsage]
+        has_stopped.set()
+        assert await call.code() is grpc.StatusCode.UNAVAILABLE
+        await has_ended.wait()
+    lines: list[Any] = [record.args for record in caplog.records if record.name == "kestrel_grpc.calls"]
+    assert [facts["outcome"] for facts in lines] == ["DRAINING"]
+    assert [record for record in caplog.records if record.levelno > logging.INFO] == []
 
 
 async def test_failed_call_logs_its_reason(caplog: pytest.LogCaptureFixture) -> None:
