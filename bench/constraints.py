@@ -113,6 +113,18 @@ def hostile_constraints() -> dict[str, Constraint]:
             "allOf": [{"pattern": f"(a|b)*a(a|b){{{k}}}"} for k in range(16)],
         },
         "8 patterns at once": {"allOf": [{"pattern": f"(a|b)*a(a|b){{{k}}}"} for k in range(8)]},
+        **{
+            f"8 patterns of .{{{least}}} at once": {
+                "allOf": [
+                    {"type": "string", "pattern": f"^(.*[{letter}].{{{least + index}}})*$"}
+                    for index, letter in enumerate("abcdefgh")
+                ]
+            }
+            for least in (30, 400)
+        },
+        "a value of 60,000": {"const": "x" * 60_000},
+        "30 values of 2,000": {"type": "array", "prefixItems": [{"const": "x" * 2_000}] * 30, "minItems": 30},
+        "lists of lists of one value": _lists(3, 100),
         "overlapping patterns": {"patternProperties": {f"^a{{0,{k}}}b.*": {} for k in range(60)}},
     }
     patterns = {

@@ -37,6 +37,8 @@ class Question:
     priority: int = 0
     """A number of the contract's `Priority`."""
     adapter: str = ""
+    is_constrained: bool = False
+    """By another regular expression each time."""
     max_s: float | None = None
 
 

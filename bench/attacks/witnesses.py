@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import itertools
 import multiprocessing
 import time
 from collections import Counter
@@ -152,6 +153,8 @@ async def _ask(orders: _Orders, pipe: Connection) -> None:
     if orders.sends_pictures:
         request.image.data = _small_picture()
 
+    numbers = itertools.count(1)
+
     async def ask(channel: grpc.aio.Channel) -> None:
         stub: Any = VisionServiceStub(channel)
         metadata = (("authorization", f"Bearer {orders.token}"),)
@@ -162,6 +165,8 @@ async def _ask(orders: _Orders, pipe: Connection) -> None:
             request.image.image_id = stored.image.image_id
             get = image_wire.GetImageRequest(image_id=stored.image.image_id, include_data=True)
             await images.GetImage(get, timeout=ASK_TIMEOUT_S, metadata=metadata)
+        if orders.question.is_constrained:
+            request.constraint.regex = f"yes|no|{next(numbers)}"
         await stub.CompleteQuery(request, timeout=ASK_TIMEOUT_S, metadata=metadata)
 
     async with _channel(orders.address) as channel:

@@ -1,16 +1,21 @@
 """Compiles constraints, within limits of time and size. Knows the grammar library and no sequences.
 
-Compiling takes some 50 ms of a processor at most for what passes the checks of `Constraint`, and the library holds
-no interpreter lock meanwhile. It runs in threads of its own, so that whoever waits for one that the checks have
-missed waits for a bounded time.
+The library limits the work of a mask, but not what it does for text that must come whatever the model says: it
+follows such text as far as it goes. So it is told not to look for such text. Then all work is limited: compiling
+takes some 25 ms of a processor at most for what passes the checks of `Constraint`, and a mask some 2 ms.
+
+Compiling holds no interpreter lock. It runs in threads of its own, of which a tenant has half at most, so that a
+constraint that the limits have missed keeps no other tenant waiting, and whoever waits waits for a bounded time.
 """
 
 from __future__ import annotations
 
+import json
 import threading
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
-from queue import SimpleQueue
+from typing import Any, NamedTuple
 
 import llguidance
 
@@ -18,14 +23,20 @@ from kestrel_runtime.api.constraints.constraint import Constraint
 from kestrel_runtime.api.errors import InvalidRequest, Overloaded, QueueBound, Violation
 
 _NUM_THREADS = 4
+_THREADS_PER_TENANT = 2
 _MAX_S = 0.5
-"""How long a request waits for its constraint: ten times what it takes on a machine with a free processor."""
-_ITEM_SEPARATOR, _KEY_SEPARATOR = ", ", ": "
+"""How long a request waits for its constraint: twenty times what it takes on a machine with a free processor."""
+_NOTHING_IS_FORCED = '%llguidance {"no_forcing": true}\n'
+_JSON_FORM = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 _ESCAPED = frozenset("\\.+*?()|[]{}^$#&-~/")
 _UNUSABLE = "cannot be used: its syntax is wrong, it contradicts itself, or it is too complex"
 
 
-_Job = tuple[Future[llguidance.LLMatcher], Constraint, llguidance.LLTokenizer]
+class _Job(NamedTuple):
+    done: Future[llguidance.LLMatcher]
+    constraint: Constraint
+    vocabulary: llguidance.LLTokenizer
+    tenant: str
 
 
 class ConstraintCompiler:
@@ -35,7 +46,9 @@ class ConstraintCompiler:
         self._new_vocabulary = new_vocabulary
         self._vocabularies: dict[int, llguidance.LLTokenizer] = {}
         self._lock = threading.Lock()
-        self._jobs: SimpleQueue[_Job] = SimpleQueue()
+        self._has_more = threading.Condition(self._lock)
+        self._waiting: list[_Job] = []
+        self._num_running: Counter[str] = Counter()  # jobs by tenant
         self._num_threads = 0
         # A mask of an answer takes a few milliseconds at most, and an answer some 20 MB.
         self._limits = llguidance.LLParserLimits(
@@ -49,19 +62,24 @@ class ConstraintCompiler:
             verbose_errors=False,
         )
 
-    def compiled(self, constraint: Constraint, end_id: int) -> llguidance.LLMatcher:
+    def compiled(self, constraint: Constraint, end_id: int, tenant: str = "") -> llguidance.LLMatcher:
         """A matcher at the start of an answer, to be copied for each sequence. `end_id` ends the answer.
 
         Raises `InvalidRequest` where the constraint cannot be compiled, and `Overloaded` where too many others are.
         """
-        vocabulary = self._vocabulary(end_id)
-        done: Future[llguidance.LLMatcher] = Future()
-        self._jobs.put((done, constraint, vocabulary))
+        job = _Job(Future(), constraint, self._vocabulary(end_id), tenant)
+        with self._lock:
+            self._waiting.append(job)
+            self._has_more.notify()
         self._start_thread()
         try:
-            compiled = done.result(_MAX_S)
+            compiled = job.done.result(_MAX_S)
         except TimeoutError:
-            if done.cancel():
+            with self._lock:
+                was_waiting = job.done.cancel()
+                if was_waiting:
+                    self._waiting.remove(job)
+            if was_waiting:
                 raise Overloaded(_NUM_THREADS, _MAX_S, QueueBound.CONSTRAINTS) from None
             raise InvalidRequest((Violation(_field_of(constraint), "takes too long to compile"),)) from None
         except ValueError:  # a text that is not valid Unicode, or JSON of which half a character is
@@ -86,13 +104,29 @@ class ConstraintCompiler:
 
     def _run(self) -> None:
         while True:
-            done, constraint, vocabulary = self._jobs.get()
-            if done.set_running_or_notify_cancel():
-                try:
-                    done.set_result(self._compile(constraint, vocabulary))
-                except BaseException as error:  # a panic of the library is no `Exception`
-                    done.set_exception(error)
+            done, constraint, vocabulary, tenant = self._take()
+            try:
+                done.set_result(self._compile(constraint, vocabulary))
+            except BaseException as error:  # a panic of the library is no `Exception`
+                done.set_exception(error)
             del done, constraint, vocabulary
+            with self._lock:
+                self._num_running[tenant] -= 1
+                if not self._num_running[tenant]:
+                    del self._num_running[tenant]
+
+    def _take(self) -> _Job:
+        """The oldest job of those whose tenant runs fewest, once there is one whose tenant may run another."""
+        with self._lock:
+            while True:
+                job = min(self._waiting, key=lambda job: self._num_running[job.tenant], default=None)
+                if job is not None and self._num_running[job.tenant] < _THREADS_PER_TENANT:
+                    break
+                self._has_more.wait()
+            self._waiting.remove(job)
+            job.done.set_running_or_notify_cancel()
+            self._num_running[job.tenant] += 1
+            return job
 
     def _compile(self, constraint: Constraint, vocabulary: llguidance.LLTokenizer) -> llguidance.LLMatcher:
         compiled = llguidance.LLMatcher(vocabulary, _grammar(constraint), log_level=0, limits=self._limits)
@@ -104,17 +138,14 @@ class ConstraintCompiler:
 
 def _grammar(constraint: Constraint) -> str:
     if constraint.json_schema is not None:
-        return llguidance.LLMatcher.grammar_from_json_schema(
-            constraint.json_schema,
-            overrides={
-                "item_separator": _ITEM_SEPARATOR,
-                "key_separator": _KEY_SEPARATOR,
-                "whitespace_flexible": False,
-            },
-        )
-    if constraint.regex is not None:
-        return llguidance.LLMatcher.grammar_from_regex(constraint.regex)
-    return llguidance.LLMatcher.grammar_from_regex("|".join(map(_literal, constraint.choices)))
+        schema = {**json.loads(constraint.json_schema), "x-guidance": _JSON_FORM}
+        rules = f"start: %json {json.dumps(schema)}"
+    else:
+        regex = "|".join(map(_literal, constraint.choices)) if constraint.regex is None else constraint.regex
+        whole: dict[str, Any] = json.loads(llguidance.LLMatcher.grammar_from_regex(regex))
+        (grammar,) = whole["grammars"]
+        rules = grammar["lark_grammar"]
+    return llguidance.LLMatcher.grammar_from_lark(_NOTHING_IS_FORCED + rules)
 
 
 def _literal(text: str) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import llguidance
 
 from kestrel_runtime.loading.tokenizer import Tokenizer
@@ -12,18 +10,15 @@ from kestrel_runtime.loading.tokenizer import Tokenizer
 class _Described:
     """What `llguidance.TokenizerWrapper` asks for."""
 
-    def __init__(
-        self, tokens: list[bytes], special: list[int], end_id: int, encode: Callable[[str], list[int]]
-    ) -> None:
+    def __init__(self, tokens: list[bytes], special: list[int], end_id: int) -> None:
         self.tokens = tokens
         self.special_token_ids = special
         self.eos_token_id = end_id
         self.bos_token_id = None
-        self._encode = encode
 
     def __call__(self, text: str) -> list[int]:
-        """The library asks how text is spelled that must come. It calls from threads of its own."""
-        return self._encode(text)
+        """How text is spelled that must come: not asked by grammars in which nothing is forced."""
+        raise NotImplementedError
 
 
 def new_vocabulary(tokenizer: Tokenizer, vocab_size: int, end_id: int) -> llguidance.LLTokenizer:
@@ -35,5 +30,5 @@ def new_vocabulary(tokenizer: Tokenizer, vocab_size: int, end_id: int) -> llguid
     special = [token_id for token_id, spelling in enumerate(spelled) if not spelling or token_id == end_id]
     for token_id in special:
         spelled[token_id] = b"<|control %d|>" % token_id
-    described = _Described(spelled, special, end_id, tokenizer.encode)
+    described = _Described(spelled, special, end_id)
     return llguidance.LLTokenizer(llguidance.TokenizerWrapper(described), n_vocab=vocab_size)

@@ -266,7 +266,7 @@ class Preprocessor:
         matcher = None
         if request.constraint is not None:
             assert self._matchers is not None, "only engines without callers have none"
-            matcher = self._matchers.new(request.constraint, parser, namespace)
+            matcher = self._matchers.new(request.constraint, parser, namespace, tenant)
         clock.prepared = time.monotonic()
         return Sequence(
             id=next(self._ids),

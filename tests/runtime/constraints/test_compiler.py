@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from typing import Any
 
@@ -12,7 +13,7 @@ from kestrel_runtime.api.constraints.constraint import Constraint
 from kestrel_runtime.api.errors import InvalidRequest, Overloaded
 from kestrel_runtime.constraints import compiler as module
 from kestrel_runtime.constraints.compiler import ConstraintCompiler
-from tests.runtime.constraints.vocabularies import END_ID, TOKENIZER, new_compiler
+from tests.runtime.constraints.vocabularies import END_ID, TOKENIZER, VOCAB_SIZE, new_compiler
 
 TEXTS = ("yes", "a/b\\c", 'say "x"', "[x]{2}", "^$|.*+?()", "#&-~/<>@!%=:;,'`_", "line\nline", "é漢🙂", " a  b ")
 
@@ -55,27 +56,55 @@ def test_what_cannot_be_used_is_refused_by_its_field(
     assert "cannot be used" in violation.description
 
 
-def test_whoever_waits_for_compiling_waits_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "pattern", ["^(.*[{}].{{30}})*$", "^(.*[{}].{{400}})*$", "^((.*{}.{{30}})*|(.*x.{{31}})*)*$"]
+)
+def test_patterns_that_hold_at_once_are_given_up_instead_of_combined_without_end(
+    compiler: ConstraintCompiler, pattern: str
+) -> None:
+    parts = [{"type": "string", "pattern": pattern.format(letter)} for letter in "abcdefgh"]
+    constraint = Constraint(json_schema=json.dumps({"allOf": parts}))
+    assert not list(constraint.violations())
+    with pytest.raises(InvalidRequest, match="too complex"):
+        compiler.compiled(constraint, END_ID)
+
+
+def test_text_that_must_come_is_not_followed_to_its_end(compiler: ConstraintCompiler) -> None:
+    word = max((TOKENIZER.token_bytes(number).decode(errors="ignore") for number in range(VOCAB_SIZE)), key=len)
+    compiled = compiler.compiled(Constraint(json_schema=json.dumps({"const": word * 100})), END_ID)
+    compiled.consume_token(TOKENIZER.encode('"')[0])
+    mask = int.from_bytes(compiled.compute_bitmask(), "little")
+    spelled = [TOKENIZER.token_bytes(token_id).decode() for token_id in range(VOCAB_SIZE) if mask >> token_id & 1]
+    # Followed to its end, the text would be spelled by the tokenizer, which takes one of these.
+    assert {word[0], word} <= set(spelled)
+    assert all((word * 100).startswith(token) for token in spelled)
+
+
+def test_a_tenant_that_holds_up_compiling_keeps_only_itself_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = new_compiler()
     goes_on = threading.Event()
     compile_one = ConstraintCompiler._compile  # pyright: ignore[reportPrivateUsage]
 
     def held_up(own: ConstraintCompiler, constraint: Constraint, vocabulary: Any) -> llguidance.LLMatcher:
-        goes_on.wait(30)
+        if constraint == hostile:
+            goes_on.wait(30)
         return compile_one(own, constraint, vocabulary)
 
+    hostile, harmless = Constraint(regex="a"), Constraint(regex="b")
     monkeypatch.setattr(ConstraintCompiler, "_compile", held_up)
     monkeypatch.setattr(module, "_MAX_S", 0.001)
     told: list[type[Exception]] = []
-    while told.count(InvalidRequest) < 4:  # in between, a thread may not have been there in time
+    while told.count(InvalidRequest) < 2:  # in between, a thread may not have been there in time
         with pytest.raises((InvalidRequest, Overloaded), match=r"takes too long|may wait at a time") as caught:
-            compiler.compiled(Constraint(regex="a"), END_ID)
+            compiler.compiled(hostile, END_ID, "hostile")
         told.append(caught.type)
-    with pytest.raises(Overloaded):  # all threads are held up
-        compiler.compiled(Constraint(regex="b"), END_ID)
-    goes_on.set()
+    for constraint in (hostile, harmless):
+        with pytest.raises(Overloaded):
+            compiler.compiled(constraint, END_ID, "hostile")
     monkeypatch.setattr(module, "_MAX_S", 30.0)
-    assert not compiler.compiled(Constraint(regex="c"), END_ID).is_error()
+    assert not compiler.compiled(harmless, END_ID, "another").is_error()
+    goes_on.set()
+    assert not compiler.compiled(harmless, END_ID, "hostile").is_error()
 
 
 def test_what_raises_in_the_library_reaches_its_caller_alone(monkeypatch: pytest.MonkeyPatch) -> None:

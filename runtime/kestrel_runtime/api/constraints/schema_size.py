@@ -7,7 +7,7 @@ Compiling takes the time of what is counted here: properties, alternatives, and 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from decimal import Decimal, InvalidOperation
 from typing import Any, cast
 
@@ -18,6 +18,10 @@ MAX_SCHEMA_DEPTH = 32
 MAX_SCHEMA_NODES = 4_096
 """Objects, lists, names and values in the text of a schema."""
 MAX_ENUM_VALUES = 1_024
+MAX_LITERAL_CHARS = 2_048
+"""Of a text in `const` or `enum`."""
+MAX_NAME_CHARS = 256
+"""Of a property."""
 MAX_PROPERTIES = 512
 """Of all objects of a schema together."""
 MAX_ALTERNATIVES = 256
@@ -30,7 +34,7 @@ MAX_MULTIPLE = 1_000
 """Of `multipleOf`, without its zeros and its decimal point."""
 _MAX_REFS = 64
 """That lead to each other, one after the other."""
-_MAX_NAME_CHARS = 32
+_SHOWN_CHARS = 32
 _MOST_PROBLEMS = 20
 _TOO_MANY_COMBINATIONS = f"must combine at most {MAX_COMBINATIONS} alternatives, by allOf or within each other"
 _TOO_MANY_REFS = f"must have at most {_MAX_REFS} references that lead to each other"
@@ -161,6 +165,10 @@ def _keyword_problem(name: str, value: Any) -> str | None:
         return "must begin with #: other documents are not read"
     if name == "enum" and isinstance(value, list) and len(cast("list[Any]", value)) > MAX_ENUM_VALUES:
         return f"must be at most {MAX_ENUM_VALUES} values"
+    if name in ("const", "enum") and _longest_text(value) > MAX_LITERAL_CHARS:
+        return f"must have texts of at most {MAX_LITERAL_CHARS} characters"
+    if name in ("properties", "required") and _longest_name(value) > MAX_NAME_CHARS:
+        return f"must have names of at most {MAX_NAME_CHARS} characters"
     if name == "allOf" and isinstance(value, list) and len(cast("list[Any]", value)) > MAX_ALL_OF:
         return f"must be at most {MAX_ALL_OF} schemas"
     if name in _NAMED and not isinstance(value, dict):
@@ -168,6 +176,20 @@ def _keyword_problem(name: str, value: Any) -> str | None:
     if name == "multipleOf" and not _is_simple(value):
         return f"must be a number of at most {MAX_MULTIPLE}, without its zeros and its decimal point"
     return regex_violation(value) if name == "pattern" and isinstance(value, str) else None
+
+
+def _longest_text(value: Any) -> int:
+    """Characters of the longest text within a value, names included."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        value = [part for member in cast("dict[str, Any]", value).items() for part in member]
+    return max(map(_longest_text, cast("list[Any]", value)), default=0) if isinstance(value, list) else 0
+
+
+def _longest_name(names: Any) -> int:
+    listed = list(cast("Iterable[Any]", names)) if isinstance(names, dict | list) else []
+    return max((len(name) for name in listed if isinstance(name, str)), default=0)
 
 
 def _is_simple(multiple: Any) -> bool:
@@ -241,4 +263,4 @@ class _Combinations:
 
 
 def _shown(name: str) -> str:
-    return name if len(name) <= _MAX_NAME_CHARS else f"{name[:_MAX_NAME_CHARS]}…"
+    return name if len(name) <= _SHOWN_CHARS else f"{name[:_SHOWN_CHARS]}…"

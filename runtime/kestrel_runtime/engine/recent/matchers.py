@@ -26,7 +26,7 @@ class Matchers:
         self._compiler = compiler
         self._known: LruCache[Hashable, Any] = LruCache(_MAX_KNOWN)
 
-    def new(self, constraint: Constraint, parser: OutputParser, namespace: str) -> AnswerMatcher:
+    def new(self, constraint: Constraint, parser: OutputParser, namespace: str, tenant: str) -> AnswerMatcher:
         """The matcher of the answer that `parser` parses.
 
         Raises `InvalidRequest` where the constraint cannot be used, and `Overloaded` where too many are compiled.
@@ -37,6 +37,6 @@ class Matchers:
         key = (namespace, end_id, constraint)
         compiled = self._known.get(key)
         if compiled is None:
-            compiled = self._compiler.compiled(constraint, end_id)
+            compiled = self._compiler.compiled(constraint, end_id, tenant)
             self._known.put(key, compiled)
         return AnswerMatcher(compiled.deep_copy(), end_id, parser.opens_answer)
