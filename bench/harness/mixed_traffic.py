@@ -73,7 +73,7 @@ class MixedTraffic:
         """So many calls at once, of every skill: what grows with the number of calls has then grown."""
         chance = random.Random(self._seed)
         names = list(self._skills)
-        async with AsyncClient(self._address, timeout_s=WAIT_LIMIT_S) as client:
+        async with AsyncClient(self._address, timeout_s=WAIT_LIMIT_S, max_retry_s=0) as client:
             await asyncio.gather(
                 *(self._ask(client, chance, names[number % len(names)]) for number in range(num_calls))
             )
@@ -89,7 +89,7 @@ class MixedTraffic:
     async def _call_until(self, end: float, chance: random.Random) -> None:
         loop = asyncio.get_running_loop()
         while loop.time() < end:
-            async with AsyncClient(self._address, timeout_s=WAIT_LIMIT_S) as client:
+            async with AsyncClient(self._address, timeout_s=WAIT_LIMIT_S, max_retry_s=0) as client:
                 for _ in range(_CALLS_PER_CONNECTION):
                     if loop.time() >= end:
                         return

@@ -18,22 +18,23 @@ from kestrel_client import (
     Box,
     CallOptions,
     Client,
-    DeadlineExceeded,
+    DetectResult,
+    GazeResult,
     KestrelClientError,
     Point,
+    PointResult,
     Result,
     Segment,
+    SegmentResult,
     ServerError,
     StoredImage,
     TextChannel,
     TextDelta,
-    Unauthenticated,
-    Unavailable,
+    draw,
 )
-from kestrel_client.channel import DEFAULT_TIMEOUT_S, address_of
+from kestrel_client.connection.channel import DEFAULT_TIMEOUT_S, address_of
 from kestrel_client.images.inputs import image_bytes, is_on_server
 from kestrel_grpc.cli.connection import add_connection_arguments, tls_of
-from kestrel_grpc.cli.diagnosis import why_no_answer
 
 NO_IMAGE = "-"
 """The value of IMAGE for a question without an image."""
@@ -153,10 +154,14 @@ def add_client_arguments(parser: argparse.ArgumentParser) -> None:
 def run_with_client(command: Command, arguments: argparse.Namespace) -> int:
     """Run a command with a client of the server that the flags name; returns the exit status."""
     try:
-        tls = tls_of(arguments)
-        credentials = None if tls is None else tls.credentials()
+        tls_of(arguments)  # refuses a variable that has its former name
         with Client(
-            arguments.address, timeout_s=arguments.timeout, token=arguments.token, credentials=credentials
+            arguments.address,
+            timeout_s=arguments.timeout,
+            token=arguments.token,
+            tls_ca=arguments.tls_ca,
+            tls_client_certificate=arguments.tls_client_certificate,
+            tls_client_key=arguments.tls_client_key,
         ) as client:
             command(client, arguments)
     except BrokenPipeError:
@@ -164,7 +169,7 @@ def run_with_client(command: Command, arguments: argparse.Namespace) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (KestrelClientError, OSError, ValueError) as error:  # a number too large for its field is a ValueError
-        print(f"kestrel-grpc: {_explain(error, arguments)}", file=sys.stderr)
+        print(f"kestrel-grpc: {_explain(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -196,7 +201,7 @@ def _point(client: Client, arguments: argparse.Namespace) -> None:
     options = _options(arguments)
     result = client.point(image, arguments.object, max_objects=arguments.max_objects, **options)
     _print_found(arguments, result, [_numbers(point) for point in result.points])
-    _draw(arguments, image, points=result.points)
+    _draw(arguments, image, result)
 
 
 def _detect(client: Client, arguments: argparse.Namespace) -> None:
@@ -205,7 +210,7 @@ def _detect(client: Client, arguments: argparse.Namespace) -> None:
     result = client.detect(image, arguments.object, max_objects=arguments.max_objects, **options)
     boxes = tuple(item.box for item in result.objects)
     _print_found(arguments, result, [_numbers(box) for box in boxes])
-    _draw(arguments, image, boxes=boxes)
+    _draw(arguments, image, result)
 
 
 def _segment(client: Client, arguments: argparse.Namespace) -> None:
@@ -221,7 +226,7 @@ def _segment(client: Client, arguments: argparse.Namespace) -> None:
             _print_nothing_found(arguments.object)
         elif result.segments[0].is_partial:
             print("kestrel-grpc: the outline is not complete", file=sys.stderr)
-    _draw(arguments, image, segments=result.segments)
+    _draw(arguments, image, result)
 
 
 def _gaze(client: Client, arguments: argparse.Namespace) -> None:
@@ -229,7 +234,7 @@ def _gaze(client: Client, arguments: argparse.Namespace) -> None:
     result = client.gaze(image, Point(arguments.eye_x, arguments.eye_y), **_options(arguments))
     points = () if result.target is None else (result.target,)
     _print_found(arguments, result, [_numbers(point) for point in points], "target")
-    _draw(arguments, image, points=points)
+    _draw(arguments, image, result)
 
 
 def _upload(client: Client, arguments: argparse.Namespace) -> None:
@@ -323,30 +328,14 @@ def _numbers(place: Point | Box) -> str:
 def _draw(
     arguments: argparse.Namespace,
     image: bytes | str,
-    *,
-    points: tuple[Point, ...] = (),
-    boxes: tuple[Box, ...] = (),
-    segments: tuple[Segment, ...] = (),
+    result: PointResult | DetectResult | SegmentResult | GazeResult,
 ) -> None:
-    if arguments.draw is None or isinstance(image, str):
-        return
-    # Most calls draw nothing, and start faster without Pillow.
-    from kestrel_grpc.cli.pictures.drawing import draw, open_upright
-
-    draw(open_upright(image), points=points, boxes=boxes, segments=segments).save(arguments.draw, "PNG")
+    if arguments.draw is not None:
+        draw(image, result).save(arguments.draw, "PNG")
 
 
-def _explain(error: Exception, arguments: argparse.Namespace) -> str:
+def _explain(error: Exception) -> str:
     """One line that says what is wrong and, where known, what to do about it."""
-    if isinstance(error, Unavailable) and not error.reason:
-        why = why_no_answer(arguments.address, tls_of(arguments))
-        return why or f"no server answers at {arguments.address}: {error}"
-    if isinstance(error, Unauthenticated):
-        if arguments.token is None:
-            return "the server asks for a token; give --token or KESTREL_GRPC_TOKEN"
-        return "the server does not know the token of --token or KESTREL_GRPC_TOKEN"
-    if isinstance(error, DeadlineExceeded):
-        return f"no answer within {arguments.timeout:g} s"
     if isinstance(error, ServerError) and error.request_id:
         return f"{error} (see request {error.request_id} in the log of the server)"
     if isinstance(error, OSError) and error.filename is not None:

@@ -11,7 +11,7 @@ import sys
 from importlib.resources import files
 from pathlib import Path
 
-from kestrel_client import AsyncClient, Box, Point, Segment
+from kestrel_client import AsyncClient, Box, Point, draw
 
 PICTURE = "demo_picture.png"
 QUESTIONS = (
@@ -77,27 +77,18 @@ async def _ask(client: AsyncClient, picture: bytes, target: Path) -> None:
     print("\n\ncaption\n         ", end="", flush=True)
     async for piece in client.caption(picture, temperature=0.0):
         print(piece, end="", flush=True)
-    points = (await client.point(picture, "shape")).points
-    print(f"\n\npoint    shape\n         {'  '.join(map(_point_text, points))}")
-    boxes = tuple(item.box for item in (await client.detect(picture, "shape")).objects)
+    pointed = await client.point(picture, "shape")
+    print(f"\n\npoint    shape\n         {'  '.join(map(_point_text, pointed.points))}")
+    detected = await client.detect(picture, "shape")
     print("\ndetect   shape")
-    for box in boxes:
-        print(f"         {_box_text(box)}")
-    segments = (await client.segment(picture, OUTLINED)).segments
+    for item in detected.objects:
+        print(f"         {_box_text(item.box)}")
+    outlined = await client.segment(picture, OUTLINED)
     print(f"\nsegment  {OUTLINED}")
-    for segment in segments:
+    for segment in outlined.segments:
         print(f"         {_box_text(segment.box)}  {segment.svg_path}")
-    _draw(picture, points, boxes, segments, target)
+    draw(picture, outlined, detected, pointed).save(target, format="PNG")
     print(f"\nAll of it is drawn in {target}.")
-
-
-def _draw(
-    picture: bytes, points: tuple[Point, ...], boxes: tuple[Box, ...], segments: tuple[Segment, ...], target: Path
-) -> None:
-    from kestrel_grpc.cli.pictures.drawing import draw, open_upright
-
-    drawn = draw(open_upright(picture), points=points, boxes=boxes, segments=segments)
-    drawn.save(target, format="PNG")
 
 
 def _point_text(point: Point) -> str:

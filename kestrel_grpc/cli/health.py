@@ -11,8 +11,9 @@ import os
 import grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
-from kestrel_grpc.cli.connection import ClientTls, add_connection_arguments, tls_of
-from kestrel_grpc.cli.diagnosis import why_no_answer
+from kestrel_client.connection.diagnosis import why_no_answer
+from kestrel_client.connection.tls import ClientTls
+from kestrel_grpc.cli.connection import add_connection_arguments, tls_of
 from kestrel_grpc.cli.own_server import OwnServer, own_server
 from kestrel_grpc.cli.problems import complain, refuse
 from kestrel_grpc.config.options import ConfigurationError

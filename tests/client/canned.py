@@ -44,6 +44,8 @@ INFO = generation_pb2.ResponseInfo(
         time_to_first_token=duration_pb2.Duration(nanos=33_000_000),
         decode_duration=duration_pb2.Duration(seconds=1, nanos=500_000_000),
     ),
+    image_width_px=200,
+    image_height_px=100,
 )
 STARTED = generation_pb2.StreamStarted(request_id="r-1", model="tiny", usage=INFO.usage)
 ANSWER_PIECES = ("A red ", "kite – ", "höher.")
@@ -325,7 +327,7 @@ def serving(vision: CannedVision) -> Iterator[str]:
         server.stop(grace=None).wait()
 
 
-def queue_full(retry_after_s: int) -> status_pb2.Status:
+def queue_full(retry_after_s: int = 0) -> status_pb2.Status:
     """A server with a full queue."""
     retry_info = error_details_pb2.RetryInfo(retry_delay=duration_pb2.Duration(seconds=retry_after_s))
     return status(code_pb2.RESOURCE_EXHAUSTED, "the queue is full", error_info("QUEUE_FULL"), retry_info)

@@ -32,6 +32,7 @@ def test_a_deadline_names_the_request_that_was_sent(client: Client, vision: Cann
     with pytest.raises(DeadlineExceeded) as caught:
         stream.result()
     assert caught.value.request_id == stream.request_id == vision.metadata[0]["x-request-id"]
+    assert (caught.value.reason, str(caught.value)) == ("DEADLINE_EXCEEDED", "no answer within 0.2 s")
 
 
 def test_a_cancelled_stream_names_its_request(client: Client, vision: CannedVision) -> None:
@@ -41,6 +42,7 @@ def test_a_cancelled_stream_names_its_request(client: Client, vision: CannedVisi
     with pytest.raises(Cancelled) as caught:
         stream.result()
     assert caught.value.request_id == vision.metadata[0]["x-request-id"]
+    assert caught.value.reason == "CANCELLED"
 
 
 async def test_the_asyncio_client_names_requests_too(address: str, vision: CannedVision) -> None:
@@ -54,7 +56,7 @@ async def test_the_asyncio_client_names_requests_too(address: str, vision: Canne
         stream.cancel()
         with pytest.raises(Cancelled) as cancelled:
             await stream.result()
-        assert cancelled.value.request_id == stream.request_id
+        assert (cancelled.value.request_id, cancelled.value.reason) == (stream.request_id, "CANCELLED")
 
 
 def test_the_id_of_the_server_wins(client: Client, vision: CannedVision) -> None:
@@ -69,9 +71,9 @@ def test_without_a_server_the_error_has_a_request_id() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         with Client(f"127.0.0.1:{unused.getsockname()[1]}", max_retries=0) as client:
-            with pytest.raises(Unavailable) as caught:
+            with pytest.raises(Unavailable, match="no server listens at ") as caught:
                 client.load()
-            assert caught.value.request_id
+            assert (caught.value.reason, bool(caught.value.request_id)) == ("SERVER_UNREACHABLE", True)
 
 
 def test_a_closed_client_says_so(address: str) -> None:
@@ -86,6 +88,7 @@ def test_a_closed_client_says_so(address: str) -> None:
         with pytest.raises(ClientClosed, match="the client is closed") as caught:
             call()
         assert (caught.value.request_id, caught.value.code) == ("mine", grpc.StatusCode.FAILED_PRECONDITION)
+        assert caught.value.reason == "CLIENT_CLOSED"
     with pytest.raises(ClientClosed):
         client.server_info()
 
@@ -112,7 +115,7 @@ def test_mistakes_that_the_client_finds_name_the_request_too(client: Client, vis
     for call in calls:
         with pytest.raises(InvalidRequest) as caught:
             call()
-        assert caught.value.request_id == "mine"
+        assert (caught.value.request_id, caught.value.reason) == ("mine", "INVALID_REQUEST")
     with pytest.raises(InvalidRequest) as caught:
         client.upload_image(wrong)
     assert caught.value.request_id

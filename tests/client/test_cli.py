@@ -14,8 +14,8 @@ import pytest
 from google.rpc import code_pb2, error_details_pb2
 from PIL import Image
 
+from kestrel_client.images.drawing import COLOURS
 from kestrel_grpc.cli.ask import add_client_commands
-from kestrel_grpc.cli.pictures.drawing import COLOURS
 from tests.client import canned
 from tests.client.canned import CannedVision
 
@@ -180,15 +180,16 @@ def test_a_wrong_token_is_told_from_a_missing_one(
     vision.failures = [refusal] * 3
     query = ("query", "-", "q", "--address", address)
     assert _run(*query) == 1
-    assert (
-        capsys.readouterr().err == "kestrel-grpc: the server asks for a token; give --token or KESTREL_GRPC_TOKEN\n"
-    )
+    asked = "kestrel-grpc: the server asks for a token; give token, --token or KESTREL_GRPC_TOKEN\n"
+    assert capsys.readouterr().err == asked
     monkeypatch.setenv("KESTREL_GRPC_TOKEN", "")
     assert _run(*query) == 1
     assert "asks for a token" in capsys.readouterr().err
     assert _run(*query, "--token", "wrong") == 1
     complaint = capsys.readouterr().err
-    assert complaint == "kestrel-grpc: the server does not know the token of --token or KESTREL_GRPC_TOKEN\n"
+    assert complaint == (
+        "kestrel-grpc: the server does not know the token from token, --token or KESTREL_GRPC_TOKEN\n"
+    )
 
 
 def test_a_server_that_takes_too_long_is_given_up(

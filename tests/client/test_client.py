@@ -260,5 +260,6 @@ def test_an_unknown_option_is_refused_before_anything_is_sent(client: Client, vi
 
 def test_a_stream_that_ends_without_a_result_is_the_servers_fault() -> None:
     events = TextEvents(canned.query_result)
-    with pytest.raises(ServerError, match="without a result"):
+    with pytest.raises(ServerError, match="without a result") as caught:
         _ = events.result
+    assert caught.value.reason == "RESULT_MISSING"

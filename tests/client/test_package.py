@@ -11,8 +11,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 import kestrel_client
+from kestrel_client import errors
 from tests.client.generate import blocking_client
 
 PACKAGE = Path(kestrel_client.__file__).parent
@@ -49,8 +51,15 @@ def test_the_readme_lists_every_error() -> None:
         for name in kestrel_client.__all__
         if inspect.isclass(value := getattr(kestrel_client, name)) and issubclass(value, Exception)
     }
-    listed = re.findall(r"^\| `([A-Z]\w+)` \|", (PACKAGE.parent / "README.md").read_text(), re.MULTILINE)
+    listed = re.findall(r"^\| `([A-Z][a-z]\w+)` \|", (PACKAGE.parent / "README.md").read_text(), re.MULTILINE)
     assert set(listed) == errors - {"KestrelClientError"}
+
+
+def test_the_readme_lists_every_reason_of_the_client() -> None:
+    text = (PACKAGE.parent / "README.md").read_text()
+    listed = re.findall(r"^\| `([A-Z_]+)` \|", text, re.MULTILINE)
+    others = (errors.SERVER_UNREACHABLE, errors.CLIENT_CLOSED, errors.RESULT_MISSING)
+    assert set(listed) == {*errors.LOCAL_REASONS.values(), *others}
 
 
 def test_the_package_tells_its_version() -> None:
@@ -99,12 +108,14 @@ def test_the_examples_of_the_readme_run_as_written(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("bird.jpg").write_bytes(b"bird")
+    Image.new("RGB", (40, 30), "white").save("bird.jpg")
     examples = re.findall("```python\n(.*?)```", (PACKAGE.parent / "README.md").read_text(), re.DOTALL)
     monkeypatch.setenv("KESTREL_GRPC_ADDRESS", address)
     for example in examples:
         exec(example.replace("localhost:50051", address), {})
     printed = capsys.readouterr().out
     assert printed.startswith("A red kite – höher.")
-    assert len(examples) == 8
+    assert len(examples) == 10
     assert Path("mask.png").exists()
+    with Image.open("drawn.jpg") as drawn:
+        assert drawn.size == (40, 30)

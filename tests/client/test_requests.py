@@ -155,9 +155,21 @@ def test_a_request_id_that_no_call_can_carry_is_refused(wrong: Any) -> None:
 
 
 def test_a_call_may_shorten_or_lengthen_the_clients_timeout() -> None:
-    assert requests.timeout_s({}, 120) == 120
-    assert requests.timeout_s({"timeout_s": None}, 120) == 120
-    assert requests.timeout_s({"timeout_s": 600}, 120) == 600
+    assert requests.retries({}, 120, 30).timeout_s == 120
+    assert requests.retries({"timeout_s": None}, 120, 30).timeout_s == 120
+    assert requests.retries({"timeout_s": 600}, 120, 30).timeout_s == 600
+
+
+@pytest.mark.parametrize(
+    ("mistyped", "suggestion"),
+    [("max_new_tokens", "max_tokens"), ("temprature", "temperature"), ("timeout", "timeout_s"), ("zzz", None)],
+)
+def test_an_unknown_option_names_the_one_that_was_meant(mistyped: str, suggestion: str | None) -> None:
+    options: Any = {mistyped: 1}
+    with pytest.raises(TypeError) as caught:
+        requests.caption(vision_service_pb2.CaptionRequest, None, options)
+    meant = "" if suggestion is None else f" (did you mean {suggestion}?)"
+    assert str(caught.value) == f"unexpected keyword argument: {mistyped}{meant}"
 
 
 def test_a_constraint_is_for_queries() -> None:

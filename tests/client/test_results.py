@@ -18,7 +18,7 @@ from kestrel_client import (
     results,
 )
 from kestrel_client.generation import samples
-from kestrel_client.v1 import generation_pb2, vision_service_pb2
+from kestrel_client.v1 import generation_pb2, media_pb2, vision_service_pb2
 from tests.client import canned
 
 
@@ -95,3 +95,25 @@ def test_a_stop_string_logprobs_and_alternatives_are_read() -> None:
     assert caption.alternatives == (CaptionAlternative("b", (read,), FinishReason.STOP_SEQUENCE, None),)
     delta = results.text_delta(generation_pb2.TextDelta(text="a", logprobs=[token]))
     assert delta.logprobs == (read,)
+
+
+def test_places_are_also_told_in_pixels_of_the_image() -> None:
+    points = [media_pb2.NormalizedPoint(x=0.25, y=0.5), media_pb2.NormalizedPoint(x=1, y=1)]
+    pointed = results.point_result(vision_service_pb2.PointResponse(points=points, info=canned.INFO), "kite")
+    assert (pointed.width_px, pointed.height_px, pointed.object) == (200, 100, "kite")
+    assert pointed.points_px == ((50, 50), (199, 99))
+    found = [vision_service_pb2.DetectedObject(box=canned.BOX)]
+    detected = results.detect_result(vision_service_pb2.DetectResponse(objects=found, info=canned.INFO), "kite")
+    assert detected.boxes_px == ((50, 12, 150, 50),)
+    outlined = results.segment_result(canned.segment_response("kite"), "kite")
+    assert outlined.polygons_px == (outlined.segments[0].polygon(200, 100),)
+    gaze = results.gaze_result(vision_service_pb2.GazeResponse(target=points[0], info=canned.INFO))
+    assert gaze.target_px == (50, 50)
+    assert results.gaze_result(vision_service_pb2.GazeResponse(info=canned.INFO)).target_px is None
+
+
+def test_without_the_size_of_the_image_there_are_no_pixels() -> None:
+    pointed = results.point_result(vision_service_pb2.PointResponse(points=[media_pb2.NormalizedPoint()]), "kite")
+    assert (pointed.width_px, pointed.height_px) == (None, None)
+    with pytest.raises(ValueError, match="has not told the size"):
+        _ = pointed.points_px

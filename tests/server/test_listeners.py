@@ -235,7 +235,7 @@ async def test_the_command_line_brings_a_token_over_an_encrypted_connection(file
     assert (by_flag.stdout, by_flag.stderr) == ("a kestrel\n", "")
     assert by_environment.stdout == "a kestrel\n"
     assert without.returncode == 1
-    assert "give --token or KESTREL_GRPC_TOKEN" in without.stderr
+    assert "give token, --token or KESTREL_GRPC_TOKEN" in without.stderr
     assert "does not know the token" in wrong_token.stderr
 
 
@@ -251,10 +251,11 @@ async def test_the_command_line_says_in_one_line_what_is_wrong_with_the_encrypti
     async with serving() as rig:
         encrypted = await asyncio.to_thread(ask_on_the_command_line, rig.address, "--tls-ca", str(stranger))
         address = rig.address
-    assert "speaks TLS only; give --tls-ca" in plain.stderr
+    assert "speaks TLS only; give its CA by tls_ca, --tls-ca" in plain.stderr
     assert "is not trusted: " in untrusted.stderr
     assert (
-        encrypted.stderr == f"kestrel-grpc: {address} speaks no TLS; leave out --tls-ca and KESTREL_GRPC_TLS_CA\n"
+        encrypted.stderr
+        == f"kestrel-grpc: {address} speaks no TLS; leave out https://, tls_ca, --tls-ca and KESTREL_GRPC_TLS_CA\n"
     )
     for done in (plain, untrusted, encrypted):
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
@@ -277,7 +278,7 @@ async def test_the_command_line_shows_a_certificate_to_a_server_that_asks_for_on
         )
         without = await asyncio.to_thread(ask_on_the_command_line, rig.address, *connection)
     assert (with_it.stdout, with_it.stderr) == ("a kestrel\n", "")
-    assert "give --tls-client-certificate and --tls-client-key" in without.stderr
+    assert "give tls_client_certificate and tls_client_key" in without.stderr
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from __future__ import annotations
 from kestrel_client import _version
 from kestrel_client.aio import AsyncClient
 from kestrel_client.async_calls import AsyncSegmentStream, AsyncTextStream
+from kestrel_client.batches import Job, Outcome, Progress
 from kestrel_client.blocking_calls import SegmentStream, TextStream
 from kestrel_client.client import Client
 from kestrel_client.errors import (
@@ -36,6 +37,7 @@ from kestrel_client.errors import (
     Violation,
 )
 from kestrel_client.generation.logprobs import TokenLogprob, TopLogprob
+from kestrel_client.images.drawing import draw
 from kestrel_client.images.inputs import ImageInput, StoredImage
 from kestrel_client.images.raw_image import RawImage
 from kestrel_client.requests import CachePolicy, CallOptions, Length, Priority, SpatialRef
@@ -95,17 +97,20 @@ __all__ = [
     "ImageInput",
     "ImageNotFound",
     "InvalidRequest",
+    "Job",
     "KestrelClientError",
     "Length",
     "Limits",
     "Load",
     "Model",
     "ModelNotFound",
+    "Outcome",
     "Overloaded",
     "PermissionDenied",
     "Point",
     "PointResult",
     "Priority",
+    "Progress",
     "QueryAlternative",
     "QueryResult",
     "RawImage",
@@ -132,4 +137,5 @@ __all__ = [
     "Unavailable",
     "Usage",
     "Violation",
+    "draw",
 ]

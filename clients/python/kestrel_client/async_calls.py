@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
 from types import TracebackType
 from typing import Any, Generic, Self
 
 import grpc
 
 from kestrel_client import requests
-from kestrel_client.channel import address_of, channel_options, token_of
-from kestrel_client.errors import KestrelClientError, client_closed, errors_of, from_rpc_error
+from kestrel_client.connection.channel import Connection
+from kestrel_client.errors import SERVER_UNREACHABLE, KestrelClientError, client_closed, errors_of, from_rpc_error
 from kestrel_client.images import inputs
 from kestrel_client.images.inputs import ImageInput, put_reference
 from kestrel_client.images.sent_images import Delivery, SentImages
 from kestrel_client.requests import CallOptions
 from kestrel_client.results import Segment, SegmentResult, TextChannel, TextDelta
+from kestrel_client.retries import Retries
 from kestrel_client.streams import AnyPiece, AnyResult, Events, OutlineEvents, TextEvents, cancelled_here
 from kestrel_client.v1.engine_service_pb2_grpc import EngineServiceStub
 from kestrel_client.v1.image_service_pb2_grpc import ImageServiceStub
@@ -28,24 +30,23 @@ class AsyncCalls:
 
     def __init__(
         self,
-        address: str | None,
+        connection: Connection,
         timeout_s: float,
         wait_for_ready: bool,
-        max_retries: int,
-        token: str | None,
-        credentials: grpc.ChannelCredentials | None,
+        max_retry_s: float,
         store_from_bytes: int | None,
     ) -> None:
+        self._connection = connection
         self._timeout_s = timeout_s
+        self._max_retry_s = max_retry_s
         self._wait_for_ready = wait_for_ready
-        self._token = token_of(token)
         self._sent = SentImages(store_from_bytes)
         self._is_closed = False
-        where, options = address_of(address), channel_options(max_retries)
+        target, options = connection.target, connection.options
         self._channel = (
-            grpc.aio.insecure_channel(where, options)
-            if credentials is None
-            else grpc.aio.secure_channel(where, credentials, options)
+            grpc.aio.insecure_channel(target, options)
+            if connection.credentials is None
+            else grpc.aio.secure_channel(target, connection.credentials, options)
         )
         self.vision = VisionServiceStub(self._channel)
         self.images = ImageServiceStub(self._channel)
@@ -57,16 +58,14 @@ class AsyncCalls:
         """The response to the message that `build` returns."""
         request_id = requests.request_id(options)
         with errors_of(request_id):
-            message = build()
+            message, retries = build(), self.retries(options)
             delivery = await self.delivery(message, image)
             while True:
-                call = await self.start(rpc, message, delivery, options, request_id)
+                call = await self.start(rpc, message, delivery, retries, request_id)
                 try:
                     return await call
                 except grpc.RpcError as error:
-                    failure = from_rpc_error(error, request_id)
-                    if delivery is None or not delivery.can_retry(failure):
-                        raise failure from error
+                    await self.retry(error, request_id, delivery, retries, asyncio.sleep)
 
     def stream(
         self,
@@ -80,10 +79,10 @@ class AsyncCalls:
         return AsyncTextStream(self._attempts(rpc, build, options, image), TextEvents(read))
 
     def outline(
-        self, rpc: Any, build: Callable[[], Any], options: CallOptions, image: ImageInput
+        self, rpc: Any, build: Callable[[], Any], options: CallOptions, image: ImageInput, object: str
     ) -> AsyncSegmentStream:
         """The stream of an outline, as `stream` is one of text."""
-        return AsyncSegmentStream(self._attempts(rpc, build, options, image), OutlineEvents())
+        return AsyncSegmentStream(self._attempts(rpc, build, options, image), OutlineEvents(object))
 
     def _attempts(
         self, rpc: Any, build: Callable[[], Any], options: CallOptions, image: ImageInput | None
@@ -109,25 +108,51 @@ class AsyncCalls:
         # Reading a file, compressing an image or hashing it would block the event loop for too long.
         return await asyncio.to_thread(lambda: self._sent.delivery(inputs.image_bytes(image)))
 
+    def retries(self, options: CallOptions) -> Retries:
+        """The attempts of a call that begins now."""
+        return requests.retries(options, self._timeout_s, self._max_retry_s)
+
+    async def retry(
+        self,
+        error: grpc.RpcError,
+        request_id: str,
+        delivery: Delivery | None,
+        retries: Retries,
+        sleep: Callable[[float], Awaitable[object]],
+    ) -> None:
+        """Return when the call may be sent again after this error; raise its failure where it may not."""
+        failure = from_rpc_error(error, request_id)
+        if delivery is not None and delivery.can_retry(failure):
+            return
+        wait_s = retries.wait_s(failure)
+        if wait_s is None:
+            raise await self.explained(failure, retries) from error
+        await sleep(wait_s)
+
+    async def explained(self, failure: KestrelClientError, retries: Retries) -> KestrelClientError:
+        """The failure, with what this client finds out about it."""
+        if failure.reason != SERVER_UNREACHABLE:
+            return self._connection.explain(failure, retries.timeout_s)
+        return await asyncio.to_thread(self._connection.explain, failure, retries.timeout_s)
+
     async def start(
-        self, rpc: Any, message: Any, delivery: Delivery | None, options: CallOptions, request_id: str
+        self, rpc: Any, message: Any, delivery: Delivery | None, retries: Retries, request_id: str
     ) -> Any:
         """The started call, which the caller awaits."""
         if delivery is not None:
             if delivery.must_store:
-                await self._store(delivery, options, request_id)
+                await self._store(delivery, retries, request_id)
             delivery.fill(message.image)
-        timeout_s = requests.timeout_s(options, self._timeout_s)
-        metadata = requests.metadata(request_id, self._token)
+        metadata = requests.metadata(request_id, self._connection.token)
         try:
-            return rpc(message, timeout=timeout_s, metadata=metadata, wait_for_ready=self._wait_for_ready)
+            return rpc(message, timeout=retries.remaining_s, metadata=metadata, wait_for_ready=self._wait_for_ready)
         except grpc.aio.UsageError as error:
             if self._is_closed:
                 raise client_closed() from error
             raise
 
-    async def _store(self, delivery: Delivery, options: CallOptions, request_id: str) -> None:
-        call = await self.start(self.images.PutImage, delivery.put_request(), None, options, request_id)
+    async def _store(self, delivery: Delivery, retries: Retries, request_id: str) -> None:
+        call = await self.start(self.images.PutImage, delivery.put_request(), None, retries, request_id)
         try:
             await call
         except grpc.RpcError as error:
@@ -137,7 +162,7 @@ class AsyncCalls:
 
 
 class _Attempts:
-    """A streaming call that begins when it is asked for, and again where the server did not have its image."""
+    """A streaming call that begins when it is asked for, and again where the server has refused it for now."""
 
     def __init__(
         self,
@@ -155,18 +180,24 @@ class _Attempts:
         self._image = image
         self._options = options
         self._delivery: Delivery | None = None
-        self._has_begun = False
+        self._retries: Retries | None = None
 
     async def start(self) -> Any:
         """The started call."""
-        if not self._has_begun:
+        if self._retries is None:
+            self._retries = self._calls.retries(self._options)
             self._delivery = await self._calls.delivery(self._message, self._image)
-            self._has_begun = True
-        return await self._calls.start(self._rpc, self._message, self._delivery, self._options, self.request_id)
+        return await self._calls.start(self._rpc, self._message, self._delivery, self._retries, self.request_id)
 
-    def can_retry(self, failure: KestrelClientError) -> bool:
-        """Whether to start again after this failure."""
-        return self._delivery is not None and self._delivery.can_retry(failure)
+    async def retry(self, error: grpc.RpcError, sleep: Callable[[float], Awaitable[object]]) -> None:
+        """Return when the call may start again after this error; raise its failure where it may not."""
+        assert self._retries is not None, "only a started call fails"
+        await self._calls.retry(error, self.request_id, self._delivery, self._retries, sleep)
+
+    async def explained(self, error: grpc.RpcError) -> KestrelClientError:
+        """The failure of a call that must not start again."""
+        assert self._retries is not None, "only a started call fails"
+        return await self._calls.explained(from_rpc_error(error, self.request_id), self._retries)
 
 
 class AsyncStream(Generic[AnyPiece, AnyResult]):
@@ -184,7 +215,8 @@ class AsyncStream(Generic[AnyPiece, AnyResult]):
         self._attempts = attempts
         self._events = events
         self._call: Any = None
-        self._cancelled = False
+        self._has_response = False
+        self._cancelled = asyncio.Event()
 
     async def __aenter__(self) -> Self:
         return self
@@ -208,32 +240,38 @@ class AsyncStream(Generic[AnyPiece, AnyResult]):
     def cancel(self) -> None:
         """Cancels the call. Does nothing once the stream has ended."""
         if self._call is None or self._call.cancel():
-            self._cancelled = True
+            self._cancelled.set()
 
     async def _next_piece(self) -> AnyPiece | None:
         while True:
-            if self._cancelled:
+            if self._cancelled.is_set():
                 raise cancelled_here(self.request_id)
             try:
                 if self._call is None:
                     with errors_of(self.request_id):
                         self._call = await self._attempts.start()
                 while response := await self._call.read():  # the mark of the end is false, every message is true
+                    self._has_response = True
                     piece = self._events.accept(response)
                     if piece is not None:
                         return piece
                 return None
             except grpc.RpcError as error:
-                failure = from_rpc_error(error, self.request_id)
-                if not self._attempts.can_retry(failure):
-                    raise failure from error
+                if self._has_response:
+                    raise await self._attempts.explained(error) from error
                 self._call = None
+                await self._attempts.retry(error, self._sleep)
             except asyncio.CancelledError:
                 # The same exception means that this task is cancelled, which must propagate, or that the stream is.
                 task = asyncio.current_task()
-                if self._cancelled and not (task is not None and task.cancelling()):
+                if self._cancelled.is_set() and not (task is not None and task.cancelling()):
                     raise cancelled_here(self.request_id) from None
                 raise
+
+    async def _sleep(self, duration_s: float) -> None:
+        """Wait, or until the stream is cancelled."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._cancelled.wait(), duration_s)
 
 
 class AsyncTextStream(AsyncStream[TextDelta, AnyResult]):

@@ -5,15 +5,22 @@ Generated from `aio.py` by tests/client/generate.py. Change that file, and gener
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from types import TracebackType
 from typing import Self, Unpack
 
 import grpc
 
 from kestrel_client import requests, results
+from kestrel_client.batches import DEFAULT_CONCURRENCY, Job, Outcome, Progress, blocking_map
 from kestrel_client.blocking_calls import BlockingCalls, SegmentStream, TextStream
-from kestrel_client.channel import DEFAULT_MAX_RETRIES, DEFAULT_TIMEOUT_S
+from kestrel_client.connection.channel import (
+    DEFAULT_MAX_RETRIES,
+    DEFAULT_MAX_RETRY_S,
+    DEFAULT_TIMEOUT_S,
+    Connection,
+)
+from kestrel_client.connection.tls import FileName
 from kestrel_client.generation import samples
 from kestrel_client.images.inputs import ImageInput, StoredImage
 from kestrel_client.images.sent_images import DEFAULT_STORE_FROM_BYTES
@@ -43,20 +50,32 @@ class Client:
     Every failed call raises a `KestrelClientError`, which carries the `request_id` that the server's log names.
 
     Args:
-        address: Where the server is, as host:port. None takes the environment variable KESTREL_GRPC_ADDRESS, or
-            else localhost:50051.
+        address: Where the server is: host:port, host (port 50051), http://host:port, https://host:port (with TLS),
+            or a target of gRPC, such as unix:/run/kestrel.sock or dns:///name:50051. None takes the environment
+            variable KESTREL_GRPC_ADDRESS, or else localhost:50051.
         timeout_s: The longest time for a call that does not say it itself, in seconds.
         wait_for_ready: Whether a call waits for a server to come up, at most as long as it may take. Otherwise it
             fails with `Unavailable` after its retries.
-        max_retries: How often a call is sent again that no server has accepted, from 0 to 4, within about a second.
+        max_retries: Retries (0 to 4) of a call that failed before a server accepted it; they end after about a
+            second.
+        max_retry_s: For how long a call is sent again that a server refuses for now, since its queue is full or it
+            is restarting: each time after the wait that the server asks for, within the time for the call. 0 leaves
+            that to the caller.
         token: Sent with every call, to servers that require one. None takes the environment variable
             KESTREL_GRPC_TOKEN; "" sends none.
-        credentials: Encrypts the connection, such as `grpc.ssl_channel_credentials()`. None uses no encryption.
+        tls_ca: A file in PEM with the CA certificates that the server's must be signed by; encrypts the connection.
+            None takes the environment variable KESTREL_GRPC_TLS_CA; "" names none. The CAs of the system need no
+            file: an address that begins with https:// uses them.
+        tls_client_certificate: A file in PEM with the certificate of this client, for servers that ask for one.
+            None takes KESTREL_GRPC_TLS_CLIENT_CERTIFICATE.
+        tls_client_key: A file with the key of that certificate. None takes KESTREL_GRPC_TLS_CLIENT_KEY.
+        credentials: Encrypts the connection in another way; no file is read then.
         store_from_bytes: An image file of at least this size that is sent again is stored on the server, and
             named from then on. None switches that off.
 
     Raises:
-        ValueError: For a number of retries or a token that gRPC cannot take.
+        ValueError: For what is no address, no certificate, or no number of retries or token that gRPC can take.
+        OSError: For a file of a certificate that cannot be read.
     """
 
     def __init__(
@@ -66,13 +85,19 @@ class Client:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         wait_for_ready: bool = False,
         max_retries: int = DEFAULT_MAX_RETRIES,
+        max_retry_s: float = DEFAULT_MAX_RETRY_S,
         token: str | None = None,
+        tls_ca: FileName | None = None,
+        tls_client_certificate: FileName | None = None,
+        tls_client_key: FileName | None = None,
         credentials: grpc.ChannelCredentials | None = None,
         store_from_bytes: int | None = DEFAULT_STORE_FROM_BYTES,
     ) -> None:
-        self._calls = BlockingCalls(
-            address, timeout_s, wait_for_ready, max_retries, token, credentials, store_from_bytes
+        files = tls_ca, tls_client_certificate, tls_client_key
+        connection = Connection.to(
+            address, token=token, tls=files, credentials=credentials, max_retries=max_retries
         )
+        self._calls = BlockingCalls(connection, timeout_s, wait_for_ready, max_retry_s, store_from_bytes)
 
     def __enter__(self) -> Self:
         return self
@@ -200,7 +225,8 @@ class Client:
                 `max_queue_s`, `timeout_s`, `request_id` and others; see `CallOptions`.
 
         Returns:
-            The places, as fractions of the image's width and height from its top left corner.
+            The places, as fractions of the image's width and height from its top left corner, and in pixels as
+            `points_px`.
         """
         response = self._calls.call(
             self._calls.vision.Point,
@@ -208,7 +234,7 @@ class Client:
             options,
             image,
         )
-        return results.point_result(response)
+        return results.point_result(response, object)
 
     def detect(
         self,
@@ -230,7 +256,8 @@ class Client:
                 `max_queue_s`, `timeout_s`, `request_id` and others; see `CallOptions`.
 
         Returns:
-            The boxes, as fractions of the image's width and height from its top left corner.
+            The boxes, as fractions of the image's width and height from its top left corner, and in pixels as
+            `boxes_px`.
         """
         response = self._calls.call(
             self._calls.vision.Detect,
@@ -238,7 +265,7 @@ class Client:
             options,
             image,
         )
-        return results.detect_result(response)
+        return results.detect_result(response, object)
 
     def segment(
         self,
@@ -266,7 +293,7 @@ class Client:
             options,
             image,
         )
-        return results.segment_result(response)
+        return results.segment_result(response, object)
 
     def stream_segment(
         self,
@@ -292,6 +319,7 @@ class Client:
             lambda: requests.segment(vision_pb2.StreamSegmentRequest, object, spatial_refs, options),
             options,
             image,
+            object,
         )
 
     def gaze(self, image: ImageInput, eye: Point, **options: Unpack[CallOptions]) -> GazeResult:
@@ -308,6 +336,30 @@ class Client:
         """
         response = self._calls.call(self._calls.vision.Gaze, lambda: requests.gaze(eye, options), options, image)
         return results.gaze_result(response)
+
+    def map(
+        self,
+        jobs: Iterable[Job],
+        *,
+        concurrency: int = DEFAULT_CONCURRENCY,
+        on_progress: Callable[[Progress], object] | None = None,
+    ) -> Generator[Outcome, None, None]:
+        """Runs many jobs, several at a time, and waits for places in the queue of the server.
+
+        Args:
+            jobs: Such as `Job("query", "bird.jpg", "What bird is this?")`. They may be a generator, which is read
+                as far as needed.
+            concurrency: How many jobs run at a time.
+            on_progress: Is called after each job.
+
+        Returns:
+            The outcomes in the order of the jobs. A failed job does not stop the others: its outcome has the error.
+
+        Raises:
+            ValueError: For a concurrency below 1.
+            TypeError: While iterating, for a job whose arguments no call takes.
+        """
+        return blocking_map(self, jobs, concurrency, on_progress)
 
     def upload_image(
         self, image: ImageInput, *, ttl_s: float | None = None, pin: bool = False, timeout_s: float | None = None

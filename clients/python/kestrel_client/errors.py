@@ -18,22 +18,38 @@
     ├── ClientClosed         the client was closed before the call
     └── ServerError          anything else; see the server's log
 
-Every one carries the status `code`, the server's stable `reason` and its `metadata`, which are empty where no
-server answered, and the `request_id`, by which the server's log names the request. An image file that cannot be
-read raises an `OSError`, as reading any file does.
+Every one carries the status `code`, a stable `reason`, the server's `metadata`, which is empty where no server
+answered, and the `request_id`, by which the server's log names the request. Where no server gave a reason, it is
+one of `LOCAL_REASONS`, or the name of the code. An image file that cannot be read raises an `OSError`, as reading
+any file does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
+
+CLIENT_CLOSED = "CLIENT_CLOSED"
+INVALID_REQUEST = "INVALID_REQUEST"
+RESULT_MISSING = "RESULT_MISSING"
+SERVER_UNREACHABLE = "SERVER_UNREACHABLE"
+TOKEN_INVALID = "TOKEN_INVALID"
+LOCAL_REASONS: Mapping[grpc.StatusCode, str] = {
+    grpc.StatusCode.INVALID_ARGUMENT: INVALID_REQUEST,
+    grpc.StatusCode.DEADLINE_EXCEEDED: "DEADLINE_EXCEEDED",
+    grpc.StatusCode.CANCELLED: "CANCELLED",
+    grpc.StatusCode.UNAVAILABLE: SERVER_UNREACHABLE,
+    # The transport refuses a message over its size limit with this code and without any detail.
+    grpc.StatusCode.RESOURCE_EXHAUSTED: "MESSAGE_TOO_LARGE",
+}
+"""The reasons of failures that have none from a server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,18 +62,20 @@ class Violation:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The facts about a failed call. `reason` is empty if the server gave none.
+    """The facts about a failed call.
 
     `request_id` is the id that the client sent; that in `metadata` is the server's, and wins.
     """
 
     code: grpc.StatusCode
     message: str
-    reason: str = ""
+    reason: str
     metadata: Mapping[str, str] = field(default_factory=dict)
     violations: tuple[Violation, ...] = ()
     retry_after_s: float | None = None
     request_id: str = ""
+    is_from_server: bool = False
+    """Whether a server of this contract gave the reason."""
 
 
 class KestrelClientError(Exception):
@@ -66,7 +84,8 @@ class KestrelClientError(Exception):
     Attributes:
         code: The gRPC status of the call; for a mistake that the client found, the one that a server would send.
         message: What went wrong.
-        reason: The server's stable name of the failure, such as `QUEUE_FULL`; empty where it gave none.
+        reason: The stable name of the failure, such as `QUEUE_FULL`: the server's, or the client's where no server
+            gave one.
         metadata: What else the server told, such as the limit that was exceeded.
         request_id: Names the request in the server's log. The caller's where the call had one, else made by the
             client.
@@ -74,6 +93,7 @@ class KestrelClientError(Exception):
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure)
+        self.failure = failure
         self.code = failure.code
         self.message = failure.message
         self.reason = failure.reason
@@ -173,6 +193,7 @@ def invalid_argument(field: str, description: str) -> InvalidRequest:
         Failure(
             grpc.StatusCode.INVALID_ARGUMENT,
             f"{field}: {description}",
+            INVALID_REQUEST,
             violations=(Violation(field, description),),
         )
     )
@@ -180,7 +201,12 @@ def invalid_argument(field: str, description: str) -> InvalidRequest:
 
 def client_closed() -> ClientClosed:
     """The exception for a call after `close`."""
-    return ClientClosed(Failure(grpc.StatusCode.FAILED_PRECONDITION, "the client is closed"))
+    return ClientClosed(Failure(grpc.StatusCode.FAILED_PRECONDITION, "the client is closed", CLIENT_CLOSED))
+
+
+def explained(error: KestrelClientError, message: str) -> KestrelClientError:
+    """The same error with another message."""
+    return type(error)(replace(error.failure, message=message, request_id=error.request_id))
 
 
 def from_rpc_error(error: grpc.RpcError, request_id: str = "") -> KestrelClientError:
@@ -219,21 +245,19 @@ _KINDS_BY_REASON: Mapping[tuple[grpc.StatusCode, str], type[KestrelClientError]]
     (grpc.StatusCode.FAILED_PRECONDITION, "SKILL_UNSUPPORTED"): SkillUnsupported,
     (grpc.StatusCode.FAILED_PRECONDITION, "REQUEST_REFUSED"): RequestRefused,
     (grpc.StatusCode.ABORTED, "STREAM_IDLE"): StreamIdle,
+    # Waiting does not make that request fit.
+    (grpc.StatusCode.RESOURCE_EXHAUSTED, "MESSAGE_TOO_LARGE"): InvalidRequest,
 }
 
 
 def _kind(failure: Failure) -> type[KestrelClientError]:
-    # The transport refuses a message over its size limit with this code and without any detail: waiting does
-    # not make that request fit.
-    if failure.code is grpc.StatusCode.RESOURCE_EXHAUSTED and not failure.reason:
-        return InvalidRequest
     kind = _KINDS_BY_REASON.get((failure.code, failure.reason))
     return kind or _KINDS.get(failure.code, ServerError)
 
 
 def _failure(error: grpc.RpcError, request_id: str) -> Failure:
     if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
-        return Failure(grpc.StatusCode.UNKNOWN, str(error), request_id=request_id)
+        return Failure(grpc.StatusCode.UNKNOWN, str(error), "UNKNOWN", request_id=request_id)
     reason = ""
     metadata: dict[str, str] = {}
     violations: list[Violation] = []
@@ -249,7 +273,11 @@ def _failure(error: grpc.RpcError, request_id: str) -> Failure:
         elif detail.Unpack(retry_info):
             retry_after_s = retry_info.retry_delay.ToTimedelta().total_seconds()
     details = error.details() or ""
-    return Failure(error.code(), details, reason, metadata, tuple(violations), retry_after_s, request_id)
+    code = error.code()
+    named = reason or LOCAL_REASONS.get(code, code.name)
+    return Failure(
+        code, details, named, metadata, tuple(violations), retry_after_s, request_id, is_from_server=bool(reason)
+    )
 
 
 def _details(error: Any) -> tuple[Any, ...]:

@@ -6,6 +6,7 @@ more than the beginning of its value. Rules that the server knows better, such a
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 import secrets
@@ -17,6 +18,7 @@ from kestrel_client.errors import errors_of, invalid_argument
 from kestrel_client.generation.constraints import constraint
 from kestrel_client.images.inputs import StoredImage
 from kestrel_client.results import Box, Point
+from kestrel_client.retries import Retries
 from kestrel_client.v1 import generation_pb2, image_service_pb2, media_pb2, vision_service_pb2
 
 Length = Literal["short", "normal", "long"]
@@ -64,6 +66,7 @@ class CallOptions(TypedDict, total=False):
             or "bypass".
         max_queue_s: The longest wait for a start, in seconds.
         timeout_s: The longest time for the whole call, in seconds.
+        max_retry_s: For how long a call is sent again that the server refuses for now, in seconds.
         request_id: Names the request in the server's log, in its result and in its errors: at most 128 letters,
             digits, dots, hyphens and underscores. The client makes one where there is none.
     """
@@ -91,6 +94,7 @@ class CallOptions(TypedDict, total=False):
     cache: CachePolicy | None
     max_queue_s: float | None
     timeout_s: float | None
+    max_retry_s: float | None
     request_id: str | None
 
 
@@ -182,10 +186,14 @@ def image_id(image: str | StoredImage) -> str:
     return image.image_id if isinstance(image, StoredImage) else _text("image", image)
 
 
-def timeout_s(options: CallOptions, default_s: float) -> float:
-    """How long the whole call may take."""
-    asked_s = options.get("timeout_s")
-    return default_s if asked_s is None else _seconds("timeout_s", asked_s)
+def retries(options: CallOptions, timeout_s: float, max_retry_s: float) -> Retries:
+    """The attempts of a call that begins now. The numbers are the client's, for options that are left out."""
+    asked_s, asked_retry_s = options.get("timeout_s"), options.get("max_retry_s")
+    return Retries(
+        timeout_s if asked_s is None else _seconds("timeout_s", asked_s),
+        max_retry_s if asked_retry_s is None else _seconds("max_retry_s", asked_retry_s),
+        options.get("max_queue_s"),
+    )
 
 
 def request_id(options: CallOptions) -> str:
@@ -215,7 +223,7 @@ def _shared(options: CallOptions, unused: Sequence[str] = _CONSTRAINT) -> dict[s
     """The fields `sampling` and `options`, which all requests share. Options that are `unused` must be absent."""
     unknown = options.keys() - CallOptions.__annotations__.keys()
     if unknown:
-        raise TypeError(f"unexpected keyword argument: {', '.join(sorted(unknown))}")
+        raise TypeError(f"unexpected keyword argument: {', '.join(map(_with_suggestion, sorted(unknown)))}")
     for name in unused:
         if options.get(name) is not None:
             raise invalid_argument(name, "is for queries")
@@ -235,6 +243,11 @@ def _shared(options: CallOptions, unused: Sequence[str] = _CONSTRAINT) -> dict[s
     _put(handling, "model", options.get("model"))
     _put(handling, "adapter", options.get("adapter"))
     return {"sampling": sampling, "options": handling}
+
+
+def _with_suggestion(name: str) -> str:
+    close = difflib.get_close_matches(name, CallOptions.__annotations__, n=1)
+    return f"{name} (did you mean {close[0]}?)" if close else name
 
 
 def _put(message: Any, name: str, value: Any) -> None:

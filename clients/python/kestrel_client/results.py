@@ -47,6 +47,10 @@ class Point:
     x: float
     y: float
 
+    def to_pixels(self, width_px: int, height_px: int) -> tuple[int, int]:
+        """Returns the pixel of an image of this size, as x and y."""
+        return min(int(self.x * width_px), width_px - 1), min(int(self.y * height_px), height_px - 1)
+
 
 @dataclass(frozen=True, slots=True)
 class Box:
@@ -56,6 +60,12 @@ class Box:
     y_min: float
     x_max: float
     y_max: float
+
+    def to_pixels(self, width_px: int, height_px: int) -> tuple[int, int, int, int]:
+        """Returns left, top, right and bottom in an image of this size, as Pillow takes boxes."""
+        x_min, x_max = round(self.x_min * width_px), round(self.x_max * width_px)
+        y_min, y_max = round(self.y_min * height_px), round(self.y_max * height_px)
+        return x_min, y_min, x_max, y_max
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +181,10 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """The fields that every result has. `request_id` identifies the request in the server's log."""
+    """The fields that every result has. `request_id` identifies the request in the server's log.
+
+    `width_px` and `height_px` are the size of the upright image; None without an image, or from an older server.
+    """
 
     request_id: str
     model: str
@@ -180,6 +193,13 @@ class Result:
     timing: Timing
     stop_sequence: str | None = None
     """The string in `stop` that came; None where generation ended for another reason."""
+    width_px: int | None = None
+    height_px: int | None = None
+
+    def _size_px(self) -> tuple[int, int]:
+        if self.width_px is None or self.height_px is None:
+            raise ValueError("the server has not told the size of the image")
+        return self.width_px, self.height_px
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,23 +225,41 @@ class CaptionResult(Result):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PointResult(Result):
-    """One place per object found."""
+    """One place per object found. `object` is what was looked for."""
 
     points: tuple[Point, ...]
+    object: str = ""
+
+    @property
+    def points_px(self) -> tuple[tuple[int, int], ...]:
+        """The places in pixels, as x and y. Raises ValueError where the size of the image is not known."""
+        return tuple(point.to_pixels(*self._size_px()) for point in self.points)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DetectResult(Result):
-    """The objects found."""
+    """The objects found. `object` is what was looked for."""
 
     objects: tuple[DetectedObject, ...]
+    object: str = ""
+
+    @property
+    def boxes_px(self) -> tuple[tuple[int, int, int, int], ...]:
+        """The boxes in pixels: left, top, right, bottom. Raises ValueError where the image's size is not known."""
+        return tuple(item.box.to_pixels(*self._size_px()) for item in self.objects)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentResult(Result):
-    """The outlines found."""
+    """The outlines found. `object` is what was looked for."""
 
     segments: tuple[Segment, ...]
+    object: str = ""
+
+    @property
+    def polygons_px(self) -> tuple[list[tuple[float, float]], ...]:
+        """The largest polygon of each outline, in pixels. Raises ValueError where the image's size is not known."""
+        return tuple(segment.polygon(*self._size_px()) for segment in self.segments)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,6 +267,11 @@ class GazeResult(Result):
     """The place that is looked at; `target` is None where none was found in the image."""
 
     target: Point | None
+
+    @property
+    def target_px(self) -> tuple[int, int] | None:
+        """The place in pixels, as x and y. Raises ValueError where the size of the image is not known."""
+        return None if self.target is None else self.target.to_pixels(*self._size_px())
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,21 +368,22 @@ def caption_result(message: vision_service_pb2.CaptionResult) -> CaptionResult:
     return CaptionResult(caption=message.caption, logprobs=token_logprobs(message.logprobs), **_info(message.info))
 
 
-def point_result(message: vision_service_pb2.PointResponse) -> PointResult:
+def point_result(message: vision_service_pb2.PointResponse, object: str) -> PointResult:
     """Points, read."""
-    return PointResult(points=tuple(_point(point) for point in message.points), **_info(message.info))
+    points = tuple(_point(point) for point in message.points)
+    return PointResult(points=points, object=object, **_info(message.info))
 
 
-def detect_result(message: vision_service_pb2.DetectResponse) -> DetectResult:
+def detect_result(message: vision_service_pb2.DetectResponse, object: str) -> DetectResult:
     """Objects, read."""
     objects = tuple(DetectedObject(box(item.box)) for item in message.objects)
-    return DetectResult(objects=objects, **_info(message.info))
+    return DetectResult(objects=objects, object=object, **_info(message.info))
 
 
-def segment_result(message: vision_service_pb2.SegmentResponse) -> SegmentResult:
+def segment_result(message: vision_service_pb2.SegmentResponse, object: str) -> SegmentResult:
     """Outlines, read."""
     segments = tuple(Segment(item.svg_path, box(item.box), item.is_partial) for item in message.segments)
-    return SegmentResult(segments=segments, **_info(message.info))
+    return SegmentResult(segments=segments, object=object, **_info(message.info))
 
 
 def gaze_result(message: vision_service_pb2.GazeResponse) -> GazeResult:
@@ -436,6 +480,8 @@ def _info(message: generation_pb2.ResponseInfo) -> dict[str, Any]:
             decode_s=_seconds(timing.decode_duration),
         ),
         "stop_sequence": message.stop_sequence or None,
+        "width_px": message.image_width_px or None,
+        "height_px": message.image_height_px or None,
     }
 
 

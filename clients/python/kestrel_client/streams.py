@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 import grpc
 
 from kestrel_client import results
-from kestrel_client.errors import Cancelled, Failure, ServerError
+from kestrel_client.errors import LOCAL_REASONS, RESULT_MISSING, Cancelled, Failure, ServerError
 from kestrel_client.results import Box, CaptionResult, QueryResult, Segment, SegmentResult, TextDelta
 from kestrel_client.v1 import vision_service_pb2
 
@@ -36,7 +36,8 @@ class Events(ABC, Generic[AnyPiece, AnyResult]):
     def result(self) -> AnyResult:
         """The whole result, once the stream has ended."""
         if self._result is None:
-            raise ServerError(Failure(grpc.StatusCode.INTERNAL, "the stream ended without a result"))
+            text = "the stream ended without a result"
+            raise ServerError(Failure(grpc.StatusCode.INTERNAL, text, RESULT_MISSING))
         return self._result
 
     @abstractmethod
@@ -54,8 +55,8 @@ class TextEvents(Events[TextDelta, AnyResult]):
 class OutlineEvents(Events[Segment, SegmentResult]):
     """The pieces are the outline as far as it has been drawn: first its box, then longer and longer paths."""
 
-    def __init__(self) -> None:
-        super().__init__(results.segment_result)
+    def __init__(self, object: str) -> None:
+        super().__init__(lambda message: results.segment_result(message, object))
         self._box: Box | None = None
         self._path = ""
 
@@ -71,4 +72,5 @@ class OutlineEvents(Events[Segment, SegmentResult]):
 
 def cancelled_here(request_id: str) -> Cancelled:
     """The error for reading a stream after cancelling it."""
-    return Cancelled(Failure(grpc.StatusCode.CANCELLED, "the stream was cancelled", request_id=request_id))
+    code = grpc.StatusCode.CANCELLED
+    return Cancelled(Failure(code, "the stream was cancelled", LOCAL_REASONS[code], request_id=request_id))

@@ -56,6 +56,7 @@ def started(event: Started, request_id: str, model: str) -> generation_pb2.Strea
 
 def info(finished: Finished, request_id: str, model: str) -> generation_pb2.ResponseInfo:
     """The fields that every result has about its request."""
+    width_px, height_px = finished.image_size_px or (0, 0)
     return generation_pb2.ResponseInfo(
         request_id=request_id,
         model=model,
@@ -63,6 +64,8 @@ def info(finished: Finished, request_id: str, model: str) -> generation_pb2.Resp
         usage=_usage(finished.usage),
         timing=_timing(finished.timing),
         stop_sequence=finished.stop_sequence,
+        image_width_px=width_px,
+        image_height_px=height_px,
     )
 
 

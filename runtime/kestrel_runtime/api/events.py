@@ -208,6 +208,8 @@ class Finished:
     timing: Timing
     stop_sequence: str | None = None
     """The stop string that came; None where generation ended for another reason."""
+    image_size_px: tuple[int, int] | None = None
+    """Width and height of the image, upright: what coordinates are fractions of. None without an image."""
     alternatives: tuple[Finished, ...] = ()
     """Further samples, where a call has asked for several. `usage` then has the output tokens of all of them."""
 

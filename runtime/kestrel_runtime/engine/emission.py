@@ -21,7 +21,8 @@ def events_after(sequence: Sequence, now: float) -> list[Event]:
     if parser.finish_reason is not None:
         timing = _timing(sequence, now)
         usage = _usage(sequence)
-        events.append(Finished(parser.output(), parser.finish_reason, usage, timing, parser.stop_sequence))
+        ending = parser.finish_reason, usage, timing, parser.stop_sequence, sequence.image_size_px
+        events.append(Finished(parser.output(), *ending))
     return events
 
 

@@ -111,6 +111,7 @@ class Preprocessor:
         # By namespace and digest: headers of these images are not read again. Within a namespace only, since the
         # time that a request takes shows it.
         self._known_images: LruCache[tuple[str, bytes], ImageFacts] = LruCache(_MAX_KNOWN_IMAGES)
+        self._sizes_px: LruCache[tuple[str, bytes], tuple[int, int]] = LruCache(_MAX_KNOWN_IMAGES)
         self._budget = MemoryBudget(max_decoded_bytes)
         self._max_decoding_bytes = min(MAX_DECODING_BYTES, max_decoded_bytes * 3 // 4)
         self._workers = Workers(num_threads, "kestrel-preprocess", self._budget, ageing_s=ageing_s)
@@ -192,9 +193,11 @@ class Preprocessor:
         Raises `DeadlineExceeded` or `QueueTimeout` before any work is done; `RequestRefused`; `InvalidRequest`,
         usually as `ImageError` or `ContextLengthExceeded`; and whatever `check_wanted` raises.
         """
-        sequence = self._without_tiles(request, clock, tenant, namespace, adapter, facts)
+        sequence, digest = self._without_tiles(request, clock, tenant, namespace, adapter, facts)
         if request.image is not None and not self._leaves_out_tiles(sequence, request, facts):
-            sequence.tiles = self._decode(request.image, tenant, check_wanted)
+            sequence.tiles, sequence.image_size_px = self._decode(request.image, tenant, check_wanted)
+            if digest is not None:
+                self._sizes_px.put((namespace, digest), sequence.image_size_px)
             clock.prepared = time.monotonic()
         return sequence
 
@@ -214,7 +217,7 @@ class Preprocessor:
             raise RuntimeError("the workers are closed")
         done: Future[Sequence] = Future()
         try:
-            sequence = self._without_tiles(request, clock, tenant, namespace, adapter, facts)
+            sequence, _ = self._without_tiles(request, clock, tenant, namespace, adapter, facts)
         except Exception as error:  # a worker's error is in its future, too
             done.set_exception(error)
             return done
@@ -231,7 +234,8 @@ class Preprocessor:
         namespace: str,
         adapter: AdapterLease | None,
         facts: ImageFacts | None,
-    ) -> Sequence:
+    ) -> tuple[Sequence, bytes | None]:
+        """The sequence, and the digest of its image. Its image's size is set where the image was decoded before."""
         clock.preprocess_started = time.monotonic()
         expiry = clock.expiry(clock.preprocess_started)
         if expiry is not None:
@@ -268,7 +272,7 @@ class Preprocessor:
             assert self._matchers is not None, "only engines without callers have none"
             matcher = self._matchers.new(request.constraint, parser, namespace, tenant)
         clock.prepared = time.monotonic()
-        return Sequence(
+        sequence = Sequence(
             id=next(self._ids),
             tokens=prompt,
             num_prompt_tokens=len(prompt),
@@ -291,19 +295,21 @@ class Preprocessor:
             embedding_key=embedding_key,
             adapter=adapter,
             computes_anew=policy is CachePolicy.REFRESH,
+            image_size_px=None if digest is None else self._sizes_px.get((namespace, digest)),
         )
+        return sequence, digest
 
     def _leaves_out_tiles(self, sequence: Sequence, request: Request, facts: ImageFacts | None) -> bool:
         """Whether the image is cached, and need not be decoded unless it is evicted before the sequence starts."""
         image = request.image
         assert image is not None, "asked for requests with one"
-        if request.options.cache is not CachePolicy.USE:
-            return False
+        if request.options.cache is not CachePolicy.USE or sequence.image_size_px is None:
+            return False  # an image whose size is not known any more is decoded to learn it
         if not self._is_cached(sequence.keys, sequence.embedding_key):
             return False
         num_bytes = self._num_bytes(self.inspect(image)) if facts is None else facts.num_bytes
         sequence.tile_job = Job(
-            partial(self._decode, image, sequence.tenant),
+            partial(self._tiles_of, image, sequence.tenant),
             submitted=sequence.submitted,
             priority=sequence.priority,
             standing=sequence.standing,
@@ -341,13 +347,18 @@ class Preprocessor:
         """Drop requests that have not started, and wait for the workers for a bounded time."""
         self._workers.close()
 
+    def _tiles_of(self, image: bytes | RawImage, tenant: str) -> Tiles | DecodedImage:
+        tiles, _ = self._decode(image, tenant)
+        return tiles
+
     def _decode(
         self, image: bytes | RawImage, tenant: str, check_wanted: Callable[[], None] = lambda: None
-    ) -> Tiles | DecodedImage:
+    ) -> tuple[Tiles | DecodedImage, tuple[int, int]]:
+        """The tiles of an image, and its width and height."""
         decoded = decode_image(image, max_image_pixels=self._max_image_pixels, check_wanted=check_wanted)
         tiles = self._make_tiles(decoded)
         self._budget.hold(tenant, tiles, tiles.pixels.nbytes)
-        return tiles
+        return tiles, decoded.size
 
     def _num_bytes(self, header: ImageHeader) -> int:
         """The most memory that decoding and tiling an image takes."""

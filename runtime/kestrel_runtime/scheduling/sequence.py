@@ -120,6 +120,8 @@ class Sequence:
     were cached."""
     computes_anew: bool = False
     """Whether it uses nothing that is cached, and replaces it."""
+    image_size_px: tuple[int, int] | None = None
+    """Width and height of its image, upright; None without an image."""
     adapter: AdapterLease | None = None
     """Keeps its adapter in a slot until the sequence leaves the engine; None without an adapter."""
     state: SequenceState = SequenceState.WAITING

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import ExifTags, Image
 
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.errors import EngineUnavailable, ImageError
@@ -67,6 +67,23 @@ async def test_a_decoder_that_does_not_end_keeps_neither_the_engine_nor_its_call
         assert isinstance(await error_of(stream), EngineUnavailable)
     finally:
         may_end.set()
+
+
+@pytest.mark.parametrize("padding", [b"", bytes(2**19)], ids=["hashed at once", "hashed by a worker"])
+async def test_the_size_of_the_upright_image_is_told_whether_it_was_cached_or_not(
+    engine: LocalEngine, padding: bytes
+) -> None:
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    file = io.BytesIO()
+    Image.new("RGB", (40, 30), "red").save(file, format="JPEG", exif=exif)
+    request = Caption(file.getvalue() + padding, sampling=SamplingParams(max_tokens=1))
+    first, second = await engine.submit(request).result(), await engine.submit(request).result()
+    assert (first.image_size_px, second.image_size_px) == ((30, 40), (30, 40))
+    assert second.usage.num_cached_tokens > 0
+    raw = RawImage(bytes(4 * 3 * 3), 4, 3, PixelFormat.RGB8, 12)
+    third = await engine.submit(Caption(raw, sampling=SamplingParams(max_tokens=1))).result()
+    assert third.image_size_px == (4, 3)
 
 
 def test_the_memory_of_images_is_as_configured(loaded: LoadedModel, engine: LocalEngine) -> None:

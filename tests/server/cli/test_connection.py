@@ -1,4 +1,4 @@
-"""The files that an encrypted connection is made from."""
+"""The flags of an encrypted connection."""
 
 from __future__ import annotations
 
@@ -6,18 +6,10 @@ import argparse
 from pathlib import Path
 
 import pytest
-import trustme
 
-from kestrel_grpc.cli.connection import ClientTls, add_connection_arguments, tls_of
+from kestrel_client.connection.tls import ClientTls
+from kestrel_grpc.cli.connection import add_connection_arguments, tls_of
 from kestrel_grpc.config.options import ServerConfig
-from tests.server.certificates import Pair
-
-
-@pytest.fixture
-def pair(tmp_path: Path) -> Pair:
-    pair = Pair.within(tmp_path)
-    pair.write(trustme.CA())
-    return pair
 
 
 def parsed(*words: str) -> argparse.Namespace:
@@ -64,27 +56,3 @@ def test_a_former_name_of_a_variable_is_refused_with_the_name_of_now(monkeypatch
 def test_a_certificate_needs_its_key():
     with pytest.raises(ValueError, match="each needs the other"):
         tls_of(parsed("--tls-client-certificate", "b.pem"))
-
-
-def test_files_that_cannot_be_used_are_named(tmp_path, pair):
-    other = Pair.within(tmp_path / "other")
-    other.key.parent.mkdir()
-    other.write(trustme.CA())
-    for ca in (pair.key, tmp_path / "binary"):
-        (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-        with pytest.raises(ValueError, match=f"{ca} holds no certificates in PEM format"):
-            ClientTls(ca, None, None).credentials()
-    for key in (other.key, pair.certificate):
-        with pytest.raises(ValueError, match=f"{pair.certificate} and {key} are not a certificate and its unenc"):
-            ClientTls(None, pair.certificate, key).credentials()
-    missing = tmp_path / "missing"
-    for tls in (ClientTls(missing, None, None), ClientTls(None, pair.certificate, missing)):
-        with pytest.raises(FileNotFoundError) as caught:
-            tls.credentials()
-        assert caught.value.filename == str(missing)
-
-
-def test_another_name_is_asked_for_only_where_it_is_given(pair):
-    assert ClientTls(pair.certificate, None, None).channel_options() == ()
-    named = ClientTls(pair.certificate, None, None, server_name="kestrel")
-    assert named.channel_options() == (("grpc.ssl_target_name_override", "kestrel"),)

@@ -136,7 +136,7 @@ async def test_a_container_that_asks_clients_for_certificates_is_probed_with_one
         assert await container.probe(rig, **files) == (0, "SERVING\n", "")
         status, _, complaint = await container.probe(rig)
     assert status == 1
-    assert "give --tls-client-certificate and --tls-client-key" in complaint
+    assert "give tls_client_certificate and tls_client_key" in complaint
     assert complaint.count("\n") == 1
 
 

@@ -152,20 +152,24 @@ class Timing(_message.Message):
     def __init__(self, queue_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., preprocess_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., prefill_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., time_to_first_token: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., decode_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class ResponseInfo(_message.Message):
-    __slots__ = ("request_id", "model", "finish_reason", "usage", "timing", "stop_sequence")
+    __slots__ = ("request_id", "model", "finish_reason", "usage", "timing", "stop_sequence", "image_width_px", "image_height_px")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
     TIMING_FIELD_NUMBER: _ClassVar[int]
     STOP_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_WIDTH_PX_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_HEIGHT_PX_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     finish_reason: FinishReason
     usage: Usage
     timing: Timing
     stop_sequence: str
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., stop_sequence: _Optional[str] = ...) -> None: ...
+    image_width_px: int
+    image_height_px: int
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., stop_sequence: _Optional[str] = ..., image_width_px: _Optional[int] = ..., image_height_px: _Optional[int] = ...) -> None: ...
 
 class StreamStarted(_message.Message):
     __slots__ = ("request_id", "model", "usage")

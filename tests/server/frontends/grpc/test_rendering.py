@@ -51,13 +51,15 @@ INFO = {
         "time_to_first_token": "12s",
         "decode_duration": "0.000000001s",
     },
+    "image_width_px": 640,
+    "image_height_px": 480,
 }
 BOX = Box(0.125, 0.25, 0.5, 0.75)
 BOX_DICT = {"x_min": 0.125, "y_min": 0.25, "x_max": 0.5, "y_max": 0.75}
 
 
 def finished(output: Output, reason: FinishReason = FinishReason.STOP) -> Finished:
-    return Finished(output, reason, Usage(735, 729, 12, 720), TIMING)
+    return Finished(output, reason, Usage(735, 729, 12, 720), TIMING, image_size_px=(640, 480))
 
 
 def as_dict(message: Message) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 name       → address      the name is not known
 connect    → connection   nothing listens; the host does not answer
 handshake  → TLS          no TLS there; certificate not trusted; TLS where none was expected; client certificate
+protocol   → gRPC         the port speaks HTTP/1.1
 """
 
 from __future__ import annotations
@@ -12,22 +13,24 @@ import socket
 import ssl
 from dataclasses import dataclass
 
-from kestrel_grpc.cli.connection import ClientTls
+from kestrel_client.connection.tls import ClientTls
 
 _TARGET = re.compile(
     r"(?:dns:(?://[^/]*/)?|ipv4:|ipv6:)?(?:\[(?P<ipv6>[^\]]+)\]|(?P<host>[^:,/]+))(?::(?P<port>\d+))?"
 )
-# The port that gRPC uses where an address has none.
-_DEFAULT_PORT = 443
+_GRPC_PORT = 443  # of an address without one, by gRPC's rules
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00"
 # How OpenSSL describes the answer of a server without TLS.
 _NO_TLS = frozenset(("wrong version number", "record layer failure", "unknown protocol"))
 
 
-def why_no_answer(address: str, tls: ClientTls | None, *, timeout_s: float = 5.0) -> str | None:
+def why_no_answer(
+    address: str, tls: ClientTls | None, *, tries_handshake: bool = True, timeout_s: float = 5.0
+) -> str | None:
     """The reason in one line; None where the server can be reached, or for addresses of other kinds.
 
-    Takes up to `timeout_s` for each step. Raises what `ClientTls.context` raises.
+    Ends once connected unless it `tries_handshake`. Takes up to `timeout_s` for each step. Raises what
+    `ClientTls.context` raises.
     """
     if address.startswith("unix:"):
         return _why_no_unix_socket(address, timeout_s)
@@ -36,6 +39,8 @@ def why_no_answer(address: str, tls: ClientTls | None, *, timeout_s: float = 5.0
         return None
     try:
         with socket.create_connection((target.host, target.port), timeout_s) as connection:
+            if not tries_handshake:
+                return None
             if tls is not None:
                 return _why_no_handshake(connection, address, tls, target.host)
         return _why_not_plaintext(target, address, timeout_s)
@@ -59,7 +64,7 @@ class _Target:
         match = _TARGET.fullmatch(address)
         if match is None:
             return None
-        return cls(match["ipv6"] or match["host"], int(match["port"] or _DEFAULT_PORT))
+        return cls(match["ipv6"] or match["host"], int(match["port"] or _GRPC_PORT))
 
 
 def _why_no_unix_socket(address: str, timeout_s: float) -> str | None:
@@ -82,7 +87,7 @@ def _why_no_handshake(connection: socket.socket, address: str, tls: ClientTls, h
     except ssl.SSLError as error:
         reason = (error.reason or "").replace("_", " ").lower()
         if reason in _NO_TLS:
-            return f"{address} speaks no TLS; leave out --tls-ca and KESTREL_GRPC_TLS_CA"
+            return f"{address} speaks no TLS; leave out https://, tls_ca, --tls-ca and KESTREL_GRPC_TLS_CA"
         return f"no encrypted connection to {address}: {reason or error}"
 
 
@@ -99,7 +104,7 @@ def _why_no_http2(encrypted: ssl.SSLSocket, address: str, tls: ClientTls) -> str
     certificate = "a certificate" if tls.certificate is None else "another certificate"
     return (
         f"{address} closes encrypted connections at once; if it asks clients for {certificate}, "
-        "give --tls-client-certificate and --tls-client-key"
+        "give tls_client_certificate and tls_client_key"
     )
 
 
@@ -112,5 +117,19 @@ def _why_not_plaintext(target: _Target, address: str, timeout_s: float) -> str |
         try:
             trust_all.wrap_socket(connection, server_hostname=target.host).close()
         except (ssl.SSLError, ConnectionError):
-            return None
-    return f"{address} speaks TLS only; give --tls-ca or KESTREL_GRPC_TLS_CA"
+            return _why_not_http2(target, address, timeout_s)
+    return (
+        f"{address} speaks TLS only; give its CA by tls_ca, --tls-ca or KESTREL_GRPC_TLS_CA, "
+        "or write https:// for the CAs of this system"
+    )
+
+
+def _why_not_http2(target: _Target, address: str, timeout_s: float) -> str | None:
+    with socket.create_connection((target.host, target.port), timeout_s) as connection:
+        try:
+            connection.sendall(_PREFACE)
+            if connection.recv(5) == b"HTTP/":
+                return f"{address} speaks HTTP/1.1 and no gRPC; gRPC has a port of its own, by default 50051"
+        except OSError:
+            pass
+    return None

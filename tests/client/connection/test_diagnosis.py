@@ -13,9 +13,9 @@ import grpc
 import pytest
 import trustme
 
+from kestrel_client.connection.diagnosis import why_no_answer
+from kestrel_client.connection.tls import ClientTls
 from kestrel_grpc.access.tls import CertificateFiles
-from kestrel_grpc.cli.connection import ClientTls
-from kestrel_grpc.cli.diagnosis import why_no_answer
 from kestrel_grpc.frontends.grpc.connections.ports import server_credentials
 from tests.server.certificates import Pair
 
@@ -117,13 +117,33 @@ def test_no_unix_socket_is_there(tmp_path):
 async def test_the_server_speaks_no_tls(tmp_path, authority):
     async with serving() as address:
         line = await why(address, client_tls(tmp_path, authority))
-    assert line == f"{address} speaks no TLS; leave out --tls-ca and KESTREL_GRPC_TLS_CA"
+    assert line == f"{address} speaks no TLS; leave out https://, tls_ca, --tls-ca and KESTREL_GRPC_TLS_CA"
 
 
 async def test_the_server_speaks_tls_only(pair):
     async with serving(server_credentials(CertificateFiles(pair.certificate, pair.key))) as address:
         line = await why(address)
-    assert line == f"{address} speaks TLS only; give --tls-ca or KESTREL_GRPC_TLS_CA"
+    assert line == (
+        f"{address} speaks TLS only; give its CA by tls_ca, --tls-ca or KESTREL_GRPC_TLS_CA, "
+        "or write https:// for the CAs of this system"
+    )
+
+
+async def test_the_port_speaks_http_1():
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        line = await why(address)
+    assert line == f"{address} speaks HTTP/1.1 and no gRPC; gRPC has a port of its own, by default 50051"
+
+
+async def test_an_encryption_that_is_not_known_is_not_tried(pair):
+    async with serving(server_credentials(CertificateFiles(pair.certificate, pair.key))) as address:
+        assert await asyncio.to_thread(why_no_answer, address, None, tries_handshake=False) is None
 
 
 async def test_the_certificate_is_of_an_unknown_authority(tmp_path, pair):
@@ -153,7 +173,7 @@ async def test_the_server_asks_for_another_client_certificate(tmp_path, pair, au
         without = await why(address, client_tls(tmp_path, authority))
         another = await why(address, client_tls(tmp_path, authority, trustme.CA()))
         good = await why(address, client_tls(tmp_path, authority, clients))
-    advice = "give --tls-client-certificate and --tls-client-key"
+    advice = "give tls_client_certificate and tls_client_key"
     closes = f"{address} closes encrypted connections at once; if it asks clients for"
     assert without == f"{closes} a certificate, {advice}"
     assert another == f"{closes} another certificate, {advice}"

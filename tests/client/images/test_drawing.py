@@ -4,12 +4,46 @@ from __future__ import annotations
 
 import io
 
-from PIL import Image
+import pytest
+from PIL import Image, ImageDraw
 
-from kestrel_client import Box, Point, Segment
-from kestrel_grpc.cli.pictures.drawing import COLOURS, draw, open_upright
+from kestrel_client import (
+    Box,
+    DetectedObject,
+    DetectResult,
+    FinishReason,
+    GazeResult,
+    InvalidRequest,
+    Point,
+    PointResult,
+    Segment,
+    SegmentResult,
+    Timing,
+    Usage,
+    draw,
+)
+from kestrel_client.images.drawing import COLOURS
 
 WHITE = (255, 255, 255)
+FACTS = {
+    "request_id": "r",
+    "model": "tiny",
+    "finish_reason": FinishReason.STOP,
+    "usage": Usage(1, 1, 1),
+    "timing": Timing(0, 0, 0, 0, 0),
+}
+
+
+def pointed(*points: Point, object: str = "kite") -> PointResult:
+    return PointResult(points=points, object=object, **FACTS)
+
+
+def detected(*boxes: Box, object: str = "kite") -> DetectResult:
+    return DetectResult(objects=tuple(map(DetectedObject, boxes)), object=object, **FACTS)
+
+
+def outlined(*segments: Segment) -> SegmentResult:
+    return SegmentResult(segments=segments, object="kite", **FACTS)
 
 
 def _canvas(width: int = 200, height: int = 100) -> Image.Image:
@@ -18,19 +52,19 @@ def _canvas(width: int = 200, height: int = 100) -> Image.Image:
 
 def test_the_original_stays_as_it_was() -> None:
     image = _canvas()
-    drawn = draw(image, points=(Point(0.5, 0.5),))
+    drawn = draw(image, pointed(Point(0.5, 0.5)))
     assert image.getcolors() == [(200 * 100, WHITE)]
     assert drawn.size == image.size
 
 
 def test_a_point_is_a_spot_in_its_place() -> None:
-    drawn = draw(_canvas(), points=(Point(0.25, 0.5),))
+    drawn = draw(_canvas(), pointed(Point(0.25, 0.5)))
     assert drawn.getpixel((50, 50)) == COLOURS[0]
     assert drawn.getpixel((150, 50)) == WHITE
 
 
 def test_a_box_is_a_frame_around_what_stays_visible() -> None:
-    drawn = draw(_canvas(), boxes=(Box(0.1, 0.2, 0.6, 0.8),))
+    drawn = draw(_canvas(), detected(Box(0.1, 0.2, 0.6, 0.8)))
     for corner in ((20, 20), (120, 20), (20, 80), (120, 80)):
         assert drawn.getpixel(corner) == COLOURS[0]
     assert drawn.getpixel((70, 50)) == WHITE
@@ -38,14 +72,14 @@ def test_a_box_is_a_frame_around_what_stays_visible() -> None:
 
 
 def test_a_box_of_the_whole_image_stays_inside_it() -> None:
-    drawn = draw(_canvas(), boxes=(Box(0, 0, 1, 1),))
+    drawn = draw(_canvas(), detected(Box(0, 0, 1, 1)))
     assert drawn.getpixel((199, 99)) == COLOURS[0]
     assert drawn.getpixel((0, 0)) == COLOURS[0]
 
 
 def test_a_segment_is_outlined_within_its_box_and_keeps_its_own_colour() -> None:
     segment = Segment("M 0 0 L 1 0 L 1 1 L 0 1 Z", Box(0.5, 0.2, 0.9, 0.8))
-    drawn = draw(_canvas(), segments=(segment,))
+    drawn = draw(_canvas(), outlined(segment))
     assert drawn.getpixel((100, 40)) == COLOURS[0]
     assert drawn.getpixel((140, 50)) == WHITE
     assert drawn.getpixel((50, 50)) == WHITE
@@ -53,22 +87,22 @@ def test_a_segment_is_outlined_within_its_box_and_keeps_its_own_colour() -> None
 
 def test_a_shape_within_a_shape_is_outlined_too() -> None:
     ring = "M 0 0 H 1 V 1 H 0 Z M 0.3 0.3 H 0.7 V 0.7 H 0.3 Z"
-    drawn = draw(_canvas(), segments=(Segment(ring, Box(0, 0, 1, 1)),))
+    drawn = draw(_canvas(), outlined(Segment(ring, Box(0, 0, 1, 1))))
     assert drawn.getpixel((60, 50)) == COLOURS[0]
     assert drawn.getpixel((20, 50)) == drawn.getpixel((100, 50)) == WHITE
 
 
 def test_an_outline_is_visible_on_its_own_colour() -> None:
     segment = Segment("M 0 0 L 1 0 L 1 1 L 0 1 Z", Box(0.5, 0.2, 0.9, 0.8))
-    drawn = draw(Image.new("RGB", (200, 100), COLOURS[0]), segments=(segment,))
+    drawn = draw(Image.new("RGB", (200, 100), COLOURS[0]), outlined(segment))
     assert WHITE in [drawn.getpixel((x, 40)) for x in range(95, 106)]
 
 
 def test_every_result_has_a_label_of_its_colour_inside_the_image() -> None:
     segment = Segment("M 0 0 L 1 0 L 1 1 L 0 1 Z", Box(0.1, 0.1, 0.3, 0.3))
-    found = draw(_canvas(800, 400), boxes=(Box(0.5, 0, 1, 1),), points=(Point(0.999, 0.999),), segments=(segment,))
+    found = draw(_canvas(800, 400), outlined(segment), detected(Box(0.5, 0, 1, 1)), pointed(Point(0.999, 0.999)))
     counted = {colour: number for number, colour in found.getcolors(1 << 20) or ()}
-    plain = draw(_canvas(800, 400), boxes=(Box(0.5, 0, 1, 1),))
+    plain = draw(_canvas(800, 400), detected(Box(0.5, 0, 1, 1)))
     plain_counted = {colour: number for number, colour in plain.getcolors(1 << 20) or ()}
     frame = 2 * 3 * (400 + 400)
     assert plain_counted[COLOURS[0]] > frame
@@ -77,30 +111,50 @@ def test_every_result_has_a_label_of_its_colour_inside_the_image() -> None:
 
 
 def test_a_path_that_makes_no_sense_draws_nothing() -> None:
-    drawn = draw(_canvas(), segments=(Segment("A B", Box(0, 0, 1, 1)), Segment("", Box(0, 0, 1, 1))))
+    drawn = draw(_canvas(), outlined(Segment("A B", Box(0, 0, 1, 1)), Segment("", Box(0, 0, 1, 1))))
     assert drawn.getcolors() == [(200 * 100, WHITE)]
 
 
 def test_things_found_differ_in_colour_and_any_number_of_them_is_drawn() -> None:
     points = tuple(Point((index + 0.5) / 20, 0.5) for index in range(20))
-    drawn = draw(_canvas(800, 100), points=points)
+    drawn = draw(_canvas(800, 100), pointed(*points))
     shown = [drawn.getpixel((20 + 40 * index, 50)) for index in range(len(COLOURS) + 1)]
     assert shown == [*COLOURS, COLOURS[0]]
     assert len(set(COLOURS)) == len(COLOURS)
 
 
-def test_kinds_of_results_share_no_colour() -> None:
-    drawn = draw(_canvas(), points=(Point(0.25, 0.5),), boxes=(Box(0.5, 0.3, 0.9, 0.8),))
+def test_several_results_share_no_colour() -> None:
+    drawn = draw(_canvas(), detected(Box(0.5, 0.3, 0.9, 0.8)), pointed(Point(0.25, 0.5)))
     assert drawn.getpixel((100, 30)) == COLOURS[0]
     assert drawn.getpixel((50, 50)) == COLOURS[1]
 
 
-def test_pictures_are_opened_as_the_model_sees_them() -> None:
+def test_pictures_are_drawn_on_as_the_model_sees_them() -> None:
     file = io.BytesIO()
     exif = Image.Exif()
     exif[0x0112] = 6
     Image.new("RGB", (30, 20)).save(file, format="JPEG", exif=exif)
-    assert open_upright(file.getvalue()).size == (20, 30)
+    assert draw(file.getvalue()).size == (20, 30)
     file = io.BytesIO()
     Image.new("RGBA", (2, 2), (0, 0, 0, 0)).save(file, format="PNG")
-    assert open_upright(file.getvalue()).getcolors() == [(4, WHITE)]
+    assert draw(file.getvalue()).getcolors() == [(4, WHITE)]
+
+
+def test_labels_say_what_was_asked_for_and_count_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+    text = ImageDraw.ImageDraw.text
+
+    def noted(pencil: ImageDraw.ImageDraw, xy: tuple[float, float], content: str, *others: object) -> None:
+        written.append(content)
+        text(pencil, xy, content, *others)  # pyright: ignore[reportArgumentType] - passed on as they came
+
+    monkeypatch.setattr(ImageDraw.ImageDraw, "text", noted)
+    gaze = GazeResult(target=Point(0.1, 0.1), **FACTS)
+    found = pointed(Point(0.2, 0.2), Point(0.3, 0.3), object="dog"), detected(Box(0, 0, 1, 1), object="höher")
+    draw(_canvas(), *found, gaze, detected(Box(0, 0, 1, 1), object="x" * 100))
+    assert written == ["dog 1", "dog 2", "höher", "target", "x" * 39 + "…"]
+
+
+def test_an_image_that_only_the_server_has_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="is no file"):
+        draw("https://example.com/a.png", pointed())

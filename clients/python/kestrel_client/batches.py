@@ -1,0 +1,177 @@
+"""Many calls at a time: jobs, their outcomes in order, and progress. The clients make the calls.
+
+A failed job does not stop the others, unless its arguments are ones that no call takes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Sized
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from kestrel_client.errors import KestrelClientError
+from kestrel_client.images.inputs import ImageInput
+from kestrel_client.results import Result
+
+if TYPE_CHECKING:
+    from kestrel_client.aio import AsyncClient
+    from kestrel_client.client import Client
+
+DEFAULT_CONCURRENCY = 16
+Skill = Literal["query", "caption", "point", "detect", "segment", "gaze"]
+"""What a job asks for."""
+
+_METHODS = {"query": "complete_query", "caption": "complete_caption"}
+# A job waits for a place in the queue of the server for as long as its call may take.
+_MAX_RETRY_S = 1e9
+
+
+class Job:
+    """One call of a batch, such as `Job("detect", "bird.jpg", "bird", max_objects=10)`.
+
+    Args:
+        skill: The name of the skill.
+        image: The image; None for a query without one.
+        *arguments: What the method of the client takes after the image.
+        **options: What it takes by keyword.
+
+    Raises:
+        ValueError: For a skill that does not exist.
+    """
+
+    __slots__ = ("arguments", "image", "options", "skill")
+
+    def __init__(self, skill: Skill, image: ImageInput | None, /, *arguments: Any, **options: Any) -> None:
+        if skill not in get_args(Skill):
+            raise ValueError(f"the skill of a job is one of {', '.join(get_args(Skill))}, not {str(skill)[:40]!r}")
+        self.skill: Skill = skill
+        self.image = image
+        self.arguments = arguments
+        self.options = options
+
+    def call(self, client: Client | AsyncClient) -> Any:
+        """The result of the call, or of the asyncio client the coroutine of it."""
+        method = getattr(client, _METHODS.get(self.skill, self.skill))
+        return method(self.image, *self.arguments, **{"max_retry_s": _MAX_RETRY_S, **self.options})
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a job: its `result`, or else the `error` of its call or of the file of its image."""
+
+    job: Job
+    result: Result | None
+    error: KestrelClientError | OSError | None
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How many jobs have ended, failed ones included. `total_count` is None where the jobs have no length."""
+
+    done_count: int
+    failed_count: int
+    total_count: int | None
+
+
+def blocking_map(
+    client: Client, jobs: Iterable[Job], concurrency: int, on_progress: Callable[[Progress], object] | None
+) -> Generator[Outcome, None, None]:
+    """The outcomes, in the order of the jobs. Raises ValueError for a concurrency below 1."""
+    batch = _Batch(jobs, concurrency, on_progress)
+
+    def outcome(job: Job) -> Outcome:
+        try:
+            return Outcome(job, job.call(client), None)
+        except (KestrelClientError, OSError) as error:
+            return Outcome(job, None, error)
+
+    def outcomes() -> Generator[Outcome, None, None]:
+        running: dict[Future[Outcome], int] = {}
+        pool = ThreadPoolExecutor(concurrency, "kestrel-map")
+        try:
+            while True:
+                for number, job in batch.next_jobs(concurrency - len(running)):
+                    running[pool.submit(outcome, job)] = number
+                yield from batch.ready()
+                if not running:
+                    return
+                for ended in wait(running, return_when=FIRST_COMPLETED).done:
+                    batch.end(running.pop(ended), ended.result())
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    return outcomes()
+
+
+def async_map(
+    client: AsyncClient, jobs: Iterable[Job], concurrency: int, on_progress: Callable[[Progress], object] | None
+) -> AsyncGenerator[Outcome, None]:
+    """As `blocking_map`. Calls that run are cancelled when the iterator is closed."""
+    batch = _Batch(jobs, concurrency, on_progress)
+
+    async def outcome(job: Job) -> Outcome:
+        try:
+            return Outcome(job, await job.call(client), None)
+        except (KestrelClientError, OSError) as error:
+            return Outcome(job, None, error)
+
+    async def outcomes() -> AsyncGenerator[Outcome, None]:
+        running: dict[asyncio.Task[Outcome], int] = {}
+        try:
+            while True:
+                for number, job in batch.next_jobs(concurrency - len(running)):
+                    running[asyncio.create_task(outcome(job))] = number
+                for ready in batch.ready():
+                    yield ready
+                if not running:
+                    return
+                ended, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for task in ended:
+                    batch.end(running.pop(task), task.result())
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    return outcomes()
+
+
+class _Batch:
+    """Which jobs come next, and which outcomes may be told in the order of the jobs."""
+
+    def __init__(
+        self, jobs: Iterable[Job], concurrency: int, on_progress: Callable[[Progress], object] | None
+    ) -> None:
+        if concurrency < 1:
+            raise ValueError(f"concurrency is at least 1, not {concurrency}")
+        self._jobs = enumerate(jobs)
+        self._total_count = len(jobs) if isinstance(jobs, Sized) else None
+        self._on_progress = on_progress
+        self._ended: dict[int, Outcome] = {}
+        self._told_count = 0
+        self._done_count = 0
+        self._failed_count = 0
+
+    def next_jobs(self, count: int) -> Iterator[tuple[int, Job]]:
+        """At most `count` further jobs, with their numbers."""
+        for _ in range(count):
+            numbered = next(self._jobs, None)
+            if numbered is None:
+                return
+            yield numbered
+
+    def end(self, number: int, outcome: Outcome) -> None:
+        """A job has ended."""
+        self._ended[number] = outcome
+        self._done_count += 1
+        self._failed_count += outcome.error is not None
+        if self._on_progress is not None:
+            self._on_progress(Progress(self._done_count, self._failed_count, self._total_count))
+
+    def ready(self) -> Iterator[Outcome]:
+        """The outcomes whose turn it is."""
+        while (outcome := self._ended.pop(self._told_count, None)) is not None:
+            self._told_count += 1
+            yield outcome

@@ -1,0 +1,1 @@
+"""How a client reaches its server: address, encryption, the channel, and why no server answers."""

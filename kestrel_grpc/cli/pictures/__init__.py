@@ -1,1 +1,0 @@
-"""Draws results onto their image."""
