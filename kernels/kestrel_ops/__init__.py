@@ -6,7 +6,7 @@ Shapes: T tokens, B sequences, H query heads, G key/value heads, D head dimensio
 """
 
 from kestrel_ops.device_limits import DeviceLimits
-from kestrel_ops.dispatch import Kernels
+from kestrel_ops.dispatch import Kernels, compiled_together, measured_products, num_compilations
 from kestrel_ops.invariant_mode import InvariantMode, depends_on_place
 from kestrel_ops.low_rank import ExpertAdapters, LowRank
 from kestrel_ops.reference.add_low_rank import add_low_rank
@@ -33,13 +33,16 @@ __all__ = [
     "TextShape",
     "VisionShape",
     "add_low_rank",
+    "compiled_together",
     "decode_attention",
     "depends_on_place",
     "has_float8_product",
     "invariant_attention",
     "invariant_attention_bytes",
     "invariant_linear",
+    "measured_products",
     "mixture_of_experts",
+    "num_compilations",
     "prefill_attention",
     "resample",
     "rotary",

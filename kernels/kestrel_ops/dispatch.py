@@ -12,6 +12,7 @@ import importlib.util
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from types import ModuleType
 from typing import Any
@@ -86,6 +87,38 @@ class Kernels:
             for operation, function in functions.items()
             if getattr(sys.modules.get(function.__module__), "WAITS_FOR_DEVICE", False)
         ]
+
+
+def num_compilations() -> int:
+    """How many kernels this process has compiled, or loaded from their folder, since the first call."""
+    module = _compilations()
+    return 0 if module is None else module.compilations().count
+
+
+def compiled_together() -> AbstractContextManager[None]:
+    """Within it Triton kernels are compiled instead of launched, by many processes; they are ready at its end.
+
+    What is computed within it is not defined.
+    """
+    module = _compilations()
+    return nullcontext() if module is None else module.compiled_together()
+
+
+def measured_products() -> AbstractContextManager[None]:
+    """Within it the algorithm of each product of cuBLASLt of a new shape is chosen by measurement.
+
+    That waits for the device. Without it a product takes up to a few per cent longer, with the same result.
+    """
+    return _module("library", "cublas_lt").measured_products()
+
+
+def _compilations() -> ModuleType | None:
+    try:
+        return _module("triton", "compilations")
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] not in _OPTIONAL_PACKAGES:
+            raise
+        return None
 
 
 def _default(device_type: str, operation: str, model: ModelShape | None) -> str:

@@ -222,6 +222,14 @@ ADAPTER_REQUESTS = Definition(
     "Answered requests by adapter; from the 65th adapter on they are counted as other.",
     ("adapter",),
 )
+STALLS = Definition(
+    "kestrel.engine.stalls",
+    Kind.COUNTER,
+    "1",
+    "What requests waited for since the start: kernels that were compiled or loaded from their folder "
+    "(compilation), and CUDA graphs that were being captured when they came (capture).",
+    ("cause",),
+)
 READY = Definition("kestrel.engine.ready", Kind.GAUGE, "1", "1 while the engine takes requests, else 0.")
 RESTARTS = Definition("kestrel.engine.restarts", Kind.COUNTER, "1", "Restarts of the engine after a failure.")
 INFO = Definition(
@@ -239,7 +247,7 @@ METRICS = (
     *(CACHE_LOOKUPS, CACHE_HITS, CACHE_EVICTIONS, CACHE_USED, CACHE_CAPACITY, CACHE_AGE),
     *(DEVICE_MEMORY_USED, DEVICE_MEMORY_CAPACITY, DEVICE_UTILIZATION, MEMORY_PLANNED),
     *(ADAPTER_SLOTS, ADAPTER_LOADS, ADAPTER_EVICTIONS, ADAPTER_REQUESTS),
-    *(READY, RESTARTS, INFO),
+    *(READY, RESTARTS, STALLS, INFO),
 )
 
 _LOAD: tuple[tuple[Definition, Callable[[Load], int]], ...] = (
@@ -403,6 +411,7 @@ class _EngineCollector(Collector):
                 yield GaugeMetricFamily(definition.prometheus_name, definition.help, read_part(reading))
         yield _planned_family(self._engine.info.memory)
         yield from _adapter_families(load.adapters)
+        yield _stalls_family(load)
         is_ready = self._engine.status is EngineStatus.SERVING
         yield GaugeMetricFamily(READY.prometheus_name, READY.help, int(is_ready))
         info = self._engine.info
@@ -417,6 +426,7 @@ class _EngineCollector(Collector):
             yield GaugeMetricFamily(definition.prometheus_name, definition.help)
         yield from _cache_families({})
         yield from _adapter_families(AdapterLoad())
+        yield _stalls_family(None)
         yield _planned_family(None)
 
 
@@ -427,6 +437,15 @@ def _planned_family(plan: MemoryPlan | None) -> Metric:
     )
     for part, num_bytes in () if plan is None else plan.terms():
         family.add_metric((part,), num_bytes)
+    return family
+
+
+def _stalls_family(load: Load | None) -> Metric:
+    """The counter of stalls with a sample for each cause."""
+    family = CounterMetricFamily(STALLS.prometheus_name, STALLS.help, labels=STALLS.prometheus_labels)
+    if load is not None:
+        family.add_metric(("compilation",), load.num_compilations_awaited)
+        family.add_metric(("capture",), load.num_captures_awaited)
     return family
 
 

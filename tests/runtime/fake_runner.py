@@ -46,10 +46,15 @@ class FakeRunner:
         self.on_wait: Callable[[FakeHandle], None] = lambda handle: None
         self.on_sample: Callable[[FakeHandle], None] = lambda handle: None
         self.on_run: Callable[[Batch], None] = lambda batch: None
+        self.on_capture_wanted: Callable[[], bool] = lambda: False
         self.num_restarts = 0
         self.num_emptied = 0
 
     def capture(self) -> None: ...
+
+    def capture_wanted(self) -> bool:
+        """Whether there was a graph to capture, in a time without work."""
+        return self.on_capture_wanted()
 
     def launch(self, batch: Batch, after: Iterable[FakeHandle] = ()) -> FakeHandle:
         self.on_launch(batch)

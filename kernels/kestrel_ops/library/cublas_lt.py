@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from ctypes import byref, c_float, c_int, c_int8, c_int32, c_int64, c_size_t, c_uint64, c_void_p, sizeof
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +35,7 @@ _MOST_CANDIDATES = 8
 _ALIGNMENT = 16  # bytes
 _NUM_TIMED_RUNS = 3
 _WORTH_A_CHANGE = 0.98  # relative to the time of the first candidate
+_measures: ContextVar[bool] = ContextVar("_measures", default=False)
 
 _SIGNATURES = {
     "cublasLtCreate": [c_void_p],
@@ -87,6 +90,7 @@ class CublasLt:
         self._handle = c_void_p()
         self._call("cublasLtCreate", byref(self._handle))
         self._plans: dict[tuple[object, ...], _Plan] = {}
+        self._measured: set[tuple[object, ...]] = set()
 
     def multiply(
         self,
@@ -103,8 +107,9 @@ class CublasLt:
     ) -> None:
         """out = out_factor * gelu((x * x_scale) @ (weight * weight_scale).T + bias), or out += with `accumulate`.
 
-        At the first call for a shape it measures which algorithm is the fastest, and synchronises for that. Raises
-        RuntimeError if cuBLASLt has no such product.
+        Within `measured_products`, at the first call for a shape, it measures which algorithm is the fastest, and
+        synchronises for that. Else the library's first choice is used. Raises RuntimeError if cuBLASLt has no such
+        product.
         """
         assert x.is_contiguous()
         assert weight.is_contiguous()
@@ -118,10 +123,13 @@ class CublasLt:
 
         key = (*x.shape, len(weight), out.dtype, bias.dtype, gelu, accumulate)
         plan = self._plans.get(key)
-        if plan is None:
+        measures = key not in self._measured and _measures.get() and not torch.cuda.is_current_stream_capturing()
+        if plan is None or measures:
             # The selection depends on alignment, so the plan uses the actual operands.
             plans = self._candidates(x, x_scale, weight, weight_scale, bias, out, out_factor, gelu)
-            plan = self._plans[key] = _fastest(plans, run, out)
+            plan = self._plans[key] = _fastest(plans, run, out) if measures else plans[0]
+            if measures:
+                self._measured.add(key)
         run(plan, out)
 
     def _run(self, plan: _Plan, x: Tensor, weight: Tensor, out: Tensor, accumulate: bool) -> None:
@@ -228,7 +236,7 @@ class CublasLt:
 def _fastest(plans: list[_Plan], run: Callable[[_Plan, Tensor], None], out: Tensor) -> _Plan:
     """The fastest plan among those with the same bits as the first one, measured on copies of `out`."""
     first, *others = plans
-    if not others or torch.cuda.is_current_stream_capturing():
+    if not others:
         return first
     try:
         wanted = out.clone()
@@ -257,6 +265,16 @@ def _time_ms(run: Callable[[], None]) -> float:
     end.record()
     end.synchronize()
     return begin.elapsed_time(end)
+
+
+@contextmanager
+def measured_products() -> Iterator[None]:
+    """See `kestrel_ops.measured_products`."""
+    token = _measures.set(True)
+    try:
+        yield
+    finally:
+        _measures.reset(token)
 
 
 @functools.cache

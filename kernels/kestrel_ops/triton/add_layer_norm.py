@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kestrel_ops.shapes import ModelShape
+from kestrel_ops.triton.compilations import launcher
 from kestrel_ops.triton.requirements import unsupported_device, unsupported_rows
 from kestrel_ops.triton.rows import RowBlocks, cut_to_float8, load_piece, pieces, store_piece
 
@@ -36,7 +37,7 @@ def add_layer_norm(
     if out_dtype == torch.float8_e4m3fn and out_scale is None:
         scale = torch.empty(num_rows, 1, dtype=torch.float32, device=hidden.device)
     main, tail = pieces(width, blocks)
-    _add_layer_norm[(triton.cdiv(num_rows, blocks.rows),)](
+    launcher(_add_layer_norm, (triton.cdiv(num_rows, blocks.rows),))(
         hidden,
         delta,
         out,

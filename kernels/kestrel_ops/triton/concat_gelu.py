@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kestrel_ops.shapes import ModelShape
+from kestrel_ops.triton.compilations import launcher
 from kestrel_ops.triton.requirements import unsupported_device, unsupported_rows
 from kestrel_ops.triton.rows import RowBlocks, cut_to_float8, load_piece, pieces, store_piece
 
@@ -39,7 +40,7 @@ def concat_gelu(
         scale = torch.empty(num_rows, 1, dtype=torch.float32, device=inner.device)
     plain_main, plain_tail = pieces(plain_width, blocks)
     inner_main, inner_tail = pieces(inner_width, blocks)
-    _concat_gelu[(triton.cdiv(num_rows, blocks.rows),)](
+    launcher(_concat_gelu, (triton.cdiv(num_rows, blocks.rows),))(
         plain,
         inner,
         out,

@@ -9,6 +9,7 @@ from torch import Tensor
 from triton.language.extra import cuda as extra
 
 from kestrel_ops.device_limits import DeviceLimits
+from kestrel_ops.triton.compilations import launcher
 
 
 def has_dependent_launch(tensor: Tensor) -> bool:
@@ -27,7 +28,7 @@ def launch(
 ) -> None:
     """Launch a kernel that has a constant `is_dependent` and calls `wait_for_previous` if it is set."""
     options = {"launch_pdl": True} if is_dependent else {}
-    kernel[grid](
+    launcher(kernel, grid)(
         *arguments, is_dependent=is_dependent, num_warps=num_warps, num_stages=num_stages, **constants, **options
     )
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kestrel_ops.reference.philox_uniform import NUM_UNIFORMS
 from kestrel_ops.shapes import ModelShape
+from kestrel_ops.triton.compilations import launcher
 from kestrel_ops.triton.requirements import unsupported_device
 
 _BLOCK_ROWS = 64
@@ -21,7 +22,7 @@ def philox_uniform(
     """As the reference, with the same bits."""
     num_rows = len(seeds)
     out = torch.empty(num_rows, NUM_UNIFORMS, dtype=torch.float32, device=seeds.device)
-    _philox_uniform[(triton.cdiv(num_rows, _BLOCK_ROWS),)](
+    launcher(_philox_uniform, (triton.cdiv(num_rows, _BLOCK_ROWS),))(
         seeds, counters, out, num_rows, seeds.stride(0), counters.stride(0), block=_BLOCK_ROWS
     )
     return out

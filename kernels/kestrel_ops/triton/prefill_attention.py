@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from kestrel_ops.device_limits import DeviceLimits
 from kestrel_ops.shapes import ModelShape
+from kestrel_ops.triton.compilations import launcher
 from kestrel_ops.triton.requirements import unsupported_device, unsupported_heads
 
 
@@ -88,8 +88,7 @@ def attend(
     assert all(tensor.is_contiguous() for tensor in (key_pages, value_pages, page_table))
     # Heads vary first: concurrent programs then read neighbouring columns of the same packed rows.
     grid = (num_heads, triton.cdiv(max_chunk, tiles.queries), len(lengths))
-    kernel: Any = _prefill_attention[grid]  # takes launch options in addition to its parameters
-    kernel(
+    launcher(_prefill_attention, grid)(
         query,
         key,
         value,

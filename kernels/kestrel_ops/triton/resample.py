@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import triton
 import triton.language as tl
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from kestrel_ops.reference.resample import RESAMPLE_WEIGHT_BITS
 from kestrel_ops.shapes import ModelShape
+from kestrel_ops.triton.compilations import launcher
 from kestrel_ops.triton.requirements import unsupported_device
 
 
@@ -44,8 +44,7 @@ def resample(
         rows, source_row, result_row, step = height, width * channels, length * channels, channels
     rows_per_program = 1 if rows == 1 else blocks.num_rows  # no other value, which would be compiled separately
     grid = (triton.cdiv(result_row, blocks.num_bytes), triton.cdiv(rows, rows_per_program))
-    launch: Any = _resample[grid]
-    launch(
+    launcher(_resample, grid)(
         pixels,
         taps,
         resampled,

@@ -5,14 +5,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kestrel_ops.shapes import ModelShape
+from kestrel_ops.triton.compilations import launcher
 from kestrel_ops.triton.requirements import unsupported_device, unsupported_heads, unsupported_rows
 from kestrel_ops.triton.rows import RowBlocks, block_columns
 
@@ -43,8 +42,7 @@ def rotary_write_kv(
     assert all(tensor is None or tensor.is_contiguous() for tensor in whole)
     all_heads, all_groups = triton.next_power_of_2(num_heads), triton.next_power_of_2(num_groups)
     blocks = RowBlocks(rows=min(all_heads, all_groups), num_warps=_NUM_WARPS)
-    kernel: Any = _rotary_write_kv[(num_tokens,)]  # takes launch options in addition to its parameters
-    kernel(
+    launcher(_rotary_write_kv, (num_tokens,))(
         qkv,
         positions,
         cosine,

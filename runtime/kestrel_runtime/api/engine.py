@@ -114,6 +114,10 @@ class Load:
     image_cache: CacheLoad = CacheLoad()
     """Image embeddings that later requests can use."""
     adapters: AdapterLoad = field(default_factory=AdapterLoad)
+    num_compilations_awaited: int = 0
+    """Kernels that were compiled, or loaded from the folder of compiled ones, since the engine is ready."""
+    num_captures_awaited: int = 0
+    """Captures of CUDA graphs during which a request came."""
 
 
 class Engine(Protocol):

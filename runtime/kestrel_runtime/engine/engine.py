@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from kestrel_ops import num_compilations
 from kestrel_runtime.adapters.files import AdapterSource
 from kestrel_runtime.adapters.preparation import AdapterPreparation
 from kestrel_runtime.adapters.store import AdapterStore
@@ -181,6 +182,7 @@ class LocalEngine:
             self._preprocessor.decode_again,
             LibraryMasks(model_config.vocab_size, available_processors()),
         )
+        self._num_compilations = num_compilations()
         self._status = EngineStatus.SERVING
         self._lock = threading.RLock()
         self._num_preprocessing = 0
@@ -324,6 +326,8 @@ class LocalEngine:
             prefix_cache=self._prefix_cache_load(),
             image_cache=self._image_cache_load(),
             adapters=AdapterLoad() if self._adapters is None else self._adapters.reading(),
+            num_compilations_awaited=num_compilations() - self._num_compilations,
+            num_captures_awaited=self._loop.num_captures_awaited,
         )
 
     async def drain(self) -> None:
@@ -334,10 +338,12 @@ class LocalEngine:
             await asyncio.wait(own)
 
     def guard_steps(self) -> None:
-        """From now on, stop the engine if it makes no progress for the configured step timeout.
+        """From now on, stop the engine if it makes no progress for the configured step timeout, and count the
+        kernels that are compiled.
 
         Call it after the first steps: these compile kernels and allocate buffers, without a time limit.
         """
+        self._num_compilations = num_compilations()
         self._watchdog.guard()
 
     @property

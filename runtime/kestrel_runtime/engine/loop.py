@@ -74,6 +74,8 @@ _MAX_DECODES, _MAX_DECODES_BEFORE_PREFILL = 2, 5
 """Decode steps in flight, the one that runs included; the second where a prefill step is about to be launched."""
 _BLOCKED_S = 0.05
 """How long the thread waits for an image that is being decoded before it looks at deadlines."""
+_QUIET_S = 0.2
+"""How long there is no work before graphs are captured that have turned out to be needed."""
 
 _log = logging.getLogger(__name__)
 
@@ -123,6 +125,8 @@ class EngineLoop:
         self._decodes: deque[InFlightStep] = deque()
         self._rate = TokenRate()
         self._launching: Batch | None = None
+        self._num_captures_awaited = 0
+        self._may_want_captures = False  # since the last step, if the runner has not said otherwise
         self._num_marks = 0  # rises with each launch and completion, for the watchdog
         self._is_waiting = True
         self._is_stopping = False
@@ -164,6 +168,11 @@ class EngineLoop:
     def num_active(self) -> int:
         """Sequences that hold pages; a reading, not a promise."""
         return self._scheduler.num_active
+
+    @property
+    def num_captures_awaited(self) -> int:
+        """Captures of graphs during which a request came."""
+        return self._num_captures_awaited
 
     def tokens_per_second(self) -> float:
         """Tokens drawn over the last seconds, per second."""
@@ -256,10 +265,23 @@ class EngineLoop:
         is_blocked = self._scheduler.is_blocked
         if (is_blocked or self._scheduler.is_idle) and not (self._prefills or self._decodes):
             self._is_waiting = True
-            with contextlib.suppress(Empty):  # deadlines pass meanwhile
-                self._receive(self._inbox.get(timeout=_BLOCKED_S if is_blocked else None))
+            quiet_s = _QUIET_S if self._may_want_captures else None
+            try:
+                self._receive(self._inbox.get(timeout=_BLOCKED_S if is_blocked else quiet_s))
+            except Empty:  # deadlines pass meanwhile
+                if not is_blocked:
+                    self._capture_wanted()
             self._is_waiting = False
         return not self._is_stopping
+
+    def _capture_wanted(self) -> None:
+        """Capture graphs until none is wanted, or something comes in."""
+        while self._inbox.empty():
+            if not self._runner.capture_wanted():
+                self._may_want_captures = False
+                return
+            if not self._inbox.empty():
+                self._num_captures_awaited += 1
 
     def _take_inbox(self) -> None:
         while not self._inbox.empty():
@@ -339,6 +361,7 @@ class EngineLoop:
             return True
         self._note_starts(batch)
         self._num_marks += 1
+        self._may_want_captures = True
         self._launching = batch
         try:
             handle = self._runner.launch(batch, self._handles_of(batch.after | batch.depends_on))

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-_STEP_TOKENS, _LARGE_STEP_TOKENS = 64, 128
-_LARGE_FROM_TOKENS = 1024
-"""From here on products take rows by the larger step anyway."""
+_SINGLE_STEP_TOKENS, _LARGE_FROM_TOKENS = 64, 1024
+_TOKEN_STEPS = ((256, 64), (_LARGE_FROM_TOKENS, 128))
+"""Of steps with several chunks: up to so many tokens, and the step there; above, `_LARGE_STEP_TOKENS`."""
+_LARGE_STEP_TOKENS, _MIXED_STEP_TOKENS = 256, 512
+"""The second for long steps with many chunks, which are mixtures of all kinds."""
+_SHORT_CHUNK = 64
+_SHORT_CHUNK_COUNTS, _LONG_CHUNK_COUNTS = (4, 16, 64), (8, 64)
+"""Numbers of chunks that have sizes of their own, where all chunks are short, and elsewhere: beside a long chunk
+one of padding costs little."""
 _USUAL_TEXT_TOKENS = (8, 16, 24, 32, 40)
 """Of questions about an image, template included."""
 
@@ -31,22 +37,29 @@ class PrefillSize(NamedTuple):
     max_pages: int
 
     @classmethod
-    def bucket(
-        cls, num_tokens: int, num_chunks: int, max_chunk: int, num_samples: int, max_pages: int
-    ) -> PrefillSize:
-        """The next size with a graph of its own. It samples at least once."""
-        step = _STEP_TOKENS if num_tokens <= _LARGE_FROM_TOKENS else _LARGE_STEP_TOKENS
-        padded = _rounded_up(num_tokens, step)
+    def bucket(cls, num_tokens: int, num_chunks: int, max_chunk: int, largest: PrefillSize) -> PrefillSize:
+        """The next size with a graph of its own. It samples after each chunk, and may be larger than `largest`."""
         if num_chunks == 1:
-            return cls(padded, 1, padded, 1, max_pages)
-        longest = max(_power_of_two(max_chunk), _STEP_TOKENS)
-        return cls(padded, _power_of_two(num_chunks), longest, _power_of_two(max(num_samples, 1)), max_pages)
+            step = _SINGLE_STEP_TOKENS if num_tokens <= _LARGE_FROM_TOKENS else _LARGE_STEP_TOKENS
+            padded = _rounded_up(num_tokens, step)
+            return cls(padded, 1, padded, 1, largest.max_pages)
+        longest, counts = _SHORT_CHUNK, _SHORT_CHUNK_COUNTS
+        if max_chunk > _SHORT_CHUNK:
+            longest, counts = _power_of_two(max_chunk), _LONG_CHUNK_COUNTS
+        chunks = next((count for count in counts if count >= num_chunks), _power_of_two(num_chunks))
+        if chunks > largest.num_chunks >= num_chunks:
+            chunks = largest.num_chunks
+        step = next((step for most, step in _TOKEN_STEPS if num_tokens <= most), _LARGE_STEP_TOKENS)
+        if chunks >= _LONG_CHUNK_COUNTS[-1] and num_tokens > 2 * _LARGE_FROM_TOKENS:
+            step = _MIXED_STEP_TOKENS
+        samples = min(chunks, largest.num_samples)
+        return cls(_rounded_up(num_tokens, step), chunks, longest, samples, largest.max_pages)
 
     @classmethod
     def usual(
         cls,
         positions_per_image: int,
-        max_pages: int,
+        largest: PrefillSize,
         *,
         max_tokens: int,
         max_prompts: int,
@@ -57,23 +70,22 @@ class PrefillSize(NamedTuple):
         """The sizes of one prompt of moderate length, and of several short questions about an image each; the
         largest first.
 
-        With `shares_prefixes` there are steps of questions alone, whose images are cached. With
-        `cuts_at_share_points` a question and its image are two chunks.
+        With `shares_prefixes` some or all of the images are cached. With `cuts_at_share_points` a question and its
+        image are two chunks.
         """
         longest = min(max_tokens, _LARGE_FROM_TOKENS)
-        sizes = {cls.bucket(length, 1, length, 1, max_pages) for length in range(1, longest + 1)}
+        sizes = {cls.bucket(length, 1, length, largest) for length in range(1, longest + 1)}
+        chunks_of_image = 2 if cuts_at_share_points else 1
         for text in _USUAL_TEXT_TOKENS:
             length = positions_per_image + text
-            counts = range(1, min(max_prompts, max_tokens // length) + 1)
-            if shares_prefixes:
-                known = range(2, min(max_prompts, max_tokens // text) + 1)
-                sizes |= {cls.bucket(count * text, count, text, count, max_pages) for count in known}
-            if cuts_at_share_points:
-                sizes |= {
-                    cls.bucket(count * length, 2 * count, positions_per_image, count, max_pages) for count in counts
-                }
-            else:
-                sizes |= {cls.bucket(count * length, count, length, count, max_pages) for count in counts}
+            for num_images in range(min(max_prompts, max_tokens // length) + 1):
+                left = min(max_prompts - num_images, (max_tokens - num_images * length) // text)
+                max_chunk = length if num_images else text
+                for num_known in range(left + 1) if shares_prefixes else (0,):
+                    num_chunks = num_images * chunks_of_image + num_known
+                    if num_chunks:
+                        tokens = num_images * length + num_known * text
+                        sizes.add(cls.bucket(tokens, num_chunks, max_chunk, largest))
         # A chunk is no longer than a context.
         return sorted((size for size in sizes if size.num_tokens <= size.num_chunks * max_context), reverse=True)
 
@@ -88,7 +100,8 @@ def largest_prefill(
     max_tokens: int, max_prompts: int, max_pages: int, *, cuts_at_share_points: bool = False
 ) -> PrefillSize:
     """The largest size with a graph, for buffers that all sizes share."""
-    tokens, prompts = _rounded_up(max_tokens, _LARGE_STEP_TOKENS), _power_of_two(max_prompts)
+    step = _MIXED_STEP_TOKENS if max_tokens > 2 * _LARGE_FROM_TOKENS else _LARGE_STEP_TOKENS
+    tokens, prompts = _rounded_up(max_tokens, step), _power_of_two(max_prompts)
     return PrefillSize(tokens, prompts * (1 + cuts_at_share_points), tokens, prompts, max_pages)
 
 

@@ -2,8 +2,8 @@
 
 Invariants
   G1  Work runs once and returns its result, whether or not a capture succeeds. A failed capture raises nothing.
-  G2  In traffic nothing runs twice, and nothing waits for the device: work runs without a graph the first time,
-      and is captured when it comes again.
+  G2  No work in traffic waits for a capture, runs twice or waits for the device: it runs without a graph. What has
+      come more than once is captured by `capture_wanted`, while there is no traffic.
   G3  All graphs of a runner together stay within their budget. The least recently used ones are dropped, and
       destroyed when their last replay is complete.
   G4  A failure to capture is logged once for its key, and not tried again.
@@ -84,7 +84,9 @@ class CapturedGraphs:
         self._stream_capture = stream_capture
         self._budget = budget
         self._captured: dict[Hashable, CapturedGraph] = {}
+        self._unproven: set[Hashable] = set()
         self._met: set[Hashable] = set()
+        self._wanted: dict[Hashable, Callable[[], Tensor]] = {}
         self._failed: set[Hashable] = set()
         self._dropped: list[tuple[CapturedGraph, torch.cuda.Event]] = []
 
@@ -95,54 +97,57 @@ class CapturedGraphs:
         """Run `work` once, by a replay if it has a graph. The result is valid until the next `run`."""
         self._destroy_dropped()
         captured = self._captured.get(key)
-        if captured is not None:
-            captured.graph.replay()
-            self._budget.use(self, key)
+        if captured is not None and self._replay(key, captured):
             return captured.result
-        if key in self._met and self._may_capture(key) and self._capture(key, work):
-            captured = self._captured[key]
-            try:
-                captured.graph.replay()
-            except Exception as error:  # the first launch takes memory too; nothing has run then
-                self.drop(key)
-                self._give_up(key, error)
-            else:
-                return captured.result
-        self._met.add(key)
+        if key not in self._met:
+            self._met.add(key)
+        elif key not in self._wanted and self._may_capture(key):
+            self._wanted[key] = work
         return work()
 
-    def capture_all(self, works: Works, *, until: float) -> int:
+    def capture_wanted(self) -> bool:
+        """Capture one of the works that have run more than once without a graph; False where there is none.
+
+        Neither runs it nor waits for the device.
+        """
+        while self._wanted:
+            key = next(iter(self._wanted))
+            work = self._wanted.pop(key)
+            if self._may_capture(key):
+                self._capture(key, work)
+                return True
+        return False
+
+    def capture_all(self, works: Works, *, each_runs_before: bool = False) -> None:
         """Capture works before traffic, in their order: the largest first, so that others fit into its memory.
 
-        Each work runs once before its capture, because libraries do things on first use that a capture does not
-        allow; what this run writes must not matter. Waits for the device. Stops at `until`, in seconds of the
-        monotonic clock, and returns how many works were not captured for that reason.
+        The first one runs before its capture, because libraries do things on first use that a capture does not
+        allow; with `each_runs_before` every one does, and where a capture fails, it runs before a second attempt.
+        What these runs write must not matter. Waits for the device.
         """
-        num_left = 0
         is_first = True
         with self._stream_capture.entered():  # the iterator writes the inputs
             for key, work in works:
                 if not self._may_capture(key):
                     continue
-                if time.monotonic() >= until:
-                    num_left += 1
-                    continue
                 try:
-                    work()
-                    if is_first:
-                        self._stream_capture.release_warm_up_memory()
+                    if is_first or each_runs_before or not self._try_to_capture(key, work):
+                        work()
+                        if is_first:
+                            self._stream_capture.release_warm_up_memory()
                 except Exception as error:  # out of memory, for a size that may never be needed
                     self._give_up(key, error)
                     continue
                 is_first = False
                 self._met.add(key)
-                self._capture(key, work)
-        return num_left
+                if key not in self._captured and self._may_capture(key):
+                    self._capture(key, work)
 
     def drop(self, key: Hashable) -> None:
         """Drop a graph. It is destroyed when all work launched on its stream so far is complete."""
         captured, event = self._captured.pop(key), self._stream_capture.mark()
         self._budget.remove(self, key)
+        self._unproven.discard(key)
         self._met.discard(key)
         if event is not None:
             self._dropped.append((captured, event))
@@ -151,22 +156,48 @@ class CapturedGraphs:
         """Drop all graphs: the addresses that they read and write are no longer valid."""
         for key in list(self._captured):
             self.drop(key)
+        self._wanted.clear()
 
     def _may_capture(self, key: Hashable) -> bool:
         may_try = len(self._failed) < _MOST_FAILURES
         return key not in self._captured and key not in self._failed and may_try and self._budget.has_room
 
-    def _capture(self, key: Hashable, work: Callable[[], Tensor]) -> bool:
-        started = time.monotonic()
+    def _capture(self, key: Hashable, work: Callable[[], Tensor]) -> None:
         try:
-            captured = self._stream_capture.capture(work)
+            self._add(key, work)
         except Exception as error:  # or an error of the work itself, which is raised again without a graph
             self._give_up(key, error)
+
+    def _try_to_capture(self, key: Hashable, work: Callable[[], Tensor]) -> bool:
+        try:
+            self._add(key, work)
+        except Exception as error:
+            _log.debug("%s of %s run before they are captured: %s", self._kind, key, error)
             return False
+        return True
+
+    def _add(self, key: Hashable, work: Callable[[], Tensor]) -> None:
+        started = time.monotonic()
+        captured = self._stream_capture.capture(work)
         self._captured[key] = captured
+        self._unproven.add(key)
         self._budget.add(self, key, captured)
         _log.debug("captured %s of %s in %.3f s", self._kind, key, time.monotonic() - started)
-        return key in self._captured
+
+    def _replay(self, key: Hashable, captured: CapturedGraph) -> bool:
+        """Whether the graph has run. A first launch takes memory, too; where there is none, nothing has run."""
+        if key in self._unproven:
+            try:
+                captured.graph.replay()
+            except Exception as error:
+                self.drop(key)
+                self._give_up(key, error)
+                return False
+            self._unproven.discard(key)
+        else:
+            captured.graph.replay()
+        self._budget.use(self, key)
+        return True
 
     def _give_up(self, key: Hashable, error: Exception) -> None:
         self._failed.add(key)

@@ -73,10 +73,6 @@ class Executor(Protocol):
         """Embed the packed tokens and fill the cache: hidden states [N, dim] before the final normalisation."""
         ...
 
-    def decode(self, inputs: DecodeInputs) -> Tensor:
-        """`forward` and `sample` of a decode step whose masks, if it needs any, are known: at once is faster."""
-        ...
-
     def release(self, sequence: ScheduledSequence) -> None:
         """Forget what is kept of a sequence's image before it is complete."""
         ...
@@ -87,6 +83,11 @@ class Executor(Protocol):
 
     def capture(self) -> None:
         """Capture the graphs that usual traffic needs. For the start alone: it waits for the device."""
+        ...
+
+    def capture_wanted(self) -> bool:
+        """Capture the graph of one other step that has come more than once; False where there is none. For times
+        without traffic: a request that comes meanwhile waits for it."""
         ...
 
     def reset(self) -> None:

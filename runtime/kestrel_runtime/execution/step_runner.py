@@ -163,6 +163,11 @@ class StepRunner:
         if self._graphs is not None:
             self._executor.capture()
 
+    @torch.inference_mode()
+    def capture_wanted(self) -> bool:
+        """While there is no traffic: capture one step that has come more than once; False where there is none."""
+        return self._graphs is not None and self._executor.capture_wanted()
+
     def run(self, batch: Batch) -> list[Token]:
         """Run a step that is not restricted to its end; returns its tokens, in the order of `Batch.sampled`."""
         return self.launch(batch).wait()
@@ -183,8 +188,7 @@ class StepRunner:
             if batch.is_restricted:
                 hidden, rows = self._executor.forward(inputs), self._state.rows(batch.sampled)
                 return UnsampledStep(hidden, inputs, rows, stream, self._shape.values_per_token)
-            output = self._decode(inputs) if isinstance(inputs, DecodeInputs) else self._prefill(inputs)
-            return StepHandle(output, stream, self._shape.values_per_token)
+            return StepHandle(self._run_whole(inputs), stream, self._shape.values_per_token)
 
     @torch.inference_mode()
     def sample(self, step: StepHandle, masks: Seq[NDArray[np.int32] | None]) -> None:
@@ -284,12 +288,9 @@ class StepRunner:
         if batch.encode:
             self._executor.encode(list(batch.encode))
 
-    def _decode(self, inputs: DecodeInputs) -> Tensor:
-        return self._executor.decode(inputs)[: inputs.num_sampled]
-
-    def _prefill(self, inputs: PrefillInputs) -> Tensor | None:
-        """The tokens sampled after prompts, if there are any."""
-        if not inputs.size.num_samples:
+    def _run_whole(self, inputs: PrefillInputs | DecodeInputs) -> Tensor | None:
+        """The sampled tokens, if there are any."""
+        if isinstance(inputs, PrefillInputs) and not inputs.size.num_samples:
             self._executor.prefill_hidden(inputs)
             return None
         return self._executor.sample(self._executor.forward(inputs), inputs)[: inputs.num_sampled]
@@ -298,7 +299,7 @@ class StepRunner:
         # Its pages may have changed since it started before, so that its row is written anew.
         self._state.open([chunk.sequence for chunk in chunks if chunk.is_first])
         lengths = [chunk.end - chunk.start for chunk in chunks]
-        size = self._prefill_bucket(lengths, len(sampled))
+        size = self._prefill_bucket(lengths)
         in_place = size is not None
         if size is None:
             max_pages = max(len(chunk.sequence.pages) for chunk in chunks)
@@ -327,12 +328,12 @@ class StepRunner:
         assert sequence.embedding_entry is not None, "a sequence whose image is computed has an entry"
         return sequence.embedding_entry * self._shape.positions_per_image
 
-    def _prefill_bucket(self, lengths: list[int], num_samples: int) -> PrefillSize | None:
+    def _prefill_bucket(self, lengths: list[int]) -> PrefillSize | None:
         """The size of the captured graphs for a step; None where there are none for so large a one."""
         if self._graphs is None:
             return None
-        size = PrefillSize.bucket(sum(lengths), len(lengths), max(lengths), num_samples, self._max_pages)
         largest = self._largest_prefill
+        size = PrefillSize.bucket(sum(lengths), len(lengths), max(lengths), largest)
         fits = size.num_tokens <= largest.num_tokens and size.num_chunks <= largest.num_chunks
         return size if fits else None
 

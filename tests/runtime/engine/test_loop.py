@@ -10,6 +10,7 @@ from kestrel_runtime.api.errors import KestrelError
 from kestrel_runtime.api.events import Event, Finished, Started, TextDelta
 from kestrel_runtime.api.requests import Caption, Priority, Query, Request, SamplingParams
 from kestrel_runtime.api.stream import Stream
+from kestrel_runtime.engine import loop as loop_module
 from kestrel_runtime.engine.isolation import Isolation, new_probes
 from kestrel_runtime.engine.loop import EngineLoop
 from kestrel_runtime.engine.offending_requests import OffendingRequests
@@ -206,3 +207,39 @@ async def test_the_rate_counts_the_tokens_of_the_last_seconds(bench: Bench) -> N
     for _ in range(5):
         bench.loop.step()
     assert bench.loop.tokens_per_second() == pytest.approx(4 * 5 / 5.0)
+
+
+async def test_graphs_are_captured_when_there_has_been_no_work_for_a_while(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop_module, "_QUIET_S", 0.0)
+    wanted = [True, True, False]
+    monkeypatch.setattr(bench.loop._runner, "capture_wanted", lambda: wanted.pop(0))
+    stream = bench.add(tell(1))
+    bench.loop.step()
+    await stream.result()
+    bench.loop._wait_for_work()
+    assert wanted == []
+    assert bench.loop.num_captures_awaited == 0
+    bench.loop.stop()  # nothing is wanted until another step has run: this waits for the inbox alone
+    assert not bench.loop._wait_for_work()
+
+
+async def test_a_request_that_comes_during_a_capture_waits_for_that_one_alone(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop_module, "_QUIET_S", 0.0)
+    first = bench.add(tell(1))
+    bench.loop.step()
+    await first.result()
+    streams: list[Stream] = []
+
+    def capture_wanted() -> bool:
+        streams.append(bench.add(tell(1)))
+        return True
+
+    monkeypatch.setattr(bench.loop._runner, "capture_wanted", capture_wanted)
+    bench.loop._wait_for_work()
+    assert bench.loop.num_captures_awaited == len(streams) == 1
+    bench.loop.step()
+    assert (await streams[0].result()).usage.num_output_tokens == 1

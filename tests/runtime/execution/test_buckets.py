@@ -8,13 +8,16 @@ PAGES = 46
 def usual(positions_per_image=730, *, max_tokens=8192, max_prompts=64, max_context=2048, shares=False, cuts=False):
     return PrefillSize.usual(
         positions_per_image,
-        PAGES,
+        largest_prefill(max_tokens, max_prompts, PAGES, cuts_at_share_points=cuts),
         max_tokens=max_tokens,
         max_prompts=max_prompts,
         max_context=max_context,
         shares_prefixes=shares,
         cuts_at_share_points=cuts,
     )
+
+
+LARGEST = largest_prefill(8192, 64, PAGES)
 
 
 @pytest.mark.parametrize("most", [1, 5, 16, 64, 100])
@@ -33,12 +36,23 @@ def test_every_batch_has_a_size_little_above_it(most):
         ((20,), (64, 1, 64, 1)),
         ((64,), (64, 1, 64, 1)),
         ((65,), (128, 1, 128, 1)),
-        ((100, 20), (128, 2, 128, 2)),
+        ((1025,), (1280, 1, 1280, 1)),
+        ((100, 20), (128, 8, 128, 8)),
         ((30, 20, 17), (128, 4, 64, 4)),
+        ((16,) * 17, (384, 64, 64, 64)),
+        ((746, 746, 16), (1536, 8, 1024, 8)),
+        ((746, *(16,) * 10), (1024, 64, 1024, 64)),
+        ((746, 746, *(16,) * 40), (2560, 64, 1024, 64)),
     ],
 )
 def test_sizes_are_rounded_up_to_few(lengths, size):
-    assert PrefillSize.bucket(sum(lengths), len(lengths), max(lengths), len(lengths), PAGES) == (*size, PAGES)
+    assert PrefillSize.bucket(sum(lengths), len(lengths), max(lengths), LARGEST) == (*size, PAGES)
+
+
+def test_padding_has_no_more_chunks_and_samples_than_a_step_may_have():
+    largest = largest_prefill(8192, 2, PAGES, cuts_at_share_points=True)
+    assert PrefillSize.bucket(1500, 4, 730, largest) == (1536, 4, 1024, 2, PAGES)
+    assert PrefillSize.bucket(30, 3, 10, largest) == (64, 4, 64, 2, PAGES)
 
 
 def test_usual_are_prompts_of_moderate_length_and_several_questions_about_images():
@@ -48,7 +62,7 @@ def test_usual_are_prompts_of_moderate_length_and_several_questions_about_images
     assert {PrefillSize(tokens, 1, tokens, 1, PAGES) for tokens in range(64, 1025, 64)} <= set(sizes)
     for count in range(2, 11):
         for text in (8, 16, 24):
-            assert PrefillSize.bucket(count * (730 + text), count, 730 + text, count, PAGES) in sizes
+            assert PrefillSize.bucket(count * (730 + text), count, 730 + text, LARGEST) in sizes
     assert all(size.num_tokens <= 8192 and size.num_chunks <= 64 for size in sizes)
     assert all(size.num_tokens <= size.num_chunks * size.max_chunk for size in sizes)
 
@@ -57,7 +71,7 @@ def test_a_context_shorter_than_a_usual_size_leaves_that_size_out():
     sizes = {size[:3] for size in usual(17, max_tokens=128, max_prompts=3, max_context=100)}
     assert (64, 1, 64) in sizes
     assert (128, 1, 128) not in sizes
-    assert (128, 2, 64) in sizes  # of two prompts, each within the context
+    assert (128, 4, 64) in sizes  # of two prompts, each within the context
 
 
 @pytest.mark.parametrize("cuts", [False, True])
@@ -70,20 +84,23 @@ def test_the_largest_size_holds_every_usual_one(cuts):
     )
 
 
-def test_with_a_cache_there_are_steps_of_questions_alone():
+def test_with_a_cache_every_mixture_of_new_and_known_images_is_usual():
     sizes = usual(shares=True)
-    assert len(sizes) < 110
+    assert len(sizes) < 80
     assert set(usual()) <= set(sizes)
-    for count in range(1, 65):
-        for text in (8, 16, 24):
-            assert PrefillSize.bucket(count * text, count, text, count, PAGES) in sizes
+    for text in (8, 16, 24):
+        for images in range(8):
+            for known in range(64 - images):
+                if images + known:
+                    tokens, longest = images * (730 + text) + known * text, 730 + text if images else text
+                    assert PrefillSize.bucket(tokens, images + known, longest, LARGEST) in sizes
 
 
 def test_a_question_about_an_image_has_two_chunks_and_one_sample_where_prompts_are_cut():
     sizes = usual(shares=True, cuts=True)
-    assert len(sizes) < 110
-    assert PrefillSize.bucket(746, 2, 730, 1, PAGES) == PrefillSize(768, 2, 1024, 1, PAGES)
+    assert len(sizes) < 100
+    largest = largest_prefill(8192, 64, PAGES, cuts_at_share_points=True)
     for count in range(1, 11):
         for text in (8, 16, 24):
-            assert PrefillSize.bucket(count * (730 + text), 2 * count, 730, count, PAGES) in sizes
-            assert PrefillSize.bucket(count * text, count, text, count, PAGES) in sizes, "of known images"
+            assert PrefillSize.bucket(count * (730 + text), 2 * count, 730, largest) in sizes
+            assert PrefillSize.bucket(count * text, count, text, largest) in sizes, "of known images"

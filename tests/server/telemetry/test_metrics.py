@@ -209,6 +209,13 @@ async def test_requests_are_counted_by_adapter_up_to_a_number_of_names(metrics):
     assert value(metrics, "kestrel_adapter_requests_total", adapter="other") == 4
 
 
+async def test_stalls_are_counted_by_their_cause(engine, metrics, monkeypatch):
+    reading = Load(0, 0, 0, 0, 0, 0.0, num_compilations_awaited=3, num_captures_awaited=2)
+    monkeypatch.setattr(engine, "load", lambda: reading)
+    assert value(metrics, "kestrel_engine_stalls_total", cause="compilation") == 3
+    assert value(metrics, "kestrel_engine_stalls_total", cause="capture") == 2
+
+
 async def test_slots_of_adapters_are_read_at_each_scrape(engine, metrics, monkeypatch):
     reading = AdapterLoad(8, 5, 3, num_loads=7, num_failures=2, num_evictions=1)
     monkeypatch.setattr(engine, "load", lambda: Load(0, 0, 0, 0, 0, 0.0, adapters=reading))

@@ -13,9 +13,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kestrel_ops import Kernels
+from kestrel_ops import Kernels, measured_products
 from kestrel_runtime.api.config import MIB
-from kestrel_runtime.execution.buckets import DecodeSize, PrefillSize, batch_sizes
+from kestrel_runtime.execution.buckets import DecodeSize, PrefillSize, batch_sizes, largest_prefill
 from kestrel_runtime.execution.captured_graphs import CapturedGraphs, Works
 from kestrel_runtime.execution.executor import DeviceMemory
 from kestrel_runtime.execution.logits.sample_needs import SampleNeeds
@@ -37,14 +37,13 @@ from kestrel_runtime.models.moondream.vision_graphs import EncodeGraphs
 from kestrel_runtime.scheduling import sequence as scheduling
 from kestrel_runtime.scheduling.batch import EncodeItem
 
-_TEXT_NEEDS = (SampleNeeds(True, 0), SampleNeeds(False, 0))
-_SPATIAL_NEEDS = tuple(  # points, or points and boxes, in the batch
-    SampleNeeds(is_random, kinds)
-    for kinds in (COORDINATES_BIT, COORDINATES_BIT | SIZES_BIT)
+_ALL_KINDS = COORDINATES_BIT | SIZES_BIT
+_USUAL_NEEDS = tuple(
+    SampleNeeds(is_random, kinds, is_restricted=is_restricted)
+    for kinds, is_restricted in ((0, False), (0, True), (COORDINATES_BIT, False), (_ALL_KINDS, False))
     for is_random in (True, False)
 )
-_MAX_START_S = 20.0
-"""Limit of the captures before the port opens. Other steps are captured when they occur for the second time."""
+"""Text, constrained text, points, and points and boxes in the batch."""
 
 _log = logging.getLogger(__name__)
 
@@ -77,7 +76,7 @@ class MoondreamExecutor:
         if memory.graphs is not None:
             graphs, budget = memory.graphs, memory.graphs.budget
             self._decode_graphs = CapturedGraphs("decode steps", graphs.decode, budget)
-            # [largest batch, dim]: of steps that are sampled under masks, which come after the forward pass.
+            # [largest batch, dim]: written by graphs of layers, read by graphs that sample.
             self._decoded = torch.zeros(
                 batch_sizes(memory.bounds.max_batch_size)[-1],
                 model.config.text.dim,
@@ -128,14 +127,15 @@ class MoondreamExecutor:
     def forward(self, inputs: PrefillInputs | DecodeInputs) -> Tensor:
         """[N or B, dim], before the final LayerNorm.
 
-        The layers of a prefill need a graph for each size, sampling one for each number of rows and kind of needs.
-        One graph for both would need far more captures, one for each combination.
+        The layers need a graph for each size, sampling one for each number of rows and kind of needs. One graph for
+        both would need far more captures, one for each combination.
         """
         if isinstance(inputs, DecodeInputs):
             if self._decode_graphs is None:
                 return self._decode_hidden(inputs)
-            key = ("forward", inputs.size, inputs.needs.value_kinds, inputs.uses_adapters)
-            return self._decode_graphs.run(key, partial(self._decode_forward, inputs))
+            has_values = inputs.needs.value_kinds != 0
+            key = ("layers", inputs.size, has_values, inputs.uses_adapters)
+            return self._decode_graphs.run(key, partial(self._decode, inputs))
         if self._prefill_graphs is None or not inputs.is_in_place:
             return self.prefill_hidden(inputs)
         key = (inputs.size, inputs.value_kinds, inputs.uses_adapters)
@@ -143,14 +143,16 @@ class MoondreamExecutor:
 
     def sample(self, hidden: Tensor, inputs: PrefillInputs | DecodeInputs) -> Tensor:
         """Float32 [N or B, 4]: id, number of values and values of each sampled token."""
-        work = partial(self._sample, hidden, inputs.sample_rows, inputs.needs)
-        if isinstance(inputs, DecodeInputs):
-            if self._decode_graphs is None:
-                return work()
-            return self._decode_graphs.run(("sample", inputs.size.num_rows, inputs.needs), work)
-        if self._first_token_graphs is None or not inputs.is_in_place:
-            return work()
-        return self._first_token_graphs.run((inputs.size.num_samples, inputs.needs), work)
+        if isinstance(inputs, DecodeInputs) and self._decode_graphs is not None:
+            graphs, places = self._decode_graphs, self._decoded
+            key = ("sample", inputs.size.num_rows, inputs.needs)
+        elif isinstance(inputs, PrefillInputs) and self._first_token_graphs is not None and inputs.is_in_place:
+            graphs, places = self._first_token_graphs, self._prefilled
+            key = (inputs.size.num_samples, inputs.needs)
+        else:
+            return self._sample(hidden, inputs.sample_rows, inputs.needs)
+        # `hidden` is at these places.
+        return graphs.run(key, partial(self._sample, places[: len(hidden)], inputs.sample_rows, inputs.needs))
 
     def prefill_hidden(self, inputs: PrefillInputs) -> Tensor:
         """[N, dim], before the final LayerNorm."""
@@ -170,13 +172,6 @@ class MoondreamExecutor:
             adapters = self._adapters.for_rows(state.adapter_slots[inputs.token_rows()], self._add_low_rank)
         return self._paths.text.prefill(embeddings, chunks, fields.sample_tokens, self._memory.cache, adapters)
 
-    def decode(self, inputs: DecodeInputs) -> Tensor:
-        """Float32 [B, 4]: id, number of values and values of each sampled token."""
-        work = partial(self._decode, inputs)
-        if self._decode_graphs is None:
-            return work()
-        return self._decode_graphs.run((inputs.size, inputs.needs, inputs.uses_adapters), work)
-
     def release(self, sequence: scheduling.Sequence) -> None:
         """Free the tiles and features of an incomplete image."""
         self._features.pop(sequence.id, None)
@@ -188,39 +183,45 @@ class MoondreamExecutor:
         self._tiles.clear()
 
     def capture(self) -> None:
-        """Capture the steps of usual traffic. Other steps are captured when they occur again."""
+        """Capture the steps of usual traffic. Others are captured by `capture_wanted`."""
         graphs = self._memory.graphs
         assert graphs is not None, "captured where steps run by graphs"
         started = time.monotonic()
-        until = started + _MAX_START_S
-        num_left = sum(captured.capture_all(works, until=until) for captured, works in self._usual_graphs())
+        if self._encode_graphs is not None:
+            with measured_products():
+                self._encode_graphs.captured.capture_all(self._encode_graphs.usual(), each_runs_before=True)
+        if self._prefill_graphs is not None and self._first_token_graphs is not None:
+            self._prefill_graphs.capture_all(self._usual_prefills())
+            self._first_token_graphs.capture_all(self._usual_first_tokens())
+        if self._decode_graphs is not None:
+            self._decode_graphs.capture_all(self._usual_decodes())
         graphs.prefill.release_warm_up_memory()
         _log.info(
-            "captured %d CUDA graphs, %.0f MiB, in %.1f s; %d are left for when they are needed",
+            "captured %d CUDA graphs, %.0f MiB, in %.1f s",
             graphs.budget.num_graphs,
             graphs.budget.num_bytes / MIB,
             time.monotonic() - started,
-            num_left,
         )
+
+    def capture_wanted(self) -> bool:
+        """Capture one step that has run more than once without a graph; False where there is none."""
+        return any(graphs.capture_wanted() for graphs in self._all_graphs())
 
     def reset(self) -> None:
         """Free all graphs."""
-        for graphs in (
-            self._prefill_graphs,
-            self._first_token_graphs,
-            self._decode_graphs,
-            self._encode_graphs and self._encode_graphs.captured,
-        ):
+        for graphs in self._all_graphs():
+            graphs.clear()
+
+    def _all_graphs(self) -> Iterator[CapturedGraphs]:
+        encodings = self._encode_graphs and self._encode_graphs.captured
+        for graphs in (self._decode_graphs, self._prefill_graphs, self._first_token_graphs, encodings):
             if graphs is not None:
-                graphs.clear()
+                yield graphs
 
     def _prefill(self, inputs: PrefillInputs) -> Tensor:
         return self._prefilled[: inputs.size.num_samples].copy_(self.prefill_hidden(inputs))
 
     def _decode(self, inputs: DecodeInputs) -> Tensor:
-        return self._sample(self._decode_hidden(inputs), inputs.device.rows, inputs.needs)
-
-    def _decode_forward(self, inputs: DecodeInputs) -> Tensor:
         return self._decoded[: inputs.size.num_rows].copy_(self._decode_hidden(inputs))
 
     def _sample(self, hidden: Tensor, rows: Tensor, needs: SampleNeeds) -> Tensor:
@@ -236,72 +237,85 @@ class MoondreamExecutor:
         state, cache = self._memory.state, self._memory.cache
         state.add_pages(rows, positions, new_pages, cache.page_size)
         last = state.read(rows)
-        embeddings = self._model.embed_sampled(
-            last.token_ids, last.num_values, state.values(rows), inputs.needs.value_kinds
-        )
+        # All kinds where there are any: one graph then serves every mixture.
+        kinds = _ALL_KINDS if inputs.needs.value_kinds else 0
+        embeddings = self._model.embed_sampled(last.token_ids, last.num_values, state.values(rows), kinds)
         page_table = state.page_table[rows, : inputs.size.max_pages]
         adapters = None
         if self._adapters is not None and inputs.uses_adapters:
             adapters = self._adapters.for_rows(state.adapter_slots[rows], self._add_low_rank)
         return self._paths.text.decode(embeddings, positions, page_table, cache, adapters)
 
-    def _usual_graphs(self) -> Iterator[tuple[CapturedGraphs, Works]]:
-        """The graphs of each kind and the works to capture. The most common come first, since time is limited."""
-        if self._decode_graphs is not None:
-            yield self._decode_graphs, self._usual_decodes(_TEXT_NEEDS)
-        if self._encode_graphs is not None:
-            yield self._encode_graphs.captured, self._encode_graphs.usual()
-        if self._prefill_graphs is not None and self._first_token_graphs is not None:
-            yield self._prefill_graphs, self._usual_prefills()
-            yield self._first_token_graphs, self._usual_first_tokens()
-        if self._decode_graphs is not None:
-            yield self._decode_graphs, self._usual_decodes(_SPATIAL_NEEDS)
-
-    def _usual_decodes(self, kinds: Sequence[SampleNeeds]) -> Works:
-        memory = self._memory
+    def _usual_decodes(self) -> Works:
+        memory, needs = self._memory, {bool(needs.value_kinds): needs for needs in _USUAL_NEEDS}
         for num_rows in reversed(batch_sizes(memory.bounds.max_batch_size)):
             size = DecodeSize(num_rows, memory.state.max_pages)
             fields = memory.inputs.decode(
                 size, partial(fill_blank_decode, padding_row=memory.state.padding_row), in_place=True
             )
-            for needs in kinds:
-                inputs = DecodeInputs(fields, size, needs, num_rows, uses_adapters=False)
-                yield (size, needs, False), partial(self._decode, inputs)
+            for has_values, of_some in needs.items():
+                for uses_adapters in self._usual_adapters:
+                    inputs = DecodeInputs(fields, size, of_some, num_rows, uses_adapters)
+                    yield ("layers", size, has_values, uses_adapters), partial(self._decode, inputs)
+            for own in _USUAL_NEEDS:
+                yield ("sample", num_rows, own), partial(self._sample, self._decoded[:num_rows], fields.rows, own)
 
     def _usual_prefills(self) -> Works:
         # Few prompts have tokens with values, which are references to places in the image.
         text, bounds = self._model.config.text, self._memory.bounds
         sizes = PrefillSize.usual(
             text.prefix_attn,
-            self._memory.state.max_pages,
+            self._largest_prefill,
             max_tokens=bounds.max_prefill_tokens,
             max_prompts=bounds.max_batch_size,
             max_context=text.max_context,
             shares_prefixes=bounds.shares_prefixes,
             cuts_at_share_points=bounds.cuts_at_share_points,
         )
-        for inputs in map(self._blank_prefill, sizes):
-            yield (inputs.size, inputs.value_kinds, inputs.uses_adapters), partial(self._prefill, inputs)
+        for size in sizes:
+            for uses_adapters in self._usual_adapters:
+                inputs = self._blank_prefill(size, uses_adapters=uses_adapters)
+                yield (size, inputs.value_kinds, uses_adapters), partial(self._prefill, inputs)
 
     def _usual_first_tokens(self) -> Works:
         for num_samples in reversed(self._sample_counts()):
-            size = PrefillSize.bucket(num_samples, num_samples, 1, num_samples, self._memory.state.max_pages)
+            size = PrefillSize(num_samples, num_samples, 1, num_samples, self._memory.state.max_pages)
             rows = self._blank_prefill(size).device.sample_rows
             hidden = self._prefilled[:num_samples]
-            for needs in (*_TEXT_NEEDS, *_SPATIAL_NEEDS):
+            for needs in _USUAL_NEEDS:
                 yield (num_samples, needs), partial(self._sample, hidden, rows, needs)
+
+    @property
+    def _usual_adapters(self) -> tuple[bool, ...]:
+        return (False,) if self._adapters is None else (False, True)
+
+    @property
+    def _largest_prefill(self) -> PrefillSize:
+        bounds = self._memory.bounds
+        return largest_prefill(
+            bounds.max_prefill_tokens,
+            bounds.max_batch_size,
+            self._memory.state.max_pages,
+            cuts_at_share_points=bounds.cuts_at_share_points,
+        )
 
     def _sample_counts(self) -> list[int]:
         """The numbers of tokens that prefill graphs sample, in ascending order."""
-        counts = range(1, self._memory.bounds.max_batch_size + 1)
-        return sorted({PrefillSize.bucket(count, count, 1, count, 1).num_samples for count in counts})
+        largest = self._largest_prefill
+        return sorted(
+            {
+                PrefillSize.bucket(largest.num_tokens, count, longest, largest).num_samples
+                for count in range(1, largest.num_chunks + 1)
+                for longest in (1, largest.num_tokens)
+            }
+        )
 
-    def _blank_prefill(self, size: PrefillSize) -> PrefillInputs:
+    def _blank_prefill(self, size: PrefillSize, *, uses_adapters: bool = False) -> PrefillInputs:
         """Padding of a size, in the buffers that graphs read."""
         fill = partial(fill_blank_prefill, size=size, padding_row=self._memory.state.padding_row)
         fields = self._memory.inputs.prefill(size, fill, in_place=True)
         return PrefillInputs(
-            fields, size, 0, SampleNeeds(False, 0), size.num_samples, is_in_place=True, uses_adapters=False
+            fields, size, 0, SampleNeeds(False, 0), size.num_samples, is_in_place=True, uses_adapters=uses_adapters
         )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from kestrel_ops import invariant_attention_bytes
 from kestrel_runtime.api.config import MIB
 from kestrel_runtime.execution.buckets import PrefillSize
+from kestrel_runtime.execution.buckets import largest_prefill as largest_size
 from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.execution.step_inputs import InputBuffers, PackedChunks, fill_blank_prefill
 from kestrel_runtime.models.moondream.config import MoondreamConfig
@@ -77,20 +78,26 @@ def largest_prefill(
     text, tokens = model.config.text, bounds.max_prefill_tokens
     max_pages = -(-text.max_context // cache.page_size)
     num_chunks = -(-tokens // text.max_context) * _CHUNKS_PER_CONTEXT
-    size = PrefillSize.bucket(tokens, num_chunks, -(-tokens // num_chunks), num_chunks, max_pages)
-    fields = InputBuffers(model.device, 2).prefill(
+    size = largest_size(tokens, num_chunks, max_pages)._replace(max_chunk=-(-tokens // num_chunks))
+    return blank_prefill(model, paths, cache, size)
+
+
+def blank_prefill(model: Moondream, paths: ModelPaths, cache: KVCache, size: PrefillSize) -> Callable[[], Tensor]:
+    """A prefill of padding, which writes no keys and values."""
+    device = model.device
+    fields = InputBuffers(device, 2).prefill(
         size, partial(fill_blank_prefill, size=size, padding_row=0), in_place=False
     )
     chunks = PackedChunks(
         positions=fields.positions,
         slots=fields.kv_slots,
-        page_table=torch.zeros(size.num_chunks, max_pages, dtype=torch.int32, device=model.device),
+        page_table=torch.zeros(size.num_chunks, size.max_pages, dtype=torch.int32, device=device),
         query_starts=fields.query_starts,
         lengths=fields.context_lengths,
         prefix_lengths=fields.prefix_lengths,
         max_chunk=size.max_chunk,
     )
-    embeddings = torch.zeros(size.num_tokens, text.dim, dtype=model.dtype, device=model.device)
+    embeddings = torch.zeros(size.num_tokens, model.config.text.dim, dtype=model.dtype, device=device)
     return partial(paths.text.prefill, embeddings, chunks, fields.sample_tokens, cache)
 
 

@@ -12,6 +12,7 @@ from kestrel_runtime.execution.step_runner import StepRunner
 from kestrel_runtime.imaging.tiles import DecodedImage
 from kestrel_runtime.models.moondream.adapters.target import MoondreamAdapters
 from kestrel_runtime.models.moondream.execution_config import ExecutionConfig
+from kestrel_runtime.models.moondream.kernel_compilation import compile_kernels
 from kestrel_runtime.models.moondream.largest_steps import step_bytes
 from kestrel_runtime.models.moondream.memory_needs import cache_dtype, new_cache, plan_cache, weight_bytes
 from kestrel_runtime.models.moondream.model import Moondream
@@ -36,6 +37,7 @@ class PreparedMoondream:
             self._adapters = MoondreamAdapters(
                 model.config.text, config.num_adapter_slots, config.max_adapter_rank, model.device, model.dtype
             )
+        compile_kernels(model, self._execution, bounds, config.page_size, cache_dtype(model, config))
         # Paths are built before the cache is sized, which gets a part of the memory that they leave.
         self._paths = ModelPaths.of(
             model, self._execution, max_batch_size=bounds.max_batch_size, frees_originals=owns_model

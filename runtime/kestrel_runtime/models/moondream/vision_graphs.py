@@ -11,9 +11,12 @@ from torch import Tensor
 from kestrel_runtime.execution.captured_graphs import CapturedGraphs, GraphBudget, Works
 from kestrel_runtime.execution.graph_capture import StreamCapture
 
+_USUAL_TILES = 9
+"""Of an image of 800 by 557 pixels: 2 by 4 tiles and the global one."""
+
 
 class EncodeGraphs:
-    """Runs `encode` by a graph if there is one for the number of tiles. Usual numbers are those of one image."""
+    """Runs `encode` by a graph if there is one for the number of tiles."""
 
     def __init__(
         self,
@@ -44,8 +47,9 @@ class EncodeGraphs:
         return self.captured.run(count, partial(self._stored, count)).clone()
 
     def usual(self) -> Works:
-        """The numbers of tiles that one image can have, in descending order."""
-        for count in range(self._max_tiles_of_image, 0, -1):
+        """The numbers of tiles of one image, of several usual ones, and of the largest step; the largest first."""
+        several = range(2 * _USUAL_TILES, self._max_tiles + 1, _USUAL_TILES)
+        for count in sorted({*range(1, self._max_tiles_of_image + 1), *several, self._max_tiles}, reverse=True):
             yield count, partial(self._stored, count)
 
     def _stored(self, count: int) -> Tensor:

@@ -22,18 +22,21 @@ def test_replayed_encodings_are_those_of_the_encoder(is_warm):
     graphs = new_graphs(stream_capture, max_tiles=6, max_tiles_of_image=3)
     settle(DEVICE)
     if is_warm:
-        graphs.captured.capture_all(graphs.usual(), until=float("inf"))
+        graphs.captured.capture_all(graphs.usual(), each_runs_before=True)
     kept = []
     settle(DEVICE)
     with stream_capture.entered():
         for count in (5, 1, 3, 2, 3, 5, 1, 5, 6, 5, 7, 5):
             tiles = torch.randint(0, 256, (count, 4, 4, 3), dtype=torch.uint8, device=DEVICE)
             kept.append((graphs(tiles), encode(tiles)))
+            graphs.captured.capture_wanted()
         for features, wanted in kept:  # none was overwritten by a later one
             assert torch.equal(features, wanted)
-    assert len(graphs.captured) == 3 + is_warm  # 1, 3 and 5 came again; more than 6 never have a graph
+    assert len(graphs.captured) == 3 + 2 * is_warm  # 1, 3 and 5 came again; more than 6 never have a graph
 
 
-def test_usual_are_the_numbers_of_tiles_of_one_image():
+def test_usual_are_the_numbers_of_tiles_of_one_image_and_of_several_of_nine():
     graphs = new_graphs(new_stream_capture(DEVICE), max_tiles=2, max_tiles_of_image=13)
     assert [key for key, _ in graphs.usual()] == list(range(13, 0, -1))
+    graphs = new_graphs(new_stream_capture(DEVICE), max_tiles=40, max_tiles_of_image=2)
+    assert [key for key, _ in graphs.usual()] == [40, 36, 27, 18, 2, 1]

@@ -87,9 +87,6 @@ class SmallTextExecutor:
         attend = cache.prefill(PackedChunks.of(inputs, self._memory.state))
         return self._model.hidden(fields.token_ids, fields.positions, attend)[fields.sample_tokens]
 
-    def decode(self, inputs: DecodeInputs) -> Tensor:
-        return self.sample(self.forward(inputs), inputs)
-
     def forward(self, inputs: PrefillInputs | DecodeInputs) -> Tensor:
         return self.prefill_hidden(inputs) if isinstance(inputs, PrefillInputs) else self.decode_hidden(inputs)
 
@@ -108,6 +105,9 @@ class SmallTextExecutor:
     def release(self, sequence: ScheduledSequence) -> None: ...
     def forget_images(self) -> None: ...
     def capture(self) -> None: ...
+    def capture_wanted(self) -> bool:
+        return False
+
     def reset(self) -> None: ...
 
 

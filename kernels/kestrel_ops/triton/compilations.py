@@ -1,0 +1,120 @@
+"""Compiles kernels before they are needed, many at once, and counts what is compiled in this process.
+
+Where kernels are launched, `launcher(kernel, grid)` stands for `kernel[grid]`. Within `compiled_together` it has
+the kernel compiled for its arguments and does not run it, so that steps that run for this compute nothing.
+Processes forked from this one compile into the folder of compiled kernels, from which this process loads them.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import triton
+from triton import knobs
+
+_only_compiles: ContextVar[bool] = ContextVar("_only_compiles", default=False)
+
+
+def launcher(kernel: Any, grid: tuple[Any, ...]) -> Callable[..., Any]:
+    """Launches a kernel with arguments, or within `compiled_together` has it compiled for them."""
+    return partial(kernel.warmup, grid=grid) if _only_compiles.get() else kernel[grid]
+
+
+@contextmanager
+def compiled_together() -> Iterator[None]:
+    """Within it kernels are compiled instead of launched; they are ready at its end.
+
+    With a Triton that cannot compile in the background, before 3.5, they are launched.
+    """
+    if not hasattr(triton, "AsyncCompileMode"):
+        yield
+        return
+    compiling = _Compiling()
+    with triton.AsyncCompileMode(compiling):  # pyright: ignore[reportAttributeAccessIssue]
+        token = _only_compiles.set(True)
+        try:
+            yield
+        finally:
+            _only_compiles.reset(token)
+            compiling.finish()
+    for kernel in compiling.kernels:
+        _ = kernel.run  # loads it onto the device
+
+
+class _Compiling(Executor):
+    """Takes compilations, and does them all in `finish`."""
+
+    def __init__(self) -> None:
+        self._jobs: list[tuple[Callable[[], Any], Future[Any]]] = []
+        self.kernels: list[Any] = []
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._jobs.append((partial(fn, *args, **kwargs), future))
+        return future
+
+    def finish(self) -> None:
+        """Compile in other processes what is not in the folder of compiled kernels, and load all from there."""
+        _in_other_processes([job for job, _ in self._jobs])
+        for job, future in self._jobs:
+            try:
+                kernel = job()
+            except Exception as error:
+                future.set_exception(error)
+            else:
+                self.kernels.append(kernel)
+                future.set_result(kernel)
+
+
+def _in_other_processes(jobs: list[Callable[[], Any]]) -> None:
+    """Run jobs for what they leave in files. What fails there is left to others.
+
+    Forked processes know the jobs, which cannot be sent to others. They use no device.
+    """
+    num_processes = min(len(jobs), len(os.sched_getaffinity(0)))
+    if num_processes < 2:
+        return
+    context = multiprocessing.get_context("fork")
+    numbers: Any = context.SimpleQueue()
+    for number in (*range(len(jobs)), *[None] * num_processes):
+        numbers.put(number)
+
+    def work() -> None:
+        while (number := numbers.get()) is not None:
+            with suppress(Exception):
+                jobs[number]()
+
+    processes = [context.Process(target=work, daemon=True) for _ in range(num_processes)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+
+
+class Compilations:
+    """Counts what is compiled, or loaded from the folder of compiled kernels, from its construction on."""
+
+    def __init__(self) -> None:
+        self._next_number = itertools.count(1)
+        self.count = 0
+        self._hook_before: Any = knobs.runtime.jit_post_compile_hook
+        knobs.runtime.jit_post_compile_hook = self._note
+
+    def _note(self, *arguments: Any, **facts: Any) -> Any:
+        self.count = next(self._next_number)
+        return None if self._hook_before is None else self._hook_before(*arguments, **facts)
+
+
+@functools.cache
+def compilations() -> Compilations:
+    """Those of this process, in all threads."""
+    return Compilations()
