@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 _HOPPER = (9, 0)
+_FLOAT8_SINCE = (8, 9)
 HOPPER_SHARED_BYTES = 227 * 1024
 PORTABLE_SHARED_BYTES = 99 * 1024
 """Shared memory that a program may have on every card from Ampere on."""
@@ -27,6 +28,11 @@ class DeviceLimits:
     def is_hopper(self) -> bool:
         """Whether it has what portable plans do without: dependent launch, and the cache told what to load."""
         return self.capability == _HOPPER
+
+    @property
+    def has_float8(self) -> bool:
+        """Whether Triton knows float8_e4m3fn on it."""
+        return self.capability is None or self.capability >= _FLOAT8_SINCE
 
     @staticmethod
     def of(device: torch.device) -> DeviceLimits:

@@ -35,8 +35,6 @@ class TextShape:
     num_experts: int = 0
     """0: no mixture of experts."""
     experts_per_token: int = 0
-    expert_dtype: torch.dtype | None = None
-    """Of the experts' matrices; None: that of the model."""
 
     @property
     def qkv_dim(self) -> int:

@@ -88,6 +88,23 @@ def test_plans_of_all_sizes_have_what_tensor_cores_need(num_tokens, operand, lim
         assert operand_rows * part.columns * operand.itemsize * part.num_stages <= limits.shared_bytes
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 21])
+def test_a_device_without_float8_widens_every_value_of_float8_experts(num_tokens, dtype, monkeypatch):
+    ampere = DeviceLimits((8, 0), PORTABLE_SHARED_BYTES)
+    monkeypatch.setattr(DeviceLimits, "of", staticmethod(lambda device: ampere))
+    hidden, logits, up, down = a_layer(num_tokens, dtype)
+    numbers = torch.arange(256, device=DEVICE, dtype=torch.uint8).view(FLOAT8)
+    numbers = numbers[numbers.float().isfinite()]
+    up, down = (
+        numbers.repeat(-(-each.numel() // len(numbers)))[: each.numel()].view_as(each) for each in (up, down)
+    )
+    scales = tuple(1e-3 * (1 + torch.rand(each.shape[:2], device=DEVICE)) for each in (up, down))
+    found = triton_experts.mixture_of_experts(hidden, logits, up, down, CHOICES, scales[0], scales[1])
+    wanted = mixture_of_experts(hidden.float(), logits, up, down, CHOICES, scales[0], scales[1])
+    assert relative_error(found, wanted) < (1e-5 if dtype == torch.float32 else 0.02)
+
+
 @pytest.mark.parametrize("rank", [1, 3])
 @pytest.mark.parametrize("is_float8", [False, True])
 @pytest.mark.parametrize("num_tokens", [1, 21])

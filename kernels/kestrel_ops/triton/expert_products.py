@@ -20,7 +20,7 @@ from kestrel_ops.triton.expert_adapters import Addition, added, operands
 from kestrel_ops.triton.expert_plans import ProductPlan
 from kestrel_ops.triton.expert_routing import Routing, quantise
 from kestrel_ops.triton.prefetch import prefetch
-from kestrel_ops.triton.small_batch import operand
+from kestrel_ops.triton.small_batch import operand, widened
 
 _SMALLEST_MAGNITUDE = tl.constexpr(1e-12)  # the scale of values that are all zero must not be 0
 _LARGEST = tl.constexpr(LARGEST_FLOAT8)
@@ -263,8 +263,8 @@ def _expand(
                 own + (inner * dim + begin), rows, begin + columns, inner, dim, is_even, is_read_once
             )
             values = _load_rows(right + begin, is_present, begin + columns, dim, is_even)
-            activated = tl.dot(left.to(values.dtype), values, activated, input_precision="ieee")
-            gate = tl.dot(more.to(values.dtype), values, gate, input_precision="ieee")
+            activated = tl.dot(widened(left, values.dtype), values, activated, input_precision="ieee")
+            gate = tl.dot(widened(more, values.dtype), values, gate, input_precision="ieee")
         in_range = rows < inner
         if weight_scale is not None:
             own_scale = weight_scale + expert * (2 * inner) + rows
@@ -353,7 +353,7 @@ def _contract(
                 scale = tl.load(own_scale, mask=is_present, other=0.0)
                 product += tl.dot(left, values) * scale[None, :]
             else:
-                product = tl.dot(left.to(values.dtype), values, product, input_precision="ieee")
+                product = tl.dot(widened(left, values.dtype), values, product, input_precision="ieee")
         if inner_scales is not None and num_scales == 1:
             product *= tl.load(inner_scales + places, mask=is_present, other=0.0)[None, :]
         in_range = rows < dim

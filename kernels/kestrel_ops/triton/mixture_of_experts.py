@@ -32,14 +32,17 @@ def mixture_of_experts(
 ) -> Tensor:  # [T, dim]
     """As the reference, but a CUDA graph can capture it. Between the products values have the type of `hidden`;
     with float8 experts and a `hidden` of 16 bits the inputs of both products are rounded to float8, too, except for
-    one token."""
+    one token and on devices without float8, which widen the experts."""
     num_tokens, dim = hidden.shape
     if num_tokens == 0:
         return torch.empty_like(hidden)
     hidden, router_logits = hidden.contiguous(), router_logits.contiguous()
     assert up.is_contiguous()
     assert down.is_contiguous()
-    quantises = up.dtype == FLOAT8 and hidden.dtype != torch.float32
+    limits = DeviceLimits.of(hidden.device)
+    quantises = up.dtype == FLOAT8 and hidden.dtype != torch.float32 and limits.has_float8
+    if up.dtype == FLOAT8 and not limits.has_float8:
+        up, down = up.view(torch.uint8), down.view(torch.uint8)
     operand = FLOAT8 if quantises else hidden.dtype
     is_dependent = has_dependent_launch(hidden)
     if plan is None and num_tokens == 1 and adapters is None and fits_one_token(up, experts_per_token):
@@ -49,7 +52,7 @@ def mixture_of_experts(
             *(hidden, router_logits, up, down, experts_per_token, up_scale, down_scale, plan),
             is_dependent=is_dependent,
         )
-    plan = plan or plan_for(num_tokens, len(up), experts_per_token, operand, DeviceLimits.of(up.device))
+    plan = plan or plan_for(num_tokens, len(up), experts_per_token, operand, limits)
     block = plan.block_tokens
     routing = route(hidden, router_logits, experts_per_token, block, quantises=quantises, is_dependent=is_dependent)
     added = None
@@ -84,4 +87,4 @@ def unsupported(model: ModelShape) -> str | None:
         return None
     if model.text.num_experts > _MOST_EXPERTS:
         return f"{model.text.num_experts} experts are more than {_MOST_EXPERTS}"
-    return unsupported_device(model, model.text.expert_dtype or model.dtype) or unsupported_rows(model)
+    return unsupported_device(model) or unsupported_rows(model)

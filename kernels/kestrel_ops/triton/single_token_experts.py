@@ -15,7 +15,7 @@ from kestrel_ops.triton.dependent_launch import launch, let_next_start, wait_for
 from kestrel_ops.triton.expert_plans import OneTokenPlan
 from kestrel_ops.triton.expert_products import gated
 from kestrel_ops.triton.expert_routing import ordered_keys
-from kestrel_ops.triton.small_batch import operand
+from kestrel_ops.triton.small_batch import operand, widened
 
 _MOST_EXPERTS = 128  # their numbers take the last bits of the logits
 _LARGEST_TILE = 65_536  # bytes of the shortest tile, one row of each chosen expert
@@ -150,8 +150,8 @@ def _expand(
         activated_tile = tl.load(own, mask=inside, other=0.0)
         gate_tile = tl.load(own + inner * dim, mask=inside, other=0.0)
     token = tl.load(hidden + columns, mask=columns < dim, other=0.0).to(tl.float32)
-    activated = tl.sum(activated_tile.to(tl.float32) * token[None, :], axis=1)
-    gate = tl.sum(gate_tile.to(tl.float32) * token[None, :], axis=1)
+    activated = tl.sum(widened(activated_tile, tl.float32) * token[None, :], axis=1)
+    gate = tl.sum(widened(gate_tile, tl.float32) * token[None, :], axis=1)
     if weight_scale is not None:
         scale = weight_scale + expert * (2 * inner) + rows
         activated *= tl.load(scale, mask=in_range, other=0.0)
@@ -204,5 +204,5 @@ def _contract(
         wait_for_previous()
         let_next_start()
     token = tl.load(inner_in + places[:, None] * inner + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-    sums = tl.sum(tile.to(tl.float32) * token[None, :, :], axis=2)
+    sums = tl.sum(widened(tile, tl.float32) * token[None, :, :], axis=2)
     tl.store(out + rows, operand(tl.sum(sums * factors, axis=1), out.dtype.element_ty), mask=in_range)

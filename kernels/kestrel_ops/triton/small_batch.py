@@ -58,6 +58,16 @@ def operand(values, operand_dtype: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def widened(values, dtype: tl.constexpr) -> tl.tensor:
+    """Convert to a wider type; of float8_e4m3fn that is given as bytes every value is represented exactly."""
+    if values.dtype == tl.uint8:
+        bits = values.to(tl.uint16)
+        # Sign, exponent and mantissa in their places of a float16, whose exponents begin at another number.
+        values = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0
+    return values.to(dtype)
+
+
+@triton.jit
 def load_weight(pointer, rows, columns, num_rows, num_columns: tl.constexpr, is_even: tl.constexpr) -> tl.tensor:
     """A tile [rows, columns] of the weight, with 0 beyond its columns. Each byte is used once per step."""
     addresses = pointer + rows[:, None].to(tl.int64) * num_columns + columns[None, :]

@@ -8,7 +8,6 @@ from kestrel_ops import DeviceLimits, ModelShape, TextShape, VisionShape
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.models.moondream.config import TextConfig, VisionConfig
 from kestrel_runtime.models.moondream.model import Moondream
-from kestrel_runtime.models.moondream.moe import MixtureOfExperts
 from kestrel_runtime.scheduling.limits import StepBounds
 
 _FLOAT8 = torch.float8_e4m3fn
@@ -46,13 +45,7 @@ def _text(model: Moondream, config: EngineConfig, weight_dtype: torch.dtype) -> 
         cache_dtype=_FLOAT8 if config.kv_dtype == "float8" else model.dtype,
         num_experts=0 if moe is None else moe.num_experts,
         experts_per_token=0 if moe is None else moe.experts_per_token,
-        expert_dtype=_expert_dtype(model),
     )
-
-
-def _expert_dtype(model: Moondream) -> torch.dtype | None:
-    experts = (module.fc1.weight.dtype for module in model.modules() if isinstance(module, MixtureOfExperts))
-    return next(experts, None)
 
 
 def _vision(vision: VisionConfig, path: str, dtype: torch.dtype) -> VisionShape:
