@@ -14,7 +14,7 @@ from typing import Self
 
 from kestrel_grpc.access.access import Access, OpenAccess, TokenAccess
 from kestrel_grpc.access.tls import CertificateFiles
-from kestrel_grpc.config.options import ServerConfig
+from kestrel_grpc.config.options import ConfigurationError, ServerConfig
 from kestrel_grpc.frontends.grpc.frontend import GrpcFrontend
 from kestrel_grpc.frontends.http.frontend import HttpFrontend
 from kestrel_grpc.frontends.openai.service import OpenAiService
@@ -252,7 +252,7 @@ class Server:
         max_image_bytes = info.config.max_image_bytes
         services = (
             RestService(submission, info.model, intake, max_image_bytes=max_image_bytes),
-            OpenAiService(submission, info.model, max_image_bytes=max_image_bytes),
+            OpenAiService(submission, self._engine, max_image_bytes=max_image_bytes),
         )
         return HttpFrontend(
             self._engine,
@@ -307,7 +307,12 @@ def _certificate(config: ServerConfig) -> CertificateFiles | None:
 
 
 def require_usable(config: ServerConfig) -> None:
-    """Raise what a `Server` would raise, as far as that can be known before a model is loaded."""
+    """Raise what a `Server` would raise, as far as that can be known before a model is loaded.
+
+    Raises `ConfigurationError` as well.
+    """
+    if config.adapters is not None and not Path(config.adapters).is_dir():
+        raise ConfigurationError((f"--adapters: there is no folder {config.adapters}",))
     _access(config)
     _certificate(config)
     _images(config)

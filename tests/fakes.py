@@ -188,6 +188,9 @@ class FakeEngine:
     def adapters(self) -> list[AdapterInfo]:
         return [AdapterInfo("colours", "ab" * 32, slot=1, num_requests=2, is_current=True)]
 
+    async def adapter_names(self) -> list[str]:
+        return ["colours", "shapes@200"]
+
     async def load_adapter(self, name: str) -> AdapterInfo:
         return self.unload_adapter(name)
 

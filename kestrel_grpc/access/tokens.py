@@ -8,7 +8,6 @@ One line for each token, in TOML. The file holds hashes, so a reader of the file
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import math
 import re
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from kestrel_grpc.access.reloading import read_regular_file
+from kestrel_runtime.api.errors import did_you_mean
 from kestrel_runtime.api.requests import Priority
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -137,8 +137,7 @@ def _problems(name: str, settings: Any) -> Iterator[str]:
         return
     for key in settings:
         if key not in _SETTINGS:
-            close = difflib.get_close_matches(key, _SETTINGS, n=1)
-            yield f"no setting is named {key}" + (f"; did you mean {close[0]}?" if close else "")
+            yield f"no setting is named {key}{did_you_mean(key, _SETTINGS)}"
     sha256, scopes, rate = settings.get("sha256"), settings.get("scopes"), settings.get("rate")
     if not isinstance(sha256, str) or not _SHA256.fullmatch(sha256):
         yield "sha256 must be 64 hexadecimal digits, in lower case"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import difflib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from kestrel_grpc import __version__
 from kestrel_grpc.cli.ask import add_client_commands
@@ -15,6 +14,7 @@ from kestrel_grpc.cli.serve import add_serve_command
 from kestrel_grpc.cli.status import add_status_commands
 from kestrel_grpc.cli.token import add_token_command
 from kestrel_grpc.cli.verify import add_verify_command
+from kestrel_runtime.api.errors import did_you_mean
 
 _MISUSED = 2
 
@@ -35,7 +35,7 @@ def run(words: Sequence[str]) -> int:
     ):
         add(commands)
     if words and not words[0].startswith("-") and words[0] not in commands.choices:
-        complain(f"{words[0]}: is no command{_meant(words[0], commands.choices)}")
+        complain(f"{words[0]}: is no command{did_you_mean(words[0], commands.choices)}")
         return _MISUSED
     arguments, unknown = parser.parse_known_args(words)
     if unknown:
@@ -45,7 +45,7 @@ def run(words: Sequence[str]) -> int:
             kind = "option" if word.startswith("-") else "argument"
             if kind == "argument" and before.startswith("-") and "=" not in before:
                 continue  # it may be the value of that option
-            complain(f"{name}: is no {kind} of {arguments.command}{_meant(name, flags)}")
+            complain(f"{name}: is no {kind} of {arguments.command}{did_you_mean(name, flags)}")
         return _MISUSED
     return arguments.run(arguments)
 
@@ -58,8 +58,3 @@ def _flags_of(parser: argparse.ArgumentParser) -> Iterator[str]:
                 yield from _flags_of(inner)
         elif action.help is not argparse.SUPPRESS:
             yield from action.option_strings
-
-
-def _meant(word: str, words: Collection[str]) -> str:
-    close = difflib.get_close_matches(word, words, n=1)
-    return f"; did you mean {close[0]}?" if close else ""

@@ -104,6 +104,8 @@ def _serve(arguments: argparse.Namespace) -> int:
             engine.close()
             if not (engine.has_ended and has_closed):
                 end_now(0 if ended_well else 1)
+    except ConfigurationError as error:
+        return refuse(error)
     except (TokenFileError, CertificateError) as error:
         complain(str(error))
         return 2

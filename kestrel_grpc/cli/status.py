@@ -11,6 +11,7 @@ from typing import Any
 
 from kestrel_client import Adapter, Client
 from kestrel_grpc.cli.ask import add_client_arguments, run_with_client
+from kestrel_grpc.cli.problems import complain
 
 
 def add_status_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -32,9 +33,9 @@ def _add_adapter_command(subparsers: argparse._SubParsersAction[argparse.Argumen
     command = subparsers.add_parser("adapter", help=summary, description=f"{summary.capitalize()}.")
     actions = command.add_subparsers(metavar="ACTION", dest="action", required=True)
     for action, what, act in (
-        ("list", "show the adapters that are loaded", lambda client, name: client.list_adapters()),
-        ("load", "read the files of an adapter anew and load them", Client.load_adapter),
-        ("unload", "free the slot of an adapter once no request uses it", Client.unload_adapter),
+        ("list", "show the adapters that requests may name, and which of them are loaded", _print_adapters),
+        ("load", "read the files of an adapter anew and load them", _print_loaded),
+        ("unload", "free the slot of an adapter once no request uses it", _print_unloaded),
     ):
         parser = actions.add_parser(action, help=what, description=f"{what.capitalize()}.")
         if action == "list":
@@ -43,20 +44,42 @@ def _add_adapter_command(subparsers: argparse._SubParsersAction[argparse.Argumen
             parser.add_argument("name", help="as requests name it, such as colours or colours@200")
         add_client_arguments(parser)
         parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-        parser.set_defaults(run=partial(run_with_client, partial(_print_adapters, act)))
+        parser.set_defaults(run=partial(run_with_client, act))
 
 
-def _print_adapters(
-    act: Callable[[Client, str], Adapter | Sequence[Adapter]], client: Client, arguments: argparse.Namespace
-) -> None:
-    found = act(client, arguments.name)
-    adapters = [found] if isinstance(found, Adapter) else found
+def _print_adapters(client: Client, arguments: argparse.Namespace) -> None:
+    loaded = client.list_adapters()
+    others = [name for name in client.adapter_names() if name not in {adapter.name for adapter in loaded}]
     if arguments.json:
-        print(json.dumps([dataclasses.asdict(adapter) for adapter in adapters]))
+        facts = [*({**dataclasses.asdict(adapter), "is_loaded": True} for adapter in loaded)]
+        print(json.dumps([*facts, *({"name": name, "is_loaded": False} for name in others)]))
         return
-    for adapter in adapters:
+    for adapter in loaded:
         state = "" if adapter.is_current else "  until its requests have ended"
-        print(f"{adapter.name:<36} {adapter.digest[:12]}  {adapter.request_count} requests{state}")
+        print(f"{adapter.name:<36} {adapter.digest[:12]}  {_requests(adapter)}{state}")
+    for name in others:
+        print(f"{name:<36} not loaded")
+    if not loaded and not others:
+        complain("the server has no adapters; `kestrel-grpc serve --adapters FOLDER` has")
+
+
+def _print_loaded(client: Client, arguments: argparse.Namespace) -> None:
+    adapter = client.load_adapter(arguments.name)
+    _print_adapter(adapter, arguments, f"{adapter.digest[:12]}  {_requests(adapter)}")
+
+
+def _print_unloaded(client: Client, arguments: argparse.Namespace) -> None:
+    adapter = client.unload_adapter(arguments.name)
+    leaves = f"leaves its slot when no request uses it; now {_requests(adapter)}"
+    _print_adapter(adapter, arguments, leaves if adapter.request_count else "has left its slot")
+
+
+def _print_adapter(adapter: Adapter, arguments: argparse.Namespace, line: str) -> None:
+    print(json.dumps([dataclasses.asdict(adapter)]) if arguments.json else f"{adapter.name:<36} {line}")
+
+
+def _requests(adapter: Adapter) -> str:
+    return "1 request" if adapter.request_count == 1 else f"{adapter.request_count} requests"
 
 
 def _print(read: Callable[[Client], Any], client: Client, arguments: argparse.Namespace) -> None:

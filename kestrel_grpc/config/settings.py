@@ -5,13 +5,14 @@ Names the source of each text; `options.py` parses the texts.
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+
+from kestrel_runtime.api.errors import did_you_mean
 
 ENVIRONMENT_PREFIX = "KESTREL_GRPC_"
 FILE_OPTION = "config"
@@ -109,5 +110,4 @@ def meant(word: str, words: Collection[str]) -> str:
     replaced = {**REPLACED, **{environment_name(old): environment_name(new) for old, new in REPLACED.items()}}
     if word in replaced:
         return f"; use {replaced[word]}"
-    close = difflib.get_close_matches(word, words, n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+    return did_you_mean(word, words)

@@ -298,7 +298,7 @@ ERRORS = (
         "MODEL_NOT_FOUND",
         Code.NOT_FOUND,
         404,
-        lambda error: f"no model named {error.model[:MAX_ECHO_CHARS]!r} is served",
+        lambda error: f"no model named {error.model[:MAX_ECHO_CHARS]!r} is served{error.hint}",
         lambda error: (MissingResource("model", error.model[:MAX_ECHO_CHARS]),),
     ),
     ErrorRow(
@@ -306,7 +306,7 @@ ERRORS = (
         "ADAPTER_NOT_FOUND",
         Code.NOT_FOUND,
         404,
-        lambda error: f"no adapter named {error.name[:MAX_ECHO_CHARS]!r}",
+        lambda error: f"no adapter named {error.name[:MAX_ECHO_CHARS]!r}{error.hint}",
         lambda error: (MissingResource("adapter", error.name[:MAX_ECHO_CHARS]),),
     ),
     ErrorRow(

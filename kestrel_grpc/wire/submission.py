@@ -12,6 +12,7 @@ from kestrel_grpc.images.image_uris import ImageSource
 from kestrel_grpc.images.stored_images import ImageNotFound, ImageReference, ImageUri
 from kestrel_grpc.wire.call_context import CallContext, RequestSummary
 from kestrel_runtime.api.engine import Engine
+from kestrel_runtime.api.errors import ModelNotFound, did_you_mean
 from kestrel_runtime.api.events import Finished
 from kestrel_runtime.api.requests import Request
 from kestrel_runtime.api.stream import Stream
@@ -41,7 +42,7 @@ class Submission:
     ) -> list[Stream]:
         """As `submit`, with a stream for each of the samples that the request asks for. Each is a request of the
         engine; where one of them is refused, none runs."""
-        request = _with_adapter(request, self._engine.info.model)
+        request = await self._with_adapter(request)
         if call.max_priority is not request.options.max_priority:
             request = replace(request, options=replace(request.options, max_priority=call.max_priority))
         call.request = RequestSummary(request)
@@ -66,6 +67,22 @@ class Submission:
         call.release()
         return streams
 
+    async def _with_adapter(self, request: Request) -> Request:
+        """A model named as `model/name@step` or `name@step` is an adapter of the served model, unless the request
+        names another. Raises `ModelNotFound`."""
+        options, served = request.options, self._engine.info.model
+        if options.model in ("", served):
+            return request
+        adapter = options.model.removeprefix(f"{served}/")
+        if adapter == options.model:
+            names = await self._engine.adapter_names()
+            # Of a repository every revision may be named, and only its name is listed.
+            if adapter not in names and adapter.partition("@")[0] not in names:
+                raise ModelNotFound(options.model, did_you_mean(options.model, (served, *names)))
+        if options.adapter not in ("", adapter):
+            raise ModelNotFound(options.model)
+        return replace(request, options=replace(options, model=served, adapter=adapter))
+
     async def _with_image(self, request: Request, image: ImageReference, call: CallContext) -> Request:
         if isinstance(image, ImageUri):
             return await self._with_fetched_image(request, image.uri, call)
@@ -79,15 +96,6 @@ class Submission:
             call.release()
         with self._engine.expecting(request, deadline_s=call.remaining_s, tenant=call.principal):
             return replace(request, image=await self._images.fetch(uri))
-
-
-def _with_adapter(request: Request, served: str) -> Request:
-    """A model named as `model/name@step` is an adapter of the served model, unless the request names another."""
-    options = request.options
-    base, adapter = options.model[: len(served)], options.model[len(served) + 1 :]
-    if not adapter or options.model != f"{served}/{adapter}" or options.adapter not in ("", adapter):
-        return request
-    return replace(request, options=replace(options, model=base, adapter=adapter))
 
 
 async def last_event(streams: Sequence[Stream], call: CallContext) -> Finished:

@@ -82,8 +82,43 @@ async def test_an_adapter_is_named_per_request(nano: LoadedModel, tmp_path: Path
         assert answer["choices"][0]["message"]["content"] == expected[0]
         body = {"model": f"{model}/second", "question": QUESTION, "settings": GREEDY}
         assert (await post(server, "/v1/query", body))["answer"] == expected[1]
+        assert (await client.complete_query(None, QUESTION, model="second", **GREEDY)).answer == expected[1]
+        with pytest.raises(ModelNotFound, match=r"no model named 'secnd' is served; did you mean second\?"):
+            await client.complete_query(None, QUESTION, model="secnd")
+        with pytest.raises(AdapterNotFound, match=r"no adapter named 'secnd'; did you mean second\?"):
+            await client.complete_query(None, QUESTION, adapter="secnd")
         with pytest.raises(ModelNotFound):
             await client.complete_query(None, QUESTION, model="another/second")
+        with pytest.raises(ModelNotFound):
+            await client.complete_query(None, QUESTION, model="second", adapter="team/colours@7")
+
+
+async def test_adapters_that_may_be_named_are_listed_with_the_model(nano: LoadedModel, tmp_path: Path) -> None:
+    write_peft(tmp_path / "team" / "colours" / "checkpoint-7", random_pairs(nano.model.config.text, seed=1))
+    model = nano.checkpoint.name
+    async with served(nano, tmp_path) as (client, server):
+        assert await client.adapter_names() == ("team/colours@7",)
+        assert await client.list_adapters() == ()
+        http = HttpServing(server, FakeEngine())
+        listed = json.loads((await http.ask("/v1/models")).body)["data"]
+        assert [(item["id"], item.get("parent")) for item in listed] == [(model, None), ("team/colours@7", model)]
+        one = json.loads((await http.ask("/v1/models/team/colours@7")).body)
+        assert one == listed[1]
+        wrong = await http.ask("/v1/models/team/colour@7")
+        assert (wrong.status, b"did you mean team/colours@7?" in wrong.body) == (404, True)
+        body = {"model": "team/colours@7", "messages": [{"role": "user", "content": QUESTION}], **GREEDY}
+        chosen = (await post(server, "/v1/chat/completions", body))["choices"][0]["message"]["content"]
+        assert chosen == (await client.complete_query(None, QUESTION, adapter="team/colours@7", **GREEDY)).answer
+
+
+async def test_a_server_without_adapters_says_which_option_it_lacks(nano: LoadedModel) -> None:
+    engine = LocalEngine(nano, EngineConfig(num_kv_pages=300))
+    config = ServerConfig(port=0, withdrawal_delay=0.0)
+    async with Server(engine, config) as server, AsyncClient(f"127.0.0.1:{server.port}") as client:
+        for refused in (client.complete_query(None, QUESTION, adapter="gold"), client.load_adapter("gold")):
+            with pytest.raises(AdapterNotFound, match="the server was started without --adapters"):
+                await refused
+        assert await client.adapter_names() == ()
 
 
 async def test_what_cannot_be_used_is_refused_and_the_server_goes_on(nano: LoadedModel, tmp_path: Path) -> None:
@@ -111,7 +146,7 @@ async def test_a_new_version_is_loaded_under_the_same_name(nano: LoadedModel, tm
             answers.append((await client.complete_query(None, QUESTION, adapter="colours", **GREEDY)).answer)
         await client.unload_adapter("colours")
         assert await client.list_adapters() == ()
-        with pytest.raises(AdapterNotFound):
+        with pytest.raises(AdapterNotFound, match="it is not loaded"):
             await client.unload_adapter("colours")
         again = await client.complete_query(None, QUESTION, adapter="colours", **GREEDY)
     assert answers[0] != answers[1] == again.answer

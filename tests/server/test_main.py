@@ -38,6 +38,13 @@ async def test_port_in_use_is_told_before_the_model_is_loaded(capsys: pytest.Cap
     assert error.count("\n") == 1
 
 
+def test_a_folder_of_adapters_that_is_not_there_is_told_before_the_model_is_loaded(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["serve", "--model", "/nowhere", "--adapters", "/nope", "--port", "0"]) == 2
+    assert capsys.readouterr().err.splitlines() == ["kestrel-grpc: --adapters: there is no folder /nope"]
+
+
 def test_model_that_is_not_there_is_one_clear_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--model", "/nowhere", "--port", "0"]) == 1
     error = capsys.readouterr().err

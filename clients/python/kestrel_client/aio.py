@@ -496,6 +496,17 @@ class AsyncClient:
         )
         return tuple(map(results.adapter, response.adapters))
 
+    async def adapter_names(self, *, timeout_s: float | None = None) -> tuple[str, ...]:
+        """The names of adapters that requests may use, loaded or not. Needs the scope `admin`.
+
+        Args:
+            timeout_s: The longest time for the call, in seconds.
+        """
+        response = await self._calls.call(
+            self._calls.engine.ListAdapters, engine_pb2.ListAdaptersRequest, CallOptions(timeout_s=timeout_s)
+        )
+        return tuple(response.available_names)
+
     async def load_adapter(self, name: str, *, timeout_s: float | None = None) -> Adapter:
         """Has the server read an adapter's files anew and load them. Needs the scope `admin`.
 

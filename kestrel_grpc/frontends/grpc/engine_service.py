@@ -78,7 +78,9 @@ class EngineService:
 
     async def ListAdapters(self, request: wire.ListAdaptersRequest, call: CallContext) -> wire.ListAdaptersResponse:
         return wire.ListAdaptersResponse(
-            adapters=map(_adapter, self._engine.adapters()), slot_count=self._engine.load().adapters.num_slots
+            adapters=map(_adapter, self._engine.adapters()),
+            slot_count=self._engine.load().adapters.num_slots,
+            available_names=await self._engine.adapter_names(),
         )
 
     async def LoadAdapter(self, request: wire.LoadAdapterRequest, call: CallContext) -> wire.LoadAdapterResponse:

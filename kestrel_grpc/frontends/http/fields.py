@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Any
 
 from kestrel_grpc.frontends.http.json_body import LongText
-from kestrel_runtime.api.errors import InvalidRequest, Violation
+from kestrel_runtime.api.errors import InvalidRequest, Violation, did_you_mean
 from kestrel_runtime.api.requests import MAX_TEXT_BYTES
 
 _MAX_NAME_CHARS = 64
@@ -56,7 +56,7 @@ def read(fields: Iterable[Field], document: Mapping[str, Any], violations: list[
         field = known.get(name)
         place = f"{path}{name[:_MAX_NAME_CHARS]}"
         if field is None:
-            violations.append(Violation(place, "is not a field of this request"))
+            violations.append(Violation(place, f"is not a field of this request{did_you_mean(name, known)}"))
         elif value is None:
             continue
         elif field.kind is Kind.OBJECT and field.fields and isinstance(value, dict):

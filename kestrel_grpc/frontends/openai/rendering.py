@@ -120,14 +120,15 @@ class CompletionRenderer:
         return b"".join((sent_event(last), sent_event(total), DONE))
 
 
-def models_json(model: str, created_s: int) -> bytes:
-    """The list of models."""
-    return to_json({"object": "list", "data": [_model(model, created_s)]})
+def models_json(model: str, adapters: Iterable[str], created_s: int) -> bytes:
+    """The served model, and its adapters."""
+    data = [_model(model, created_s), *(_model(name, created_s, parent=model) for name in adapters)]
+    return to_json({"object": "list", "data": data})
 
 
-def model_json(model: str, created_s: int) -> bytes:
-    """One model."""
-    return to_json(_model(model, created_s))
+def model_json(name: str, model: str, created_s: int) -> bytes:
+    """The served model, or one of its adapters."""
+    return to_json(_model(name, created_s, parent=None if name == model else model))
 
 
 def failure_json(failure: CallFailure) -> bytes:
@@ -211,5 +212,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-def _model(model: str, created_s: int) -> dict[str, Any]:
-    return {"id": model, "object": "model", "created": created_s, "owned_by": "kestrel"}
+def _model(name: str, created_s: int, *, parent: str | None = None) -> dict[str, Any]:
+    """`parent`: the model that the named adapter changes."""
+    found = {"id": name, "object": "model", "created": created_s, "owned_by": "kestrel"}
+    return found if parent is None else {**found, "parent": parent}

@@ -21,7 +21,8 @@ from kestrel_grpc.frontends.openai.rendering import (
 from kestrel_grpc.wire.call_context import CallContext
 from kestrel_grpc.wire.errors import CallFailure, MethodUnknown
 from kestrel_grpc.wire.submission import Submission, last_event
-from kestrel_runtime.api.errors import ModelNotFound
+from kestrel_runtime.api.engine import Engine
+from kestrel_runtime.api.errors import ModelNotFound, did_you_mean
 
 # Routes that clients of OpenAI know and that are refused by their name.
 _REFUSED = ("/v1/responses", "/v1/embeddings", "/v1/images/generations", "/v1/moderations", "/v1/batches")
@@ -44,9 +45,10 @@ class OpenAiDialect:
 class OpenAiService:
     """Chat and completions are queries of the engine. Each call is one request of the engine and ends with it."""
 
-    def __init__(self, submission: Submission, model: str, *, max_image_bytes: int) -> None:
+    def __init__(self, submission: Submission, engine: Engine, *, max_image_bytes: int) -> None:
         self._submission = submission
-        self._model = model
+        self._engine = engine
+        self._model = engine.info.model
         self._started_s = int(time.time())
         parser = QueryParser(max_image_bytes)
         self.dialect = OpenAiDialect()
@@ -95,12 +97,13 @@ class OpenAiService:
         return serve
 
     async def _list_models(self, _: object, call: CallContext) -> bytes:
-        return models_json(self._model, self._started_s)
+        return models_json(self._model, await self._engine.adapter_names(), self._started_s)
 
     async def _get_model(self, parameters: Mapping[str, str], call: CallContext) -> bytes:
-        if parameters["model"] != self._model:
-            raise ModelNotFound(parameters["model"])
-        return model_json(self._model, self._started_s)
+        name, known = parameters["model"], (self._model, *await self._engine.adapter_names())
+        if name not in known:
+            raise ModelNotFound(name, did_you_mean(name, known))
+        return model_json(name, self._model, self._started_s)
 
 
 def _refusing(path: str) -> Callable[[object, CallContext], Awaitable[bytes]]:

@@ -7,11 +7,13 @@ checked is what is loaded.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import stat
 import struct
-from collections.abc import Callable, Collection, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,12 +25,17 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from kestrel_runtime.api.adapters import AdapterName
-from kestrel_runtime.api.errors import AdapterInvalid, AdapterNotFound
+from kestrel_runtime.api.errors import AdapterInvalid, AdapterNotFound, did_you_mean
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 _MAX_CONFIG_BYTES = 2**20
 _MAX_ENTRIES = 1000
+_MAX_FOLDERS = 10_000
+"""That are looked at to list adapters."""
+_MAX_DEPTH = 5
+"""Of folders: the four parts of a name, and the step of a training."""
+_CHECKPOINT = "checkpoint-"
 _PICKLES = (".pt", ".pth", ".bin", ".pkl", ".ckpt")
 
 
@@ -81,7 +88,17 @@ class AdapterSource:
                     return folder, self._root
         if name.path in self._repositories:
             return self._fetch(name)
-        raise AdapterNotFound(str(name))
+        raise AdapterNotFound(str(name), did_you_mean(str(name), self.names()))
+
+    def names(self) -> list[str]:
+        """What may be named, in order, at most 1,000: folders with weights, and the listed repositories."""
+        found = set(self._repositories)
+        if self._root is not None:
+            for relative in _adapter_folders(self._root):
+                name = _name_of_folder(relative)
+                if name is not None:
+                    found.add(str(name))
+        return sorted(found)[:_MAX_ENTRIES]
 
     def _fetch(self, name: AdapterName) -> tuple[Path, Path]:
         patterns = [CONFIG_FILE, "*.safetensors"]
@@ -147,7 +164,40 @@ def _folders(name: AdapterName) -> list[str]:
     """Where the folder of a name may be, in the order of preference; trainers name the folders of steps so."""
     if name.step is None:
         return [name.path]
-    return [f"{name.path}@{name.step}", f"{name.path}/{name.step}", f"{name.path}/checkpoint-{name.step}"]
+    return [f"{name.path}@{name.step}", f"{name.path}/{name.step}", f"{name.path}/{_CHECKPOINT}{name.step}"]
+
+
+def _name_of_folder(relative: str) -> AdapterName | None:
+    """The name that stands for a folder; of a trainer's folder of a step the one with the step."""
+    path, _, last = relative.rpartition("/")
+    if path and last.startswith(_CHECKPOINT):
+        relative = f"{path}@{last.removeprefix(_CHECKPOINT)}"
+    return AdapterName.parse(relative)
+
+
+def _adapter_folders(root: Path) -> Iterator[str]:
+    """The folders under `root` that hold a safetensors file, relative to it. What cannot be read is left out."""
+    folders = deque([""])
+    for _ in range(_MAX_FOLDERS):
+        if not folders:
+            return
+        relative = folders.popleft()
+        has_weights = False
+        try:
+            with os.scandir(root / relative) as entries:
+                for entry in itertools.islice(entries, _MAX_ENTRIES):
+                    has_weights |= entry.name.endswith(".safetensors")
+                    inner = f"{relative}/{entry.name}" if relative else entry.name
+                    if inner.count("/") < _MAX_DEPTH and entry.is_dir() and _is_inside(root / inner, root):
+                        folders.append(inner)
+        except OSError:
+            continue
+        if has_weights and relative:
+            yield relative
+
+
+def _is_inside(folder: Path, root: Path) -> bool:
+    return Path(os.path.realpath(folder)).is_relative_to(root)
 
 
 def _listing(folder: Path) -> dict[str, tuple[int, ...]]:

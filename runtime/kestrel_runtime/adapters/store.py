@@ -63,9 +63,17 @@ class _Pending:
 class AdapterStore:
     """The adapters of one engine. All methods are for any thread, and none of them waits."""
 
-    def __init__(self, read: Callable[[str], AdapterFiles], target: AdapterTarget, num_slots: int) -> None:
-        """`read` finds and reads the files of a name."""
+    def __init__(
+        self,
+        read: Callable[[str], AdapterFiles],
+        target: AdapterTarget,
+        num_slots: int,
+        list_names: Callable[[], list[str]] = list,
+    ) -> None:
+        """`read` finds and reads the files of a name; `list_names` lists the names that it can find."""
         self._read = read
+        self._list_names = list_names
+        self._listing: Future[list[str]] | None = None
         self._target = target
         self._slots = AdapterSlots(num_slots)
         self._pending: dict[str, _Pending] = {}  # the first is being loaded
@@ -108,9 +116,17 @@ class AdapterStore:
         with self._changed:
             residence = self._slots.retire(name)
             if residence is None:
-                raise AdapterNotFound(name)
+                raise AdapterNotFound(name, "; it is not loaded")
             self._changed.notify_all()
             return _info(residence)
+
+    def names(self) -> Future[list[str]]:
+        """The names that requests may use, read anew. Callers at the same time share one reading."""
+        with self._changed:
+            if self._listing is None:
+                self._listing = Future()
+                threading.Thread(target=self._list, name="kestrel-adapter-names", daemon=True).start()
+            return self._listing
 
     def infos(self) -> list[AdapterInfo]:
         """All that are in slots."""
@@ -211,6 +227,17 @@ class AdapterStore:
             self._slots.place(slot, pending.name, digest)
         self._hand_out(pending)
         _log.info("adapter %s is in slot %d, content %s", pending.name, slot, digest.hex()[:16])
+
+    def _list(self) -> None:
+        try:
+            names = self._list_names()
+        except Exception:  # a bug in the listing
+            _log.exception("adapters cannot be listed")
+            names = []
+        with self._changed:
+            listing, self._listing = self._listing, None
+        if listing is not None:
+            listing.set_result(names)
 
     def _wait_for_slot(self, pending: _Pending) -> int | None:
         """With the lock, a slot to write; None where no caller waits for it any more."""

@@ -172,6 +172,10 @@ class Engine(Protocol):
         """Those that are loaded."""
         ...
 
+    async def adapter_names(self) -> Sequence[str]:
+        """The names of adapters that requests may use, at most 1,000, in order."""
+        ...
+
     async def load_adapter(self, name: str) -> AdapterInfo:
         """Read an adapter's files anew, and load them where their content is new.
 

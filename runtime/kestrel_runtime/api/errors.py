@@ -20,6 +20,8 @@ KestrelError
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -30,6 +32,12 @@ class Violation:
 
     field: str
     description: str
+
+
+def did_you_mean(word: str, words: Iterable[str]) -> str:
+    """The end of a message about an unknown word: the known word that is most like it, if one is."""
+    close = difflib.get_close_matches(word, list(words), n=1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 class KestrelError(Exception):
@@ -65,20 +73,24 @@ class ContextLengthExceeded(InvalidRequest):
 class ModelNotFound(KestrelError):
     """The request names a model that this engine does not serve."""
 
-    def __init__(self, model: str) -> None:
-        super().__init__(f"no model named {model!r}")
+    def __init__(self, model: str, hint: str = "") -> None:
+        """`hint`: the end of the message, such as what may have been meant."""
+        super().__init__(f"no model named {model!r}{hint}")
         self.model = model
+        self.hint = hint
 
 
 class AdapterNotFound(KestrelError):
     """There is no adapter of this name, or none may be used."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
+    def __init__(self, name: str, hint: str = "") -> None:
+        """`hint`: the end of the message, such as what may have been meant."""
+        super().__init__(name, hint)
         self.name = name
+        self.hint = hint
 
     def __str__(self) -> str:
-        return f"no adapter named {self.name!r}"
+        return f"no adapter named {self.name!r}{self.hint}"
 
 
 class AdapterInvalid(KestrelError):

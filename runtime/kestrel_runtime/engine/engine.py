@@ -70,6 +70,8 @@ _TRANSITIONS = {
 }
 _MAX_TOKENS_PER_REF = 3
 _CLOSE_TIMEOUT_S = 5.0
+_ADAPTER_NAMES_S = 5.0
+"""For the folder of adapters to be read, which may be on a mount that does not answer."""
 """How long `close` waits for the engine thread; a step of a slow device may take longer."""
 
 _log = logging.getLogger(__name__)
@@ -296,6 +298,16 @@ class LocalEngine:
         """Those that are loaded."""
         return [] if self._adapters is None else self._adapters.infos()
 
+    async def adapter_names(self) -> list[str]:
+        """The names of adapters that requests may use; if their folder does not answer, the loaded ones."""
+        if self._adapters is None:
+            return []
+        try:
+            async with asyncio.timeout(_ADAPTER_NAMES_S):
+                return await asyncio.shield(asyncio.wrap_future(self._adapters.names()))
+        except TimeoutError:
+            return sorted({info.name for info in self.adapters() if info.is_current})
+
     async def load_adapter(self, name: str) -> AdapterInfo:
         """Read an adapter's files anew, and load them where their content is new.
 
@@ -419,7 +431,7 @@ class LocalEngine:
     def _adapters_for(self, name: str) -> AdapterStore:
         """Raises `AdapterNotFound` where the engine has no adapters at all."""
         if self._adapters is None:
-            raise AdapterNotFound(name)
+            raise AdapterNotFound(name, "; the server was started without --adapters and --adapter-repositories")
         return self._adapters
 
     def _check(self, request: Request) -> None:
@@ -490,7 +502,7 @@ class LocalEngine:
 def _adapter_store(config: EngineConfig, target: AdapterTarget) -> AdapterStore:
     root = None if config.adapters is None else Path(config.adapters)
     source = AdapterSource(root, config.adapter_repositories, target.max_file_bytes)
-    return AdapterStore(source.read, target, config.num_adapter_slots)
+    return AdapterStore(source.read, target, config.num_adapter_slots, source.names)
 
 
 def _age_s(moment: float | None) -> float:

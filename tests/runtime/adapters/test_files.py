@@ -76,6 +76,49 @@ def test_a_repository_that_is_not_listed_does_not_exist(source: AdapterSource, n
         source.read(name)
 
 
+def write(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    for name, data in adapter(1.0).items():
+        (folder / name).write_bytes(data)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Adapters in folders of each form, and folders that are none."""
+    root = tmp_path / "adapters"
+    for name in ("gold", "team/colours/checkpoint-20", "team/colours/checkpoint-100", "shapes@7", "bad name"):
+        write(root / name)
+    (root / "empty").mkdir()
+    write(tmp_path / "outside")
+    (root / "linked").symlink_to(root / "gold", target_is_directory=True)
+    (root / "leaving").symlink_to(tmp_path / "outside", target_is_directory=True)
+    (root / "circle").symlink_to(root, target_is_directory=True)
+    return root
+
+
+def test_each_name_that_is_listed_can_be_read(root: Path) -> None:
+    source = AdapterSource(root, [], MAX_BYTES)
+    names = [name for name in source.names() if not name.startswith("circle")]
+    assert names == ["gold", "linked", "shapes@7", "team/colours@100", "team/colours@20"]
+    for name in source.names():
+        assert source.read(name).tensors["some"].tolist() == [1.0] * 3
+
+
+def test_repositories_are_listed_with_the_folders(root: Path) -> None:
+    assert {LISTED, "gold"} <= set(AdapterSource(root, [LISTED], MAX_BYTES).names())
+    assert AdapterSource(None, [LISTED], MAX_BYTES).names() == [LISTED]
+    assert AdapterSource(root / "absent", [], MAX_BYTES).names() == []
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("glod", "gold"), ("team/colours@10", "team/colours@100"), ("zzz", None)]
+)
+def test_what_may_have_been_meant_by_an_unknown_name_is_suggested(root: Path, name: str, meant: str | None) -> None:
+    with pytest.raises(AdapterNotFound) as caught:
+        AdapterSource(root, [], MAX_BYTES).read(name)
+    assert str(caught.value) == f"no adapter named {name!r}" + (f"; did you mean {meant}?" if meant else "")
+
+
 @pytest.mark.parametrize("name", ["org/absent", f"{LISTED}@v3"])
 def test_what_the_hub_does_not_give_is_refused_with_the_reason(source: AdapterSource, name: str) -> None:
     with pytest.raises(AdapterInvalid, match="cannot be downloaded: LocalEntryNotFoundError"):

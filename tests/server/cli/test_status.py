@@ -9,6 +9,8 @@ import pytest
 
 from kestrel_grpc import __version__
 from kestrel_grpc.__main__ import main
+from kestrel_runtime.api.adapters import AdapterInfo
+from tests.fakes import FakeEngine
 from tests.server.serving import serving
 
 
@@ -38,8 +40,29 @@ async def test_load_is_a_table_of_numbers(capsys):
 
 
 async def test_adapters_are_listed_loaded_and_unloaded(capsys):
-    line = await printed(capsys, "adapter", "list")
-    assert line.split() == ["colours", "abababababab", "2", "requests"]
+    lines = (await printed(capsys, "adapter", "list")).splitlines()
+    assert [" ".join(line.split()) for line in lines] == [
+        "colours abababababab 2 requests",
+        "shapes@200 not loaded",
+    ]
+    listed = json.loads(await printed(capsys, "adapter", "list", "--json"))
+    assert [(item["name"], item["is_loaded"]) for item in listed] == [("colours", True), ("shapes@200", False)]
     for action in ("load", "unload"):
         (adapter,) = json.loads(await printed(capsys, "adapter", action, "colours", "--json"))
         assert (adapter["name"], adapter["request_count"]) == ("colours", 2)
+
+
+@pytest.mark.parametrize(
+    ("num_requests", "said"),
+    [
+        (0, "has left its slot"),
+        (1, "leaves its slot when no request uses it; now 1 request\n"),
+        (2, "now 2 requests\n"),
+    ],
+)
+async def test_an_adapter_that_is_unloaded_is_said_to_leave_when_its_requests_end(
+    capsys, monkeypatch, num_requests, said
+):
+    info = AdapterInfo("colours", "ab" * 32, slot=1, num_requests=num_requests, is_current=False)
+    monkeypatch.setattr(FakeEngine, "unload_adapter", lambda self, name: info)
+    assert said in await printed(capsys, "adapter", "unload", "colours")

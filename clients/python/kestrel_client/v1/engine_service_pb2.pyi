@@ -177,12 +177,14 @@ class ListAdaptersRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ListAdaptersResponse(_message.Message):
-    __slots__ = ("adapters", "slot_count")
+    __slots__ = ("adapters", "slot_count", "available_names")
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     SLOT_COUNT_FIELD_NUMBER: _ClassVar[int]
+    AVAILABLE_NAMES_FIELD_NUMBER: _ClassVar[int]
     adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
     slot_count: int
-    def __init__(self, adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., slot_count: _Optional[int] = ...) -> None: ...
+    available_names: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., slot_count: _Optional[int] = ..., available_names: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Adapter(_message.Message):
     __slots__ = ("name", "digest", "request_count", "is_current")

@@ -118,7 +118,7 @@ class EngineServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListAdapters(self, request, context):
-        """Lists the adapters that are loaded.
+        """Lists the adapters that are loaded, and the names that requests may use.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -128,7 +128,7 @@ async def test_the_model_is_listed():
         listed = (await rig.ask("/v1/models")).json
         one = await rig.ask("/v1/models/fake")
         none = await rig.ask("/v1/models/gull/2")
-    assert [model["id"] for model in listed["data"]] == ["fake"]
+    assert [model["id"] for model in listed["data"]] == ["fake", "colours", "shapes@200"]
     assert one.json == listed["data"][0]
     assert (none.status, none.json["error"]["code"]) == (404, "model_not_found")
 
@@ -242,7 +242,8 @@ async def test_a_response_format_that_cannot_be_used_is_refused(given: Any, para
         ),
         (chat(TEXT, max_completion_tokens=0), "max_completion_tokens", "must be from 1"),
         (chat(TEXT, temperature="warm"), "temperature", "must be a number"),
-        (chat(TEXT, colour="red"), "colour", "is not a field"),
+        (chat(TEXT, colour="red"), "colour", "is not a field of this request"),
+        (chat(TEXT, max_tokns=3), "max_tokns", "is not a field of this request; did you mean max_tokens?"),
     ],
 )
 async def test_other_violations_name_their_place(body, param, told):
