@@ -57,7 +57,9 @@ class NoRemoteImages:
 
     async def fetch(self, uri: str) -> bytes:
         """Refuses."""
-        raise ImageUriNotAllowed("this server takes images as bytes only")
+        raise ImageUriNotAllowed(
+            "this server fetches no images; send the bytes of the image, or start the server with --image-hosts"
+        )
 
     async def close(self) -> None:
         """There is nothing to end."""
@@ -135,7 +137,9 @@ def allowed_target(uri: str, hosts: tuple[AllowedHost, ...]) -> Target:
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     target = Target(parts.scheme, host, _PORTS[parts.scheme] if port is None else port, path)
     if not any(allowed.matches(target) for allowed in hosts):
-        raise ImageUriNotAllowed("is not on a host that this server fetches images from")
+        raise ImageUriNotAllowed(
+            "is not on a host that this server fetches images from; its option --image-hosts names them"
+        )
     return target
 
 

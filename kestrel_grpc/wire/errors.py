@@ -459,7 +459,10 @@ ERRORS = (
         "SOURCE_NOT_ALLOWED",
         Code.PERMISSION_DENIED,
         403,
-        lambda error: f"the {error.header} {error.value[:MAX_ECHO_CHARS]!r} is not one that this server answers",
+        lambda error: (
+            f"the {error.header} {error.value[:MAX_ECHO_CHARS]!r} is not one that this server answers; its option "
+            f"{'--http-origins' if error.header == 'Origin' else '--http-hosts'} names them"
+        ),
     ),
     ErrorRow(
         MessageTooLarge,

@@ -104,12 +104,14 @@ async def last_event(streams: Sequence[Stream], call: CallContext) -> Finished:
         for stream in streams:
             stack.enter_context(ending_with(stream))
         first, *others = [await stream.result() for stream in streams]
-        call.finished = _with_alternatives(first, others) if others else first
+        call.finished = with_alternatives(first, others)
         return call.finished
 
 
-def _with_alternatives(first: Finished, others: list[Finished]) -> Finished:
-    """The prompt is counted once."""
+def with_alternatives(first: Finished, others: Sequence[Finished]) -> Finished:
+    """The first sample with the others as its alternatives. The prompt is counted once."""
+    if not others:
+        return first
     num_output_tokens = sum(finished.usage.num_output_tokens for finished in (first, *others))
     usage = replace(first.usage, num_output_tokens=num_output_tokens)
     return replace(first, usage=usage, alternatives=tuple(others))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from kestrel_grpc.frontends.http.fields import Field, Kind
@@ -50,18 +51,56 @@ RESPONSE_FORMAT = Field(
         ),
     ),
 )
+STRUCTURED_OUTPUTS = Field(
+    "structured_outputs",
+    Kind.OBJECT,
+    "What the answer must look like, in the words of vLLM; one of its fields.",
+    fields=(
+        Field("choice", Kind.LIST, f"At most {MAX_CHOICES} texts, one of which is it.", item={"type": "string"}),
+        Field("regex", Kind.TEXT, "A regular expression that the whole answer matches."),
+        Field("json", Kind.OBJECT, "A JSON schema; the answer is JSON that is valid under it."),
+        Field("json_object", Kind.BOOLEAN, "Whether the answer is any JSON object."),
+    ),
+)
 _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+_OURS: Mapping[str, str] = MappingProxyType({"choice": "choices", "regex": "regex", "json": "json_schema"})
 # In place of what is wrong, which is a violation already.
 _PLACEHOLDER = Constraint(regex="x")
 
 
-def read_constraint(given: Mapping[str, Any] | None, violations: list[Violation]) -> Constraint | None:
+def read_openai_constraint(values: Mapping[str, Any], violations: list[Violation]) -> Constraint | None:
+    """The value of the one of `RESPONSE_FORMAT`, `CONSTRAINT` and `STRUCTURED_OUTPUTS` that asks for something.
+
+    None where any text will do.
+    """
+    read = {
+        RESPONSE_FORMAT.name: read_response_format(values.get(RESPONSE_FORMAT.name), violations),
+        CONSTRAINT.name: read_constraint(values.get(CONSTRAINT.name), violations),
+        STRUCTURED_OUTPUTS.name: _structured_outputs(values.get(STRUCTURED_OUTPUTS.name), violations),
+    }
+    given = [name for name, constraint in read.items() if constraint is not None]
+    violations.extend(Violation(name, f"cannot be combined with {given[0]}") for name in given[1:])
+    return read[given[0]] if given else None
+
+
+def _structured_outputs(given: Mapping[str, Any] | None, violations: list[Violation]) -> Constraint | None:
+    if not given or given == {"json_object": False}:
+        return None
+    if given.get("json_object") and "json" not in given:
+        given = {**given, "json": _ANY_OBJECT}
+    ours = {_OURS[name]: value for name, value in given.items() if name in _OURS}
+    return read_constraint(ours, violations, f"{STRUCTURED_OUTPUTS.name}.choice")
+
+
+def read_constraint(
+    given: Mapping[str, Any] | None, violations: list[Violation], choices_path: str = "constraint.choices"
+) -> Constraint | None:
     """The value of `CONSTRAINT`; None where there is none."""
     if given is None:
         return None
     choices = given.get("choices", ())[: MAX_CHOICES + 1]
     problems = [
-        Violation(f"constraint.choices[{index}]", "must be a text")
+        Violation(f"{choices_path}[{index}]", "must be a text")
         for index, choice in enumerate(choices)
         if not isinstance(choice, str)
     ]

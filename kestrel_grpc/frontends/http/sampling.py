@@ -18,17 +18,13 @@ FIELDS = (
     Field("presence_penalty", Kind.NUMBER, "Is subtracted from logits of tokens in the text; -2 to 2."),
     Field("frequency_penalty", Kind.NUMBER, "Is subtracted each time that the text has the token; -2 to 2."),
     Field("logit_bias", Kind.OBJECT, "By the ids of tokens, what is added to their logits; -100 to 100."),
-    Field("n", Kind.INTEGER, "How many samples to draw, 1 to 16; 1 in a stream."),
+    Field("n", Kind.INTEGER, "How many samples to draw, 1 to 16; in a stream of the REST API 1."),
 )
 _MAX_ID_CHARS = 10
 
 
-def read_sampling(
-    values: Mapping[str, Any], violations: list[Violation], path: str = "", *, is_streamed: bool
-) -> dict[str, Any]:
+def read_sampling(values: Mapping[str, Any], violations: list[Violation], path: str = "") -> dict[str, Any]:
     """Arguments of `SamplingParams`, from the values of `FIELDS`. `path` stands before names in `violations`."""
-    if is_streamed and values.get("n", 1) > 1:
-        violations.append(Violation(f"{path}n", "must be 1 in a stream"))
     return {
         "stop": _stops(values.get("stop", ()), violations, f"{path}stop"),
         "include_stop": values.get("include_stop", False),

@@ -52,7 +52,7 @@ _IMAGE_PART = (
         is_required=True,
         fields=(
             Field("url", Kind.IMAGE, "A data URL.", is_required=True),
-            Field("detail", Kind.TEXT, "Without effect but for `auto`.", choices=("auto",)),
+            Field("detail", Kind.TEXT, "Without effect: every image has the detail that the model takes."),
         ),
     ),
 )

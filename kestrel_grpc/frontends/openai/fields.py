@@ -1,4 +1,7 @@
-"""The fields of OpenAI's requests: those that are read, and those that are taken at their default value only."""
+"""The fields of OpenAI's requests: those that are read, those without effect, and those that must ask for nothing.
+
+A field is accepted without effect where it cannot change an answer of these models.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from kestrel_grpc.frontends.http import sampling
-from kestrel_grpc.frontends.http.constraints import RESPONSE_FORMAT
+from kestrel_grpc.frontends.http.constraints import CONSTRAINT, RESPONSE_FORMAT, STRUCTURED_OUTPUTS
 from kestrel_grpc.frontends.http.fields import Field, Kind
 from kestrel_runtime.api.sampling_params import MAX_LOGPROBS
 
@@ -29,7 +32,21 @@ _SHARED = (
     *sampling.FIELDS,
     Field("stream", Kind.BOOLEAN, "Whether the answer comes as server-sent events."),
     _STREAM_OPTIONS,
+    CONSTRAINT,
+    STRUCTURED_OUTPUTS,
     Field("user", Kind.TEXT, "Without effect: callers are told apart by their tokens."),
+)
+_WITHOUT_EFFECT = (
+    Field("metadata", Kind.OBJECT, "Without effect: nothing is stored."),
+    Field("store", Kind.BOOLEAN, "Without effect: nothing is stored."),
+    Field("parallel_tool_calls", Kind.BOOLEAN, "Without effect: there are no tools."),
+    Field("prediction", Kind.OBJECT, "Without effect: it may speed an answer up, and changes none."),
+    Field("prompt_cache_key", Kind.TEXT, "Without effect: the caches find equal prompts by themselves."),
+    Field("prompt_cache_retention", Kind.TEXT, "Without effect: the server says how long it keeps what."),
+    Field("reasoning_effort", Kind.TEXT, "Without effect: `reasoning` says whether the model reasons."),
+    Field("safety_identifier", Kind.TEXT, "Without effect: callers are told apart by their tokens."),
+    Field("service_tier", Kind.TEXT, "Without effect: there is one tier."),
+    Field("verbosity", Kind.TEXT, "Without effect: the models know no such setting."),
 )
 
 CHAT = (
@@ -50,6 +67,7 @@ CHAT = (
         f"How many of the most likely tokens `logprobs` tells for each, 0 to {MAX_LOGPROBS}.",
     ),
     *_SHARED,
+    *_WITHOUT_EFFECT,
 )
 COMPLETIONS = (
     Field("prompt", Kind.TEXT, "The text to answer.", is_required=True),
@@ -61,23 +79,17 @@ COMPLETIONS = (
     *_SHARED,
 )
 
+CONSTRAINTS = (RESPONSE_FORMAT.name, CONSTRAINT.name, STRUCTURED_OUTPUTS.name)
 _NONE: tuple[Any, ...] = (None,)
 # These fields are refused unless empty, such as `tools: []`.
 CHAT_DEFAULTS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "tools": (None, []),
         "tool_choice": (None, "none", "auto"),
-        "parallel_tool_calls": (None, True),
         "functions": (None, []),
         "function_call": (None, "none", "auto"),
         "modalities": (None, ["text"]),
         "audio": _NONE,
-        "prediction": _NONE,
-        "store": (None, False),
-        "metadata": (None, {}),
-        "service_tier": (None, "auto", "default"),
-        "reasoning_effort": _NONE,
-        "verbosity": _NONE,
         "web_search_options": _NONE,
     }
 )
@@ -98,21 +110,21 @@ _NAMES: Mapping[str, str] = MappingProxyType(
 )
 
 
-def chat_name(field: str) -> str:
-    """The name in a chat request of a field of the engine's requests."""
+def chat_name(field: str, constraint: str = RESPONSE_FORMAT.name) -> str:
+    """The name in a chat request of a field of the engine's requests; `constraint` is the field that has one."""
     if field == "sampling.max_tokens":
         return "max_completion_tokens"
     if field == "sampling.logprobs":
         return "top_logprobs"
-    return _name(field, "messages")
+    return _name(field, "messages", constraint)
 
 
-def completions_name(field: str) -> str:
-    """The name in a completion request of a field of the engine's requests."""
-    return _name(field, "prompt")
+def completions_name(field: str, constraint: str = CONSTRAINT.name) -> str:
+    """The name in a completion request of a field of the engine's requests, as `chat_name`."""
+    return _name(field, "prompt", constraint)
 
 
-def _name(field: str, others: str) -> str:
+def _name(field: str, others: str, constraint: str) -> str:
     if field.startswith("sampling."):
         return field.removeprefix("sampling.")
-    return "response_format" if field.startswith("constraint") else _NAMES.get(field, others)
+    return constraint if field.startswith("constraint") else _NAMES.get(field, others)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kestrel_grpc.frontends.http.constraints import read_response_format
+from kestrel_grpc.frontends.http.constraints import read_openai_constraint
 from kestrel_grpc.frontends.http.endpoint import renamed
 from kestrel_grpc.frontends.http.fields import Field, read
 from kestrel_grpc.frontends.http.images import PLACEHOLDER, GivenImage, read_image
@@ -63,10 +63,11 @@ class QueryParser:
         conversation: Conversation,
         lengths: Mapping[str, int | None],
         violations: list[Violation],
-        name: Callable[[str], str],
+        name: Callable[[str, str], str],
     ) -> ParsedQuery:
-        sampling = read_sampling(values, violations, is_streamed=values.get("stream", False))
-        constraint = read_response_format(values.get("response_format"), violations)
+        sampling = read_sampling(values, violations)
+        constraint = read_openai_constraint(values, violations)
+        named = next((field for field in fields.CONSTRAINTS if values.get(field)), fields.CONSTRAINTS[0])
         image, image_error = self._image(conversation)
         query = None
         try:
@@ -85,7 +86,7 @@ class QueryParser:
                 constraint=constraint,
             )
         except InvalidRequest as error:
-            violations += renamed(error.violations, name)
+            violations += renamed(error.violations, lambda field: name(field, named))
         if image_error is not None:
             image_error.violations = renamed(image_error.violations, lambda _: conversation.image_path)
             violations += image_error.violations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -51,7 +52,7 @@ class ChatRenderer:
         # A chunk is made for each token: what is the same in all is encoded once.
         head = to_json({"id": f"chatcmpl-{request_id}", "object": "chat.completion.chunk"})[:-1]
         rest = to_json({"created": created_s, "model": model})[1:-1]
-        self._head = b'data: %b,%b,"choices":[{"index":0,"delta":' % (head, rest)
+        self._head = b'data: %b,%b,"choices":[{"index":' % (head, rest)
         usage = ',"usage":null' if includes_usage else ""
         self._tail = f',"logprobs":null,"finish_reason":null}}]{usage}}}\n\n'.encode()
 
@@ -61,25 +62,29 @@ class ChatRenderer:
         facts = {"object": "chat.completion", "choices": choices, "usage": _usage(finished.usage)}
         return to_json({**self._facts, **facts})
 
-    def events(self, event: Event) -> bytes:
-        """The server-sent events of an event."""
+    def events(self, event: Event, sample: int) -> bytes:
+        """The server-sent events of an event of a sample."""
+        head = b'%b%d,"delta":' % (self._head, sample)
         if isinstance(event, TextDelta):
             is_answer = event.channel is TextChannel.ANSWER
             name = b'{"content":' if is_answer else b'{"reasoning":'
             tail = self._tail
             if event.logprobs and is_answer:
                 tail = tail.replace(b"null", to_json(_chat_logprobs(event.logprobs)), 1)
-            return b"".join((self._head, name, to_json(event.text), b"}", tail))
+            return b"".join((head, name, to_json(event.text), b"}", tail))
         if isinstance(event, Started):
-            return b"".join((self._head, b'{"role":"assistant","content":""}', self._tail))
+            return b"".join((head, b'{"role":"assistant","content":""}', self._tail))
         assert isinstance(event, Finished), "answers to a chat are text"
         reason = _FINISH_REASONS[event.finish_reason]
         usage = ',"usage":null' if self._includes_usage else ""
-        last = self._head + f'{{}},"logprobs":null,"finish_reason":"{reason}"}}]{usage}}}\n\n'.encode()
+        return head + f'{{}},"logprobs":null,"finish_reason":"{reason}"}}]{usage}}}\n\n'.encode()
+
+    def end(self, finished: Finished) -> bytes:
+        """The last server-sent events of all samples."""
         if not self._includes_usage:
-            return last + DONE
-        facts = {"object": "chat.completion.chunk", "choices": [], "usage": _usage(event.usage)}
-        return b"".join((last, sent_event({**self._facts, **facts}), DONE))
+            return DONE
+        facts = {"object": "chat.completion.chunk", "choices": [], "usage": _usage(finished.usage)}
+        return sent_event({**self._facts, **facts}) + DONE
 
 
 class CompletionRenderer:
@@ -93,31 +98,31 @@ class CompletionRenderer:
             "model": model,
         }
         self._includes_usage = includes_usage
-        self._num_chars = 0  # of the text that has been sent
+        self._num_chars = defaultdict[int, int](int)  # of the text that has been sent, by sample
 
     def answer(self, finished: Finished) -> bytes:
         """The whole answer."""
         choices = [_whole_text(index, sample) for index, sample in enumerate((finished, *finished.alternatives))]
         return to_json({**self._facts, "choices": choices, "usage": _usage(finished.usage)})
 
-    def events(self, event: Event) -> bytes:
-        """The server-sent events of an event; empty where there is none to tell."""
+    def events(self, event: Event, sample: int) -> bytes:
+        """The server-sent events of an event of a sample; empty where there is none to tell."""
         usage = {"usage": None} if self._includes_usage else {}
         if isinstance(event, TextDelta):
-            logprobs = _text_logprobs(event.logprobs, self._num_chars) if event.logprobs else None
-            self._num_chars += len(event.text)
-            return sent_event({**self._facts, "choices": [_text_choice(event.text, None, logprobs)], **usage})
-        if not isinstance(event, Finished):
+            logprobs = _text_logprobs(event.logprobs, self._num_chars[sample]) if event.logprobs else None
+            self._num_chars[sample] += len(event.text)
+            choices = [_text_choice(event.text, None, logprobs, sample)]
+        elif isinstance(event, Finished):
+            choices = [_text_choice("", _FINISH_REASONS[event.finish_reason], index=sample)]
+        else:
             return b""
-        last = {
-            **self._facts,
-            "choices": [_text_choice("", _FINISH_REASONS[event.finish_reason])],
-            **usage,
-        }
+        return sent_event({**self._facts, "choices": choices, **usage})
+
+    def end(self, finished: Finished) -> bytes:
+        """The last server-sent events of all samples."""
         if not self._includes_usage:
-            return sent_event(last) + DONE
-        total = {**self._facts, "choices": [], "usage": _usage(event.usage)}
-        return b"".join((sent_event(last), sent_event(total), DONE))
+            return DONE
+        return sent_event({**self._facts, "choices": [], "usage": _usage(finished.usage)}) + DONE
 
 
 def models_json(model: str, adapters: Iterable[str], created_s: int) -> bytes:

@@ -9,6 +9,7 @@ from typing import Any
 from kestrel_grpc.frontends.http.answers import rendered_events
 from kestrel_grpc.frontends.http.endpoint import Answer, Group, Operation
 from kestrel_grpc.frontends.http.exchange import Exchange
+from kestrel_grpc.frontends.http.openapi import described, with_fields
 from kestrel_grpc.frontends.openai import fields
 from kestrel_grpc.frontends.openai.parsing import ParsedQuery, QueryParser
 from kestrel_grpc.frontends.openai.rendering import (
@@ -78,7 +79,7 @@ class OpenAiService:
                 for path in _REFUSED
             ),
         )
-        self.descriptions: Mapping[str, Any] = {}
+        self.descriptions: Mapping[str, Any] = _descriptions()
 
     def _serving(
         self, make_renderer: type[ChatRenderer] | type[CompletionRenderer]
@@ -90,8 +91,8 @@ class OpenAiService:
             is_streamed = parsed.is_streamed
             streams = await self._submission.submit_samples(parsed.query, parsed.image, call)
             del parsed  # and with it the image
-            if is_streamed:  # there is one sample
-                return rendered_events(streams[0], renderer, call)
+            if is_streamed:
+                return rendered_events(streams, renderer, call)
             return renderer.answer(await last_event(streams, call))
 
         return serve
@@ -104,6 +105,21 @@ class OpenAiService:
         if name not in known:
             raise ModelNotFound(name, did_you_mean(name, known))
         return model_json(name, self._model, self._started_s)
+
+
+def _descriptions() -> Mapping[str, Any]:
+    """The routes for the OpenAPI document."""
+    failure = "A failure, in `error`: `message`, `type`, `param` and `code`."
+    chat = described("createChatCompletion", "Answers a conversation about an image.", "The answer.", failure)
+    completion = described("createCompletion", "Answers a text.", "The answer.", failure)
+    one = described("retrieveModel", "Describes a model.", "The model.", failure)
+    name = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+    return {
+        "/v1/chat/completions": {"post": with_fields(chat, fields.CHAT, streams=True)},
+        "/v1/completions": {"post": with_fields(completion, fields.COMPLETIONS, streams=True)},
+        "/v1/models": {"get": described("listModels", "Lists the models.", "The models.", failure)},
+        "/v1/models/{model}": {"parameters": [name], "get": one},
+    }
 
 
 def _refusing(path: str) -> Callable[[object, CallContext], Awaitable[bytes]]:

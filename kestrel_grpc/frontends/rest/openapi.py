@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from types import MappingProxyType
+from collections.abc import Mapping
 from typing import Any
 
-from kestrel_grpc.frontends.http.fields import Field, Kind
+from kestrel_grpc.frontends.http.openapi import described, with_fields
 from kestrel_grpc.frontends.rest.fields import STREAM
 from kestrel_grpc.frontends.rest.images import PARAMETERS
 from kestrel_grpc.frontends.rest.routes import ROUTES, Route
 
-_TYPES: Mapping[Kind, Mapping[str, Any]] = MappingProxyType(
-    {
-        Kind.TEXT: {"type": "string"},
-        Kind.BOOLEAN: {"type": "boolean"},
-        Kind.INTEGER: {"type": "integer"},
-        Kind.NUMBER: {"type": "number"},
-        Kind.IMAGE: {"type": "string"},
-        Kind.LIST: {"type": "array"},
-        Kind.OBJECT: {"type": "object"},
-        Kind.TEXT_OR_LIST: {"oneOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
-    }
-)
-_ANY: Mapping[str, Any] = {"type": "object"}
 _FAILURE = "A failure, in `error`: `code`, `message`, `status`, `request_id` and `violations`."
 
 
@@ -61,40 +47,8 @@ def _upload() -> dict[str, Any]:
 
 def _operation(route: Route) -> dict[str, Any]:
     operation = _described(route.skill, route.summary, "The answer.")
-    if STREAM in route.fields:
-        operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
-    body = {"required": True, "content": {"application/json": {"schema": _object(route.fields)}}}
-    return {**operation, "requestBody": body}
+    return with_fields(operation, route.fields, streams=STREAM in route.fields)
 
 
 def _described(name: str, summary: str, answer: str) -> dict[str, Any]:
-    """The description that all operations share."""
-    return {
-        "operationId": name,
-        "summary": summary,
-        "responses": {
-            "200": {"description": answer, "content": {"application/json": {"schema": _ANY}}},
-            "default": {"description": _FAILURE, "content": {"application/json": {"schema": _ANY}}},
-        },
-    }
-
-
-def _object(known: Iterable[Field]) -> dict[str, Any]:
-    schema: dict[str, Any] = {
-        "type": "object",
-        "properties": {field.name: _schema(field) for field in known},
-        "additionalProperties": False,
-    }
-    required = [field.name for field in known if field.is_required]
-    if required:
-        schema["required"] = required
-    return schema
-
-
-def _schema(field: Field) -> dict[str, Any]:
-    schema = _object(field.fields) if field.fields else dict(_TYPES[field.kind])
-    if field.choices:
-        schema["enum"] = list(field.choices)
-    if field.item is not None:
-        schema["items"] = field.item
-    return {**schema, "description": field.description}
+    return described(name, summary, answer, _FAILURE)

@@ -90,13 +90,15 @@ class RequestParser:
 
 def _sampling(values: Mapping[str, Any], violations: list[Violation]) -> SamplingParams:
     settings = values.get("settings", {})
+    if values.get("stream", False) and settings.get("n", 1) > 1:
+        violations.append(Violation("settings.n", "must be 1 in a stream"))
     return SamplingParams(
         temperature=settings.get("temperature"),
         top_p=settings.get("top_p"),
         max_tokens=settings.get("max_tokens"),
         seed=settings.get("seed"),
         logprobs=settings.get("logprobs"),
-        **read_sampling(settings, violations, "settings.", is_streamed=values.get("stream", False)),
+        **read_sampling(settings, violations, "settings."),
     )
 
 

@@ -36,7 +36,11 @@ class Renderer:
         """A whole answer."""
         return to_json(self._facts(finished))
 
-    def events(self, event: Event) -> bytes:
+    def end(self, finished: Finished) -> bytes:
+        """There is nothing to tell."""
+        return b""
+
+    def events(self, event: Event, sample: int) -> bytes:
         """The server-sent events of an event; empty where there is none to tell."""
         if isinstance(event, TextDelta):
             if event.channel is TextChannel.PATH:

@@ -71,6 +71,6 @@ class RestService:
         is_streamed = parsed.is_streamed
         streams = await self._submission.submit_samples(parsed.request, parsed.image, call)
         del parsed  # and with it the image
-        if is_streamed:  # there is one sample
-            return rendered_events(streams[0], renderer, call)
+        if is_streamed:
+            return rendered_events(streams, renderer, call)
         return renderer.answer(await last_event(streams, call))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kestrel_runtime.api.constraints.constraint import Constraint
 from kestrel_runtime.api.errors import ContextLengthExceeded, InternalError, Overloaded
 from kestrel_runtime.api.events import (
     Finished,
@@ -27,7 +28,7 @@ from tests.server.http_calls import IMAGE_BYTES, IMAGE_URL, serving_http
 CHAT = "/v1/chat/completions"
 TEXT = {"role": "user", "content": "What is it?"}
 PICTURE = {"type": "image_url", "image_url": {"url": IMAGE_URL}}
-SEEN = {"role": "user", "content": [{"type": "text", "text": "What is it?"}, PICTURE]}
+SEEN: dict[str, Any] = {"role": "user", "content": [{"type": "text", "text": "What is it?"}, PICTURE]}
 USAGE = {
     "prompt_tokens": 735,
     "completion_tokens": 3,
@@ -141,9 +142,7 @@ async def test_the_model_is_listed():
         ("functions", [{}]),
         ("modalities", ["audio"]),
         ("audio", {}),
-        ("store", True),
-        ("service_tier", "flex"),
-        ("reasoning_effort", "high"),
+        ("web_search_options", {}),
     ],
 )
 async def test_what_is_not_built_is_refused_by_its_name(field, value):
@@ -153,6 +152,109 @@ async def test_what_is_not_built_is_refused_by_its_name(field, value):
     error = answer.json["error"]
     assert (answer.status, error["type"]) == (400, "invalid_request_error")
     assert (error["param"], error["code"]) == (field, "unsupported_parameter")
+
+
+async def test_parameters_that_cannot_change_an_answer_are_taken():
+    body = chat(
+        {
+            "role": "user",
+            "content": [SEEN["content"][0], {**PICTURE, "image_url": {"url": IMAGE_URL, "detail": "high"}}],
+        },
+        metadata={"run": "7"},
+        parallel_tool_calls=False,
+        prediction={"type": "content", "content": "a"},
+        prompt_cache_key="k",
+        prompt_cache_retention="24h",
+        reasoning_effort="high",
+        safety_identifier="s",
+        service_tier="flex",
+        store=True,
+        user="u",
+        verbosity="low",
+    )
+    async with serving_http() as rig:
+        assert (await rig.ask(CHAT, body)).status == 200
+        wrong = await rig.ask(CHAT, chat(TEXT, reasoning_effort=7))
+    assert (wrong.status, wrong.json["error"]["param"]) == (400, "reasoning_effort")
+
+
+@pytest.mark.parametrize(
+    ("fields", "constraint"),
+    [
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, Constraint(("yes", "no"))),
+        ({"structured_outputs": {"regex": "a+"}}, Constraint(regex="a+")),
+        ({"structured_outputs": {"json": {"type": "null"}}}, Constraint(json_schema='{"type": "null"}')),
+        ({"structured_outputs": {"json_object": True}}, Constraint(json_schema='{"type": "object"}')),
+        ({"structured_outputs": {"json_object": False}}, None),
+        ({"constraint": {"choices": ["yes", "no"]}}, Constraint(("yes", "no"))),
+        ({"constraint": {"regex": "a+"}, "response_format": {"type": "text"}}, Constraint(regex="a+")),
+    ],
+)
+@pytest.mark.parametrize("route", [CHAT, "/v1/completions"])
+async def test_an_answer_is_constrained_in_vllms_words_or_in_ours(
+    route: str, fields: dict[str, Any], constraint: Constraint | None
+):
+    body = chat(TEXT, **fields) if route == CHAT else {"model": "fake", "prompt": "?", **fields}
+    if route != CHAT:
+        body.pop("response_format", None)
+    async with serving_http() as rig:
+        assert (await rig.ask(route, body)).status == 200
+        (query,) = rig.engine.requests
+    assert isinstance(query, Query)
+    assert query.constraint == constraint
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"structured_outputs": {"choice": ["a", 1]}}, "structured_outputs.choice[1]"),
+        ({"structured_outputs": {"choice": ["a"], "regex": "a"}}, "structured_outputs"),
+        ({"structured_outputs": {"grammar": "a"}}, "structured_outputs.grammar"),
+        ({"constraint": {"regex": "a"}, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"constraint": {"choices": []}, "response_format": {"type": "json_object"}}, "constraint"),
+    ],
+)
+async def test_constraints_that_make_no_sense_are_refused_by_their_name(fields: dict[str, Any], param: str):
+    async with serving_http() as rig:
+        answer = await rig.ask(CHAT, chat(TEXT, **fields))
+        assert rig.engine.requests == []
+    assert (answer.status, answer.json["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize("includes_usage", [False, True])
+async def test_the_chunks_of_several_samples_have_their_numbers(includes_usage: bool):
+    options = {"stream_options": {"include_usage": True}} if includes_usage else {}
+    async with serving_http() as rig:
+        stream = await rig.ask(CHAT, chat(TEXT, n=3, seed=4, stream=True, **options))
+        whole = (await rig.ask(CHAT, chat(TEXT, n=3, seed=4))).json
+    async with serving_http(FakeEngine(with_logprobs)) as rig:
+        body = {"model": "fake", "prompt": "?", "n": 2, "seed": 4, "stream": True, "logprobs": 0}
+        texts = await rig.ask("/v1/completions", body)
+    *chunks, done = stream.events
+    assert done == "[DONE]"
+    usages = [chunk["usage"] for chunk in chunks if chunk.get("usage")]
+    assert usages == ([whole["usage"]] if includes_usage else [])
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    for expected in whole["choices"]:
+        own = [choice for choice in choices if choice["index"] == expected["index"]]
+        assert own[0]["delta"]["role"] == "assistant"
+        assert "".join(choice["delta"].get("content", "") for choice in own) == expected["message"]["content"]
+        assert [choice["finish_reason"] for choice in own if choice["finish_reason"]] == ["stop"]
+    offsets: dict[int, list[int]] = {0: [], 1: []}
+    for chunk in texts.events[:-1]:
+        for choice in chunk["choices"]:
+            offsets[choice["index"]] += (choice["logprobs"] or {"text_offset": []})["text_offset"]
+    assert offsets[0] == offsets[1] != []
+    assert texts.events.count("[DONE]") == 1
+
+
+async def test_a_reader_that_leaves_a_stream_of_several_samples_cancels_all_of_them():
+    async with serving_http(FakeEngine(lambda request: [*answers(request)[:2], HOLD])) as rig:
+        async with rig.connect() as connection:
+            await connection.send(CHAT, chat(TEXT, n=3, stream=True))
+            assert (await connection.head())[0] == 200
+        await rig.engine.is_idle.wait()
+        assert rig.engine.num_cancelled == 3
 
 
 async def test_parameters_at_the_value_that_asks_for_nothing_are_taken():
@@ -375,7 +477,6 @@ async def test_settings_of_sampling_reach_the_engine():
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"top_logprobs": 1}, "top_logprobs"),
         ({"n": 17}, "n"),
-        ({"n": 2, "stream": True}, "n"),
         ({"top_k": 10**30}, "top_k"),
         ({"frequency_penalty": 3}, "frequency_penalty"),
     ],
@@ -388,7 +489,7 @@ async def test_sampling_out_of_bounds_is_refused_by_its_name(fields: dict[str, A
 
 
 async def test_every_breach_of_sampling_is_told_at_once():
-    body = chat(TEXT, stop=[1], logit_bias={"x": 1}, n=2, stream=True, top_k=0, min_p=2, top_logprobs=1)
+    body = chat(TEXT, stop=[1], logit_bias={"x": 1}, n=17, top_k=0, min_p=2, top_logprobs=1)
     async with serving_http() as rig:
         message = (await rig.ask(CHAT, body)).json["error"]["message"]
     for name in ("stop[0]", "logit_bias[x]", "n:", "top_k", "min_p", "top_logprobs"):

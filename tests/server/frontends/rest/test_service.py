@@ -317,6 +317,10 @@ async def test_the_description_of_the_api_has_the_fields_that_are_read():
         "logprobs",
     }
     assert set(document["paths"]) >= {f"/v1/{name}" for name in ("query", "caption", "point", "detect", "segment")}
+    chat = document["paths"]["/v1/chat/completions"]["post"]
+    assert chat["requestBody"]["content"]["application/json"]["schema"]["required"] == ["messages", "model"]
+    assert "text/event-stream" in chat["responses"]["200"]["content"]
+    assert set(document["paths"]) >= {"/v1/completions", "/v1/models", "/v1/models/{model}"}
 
 
 @pytest.mark.parametrize("eye", [[0.5], [0.5, "a"], [], [True, 0.5], [0.5, 0.5, 0.5]])
