@@ -17,11 +17,19 @@ Table = list[list[str]]
 def write_json(file: Path, data: Mapping[str, Any]) -> None:
     """Write a result, with the folders above it: a line for each entry, and for each row of a list of rows.
 
-    Such files are read by people and compared by git, and an indented one takes twice the space.
+    Numbers have six significant digits, more than any measurement repeats.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    entries = (f"{json.dumps(name)}: {_json_rows(value)}" for name, value in data.items())
+    entries = (f"{json.dumps(name)}: {_json_rows(_rounded(value))}" for name, value in data.items())
     file.write_text("{\n" + ",\n".join(entries) + "\n}\n")
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, Mapping):
+        return {name: _rounded(item) for name, item in value.items()}
+    return [_rounded(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _json_rows(value: Any) -> str:
