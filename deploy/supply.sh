@@ -17,6 +17,28 @@ $tools/bin/uv pip freeze --quiet --python "$python" --exclude-editable |
 $tools/bin/uv pip compile pyproject.toml --extra gpu --extra otel --extra remote --quiet --generate-hashes \
     --no-annotate --python-version 3.11 --python-platform x86_64-manylinux_2_31 --constraint $tools/tested.txt \
     --no-emit-package kestrel-grpc-client --custom-compile-command 'make supply' --output-file deploy/requirements.lock
+# Of the hashes, those of the wheels that the image installs. The libraries of CUDA, gigabytes of them, keep all of theirs.
+# shellcheck disable=SC2046  # one argument for each package
+"$python" -m pip install --quiet --dry-run --ignore-installed --no-deps --only-binary :all: --target $tools/none \
+    --python-version 3.11 --implementation cp $(printf -- '--platform manylinux%s_x86_64 ' _2_31 _2_28 _2_27 _2_17 2014 _2_5 1) \
+    --report $tools/wheels.json \
+    $(sed -n 's/^\([a-z0-9._-]*==[^ ]*\) .*/\1/p' deploy/requirements.lock | grep -Ev '^(torch|triton|cuda-|nvidia-)')
+"$python" - deploy/requirements.lock $tools/wheels.json <<'END'
+import json, re, sys
+from pathlib import Path
+
+lock, report = map(Path, sys.argv[1:])
+selected = {
+    re.sub(r"[-_.]+", "-", item["metadata"]["name"]).lower(): item["download_info"]["archive_info"]["hashes"]["sha256"]
+    for item in json.loads(report.read_text())["install"]
+}
+kept = []
+for entry in re.split(r"\n(?=\S)", lock.read_text().rstrip()):
+    head, *hashes = entry.split(" \\\n")
+    sha256 = selected.get(head.partition("==")[0], "")
+    kept.append(" \\\n".join((head, *(line for line in hashes if line.endswith(sha256)))))
+lock.write_text("\n".join(kept) + "\n")
+END
 
 # Licences are read from installed packages, so those of what .venv lacks are not in the table.
 sed -n 's/^\([a-z0-9.-]*\)==.*/\1/p' deploy/requirements.lock >$tools/names.txt
