@@ -32,9 +32,9 @@ FORBIDDEN = {
     "kestrel_ops": {"kestrel_grpc", "kestrel_client", "kestrel_runtime", "grpc", "google.protobuf", "asyncio"},
     "kestrel_client": {"kestrel_grpc", "kestrel_runtime", "kestrel_ops", "torch", "numpy"},
 }
-# Inside the runtime: where asyncio ends (reference_fixture.py calls the engine like any other caller), and who
+# Inside the runtime: where asyncio ends (`verify` calls the engine like any other caller), and who
 # decides without tensors.
-ASYNCIO_IN_RUNTIME = {"engine.py", "stream.py", "reference_fixture.py"}
+ASYNCIO_IN_RUNTIME = {"engine.py", "stream.py", "reference_fixture.py", "recording.py", "acceptance.py"}
 WITHOUT_TORCH = {
     "api",
     "interfaces",
@@ -84,7 +84,7 @@ SERVER_ARROWS = {
 TRANSPORTS = {"grpc", "grpc_health", "grpc_reflection", "google", "kestrel_client"}
 WITHOUT_TRANSPORT = SERVER_ARROWS.keys() - {"frontends", "cli", "__main__"}
 # Of the runtime the server knows `api` alone, and the commands that start an engine know how.
-STARTING_AN_ENGINE = {"cli/demo.py", "cli/serve.py", "cli/verify.py"}
+STARTING_AN_ENGINE = {"cli/accept.py", "cli/acceptance_page.py", "cli/demo.py", "cli/serve.py", "cli/verify.py"}
 SERVER_BREACHES = set[str]()
 # Inside the kernels: the packages of implementations that each of them may build upon. What needs a compiler or a
 # device is thus never imported for a definition.

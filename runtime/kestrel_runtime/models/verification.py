@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kestrel_runtime.api.requests import Request
+from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.requests import Query, Request
 from kestrel_runtime.scheduling.sequence import Sequence
 
 Prepare = Callable[[Request], Sequence]
@@ -78,9 +79,37 @@ class Fixture:
         return (self.folder / image).read_bytes()
 
 
+class PromptRecord(NamedTuple):
+    """What a family records of one prompt about one image."""
+
+    facts: Mapping[str, Any]
+    """Added to the image's entry of `expected.json`."""
+    tensors: Mapping[str, Tensor]
+
+
+def _nothing_recorded(request: Query, prepare: Prepare) -> PromptRecord:
+    return PromptRecord({}, {})
+
+
 class Verification(NamedTuple):
     """The comparisons of one model under one configuration, by its family."""
 
     is_exact: bool
     """Whether everything is computed in float32. Greedy answers must then be equal, too."""
     tensor_cases: Callable[[Fixture, Prepare], Iterator[Case]]
+    record_prompt: Callable[[Query, Prepare], PromptRecord] = _nothing_recorded
+    """Compute what `tensor_cases` compares, to write it to a fixture."""
+
+
+def plain_float32(config: EngineConfig) -> EngineConfig:
+    """The same model and device on the plain path in float32, which defines the correct results."""
+    return replace(
+        config,
+        dtype="float32",
+        text_path="plain",
+        vision_path="plain",
+        kv_dtype="auto",
+        expert_dtype="auto",
+        cuda_graphs=None,
+        kernels=(),
+    )

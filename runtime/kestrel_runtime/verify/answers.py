@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from kestrel_runtime.api.events import (
@@ -94,3 +97,56 @@ def _matches(actual: Any, expected: Any) -> bool:
     if isinstance(expected, float):  # the reference leaves boxes unclipped
         return abs(actual - min(max(expected, 0.0), 1.0)) <= _COORDINATE_TOLERANCE
     return actual == expected
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """How near answers are to those of a reference."""
+
+    num_answers: int
+    num_equal: int
+    point_distance: float | None
+    """Of the reference's points: the mean distance to the nearest point of the answer, in shares of the image's
+    sides; 1 where the answer has none. None without points."""
+    box_overlap: float | None
+    """Of the reference's boxes: the mean intersection over union with the best box of the answer. None without."""
+
+    @classmethod
+    def of(cls, pairs: Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> Agreement:
+        """Of pairs (answer, expected)."""
+        pairs = list(pairs)
+        distances, overlaps = [], []
+        for answer, expected in pairs:
+            found = answer.get("points", [])
+            distances += [
+                min((math.dist(_point(point), _point(other)) for other in found), default=1.0)
+                for point in expected.get("points", [])
+            ]
+            found = answer.get("objects", [])
+            overlaps += [
+                max((_overlap(_box(box), _box(other)) for other in found), default=0.0)
+                for box in expected.get("objects", [])
+            ]
+        return cls(
+            num_answers=len(pairs),
+            num_equal=sum(answer_differs(answer, expected) is None for answer, expected in pairs),
+            point_distance=sum(distances) / len(distances) if distances else None,
+            box_overlap=sum(overlaps) / len(overlaps) if overlaps else None,
+        )
+
+
+def _point(place: Mapping[str, float]) -> tuple[float, float]:
+    return place["x"], place["y"]
+
+
+def _box(sides: Mapping[str, float]) -> tuple[float, float, float, float]:
+    x_min, y_min, x_max, y_max = (min(max(sides[name], 0.0), 1.0) for name in Box.__slots__)
+    return x_min, y_min, x_max, y_max
+
+
+def _overlap(one: tuple[float, ...], other: tuple[float, ...]) -> float:
+    width = min(one[2], other[2]) - max(one[0], other[0])
+    height = min(one[3], other[3]) - max(one[1], other[1])
+    shared = max(width, 0.0) * max(height, 0.0)
+    both = sum((box[2] - box[0]) * (box[3] - box[1]) for box in (one, other)) - shared
+    return shared / both if both > 0 else float(one == other)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,29 +28,60 @@ _CACHE_TOKENS = 8192
 """The prompts are few, and several folders may be checked side by side."""
 
 
+@dataclass(frozen=True, slots=True)
+class AnsweredCall:
+    """One call of a fixture and what an engine answered."""
+
+    image: str | None
+    call: Mapping[str, Any]
+    """As in `expected.json`; without `expect` where the reference has no answer."""
+    answer: dict[str, Any] | None
+    refused: str = ""
+    """The error, where there is no answer."""
+
+    @property
+    def name(self) -> str:
+        """The image, the skill and the arguments."""
+        arguments = ", ".join(f"{key}={value!r}" for key, value in self.call["args"].items())
+        return f"{self.image or 'no image'} {self.call['skill']}({arguments})"
+
+    @property
+    def complaint(self) -> str | None:
+        """Why the answer is not the reference's; None where it is, or where there is none to compare with."""
+        if self.answer is None:
+            return self.refused
+        return answer_differs(self.answer, self.call["expect"]) if "expect" in self.call else None
+
+
 class ReferenceFixture:
     """One fixture, loaded; `run` or `cases` goes through its cases, and may do so again."""
 
-    def __init__(self, folder: Path, config: EngineConfig) -> None:
+    def __init__(self, folder: Path, config: EngineConfig, *, has_checkpoint: bool = True) -> None:
         """Load the checkpoint, for the device, types and paths of `config`.
 
-        Raises `CheckpointError` where the folder is not a fixture.
+        `has_checkpoint` False: the folder has answers alone, and `config` names the model. Raises
+        `CheckpointError` where the folder is not a fixture.
         """
         try:
-            expected = json.loads((folder / "expected.json").read_text())
-            self._fixture = Fixture(folder, expected, load_file(folder / "expected.safetensors"))
+            self.expected = json.loads((folder / "expected.json").read_text())
+            self._fixture = Fixture(folder, self.expected, load_file(folder / "expected.safetensors"))
         except FileNotFoundError as error:
             raise CheckpointError(
                 f"{folder} is no reference fixture: {Path(error.filename).name} is missing"
             ) from None
-        self._config = replace(
+        self.config = replace(
             config,
-            model=str(folder),
+            model=str(folder) if has_checkpoint else config.model,
             num_kv_pages=config.num_kv_pages or _CACHE_TOKENS // config.page_size,
-            max_queued_requests=len(expected["images"]) * 100 + 100,
+            max_queued_requests=len(self.expected["images"]) * 100 + 100,
         )
-        self._loaded = LoadedModel.load(self._config)
-        self._verification = self._loaded.family.verification(self._loaded.model, self._config)
+        self.loaded = LoadedModel.load(self.config)
+        self._verification = self.loaded.family.verification(self.loaded.model, self.config)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether everything is computed in float32, so that answers must be equal, too."""
+        return self._verification.is_exact
 
     def run(self, print_line: Callable[[str], None]) -> tuple[int, int]:
         """Print a line per case; returns how many passed and how many failed."""
@@ -63,28 +94,30 @@ class ReferenceFixture:
 
     def cases(self) -> Iterator[Case]:
         """Compute everything and compare it, case by case."""
-        with preparing(self._loaded, self._config) as prepare:
+        yield from self.tensor_cases()
+        if self.is_exact:
+            engine = LocalEngine(self.loaded, self.config)
+            try:
+                answered = asyncio.run(self.answers(engine))
+            finally:
+                engine.close()
+            yield from (Case(call.name, call.complaint, digest=json.dumps(call.answer)) for call in answered)
+
+    def tensor_cases(self) -> Iterator[Case]:
+        """Compute the tensors and compare them, case by case."""
+        with preparing(self.loaded, self.config) as prepare:
             yield from self._verification.tensor_cases(self._fixture, prepare)
-        if self._verification.is_exact:
-            yield from asyncio.run(self._call_cases())
 
-    async def _call_cases(self) -> list[Case]:
-        engine = LocalEngine(self._loaded, self._config)
-        try:
-            expected = self._fixture.expected
-            calls = [(image["image"], call) for image in expected["images"] for call in image["calls"]]
-            calls += [(None, call) for call in expected.get("text_only", [])]
-            return await asyncio.gather(*(self._call_case(engine, image, call) for image, call in calls))
-        finally:
-            engine.close()
+    async def answers(self, engine: LocalEngine) -> list[AnsweredCall]:
+        """The engine's answers to all calls, which run together."""
+        calls = [(image["image"], call) for image in self.expected["images"] for call in image["calls"]]
+        calls += [(None, call) for call in self.expected.get("text_only", [])]
+        return await asyncio.gather(*(self._answer(engine, image, call) for image, call in calls))
 
-    async def _call_case(self, engine: LocalEngine, image: str | None, call: dict[str, Any]) -> Case:
+    async def _answer(self, engine: LocalEngine, image: str | None, call: dict[str, Any]) -> AnsweredCall:
         data = None if image is None else self._fixture.data(image)
-        arguments = ", ".join(f"{key}={value!r}" for key, value in call["args"].items())
-        name = f"{image or 'no image'} {call['skill']}({arguments})"
         try:
-            finished = await engine.submit(request_of(call, data, self._fixture.expected["max_tokens"])).result()
+            finished = await engine.submit(request_of(call, data, self.expected["max_tokens"])).result()
         except KestrelError as error:
-            return Case(name, f"{type(error).__name__}: {error}")
-        answer = answer_of(finished.output)
-        return Case(name, answer_differs(answer, call["expect"]), digest=json.dumps(answer))
+            return AnsweredCall(image, call, None, f"{type(error).__name__}: {error}")
+        return AnsweredCall(image, call, answer_of(finished.output))

@@ -11,12 +11,12 @@ from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.requests import Request
 from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.models.moondream.verify.formats import Formats
-from kestrel_runtime.models.moondream.verify.prompt_run import PromptRun, pages_of_context, plain_float32
+from kestrel_runtime.models.moondream.verify.prompt_run import PromptRun, pages_of_context
 from kestrel_runtime.models.moondream.verify.prompt_tensors import prompt_tensors
 from kestrel_runtime.models.moondream.verify.rounding_noise import RoundingNoise
 from kestrel_runtime.models.moondream.verify.routing import Routing
 from kestrel_runtime.models.moondream.verify.tolerances import NUM_SIMULATIONS, ExpectedError
-from kestrel_runtime.models.verification import Prepare
+from kestrel_runtime.models.verification import Prepare, plain_float32
 
 
 @dataclass(frozen=True, slots=True)

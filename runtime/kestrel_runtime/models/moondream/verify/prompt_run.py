@@ -6,7 +6,6 @@ Uses neither the engine thread nor the scheduler, so that tensors can be read be
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -24,20 +23,6 @@ from kestrel_runtime.models.verification import Prepare
 from kestrel_runtime.scheduling.batch import Batch, Chunk, EncodeItem
 from kestrel_runtime.scheduling.limits import StepBounds
 from kestrel_runtime.scheduling.sequence import Sequence
-
-
-def plain_float32(config: EngineConfig) -> EngineConfig:
-    """The same model and device on the plain path in float32, which defines the correct results."""
-    return replace(
-        config,
-        dtype="float32",
-        text_path="plain",
-        vision_path="plain",
-        kv_dtype="auto",
-        expert_dtype="auto",
-        cuda_graphs=None,
-        kernels=(),
-    )
 
 
 def pages_of_context(model: Moondream, config: EngineConfig) -> int:

@@ -1,0 +1,231 @@
+"""Accepts a checkpoint: compares one precision after another with recorded answers, and measures how fast it is.
+
+Float32 is judged by tensors and answers, shorter formats by tensors alone: their answers are only counted, because
+one rounding may change a greedy answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+
+import torch
+
+from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.errors import CheckpointError, KestrelError
+from kestrel_runtime.api.requests import CachePolicy, Query, Request, RequestOptions, SamplingParams
+from kestrel_runtime.engine.engine import LocalEngine
+from kestrel_runtime.models.device_defaults import device_defaults
+from kestrel_runtime.models.loaded_model import LoadedModel
+from kestrel_runtime.models.verification import Case
+from kestrel_runtime.verify.answers import Agreement
+from kestrel_runtime.verify.recording import nudge
+from kestrel_runtime.verify.reference_fixture import AnsweredCall, ReferenceFixture
+
+_TIMED_TOKENS = 16
+"""The most tokens of an answer whose speed is measured."""
+
+
+class Verdict(StrEnum):
+    """What an acceptance came to."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    INCOMPLETE = "incomplete"
+    """Nothing differs, but something could not be compared."""
+
+    @classmethod
+    def of(cls, results: Sequence[PrecisionResult]) -> Verdict:
+        """Of all precisions together."""
+        if any(result.failures for result in results):
+            return cls.FAILED
+        was_compared = any(result.cases or result.agreement.num_answers for result in results)
+        if not was_compared or any(result.problems for result in results):
+            return cls.INCOMPLETE
+        return cls.PASSED
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """A closed loop: each of `num_callers` asks again as soon as it is answered."""
+
+    num_callers: int
+    num_requests: int
+    requests_per_s: float
+    tokens_per_s: float
+    p50_s: float
+    """The median duration of a request."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrecisionResult:
+    """One precision compared with the reference."""
+
+    name: str
+    setup: str
+    """Device, types and paths."""
+    is_exact: bool
+    """Whether everything was computed in float32, so that answers are judged."""
+    cases: tuple[Case, ...]
+    """Tensors, pixels and prompts."""
+    answers: tuple[AnsweredCall, ...]
+    uncertain: frozenset[int]
+    """The places of those answers that change with the last bits of the weights. They are not judged."""
+    speeds: tuple[Speed, ...]
+    problems: tuple[str, ...]
+    """What could not be done, and why."""
+
+    @property
+    def failures(self) -> list[str]:
+        """Where the model differs from the reference, or refuses what the reference answers."""
+        failed = [f"{case.name}: {case.complaint}" for case in self.cases if case.complaint is not None]
+        for place, call in enumerate(self.answers):
+            if call.complaint and (call.answer is None or (self.is_exact and place not in self.uncertain)):
+                failed.append(f"{call.name}: {call.complaint}")
+        return failed
+
+    @property
+    def agreement(self) -> Agreement:
+        """How near the answers are to the reference's."""
+        return Agreement.of(
+            (call.answer or {}, call.call["expect"]) for call in self.answers if "expect" in call.call
+        )
+
+
+def check_precision(
+    folder: Path, name: str, config: EngineConfig, *, speed_s: float, tell: Callable[[str], None]
+) -> PrecisionResult:
+    """Compare the model of `config` with the answers recorded in `folder`, and measure its speed.
+
+    The speed is measured for about `speed_s` seconds with one caller, and again with as many as a batch holds.
+    `tell` gets a line for each stage. Raises `CheckpointError` where the model cannot be loaded.
+    """
+    cases: list[Case] = []
+    answers: list[AnsweredCall] = []
+    speeds: list[Speed] = []
+    problems: list[str] = []
+    uncertain: frozenset[int] = frozenset()
+    _free_memory()
+    tell("loading")
+    fixture = ReferenceFixture(folder, config, has_checkpoint=False)
+    is_exact, setup = fixture.is_exact, _setup(fixture)
+    tell("comparing tensors")
+    try:
+        cases.extend(fixture.tensor_cases())
+    except torch.OutOfMemoryError:
+        problems.append("tensors were not compared: the memory of the device is too small for it")
+    _free_memory()
+    try:
+        tell("comparing answers")
+        serving = replace(fixture.config, num_kv_pages=config.num_kv_pages)
+        engine = LocalEngine(fixture.loaded, serving, owns_model=True)
+        try:
+            answers = _without_unsupported(asyncio.run(fixture.answers(engine)), engine)
+            tell("measuring the speed")
+            speeds = asyncio.run(_speeds(engine, _timed_requests(fixture, folder), speed_s))
+        finally:
+            engine.close()
+        differing = {place for place, call in enumerate(answers) if call.complaint and call.answer is not None}
+        if is_exact and differing:
+            del engine
+            _free_memory()
+            tell("asking again with slightly changed weights where answers differ")
+            uncertain = _uncertain(fixture, serving, answers) & differing
+    except torch.OutOfMemoryError:
+        problems.append("answers or speed: the memory of the device is too small")
+    except (CheckpointError, KestrelError) as error:
+        problems.append(f"answers or speed: {error}")
+    return PrecisionResult(
+        name, setup, is_exact, tuple(cases), tuple(answers), uncertain, tuple(speeds), tuple(problems)
+    )
+
+
+def _setup(fixture: ReferenceFixture) -> str:
+    chosen = device_defaults(fixture.config)
+    paths = {name: chosen.get(name) or getattr(fixture.config, name) for name in ("text_path", "vision_path")}
+    model = fixture.loaded.model
+    dtype = str(model.dtype).removeprefix("torch.")
+    cache = dtype if fixture.config.kv_dtype == "auto" else fixture.config.kv_dtype
+    return (
+        f"{model.device.type}, {dtype}, text path {paths['text_path']}, vision path {paths['vision_path']}, "
+        f"key-value cache in {cache}"
+    )
+
+
+def _free_memory() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _without_unsupported(answers: Iterable[AnsweredCall], engine: LocalEngine) -> list[AnsweredCall]:
+    """Leave out calls of skills that neither the model nor the reference has."""
+    return [call for call in answers if call.call["skill"] in engine.info.skills or "expect" in call.call]
+
+
+def _uncertain(fixture: ReferenceFixture, config: EngineConfig, answers: Sequence[AnsweredCall]) -> frozenset[int]:
+    """The places of those answers that become others when the last bits of the weights change."""
+    loaded = LoadedModel.load(config)
+    nudge(loaded)
+    engine = LocalEngine(loaded, config, owns_model=True)
+    try:
+        nudged = _without_unsupported(asyncio.run(fixture.answers(engine)), engine)
+    finally:
+        engine.close()
+    pairs = enumerate(zip(answers, nudged, strict=True))
+    return frozenset(place for place, (before, after) in pairs if before.answer != after.answer)
+
+
+def _timed_requests(fixture: ReferenceFixture, folder: Path) -> list[Request]:
+    sampling = SamplingParams(temperature=0.0, max_tokens=_TIMED_TOKENS)
+    options = RequestOptions(cache=CachePolicy.BYPASS)
+    return [
+        Query(entry["query_prompt"], (folder / entry["image"]).read_bytes(), sampling=sampling, options=options)
+        for entry in fixture.expected["images"]
+    ]
+
+
+async def _speeds(engine: LocalEngine, requests: Sequence[Request], duration_s: float) -> list[Speed]:
+    numbers = dict.fromkeys((1, engine.info.max_batch_size))
+    return [await _closed_loop(engine, requests, number, duration_s) for number in numbers] if requests else []
+
+
+async def _closed_loop(
+    engine: LocalEngine, requests: Sequence[Request], num_callers: int, duration_s: float
+) -> Speed:
+    turns = itertools.cycle(requests)
+    durations_s: list[float] = []
+    num_tokens = 0
+
+    async def ask() -> float:
+        nonlocal num_tokens
+        begun = time.monotonic()
+        finished = await engine.submit(next(turns)).result()
+        num_tokens += finished.usage.num_output_tokens
+        durations_s.append(time.monotonic() - begun)
+        return time.monotonic()
+
+    async def call(until: float) -> None:
+        while await ask() < until:
+            pass
+
+    await asyncio.gather(*(ask() for _ in range(num_callers)))  # not counted: it may compile and capture
+    durations_s.clear()
+    num_tokens = 0
+    begun = time.monotonic()
+    await asyncio.gather(*(call(begun + duration_s) for _ in range(num_callers)))
+    elapsed_s = time.monotonic() - begun
+    return Speed(
+        num_callers,
+        len(durations_s),
+        len(durations_s) / elapsed_s,
+        num_tokens / elapsed_s,
+        statistics.median(durations_s),
+    )

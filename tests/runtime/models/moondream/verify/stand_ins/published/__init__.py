@@ -1,0 +1,1 @@
+"""The code that a published checkpoint brings, reduced to its public methods."""
