@@ -293,7 +293,7 @@ def mask_costs(batches: list[int], num_steps: int = 200) -> list[dict[str, Any]]
             compiled, maker = compiler.compiled(constraint, 0), LibraryMasks(_VOCAB_SIZE, available_processors())
             chance = random.Random(2)
             generated: list[list[Token]] = [[] for _ in range(batch)]
-            matchers = [AnswerMatcher(compiled.deep_copy(), 0, None) for _ in generated]
+            matchers = [AnswerMatcher(compiled, None, 100_000) for _ in generated]
             answers = [MaskRequest(*pair) for pair in zip(matchers, generated, strict=True)]
             spent: list[float] = []
             for _ in range(num_steps):

@@ -15,12 +15,15 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import llguidance
 
 from kestrel_runtime.api.constraints.constraint import Constraint
 from kestrel_runtime.api.errors import InvalidRequest, Overloaded, QueueBound, Violation
+from kestrel_runtime.constraints.json_answer import rest_tokens_of
+from kestrel_runtime.constraints.matcher import CompiledConstraint
+from kestrel_runtime.constraints.vocabulary import Vocabulary
 
 _NUM_THREADS = 4
 _THREADS_PER_TENANT = 2
@@ -33,18 +36,18 @@ _UNUSABLE = "cannot be used: its syntax is wrong, it contradicts itself, or it i
 
 
 class _Job(NamedTuple):
-    done: Future[llguidance.LLMatcher]
+    done: Future[CompiledConstraint]
     constraint: Constraint
-    vocabulary: llguidance.LLTokenizer
+    vocabulary: Vocabulary
     tenant: str
 
 
 class ConstraintCompiler:
     """Compiles for any thread. `new_vocabulary` describes the tokens of the model, given the end token."""
 
-    def __init__(self, new_vocabulary: Callable[[int], llguidance.LLTokenizer]) -> None:
+    def __init__(self, new_vocabulary: Callable[[int], Vocabulary]) -> None:
         self._new_vocabulary = new_vocabulary
-        self._vocabularies: dict[int, llguidance.LLTokenizer] = {}
+        self._vocabularies: dict[int, Vocabulary] = {}
         self._lock = threading.Lock()
         self._has_more = threading.Condition(self._lock)
         self._waiting: list[_Job] = []
@@ -62,8 +65,8 @@ class ConstraintCompiler:
             verbose_errors=False,
         )
 
-    def compiled(self, constraint: Constraint, end_id: int, tenant: str = "") -> llguidance.LLMatcher:
-        """A matcher at the start of an answer, to be copied for each sequence. `end_id` ends the answer.
+    def compiled(self, constraint: Constraint, end_id: int, tenant: str = "") -> CompiledConstraint:
+        """Of answers that `end_id` ends.
 
         Raises `InvalidRequest` where the constraint cannot be compiled, and `Overloaded` where too many others are.
         """
@@ -84,11 +87,11 @@ class ConstraintCompiler:
             raise InvalidRequest((Violation(_field_of(constraint), "takes too long to compile"),)) from None
         except ValueError:  # a text that is not valid Unicode, or JSON of which half a character is
             raise InvalidRequest((Violation(_field_of(constraint), _UNUSABLE),)) from None
-        if compiled.is_error():
+        if compiled.library.is_error():
             raise InvalidRequest((Violation(_field_of(constraint), _UNUSABLE),))
         return compiled
 
-    def _vocabulary(self, end_id: int) -> llguidance.LLTokenizer:
+    def _vocabulary(self, end_id: int) -> Vocabulary:
         with self._lock:
             if end_id not in self._vocabularies:
                 self._vocabularies[end_id] = self._new_vocabulary(end_id)
@@ -128,12 +131,16 @@ class ConstraintCompiler:
             self._num_running[job.tenant] += 1
             return job
 
-    def _compile(self, constraint: Constraint, vocabulary: llguidance.LLTokenizer) -> llguidance.LLMatcher:
-        compiled = llguidance.LLMatcher(vocabulary, _grammar(constraint), log_level=0, limits=self._limits)
-        if not compiled.is_error():
+    def _compile(self, constraint: Constraint, vocabulary: Vocabulary) -> CompiledConstraint:
+        library = llguidance.LLMatcher(vocabulary.library, _grammar(constraint), log_level=0, limits=self._limits)
+        if not library.is_error():
             # Some errors show only here, such as a schema that nothing satisfies. Copies keep what this computes.
-            compiled.compute_bitmask()
-        return compiled
+            library.compute_bitmask()
+        if library.is_error() or constraint.json_schema is None:
+            return CompiledConstraint(library, vocabulary.end_id)
+        rest_tokens = rest_tokens_of(library, vocabulary.json, vocabulary.end_id)
+        longest = _longest_text(json.loads(constraint.json_schema))
+        return CompiledConstraint(library, vocabulary.end_id, vocabulary.json, rest_tokens, longest)
 
 
 def _grammar(constraint: Constraint) -> str:
@@ -146,6 +153,18 @@ def _grammar(constraint: Constraint) -> str:
         (grammar,) = whole["grammars"]
         rules = grammar["lark_grammar"]
     return llguidance.LLMatcher.grammar_from_lark(_NOTHING_IS_FORCED + rules)
+
+
+def _longest_text(schema: Any) -> int:
+    """The largest `maxLength` of the schemas within one: 0 where there is none."""
+    if isinstance(schema, list):
+        return max(map(_longest_text, cast("list[Any]", schema)), default=0)
+    if not isinstance(schema, dict):
+        return 0
+    own = cast("dict[str, Any]", schema)
+    given = own.get("maxLength")
+    longest = max(map(_longest_text, own.values()), default=0)
+    return max(longest, int(given)) if isinstance(given, int | float) else longest
 
 
 def _literal(text: str) -> str:

@@ -30,7 +30,7 @@ class LibraryMasks:
         """As `MaskMaker` says."""
         results: list[NDArray[np.int32] | ConstraintFailed | None] = [None] * len(requests)
         table = np.zeros((len(requests), self._num_words), dtype=np.int32)
-        asked: list[tuple[llguidance.LLMatcher, int]] = []
+        asked: list[tuple[AnswerMatcher, int]] = []
         for place, (matcher, generated) in enumerate(requests):
             own = cast(AnswerMatcher, matcher)
             try:
@@ -39,16 +39,19 @@ class LibraryMasks:
                 results[place] = error
                 continue
             if own.is_in_answer:
-                asked.append((own.library, place))
+                asked.append((own, place))
         try:
-            self._compute(asked, table)
+            self._compute([(own.library, place) for own, place in asked], table)
         except BaseException:  # a panic of the library, which is no `Exception`
             _log.exception("the masks of %d answers cannot be computed", len(asked))
             table[:] = 0
-        for library, place in asked:
+        for own, place in asked:
             # llguidance never returns an empty mask without an error; treat one as a failure.
-            is_broken = library.is_error() or not table[place].any()
-            results[place] = ConstraintFailed() if is_broken else table[place]
+            if own.library.is_error() or not table[place].any():
+                results[place] = ConstraintFailed()
+                continue
+            own.narrow(table[place])
+            results[place] = table[place]
         return results
 
     def _compute(self, asked: list[tuple[llguidance.LLMatcher, int]], table: NDArray[np.int32]) -> None:

@@ -270,7 +270,8 @@ class Preprocessor:
         matcher = None
         if request.constraint is not None:
             assert self._matchers is not None, "only engines without callers have none"
-            matcher = self._matchers.new(request.constraint, parser, namespace, tenant)
+            max_tokens = max_context - num_positions
+            matcher = self._matchers.new(request.constraint, parser, namespace, tenant, max_tokens)
         clock.prepared = time.monotonic()
         sequence = Sequence(
             id=next(self._ids),

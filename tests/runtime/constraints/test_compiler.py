@@ -6,13 +6,13 @@ import json
 import threading
 from typing import Any
 
-import llguidance
 import pytest
 
 from kestrel_runtime.api.constraints.constraint import Constraint
 from kestrel_runtime.api.errors import InvalidRequest, Overloaded
 from kestrel_runtime.constraints import compiler as module
 from kestrel_runtime.constraints.compiler import ConstraintCompiler
+from kestrel_runtime.constraints.matcher import CompiledConstraint
 from tests.runtime.constraints.vocabularies import END_ID, TOKENIZER, VOCAB_SIZE, new_compiler
 
 TEXTS = ("yes", "a/b\\c", 'say "x"', "[x]{2}", "^$|.*+?()", "#&-~/<>@!%=:;,'`_", "line\nline", "é漢🙂", " a  b ")
@@ -26,10 +26,10 @@ def compiler() -> ConstraintCompiler:
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_choice_means_itself_whatever_its_characters(compiler: ConstraintCompiler, text: str) -> None:
     for choices in ((text,), ("other", text)):
-        compiled = compiler.compiled(Constraint(choices=choices), END_ID)
+        compiled = compiler.compiled(Constraint(choices=choices), END_ID).library
         assert compiled.consume_tokens(TOKENIZER.encode(text)), compiled.get_error()
         assert compiled.is_accepting()
-    alone = compiler.compiled(Constraint(choices=(text,)), END_ID)
+    alone = compiler.compiled(Constraint(choices=(text,)), END_ID).library
     assert not alone.consume_tokens(TOKENIZER.encode("zz"))
 
 
@@ -71,7 +71,7 @@ def test_patterns_that_hold_at_once_are_given_up_instead_of_combined_without_end
 
 def test_text_that_must_come_is_not_followed_to_its_end(compiler: ConstraintCompiler) -> None:
     word = max((TOKENIZER.token_bytes(number).decode(errors="ignore") for number in range(VOCAB_SIZE)), key=len)
-    compiled = compiler.compiled(Constraint(json_schema=json.dumps({"const": word * 100})), END_ID)
+    compiled = compiler.compiled(Constraint(json_schema=json.dumps({"const": word * 100})), END_ID).library
     compiled.consume_token(TOKENIZER.encode('"')[0])
     mask = int.from_bytes(compiled.compute_bitmask(), "little")
     spelled = [TOKENIZER.token_bytes(token_id).decode() for token_id in range(VOCAB_SIZE) if mask >> token_id & 1]
@@ -85,7 +85,7 @@ def test_a_tenant_that_holds_up_compiling_keeps_only_itself_waiting(monkeypatch:
     goes_on = threading.Event()
     compile_one = ConstraintCompiler._compile  # pyright: ignore[reportPrivateUsage]
 
-    def held_up(own: ConstraintCompiler, constraint: Constraint, vocabulary: Any) -> llguidance.LLMatcher:
+    def held_up(own: ConstraintCompiler, constraint: Constraint, vocabulary: Any) -> CompiledConstraint:
         if constraint == hostile:
             goes_on.wait(30)
         return compile_one(own, constraint, vocabulary)
@@ -102,9 +102,9 @@ def test_a_tenant_that_holds_up_compiling_keeps_only_itself_waiting(monkeypatch:
         with pytest.raises(Overloaded):
             compiler.compiled(constraint, END_ID, "hostile")
     monkeypatch.setattr(module, "_MAX_S", 30.0)
-    assert not compiler.compiled(harmless, END_ID, "another").is_error()
+    assert not compiler.compiled(harmless, END_ID, "another").library.is_error()
     goes_on.set()
-    assert not compiler.compiled(harmless, END_ID, "hostile").is_error()
+    assert not compiler.compiled(harmless, END_ID, "hostile").library.is_error()
 
 
 def test_what_raises_in_the_library_reaches_its_caller_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +113,7 @@ def test_what_raises_in_the_library_reaches_its_caller_alone(monkeypatch: pytest
     class Panic(BaseException):
         pass
 
-    def panic(*_: Any) -> llguidance.LLMatcher:
+    def panic(*_: Any) -> CompiledConstraint:
         raise Panic
 
     with monkeypatch.context() as patched:
@@ -121,4 +121,4 @@ def test_what_raises_in_the_library_reaches_its_caller_alone(monkeypatch: pytest
         for _ in range(5):
             with pytest.raises(Panic):
                 compiler.compiled(Constraint(regex="a"), END_ID)
-    assert not compiler.compiled(Constraint(regex="a"), END_ID).is_error()
+    assert not compiler.compiled(Constraint(regex="a"), END_ID).library.is_error()

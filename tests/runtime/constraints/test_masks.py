@@ -33,8 +33,10 @@ def maker() -> LibraryMasks:
     return LibraryMasks(VOCAB_SIZE, 2)
 
 
-def matcher(compiler: ConstraintCompiler, constraint: Constraint, opens_answer: int | None = None) -> AnswerMatcher:
-    return AnswerMatcher(compiler.compiled(constraint, END_ID).deep_copy(), END_ID, opens_answer)
+def matcher(
+    compiler: ConstraintCompiler, constraint: Constraint, opens_answer: int | None = None, max_tokens: int = 1000
+) -> AnswerMatcher:
+    return AnswerMatcher(compiler.compiled(constraint, END_ID), opens_answer, max_tokens)
 
 
 def allowed(mask: Any) -> set[int]:

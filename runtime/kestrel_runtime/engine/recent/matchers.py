@@ -26,8 +26,10 @@ class Matchers:
         self._compiler = compiler
         self._known: LruCache[Hashable, Any] = LruCache(_MAX_KNOWN)
 
-    def new(self, constraint: Constraint, parser: OutputParser, namespace: str, tenant: str) -> AnswerMatcher:
-        """The matcher of the answer that `parser` parses.
+    def new(
+        self, constraint: Constraint, parser: OutputParser, namespace: str, tenant: str, max_tokens: int
+    ) -> AnswerMatcher:
+        """The matcher of the answer that `parser` parses, of a sequence that generates at most `max_tokens`.
 
         Raises `InvalidRequest` where the constraint cannot be used, and `Overloaded` where too many are compiled.
         """
@@ -39,4 +41,4 @@ class Matchers:
         if compiled is None:
             compiled = self._compiler.compiled(constraint, end_id, tenant)
             self._known.put(key, compiled)
-        return AnswerMatcher(compiled.deep_copy(), end_id, parser.opens_answer)
+        return AnswerMatcher(compiled, parser.opens_answer, max_tokens)
