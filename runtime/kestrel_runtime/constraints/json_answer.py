@@ -3,10 +3,10 @@
 A schema seldom bounds everything: a model that does not end by itself writes digits, texts and lists until its
 tokens are used up, and the answer is no JSON. So what the grammar allows is narrowed, never to nothing:
 
-  always                         numbers have the digits of an int64 or a double, and nesting is bounded
-  a text is long                 it ends as soon as it may
-  no room for another item       lists and objects end as soon as they may
-  room for the rest only         texts and numbers do so too, and nothing is opened that need not be
+  always                              numbers have the digits of an int64 or a double, and nesting is bounded
+  a text is long                      it ends as soon as it may
+  too few tokens for another item     lists and objects end as soon as they may
+  tokens for the rest only            texts and numbers do so too, and nothing is opened that need not be
 """
 
 from __future__ import annotations
@@ -93,12 +93,13 @@ class JsonAnswer:
         if self.is_in_text and not self._is_escaped and _QUOTE not in text and _BACKSLASH not in text:
             self._text_tokens += 1
             return
+        was_in_text = self.is_in_text
         for byte in text:
             if self.is_in_text:
                 self._follow_text(byte)
             else:
                 self._follow_structure(byte)
-        self._text_tokens += self.is_in_text
+        self._text_tokens += was_in_text and self.is_in_text
 
     def _follow_text(self, byte: int) -> None:
         if self._is_escaped:
