@@ -11,7 +11,7 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: setup proto check test test-clients fuzz serve demo attacks quality train bench supply clean
+.PHONY: setup proto check test test-clients fuzz serve demo attacks quality train bench supply dist clean
 
 # Everything into .venv; nothing to do until pyproject.toml changes.
 setup: .venv/installed
@@ -76,6 +76,10 @@ bench: setup
 supply: setup
 	PYTHON=$(BIN)/python sh deploy/supply.sh
 
+# The wheels and source distributions of both packages, checked as an index would check them, in dist/.
+dist: setup
+	PYTHON=$(BIN)/python sh deploy/dist.sh
+
 clean:
-	rm -rf .venv build bench/out *.egg-info
+	rm -rf .venv build dist bench/out *.egg-info
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -24,7 +24,7 @@ from tests.reference_fixtures import CHECKOUT
 
 DEPLOY = CHECKOUT / "deploy"
 # Of a kind that Prometheus' operator adds to a cluster, for which the tool has no schema.
-OPERATOR = "podmonitor.yaml"
+OPERATOR = "prometheus-operator"
 VARIABLE = re.compile(r"\bKESTREL_(?!GRPC_…)[A-Z_]+")
 KNOWN_VARIABLES = {environment_name(name) for name, _ in options()}
 
@@ -57,7 +57,7 @@ def test_every_yaml_file_is_sound():
 
 
 def test_the_manifests_are_those_of_kubernetes():
-    manifests = sorted(str(path) for path in (DEPLOY / "kubernetes").glob("*.yaml") if path.name != OPERATOR)
+    manifests = sorted(str(path) for path in (DEPLOY / "kubernetes").glob("*.yaml"))
     assert manifests
     assert complaints(tool("kubernetes-validate"), "--strict", *manifests) == ""
 
@@ -69,7 +69,7 @@ def test_the_compose_file_keeps_to_its_specification(name):
 
 
 def test_the_pods_are_scraped_under_the_job_that_the_alerts_select():
-    monitor = document("kubernetes", OPERATOR)["spec"]
+    monitor = document("kubernetes", OPERATOR, "podmonitor.yaml")["spec"]
     template = document("kubernetes", "deployment.yaml")["spec"]["template"]
     labels = template["metadata"]["labels"]
     assert monitor["selector"]["matchLabels"].items() <= labels.items()
@@ -169,6 +169,50 @@ def test_stopping_the_server_waits_until_it_has_drained():
     )
     unit = (DEPLOY / "systemd" / "kestrel-grpc.service").read_text(encoding="utf-8")
     assert float(re.findall(r"^TimeoutStopSec=(\d+)s$", unit, re.MULTILINE)[0]) >= drain_s + 5
+
+
+def test_every_file_names_the_image_by_the_version_of_the_package():
+    files = [*(path for path in DEPLOY.rglob("*") if path.is_file()), *(CHECKOUT / "docs").glob("*.md")]
+    names = [
+        name
+        for path in files
+        for name in re.findall(r"(?:image: |--tag |[ =]all |=on )(kestrel-grpc[\w:.]*)", path.read_text("utf-8"))
+    ]
+    assert len(names) == 6
+    assert set(names) == {f"kestrel-grpc:{__version__}"}
+
+
+def test_weights_and_kernels_outlive_a_pod_a_container_and_a_service():
+    pod = document("kubernetes", "deployment.yaml")["spec"]["template"]["spec"]
+    image = (DEPLOY / "Containerfile").read_text(encoding="utf-8")
+    (folder,) = re.findall(r"^VOLUME (\S+)$", image, re.MULTILINE)
+    assert re.findall(r"(?:HF_HOME|TRITON_CACHE_DIR)=(\S+)/\w+", image) == [folder, folder]
+    mounts = {mount["mountPath"]: mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
+    claims = {volume["name"]: volume.get("persistentVolumeClaim") for volume in pod["volumes"]}
+    volume = document("kubernetes", "volume.yaml")
+    assert claims[mounts[folder]] == {"claimName": volume["metadata"]["name"]}
+    assert f"models:{folder}" in document("compose.yml")["services"]["kestrel"]["volumes"]
+    unit = (DEPLOY / "systemd" / "kestrel-grpc.service").read_text(encoding="utf-8")
+    state = f"%S/{re.findall('^StateDirectory=(.+)$', unit, re.MULTILINE)[0]}"
+    assert re.findall(r"(?:HF_HOME|TRITON_CACHE_DIR)=(\S+)/\w+", unit) == [state, state]
+
+
+def test_compose_serves_the_built_in_model_until_it_is_given_a_gpu():
+    assert "KESTREL_GRPC_MODEL" not in document("compose.yml")["services"]["kestrel"]["environment"]
+    server = document("compose.gpu.yml")["services"]["kestrel"]["environment"]
+    assert server["KESTREL_GRPC_MODEL"] == "${MODEL:-moondream2}"
+
+
+def test_the_documentation_has_the_versions_of_torch_that_are_installed():
+    page = (CHECKOUT / "docs" / "operation.md").read_text(encoding="utf-8")
+    project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (least,) = re.findall(r"accepts PyTorch from (\S+) on", page)
+    assert f"torch>={least}" in project["dependencies"]
+    rows = dict(re.findall(r"^\| on (a GPU|processors): .*? \| (.*?) \|", page, re.MULTILINE))
+    assert rows["a GPU"].startswith(f"{locked()['torch']} ")
+    assert rows["a GPU"].endswith(f"Triton {locked()['triton']}")
+    (tested,) = re.findall(r"^TORCH \?= torch==(\S+)$", (CHECKOUT / "Makefile").read_text("utf-8"), re.MULTILINE)
+    assert rows["processors"] == tested
 
 
 def test_prometheus_scrapes_the_services_of_the_compose_file():
