@@ -10,6 +10,7 @@
 #   verify       FOLDERS against the reference, in five      constraints  what constrained answers cost per token
 #                precisions, one at a time and all at once   outlines     outlines per second
 #   experts      a layer of experts, and Moondream 3's step  determinism  --deterministic: equal bytes, and its cost
+#   accept       the built-in model in all precisions: its page of acceptance
 #   stress       cached answers against computed ones, in float32
 #   cards        on Hopper, what is compiled for Ampere and Ada: every kernel, and FOLDERS
 #   card-times   the times of portable plans beside those of Hopper's
@@ -162,6 +163,9 @@ for stage in $stages; do
             measure 150 "decode-step-experts${choice:+-chosen}" python3 -m bench.decode_step \
                 --device "$device" --experts --batches 1 64 $choice
         done
+        ;;
+    accept)
+        measure 300 accept python3 -m kestrel_grpc accept --device "$device" --html "$out/acceptance.html"
         ;;
     stress)
         measure 540 stress python3 -m bench.stress --device "$device" --dtype float32 --set kv-pages=1500 \

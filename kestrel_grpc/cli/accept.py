@@ -231,7 +231,11 @@ class _Acceptance:
         if "AutoModelForCausalLM" not in ((self.checkpoint.config or {}).get("auto_map") or {}):
             raise _NoReference("the checkpoint does not bring the code of the reference")
         name, revision = self.arguments.model, self.checkpoint.revision or ""
-        name = PUBLISHED_REPOSITORIES.get(name, (name, None))[0] if revision else str(Path(name).resolve())
+        if revision:
+            name = PUBLISHED_REPOSITORIES.get(name, (name, None))[0]
+        else:
+            path = Path(name).expanduser().resolve()
+            name = str(path.parent if path.is_file() else path)
         python = self.arguments.reference_python or Path(sys.executable)
         program = files("kestrel_runtime") / "models" / "moondream" / "verify" / "reference_program.py"
         weights = map(str, self.checkpoint.weight_files)
