@@ -78,6 +78,8 @@ class Attack:
     """As soon as the attackers have gone; otherwise the server first comes to rest."""
     server_options: tuple[str, ...] = ()
     num_descriptors: int | None = None
+    num_adapters: int = 0
+    """The server has so many adapters, named by number, and slots for few of them."""
     question: Question = Question()
     needs_new_connections: bool = False
     """Whether others connect anew for each call."""

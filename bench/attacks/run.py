@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import shutil
 import tempfile
 import time
 from collections.abc import Sequence
@@ -11,10 +12,12 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
+import kestrel_runtime
 from bench.attacks.attack import MAX_END_S, MIB, Attack, Memory, Observation, Outcome, Victim
 from bench.attacks.target import MemoryWatch, Target, resident_bytes, started_target
 from bench.attacks.witnesses import witnesses
 
+_ADAPTER = Path(kestrel_runtime.__file__).parent / "nano" / "adapters" / "gold"
 RECOVERY_S = 2.0
 """For so long others are watched when the attackers have gone."""
 REST_S = 35.0
@@ -26,12 +29,19 @@ _GRACE_S = 60.0
 
 def carry_out(attack: Attack, seconds: float, limit_bytes: int, server_options: Sequence[str] = ()) -> Observation:
     """Attack a server of its own for so long; it is killed where it grows over the limit."""
-    options = (*attack.server_options, *server_options)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        started_target(Path(folder), options, attack.num_descriptors) as target,
-    ):
-        return _attack(attack, seconds, limit_bytes, target)
+    with tempfile.TemporaryDirectory() as folder:
+        options = (*attack.server_options, *_adapter_options(Path(folder), attack.num_adapters), *server_options)
+        with started_target(Path(folder), options, attack.num_descriptors) as target:
+            return _attack(attack, seconds, limit_bytes, target)
+
+
+def _adapter_options(folder: Path, num_adapters: int) -> tuple[str, ...]:
+    """Copies of the adapter of the built-in model, and the option that names their folder."""
+    if not num_adapters:
+        return ()
+    for number in range(num_adapters):
+        shutil.copytree(_ADAPTER, folder / "adapters" / str(number))
+    return ("--adapters", str(folder / "adapters"))
 
 
 def _attack(attack: Attack, seconds: float, limit_bytes: int, target: Target) -> Observation:

@@ -5,16 +5,21 @@ Rules
   S2  A request uses the version of an adapter that its name meant when it got its lease, until the lease ends.
   S3  A new version takes another slot than the one it replaces, unless no request uses that one. The replaced
       version leaves when its last lease ends.
-  S4  Where another slot is needed, the adapter that was used longest ago is evicted, of those that no
-      request uses.
-  S5  Where all are in use, the one that was placed first drains: it gets no new leases, and leaves when its last
-      one ends. So an adapter that is always in use does not keep others out for ever.
+  S4  Where another slot is needed, an adapter that no request uses is evicted: of the tenant that holds the most
+      slots, the one that was used longest ago. A tenant holds the slots that its requests use, and those that no
+      request uses and that it used last.
+  S5  Where all are in use, one drains: of the tenant that holds the most, the one that was placed first. It gets no
+      new leases, and leaves when its last one ends. So an adapter that is always in use does not keep others out
+      for ever.
+  S6  Where the tenant that needs the slot then holds no more slots than the one that loses it, the leases of the
+      adapter that drains are taken back, instead of waiting for their ends. Those of a replaced version are not.
 """
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 
 
 @dataclass(slots=True, eq=False)
@@ -27,10 +32,19 @@ class Residence:
     number: int
     """Rises in the order in which adapters are placed."""
     last_use: int
-    num_leases: int = 0
+    last_tenant: str
+    """Whose request used it last, or had it loaded."""
+    leases: Counter[str] = field(default_factory=Counter[str])
+    """How many requests of each tenant use it; without zeros."""
     is_current: bool = True
     """Whether new leases of the name are for it."""
     is_draining: bool = False
+    is_reclaimed: bool = False
+    """Whether requests that use it are to give their leases back."""
+
+    @property
+    def num_leases(self) -> int:
+        return self.leases.total()
 
 
 class AdapterSlots:
@@ -54,47 +68,53 @@ class AdapterSlots:
         found = (item for item in self._residences if item.is_current and item.name == name)
         return next((item for item in found if not item.is_draining), None)
 
-    def lease(self, residence: Residence) -> None:
-        """One more request uses it."""
+    def num_held_by(self, tenant: str) -> int:
+        """How many slots a tenant holds."""
+        return self._held()[tenant]
+
+    def lease(self, residence: Residence, tenant: str = "") -> None:
+        """One more request of a tenant uses it."""
         assert residence.is_current
         assert not residence.is_draining
-        residence.num_leases += 1
-        residence.last_use = next(self._uses)
+        residence.leases[tenant] += 1
+        residence.last_use, residence.last_tenant = next(self._uses), tenant
 
-    def end_lease(self, residence: Residence) -> None:
-        """A request is over."""
-        residence.num_leases -= 1
-        assert residence.num_leases >= 0
+    def end_lease(self, residence: Residence, tenant: str = "") -> None:
+        """A request of a tenant is over, or has given its lease back."""
+        residence.leases[tenant] -= 1
+        assert residence.leases[tenant] >= 0
+        if not residence.leases[tenant]:
+            del residence.leases[tenant]
         if not residence.num_leases and (residence.is_draining or not residence.is_current):
             self._leave(residence)
 
-    def reserve(self) -> int | None:
-        """A slot to write, or None, and then one becomes free when leases end."""
+    def reserve(self, tenant: str = "") -> int | None:
+        """A slot to write for a tenant, or None, and then one becomes free when leases end."""
         if not self._free:
-            idle = [item for item in self._residences if not item.num_leases]
+            idle = [item for item in self._residences if not item.leases]
+            held = self._held()
             if idle:
-                self._leave(min(idle, key=lambda item: item.last_use))
+                self._leave(min(idle, key=lambda item: (-held[item.last_tenant], item.last_use)))
                 self.num_evictions += 1
-            elif self._residences and not any(item.is_draining or not item.is_current for item in self._residences):
-                self._residences[0].is_draining = True
-                self.num_evictions += 1
+            elif self._residences:
+                self._drain_one(tenant, held)
         return self._free.pop() if self._free else None
 
     def stop_draining(self) -> None:
         """No further slot is needed any more."""
         for item in self._residences:
             if item.is_draining and item.is_current:
-                item.is_draining = False
+                item.is_draining = item.is_reclaimed = False
                 self.num_evictions -= 1
 
     def give_back(self, slot: int) -> None:
         """A reserved slot is not needed."""
         self._free.append(slot)
 
-    def place(self, slot: int, name: str, digest: bytes) -> Residence:
-        """A reserved slot has been written. The version that the name meant before is retired."""
+    def place(self, slot: int, name: str, digest: bytes, tenant: str = "") -> Residence:
+        """A reserved slot has been written for a tenant. The version that the name meant before is retired."""
         self.retire(name)
-        residence = Residence(name, digest, slot, next(self._numbers), next(self._uses))
+        residence = Residence(name, digest, slot, next(self._numbers), next(self._uses), tenant)
         self._residences.append(residence)
         return residence
 
@@ -106,6 +126,25 @@ class AdapterSlots:
             if not residence.num_leases:
                 self._leave(residence)
         return residence
+
+    def _drain_one(self, tenant: str, held: Counter[str]) -> None:
+        """All are in use: have one leave, unless one does already that cannot leave sooner."""
+        if any(item.is_reclaimed for item in self._residences):
+            return
+        # Of several tenants that use an adapter, the one that holds the least counts.
+        least = {item.slot: min(held[user] for user in item.leases) for item in self._residences}
+        by_share = sorted(self._residences, key=lambda item: (not item.is_draining, -least[item.slot]))
+        found = [item for item in by_share if item.is_current and least[item.slot] >= held[tenant] + 2]
+        if found:
+            found[0].is_reclaimed = True
+        elif any(item.is_draining or not item.is_current for item in self._residences):
+            return
+        item = (found or by_share)[0]
+        self.num_evictions += not item.is_draining
+        item.is_draining = True
+
+    def _held(self) -> Counter[str]:
+        return Counter(tenant for item in self._residences for tenant in (item.leases or (item.last_tenant,)))
 
     def _leave(self, residence: Residence) -> None:
         self._residences.remove(residence)

@@ -1,7 +1,8 @@
 """Loads adapters on a thread of its own, and leases them to requests.
 
 A request that names an adapter which is not loaded waits for it, together with others that name it; other requests
-go on. Adapters are loaded one after the other, in the order in which they were first named.
+go on. Adapters are loaded one after the other: first those of the tenant that holds the fewest slots, else in the
+order in which they were first named.
 """
 
 from __future__ import annotations
@@ -27,17 +28,24 @@ _log = logging.getLogger(__name__)
 class Lease:
     """A request's hold on one version of an adapter; see `AdapterLease`."""
 
-    def __init__(self, residence: Residence, end: Callable[[Residence], None]) -> None:
+    def __init__(self, residence: Residence, tenant: str, end: Callable[[Residence, str], None]) -> None:
+        self.name = residence.name
+        self.tenant = tenant
         self.slot = residence.slot
         self.digest = residence.digest
         self._residence = residence
-        self._end: Callable[[Residence], None] | None = end
+        self._end: Callable[[Residence, str], None] | None = end
+
+    @property
+    def is_reclaimed(self) -> bool:
+        """Whether it is to be given back, and another one asked for."""
+        return self._end is not None and self._residence.is_reclaimed
 
     def end(self) -> None:
         """Give it back; without effect the second time. For one thread at a time."""
         end, self._end = self._end, None
         if end is not None:
-            end(self._residence)
+            end(self._residence, self.tenant)
 
 
 @dataclass(slots=True)
@@ -45,17 +53,23 @@ class _Pending:
     """An adapter that is to be loaded, and who waits for it."""
 
     name: str
-    leases: list[Future[Lease]] = field(default_factory=list)
+    leases: list[tuple[Future[Lease], str]] = field(default_factory=list)
+    """With the tenant that waits."""
     loads: list[Future[AdapterInfo]] = field(default_factory=list)
     """Callers that want the files read anew."""
 
     @property
     def is_wanted(self) -> bool:
-        return any(not future.done() for future in (*self.leases, *self.loads))
+        return bool(self.tenants())
+
+    def tenants(self) -> set[str]:
+        """Who waits for it; "" also stands for who wants the files read anew."""
+        found = {tenant for future, tenant in self.leases if not future.done()}
+        return found | {"" for future in self.loads if not future.done()}
 
     def take(self) -> list[Future[Any]]:
         """All who wait; none is left."""
-        found = [*self.leases, *self.loads]
+        found = [*(future for future, _ in self.leases), *self.loads]
         self.leases, self.loads = [], []
         return found
 
@@ -76,15 +90,20 @@ class AdapterStore:
         self._listing: Future[list[str]] | None = None
         self._target = target
         self._slots = AdapterSlots(num_slots)
-        self._pending: dict[str, _Pending] = {}  # the first is being loaded
+        self._pending: dict[str, _Pending] = {}
+        self._on_reclaim: Callable[[], None] = lambda: None
         self._num_loads = 0
         self._num_failures = 0
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._is_closing = False
 
-    def acquire(self, name: str) -> Future[Lease]:
-        """A lease of an adapter, once it is loaded. The future can be cancelled until then.
+    def on_reclaim(self, callback: Callable[[], None]) -> None:
+        """Have `callback` run, in the thread of the store, when leases are to be given back."""
+        self._on_reclaim = callback
+
+    def acquire(self, name: str, tenant: str = "") -> Future[Lease]:
+        """A lease of an adapter for a tenant, once it is loaded. The future can be cancelled until then.
 
         It fails with `AdapterNotFound`, `AdapterInvalid` or `EngineUnavailable`.
         """
@@ -95,9 +114,9 @@ class AdapterStore:
             residence = self._slots.current(name)
             pending = self._pending.get(name)
             if residence is not None and (pending is None or not pending.leases):
-                future.set_result(self._lease(residence))
+                future.set_result(self._lease(residence, tenant))
             else:
-                self._want(name).leases.append(future)
+                self._want(name).leases.append((future, tenant))
                 future.add_done_callback(self._wake_up)
         return future
 
@@ -166,13 +185,13 @@ class AdapterStore:
             self._changed.notify_all()
         return pending
 
-    def _lease(self, residence: Residence) -> Lease:
-        self._slots.lease(residence)
-        return Lease(residence, self._end_lease)
+    def _lease(self, residence: Residence, tenant: str) -> Lease:
+        self._slots.lease(residence, tenant)
+        return Lease(residence, tenant, self._end_lease)
 
-    def _end_lease(self, residence: Residence) -> None:
+    def _end_lease(self, residence: Residence, tenant: str) -> None:
         with self._changed:
-            self._slots.end_lease(residence)
+            self._slots.end_lease(residence, tenant)
             self._changed.notify_all()
 
     def _wake_up(self, future: Future[Any]) -> None:
@@ -187,7 +206,7 @@ class AdapterStore:
                 self._changed.wait_for(lambda: self._pending or self._is_closing)
                 if self._is_closing:
                     return
-                pending = next(iter(self._pending.values()))
+                pending = self._next_pending()
             try:
                 self._load(pending)
             except KestrelError as error:
@@ -197,6 +216,17 @@ class AdapterStore:
                 _log.exception("adapter %r cannot be loaded", pending.name)
                 traceback.clear_frames(error.__traceback__)
                 self._failed(pending, InternalError(error))
+
+    def _next_pending(self) -> _Pending:
+        """With the lock, the one to load next. Those that no caller waits for any more come first, and are
+        dropped."""
+        return min(self._pending.values(), key=lambda pending: self._standing_of(pending)[0])
+
+    def _standing_of(self, pending: _Pending) -> tuple[int, str]:
+        """How many slots the tenant that waits for it holds, and its name; of several that which holds the
+        fewest."""
+        found = [(self._slots.num_held_by(tenant), tenant) for tenant in pending.tenants()]
+        return min(found, default=(-1, ""))
 
     def _load(self, pending: _Pending) -> None:
         if not pending.is_wanted:
@@ -224,7 +254,7 @@ class AdapterStore:
         del weights
         with self._changed:
             self._num_loads += 1
-            self._slots.place(slot, pending.name, digest)
+            self._slots.place(slot, pending.name, digest, self._standing_of(pending)[1])
         self._hand_out(pending)
         _log.info("adapter %s is in slot %d, content %s", pending.name, slot, digest.hex()[:16])
 
@@ -240,13 +270,17 @@ class AdapterStore:
             listing.set_result(names)
 
     def _wait_for_slot(self, pending: _Pending) -> int | None:
-        """With the lock, a slot to write; None where no caller waits for it any more."""
-        while pending.is_wanted and not self._is_closing:
-            slot = self._slots.reserve()
+        """With the lock, a slot to write; None where no caller waits for it any more, or another adapter is to be
+        loaded first."""
+        while pending.is_wanted and not self._is_closing and self._next_pending() is pending:
+            slot = self._slots.reserve(self._standing_of(pending)[1])
             if slot is not None:
                 return slot
+            if any(residence.is_reclaimed for residence in self._slots.residences):
+                self._on_reclaim()
             self._changed.wait()
-        self._slots.stop_draining()
+        if not pending.is_wanted:
+            self._slots.stop_draining()
         return None
 
     def _hand_out(self, pending: _Pending) -> None:
@@ -259,7 +293,11 @@ class AdapterStore:
             self._pending.pop(pending.name, None)
             leases, loads = pending.leases, pending.loads
             pending.take()
-            results += [(item, self._lease(residence)) for item in leases if item.set_running_or_notify_cancel()]
+            results += [
+                (item, self._lease(residence, tenant))
+                for item, tenant in leases
+                if item.set_running_or_notify_cancel()
+            ]
             results += [(item, _info(residence)) for item in loads if item.set_running_or_notify_cancel()]
         for future, result in results:
             future.set_result(result)

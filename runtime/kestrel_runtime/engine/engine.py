@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from kestrel_ops import num_compilations
 from kestrel_runtime.adapters.files import AdapterSource
@@ -183,7 +184,10 @@ class LocalEngine:
             self._admission,
             self._preprocessor.decode_again,
             LibraryMasks(model_config.vocab_size, available_processors()),
+            self._lease_adapter,
         )
+        if self._adapters is not None:
+            self._adapters.on_reclaim(self._loop.reclaim_adapters)
         self._num_compilations = num_compilations()
         self._status = EngineStatus.SERVING
         self._lock = threading.RLock()
@@ -250,7 +254,7 @@ class LocalEngine:
                     is_wanted=lambda: not stream.over.done(),
                 )
                 preparation = (
-                    submit() if adapters is None else AdapterPreparation(adapters.acquire(adapter), submit)
+                    submit() if adapters is None else AdapterPreparation(adapters.acquire(adapter, tenant), submit)
                 )
             except RuntimeError as error:  # closed at this very moment, or the system has no thread left for us
                 raise EngineUnavailable("no worker can take the request") from error
@@ -433,6 +437,15 @@ class LocalEngine:
         if self._adapters is None:
             raise AdapterNotFound(name, "; the server was started without --adapters and --adapter-repositories")
         return self._adapters
+
+    def _lease_adapter(self, name: str, tenant: str) -> Future[Any]:
+        """For a request that has given its lease back. The future fails where the adapters are closed."""
+        try:
+            return self._adapters_for(name).acquire(name, tenant)
+        except EngineUnavailable as error:
+            refused: Future[Any] = Future()
+            refused.set_exception(error)
+            return refused
 
     def _check(self, request: Request) -> None:
         if self._status is not EngineStatus.SERVING:

@@ -58,6 +58,7 @@ from kestrel_runtime.engine.in_flight import InFlightStep, describe
 from kestrel_runtime.engine.isolation import Isolation
 from kestrel_runtime.engine.open_streams import CacheClearings
 from kestrel_runtime.execution.step_runner import StepHandle, StepRunner
+from kestrel_runtime.interfaces.adapter import AdapterLease
 from kestrel_runtime.interfaces.ids import StepId
 from kestrel_runtime.interfaces.image import PreparedImage
 from kestrel_runtime.interfaces.token_matcher import MaskMaker
@@ -90,6 +91,15 @@ class _DecodedImage(NamedTuple):
     tiles: Future[PreparedImage]
 
 
+class _AdapterLoaded(NamedTuple):
+    sequence: Sequence
+    lease: Future[AdapterLease]
+
+
+_Arriving = _Arrival | _DecodedImage | _AdapterLoaded | Stream | None
+"""A bare stream is one that was cancelled; None only wakes the thread."""
+
+
 class EngineLoop:
     """Owns scheduler and runner; only its thread touches what they hold.
 
@@ -104,9 +114,11 @@ class EngineLoop:
         admission: Admission,
         decode_again: Callable[[Sequence], Future[Any]] | None = None,
         masks: MaskMaker | None = None,
+        lease_adapter: Callable[[str, str], Future[AdapterLease]] | None = None,
     ) -> None:
         """`decode_again` has a worker decode the image of a sequence whose pages were cached and are evicted.
-        `masks` makes the masks of sequences with constraints."""
+        `masks` makes the masks of sequences with constraints. `lease_adapter` has an adapter of a name loaded
+        for a tenant."""
         self._scheduler = scheduler
         self._runner = runner
         self._isolation = isolation
@@ -117,8 +129,10 @@ class EngineLoop:
         self._deadlines = Deadlines()
         self._streams: dict[Sequence, Stream] = {}
         self._sequences: dict[Stream, Sequence] = {}
-        # A bare stream is one that was cancelled; None only wakes the thread.
-        self._inbox: SimpleQueue[_Arrival | _DecodedImage | Stream | None] = SimpleQueue()
+        self._inbox: SimpleQueue[_Arriving] = SimpleQueue()
+        self._lease_adapter = lease_adapter
+        self._adapter_leases: dict[Sequence, Future[AdapterLease]] = {}  # that parked sequences wait for
+        self._reclaims_adapters = False
         self._clearings = CacheClearings()
         self._step_ids = itertools.count(1)
         self._prefills: deque[InFlightStep] = deque()
@@ -178,6 +192,11 @@ class EngineLoop:
         """Tokens drawn over the last seconds, per second."""
         return self._rate.per_second(time.monotonic())
 
+    def reclaim_adapters(self) -> None:
+        """From any thread: have sequences give back the leases of adapters that are reclaimed."""
+        self._reclaims_adapters = True
+        self._inbox.put(None)
+
     def stop(self) -> None:
         """From any thread: end after the current turn. Does not wait."""
         self._is_stopping = True
@@ -232,6 +251,8 @@ class EngineLoop:
         now = time.monotonic()
         self._drop_expired(now)
         self._complete_finished_prefills()
+        if self._reclaims_adapters:
+            self._give_adapters_back()
         promoted = self._promote()
         if not self._scheduler.can_look_ahead:  # asked when it is known who decodes
             self._complete_all()
@@ -303,12 +324,47 @@ class EngineLoop:
         elif is_here and error is not None:
             self._fail(sequence, error if isinstance(error, KestrelError) else InternalError(error))
 
-    def _receive(self, item: _Arrival | _DecodedImage | Stream | None) -> None:
+    def _give_adapters_back(self) -> None:
+        """Have sequences whose adapters are reclaimed wait for other leases; those that cannot yet do so later."""
+        self._reclaims_adapters = False
+        self._complete_all()  # where a step fails, all sequences run alone first
+        for sequence in list(self._scheduler.sequences()):
+            lease = sequence.adapter
+            if lease is None or not lease.is_reclaimed:
+                continue
+            if self._scheduler.take_adapter(sequence):
+                self._lease_again(sequence, lease)
+            else:
+                self._reclaims_adapters = True
+
+    def _lease_again(self, sequence: Sequence, lease: AdapterLease) -> None:
+        assert self._lease_adapter is not None, "sequences have adapters only with it"
+        lease.end()
+        other = self._adapter_leases[sequence] = self._lease_adapter(lease.name, lease.tenant)
+        other.add_done_callback(lambda done: self._inbox.put(_AdapterLoaded(sequence, done)))
+
+    def _take_adapter(self, sequence: Sequence, done: Future[AdapterLease]) -> None:
+        is_here = self._adapter_leases.pop(sequence, None) is not None  # else it has left meanwhile
+        error = EngineUnavailable("the engine has stopped") if done.cancelled() else done.exception()
+        lease = None if error is not None else done.result()
+        before = sequence.adapter
+        if lease is not None and not (is_here and before is not None and before.digest == lease.digest):
+            lease.end()  # its tokens so far come from another version
+            error = EngineUnavailable("the adapter was replaced by another version")
+        if is_here and error is not None:
+            self._fail(sequence, error if isinstance(error, KestrelError) else InternalError(error))
+        elif is_here:
+            sequence.adapter = lease
+            self._scheduler.give_adapter(sequence)
+
+    def _receive(self, item: _Arriving) -> None:
         if isinstance(item, Stream):
             if item in self._sequences:
                 self._remove(self._sequences[item])
         elif isinstance(item, _DecodedImage):
             self._take_tiles(*item)
+        elif isinstance(item, _AdapterLoaded):
+            self._take_adapter(*item)
         elif item is not None and item.stream.is_cancelled:
             self._admission.leave(item.stream)
             _end_lease(item.sequence)
@@ -318,6 +374,8 @@ class EngineLoop:
             self._sequences[item.stream] = item.sequence
             self._deadlines.watch(item.sequence)
             self._scheduler.add(item.sequence)
+            if item.sequence.adapter is not None and item.sequence.adapter.is_reclaimed:
+                self._reclaims_adapters = True
 
     def _drop_expired(self, now: float) -> None:
         for sequence in self._deadlines.due(now):
@@ -487,6 +545,8 @@ class EngineLoop:
         self._scheduler.remove(sequence)
         self._runner.release(sequence)
         _end_lease(sequence)
+        if sequence in self._adapter_leases:
+            self._adapter_leases.pop(sequence).cancel()
         self._deadlines.forget(sequence)
         stream = self._streams.pop(sequence)
         del self._sequences[stream]

@@ -9,6 +9,21 @@ class AdapterLease(Protocol):
     """Keeps one version of an adapter in its slot. For any thread."""
 
     @property
+    def name(self) -> str:
+        """The name that the request has for it."""
+        ...
+
+    @property
+    def tenant(self) -> str:
+        """Whose request it is; "" where tenants are not distinguished."""
+        ...
+
+    @property
+    def is_reclaimed(self) -> bool:
+        """Whether another tenant needs the slot: the request gives the lease back and asks for another one."""
+        ...
+
+    @property
     def slot(self) -> int:
         """From 1."""
         ...

@@ -97,6 +97,7 @@ class Scheduler:
         self._waiting = WaitingQueue(ageing_s=ageing_s)
         self._shared_prefills = SharedPrefills()
         self._without_tiles: dict[Sequence, bool] = {}  # parked for their tiles; whether these have been asked for
+        self._without_adapter: set[Sequence] = set()  # parked until they have a slot again
         self._active: list[Sequence] = []  # PREFILLING, PREFILLED and RUNNING, oldest first
         self._num_active_of: Counter[str] = Counter()  # by tenant, without zeros
         self._start_numbers = itertools.count()
@@ -112,7 +113,8 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting) + len(self._shared_prefills) + len(self._without_tiles)
+        num_parked = len(self._shared_prefills) + len(self._without_tiles) + len(self._without_adapter)
+        return len(self._waiting) + num_parked
 
     @property
     def num_active(self) -> int:
@@ -120,14 +122,14 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        return not (self._waiting or self._active or self._shared_prefills or self._without_tiles)
+        return not (self._active or self.num_waiting)
 
     @property
     def is_blocked(self) -> bool:
-        """Whether nothing can be planned before the tiles of a sequence come, or another sequence."""
+        """Whether nothing can be planned before tiles or an adapter come, or another sequence."""
         if self._suspects:
             return self._suspects[0].sequence in self._without_tiles
-        return bool(self._without_tiles) and not (self._waiting or self._active)
+        return bool(self._without_tiles or self._without_adapter) and not (self._waiting or self._active)
 
     @property
     def is_isolating(self) -> bool:
@@ -155,6 +157,7 @@ class Scheduler:
         yield from self._waiting
         yield from self._shared_prefills
         yield from self._without_tiles
+        yield from self._without_adapter
 
     def add(self, sequence: Sequence) -> None:
         """Have a prepared sequence wait for its start."""
@@ -265,6 +268,7 @@ class Scheduler:
         elif sequence.state is SequenceState.PARKED:
             self._shared_prefills.remove(sequence)
             self._without_tiles.pop(sequence, None)
+            self._without_adapter.discard(sequence)
         else:
             self._deactivate(sequence)
         self._end_lease(sequence)
@@ -289,6 +293,29 @@ class Scheduler:
         """The image of a sequence has been decoded: it waits for its start again."""
         del self._without_tiles[sequence]
         sequence.tiles = tiles
+        self._wait_again(sequence)
+
+    def take_adapter(self, sequence: Sequence) -> bool:
+        """Park a sequence whose adapter gives up its slot, until `give_adapter`. No token of it may be pending.
+
+        False where that must wait: while its image is being decoded, or it runs alone.
+        """
+        if self._suspects or sequence in self._without_tiles:
+            return False
+        if sequence.state is SequenceState.PARKED:
+            self._shared_prefills.remove(sequence)
+        else:
+            if sequence.state is not SequenceState.WAITING:
+                self._preempt(sequence)
+            self._waiting.remove(sequence)
+            self._end_lease(sequence)  # others may start meanwhile, and need entries
+            sequence.move_to(SequenceState.PARKED)
+        self._without_adapter.add(sequence)
+        return True
+
+    def give_adapter(self, sequence: Sequence) -> None:
+        """The adapter of a parked sequence has a slot again, which the sequence knows: it waits for its start."""
+        self._without_adapter.remove(sequence)
         self._wait_again(sequence)
 
     def forget_cached(self, namespace: str | None = None, image: bytes | None = None) -> tuple[int, int]:

@@ -63,6 +63,62 @@ def test_a_new_version_leaves_the_old_one_to_those_who_have_it() -> None:
     assert slots.residences == (new,)
 
 
+def held(slots: AdapterSlots, name: str, tenant: str) -> Residence:
+    residence = placed(slots, name)
+    slots.lease(residence, tenant)
+    return residence
+
+
+def test_the_idle_adapter_that_leaves_is_of_the_tenant_with_most_slots() -> None:
+    slots = AdapterSlots(3)
+    modest = held(slots, "modest", "modest")
+    flood = [held(slots, f"flood {number}", "flood") for number in range(2)]
+    for residence in (modest, *flood):
+        slots.end_lease(residence, residence.last_tenant)
+    assert slots.reserve("flood") == flood[0].slot, "the other was used longer ago"
+
+
+def test_a_tenant_without_a_slot_reclaims_one_of_the_tenant_with_most() -> None:
+    slots = AdapterSlots(4)
+    residences = [held(slots, "other", "other")]
+    residences += [held(slots, f"flood {number}", "flood") for number in range(3)]
+    assert slots.reserve("modest") is None
+    assert [item.is_reclaimed for item in residences] == [False, True, False, False]
+    assert slots.reserve("third") is None
+    assert [item.is_reclaimed for item in residences] == [False, True, False, False], "one after the other"
+    slots.end_lease(residences[1], "flood")
+    assert slots.reserve("modest") == residences[1].slot
+
+
+def test_nobody_reclaims_a_slot_for_more_than_its_share() -> None:
+    slots = AdapterSlots(4)
+    residences = [
+        held(slots, f"{tenant} {number}", tenant) for tenant in ("flood", "modest") for number in range(2)
+    ]
+    assert slots.reserve("modest") is None
+    assert not any(item.is_reclaimed for item in residences)
+    assert [item.is_draining for item in residences] == [True, False, False, False], "it takes its turn"
+
+
+def test_a_slot_that_drains_for_its_own_tenant_is_reclaimed_for_another() -> None:
+    slots = AdapterSlots(2)
+    residences = [held(slots, f"flood {number}", "flood") for number in range(2)]
+    assert slots.reserve("flood") is None
+    assert [item.is_draining for item in residences] == [True, False]
+    assert slots.reserve("modest") is None
+    assert [item.is_reclaimed for item in residences] == [True, False]
+
+
+def test_an_adapter_that_others_use_too_is_not_reclaimed() -> None:
+    slots = AdapterSlots(2)
+    residences = [held(slots, f"flood {number}", "flood") for number in range(2)]
+    for residence in residences:
+        slots.lease(residence, "other")
+    slots.end_lease(residences[0], "other")
+    assert slots.reserve("modest") is None
+    assert [item.is_reclaimed for item in residences] == [True, False]
+
+
 class Model:
     """What a device would hold, and what each request must read."""
 

@@ -40,7 +40,7 @@ class Files:
     """Adapters by name; reading one can be held up."""
 
     def __init__(self) -> None:
-        self.versions = dict.fromkeys(("first", "second", "third", "broken", "a bug"), 1)
+        self.versions: dict[str, int] = dict.fromkeys(("first", "second", "third", "broken", "a bug"), 1)
         self.may_read = threading.Event()
         self.may_read.set()
         self.is_reading = threading.Event()
@@ -132,6 +132,28 @@ def test_all_slots_in_use_are_given_in_turn(new_store: Callable[[int], AdapterSt
     assert not again.done()
     held.end()
     assert leased(again).digest == b"first 1"
+
+
+def test_a_tenant_that_holds_fewer_slots_comes_first_and_gets_one_back(
+    new_store: Callable[[int], AdapterStore], files: Files
+) -> None:
+    files.versions |= {f"flood {number}": 1 for number in range(6)}
+    store = new_store(2)
+    is_reclaiming = threading.Event()
+    store.on_reclaim(is_reclaiming.set)
+    flood = [leased(store.acquire(f"flood {number}", "flood")) for number in range(2)]
+    waiting = [store.acquire(f"flood {number}", "flood") for number in range(2, 6)]
+    modest = store.acquire("first", "modest")
+    assert is_reclaiming.wait(MAX_WAIT_S)
+    assert [lease.is_reclaimed for lease in flood] == [True, False]
+    flood[0].end()
+    assert not flood[0].is_reclaimed
+    assert leased(modest).tenant == "modest"
+    assert not any(future.done() for future in waiting)
+    for lease in (flood[1], modest.result()):
+        lease.end()
+    for future in waiting:
+        leased(future).end()
 
 
 def test_a_caller_who_leaves_frees_the_way(new_store: Callable[[int], AdapterStore]) -> None:

@@ -73,7 +73,7 @@ TRACED = {
     )
 }
 KINDS = (SystemExit, KeyboardInterrupt, MemoryError, GeneratorExit, RuntimeError)
-SCENARIOS = ("recovers", "dies", "cache is lost", "probe is lost", "three in a row", "restricted")
+SCENARIOS = ("recovers", "dies", "cache is lost", "probe is lost", "three in a row", "restricted", "adapters")
 Line = tuple[str, int]
 
 
@@ -182,6 +182,29 @@ def decoded_again(item: Sequence) -> Future[Any]:
     return future
 
 
+class Adapter:
+    """A lease of an adapter, in place of that of the store."""
+
+    slot, tenant = 1, ""
+
+    def __init__(self, name: str, *, is_reclaimed: bool = False) -> None:
+        self.name, self.digest, self.is_reclaimed = name, b"one version", is_reclaimed
+
+    def end(self) -> None:
+        self.is_reclaimed = False
+
+
+def leased_again(name: str, tenant: str) -> Future[Adapter]:
+    """What the store does for a sequence that has given its lease back."""
+    future: Future[Adapter] = Future()
+    if name == "lost adapter":
+        future.set_exception(RuntimeError("it cannot be read any more"))
+    elif name != "leaving":
+        future.set_result(Adapter(name))
+        future.result().digest = b"another version" if name == "replaced" else b"one version"
+    return future
+
+
 @dataclass
 class Tracer:
     """Notes the lines that the engine thread passes; raises `error` at the first visit of `target`."""
@@ -278,11 +301,25 @@ async def play(loaded: LoadedModel, tracer: Tracer, scenario: str) -> Run:
             sequences = [prepared(name, 30) for name in ("long", "stuck", "other", "leaving")]
             for item in sequences[:2]:
                 item.matcher = cast(Any, item.fingerprint)
+        if scenario == "adapters":
+            names = ("long", "replaced", "lost adapter", "leaving", "other")
+            sequences = [prepared(name, 30) for name in names]
+            for item in sequences[:-1]:
+                item.adapter = Adapter(item.fingerprint, is_reclaimed=item.fingerprint == "leaving")
+            vars(loop)["_lease_adapter"] = leased_again
         streams: dict[str, Stream] = {}
         for item in sequences:
             streams[item.fingerprint], future = preparations.of_next(engine)
             future.set_result(item)
-        device.on_second_launch = lambda: loop.cancel(streams["leaving"])
+
+        def on_second_launch() -> None:
+            loop.cancel(streams["leaving"])
+            if scenario == "adapters":
+                for item in sequences[:3]:
+                    cast(Adapter, item.adapter).is_reclaimed = True
+                loop.reclaim_adapters()
+
+        device.on_second_launch = on_second_launch
         streams["gone"], future = preparations.of_next(engine)
         future.set_running_or_notify_cancel()
         streams["gone"].cancel()
@@ -319,7 +356,7 @@ async def play(loaded: LoadedModel, tracer: Tracer, scenario: str) -> Run:
 def lines_of_the_engine_thread() -> set[Line]:
     """Where each statement begins that a turn of the loop and its isolation may pass."""
     elsewhere = {"__init__", "start", "add", "cancel", "num_waiting", "num_active", "tokens_per_second"}
-    elsewhere |= {"stop", "join", "activities", "in_flight", "finish", "forget_cached"}
+    elsewhere |= {"stop", "join", "activities", "in_flight", "finish", "forget_cached", "reclaim_adapters"}
     found: set[Line] = set()
     for owner, module in ((EngineLoop, engine_loop), (Isolation, isolation)):
         file = str(module.__file__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -11,7 +12,8 @@ from typing import Any
 import pytest
 
 from kestrel_runtime.api.config import EngineConfig
-from kestrel_runtime.api.events import Started
+from kestrel_runtime.api.errors import EngineUnavailable
+from kestrel_runtime.api.events import Finished, Started
 from kestrel_runtime.api.requests import Detect, Query, Request, RequestOptions, SamplingParams
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.execution.step_runner import StepHandle, StepRunner
@@ -133,6 +135,53 @@ async def test_sixty_four_requests_of_eight_adapters_and_none_answer_as_each_alo
     largest = max(batches, key=len)
     assert len(largest) == 64, "they run together"
     assert len(set(largest)) == 9
+
+
+@pytest.mark.parametrize("is_asynchronous", [False, True], ids=["waiting for steps", "looking ahead"])
+async def test_a_tenant_whose_requests_use_all_slots_gives_one_up_and_is_answered_as_before(
+    nano: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_asynchronous: bool
+) -> None:
+    monkeypatch.setattr(StepRunner, "is_asynchronous", is_asynchronous)
+    names = [f"flood-{number}" for number in range(3)]
+    for number, name in enumerate(("modest", *names)):
+        write_peft(tmp_path / name, random_pairs(nano.model.config.text, seed=number))
+    sampling = SamplingParams(temperature=1.0, seed=1, max_tokens=60, logit_bias=NO_END)
+    asked = [with_adapter(Query("What colour is it?", sampling=sampling), name) for name in names[1:]]
+    asked.insert(0, with_adapter(Query("What colour is it?", sampling=GREEDY), names[0]))
+    question = with_adapter(Query("Why?", sampling=GREEDY), "modest")
+    async with served(nano, adapters=str(tmp_path), num_adapter_slots=2, max_adapter_rank=4) as engine:
+        expected = (await engine.submit(question).result()).output
+        alone = [(await engine.submit(request).result()).output for request in asked]
+        flood = [engine.submit(request, tenant="flood") for request in reversed(asked)]
+        for stream in flood[:2]:  # whose adapters are there still
+            await anext(stream)
+        assert (await engine.submit(question, tenant="modest").result()).output == expected
+        assert not any(stream.over.done() for stream in flood), "it was answered before any of them"
+        assert [(await stream.result()).output for stream in reversed(flood)] == alone
+        load = engine.load()
+        assert (load.num_used_pages, load.adapters.num_used_slots, load.num_waiting) == (0, 0, 0)
+
+
+async def test_a_request_whose_adapter_changes_while_it_has_given_it_back_fails(
+    nano: LoadedModel, tmp_path: Path
+) -> None:
+    versions = [random_pairs(nano.model.config.text, seed=seed) for seed in (1, 2)]
+    for name in ("first", "second", "modest"):
+        write_peft(tmp_path / name, versions[0])
+    sampling = SamplingParams(temperature=1.0, seed=1, max_tokens=100, logit_bias=NO_END)
+    asked = [with_adapter(Query("What?", sampling=sampling), name) for name in ("first", "second")]
+    async with served(nano, adapters=str(tmp_path), num_adapter_slots=2, max_adapter_rank=4) as engine:
+        flood = [engine.submit(request, tenant="flood") for request in asked]
+        for stream in flood:
+            await anext(stream)
+        for name in ("first", "second"):
+            write_peft(tmp_path / name, versions[1])
+        question = with_adapter(Query("Why?", sampling=GREEDY), "modest")
+        await engine.submit(question, tenant="modest").result()
+        ends = [stream.result() for stream in flood]
+        outcomes = await asyncio.gather(*ends, return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes].count(EngineUnavailable) == 1
+    assert [type(outcome) for outcome in outcomes].count(Finished) == 1
 
 
 async def test_a_new_version_is_for_new_requests_and_running_ones_keep_theirs(
