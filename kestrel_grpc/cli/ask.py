@@ -10,19 +10,28 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any, cast, get_args
 
 from kestrel_client import (
     Box,
+    CachePolicy,
     CallOptions,
+    CaptionAlternative,
+    CaptionResult,
     Client,
     DetectResult,
     GazeResult,
+    Job,
     KestrelClientError,
+    Length,
     Point,
     PointResult,
+    Priority,
+    QueryAlternative,
+    QueryResult,
     Result,
     Segment,
     SegmentResult,
@@ -33,11 +42,15 @@ from kestrel_client import (
     draw,
 )
 from kestrel_client.connection.channel import DEFAULT_TIMEOUT_S, address_of
-from kestrel_client.images.inputs import image_bytes, is_on_server
+from kestrel_client.images.inputs import is_on_server
 from kestrel_grpc.cli.connection import add_connection_arguments, tls_of
+from kestrel_grpc.cli.problems import complain
 
 NO_IMAGE = "-"
 """The value of IMAGE for a question without an image."""
+_PICTURES = frozenset((".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"))
+"""The endings of the names of image files, in a folder."""
+Found = PointResult | DetectResult | SegmentResult | GazeResult
 IMAGE_HELP = "an image file, its address (https://…), or the name of a stored one (sha256:…)"
 
 
@@ -50,11 +63,19 @@ def add_client_commands(subparsers: argparse._SubParsersAction[argparse.Argument
         f"an image file, its address, the name of a stored one, or {NO_IMAGE} for none",
     )
     query.add_argument("question", metavar="QUESTION")
+    constraint = query.add_mutually_exclusive_group()
+    constraint.add_argument("--choices", metavar="TEXT", nargs="+", help="texts, one of which is the answer")
+    constraint.add_argument("--regex", metavar="REGEX", help="a regular expression that the whole answer matches")
+    constraint.add_argument(
+        "--json-schema", metavar="SCHEMA", help="a JSON schema, or a file with one, under which the answer is valid"
+    )
     query.add_argument(
         "--reasoning", action="store_true", help="let the model reason first, and print its reasoning on stderr"
     )
     caption = _add(subparsers, _caption, "describe an image")
-    caption.add_argument("--length", choices=("short", "normal", "long"), help="length of the caption (normal)")
+    caption.add_argument("--length", choices=get_args(Length), help="length of the caption (normal)")
+    for command in (query, caption):
+        _add_sampling_of_text(command)
     point = _add(subparsers, _point, "find the place of each object of a kind")
     detect = _add(subparsers, _detect, "find a box around each object of a kind")
     segment = _add(subparsers, _segment, "find the outline of an object")
@@ -98,12 +119,33 @@ def _add_image_commands(subparsers: argparse._SubParsersAction[argparse.Argument
         parser.add_argument("--json", action="store_true", help="print all about the image as one line of JSON")
 
 
-Command = Callable[[Client, argparse.Namespace], None]
+def _add_sampling_of_text(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--stop", metavar="TEXT", nargs="+", help="texts, the first of which ends the answer")
+    parser.add_argument(
+        "--include-stop", action="store_true", default=None, help="end the answer behind that text, not before it"
+    )
+    parser.add_argument("--n", metavar="N", type=int, help="number of samples to draw, one a line (1)")
+    parser.add_argument(
+        "--logprobs",
+        metavar="N",
+        type=int,
+        help="print the logprobs of tokens, and of the N likeliest, on stderr",
+    )
+    parser.add_argument("--top-k", metavar="N", type=int, help="sample from the N most likely tokens")
+    parser.add_argument(
+        "--min-p", metavar="P", type=float, help="sample from tokens with this share of the largest probability"
+    )
+    for name in ("repetition", "presence", "frequency"):
+        parser.add_argument(f"--{name}-penalty", metavar="X", type=float, help=f"{name} penalty of tokens")
+
+
+Command = Callable[[Client, argparse.Namespace], int | None]
+AskingCommand = Callable[[Client, argparse.Namespace, str], None]
 
 
 def _add(
     subparsers: argparse._SubParsersAction[argparse.ArgumentParser],
-    command: Command,
+    command: AskingCommand,
     summary: str,
     image_help: str = IMAGE_HELP,
 ) -> argparse.ArgumentParser:
@@ -111,7 +153,7 @@ def _add(
     parser = subparsers.add_parser(
         name, help=summary, description=f"{summary.capitalize()}, asking a running server."
     )
-    parser.add_argument("image", metavar="IMAGE", help=image_help)
+    parser.add_argument("image", metavar="IMAGE", nargs="+", help=f"{image_help}; or a folder of image files")
     add_client_arguments(parser)
     parser.add_argument("--temperature", metavar="T", type=float, help="temperature; 0 takes the most likely token")
     parser.add_argument(
@@ -125,14 +167,25 @@ def _add(
         "--seed", metavar="N", type=int, help="seed of the sampling, for the same tokens every time"
     )
     parser.add_argument("--adapter", metavar="NAME", help="adapter (LoRA) to use, such as name or name@step")
+    parser.add_argument("--model", metavar="NAME", help="the model (the one that is served)")
+    parser.add_argument(
+        "--priority", choices=get_args(Priority), help="start before or after other requests that wait (normal)"
+    )
+    parser.add_argument("--cache", choices=get_args(CachePolicy), help="what to do with the server's caches (use)")
+    parser.add_argument(
+        "--max-queue", metavar="SECONDS", type=float, dest="max_queue_s", help="the longest wait for a start"
+    )
     parser.add_argument("--json", action="store_true", help="print the whole result as one line of JSON")
-    parser.set_defaults(run=partial(run_with_client, command))
+    parser.set_defaults(run=partial(run_with_client, partial(_ask, command)), skill=name)
     return parser
 
 
 def _add_draw(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--draw", metavar="FILE", type=Path, help="write a PNG of the image with the result drawn on it"
+        "--draw",
+        metavar="FILE",
+        type=Path,
+        help="write the image with the result drawn on it, as PNG or JPEG by its name; a folder for several images",
     )
 
 
@@ -163,58 +216,50 @@ def run_with_client(command: Command, arguments: argparse.Namespace) -> int:
             tls_client_certificate=arguments.tls_client_certificate,
             tls_client_key=arguments.tls_client_key,
         ) as client:
-            command(client, arguments)
+            return command(client, arguments) or 0
     except BrokenPipeError:
         # The reader of stdout has closed it; without this, Python reports another error when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (KestrelClientError, OSError, ValueError) as error:  # a number too large for its field is a ValueError
-        print(f"kestrel-grpc: {_explain(error)}", file=sys.stderr)
+        complain(_explain(error))
         return 1
     except KeyboardInterrupt:
         return 130
-    return 0
 
 
-def _query(client: Client, arguments: argparse.Namespace) -> None:
-    image = None if arguments.image == NO_IMAGE else arguments.image
+def _query(client: Client, arguments: argparse.Namespace, image: str) -> None:
+    given = None if image == NO_IMAGE else image
     reasoning = arguments.reasoning or None
     options = _options(arguments)
-    if arguments.json:
-        _print_json(client.complete_query(image, arguments.question, reasoning=reasoning, **options))
+    if _is_whole(arguments):
+        _print_answer(arguments, client.complete_query(given, arguments.question, reasoning=reasoning, **options))
         return
-    with client.query(image, arguments.question, reasoning=reasoning, **options) as stream:
+    with client.query(given, arguments.question, reasoning=reasoning, **options) as stream:
         _print_text(stream.deltas())
 
 
-def _caption(client: Client, arguments: argparse.Namespace) -> None:
+def _caption(client: Client, arguments: argparse.Namespace, image: str) -> None:
     options = _options(arguments)
-    if arguments.json:
-        _print_json(client.complete_caption(arguments.image, length=arguments.length, **options))
+    if _is_whole(arguments):
+        _print_answer(arguments, client.complete_caption(image, length=arguments.length, **options))
         return
-    with client.caption(arguments.image, length=arguments.length, **options) as stream:
+    with client.caption(image, length=arguments.length, **options) as stream:
         _print_text(stream.deltas())
 
 
-def _point(client: Client, arguments: argparse.Namespace) -> None:
-    image = _image(arguments)
+def _point(client: Client, arguments: argparse.Namespace, image: str) -> None:
     options = _options(arguments)
-    result = client.point(image, arguments.object, max_objects=arguments.max_objects, **options)
-    _print_found(arguments, result, [_numbers(point) for point in result.points])
-    _draw(arguments, image, result)
+    _show(arguments, image, client.point(image, arguments.object, max_objects=arguments.max_objects, **options))
 
 
-def _detect(client: Client, arguments: argparse.Namespace) -> None:
-    image = _image(arguments)
+def _detect(client: Client, arguments: argparse.Namespace, image: str) -> None:
     options = _options(arguments)
-    result = client.detect(image, arguments.object, max_objects=arguments.max_objects, **options)
-    boxes = tuple(item.box for item in result.objects)
-    _print_found(arguments, result, [_numbers(box) for box in boxes])
-    _draw(arguments, image, result)
+    _show(arguments, image, client.detect(image, arguments.object, max_objects=arguments.max_objects, **options))
 
 
-def _segment(client: Client, arguments: argparse.Namespace) -> None:
-    image, options = _image(arguments), _options(arguments)
+def _segment(client: Client, arguments: argparse.Namespace, image: str) -> None:
+    options = _options(arguments)
     if arguments.json:
         result = client.segment(image, arguments.object, **options)
         _print_json(result)
@@ -222,19 +267,77 @@ def _segment(client: Client, arguments: argparse.Namespace) -> None:
         with client.stream_segment(image, arguments.object, **options) as stream:
             _print_outline(stream)
             result = stream.result()
-        if not result.segments:
-            _print_nothing_found(arguments.object)
-        elif result.segments[0].is_partial:
-            print("kestrel-grpc: the outline is not complete", file=sys.stderr)
-    _draw(arguments, image, result)
+        _complain_of_outline(arguments, result)
+    _draw(arguments.draw, image, result)
 
 
-def _gaze(client: Client, arguments: argparse.Namespace) -> None:
-    image = _image(arguments)
-    result = client.gaze(image, Point(arguments.eye_x, arguments.eye_y), **_options(arguments))
-    points = () if result.target is None else (result.target,)
-    _print_found(arguments, result, [_numbers(point) for point in points], "target")
-    _draw(arguments, image, result)
+def _gaze(client: Client, arguments: argparse.Namespace, image: str) -> None:
+    _show(arguments, image, client.gaze(image, Point(arguments.eye_x, arguments.eye_y), **_options(arguments)))
+
+
+def _ask(command: AskingCommand, client: Client, arguments: argparse.Namespace) -> int:
+    """Ask about one picture, or about several at a time; returns the exit status."""
+    images = list(_images(arguments.image))
+    draws = getattr(arguments, "draw", None) is not None
+    if draws and any(map(is_on_server, images)):
+        raise ValueError("--draw needs an image file")
+    if images == arguments.image and len(images) == 1:
+        command(client, arguments, images[0])
+        return 0
+    targets = _targets(arguments.draw, images) if draws else [None] * len(images)
+    status = 0
+    outcomes = client.map([_job(arguments, image) for image in images])
+    for image, target, outcome in zip(images, targets, outcomes, strict=True):
+        if outcome.result is None:
+            assert outcome.error is not None, "a job has a result or an error"
+            complain(f"{image}: {_explain(outcome.error)}")
+            status = 1
+            continue
+        if arguments.json:
+            print(json.dumps({"image": image, **dataclasses.asdict(outcome.result)}, ensure_ascii=False))
+        for line in () if arguments.json else _lines(outcome.result):
+            print(f"{image}: {line}")
+        if isinstance(outcome.result, Found):
+            _draw(target, image, outcome.result)
+    return status
+
+
+def _job(arguments: argparse.Namespace, image: str) -> Job:
+    """The same question about another picture."""
+    given = None if image == NO_IMAGE else image
+    options: dict[str, Any] = {**_options(arguments)}
+    for name in ("max_objects", "length", "reasoning"):
+        if getattr(arguments, name, None):
+            options[name] = getattr(arguments, name)
+    skill = arguments.skill
+    if skill == "gaze":
+        return Job("gaze", image, Point(arguments.eye_x, arguments.eye_y), **options)
+    asked = [getattr(arguments, name) for name in ("question", "object") if hasattr(arguments, name)]
+    return Job(skill, given, *asked, **options)
+
+
+def _images(names: Sequence[str]) -> Iterator[str]:
+    """The pictures that the names stand for: those in a folder, and each other by itself. Raises ValueError."""
+    for name in names:
+        if is_on_server(name) or name == NO_IMAGE or not Path(name).is_dir():
+            yield name
+            continue
+        found = [str(path) for path in sorted(Path(name).iterdir()) if path.suffix.lower() in _PICTURES]
+        if not found:
+            raise ValueError(f"{name}: the folder holds no pictures ({', '.join(sorted(_PICTURES))})")
+        yield from found
+
+
+def _targets(folder: Path, images: Sequence[str]) -> list[Path]:
+    """A file for each picture. Raises ValueError or OSError."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder}: must be a folder for several pictures")
+    folder.mkdir(parents=True, exist_ok=True)
+    targets = [folder / Path(image).name for image in images]
+    twice = next((path for path in targets if targets.count(path) > 1), None)
+    if twice is not None:
+        raise ValueError(f"two pictures are named {twice.name}; draw them in two calls")
+    return targets
 
 
 def _upload(client: Client, arguments: argparse.Namespace) -> None:
@@ -259,23 +362,22 @@ def _print_image(image: StoredImage, arguments: argparse.Namespace, line: str) -
     print(json.dumps(dataclasses.asdict(image), default=str) if arguments.json else line)
 
 
-def _image(arguments: argparse.Namespace) -> bytes | str:
-    """The bytes of an image file, which drawing needs too, or the address or name of an image for the server."""
-    if not is_on_server(arguments.image):
-        return image_bytes(arguments.image)
-    if arguments.draw is not None:
-        raise ValueError("--draw needs an image file")
-    return arguments.image
-
-
 def _options(arguments: argparse.Namespace) -> CallOptions:
-    return CallOptions(
-        temperature=arguments.temperature,
-        top_p=arguments.top_p,
-        max_tokens=arguments.max_tokens,
-        seed=arguments.seed,
-        adapter=arguments.adapter,
-    )
+    """The options of the call that the flags name. Raises ValueError or OSError for a schema that is none."""
+    given: dict[str, Any] = {
+        name: getattr(arguments, name)
+        for name in CallOptions.__annotations__
+        if getattr(arguments, name, None) is not None and name != "json_schema"
+    }
+    schema = getattr(arguments, "json_schema", None)
+    if schema is not None:
+        given["json_schema"] = schema if schema.lstrip().startswith("{") else Path(schema).read_text("utf-8")
+    return cast("CallOptions", given)
+
+
+def _is_whole(arguments: argparse.Namespace) -> bool:
+    """Whether the answer is asked for in one response rather than as a stream."""
+    return arguments.json or arguments.n is not None or arguments.logprobs is not None
 
 
 def _print_text(deltas: Iterator[TextDelta]) -> None:
@@ -300,20 +402,56 @@ def _print_outline(segments: Iterator[Segment]) -> None:
         print(flush=True)
 
 
-def _print_found(
-    arguments: argparse.Namespace, result: Result, lines: list[str], object: str | None = None
-) -> None:
+def _print_answer(arguments: argparse.Namespace, result: QueryResult | CaptionResult) -> None:
     if arguments.json:
         _print_json(result)
         return
-    for line in lines:
-        print(line)
-    if not lines:
-        _print_nothing_found(object or arguments.object)
+    if isinstance(result, QueryResult) and result.reasoning is not None:
+        print(result.reasoning.text, file=sys.stderr)
+    for sample in (result, *result.alternatives):
+        print(_text(sample))
+        for token in sample.logprobs:
+            others = "".join(f"  {other.text!r} {other.logprob:.3f}" for other in token.top)
+            print(f"{token.logprob:8.3f}  {token.text!r}{others and f'  of{others}'}", file=sys.stderr)
 
 
-def _print_nothing_found(object: str) -> None:
-    print(f"kestrel-grpc: no {object} found", file=sys.stderr)
+def _text(sample: QueryResult | CaptionResult | QueryAlternative | CaptionAlternative) -> str:
+    return sample.caption if isinstance(sample, CaptionResult | CaptionAlternative) else sample.answer
+
+
+def _lines(result: Result) -> list[str]:
+    """What is printed of a result, in lines."""
+    match result:
+        case QueryResult() | CaptionResult():
+            return [" ".join(_text(sample).splitlines()) for sample in (result, *result.alternatives)]
+        case PointResult():
+            return [_numbers(point) for point in result.points]
+        case DetectResult():
+            return [_numbers(item.box) for item in result.objects]
+        case SegmentResult():
+            return [f"{_numbers(segment.box)} {segment.svg_path}" for segment in result.segments]
+        case GazeResult():
+            return [] if result.target is None else [_numbers(result.target)]
+        case _:
+            raise TypeError(f"no lines for {type(result).__name__}")
+
+
+def _show(arguments: argparse.Namespace, image: str, result: PointResult | DetectResult | GazeResult) -> None:
+    lines = _lines(result)
+    if arguments.json:
+        _print_json(result)
+    elif lines:
+        print(*lines, sep="\n")
+    else:
+        complain(f"no {'target' if isinstance(result, GazeResult) else result.object} found")
+    _draw(arguments.draw, image, result)
+
+
+def _complain_of_outline(arguments: argparse.Namespace, result: SegmentResult) -> None:
+    if not result.segments:
+        complain(f"no {arguments.object} found")
+    elif result.segments[0].is_partial:
+        complain("the outline is not complete")
 
 
 def _print_json(result: Result) -> None:
@@ -325,13 +463,16 @@ def _numbers(place: Point | Box) -> str:
     return " ".join(f"{number:.4f}" for number in dataclasses.astuple(place))
 
 
-def _draw(
-    arguments: argparse.Namespace,
-    image: bytes | str,
-    result: PointResult | DetectResult | SegmentResult | GazeResult,
-) -> None:
-    if arguments.draw is not None:
-        draw(image, result).save(arguments.draw, "PNG")
+def _draw(target: Path | None, image: str, result: PointResult | DetectResult | SegmentResult | GazeResult) -> None:
+    """Draw a result into a file, in the format of its name."""
+    if target is None:
+        return
+    drawn = draw(image, result)
+    try:
+        drawn.save(target)
+    except (KeyError, ValueError) as error:  # an ending that Pillow does not know, or cannot write
+        raise ValueError(f"{target}: is no name of a picture, such as drawn.png or drawn.jpg") from error
+    print(f"kestrel-grpc: drawn in {target}", file=sys.stderr)
 
 
 def _explain(error: Exception) -> str:

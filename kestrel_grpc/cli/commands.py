@@ -35,10 +35,19 @@ def run(words: Sequence[str]) -> int:
         *(add_client_commands, add_status_commands, add_health_command),
     ):
         add(commands)
-    if words and not words[0].startswith("-") and words[0] not in commands.choices:
+    if not words:
+        parser.print_help()
+        return 0
+    if not words[0].startswith("-") and words[0] not in commands.choices:
         complain(f"{words[0]}: is no command{did_you_mean(words[0], commands.choices)}")
         return _MISUSED
-    arguments, unknown = parser.parse_known_args(words)
+    asking = commands.choices.get(words[0])
+    if asking is not None and asking.get_default("skill") is not None:
+        # Several images may stand before the question, and options anywhere among them.
+        arguments, unknown = asking.parse_known_intermixed_args(words[1:])
+        arguments.command = words[0]
+    else:
+        arguments, unknown = parser.parse_known_args(words)
     if unknown:
         flags = set(_flags_of(commands.choices[arguments.command]))
         for before, word in zip(["", *unknown], unknown, strict=False):

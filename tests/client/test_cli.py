@@ -11,11 +11,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from google.protobuf import duration_pb2
 from google.rpc import code_pb2, error_details_pb2
 from PIL import Image
 
 from kestrel_client.images.drawing import COLOURS
+from kestrel_client.v1 import generation_pb2
 from kestrel_grpc.cli.ask import add_client_commands
+from kestrel_grpc.cli.commands import run
 from tests.client import canned
 from tests.client.canned import CannedVision
 
@@ -101,7 +104,8 @@ def test_the_target_of_a_gaze_is_printed_and_drawn(
     assert _run("gaze", picture, "0.25", "0.125", "--draw", str(drawn), "--address", address) == 0
     assert Image.open(drawn).getpixel((50, 50)) == COLOURS[0]
     assert _run("gaze", picture, "0.75", "0.125", "--address", address) == 0
-    assert capsys.readouterr() == ("0.2500 0.5000\n", "kestrel-grpc: no target found\n")
+    complaint = "kestrel-grpc: no target found\n"
+    assert capsys.readouterr() == ("0.2500 0.5000\n", f"kestrel-grpc: drawn in {drawn}\n{complaint}")
 
 
 def test_json_holds_the_whole_result_in_one_line(
@@ -126,6 +130,130 @@ def test_every_setting_reaches_the_server(address: str, picture: str, vision: Ca
     assert (request.sampling.top_p, request.sampling.max_tokens, request.sampling.seed) == (0.5, 7, 3)
     assert request.max_objects == 2
     assert vision.time_left_s[0] < 10
+
+
+def test_every_setting_of_a_query_reaches_the_server(
+    address: str, vision: CannedVision, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sampling = [
+        "--stop",
+        "a",
+        "b",
+        "--include-stop",
+        "--n",
+        "2",
+        "--logprobs",
+        "1",
+        "--top-k",
+        "5",
+        "--min-p",
+        "0.5",
+    ]
+    penalties = ["--repetition-penalty", "1.5", "--presence-penalty", "0.5", "--frequency-penalty", "0.25"]
+    handling = ["--adapter", "gold", "--priority", "batch", "--cache", "bypass", "--max-queue", "3", "--model", "m"]
+    query = ("query", "-", "q", "--address", address, *sampling, *penalties, *handling)
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "null"}')
+    for constraint in (
+        ["--choices", "yes", "no"],
+        ["--regex", "a+"],
+        ["--json-schema", '{"type": "null"}'],
+        ["--json-schema", str(schema)],
+    ):
+        assert _run(*query, *constraint) == 0
+    assert capsys.readouterr().out == "A red kite – höher.\n" * 4
+    first, *others = vision.requests
+    assert first.sampling == generation_pb2.SamplingParams(
+        stop=["a", "b"],
+        include_stop=True,
+        n=2,
+        logprobs=1,
+        top_k=5,
+        min_p=0.5,
+        repetition_penalty=1.5,
+        presence_penalty=0.5,
+        frequency_penalty=0.25,
+    )
+    assert first.options == generation_pb2.RequestOptions(
+        model="m",
+        adapter="gold",
+        priority=generation_pb2.PRIORITY_BATCH,
+        cache=generation_pb2.CACHE_POLICY_BYPASS,
+        max_queue_duration=duration_pb2.Duration(seconds=3),
+    )
+    assert first.constraint.choices.values == ["yes", "no"]
+    assert [request.constraint.regex for request in others] == ["a+", "", ""]
+    assert [request.constraint.json_schema for request in others] == ["", '{"type": "null"}', '{"type": "null"}']
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    for name, width in (("b.PNG", 20), ("a.png", 10)):
+        Image.new("RGB", (width, 10), "white").save(folder / name)
+    (folder / "notes.txt").write_text("no picture")
+    return folder
+
+
+def test_several_pictures_and_folders_are_asked_about_in_order(
+    address: str, picture: str, folder: Path, vision: CannedVision, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = [picture, str(folder / "a.png"), str(folder / "b.PNG")]
+    assert run(["query", picture, str(folder), "--address", address, "what?"]) == 0
+    assert capsys.readouterr().out.splitlines() == [f"{name}: A red kite – höher." for name in names]
+    assert {request.question for request in vision.requests} == {"what?"}
+    assert run(["detect", picture, str(folder), "kite", "--json", "--max-objects", "2", "--address", address]) == 0
+    told = list(map(json.loads, capsys.readouterr().out.splitlines()))
+    assert [result["image"] for result in told] == names
+    assert vision.requests[-1].max_objects == 2
+    for command in (["caption", "--length", "long"], ["segment", "kite"], ["gaze", "0.25", "0.5"]):
+        assert run([command[0], str(folder), *command[1:], "--address", address]) == 0
+        assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_a_failed_picture_does_not_stop_the_others(
+    address: str, picture: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = str(tmp_path / "none.png")
+    assert run(["caption", missing, picture, "--address", address]) == 1
+    told = capsys.readouterr()
+    assert told.out == f"{picture}: Two boxes.\n"
+    assert told.err == f"kestrel-grpc: {missing}: {missing}: No such file or directory\n"
+
+
+def test_a_folder_without_pictures_is_told(
+    address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["caption", str(tmp_path), "--address", address]) == 1
+    assert "the folder holds no pictures (.bmp, " in capsys.readouterr().err
+
+
+def test_several_pictures_are_drawn_into_a_folder(
+    address: str, picture: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drawn = tmp_path / "drawn"
+    detect = ["detect", str(folder), "kite", "--address", address, "--draw"]
+    assert run([*detect, str(drawn)]) == 0
+    assert sorted(path.name for path in drawn.iterdir()) == ["a.png", "b.PNG"]
+    assert f"kestrel-grpc: drawn in {drawn / 'a.png'}" in capsys.readouterr().err
+    assert run([*detect, picture]) == 1
+    assert capsys.readouterr().err == f"kestrel-grpc: {picture}: must be a folder for several pictures\n"
+    assert run(["detect", str(folder), str(folder), "kite", "--address", address, "--draw", str(drawn)]) == 1
+    assert "two pictures are named a.png" in capsys.readouterr().err
+
+
+def test_the_name_of_the_file_says_how_it_is_drawn(
+    address: str, picture: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, format in (("x.jpg", "JPEG"), ("x.png", "PNG"), ("x.webp", "WEBP")):
+        target = tmp_path / name
+        assert _run("detect", picture, "kite", "--draw", str(target), "--address", address) == 0
+        assert capsys.readouterr().err == f"kestrel-grpc: drawn in {target}\n"
+        with Image.open(target) as drawn:
+            assert drawn.format == format
+    assert _run("detect", picture, "kite", "--draw", str(tmp_path / "x.abc"), "--address", address) == 1
+    assert "x.abc: is no name of a picture, such as drawn.png" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("command", "place"), [("point", (50, 50)), ("detect", (50, 12)), ("segment", (100, 12))])

@@ -59,10 +59,9 @@ def test_a_cache_too_small_to_serve_with_is_one_clear_line(capsys: pytest.Captur
     assert "47 pages are the least" in refusals[0]
 
 
-def test_no_command_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main([])
-    assert "COMMAND" in capsys.readouterr().err
+def test_without_a_command_there_is_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert "COMMAND" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
