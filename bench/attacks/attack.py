@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -179,7 +180,9 @@ class Observation:
             "num_health": len(witness.health_s),
             "num_health_failures": witness.num_health_failures,
             "answered": witness.answered,
-            "answers_s": list(witness.answers_s),
+            "num_answers": len(witness.answers_s),
+            "answer_p50_s": statistics.median(witness.answers_s) if witness.answers_s else None,
+            "answer_max_s": max(witness.answers_s, default=None),
             "not_answered": dict(witness.failures),
             "before_bytes": memory.before_bytes,
             "growth_bytes": memory.growth_bytes,
