@@ -325,7 +325,7 @@ async def cost(engine: LocalEngine, batches: list[int], num_tokens: int) -> list
         row: dict[str, Any] = {"batch": batch}
         for kind, constraint_of in kinds.items():
             times: list[float] = []
-            for repetition in range(6):  # the first ones capture graphs
+            for repetition in range(6):  # the first one warms up
                 asked = (
                     ask(
                         engine,

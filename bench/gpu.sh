@@ -11,6 +11,7 @@
 #                precisions, one at a time and all at once   outlines     outlines per second
 #   experts      a layer of experts, and Moondream 3's step  determinism  --deterministic: equal bytes, and its cost
 #   accept       the built-in model in all precisions: its page of acceptance
+#   start        a first start and another one by stage, and the traffic right after them
 #   stress       cached answers against computed ones, in float32
 #   cards        on Hopper, what is compiled for Ampere and Ada: every kernel, and FOLDERS
 #   card-times   the times of portable plans beside those of Hopper's
@@ -108,7 +109,7 @@ card_times() {
     echo "as $card vision-$of bench.vision --tiles 9 36 --parts 36 --precision $precision"
 }
 
-needs_weights() { case " peer serve caching adapters constraints " in *" $1 "*) ;; *) false ;; esac }
+needs_weights() { case " peer serve caching adapters constraints start " in *" $1 "*) ;; *) false ;; esac }
 for stage in $stages; do
     if needs_weights "$stage" && [ ! -e "$folder/model.safetensors" ]; then
         say "random weights of $model"
@@ -147,7 +148,7 @@ for stage in $stages; do
         python3 -m bench.page "$out/serve-$model.json" || echo "no page"
         ;;
     tests)
-        measure 540 tests python3 -m pytest -q -n "$jobs" -p no:cacheprovider tests/kernels tests/runtime/execution \
+        measure 540 tests python3 -m pytest -q -n "$jobs" -p no:cacheprovider -p no:benchmark tests/kernels tests/runtime/execution \
             tests/runtime/models/moondream tests/runtime/engine/test_isolation.py
         ;;
     verify)
@@ -166,6 +167,10 @@ for stage in $stages; do
         ;;
     accept)
         measure 300 accept python3 -m kestrel_grpc accept --device "$device" --html "$out/acceptance.html"
+        ;;
+    start)
+        measure 300 "start-$model" python3 -m bench.start_up --model "$folder" --json "$out/start-$model.json" \
+            -- "${options[@]}"
         ;;
     stress)
         measure 540 stress python3 -m bench.stress --device "$device" --dtype float32 --set kv-pages=1500 \

@@ -6,7 +6,13 @@ Shapes: T tokens, B sequences, H query heads, G key/value heads, D head dimensio
 """
 
 from kestrel_ops.device_limits import DeviceLimits
-from kestrel_ops.dispatch import Kernels, compiled_together, measured_products, num_compilations
+from kestrel_ops.dispatch import (
+    Kernels,
+    compiled_together,
+    measured_products,
+    num_compilations,
+    prepare_compilations,
+)
 from kestrel_ops.invariant_mode import InvariantMode, depends_on_place
 from kestrel_ops.low_rank import ExpertAdapters, LowRank
 from kestrel_ops.reference.add_low_rank import add_low_rank
@@ -44,6 +50,7 @@ __all__ = [
     "mixture_of_experts",
     "num_compilations",
     "prefill_attention",
+    "prepare_compilations",
     "resample",
     "rotary",
     "sample",

@@ -104,6 +104,13 @@ def compiled_together() -> AbstractContextManager[None]:
     return nullcontext() if module is None else module.compiled_together()
 
 
+def prepare_compilations() -> None:
+    """Do what the first compilation would have to wait for. Takes half a second, in any thread."""
+    module = _compilations()
+    if module is not None:
+        module.prepare()
+
+
 def measured_products() -> AbstractContextManager[None]:
     """Within it the algorithm of each product of cuBLASLt of a new shape is chosen by measurement.
 

@@ -24,6 +24,14 @@ from triton import knobs
 _only_compiles: ContextVar[bool] = ContextVar("_only_compiles", default=False)
 
 
+def prepare() -> None:
+    """Have Triton hash its own files, which takes half a second, before the first kernel is needed."""
+    with suppress(ImportError):
+        from triton.runtime.cache import triton_key
+
+        triton_key()
+
+
 def launcher(kernel: Any, grid: tuple[Any, ...]) -> Callable[..., Any]:
     """Launches a kernel with arguments, or within `compiled_together` has it compiled for them."""
     return partial(kernel.warmup, grid=grid) if _only_compiles.get() else kernel[grid]
@@ -76,7 +84,7 @@ class _Compiling(Executor):
 
 
 def _in_other_processes(jobs: list[Callable[[], Any]]) -> None:
-    """Run jobs for what they leave in files. What fails there is left to others.
+    """Compile kernels for what this leaves in files. What fails there is left to others.
 
     Forked processes know the jobs, which cannot be sent to others. They use no device.
     """
@@ -91,7 +99,9 @@ def _in_other_processes(jobs: list[Callable[[], Any]]) -> None:
     def work() -> None:
         while (number := numbers.get()) is not None:
             with suppress(Exception):
-                jobs[number]()
+                kernel = jobs[number]()
+                # A C function that launches kernels with such arguments, which is compiled, too.
+                triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
 
     processes = [context.Process(target=work, daemon=True) for _ in range(num_processes)]
     for process in processes:

@@ -19,6 +19,7 @@ from kestrel_ops.shapes import FLOAT8
 from kestrel_ops.triton.dependent_launch import launch, let_next_start, wait_for_previous
 
 _TOKENS_OF_A_PROGRAM = 64
+_LEAST_ITEMS_BLOCK = 512  # more than are used, for few numbers of tokens, so that fewer kernels are compiled
 _SMALLEST_MAGNITUDE = tl.constexpr(1e-12)  # the scale of a row of zeros must not be 0
 _LARGEST = tl.constexpr(LARGEST_FLOAT8)
 _LOWEST_LOGIT = tl.constexpr(-3.4028234663852886e38)
@@ -70,7 +71,7 @@ def route(
         "block_tokens": block_tokens,
         "tokens_block": min(_TOKENS_OF_A_PROGRAM, triton.next_power_of_2(num_tokens)),
         "experts_block": triton.next_power_of_2(num_experts),
-        "items_block": triton.next_power_of_2(routing.items.shape[1]),
+        "items_block": max(_LEAST_ITEMS_BLOCK, triton.next_power_of_2(routing.items.shape[1])),
         "is_dependent": is_dependent,
         "num_warps": 16 if num_tokens > 16 else 4,
         "num_stages": 1,

@@ -54,8 +54,7 @@ def tau_scales(
         _share,
         (num_blocks, num_shares),
         *operands,
-        *(out, shares, packed.stride(0), num_tokens),
-        steps=steps,
+        *(out, shares, packed.stride(0), num_tokens, steps),
         operand_dtype=triton_type(query_weight.dtype),
         block_tokens=block_tokens,
         block_rows=max(16, triton.next_power_of_2(2 * num_heads)),
@@ -134,7 +133,7 @@ def _scale(
     tl.store(out + place, scale.to(out.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "steps"])
 def _share(
     packed,
     positions,
@@ -145,7 +144,7 @@ def _share(
     shares,
     stride,
     num_tokens,
-    steps: tl.constexpr,
+    steps,
     operand_dtype: tl.constexpr,
     num_heads: tl.constexpr,
     width: tl.constexpr,

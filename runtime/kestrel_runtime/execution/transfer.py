@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Hashable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +17,7 @@ _ALIGNMENT_BYTES = 16
 """Kernels are compiled anew for operands that do not begin at a multiple of it."""
 _TORCH_TYPES = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32}
 
+_NUM_UPLOADING_THREADS, _PIECE_BYTES = 6, 16 * 2**20
 _NUM_TURNS = 8
 """More than the steps of a kind that are in flight at once."""
 
@@ -60,6 +63,49 @@ def host_buffer(num_bytes: int, device: torch.device) -> Tensor:
     Pinned for a GPU: only such copies leave the host free, and torch keeps the buffer until its copy is over.
     """
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+
+def uploaded(
+    tensors: Mapping[str, Tensor], device: torch.device, dtype_of: Callable[[str, Tensor], torch.dtype]
+) -> dict[str, Tensor]:
+    """Copies of tensors on a CUDA device in these types, made by several threads: one alone reads mapped files more
+    slowly than the device takes them."""
+    threads = threading.local()
+
+    def upload(item: tuple[str, Tensor]) -> tuple[str, Tensor]:
+        if not hasattr(threads, "pieces"):
+            threads.pieces = _PinnedPieces(device)
+        name, tensor = item
+        return name, threads.pieces.upload(tensor).to(dtype_of(name, tensor))
+
+    with ThreadPoolExecutor(_NUM_UPLOADING_THREADS) as pool:
+        return dict(pool.map(upload, tensors.items()))
+
+
+class _PinnedPieces:
+    """Pinned memory of one thread, through which its copies go piece by piece."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers = [host_buffer(_PIECE_BYTES, device) for _ in range(2)]
+
+    @torch.no_grad()
+    def upload(self, tensor: Tensor) -> Tensor:
+        """A copy on the device, complete when this returns."""
+        source = tensor.contiguous()
+        target = torch.empty_like(source, device=self._device)
+        from_bytes, to_bytes = source.view(-1).view(torch.uint8), target.view(-1).view(torch.uint8)
+        copied = [torch.cuda.Event(), torch.cuda.Event()]
+        for number, start in enumerate(range(0, len(from_bytes), _PIECE_BYTES)):
+            buffer, event = self._buffers[number % 2], copied[number % 2]
+            event.synchronize()
+            piece = from_bytes[start : start + _PIECE_BYTES]
+            buffer[: len(piece)].copy_(piece)
+            to_bytes[start : start + len(piece)].copy_(buffer[: len(piece)], non_blocking=True)
+            event.record()
+        for event in copied:
+            event.synchronize()
+        return target
 
 
 class StagedCopies:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import threading
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from kestrel_ops import prepare_compilations
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.errors import CheckpointError
 from kestrel_runtime.loading.checkpoint import Checkpoint, find_checkpoint
@@ -35,6 +37,8 @@ class LoadedModel:
     def load(cls, config: EngineConfig) -> LoadedModel:
         """Find, read and place the checkpoint. Raises `CheckpointError`."""
         device, dtype = _device(config.device), config.dtype
+        if device.type == "cuda":
+            threading.Thread(target=prepare_compilations, daemon=True).start()
         # If a container has more threads than its quota of processors, the kernel pauses all of them repeatedly.
         torch.set_num_threads(min(torch.get_num_threads(), available_processors()))
         checkpoint = find_checkpoint(config.model, config.revision)

@@ -188,8 +188,10 @@ class MoondreamExecutor:
         assert graphs is not None, "captured where steps run by graphs"
         started = time.monotonic()
         if self._encode_graphs is not None:
+            encodings = self._encode_graphs
             with measured_products():
-                self._encode_graphs.captured.capture_all(self._encode_graphs.usual(), each_runs_before=True)
+                encodings.captured.capture_all(encodings.usual(is_measured=True), each_runs_before=True)
+            encodings.captured.capture_all(encodings.usual(is_measured=False))
         if self._prefill_graphs is not None and self._first_token_graphs is not None:
             self._prefill_graphs.capture_all(self._usual_prefills())
             self._first_token_graphs.capture_all(self._usual_first_tokens())

@@ -26,6 +26,9 @@ from kestrel_runtime.models.moondream.model_paths import ModelPaths
 from kestrel_runtime.models.moondream.tiling import MoondreamTiling, Tiler
 from kestrel_runtime.scheduling.limits import StepBounds
 
+_NUM_SMALLEST, _NUM_OTHERS = 8, 10
+"""Numbers of tokens in one prompt: all of the smallest, and so many of the others."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -91,7 +94,10 @@ def _run_text(model: Moondream, paths: ModelPaths, bounds: StepBounds, cache: KV
 
 
 def _prefill_sizes(bounds: StepBounds, max_pages: int) -> set[PrefillSize]:
-    """Every number of tokens, of samples after short chunks, and of samples after long ones."""
+    """Some numbers of tokens, each of samples after short chunks, and each of samples after long ones.
+
+    Kernels differ by ranges of these numbers. One that none of them needs is compiled when a graph is captured.
+    """
     largest = largest_prefill(
         bounds.max_prefill_tokens,
         bounds.max_batch_size,
@@ -99,8 +105,13 @@ def _prefill_sizes(bounds: StepBounds, max_pages: int) -> set[PrefillSize]:
         cuts_at_share_points=bounds.cuts_at_share_points,
     )
     counts = range(1, bounds.max_batch_size + 1)
+    singles = sorted(
+        {PrefillSize.bucket(tokens, 1, tokens, largest) for tokens in range(1, largest.num_tokens + 1)}
+    )
     return {
-        *(PrefillSize.bucket(tokens, 1, tokens, largest) for tokens in range(1, largest.num_tokens + 1)),
+        *singles[:_NUM_SMALLEST],
+        *singles[_NUM_SMALLEST :: max(1, len(singles) // _NUM_OTHERS)],
+        singles[-1],
         *(PrefillSize.bucket(count, count, 1, largest) for count in counts),
         *(PrefillSize.bucket(largest.num_tokens, count, largest.num_tokens, largest) for count in counts),
     }

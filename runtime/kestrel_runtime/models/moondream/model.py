@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from kestrel_runtime.execution.transfer import to_device
+from kestrel_runtime.execution.transfer import to_device, uploaded
 from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.models.moondream.float8_weights import float8_experts
@@ -52,6 +52,13 @@ class Moondream(nn.Module):
         with torch.device("meta"):
             model = cls(config, fp8_experts=has_float8 or rounds_experts)
         placed: dict[str, Tensor] = {}
+
+        def dtype_of(name: str, tensor: Tensor) -> torch.dtype:
+            keeps_type = tensor.dtype == torch.float8_e4m3fn or name.endswith(".scale")
+            return tensor.dtype if keeps_type else dtype
+
+        if device.type == "cuda" and not rounds_experts:
+            state = uploaded(state, device, dtype_of)
         for name in list(state):
             tensor = state.pop(name)
             if rounds_experts and (found := _EXPERT_WEIGHTS.fullmatch(name)) and tensor.ndim == _EXPERT_AXES:
@@ -59,8 +66,7 @@ class Moondream(nn.Module):
                 placed[name], placed[scales], error = float8_experts(tensor.to(device))
                 model.expert_errors.setdefault(int(found[1]), []).append(error)
                 continue
-            keeps_type = tensor.dtype == torch.float8_e4m3fn or name.endswith(".scale")
-            placed[name] = tensor.to(device=device, dtype=tensor.dtype if keeps_type else dtype)
+            placed[name] = tensor.to(device=device, dtype=dtype_of(name, tensor))
         model.load_state_dict(placed, assign=True)
         return model.eval().requires_grad_(False)
 

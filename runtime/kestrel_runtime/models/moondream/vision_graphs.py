@@ -46,10 +46,15 @@ class EncodeGraphs:
         self._tiles[:count].copy_(tiles)
         return self.captured.run(count, partial(self._stored, count)).clone()
 
-    def usual(self) -> Works:
-        """The numbers of tiles of one image, of several usual ones, and of the largest step; the largest first."""
-        several = range(2 * _USUAL_TILES, self._max_tiles + 1, _USUAL_TILES)
-        for count in sorted({*range(1, self._max_tiles_of_image + 1), *several, self._max_tiles}, reverse=True):
+    def usual(self, *, is_measured: bool) -> Works:
+        """The numbers of tiles that are worth a measurement of their products, or the others; the largest first.
+
+        The first are those of usual images, of the largest image and of the largest step, the others those of one
+        image.
+        """
+        usual = {*range(_USUAL_TILES, self._max_tiles + 1, _USUAL_TILES), self._max_tiles_of_image, self._max_tiles}
+        counts = usual if is_measured else {*range(1, self._max_tiles_of_image)} - usual
+        for count in sorted(counts, reverse=True):
             yield count, partial(self._stored, count)
 
     def _stored(self, count: int) -> Tensor:

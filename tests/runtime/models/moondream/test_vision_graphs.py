@@ -22,7 +22,8 @@ def test_replayed_encodings_are_those_of_the_encoder(is_warm):
     graphs = new_graphs(stream_capture, max_tiles=6, max_tiles_of_image=3)
     settle(DEVICE)
     if is_warm:
-        graphs.captured.capture_all(graphs.usual(), each_runs_before=True)
+        graphs.captured.capture_all(graphs.usual(is_measured=True), each_runs_before=True)
+        graphs.captured.capture_all(graphs.usual(is_measured=False))
     kept = []
     settle(DEVICE)
     with stream_capture.entered():
@@ -35,8 +36,14 @@ def test_replayed_encodings_are_those_of_the_encoder(is_warm):
     assert len(graphs.captured) == 3 + 2 * is_warm  # 1, 3 and 5 came again; more than 6 never have a graph
 
 
-def test_usual_are_the_numbers_of_tiles_of_one_image_and_of_several_of_nine():
-    graphs = new_graphs(new_stream_capture(DEVICE), max_tiles=2, max_tiles_of_image=13)
-    assert [key for key, _ in graphs.usual()] == list(range(13, 0, -1))
-    graphs = new_graphs(new_stream_capture(DEVICE), max_tiles=40, max_tiles_of_image=2)
-    assert [key for key, _ in graphs.usual()] == [40, 36, 27, 18, 2, 1]
+@pytest.mark.parametrize(
+    ("bounds", "measured", "others"),
+    [
+        ({"max_tiles": 2, "max_tiles_of_image": 13}, [13, 9], [12, 11, 10, 8, 7, 6, 5, 4, 3, 2, 1]),
+        ({"max_tiles": 40, "max_tiles_of_image": 3}, [40, 36, 27, 18, 9, 3], [2, 1]),
+    ],
+)
+def test_usual_are_the_numbers_of_tiles_of_one_image_and_of_several_of_nine(bounds, measured, others):
+    graphs = new_graphs(new_stream_capture(DEVICE), **bounds)
+    assert [key for key, _ in graphs.usual(is_measured=True)] == measured
+    assert [key for key, _ in graphs.usual(is_measured=False)] == others
