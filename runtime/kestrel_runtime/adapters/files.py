@@ -151,13 +151,16 @@ class AdapterSource:
                 raise AdapterInvalid(name, (f"{path.name}: leads out of the folder of adapters",))
             if before.st_size > max_bytes:
                 raise AdapterInvalid(name, (f"{path.name}: has more than {max_bytes} bytes",))
-            data = bytearray()
-            while len(data) <= before.st_size and (block := file.read(before.st_size + 1 - len(data))):
-                data += block
+            # One read returns the whole of most files. Putting blocks together would hold the interpreter, and so
+            # all other threads, while it copies.
+            blocks, num_left = list[bytes](), before.st_size + 1
+            while num_left and (block := file.read(num_left)):
+                blocks.append(block)
+                num_left -= len(block)
             after = os.fstat(descriptor)
-        if len(data) != before.st_size or _identity(before) != _identity(after):
+        if num_left != 1 or _identity(before) != _identity(after):
             raise AdapterInvalid(name, (f"{path.name}: was changed while it was read",))
-        return bytes(data)
+        return blocks[0] if len(blocks) == 1 else b"".join(blocks)
 
 
 def _folders(name: AdapterName) -> list[str]:
@@ -229,6 +232,25 @@ def _parsed(name: str, config: bytes | None) -> Mapping[str, Any] | None:
 
 def _tensors(name: str, file: str, data: bytes) -> Mapping[str, Tensor]:
     try:
-        return safetensors.torch.load(data)
-    except (SafetensorError, KeyError, ValueError, RuntimeError, TypeError, OverflowError):
+        if not hasattr(os, "memfd_create"):
+            return safetensors.torch.load(data)
+        return _mapped(data)
+    except (SafetensorError, OSError, KeyError, ValueError, RuntimeError, TypeError, OverflowError):
         raise AdapterInvalid(name, (f"{file[:64]}: is no safetensors file",)) from None
+
+
+def _mapped(data: bytes) -> Mapping[str, Tensor]:
+    """The tensors of a safetensors file, mapped from a copy in memory that only they refer to.
+
+    `safetensors.torch.load` would copy all of them in one call that holds the interpreter: for 73 MB no other
+    thread runs for 42 ms.
+    """
+    descriptor = os.memfd_create("adapter")
+    try:
+        left = memoryview(data)
+        while left:
+            left = left[os.write(descriptor, left) :]
+        with safetensors.safe_open(f"/proc/self/fd/{descriptor}", framework="pt") as file:
+            return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - it is no mapping
+    finally:
+        os.close(descriptor)

@@ -130,6 +130,7 @@ class EngineLoop:
         self._streams: dict[Sequence, Stream] = {}
         self._sequences: dict[Stream, Sequence] = {}
         self._inbox: SimpleQueue[_Arriving] = SimpleQueue()
+        self._arriving: set[Stream] = set()  # whose sequences are in the inbox
         self._lease_adapter = lease_adapter
         self._adapter_leases: dict[Sequence, Future[AdapterLease]] = {}  # that parked sequences wait for
         self._reclaims_adapters = False
@@ -158,6 +159,7 @@ class EngineLoop:
             _end_lease(sequence)
             stream.fail(EngineUnavailable("the engine has stopped"))
         else:
+            self._arriving.add(stream)
             self._inbox.put(_Arrival(sequence, stream))
 
     def cancel(self, stream: Stream) -> None:
@@ -176,7 +178,7 @@ class EngineLoop:
     @property
     def num_waiting(self) -> int:
         """Sequences without pages, those in the inbox included; a reading, not a promise."""
-        return self._scheduler.num_waiting + self._inbox.qsize()
+        return self._scheduler.num_waiting + len(self._arriving)
 
     @property
     def num_active(self) -> int:
@@ -366,9 +368,11 @@ class EngineLoop:
         elif isinstance(item, _AdapterLoaded):
             self._take_adapter(*item)
         elif item is not None and item.stream.is_cancelled:
+            self._arriving.discard(item.stream)
             self._admission.leave(item.stream)
             _end_lease(item.sequence)
         elif item is not None:
+            self._arriving.discard(item.stream)
             self._clearings.apply_to(item.sequence)
             self._streams[item.sequence] = item.stream
             self._sequences[item.stream] = item.sequence

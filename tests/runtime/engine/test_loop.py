@@ -87,6 +87,20 @@ async def test_a_step_samples_one_token_for_each_sequence(bench: Bench) -> None:
     assert len(bench.admission) == 0
 
 
+async def test_a_request_is_counted_once_wherever_it_is(bench: Bench) -> None:
+    def counts() -> tuple[int, int]:
+        return bench.loop.num_waiting, bench.loop.num_active
+
+    stream = bench.add(tell(20))
+    assert counts() == (1, 0)
+    bench.loop.step()
+    assert counts() == (0, 1)
+    stream.cancel()  # as where its deadline passes
+    assert counts() == (0, 1), "the engine thread has not heard of it"
+    bench.loop.step()
+    assert counts() == (0, 0)
+
+
 async def test_a_newcomer_joins_a_running_batch_and_leaves_it_first(bench: Bench) -> None:
     old = bench.add(tell(20))
     for _ in range(5):
