@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import re
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -82,8 +83,22 @@ def _compact(svg: str) -> str:
     """Without what a reader does not see: prologue, metadata, names of groups, turns by no angle, blanks."""
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     svg = re.sub(r' (?:transform="rotate\(-?0 [^)]*\)"|(?<=<g )id="[^"]*")', "", svg)
-    svg = re.sub(r"(\.\d\d)\d+", r"\1", svg)
-    return re.sub(r">\s+<", "><", re.sub(r"\s*\n\s*", " ", svg)).strip()
+    svg = re.sub(r"(\.\d)\d+", r"\1", svg)
+    return _with_classes(re.sub(r">\s+<", "><", re.sub(r"\s*\n\s*", " ", svg)).strip())
+
+
+def _with_classes(svg: str) -> str:
+    """With one rule for each style instead of the style at each element. Equal styles have equal names in all plots."""
+    styles: dict[str, str] = {}
+
+    def named(match: re.Match[str]) -> str:
+        name = f"s{zlib.crc32(match[1].encode()):x}"
+        styles[name] = match[1]
+        return f' class="{name}"'
+
+    svg = re.sub(r' style="([^"]*)"', named, svg)
+    rules = "".join(f".{name}{{{style}}}" for name, style in sorted(styles.items()))
+    return svg.replace("</style>", f"{rules}</style>", 1)
 
 
 def _draw(axes: Axes, line: Series, color: str) -> None:
