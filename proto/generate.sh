@@ -13,7 +13,7 @@ set -eu
 root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd)
 target=${1:-"$root/clients/python/kestrel_client/v1"}
 compat=${2:-"$root/kestrel_grpc/frontends/triton/v2"}
-comments=${3:-"$root/kestrel_grpc/frontends/grpc/reflection/contract.binpb"}
+comments=${3:-"$root/kestrel_grpc/frontends/grpc/reflection/comments.binpb.zlib"}
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 
@@ -44,6 +44,7 @@ done
     "$root"/proto/kestrel/v1/*.proto "$root"/proto/compat/inference/*.proto
 "${PYTHON:-python3}" - "$scratch/whole.binpb" "$comments" <<'END'
 import sys
+import zlib
 from google.protobuf.descriptor_pb2 import FileDescriptorSet, SourceCodeInfo
 
 with open(sys.argv[1], "rb") as whole:
@@ -56,5 +57,5 @@ for file in files.file:
             info.location.append(place)
     commented.file.add(name=file.name, source_code_info=info)
 with open(sys.argv[2], "wb") as target:
-    target.write(commented.SerializeToString(deterministic=True))
+    target.write(zlib.compress(commented.SerializeToString(deterministic=True), 9))
 END

@@ -88,7 +88,7 @@ def _compact(svg: str) -> str:
 
 
 def _with_classes(svg: str) -> str:
-    """With one rule for each style instead of the style at each element. Equal styles have equal names in all plots."""
+    """With a rule for each style instead of styles at elements. Equal styles have equal names in all plots."""
     styles: dict[str, str] = {}
 
     def named(match: re.Match[str]) -> str:

@@ -1,10 +1,11 @@
 """The comments of the contract, for reflection: the generated modules have none of them.
 
-`contract.binpb` is written by `make proto`: a `FileDescriptorSet` of which only names and comments are left.
+`make proto` writes `comments.binpb.zlib`: a compressed `FileDescriptorSet` with only names and comments left.
 """
 
 from __future__ import annotations
 
+import zlib
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -62,5 +63,6 @@ class CommentedFile:
 @cache
 def _comments() -> dict[str, SourceCodeInfo]:
     """The comments of each file."""
-    content = files("kestrel_grpc.frontends.grpc.reflection").joinpath("contract.binpb").read_bytes()
-    return {file.name: file.source_code_info for file in FileDescriptorSet.FromString(content).file}
+    packed = files("kestrel_grpc.frontends.grpc.reflection").joinpath("comments.binpb.zlib").read_bytes()
+    commented = FileDescriptorSet.FromString(zlib.decompress(packed))
+    return {file.name: file.source_code_info for file in commented.file}
