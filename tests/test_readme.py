@@ -70,6 +70,12 @@ def test_examples_of_stored_images_run_as_written(address, tmp_path):
     assert (tmp_path / "picture.png").read_bytes() == (CHECKOUT / "kestrel_grpc" / "demo_picture.png").read_bytes()
 
 
+def test_the_example_of_a_schema_runs_as_written(address):
+    text = (CHECKOUT / "docs" / "constraints.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```python\n(import json\n.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert "kinds of shapes: [" in run([sys.executable, "-c", block], address)
+
+
 def test_the_example_of_an_adapter_runs_as_written():
     text = (CHECKOUT / "docs" / "adapters.md").read_text(encoding="utf-8")
     (block,) = (

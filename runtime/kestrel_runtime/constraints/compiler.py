@@ -2,7 +2,7 @@
 
 The library limits the work of a mask, but not what it does for text that must come whatever the model says: it
 follows such text as far as it goes. So it is told not to look for such text. Then all work is limited: compiling
-takes some 25 ms of a processor at most for what passes the checks of `Constraint`, and a mask some 2 ms.
+takes some 100 ms of a processor at most for what passes the checks of `Constraint`, and a mask some 2 ms.
 
 Compiling holds no interpreter lock. It runs in threads of its own, of which a tenant has half at most, so that a
 constraint that the limits have missed keeps no other tenant waiting, and whoever waits waits for a bounded time.
@@ -28,7 +28,7 @@ from kestrel_runtime.constraints.vocabulary import Vocabulary
 _NUM_THREADS = 4
 _THREADS_PER_TENANT = 2
 _MAX_S = 0.5
-"""How long a request waits for its constraint: twenty times what it takes on a machine with a free processor."""
+"""How long a request waits for its constraint: five times what it takes on a machine with a free processor."""
 _NOTHING_IS_FORCED = '%llguidance {"no_forcing": true}\n'
 _JSON_FORM = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 _ESCAPED = frozenset("\\.+*?()|[]{}^$#&-~/")

@@ -27,8 +27,8 @@ TEXT_SHARE = 4
 """A text has at most this part of an answer's tokens, where the schema has no `maxLength` that is larger."""
 _MAX_DIGITS = (MAX_WHOLE_DIGITS, MAX_FRACTION_DIGITS, MAX_EXPONENT_DIGITS)
 _BITS = 32
-_MAX_REST_TOKENS = 512
-"""That are told apart, in some 10 ms of a processor."""
+_MAX_REST_TOKENS = 256
+"""That are told apart: finding them takes as many masks."""
 _QUOTE, _BACKSLASH, _COMMA = b'"\\,'
 _DIGITS, _OPENING, _CLOSING = b"0123456789", b"{[", b"}]"
 

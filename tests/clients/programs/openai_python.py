@@ -15,7 +15,7 @@ from typing import Any
 import openai  # pyright: ignore[reportMissingImports] installed in an environment of its own
 
 FACTS = json.loads(sys.argv[1])
-DOCUMENT = Path(FACTS["picture"]).parents[1] / "docs" / "http.md"
+DOCUMENTS = Path(FACTS["picture"]).parents[1] / "docs"
 URL = "data:image/png;base64," + base64.b64encode(Path(FACTS["picture"]).read_bytes()).decode()
 SEEN: Any = [
     {
@@ -37,7 +37,7 @@ def main() -> None:
     (model,) = [model.id for model in alice.models.list()]
     assert alice.models.retrieve(model).owned_by == "kestrel"
     print("models")
-    check_example()
+    check_examples()
 
     sampling: Any = {"model": model, "messages": SEEN, "temperature": 0, "max_tokens": 32}
     whole = alice.chat.completions.create(**sampling)
@@ -172,9 +172,18 @@ def main() -> None:
     print("rate limit, and a retry that succeeds")
 
 
-def check_example() -> None:
-    """The example of the documentation, with another address and a token."""
-    text = DOCUMENT.read_text(encoding="utf-8")
+def check_examples() -> None:
+    """The examples of the documentation, with another address and a token."""
+    whole, streamed = printed_by_example("http.md").splitlines()
+    assert whole == streamed, (whole, streamed)
+    assert "star" in whole, whole
+    parsed = printed_by_example("constraints.md")
+    assert parsed.startswith("shapes=["), parsed
+    print("the examples of the documentation")
+
+
+def printed_by_example(name: str) -> str:
+    text = (DOCUMENTS / name).read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     (block,) = [block for block in blocks if "import OpenAI" in block]
     for ours, theirs in (
@@ -182,14 +191,10 @@ def check_example() -> None:
         ("a token, or anything where none is asked for", FACTS["alice"]),
         ("kestrel_grpc/demo_picture.png", FACTS["picture"]),
     ):
-        assert ours in block, ours
         block = block.replace(ours, theirs)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        exec(block, {})
-    whole, streamed = printed.getvalue().splitlines()
-    assert whole == streamed, (whole, streamed)
-    assert "star" in whole, whole
-    print("the example of the documentation")
+        exec(compile(block, name, "exec", dont_inherit=True), {})  # our annotations are texts, a reader's are not
+    return printed.getvalue()
 
 
 def refuse(kind: type[Any], call: Any, code: str) -> Any:
