@@ -9,7 +9,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 TORCH ?= torch==2.13.0
 
 BIN := .venv/bin
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check
 
 .PHONY: setup proto check test test-clients fuzz serve demo attacks quality train bench supply dist clean
 
@@ -19,7 +19,9 @@ setup: .venv/installed
 .venv/installed: pyproject.toml clients/python/pyproject.toml
 	@test -n "$(PYTHON)" || { echo "needs Python 3.11, 3.12 or 3.13; name one with PYTHON=…" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "setup 1 of 2: PyTorch, the largest part"
 	$(INSTALL) $(TORCH)
+	@echo "setup 2 of 2: the two packages, what they need, and the tools of the tests"
 	$(INSTALL) --editable clients/python --editable '.[dev]'
 	@touch $@
 

@@ -1,6 +1,6 @@
 """`kestrel-grpc serve` over a device that takes time and does no work: what the host costs, without a GPU.
 
-A step takes as long as Moondream 2 takes on one H200 with everything in float8 (`results/README.md`), computes
+A step takes as long as Moondream 2 takes on one H200 with everything in float8 (`results/details.md`), computes
 nothing and samples the same token for all sequences; the server around it is the real one. Where it sustains less
 than the device would, that is the host's doing; when it stops it tells how long the device had nothing to do.
 

@@ -109,6 +109,16 @@ def examples(page: str) -> list[tuple[str, str]]:
     return [(kind, text) for kind, text in _BLOCK.findall(page) if not any(part in text for part in NOT_RUN)]
 
 
+def test_git_ignores_the_files_that_the_examples_write():
+    written = re.findall(r"(?: 2?>|--draw |-keyout |-out |venv )([\w.]+)", README)
+    assert {"demo.png", "alice.token", "tokens.toml", "server.key", "server.pem", "kestrel"} <= set(written)
+    command = ("git", "check-ignore", "--stdin")
+    # A folder is ignored as one, also where it is not there.
+    names = "\n".join(f"{name}/" if name == "kestrel" else name for name in set(written) - {"stderr", "dev"})
+    done = subprocess.run(command, cwd=CHECKOUT, input=names, capture_output=True, text=True, check=False)
+    assert set(done.stdout.splitlines()) == set(names.splitlines())
+
+
 def free_ports(count: int) -> list[int]:
     """Ports that no one listens on."""
     sockets = [socket.socket() for _ in range(count)]

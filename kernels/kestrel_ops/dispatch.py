@@ -74,7 +74,7 @@ class Kernels:
         chosen = {
             operation: choices.get(operation) or _default(device_type, operation, model) for operation in operations
         }
-        _log.info("kernels: %s", ", ".join(f"{operation}={name}" for operation, name in chosen.items()))
+        _log.debug("kernels: %s", ", ".join(f"{operation}={name}" for operation, name in chosen.items()))
         return cls(
             **{operation: getattr(_module(name, operation), operation) for operation, name in chosen.items()}
         )

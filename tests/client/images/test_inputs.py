@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import io
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -52,6 +54,49 @@ def test_a_pil_image_is_turned_upright_as_its_file_is(orientation: int) -> None:
     upright = ImageOps.exif_transpose(Image.open(file))
     assert (sent.size, sent.tobytes()) == (upright.size, upright.tobytes())
     assert 0x0112 not in sent.getexif()
+
+
+def avif(picture: Image.Image, **options: Any) -> bytes:
+    file = io.BytesIO()
+    picture.save(file, "AVIF", **options)
+    return file.getvalue()
+
+
+def test_an_avif_file_goes_as_a_png_that_is_upright() -> None:
+    turned = Image.Exif()
+    turned[274] = 6
+    picture = Image.linear_gradient("L").resize((40, 30)).convert("RGB")
+    for options, size in (({}, (40, 30)), ({"exif": turned}, (30, 40))):
+        sent = Image.open(io.BytesIO(image_bytes(avif(picture, **options))))
+        assert (sent.format, sent.size) == ("PNG", size)
+        assert sent.getexif().get(274) is None
+
+
+@pytest.mark.parametrize(("length", "why"), [(40, "no AVIF file that Pillow reads"), (-20, "file is damaged")])
+def test_a_damaged_avif_file_is_refused(length: int, why: str) -> None:
+    data = avif(Image.new("RGB", (40, 30), "red"))
+    with pytest.raises(InvalidRequest, match=why):
+        image_bytes(data[:length])
+
+
+HEIC = b"\0\0\0\x18ftypheic\0\0\0\0mif1heic"
+
+
+def test_a_heic_file_goes_as_a_png_where_a_library_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pillow_heif", None)
+    with pytest.raises(InvalidRequest, match="`pip install pillow-heif` converts HEIC"):
+        image_bytes(HEIC)
+
+    class Found:
+        def to_pillow(self) -> Image.Image:
+            return Image.new("RGB", (4, 3), "red")
+
+    library = SimpleNamespace(read_heif=lambda file: Found() if file.read() == HEIC else None)
+    monkeypatch.setitem(sys.modules, "pillow_heif", library)
+    assert Image.open(io.BytesIO(image_bytes(HEIC))).size == (4, 3)
+    library.read_heif = lambda file: 1 // 0
+    with pytest.raises(InvalidRequest, match="is damaged"):
+        image_bytes(HEIC)
 
 
 def test_a_file_object_is_sent_from_its_position(tmp_path: Path) -> None:

@@ -106,6 +106,11 @@ def test_importing_this_changes_no_filter_of_warnings():
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
+def test_a_file_in_a_format_that_the_client_converts_is_refused_with_that_hint():
+    with pytest.raises(ImageError, match="AVIF, HEIC and videos are not decoded; convert the image"):
+        decode(b"\0\0\0\x18ftypavif\0\0\0\0")
+
+
 def test_an_image_that_pillow_would_warn_of_is_refused_without_a_warning():
     with pytest.raises(ImageError) as caught:
         decode_image(png_header(10_000, 9_000), max_image_pixels=10**9)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import errno
+import importlib
 import io
 import os
 import sys
@@ -127,10 +128,15 @@ def is_on_server(image: ImageInput) -> TypeGuard[str]:
 
 
 def image_bytes(image: ImageInput) -> bytes:
-    """The file of an image. PIL images and pixels become PNG files.
+    """The file of an image, in a format that the server decodes. PIL images, pixels, AVIF and HEIC become PNG.
 
     Raises `InvalidRequest` for what is no image or is on the server, and `OSError` for a file that cannot be read.
     """
+    data = _file_of(image)
+    return _png_of_iso_file(data) if data[4:8] == b"ftyp" and data[8:12] in _ISO_BRANDS else data
+
+
+def _file_of(image: ImageInput) -> bytes:
     if isinstance(image, bytes | bytearray | memoryview):
         return bytes(image)
     if isinstance(image, StoredImage) or is_on_server(image):
@@ -233,6 +239,30 @@ def _rest_of(file: Any) -> bytes:
     return bytes(data)
 
 
+def _png_of_iso_file(data: bytes) -> bytes:
+    """An AVIF or HEIC file as PNG. Pillow reads AVIF, pillow-heif both."""
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ImportError:
+        raise _invalid("the server does not decode AVIF and HEIC; `pip install pillow` converts AVIF") from None
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            return _png_of_pil(image)
+    except UnidentifiedImageError:
+        pass
+    except (OSError, SyntaxError, ValueError):
+        raise _invalid("the AVIF or HEIC file is damaged") from None
+    try:
+        # Not registered with Pillow: that would change what the whole program opens.
+        image = importlib.import_module("pillow_heif").read_heif(io.BytesIO(data)).to_pillow()
+    except ImportError:
+        raise _invalid("no AVIF file that Pillow reads; `pip install pillow-heif` converts HEIC") from None
+    except Exception:  # the library documents no errors of damaged files
+        raise _invalid("the AVIF or HEIC file is damaged") from None
+    return _png_of_pil(image)
+
+
+_ISO_BRANDS = frozenset((b"avif", b"avis", b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"))
 _PNG_MODES = frozenset({"1", "L", "LA", "I;16", "P", "RGB", "RGBA"})
 
 

@@ -44,6 +44,8 @@ def read_header(data: bytes, *, max_image_pixels: int) -> ImageHeader:
         if data.startswith(found.prefixes):
             break
     else:
+        if data[4:8] == b"ftyp":
+            raise ImageError("AVIF, HEIC and videos are not decoded; convert the image, as the Python client does")
         raise undecodable()
     try:
         header = found.read_header(data)
