@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from kestrel_client import AdapterInvalid, AdapterNotFound, AsyncClient, InvalidRequest, ModelNotFound
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.server import Server
+from kestrel_runtime.adapters.files import AdapterSource
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.events import QueryOutput
 from kestrel_runtime.api.requests import Query, SamplingParams
@@ -109,6 +111,27 @@ async def test_adapters_that_may_be_named_are_listed_with_the_model(nano: Loaded
         body = {"model": "team/colours@7", "messages": [{"role": "user", "content": QUESTION}], **GREEDY}
         chosen = (await post(server, "/v1/chat/completions", body))["choices"][0]["message"]["content"]
         assert chosen == (await client.complete_query(None, QUESTION, adapter="team/colours@7", **GREEDY)).answer
+
+
+async def test_models_are_listed_although_the_folder_of_adapters_does_not_answer(
+    nano: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_peft(tmp_path / "second", random_pairs(nano.model.config.text, seed=2))
+    may_go_on = threading.Event()
+
+    def hangs(self: AdapterSource) -> list[str]:
+        may_go_on.wait()
+        return []
+
+    monkeypatch.setattr(AdapterSource, "names", hangs)
+    monkeypatch.setattr("kestrel_runtime.engine.engine._ADAPTER_NAMES_S", 0.01)
+    try:
+        async with served(nano, tmp_path) as (client, server):
+            await client.load_adapter("second")
+            listed = json.loads((await HttpServing(server, FakeEngine()).ask("/v1/models")).body)["data"]
+            assert [item["id"] for item in listed] == [nano.checkpoint.name, "second"]
+    finally:
+        may_go_on.set()
 
 
 async def test_a_server_without_adapters_says_which_option_it_lacks(nano: LoadedModel) -> None:

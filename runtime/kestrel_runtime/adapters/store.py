@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -21,6 +22,9 @@ from kestrel_runtime.adapters.slots import AdapterSlots, Residence
 from kestrel_runtime.adapters.target import AdapterTarget
 from kestrel_runtime.api.adapters import AdapterInfo, AdapterLoad
 from kestrel_runtime.api.errors import AdapterNotFound, EngineUnavailable, InternalError, KestrelError
+
+LISTING_S = 1.0
+"""Names are read from the disk at most so often, whoever asks for them."""
 
 _log = logging.getLogger(__name__)
 
@@ -88,6 +92,7 @@ class AdapterStore:
         self._read = read
         self._list_names = list_names
         self._listing: Future[list[str]] | None = None
+        self._listed_at = 0.0
         self._target = target
         self._slots = AdapterSlots(num_slots)
         self._pending: dict[str, _Pending] = {}
@@ -140,12 +145,19 @@ class AdapterStore:
             return _info(residence)
 
     def names(self) -> Future[list[str]]:
-        """The names that requests may use, read anew. Callers at the same time share one reading."""
+        """The names that requests may use, as they were found within the last `LISTING_S`.
+
+        Callers share a reading, which has a thread of its own and may hang. Do not cancel the future.
+        """
         with self._changed:
-            if self._listing is None:
-                self._listing = Future()
-                threading.Thread(target=self._list, name="kestrel-adapter-names", daemon=True).start()
-            return self._listing
+            found, now = self._listing, time.monotonic()
+            if found is None or (found.done() and now - self._listed_at >= LISTING_S):
+                found = Future()
+                threading.Thread(
+                    target=self._list, args=(found,), name="kestrel-adapter-names", daemon=True
+                ).start()
+                self._listing, self._listed_at = found, now
+            return found
 
     def infos(self) -> list[AdapterInfo]:
         """All that are in slots."""
@@ -258,16 +270,13 @@ class AdapterStore:
         self._hand_out(pending)
         _log.info("adapter %s is in slot %d, content %s", pending.name, slot, digest.hex()[:16])
 
-    def _list(self) -> None:
+    def _list(self, listing: Future[list[str]]) -> None:
+        names: list[str] = []
         try:
             names = self._list_names()
         except Exception:  # a bug in the listing
             _log.exception("adapters cannot be listed")
-            names = []
-        with self._changed:
-            listing, self._listing = self._listing, None
-        if listing is not None:
-            listing.set_result(names)
+        listing.set_result(names)
 
     def _wait_for_slot(self, pending: _Pending) -> int | None:
         """With the lock, a slot to write; None where no caller waits for it any more, or another adapter is to be

@@ -248,3 +248,37 @@ def test_a_preparation_that_fails_ends_its_lease_and_one_that_succeeds_does_not(
         else:
             work.set_exception(outcome)
             assert (preparation.exception(), lease.num_ends) == (outcome, 1)
+
+
+def test_callers_share_one_reading_of_the_names(files: Files, target: Target) -> None:
+    readings: list[str] = []
+    may_go_on = threading.Event()
+
+    def list_names() -> list[str]:
+        readings.append("read")
+        assert may_go_on.wait(MAX_WAIT_S)
+        return ["gold"]
+
+    store = AdapterStore(files.read, target, 1, list_names)
+    waiting = [store.names() for _ in range(3)]
+    assert not any(future.done() for future in waiting)
+    may_go_on.set()
+    assert [future.result(MAX_WAIT_S) for future in waiting] == [["gold"]] * 3
+    assert store.names().result(0) == ["gold"]
+    assert readings == ["read"]
+
+
+def test_names_are_read_again_and_a_bug_in_that_ends_nothing(
+    files: Files, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kestrel_runtime.adapters.store.LISTING_S", 0.0)
+    results = iter((["gold"], None, ["gold", "new"]))
+
+    def list_names() -> list[str]:
+        names = next(results)
+        if names is None:
+            raise ZeroDivisionError
+        return names
+
+    store = AdapterStore(files.read, target, 1, list_names)
+    assert [store.names().result(MAX_WAIT_S) for _ in range(3)] == [["gold"], [], ["gold", "new"]]
