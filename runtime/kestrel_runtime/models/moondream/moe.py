@@ -19,6 +19,8 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.experts_per_token = config.experts_per_token
         self.router = nn.Linear(dim, config.num_experts)
+        self.logits = nn.Identity()
+        """What the router gives passes through it on every path, so that hooks can see and change the choices."""
         self.fc1 = _Experts(config.num_experts, 2 * config.expert_inner_dim, dim, fp8=fp8)
         self.fc2 = _Experts(config.num_experts, dim, config.expert_inner_dim, fp8=fp8)
 
@@ -41,7 +43,7 @@ class MixtureOfExperts(nn.Module):
         """[T, dim] → [T, dim], with tokens that are already routed."""
         return operation(
             hidden,
-            logits,
+            self.logits(logits),
             self.fc1.weight,
             self.fc2.weight,
             self.experts_per_token,

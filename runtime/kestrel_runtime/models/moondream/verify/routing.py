@@ -109,7 +109,7 @@ def _hooked(model: Moondream, hook: Any) -> Iterator[None]:
         return lambda _module, _inputs, logits: hook(layer, next(runs), num_chosen, logits)
 
     handles = [
-        mlp.router.register_forward_hook(counting(layer, mlp.experts_per_token))
+        mlp.logits.register_forward_hook(counting(layer, mlp.experts_per_token))
         for layer, mlp in enumerate(block.mlp for block in model.text.blocks)
         if isinstance(mlp, MixtureOfExperts)
     ]

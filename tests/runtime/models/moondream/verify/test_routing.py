@@ -1,9 +1,18 @@
 """Near ties between experts: decided as the reference does, and nothing else is."""
 
+import pytest
 import torch
-from torch import tensor
+from torch import nn, tensor
 
+from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.requests import Query
+from kestrel_runtime.models.loaded_model import LoadedModel
+from kestrel_runtime.models.moondream.moe import MixtureOfExperts
+from kestrel_runtime.models.moondream.verify.prompt_run import PromptRun
+from kestrel_runtime.models.moondream.verify.prompt_tensors import prompt_tensors
 from kestrel_runtime.models.moondream.verify.routing import Routing, decided_as
+from kestrel_runtime.verify.preparing import preparing
+from tests.reference_fixtures import MD3_SMALL
 from tests.runtime.models.moondream.tiny import random_model, tiny_config
 
 REFERENCE = tensor([[3.0, 2.0, 1.9, 0.0]])
@@ -15,6 +24,14 @@ def chosen(logits, count=2):
 
 def choice(logits):
     return chosen(logits[-1:])
+
+
+def experts_of(model):
+    return [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
+
+
+def routers_of(model):
+    return [nn.Sequential(experts.router, experts.logits) for experts in experts_of(model)]
 
 
 def test_a_choice_within_the_tie_is_the_references():
@@ -43,7 +60,7 @@ def test_each_token_has_a_tie_of_its_own():
 
 def test_routers_are_followed_by_layer_and_for_the_last_tokens_alone():
     model = random_model(tiny_config(3))
-    routers = [module for name, module in model.named_modules() if name.endswith(".router")]
+    routers = routers_of(model)
     chance = torch.Generator().manual_seed(1)
     tokens = torch.randn(5, model.config.text.dim, generator=chance)
     routing = Routing()
@@ -62,7 +79,7 @@ def test_routers_are_followed_by_layer_and_for_the_last_tokens_alone():
 
 def test_the_tie_of_a_decode_step_is_that_of_its_own_logits_and_not_of_the_prompts():
     model = random_model(tiny_config(3))
-    routers = [module for name, module in model.named_modules() if name.endswith(".router")]
+    routers = routers_of(model)
     chance = torch.Generator().manual_seed(1)
     tokens = torch.randn(5, model.config.text.dim, generator=chance)
 
@@ -88,3 +105,19 @@ def test_the_tie_of_a_decode_step_is_that_of_its_own_logits_and_not_of_the_promp
             "the prompt's logits hardly move, so that its choice is its own"
         )
         assert choice(step) == choice(exact[-1:]), "the step's may have moved as far as this"
+
+
+@pytest.mark.parametrize("text_path", ["plain", "fused"])
+def test_prompts_and_decode_steps_of_every_path_are_followed(text_path):
+    config = EngineConfig(model=str(MD3_SMALL), device="cpu", dtype="float32", text_path=text_path)
+    loaded = LoadedModel.load(config)
+    request = Query("What is this?", next(MD3_SMALL.glob("image_0_*.png")).read_bytes())
+    routing = Routing()
+    with preparing(loaded, config) as prepare:
+        run = PromptRun(loaded.model, config, prepare)
+        with routing.recorded(loaded.model):
+            prompt_tensors(run, request)
+        with routing.simulated(loaded.model):
+            prompt_tensors(run, request)
+    assert len(routing._squares) == 2 * len(experts_of(loaded.model)) > 0
+    assert {number for _, number in routing._squares} == {0, 1}
