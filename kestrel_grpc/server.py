@@ -26,7 +26,7 @@ from kestrel_grpc.images.image_uris import ImageSource, NoRemoteImages, RemoteIm
 from kestrel_grpc.images.intake import ImageIntake
 from kestrel_grpc.listeners import PortUnavailable, address_of, require_free_port, require_free_socket
 from kestrel_grpc.maintenance import Maintenance
-from kestrel_grpc.telemetry.logs import announce, log_call
+from kestrel_grpc.telemetry.logs import CallLog, announce
 from kestrel_grpc.telemetry.telemetry import Telemetry
 from kestrel_grpc.wire.cache_purges import CachePurges
 from kestrel_grpc.wire.call_admission import Observer
@@ -80,6 +80,7 @@ class Server:
         self._maintenance = None if at_rest is None else Maintenance(engine, at_rest)
         self._images = images or _images(config)
         self._triton = self._triton_service() if config.triton else None
+        self._call_log = CallLog()
         self._groups = CallGroups(engine, config, self._access, self._observers())
         certificate = _certificate(config)
         self._frontend = GrpcFrontend(
@@ -212,6 +213,7 @@ class Server:
             watch.cancel()
         if self._maintenance is not None:
             self._maintenance.close()
+        self._call_log.close()
         await asyncio.to_thread(self._telemetry.close)
 
     async def _leave(self, died: asyncio.Future[None], delay_s: float) -> None:
@@ -267,7 +269,7 @@ class Server:
     def _observers(self) -> Sequence[Observer]:
         at_rest = () if self._maintenance is None else (self._maintenance.note,)
         statistics = () if self._triton is None else (self._triton.statistics.record,)
-        return (*self._telemetry.observers, *at_rest, log_call, *statistics)
+        return (*self._telemetry.observers, *at_rest, self._call_log.record, *statistics)
 
     def _death(self) -> asyncio.Future[None]:
         """Done when the engine dies."""

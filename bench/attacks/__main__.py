@@ -17,7 +17,7 @@ import os
 import sys
 from pathlib import Path
 
-from bench.attacks import bodies, connections, constraints, crowding, messages, pictures, stored_images
+from bench.attacks import bodies, connections, constraints, crowding, http1, messages, pictures, stored_images
 from bench.attacks.attack import Attack, Observation, markdown
 from bench.attacks.run import carry_out
 from bench.attacks.shutdown import as_text, shut_down_under_load
@@ -28,6 +28,7 @@ ATTACKS: tuple[Attack, ...] = (
     *messages.ATTACKS,
     *connections.ATTACKS,
     *bodies.ATTACKS,
+    *http1.ATTACKS,
     *pictures.ATTACKS,
     *crowding.ATTACKS,
     *stored_images.ATTACKS,

@@ -13,6 +13,7 @@ MAX_HEALTH_S, MAX_HEALTH_SINGLE_S = 2.0, 0.5
 MAX_GROWTH_BYTES, MAX_GROWTH_PICTURES_BYTES = 500 * MIB, 1024 * MIB
 MIN_ANSWERED = 0.98
 MAX_ANSWER_PICTURES_S = 6.0
+MAX_LOG_BYTES_PER_S = 100_000
 MAX_END_S = 20.0
 """SIGTERM to the end of the process, whose drain timeout is 5 seconds."""
 
@@ -24,6 +25,8 @@ class Victim:
     host: str
     port: int
     token: str
+    http_port: int = 0
+    """0 where the server has none."""
 
     @property
     def address(self) -> str:
@@ -82,6 +85,8 @@ class Attack:
     num_adapters: int = 0
     """The server has so many adapters, named by number, and slots for few of them."""
     question: Question = Question()
+    leaves_half: bool = False
+    """Whether others must get at least half of the answers that they get beside processes which only compute."""
     needs_new_connections: bool = False
     """Whether others connect anew for each call."""
     check: Callable[[Mapping[str, int], str], list[str]] = nothing_to_check
@@ -137,6 +142,15 @@ class Observation:
     exit_status: int | None
     outcome: Mapping[str, int] = field(default_factory=dict)
     log: str = ""
+    log_bytes: int = 0
+    """Written to the log while the attack lasted."""
+    usual_per_s: float | None = None
+    """Answers a second of others beside processes that only compute; None where that was not measured."""
+
+    @property
+    def per_s(self) -> float:
+        """Answers a second of others."""
+        return len(self.witness.answers_s) / max(self.duration_s, 1e-3)
 
     def failures(self) -> list[str]:
         """What is not as required."""
@@ -165,6 +179,10 @@ class Observation:
             found.append("SIGTERM did not end the process")
         elif not memory.was_killed and self.exit_status:
             found.append(f"ended with status {self.exit_status}")
+        if self.usual_per_s is not None and self.per_s < self.usual_per_s / 2:
+            found.append(f"{self.per_s:.1f} answers a second, beside busy processes {self.usual_per_s:.1f}")
+        if self.log_bytes > MAX_LOG_BYTES_PER_S * max(self.duration_s, 1.0):
+            found.append(f"{self.log_bytes / max(self.duration_s, 1.0):,.0f} bytes of log a second")
         return found + attack.check(self.outcome, self.log)
 
     def as_json(self) -> dict[str, Any]:
@@ -184,6 +202,9 @@ class Observation:
             "answer_p50_s": statistics.median(witness.answers_s) if witness.answers_s else None,
             "answer_max_s": max(witness.answers_s, default=None),
             "not_answered": dict(witness.failures),
+            "log_bytes": self.log_bytes,
+            "answers_per_s": self.per_s,
+            "usual_answers_per_s": self.usual_per_s,
             "before_bytes": memory.before_bytes,
             "growth_bytes": memory.growth_bytes,
             "kept_bytes": memory.kept_bytes,

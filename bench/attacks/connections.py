@@ -27,7 +27,7 @@ _LAST_STREAM = 2**31 - 1
 _SOCKET_TIMEOUT_S = 5.0
 NUM_IDLE, NUM_DESCRIPTORS = 400, 256
 NUM_SLOW_CONNECTIONS, NUM_SLOW_CALLS = 8, 16
-NUM_FLOODED = 8
+NUM_FLOODED = 4
 _READ_BYTES = 2**18
 MAX_PINGS = 500_000
 """On one connection. So many fit into the socket buffers if the other side does not read."""

@@ -7,13 +7,14 @@ import shutil
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
 import kestrel_runtime
-from bench.attacks.attack import MAX_END_S, MIB, Attack, Memory, Observation, Outcome, Victim
+from bench.attacks.attack import MAX_END_S, MIB, Attack, Memory, Observation, Outcome, Victim, nothing_to_prepare
 from bench.attacks.target import MemoryWatch, Target, resident_bytes, started_target
 from bench.attacks.witnesses import witnesses
 
@@ -46,12 +47,15 @@ def _adapter_options(folder: Path, num_adapters: int) -> tuple[str, ...]:
 
 def _attack(attack: Attack, seconds: float, limit_bytes: int, target: Target) -> Observation:
     host, port = target.address.rsplit(":", 1)
-    victim = Victim(host, int(port), target.tokens["mallory"])
+    victim = Victim(host, int(port), target.tokens["mallory"], target.http_port)
+    usual_per_s = _beside_busy_processes(attack, seconds, target, victim) if attack.leaves_half else None
     with witnesses(target.address, target.tokens["alice"], attack) as others:
         before_bytes = resident_bytes(target.pid)
         watch = MemoryWatch(target.pid, limit_bytes)
+        logged_before = target.log_bytes()
         outcome, duration_s = _strike(attack, victim, seconds, others.go)
-        if not attack.is_followed_by_sigterm:
+        log_bytes = target.log_bytes() - logged_before
+        if not attack.is_followed_by_sigterm and not attack.leaves_half:
             time.sleep(RECOVERY_S)
         witness = others.stop()
     if attack.is_followed_by_sigterm:
@@ -61,7 +65,33 @@ def _attack(attack: Attack, seconds: float, limit_bytes: int, target: Target) ->
     watch.stop()
     memory = Memory(before_bytes, watch.peak_bytes, after_bytes, watch.was_killed)
     target.terminate(2 * MAX_END_S)
-    return Observation(attack, duration_s, witness, memory, target.end_s, target.exit_status, outcome, target.log())
+    return Observation(
+        attack,
+        duration_s,
+        witness,
+        memory,
+        target.end_s,
+        target.exit_status,
+        outcome,
+        target.log(),
+        log_bytes,
+        usual_per_s,
+    )
+
+
+def _beside_busy_processes(attack: Attack, seconds: float, target: Target, victim: Victim) -> float:
+    """How many answers a second others get while as many processes as attack only compute."""
+    busy = replace(attack, name="busy", strike=_compute, prepare=nothing_to_prepare)
+    with witnesses(target.address, target.tokens["alice"], busy) as others:
+        _, duration_s = _strike(busy, victim, seconds, others.go)
+        return len(others.stop().answers_s) / duration_s
+
+
+def _compute(victim: Victim, seconds: float, prepared: None) -> Outcome:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pass
+    return Outcome()
 
 
 def _strike(attack: Attack, victim: Victim, seconds: float, go: Any) -> tuple[Outcome, float]:

@@ -26,8 +26,11 @@ _OPTIONS = ("--port", "0", "--kv-pages", "1024", "--withdrawal-delay", "0", "--d
 class Target:
     """A server that runs. Belongs to one thread; another of its own watches the memory."""
 
-    def __init__(self, process: subprocess.Popen[str], address: str, tokens: dict[str, str], log: Path) -> None:
+    def __init__(
+        self, process: subprocess.Popen[str], address: str, http_port: int, tokens: dict[str, str], log: Path
+    ) -> None:
         self.address = address
+        self.http_port = http_port
         self.tokens = tokens
         """By name: `alice` is the legitimate caller's, `mallory` the attacker's."""
         self.end_s: float | None = None
@@ -42,6 +45,10 @@ class Target:
     def log(self) -> str:
         """What it has logged so far."""
         return self._log.read_text(errors="replace")
+
+    def log_bytes(self) -> int:
+        """How much it has logged so far."""
+        return self._log.stat().st_size
 
     def terminate(self, timeout_s: float) -> None:
         """SIGTERM; sets `end_s` and `exit_status`. After `timeout_s` it is killed, and `end_s` stays None."""
@@ -74,7 +81,10 @@ def started_target(folder: Path, options: Sequence[str], num_descriptors: int | 
             found = re.search(r" on (\S+) ", process.stdout.readline())
             if found is None:
                 raise RuntimeError(f"the server did not start: {log.read_text()}")
-            yield Target(process, found[1], tokens, log)
+            http_port = 0
+            if "--http-port" in options:
+                http_port = int(process.stdout.readline().rsplit(":", 1)[1])
+            yield Target(process, found[1], http_port, tokens, log)
         finally:
             # Of a process that was waited for, another may bear the number by now.
             if process.poll() is None:

@@ -341,7 +341,8 @@ class _Admission(AbstractContextManager[str]):
 
 
 def _secret(metadata: Metadata) -> str:
-    for key, value in metadata:
-        if key == _AUTHORIZATION_KEY and isinstance(value, str) and value[: len(_SCHEME)].lower() == _SCHEME:
-            return value[len(_SCHEME) :].strip()
+    """The token. There must be one header only: a proxy may have looked at another one than we would."""
+    values = [value for key, value in metadata if key == _AUTHORIZATION_KEY]
+    if len(values) == 1 and isinstance(values[0], str) and values[0][: len(_SCHEME)].lower() == _SCHEME:
+        return values[0][len(_SCHEME) :].strip()
     raise TokenInvalid

@@ -27,7 +27,8 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
-from kestrel_grpc.access.access import Access
+from kestrel_grpc.access.access import Access, TokenInvalid
+from kestrel_grpc.access.sources import SourceNotAllowed
 from kestrel_grpc.wire.call_context import (
     CANCELLED,
     DEADLINE_EXCEEDED,
@@ -36,10 +37,11 @@ from kestrel_grpc.wire.call_context import (
     Headers,
     Outcome,
 )
-from kestrel_grpc.wire.errors import CallFailure, Code, describe
+from kestrel_grpc.wire.errors import CallFailure, Code, MethodUnknown, describe
 from kestrel_grpc.wire.message_gate import Gate, TooManyCalls
 from kestrel_grpc.wire.open_calls import CancellableCall, CancellableCalls, OpenCalls, RequestCancelled
 from kestrel_grpc.wire.reader_watch import ReaderWatch
+from kestrel_grpc.wire.refusals import Refusals
 from kestrel_grpc.wire.shares import Shares
 from kestrel_runtime.api.engine import Engine, EngineStatus
 from kestrel_runtime.api.errors import EngineUnavailable
@@ -68,6 +70,7 @@ class CallAdmission:
         gate: Gate,
         max_calls: int,
         open_calls: OpenCalls,
+        refusals: Refusals,
         observers: Sequence[Observer] = (),
         cancellable: CancellableCalls | None = None,
         *,
@@ -82,6 +85,7 @@ class CallAdmission:
         self._gate = gate
         self._shares = Shares(max_calls)
         self._open_calls = open_calls
+        self._refusals = refusals
         self._observers = observers
         self._cancellable = cancellable
         self._stream_idle_timeout_s = stream_idle_timeout_s
@@ -118,6 +122,8 @@ class CallAdmission:
     def succeed(self, call: CallContext) -> None:
         """The call has ended well."""
         self._observe(call, OK)
+        if self._refusals.connections and (call.principal or call.request is not None):
+            self._refusals.forgive(call.peer())
 
     def abandon(self, call: CallContext) -> None:
         """The caller has cancelled the call, or its deadline has passed: the transport knows that already."""
@@ -151,6 +157,16 @@ class CallAdmission:
         _drop_frames(error)
         self._observe(call, Outcome(failure.code.name, failure.reason))
         return failure
+
+    async def hold(self, call: CallContext, error: BaseException) -> None:
+        """Return when the caller may be told of this error.
+
+        Later than now only for calls that were refused before they had a principal, and only where their connection
+        or all together make many. Raises `CancelledError` where the caller does not wait for it.
+        """
+        if isinstance(error, TokenInvalid | MethodUnknown | SourceNotAllowed):
+            self._open_calls.discard()
+            await self._refusals.hold(call.peer())
 
     def _observe(self, call: CallContext, outcome: Outcome) -> None:
         for observe in self._observers:

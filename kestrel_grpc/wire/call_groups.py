@@ -20,6 +20,7 @@ from kestrel_grpc.wire.limits import (
 )
 from kestrel_grpc.wire.message_gate import Gate, MessageGate, StreamGate
 from kestrel_grpc.wire.open_calls import CancellableCalls, OpenCalls
+from kestrel_grpc.wire.refusals import Refusals
 from kestrel_runtime.api.engine import Engine
 
 
@@ -33,6 +34,8 @@ class CallGroups:
         self._request_gate = MessageGate(request_gate(config))
         self._short_gate = MessageGate(control_gate(config))
         self._stream_gate = StreamGate(MAX_WAITING_STREAMS)
+        self.refusals = Refusals()
+        """Of all groups."""
         self._open_calls, self._open_watches = OpenCalls(), OpenCalls()
         self.requests = CancellableCalls()
         """The open calls of `inference`."""
@@ -77,6 +80,7 @@ class CallGroups:
 
     def close(self) -> None:
         """Receive no further request message. Calls whose message has not arrived end with `EngineUnavailable`."""
+        self.refusals.close()
         self._request_gate.close()
         self._stream_gate.close()
 
@@ -102,6 +106,7 @@ class CallGroups:
             gate,
             max_calls,
             open_calls or self._open_calls,
+            self.refusals,
             observers,
             cancellable,
             stream_idle_timeout_s=self._config.stream_idle_timeout,

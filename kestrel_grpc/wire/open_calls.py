@@ -26,7 +26,13 @@ class OpenCalls:
         task = asyncio.current_task()
         assert task is not None
         self._tasks[task] = peer
-        task.add_done_callback(self._tasks.pop)
+        task.add_done_callback(lambda ended: self._tasks.pop(ended, None))
+
+    def discard(self) -> None:
+        """The current task no longer counts: nothing has to wait for it."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.pop(task, None)
 
     def peer_ports(self) -> set[int]:
         """The remote ports of connections with open calls."""

@@ -9,6 +9,8 @@ MAX_CONCURRENT_STREAMS = 100
 """Calls that one connection may have open. Further ones wait in the client, which is told the number at first."""
 MAX_DEALLOCATING_STREAMS = 200
 """Calls that one connection may have ended or reset and the server has not let go of. Further ones are refused."""
+MAX_PENDING_CALLS = 20_000
+"""Calls of all connections that wait for the event loop."""
 UNREAD_BYTES = 256 * 1024
 """How much of a call's message a client may send before the server reads it."""
 MAX_PING_STRIKES = 100
@@ -34,6 +36,10 @@ def server_options(max_message_bytes: int) -> tuple[tuple[str, int], ...]:
         # refuse ordinary clients that cancel some calls; the second is how many of them a connection may have.
         ("grpc.http.overload_protection", 1),
         ("grpc.http2.max_deallocating_streams", MAX_DEALLOCATING_STREAMS),
+        # With the bounds of each connection the queue is bounded by their number; beyond this many calls gRPC would
+        # drop some, whosever they are.
+        ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
         # With it gRPC widens the window of every call to what the network carries, whether the call is read or not:
         # on a fast network whole messages would be held in memory for calls that are not admitted yet.
         ("grpc.http2.bdp_probe", 0),

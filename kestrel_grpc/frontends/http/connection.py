@@ -50,6 +50,8 @@ class Connection(HttpToolsProtocol):
         self.closed: asyncio.Future[None] = self.loop.create_future()
         """Done when the connection has ended."""
         self.idle_since = time.monotonic()
+        self.is_refused = False
+        """Whether the request is refused, and only its answer, or the rest of its body, is outstanding."""
         self._max_connections = max_connections
         self._serving: asyncio.Task[Any] | None = None
         self._head_timer: asyncio.TimerHandle | None = None
@@ -110,6 +112,7 @@ class Connection(HttpToolsProtocol):
             self.cycle.keep_alive = False
             raise ValueError("a request before the answer to the one before it")
         super().on_message_begin()
+        self.is_refused = False
         scope: Any = self.scope  # its declared type lists the keys of the specification
         scope[CONNECTION_KEY] = self
 
@@ -206,10 +209,11 @@ def connection_factory(app: Any, state: ServerState) -> Callable[[], Connection]
 
 
 def _close_longest_idle(connections: Any, newest: Connection) -> bool:
-    idle = [item for item in connections if item is not newest and item.is_idle]
+    idle = [item for item in connections if item is not newest and (item.is_refused or item.is_idle)]
     if not idle:
         return False
-    longest = min(idle, key=lambda item: item.idle_since)
+    # Those whose request is refused go first; none of them is of use to its client.
+    longest = min(idle, key=lambda item: (not item.is_refused, item.idle_since))
     connections.discard(longest)
     longest.transport.close()
     return True

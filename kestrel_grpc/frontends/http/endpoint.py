@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -25,6 +26,8 @@ TIMEOUT_KEY = "x-request-timeout"
 """The header with the seconds that the caller waits, as gRPC's deadline."""
 _INLINE_BYTES = 256 * 1024
 """A larger body is parsed in a thread, so that other calls need not wait for it."""
+# Python's `float` takes more, such as 1_0.
+_NUMBER = re.compile(r"[0-9]+(\.[0-9]*)?([eE][+-]?[0-9]+)?|\.[0-9]+")
 _MAX_TIMEOUT_S = 86_400.0
 
 
@@ -150,6 +153,12 @@ class Endpoint:
         if isinstance(error, InvalidRequest) and call.request is not None:  # parsed here, and refused by the engine
             error.violations = renamed(error.violations, self._operation.field_name)
         failure = self._admission.fail(call, error)
+        if failure is not None and not events.has_begun:
+            exchange.connection.is_refused = True
+            try:
+                await self._admission.hold(call, error)
+            except asyncio.CancelledError:  # the client does not wait
+                return
         exchange.connection.serve_by(None)
         if failure is None:
             exchange.connection.abort()
@@ -186,10 +195,7 @@ def _timeout(text: str | None) -> tuple[float | None, InvalidRequest | None]:
     """The seconds in the header, or why they are none."""
     if text is None:
         return None, None
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
+    seconds = float(text) if _NUMBER.fullmatch(text) else math.nan
     if not 0.0 < seconds <= _MAX_TIMEOUT_S:
         description = f"must be a number of seconds above 0 and at most {_MAX_TIMEOUT_S:g}"
         return None, InvalidRequest((Violation(TIMEOUT_KEY, description),))

@@ -69,11 +69,13 @@ class HttpFrontend:
         self.port: int | None = None
         """The port that is listened on; None before `start`."""
         self._engine = engine
+        self._refusals = groups.refusals
         self._config = config
         self._readiness = readiness
         self._services = services
         self._certificate = certificate
         self._metrics = metrics
+        self._document = _encoded_description(services, engine.info.model)
         self._state = ServerState()
         self._guard = SourceGuard(_hosts(config), config.http_origins or ())
         handlers = self._handlers(groups)
@@ -141,6 +143,13 @@ class HttpFrontend:
         """Answer a request that becomes no call."""
         exchange = Exchange(scope, receive, send)
         request_id = CallContext(exchange.headers, None, "").request_id
+        exchange.connection.is_refused = True
+        exchange.connection.serve_by(asyncio.current_task())
+        try:
+            await self._refusals.hold(exchange.peer())
+        except asyncio.CancelledError:  # the client does not wait
+            return
+        exchange.connection.serve_by(None)
         failure = describe(error, self._engine.status)
         body = (dialect or self._services[0].dialect).failure(failure, request_id)
         await exchange.respond(failure.http_status, body, request_id, headers=failure_headers(failure))
@@ -184,13 +193,18 @@ class HttpFrontend:
         return await asyncio.to_thread(self._metrics)
 
     async def _describe(self, _: object, call: CallContext) -> bytes:
-        paths = {path: what for service in self._services for path, what in service.descriptions.items()}
-        document = {
-            "openapi": "3.1.0",
-            "info": {"title": "Kestrel", "version": "1", "description": f"Serves {self._engine.info.model}."},
-            "paths": paths,
-        }
-        return json.dumps(document).encode()
+        return self._document
+
+
+def _encoded_description(services: Sequence[HttpService], model: str) -> bytes:
+    """The OpenAPI document."""
+    paths = {path: what for service in services for path, what in service.descriptions.items()}
+    document = {
+        "openapi": "3.1.0",
+        "info": {"title": "Kestrel", "version": "1", "description": f"Serves {model}."},
+        "paths": paths,
+    }
+    return json.dumps(document).encode()
 
 
 class _Path:

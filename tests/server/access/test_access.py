@@ -97,6 +97,8 @@ async def test_a_known_token_gets_answers(path):
         (("authorization", "Basic kestrel_alice"),),
         (("authorization", "kestrel_alice"),),
         (("x-api-key", "kestrel_alice"),),
+        (("authorization", "Bearer kestrel_alice"), ("authorization", "Bearer kestrel_bob")),
+        (("authorization", "Bearer kestrel_alice"), ("authorization", "Basic kestrel_alice")),
     ],
 )
 @pytest.mark.parametrize("method", ["Query", "CompleteQuery"])

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import select
 import socket
+import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from http.client import HTTPConnection
 
 import pytest
 from prometheus_client import CollectorRegistry, Gauge
 
-from kestrel_grpc.telemetry.http_health import HealthPort
+from kestrel_grpc.telemetry import http_health
+from kestrel_grpc.telemetry.http_health import MAX_CONNECTIONS, HealthPort
 
 
 class Facts:
@@ -67,6 +72,27 @@ def test_other_paths_are_not_found(port):
 
 def test_a_client_that_connects_and_sends_nothing_delays_no_other(port):
     with socket.create_connection(("127.0.0.1", port)), socket.create_connection(("127.0.0.1", port)):
+        assert get(port, "/readyz")[0] == 200
+
+
+def test_beyond_a_number_of_connections_the_oldest_are_closed(port):
+    with ExitStack() as stack:
+        connections = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(MAX_CONNECTIONS + 8)
+        ]
+        assert get(port, "/readyz")[0] == 200
+        assert [connection.recv(1) for connection in connections[:8]] == [b""] * 8
+        assert sum("process_request_thread" in thread.name for thread in threading.enumerate()) <= MAX_CONNECTIONS
+
+
+def test_a_client_that_sends_a_byte_at_a_time_has_no_more_time(port, monkeypatch):
+    monkeypatch.setattr(http_health, "_CLIENT_TIMEOUT_S", 0.2)
+    with socket.create_connection(("127.0.0.1", port)) as slow:
+        while not select.select([slow], [], [], 0.02)[0]:
+            slow.sendall(b"G")
+        # Closing with unread bytes is a reset.
+        with contextlib.suppress(ConnectionResetError):
+            assert slow.recv(1) == b""
         assert get(port, "/readyz")[0] == 200
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from kestrel_client import Client
-from kestrel_grpc.telemetry.logs import log_call, set_up_logging
+from kestrel_grpc.telemetry.logs import MAX_FAILURE_LINES, CallLog, set_up_logging
 from kestrel_grpc.wire.call_context import OK, CallContext, Outcome
 from kestrel_runtime.api.events import Finished, FinishReason, QueryOutput, Timing, Usage
 from tests.reference_fixtures import MD3_SMALL
@@ -47,10 +47,10 @@ def new_call() -> CallContext:
     return CallContext((("x-request-id", "abc"),), None, QUERY)
 
 
-def test_a_call_is_one_line_of_text():
+async def test_a_call_is_one_line_of_text():
     stream = io.StringIO()
     logging_to(stream)
-    log_call(new_call(), Outcome("RESOURCE_EXHAUSTED", "QUEUE_FULL"))
+    CallLog().record(new_call(), Outcome("RESOURCE_EXHAUSTED", "QUEUE_FULL"))
     assert re.fullmatch(
         r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z INFO kestrel_grpc\.calls request_id=abc "
         r"method=kestrel\.v1\.VisionService/Query outcome=QUEUE_FULL duration_ms=\d+\.\d\n",
@@ -67,7 +67,7 @@ def test_a_call_is_one_object_of_json_with_its_facts_as_fields():
     )
     call.trace_id = "0af7"
     call.principal = "alice"
-    log_call(call, OK)
+    CallLog().record(call, OK)
     assert stream.getvalue().count("\n") == 1
     found = json.loads(stream.getvalue())
     facts = {
@@ -96,10 +96,32 @@ def test_an_exception_is_a_field_of_its_line():
     assert found["exception"].endswith("ValueError: broken")
 
 
+async def test_of_calls_that_fail_alike_some_have_a_line_and_the_others_are_counted():
+    stream = io.StringIO()
+    logging_to(stream, line_format="json")
+    log, alices = CallLog(), new_call()
+    alices.principal = "alice"
+    for _ in range(1000):
+        log.record(new_call(), Outcome("UNAUTHENTICATED", "TOKEN_INVALID"))
+    log.record(new_call(), Outcome("UNIMPLEMENTED", "METHOD_UNKNOWN"))
+    log.record(alices, Outcome("UNAUTHENTICATED", "TOKEN_INVALID"))
+    log.record(new_call(), OK)
+    log.close()
+    found = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert len([line for line in found if line["outcome"] == "TOKEN_INVALID"]) == MAX_FAILURE_LINES + 2
+    assert [line["outcome"] for line in found[MAX_FAILURE_LINES:]] == [
+        "METHOD_UNKNOWN",
+        "TOKEN_INVALID",
+        "OK",
+        "TOKEN_INVALID",
+    ]
+    assert (found[-1]["calls"], "tenant" in found[-1]) == (1000 - MAX_FAILURE_LINES, False)
+
+
 def test_calls_are_not_logged_above_info():
     stream = io.StringIO()
     logging_to(stream, "warning")
-    log_call(new_call(), OK)
+    CallLog().record(new_call(), OK)
     assert stream.getvalue() == ""
 
 

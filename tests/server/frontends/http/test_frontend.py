@@ -14,6 +14,7 @@ import trustme
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.listeners import PortUnavailable
 from kestrel_grpc.server import Server
+from kestrel_grpc.wire import refusals
 from kestrel_runtime.api.engine import EngineStatus
 from tests.fakes import HOLD, FakeEngine, answers
 from tests.server.certificates import Pair
@@ -55,6 +56,44 @@ async def test_a_call_needs_a_token_that_allows_it(tmp_path: Path) -> None:
         assert (await rig.ask("/metrics", headers=bearer("root"))).status == 200
         assert (await rig.ask("/readyz")).status == 200
         assert rig.engine.tenants == ["alice", "alice"]
+
+
+async def test_a_call_with_two_tokens_is_refused(tmp_path: Path) -> None:
+    file = tokens_in(tmp_path, alice='scopes = ["infer"]', bob='scopes = ["infer"]')
+    async with serving_http(tokens=file) as rig:
+        for second in ("alice", "bob"):
+            both = {"authorization": f"Bearer {second}", **bearer("alice")}
+            refused = await rig.ask("/v1/query", QUERY, headers=both)
+            assert (refused.status, refused.json["error"]["code"]) == (401, "TOKEN_INVALID")
+        assert rig.engine.requests == []
+
+
+@pytest.mark.parametrize("seconds", ["1_0", "nan", "1e999", "-1", "0x10", "1.2.3", ""])
+async def test_a_timeout_that_is_no_number_of_seconds_is_refused(seconds: str) -> None:
+    async with serving_http() as rig:
+        refused = await rig.ask("/v1/query", QUERY, headers={"X-Request-Timeout": seconds})
+        assert (refused.status, refused.json["error"]["code"]) == (400, "INVALID_REQUEST")
+        for taken in ("10", "2.5", "1e1", ".5"):
+            assert (await rig.ask("/v1/query", QUERY, headers={"X-Request-Timeout": taken})).status == 200
+
+
+async def test_a_connection_that_is_refused_again_and_again_waits_and_delays_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(refusals, "_BURST", 3.0)
+    monkeypatch.setattr(refusals, "_PER_S", 0.001)
+    file = tokens_in(tmp_path, alice='scopes = ["infer"]')
+    async with serving_http(tokens=file) as rig, rig.connect() as connection:
+        for path in ("/nothing", "/v1/models", "/v1/query"):
+            await connection.send(path)
+            assert (await connection.response()).status in (401, 404, 405)
+        await connection.send("/nothing")
+        waiting = asyncio.create_task(connection.response())
+        assert (await rig.ask("/v1/query", QUERY, headers=bearer("alice"))).status == 200
+        assert (await rig.ask("/v1/query", QUERY)).status == 401
+        assert not waiting.done()
+        await rig.server.drain()
+        assert (await waiting).status == 404
 
 
 async def test_a_call_is_refused_from_its_headers_before_its_body_has_come(tmp_path: Path) -> None:
