@@ -27,8 +27,8 @@ from kestrel_runtime.constraints.vocabulary import Vocabulary
 
 _NUM_THREADS = 4
 _THREADS_PER_TENANT = 2
-_MAX_S = 0.5
-"""How long a request waits for its constraint: five times what it takes on a machine with a free processor."""
+_MAX_S = 1.0
+"""How long a request waits for its constraint: ten times what it takes on a machine with a free processor."""
 _NOTHING_IS_FORCED = '%llguidance {"no_forcing": true}\n'
 _JSON_FORM = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 _ESCAPED = frozenset("\\.+*?()|[]{}^$#&-~/")
