@@ -195,7 +195,7 @@ class ServerConfig:
         whole_number(1),
         "most requests that generate at a time",
         unit="requests",
-        default_text="64 on a GPU, else 16",
+        default_text="64 on a GPU, less where it has little memory, else 16",
     )
     kv_pages: int | None = option_field(
         None,
@@ -209,6 +209,13 @@ class ServerConfig:
         fraction,
         "share of the GPU's memory, or of what the host and the container have available, that the server may take "
         "for everything; the key-value cache gets what is left of it",
+    )
+    memory_limit: int | None = option_field(
+        None,
+        whole_number(1),
+        "memory of the GPU that counts as there is: more is neither planned nor taken",
+        unit="bytes",
+        default_text="all",
     )
     page_size: int = option_field(
         _ENGINE.page_size, whole_number(1), "size of a page of the key-value cache", unit="tokens"
@@ -349,7 +356,7 @@ class ServerConfig:
         whole_number(1),
         "prompt tokens per step while other requests decode; lower values delay decoding less",
         unit="tokens",
-        default_text="8192 on a GPU, else 1024",
+        default_text="8192 on a GPU, less where it has little memory, else 1024",
     )
     max_crops: int | None = option_field(
         None,
@@ -357,7 +364,7 @@ class ServerConfig:
         "image tiles that one step may encode while other requests decode; lower values reduce queueing delay, and"
         " without a GPU the delay of decoding requests",
         unit="tiles",
-        default_text="72 on a GPU, else 4",
+        default_text="72 on a GPU, less where it has little memory, else 4",
     )
     step_timeout: float | None = option_field(
         None,
@@ -451,6 +458,7 @@ class ServerConfig:
             max_batch_size=self.max_batch_size,
             num_kv_pages=self.kv_pages,
             memory_utilization=self.memory_utilization,
+            memory_limit=self.memory_limit,
             page_size=self.page_size,
             prefix_cache=self.prefix_cache,
             image_cache_bytes=self.image_cache_bytes,

@@ -65,12 +65,15 @@ def plan_for(
 ) -> ExpertsPlan:
     """The plan for so many tokens, the type that tensor cores multiply and the device.
 
-    With less shared memory than Hopper has, fewer loads run concurrently. Without its products of warp groups, the
-    sums of large tiles are divided among more warps.
+    With less shared memory than Hopper has, fewer loads run concurrently. Without its products of warp groups,
+    large tiles are divided among other numbers of warps.
     """
     plan = _measured(num_tokens, num_experts, choices, operand)
     if not limits.is_hopper and plan.block_tokens > _FEW_TOKENS and operand != torch.float32:
-        plan = replace(plan, expand=replace(plan.expand, num_warps=8))
+        if operand == torch.float8_e4m3fn:
+            plan = replace(plan, expand=replace(plan.expand, num_warps=8))
+        else:
+            plan = replace(plan, contract=replace(plan.contract, num_warps=4))
     shared_bytes = limits.shared_bytes
     block, expand, contract = plan.block_tokens, plan.expand, plan.contract
     return replace(

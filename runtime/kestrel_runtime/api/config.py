@@ -39,11 +39,14 @@ class EngineConfig:
     kernels: tuple[tuple[str, str], ...] = ()
     """(operation, implementation) of fused operations, where it shall not be the fastest there is."""
     max_batch_size: int | None = None
-    """Sequences that hold pages together, prefilling or decoding; None: 64 on CUDA, else 16."""
+    """Sequences that hold pages together, prefilling or decoding; None: 64 on CUDA, else 16. Of this and the next
+    two a GPU with little memory beside the weights takes a half or a quarter (`StepBounds`)."""
     num_kv_pages: int | None = None
     memory_utilization: float = 0.9
     """Share of the GPU's memory, or of what the host and its control groups have available, that may be taken for
     weights, cache, activations, captured graphs and images together."""
+    memory_limit: int | None = None
+    """Bytes of a GPU's memory that count as there are; None: all. `memory_utilization` is a share of them."""
     page_size: int = 16
     """Tokens in a page."""
     prefix_cache: bool = True

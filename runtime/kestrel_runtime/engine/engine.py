@@ -53,6 +53,7 @@ from kestrel_runtime.execution.cuda_stream import CudaStream
 from kestrel_runtime.imaging.device_tiler import DeviceTiler
 from kestrel_runtime.imaging.tiles import Tiling, max_kept_bytes
 from kestrel_runtime.memory.host_limits import available_processors
+from kestrel_runtime.memory.plan import MemoryReading
 from kestrel_runtime.models.family import config_of
 from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.scheduling.admission import Admission, Cost, QueueLimits
@@ -88,7 +89,9 @@ class LocalEngine:
         """
         model_config = config_of(loaded.model)
         skills = loaded.family.skills(model_config)
-        bounds = StepBounds.of(config, loaded.model.device.type)
+        device = loaded.model.device
+        reading = MemoryReading.of(device, 0, config.memory_limit)
+        bounds = StepBounds.of(config, device.type, reading.usable_bytes(config.memory_utilization))
         prepared = loaded.family.prepare(loaded.model, config, bounds, owns_model=owns_model)
         tiling, tile_on_device = loaded.family.tiling(model_config), prepared.tile_on_device()
         max_decoded_bytes = _max_decoded_bytes(config, bounds, tiling, decoded=tile_on_device is not None)

@@ -64,8 +64,9 @@ class MemoryReading:
     """Whether it is memory of the host, which has other users."""
 
     @classmethod
-    def of(cls, device: torch.device, weight_bytes: int) -> MemoryReading:
-        """Read it. `weight_bytes` counts where the device cannot tell what this process holds, as the host."""
+    def of(cls, device: torch.device, weight_bytes: int, limit: int | None = None) -> MemoryReading:
+        """Read it. `weight_bytes` counts where the device cannot tell what this process holds, as the host. A CUDA
+        device has no more than `limit` bytes, of which what is used comes first."""
         if device.type != "cuda":
             total, available = total_memory_bytes(), available_memory_bytes()
             # Weights that are mapped from a file may count as available.
@@ -74,11 +75,18 @@ class MemoryReading:
         gc.collect()
         torch.cuda.empty_cache()
         available, total = torch.cuda.mem_get_info(device)
-        return cls(total, available, torch.cuda.memory_reserved(device), is_host=False)
+        beyond = 0 if limit is None else max(total - limit, 0)
+        return cls(total - beyond, max(available - beyond, 0), torch.cuda.memory_reserved(device), is_host=False)
 
     @property
     def used_bytes(self) -> int:
         return self.total_bytes - self.available_bytes
+
+    def usable_bytes(self, utilization: float) -> float:
+        """What may still be taken of it, where this share may be."""
+        if self.is_host:
+            return utilization * self.available_bytes
+        return utilization * self.total_bytes - self.used_bytes
 
 
 def image_cache_bytes(configured: int | None, image_bytes: int, available_bytes: int, *, is_host: bool) -> int:
@@ -106,11 +114,7 @@ def plan_memory(
     own_bytes += needs.image_cache_bytes + needs.adapter_bytes
     is_given = num_pages is not None
     if num_pages is None:
-        if reading.is_host:
-            usable = utilization * reading.available_bytes
-        else:
-            usable = utilization * reading.total_bytes - reading.used_bytes
-        num_pages = max(0, int((usable - own_bytes) // needs.page_bytes))
+        num_pages = max(0, int((reading.usable_bytes(utilization) - own_bytes) // needs.page_bytes))
         if reading.is_host:
             num_pages = min(num_pages, max(needs.batch_pages, needs.least_pages))
     cache_bytes = num_pages * needs.page_bytes

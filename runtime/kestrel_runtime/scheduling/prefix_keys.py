@@ -28,6 +28,7 @@ FIELDS_WITHOUT_EFFECT: Mapping[str, str] = {
     "max_batch_size": "how many sequences run together; rows of a step do not read each other",
     "num_kv_pages": "how many pages there are, not what they hold",
     "memory_utilization": "how many pages there are, not what they hold",
+    "memory_limit": "how many pages there are, not what they hold",
     "image_cache_bytes": "how many image embeddings are kept, not what they hold",
     "adapters": "where adapters are; keys have the content of each",
     "adapter_repositories": "where adapters are; keys have the content of each",

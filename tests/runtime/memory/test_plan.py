@@ -163,6 +163,20 @@ def test_a_gpu_is_read_once_torch_has_given_back_what_it_only_keeps(monkeypatch:
     assert reading.used_bytes == 14_999_969
 
 
+@pytest.mark.parametrize(
+    ("limit", "total", "available"), [(40, 40, 25), (10, 10, 0), (100, 100, 85), (300, 100, 85)]
+)
+def test_a_limit_takes_what_is_beyond_it_from_a_gpu(
+    limit: int, total: int, available: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 9)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (85, 100))
+    reading = MemoryReading.of(torch.device("cuda"), 0, limit)
+    assert reading == MemoryReading(total, available, 9, is_host=False)
+    assert reading.usable_bytes(0.5) == pytest.approx(0.5 * total - (total - available))
+
+
 def test_weights_on_the_host_that_count_as_available_are_not_taken_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_plan, "total_memory_bytes", lambda: 1_000_003)
     monkeypatch.setattr(memory_plan, "available_memory_bytes", lambda: 900_001)

@@ -112,6 +112,7 @@ OTHER_VALUES: dict[str, Any] = {
     "prefix_cache": False,
     "max_batch_size": 5,
     "num_kv_pages": 77,
+    "memory_limit": 2**33,
     "image_cache_bytes": 12345,
     "adapters": "/somewhere",
     "adapter_repositories": ("org/name",),

@@ -39,7 +39,7 @@ def plan_cache(
     `step_bytes`: activations of the largest step. `weight_bytes`, and `host_image_bytes` for decoded images, count
     if the device is the host. Raises `CheckpointError` if memory is too small for the fewest pages.
     """
-    reading = MemoryReading.of(model.device, weight_bytes)
+    reading = MemoryReading.of(model.device, weight_bytes, config.memory_limit)
     needs = memory_needs(
         model,
         config,
