@@ -16,7 +16,8 @@
 #   cards        on Hopper, what is compiled for Ampere and Ada: every kernel, and FOLDERS
 #   card-times   the times of portable plans beside those of Hopper's
 #
-# Leaves JSON, a page and a table in OUT. Nothing need be installed: what is missing may lie on PYTHONPATH. Settings:
+# Leaves JSON, a page and a table in OUT. Nothing need be installed: what is missing may lie on PYTHONPATH (the tests
+# also want pytest-asyncio, the outlines the training extra, the constraints jsonschema). Settings:
 #   MODEL         moondream2 (default), moondream3 or moondream3-fp8
 #   OUT           where results go (default bench/results)
 #   WEIGHTS       folder of the random checkpoints, made where they are missing (default /tmp)

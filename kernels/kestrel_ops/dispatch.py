@@ -95,13 +95,13 @@ def num_compilations() -> int:
     return 0 if module is None else module.compilations().count
 
 
-def compiled_together() -> AbstractContextManager[None]:
-    """Within it Triton kernels are compiled instead of launched, by many processes; they are ready at its end.
+def compiled_together(num_processors: int) -> AbstractContextManager[None]:
+    """Within it Triton kernels are compiled instead of launched, by so many processes; they are ready at its end.
 
     What is computed within it is not defined.
     """
     module = _compilations()
-    return nullcontext() if module is None else module.compiled_together()
+    return nullcontext() if module is None else module.compiled_together(num_processors)
 
 
 def prepare_compilations() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import multiprocessing
-import os
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager, suppress
@@ -21,6 +21,9 @@ from typing import Any
 import triton
 from triton import knobs
 
+_MOST_PROCESSES = 16
+"""Each takes some hundred megabytes of memory."""
+_MOST_SECONDS = 120.0
 _only_compiles: ContextVar[bool] = ContextVar("_only_compiles", default=False)
 
 
@@ -38,7 +41,7 @@ def launcher(kernel: Any, grid: tuple[Any, ...]) -> Callable[..., Any]:
 
 
 @contextmanager
-def compiled_together() -> Iterator[None]:
+def compiled_together(num_processors: int) -> Iterator[None]:
     """Within it kernels are compiled instead of launched; they are ready at its end.
 
     With a Triton that cannot compile in the background, before 3.5, they are launched.
@@ -46,7 +49,7 @@ def compiled_together() -> Iterator[None]:
     if not hasattr(triton, "AsyncCompileMode"):
         yield
         return
-    compiling = _Compiling()
+    compiling = _Compiling(min(num_processors, _MOST_PROCESSES))
     with triton.AsyncCompileMode(compiling):  # pyright: ignore[reportAttributeAccessIssue]
         token = _only_compiles.set(True)
         try:
@@ -61,7 +64,8 @@ def compiled_together() -> Iterator[None]:
 class _Compiling(Executor):
     """Takes compilations, and does them all in `finish`."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_processes: int) -> None:
+        self._num_processes = num_processes
         self._jobs: list[tuple[Callable[[], Any], Future[Any]]] = []
         self.kernels: list[Any] = []
 
@@ -72,7 +76,7 @@ class _Compiling(Executor):
 
     def finish(self) -> None:
         """Compile in other processes what is not in the folder of compiled kernels, and load all from there."""
-        _in_other_processes([job for job, _ in self._jobs])
+        in_other_processes([job for job, _ in self._jobs], self._num_processes)
         for job, future in self._jobs:
             try:
                 kernel = job()
@@ -83,13 +87,13 @@ class _Compiling(Executor):
                 future.set_result(kernel)
 
 
-def _in_other_processes(jobs: list[Callable[[], Any]]) -> None:
-    """Compile kernels for what this leaves in files. What fails there is left to others.
+def in_other_processes(jobs: list[Callable[[], Any]], num_processes: int) -> None:
+    """Compile kernels for what this leaves in files. What fails there, or takes too long, is left to the caller.
 
     Forked processes know the jobs, which cannot be sent to others. They use no device.
     """
-    num_processes = min(len(jobs), len(os.sched_getaffinity(0)))
-    if num_processes < 2:
+    num_processes = min(num_processes, len(jobs))
+    if num_processes < 2 or "fork" not in multiprocessing.get_all_start_methods():
         return
     context = multiprocessing.get_context("fork")
     numbers: Any = context.SimpleQueue()
@@ -106,8 +110,10 @@ def _in_other_processes(jobs: list[Callable[[], Any]]) -> None:
     processes = [context.Process(target=work, daemon=True) for _ in range(num_processes)]
     for process in processes:
         process.start()
+    until = time.monotonic() + _MOST_SECONDS
     for process in processes:
-        process.join()
+        process.join(max(0.0, until - time.monotonic()))
+        process.kill()  # without effect where it has ended
 
 
 class Compilations:

@@ -18,6 +18,7 @@ from kestrel_ops import compiled_together
 from kestrel_runtime.execution.buckets import DecodeSize, PrefillSize, batch_sizes, largest_prefill
 from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.execution.step_inputs import InputBuffers, fill_blank_decode
+from kestrel_runtime.memory.host_limits import available_processors
 from kestrel_runtime.models.moondream.execution_config import UNFUSED, ExecutionConfig
 from kestrel_runtime.models.moondream.fused_weights import NUM_WIDE_BLOCKS
 from kestrel_runtime.models.moondream.largest_steps import blank_prefill
@@ -41,7 +42,7 @@ def compile_kernels(
         return
     started = time.monotonic()
     small = abridged(model)
-    with compiled_together():
+    with compiled_together(available_processors()):
         paths = ModelPaths.of(small, execution, max_batch_size=bounds.max_batch_size)
         _run_text(small, paths, bounds, KVCache(small.config.text, 1, page_size, model.device, cache_dtype))
         _run_vision(small, paths, execution)
