@@ -153,7 +153,7 @@ def main() -> None:
     refuse(openai.NotFoundError, lambda: alice.responses.create(model=model, input="hi"), "method_unknown")
     for unsupported in (
         {"tools": [{"type": "function", "function": {"name": "f"}}]},
-        {"reasoning_effort": "high"},
+        {"web_search_options": {"search_context_size": "low"}},
     ):
         (name,) = unsupported
         error = refuse(
