@@ -7,7 +7,9 @@ Invariants
       of its pages at once; `PageManager` decides when they can be allocated again.
   I2  Each RUNNING sequence whose context is not full is in every decode batch, so its next token takes one step.
   I3  While any sequence decodes, a prefill step has at most `max_prefill_tokens` prompt tokens (or one image
-      prefix, which cannot be split) and at most `max_tiles_per_step` tiles.
+      prefix, which cannot be split) and at most `max_tiles_per_step` tiles. Where sequences of several tenants are
+      active, at most a quarter of the tokens belongs to the tenants that were not served least: their long prompts
+      delay the others less.
   I4  A page is allocated when a token needs it. Where none is available, a sequence is preempted: it waits again,
       keeps its tokens, and is prefilled with them later. It is the youngest of the tenant with the largest share
       (`TenantShares`). So the oldest sequence always advances where all are of one tenant.
@@ -50,6 +52,8 @@ from kestrel_runtime.scheduling.tenant_shares import TenantShares
 from kestrel_runtime.scheduling.waiting_queue import WaitingQueue
 
 _NO_MATCH = PrefixMatch()
+_PART_OF_OTHERS = 4
+"""Of the tokens of a prefill step, one in so many may be of tenants that were served more than another."""
 
 
 class _Start(NamedTuple):
@@ -576,6 +580,9 @@ class Scheduler:
     def _plan_prefill(self, *, bounded: bool) -> tuple[list[EncodeItem], list[Chunk]]:
         tiles_left = self._max_tiles_per_step
         tokens_left = self._max_prefill_tokens
+        has_several = len(self._num_active_of) > 1
+        least_served = min(map(self._waiting.service_of, self._num_active_of)) if has_several else float("inf")
+        others_left = max(1, tokens_left // _PART_OF_OTHERS)
         encode: list[EncodeItem] = []
         prefill: list[Chunk] = []
         prefilling = [sequence for sequence in self._active if sequence.state is SequenceState.PREFILLING]
@@ -591,9 +598,13 @@ class Scheduler:
                     tiles_left -= count
                 if count < num_tiles:
                     continue
-            chunks = self._next_chunks(sequence, tokens_left, may_exceed_limit=not prefill)
+            is_other = has_several and self._waiting.service_of(sequence.tenant) > least_served
+            num_allowed = min(tokens_left, others_left) if is_other else tokens_left
+            chunks = self._next_chunks(sequence, num_allowed, may_exceed_limit=not prefill)
             prefill += chunks
-            tokens_left -= sum(chunk.end - chunk.start for chunk in chunks)
+            num_tokens = sum(chunk.end - chunk.start for chunk in chunks)
+            tokens_left -= num_tokens
+            others_left = max(0, others_left - num_tokens * is_other)
             if tokens_left <= 0 or (not bounded and tiles_left <= 0):
                 break
         return encode, prefill

@@ -173,6 +173,16 @@ def test_the_prompt_of_the_tenant_that_was_served_least_is_computed_first():
     assert question.state is FINISHED
 
 
+def test_long_prompts_are_cut_smaller_while_a_tenant_that_was_served_less_is_active():
+    world = World(num_pages=200, batch=8, prefill=40)
+    world.add(5, tenant="modest", generates=10)
+    world.step()
+    (long,) = flood(world, 1, prompt=200)
+    steps = [world.step().prefill for _ in range(9)]
+    assert steps == [[(long, 10 * number, 10 * number + 10)] for number in range(9)]
+    assert world.step().prefill == [(long, 90, 130)]
+
+
 def test_with_a_single_tenant_nobody_yields():
     world = World(batch=4)
     sequences = flood(world, 8, tenant="", priority=Priority.BATCH)
