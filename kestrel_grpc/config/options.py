@@ -45,6 +45,7 @@ class ConfigurationError(Exception):
 
 
 _ENGINE = EngineConfig()
+_MOST_MEMORY_BYTES = 2**50
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +213,7 @@ class ServerConfig:
     )
     memory_limit: int | None = option_field(
         None,
-        whole_number(1),
+        byte_count(1, _MOST_MEMORY_BYTES),
         "memory of the GPU that counts as there is: more is neither planned nor taken",
         unit="bytes",
         default_text="all",
