@@ -83,6 +83,9 @@ RUN_BY = {
 """The commands and programs of docs/, by a text in them, and what runs them as they are written."""
 NOT_RUN = {
     "--adapters /srv/adapters": "the folder is the reader's",
+    "pip install peft": "PEFT is not installed for tests; those of tests/training/test_with_peft.py do without it",
+    "with_peft.py examples.jsonl": "needs PEFT",
+    "--adapters adapters &": "serves what the commands before it train",
     "python -m training adapter": "trains for minutes; its parts have tests",
     "python -m pytest -p tests.runtime.without_moondream": "CI runs it",
     "grpcurl -plaintext": "grpcurl is not installed with this package; the README's run where it is",

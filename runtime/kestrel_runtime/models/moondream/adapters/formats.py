@@ -33,6 +33,9 @@ _FINETUNE = re.compile(
     r"(?:lora_state_dict\.|_text\.|text_lora\.)*(?P<kind>dense|moe)\.(?P<number>\d{1,4})\.(?P<matrix>up|down)_(?P<side>[ab])"
 )
 _VARIANT = re.compile(r"(?P<module>text(?:_model)?\.[\w.]+?)(?:\.parametrizations\.weight\.0)?\.(?P<side>[AB])")
+_OF_IMAGE_ENCODER = re.compile(r"base_model\.model\.(model\.)?(vision|vision_encoder)\.", re.ASCII)
+PEFT_TARGETS = r".*text.*\.(attn\.(qkv|proj)|mlp\.(fc1|fc2))"
+"""The modules that PEFT may change. Those of the image encoder end alike, and have no `text` in their names."""
 _MATRIX_OF = {"up": "mlp.fc1", "down": "mlp.fc2"}
 _EXPERTS_LAYOUT_OF_PEFT = (0, 19)
 """From this version on PEFT takes 3-D weights as [experts, out, in]; before as [experts, in, out]."""
@@ -53,9 +56,12 @@ def read_adapter(files: AdapterFiles, config: TextConfig, max_rank: int, dtype: 
     peft = None if files.config is None else PeftConfig.read(files.config, problems)
     place = _place_of_peft if peft is not None else _place_of_maker(files.tensors, config)
     pairs: dict[str, dict[str, tuple[str, Tensor]]] = {}
+    num_of_encoder = 0
     for name, tensor in files.tensors.items():
         found = place(name)
-        if found is None or found.target not in expected:
+        if peft is not None and _OF_IMAGE_ENCODER.match(name):
+            num_of_encoder += 1
+        elif found is None or found.target not in expected:
             problems.append(f"unexpected {name[:_MAX_ECHO_CHARS]}")
         elif found.side in (own := pairs.setdefault(found.target, {})):
             if not torch.equal(own[found.side][1], tensor):  # one format has names that mean the same
@@ -67,6 +73,12 @@ def read_adapter(files: AdapterFiles, config: TextConfig, max_rank: int, dtype: 
         checked = _checked(target, own, expected[target], peft, problems)
         if checked is not None:
             factors[target] = _converted(target, checked, dtype, problems)
+    if num_of_encoder:
+        problems.insert(
+            0,
+            f"tensors of the image encoder: {num_of_encoder}; adapters change the decoder alone, so train with "
+            f'target_modules=r"{PEFT_TARGETS}"',
+        )
     if not files.tensors:
         problems.append("has no tensors")
     if problems:

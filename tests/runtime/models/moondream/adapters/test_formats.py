@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -134,7 +135,11 @@ QKV = "base_model.model.model.text.blocks.0.attn.qkv"
             {f"{PREFIX}.text.lm_head.lora_A.weight": torch.ones(4, 8)},
             "unexpected base",
         ),
-        ("vision", {f"{PREFIX}.vision.blocks.0.attn.qkv.lora_A.weight": torch.ones(4)}, "unexpected"),
+        (
+            "vision",
+            {f"{PREFIX}.vision.blocks.0.attn.qkv.lora_A.weight": torch.ones(4)},
+            "tensors of the image encoder: 1;",
+        ),
         (
             "no such layer",
             {f"{PREFIX}.text.blocks.99.attn.qkv.lora_A.weight": torch.ones(4)},
@@ -196,3 +201,17 @@ def test_numbers_that_the_type_of_the_model_cannot_hold_are_refused(config: Text
 def test_settings_that_are_not_applied_are_refused_by_name(config: TextConfig, setting: dict[str, Any]) -> None:
     pairs = random_pairs(config, seed=1, rank=RANK, targets=lambda target: target == "blocks.0.attn.qkv")
     assert next(iter(setting)) in problems(config, peft_tensors(pairs), {**PEFT_CONFIG, **setting})
+
+
+def test_tensors_of_the_image_encoder_are_told_once_with_the_modules_to_train(moondream3: LoadedModel) -> None:
+    config = moondream3.model.config.text
+    tensors = peft_tensors(random_pairs(config, 1, RANK))
+    for layer in range(2):
+        for side, shape in (("A", (RANK, 8)), ("B", (8, RANK))):
+            tensors[f"{PREFIX}.vision.blocks.{layer}.attn.qkv.lora_{side}.weight"] = torch.zeros(shape)
+    problem = problems(config, tensors, PEFT_CONFIG)
+    assert problem.startswith("tensors of the image encoder: 4; ")
+    modules = problem.partition('target_modules=r"')[2].removesuffix('"')
+    found = [name for name, _ in moondream3.model.named_modules(prefix="model") if re.fullmatch(modules, name)]
+    assert {name.partition("model.text.")[2] for name in found} >= {"blocks.0.attn.qkv", "blocks.0.mlp.fc1"}
+    assert [name for name in found if ".vision." in name] == []
