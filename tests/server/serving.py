@@ -54,8 +54,15 @@ class Serving:
 
 
 def open_channel(server: Server) -> grpc.aio.Channel:
-    """A connection of its own."""
-    options = (("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -1))
+    """A connection of its own.
+
+    Its window does not grow: on a busy machine it would hold all that a reader does not take, and no write would wait.
+    """
+    options = (
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.http2.bdp_probe", 0),
+    )
     return grpc.aio.insecure_channel(f"127.0.0.1:{server.port}", options=options)
 
 
