@@ -56,7 +56,8 @@ class Serving:
 def open_channel(server: Server) -> grpc.aio.Channel:
     """A connection of its own.
 
-    Its window does not grow: on a busy machine it would hold all that a reader does not take, and no write would wait.
+    Its window does not grow: on a busy machine it would hold all that a reader does not take, and no write would
+    wait.
     """
     options = (
         ("grpc.use_local_subchannel_pool", 1),
