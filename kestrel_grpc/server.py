@@ -245,16 +245,18 @@ class Server:
             info.config.max_image_bytes,
             None if config.tokens is None else self._access.namespaces,
         )
-        return TritonService(Submission(self._engine, self._images), self._readiness, memory, info.model)
+        submission = Submission(self._engine, self._images, model_names=self._config.served_model_name or ())
+        return TritonService(submission, self._readiness, memory, info.model)
 
     def _http_frontend(self, certificate: CertificateFiles | None) -> HttpFrontend:
         info = self._engine.info
-        submission = Submission(self._engine, self._images, self._store)
+        names = self._config.served_model_name or ()
+        submission = Submission(self._engine, self._images, self._store, model_names=names)
         intake = None if self._store is None else ImageIntake(self._engine, self._store)
         max_image_bytes = info.config.max_image_bytes
         services = (
             RestService(submission, info.model, intake, max_image_bytes=max_image_bytes),
-            OpenAiService(submission, self._engine, max_image_bytes=max_image_bytes),
+            OpenAiService(submission, self._engine, model_names=names, max_image_bytes=max_image_bytes),
         )
         return HttpFrontend(
             self._engine,

@@ -57,6 +57,12 @@ class ServerConfig:
     model: str = option_field(
         _ENGINE.model, some_text, "the built-in toy model, a local folder or file, or a name on the hub"
     )
+    served_model_name: tuple[str, ...] | None = option_field(
+        None,
+        names,
+        "further names that requests may give the model, separated by commas; OpenAI's API lists these",
+        default_text="none",
+    )
     revision: str | None = option_field(
         None, some_text, "revision of a hub model", default_text="the published one"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
@@ -17,13 +17,24 @@ from kestrel_runtime.api.events import Finished
 from kestrel_runtime.api.requests import Request
 from kestrel_runtime.api.stream import Stream
 
+_DEFAULT_MODEL_NAMES = ("moondream3-preview",)
+"""The names that Moondream's client sends for a caller who names no model. Each stands for the served model."""
+
 
 class Submission:
     """Shared by all calls. Raises what the engine, the source of images and the store of images raise."""
 
-    def __init__(self, engine: Engine, images: ImageSource, store: ImageStore | None = None) -> None:
-        """Where `store` is None no images are stored."""
+    def __init__(
+        self,
+        engine: Engine,
+        images: ImageSource,
+        store: ImageStore | None = None,
+        *,
+        model_names: Collection[str] = (),
+    ) -> None:
+        """Where `store` is None no images are stored. `model_names`: further names of the served model."""
         self._engine = engine
+        self._model_names = (*model_names, *_DEFAULT_MODEL_NAMES)
         self._images = images
         self._store = store
 
@@ -42,7 +53,7 @@ class Submission:
     ) -> list[Stream]:
         """As `submit`, with a stream for each of the samples that the request asks for. Each is a request of the
         engine; where one of them is refused, none runs."""
-        request = await self._with_adapter(request)
+        request = await self._with_adapter(self._with_own_name(request))
         if call.max_priority is not request.options.max_priority:
             request = replace(request, options=replace(request.options, max_priority=call.max_priority))
         call.request = RequestSummary(request)
@@ -66,6 +77,15 @@ class Submission:
             raise
         call.release()
         return streams
+
+    def _with_own_name(self, request: Request) -> Request:
+        """A further name of the served model is replaced, also where the name of an adapter follows."""
+        options, served = request.options, self._engine.info.model
+        for name in self._model_names:
+            if options.model == name or options.model.startswith(f"{name}/"):
+                model = served + options.model.removeprefix(name)
+                return replace(request, options=replace(options, model=model))
+        return request
 
     async def _with_adapter(self, request: Request) -> Request:
         """A model named as `model/name@step` or `name@step` is an adapter of the served model, unless the request

@@ -101,7 +101,8 @@ class GrpcFrontend:
         self._config = config
         self._groups = groups
         self._certificate = certificate
-        self._vision = VisionService(Submission(engine, images, store), engine.info.model)
+        submission = Submission(engine, images, store, model_names=config.served_model_name or ())
+        self._vision = VisionService(submission, engine.info.model)
         self._images = None if store is None else ImageService(engine, store)
         self._operations = EngineService(
             engine,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -125,15 +125,16 @@ class CompletionRenderer:
         return sent_event({**self._facts, "choices": [], "usage": _usage(finished.usage)}) + DONE
 
 
-def models_json(model: str, adapters: Iterable[str], created_s: int) -> bytes:
-    """The served model, and its adapters."""
-    data = [_model(model, created_s), *(_model(name, created_s, parent=model) for name in adapters)]
+def models_json(models: Sequence[str], adapters: Iterable[str], created_s: int) -> bytes:
+    """The names of the served model, and its adapters."""
+    data = [_model(name, created_s) for name in models]
+    data += [_model(name, created_s, parent=models[0]) for name in adapters]
     return to_json({"object": "list", "data": data})
 
 
-def model_json(name: str, model: str, created_s: int) -> bytes:
+def model_json(name: str, models: Sequence[str], created_s: int) -> bytes:
     """The served model, or one of its adapters."""
-    return to_json(_model(name, created_s, parent=None if name == model else model))
+    return to_json(_model(name, created_s, parent=None if name in models else models[0]))
 
 
 def failure_json(failure: CallFailure) -> bytes:

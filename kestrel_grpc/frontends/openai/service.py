@@ -46,10 +46,14 @@ class OpenAiDialect:
 class OpenAiService:
     """Chat and completions are queries of the engine. Each call is one request of the engine and ends with it."""
 
-    def __init__(self, submission: Submission, engine: Engine, *, max_image_bytes: int) -> None:
+    def __init__(
+        self, submission: Submission, engine: Engine, *, model_names: Sequence[str] = (), max_image_bytes: int
+    ) -> None:
+        """`model_names`: the names of the served model that callers are told; none for its own name."""
         self._submission = submission
         self._engine = engine
-        self._model = engine.info.model
+        self._models = tuple(model_names) or (engine.info.model,)
+        self._model = self._models[0]
         self._started_s = int(time.time())
         parser = QueryParser(max_image_bytes)
         self.dialect = OpenAiDialect()
@@ -98,13 +102,13 @@ class OpenAiService:
         return serve
 
     async def _list_models(self, _: object, call: CallContext) -> bytes:
-        return models_json(self._model, await self._engine.adapter_names(), self._started_s)
+        return models_json(self._models, await self._engine.adapter_names(), self._started_s)
 
     async def _get_model(self, parameters: Mapping[str, str], call: CallContext) -> bytes:
-        name, known = parameters["model"], (self._model, *await self._engine.adapter_names())
+        name, known = parameters["model"], (*self._models, *await self._engine.adapter_names())
         if name not in known:
             raise ModelNotFound(name, did_you_mean(name, known))
-        return model_json(name, self._model, self._started_s)
+        return model_json(name, self._models, self._started_s)
 
 
 def _descriptions() -> Mapping[str, Any]:

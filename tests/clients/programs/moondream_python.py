@@ -100,6 +100,7 @@ def main() -> None:
         }
     ]
     answer = served.chat(messages, settings=greedy)
+    assert model.chat(messages, settings=greedy) == answer  # its client then sends a name of its own
     assert answer["finish_reason"] in ("stop", "length")
     assert "".join(served.chat(messages, settings=greedy, stream=True)["message"]) == answer["message"]["content"]
     assert served.chat(messages, settings=greedy, reasoning=True)["message"]["reasoning"] is not None

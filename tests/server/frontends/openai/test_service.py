@@ -154,6 +154,24 @@ async def test_what_is_not_built_is_refused_by_its_name(field, value):
     assert (error["param"], error["code"]) == (field, "unsupported_parameter")
 
 
+async def test_the_model_has_the_names_that_the_operator_gives_it():
+    async with serving_http(served_model_name=("gpt-4o", "birds/best")) as rig:
+        listed = (await rig.ask("/v1/models")).json
+        one = await rig.ask("/v1/models/birds/best")
+        answers = [
+            await rig.ask(CHAT, {**chat(TEXT), "model": name})
+            for name in ("gpt-4o", "birds/best", "fake", "moondream3-preview", "gpt-5")
+        ]
+        rest = await rig.ask("/v1/query", {"question": "?", "model": "gpt-4o"})
+        served = {request.options.model for request in rig.engine.requests}
+    names = [model["id"] for model in listed["data"]]
+    assert (names[:2], "fake" in names) == (["gpt-4o", "birds/best"], False)
+    assert one.json == listed["data"][1]
+    assert [answer.status for answer in (*answers, rest)] == [200, 200, 200, 200, 404, 200]
+    assert answers[1].json["model"] == "gpt-4o"
+    assert served == {"fake"}
+
+
 async def test_parameters_that_cannot_change_an_answer_are_taken():
     body = chat(
         {
