@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import contextlib
 import itertools
 import sys
 import threading
@@ -269,6 +270,7 @@ async def play(loaded: LoadedModel, tracer: Tracer, scenario: str) -> Run:
             "kestrel_runtime.engine.engine.new_probes", lambda _: [prepared("probe"), prepared("probe")]
         )
         monkeypatch.setattr("kestrel_runtime.engine.engine.LibraryMasks", Masks)
+        monkeypatch.setattr(engine_loop, "_QUIET_S", 0.0)  # captures begin as soon as nothing is left to do
         preparations = Preparations(monkeypatch)
         monkeypatch.setattr(Preprocessor, "decode_again", lambda _, item: decoded_again(item))
         engine = LocalEngine(
@@ -320,6 +322,19 @@ async def play(loaded: LoadedModel, tracer: Tracer, scenario: str) -> Run:
                 loop.reclaim_adapters()
 
         device.on_second_launch = on_second_launch
+        has_captured = threading.Event()
+        captures = iter((True, False))
+
+        def capture() -> bool:
+            """Something comes in during the first capture; after it, none is wanted."""
+            is_wanted = next(captures, False)
+            if is_wanted:
+                loop.reclaim_adapters()
+            else:
+                has_captured.set()
+            return is_wanted
+
+        device.on_capture_wanted = capture
         streams["gone"], future = preparations.of_next(engine)
         future.set_running_or_notify_cancel()
         streams["gone"].cancel()
@@ -336,6 +351,10 @@ async def play(loaded: LoadedModel, tracer: Tracer, scenario: str) -> Run:
             assert all(item.done() for item in others), f"a caller waits forever after {tracer}"
             await asyncio.wait([clearing], timeout=MAX_WAIT_S)
             assert isinstance(clearing.exception(), NoneType | EngineUnavailable), "a removal is answered too"
+            while engine.status is not EngineStatus.DEAD and not has_captured.is_set():
+                await asyncio.to_thread(has_captured.wait, 0.05)
+            with contextlib.suppress(EngineUnavailable):  # the thread is behind the capture then, or has ended
+                await asyncio.wait_for(engine.clear_cache(), MAX_WAIT_S)
             status = engine.status
             if status is EngineStatus.DEAD:
                 await asyncio.wait(ends.values(), timeout=MAX_WAIT_S)
@@ -357,6 +376,7 @@ def lines_of_the_engine_thread() -> set[Line]:
     """Where each statement begins that a turn of the loop and its isolation may pass."""
     elsewhere = {"__init__", "start", "add", "cancel", "num_waiting", "num_active", "tokens_per_second"}
     elsewhere |= {"stop", "join", "activities", "in_flight", "finish", "forget_cached", "reclaim_adapters"}
+    elsewhere |= {"num_captures_awaited"}
     found: set[Line] = set()
     for owner, module in ((EngineLoop, engine_loop), (Isolation, isolation)):
         file = str(module.__file__)
