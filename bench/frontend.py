@@ -145,6 +145,9 @@ class EmptyEngine:
     def adapters(self) -> list[AdapterInfo]:
         return []
 
+    async def adapter_names(self) -> list[str]:
+        return []
+
     async def load_adapter(self, name: str) -> AdapterInfo:
         raise AdapterNotFound(name)
 

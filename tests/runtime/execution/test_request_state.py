@@ -14,6 +14,8 @@ ONLY_3, SPATIAL = TokenRule(allowed=(3,)), TokenRule(allowed=(6,), is_spatial=Tr
 
 
 class Lease:
+    name = tenant = ""
+    is_reclaimed = False
     slot, digest = 3, b""
 
     def end(self) -> None: ...
