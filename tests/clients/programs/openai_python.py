@@ -70,7 +70,20 @@ def main() -> None:
     several = alice.chat.completions.create(**{**drawn, "n": 3}).choices
     assert [choice.index for choice in several] == [0, 1, 2]
     assert len({choice.message.content for choice in several}) > 1
+    chunks = list(alice.chat.completions.create(**{**drawn, "n": 3}, stream=True))
+    for whole in several:
+        own = [choice for chunk in chunks for choice in chunk.choices if choice.index == whole.index]
+        assert "".join(choice.delta.content or "" for choice in own) == whole.message.content
     print("several samples")
+
+    chosen = {"structured_outputs": {"choice": ["yes", "no"]}}
+    assert alice.chat.completions.create(**sampling, extra_body=chosen).choices[0].message.content in ("yes", "no")
+    ours = {"constraint": {"regex": "[0-9]{3}"}}
+    assert len(alice.chat.completions.create(**sampling, extra_body=ours).choices[0].message.content) == 3
+    without_effect: Any = {"metadata": {"run": "7"}, "store": True, "reasoning_effort": "high", "user": "u"}
+    plain = alice.chat.completions.create(**sampling, **without_effect, prompt_cache_key="k", verbosity="low")
+    assert plain.choices[0].message.content == text
+    print("structured outputs, and parameters without effect")
 
     told = alice.chat.completions.create(**sampling, logprobs=True, top_logprobs=2).choices[0]
     pieces = told.logprobs.content
