@@ -30,7 +30,7 @@ def _cuts(precision: str, num_tokens: int) -> Iterator[ExpertsPlan | OneTokenPla
     moe = MOONDREAM_3.text.moe
     assert moe is not None
     operand = torch.float8_e4m3fn if precision == "float8" else torch.bfloat16
-    limits = DeviceLimits.of(torch.device("cuda"))
+    limits = DeviceLimits.of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     used = plan_for(num_tokens, moe.num_experts, moe.experts_per_token, operand, limits)
     yield used
     if precision == "float8":
