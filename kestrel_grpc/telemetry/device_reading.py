@@ -26,7 +26,7 @@ class DeviceReading:
 
 
 def device_reader(uuid: str | None) -> Callable[[], DeviceReading | None]:
-    """A function that reads the device with this UUID, or None if the device cannot be read."""
+    """A function that reads the device with this UUID; it returns None if the device cannot be read."""
     if uuid is None:
         return _read_nothing
     try:

@@ -218,8 +218,8 @@ def _bad_fields(error: InvalidRequest) -> Iterable[Detail]:
 def _overload_text(error: Overloaded) -> str:
     if error.bound is QueueBound.WAIT:
         return f"the wait would be about {error.retry_after_s:.1f} s, longer than this request may wait"
-    whose = "this caller's share of" if error.is_tenant_share else "all of"
-    return f"{whose} the {error.limit:.0f} {error.bound.value} that may wait is taken"
+    what = "this caller's share of the queue" if error.is_tenant_share else "the queue"
+    return f"{what} is full: {error.limit:.0f} {error.bound.value} may wait in all"
 
 
 def _engine_unavailable(

@@ -144,9 +144,9 @@ class Overloaded(KestrelError):
         if bound is QueueBound.WAIT:
             text = f"the wait is about {retry_after_s:.1f} s, longer than the {limit:.1f} s allowed"
         elif is_tenant_share:
-            text = f"the caller holds its share of the {limit:.0f} {bound.value} that may wait"
+            text = f"the caller's share of the queue is full: {limit:.0f} {bound.value} may wait in all"
         else:
-            text = f"{limit:.0f} {bound.value} may wait at a time, and this request would exceed that"
+            text = f"the queue is full: {limit:.0f} {bound.value} may wait in all"
         super().__init__(text)
         self.limit = limit
         self.retry_after_s = retry_after_s

@@ -119,7 +119,7 @@ async def test_a_full_queue_is_told_for_the_request_that_found_it_full() -> None
         late = await call.read()
         assert (late.infer_response.id, late.error_message) == (
             "comes late",
-            "all of the 1 requests that may wait is taken",
+            "the queue is full: 1 requests may wait in all",
         )
         error = await refused(TritonStub(rig.channel).ModelInfer(query()))
         assert (error.code(), reason_of(error)) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
