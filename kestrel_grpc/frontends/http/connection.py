@@ -36,6 +36,42 @@ _PROBES: Mapping[str, int] = MappingProxyType({"TCP_KEEPIDLE": 60, "TCP_KEEPINTV
 _TOO_LARGE = "the headers, or the framing of the body, are too large"
 
 
+class ReplaceableConnections:
+    """The connections that a new one may replace: those whose request is refused, then idle ones, longest first.
+
+    Kept in order, since under attack every new connection replaces another one.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        """Of all connections."""
+        self._refused: dict[Connection, None] = {}
+        self._idle: dict[Connection, None] = {}
+
+    def add_refused(self, connection: Connection) -> None:
+        """Its request is refused, and only the answer, or the rest of its body, is outstanding."""
+        self.remove(connection)
+        self._refused[connection] = None
+
+    def add_idle(self, connection: Connection) -> None:
+        """No request has begun that is not answered yet."""
+        self.remove(connection)
+        self._idle[connection] = None
+
+    def remove(self, connection: Connection) -> None:
+        """It serves a request, or is closed."""
+        self._refused.pop(connection, None)
+        self._idle.pop(connection, None)
+
+    def pop(self) -> Connection | None:
+        """Remove the first one."""
+        for group in (self._refused, self._idle):
+            for connection in group:
+                del group[connection]
+                return connection
+        return None
+
+
 class Connection(HttpToolsProtocol):
     """Serves one request at a time. Whoever serves it is cancelled when the client disconnects.
 
@@ -44,15 +80,17 @@ class Connection(HttpToolsProtocol):
     """
 
     def __init__(
-        self, config: Config, server_state: ServerState, app_state: dict[str, Any], max_connections: int
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        replaceable: ReplaceableConnections,
     ) -> None:
         super().__init__(config, server_state, app_state)
         self.closed: asyncio.Future[None] = self.loop.create_future()
         """Done when the connection has ended."""
-        self.idle_since = time.monotonic()
-        self.is_refused = False
-        """Whether the request is refused, and only its answer, or the rest of its body, is outstanding."""
-        self._max_connections = max_connections
+        self._is_refused = False
+        self._replaceable = replaceable
         self._serving: asyncio.Task[Any] | None = None
         self._head_timer: asyncio.TimerHandle | None = None
         self._framing_bytes = self._header_bytes = self._body_bytes = 0
@@ -62,6 +100,12 @@ class Connection(HttpToolsProtocol):
     def is_idle(self) -> bool:
         """Whether no request has begun that is not answered yet."""
         return self.cycle is None or self.cycle.response_complete
+
+    def note_refusal(self) -> None:
+        """The request is refused: a new connection may replace this one before its answer is sent."""
+        self._is_refused = True
+        if not self.transport.is_closing():
+            self._replaceable.add_refused(self)
 
     def serve_by(self, task: asyncio.Task[Any] | None) -> None:
         """Cancel this task if the client disconnects; None ends that."""
@@ -77,14 +121,20 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        if len(self.connections) > self._max_connections and not _close_longest_idle(self.connections, self):
-            transport.abort()
-            return
+        if len(self.connections) > self._replaceable.limit:
+            replaced = self._replaceable.pop()
+            if replaced is None:
+                transport.abort()
+                return
+            self.connections.discard(replaced)
+            replaced.transport.close()
+        self._replaceable.add_idle(self)
         _probe_when_silent(transport.get_extra_info("socket"))
         self._arm_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self._replaceable.remove(self)
         self._disarm_head_timer()
         self._unset_keepalive_if_required()
         serving, self._serving = self._serving, None
@@ -112,7 +162,9 @@ class Connection(HttpToolsProtocol):
             self.cycle.keep_alive = False
             raise ValueError("a request before the answer to the one before it")
         super().on_message_begin()
-        self.is_refused = False
+        if self._is_refused:
+            self._is_refused = False
+            self._replaceable.add_idle(self)
         scope: Any = self.scope  # its declared type lists the keys of the specification
         scope[CONNECTION_KEY] = self
 
@@ -125,6 +177,7 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._disarm_head_timer()
         self.server_state.default_headers = _default_headers(int(time.time()))
+        self._replaceable.remove(self)
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -137,7 +190,8 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        self.idle_since = time.monotonic()
+        if not self._is_refused and not self.transport.is_closing():
+            self._replaceable.add_idle(self)
         super().on_response_complete()
         if self.cycle.more_body and not self.transport.is_closing():
             self.transport.close()  # otherwise the rest of a body that is not wanted would have no timeout
@@ -204,19 +258,8 @@ def connection_factory(app: Any, state: ServerState) -> Callable[[], Connection]
         timeout_keep_alive=round(IDLE_TIMEOUT_S),
     )
     config.load()
-    max_connections = connection_limit()
-    return lambda: Connection(config, state, {}, max_connections)
-
-
-def _close_longest_idle(connections: Any, newest: Connection) -> bool:
-    idle = [item for item in connections if item is not newest and (item.is_refused or item.is_idle)]
-    if not idle:
-        return False
-    # Those whose request is refused go first; none of them is of use to its client.
-    longest = min(idle, key=lambda item: (not item.is_refused, item.idle_since))
-    connections.discard(longest)
-    longest.transport.close()
-    return True
+    replaceable = ReplaceableConnections(connection_limit())
+    return lambda: Connection(config, state, {}, replaceable)
 
 
 @lru_cache(maxsize=1)

@@ -154,7 +154,7 @@ class Endpoint:
             error.violations = renamed(error.violations, self._operation.field_name)
         failure = self._admission.fail(call, error)
         if failure is not None and not events.has_begun:
-            exchange.connection.is_refused = True
+            exchange.connection.note_refusal()
             try:
                 await self._admission.hold(call, error)
             except asyncio.CancelledError:  # the client does not wait

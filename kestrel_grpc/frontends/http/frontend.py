@@ -143,7 +143,7 @@ class HttpFrontend:
         """Answer a request that becomes no call."""
         exchange = Exchange(scope, receive, send)
         request_id = CallContext(exchange.headers, None, "").request_id
-        exchange.connection.is_refused = True
+        exchange.connection.note_refusal()
         exchange.connection.serve_by(asyncio.current_task())
         try:
             await self._refusals.hold(exchange.peer())
