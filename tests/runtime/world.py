@@ -51,11 +51,15 @@ class World:
     that what a sequence gets can be told from what it should have got.
     """
 
-    def __init__(self, num_pages=64, page_size=4, batch=8, prefill=1000, tiles=100):
+    def __init__(self, num_pages=64, page_size=4, batch=8, prefill=1000, tiles=100, prefill_of_others=None):
         self.pages = PageManager(num_pages, page_size)
         self.max_prefill_tokens, self.max_tiles = prefill, tiles
         self.scheduler = Scheduler(
-            self.pages, max_batch_size=batch, max_prefill_tokens=prefill, max_tiles_per_step=tiles
+            self.pages,
+            max_batch_size=batch,
+            max_prefill_tokens=prefill,
+            max_tiles_per_step=tiles,
+            max_prefill_tokens_of_others=prefill_of_others,
         )
         self.max_batch_size = batch
         self.slots = {}

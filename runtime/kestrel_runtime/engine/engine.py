@@ -138,6 +138,7 @@ class LocalEngine:
             max_batch_size=bounds.max_batch_size,
             max_prefill_tokens=bounds.max_prefill_tokens,
             max_tiles_per_step=bounds.max_tiles,
+            max_prefill_tokens_of_others=bounds.max_prefill_tokens_of_others,
             ageing_s=config.ageing_s,
             cuts_at_share_points=bounds.cuts_at_share_points,
             embeddings=self._embeddings,

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from kestrel_runtime.api.config import MIB, EngineConfig
 
 _ON_CUDA, _ON_HOST = (64, 8192, 72), (16, 1024, 4)
+_PART_OF_OTHERS_ON_HOST = 8
+"""On a host, a caller would wait with each token for a whole step of the others' long prompts."""
 _HALF_BELOW, _QUARTER_BELOW = 12 * 1024 * MIB, 6 * 1024 * MIB
 """Memory of a GPU beside the weights. Activations, graphs and images of the largest steps take five GiB of it."""
 
@@ -19,6 +21,8 @@ class StepBounds:
     """Sequences of a decode step."""
     max_prefill_tokens: int
     max_tiles: int
+    max_prefill_tokens_of_others: int | None = None
+    """Of these tokens, those of tenants that were served more than another one that is active; None for all."""
     shares_prefixes: bool = False
     """Whether prompts may begin with pages of other sequences."""
     cuts_at_share_points: bool = False
@@ -38,10 +42,13 @@ class StepBounds:
         if device_type == "cuda" and free_bytes is not None:
             part = 1 + (free_bytes < _HALF_BELOW) + 2 * (free_bytes < _QUARTER_BELOW)
             batch_size, prefill_tokens, tiles = batch_size // part, prefill_tokens // part, tiles // part
+        if config.max_prefill_tokens is not None:
+            prefill_tokens = config.max_prefill_tokens
         return cls(
             batch_size if config.max_batch_size is None else config.max_batch_size,
-            prefill_tokens if config.max_prefill_tokens is None else config.max_prefill_tokens,
+            prefill_tokens,
             tiles if config.max_tiles_per_step is None else config.max_tiles_per_step,
+            None if device_type == "cuda" else max(1, prefill_tokens // _PART_OF_OTHERS_ON_HOST),
             shares_prefixes=config.prefix_cache,
             cuts_at_share_points=config.prefix_cache and (device_type != "cuda" or config.dtype == "float32"),
         )

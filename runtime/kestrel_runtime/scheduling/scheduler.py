@@ -8,8 +8,8 @@ Invariants
   I2  Each RUNNING sequence whose context is not full is in every decode batch, so its next token takes one step.
   I3  While any sequence decodes, a prefill step has at most `max_prefill_tokens` prompt tokens (or one image
       prefix, which cannot be split) and at most `max_tiles_per_step` tiles. Where sequences of several tenants are
-      active, at most a quarter of the tokens belongs to the tenants that were not served least: their long prompts
-      delay the others less.
+      active, at most `max_prefill_tokens_of_others` of the tokens belong to the tenants that were not served
+      least: their long prompts delay the others less.
   I4  A page is allocated when a token needs it. Where none is available, a sequence is preempted: it waits again,
       keeps its tokens, and is prefilled with them later. It is the youngest of the tenant with the largest share
       (`TenantShares`). So the oldest sequence always advances where all are of one tenant.
@@ -52,8 +52,6 @@ from kestrel_runtime.scheduling.tenant_shares import TenantShares
 from kestrel_runtime.scheduling.waiting_queue import WaitingQueue
 
 _NO_MATCH = PrefixMatch()
-_PART_OF_OTHERS = 4
-"""Of the tokens of a prefill step, one in so many may be of tenants that were served more than another."""
 
 
 class _Start(NamedTuple):
@@ -84,6 +82,7 @@ class Scheduler:
         max_batch_size: int,
         max_prefill_tokens: int,
         max_tiles_per_step: int,
+        max_prefill_tokens_of_others: int | None = None,
         ageing_s: float = 10.0,
         cuts_at_share_points: bool = False,
         embeddings: EmbeddingCache | None = None,
@@ -97,6 +96,7 @@ class Scheduler:
         self._max_batch_size = max_batch_size
         self._max_prefill_tokens = max_prefill_tokens
         self._max_tiles_per_step = max_tiles_per_step
+        self._max_prefill_tokens_of_others = max_prefill_tokens_of_others or max_prefill_tokens
         self._cuts_at_share_points = cuts_at_share_points
         self._waiting = WaitingQueue(ageing_s=ageing_s)
         self._shared_prefills = SharedPrefills()
@@ -582,7 +582,7 @@ class Scheduler:
         tokens_left = self._max_prefill_tokens
         has_several = len(self._num_active_of) > 1
         least_served = min(map(self._waiting.service_of, self._num_active_of)) if has_several else float("inf")
-        others_left = max(1, tokens_left // _PART_OF_OTHERS)
+        others_left = self._max_prefill_tokens_of_others
         encode: list[EncodeItem] = []
         prefill: list[Chunk] = []
         prefilling = [sequence for sequence in self._active if sequence.state is SequenceState.PREFILLING]

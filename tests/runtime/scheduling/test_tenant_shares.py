@@ -174,7 +174,7 @@ def test_the_prompt_of_the_tenant_that_was_served_least_is_computed_first():
 
 
 def test_long_prompts_are_cut_smaller_while_a_tenant_that_was_served_less_is_active():
-    world = World(num_pages=200, batch=8, prefill=40)
+    world = World(num_pages=200, batch=8, prefill=40, prefill_of_others=10)
     world.add(5, tenant="modest", generates=10)
     world.step()
     (long,) = flood(world, 1, prompt=200)
