@@ -11,6 +11,7 @@ import asyncio
 import resource
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from email.utils import formatdate
 from functools import lru_cache
@@ -28,6 +29,8 @@ IDLE_TIMEOUT_S = 75.0
 MAX_HEAD_BYTES = 64 * 1024
 """Of a request apart from its body: request line, headers, and the framing of chunks."""
 MAX_CONNECTIONS = 1024
+MAX_REPLACED_PER_S = 200
+"""At the limit of connections, new ones from one address that replace others. Further ones are closed at once."""
 CONNECTION_KEY = "kestrel.connection"
 """The entry of an ASGI scope that holds the `Connection`."""
 _BODY_BYTES_PER_FRAMING_BYTE = 8
@@ -47,6 +50,17 @@ class ReplaceableConnections:
         """Of all connections."""
         self._refused: dict[Connection, None] = {}
         self._idle: dict[Connection, None] = {}
+        self._second = 0
+        self._num_replaced: Counter[str] = Counter()
+
+    def may_replace(self, address: str) -> bool:
+        """Count a new connection from this address that is to replace another one."""
+        second = int(time.monotonic())
+        if second != self._second:
+            self._second = second
+            self._num_replaced.clear()
+        self._num_replaced[address] += 1
+        return self._num_replaced[address] <= MAX_REPLACED_PER_S
 
     def add_refused(self, connection: Connection) -> None:
         """Its request is refused, and only the answer, or the rest of its body, is outstanding."""
@@ -242,7 +256,7 @@ def connection_limit() -> int:
     return MAX_CONNECTIONS if limit == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, limit // _DESCRIPTOR_SHARE)
 
 
-def connection_factory(app: Any, state: ServerState) -> Callable[[], Connection]:
+def connection_factory(app: Any, state: ServerState) -> Callable[[], asyncio.Protocol]:
     """Makes the connections of a listener, which `state` keeps."""
     config = Config(
         app,
@@ -259,7 +273,28 @@ def connection_factory(app: Any, state: ServerState) -> Callable[[], Connection]
     )
     config.load()
     replaceable = ReplaceableConnections(connection_limit())
-    return lambda: Connection(config, state, {}, replaceable)
+    return lambda: _Arrival(lambda: Connection(config, state, {}, replaceable), state, replaceable)
+
+
+class _Arrival(asyncio.Protocol):
+    """A new connection before anything is made for it: under attack, most are closed at once."""
+
+    def __init__(
+        self, new_connection: Callable[[], Connection], state: ServerState, replaceable: ReplaceableConnections
+    ) -> None:
+        self._new_connection = new_connection
+        self._state = state
+        self._replaceable = replaceable
+
+    def connection_made(self, transport: Any) -> None:
+        if len(self._state.connections) >= self._replaceable.limit:
+            address = transport.get_extra_info("peername")
+            if not self._replaceable.may_replace(address[0] if address else ""):
+                transport.abort()
+                return
+        connection = self._new_connection()
+        transport.set_protocol(connection)
+        connection.connection_made(transport)
 
 
 @lru_cache(maxsize=1)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kestrel_runtime.api.config import MIB, EngineConfig
 
 _ON_CUDA, _ON_HOST = (64, 8192, 72), (16, 1024, 4)
-_PART_OF_OTHERS_ON_HOST = 8
+_PART_OF_OTHERS_ON_HOST = 16
 """On a host, a caller would wait with each token for a whole step of the others' long prompts."""
 _HALF_BELOW, _QUARTER_BELOW = 12 * 1024 * MIB, 6 * 1024 * MIB
 """Memory of a GPU beside the weights. Activations, graphs and images of the largest steps take five GiB of it."""

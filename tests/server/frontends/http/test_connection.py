@@ -145,6 +145,20 @@ async def test_further_connections_replace_idle_ones(monkeypatch: pytest.MonkeyP
         assert (await busy.response()).status == 200
 
 
+async def test_connections_beyond_the_rate_of_replacements_are_closed_and_replace_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connection_module, "MAX_CONNECTIONS", 1)
+    monkeypatch.setattr(connection_module, "MAX_REPLACED_PER_S", 0)
+    async with serving_http() as rig, rig.connect() as idle:
+        await idle.send("/healthz")
+        assert (await idle.response()).status == 200
+        async with rig.connect() as late:
+            await late.ended()
+        await idle.send("/healthz")
+        assert (await idle.response()).status == 200
+
+
 @pytest.mark.parametrize("has_length", [True, False])
 async def test_a_body_above_the_limit_is_refused_while_it_is_read(has_length: bool) -> None:
     async with serving_http(max_message_bytes=100_000, max_receiving_bytes=10_000_000) as rig:
