@@ -86,7 +86,7 @@ class Attack:
     """The server has so many adapters, named by number, and slots for few of them."""
     question: Question = Question()
     leaves_half: bool = False
-    """Whether others must get at least half of the answers that they get beside processes which only compute."""
+    """Whether others must get at least half of the answers that they get while as many processes only compute."""
     needs_new_connections: bool = False
     """Whether others connect anew for each call."""
     check: Callable[[Mapping[str, int], str], list[str]] = nothing_to_check
@@ -145,7 +145,7 @@ class Observation:
     log_bytes: int = 0
     """Written to the log while the attack lasted."""
     usual_per_s: float | None = None
-    """Answers a second of others beside processes that only compute; None where that was not measured."""
+    """Answers a second of others while as many processes only compute; None if it was not measured."""
 
     @property
     def per_s(self) -> float:
