@@ -135,13 +135,6 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        if len(self.connections) > self._replaceable.limit:
-            replaced = self._replaceable.pop()
-            if replaced is None:
-                transport.abort()
-                return
-            self.connections.discard(replaced)
-            replaced.transport.close()
         self._replaceable.add_idle(self)
         _probe_when_silent(transport.get_extra_info("socket"))
         self._arm_head_timer()
@@ -289,9 +282,13 @@ class _Arrival(asyncio.Protocol):
     def connection_made(self, transport: Any) -> None:
         if len(self._state.connections) >= self._replaceable.limit:
             address = transport.get_extra_info("peername")
-            if not self._replaceable.may_replace(address[0] if address else ""):
+            may_replace = self._replaceable.may_replace(address[0] if address else "")
+            replaced = self._replaceable.pop() if may_replace else None
+            if replaced is None:
                 transport.abort()
                 return
+            self._state.connections.discard(replaced)
+            replaced.transport.close()
         connection = self._new_connection()
         transport.set_protocol(connection)
         connection.connection_made(transport)
