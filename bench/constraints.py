@@ -39,16 +39,13 @@ from kestrel_runtime.api.constraints.constraint import Constraint
 from kestrel_runtime.api.errors import ConstraintFailed, InvalidRequest, Overloaded
 from kestrel_runtime.api.events import Finished, FinishReason, QueryOutput
 from kestrel_runtime.api.requests import Query, SamplingParams
-from kestrel_runtime.constraints.compiler import ConstraintCompiler
-from kestrel_runtime.constraints.masks import LibraryMasks
-from kestrel_runtime.constraints.matcher import AnswerMatcher
-from kestrel_runtime.constraints.vocabulary import new_vocabulary
+from kestrel_runtime.constraints.compiler import ConstraintCompiler, new_vocabulary
+from kestrel_runtime.constraints.masks import AnswerMatcher, LibraryMasks, MaskRequest
 from kestrel_runtime.engine.engine import LocalEngine
-from kestrel_runtime.interfaces.token_matcher import MaskRequest
-from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.loading.checkpoint import find_checkpoint
 from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.memory.host_limits import available_processors
+from kestrel_runtime.scheduling.output_parser import Token
 
 PARTS = ("schemas", "hostile", "masks", "cost")
 LIMIT_S = 0.1

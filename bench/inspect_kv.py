@@ -28,10 +28,10 @@ from bench.harness.serving import machine_facts
 from bench.harness.workload import QUESTIONS, chart
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.requests import Query, SamplingParams
-from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.models.moondream.verify.prompt_run import PromptRun
 from kestrel_runtime.models.verification import plain_float32
+from kestrel_runtime.scheduling.output_parser import Token
 from kestrel_runtime.verify.preparing import preparing
 
 TOLERANCES: Mapping[str, float] = MappingProxyType(

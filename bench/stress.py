@@ -49,8 +49,8 @@ from kestrel_runtime.api.errors import KestrelError
 from kestrel_runtime.api.events import Finished
 from kestrel_runtime.api.requests import CachePolicy, Request, RequestOptions
 from kestrel_runtime.engine.engine import LocalEngine
-from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.models.loaded_model import LoadedModel
+from kestrel_runtime.scheduling.output_parser import Token
 
 TOLERANCES: Mapping[str, float] = MappingProxyType(
     {"float32": 1e-4, "float16": 5e-3, "bfloat16": 0.02, "float8": 0.1}

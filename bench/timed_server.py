@@ -30,10 +30,10 @@ import torch
 from kestrel_grpc.__main__ import main as kestrel_grpc
 from kestrel_runtime.execution.step_runner import StepHandle
 from kestrel_runtime.imaging.tiles import DecodedImage, Tiles, Tiling, keep_decoded
-from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.models.moondream.model import Moondream
 from kestrel_runtime.models.moondream.runner import new_step_runner
 from kestrel_runtime.scheduling.batch import Batch, EncodeItem
+from kestrel_runtime.scheduling.output_parser import Token
 from kestrel_runtime.scheduling.sequence import Sequence
 
 _LETTER = Token(70)

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kestrel_runtime.api.requests import Caption, Detect, Point, PointRef, Query, Request, Segment
-from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.models.moondream.skills import SKILLS
+from kestrel_runtime.scheduling.output_parser import Token
 from training.captions import long_caption, normal_caption, short_caption
 from training.exchange import Exchange
 from training.facts import ask_fact

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from bench.harness.wrapping import Method, wrapped
 from kestrel_runtime.execution.step_runner import StepRunner
-from kestrel_runtime.interfaces.tokens import Token
+from kestrel_runtime.scheduling.output_parser import Token
 from kestrel_runtime.scheduling.sequence import Sequence
 
 

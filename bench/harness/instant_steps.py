@@ -12,8 +12,8 @@ from unittest import mock
 
 import kestrel_grpc.__main__
 from kestrel_runtime.execution.step_runner import StepHandle, StepRunner
-from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.scheduling.batch import Batch
+from kestrel_runtime.scheduling.output_parser import Token
 
 _TOKEN = Token(100)
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.requests import Request
-from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.models.moondream.verify.prompt_run import PromptRun
+from kestrel_runtime.scheduling.output_parser import Token
 from kestrel_runtime.verify.preparing import preparing
 
 

@@ -22,8 +22,7 @@ from kestrel_grpc.wire.errors import CallFailure, describe
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.errors import InvalidRequest, Overloaded
 from kestrel_runtime.api.requests import Request
-from kestrel_runtime.constraints.compiler import ConstraintCompiler
-from kestrel_runtime.constraints.vocabulary import new_vocabulary
+from kestrel_runtime.constraints.compiler import ConstraintCompiler, new_vocabulary
 from kestrel_runtime.engine.preprocessing import Preprocessor
 from kestrel_runtime.engine.recent.matchers import Matchers
 from kestrel_runtime.models.loaded_model import LoadedModel

@@ -3,7 +3,7 @@
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kestrel_runtime.interfaces.tokens import Token
+from kestrel_runtime.scheduling.output_parser import Token
 from kestrel_runtime.scheduling.sequence import SequenceState
 from tests.runtime.scheduling.page_books import check_books
 from tests.runtime.world import World

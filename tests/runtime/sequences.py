@@ -10,9 +10,7 @@ from kestrel_runtime.api.events import CaptionOutput, FinishReason, TextDelta
 from kestrel_runtime.api.requests import Priority
 from kestrel_runtime.api.sampling_params import SamplingParams
 from kestrel_runtime.imaging.tiles import DecodedImage, Tiles
-from kestrel_runtime.interfaces.output import OutputParser
-from kestrel_runtime.interfaces.token_grammar import Grammar, GrammarState
-from kestrel_runtime.interfaces.tokens import Token, TokenRule
+from kestrel_runtime.scheduling.output_parser import Grammar, GrammarState, OutputParser, Token, TokenRule
 from kestrel_runtime.scheduling.sequence import Sequence, SequenceClock
 
 _ids = itertools.count(1)

@@ -14,7 +14,6 @@ GENERIC_TESTS = (
     "engine",
     "execution",
     "imaging",
-    "interfaces",
     "loading",
     "memory",
     "scheduling",
@@ -24,7 +23,7 @@ NEEDS_MOONDREAM = re.compile(
     r"\bmoondream[23]\b[:)]|runtime\.models\.moondream\b|LoadedModel\.load\(|LocalEngine\.start\(EngineConfig\(device"
 )
 SOME_GENERIC_TESTS = (
-    "tests/runtime/interfaces",
+    "tests/runtime/scheduling/test_output_parser.py",
     "tests/runtime/execution/test_step_runner.py",
     "tests/runtime/engine/test_loop.py",
     "tests/runtime/engine/test_preprocessing.py",

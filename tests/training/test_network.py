@@ -3,8 +3,8 @@ import random
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.models.moondream.model import Moondream
+from kestrel_runtime.scheduling.output_parser import Token
 from training.batches import ROW_TOKENS, GroupMaker
 from training.examples import Teacher
 from training.export import stored_tensors, trainable_state

@@ -1,4 +1,4 @@
-"""Compiles constraints, within limits of time and size. Knows the grammar library and no sequences.
+"""Compiles constraints with the grammar library, within limits of time and size.
 
 The library limits the work of a mask, but not what it does for text that must come whatever the model says: it
 follows such text as far as it goes. So it is told not to look for such text. Then all work is limited: compiling
@@ -15,15 +15,16 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import llguidance
 
 from kestrel_runtime.api.constraints.constraint import Constraint
 from kestrel_runtime.api.errors import InvalidRequest, Overloaded, QueueBound, Violation
-from kestrel_runtime.constraints.json_answer import rest_tokens_of
-from kestrel_runtime.constraints.matcher import CompiledConstraint
-from kestrel_runtime.constraints.vocabulary import Vocabulary
+from kestrel_runtime.constraints.json_answer import JsonTokens, rest_tokens_of
+from kestrel_runtime.constraints.masks import CompiledConstraint
+from kestrel_runtime.loading.tokenizer import Tokenizer
 
 _NUM_THREADS = 4
 _THREADS_PER_TENANT = 2
@@ -33,6 +34,15 @@ _NOTHING_IS_FORCED = '%llguidance {"no_forcing": true}\n'
 _JSON_FORM = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 _ESCAPED = frozenset("\\.+*?()|[]{}^$#&-~/")
 _UNUSABLE = "cannot be used: its syntax is wrong, it contradicts itself, or it is too complex"
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """The tokens of a model. `end_id` ends an answer."""
+
+    library: llguidance.LLTokenizer
+    json: JsonTokens
+    end_id: int
 
 
 class _Job(NamedTuple):
@@ -176,3 +186,32 @@ def _field_of(constraint: Constraint) -> str:
     if constraint.json_schema is not None:
         return "constraint.json_schema"
     return "constraint.choices" if constraint.regex is None else "constraint.regex"
+
+
+def new_vocabulary(tokenizer: Tokenizer, vocab_size: int, end_id: int) -> Vocabulary:
+    """All ids below `vocab_size`; `end_id` ends an answer. Takes about 0.15 s for 50,000 tokens.
+
+    Control tokens, and ids that the tokenizer does not have, never come in an answer.
+    """
+    spelled = [tokenizer.token_bytes(token_id) for token_id in range(vocab_size)]
+    spelled[end_id] = b""
+    json_tokens = JsonTokens(tuple(spelled))
+    special = [token_id for token_id, spelling in enumerate(spelled) if not spelling]
+    for token_id in special:
+        spelled[token_id] = b"<|control %d|>" % token_id
+    described = llguidance.TokenizerWrapper(_Described(spelled, special, end_id))
+    return Vocabulary(llguidance.LLTokenizer(described, n_vocab=vocab_size), json_tokens, end_id)
+
+
+class _Described:
+    """What `llguidance.TokenizerWrapper` asks for."""
+
+    def __init__(self, tokens: list[bytes], special: list[int], end_id: int) -> None:
+        self.tokens = tokens
+        self.special_token_ids = special
+        self.eos_token_id = end_id
+        self.bos_token_id = None
+
+    def __call__(self, text: str) -> list[int]:
+        """How text is spelled that must come: not asked by grammars in which nothing is forced."""
+        raise NotImplementedError

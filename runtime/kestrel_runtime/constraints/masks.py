@@ -1,25 +1,103 @@
-"""Makes the masks of a step: the library computes them in threads of its own, without the interpreter lock."""
+"""Follows constrained answers and makes the masks of a step: which tokens each answer may have next.
+
+The grammar library computes masks in threads of its own, without the interpreter lock.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
 
 import llguidance
 import numpy as np
 from numpy.typing import NDArray
 
 from kestrel_runtime.api.errors import ConstraintFailed
-from kestrel_runtime.constraints.matcher import AnswerMatcher
-from kestrel_runtime.interfaces.token_matcher import MaskRequest
+from kestrel_runtime.constraints.json_answer import JsonAnswer, JsonTokens, Mask
+from kestrel_runtime.scheduling.batch import Batch
+from kestrel_runtime.scheduling.output_parser import Token
+from kestrel_runtime.scheduling.sequence import Sequence as ScheduledSequence
+from kestrel_runtime.scheduling.sequence import SequenceState, TokenMatcher
 
 _BITS = 32
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class CompiledConstraint:
+    """What a constraint has been compiled to, for any number of answers."""
+
+    library: llguidance.LLMatcher
+    """At the start of an answer, to be copied for each."""
+    end_id: int
+    json: JsonTokens | None = None
+    """None where the answer is no JSON."""
+    rest_tokens: int = 0
+    min_text_tokens: int = 0
+    """The two as `JsonAnswer` says."""
+
+    def new_json(self, max_tokens: int) -> JsonAnswer | None:
+        """The start of an answer of at most `max_tokens`."""
+        if self.json is None:
+            return None
+        return JsonAnswer(self.json, max_tokens, self.rest_tokens, self.min_text_tokens)
+
+
+class AnswerMatcher:
+    """A `TokenMatcher`. What comes before the answer is free."""
+
+    def __init__(self, compiled: CompiledConstraint, opens_answer: int | None, max_tokens: int) -> None:
+        """`opens_answer`: the token before the answer; None where the answer comes first.
+
+        `max_tokens`: that the sequence generates.
+        """
+        self.library = compiled.library.deep_copy()
+        self._compiled = compiled
+        self._opens_answer = opens_answer
+        self._max_tokens = max_tokens
+        self._restart()
+
+    def _restart(self) -> None:
+        self._num_taken = 0
+        self.is_in_answer = self._opens_answer is None
+        """Whether the next token belongs to the answer."""
+        self._json = self._compiled.new_json(self._max_tokens) if self.is_in_answer else None
+
+    def take(self, generated: Sequence[Token]) -> None:
+        """Follow the sequence. Where tokens were taken back, it is followed anew from its beginning."""
+        if len(generated) < self._num_taken:
+            self.library.reset()
+            self._restart()
+        while self._num_taken < len(generated):
+            token_id = generated[self._num_taken].id
+            self._num_taken += 1
+            if not self.is_in_answer:
+                self.is_in_answer = token_id == self._opens_answer
+                if self.is_in_answer:
+                    self._json = self._compiled.new_json(self._max_tokens - self._num_taken)
+            elif token_id != self._compiled.end_id:
+                if not self.library.consume_token(token_id):
+                    raise ConstraintFailed
+                if self._json is not None:
+                    self._json.follow(token_id)
+
+    def narrow(self, mask: Mask) -> None:
+        """Remove from the tokens that the constraint allows what keeps the answer from its end."""
+        if self._json is not None:
+            self._json.narrow(mask)
+
+
+class MaskRequest(NamedTuple):
+    """A sequence whose next token needs a mask."""
+
+    matcher: TokenMatcher
+    generated: Sequence[Token]
+
+
 class LibraryMasks:
-    """A `MaskMaker`."""
+    """Makes masks with the grammar library. Engine thread only."""
 
     def __init__(self, vocab_size: int, num_threads: int) -> None:
         self._num_words = -(-vocab_size // _BITS)
@@ -27,7 +105,8 @@ class LibraryMasks:
         self._executor: llguidance.LLExecutor | None = None  # its threads are started with the first constraint
 
     def masks(self, requests: Sequence[MaskRequest]) -> list[NDArray[np.int32] | ConstraintFailed | None]:
-        """As `MaskMaker` says."""
+        """For each request an int32 array [ceil(vocabulary / 32)], where bit t % 32 of word t // 32 says that the
+        token t may come; None where every token may; or the `ConstraintFailed` of this request."""
         results: list[NDArray[np.int32] | ConstraintFailed | None] = [None] * len(requests)
         table = np.zeros((len(requests), self._num_words), dtype=np.int32)
         asked: list[tuple[AnswerMatcher, int]] = []
@@ -63,3 +142,28 @@ class LibraryMasks:
             if self._executor is None:
                 self._executor = llguidance.LLExecutor(self._num_threads)
             self._executor.unsafe_compute_mask_ptr(asked, table.ctypes.data, row_bytes, len(table))
+
+
+def step_masks(
+    batch: Batch, make_masks: Callable[[list[MaskRequest]], list[Any]] | None
+) -> tuple[list[Any], list[ScheduledSequence]]:
+    """A mask for each of `batch.sampled`, None for every token, and the sequences whose constraint has failed.
+
+    The tokens of all steps before must be known.
+    """
+    asked = [
+        (place, MaskRequest(sequence.matcher, sequence.generated))
+        for place, sequence in enumerate(batch.sampled)
+        # One that has ended meanwhile is still in the step; its token is dropped.
+        if sequence.matcher is not None and sequence.state is not SequenceState.FINISHED
+    ]
+    masks: list[Any] = [None] * len(batch.sampled)
+    failed: list[ScheduledSequence] = []
+    if asked:
+        assert make_masks is not None, "an engine that takes constraints has one"
+        for (place, _), mask in zip(asked, make_masks([request for _, request in asked]), strict=True):
+            if isinstance(mask, Exception):
+                failed.append(batch.sampled[place])
+            else:
+                masks[place] = mask
+    return masks, failed

@@ -37,9 +37,8 @@ from kestrel_runtime.api.errors import (
 from kestrel_runtime.api.raw_image import RawImage
 from kestrel_runtime.api.requests import Request
 from kestrel_runtime.api.stream import Stream
-from kestrel_runtime.constraints.compiler import ConstraintCompiler
+from kestrel_runtime.constraints.compiler import ConstraintCompiler, new_vocabulary
 from kestrel_runtime.constraints.masks import LibraryMasks
-from kestrel_runtime.constraints.vocabulary import new_vocabulary
 from kestrel_runtime.engine.isolation import Isolation, new_probes
 from kestrel_runtime.engine.loop import EngineLoop
 from kestrel_runtime.engine.offending_requests import OffendingRequests
@@ -187,7 +186,7 @@ class LocalEngine:
             isolation,
             self._admission,
             self._preprocessor.decode_again,
-            LibraryMasks(model_config.vocab_size, available_processors()),
+            LibraryMasks(model_config.vocab_size, available_processors()).masks,
             self._lease_adapter,
         )
         if self._adapters is not None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kestrel_runtime.execution.step_runner import StepHandle
-from kestrel_runtime.interfaces.ids import StepId
 from kestrel_runtime.scheduling.batch import Batch
+from kestrel_runtime.scheduling.page_manager import StepId
 
 
 class InFlightStep(NamedTuple):

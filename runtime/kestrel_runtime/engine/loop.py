@@ -52,21 +52,18 @@ from typing import Any, NamedTuple
 from kestrel_runtime.api.engine import ClearedCache
 from kestrel_runtime.api.errors import ConstraintFailed, EngineUnavailable, InternalError, KestrelError
 from kestrel_runtime.api.stream import Outbox, Stream
-from kestrel_runtime.constraints.step_masks import step_masks
+from kestrel_runtime.constraints.masks import MaskRequest, step_masks
 from kestrel_runtime.engine.emission import events_after
 from kestrel_runtime.engine.in_flight import InFlightStep, describe
 from kestrel_runtime.engine.isolation import Isolation
 from kestrel_runtime.engine.open_streams import CacheClearings
 from kestrel_runtime.execution.step_runner import StepHandle, StepRunner
-from kestrel_runtime.interfaces.adapter import AdapterLease
-from kestrel_runtime.interfaces.ids import StepId
-from kestrel_runtime.interfaces.image import PreparedImage
-from kestrel_runtime.interfaces.token_matcher import MaskMaker
 from kestrel_runtime.scheduling.admission import Admission
 from kestrel_runtime.scheduling.batch import Batch, Plan
 from kestrel_runtime.scheduling.deadlines import Deadlines
+from kestrel_runtime.scheduling.page_manager import StepId
 from kestrel_runtime.scheduling.scheduler import Scheduler
-from kestrel_runtime.scheduling.sequence import Sequence
+from kestrel_runtime.scheduling.sequence import AdapterLease, PreparedImage, Sequence
 from kestrel_runtime.scheduling.token_rate import TokenRate
 
 _MAX_PREFILLS = 2
@@ -113,18 +110,18 @@ class EngineLoop:
         isolation: Isolation,
         admission: Admission,
         decode_again: Callable[[Sequence], Future[Any]] | None = None,
-        masks: MaskMaker | None = None,
+        make_masks: Callable[[list[MaskRequest]], list[Any]] | None = None,
         lease_adapter: Callable[[str, str], Future[AdapterLease]] | None = None,
     ) -> None:
         """`decode_again` has a worker decode the image of a sequence whose pages were cached and are evicted.
-        `masks` makes the masks of sequences with constraints. `lease_adapter` has an adapter of a name loaded
+        `make_masks` makes the masks of sequences with constraints. `lease_adapter` has an adapter of a name loaded
         for a tenant."""
         self._scheduler = scheduler
         self._runner = runner
         self._isolation = isolation
         self._admission = admission
         self._decode_again = decode_again
-        self._masks = masks
+        self._make_masks = make_masks
         self._outbox = Outbox()
         self._deadlines = Deadlines()
         self._streams: dict[Sequence, Stream] = {}
@@ -447,7 +444,7 @@ class EngineLoop:
         while (earlier := self._awaited_by(step, steps)) is not None:
             if not self._complete(earlier):
                 return False
-        masks, failed = step_masks(step.batch, self._masks)
+        masks, failed = step_masks(step.batch, self._make_masks)
         for sequence in failed:
             _log.warning("the constraint of %s takes too much work", sequence.fingerprint)
             self._fail(sequence, ConstraintFailed())

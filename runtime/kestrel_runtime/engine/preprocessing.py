@@ -29,12 +29,11 @@ from kestrel_runtime.engine.workers import Interrupted, Job, Workers
 from kestrel_runtime.imaging.decoding import decode_image, inspect_image
 from kestrel_runtime.imaging.formats.header import ImageHeader
 from kestrel_runtime.imaging.tiles import DecodedImage, Tiles, Tiling, tiles_bytes
-from kestrel_runtime.interfaces.adapter import AdapterLease
-from kestrel_runtime.interfaces.family import ModelConfig, Skill
 from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.memory.image_budget import MemoryBudget
+from kestrel_runtime.models.skill import ModelConfig, Skill
 from kestrel_runtime.scheduling.prefix_keys import EmbeddingKey, PrefixKeyMaker, PrefixKeys
-from kestrel_runtime.scheduling.sequence import Sequence, SequenceClock
+from kestrel_runtime.scheduling.sequence import AdapterLease, Sequence, SequenceClock
 
 MAX_DECODING_BYTES = 512 * 2**20
 """Memory that decoding one image may take. A PNG of 64 megapixels takes as much, a WebP of 32 megapixels, a

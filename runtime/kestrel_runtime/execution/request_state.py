@@ -21,8 +21,8 @@ from kestrel_runtime.execution.logits.allowed_tokens import AllowedTokens
 from kestrel_runtime.execution.logits.logit_adjustments import AdjustmentSettings, LogitAdjustments
 from kestrel_runtime.execution.logits.sample_needs import SampleNeeds
 from kestrel_runtime.execution.transfer import PackedLayout, StagedCopies
-from kestrel_runtime.interfaces.token_grammar import Grammar
 from kestrel_runtime.scheduling import sequence as scheduling
+from kestrel_runtime.scheduling.output_parser import Grammar
 
 _UNLIMITED = 2**62
 _IS_RANDOM, _IS_CONTROLLED, _WITH_LOGPROBS, _IS_RESTRICTED, _USES_ADAPTERS = 1, 2, 4, 8, 16

@@ -19,9 +19,9 @@ from kestrel_runtime.execution.buckets import DecodeSize, PrefillSize
 from kestrel_runtime.execution.logits.sample_needs import SampleNeeds
 from kestrel_runtime.execution.request_state import RequestState
 from kestrel_runtime.execution.transfer import PackedLayout, StagedCopies, host_buffer
-from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.scheduling import sequence as scheduling
 from kestrel_runtime.scheduling.batch import Chunk
+from kestrel_runtime.scheduling.output_parser import Token
 
 _A = TypeVar("_A")
 

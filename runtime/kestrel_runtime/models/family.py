@@ -1,4 +1,4 @@
-"""The interface of a model family for generic code. Unlike `interfaces`, these types name tensors and images."""
+"""The interface of a model family for generic code. `skill` has the part that needs no torch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.memory_plan import MemoryPlan
 from kestrel_runtime.execution.step_runner import StepRunner
 from kestrel_runtime.imaging.tiles import DecodedImage, Tiling
-from kestrel_runtime.interfaces.family import ModelConfig, Skill
 from kestrel_runtime.loading.checkpoint import Checkpoint
+from kestrel_runtime.models.skill import ModelConfig, Skill
 from kestrel_runtime.models.verification import Verification
 from kestrel_runtime.scheduling.limits import StepBounds
 

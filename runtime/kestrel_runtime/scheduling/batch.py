@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
-from kestrel_runtime.interfaces.ids import EntryId, StepId
-from kestrel_runtime.scheduling.page_manager import PageCopy
+from kestrel_runtime.scheduling.embedding_cache import EntryId
+from kestrel_runtime.scheduling.page_manager import PageCopy, StepId
 from kestrel_runtime.scheduling.sequence import Sequence
 
 

@@ -19,10 +19,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
-from kestrel_runtime.interfaces.ids import EntryId, SequenceId, StepId
+from kestrel_runtime.scheduling.page_manager import SequenceId, StepId
 from kestrel_runtime.scheduling.prefix_keys import Digest, EmbeddingKey
+
+EntryId: TypeAlias = int
+"""Index of an entry of the image embeddings on the device."""
 
 
 class EmbeddingLease(NamedTuple):

@@ -20,10 +20,16 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, NewType, TypeAlias
 
-from kestrel_runtime.interfaces.ids import PageId, SequenceId, StepId
 from kestrel_runtime.scheduling.prefix_keys import EVERYBODY, CacheScope, Digest, PrefixKeys
+
+PageId: TypeAlias = int
+"""Index of a page of the KV cache."""
+SequenceId: TypeAlias = int
+"""Unique among the sequences of an engine."""
+StepId = NewType("StepId", int)
+"""Number of a launched step of an engine. Ids rise and are never reused."""
 
 
 class PrefixMatch(NamedTuple):

@@ -40,13 +40,11 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from kestrel_runtime.interfaces.ids import PageId, StepId
-from kestrel_runtime.interfaces.image import PreparedImage
-from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.scheduling.batch import Batch, Chunk, EncodeItem, Plan
 from kestrel_runtime.scheduling.embedding_cache import EmbeddingCache
-from kestrel_runtime.scheduling.page_manager import PageManager, PrefixMatch
-from kestrel_runtime.scheduling.sequence import Sequence, SequenceState
+from kestrel_runtime.scheduling.output_parser import Token
+from kestrel_runtime.scheduling.page_manager import PageId, PageManager, PrefixMatch, StepId
+from kestrel_runtime.scheduling.sequence import PreparedImage, Sequence, SequenceState
 from kestrel_runtime.scheduling.shared_prefills import SharedPrefills
 from kestrel_runtime.scheduling.tenant_shares import TenantShares
 from kestrel_runtime.scheduling.waiting_queue import WaitingQueue

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
+from collections import abc
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from kestrel_runtime.api.errors import DeadlineExceeded, KestrelError, QueueTimeout
 from kestrel_runtime.api.requests import Priority
-from kestrel_runtime.interfaces.ids import EntryId, PageId, StepId
-from kestrel_runtime.interfaces.tokens import Token
-
-if TYPE_CHECKING:
-    from kestrel_runtime.api.sampling_params import SamplingParams
-    from kestrel_runtime.interfaces.adapter import AdapterLease
-    from kestrel_runtime.interfaces.image import PreparedImage
-    from kestrel_runtime.interfaces.output import OutputParser
-    from kestrel_runtime.interfaces.token_matcher import TokenMatcher
-    from kestrel_runtime.scheduling.page_manager import PageCopy
-    from kestrel_runtime.scheduling.prefix_keys import Digest, EmbeddingKey, PrefixKeys
+from kestrel_runtime.api.sampling_params import SamplingParams
+from kestrel_runtime.scheduling.embedding_cache import EntryId
+from kestrel_runtime.scheduling.output_parser import OutputParser, Token
+from kestrel_runtime.scheduling.page_manager import PageCopy, PageId, StepId
+from kestrel_runtime.scheduling.prefix_keys import Digest, EmbeddingKey, PrefixKeys
 
 
 class SequenceState(Enum):
@@ -74,6 +69,59 @@ class SequenceClock:
         if self.admitted is None and self.queue_deadline is not None and now >= self.queue_deadline:
             return QueueTimeout(now - self.submitted)
         return None
+
+
+class PreparedImage(Protocol):
+    """The pixels of one image, which the model family encodes tile by tile."""
+
+    @property
+    def num_tiles(self) -> int:
+        """How many tiles the vision encoder takes for it."""
+        ...
+
+
+class AdapterLease(Protocol):
+    """Keeps one version of an adapter in its slot. For any thread."""
+
+    @property
+    def name(self) -> str:
+        """The name that the request has for it."""
+        ...
+
+    @property
+    def tenant(self) -> str:
+        """Whose request it is; "" where tenants are not distinguished."""
+        ...
+
+    @property
+    def is_reclaimed(self) -> bool:
+        """Whether another tenant needs the slot: the request gives the lease back and asks for another one."""
+        ...
+
+    @property
+    def slot(self) -> int:
+        """From 1."""
+        ...
+
+    @property
+    def digest(self) -> bytes:
+        """SHA-256 of the adapter's content."""
+        ...
+
+    def end(self) -> None:
+        """The slot may be written again. Without effect the second time."""
+        ...
+
+
+class TokenMatcher(Protocol):
+    """Follows the tokens of one constrained sequence. One thread at a time."""
+
+    def take(self, generated: abc.Sequence[Token]) -> None:
+        """Follow the sequence up to here: all that it has generated, whatever was taken before.
+
+        Raises `ConstraintFailed` where a token may not come, or following it takes too much work.
+        """
+        ...
 
 
 @dataclass(slots=True, eq=False)

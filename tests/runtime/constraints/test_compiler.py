@@ -12,7 +12,7 @@ from kestrel_runtime.api.constraints.constraint import Constraint
 from kestrel_runtime.api.errors import InvalidRequest, Overloaded
 from kestrel_runtime.constraints import compiler as module
 from kestrel_runtime.constraints.compiler import ConstraintCompiler
-from kestrel_runtime.constraints.matcher import CompiledConstraint
+from kestrel_runtime.constraints.masks import CompiledConstraint
 from tests.runtime.constraints.vocabularies import END_ID, TOKENIZER, VOCAB_SIZE, new_compiler
 
 TEXTS = ("yes", "a/b\\c", 'say "x"', "[x]{2}", "^$|.*+?()", "#&-~/<>@!%=:;,'`_", "line\nline", "é漢🙂", " a  b ")

@@ -15,10 +15,8 @@ from bench.harness.random_schemas import random_schema
 from kestrel_runtime.api.constraints.constraint import Constraint
 from kestrel_runtime.constraints.compiler import ConstraintCompiler
 from kestrel_runtime.constraints.json_answer import MAX_NESTING, TEXT_SHARE
-from kestrel_runtime.constraints.masks import LibraryMasks
-from kestrel_runtime.constraints.matcher import AnswerMatcher
-from kestrel_runtime.interfaces.token_matcher import MaskRequest
-from kestrel_runtime.interfaces.tokens import Token
+from kestrel_runtime.constraints.masks import AnswerMatcher, LibraryMasks, MaskRequest
+from kestrel_runtime.scheduling.output_parser import Token
 from tests.runtime.constraints.vocabularies import END_ID, TOKENIZER, VOCAB_SIZE, new_compiler
 
 Choose = Callable[[list[int]], int]

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from kestrel_runtime.api.errors import ConstraintFailed
-from kestrel_runtime.constraints.step_masks import step_masks
-from kestrel_runtime.interfaces.token_matcher import MaskRequest
-from kestrel_runtime.interfaces.tokens import Token
+from kestrel_runtime.constraints.masks import MaskRequest, step_masks
 from kestrel_runtime.scheduling.batch import Batch
+from kestrel_runtime.scheduling.output_parser import Token
 from kestrel_runtime.scheduling.sequence import SequenceState
 from tests.runtime.sequences import new_sequence
 
@@ -37,7 +36,7 @@ def test_only_sequences_with_a_constraint_that_are_still_here_get_one() -> None:
     gone.state = SequenceState.FINISHED
     batch = Batch.of_decode([running(None), running("mine", 2), gone, running("fails"), running("yours")])
     maker = Maker()
-    masks, failed = step_masks(batch, maker)
+    masks, failed = step_masks(batch, maker.masks)
     assert masks == [None, "mine", None, None, "yours"]
     assert failed == [batch.decode[3]]
     assert maker.generated == [[Token(90), Token(91)], [], []]

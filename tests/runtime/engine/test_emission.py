@@ -2,7 +2,7 @@
 
 from kestrel_runtime.api.events import Finished, FinishReason, Started
 from kestrel_runtime.engine.emission import events_after
-from kestrel_runtime.interfaces.tokens import Token, TokenRule
+from kestrel_runtime.scheduling.output_parser import Token, TokenRule
 from tests.runtime.sequences import RuleParser, new_sequence
 
 

@@ -38,13 +38,13 @@ from kestrel_runtime.api.errors import (
 from kestrel_runtime.api.events import Finished
 from kestrel_runtime.api.requests import Query
 from kestrel_runtime.api.stream import Stream
+from kestrel_runtime.constraints.masks import MaskRequest
 from kestrel_runtime.engine import emission, isolation, open_streams
 from kestrel_runtime.engine import loop as engine_loop
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.engine.isolation import Isolation
 from kestrel_runtime.engine.loop import EngineLoop
 from kestrel_runtime.engine.preprocessing import Preprocessor
-from kestrel_runtime.interfaces.token_matcher import MaskRequest
 from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.scheduling import batch as step_batch
 from kestrel_runtime.scheduling import deadlines, page_manager, scheduler, sequence, waiting_queue

@@ -3,8 +3,8 @@
 from typing import Any
 
 from kestrel_runtime.engine.in_flight import InFlightStep
-from kestrel_runtime.interfaces.ids import StepId
 from kestrel_runtime.scheduling.batch import Batch, Chunk
+from kestrel_runtime.scheduling.page_manager import StepId
 from tests.runtime.fake_runner import FakeHandle, FakeRunner
 from tests.runtime.sequences import new_sequence
 

@@ -16,11 +16,10 @@ import os
 from collections import Counter, deque
 from random import Random
 
-from kestrel_runtime.interfaces.ids import StepId
-from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.scheduling.batch import Batch
 from kestrel_runtime.scheduling.embedding_cache import EmbeddingCache
-from kestrel_runtime.scheduling.page_manager import PageManager
+from kestrel_runtime.scheduling.output_parser import Token
+from kestrel_runtime.scheduling.page_manager import PageManager, StepId
 from kestrel_runtime.scheduling.prefix_keys import PrefixKeyMaker
 from kestrel_runtime.scheduling.scheduler import Scheduler
 from kestrel_runtime.scheduling.sequence import Sequence, SequenceState

@@ -1,8 +1,8 @@
 import pytest
 
-from kestrel_runtime.interfaces.ids import StepId
-from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.scheduling.batch import Batch, Chunk, EncodeItem, Plan
+from kestrel_runtime.scheduling.output_parser import Token
+from kestrel_runtime.scheduling.page_manager import StepId
 from tests.runtime.sequences import blank_tiles, new_sequence
 
 

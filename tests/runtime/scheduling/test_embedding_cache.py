@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 
-from kestrel_runtime.interfaces.ids import StepId
 from kestrel_runtime.scheduling.embedding_cache import EmbeddingCache
+from kestrel_runtime.scheduling.page_manager import StepId
 from kestrel_runtime.scheduling.prefix_keys import EmbeddingKey, PrefixKeyMaker
 
 MAKER = PrefixKeyMaker({}, 4)

@@ -12,7 +12,6 @@ from random import Random
 
 import pytest
 
-from kestrel_runtime.interfaces.ids import SequenceId, StepId
 from kestrel_runtime.scheduling.page_manager import (
     CacheScope,
     Digest,
@@ -20,6 +19,8 @@ from kestrel_runtime.scheduling.page_manager import (
     PageManager,
     PrefixKeys,
     PrefixMatch,
+    SequenceId,
+    StepId,
 )
 from tests.runtime.scheduling.page_books import check_books
 from tests.runtime.scheduling.simulated_device import Access, DeviceStep, SimulatedDevice

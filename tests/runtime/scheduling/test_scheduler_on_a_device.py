@@ -15,10 +15,9 @@ from typing import Any
 
 import pytest
 
-from kestrel_runtime.interfaces.ids import StepId
-from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.scheduling.batch import Batch
-from kestrel_runtime.scheduling.page_manager import PageManager
+from kestrel_runtime.scheduling.output_parser import Token
+from kestrel_runtime.scheduling.page_manager import PageManager, StepId
 from kestrel_runtime.scheduling.scheduler import Scheduler
 from kestrel_runtime.scheduling.sequence import Sequence, SequenceState
 from tests.runtime.scheduling.page_books import check_books

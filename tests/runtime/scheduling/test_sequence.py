@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from kestrel_runtime.interfaces.tokens import Token
+from kestrel_runtime.scheduling.output_parser import Token
 from kestrel_runtime.scheduling.sequence import SequenceState
 from tests.runtime.sequences import blank_tiles, new_sequence
 

@@ -8,9 +8,9 @@ from typing import Any
 from kestrel_runtime.api.constraints.constraint import Constraint
 from kestrel_runtime.api.errors import InvalidRequest, Violation
 from kestrel_runtime.constraints.compiler import ConstraintCompiler
-from kestrel_runtime.constraints.matcher import AnswerMatcher
+from kestrel_runtime.constraints.masks import AnswerMatcher
 from kestrel_runtime.engine.recent.values import LruCache
-from kestrel_runtime.interfaces.output import OutputParser
+from kestrel_runtime.scheduling.output_parser import OutputParser
 
 _MAX_KNOWN = 64
 """Compiled constraints, which take up to some megabytes each."""

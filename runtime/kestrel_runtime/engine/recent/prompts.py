@@ -9,9 +9,9 @@ from typing import get_args
 
 from kestrel_runtime.api.requests import Request
 from kestrel_runtime.engine.recent.values import LruCache
-from kestrel_runtime.interfaces.family import ModelConfig, Skill
-from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.loading.tokenizer import Tokenizer
+from kestrel_runtime.models.skill import ModelConfig, Skill
+from kestrel_runtime.scheduling.output_parser import Token
 
 _MAX_KNOWN = 1024
 _MAX_KNOWN_TOKENS = 128

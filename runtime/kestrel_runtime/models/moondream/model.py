@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from kestrel_runtime.execution.transfer import to_device, uploaded
-from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.models.moondream.float8_weights import float8_experts
 from kestrel_runtime.models.moondream.region import RegionModel
 from kestrel_runtime.models.moondream.text import TextModel
 from kestrel_runtime.models.moondream.vision import VisionModel
+from kestrel_runtime.scheduling.output_parser import Token
 
 _EXPERT_WEIGHTS = re.compile(r"text\.blocks\.(\d+)\.mlp\.fc[12]\.weight")
 _EXPERT_AXES = 3  # a layer without experts has matrices of this name

@@ -10,9 +10,9 @@ from torch import Tensor
 from kestrel_runtime.execution.logits.sample_needs import SampleNeeds
 from kestrel_runtime.execution.logits.sampling import TokenRules, TokenSampler
 from kestrel_runtime.execution.request_state import RequestState
-from kestrel_runtime.interfaces.token_grammar import Grammar
 from kestrel_runtime.models.moondream.config import TokenizerConfig
 from kestrel_runtime.models.moondream.model import Moondream
+from kestrel_runtime.scheduling.output_parser import Grammar
 
 VALUES_PER_TOKEN = 2
 """A coordinate has one value, a size has width and height."""

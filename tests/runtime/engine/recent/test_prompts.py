@@ -7,9 +7,9 @@ from typing import Any
 
 from kestrel_runtime.api.requests import PointRef, Query, RequestOptions, SamplingParams
 from kestrel_runtime.engine.recent.prompts import Prompts
-from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.models.family import config_of
 from kestrel_runtime.models.loaded_model import LoadedModel
+from kestrel_runtime.scheduling.output_parser import Token
 
 QUESTION = Query("Who?", b"an image")
 

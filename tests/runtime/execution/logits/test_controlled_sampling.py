@@ -17,7 +17,7 @@ from kestrel_runtime.api.sampling_params import SamplingParams
 from kestrel_runtime.execution.logits.sample_needs import SampleNeeds
 from kestrel_runtime.execution.logits.sampling import TokenRules, TokenSampler
 from kestrel_runtime.execution.request_state import RequestState
-from kestrel_runtime.interfaces.tokens import Token, TokenRule
+from kestrel_runtime.scheduling.output_parser import Token, TokenRule
 from kestrel_runtime.scheduling.sequence import Sequence
 from tests.runtime.sequences import new_sequence
 

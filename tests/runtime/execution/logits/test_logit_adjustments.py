@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kestrel_runtime.api.sampling_params import SamplingParams
 from kestrel_runtime.execution.request_state import RequestState
-from kestrel_runtime.interfaces.tokens import Token
+from kestrel_runtime.scheduling.output_parser import Token
 from kestrel_runtime.scheduling.sequence import Sequence
 from tests.runtime.sequences import new_sequence
 

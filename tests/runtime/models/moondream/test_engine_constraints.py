@@ -19,7 +19,7 @@ from kestrel_runtime.api.constraints.constraint import Constraint
 from kestrel_runtime.api.errors import ConstraintFailed, InvalidRequest
 from kestrel_runtime.api.events import Finished, FinishReason, QueryOutput
 from kestrel_runtime.api.requests import CachePolicy, Query, RequestOptions, SamplingParams
-from kestrel_runtime.constraints.matcher import AnswerMatcher
+from kestrel_runtime.constraints.masks import AnswerMatcher
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.execution.step_runner import StepHandle, StepRunner
 from kestrel_runtime.models.loaded_model import LoadedModel

@@ -25,12 +25,12 @@ from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.execution import step_runner as runner_module
 from kestrel_runtime.execution.buckets import PrefillSize, largest_prefill
 from kestrel_runtime.execution.graph_capture import CapturedGraph, StreamCapture
-from kestrel_runtime.interfaces.tokens import TokenRule
 from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.models.moondream import executor as executor_module
 from kestrel_runtime.models.moondream.execution_config import ExecutionConfig
 from kestrel_runtime.models.moondream.sampling import value_kinds
 from kestrel_runtime.models.moondream.skills import SKILLS
+from kestrel_runtime.scheduling.output_parser import TokenRule
 from tests.reference_fixtures import MD2_SMALL
 from tests.runtime.fake_cuda import FakeStreamCapture
 from tests.runtime.models.moondream.test_runner import (

@@ -5,13 +5,12 @@ import torch
 
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.execution.kv_cache import KVCache
-from kestrel_runtime.interfaces.ids import StepId
-from kestrel_runtime.interfaces.tokens import Token, TokenRule
 from kestrel_runtime.models.moondream.execution_config import ExecutionConfig
 from kestrel_runtime.models.moondream.runner import new_step_runner
 from kestrel_runtime.models.moondream.tiling import MoondreamTiling
 from kestrel_runtime.scheduling.limits import StepBounds
-from kestrel_runtime.scheduling.page_manager import PageManager
+from kestrel_runtime.scheduling.output_parser import Token, TokenRule
+from kestrel_runtime.scheduling.page_manager import PageManager, StepId
 from kestrel_runtime.scheduling.scheduler import Scheduler
 from tests.runtime.dense_attend import DenseAttend
 from tests.runtime.models.moondream.tiny import random_model, tiny_config

@@ -25,10 +25,8 @@ from kestrel_runtime.execution.logits.sampling import TokenSampler
 from kestrel_runtime.execution.step_inputs import DecodeInputs, PackedChunks, PrefillInputs
 from kestrel_runtime.execution.step_runner import StateShape, StepRunner
 from kestrel_runtime.imaging.tiles import Tiles
-from kestrel_runtime.interfaces.output import OutputParser
-from kestrel_runtime.interfaces.token_grammar import Grammar, GrammarState
-from kestrel_runtime.interfaces.tokens import Token, TokenRule
 from kestrel_runtime.scheduling.batch import EncodeItem
+from kestrel_runtime.scheduling.output_parser import Grammar, GrammarState, OutputParser, Token, TokenRule
 from kestrel_runtime.scheduling.sequence import Sequence as ScheduledSequence
 from tests.runtime.models.second_family.small_text import (
     PreparedSmallText,

@@ -6,11 +6,10 @@ from kestrel_runtime.api.engine import SkillDefaults
 from kestrel_runtime.api.errors import InvalidRequest, Violation
 from kestrel_runtime.api.events import CaptionOutput
 from kestrel_runtime.api.requests import Caption
-from kestrel_runtime.interfaces.output import OutputParser
-from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.models.moondream.skills.base import DEFAULT_MAX_TOKENS, AnswerParser, Skill, text_tokens
+from kestrel_runtime.scheduling.output_parser import OutputParser, Token
 
 
 class CaptionSkill(Skill):

@@ -5,12 +5,11 @@ from __future__ import annotations
 from kestrel_runtime.api.engine import SkillDefaults
 from kestrel_runtime.api.events import Box, DetectOutput
 from kestrel_runtime.api.requests import Detect
-from kestrel_runtime.interfaces.output import OutputParser
-from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.models.moondream.skills.base import DEFAULT_MAX_OBJECTS, Skill
 from kestrel_runtime.models.moondream.skills.point import ObjectParser, object_prompt
+from kestrel_runtime.scheduling.output_parser import OutputParser, Token
 
 
 class DetectSkill(Skill):

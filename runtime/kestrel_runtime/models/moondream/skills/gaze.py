@@ -9,12 +9,11 @@ from __future__ import annotations
 from kestrel_runtime.api.engine import SkillDefaults
 from kestrel_runtime.api.events import FinishReason, TextDelta
 from kestrel_runtime.api.requests import Gaze
-from kestrel_runtime.interfaces.output import OutputParser
-from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.models.moondream.skills.base import Skill, framed_prompt
 from kestrel_runtime.models.moondream.skills.point import PointParser
+from kestrel_runtime.scheduling.output_parser import OutputParser, Token
 
 
 class GazeSkill(Skill):

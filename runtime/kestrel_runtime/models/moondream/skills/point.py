@@ -11,12 +11,10 @@ from abc import abstractmethod
 from kestrel_runtime.api.engine import SkillDefaults
 from kestrel_runtime.api.events import FinishReason, Location, PointOutput, TextDelta
 from kestrel_runtime.api.requests import Detect, Point
-from kestrel_runtime.interfaces.output import OutputParser
-from kestrel_runtime.interfaces.token_grammar import Grammar, GrammarState
-from kestrel_runtime.interfaces.tokens import Token, TokenRule
 from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.models.moondream.skills.base import DEFAULT_MAX_OBJECTS, Skill, framed_prompt
+from kestrel_runtime.scheduling.output_parser import Grammar, GrammarState, OutputParser, Token, TokenRule
 
 
 class PointSkill(Skill):

@@ -17,9 +17,6 @@ from kestrel_runtime.api.events import (
     TextDelta,
 )
 from kestrel_runtime.api.requests import Query
-from kestrel_runtime.interfaces.output import OutputParser
-from kestrel_runtime.interfaces.token_grammar import Grammar, GrammarState
-from kestrel_runtime.interfaces.tokens import Token, TokenRule
 from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.models.moondream.config import MoondreamConfig, TokenizerConfig
 from kestrel_runtime.models.moondream.skills.base import (
@@ -30,6 +27,7 @@ from kestrel_runtime.models.moondream.skills.base import (
     answer_states,
     framed_prompt,
 )
+from kestrel_runtime.scheduling.output_parser import Grammar, GrammarState, OutputParser, Token, TokenRule
 
 
 class QuerySkill(Skill):

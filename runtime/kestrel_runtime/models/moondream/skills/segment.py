@@ -22,14 +22,12 @@ from kestrel_runtime.api.events import (
     TextDelta,
 )
 from kestrel_runtime.api.requests import Segment
-from kestrel_runtime.interfaces.output import OutputParser
-from kestrel_runtime.interfaces.token_grammar import Grammar, GrammarState
-from kestrel_runtime.interfaces.tokens import Token, TokenRule
 from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.models.moondream.skills.base import DEFAULT_MAX_TOKENS, Skill, framed_prompt
 from kestrel_runtime.models.moondream.skills.detect import box_around
 from kestrel_runtime.models.moondream.svg import PathWriter
+from kestrel_runtime.scheduling.output_parser import Grammar, GrammarState, OutputParser, Token, TokenRule
 
 
 class SegmentSkill(Skill):

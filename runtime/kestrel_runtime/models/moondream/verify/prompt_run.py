@@ -13,7 +13,6 @@ from torch import Tensor
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.requests import Request
 from kestrel_runtime.execution.kv_cache import KVCache
-from kestrel_runtime.interfaces.tokens import Token
 from kestrel_runtime.models.moondream.execution_config import ExecutionConfig
 from kestrel_runtime.models.moondream.memory_needs import new_cache
 from kestrel_runtime.models.moondream.model import Moondream
@@ -22,6 +21,7 @@ from kestrel_runtime.models.moondream.runner import new_step_runner
 from kestrel_runtime.models.verification import Prepare
 from kestrel_runtime.scheduling.batch import Batch, Chunk, EncodeItem
 from kestrel_runtime.scheduling.limits import StepBounds
+from kestrel_runtime.scheduling.output_parser import Token
 from kestrel_runtime.scheduling.sequence import Sequence
 
 

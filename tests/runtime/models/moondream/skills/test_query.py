@@ -4,9 +4,9 @@ from hypothesis import strategies as st
 
 from kestrel_runtime.api.events import FinishReason, Grounding, Location, QueryOutput, Reasoning, TextChannel
 from kestrel_runtime.api.requests import Query, SamplingParams
-from kestrel_runtime.interfaces.tokens import Token, TokenRule
 from kestrel_runtime.models.moondream.skills.base import DEFAULT_MAX_TOKENS
 from kestrel_runtime.models.moondream.skills.query import QuerySkill
+from kestrel_runtime.scheduling.output_parser import Token, TokenRule
 from tests.reference_fixtures import MD2_SMALL, MD3_SMALL, expected
 from tests.runtime.models.moondream.skills.parsing import (
     ANSWER,

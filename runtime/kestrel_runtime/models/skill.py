@@ -1,12 +1,11 @@
-"""The configuration and the skills of a model family, as generic code uses them."""
+"""The configuration and the skills of a model family, for generic code: the part that needs no torch."""
 
 from __future__ import annotations
 
 from typing import Any, Protocol
 
 from kestrel_runtime.api.engine import SkillDefaults
-from kestrel_runtime.interfaces.output import OutputParser
-from kestrel_runtime.interfaces.tokens import Token
+from kestrel_runtime.scheduling.output_parser import OutputParser, Token
 
 
 class ModelConfig(Protocol):

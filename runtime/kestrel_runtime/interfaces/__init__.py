@@ -1,1 +1,0 @@
-"""Protocols and plain types that engine, scheduling, execution and models share. No torch."""

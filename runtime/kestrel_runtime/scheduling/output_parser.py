@@ -1,0 +1,120 @@
+"""The tokens of one answer: which of them may come next, and how they are parsed to events for the caller.
+
+A grammar is a small automaton over tokens. The state that follows a token is known from that token alone, so that a
+step can begin before the tokens of the last step have been read.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kestrel_runtime.api.events import FinishReason, Output, Piece
+
+
+class Token(NamedTuple):
+    """`value` is empty for text, one coordinate in [0, 1] for a coordinate, (width, height) for a size."""
+
+    id: int
+    value: tuple[float, ...] = ()
+    logprob: float | None = None
+    """Natural logarithm of its probability; None where no sequence of its step asked for it."""
+    top: tuple[tuple[int, float], ...] = ()
+    """With `logprob`: ids and logprobs of the most likely tokens, the most likely first."""
+
+
+class TokenRule(NamedTuple):
+    """What the next token of a sequence may be.
+
+    `allowed` None lets every token pass but the `suppressed` ones. With `is_spatial` a coordinate or size
+    token is read by the region heads; without, it is a token like any other.
+    """
+
+    allowed: tuple[int, ...] | None = None
+    suppressed: tuple[int, ...] = ()
+    is_spatial: bool = False
+
+    def lets_pass(self, token_id: int) -> bool:
+        """Whether the token may come."""
+        return token_id not in self.suppressed and (self.allowed is None or token_id in self.allowed)
+
+
+class GrammarState(NamedTuple):
+    """The rule of one token, and the state after it: that of `on`, else of `exhausted`, else `then`."""
+
+    rule: TokenRule
+    then: int
+    on: tuple[int, int] | None = None
+    """(token id, the state after that token)."""
+    exhausted: int | None = None
+    """The state after the token that spends the budget, and after any later one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """States by number; every sequence begins in the first."""
+
+    states: tuple[GrammarState, ...]
+
+    def after(self, state: int, token_id: int, *, is_exhausted: bool) -> int:
+        """The state that follows `token_id`; `is_exhausted`: whether the budget is spent, this token counted."""
+        _, then, on, exhausted = self.states[state]
+        if on is not None and token_id == on[0]:
+            return on[1]
+        return exhausted if is_exhausted and exhausted is not None else then
+
+    @property
+    def rules(self) -> tuple[TokenRule, ...]:
+        return tuple(state.rule for state in self.states)
+
+
+class OutputParser(ABC):
+    """Parses the tokens of one sequence. `grammar` says which tokens may come, `consume` takes those that came.
+
+    After `finish_reason` is set no further token is consumed, and `output` is the whole answer. A worker makes it;
+    then it belongs to the engine loop thread.
+    """
+
+    grammar: Grammar
+    budget: int | None = None
+    """Number of tokens after which the grammar's exhausted states apply; None for no limit."""
+    max_tokens: int | None = None
+    """`finish_reason` is set by this many tokens at the latest, so that no further ones need be sampled; None where
+    only the context limits them."""
+    end_id: int | None = None
+    """The token that ends the answer; None where no constraint can be put on it."""
+    opens_answer: int | None = None
+    """The token after which the answer begins, behind reasoning; None where it begins at once."""
+    state: int = 0
+    """The state of the grammar that rules the next token."""
+    num_consumed: int = 0
+    finish_reason: FinishReason | None = None
+    stop_sequence: str | None = None
+    """The stop string that ended the answer, if one did."""
+
+    @property
+    def rule(self) -> TokenRule:
+        """The rule of the next token."""
+        return self.grammar.states[self.state].rule
+
+    def consume(self, token: Token) -> Sequence[Piece]:
+        """Take the next token; returns the pieces of the answer that it completes."""
+        self.num_consumed += 1
+        is_exhausted = self.budget is not None and self.num_consumed >= self.budget
+        self.state = self.grammar.after(self.state, token.id, is_exhausted=is_exhausted)
+        return self.parse(token)
+
+    @abstractmethod
+    def parse(self, token: Token) -> Sequence[Piece]:
+        """Interpret the next token; returns the pieces of the answer that it completes."""
+
+    def truncate(self) -> Sequence[Piece]:
+        """End the answer here because the context is full; returns the pieces that were still held back."""
+        self.finish_reason = FinishReason.LENGTH
+        return []
+
+    @abstractmethod
+    def output(self) -> Output:
+        """The answer as far as it has been parsed."""
