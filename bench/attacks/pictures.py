@@ -13,7 +13,7 @@ from bench.attacks.attack import Attack, Outcome, Victim
 from bench.attacks.bombs import jpeg_of_scans, png_of_one_colour, tiff_of_one_tile, webp_of_canvas
 from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_client.v1.vision_service_pb2_grpc import VisionServiceStub
-from kestrel_runtime.imaging.formats.jpeg import MAX_SCANS
+from kestrel_runtime.imaging.jpeg import MAX_SCANS
 
 NUM_SCANS, NUM_JPEGS, JPEG_DEADLINE_S = 30_000, 4, 5.0
 NUM_AT_ONCE = 8

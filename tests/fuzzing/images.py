@@ -14,7 +14,7 @@ from PIL import Image
 
 from kestrel_runtime.api.errors import ImageError
 from kestrel_runtime.imaging.decoding import decode_image
-from kestrel_runtime.imaging.formats.detection import FORMATS
+from kestrel_runtime.imaging.formats import FORMATS
 from tests.fuzzing.cost import measured
 from tests.fuzzing.hostile import hostile
 

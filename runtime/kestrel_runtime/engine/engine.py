@@ -49,7 +49,7 @@ from kestrel_runtime.engine.tracebacks import clear_locals, drop_tracebacks
 from kestrel_runtime.engine.watchdog import Watchdog, all_stacks, step_timeout_s
 from kestrel_runtime.engine.workers import Interrupted
 from kestrel_runtime.execution.cuda_stream import CudaStream
-from kestrel_runtime.imaging.device_tiler import DeviceTiler
+from kestrel_runtime.imaging.device_tiles import DeviceTiler
 from kestrel_runtime.imaging.tiles import Tiling, max_kept_bytes
 from kestrel_runtime.memory.host_limits import available_processors
 from kestrel_runtime.memory.plan import MemoryReading

@@ -27,7 +27,7 @@ from kestrel_runtime.engine.recent.prompts import Prompts
 from kestrel_runtime.engine.recent.values import LruCache
 from kestrel_runtime.engine.workers import Interrupted, Job, Workers
 from kestrel_runtime.imaging.decoding import decode_image, inspect_image
-from kestrel_runtime.imaging.formats.header import ImageHeader
+from kestrel_runtime.imaging.header import ImageHeader
 from kestrel_runtime.imaging.tiles import DecodedImage, Tiles, Tiling, tiles_bytes
 from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.memory.image_budget import MemoryBudget

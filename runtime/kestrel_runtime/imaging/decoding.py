@@ -14,8 +14,8 @@ from PIL import ExifTags, Image
 
 from kestrel_runtime.api.errors import ImageError, KestrelError
 from kestrel_runtime.api.raw_image import RawImage
-from kestrel_runtime.imaging.formats.detection import check_size, check_structure, read_header
-from kestrel_runtime.imaging.formats.header import ImageHeader, simple_header, undecodable
+from kestrel_runtime.imaging.formats import check_size, check_structure, read_header
+from kestrel_runtime.imaging.header import ImageHeader, simple_header, undecodable
 
 MAX_IMAGE_PIXELS: int = Image.MAX_IMAGE_PIXELS or 2**31
 """Pillow only warns of larger images, and applications may hide warnings. So they are refused first."""

@@ -13,7 +13,7 @@ from PIL import Image
 from kestrel_runtime.api.errors import ImageError
 from kestrel_runtime.api.raw_image import PixelFormat, RawImage
 from kestrel_runtime.imaging.decoding import decode_image, inspect_image
-from kestrel_runtime.imaging.formats.detection import MAX_SIDE_PX
+from kestrel_runtime.imaging.formats import MAX_SIDE_PX
 
 MAX_PIXELS = 64_000_000
 RED, GREEN, BLUE, WHITE = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)

@@ -11,7 +11,7 @@ from PIL import Image
 from kestrel_runtime.api.errors import ImageError
 from kestrel_runtime.imaging import decoding
 from kestrel_runtime.imaging.decoding import decode_image
-from kestrel_runtime.imaging.formats.detection import read_header
+from kestrel_runtime.imaging.formats import read_header
 from tests import hostile_images
 from tests.runtime.imaging.test_decoding import MAX_PIXELS, WHITE, decode, encode, noise, orientation, png_header
 

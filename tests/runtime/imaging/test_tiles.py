@@ -1,8 +1,18 @@
+import gc
+import io
+
 import numpy as np
 import pytest
 from PIL import Image
 
-from kestrel_runtime.imaging.tiles import DecodedImage, Tiles, keep_decoded, max_kept_bytes, tiles_bytes
+from kestrel_runtime.imaging.tiles import (
+    DecodedImage,
+    Tiles,
+    keep_decoded,
+    max_kept_bytes,
+    pixels_in_place,
+    tiles_bytes,
+)
 from tests.runtime.fake_tiling import FakeTiling
 from tests.runtime.noise import noise
 
@@ -36,3 +46,38 @@ def test_the_largest_image_is_one_of_the_most_tiles_or_one_kept_decoded():
     assert max_kept_bytes(TILING, decoded=False) == TILING.make_tiles(noise(9, 9)).pixels.nbytes
     decoded = keep_decoded(noise(4096, 2048), TILING)
     assert max_kept_bytes(TILING, decoded=True) == 4 * decoded.pixels.size // decoded.pixels.shape[2]
+
+
+def some_image(width, height):
+    values = np.random.default_rng(width).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(values)
+
+
+@pytest.mark.parametrize("size", [(1, 1), (7, 5), (640, 481)], ids=str)
+def test_pixels_are_those_of_the_image(size):
+    image = some_image(*size)
+    found = pixels_in_place(image)
+    assert found.dtype == np.uint8
+    assert found.shape == (*size[::-1], 4)
+    np.testing.assert_array_equal(found[:, :, :3], np.asarray(image))
+
+
+def test_a_file_is_loaded_first():
+    file = io.BytesIO()
+    some_image(33, 20).save(file, "PNG")
+    image = Image.open(file)
+    np.testing.assert_array_equal(pixels_in_place(image)[:, :, :3], np.asarray(some_image(33, 20)))
+
+
+def test_pixels_outlive_the_image():
+    found = [pixels_in_place(some_image(300 + i, 300)) for i in range(20)]
+    gc.collect()
+    others = [some_image(300, 300) for _ in range(20)]  # would take the memory if it were free
+    for i, pixels in enumerate(found):
+        np.testing.assert_array_equal(pixels[:, :, :3], np.asarray(some_image(300 + i, 300)))
+    assert len(others) == 20
+
+
+def test_pixels_in_several_blocks_are_refused():
+    with pytest.raises(ValueError, match="contiguous"):
+        pixels_in_place(Image.new("RGB", (4000, 4000)))

@@ -26,7 +26,7 @@ from kestrel_runtime.execution.step_inputs import (
     fill_blank_decode,
     fill_blank_prefill,
 )
-from kestrel_runtime.imaging.tile_source import TileSource
+from kestrel_runtime.imaging.device_tiles import TileSource
 from kestrel_runtime.imaging.tiles import DecodedImage, Tiles
 from kestrel_runtime.models.moondream.adapters.slabs import AdapterSlabs
 from kestrel_runtime.models.moondream.model import Moondream

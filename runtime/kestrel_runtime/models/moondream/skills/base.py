@@ -11,9 +11,9 @@ from kestrel_runtime.api.engine import SkillDefaults
 from kestrel_runtime.api.events import FinishReason, TextChannel, TextDelta, TokenLogprob, TopLogprob
 from kestrel_runtime.api.requests import BoxRef, SpatialRef
 from kestrel_runtime.api.sampling_params import SamplingParams
-from kestrel_runtime.loading.stop_matcher import StopMatcher
 from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.models.moondream.config import MoondreamConfig
+from kestrel_runtime.models.stop_strings import StopMatcher
 from kestrel_runtime.scheduling.output_parser import Grammar, GrammarState, OutputParser, Token, TokenRule
 
 DEFAULT_MAX_TOKENS = 768

@@ -4,9 +4,9 @@ from hypothesis import strategies as st
 
 from kestrel_runtime.api.events import FinishReason, TextChannel, TextDelta, TokenLogprob, TopLogprob
 from kestrel_runtime.api.requests import BoxRef, Caption, Detect, Gaze, Point, PointRef, Query, Segment
-from kestrel_runtime.loading.stop_matcher import StopMatcher
 from kestrel_runtime.models.moondream.skills import SKILLS
 from kestrel_runtime.models.moondream.skills.base import TextEmitter, spatial_tokens, text_tokens
+from kestrel_runtime.models.stop_strings import StopMatcher
 from kestrel_runtime.scheduling.output_parser import Token
 from tests.runtime.models.moondream.skills.parsing import (
     COORDINATE,

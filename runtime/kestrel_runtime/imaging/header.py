@@ -1,15 +1,18 @@
-"""Reads image file directories: the tables of tags in TIFF files and in EXIF metadata.
+"""What the parsers of image files share: the values that a header declares, errors, and directories of tags.
 
-Knows how tags are stored and not what they mean.
+A directory is a table of tags in a TIFF file or in EXIF metadata. Its meaning is left to the parsers.
 """
 
 from __future__ import annotations
 
 import struct
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from kestrel_runtime.imaging.formats.header import beyond_limit, undecodable
+from kestrel_runtime.api.errors import ImageError
 
+DECODED_BYTES_PER_PIXEL = 8
+"""Most formats decode to at most 4 bytes per pixel, and an RGB or upright copy of that takes another 4."""
 MAX_TAGS = 1024
 MAX_VALUES = 2**18
 """Limit of numbers in all tags of a directory, each of which becomes a Python object. A TIFF with 65,536 strips of
@@ -18,6 +21,34 @@ one row each has two numbers for each strip."""
 _BYTE, _ASCII, _UNDEFINED = 1, 2, 7  # a tag of one of these types becomes one object, whatever its length
 _TYPE_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4, 16: 8}
 _NUMBER_FORMATS = {1: "B", 3: "H", 4: "I", 13: "I"}
+
+
+@dataclass(frozen=True, slots=True)
+class ImageHeader:
+    """The size of an image and the memory that decoding takes. `format` is a key of `formats.FORMATS`."""
+
+    format: str
+    width: int
+    height: int
+    decoding_bytes: int
+    """Peak memory of decoding: it includes the decoded image and not the encoded file."""
+    tells_all: bool = False
+    """Whether the header alone determines the cost of decoding, so that `check_structure` can be skipped."""
+
+
+def simple_header(image_format: str, width: int, height: int) -> ImageHeader:
+    """The header of a file whose decoder needs only the pixels and a copy of them."""
+    return ImageHeader(image_format, width, height, DECODED_BYTES_PER_PIXEL * width * height)
+
+
+def undecodable() -> ImageError:
+    """The error for files that are damaged or in no served format."""
+    return ImageError("cannot be decoded; must be a complete file in one of JPEG, PNG, WEBP, GIF, BMP, TIFF")
+
+
+def beyond_limit(what: str, limit: int) -> ImageError:
+    """The error for files with more parts of some kind than any real picture has."""
+    return ImageError(f"has more than {limit} {what}", too_large=True)
 
 
 class _Tag(NamedTuple):
@@ -83,7 +114,7 @@ def byte_order_of(data: bytes) -> str | None:
     return {b"II": "<", b"MM": ">"}.get(data[:2])
 
 
-def check(block: bytes) -> None:
+def check_exif(block: bytes) -> None:
     """Raise `ImageError` for EXIF metadata beyond the limits. Metadata that does not parse is ignored."""
     byte_order = byte_order_of(block)
     if byte_order is not None and len(block) >= 8:

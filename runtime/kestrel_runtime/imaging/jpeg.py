@@ -1,4 +1,4 @@
-"""Reads the size, the components and the scans that a JPEG file declares. Knows the markers; decodes nothing."""
+"""Reads the size, the components and the scans that a JPEG file declares. Decodes nothing."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from kestrel_runtime.imaging.formats import exif
-from kestrel_runtime.imaging.formats.header import (
+from kestrel_runtime.imaging.header import (
     DECODED_BYTES_PER_PIXEL,
     ImageHeader,
     beyond_limit,
+    check_exif,
     simple_header,
     undecodable,
 )
@@ -73,7 +73,7 @@ def read_header(data: bytes) -> ImageHeader:
         raise undecodable()
     if frame is None:
         raise undecodable()
-    exif.check(b"".join(exif_parts))
+    check_exif(b"".join(exif_parts))
     return _header(data, frame, num_components_in_scan=data[segment.start])
 
 

@@ -1,6 +1,6 @@
-"""Makes the tiles of an image on the device while its request still waits in the queue.
+"""Tiles of images on the device: made ahead while their requests wait, and handed to the vision encoder.
 
-Otherwise the engine loop thread would launch this work between two steps, while the device idles.
+Without `DeviceTiler` the engine thread would make them between two steps, while the device idles.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -92,3 +93,36 @@ class DeviceTiler:
                 return prepared
             self._kept.add(tiles)
         return PrefetchedImage(prepared.pixels, prepared.rows, prepared.columns, prefetched=tiles)
+
+
+class TileSource:
+    """Provides tiles by the id of their image, a few at a time. Belongs to the engine thread.
+
+    The tiles of a decoded image are made when the first of them is taken, and kept until the last one is taken.
+    """
+
+    def __init__(self, tile: Callable[[DecodedImage], Tensor], upload: Callable[[np.ndarray], Tensor]) -> None:
+        """`tile` makes all tiles of an image on the device, uint8 [tiles, side, side, 3]; `upload` copies there."""
+        self._tile = tile
+        self._upload = upload
+        self._kept: dict[int, Tensor] = {}  # by image id
+
+    def take(self, image_id: int, image: Tiles | DecodedImage, start: int, end: int) -> Tensor:
+        """Tiles [start, end) of an image: uint8 [end - start, side, side, 3] on the device."""
+        if isinstance(image, Tiles):
+            return self._upload(image.pixels[start:end])
+        tiles = self._kept.get(image_id)
+        if tiles is None:
+            prefetched = image.prefetched.claim() if isinstance(image, PrefetchedImage) else None
+            tiles = self._kept[image_id] = self._tile(image) if prefetched is None else prefetched
+        if end == image.num_tiles:
+            del self._kept[image_id]
+        return tiles[start:end]
+
+    def release(self, image_id: int) -> None:
+        """Free the tiles that are kept of an image."""
+        self._kept.pop(image_id, None)
+
+    def clear(self) -> None:
+        """Free the tiles of all images. Tiles that are still needed are made again."""
+        self._kept.clear()

@@ -7,9 +7,15 @@ import struct
 from dataclasses import dataclass, replace
 
 from kestrel_runtime.api.errors import ImageError
-from kestrel_runtime.imaging.formats import jpeg
-from kestrel_runtime.imaging.formats.exif import Directory, byte_order_of
-from kestrel_runtime.imaging.formats.header import ImageHeader, beyond_limit, simple_header, undecodable
+from kestrel_runtime.imaging import jpeg
+from kestrel_runtime.imaging.header import (
+    Directory,
+    ImageHeader,
+    beyond_limit,
+    byte_order_of,
+    simple_header,
+    undecodable,
+)
 
 MAX_PARTS = 65_536
 """Limit of strips or tiles."""
