@@ -41,8 +41,8 @@ from kestrel_client import (
     TextDelta,
     draw,
 )
-from kestrel_client.connection.channel import DEFAULT_TIMEOUT_S, address_of
-from kestrel_client.images.inputs import is_on_server
+from kestrel_client.connection import DEFAULT_TIMEOUT_S, address_of
+from kestrel_client.images import is_on_server
 from kestrel_grpc.cli.connection import add_connection_arguments, tls_of
 from kestrel_grpc.cli.problems import complain
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from kestrel_client.connection.tls import ClientTls
+from kestrel_client.connection import ClientTls
 from kestrel_grpc.config.environment import CLIENT_VARIABLES, former_names
 from kestrel_grpc.config.settings import environment_name
 

@@ -11,8 +11,7 @@ import os
 import grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
-from kestrel_client.connection.diagnosis import why_no_answer
-from kestrel_client.connection.tls import ClientTls
+from kestrel_client.connection import ClientTls, why_no_answer
 from kestrel_grpc.cli.connection import add_connection_arguments, tls_of
 from kestrel_grpc.cli.own_server import OwnServer, own_server
 from kestrel_grpc.cli.problems import complain, refuse

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from kestrel_client.connection.tls import ClientTls
+from kestrel_client.connection import ClientTls
 from kestrel_grpc.config.options import ConfigurationError, ServerConfig
 from kestrel_grpc.listeners import address_of
 

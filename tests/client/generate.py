@@ -1,6 +1,6 @@
-"""Writes kestrel_client/client.py, the blocking client, from kestrel_client/aio.py, the asyncio client.
+"""Writes the blocking client of kestrel_client from the asyncio client: `client` from `aio`, its calls likewise.
 
-Run `python -m tests.client.generate` after every change of `aio.py`. A test compares the two files.
+Run `python -m tests.client.generate` after every change of `aio.py` or `async_calls.py`. A test compares the files.
 """
 
 from __future__ import annotations
@@ -9,45 +9,66 @@ import subprocess
 import sys
 from pathlib import Path
 
-import kestrel_client
-
-PACKAGE = Path(kestrel_client.__file__).parent
-# Each of these texts must be in `aio.py`; what they become is in `client.py`.
+# Not imported: a stale blocking client may keep the package from being imported.
+PACKAGE = Path(__file__).parents[2] / "clients/python/kestrel_client"
+SOURCES = {"client.py": "aio.py", "blocking_calls.py": "async_calls.py"}
+# Each of these texts must be in a source; what they become is in the generated module.
 REPLACED = {
     "The asyncio client: one method for each request.": "The blocking client: one method for each.",
     "`client` is generated from this file: after a change run `python -m tests.client.generate`.": (
         "Generated from `aio.py` by tests/client/generate.py. Change that file, and generate this one."
     ),
+    "`blocking_calls` is generated from this file: after a change run `python -m tests.client.generate`.": (
+        "Generated from `async_calls.py` by tests/client/generate.py. Change that file, and generate this one."
+    ),
     "`async_calls` sends them": "`blocking_calls` sends them",
+    "of the asyncio client and reads the responses. `aio` says": (
+        "of the blocking client and reads the responses. `client` says"
+    ),
+    "which the asyncio client awaits or reads": "or its response if the request has one",
     "from kestrel_client.async_calls import AsyncCalls": "from kestrel_client.blocking_calls import BlockingCalls",
     "from the event loop it was made in.": "from any thread.",
-    "AsyncCalls(": "BlockingCalls(",
+    "The call begins with the first piece asked for. Cancelling it": "Cancelling it",
+    "`async with`": "`with`",
+    "        # Reading starts the call.\n": "        self._start()\n",
+    "StopAsyncIteration": "StopIteration",
+    "AsyncCalls": "BlockingCalls",
     "AsyncTextStream": "TextStream",
     "AsyncSegmentStream": "SegmentStream",
+    "AsyncStream": "Stream",
     "AsyncClient": "Client",
     "AsyncGenerator[Outcome, None]": "Generator[Outcome, None, None]",
     "AsyncGenerator": "Generator",
+    "AsyncIterator": "Iterator",
+    "Asyncio": "Threads",
     "async_map": "blocking_map",
     "__aenter__": "__enter__",
     "__aexit__": "__exit__",
+    "__aiter__": "__iter__",
+    "__anext__": "__next__",
     "async def ": "def ",
     "await ": "",
 }
 
 
-def blocking_client() -> str:
-    """The text of `client.py`."""
-    text = (PACKAGE / "aio.py").read_text(encoding="utf-8")
+def generated() -> dict[str, str]:
+    """The texts of the generated modules by their names."""
+    texts = {name: (PACKAGE / source).read_text(encoding="utf-8") for name, source in SOURCES.items()}
     for asynchronous, blocking in REPLACED.items():
-        if asynchronous not in text:
-            raise ValueError(f"aio.py has no {asynchronous!r} any more; change this script")
-        text = text.replace(asynchronous, blocking)
+        if not any(asynchronous in text for text in texts.values()):
+            raise ValueError(f"no source has {asynchronous!r} any more; change this script")
+        texts = {name: text.replace(asynchronous, blocking) for name, text in texts.items()}
+    return {name: _formatted(name, text) for name, text in texts.items()}
+
+
+def _formatted(name: str, text: str) -> str:
     # Without `await` some statements fit one line. Formatting also orders the imports.
     for command in (["check", "--select", "I", "--fix"], ["format"]):
-        ruff = [sys.executable, "-m", "ruff", *command, "--quiet", f"--stdin-filename={PACKAGE / 'client.py'}", "-"]
+        ruff = [sys.executable, "-m", "ruff", *command, "--quiet", f"--stdin-filename={PACKAGE / name}", "-"]
         text = subprocess.run(ruff, input=text, capture_output=True, text=True, check=True).stdout
     return text
 
 
 if __name__ == "__main__":
-    (PACKAGE / "client.py").write_text(blocking_client(), encoding="utf-8")
+    for name, text in generated().items():
+        (PACKAGE / name).write_text(text, encoding="utf-8")

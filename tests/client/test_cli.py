@@ -15,7 +15,7 @@ from google.protobuf import duration_pb2
 from google.rpc import code_pb2, error_details_pb2
 from PIL import Image
 
-from kestrel_client.images.drawing import COLOURS
+from kestrel_client.drawing import COLOURS
 from kestrel_client.v1 import generation_pb2
 from kestrel_grpc.cli.ask import add_client_commands
 from kestrel_grpc.cli.commands import run

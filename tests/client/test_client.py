@@ -24,7 +24,7 @@ from kestrel_client import (
     Unavailable,
 )
 from kestrel_client.errors import ServerError
-from kestrel_client.streams import TextEvents
+from kestrel_client.sending import TextEvents
 from tests.client import canned
 from tests.client.canned import CannedVision
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -48,6 +48,11 @@ def test_stop_strings_are_a_list_or_a_single_one() -> None:
         message = requests.caption(vision_service_pb2.CaptionRequest, None, {"stop": given, "include_stop": True})
         assert message.sampling.stop == sent
         assert message.sampling.include_stop
+
+
+def test_every_setting_of_sampling_is_an_option() -> None:
+    settings = set(generation_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
+    assert settings <= CallOptions.__annotations__.keys()
 
 
 def test_every_setting_of_sampling_reaches_its_field() -> None:
@@ -184,3 +189,36 @@ def test_a_constraint_is_for_queries() -> None:
     ):
         with pytest.raises(InvalidRequest, match="is for queries"):
             refused()
+
+
+def constraint(**options: Any) -> generation_pb2.Constraint:
+    given = cast(CallOptions, options)
+    return requests.query(vision_service_pb2.QueryRequest, "what?", None, (), given).constraint
+
+
+def test_each_constraint_is_a_kind_of_its_message() -> None:
+    assert constraint() == generation_pb2.Constraint()
+    choices = generation_pb2.Choices(values=["a", "b"])
+    assert constraint(choices=["a", "b"]) == generation_pb2.Constraint(choices=choices)
+    assert constraint(regex="a+") == generation_pb2.Constraint(regex="a+")
+    assert constraint(json_schema="{}") == generation_pb2.Constraint(json_schema="{}")
+    schema = '{"b": 1, "a": [true]}'
+    assert constraint(json_schema={"b": 1, "a": [True]}) == generation_pb2.Constraint(json_schema=schema)
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"choices": ["a"], "regex": "a"}, "regex"),
+        ({"choices": ["a"], "regex": "a", "json_schema": {}}, "regex"),
+        ({"regex": "a", "json_schema": {}}, "json_schema"),
+        ({"choices": "yes"}, "choices"),
+        ({"choices": [1]}, "choices"),
+        ({"json_schema": {"const": object()}}, "json_schema"),
+        ({"json_schema": {"const": float("nan")}}, "json_schema"),
+    ],
+)
+def test_a_wrong_constraint_is_named(given: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        constraint(**given)
+    assert [violation.field for violation in caught.value.violations] == [field]

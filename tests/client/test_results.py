@@ -17,7 +17,6 @@ from kestrel_client import (
     TopLogprob,
     results,
 )
-from kestrel_client.generation import samples
 from kestrel_client.v1 import generation_pb2, media_pb2, vision_service_pb2
 from tests.client import canned
 
@@ -68,7 +67,7 @@ def test_a_stop_string_logprobs_and_alternatives_are_read() -> None:
     reason = generation_pb2.FINISH_REASON_STOP_SEQUENCE
     info = generation_pb2.ResponseInfo(finish_reason=reason, stop_sequence="end")
     thought = generation_pb2.Reasoning(text="t", logprobs=[token])
-    query = samples.complete_query(
+    query = results.complete_query(
         vision_service_pb2.CompleteQueryResponse(
             result=vision_service_pb2.QueryResult(answer="a", reasoning=thought, logprobs=[token], info=info),
             alternatives=[
@@ -83,7 +82,7 @@ def test_a_stop_string_logprobs_and_alternatives_are_read() -> None:
     assert query.reasoning.logprobs == (read,)
     wanted = QueryAlternative("b", query.reasoning, (read,), FinishReason.STOP_SEQUENCE, "end")
     assert query.alternatives == (wanted,)
-    caption = samples.complete_caption(
+    caption = results.complete_caption(
         vision_service_pb2.CompleteCaptionResponse(
             result=vision_service_pb2.CaptionResult(caption="a", logprobs=[token], info=info),
             alternatives=[

@@ -11,7 +11,7 @@ from google.protobuf import duration_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from kestrel_client import AsyncClient, CallOptions, Cancelled, Client, KestrelClientError, Overloaded
-from kestrel_client.retries import Retries
+from kestrel_client.sending import Retries
 from tests.client import canned
 from tests.client.canned import CannedVision
 

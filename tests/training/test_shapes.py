@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from kestrel_client.outlines.svg_path import polylines
+from kestrel_client.outlines import polylines
 from kestrel_runtime.models.moondream.svg import PathWriter
 from training import scoring
 from training.shapes import SHAPES, outline

@@ -16,6 +16,7 @@ from kestrel_client.async_calls import AsyncSegmentStream, AsyncTextStream
 from kestrel_client.batches import Job, Outcome, Progress
 from kestrel_client.blocking_calls import SegmentStream, TextStream
 from kestrel_client.client import Client
+from kestrel_client.drawing import draw
 from kestrel_client.errors import (
     AdapterInvalid,
     AdapterNotFound,
@@ -36,14 +37,12 @@ from kestrel_client.errors import (
     Unavailable,
     Violation,
 )
-from kestrel_client.generation.logprobs import TokenLogprob, TopLogprob
-from kestrel_client.images.drawing import draw
-from kestrel_client.images.inputs import ImageInput, StoredImage
-from kestrel_client.images.raw_image import RawImage
+from kestrel_client.images import ImageInput, RawImage, StoredImage
 from kestrel_client.requests import CachePolicy, CallOptions, Length, Priority, SpatialRef
 from kestrel_client.results import (
     Adapter,
     Box,
+    CaptionAlternative,
     CaptionResult,
     ClearedCache,
     DetectedObject,
@@ -56,6 +55,7 @@ from kestrel_client.results import (
     Model,
     Point,
     PointResult,
+    QueryAlternative,
     QueryResult,
     Reasoning,
     Result,
@@ -66,11 +66,12 @@ from kestrel_client.results import (
     TextChannel,
     TextDelta,
     Timing,
+    TokenLogprob,
+    TopLogprob,
     Usage,
 )
 
 __version__ = _version.VERSION
-from kestrel_client.generation.samples import CaptionAlternative, QueryAlternative
 
 __all__ = [
     "Adapter",

@@ -14,16 +14,14 @@ import grpc
 from kestrel_client import requests, results
 from kestrel_client.async_calls import AsyncCalls, AsyncSegmentStream, AsyncTextStream
 from kestrel_client.batches import DEFAULT_CONCURRENCY, Job, Outcome, Progress, async_map
-from kestrel_client.connection.channel import (
+from kestrel_client.connection import (
     DEFAULT_MAX_RETRIES,
     DEFAULT_MAX_RETRY_S,
     DEFAULT_TIMEOUT_S,
     Connection,
+    FileName,
 )
-from kestrel_client.connection.tls import FileName
-from kestrel_client.generation import samples
-from kestrel_client.images.inputs import ImageInput, StoredImage
-from kestrel_client.images.sent_images import DEFAULT_STORE_FROM_BYTES
+from kestrel_client.images import ImageInput, StoredImage
 from kestrel_client.requests import CallOptions, Length, SpatialRef
 from kestrel_client.results import (
     Adapter,
@@ -39,6 +37,7 @@ from kestrel_client.results import (
     SegmentResult,
     ServerInfo,
 )
+from kestrel_client.sending import DEFAULT_STORE_FROM_BYTES
 from kestrel_client.v1 import engine_service_pb2 as engine_pb2
 from kestrel_client.v1 import image_service_pb2 as image_pb2
 from kestrel_client.v1 import vision_service_pb2 as vision_pb2
@@ -162,7 +161,7 @@ class AsyncClient:
             options,
             image,
         )
-        return samples.complete_query(response)
+        return results.complete_query(response)
 
     def caption(
         self, image: ImageInput, *, length: Length | None = None, **options: Unpack[CallOptions]
@@ -203,7 +202,7 @@ class AsyncClient:
             options,
             image,
         )
-        return samples.complete_caption(response)
+        return results.complete_caption(response)
 
     async def point(
         self,

@@ -1,25 +1,34 @@
-"""Sends the requests of the asyncio client and reads the responses. `aio` says which requests there are."""
+"""Sends the requests of the asyncio client and reads the responses. `aio` says which requests there are.
+
+`blocking_calls` is generated from this file: after a change run `python -m tests.client.generate`.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from types import TracebackType
 from typing import Any, Generic, Self
 
 import grpc
 
 from kestrel_client import requests
-from kestrel_client.connection.channel import Connection
-from kestrel_client.errors import SERVER_UNREACHABLE, KestrelClientError, client_closed, errors_of, from_rpc_error
-from kestrel_client.images import inputs
-from kestrel_client.images.inputs import ImageInput, put_reference
-from kestrel_client.images.sent_images import Delivery, SentImages
+from kestrel_client.connection import Connection
+from kestrel_client.errors import KestrelClientError, client_closed, errors_of, from_rpc_error
+from kestrel_client.images import ImageInput, image_bytes, put_reference
 from kestrel_client.requests import CallOptions
 from kestrel_client.results import Segment, SegmentResult, TextChannel, TextDelta
-from kestrel_client.retries import Retries
-from kestrel_client.streams import AnyPiece, AnyResult, Events, OutlineEvents, TextEvents, cancelled_here
+from kestrel_client.sending import (
+    AnyPiece,
+    AnyResult,
+    Asyncio,
+    Delivery,
+    Events,
+    OutlineEvents,
+    Retries,
+    SentImages,
+    TextEvents,
+    cancelled_here,
+)
 from kestrel_client.v1.engine_service_pb2_grpc import EngineServiceStub
 from kestrel_client.v1.image_service_pb2_grpc import ImageServiceStub
 from kestrel_client.v1.vision_service_pb2_grpc import VisionServiceStub
@@ -36,18 +45,13 @@ class AsyncCalls:
         max_retry_s: float,
         store_from_bytes: int | None,
     ) -> None:
-        self._connection = connection
-        self._timeout_s = timeout_s
-        self._max_retry_s = max_retry_s
-        self._wait_for_ready = wait_for_ready
-        self._sent = SentImages(store_from_bytes)
-        self._is_closed = False
-        target, options = connection.target, connection.options
-        self._channel = (
-            grpc.aio.insecure_channel(target, options)
-            if connection.credentials is None
-            else grpc.aio.secure_channel(target, connection.credentials, options)
-        )
+        self.connection = connection
+        self.timeout_s = timeout_s
+        self.max_retry_s = max_retry_s
+        self.wait_for_ready = wait_for_ready
+        self.sent_images = SentImages(store_from_bytes)
+        self.is_closed = False
+        self._channel = Asyncio.channel(connection)
         self.vision = VisionServiceStub(self._channel)
         self.images = ImageServiceStub(self._channel)
         self.engine = EngineServiceStub(self._channel)
@@ -56,16 +60,13 @@ class AsyncCalls:
         self, rpc: Any, build: Callable[[], Any], options: CallOptions, image: ImageInput | None = None
     ) -> Any:
         """The response to the message that `build` returns."""
-        request_id = requests.request_id(options)
-        with errors_of(request_id):
-            message, retries = build(), self.retries(options)
-            delivery = await self.delivery(message, image)
+        attempts = self._attempts(rpc, build, options, image)
+        with errors_of(attempts.request_id):
             while True:
-                call = await self.start(rpc, message, delivery, retries, request_id)
                 try:
-                    return await call
+                    return await (await attempts.start())
                 except grpc.RpcError as error:
-                    await self.retry(error, request_id, delivery, retries, asyncio.sleep)
+                    await attempts.retry(error)
 
     def stream(
         self,
@@ -75,7 +76,7 @@ class AsyncCalls:
         image: ImageInput | None,
         read: Callable[..., AnyResult],
     ) -> AsyncTextStream[AnyResult]:
-        """The stream of text for the message that `build` returns; it starts when it is first read."""
+        """The stream of text for the message that `build` returns."""
         return AsyncTextStream(self._attempts(rpc, build, options, image), TextEvents(read))
 
     def outline(
@@ -84,6 +85,16 @@ class AsyncCalls:
         """The stream of an outline, as `stream` is one of text."""
         return AsyncSegmentStream(self._attempts(rpc, build, options, image), OutlineEvents(object))
 
+    async def image_bytes(self, image: ImageInput) -> bytes:
+        """The file of an image."""
+        with errors_of(requests.new_request_id()):
+            return await Asyncio.run(image_bytes, image)
+
+    async def close(self) -> None:
+        """Close the connection."""
+        self.is_closed = True
+        await self._channel.close()
+
     def _attempts(
         self, rpc: Any, build: Callable[[], Any], options: CallOptions, image: ImageInput | None
     ) -> _Attempts:
@@ -91,78 +102,9 @@ class AsyncCalls:
         with errors_of(request_id):
             return _Attempts(self, rpc, build(), image, options, request_id)
 
-    async def image_bytes(self, image: ImageInput) -> bytes:
-        """The file of an image."""
-        with errors_of(requests.new_request_id()):
-            return await asyncio.to_thread(inputs.image_bytes, image)
-
-    async def close(self) -> None:
-        """Close the connection."""
-        self._is_closed = True
-        await self._channel.close()
-
-    async def delivery(self, message: Any, image: ImageInput | None) -> Delivery | None:
-        """How the image is sent; None where there is none, or the message has what there is to send of it."""
-        if image is None or put_reference(message.image, image):
-            return None
-        # Reading a file, compressing an image or hashing it would block the event loop for too long.
-        return await asyncio.to_thread(lambda: self._sent.delivery(inputs.image_bytes(image)))
-
-    def retries(self, options: CallOptions) -> Retries:
-        """The attempts of a call that begins now."""
-        return requests.retries(options, self._timeout_s, self._max_retry_s)
-
-    async def retry(
-        self,
-        error: grpc.RpcError,
-        request_id: str,
-        delivery: Delivery | None,
-        retries: Retries,
-        sleep: Callable[[float], Awaitable[object]],
-    ) -> None:
-        """Return when the call may be sent again after this error; raise its failure where it may not."""
-        failure = from_rpc_error(error, request_id)
-        if delivery is not None and delivery.can_retry(failure):
-            return
-        wait_s = retries.wait_s(failure)
-        if wait_s is None:
-            raise await self.explained(failure, retries) from error
-        await sleep(wait_s)
-
-    async def explained(self, failure: KestrelClientError, retries: Retries) -> KestrelClientError:
-        """The failure, with what this client finds out about it."""
-        if failure.reason != SERVER_UNREACHABLE:
-            return self._connection.explain(failure, retries.timeout_s)
-        return await asyncio.to_thread(self._connection.explain, failure, retries.timeout_s)
-
-    async def start(
-        self, rpc: Any, message: Any, delivery: Delivery | None, retries: Retries, request_id: str
-    ) -> Any:
-        """The started call, which the caller awaits."""
-        if delivery is not None:
-            if delivery.must_store:
-                await self._store(delivery, retries, request_id)
-            delivery.fill(message.image)
-        metadata = requests.metadata(request_id, self._connection.token)
-        try:
-            return rpc(message, timeout=retries.remaining_s, metadata=metadata, wait_for_ready=self._wait_for_ready)
-        except grpc.aio.UsageError as error:
-            if self._is_closed:
-                raise client_closed() from error
-            raise
-
-    async def _store(self, delivery: Delivery, retries: Retries, request_id: str) -> None:
-        call = await self.start(self.images.PutImage, delivery.put_request(), None, retries, request_id)
-        try:
-            await call
-        except grpc.RpcError as error:
-            delivery.note_not_stored(from_rpc_error(error, request_id))
-        else:
-            delivery.note_stored()
-
 
 class _Attempts:
-    """A streaming call that begins when it is asked for, and again where the server has refused it for now."""
+    """A call that begins when it is asked to, and again if the server has refused it for now."""
 
     def __init__(
         self,
@@ -174,6 +116,7 @@ class _Attempts:
         request_id: str,
     ) -> None:
         self.request_id = request_id
+        self.cancelled = Asyncio.Event()
         self._calls = calls
         self._rpc = rpc
         self._message = message
@@ -184,20 +127,57 @@ class _Attempts:
 
     async def start(self) -> Any:
         """The started call."""
+        calls = self._calls
         if self._retries is None:
-            self._retries = self._calls.retries(self._options)
-            self._delivery = await self._calls.delivery(self._message, self._image)
-        return await self._calls.start(self._rpc, self._message, self._delivery, self._retries, self.request_id)
+            self._retries = requests.retries(self._options, calls.timeout_s, calls.max_retry_s)
+            if self._image is not None and not put_reference(self._message.image, self._image):
+                self._delivery = await Asyncio.run(self._deliver, self._image)
+        if self._delivery is not None:
+            if self._delivery.must_store:
+                await self._store(self._delivery)
+            self._delivery.fill(self._message.image)
+        return self._send(self._rpc, self._message)
 
-    async def retry(self, error: grpc.RpcError, sleep: Callable[[float], Awaitable[object]]) -> None:
-        """Return when the call may start again after this error; raise its failure where it may not."""
+    async def retry(self, error: grpc.RpcError) -> None:
+        """Return when the call may start again after this error; raise its failure if it may not."""
         assert self._retries is not None, "only a started call fails"
-        await self._calls.retry(error, self.request_id, self._delivery, self._retries, sleep)
+        failure = from_rpc_error(error, self.request_id)
+        if self._delivery is not None and self._delivery.can_retry(failure):
+            return
+        wait_s = self._retries.wait_s(failure)
+        if wait_s is None:
+            raise await self.explained(error) from error
+        await Asyncio.wait(self.cancelled, wait_s)
 
     async def explained(self, error: grpc.RpcError) -> KestrelClientError:
-        """The failure of a call that must not start again."""
+        """The failure of a call that must not start again, with what this client finds out about it."""
         assert self._retries is not None, "only a started call fails"
-        return await self._calls.explained(from_rpc_error(error, self.request_id), self._retries)
+        failure = from_rpc_error(error, self.request_id)
+        return await Asyncio.run(self._calls.connection.explain, failure, self._retries.timeout_s)
+
+    def _deliver(self, image: ImageInput) -> Delivery:
+        return self._calls.sent_images.delivery(image_bytes(image))
+
+    async def _store(self, delivery: Delivery) -> None:
+        try:
+            await self._send(self._calls.images.PutImage, delivery.put_request())
+        except grpc.RpcError as error:
+            delivery.note_not_stored(from_rpc_error(error, self.request_id))
+        else:
+            delivery.note_stored()
+
+    def _send(self, rpc: Any, message: Any) -> Any:
+        """The call, which the asyncio client awaits or reads."""
+        assert self._retries is not None, "a call has a deadline"
+        calls = self._calls
+        metadata = requests.metadata(self.request_id, calls.connection.token)
+        timeout_s = self._retries.remaining_s
+        try:
+            return rpc(message, timeout=timeout_s, metadata=metadata, wait_for_ready=calls.wait_for_ready)
+        except (ValueError, grpc.aio.UsageError) as error:  # of the blocking client, of the asyncio client
+            if calls.is_closed:
+                raise client_closed() from error
+            raise
 
 
 class AsyncStream(Generic[AnyPiece, AnyResult]):
@@ -216,7 +196,7 @@ class AsyncStream(Generic[AnyPiece, AnyResult]):
         self._events = events
         self._call: Any = None
         self._has_response = False
-        self._cancelled = asyncio.Event()
+        # Reading starts the call.
 
     async def __aenter__(self) -> Self:
         return self
@@ -227,7 +207,7 @@ class AsyncStream(Generic[AnyPiece, AnyResult]):
         self.cancel()
 
     def __del__(self) -> None:
-        # Without this, a call that is no longer referred to would go on: its own tasks refer to it.
+        # Without this, a call that is no longer referred to would go on: tasks of gRPC refer to it.
         self.cancel()
 
     async def result(self) -> AnyResult:
@@ -239,18 +219,25 @@ class AsyncStream(Generic[AnyPiece, AnyResult]):
 
     def cancel(self) -> None:
         """Cancels the call. Does nothing once the stream has ended."""
-        if self._call is None or self._call.cancel():
-            self._cancelled.set()
+        self._attempts.cancelled.set()
+        if self._call is not None:
+            self._call.cancel()
+
+    async def _start(self) -> None:
+        with errors_of(self.request_id):
+            if self._attempts.cancelled.is_set():
+                raise cancelled_here(self.request_id)
+            self._call = await self._attempts.start()
+            if self._attempts.cancelled.is_set():  # meanwhile, when there was no call to cancel
+                self._call.cancel()
 
     async def _next_piece(self) -> AnyPiece | None:
         while True:
-            if self._cancelled.is_set():
-                raise cancelled_here(self.request_id)
+            if self._call is None:
+                await self._start()
             try:
-                if self._call is None:
-                    with errors_of(self.request_id):
-                        self._call = await self._attempts.start()
-                while response := await self._call.read():  # the mark of the end is false, every message is true
+                cancelled = self._attempts.cancelled
+                while (response := await Asyncio.read(self._call, cancelled, self.request_id)) is not None:
                     self._has_response = True
                     piece = self._events.accept(response)
                     if piece is not None:
@@ -260,18 +247,7 @@ class AsyncStream(Generic[AnyPiece, AnyResult]):
                 if self._has_response:
                     raise await self._attempts.explained(error) from error
                 self._call = None
-                await self._attempts.retry(error, self._sleep)
-            except asyncio.CancelledError:
-                # The same exception means that this task is cancelled, which must propagate, or that the stream is.
-                task = asyncio.current_task()
-                if self._cancelled.is_set() and not (task is not None and task.cancelling()):
-                    raise cancelled_here(self.request_id) from None
-                raise
-
-    async def _sleep(self, duration_s: float) -> None:
-        """Wait, or until the stream is cancelled."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._cancelled.wait(), duration_s)
+                await self._attempts.retry(error)
 
 
 class AsyncTextStream(AsyncStream[TextDelta, AnyResult]):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from kestrel_client.errors import KestrelClientError
-from kestrel_client.images.inputs import ImageInput
+from kestrel_client.images import ImageInput
 from kestrel_client.results import Result
 
 if TYPE_CHECKING:

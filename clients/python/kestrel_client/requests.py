@@ -7,6 +7,7 @@ more than the beginning of its value. Rules that the server knows better, such a
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import re
 import secrets
@@ -15,10 +16,9 @@ from datetime import timedelta
 from typing import Any, Literal, TypedDict, TypeVar, get_args
 
 from kestrel_client.errors import errors_of, invalid_argument
-from kestrel_client.generation.constraints import constraint
-from kestrel_client.images.inputs import StoredImage
+from kestrel_client.images import StoredImage
 from kestrel_client.results import Box, Point
-from kestrel_client.retries import Retries
+from kestrel_client.sending import Retries
 from kestrel_client.v1 import generation_pb2, image_service_pb2, media_pb2, vision_service_pb2
 
 Length = Literal["short", "normal", "long"]
@@ -98,20 +98,6 @@ class CallOptions(TypedDict, total=False):
     request_id: str | None
 
 
-_SAMPLING = (
-    "temperature",
-    "top_p",
-    "max_tokens",
-    "seed",
-    "include_stop",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logprobs",
-    "n",
-)
 _CONSTRAINT = ("choices", "regex", "json_schema")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}", re.ASCII)
 _MAX_SHOWN = 40
@@ -128,7 +114,7 @@ def query(
     message = kind(
         question=_text("question", question),
         spatial_refs=_spatial_refs(spatial_refs),
-        constraint=constraint(options.get("choices"), options.get("regex"), options.get("json_schema")),
+        constraint=_constraint(options),
         **_shared(options, unused=()),
     )
     _put(message, "reasoning", reasoning)
@@ -228,8 +214,9 @@ def _shared(options: CallOptions, unused: Sequence[str] = _CONSTRAINT) -> dict[s
         if options.get(name) is not None:
             raise invalid_argument(name, "is for queries")
     sampling = generation_pb2.SamplingParams()
-    for name in _SAMPLING:
-        _put(sampling, name, options.get(name))
+    for name in sampling.DESCRIPTOR.fields_by_name:
+        if name not in ("stop", "logit_bias"):  # these two are lists
+            _put(sampling, name, options.get(name))
     sampling.stop.extend(_strings("stop", options.get("stop")))
     for token_id, bias in (options.get("logit_bias") or {}).items():
         added = sampling.logit_bias.add()
@@ -243,6 +230,31 @@ def _shared(options: CallOptions, unused: Sequence[str] = _CONSTRAINT) -> dict[s
     _put(handling, "model", options.get("model"))
     _put(handling, "adapter", options.get("adapter"))
     return {"sampling": sampling, "options": handling}
+
+
+def _constraint(options: CallOptions) -> generation_pb2.Constraint | None:
+    """The constraint of a query's answer; None where the answer may be any text."""
+    names = [name for name in _CONSTRAINT if options.get(name) is not None]
+    if not names:
+        return None
+    if len(names) > 1:
+        raise invalid_argument(names[1], f"cannot be combined with {names[0]}")
+    if (choices := options.get("choices")) is not None:
+        if isinstance(choices, str) or not all(isinstance(choice, str) for choice in choices):
+            raise invalid_argument("choices", "are texts in a list")
+        return generation_pb2.Constraint(choices=generation_pb2.Choices(values=choices))
+    if (regex := options.get("regex")) is not None:
+        return generation_pb2.Constraint(regex=regex)
+    return generation_pb2.Constraint(json_schema=_schema_text(options.get("json_schema")))
+
+
+def _schema_text(schema: Mapping[str, Any] | str | None) -> str:
+    if isinstance(schema, str):
+        return schema
+    try:
+        return json.dumps(schema, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        raise invalid_argument("json_schema", "is a JSON schema, a text or a dictionary") from None
 
 
 def _with_suggestion(name: str) -> str:

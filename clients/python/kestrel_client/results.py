@@ -5,18 +5,16 @@ Coordinates are fractions of the image's width and height, from 0 to 1, measured
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
 from datetime import UTC
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from google.protobuf import duration_pb2
 
-from kestrel_client.generation.finish_reason import FinishReason, finish_reason
-from kestrel_client.generation.logprobs import TokenLogprob, token_logprobs
-from kestrel_client.images.inputs import StoredImage
-from kestrel_client.outlines.masks import area, mask
-from kestrel_client.outlines.svg_path import polylines
+from kestrel_client.images import StoredImage
+from kestrel_client.outlines import area, mask, polylines
 from kestrel_client.v1 import (
     engine_service_pb2,
     generation_pb2,
@@ -28,7 +26,22 @@ from kestrel_client.v1 import (
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from kestrel_client.generation.samples import CaptionAlternative, QueryAlternative
+AnyValue = TypeVar("AnyValue")
+
+
+class FinishReason(StrEnum):
+    """Why generation ended."""
+
+    STOP = "stop"
+    """The model said that it was done."""
+    LENGTH = "length"
+    """`max_tokens` or the end of the context was reached."""
+    MAX_OBJECTS = "max_objects"
+    """`max_objects` was reached; there may be more."""
+    STOP_SEQUENCE = "stop_sequence"
+    """One of the strings in `stop` came."""
+    UNKNOWN = "unknown"
+    """A reason that this version of the client does not know."""
 
 
 class TextChannel(StrEnum):
@@ -38,6 +51,27 @@ class TextChannel(StrEnum):
     REASONING = "reasoning"
     UNKNOWN = "unknown"
     """A text that this version of the client does not know."""
+
+
+@dataclass(frozen=True, slots=True)
+class TopLogprob:
+    """A token that might have been generated. `logprob` is the natural logarithm of its probability."""
+
+    text: str
+    bytes: bytes
+    logprob: float
+    token_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token that was generated, and the most likely ones in its place, the most likely first."""
+
+    text: str
+    bytes: bytes
+    logprob: float
+    token_id: int
+    top: tuple[TopLogprob, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +236,17 @@ class Result:
         return self.width_px, self.height_px
 
 
+@dataclass(frozen=True, slots=True)
+class QueryAlternative:
+    """A further sample of an answer."""
+
+    answer: str
+    reasoning: Reasoning | None
+    logprobs: tuple[TokenLogprob, ...]
+    finish_reason: FinishReason
+    stop_sequence: str | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueryResult(Result):
     """A whole answer; `reasoning` is None where none was requested."""
@@ -212,6 +257,16 @@ class QueryResult(Result):
     """Of the answer's tokens, where `logprobs` asks for it."""
     alternatives: tuple[QueryAlternative, ...] = ()
     """Further samples, where `n` asks for several. `usage` counts the output of all."""
+
+
+@dataclass(frozen=True, slots=True)
+class CaptionAlternative:
+    """A further sample of a description."""
+
+    caption: str
+    logprobs: tuple[TokenLogprob, ...]
+    finish_reason: FinishReason
+    stop_sequence: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -358,14 +413,31 @@ class Load:
 
 def query_result(message: vision_service_pb2.QueryResult) -> QueryResult:
     """An answer, read."""
-    reasoning = reasoning_of(message.reasoning) if message.HasField("reasoning") else None
-    logprobs = token_logprobs(message.logprobs)
-    return QueryResult(answer=message.answer, reasoning=reasoning, logprobs=logprobs, **_info(message.info))
+    return QueryResult(
+        answer=message.answer,
+        reasoning=_reasoning(message),
+        logprobs=_token_logprobs(message.logprobs),
+        **_info(message.info),
+    )
+
+
+def complete_query(message: vision_service_pb2.CompleteQueryResponse) -> QueryResult:
+    """An answer and its alternatives, read."""
+    alternatives = tuple(
+        QueryAlternative(item.answer, _reasoning(item), **_ending(item)) for item in message.alternatives
+    )
+    return replace(query_result(message.result), alternatives=alternatives)
 
 
 def caption_result(message: vision_service_pb2.CaptionResult) -> CaptionResult:
     """A description, read."""
-    return CaptionResult(caption=message.caption, logprobs=token_logprobs(message.logprobs), **_info(message.info))
+    return CaptionResult(caption=message.caption, logprobs=_token_logprobs(message.logprobs), **_info(message.info))
+
+
+def complete_caption(message: vision_service_pb2.CompleteCaptionResponse) -> CaptionResult:
+    """A description and its alternatives, read."""
+    alternatives = tuple(CaptionAlternative(item.caption, **_ending(item)) for item in message.alternatives)
+    return replace(caption_result(message.result), alternatives=alternatives)
 
 
 def point_result(message: vision_service_pb2.PointResponse, object: str) -> PointResult:
@@ -395,83 +467,61 @@ def gaze_result(message: vision_service_pb2.GazeResponse) -> GazeResult:
 def text_delta(message: generation_pb2.TextDelta) -> TextDelta:
     """A piece of text, read."""
     channel = _CHANNELS.get(message.channel, TextChannel.UNKNOWN)
-    counts = message.token_index, message.token_count
-    return TextDelta(message.text, channel, *counts, token_logprobs(message.logprobs))
+    return _same(TextDelta, message, channel=channel, logprobs=_token_logprobs(message.logprobs))
+
+
+def box(message: media_pb2.NormalizedBox) -> Box:
+    """A box, read."""
+    return Box(message.x_min, message.y_min, message.x_max, message.y_max)
 
 
 def server_info(message: engine_service_pb2.GetServerInfoResponse) -> ServerInfo:
     """The server's information, read."""
-    limits = Limits(
-        max_message_bytes=message.limits.max_message_bytes,
-        max_image_bytes=message.limits.max_image_bytes,
-        max_image_pixels=message.limits.max_image_pixels,
-        max_queued_requests=message.limits.max_queued_requests,
-        max_running_requests=message.limits.max_running_requests,
-    )
-    return ServerInfo(
-        message.server_version, message.instance_id, tuple(message.capabilities), limits, message.model
-    )
+    limits = _same(Limits, message.limits)
+    return _same(ServerInfo, message, capabilities=tuple(message.capabilities), limits=limits)
 
 
 def models(message: engine_service_pb2.ListModelsResponse) -> tuple[Model, ...]:
     """The models served, read."""
-    return tuple(_model(model) for model in message.models)
-
-
-def stored_image(message: image_service_pb2.StoredImage) -> StoredImage:
-    """The image as the server stores it."""
-    return StoredImage(
-        image_id=message.image_id,
-        size_bytes=message.size_bytes,
-        media_type=message.media_type,
-        width_px=message.width_px,
-        height_px=message.height_px,
-        expires=message.expire_time.ToDatetime(UTC),
-        pinned=message.pinned,
+    return tuple(
+        _same(
+            Model,
+            model,
+            skills=tuple(model.skills),
+            defaults=tuple(_skill_defaults(item) for item in model.defaults),
+        )
+        for model in message.models
     )
-
-
-def cleared_cache(message: engine_service_pb2.ClearCacheResponse) -> ClearedCache:
-    """The content that was removed from the server's caches."""
-    return ClearedCache(message.page_count, message.image_count)
-
-
-def adapter(message: engine_service_pb2.Adapter) -> Adapter:
-    """An adapter that is loaded."""
-    return Adapter(message.name, message.digest, message.request_count, message.is_current)
 
 
 def load(message: engine_service_pb2.GetLoadResponse) -> Load:
     """The load, read."""
-    return Load(
-        running_request_count=message.load.running_request_count,
-        waiting_request_count=message.load.waiting_request_count,
-        preprocessing_request_count=message.load.preprocessing_request_count,
-        used_page_count=message.load.used_page_count,
-        page_count=message.load.page_count,
-        output_tokens_per_second=message.load.output_tokens_per_second,
-    )
+    return _same(Load, message.load)
 
 
-_CHANNELS = {
-    generation_pb2.TEXT_CHANNEL_ANSWER: TextChannel.ANSWER,
-    generation_pb2.TEXT_CHANNEL_REASONING: TextChannel.REASONING,
-}
+def cleared_cache(message: engine_service_pb2.ClearCacheResponse) -> ClearedCache:
+    """The content that was removed from the server's caches."""
+    return _same(ClearedCache, message)
+
+
+def adapter(message: engine_service_pb2.Adapter) -> Adapter:
+    """An adapter that is loaded."""
+    return _same(Adapter, message)
+
+
+def stored_image(message: image_service_pb2.StoredImage) -> StoredImage:
+    """The image as the server stores it."""
+    return _same(StoredImage, message, expires=message.expire_time.ToDatetime(UTC))
 
 
 def _info(message: generation_pb2.ResponseInfo) -> dict[str, Any]:
     """The fields of `Result`."""
-    usage, timing = message.usage, message.timing
+    timing = message.timing
     return {
         "request_id": message.request_id,
         "model": message.model,
-        "finish_reason": finish_reason(message.finish_reason),
-        "usage": Usage(
-            usage.input_token_count,
-            usage.output_token_count,
-            usage.image_token_count,
-            usage.cached_token_count,
-        ),
+        "finish_reason": _finish_reason(message.finish_reason),
+        "usage": _same(Usage, message.usage),
         "timing": Timing(
             queue_s=_seconds(timing.queue_duration),
             preprocess_s=_seconds(timing.preprocess_duration),
@@ -485,48 +535,67 @@ def _info(message: generation_pb2.ResponseInfo) -> dict[str, Any]:
     }
 
 
+def _ending(message: vision_service_pb2.QueryAlternative | vision_service_pb2.CaptionAlternative) -> dict[str, Any]:
+    """The fields that alternatives of answers and of descriptions share."""
+    return {
+        "logprobs": _token_logprobs(message.logprobs),
+        "finish_reason": _finish_reason(message.finish_reason),
+        "stop_sequence": message.stop_sequence or None,
+    }
+
+
+def _reasoning(message: vision_service_pb2.QueryResult | vision_service_pb2.QueryAlternative) -> Reasoning | None:
+    if not message.HasField("reasoning"):
+        return None
+    reasoning = message.reasoning
+    groundings = tuple(
+        Grounding(item.start_char, item.end_char, tuple(_point(point) for point in item.points))
+        for item in reasoning.groundings
+    )
+    return Reasoning(reasoning.text, groundings, _token_logprobs(reasoning.logprobs))
+
+
+def _token_logprobs(messages: Iterable[generation_pb2.TokenLogprob]) -> tuple[TokenLogprob, ...]:
+    return tuple(
+        _same(TokenLogprob, item, top=tuple(_same(TopLogprob, top) for top in item.top)) for item in messages
+    )
+
+
+def _finish_reason(number: int) -> FinishReason:
+    return _FINISH_REASONS.get(number, FinishReason.UNKNOWN)
+
+
+_FINISH_REASONS: dict[int, FinishReason] = {
+    generation_pb2.FINISH_REASON_STOP: FinishReason.STOP,
+    generation_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+    generation_pb2.FINISH_REASON_MAX_OBJECTS: FinishReason.MAX_OBJECTS,
+    generation_pb2.FINISH_REASON_STOP_SEQUENCE: FinishReason.STOP_SEQUENCE,
+}
+_CHANNELS: dict[int, TextChannel] = {
+    generation_pb2.TEXT_CHANNEL_ANSWER: TextChannel.ANSWER,
+    generation_pb2.TEXT_CHANNEL_REASONING: TextChannel.REASONING,
+}
+
+
+def _skill_defaults(message: engine_service_pb2.SkillDefaults) -> SkillDefaults:
+    given = {
+        name: getattr(message, name) if message.HasField(name) else None
+        for name in ("max_tokens", "max_objects", "reasoning")
+    }
+    return _same(SkillDefaults, message, **given)
+
+
+def _same(kind: type[AnyValue], message: Any, **converted: Any) -> AnyValue:
+    """A value with the fields of a message; `converted` has those that differ in name or type."""
+    same = {
+        item.name: getattr(message, item.name) for item in fields(cast(Any, kind)) if item.name not in converted
+    }
+    return kind(**same, **converted)
+
+
 def _seconds(message: duration_pb2.Duration) -> float:
     return message.ToTimedelta().total_seconds()
 
 
-def reasoning_of(message: generation_pb2.Reasoning) -> Reasoning:
-    """A reasoning, read."""
-    groundings = tuple(
-        Grounding(item.start_char, item.end_char, tuple(_point(point) for point in item.points))
-        for item in message.groundings
-    )
-    return Reasoning(message.text, groundings, token_logprobs(message.logprobs))
-
-
 def _point(message: media_pb2.NormalizedPoint) -> Point:
     return Point(message.x, message.y)
-
-
-def box(message: media_pb2.NormalizedBox) -> Box:
-    """A box, read."""
-    return Box(message.x_min, message.y_min, message.x_max, message.y_max)
-
-
-def _model(message: engine_service_pb2.Model) -> Model:
-    return Model(
-        name=message.name,
-        revision=message.revision,
-        architecture=message.architecture,
-        skills=tuple(message.skills),
-        device=message.device,
-        dtype=message.dtype,
-        max_context_token_count=message.max_context_token_count,
-        parameter_count=message.parameter_count,
-        defaults=tuple(_skill_defaults(item) for item in message.defaults),
-    )
-
-
-def _skill_defaults(message: engine_service_pb2.SkillDefaults) -> SkillDefaults:
-    return SkillDefaults(
-        skill=message.skill,
-        temperature=message.temperature,
-        top_p=message.top_p,
-        max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
-        max_objects=message.max_objects if message.HasField("max_objects") else None,
-        reasoning=message.reasoning if message.HasField("reasoning") else None,
-    )

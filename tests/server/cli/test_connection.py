@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kestrel_client.connection.tls import ClientTls
+from kestrel_client.connection import ClientTls
 from kestrel_grpc.cli.connection import add_connection_arguments, tls_of
 from kestrel_grpc.config.options import ServerConfig
 

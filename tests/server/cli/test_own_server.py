@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kestrel_client.connection.tls import ClientTls
+from kestrel_client.connection import ClientTls
 from kestrel_grpc.cli.own_server import OwnServer, own_server
 from kestrel_grpc.config.options import ConfigurationError
 

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image, ImageOps
 
 from kestrel_client import InvalidRequest, RawImage
-from kestrel_client.images.inputs import image_bytes, is_address, is_on_server, put_image
+from kestrel_client.images import image_bytes, is_address, is_on_server, put_reference
 from kestrel_client.v1 import media_pb2
 
 
@@ -137,7 +137,7 @@ def test_a_file_that_is_open_for_writing_is_refused(tmp_path: Path) -> None:
 def test_an_array_goes_as_its_pixels(shape: tuple[int, ...], pixel_format: int) -> None:
     array = np.arange(np.prod(shape), dtype=np.uint8).reshape(shape)
     message = media_pb2.Image()
-    put_image(message, array)
+    assert put_reference(message, array)
     raw = message.raw
     assert (raw.width_px, raw.height_px, raw.format) == (3, 2, pixel_format)
     assert raw.pixels == bytes(range(array.size))
@@ -146,7 +146,7 @@ def test_an_array_goes_as_its_pixels(shape: tuple[int, ...], pixel_format: int) 
 def test_the_pixels_of_a_view_go_in_the_order_of_the_view() -> None:
     array = np.arange(18, dtype=np.uint8).reshape(2, 3, 3)
     message = media_pb2.Image()
-    put_image(message, array[::-1, :, ::-1])
+    assert put_reference(message, array[::-1, :, ::-1])
     assert message.raw.pixels == array[::-1, :, ::-1].copy().tobytes()
 
 
@@ -162,7 +162,7 @@ def test_the_pixels_of_a_view_go_in_the_order_of_the_view() -> None:
 )
 def test_an_array_that_is_no_image_is_refused_by_its_shape_and_type(array: Any) -> None:
     with pytest.raises(InvalidRequest, match=f"not {array.dtype} of {'x'.join(map(str, array.shape))}"):
-        put_image(media_pb2.Image(), array)
+        put_reference(media_pb2.Image(), array)
 
 
 @pytest.mark.parametrize("layout", ["gray8", "rgb8", "bgr8", "rgba8"])
@@ -198,7 +198,7 @@ def test_wrong_pixels_are_refused_before_they_are_sent() -> None:
     pixels: Any
     for pixels in (("abc", 1, 1), (b"abc", "1", 1), (b"abc", 1, 1, "rgb9")):
         with pytest.raises(InvalidRequest):
-            put_image(media_pb2.Image(), RawImage(*pixels))
+            put_reference(media_pb2.Image(), RawImage(*pixels))
 
 
 def test_anything_else_is_refused_by_name() -> None:
@@ -231,9 +231,8 @@ def test_a_text_that_is_no_path_is_refused_and_not_printed(tmp_path: Path, monke
     ],
 )
 def test_the_file_in_a_data_url_is_sent_as_bytes(url: str) -> None:
-    message = media_pb2.Image()
-    put_image(message, url)
-    assert (message.WhichOneof("source"), message.data) == ("data", b"abc")
+    assert not put_reference(media_pb2.Image(), url)
+    assert image_bytes(url) == b"abc"
     assert not is_on_server(url)
 
 
@@ -256,16 +255,10 @@ def test_what_is_on_a_server_is_no_file(image: str) -> None:
 @pytest.mark.parametrize("address", ["https://example.com/a.png", "HTTP://example.com/a.png"])
 def test_an_address_goes_as_one_for_the_server_to_fetch(address: str) -> None:
     message = media_pb2.Image()
-    put_image(message, address)
+    assert put_reference(message, address)
     assert (message.WhichOneof("source"), message.uri) == ("uri", address)
 
 
 @pytest.mark.parametrize("image", [b"https://example.com/a.png", Path("https://example.com/a.png"), "https.png"])
 def test_nothing_but_a_text_with_a_scheme_is_an_address(image: bytes | Path | str) -> None:
     assert not is_address(image)
-
-
-def test_bytes_go_into_a_message_as_they_are() -> None:
-    message = media_pb2.Image()
-    put_image(message, b"abc")
-    assert (message.WhichOneof("source"), message.data) == ("data", b"abc")

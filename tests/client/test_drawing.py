@@ -22,7 +22,7 @@ from kestrel_client import (
     Usage,
     draw,
 )
-from kestrel_client.images.drawing import COLOURS
+from kestrel_client.drawing import COLOURS
 
 WHITE = (255, 255, 255)
 FACTS = {

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kestrel_client.images.inputs import ImageInput, image_bytes
+from kestrel_client.images import ImageInput, image_bytes
 from kestrel_client.results import Box, DetectResult, GazeResult, Point, PointResult, Segment, SegmentResult
 
 if TYPE_CHECKING:

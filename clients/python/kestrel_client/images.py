@@ -1,4 +1,4 @@
-"""Converts what callers may pass as an image to what is sent.
+"""Converts what callers may pass as an image to what is sent. Decodes no image format and needs no imaging library.
 
 Mistakes raise `InvalidRequest`, whose message never has the image in it.
 """
@@ -10,20 +10,43 @@ import errno
 import importlib
 import io
 import os
+import struct
 import sys
+import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeGuard, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeGuard, get_args
 from urllib.parse import unquote_to_bytes
 
 from kestrel_client.errors import invalid_argument
-from kestrel_client.images.png import png
-from kestrel_client.images.raw_image import PixelLayout, RawImage
 from kestrel_client.v1 import media_pb2
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+PixelLayout = Literal["rgb8", "bgr8", "rgba8", "gray8"]
+"""The channels of a pixel in their order, 8 bits each."""
+
+
+@dataclass(frozen=True, slots=True)
+class RawImage:
+    """Pixels without a file: rows from the top, each from the left.
+
+    Args:
+        pixels: The bytes of all rows.
+        width_px: Width in pixels.
+        height_px: Height in pixels.
+        layout: The channels of a pixel, such as "bgr8" for what OpenCV reads.
+        row_stride_bytes: From the start of a row to that of the next; None where there is no padding.
+    """
+
+    pixels: bytes | bytearray | memoryview
+    width_px: int
+    height_px: int
+    layout: PixelLayout = "rgb8"
+    row_stride_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +132,6 @@ def put_reference(message: media_pb2.Image, image: ImageInput) -> bool:
     else:
         return False
     return True
-
-
-def put_image(message: media_pb2.Image, image: ImageInput) -> None:
-    """Put an image into a message, as a file where it is nothing else."""
-    if not put_reference(message, image):
-        message.data = image_bytes(image)
 
 
 def is_address(image: ImageInput) -> TypeGuard[str]:
@@ -276,3 +293,34 @@ def _png_of_pil(image: Image) -> bytes:
     # Without EXIF data, so that the server does not turn the image again.
     pixels.save(file, format="PNG", compress_level=1, exif=b"")
     return file.getvalue()
+
+
+_COLOUR_TYPES = {"gray8": 0, "rgb8": 2, "bgr8": 2, "rgba8": 6}
+_CHANNELS = {"gray8": 1, "rgb8": 3, "bgr8": 3, "rgba8": 4}
+
+
+def png(image: RawImage) -> bytes:
+    """The file. Raises ValueError where the pixels do not fill the rows."""
+    header = struct.pack(">IIBBBBB", image.width_px, image.height_px, 8, _COLOUR_TYPES[image.layout], 0, 0, 0)
+    # Level 1, since the time of the caller matters more than the size of the message.
+    body = zlib.compress(b"".join(_rows(image)), 1)
+    chunks = ((b"IHDR", header), (b"IDAT", body), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(kind, content) for kind, content in chunks)
+
+
+def _rows(image: RawImage) -> Iterator[bytes]:
+    """Each row, behind the number of its filter: none."""
+    pixels = memoryview(image.pixels).cast("B")
+    size = image.width_px * _CHANNELS[image.layout]
+    stride = image.row_stride_bytes or size
+    if stride < size or len(pixels) < stride * (image.height_px - 1) + size:
+        raise ValueError(f"{len(pixels)} bytes are too few for {image.width_px}x{image.height_px} {image.layout}")
+    for start in range(0, stride * image.height_px, stride):
+        row = bytearray(pixels[start : start + size])
+        if image.layout == "bgr8":
+            row[0::3], row[2::3] = row[2::3], row[0::3]
+        yield b"\0" + row
+
+
+def _chunk(kind: bytes, content: bytes) -> bytes:
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))

@@ -1,7 +1,8 @@
-"""Flattens SVG path data into polylines.
+"""Outlines of objects: SVG path data become polylines, and polygons become masks. A mask needs Pillow.
 
-Takes the whole grammar: M L H V C S Q T A Z, absolute and relative. The paths come from a model, so a command that
-lacks arguments draws nothing rather than failing, and reading stops at the first thing that is no path data.
+Takes the whole grammar of paths: M L H V C S Q T A Z, absolute and relative. The paths come from a model, so a
+command that lacks arguments draws nothing rather than failing, and reading stops at the first thing that is no path
+data.
 """
 
 from __future__ import annotations
@@ -10,7 +11,11 @@ import cmath
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 Polyline = list[complex]
 """Corners in order, as x + yj; at least two. A closed one ends where it starts."""
@@ -170,3 +175,31 @@ def _elliptic_arc(
         return complex(point.real * rx, point.imag * ry) * turn
 
     return at
+
+
+Polygon = Sequence[tuple[float, float]]
+
+_NEUTRAL = 128
+
+
+def area(polygon: Polygon) -> float:
+    """The area, positive where the corners go clockwise on a screen."""
+    pairs = itertools.pairwise([*polygon, *polygon[:1]])
+    return sum(x * next_y - next_x * y for (x, y), (next_x, next_y) in pairs) / 2
+
+
+def mask(polygons: Sequence[Polygon], width: int, height: int) -> Image:
+    """An image of mode "L": 255 inside the polygons, in pixels, and 0 outside.
+
+    A polygon inside another that goes the other way round is a hole, as by the rule `nonzero` of SVG.
+    """
+    from PIL import Image, ImageChops, ImageDraw
+
+    # How often the outlines go around each pixel, as a difference from the neutral value.
+    turns = Image.new("L", (width, height), _NEUTRAL)
+    for polygon in polygons:
+        filled = Image.new("L", (width, height), 0)
+        # Pillow's coordinates are those of the centres of pixels.
+        ImageDraw.Draw(filled).polygon([(x - 0.5, y - 0.5) for x, y in polygon], fill=1)
+        turns = ImageChops.add(turns, filled) if area(polygon) > 0 else ImageChops.subtract(turns, filled)
+    return turns.point(lambda value: 255 if value != _NEUTRAL else 0)

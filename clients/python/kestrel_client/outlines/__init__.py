@@ -1,1 +1,0 @@
-"""Outlines of objects as polygons and masks."""

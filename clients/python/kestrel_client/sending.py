@@ -1,0 +1,282 @@
+"""What both clients use to send a call and to read its stream, besides `async_calls`, which sends it.
+
+- `Asyncio` and `Threads` hold the operations in which the two clients differ.
+- `Retries` decides whether and when a refused call is sent again: only if the server says when to try again, since
+  its queue is full, it limits the rate of a token, or it is stopping or recovering. gRPC itself repeats calls that
+  no server has accepted, within about a second.
+- `SentImages` decides how a call sends its image: in its message, or stored on the server and named. A client
+  remembers the digests of the images that it has sent. An image that it sends a second time is stored on the server
+  first, and from then on named. If the server has dropped the image, it is stored again.
+- `Events` converts the events of a stream to pieces and a result.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import random
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import grpc
+
+from kestrel_client import results
+from kestrel_client.connection import Connection
+from kestrel_client.errors import (
+    LOCAL_REASONS,
+    RESULT_MISSING,
+    Cancelled,
+    Failure,
+    ImageNotFound,
+    KestrelClientError,
+    Overloaded,
+    PermissionDenied,
+    ServerError,
+    Unavailable,
+)
+from kestrel_client.results import Box, CaptionResult, QueryResult, Segment, SegmentResult, TextDelta
+from kestrel_client.v1 import image_service_pb2, media_pb2, vision_service_pb2
+
+_FIRST_WAIT_S = 0.1
+_LONGEST_WAIT_S = 5.0
+DEFAULT_STORE_FROM_BYTES = 2**20
+"""Below this, sending an image again takes hardly longer than hashing and naming it, see `bench/NOTES.md`."""
+_MAX_REMEMBERED = 4096
+_IN_MESSAGE, _STORE_FIRST, _BY_NAME = "in message", "store first", "by name"
+AnyResult = TypeVar("AnyResult", QueryResult, CaptionResult, SegmentResult)
+AnyPiece = TypeVar("AnyPiece", TextDelta, Segment)
+AnyReturned = TypeVar("AnyReturned")
+TextResponse = vision_service_pb2.QueryResponse | vision_service_pb2.CaptionResponse
+
+
+class Asyncio:
+    """The operations of the client that awaits."""
+
+    Event = asyncio.Event
+
+    @staticmethod
+    def channel(connection: Connection) -> grpc.aio.Channel:
+        """The channel of a connection."""
+        if connection.credentials is None:
+            return grpc.aio.insecure_channel(connection.target, connection.options)
+        return grpc.aio.secure_channel(connection.target, connection.credentials, connection.options)
+
+    @staticmethod
+    async def run(function: Callable[..., AnyReturned], *arguments: Any) -> AnyReturned:
+        """What the function returns. A thread runs it, since it may take too long for the event loop."""
+        return await asyncio.to_thread(function, *arguments)
+
+    @staticmethod
+    async def wait(cancelled: asyncio.Event, duration_s: float) -> None:
+        """Wait, or until the call is cancelled."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(cancelled.wait(), duration_s)
+
+    @staticmethod
+    async def read(call: Any, cancelled: asyncio.Event, request_id: str) -> Any:
+        """The next message of a stream; None at its end."""
+        try:
+            return await call.read() or None  # the mark of the end is false, every message is true
+        except asyncio.CancelledError:
+            # The same exception means that this task is cancelled, which must propagate, or that the call is.
+            task = asyncio.current_task()
+            if cancelled.is_set() and not (task is not None and task.cancelling()):
+                raise cancelled_here(request_id) from None
+            raise
+
+
+class Threads:
+    """The operations of the client that blocks; see `Asyncio`."""
+
+    Event = threading.Event
+
+    @staticmethod
+    def channel(connection: Connection) -> grpc.Channel:
+        if connection.credentials is None:
+            return grpc.insecure_channel(connection.target, connection.options)
+        return grpc.secure_channel(connection.target, connection.credentials, connection.options)
+
+    @staticmethod
+    def run(function: Callable[..., AnyReturned], *arguments: Any) -> AnyReturned:
+        return function(*arguments)
+
+    @staticmethod
+    def wait(cancelled: threading.Event, duration_s: float) -> None:
+        cancelled.wait(duration_s)
+
+    @staticmethod
+    def read(call: Any, cancelled: threading.Event, request_id: str) -> Any:
+        return next(call, None)
+
+
+class Retries:
+    """The attempts of one call, all of them within `timeout_s`, and none begun later than `max_retry_s`."""
+
+    def __init__(self, timeout_s: float, max_retry_s: float, max_queue_s: float | None) -> None:
+        self.timeout_s = timeout_s
+        now = time.monotonic()
+        self._ends = now + timeout_s
+        # A caller who limits the wait for a start does not wait longer by waiting here.
+        self._gives_up = now + min(max_retry_s, timeout_s, max_retry_s if max_queue_s is None else max_queue_s)
+        self._least_wait_s = _FIRST_WAIT_S
+
+    @property
+    def remaining_s(self) -> float:
+        """Time that is left for the next attempt."""
+        return self._ends - time.monotonic()
+
+    def wait_s(self, error: KestrelClientError) -> float | None:
+        """How long to wait after this failure before the next attempt; None to give up."""
+        if not isinstance(error, Overloaded | Unavailable) or error.reason == "QUEUE_TIMEOUT":
+            return None
+        if error.retry_after_s is None:
+            return None
+        # Callers that were refused together must not come back together.
+        wait_s = max(error.retry_after_s, self._least_wait_s) * random.uniform(1.0, 1.5)
+        self._least_wait_s = min(2 * self._least_wait_s, _LONGEST_WAIT_S)
+        return wait_s if time.monotonic() + wait_s <= self._gives_up else None
+
+
+class SentImages:
+    """The images that a client has sent. May be used by several threads.
+
+    Images of at least `store_from_bytes` are stored when they are sent again; None means never.
+    """
+
+    def __init__(self, store_from_bytes: int | None) -> None:
+        self._store_from_bytes = store_from_bytes
+        self._is_stored: OrderedDict[str, bool] = OrderedDict()  # those used last at the end
+        self._lock = threading.Lock()
+
+    def delivery(self, data: bytes) -> Delivery:
+        """How a call sends an image, which counts as sent from now on."""
+        if self._store_from_bytes is None or len(data) < self._store_from_bytes:
+            return Delivery(self, data, "", [_IN_MESSAGE])
+        image_id = f"sha256:{hashlib.sha256(data).hexdigest()}"
+        with self._lock:
+            is_stored = self._is_stored.get(image_id)
+            self._is_stored[image_id] = bool(is_stored)
+            self._is_stored.move_to_end(image_id)
+            if len(self._is_stored) > _MAX_REMEMBERED:
+                self._is_stored.popitem(last=False)
+        ways = [_IN_MESSAGE]
+        if is_stored is not None:
+            ways.insert(0, _STORE_FIRST)
+        if is_stored:
+            ways.insert(0, _BY_NAME)
+        return Delivery(self, data, image_id, ways)
+
+    def note_stored(self, image_id: str) -> None:
+        """The server has the image now."""
+        with self._lock:
+            self._is_stored[image_id] = True
+
+    def give_up(self) -> None:
+        """The server stores no images for this client: send all of them in messages."""
+        self._store_from_bytes = None
+
+
+class Delivery:
+    """How one call sends its image. Begins with the best way and falls back to the next where that fails."""
+
+    def __init__(self, sent: SentImages, data: bytes, image_id: str, ways: list[str]) -> None:
+        self._sent = sent
+        self._data = data
+        self._image_id = image_id
+        self._ways = ways
+
+    @property
+    def must_store(self) -> bool:
+        """Whether the image is to be stored before the call."""
+        return self._ways[0] is _STORE_FIRST
+
+    def put_request(self) -> image_service_pb2.PutImageRequest:
+        """The request that stores the image."""
+        return image_service_pb2.PutImageRequest(data=self._data)
+
+    def note_stored(self) -> None:
+        """The image is stored."""
+        self._sent.note_stored(self._image_id)
+
+    def note_not_stored(self, error: KestrelClientError) -> None:
+        """The image could not be stored."""
+        self._ways.pop(0)
+        if isinstance(error, PermissionDenied) or error.code is grpc.StatusCode.UNIMPLEMENTED:
+            self._sent.give_up()
+
+    def fill(self, message: media_pb2.Image) -> None:
+        """Put the image or its name into a message."""
+        if self._ways[0] is _IN_MESSAGE:
+            message.data = self._data
+        else:
+            message.image_id = self._image_id
+
+    def can_retry(self, error: KestrelClientError) -> bool:
+        """Whether to try again after a failed call, since the server did not have the image."""
+        if not isinstance(error, ImageNotFound) or len(self._ways) == 1:
+            return False
+        self._ways.pop(0)
+        return True
+
+
+class Events(ABC, Generic[AnyPiece, AnyResult]):
+    """Reads one stream's events in order: `accept` each of them, then take the `result`."""
+
+    def __init__(self, read: Callable[..., AnyResult]) -> None:
+        self._read = read
+        self._result: AnyResult | None = None
+
+    def accept(self, response: Any) -> AnyPiece | None:
+        """The piece of the answer in this event, or None if it is of another kind."""
+        if response.HasField("completed"):
+            self._result = self._read(response.completed)
+            return None
+        return self.piece(response)
+
+    @property
+    def result(self) -> AnyResult:
+        """The whole result, once the stream has ended."""
+        if self._result is None:
+            text = "the stream ended without a result"
+            raise ServerError(Failure(grpc.StatusCode.INTERNAL, text, RESULT_MISSING))
+        return self._result
+
+    @abstractmethod
+    def piece(self, response: Any) -> AnyPiece | None:
+        """The new text of an event that is not the last."""
+
+
+class TextEvents(Events[TextDelta, AnyResult]):
+    """The pieces are those of the text."""
+
+    def piece(self, response: TextResponse) -> TextDelta | None:
+        return results.text_delta(response.delta) if response.HasField("delta") else None
+
+
+class OutlineEvents(Events[Segment, SegmentResult]):
+    """The pieces are the outline as far as it has been drawn: first its box, then longer and longer paths."""
+
+    def __init__(self, object: str) -> None:
+        super().__init__(lambda message: results.segment_result(message, object))
+        self._box: Box | None = None
+        self._path = ""
+
+    def piece(self, response: vision_service_pb2.StreamSegmentResponse) -> Segment | None:
+        if response.HasField("box"):
+            self._box = results.box(response.box)
+        elif response.HasField("path_delta"):
+            self._path += response.path_delta.text
+        else:
+            return None
+        return None if self._box is None else Segment(self._path, self._box, is_partial=True)
+
+
+def cancelled_here(request_id: str) -> Cancelled:
+    """The error for reading a stream after cancelling it."""
+    code = grpc.StatusCode.CANCELLED
+    return Cancelled(Failure(code, "the stream was cancelled", LOCAL_REASONS[code], request_id=request_id))
