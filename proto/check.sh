@@ -29,7 +29,7 @@ echo "proto: compared with ${compared:-nothing, there is no branch main}"
 sh proto/generate.sh "$scratch/v1" "$scratch/v2" "$scratch/comments.binpb.zlib"
 # Unpacked, since not every zlib packs alike.
 if ! "${PYTHON:-python3}" -c 'import sys, zlib; sys.exit(len({zlib.decompress(open(f, "rb").read()) for f in sys.argv[1:]}) - 1)' \
-    kestrel_grpc/frontends/grpc/reflection/comments.binpb.zlib "$scratch/comments.binpb.zlib"; then
+    kestrel_grpc/frontends/grpc/comments.binpb.zlib "$scratch/comments.binpb.zlib"; then
     echo "proto: the comments are not those of proto/; run make proto and commit what it writes" >&2
     exit 1
 fi

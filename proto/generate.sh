@@ -13,7 +13,7 @@ set -eu
 root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd)
 target=${1:-"$root/clients/python/kestrel_client/v1"}
 compat=${2:-"$root/kestrel_grpc/frontends/triton/v2"}
-comments=${3:-"$root/kestrel_grpc/frontends/grpc/reflection/comments.binpb.zlib"}
+comments=${3:-"$root/kestrel_grpc/frontends/grpc/comments.binpb.zlib"}
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 

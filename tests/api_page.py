@@ -8,7 +8,7 @@ from typing import Any
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 
 from kestrel_client.v1 import engine_service_pb2, generation_pb2, image_service_pb2, media_pb2, vision_service_pb2
-from kestrel_grpc.frontends.grpc.reflection.comments import CommentedFile
+from kestrel_grpc.frontends.grpc.reflection import CommentedFile
 from tests.reference_fixtures import CHECKOUT
 
 PAGE = CHECKOUT / "docs" / "api.md"

@@ -69,15 +69,14 @@ SERVER_ARROWS = {
     "access": set[str](),
     "images": set[str](),
     "listeners": set[str](),
-    "allocator": set[str](),
-    "process_end": set[str](),
+    "process": set[str](),
     "config": {"images"},
     "wire": {"access", "config", "images"},
     "telemetry": {"config", "wire"},
     "maintenance": {"wire"},
     "frontends": {"access", "config", "images", "listeners", "wire"},
     "server": {"access", "config", "frontends", "images", "listeners", "maintenance", "telemetry", "wire"},
-    "cli": {"access", "allocator", "config", "images", "listeners", "process_end", "server", "telemetry"},
+    "cli": {"access", "config", "images", "listeners", "process", "server", "telemetry"},
     "__main__": {"cli"},
 }
 TRANSPORTS = {"grpc", "grpc_health", "grpc_reflection", "google", "kestrel_client"}

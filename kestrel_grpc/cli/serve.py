@@ -8,14 +8,20 @@ import logging
 import os
 import sys
 
-from kestrel_grpc.allocator import return_free_memory, return_large_blocks, set_apart_what_stays
 from kestrel_grpc.cli.problems import complain, refuse
 from kestrel_grpc.config.effective import effective_values
 from kestrel_grpc.config.environment import environment_warnings
 from kestrel_grpc.config.flags import add_serve_arguments
 from kestrel_grpc.config.options import ConfigurationError, ServerConfig, options
 from kestrel_grpc.config.precision import precision_line
-from kestrel_grpc.process_end import end_now, end_within
+from kestrel_grpc.process import (
+    end_now,
+    end_within,
+    raise_descriptor_limit,
+    return_free_memory,
+    return_large_blocks,
+    set_apart_what_stays,
+)
 from kestrel_grpc.telemetry.logs import set_up_logging
 
 SWITCH_INTERVAL_S = 0.00005
@@ -88,6 +94,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     # Until there is a server there are no connections.
     ended_well, has_closed = False, True
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    raise_descriptor_limit()
     at_rest = return_free_memory if return_large_blocks() else None
     try:
         require_usable(config)

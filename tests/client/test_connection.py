@@ -18,7 +18,7 @@ from kestrel_client import AsyncClient, Client, ServerError, Unavailable
 from kestrel_client._version import VERSION
 from kestrel_client.connection import ClientTls, target_of, why_no_answer
 from kestrel_grpc.access.tls import CertificateFiles
-from kestrel_grpc.frontends.grpc.connections.ports import server_credentials
+from kestrel_grpc.frontends.grpc.ports import server_credentials
 from tests.client import canned
 from tests.client.canned import CannedVision
 from tests.server.certificates import Pair

@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError, Message
 from hypothesis import strategies as st
 
 from kestrel_client.v1 import image_service_pb2, vision_service_pb2
-from kestrel_grpc.frontends.grpc.images import parsing as image_parsing
+from kestrel_grpc.frontends.grpc import image_service
 from kestrel_grpc.frontends.grpc.status import trailing_metadata
 from kestrel_grpc.frontends.grpc.vision_service import BINDINGS
 from kestrel_grpc.images.image_uris import allowed_target, parse_hosts
@@ -55,15 +55,15 @@ _METHODS: Any = {method.name: method for service in _SERVICES for method in serv
 
 def _part_of_upload(message: Any) -> object:
     if message.WhichOneof("part") == "header":
-        return image_parsing.header(message, _MAX_IMAGE_BYTES)
-    return image_parsing.chunk(message)
+        return image_service.upload_header(message, _MAX_IMAGE_BYTES)
+    return image_service.upload_chunk(message)
 
 
 PARSERS: Mapping[str, Callable[[Any], object]] = MappingProxyType(
     {
         **{binding.rpc: binding.parse for binding in BINDINGS},
         "UploadImage": _part_of_upload,
-        "PutImage": image_parsing.put_image,
+        "PutImage": image_service.put_image,
         "GetImage": lambda message: ImageHandle.require(message.image_id),
         "DeleteImage": lambda message: ImageHandle.require(message.image_id),
     }

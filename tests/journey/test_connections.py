@@ -7,7 +7,7 @@ import resource
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from typing import Any
 
 import grpc
@@ -216,26 +216,32 @@ async def test_a_storm_of_disconnects_leaves_nothing_behind(live_server: LiveSer
     raise AssertionError(asyncio.all_tasks())
 
 
-@pytest.fixture
-def many_descriptors() -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    yield
+@contextmanager
+def descriptor_limit(soft: int) -> Iterator[None]:
+    """For this process and those that it starts."""
+    before, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before, hard))
 
 
-@pytest.mark.usefixtures("many_descriptors")
 async def test_a_thousand_idle_connections_cost_little_and_delay_no_call() -> None:
-    with serving_process() as server:
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ExitStack() as stack:
+        with descriptor_limit(NUM_IDLE // 2):  # which the server raises by itself
+            server = stack.enter_context(serving_process())
+        stack.enter_context(descriptor_limit(most))
         async with grpc.aio.insecure_channel(server.address) as channel:
             ask: Callable[[Message], Any] = VisionServiceStub(channel).CompleteQuery
             await ask(QUICK)
             descriptors, rss_bytes = server.num_descriptors, server.rss_bytes
-            async with AsyncExitStack() as stack:
+            async with AsyncExitStack() as clients:
                 for _ in range(NUM_IDLE // 2):
-                    client = await stack.enter_async_context(Http2Client.connected(server.address))
+                    client = await clients.enter_async_context(Http2Client.connected(server.address))
                     await anext(client.events())  # the server has taken the connection
-                    await stack.enter_async_context(mute_connection(server))
+                    await clients.enter_async_context(mute_connection(server))
                 await ask(QUICK)
                 assert server.num_descriptors <= descriptors + NUM_IDLE
                 assert server.rss_bytes <= rss_bytes + 100 * MIB

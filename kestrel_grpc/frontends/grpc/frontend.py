@@ -23,17 +23,13 @@ from kestrel_client.v1 import (
 from kestrel_grpc.access.access import Access
 from kestrel_grpc.access.tls import CertificateFiles
 from kestrel_grpc.config.options import ServerConfig
-from kestrel_grpc.frontends.grpc.connections.hang_up import hang_up
-from kestrel_grpc.frontends.grpc.connections.idle_connections import IdleConnections
-from kestrel_grpc.frontends.grpc.connections.own_sockets import OwnSockets
-from kestrel_grpc.frontends.grpc.connections.ports import open_port, open_unix_socket
-from kestrel_grpc.frontends.grpc.connections.unread_responses import UnreadResponses
+from kestrel_grpc.frontends.grpc.connections import Connections
 from kestrel_grpc.frontends.grpc.engine_service import EngineService
 from kestrel_grpc.frontends.grpc.health import Health
-from kestrel_grpc.frontends.grpc.http2 import server_options
-from kestrel_grpc.frontends.grpc.images.service import ImageService
+from kestrel_grpc.frontends.grpc.image_service import ImageService
 from kestrel_grpc.frontends.grpc.interceptors import AdmittedServices
-from kestrel_grpc.frontends.grpc.reflection.service import add_reflection
+from kestrel_grpc.frontends.grpc.ports import open_port, open_unix_socket, server_options
+from kestrel_grpc.frontends.grpc.reflection import add_reflection
 from kestrel_grpc.frontends.grpc.vision_service import VisionService
 from kestrel_grpc.images.image_store import ImageStore
 from kestrel_grpc.images.image_uris import ImageSource
@@ -116,13 +112,12 @@ class GrpcFrontend:
         self._foreign = foreign
         names = [service.full_name for file in (*public, _ENGINE) for service in file.services_by_name.values()]
         self._health = Health(readiness, (*names, *(service.name for service in foreign)))
-        self._unread = UnreadResponses(config.stream_idle_timeout, lambda: self._sockets)
+        self._connections = Connections(config.stream_idle_timeout, groups.busy_ports)
         self._servers = (
             (self._server(*public, _ENGINE),)
             if config.admin_port is None
             else (self._server(*public), self._server(_ENGINE))
         )
-        self._sockets: OwnSockets | None = None
         self._watch: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
 
@@ -140,8 +135,8 @@ class GrpcFrontend:
         for server in self._servers:
             await server.start()
         ports = [port for port in (self.port, self.triton_port, self.admin_port) if port is not None]
-        self._sockets = OwnSockets(ports, () if config.unix_socket is None else (config.unix_socket,))
-        self._watch = asyncio.create_task(IdleConnections(self._sockets, self._groups.busy_ports).watch())
+        self._connections.open(ports, () if config.unix_socket is None else (config.unix_socket,))
+        self._watch = asyncio.create_task(self._connections.watch_descriptors())
 
     async def close(self) -> None:
         """Accept no connection and no call any more; calls that still run are cancelled. May be repeated."""
@@ -151,8 +146,7 @@ class GrpcFrontend:
         await asyncio.shield(self._closing)
 
     async def _end_connections(self) -> None:
-        if self._sockets is not None:
-            hang_up(self._sockets)
+        self._connections.close_all()
         # Waited for and not cancelled: gRPC does not survive a `stop` that is cancelled.
         stops = [asyncio.create_task(server.stop(None)) for server in self._servers]
         done, late = await asyncio.wait(stops, timeout=_CLOSING_S)
@@ -161,8 +155,7 @@ class GrpcFrontend:
             _log.info("gRPC still works on closed connections; the server does not wait for them")
         if self._watch is not None:
             self._watch.cancel()
-        if self._sockets is not None:
-            self._sockets.close()
+        self._connections.release()
         for stop in done:
             stop.result()
 
@@ -171,7 +164,7 @@ class GrpcFrontend:
         server, groups = grpc.aio.server(options=server_options(self._config.max_message_bytes)), self._groups
 
         def with_admission(admission: CallAdmission) -> AdmittedServices:
-            return AdmittedServices(server, admission, self._unread)
+            return AdmittedServices(server, admission, self._connections)
 
         if _VISION in files:
             vision_service_pb2_grpc.add_VisionServiceServicer_to_server(
@@ -179,7 +172,7 @@ class GrpcFrontend:
             )
             for service in self._foreign:
                 for admission, handlers in service.handlers(groups):
-                    wrapping = AdmittedServices(server, admission, self._unread, service.translate_failure)
+                    wrapping = AdmittedServices(server, admission, self._connections, service.translate_failure)
                     wrapping.add_registered_method_handlers(service.name, handlers)
                 files = (*files, service.file)
         if _IMAGES in files:

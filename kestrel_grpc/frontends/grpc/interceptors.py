@@ -27,7 +27,7 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 from grpc._cython import cygrpc
 
-from kestrel_grpc.frontends.grpc.connections.unread_responses import UnreadResponses
+from kestrel_grpc.frontends.grpc.connections import Connections
 from kestrel_grpc.frontends.grpc.message_shape import check_shape, layout_of
 from kestrel_grpc.frontends.grpc.status import status_code, trailing_metadata
 from kestrel_grpc.images.upload import MAX_CHUNK_BYTES
@@ -64,13 +64,13 @@ class AdmittedServices:
         self,
         server: grpc.aio.Server,
         admission: CallAdmission,
-        unread: UnreadResponses,
+        connections: Connections,
         translate_failure: FailureTranslator | None = None,
     ) -> None:
         """`translate_failure` changes a failure to the form that the service's clients expect."""
         self._server = server
         self._admission = admission
-        self._unread = unread
+        self._connections = connections
         self._translate_failure = translate_failure
 
     def add_registered_method_handlers(
@@ -162,7 +162,7 @@ class AdmittedServices:
                 await self._abort(call, context, error)
                 raise
             admission.succeed(call)
-            self._unread.watch(len(response), context.peer)
+            self._connections.expect_reader(len(response), context.peer)
             return response
 
         return handle

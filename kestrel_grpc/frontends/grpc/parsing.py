@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+from google.protobuf.duration_pb2 import Duration
+
 from kestrel_client.v1 import generation_pb2, media_pb2
-from kestrel_grpc.frontends.grpc.durations import seconds_of
 from kestrel_grpc.images.stored_images import BAD_IMAGE_ID, ImageHandle, ImageReference, ImageUri
 from kestrel_runtime.api.constraints.constraint import MAX_CHOICES, Constraint
 from kestrel_runtime.api.errors import InvalidRequest, Violation
@@ -58,6 +59,7 @@ _PIXEL_FORMATS: Mapping[int, PixelFormat] = MappingProxyType(
 )
 # In place of the bytes of an image that the request names by an address or a handle.
 _PLACEHOLDER_IMAGE = b"?"
+_MAX_DURATION_S = 315_576_000_000
 _DEFAULT_SAMPLING = SamplingParams()
 _DEFAULT_OPTIONS = RequestOptions()
 
@@ -117,6 +119,14 @@ def constraint(message: generation_pb2.Constraint) -> Constraint:
         regex=message.regex if kind == "regex" else None,
         json_schema=message.json_schema if kind == "json_schema" else None,
     )
+
+
+def seconds_of(duration: Duration) -> float | None:
+    """The length of a duration in seconds; None where it is not well formed."""
+    same_sign = duration.seconds == 0 or duration.nanos == 0 or (duration.seconds > 0) == (duration.nanos > 0)
+    if not same_sign or abs(duration.nanos) >= 10**9 or abs(duration.seconds) > _MAX_DURATION_S:
+        return None
+    return duration.seconds + duration.nanos * 1e-9
 
 
 def _image(message: Any, violations: list[Violation]) -> bytes | RawImage:

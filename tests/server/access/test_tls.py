@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from kestrel_grpc.access.tls import CertificateError, CertificateFiles
-from kestrel_grpc.frontends.grpc.connections.ports import server_credentials
+from kestrel_grpc.frontends.grpc.ports import server_credentials
 from tests.server.certificates import Pair, replace, trusting
 
 METHOD = "/test.Echo/Echo"

@@ -16,7 +16,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest
 
 from kestrel_client.v1 import engine_service_pb2
 from kestrel_client.v1 import vision_service_pb2 as wire
-from kestrel_grpc.frontends.grpc.http2 import UNREAD_BYTES
+from kestrel_grpc.frontends.grpc.ports import UNREAD_BYTES
 from kestrel_grpc.wire import call_groups
 from kestrel_grpc.wire.call_admission import CallAdmission
 from kestrel_runtime.api.errors import EngineUnavailable

@@ -9,17 +9,21 @@ import time
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 
+from google.protobuf.duration_pb2 import Duration
+
 from kestrel_client.v1 import image_service_pb2 as wire
-from kestrel_grpc.frontends.grpc.images import parsing
+from kestrel_grpc.frontends.grpc.parsing import seconds_of
 from kestrel_grpc.images.image_store import ImageStore
 from kestrel_grpc.images.intake import ImageIntake
-from kestrel_grpc.images.stored_images import ImageHandle, StoredImage
-from kestrel_grpc.images.upload import Upload
+from kestrel_grpc.images.stored_images import ImageHandle, StoredImage, is_sha256
+from kestrel_grpc.images.upload import MAX_CHUNK_BYTES, Announcement, Keeping, Upload
 from kestrel_grpc.wire.call_context import CallContext
 from kestrel_grpc.wire.message_gate import TooManyCalls
 from kestrel_grpc.wire.shares import Shares
 from kestrel_runtime.api.engine import Engine
+from kestrel_runtime.api.errors import ImageError, InvalidRequest, Violation
 
+_NOT_SHA256 = "must be 64 lower-case hexadecimal digits"
 _MAX_SENT_AT_ONCE = 8
 """Files that are on their way to callers: each is held until its caller has read it."""
 
@@ -37,20 +41,20 @@ class ImageService:
         self, messages: AsyncIterator[wire.UploadImageRequest], call: CallContext
     ) -> wire.UploadImageResponse:
         self._intake.require_serving()
-        announced = parsing.header(await anext(messages, None), self._max_image_bytes)
+        announced = upload_header(await anext(messages, None), self._max_image_bytes)
         handle, keeping = announced.handle, announced.keeping
         image = self._intake.renewed(call.namespace, handle, keeping)
         if image is None:
             self._store.require_room(call.namespace, announced.size_bytes)
             upload = Upload(announced)
             async for message in messages:
-                upload.add(parsing.chunk(message))
+                upload.add(upload_chunk(message))
             image = self._intake.stored(call.namespace, handle, upload.finish(), keeping)
         return wire.UploadImageResponse(image=self._rendered(image))
 
     async def PutImage(self, message: wire.PutImageRequest, call: CallContext) -> wire.PutImageResponse:
         self._intake.require_serving()
-        data, announced, keeping = parsing.put_image(message)
+        data, announced, keeping = put_image(message)
         del message
         image = await self._intake.put(call.namespace, data, announced, keeping)
         return wire.PutImageResponse(image=self._rendered(image))
@@ -84,3 +88,59 @@ class ImageService:
             expire_time=datetime.fromtimestamp(time.time() + remaining_s, UTC),
             pinned=image.is_pinned,
         )
+
+
+def upload_header(message: wire.UploadImageRequest | None, max_image_bytes: int) -> Announcement:
+    """The first message of an upload. Raises `InvalidRequest`, for a size above the limit as `ImageError`."""
+    if message is None or message.WhichOneof("part") != "header":
+        raise InvalidRequest((Violation("header", "must come first"),))
+    found = message.header
+    violations: list[Violation] = []
+    if not is_sha256(found.sha256):
+        violations.append(Violation("header.sha256", _NOT_SHA256))
+    if found.size_bytes < 1:
+        violations.append(Violation("header.size_bytes", "must be positive"))
+    ttl_s = _ttl_s(found, "header.ttl", violations)
+    if violations:
+        raise InvalidRequest(tuple(violations))
+    if found.size_bytes > max_image_bytes:
+        raise ImageError(f"must not exceed {max_image_bytes} bytes", too_large=True)
+    return Announcement(ImageHandle(found.sha256), found.size_bytes, Keeping(ttl_s, found.pin))
+
+
+def upload_chunk(message: wire.UploadImageRequest) -> bytes:
+    """A later message of an upload. Raises `InvalidRequest`."""
+    if message.WhichOneof("part") != "chunk":
+        raise InvalidRequest((Violation("chunk", "must follow the header"),))
+    found = message.chunk
+    if not 0 < len(found) <= MAX_CHUNK_BYTES:
+        raise InvalidRequest((Violation("chunk", f"must be 1 to {MAX_CHUNK_BYTES} bytes long"),))
+    return found
+
+
+def put_image(message: wire.PutImageRequest) -> tuple[bytes, ImageHandle | None, Keeping]:
+    """An image in one message, and its handle where the caller says it. Raises `InvalidRequest`."""
+    violations: list[Violation] = []
+    data = message.data
+    if not data:
+        violations.append(Violation("data", "must not be empty"))
+    if message.sha256 and not is_sha256(message.sha256):
+        violations.append(Violation("sha256", _NOT_SHA256))
+    ttl_s = _ttl_s(message, "ttl", violations)
+    if violations:
+        raise InvalidRequest(tuple(violations))
+    return data, ImageHandle(message.sha256) if message.sha256 else None, Keeping(ttl_s, message.pin)
+
+
+def _ttl_s(
+    message: wire.UploadHeader | wire.PutImageRequest, field: str, violations: list[Violation]
+) -> float | None:
+    if not message.HasField("ttl"):
+        return None
+    ttl: Duration = message.ttl
+    ttl_s = seconds_of(ttl)
+    if ttl_s is None:
+        violations.append(Violation(field, "is not a well-formed duration"))
+    elif ttl_s <= 0.0:
+        violations.append(Violation(field, "must be positive"))
+    return ttl_s

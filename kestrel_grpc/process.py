@@ -1,18 +1,27 @@
-"""Settings of the memory allocators of Python and the C library.
+"""The process of a server: its memory allocators, its limit of descriptors, and its end.
 
 After each large block that is freed, glibc by default takes the next block of that size from its heaps, up to
 32 MiB. Images and activations of all sizes fragment these heaps, and a server under mixed load grows by unused
 memory. Python's garbage collector examines old objects when their number has grown by a quarter: with the many
 objects of a model's libraries that is rare, and until then each request may keep an image in memory.
+
+At a normal exit Python waits for the threads and then destroys what they may still use. A thread may hang, for
+example in a device call or an image decoder.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import faulthandler
 import gc
+import logging
 import os
 import platform
+import resource
+import sys
 from collections.abc import Mapping
+from typing import NoReturn
 
 MAPPED_FROM_BYTES = 2 * 2**20
 """Blocks from this size on are returned to the system when freed; a smaller limit would cause page faults."""
@@ -20,7 +29,22 @@ KEPT_BYTES = 8 * 2**20
 """Free memory that is kept at the end of a heap."""
 HEAPS = 2
 """For all threads together: each heap is fragmented separately, and the interpreter runs one thread at a time."""
+MAX_DESCRIPTORS = 16_384
+"""An idle connection takes a descriptor and 12 KiB of memory: with more of them, memory would run out first."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+_STANDARD_ERROR = 2
+
+
+def raise_descriptor_limit() -> None:
+    """Allow this process `MAX_DESCRIPTORS` open files and connections, or as many as the system lets it have.
+
+    Services often start with a limit of 1024 although the system allows more.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(MAX_DESCRIPTORS, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # macOS refuses some values below the hard limit
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def return_large_blocks(environment: Mapping[str, str] = os.environ) -> bool:
@@ -49,3 +73,21 @@ def return_free_memory() -> None:
     """
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
+
+
+def end_within(timeout_s: float) -> None:
+    """Unless the process has ended by then, print the stack of every thread, and exit with status 1.
+
+    A thread of faulthandler does so, which does not need the interpreter's lock. Calling this again restarts the
+    time.
+    """
+    faulthandler.dump_traceback_later(timeout_s, exit=True, file=_STANDARD_ERROR)
+
+
+def end_now(status: int) -> NoReturn:
+    """Exit without waiting for any thread. What was logged and printed is written first."""
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # closed, or its reader has gone
+            stream.flush()
+    os._exit(status)

@@ -18,7 +18,7 @@ import pytest
 
 from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_client.v1.vision_service_pb2_grpc import VisionServiceStub
-from kestrel_grpc.frontends.grpc.http2 import MAX_CONCURRENT_STREAMS, MAX_PING_STRIKES, UNREAD_BYTES, server_options
+from kestrel_grpc.frontends.grpc.ports import MAX_CONCURRENT_STREAMS, MAX_PING_STRIKES, UNREAD_BYTES, server_options
 from tests.fakes import HOLD, FakeEngine, answers
 from tests.journey.http2 import COMPLETE_QUERY, Http2Client
 from tests.server.serving import Serving, serving

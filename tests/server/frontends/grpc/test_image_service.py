@@ -116,7 +116,7 @@ async def test_the_metadata_tells_what_is_stored_and_the_file_only_on_request() 
 
 @pytest.mark.parametrize("limit", [0, 1])
 async def test_files_are_sent_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
-    monkeypatch.setattr("kestrel_grpc.frontends.grpc.images.service._MAX_SENT_AT_ONCE", limit)
+    monkeypatch.setattr("kestrel_grpc.frontends.grpc.image_service._MAX_SENT_AT_ONCE", limit)
     request = wire.GetImageRequest(image_id=id_of(DATA), include_data=True)
     async with serving() as rig:
         await rig.images.PutImage(wire.PutImageRequest(data=DATA))

@@ -1,1 +1,0 @@
-"""The sockets under gRPC's servers: where they listen, and when their connections are closed."""

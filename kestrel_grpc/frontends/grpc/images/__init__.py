@@ -1,1 +1,0 @@
-"""`ImageService`: stores images, which requests then name instead of sending them."""

@@ -1,1 +1,0 @@
-"""Server reflection, with the comments of the contract."""
