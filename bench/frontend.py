@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -114,17 +114,17 @@ class EmptyEngine:
     def on_status_change(self, callback: Callable[[EngineStatus], None]) -> None:
         pass  # it never changes
 
-    def submit(
+    def submit_samples(
         self, request: Request, *, deadline_s: float | None = None, tenant: str = "", namespace: str = ""
-    ) -> Stream:
+    ) -> list[Stream]:
         stream = Stream()
         events = POINT_EVENTS if isinstance(request, Point) else EVENTS
         self.add(stream, list(reversed(events)))
-        return stream
+        return [stream]
 
     def expecting(
         self, request: Request, *, deadline_s: float | None = None, tenant: str = ""
-    ) -> AbstractContextManager[None]:
+    ) -> AbstractAsyncContextManager[None]:
         return nullcontext()
 
     def inspect_image(self, data: bytes) -> ImageInfo:
@@ -151,7 +151,7 @@ class EmptyEngine:
     async def load_adapter(self, name: str) -> AdapterInfo:
         raise AdapterNotFound(name)
 
-    def unload_adapter(self, name: str) -> AdapterInfo:
+    async def unload_adapter(self, name: str) -> AdapterInfo:
         raise AdapterNotFound(name)
 
     def load(self) -> Load:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from kestrel_runtime.api.adapters import AdapterInfo
 from kestrel_runtime.api.config import EngineConfig
@@ -134,35 +135,48 @@ class FakeEngine:
     def on_status_change(self, callback: Callable[[EngineStatus], None]) -> None:
         self._callbacks.append(callback)
 
-    def submit(
+    def submit_samples(
         self, request: Request, *, deadline_s: float | None = None, tenant: str = "", namespace: str = ""
-    ) -> Stream:
-        if self.status is not EngineStatus.SERVING:
-            raise EngineUnavailable("not serving")
-        if request.options.model not in ("", self.info.model):
-            raise ModelNotFound(request.options.model)
-        if request.skill not in self.info.skills:
-            raise SkillUnsupported(request.skill, self.info.model)
-        if request.image is not None and len(request.image) > self.info.config.max_image_bytes:
-            raise ImageError("the image is too large", too_large=True)
-        max_queued = self.info.config.max_queued_requests
-        if len(self._players) >= max_queued:
-            raise Overloaded(max_queued, retry_after_s=0.25)
-        self.requests.append(request)
-        self.deadlines_s.append(deadline_s)
-        self.tenants.append(tenant)
-        self.namespaces.append(namespace)
-        stream = Stream()
-        stream.on_cancel(self._count_cancelled)
-        self.is_idle.clear()
-        player = asyncio.ensure_future(self._play(stream, list(self._script(request)), deadline_s))
-        self._players[stream] = player
-        stream.over.add_done_callback(lambda _: self._end(stream))
-        self.num_submitted.release()
-        return stream
+    ) -> list[Stream]:
+        samples = request.sampling.samples()
+        streams = [Stream() for _ in samples]
+        error = self._refusal(request, len(samples))
+        for stream, sampling in zip(streams, samples, strict=True):
+            if error is not None:
+                stream.refuse(error)
+                continue
+            sample = request if sampling is request.sampling else replace(request, sampling=sampling)
+            self.requests.append(sample)
+            self.deadlines_s.append(deadline_s)
+            self.tenants.append(tenant)
+            self.namespaces.append(namespace)
+            stream.on_cancel(self._count_cancelled)
+            self.is_idle.clear()
+            self._players[stream] = asyncio.ensure_future(
+                self._play(stream, list(self._script(sample)), deadline_s)
+            )
+            stream.over.add_done_callback(lambda _, stream=stream: self._end(stream))
+            self.num_submitted.release()
+        return streams
 
-    @contextmanager
-    def expecting(self, request: Request, *, deadline_s: float | None = None, tenant: str = "") -> Iterator[None]:
+    def _refusal(self, request: Request, num_samples: int) -> KestrelError | None:
+        max_queued = self.info.config.max_queued_requests
+        if self.status is not EngineStatus.SERVING:
+            return EngineUnavailable("not serving")
+        if request.options.model not in ("", self.info.model):
+            return ModelNotFound(request.options.model)
+        if request.skill not in self.info.skills:
+            return SkillUnsupported(request.skill, self.info.model)
+        if request.image is not None and len(request.image) > self.info.config.max_image_bytes:
+            return ImageError("the image is too large", too_large=True)
+        if len(self._players) + num_samples > max_queued:
+            return Overloaded(max_queued, retry_after_s=0.25)
+        return None
+
+    @asynccontextmanager
+    async def expecting(
+        self, request: Request, *, deadline_s: float | None = None, tenant: str = ""
+    ) -> AsyncIterator[None]:
         max_queued = self.info.config.max_queued_requests
         if len(self._players) + self.num_expected >= max_queued:
             raise Overloaded(max_queued, retry_after_s=0.25)
@@ -192,9 +206,9 @@ class FakeEngine:
         return ["colours", "shapes@200"]
 
     async def load_adapter(self, name: str) -> AdapterInfo:
-        return self.unload_adapter(name)
+        return await self.unload_adapter(name)
 
-    def unload_adapter(self, name: str) -> AdapterInfo:
+    async def unload_adapter(self, name: str) -> AdapterInfo:
         if name == "broken":
             raise AdapterInvalid(name, ("unexpected a", "missing b"))
         if name != "colours":

@@ -22,7 +22,7 @@ _DEFAULT_MODEL_NAMES = ("moondream3-preview",)
 
 
 class Submission:
-    """Shared by all calls. Raises what the engine, the source of images and the store of images raise."""
+    """Shared by all calls. Raises what the source of images and the store of images raise."""
 
     def __init__(
         self,
@@ -51,8 +51,8 @@ class Submission:
     async def submit_samples(
         self, request: Request, image: ImageReference | None, call: CallContext
     ) -> list[Stream]:
-        """As `submit`, with a stream for each of the samples that the request asks for. Each is a request of the
-        engine; where one of them is refused, none runs."""
+        """As `submit`, with a stream for each of the samples that the request asks for. The streams raise what the
+        engine raises; if it refuses one of the samples, none runs."""
         request = await self._with_adapter(self._with_own_name(request))
         if call.max_priority is not request.options.max_priority:
             request = replace(request, options=replace(request.options, max_priority=call.max_priority))
@@ -60,21 +60,9 @@ class Submission:
         if image is not None:
             request = await self._with_image(request, image, call)
             call.request = RequestSummary(request)
-        streams: list[Stream] = []
-        try:
-            for sampling in request.sampling.samples():
-                streams.append(
-                    self._engine.submit(
-                        request if sampling is request.sampling else replace(request, sampling=sampling),
-                        deadline_s=call.remaining_s,
-                        tenant=call.principal,
-                        namespace=call.namespace,
-                    )
-                )
-        except BaseException:
-            for stream in streams:
-                stream.cancel()
-            raise
+        streams = self._engine.submit_samples(
+            request, deadline_s=call.remaining_s, tenant=call.principal, namespace=call.namespace
+        )
         call.release()
         return streams
 
@@ -114,7 +102,7 @@ class Submission:
         """The request with its image, fetched once the engine has admitted the request to its queue."""
         if not is_embedded(uri):
             call.release()
-        with self._engine.expecting(request, deadline_s=call.remaining_s, tenant=call.principal):
+        async with self._engine.expecting(request, deadline_s=call.remaining_s, tenant=call.principal):
             return replace(request, image=await self._images.fetch(uri))
 
 

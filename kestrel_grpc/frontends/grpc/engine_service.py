@@ -89,7 +89,7 @@ class EngineService:
     async def UnloadAdapter(
         self, request: wire.UnloadAdapterRequest, call: CallContext
     ) -> wire.UnloadAdapterResponse:
-        return wire.UnloadAdapterResponse(adapter=_adapter(self._engine.unload_adapter(_name_of(request))))
+        return wire.UnloadAdapterResponse(adapter=_adapter(await self._engine.unload_adapter(_name_of(request))))
 
     def _namespace(self, request: wire.ClearCacheRequest) -> str | None:
         """The namespace that a request names; None for all. Raises `InvalidRequest` where there is none."""

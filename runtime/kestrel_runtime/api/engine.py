@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Protocol
@@ -137,20 +137,21 @@ class Engine(Protocol):
         """Call `callback` at every change, in any thread."""
         ...
 
-    def submit(
+    def submit_samples(
         self, request: Request, *, deadline_s: float | None = None, tenant: str = "", namespace: str = ""
-    ) -> Stream:
-        """Admit a request that must end within `deadline_s` seconds from now, or raise why not.
+    ) -> list[Stream]:
+        """Queue a request that must end within `deadline_s` seconds from now, with a stream for each sample.
 
-        Tenants share the engine evenly. Requests of different namespaces never share what is cached.
+        Refusals are raised by the streams, before any event; if one sample is refused, none runs. Tenants share
+        the engine evenly. Requests of different namespaces never share what is cached.
         """
         ...
 
     def expecting(
         self, request: Request, *, deadline_s: float | None = None, tenant: str = ""
-    ) -> AbstractContextManager[None]:
-        """Entering takes a request, whose image is still being fetched, into the queue or raises why not, as
-        `submit` does; leaving takes it out."""
+    ) -> AbstractAsyncContextManager[None]:
+        """Entering takes a request, whose image is still being fetched, into the queue or raises why not; leaving
+        takes it out."""
         ...
 
     async def clear_cache(self, namespace: str | None = None) -> ClearedCache:
@@ -183,7 +184,7 @@ class Engine(Protocol):
         """
         ...
 
-    def unload_adapter(self, name: str) -> AdapterInfo:
+    async def unload_adapter(self, name: str) -> AdapterInfo:
         """Free an adapter's slot once no request uses it. Raises `AdapterNotFound` where it is not loaded."""
         ...
 

@@ -86,6 +86,16 @@ class Stream:
         elif self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
+    def refuse(self, error: KestrelError) -> None:
+        """On the event loop: end with an error before any event; what was begun for the request is cancelled."""
+        if self.over.done():
+            return
+        on_cancel = self._on_cancel
+        self._error = error
+        self._end()
+        if on_cancel is not None:
+            on_cancel()
+
     def fail(self, error: KestrelError) -> None:
         """From any thread: end with an error."""
         _post(self.loop, self.deliver, [], error)

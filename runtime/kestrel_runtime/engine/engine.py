@@ -10,9 +10,10 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -224,47 +225,77 @@ class LocalEngine:
     def submit(
         self, request: Request, *, deadline_s: float | None = None, tenant: str = "", namespace: str = ""
     ) -> Stream:
-        """Queue a request; `deadline_s` seconds from now its caller no longer waits.
+        """The first of `submit_samples`, for a request of one sample."""
+        (stream,) = self.submit_samples(request, deadline_s=deadline_s, tenant=tenant, namespace=namespace)
+        return stream
+
+    def submit_samples(
+        self, request: Request, *, deadline_s: float | None = None, tenant: str = "", namespace: str = ""
+    ) -> list[Stream]:
+        """Queue a request; `deadline_s` seconds from now its caller no longer waits. There is a stream for each of
+        its samples; if one sample is refused, none runs.
 
         Requests of different `tenant`s share the engine evenly; "" is a tenant like any other. What is cached for
         a `namespace` is used for requests of that namespace only.
 
-        Raises `EngineUnavailable`, `ModelNotFound`, `SkillUnsupported`, `ImageError` and `Overloaded` at once;
-        what is found out later is raised by the stream, `RequestRefused` before anything else.
+        Refusals are raised by the streams, before any event: `EngineUnavailable`, `ModelNotFound`,
+        `SkillUnsupported`, `AdapterNotFound`, `ImageError`, `Overloaded` and `RequestRefused`.
         """
-        self._check(request)
-        adapter = request.options.adapter
-        adapters = self._adapters_for(adapter) if adapter else None
+        samples = request.sampling.samples()
+        streams = [Stream() for _ in samples]
         now = time.monotonic()
         max_queue_s = request.options.max_queue_s
-        wait_limit_s = min((limit for limit in (deadline_s, max_queue_s) if limit is not None), default=None)
+        wait_limit_s = _wait_limit_s(request, deadline_s)
         clock = SequenceClock(
             submitted=now,
             deadline=None if deadline_s is None else now + deadline_s,
             queue_deadline=None if max_queue_s is None else now + max_queue_s,
         )
-        stream = Stream()
-        self._streams.add(stream)
         try:
-            self._admission.enter(stream, self._cost_of(request, tenant), now, wait_limit_s=wait_limit_s)
-            try:
-                submit = partial(
-                    self._preprocessor.submit,
-                    request,
-                    clock,
-                    tenant,
-                    namespace,
-                    is_wanted=lambda: not stream.over.done(),
-                )
-                preparation = (
-                    submit() if adapters is None else AdapterPreparation(adapters.acquire(adapter, tenant), submit)
-                )
-            except RuntimeError as error:  # closed at this very moment, or the system has no thread left for us
-                raise EngineUnavailable("no worker can take the request") from error
-        except BaseException:
-            self._streams.discard(stream)
-            self._admission.leave(stream)
-            raise
+            self._check(request)
+            cost = self._cost_of(request, tenant)
+            for stream in streams:
+                self._streams.add(stream)
+                self._admission.enter(stream, cost, now, wait_limit_s=wait_limit_s)
+            for stream, sampling in zip(streams, samples, strict=True):
+                sample = request if sampling is request.sampling else replace(request, sampling=sampling)
+                self._prepare(sample, stream, clock, tenant, namespace, wait_limit_s)
+        except BaseException as error:
+            for stream in streams:
+                self._admission.leave(stream)
+                stream.refuse(error if isinstance(error, KestrelError) else InternalError(error))
+            if not isinstance(error, KestrelError):
+                raise
+            drop_tracebacks(error)
+        return streams
+
+    def _prepare(
+        self,
+        request: Request,
+        stream: Stream,
+        clock: SequenceClock,
+        tenant: str,
+        namespace: str,
+        wait_limit_s: float | None,
+    ) -> None:
+        """Have an admitted request prepared, with its adapter where it names one."""
+        submit = partial(
+            self._preprocessor.submit,
+            request,
+            clock,
+            tenant,
+            namespace,
+            is_wanted=lambda: not stream.over.done(),
+        )
+        adapter = request.options.adapter
+        try:
+            preparation = (
+                AdapterPreparation(self._adapters_for(adapter).acquire(adapter, tenant), submit)
+                if adapter
+                else submit()
+            )
+        except RuntimeError as error:  # closed at this very moment, or the system has no thread left for us
+            raise EngineUnavailable("no worker can take the request") from error
         with self._lock:
             self._num_preprocessing += 1
         stream.on_cancel(lambda: self._cancel(preparation, stream))
@@ -272,19 +303,20 @@ class LocalEngine:
             timer = stream.loop.call_later(wait_limit_s, self._expire, preparation, stream, clock)
             stream.over.add_done_callback(lambda _: timer.cancel())
         preparation.add_done_callback(lambda done: self._prepared(done, stream))
-        return stream
 
-    @contextmanager
-    def expecting(self, request: Request, *, deadline_s: float | None = None, tenant: str = "") -> Iterator[None]:
+    @asynccontextmanager
+    async def expecting(
+        self, request: Request, *, deadline_s: float | None = None, tenant: str = ""
+    ) -> AsyncIterator[None]:
         """For the length of a block the queue holds this request, whose image is still to come.
 
-        Raises what `submit` would raise at once. The image that the request has now stands for the one to come.
+        Raises `EngineUnavailable`, `ModelNotFound`, `SkillUnsupported`, `ImageError` and `Overloaded`. The image
+        that the request has now stands for the one to come.
         """
         self._check(request)
-        limits = (limit for limit in (deadline_s, request.options.max_queue_s) if limit is not None)
         place = object()
         cost = self._cost_of(request, tenant)
-        self._admission.enter(place, cost, time.monotonic(), wait_limit_s=min(limits, default=None))
+        self._admission.enter(place, cost, time.monotonic(), wait_limit_s=_wait_limit_s(request, deadline_s))
         try:
             yield
         finally:
@@ -322,7 +354,7 @@ class LocalEngine:
         """
         return await asyncio.wrap_future(self._adapters_for(name).load(name))
 
-    def unload_adapter(self, name: str) -> AdapterInfo:
+    async def unload_adapter(self, name: str) -> AdapterInfo:
         """Free an adapter's slot once no request uses it. Raises `AdapterNotFound` where it is not loaded."""
         return self._adapters_for(name).unload(name)
 
@@ -519,6 +551,11 @@ def _adapter_store(config: EngineConfig, target: AdapterTarget) -> AdapterStore:
     root = None if config.adapters is None else Path(config.adapters)
     source = AdapterSource(root, config.adapter_repositories, target.max_file_bytes)
     return AdapterStore(source.read, target, config.num_adapter_slots, source.names)
+
+
+def _wait_limit_s(request: Request, deadline_s: float | None) -> float | None:
+    """The longest time that a caller is willing to wait in the queue."""
+    return min((limit for limit in (deadline_s, request.options.max_queue_s) if limit is not None), default=None)
 
 
 def _age_s(moment: float | None) -> float:

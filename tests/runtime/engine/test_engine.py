@@ -266,11 +266,11 @@ async def test_a_full_queue_refuses_at_once(loaded: LoadedModel) -> None:
         await anext(running)
         waiting = [engine.submit(endless()) for _ in range(3)]
         with pytest.raises(Overloaded) as caught:
-            engine.submit(endless())
+            await engine.submit(endless()).result()
         assert (caught.value.bound, caught.value.limit) == (QueueBound.REQUESTS, 3)
         running.cancel()
         await anext(waiting[0])  # a free place in the queue, for a moment
-        assert isinstance(engine.submit(endless()), Stream)
+        assert not engine.submit(endless()).over.done()
     finally:
         engine.close()
 
@@ -285,12 +285,12 @@ async def test_queues_of_images_and_of_words_are_bounded_too(loaded: LoadedModel
         await anext(running)
         engine.submit(Caption(SMALL_IMAGE))
         with pytest.raises(Overloaded) as caught:
-            engine.submit(Caption(SMALL_IMAGE))
+            await engine.submit(Caption(SMALL_IMAGE)).result()
         assert caught.value.bound is QueueBound.IMAGE_BYTES
         with pytest.raises(Overloaded) as caught:
-            engine.submit(Query("ä" * 140))  # 280 bytes beside the 729 tokens of the image
+            await engine.submit(Query("ä" * 140)).result()  # 280 bytes beside the 729 tokens of the image
         assert caught.value.bound is QueueBound.TOKENS
-        assert isinstance(engine.submit(Query("ä" * 130)), Stream)
+        assert not engine.submit(Query("ä" * 130)).over.done()
     finally:
         engine.close()
 
@@ -303,7 +303,7 @@ async def test_a_tenant_that_floods_the_queue_leaves_room_for_another(loaded: Lo
         for _ in range(2):
             engine.submit(endless(), tenant="flood")
         with pytest.raises(Overloaded) as caught:
-            engine.submit(endless(), tenant="flood")
+            await engine.submit(endless(), tenant="flood").result()
         assert caught.value.is_tenant_share
         other = engine.submit(Query("hi", sampling=SamplingParams(max_tokens=1)), tenant="other")
         running.cancel()
@@ -375,10 +375,10 @@ async def test_who_would_wait_too_long_is_told_at_once(loaded: LoadedModel) -> N
         for stream in waiting[:12]:
             await stream.result()
         with pytest.raises(Overloaded) as caught:
-            engine.submit(endless(), deadline_s=0.001)
+            await engine.submit(endless(), deadline_s=0.001).result()
         assert caught.value.bound is QueueBound.WAIT
         assert 0.001 < caught.value.retry_after_s < 60
-        assert isinstance(engine.submit(endless(), deadline_s=3600.0), Stream)
+        assert not engine.submit(endless(), deadline_s=3600.0).over.done()
     finally:
         engine.close()
 
@@ -433,16 +433,16 @@ async def test_bad_images_fail_alone(engine: LocalEngine) -> None:
     good = engine.submit(Caption(SMALL_IMAGE, sampling=SamplingParams(max_tokens=5)))
     assert isinstance(await error_of(engine.submit(Caption(SMALL_IMAGE[:100]))), ImageError)
     with pytest.raises(ImageError) as caught:
-        engine.submit(Caption(b"x" * (33 * 2**20)))
+        await engine.submit(Caption(b"x" * (33 * 2**20))).result()
     assert caught.value.too_large
     assert isinstance(await good.result(), Finished)
 
 
-def test_an_unknown_model_and_a_missing_skill_are_refused(engine: LocalEngine) -> None:
+async def test_an_unknown_model_and_a_missing_skill_are_refused(engine: LocalEngine) -> None:
     with pytest.raises(ModelNotFound):
-        engine.submit(Query("hi", options=RequestOptions(model="another")))
+        await engine.submit(Query("hi", options=RequestOptions(model="another"))).result()
     with pytest.raises(SkillUnsupported):
-        engine.submit(Segment("cat", SMALL_IMAGE))
+        await engine.submit(Segment("cat", SMALL_IMAGE)).result()
 
 
 async def test_the_served_model_may_be_named(engine: LocalEngine) -> None:
@@ -459,7 +459,23 @@ async def test_draining_refuses_newcomers_and_lets_the_rest_finish(engine: Local
     await draining
     assert engine.status is EngineStatus.DRAINING
     with pytest.raises(EngineUnavailable):
-        engine.submit(endless())
+        await engine.submit(endless()).result()
+
+
+async def test_if_one_of_several_samples_is_refused_none_runs(loaded: LoadedModel) -> None:
+    engine = LocalEngine(loaded, EngineConfig(model="", max_batch_size=1, max_queued_requests=2))
+    try:
+        running = engine.submit(endless())
+        await anext(running)
+        three = engine.submit_samples(Query("hi", sampling=SamplingParams(n=3)))
+        errors = [await error_of(stream) for stream in three]
+        assert [type(error) for error in errors] == [Overloaded] * 3
+        waiting = [engine.submit(endless()) for _ in range(2)]
+        assert not any(stream.over.done() for stream in waiting), "the refused samples hold no place in the queue"
+        running.cancel()
+        await anext(waiting[0])
+    finally:
+        engine.close()
 
 
 async def test_closing_ends_every_stream_with_an_error(loaded: LoadedModel) -> None:
@@ -487,7 +503,7 @@ async def test_an_engine_whose_model_breaks_says_so_and_refuses(
     await asyncio.to_thread(died.wait)
     assert "the device is gone" in caplog.text
     with pytest.raises(EngineUnavailable):
-        engine.submit(endless())
+        await engine.submit(endless()).result()
     engine.close()
 
 

@@ -360,7 +360,7 @@ async def play(loaded: LoadedModel, tracer: Tracer, scenario: str) -> Run:
                 await asyncio.wait(ends.values(), timeout=MAX_WAIT_S)
                 assert all(item.done() for item in ends.values()), f"who was in preprocessing waits after {tracer}"
                 with pytest.raises(EngineUnavailable):
-                    engine.submit(Query("?"))
+                    await engine.submit(Query("?")).result()
             ended = time.monotonic()
         finally:
             engine.close()

@@ -5,7 +5,6 @@ import pytest
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.errors import EngineUnavailable, ModelNotFound, Overloaded, QueueBound
 from kestrel_runtime.api.requests import Caption, RequestOptions
-from kestrel_runtime.api.stream import Stream
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.models.loaded_model import LoadedModel
 from tests.runtime.engine.test_engine import endless
@@ -16,21 +15,21 @@ async def test_a_request_whose_image_is_still_to_come_counts_as_waiting(loaded: 
     try:
         running = engine.submit(endless())
         await anext(running)
-        with engine.expecting(Caption(b"?")), engine.expecting(Caption(b"?"), tenant="another"):
+        async with engine.expecting(Caption(b"?")), engine.expecting(Caption(b"?"), tenant="another"):
             with pytest.raises(Overloaded) as caught:
-                engine.submit(endless())
+                await engine.submit(endless()).result()
             assert (caught.value.bound, caught.value.limit) == (QueueBound.REQUESTS, 2)
-            with pytest.raises(Overloaded), engine.expecting(Caption(b"?")):
-                pass
-        assert isinstance(engine.submit(endless()), Stream)
+            with pytest.raises(Overloaded):
+                await engine.expecting(Caption(b"?")).__aenter__()
+        assert not engine.submit(endless()).over.done()
     finally:
         engine.close()
 
 
 async def test_what_cannot_be_submitted_is_not_waited_for(loaded: LoadedModel) -> None:
     engine = LocalEngine(loaded, EngineConfig(model=""))
-    with pytest.raises(ModelNotFound), engine.expecting(Caption(b"?", options=RequestOptions(model="another"))):
-        pass
+    with pytest.raises(ModelNotFound):
+        await engine.expecting(Caption(b"?", options=RequestOptions(model="another"))).__aenter__()
     engine.close()
-    with pytest.raises(EngineUnavailable), engine.expecting(Caption(b"?")):
-        pass
+    with pytest.raises(EngineUnavailable):
+        await engine.expecting(Caption(b"?")).__aenter__()

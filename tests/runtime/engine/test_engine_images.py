@@ -126,7 +126,7 @@ async def test_pixels_above_the_limit_of_images_are_refused(image: RawImage, loa
     engine = LocalEngine(loaded, EngineConfig(model="", max_image_bytes=11))
     try:
         with pytest.raises(ImageError) as caught:
-            engine.submit(Caption(image))
+            await engine.submit(Caption(image)).result()
         assert caught.value.too_large
     finally:
         engine.close()

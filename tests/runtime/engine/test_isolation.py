@@ -322,7 +322,7 @@ async def test_a_device_that_a_restart_does_not_mend_is_dead(
     assert statuses == [RECOVERING, DEAD]
     assert "the device is gone" in caplog.text
     with pytest.raises(EngineUnavailable):
-        engine.submit(POISON)
+        await engine.submit(POISON).result()
     assert engine.load().num_used_pages == 0
 
 
@@ -334,7 +334,7 @@ async def test_while_it_restarts_newcomers_are_refused_and_draining_goes_on(
     refusals: list[Exception] = []
 
     async def ask() -> None:
-        engine.submit(POISON)
+        await engine.submit(POISON).result()
 
     def turned_away(status: EngineStatus) -> None:
         if status is RECOVERING:

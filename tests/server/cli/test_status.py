@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -64,5 +65,5 @@ async def test_an_adapter_that_is_unloaded_is_said_to_leave_when_its_requests_en
     capsys, monkeypatch, num_requests, said
 ):
     info = AdapterInfo("colours", "ab" * 32, slot=1, num_requests=num_requests, is_current=False)
-    monkeypatch.setattr(FakeEngine, "unload_adapter", lambda self, name: info)
+    monkeypatch.setattr(FakeEngine, "unload_adapter", AsyncMock(return_value=info))
     assert said in await printed(capsys, "adapter", "unload", "colours")

@@ -108,11 +108,11 @@ async def test_the_warm_up_asks_for_every_skill_once_and_leaves_nothing_behind(
         assert engine.load().num_used_pages == 0
 
 
-def test_moondream_2_refuses_to_segment(moondream2: LoadedModel) -> None:
+async def test_moondream_2_refuses_to_segment(moondream2: LoadedModel) -> None:
     engine = LocalEngine(moondream2, EngineConfig(model=""))
     try:
         with pytest.raises(SkillUnsupported):
-            engine.submit(Segment("cat", SMALL_IMAGE))
+            await engine.submit(Segment("cat", SMALL_IMAGE)).result()
     finally:
         engine.close()
 

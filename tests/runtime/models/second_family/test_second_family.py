@@ -86,7 +86,7 @@ async def test_what_it_cannot_do_is_refused(engine: LocalEngine) -> None:
     with pytest.raises(InvalidRequest, match="reads text alone"):
         await engine.submit(Query("what?", image)).result()
     with pytest.raises(SkillUnsupported):
-        engine.submit(Caption(image))
+        await engine.submit(Caption(image)).result()
 
 
 def test_a_family_takes_no_more_than_two_hundred_lines() -> None:

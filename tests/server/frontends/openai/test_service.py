@@ -565,8 +565,7 @@ async def test_no_sample_runs_where_there_is_no_place_for_all_of_them():
     async with serving_http(engine) as rig:
         answer = await rig.ask(CHAT, chat(TEXT, n=3))
         assert (answer.status, answer.json["error"]["code"]) == (429, "queue_full")
-        await engine.is_idle.wait()
-        assert (len(engine.requests), engine.num_cancelled) == (2, 2)
+        assert not engine.requests
 
 
 async def test_the_failure_of_a_sample_ends_the_others():

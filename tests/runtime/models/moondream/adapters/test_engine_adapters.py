@@ -200,7 +200,7 @@ async def test_a_new_version_is_for_new_requests_and_running_ones_keep_theirs(
         begun = [await anext(stream) for stream in running]
         assert all(isinstance(event, Started) for event in begun)
         write_peft(tmp_path / "colours", versions[1])
-        old = engine.unload_adapter("colours")
+        old = await engine.unload_adapter("colours")
         assert (old.num_requests, old.is_current) == (3, False)
         after = engine.submit(asked)
         first = await anext(after)
