@@ -35,7 +35,7 @@ from bench.harness.random_schemas import random_schema
 from bench.harness.report import write_json
 from bench.harness.serving import machine_facts
 from kestrel_runtime.api.config import BUILT_IN_MODEL, EngineConfig
-from kestrel_runtime.api.constraints.constraint import Constraint
+from kestrel_runtime.api.constraints import Constraint
 from kestrel_runtime.api.errors import ConstraintFailed, InvalidRequest, Overloaded
 from kestrel_runtime.api.events import Finished, FinishReason, QueryOutput
 from kestrel_runtime.api.requests import Query, SamplingParams

@@ -19,7 +19,7 @@ from kestrel_grpc.images.stored_images import (
     StoredImage,
 )
 from kestrel_runtime.api.engine import CacheLoad, ImageInfo
-from kestrel_runtime.api.hashed_image import HashedImage
+from kestrel_runtime.api.images import HashedImage
 
 _EXPIRY_INTERVAL_S = 1.0
 BOOKKEEPING_BYTES = 1024

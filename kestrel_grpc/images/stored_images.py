@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kestrel_runtime.api.engine import ImageInfo
 from kestrel_runtime.api.errors import InvalidRequest, Violation
-from kestrel_runtime.api.hashed_image import HashedImage
+from kestrel_runtime.api.images import HashedImage
 
 _PREFIX = "sha256:"
 BAD_IMAGE_ID = "must be `sha256:` and 64 lower-case hexadecimal digits"

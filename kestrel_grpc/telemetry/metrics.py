@@ -23,9 +23,8 @@ from kestrel_grpc.telemetry.device_reading import DeviceReading, device_reader
 from kestrel_grpc.telemetry.histograms import Histogram, Series
 from kestrel_grpc.wire.call_context import CallContext, Outcome
 from kestrel_runtime.api.adapters import AdapterLoad
-from kestrel_runtime.api.engine import CacheLoad, Engine, EngineStatus, Load
+from kestrel_runtime.api.engine import CacheLoad, Engine, EngineStatus, Load, MemoryPlan
 from kestrel_runtime.api.events import Finished
-from kestrel_runtime.api.memory_plan import MemoryPlan
 
 PROVIDER = "kestrel"
 

@@ -13,9 +13,8 @@ from kestrel_grpc.access.tokens import shared_namespace
 from kestrel_grpc.wire.call_context import CallContext
 from kestrel_grpc.wire.open_calls import CancellableCalls
 from kestrel_runtime.api.adapters import AdapterInfo, AdapterName
-from kestrel_runtime.api.engine import Engine, SkillDefaults
+from kestrel_runtime.api.engine import Engine, MemoryPlan, SkillDefaults
 from kestrel_runtime.api.errors import InvalidRequest, Violation
-from kestrel_runtime.api.memory_plan import MemoryPlan
 
 
 class EngineService:

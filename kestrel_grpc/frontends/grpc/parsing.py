@@ -14,9 +14,9 @@ from google.protobuf.duration_pb2 import Duration
 
 from kestrel_client.v1 import generation_pb2, media_pb2
 from kestrel_grpc.images.stored_images import BAD_IMAGE_ID, ImageHandle, ImageReference, ImageUri
-from kestrel_runtime.api.constraints.constraint import MAX_CHOICES, Constraint
+from kestrel_runtime.api.constraints import MAX_CHOICES, Constraint
 from kestrel_runtime.api.errors import InvalidRequest, Violation
-from kestrel_runtime.api.raw_image import PixelFormat, RawImage, side_violations
+from kestrel_runtime.api.images import PixelFormat, RawImage, side_violations
 from kestrel_runtime.api.requests import (
     MAX_SPATIAL_REFS,
     BoxRef,

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from kestrel_grpc.frontends.http.fields import Field, Kind
-from kestrel_runtime.api.constraints.constraint import MAX_CHOICES, Constraint
+from kestrel_runtime.api.constraints import MAX_CHOICES, Constraint
 from kestrel_runtime.api.errors import Violation
 
 CONSTRAINT = Field(

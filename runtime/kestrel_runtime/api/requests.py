@@ -14,9 +14,9 @@ from enum import Enum, IntEnum, auto
 from typing import ClassVar, Self, get_args
 
 from kestrel_runtime.api.adapters import AdapterName
-from kestrel_runtime.api.constraints.constraint import Constraint
+from kestrel_runtime.api.constraints import Constraint
 from kestrel_runtime.api.errors import InvalidRequest, Violation
-from kestrel_runtime.api.raw_image import RawImage
+from kestrel_runtime.api.images import RawImage
 from kestrel_runtime.api.sampling_params import SamplingParams
 
 CAPTION_LENGTHS = ("short", "normal", "long")

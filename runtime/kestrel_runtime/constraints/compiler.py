@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, cast
 
 import llguidance
 
-from kestrel_runtime.api.constraints.constraint import Constraint
+from kestrel_runtime.api.constraints import Constraint
 from kestrel_runtime.api.errors import InvalidRequest, Overloaded, QueueBound, Violation
 from kestrel_runtime.constraints.json_answer import JsonTokens, rest_tokens_of
 from kestrel_runtime.constraints.masks import CompiledConstraint

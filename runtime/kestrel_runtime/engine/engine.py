@@ -35,7 +35,7 @@ from kestrel_runtime.api.errors import (
     ModelNotFound,
     SkillUnsupported,
 )
-from kestrel_runtime.api.raw_image import RawImage
+from kestrel_runtime.api.images import RawImage
 from kestrel_runtime.api.requests import Request
 from kestrel_runtime.api.stream import Stream
 from kestrel_runtime.constraints.compiler import ConstraintCompiler, new_vocabulary

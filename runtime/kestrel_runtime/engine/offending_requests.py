@@ -10,8 +10,7 @@ from dataclasses import fields
 from threading import Lock
 from typing import NamedTuple
 
-from kestrel_runtime.api.hashed_image import HashedImage
-from kestrel_runtime.api.raw_image import RawImage
+from kestrel_runtime.api.images import image_digest
 from kestrel_runtime.api.requests import Request
 
 LIFETIME_S = 3600.0
@@ -75,10 +74,3 @@ def fingerprint_of(request: Request, digest_of_image: bytes | None = None) -> st
         digest.update(b"%d:" % len(data))
         digest.update(data)
     return f"{request.skill}-{digest.hexdigest()[:32]}"
-
-
-def image_digest(image: bytes | RawImage) -> bytes:
-    """The key of an image in the caches: SHA-256 of the file, or of pixels with their format and shape."""
-    if isinstance(image, RawImage):
-        return image.digest()
-    return image.sha256 if isinstance(image, HashedImage) else hashlib.sha256(image).digest()

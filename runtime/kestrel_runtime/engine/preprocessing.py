@@ -18,10 +18,9 @@ from typing import NamedTuple
 from PIL import Image
 
 from kestrel_runtime.api.errors import ContextLengthExceeded, EngineUnavailable, ImageError, RequestRefused
-from kestrel_runtime.api.hashed_image import HashedImage
-from kestrel_runtime.api.raw_image import RawImage
+from kestrel_runtime.api.images import HashedImage, RawImage, image_digest
 from kestrel_runtime.api.requests import CachePolicy, Request
-from kestrel_runtime.engine.offending_requests import OffendingRequests, fingerprint_of, image_digest
+from kestrel_runtime.engine.offending_requests import OffendingRequests, fingerprint_of
 from kestrel_runtime.engine.recent.matchers import Matchers
 from kestrel_runtime.engine.recent.prompts import Prompts
 from kestrel_runtime.engine.recent.values import LruCache

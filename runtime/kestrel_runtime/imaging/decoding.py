@@ -13,7 +13,7 @@ import numpy as np
 from PIL import ExifTags, Image
 
 from kestrel_runtime.api.errors import ImageError, KestrelError
-from kestrel_runtime.api.raw_image import RawImage
+from kestrel_runtime.api.images import RawImage
 from kestrel_runtime.imaging.formats import check_size, check_structure, read_header
 from kestrel_runtime.imaging.header import ImageHeader, simple_header, undecodable
 

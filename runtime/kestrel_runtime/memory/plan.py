@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from kestrel_runtime.api.config import MIB
+from kestrel_runtime.api.engine import MemoryPlan
 from kestrel_runtime.api.errors import CheckpointError
-from kestrel_runtime.api.memory_plan import MemoryPlan
 from kestrel_runtime.memory.host_limits import available_memory_bytes, total_memory_bytes
 
 MARGIN_BYTES = 256 * MIB

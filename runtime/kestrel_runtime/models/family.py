@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kestrel_runtime.adapters.target import AdapterTarget
 from kestrel_runtime.api.config import EngineConfig
-from kestrel_runtime.api.memory_plan import MemoryPlan
+from kestrel_runtime.api.engine import MemoryPlan
 from kestrel_runtime.execution.step_runner import StepRunner
 from kestrel_runtime.imaging.tiles import DecodedImage, Tiling
 from kestrel_runtime.loading.checkpoint import Checkpoint

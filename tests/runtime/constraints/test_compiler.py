@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kestrel_runtime.api.constraints.constraint import Constraint
+from kestrel_runtime.api.constraints import Constraint
 from kestrel_runtime.api.errors import InvalidRequest, Overloaded
 from kestrel_runtime.constraints import compiler as module
 from kestrel_runtime.constraints.compiler import ConstraintCompiler

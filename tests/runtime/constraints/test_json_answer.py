@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from bench.harness.random_schemas import random_schema
-from kestrel_runtime.api.constraints.constraint import Constraint
+from kestrel_runtime.api.constraints import Constraint
 from kestrel_runtime.constraints.compiler import ConstraintCompiler
 from kestrel_runtime.constraints.json_answer import MAX_NESTING, TEXT_SHARE
 from kestrel_runtime.constraints.masks import AnswerMatcher, LibraryMasks, MaskRequest

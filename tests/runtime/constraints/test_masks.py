@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kestrel_runtime.api.constraints.constraint import Constraint
+from kestrel_runtime.api.constraints import Constraint
 from kestrel_runtime.api.errors import ConstraintFailed
 from kestrel_runtime.constraints.compiler import ConstraintCompiler
 from kestrel_runtime.constraints.masks import AnswerMatcher, LibraryMasks, MaskRequest

@@ -11,7 +11,7 @@ from PIL import ExifTags, Image
 
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.errors import EngineUnavailable, ImageError
-from kestrel_runtime.api.raw_image import PixelFormat, RawImage
+from kestrel_runtime.api.images import PixelFormat, RawImage
 from kestrel_runtime.api.requests import Caption, SamplingParams
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.engine.workers import Interrupted

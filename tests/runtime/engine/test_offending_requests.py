@@ -2,7 +2,7 @@
 
 import pytest
 
-from kestrel_runtime.api.raw_image import PixelFormat, RawImage
+from kestrel_runtime.api.images import PixelFormat, RawImage
 from kestrel_runtime.api.requests import (
     Caption,
     Detect,

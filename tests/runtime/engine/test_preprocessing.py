@@ -18,7 +18,7 @@ from kestrel_runtime.api.errors import (
     QueueTimeout,
     RequestRefused,
 )
-from kestrel_runtime.api.hashed_image import HashedImage
+from kestrel_runtime.api.images import HashedImage, image_digest
 from kestrel_runtime.api.requests import (
     CachePolicy,
     Caption,
@@ -29,7 +29,7 @@ from kestrel_runtime.api.requests import (
     SamplingParams,
 )
 from kestrel_runtime.engine import preprocessing
-from kestrel_runtime.engine.offending_requests import OffendingRequests, fingerprint_of, image_digest
+from kestrel_runtime.engine.offending_requests import OffendingRequests, fingerprint_of
 from kestrel_runtime.engine.preprocessing import Preprocessor
 from kestrel_runtime.engine.workers import Interrupted
 from kestrel_runtime.imaging.tiles import DecodedImage, keep_decoded

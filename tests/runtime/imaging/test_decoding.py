@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from kestrel_runtime.api.errors import ImageError
-from kestrel_runtime.api.raw_image import PixelFormat, RawImage
+from kestrel_runtime.api.images import PixelFormat, RawImage
 from kestrel_runtime.imaging.decoding import decode_image, inspect_image
 from kestrel_runtime.imaging.formats import MAX_SIDE_PX
 

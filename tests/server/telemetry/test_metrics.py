@@ -13,9 +13,8 @@ from kestrel_grpc.telemetry.device_reading import DeviceReading
 from kestrel_grpc.telemetry.metrics import METRICS, Kind, ServerMetrics, bucket_table, markdown_table
 from kestrel_grpc.wire.call_context import OK, CallContext, Outcome, RequestSummary
 from kestrel_runtime.api.adapters import AdapterLoad
-from kestrel_runtime.api.engine import CacheLoad, EngineStatus, Load
+from kestrel_runtime.api.engine import CacheLoad, EngineStatus, Load, MemoryPlan
 from kestrel_runtime.api.events import Finished, FinishReason, QueryOutput, Timing, Usage
-from kestrel_runtime.api.memory_plan import MemoryPlan
 from kestrel_runtime.api.requests import Query, RequestOptions
 from tests.fakes import FakeEngine
 from tests.reference_fixtures import CHECKOUT

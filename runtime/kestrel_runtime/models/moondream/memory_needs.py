@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from kestrel_runtime.api.config import MIB, EngineConfig
+from kestrel_runtime.api.engine import MemoryPlan
 from kestrel_runtime.api.errors import CheckpointError
-from kestrel_runtime.api.memory_plan import MemoryPlan
 from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.execution.logits.allowed_tokens import AllowedTokens
 from kestrel_runtime.execution.logits.logit_adjustments import LogitAdjustments

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from kestrel_runtime.api.config import EngineConfig
-from kestrel_runtime.api.memory_plan import MemoryPlan
+from kestrel_runtime.api.engine import MemoryPlan
 from kestrel_runtime.execution.step_runner import StepRunner
 from kestrel_runtime.imaging.tiles import DecodedImage
 from kestrel_runtime.models.moondream.adapters.target import MoondreamAdapters

@@ -15,7 +15,7 @@ import jsonschema
 import pytest
 
 from kestrel_runtime.api.config import EngineConfig
-from kestrel_runtime.api.constraints.constraint import Constraint
+from kestrel_runtime.api.constraints import Constraint
 from kestrel_runtime.api.errors import ConstraintFailed, InvalidRequest
 from kestrel_runtime.api.events import Finished, FinishReason, QueryOutput
 from kestrel_runtime.api.requests import CachePolicy, Query, RequestOptions, SamplingParams

@@ -12,7 +12,7 @@ from PIL import Image
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.errors import ImageError
 from kestrel_runtime.api.events import Finished
-from kestrel_runtime.api.raw_image import PixelFormat, RawImage
+from kestrel_runtime.api.images import PixelFormat, RawImage
 from kestrel_runtime.api.requests import CachePolicy, Query, RequestOptions, SamplingParams
 from kestrel_runtime.engine.engine import LocalEngine
 

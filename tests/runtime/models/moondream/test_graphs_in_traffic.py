@@ -16,7 +16,7 @@ import torch
 
 from kestrel_ops import Kernels
 from kestrel_runtime.api.config import EngineConfig
-from kestrel_runtime.api.constraints.constraint import Constraint
+from kestrel_runtime.api.constraints import Constraint
 from kestrel_runtime.api.engine import EngineStatus
 from kestrel_runtime.api.events import Finished, Output, QueryOutput
 from kestrel_runtime.api.requests import Detect, Point, Query, Request, SamplingParams

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from kestrel_ops.reference.philox_uniform import philox_uniform
 from kestrel_runtime.api.config import EngineConfig
-from kestrel_runtime.api.engine import SkillDefaults
+from kestrel_runtime.api.engine import MemoryPlan, SkillDefaults
 from kestrel_runtime.api.errors import InvalidRequest, Violation
 from kestrel_runtime.api.events import FinishReason, Output, QueryOutput, TextChannel, TextDelta
-from kestrel_runtime.api.memory_plan import MemoryPlan
 from kestrel_runtime.api.requests import Query
 from kestrel_runtime.execution.executor import DeviceMemory
 from kestrel_runtime.execution.kv_cache import KVCache

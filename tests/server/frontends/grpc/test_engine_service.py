@@ -15,7 +15,7 @@ from kestrel_client.v1 import engine_service_pb2 as wire
 from kestrel_client.v1 import generation_pb2, vision_service_pb2
 from kestrel_grpc import __version__
 from kestrel_grpc.access.tokens import Scope, line_for
-from kestrel_runtime.api.memory_plan import MemoryPlan
+from kestrel_runtime.api.engine import MemoryPlan
 from tests.fakes import HOLD, FakeEngine
 from tests.server.serving import Serving, details_of, reason_of, serving
 

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from kestrel_client.v1 import generation_pb2, media_pb2
 from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_grpc.frontends.grpc import vision_service as vision
-from kestrel_runtime.api.constraints.constraint import Constraint
+from kestrel_runtime.api.constraints import Constraint
 from kestrel_runtime.api.errors import InvalidRequest
-from kestrel_runtime.api.raw_image import PixelFormat, RawImage
+from kestrel_runtime.api.images import PixelFormat, RawImage
 from kestrel_runtime.api.requests import (
     MAX_SPATIAL_REFS,
     BoxRef,

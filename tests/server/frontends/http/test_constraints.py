@@ -14,7 +14,7 @@ from kestrel_grpc.frontends.http.constraints import (
     read_response_format,
 )
 from kestrel_grpc.frontends.http.fields import read
-from kestrel_runtime.api.constraints.constraint import MAX_CHOICES, Constraint
+from kestrel_runtime.api.constraints import MAX_CHOICES, Constraint
 from kestrel_runtime.api.errors import Violation
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kestrel_runtime.api.constraints.constraint import Constraint
+from kestrel_runtime.api.constraints import Constraint
 from kestrel_runtime.api.errors import Overloaded
 from kestrel_runtime.api.events import (
     CaptionOutput,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 
 import pytest
 
 from kestrel_runtime.api.errors import InvalidRequest
-from kestrel_runtime.api.raw_image import PixelFormat, RawImage
+from kestrel_runtime.api.images import HashedImage, PixelFormat, RawImage, image_digest
 from kestrel_runtime.api.requests import Caption, Query
+from kestrel_runtime.engine.offending_requests import fingerprint_of
 
 RGB8, GRAY8 = PixelFormat.RGB8, PixelFormat.GRAY8
 
@@ -71,3 +73,17 @@ def test_equal_bytes_of_another_shape_or_format_have_another_digest() -> None:
         assert one.digest() != other.digest()
     assert images[0].digest() == RawImage.packed(bytes(range(24)), 4, 2, RGB8).digest()
     assert len(images[0].digest()) == 32
+
+
+DATA = b"an image"
+
+
+def test_the_digest_is_that_which_came_with_the_image():
+    assert image_digest(HashedImage(DATA, b"d" * 32)) == b"d" * 32
+
+
+def test_an_image_and_its_bytes_are_the_same_request():
+    hashed = HashedImage(DATA, hashlib.sha256(DATA).digest())
+    assert hashed == DATA
+    assert image_digest(hashed) == image_digest(DATA)
+    assert fingerprint_of(Caption(hashed)) == fingerprint_of(Caption(DATA))

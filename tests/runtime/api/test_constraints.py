@@ -1,4 +1,4 @@
-"""The bounds of JSON schemas, and that each breach is named where it stands."""
+"""What may be asked of an answer, checked before anything is compiled."""
 
 from __future__ import annotations
 
@@ -7,18 +7,136 @@ from typing import Any
 
 import pytest
 
-from kestrel_runtime.api.constraints.schema_size import (
+from kestrel_runtime.api.constraints import (
     MAX_ALL_OF,
     MAX_ALTERNATIVES,
+    MAX_CHOICE_CHARS,
+    MAX_CHOICES,
+    MAX_CHOICES_CHARS,
     MAX_ENUM_VALUES,
+    MAX_GROUP_DEPTH,
     MAX_LITERAL_CHARS,
     MAX_NAME_CHARS,
     MAX_PROPERTIES,
+    MAX_REGEX_CHARS,
     MAX_SCHEMA_BYTES,
     MAX_SCHEMA_DEPTH,
     MAX_SCHEMA_NODES,
+    MAX_WRITTEN_OUT,
+    Constraint,
+    regex_violation,
     schema_problems,
 )
+
+
+def violations_of(constraint: Constraint) -> list[tuple[str, str]]:
+    return [(violation.field, violation.description) for violation in constraint.violations()]
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        Constraint(choices=("a",)),
+        Constraint(choices=("x" * MAX_CHOICE_CHARS,) * 32),
+        Constraint(choices=("x" * 64,) * MAX_CHOICES),
+        Constraint(regex="a{1,20}"),
+        Constraint(json_schema="{}"),
+        Constraint(json_schema=json.dumps({"enum": list(range(1000))})),
+    ],
+)
+def test_one_kind_within_its_bounds_is_taken(constraint: Constraint) -> None:
+    assert violations_of(constraint) == []
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        Constraint(),
+        Constraint(choices=("a",), regex="a"),
+        Constraint(regex="a", json_schema="{}"),
+        Constraint(choices=("a",), regex="a", json_schema="{}"),
+    ],
+)
+def test_none_and_several_kinds_are_refused(constraint: Constraint) -> None:
+    assert violations_of(constraint) == [("constraint", "must be exactly one of choices, regex and json_schema")]
+
+
+def test_every_breach_is_told_at_once() -> None:
+    wrong = Constraint(choices=("", "a", "x" * (MAX_CHOICE_CHARS + 1)), regex="", json_schema="[")
+    assert [field for field, _ in violations_of(wrong)] == [
+        "constraint",
+        "constraint.choices[0]",
+        "constraint.choices[2]",
+        "constraint.regex",
+        "constraint.json_schema",
+    ]
+
+
+def test_choices_are_bounded_together() -> None:
+    assert violations_of(Constraint(choices=("x" * 65,) * MAX_CHOICES)) == [
+        ("constraint.choices", f"must be at most {MAX_CHOICES_CHARS} characters long together")
+    ]
+
+
+def test_too_many_choices_are_one_breach() -> None:
+    assert [field for field, _ in violations_of(Constraint(choices=("",) * (MAX_CHOICES + 1)))] == ["constraint.choices"]
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "a" * 500,
+        "[a-z]{500}",
+        "(ab|c){100}",
+        "a{,9999}",  # the braces are characters
+        "a{x}" * 20,
+        r"\{999999\}",
+        "[{}999999]{3}",
+        "[]{9999}]",
+        r"[\]{9999}]",
+        "(" * MAX_GROUP_DEPTH + "a" + ")" * MAX_GROUP_DEPTH,
+        "a)))",  # wrong, but small
+        "a{3",
+        "[a",
+        r"\p{L",
+        r"\p{Letter}{60}",
+        "\\",
+        "",
+    ],
+)
+def test_a_small_expression_is_taken(pattern: str) -> None:
+    assert regex_violation(pattern) is None
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "a{10000}",
+        "a?" * 501,
+        r"\x{41}{1001}",
+        "a{1,10000}",
+        "a{10000,}",
+        "a{" + "9" * 1000 + "}",
+        "(((a{1000}){1000}){1000})",
+        "(a?){5000}a{5000}",
+        "((ab|cd){40}x){40}",
+        "[^a]{60000}",
+        r"\p{L}{1000}",
+        "(?:a{100}){100}",
+        "(?i)(a{100}b){100}",
+        r"[[:alpha:]\]]{9999}",
+        "(a{0,100}){0,100}",
+    ],
+)
+def test_repetitions_are_counted(pattern: str) -> None:
+    told = regex_violation(pattern)
+    assert told is not None
+    assert str(MAX_WRITTEN_OUT) in told
+
+
+def test_long_and_deep_expressions_are_refused() -> None:
+    assert regex_violation("a" * (MAX_REGEX_CHARS + 1)) == f"must be at most {MAX_REGEX_CHARS} characters long"
+    assert f"{MAX_GROUP_DEPTH} levels" in (regex_violation("(" * 1000) or "")
 
 
 def problems(schema: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""An image as pixels, without a file around them."""
+"""The image of a request: an encoded file, with or without its digest, or pixels."""
 
 from __future__ import annotations
 
@@ -7,10 +7,23 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from typing import Self
 
 from kestrel_runtime.api.errors import Violation
 
 _DIGEST_PREFIX = b"kestrel raw image\0"
+
+
+class HashedImage(bytes):
+    """An encoded image whose SHA-256 is known, so that it is not computed for each request."""
+
+    sha256: bytes
+
+    def __new__(cls, data: bytes, sha256: bytes) -> Self:
+        """A copy of `data`. The caller has computed `sha256` from it; another value would mix up cached images."""
+        image = super().__new__(cls, data)
+        image.sha256 = sha256
+        return image
 
 
 class PixelFormat(Enum):
@@ -81,3 +94,10 @@ def side_violations(width_px: int, height_px: int) -> Iterator[Violation]:
     for name, side_px in (("width_px", width_px), ("height_px", height_px)):
         if side_px < 1:
             yield Violation(f"image.raw.{name}", "must be positive")
+
+
+def image_digest(image: bytes | RawImage) -> bytes:
+    """The key of an image in the caches: SHA-256 of the file, or of pixels with their format and shape."""
+    if isinstance(image, RawImage):
+        return image.digest()
+    return image.sha256 if isinstance(image, HashedImage) else hashlib.sha256(image).digest()

@@ -1,1 +1,0 @@
-"""Constraints of answers: the value that requests hold, and its bounds."""
