@@ -39,10 +39,8 @@ WITHOUT_TORCH = {
     "api",
     "models/skill.py",
     "scheduling",
-    "engine/emission.py",
     "engine/offending_requests.py",
     "engine/open_streams.py",
-    "engine/tracebacks.py",
     "engine/watchdog.py",
 }
 # Inside the runtime: what each package may import of the others. Models and execution take the types of batches

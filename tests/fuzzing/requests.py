@@ -24,7 +24,7 @@ from kestrel_runtime.api.errors import InvalidRequest, Overloaded
 from kestrel_runtime.api.requests import Request
 from kestrel_runtime.constraints.compiler import ConstraintCompiler, new_vocabulary
 from kestrel_runtime.engine.preprocessing import Preprocessor
-from kestrel_runtime.engine.recent.matchers import Matchers
+from kestrel_runtime.engine.recent import Matchers
 from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.scheduling.sequence import SequenceClock
 from tests.fuzzing.images import damaged, images

@@ -15,11 +15,10 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from kestrel_runtime.adapters.files import AdapterFiles
 from kestrel_runtime.adapters.slots import AdapterSlots, Residence
-from kestrel_runtime.adapters.target import AdapterTarget
 from kestrel_runtime.api.adapters import AdapterInfo, AdapterLoad
 from kestrel_runtime.api.errors import AdapterNotFound, EngineUnavailable, InternalError, KestrelError
 
@@ -27,6 +26,25 @@ LISTING_S = 1.0
 """Names are read from the disk at most so often, whoever asks for them."""
 
 _log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+class AdapterTarget(Protocol):
+    """Checks adapters and writes them to slots of the device. For one thread at a time, beside running steps."""
+
+    @property
+    def max_file_bytes(self) -> int:
+        """No file of an adapter that fits is larger."""
+        ...
+
+    def check(self, files: AdapterFiles) -> Any:
+        """The weights of an adapter, on the host. Raises `AdapterInvalid` with every problem."""
+        ...
+
+    def write(self, slot: int, weights: Any) -> None:
+        """Put what `check` has returned into a slot, from 1, which no request uses. Returns when it is there."""
+        ...
 
 
 class Lease:
@@ -324,6 +342,55 @@ class AdapterStore:
             waiting = pending.take()
         if error is not None:
             _fail(waiting, error)
+
+
+class AdapterPreparation(Future[Result]):
+    """The preparation of a request that begins when its adapter is loaded. It can be cancelled before and after."""
+
+    def __init__(self, lease: Future[Lease], submit: Callable[[Lease], Future[Result]]) -> None:
+        """`submit` has a worker prepare the request with its adapter."""
+        super().__init__()
+        self._submit = submit
+        self._current: Future[Any] = lease
+        lease.add_done_callback(self._begin)
+
+    def cancel(self) -> bool:
+        return self._current.cancel()
+
+    def _begin(self, done: Future[Lease]) -> None:
+        if done.cancelled():
+            super().cancel()
+            return
+        error = done.exception()
+        if error is not None:
+            self.set_exception(error)
+            return
+        lease = done.result()
+        try:
+            preparation = self._submit(lease)
+        except BaseException as failure:
+            lease.end()
+            self.set_exception(_refusal(failure))
+            return
+        self._current = preparation
+        preparation.add_done_callback(lambda prepared: self._end(lease, prepared))
+
+    def _end(self, lease: Lease, done: Future[Result]) -> None:
+        error = None if done.cancelled() else done.exception()
+        if done.cancelled() or error is not None:
+            lease.end()
+        if done.cancelled():
+            super().cancel()
+        elif error is not None:
+            self.set_exception(error)
+        else:
+            self.set_result(done.result())
+
+
+def _refusal(failure: BaseException) -> BaseException:
+    if isinstance(failure, RuntimeError):  # the workers are closed, or the system has no thread left for us
+        return EngineUnavailable("no worker can take the request")
+    return failure
 
 
 def _fail(waiting: list[Future[Any]], error: KestrelError) -> None:

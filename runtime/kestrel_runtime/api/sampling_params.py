@@ -44,7 +44,7 @@ class SamplingParams:
     `top_k` keeps the most likely tokens, `min_p` those with at least this share of the largest probability; both
     come before `top_p`, and count for text only, not for coordinates in a reasoning. What the penalties and
     `logit_bias` (pairs of a token's id and what is added to its logit) do is defined in
-    `execution.logits.logit_adjustments`. With `logprobs` the tokens of a text come with their logprobs, and with
+    `execution.logits`. With `logprobs` the tokens of a text come with their logprobs, and with
     those of so many of the most likely ones.
 
     `n` asks for as many samples. The engine answers with one: frontends submit a request of its own for each

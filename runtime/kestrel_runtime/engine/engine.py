@@ -20,9 +20,7 @@ from typing import Any
 
 from kestrel_ops import num_compilations
 from kestrel_runtime.adapters.files import AdapterSource
-from kestrel_runtime.adapters.preparation import AdapterPreparation
-from kestrel_runtime.adapters.store import AdapterStore
-from kestrel_runtime.adapters.target import AdapterTarget
+from kestrel_runtime.adapters.store import AdapterPreparation, AdapterStore, AdapterTarget
 from kestrel_runtime.api.adapters import AdapterInfo, AdapterLoad
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.engine import CacheLoad, ClearedCache, EngineInfo, EngineStatus, ImageInfo, Load
@@ -34,6 +32,8 @@ from kestrel_runtime.api.errors import (
     KestrelError,
     ModelNotFound,
     SkillUnsupported,
+    clear_locals,
+    drop_tracebacks,
 )
 from kestrel_runtime.api.images import RawImage
 from kestrel_runtime.api.requests import Request
@@ -45,8 +45,7 @@ from kestrel_runtime.engine.loop import EngineLoop
 from kestrel_runtime.engine.offending_requests import OffendingRequests
 from kestrel_runtime.engine.open_streams import OpenStreams
 from kestrel_runtime.engine.preprocessing import MAX_DECODING_BYTES, Preprocessor, least_budget_bytes
-from kestrel_runtime.engine.recent.matchers import Matchers
-from kestrel_runtime.engine.tracebacks import clear_locals, drop_tracebacks
+from kestrel_runtime.engine.recent import Matchers
 from kestrel_runtime.engine.watchdog import Watchdog, all_stacks, step_timeout_s
 from kestrel_runtime.engine.workers import Interrupted
 from kestrel_runtime.execution.cuda_stream import CudaStream

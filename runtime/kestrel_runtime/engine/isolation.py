@@ -36,11 +36,10 @@ from dataclasses import dataclass
 import torch
 from PIL import Image
 
-from kestrel_runtime.api.errors import InvalidRequest
+from kestrel_runtime.api.errors import InvalidRequest, clear_locals
 from kestrel_runtime.api.requests import Query, SamplingParams
 from kestrel_runtime.engine.offending_requests import OffendingRequests
 from kestrel_runtime.engine.preprocessing import Preprocessor
-from kestrel_runtime.engine.tracebacks import clear_locals
 from kestrel_runtime.execution.step_runner import StepRunner
 from kestrel_runtime.scheduling.batch import Batch, Chunk, EncodeItem
 from kestrel_runtime.scheduling.scheduler import Scheduler

@@ -51,10 +51,9 @@ from typing import Any, NamedTuple
 
 from kestrel_runtime.api.engine import ClearedCache
 from kestrel_runtime.api.errors import ConstraintFailed, EngineUnavailable, InternalError, KestrelError
+from kestrel_runtime.api.events import Event, Finished, Started, Timing, Usage
 from kestrel_runtime.api.stream import Outbox, Stream
 from kestrel_runtime.constraints.masks import MaskRequest, step_masks
-from kestrel_runtime.engine.emission import events_after
-from kestrel_runtime.engine.in_flight import InFlightStep, describe
 from kestrel_runtime.engine.isolation import Isolation
 from kestrel_runtime.engine.open_streams import CacheClearings
 from kestrel_runtime.execution.step_runner import StepHandle, StepRunner
@@ -95,6 +94,21 @@ class _AdapterLoaded(NamedTuple):
 
 _Arriving = _Arrival | _DecodedImage | _AdapterLoaded | Stream | None
 """A bare stream is one that was cancelled; None only wakes the thread."""
+
+
+class InFlightStep(NamedTuple):
+    """One step that was launched and is not complete.
+
+    Its batch names the steps that it depends on by id: an object would keep that step, its sequences and their
+    images alive, and through it all steps before.
+    """
+
+    id: StepId
+    batch: Batch
+    handle: StepHandle
+
+    def __str__(self) -> str:
+        return f"step {self.id}, a {describe(self.batch)}"
 
 
 class EngineLoop:
@@ -558,3 +572,47 @@ def _end_lease(sequence: Sequence) -> None:
     """No step that counts reads its adapter any more: what steps in flight compute for it is dropped."""
     if sequence.adapter is not None:
         sequence.adapter.end()
+
+
+def describe(batch: Batch) -> str:
+    """A step's batch, for logs: names sequences by fingerprint, which does not reveal the request."""
+    names = ", ".join(sequence.fingerprint or str(sequence.id) for sequence in batch.sequences)
+    return f"{batch.kind} step of {names}"
+
+
+def events_after(sequence: Sequence, now: float) -> list[Event]:
+    """Have the sequence's parser consume its newest token; returns what the caller is to be told.
+
+    Ends the answer where the context is full. Raises what the parser raises.
+    """
+    parser = sequence.parser
+    events: list[Event] = list(parser.consume(sequence.tokens[-1]))
+    if sequence.clock.first_token is None:
+        sequence.clock.first_token = now
+        events.insert(0, Started(_usage(sequence)))
+    if parser.finish_reason is None and sequence.is_full:
+        events += parser.truncate()
+    if parser.finish_reason is not None:
+        timing = _timing(sequence, now)
+        usage = _usage(sequence)
+        ending = parser.finish_reason, usage, timing, parser.stop_sequence, sequence.image_size_px
+        events.append(Finished(parser.output(), *ending))
+    return events
+
+
+def _usage(sequence: Sequence) -> Usage:
+    num_cached = sequence.num_cached_prompt or 0
+    return Usage(sequence.num_prompt_positions, sequence.num_image_tokens, sequence.num_generated, num_cached)
+
+
+def _timing(sequence: Sequence, now: float) -> Timing:
+    clock = sequence.clock
+    moments = (clock.preprocess_started, clock.prepared, clock.admitted, clock.first_token)
+    started, prepared, admitted, first_token = (now if moment is None else moment for moment in moments)
+    return Timing(
+        queue_s=(started - clock.submitted) + (admitted - prepared),
+        preprocess_s=prepared - started,
+        prefill_s=first_token - admitted,
+        time_to_first_token_s=first_token - clock.submitted,
+        decode_s=now - first_token,
+    )

@@ -21,9 +21,7 @@ from kestrel_runtime.api.errors import ContextLengthExceeded, EngineUnavailable,
 from kestrel_runtime.api.images import HashedImage, RawImage, image_digest
 from kestrel_runtime.api.requests import CachePolicy, Request
 from kestrel_runtime.engine.offending_requests import OffendingRequests, fingerprint_of
-from kestrel_runtime.engine.recent.matchers import Matchers
-from kestrel_runtime.engine.recent.prompts import Prompts
-from kestrel_runtime.engine.recent.values import LruCache
+from kestrel_runtime.engine.recent import LruCache, Matchers, Prompts
 from kestrel_runtime.engine.workers import Interrupted, Job, Workers
 from kestrel_runtime.imaging.decoding import decode_image, inspect_image
 from kestrel_runtime.imaging.header import ImageHeader

@@ -11,8 +11,8 @@ from torch import Tensor
 from kestrel_runtime.execution.captured_graphs import GraphBudget
 from kestrel_runtime.execution.graph_capture import StreamCapture
 from kestrel_runtime.execution.kv_cache import KVCache
-from kestrel_runtime.execution.logits.sampling import TokenRules
 from kestrel_runtime.execution.request_state import RequestState
+from kestrel_runtime.execution.sampling import TokenRules
 from kestrel_runtime.execution.step_inputs import DecodeInputs, InputBuffers, PrefillInputs
 from kestrel_runtime.scheduling.batch import EncodeItem
 from kestrel_runtime.scheduling.limits import StepBounds

@@ -16,10 +16,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kestrel_runtime.execution.logits import logit_adjustments
-from kestrel_runtime.execution.logits.allowed_tokens import AllowedTokens
-from kestrel_runtime.execution.logits.logit_adjustments import AdjustmentSettings, LogitAdjustments
-from kestrel_runtime.execution.logits.sample_needs import SampleNeeds
+from kestrel_runtime.execution.logits import (
+    NEUTRAL,
+    AdjustmentSettings,
+    AllowedTokens,
+    LogitAdjustments,
+    settings_of,
+)
 from kestrel_runtime.execution.transfer import PackedLayout, StagedCopies
 from kestrel_runtime.scheduling import sequence as scheduling
 from kestrel_runtime.scheduling.output_parser import Grammar
@@ -28,7 +31,7 @@ _UNLIMITED = 2**62
 _IS_RANDOM, _IS_CONTROLLED, _WITH_LOGPROBS, _IS_RESTRICTED, _USES_ADAPTERS = 1, 2, 4, 8, 16
 _NUM_FLAGS = 5
 _NUM_INTEGERS, _NUM_DRAW_SETTINGS = 6, 4
-_NUM_SETTINGS = _NUM_DRAW_SETTINGS + logit_adjustments.NUM_SETTINGS
+_NUM_SETTINGS = _NUM_DRAW_SETTINGS + len(NEUTRAL)
 
 
 class RowState(NamedTuple):
@@ -44,6 +47,20 @@ class RowState(NamedTuple):
     budgets: Tensor
     """Tokens that may be sampled before the grammar's exhausted states apply."""
     seeds: Tensor
+
+
+class SampleNeeds(NamedTuple):
+    """The features of sampling that a batch may need; others are not computed. Part of a graph's key."""
+
+    is_random: bool
+    value_kinds: int
+    """Bit mask of the family: kinds of values that tokens may be sampled with, and those that are fed in carry."""
+    is_controlled: bool = False
+    """Whether a row has `Sequence.controls`."""
+    with_logprobs: bool = False
+    """Whether a row has `Sequence.num_logprobs`."""
+    is_restricted: bool = False
+    """Whether a row has `Sequence.matcher`, so that the step samples under masks."""
 
 
 class RowNeeds(NamedTuple):
@@ -99,7 +116,7 @@ class RequestState:
         """The slot of each row's adapter; 0 for none."""
         self._integers = self._columns("integers", torch.int64, _NUM_INTEGERS)
         self._floats = self._columns("floats", torch.float32, num_floats)
-        self._floats[:, _NUM_DRAW_SETTINGS:_NUM_SETTINGS] = torch.tensor(logit_adjustments.NEUTRAL)
+        self._floats[:, _NUM_DRAW_SETTINGS:_NUM_SETTINGS] = torch.tensor(NEUTRAL)
         self._opened = StagedCopies(self._open_layout(num_rows).num_bytes, device)
         self.adjustments = LogitAdjustments(num_rows + 1, vocab_size, device)
         """Of sequences with `controls`."""
@@ -107,7 +124,6 @@ class RequestState:
         """Of sequences with a `matcher`."""
         self._rule_row = rule_row
         self._value_kinds = value_kinds
-        self._num_values = values_per_token
         self._free = list(range(num_rows))[::-1]
         self._row_of: dict[int, int] = {}  # by sequence id
         self._flags = [0] * (num_rows + 1)
@@ -152,7 +168,7 @@ class RequestState:
                 sequence.top_p,
                 0 if controls is None else controls.top_k or 0,
                 0 if controls is None else controls.min_p or 0,
-                *(logit_adjustments.NEUTRAL if controls is None else logit_adjustments.settings_of(controls)),
+                *(NEUTRAL if controls is None else settings_of(controls)),
                 *token.value,
             )
             records["adapter_slot"][place] = sequence.adapter_slot

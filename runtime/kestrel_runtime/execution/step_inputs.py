@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kestrel_runtime.execution.buckets import DecodeSize, PrefillSize
-from kestrel_runtime.execution.logits.sample_needs import SampleNeeds
-from kestrel_runtime.execution.request_state import RequestState
+from kestrel_runtime.execution.request_state import RequestState, SampleNeeds
 from kestrel_runtime.execution.transfer import PackedLayout, StagedCopies, host_buffer
 from kestrel_runtime.scheduling import sequence as scheduling
 from kestrel_runtime.scheduling.batch import Chunk

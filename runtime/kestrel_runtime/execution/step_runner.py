@@ -23,8 +23,8 @@ from kestrel_runtime.execution.cuda_stream import CudaStream
 from kestrel_runtime.execution.executor import DeviceMemory, Executor, GraphCapture
 from kestrel_runtime.execution.graph_capture import StreamCapture
 from kestrel_runtime.execution.kv_cache import KVCache
-from kestrel_runtime.execution.logits.sampling import TokenRules
 from kestrel_runtime.execution.request_state import RequestState
+from kestrel_runtime.execution.sampling import TokenRules
 from kestrel_runtime.execution.step_inputs import (
     DecodeInputs,
     InputBuffers,

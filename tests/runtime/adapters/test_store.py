@@ -10,8 +10,7 @@ from concurrent.futures import Future
 import pytest
 
 from kestrel_runtime.adapters.files import AdapterFiles
-from kestrel_runtime.adapters.preparation import AdapterPreparation
-from kestrel_runtime.adapters.store import AdapterStore, Lease
+from kestrel_runtime.adapters.store import AdapterPreparation, AdapterStore, Lease
 from kestrel_runtime.api.errors import AdapterInvalid, AdapterNotFound, EngineUnavailable, InternalError
 
 MAX_WAIT_S = 30.0

@@ -79,7 +79,9 @@ def test_choices_are_bounded_together() -> None:
 
 
 def test_too_many_choices_are_one_breach() -> None:
-    assert [field for field, _ in violations_of(Constraint(choices=("",) * (MAX_CHOICES + 1)))] == ["constraint.choices"]
+    assert [field for field, _ in violations_of(Constraint(choices=("",) * (MAX_CHOICES + 1)))] == [
+        "constraint.choices"
+    ]
 
 
 @pytest.mark.parametrize(

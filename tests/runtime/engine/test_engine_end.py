@@ -39,7 +39,7 @@ from kestrel_runtime.api.events import Finished
 from kestrel_runtime.api.requests import Query
 from kestrel_runtime.api.stream import Stream
 from kestrel_runtime.constraints.masks import MaskRequest
-from kestrel_runtime.engine import emission, isolation, open_streams
+from kestrel_runtime.engine import isolation, open_streams
 from kestrel_runtime.engine import loop as engine_loop
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.engine.isolation import Isolation
@@ -68,7 +68,6 @@ TRACED = {
         waiting_queue,
         sequence,
         stream,
-        emission,
         page_manager,
         step_batch,
     )

@@ -2,27 +2,32 @@
 
 import asyncio
 import time
+from typing import Any
 
 import pytest
 
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.errors import KestrelError
-from kestrel_runtime.api.events import Event, Finished, Started, TextDelta
+from kestrel_runtime.api.events import Event, Finished, FinishReason, Started, TextDelta
 from kestrel_runtime.api.requests import Caption, Priority, Query, Request, SamplingParams
 from kestrel_runtime.api.stream import Stream
 from kestrel_runtime.engine import loop as loop_module
 from kestrel_runtime.engine.isolation import Isolation, new_probes
-from kestrel_runtime.engine.loop import EngineLoop
+from kestrel_runtime.engine.loop import EngineLoop, InFlightStep, events_after
 from kestrel_runtime.engine.offending_requests import OffendingRequests
 from kestrel_runtime.execution.step_runner import StepHandle, StepRunner
 from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.scheduling.admission import Admission, Cost, QueueLimits
+from kestrel_runtime.scheduling.batch import Batch, Chunk
 from kestrel_runtime.scheduling.limits import StepBounds
-from kestrel_runtime.scheduling.page_manager import PageManager
+from kestrel_runtime.scheduling.output_parser import Token, TokenRule
+from kestrel_runtime.scheduling.page_manager import PageManager, StepId
 from kestrel_runtime.scheduling.scheduler import Scheduler
 from kestrel_runtime.scheduling.sequence import SequenceClock
 from tests.reference_fixtures import MD3_SMALL
+from tests.runtime.fake_runner import FakeHandle, FakeRunner
 from tests.runtime.preprocessors import new_preprocessor
+from tests.runtime.sequences import RuleParser, new_sequence
 
 IMAGE = (MD3_SMALL / "image_0_500x400.png").read_bytes()
 
@@ -257,3 +262,28 @@ async def test_a_request_that_comes_during_a_capture_waits_for_that_one_alone(
     assert bench.loop.num_captures_awaited == len(streams) == 1
     bench.loop.step()
     assert (await streams[0].result()).usage.num_output_tokens == 1
+
+
+def test_a_step_is_named_by_its_kind_its_id_and_its_sequences() -> None:
+    first, second = new_sequence(3), new_sequence(3)
+    first.fingerprint = "query-abc"
+    for batch, expected in (
+        (Batch.of_prefill(prefill=[Chunk(first, 0, 3)]), "step 7, a prefill step of query-abc"),
+        (Batch.of_decode([first, second]), f"step 7, a decode step of query-abc, {second.id}"),
+    ):
+        handle: Any = FakeHandle(FakeRunner(), batch)
+        assert str(InFlightStep(StepId(7), batch, handle)) == expected
+
+
+def test_the_first_token_starts_the_answer_and_a_full_context_ends_it() -> None:
+    sequence = new_sequence(3, num_image_tokens=4, max_context=9)
+    sequence.parser = RuleParser(TokenRule())
+    sequence.tokens.append(Token(7))
+    (started,) = events_after(sequence, 1.0)
+    assert isinstance(started, Started)
+    assert (started.usage.num_input_tokens, started.usage.num_output_tokens) == (7, 1)
+    sequence.tokens.append(Token(8))
+    (finished,) = events_after(sequence, 3.0)
+    assert isinstance(finished, Finished)
+    assert finished.finish_reason is FinishReason.LENGTH
+    assert (finished.usage.num_output_tokens, finished.timing.decode_s) == (2, 2.0)

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from kestrel_runtime.api.sampling_params import SamplingParams
-from kestrel_runtime.execution.logits.sample_needs import SampleNeeds
-from kestrel_runtime.execution.request_state import RequestState, RowState
+from kestrel_runtime.execution.request_state import RequestState, RowState, SampleNeeds
 from kestrel_runtime.scheduling.output_parser import Token, TokenRule
 from tests.runtime.sequences import new_sequence
 

@@ -4,8 +4,7 @@ import numpy as np
 import torch
 
 from kestrel_runtime.execution.buckets import DecodeSize, PrefillSize
-from kestrel_runtime.execution.logits.sample_needs import SampleNeeds
-from kestrel_runtime.execution.request_state import RequestState
+from kestrel_runtime.execution.request_state import RequestState, SampleNeeds
 from kestrel_runtime.execution.step_inputs import (
     InputBuffers,
     PackedChunks,

@@ -18,7 +18,7 @@ from kestrel_runtime.api.config import MIB
 from kestrel_runtime.execution.buckets import DecodeSize, PrefillSize, batch_sizes, largest_prefill
 from kestrel_runtime.execution.captured_graphs import CapturedGraphs, Works
 from kestrel_runtime.execution.executor import DeviceMemory
-from kestrel_runtime.execution.logits.sample_needs import SampleNeeds
+from kestrel_runtime.execution.request_state import SampleNeeds
 from kestrel_runtime.execution.step_inputs import (
     DecodeInputs,
     PackedChunks,

@@ -8,8 +8,7 @@ from kestrel_runtime.api.config import MIB, EngineConfig
 from kestrel_runtime.api.engine import MemoryPlan
 from kestrel_runtime.api.errors import CheckpointError
 from kestrel_runtime.execution.kv_cache import KVCache
-from kestrel_runtime.execution.logits.allowed_tokens import AllowedTokens
-from kestrel_runtime.execution.logits.logit_adjustments import LogitAdjustments
+from kestrel_runtime.execution.logits import AllowedTokens, LogitAdjustments
 from kestrel_runtime.imaging.tiles import max_kept_bytes
 from kestrel_runtime.memory.plan import MemoryNeeds, MemoryReading, image_cache_bytes, plan_memory
 from kestrel_runtime.models.moondream.config import MoondreamConfig

@@ -7,9 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kestrel_runtime.execution.logits.sample_needs import SampleNeeds
-from kestrel_runtime.execution.logits.sampling import TokenRules, TokenSampler
-from kestrel_runtime.execution.request_state import RequestState
+from kestrel_runtime.execution.request_state import RequestState, SampleNeeds
+from kestrel_runtime.execution.sampling import TokenRules, TokenSampler
 from kestrel_runtime.models.moondream.config import TokenizerConfig
 from kestrel_runtime.models.moondream.model import Moondream
 from kestrel_runtime.scheduling.output_parser import Grammar

@@ -15,8 +15,7 @@ from kestrel_runtime.api.events import Finished
 from kestrel_runtime.api.requests import Caption, Detect, Point, Query, Request, SamplingParams, Segment
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.execution.kv_cache import KVCache
-from kestrel_runtime.execution.logits.allowed_tokens import AllowedTokens
-from kestrel_runtime.execution.logits.logit_adjustments import LogitAdjustments
+from kestrel_runtime.execution.logits import AllowedTokens, LogitAdjustments
 from kestrel_runtime.memory import plan as memory_plan
 from kestrel_runtime.memory.plan import MemoryNeeds
 from kestrel_runtime.models.loaded_model import LoadedModel

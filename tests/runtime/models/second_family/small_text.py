@@ -22,7 +22,7 @@ from kestrel_runtime.api.events import FinishReason, Output, QueryOutput, TextCh
 from kestrel_runtime.api.requests import Query
 from kestrel_runtime.execution.executor import DeviceMemory
 from kestrel_runtime.execution.kv_cache import KVCache
-from kestrel_runtime.execution.logits.sampling import TokenSampler
+from kestrel_runtime.execution.sampling import TokenSampler
 from kestrel_runtime.execution.step_inputs import DecodeInputs, PackedChunks, PrefillInputs
 from kestrel_runtime.execution.step_runner import StateShape, StepRunner
 from kestrel_runtime.imaging.tiles import Tiles

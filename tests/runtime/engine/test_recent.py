@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kestrel_runtime.api.requests import PointRef, Query, RequestOptions, SamplingParams
-from kestrel_runtime.engine.recent.prompts import Prompts
+from kestrel_runtime.engine.recent import LruCache, Prompts
 from kestrel_runtime.models.family import config_of
 from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.scheduling.output_parser import Token
@@ -70,3 +70,20 @@ def test_long_prompts_are_not_kept(loaded: LoadedModel):
     long = Query("word " * 500, options=RequestOptions())
     assert prompts.tokens(long, "") == prompts.tokens(long, "")
     assert len(skill.asked) == 2
+
+
+def test_the_value_that_was_not_used_for_the_longest_time_leaves_first():
+    values: LruCache[str, int] = LruCache(2)
+    values.put("a", 1)
+    values.put("b", 2)
+    assert values.get("a") == 1
+    values.put("c", 3)
+    assert [values.get(key) for key in "abc"] == [1, None, 3]
+
+
+def test_a_value_that_is_put_again_replaces_the_first_and_takes_no_other_place():
+    values: LruCache[str, int] = LruCache(2)
+    for value in (1, 2, 3):
+        values.put("a", value)
+    values.put("b", 4)
+    assert (values.get("a"), values.get("b")) == (3, 4)

@@ -4,7 +4,7 @@ import gc
 import traceback
 import weakref
 
-from kestrel_runtime.engine.tracebacks import clear_locals, drop_tracebacks
+from kestrel_runtime.api.errors import clear_locals, drop_tracebacks
 
 
 class Image:

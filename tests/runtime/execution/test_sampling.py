@@ -2,9 +2,8 @@ import pytest
 import torch
 
 from kestrel_ops.reference.philox_uniform import philox_uniform
-from kestrel_runtime.execution.logits.sample_needs import SampleNeeds
-from kestrel_runtime.execution.logits.sampling import TokenRules, TokenSampler
-from kestrel_runtime.execution.request_state import RequestState
+from kestrel_runtime.execution.request_state import RequestState, SampleNeeds
+from kestrel_runtime.execution.sampling import TokenRules, TokenSampler
 from kestrel_runtime.scheduling.output_parser import Grammar, GrammarState, TokenRule
 from tests.runtime.sequences import new_sequence
 

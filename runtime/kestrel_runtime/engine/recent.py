@@ -1,0 +1,113 @@
+"""What the engine remembers of recent requests: tokens of prompts and compiled constraints.
+
+Repeated prompts and constraints are recognised within a namespace only, since the time that a request takes shows
+whether it was recognised.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping
+from dataclasses import fields
+from threading import Lock
+from types import MappingProxyType
+from typing import Any, Generic, TypeVar, get_args
+
+from kestrel_runtime.api.constraints import Constraint
+from kestrel_runtime.api.errors import InvalidRequest, Violation
+from kestrel_runtime.api.requests import Request
+from kestrel_runtime.constraints.compiler import ConstraintCompiler
+from kestrel_runtime.constraints.masks import AnswerMatcher
+from kestrel_runtime.loading.tokenizer import Tokenizer
+from kestrel_runtime.models.skill import ModelConfig, Skill
+from kestrel_runtime.scheduling.output_parser import OutputParser, Token
+
+_MAX_PROMPTS = 1024
+_MAX_PROMPT_TOKENS = 128
+"""Of a prompt that is remembered: all prompts together take some 10 MB at most."""
+_NOT_IN_PROMPTS = frozenset({"image", "sampling", "options", "constraint"})
+"""Fields of requests that no prompt depends on."""
+_PROMPT_FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        kind.skill: tuple(item.name for item in fields(kind) if item.name not in _NOT_IN_PROMPTS)
+        for kind in get_args(Request)
+    }
+)
+"""The other fields, by skill."""
+_MAX_CONSTRAINTS = 64
+"""Compiled constraints, which take up to some megabytes each."""
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+class LruCache(Generic[Key, Value]):
+    """A mapping of bounded size that drops the least recently used value. Safe in any thread."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._values: OrderedDict[Key, Value] = OrderedDict()  # the one used last at the end
+        self._lock = Lock()
+
+    def get(self, key: Key) -> Value | None:
+        """The value of a key; None where it is not here."""
+        with self._lock:
+            value = self._values.get(key)
+            if value is not None:
+                self._values.move_to_end(key)
+            return value
+
+    def put(self, key: Key, value: Value) -> None:
+        """Keep a value."""
+        with self._lock:
+            self._values[key] = value
+            self._values.move_to_end(key)
+            if len(self._values) > self._capacity:
+                self._values.popitem(last=False)
+
+
+class Prompts:
+    """Prompts of requests, without the tokens of images. Safe in any thread."""
+
+    def __init__(self, config: ModelConfig, skills: Mapping[str, Skill], tokenizer: Tokenizer) -> None:
+        self._config = config
+        self._skills = skills
+        self._tokenizer = tokenizer
+        self._known: LruCache[Hashable, tuple[Token, ...]] = LruCache(_MAX_PROMPTS)
+
+    def tokens(self, request: Request, namespace: str) -> list[Token]:
+        """BOS and the tokens of the request's text. Raises what the skill raises."""
+        key = (namespace, request.skill, *(getattr(request, name) for name in _PROMPT_FIELDS[request.skill]))
+        known = self._known.get(key)
+        if known is not None:
+            return list(known)
+        prompt = self._skills[request.skill].prompt(request, self._tokenizer, self._config)
+        tokens = [Token(self._config.bos_id), *prompt]
+        if len(tokens) <= _MAX_PROMPT_TOKENS:
+            self._known.put(key, tuple(tokens))
+        return tokens
+
+
+class Matchers:
+    """Matchers of constrained sequences. Safe in any thread."""
+
+    def __init__(self, compiler: ConstraintCompiler) -> None:
+        self._compiler = compiler
+        self._known: LruCache[Hashable, Any] = LruCache(_MAX_CONSTRAINTS)
+
+    def new(
+        self, constraint: Constraint, parser: OutputParser, namespace: str, tenant: str, max_tokens: int
+    ) -> AnswerMatcher:
+        """The matcher of the answer that `parser` parses, of a sequence that generates at most `max_tokens`.
+
+        Raises `InvalidRequest` where the constraint cannot be used, and `Overloaded` where too many are compiled.
+        """
+        end_id = parser.end_id
+        if end_id is None:
+            raise InvalidRequest((Violation("constraint", "is not supported by this model"),))
+        key = (namespace, end_id, constraint)
+        compiled = self._known.get(key)
+        if compiled is None:
+            compiled = self._compiler.compiled(constraint, end_id, tenant)
+            self._known.put(key, compiled)
+        return AnswerMatcher(compiled, parser.opens_answer, max_tokens)

@@ -1,1 +1,0 @@
-"""Bounded memory of recent requests: tokens of prompts, matchers of constraints."""

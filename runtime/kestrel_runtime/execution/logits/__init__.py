@@ -1,1 +1,0 @@
-"""From the logits of a step to the tokens that it samples."""
