@@ -99,9 +99,16 @@ class FakeEngine:
     """
 
     def __init__(
-        self, script: Script = answers, *, skills: Iterable[str] = SKILLS, max_queued_requests: int = 256
+        self,
+        script: Script = answers,
+        *,
+        skills: Iterable[str] = SKILLS,
+        max_queued_requests: int = 256,
+        max_image_bytes: int = 32 * 2**20,
     ) -> None:
-        config = EngineConfig(model="fake", max_queued_requests=max_queued_requests)
+        config = EngineConfig(
+            model="fake", max_queued_requests=max_queued_requests, max_image_bytes=max_image_bytes
+        )
         self.info = EngineInfo(
             "fake",
             None,

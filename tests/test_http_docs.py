@@ -13,7 +13,6 @@ import pytest
 from kestrel_grpc.frontends.http.fields import Field, Kind
 from kestrel_grpc.frontends.openai import fields as openai
 from kestrel_grpc.frontends.rest.routes import ROUTES
-from kestrel_grpc.wire.errors import ERRORS, INTERNAL
 from tests.reference_fixtures import CHECKOUT
 
 DOCUMENT = (CHECKOUT / "docs" / "http.md").read_text(encoding="utf-8")
@@ -54,20 +53,11 @@ def table_of_fields(routes: dict[str, tuple[Field, ...]]) -> str:
     return "\n".join(rows)
 
 
-def table_of_errors() -> str:
-    rows = ["| Reason | gRPC code | HTTP status |", "|---|---|---|"]
-    known: dict[str, None] = {}
-    for row in (*ERRORS, INTERNAL):
-        known.setdefault(f"| `{row.reason}` | {row.code.name} | {row.http_status} |")
-    return "\n".join((*rows, *known))
-
-
 TABLES = {
     "rest fields": lambda: table_of_fields(REST),
     "openai fields": lambda: table_of_fields(
         {"/v1/chat/completions": openai.CHAT, "/v1/completions": openai.COMPLETIONS}
     ),
-    "errors": table_of_errors,
 }
 
 

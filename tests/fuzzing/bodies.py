@@ -1,7 +1,7 @@
 """Hostile bodies of HTTP requests: truncated, wrongly chunked, compressed, nested, slow, from other sites.
 
 `conversation` draws the bytes for one connection from a seed; `hear` sends them and checks what comes back: a
-status that docs/http.md has, or a closed connection.
+status that docs/errors.md has, or a closed connection.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ from typing import Any
 from google.protobuf.message import DecodeError
 from hypothesis import strategies as st
 
-from kestrel_grpc.frontends.triton.errors import to_triton
 from kestrel_grpc.frontends.triton.model import INPUTS
 from kestrel_grpc.frontends.triton.parsing import infer_request
+from kestrel_grpc.frontends.triton.rendering import to_triton
 from kestrel_grpc.frontends.triton.v2 import grpc_service_pb2 as wire
 from kestrel_grpc.wire.errors import ResourceMissing, Unsupported
 from kestrel_runtime.api.errors import InvalidRequest, ModelNotFound
@@ -53,7 +53,7 @@ def _element(value: bytes) -> bytes:
 
 
 _USUAL = ("SKILL", "QUESTION", "OBJECT")
-_skills = st.sampled_from((b"query", b"caption", b"point", b"detect", b"segment"))
+_skills = st.sampled_from((b"query", b"caption", b"point", b"detect", b"segment", b"gaze"))
 _texts = st.one_of(st.sampled_from(("bird", "What?", "", "\ud7ff")), st.text(min_size=1, max_size=60))
 _numbers = st.one_of(st.integers(-2, 2000), st.integers(-(2**31), 2**31 - 1))
 _floats = st.one_of(st.floats(0, 1, width=32), st.floats(width=32))
@@ -115,6 +115,8 @@ def _messages(draw: Any) -> bytes:
             raw = _element(draw(images))
         elif name == "SPATIAL_REFS":
             shape, raw = draw(_rows)
+        elif name == "EYE":
+            shape, raw = [2], struct.pack("<2f", draw(_floats), draw(_floats))
         if draw(_rarely):
             shape = draw(st.lists(st.one_of(st.integers(-1, 5), st.integers(-(2**63), 2**63 - 1)), max_size=9))
         tensor = message.inputs.add(name=name, datatype=datatype, shape=shape)

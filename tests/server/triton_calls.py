@@ -40,7 +40,7 @@ def element(value: bytes) -> bytes:
 
 
 def infer(request_id: str = "", *, parameters: Mapping[str, Any] | None = None, **inputs: Any) -> Any:
-    """A request whose inputs are given by their names; a list of rows becomes a matrix."""
+    """A request whose inputs are given by their names; a list becomes a vector, a list of lists a matrix."""
     message = wire.ModelInferRequest(model_name="moondream", id=request_id)
     for name, value in inputs.items():
         tensor = message.inputs.add(name=name)
@@ -48,8 +48,12 @@ def infer(request_id: str = "", *, parameters: Mapping[str, Any] | None = None, 
             tensor.datatype, tensor.shape[:] = "BYTES", [1]
             message.raw_input_contents.append(element(value.encode() if isinstance(value, str) else value))
         elif isinstance(value, list):
-            tensor.datatype, tensor.shape[:] = "FP32", [len(value), len(value[0])]
-            numbers = [number for row in value for number in row]
+            rows = value if isinstance(value[0], list) else [value]
+            tensor.datatype, tensor.shape[:] = (
+                "FP32",
+                [len(value), len(value[0])] if rows is value else [len(value)],
+            )
+            numbers = [number for row in rows for number in row]
             message.raw_input_contents.append(struct.pack(f"<{len(numbers)}f", *numbers))
         else:
             tensor.datatype, layout = _LAYOUTS[type(value)]

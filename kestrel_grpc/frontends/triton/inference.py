@@ -8,9 +8,8 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from functools import partial
 
-from kestrel_grpc.frontends.triton.errors import to_triton
 from kestrel_grpc.frontends.triton.parsing import infer_request, wants_empty_final
-from kestrel_grpc.frontends.triton.rendering import ResponseRenderer
+from kestrel_grpc.frontends.triton.rendering import ResponseRenderer, to_triton
 from kestrel_grpc.frontends.triton.shared_memory import SharedMemory
 from kestrel_grpc.frontends.triton.tensors import ReadRegion
 from kestrel_grpc.frontends.triton.v2 import grpc_service_pb2 as wire

@@ -1,6 +1,6 @@
 """The one model as Triton's clients know it: its name, its inputs, its output.
 
-The names and types are those of Kestrel's model for Triton.
+The names and types are those of Kestrel's model for Triton, which has no `EYE`.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ INPUTS: Mapping[str, Input] = MappingProxyType(
             Input("REASONING", "BOOL"),
             Input("STREAM", "BOOL"),
             Input("SPATIAL_REFS", "FP32", (-1, -1)),
+            Input("EYE", "FP32", (2,)),
         )
     }
 )

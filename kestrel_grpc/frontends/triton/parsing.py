@@ -20,6 +20,7 @@ from kestrel_runtime.api.requests import (
     BoxRef,
     Caption,
     Detect,
+    Gaze,
     Point,
     PointRef,
     Priority,
@@ -110,6 +111,14 @@ class _Tensors:
         """Empty where there is none."""
         return self.value("IMAGE") or b""
 
+    def eye(self) -> PointRef:
+        """Of `gaze`."""
+        tensor = self._tensors.get("EYE")
+        if tensor is None:
+            self._violations.append(Violation("EYE", "is required"))
+            return PointRef(0.0, 0.0)
+        return PointRef(*tensor.elements)
+
     def spatial_refs(self) -> tuple[SpatialRef, ...]:
         """Rows of two numbers are points, rows of four are boxes."""
         tensor = self._tensors.get("SPATIAL_REFS")
@@ -145,6 +154,10 @@ def _caption(tensors: _Tensors, sampling: SamplingParams, options: RequestOption
     return Caption(image=tensors.image(), length=length, sampling=sampling, options=options)
 
 
+def _gaze(tensors: _Tensors, sampling: SamplingParams, options: RequestOptions) -> Gaze:
+    return Gaze(image=tensors.image(), eye=tensors.eye(), sampling=sampling, options=options)
+
+
 def _about_objects(kind: type[Point] | type[Detect] | type[Segment]) -> _Build:
     def build(tensors: _Tensors, sampling: SamplingParams, options: RequestOptions) -> Request:
         return kind(
@@ -167,6 +180,7 @@ _SKILLS: Mapping[str, _Build] = MappingProxyType(
         "point": _about_objects(Point),
         "detect": _about_objects(Detect),
         "segment": _about_objects(Segment),
+        "gaze": _gaze,
     }
 )
 

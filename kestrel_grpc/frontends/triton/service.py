@@ -1,25 +1,35 @@
-"""`GRPCInferenceService`: its methods, in the groups that limit them."""
+"""`GRPCInferenceService`: readiness, descriptions, statistics and shared memory, and what is not supported.
+
+`inference.py` has the calls that run requests.
+"""
+
+# ruff: noqa: N802 (methods bear the names of their RPCs)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import grpc
 
-from kestrel_grpc.frontends.triton.errors import to_triton
+from kestrel_grpc import __version__
 from kestrel_grpc.frontends.triton.inference import Inference
-from kestrel_grpc.frontends.triton.management import Management, MemoryRegistry, Probes
+from kestrel_grpc.frontends.triton.model import MODEL, VERSION, config, metadata, require_model
+from kestrel_grpc.frontends.triton.rendering import to_triton
 from kestrel_grpc.frontends.triton.shared_memory import SharedMemory
-from kestrel_grpc.frontends.triton.statistics import Statistics
 from kestrel_grpc.frontends.triton.v2 import grpc_service_pb2 as wire
 from kestrel_grpc.wire.call_admission import CallAdmission
+from kestrel_grpc.wire.call_context import CallContext, Outcome
 from kestrel_grpc.wire.call_groups import CallGroups
-from kestrel_grpc.wire.errors import CallFailure
+from kestrel_grpc.wire.errors import CallFailure, Unsupported
 from kestrel_grpc.wire.readiness import Readiness
 from kestrel_grpc.wire.submission import Submission
 
 _SERVICE: Any = wire.DESCRIPTOR.services_by_name["GRPCInferenceService"]
+_PROBES = frozenset(("ServerLive", "ServerReady", "ModelReady"))
+_EXTENSIONS = ("model_configuration", "model_repository", "statistics", "parameters")
+_SERVER = "kestrel-grpc"
 
 
 class TritonService:
@@ -34,6 +44,7 @@ class TritonService:
         self._readiness = readiness
         self._memory = memory
         self._served = served
+        self._extensions = (*_EXTENSIONS, *(("system_shared_memory",) if memory.is_on else ()))
         self.statistics = Statistics()
         """Records the calls of all frontends."""
 
@@ -46,26 +57,147 @@ class TritonService:
         inference = Inference(
             self._submission, groups.inference, self._memory, groups.streams_are_crowded, self._served
         )
-        management = Management(self._readiness, self.statistics, self._served, has_memory=self._memory.is_on)
-        yield groups.health_checks(), _handlers(Probes(self._readiness, self._served))
-        yield groups.operations, _handlers(management)
-        yield groups.operations, _handlers(MemoryRegistry(self._memory))
-        yield groups.inference, {"ModelInfer": _handler("ModelInfer", inference.ModelInfer)}
-        yield groups.streams, {"ModelStreamInfer": _handler("ModelStreamInfer", inference.ModelStreamInfer)}
+        operations = [name for name in _SERVICE.methods_by_name if name not in _PROBES and hasattr(self, name)]
+        yield groups.health_checks(), _handlers(self, _PROBES)
+        yield groups.operations, _handlers(self, operations)
+        yield groups.inference, _handlers(inference, ("ModelInfer",))
+        yield groups.streams, _handlers(inference, ("ModelStreamInfer",))
 
     def close(self) -> None:
         """Forget the shared memory of all callers."""
         self._memory.close()
 
+    async def ServerLive(self, message: wire.ServerLiveRequest, call: CallContext) -> wire.ServerLiveResponse:
+        return wire.ServerLiveResponse(live=True)
 
-def _handlers(servicer: object) -> Mapping[str, grpc.RpcMethodHandler]:
-    """The methods of the service that an object has."""
-    names = [name for name in _SERVICE.methods_by_name if hasattr(servicer, name)]
-    return {name: _handler(name, getattr(servicer, name)) for name in names}
+    async def ServerReady(self, message: wire.ServerReadyRequest, call: CallContext) -> wire.ServerReadyResponse:
+        return wire.ServerReadyResponse(ready=self._readiness.is_ready)
+
+    async def ModelReady(self, message: wire.ModelReadyRequest, call: CallContext) -> wire.ModelReadyResponse:
+        require_model(message.name, message.version, self._served)
+        return wire.ModelReadyResponse(ready=self._readiness.is_ready)
+
+    async def ServerMetadata(
+        self, message: wire.ServerMetadataRequest, call: CallContext
+    ) -> wire.ServerMetadataResponse:
+        return wire.ServerMetadataResponse(name=_SERVER, version=__version__, extensions=self._extensions)
+
+    async def ModelMetadata(
+        self, message: wire.ModelMetadataRequest, call: CallContext
+    ) -> wire.ModelMetadataResponse:
+        require_model(message.name, message.version, self._served)
+        return metadata(message.name)
+
+    async def ModelConfig(self, message: wire.ModelConfigRequest, call: CallContext) -> wire.ModelConfigResponse:
+        require_model(message.name, message.version, self._served)
+        return wire.ModelConfigResponse(config=config(message.name))
+
+    async def ModelStatistics(
+        self, message: wire.ModelStatisticsRequest, call: CallContext
+    ) -> wire.ModelStatisticsResponse:
+        name = message.name or MODEL
+        require_model(name, message.version, self._served)
+        return self.statistics.report(name)
+
+    async def RepositoryIndex(
+        self, message: wire.RepositoryIndexRequest, call: CallContext
+    ) -> wire.RepositoryIndexResponse:
+        is_ready = self._readiness.is_ready
+        if message.ready and not is_ready:
+            return wire.RepositoryIndexResponse()
+        index = wire.RepositoryIndexResponse.ModelIndex(
+            name=MODEL, version=VERSION, state="READY" if is_ready else "UNAVAILABLE"
+        )
+        return wire.RepositoryIndexResponse(models=[index])
+
+    async def RepositoryModelLoad(self, message: wire.RepositoryModelLoadRequest, call: CallContext) -> None:
+        raise Unsupported("the server serves the model that it was started with; it loads no other")
+
+    async def RepositoryModelUnload(self, message: wire.RepositoryModelUnloadRequest, call: CallContext) -> None:
+        raise Unsupported("the server serves the model that it was started with; it does not unload it")
+
+    async def TraceSetting(self, message: wire.TraceSettingRequest, call: CallContext) -> None:
+        raise Unsupported("tracing is set by options of the server")
+
+    async def LogSettings(self, message: wire.LogSettingsRequest, call: CallContext) -> None:
+        raise Unsupported("logging is set by options of the server")
+
+    async def SystemSharedMemoryStatus(
+        self, message: wire.SystemSharedMemoryStatusRequest, call: CallContext
+    ) -> wire.SystemSharedMemoryStatusResponse:
+        response = wire.SystemSharedMemoryStatusResponse()
+        for name, region in self._memory.regions(call, message.name).items():
+            status = response.regions[name]
+            status.name, status.key = region.name, region.key
+            status.offset, status.byte_size = region.offset, region.num_bytes
+        return response
+
+    async def SystemSharedMemoryRegister(
+        self, message: wire.SystemSharedMemoryRegisterRequest, call: CallContext
+    ) -> wire.SystemSharedMemoryRegisterResponse:
+        self._memory.register(call, message.name, message.key, message.offset, message.byte_size)
+        return wire.SystemSharedMemoryRegisterResponse()
+
+    async def SystemSharedMemoryUnregister(
+        self, message: wire.SystemSharedMemoryUnregisterRequest, call: CallContext
+    ) -> wire.SystemSharedMemoryUnregisterResponse:
+        self._memory.unregister(call, message.name)
+        return wire.SystemSharedMemoryUnregisterResponse()
+
+    async def CudaSharedMemoryStatus(self, message: wire.CudaSharedMemoryStatusRequest, call: CallContext) -> None:
+        raise _no_cuda()
+
+    async def CudaSharedMemoryRegister(
+        self, message: wire.CudaSharedMemoryRegisterRequest, call: CallContext
+    ) -> None:
+        raise _no_cuda()
+
+    async def CudaSharedMemoryUnregister(
+        self, message: wire.CudaSharedMemoryUnregisterRequest, call: CallContext
+    ) -> None:
+        raise _no_cuda()
 
 
-def _handler(name: str, serve: Callable[..., Any]) -> Any:
-    method = _SERVICE.methods_by_name[name]
+class Statistics:
+    """Of the requests of all frontends. Belongs to the event loop of the calls."""
+
+    def __init__(self) -> None:
+        self._stats = wire.ModelStatistics(name=MODEL, version=VERSION)
+
+    def record(self, call: CallContext, outcome: Outcome) -> None:
+        """Count a call that has ended, if it was a request."""
+        if call.request is None:
+            return
+        stats, times = self._stats, self._stats.inference_stats
+        _add(times.success if outcome.is_ok else times.fail, call.duration_s)
+        if not outcome.is_ok or call.finished is None:
+            return
+        timing = call.finished.timing
+        stats.last_inference = time.time_ns() // 1_000_000
+        stats.inference_count += 1
+        stats.execution_count += 1
+        _add(times.queue, timing.queue_s)
+        _add(times.compute_input, timing.preprocess_s)
+        _add(times.compute_infer, timing.prefill_s + timing.decode_s)
+        _add(times.compute_output, 0.0)
+
+    def report(self, name: str) -> wire.ModelStatisticsResponse:
+        """The statistics, under the name that a caller uses."""
+        response = wire.ModelStatisticsResponse(model_stats=[self._stats])
+        response.model_stats[0].name = name
+        return response
+
+
+def _add(total: wire.StatisticDuration, duration_s: float) -> None:
+    total.count += 1
+    total.ns += round(duration_s * 1e9)
+
+
+def _handlers(servicer: object, names: Collection[str]) -> Mapping[str, grpc.RpcMethodHandler]:
+    return {name: _handler(_SERVICE.methods_by_name[name], getattr(servicer, name)) for name in names}
+
+
+def _handler(method: Any, serve: Callable[..., Any]) -> Any:
     make: Any = (
         grpc.stream_stream_rpc_method_handler if method.client_streaming else grpc.unary_unary_rpc_method_handler
     )
@@ -74,3 +206,7 @@ def _handler(name: str, serve: Callable[..., Any]) -> Any:
         request_deserializer=method.input_type._concrete_class.FromString,
         response_serializer=method.output_type._concrete_class.SerializeToString,
     )
+
+
+def _no_cuda() -> Unsupported:
+    return Unsupported("shared memory of CUDA devices is not supported")

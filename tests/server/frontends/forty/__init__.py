@@ -1,1 +1,1 @@
-"""The same forty requests through every frontend, compared with the table of errors that docs/http.md shows."""
+"""The same forty requests through every frontend, compared with the table of errors that docs/errors.md shows."""

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.engine import EngineStatus
 from kestrel_runtime.api.errors import (
     ContextLengthExceeded,
@@ -19,6 +18,7 @@ from kestrel_runtime.api.requests import Request
 from tests.fakes import HOLD, SKILLS, FakeEngine, answers, fails
 
 IMAGE = b"an encoded image"
+MAX_IMAGE_BYTES = 2**20
 BOX = (0.125, 0.25, 0.5, 0.75)
 REASONING = ("A bird.", [(2, 6, [(0.5, 0.25)])])
 POINTS = [(0.5, 0.25), (0.75, 0.5)]
@@ -30,10 +30,11 @@ class Ask:
 
     skill: str = "query"
     text: str = "What is it?"
-    """The question, the name of the object, or the length of the caption."""
+    """The question, the name of the object, or the length of the caption; of a gaze, nothing."""
     image: bytes | str | None = IMAGE
     reasoning: bool = False
     refs: tuple[tuple[float, ...], ...] = ()
+    """Points and boxes; of a gaze, the eye alone."""
     max_objects: int | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
     model: str = "fake"
@@ -88,7 +89,7 @@ _ALL = {"temperature": 0.5, "top_p": 0.25, "max_tokens": 7, "seed": 9}
 
 CASES = (
     Case("a question", Ask(), _ANSWER),
-    Case("a question about nothing", Ask(image=None), _ANSWER),
+    Case("a question about nothing", Ask(text="\u4ec0\u4e48\u9e1f? \U0001f426", image=None), _ANSWER),
     Case("a question that is reasoned about", Ask(reasoning=True), {**_ANSWER, "reasoning": REASONING}),
     Case("a streamed question", Ask(is_streamed=True), _ANSWER),
     Case(
@@ -98,17 +99,22 @@ CASES = (
     ),
     Case("a question with all settings", Ask(sampling=_ALL), _ANSWER),
     Case("a question about a place", Ask(refs=((0.5, 0.25), (0.1, 0.2, 0.3, 0.4))), _ANSWER),
-    Case("a question in another script", Ask(text="\u4ec0\u4e48\u9e1f? \U0001f426"), _ANSWER),
     Case("a large image", Ask(image=bytes(range(256)) * 4000), _ANSWER),
     Case("a short caption", Ask("caption", "short"), {"caption": "a short kestrel"}),
     Case("a streamed caption", Ask("caption", "long", is_streamed=True), {"caption": "a long kestrel"}),
     Case("points", Ask("point", "bird", max_objects=3, refs=((0.5, 0.5),)), {"points": POINTS}),
     Case("boxes", Ask("detect", "bird", max_objects=3), {"boxes": [BOX]}),
+    Case("a gaze", Ask("gaze", "", refs=((0.5, 0.25),)), {"points": [(0.25, 0.75)]}),
     Case("an outline", Ask("segment", "bird"), {"path": "M 0 0 L 1 1 z", "box": BOX}),
     Case("an empty question", Ask(text=""), reason=_INVALID, fields=("question",)),
     Case("a question that is too long", Ask(text="a" * 70_000), reason=_INVALID, fields=("question",)),
     Case("no image where one is needed", Ask("caption", "short", image=b""), reason=_INVALID, fields=("image",)),
-    Case("a temperature", Ask(sampling={"temperature": -1.0}), reason=_INVALID, fields=("sampling.temperature",)),
+    Case(
+        "a temperature, and an eye outside of the image",
+        Ask("gaze", "", refs=((0.5, 2.0),), sampling={"temperature": -1.0}),
+        reason=_INVALID,
+        fields=("eye.y", "sampling.temperature"),
+    ),
     Case("a seed", Ask(sampling={"seed": -1}), reason=_INVALID, fields=("sampling.seed",)),
     Case("too few objects", Ask("point", "bird", max_objects=0), reason=_INVALID, fields=("max_objects",)),
     Case(
@@ -130,9 +136,10 @@ CASES = (
     Case("an image that is not stored", Ask(image=f"sha256:{'0' * 64}"), reason="IMAGE_NOT_FOUND"),
     Case(
         "an oversized image",
-        Ask(image=bytes(EngineConfig().max_image_bytes + 1)),
+        Ask(image=bytes(MAX_IMAGE_BYTES + 1)),
         reason="IMAGE_TOO_LARGE",
         fields=("image",),
+        engine=lambda: FakeEngine(max_image_bytes=MAX_IMAGE_BYTES),
     ),
     Case(
         "an image that is none",

@@ -21,6 +21,7 @@ _UNARY = {
     "point": wire.PointRequest,
     "detect": wire.DetectRequest,
     "segment": wire.SegmentRequest,
+    "gaze": wire.GazeRequest,
 }
 _STREAMED = {"query": wire.QueryRequest, "caption": wire.CaptionRequest}
 
@@ -82,11 +83,13 @@ def _message(ask: Ask) -> Any:
         fields |= {"question": ask.text, "reasoning": ask.reasoning}
     elif ask.skill == "caption":
         fields["length"] = f"CAPTION_LENGTH_{ask.text.upper()}"
+    elif ask.skill == "gaze":
+        fields["eye"] = _ref(ask.refs[0])["point"]
     else:
         fields["object"] = ask.text
     if ask.max_objects is not None:
         fields["max_objects"] = ask.max_objects
-    if ask.refs:
+    if ask.refs and ask.skill != "gaze":
         fields["spatial_refs"] = [_ref(ref) for ref in ask.refs]
     if isinstance(ask.image, bytes):
         fields["image"] = media_pb2.Image(data=ask.image)
@@ -115,6 +118,8 @@ def _answer(result: Any) -> dict[str, Any]:
         return {"caption": result.caption}
     if name == "Point":
         return {"points": _points(result.points)}
+    if name == "Gaze":
+        return {"points": _points([result.target])}
     if name == "Detect":
         return {"boxes": [_box(item.box) for item in result.objects]}
     (segment,) = result.segments

@@ -75,10 +75,13 @@ class RestColumn(_HttpColumn):
 
     def body(self, ask: Ask) -> dict[str, Any]:
         body: dict[str, Any] = {"settings": {**ask.sampling}, "model": ask.model}
-        body[{"query": "question", "caption": "length"}.get(ask.skill, "object")] = ask.text
+        if ask.skill != "gaze":
+            body[{"query": "question", "caption": "length"}.get(ask.skill, "object")] = ask.text
         if ask.image is not None:
             body["image_url"] = _url(ask.image)
-        if ask.refs:
+        if ask.skill == "gaze":
+            body["eye"] = ask.refs[0]
+        elif ask.refs:
             body["spatial_refs"] = ask.refs
         if ask.max_objects is not None:
             body["settings"]["max_objects"] = ask.max_objects
@@ -97,7 +100,7 @@ class RestColumn(_HttpColumn):
             return {"answer": found["answer"], **reasoning}
         if ask.skill == "caption":
             return {"caption": found["caption"]}
-        if ask.skill == "point":
+        if ask.skill in ("point", "gaze"):
             return {"points": [(point["x"], point["y"]) for point in found["points"]]}
         if ask.skill == "detect":
             return {"boxes": [_box(item) for item in found["objects"]]}

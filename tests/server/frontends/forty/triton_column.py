@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import grpc
@@ -32,8 +33,7 @@ class TritonColumn:
 
     def field_name(self, ask: Ask, name: str) -> str | None:
         """The name of the input, and after it the place in the input as it is."""
-        head, _, tail = name.removeprefix("sampling.").partition("[")
-        return head.upper() + (f"[{tail}" if tail else "")
+        return re.sub(r"^\w+", lambda head: head[0].upper(), name.removeprefix("sampling."))
 
     async def call(self, rig: Rig, ask: Ask) -> Told:
         call = self._begin(rig, ask)
@@ -84,10 +84,14 @@ class TritonColumn:
 
 
 def _message(ask: Ask) -> Any:
-    inputs: dict[str, Any] = {"SKILL": ask.skill, _INPUTS.get(ask.skill, "OBJECT"): ask.text}
+    inputs: dict[str, Any] = {"SKILL": ask.skill}
+    if ask.skill != "gaze":
+        inputs[_INPUTS.get(ask.skill, "OBJECT")] = ask.text
     if ask.image is not None:
         inputs["IMAGE"] = ask.image
-    if ask.refs:
+    if ask.skill == "gaze":
+        inputs["EYE"] = list(ask.refs[0])
+    elif ask.refs:
         inputs["SPATIAL_REFS"] = [list(ref) for ref in ask.refs]
     if ask.max_objects is not None:
         inputs["MAX_OBJECTS"] = ask.max_objects

@@ -52,6 +52,7 @@ async def test_the_model_is_described() -> None:
         "REASONING": ("BOOL", [1]),
         "STREAM": ("BOOL", [1]),
         "SPATIAL_REFS": ("FP32", [-1, -1]),
+        "EYE": ("FP32", [2]),
     }
     assert [(tensor.name, tensor.datatype) for tensor in metadata.outputs] == [("TEXT_OUTPUT", "BYTES")]
     assert [item.name for item in config.input] == [tensor.name for tensor in metadata.inputs]
