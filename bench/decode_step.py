@@ -36,8 +36,8 @@ from kestrel_grpc.config.option_parsers import parse_kernels
 from kestrel_ops import Kernels
 from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.models.moondream.config import MoeConfig
-from kestrel_runtime.models.moondream.fused_decode import FusedDecoder
-from kestrel_runtime.models.moondream.text import TextModel
+from kestrel_runtime.models.moondream.fused.decode import FusedDecoder
+from kestrel_runtime.models.moondream.text.decoder import TextModel
 
 TINY = replace(
     MOONDREAM_2.text, dim=64, ff_dim=128, n_layers=2, n_heads=4, n_kv_heads=4, vocab_size=96, max_context=128

@@ -26,16 +26,18 @@ from kestrel_runtime.execution.cuda_stream import CudaStream
 from kestrel_runtime.execution.graph_capture import StreamCapture
 from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.models.moondream.execution_config import ExecutionConfig
-from kestrel_runtime.models.moondream.largest_steps import (
+from kestrel_runtime.models.moondream.executor import new_step_runner
+from kestrel_runtime.models.moondream.memory import (
+    cache_dtype,
     estimated_step_bytes,
     largest_encode,
     largest_prefill,
+    new_cache,
     peak_bytes,
+    plan_cache,
     step_bytes,
 )
-from kestrel_runtime.models.moondream.memory_needs import cache_dtype, new_cache, plan_cache
 from kestrel_runtime.models.moondream.model_paths import ModelPaths
-from kestrel_runtime.models.moondream.runner import new_step_runner
 from kestrel_runtime.scheduling.limits import StepBounds
 
 

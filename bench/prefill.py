@@ -47,10 +47,9 @@ from kestrel_ops.triton.prefill_attention import Tiling
 from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.execution.step_inputs import PackedChunks
 from kestrel_runtime.models.moondream.config import TextConfig
-from kestrel_runtime.models.moondream.fused_prefill import FusedPrefill
-from kestrel_runtime.models.moondream.fused_weights import FusedBlock, fused_blocks, prompt_blocks
-from kestrel_runtime.models.moondream.rope import rotary_tables
-from kestrel_runtime.models.moondream.text import TextModel
+from kestrel_runtime.models.moondream.fused.prefill import FusedPrefill
+from kestrel_runtime.models.moondream.fused.weights import FusedBlock, fused_blocks, prompt_blocks
+from kestrel_runtime.models.moondream.text.decoder import TextModel, rotary_tables
 
 Precision = Literal["model", "float8"]
 TINY = replace(

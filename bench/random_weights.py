@@ -35,8 +35,8 @@ from kestrel_runtime.models.moondream.config import (
     TokenizerConfig,
     VisionConfig,
 )
-from kestrel_runtime.models.moondream.published import MAX_CONTEXT, ROPE_THETA, infer_config
-from kestrel_runtime.models.moondream.weights import expected_tensors
+from kestrel_runtime.models.moondream.weights.checkpoint import expected_tensors
+from kestrel_runtime.models.moondream.weights.published import MAX_CONTEXT, ROPE_THETA, infer_config
 
 DEVIATION = 0.02
 KV_SCALE = 0.02

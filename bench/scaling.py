@@ -29,7 +29,7 @@ from kestrel_runtime.api.requests import Caption, Query, Request, SamplingParams
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.imaging.decoding import decode_image
 from kestrel_runtime.models.loaded_model import LoadedModel
-from kestrel_runtime.models.moondream.tiling import MoondreamTiling
+from kestrel_runtime.models.moondream.vision.tiling import MoondreamTiling
 
 IMAGE_SIZES_PX = (
     (64, 64),

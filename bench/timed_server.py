@@ -30,8 +30,8 @@ import torch
 from kestrel_grpc.__main__ import main as kestrel_grpc
 from kestrel_runtime.execution.step_runner import StepHandle
 from kestrel_runtime.imaging.tiles import DecodedImage, Tiles, Tiling, keep_decoded
+from kestrel_runtime.models.moondream.executor import new_step_runner
 from kestrel_runtime.models.moondream.model import Moondream
-from kestrel_runtime.models.moondream.runner import new_step_runner
 from kestrel_runtime.scheduling.batch import Batch, EncodeItem
 from kestrel_runtime.scheduling.output_parser import Token
 from kestrel_runtime.scheduling.sequence import Sequence
@@ -196,7 +196,7 @@ def main() -> int:
     device = Device(arguments.slower)
     # Images would be tiled on the device, which does no work.
     with (
-        patch("kestrel_runtime.models.moondream.prepared.new_step_runner", partial(TimedRunner, device)),
+        patch("kestrel_runtime.models.moondream.family.new_step_runner", partial(TimedRunner, device)),
         patch("kestrel_runtime.engine.engine.DeviceTiler", _without_tiles),
     ):
         status = kestrel_grpc(["serve", "--resize-on-device", "on", *arguments.options])

@@ -36,10 +36,10 @@ from kestrel_ops.library.crop_attention import crop_attention as library_crop_at
 from kestrel_ops.triton.add_layer_norm import add_layer_norm as triton_add_layer_norm
 from kestrel_ops.triton.concat_gelu import concat_gelu as triton_concat_gelu
 from kestrel_ops.triton.rows import RowBlocks
-from kestrel_runtime.models.moondream.calibrated_vision import CalibratedVision
 from kestrel_runtime.models.moondream.config import VisionConfig
-from kestrel_runtime.models.moondream.fused_vision import FusedVision
-from kestrel_runtime.models.moondream.vision import VisionModel
+from kestrel_runtime.models.moondream.fused.calibrated_vision import CalibratedVision
+from kestrel_runtime.models.moondream.fused.vision import FusedVision
+from kestrel_runtime.models.moondream.vision.encoder import VisionModel
 
 Precision = Literal["model", "float8", "calibrated"]
 FLOAT8 = torch.float8_e4m3fn

@@ -39,7 +39,7 @@ EXCEPTIONS: dict[str, set[str]] = {
     "kernels/kestrel_ops/triton/rotary_decode_attention.py": {"lane", "lanes"},
     "kernels/kestrel_ops/triton/single_token.py": {"lane", "lanes"},
     # Says what the model's paper calls tiles.
-    "runtime/kestrel_runtime/models/moondream/tiling.py": {"crops"},
+    "runtime/kestrel_runtime/models/moondream/vision/tiling.py": {"crops"},
     # A method of Pillow.
     "runtime/kestrel_runtime/imaging/decoding.py": {"crop"},
     # Keys of stored results.

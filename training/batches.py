@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kestrel_runtime.models.moondream.config import VisionConfig
 from kestrel_runtime.models.moondream.region import SIZE_OCTAVES
-from kestrel_runtime.models.moondream.tiling import MoondreamTiling
+from kestrel_runtime.models.moondream.vision.tiling import MoondreamTiling
 from training.drawing import draw_scene
 from training.examples import Example, Teacher
 from training.scenes import Scene, make_scene

@@ -16,8 +16,8 @@ from torch.nn.functional import adaptive_avg_pool2d, gelu, one_hot, scaled_dot_p
 
 from kestrel_runtime.models.moondream.adapters.slabs import BlockAdapters
 from kestrel_runtime.models.moondream.model import Moondream
-from kestrel_runtime.models.moondream.moe import MixtureOfExperts
-from kestrel_runtime.models.moondream.vision import VisionModel
+from kestrel_runtime.models.moondream.text.decoder import MixtureOfExperts
+from kestrel_runtime.models.moondream.vision.encoder import VisionModel
 from training.batches import Rows
 from training.quantise import fake_quantised
 

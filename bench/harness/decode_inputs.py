@@ -12,7 +12,7 @@ from torch import Tensor
 from bench.harness.prefill_inputs import PAGE_SIZE, new_cache
 from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.models.moondream.config import TextConfig
-from kestrel_runtime.models.moondream.rope import rotary_tables
+from kestrel_runtime.models.moondream.text.decoder import rotary_tables
 
 FLOAT8 = torch.float8_e4m3fn
 

@@ -14,9 +14,9 @@ from bench.harness.decode_inputs import FLOAT8, Contexts
 from kestrel_ops import Kernels
 from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.models.moondream.config import TextConfig
-from kestrel_runtime.models.moondream.fused_decode import FusedDecoder
-from kestrel_runtime.models.moondream.fused_weights import FusedBlock, Matrix, fused_blocks, fused_head
-from kestrel_runtime.models.moondream.text import TextModel
+from kestrel_runtime.models.moondream.fused.decode import FusedDecoder
+from kestrel_runtime.models.moondream.fused.weights import FusedBlock, Matrix, fused_blocks, fused_head
+from kestrel_runtime.models.moondream.text.decoder import TextModel
 
 Precision = Literal["model", "float8"]
 OPERATIONS: tuple[str, ...] = ("decode_expand", "decode_contract", "rotary_decode_attention")

@@ -25,7 +25,7 @@ from kestrel_runtime.api.requests import (
     Segment,
 )
 from kestrel_runtime.models.moondream.config import MoondreamConfig, VisionConfig
-from kestrel_runtime.models.moondream.tiling import MoondreamTiling
+from kestrel_runtime.models.moondream.vision.tiling import MoondreamTiling
 
 FORMATS = (
     ("JPEG", "RGB"),

@@ -15,8 +15,7 @@ from kestrel_ops.triton.prefill_attention import Tiling, attend
 from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.execution.step_inputs import PackedChunks
 from kestrel_runtime.models.moondream.config import TextConfig
-from kestrel_runtime.models.moondream.rope import rotary_tables
-from kestrel_runtime.models.moondream.text import TextModel
+from kestrel_runtime.models.moondream.text.decoder import TextModel, rotary_tables
 
 FLOAT8 = torch.float8_e4m3fn
 PAGE_SIZE = 16

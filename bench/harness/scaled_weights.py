@@ -22,7 +22,7 @@ from torch import Tensor
 from bench.harness.tokenizer_file import write_tokenizer
 from bench.harness.training_layout import training_name
 from kestrel_runtime.models.moondream.config import MoondreamConfig
-from kestrel_runtime.models.moondream.weights import expected_tensors
+from kestrel_runtime.models.moondream.weights.checkpoint import expected_tensors
 
 _BIAS_DEVIATION = 0.1
 _NORM_DEVIATION = 0.1

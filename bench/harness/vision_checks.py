@@ -20,8 +20,8 @@ from kestrel_ops.reference.scaled_linear import scaled_linear as scaled_linear_d
 from kestrel_ops.reference.scaled_linear_add import scaled_linear_add as scaled_linear_add_definition
 from kestrel_ops.reference.scaled_linear_gelu import scaled_linear_gelu as scaled_linear_gelu_definition
 from kestrel_runtime.models.moondream.config import VisionConfig
-from kestrel_runtime.models.moondream.fused_vision import FusedVision
-from kestrel_runtime.models.moondream.vision import VisionModel
+from kestrel_runtime.models.moondream.fused.vision import FusedVision
+from kestrel_runtime.models.moondream.vision.encoder import VisionModel
 
 FLOAT8 = torch.float8_e4m3fn
 EPSILON = 1e-5

@@ -14,7 +14,7 @@ from kestrel_runtime.api.requests import Query, SamplingParams
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.models.moondream.config import MoondreamConfig
-from kestrel_runtime.models.moondream.weights import expected_tensors
+from kestrel_runtime.models.moondream.weights.checkpoint import expected_tensors
 from tests.bench.small import SMALL_2, SMALL_3
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=5)

@@ -19,7 +19,7 @@ from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.requests import Detect, Query, SamplingParams
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.models.loaded_model import LoadedModel
-from kestrel_runtime.models.moondream.tiling import MoondreamTiling
+from kestrel_runtime.models.moondream.vision.tiling import MoondreamTiling
 from kestrel_runtime.scheduling.output_parser import Token
 from tests.reference_fixtures import MD2_SMALL
 

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from bench.harness.workload import HEIGHT_PX, WIDTH_PX, WORKLOADS, Album, chart
-from kestrel_runtime.models.moondream.tiling import MoondreamTiling
+from kestrel_runtime.models.moondream.vision.tiling import MoondreamTiling
 from tests.bench.small import SMALL_2
 
 

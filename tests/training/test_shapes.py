@@ -3,7 +3,7 @@ import random
 import pytest
 
 from kestrel_client.outlines import polylines
-from kestrel_runtime.models.moondream.svg import PathWriter
+from kestrel_runtime.models.moondream.skills.svg import PathWriter
 from training import scoring
 from training.shapes import SHAPES, outline
 

@@ -18,6 +18,7 @@ from kestrel_runtime.api.config import MIB
 from kestrel_runtime.execution.buckets import DecodeSize, PrefillSize, batch_sizes, largest_prefill
 from kestrel_runtime.execution.captured_graphs import CapturedGraphs, Works
 from kestrel_runtime.execution.executor import DeviceMemory
+from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.execution.request_state import SampleNeeds
 from kestrel_runtime.execution.step_inputs import (
     DecodeInputs,
@@ -26,16 +27,25 @@ from kestrel_runtime.execution.step_inputs import (
     fill_blank_decode,
     fill_blank_prefill,
 )
+from kestrel_runtime.execution.step_runner import StateShape, StepRunner
 from kestrel_runtime.imaging.device_tiles import TileSource
 from kestrel_runtime.imaging.tiles import DecodedImage, Tiles
 from kestrel_runtime.models.moondream.adapters.slabs import AdapterSlabs
+from kestrel_runtime.models.moondream.execution_config import ExecutionConfig
 from kestrel_runtime.models.moondream.model import Moondream
 from kestrel_runtime.models.moondream.model_paths import ModelPaths
-from kestrel_runtime.models.moondream.sampling import COORDINATES_BIT, SIZES_BIT, MoondreamSampler
-from kestrel_runtime.models.moondream.tiling import MoondreamTiling, Tiler
-from kestrel_runtime.models.moondream.vision_graphs import EncodeGraphs
+from kestrel_runtime.models.moondream.sampling import (
+    COORDINATES_BIT,
+    SIZES_BIT,
+    VALUES_PER_TOKEN,
+    MoondreamSampler,
+    value_kinds,
+)
+from kestrel_runtime.models.moondream.vision.graphs import EncodeGraphs
+from kestrel_runtime.models.moondream.vision.tiling import MoondreamTiling, Tiler
 from kestrel_runtime.scheduling import sequence as scheduling
 from kestrel_runtime.scheduling.batch import EncodeItem
+from kestrel_runtime.scheduling.limits import StepBounds
 
 _ALL_KINDS = COORDINATES_BIT | SIZES_BIT
 _USUAL_NEEDS = tuple(
@@ -44,6 +54,7 @@ _USUAL_NEEDS = tuple(
     for is_random in (True, False)
 )
 """Text, constrained text, points, and points and boxes in the batch."""
+_DEFAULT_GRAPH_BYTES = 4096 * MIB
 
 _log = logging.getLogger(__name__)
 
@@ -325,3 +336,40 @@ def _image_of(item: EncodeItem) -> Tiles | DecodedImage:
     image = item.sequence.tiles
     assert isinstance(image, (Tiles, DecodedImage)), "only sequences with an image have tiles to encode"
     return image
+
+
+def new_step_runner(
+    model: Moondream,
+    cache: KVCache,
+    paths: ExecutionConfig,
+    bounds: StepBounds,
+    model_paths: ModelPaths | None = None,
+    *,
+    graph_bytes: int = _DEFAULT_GRAPH_BYTES,
+    image_cache_bytes: int = 0,
+    adapters: AdapterSlabs | None = None,
+) -> StepRunner:
+    """`model_paths`: the paths of the model, if they are built already.
+
+    Captured graphs and their pools may take `graph_bytes` of device memory, cached image embeddings
+    `image_cache_bytes`.
+    """
+    if model_paths is None:
+        model_paths = ModelPaths.of(model, paths, max_batch_size=bounds.max_batch_size)
+    text = model.config.text
+    return StepRunner(
+        partial(MoondreamExecutor, model, model_paths, paths.kernels, adapters=adapters),
+        cache,
+        StateShape(
+            vocab_size=text.vocab_size,
+            max_context=text.max_context,
+            values_per_token=VALUES_PER_TOKEN,
+            positions_per_image=model.config.vision.num_image_tokens,
+            embedding_dim=text.dim,
+            embedding_dtype=model.dtype,
+            value_kinds=partial(value_kinds, ids=model.config.tokenizer),
+        ),
+        bounds,
+        max_graph_bytes=graph_bytes if paths.with_graphs else None,
+        image_cache_bytes=image_cache_bytes,
+    )

@@ -20,11 +20,11 @@ from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.execution.step_inputs import InputBuffers, fill_blank_decode
 from kestrel_runtime.memory.host_limits import available_processors
 from kestrel_runtime.models.moondream.execution_config import UNFUSED, ExecutionConfig
-from kestrel_runtime.models.moondream.fused_weights import NUM_WIDE_BLOCKS
-from kestrel_runtime.models.moondream.largest_steps import blank_prefill
+from kestrel_runtime.models.moondream.fused.weights import NUM_WIDE_BLOCKS
+from kestrel_runtime.models.moondream.memory import blank_prefill
 from kestrel_runtime.models.moondream.model import Moondream
 from kestrel_runtime.models.moondream.model_paths import ModelPaths
-from kestrel_runtime.models.moondream.tiling import MoondreamTiling, Tiler
+from kestrel_runtime.models.moondream.vision.tiling import MoondreamTiling, Tiler
 from kestrel_runtime.scheduling.limits import StepBounds
 
 _NUM_SMALLEST, _NUM_OTHERS = 8, 10

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from kestrel_runtime.execution.transfer import to_device, uploaded
 from kestrel_runtime.models.moondream.config import MoondreamConfig
-from kestrel_runtime.models.moondream.float8_weights import float8_experts
+from kestrel_runtime.models.moondream.fused.weights import float8_rows
 from kestrel_runtime.models.moondream.region import RegionModel
-from kestrel_runtime.models.moondream.text import TextModel
-from kestrel_runtime.models.moondream.vision import VisionModel
+from kestrel_runtime.models.moondream.text.decoder import TextModel
+from kestrel_runtime.models.moondream.vision.encoder import VisionModel
 from kestrel_runtime.scheduling.output_parser import Token
 
 _EXPERT_WEIGHTS = re.compile(r"text\.blocks\.(\d+)\.mlp\.fc[12]\.weight")
@@ -101,3 +101,21 @@ class Moondream(nn.Module):
         if value_kinds & 2:
             embeddings = torch.where((num_values == 2)[:, None], self.region.encode_sizes(values), embeddings)
         return embeddings
+
+
+@torch.no_grad()
+def float8_experts(weight: Tensor) -> tuple[Tensor, Tensor, float]:
+    """Weights [experts, out, in] as float8_e4m3fn, the scale of each row, float32 [experts, out], and the error.
+
+    The error is the root of the mean square of what rounding changes, divided by that of the weights: about 0.026
+    for normally distributed weights. One expert at a time, so that little is in float32.
+    """
+    rounded = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
+    scales = torch.empty(weight.shape[:2], dtype=torch.float32, device=weight.device)
+    changed = total = torch.zeros((), dtype=torch.float64, device=weight.device)
+    for number, expert in enumerate(weight):
+        wide = expert.float()
+        rounded[number], scales[number] = short, scale = float8_rows(wide)
+        changed = changed + (short.float() * scale[:, None] - wide).double().square().sum()
+        total = total + wide.double().square().sum()
+    return rounded, scales, (changed / total).sqrt().item() if total else 0.0

@@ -14,14 +14,12 @@ from torch import nn
 
 from kestrel_ops import InvariantMode, depends_on_place, invariant_linear
 from kestrel_runtime.api.errors import CheckpointError
-from kestrel_runtime.models.moondream.calibrated_vision import CalibratedVision
-from kestrel_runtime.models.moondream.calibration import calibration_tiles
 from kestrel_runtime.models.moondream.execution_config import UNFUSED, ExecutionConfig
-from kestrel_runtime.models.moondream.fused_vision import FusedVision
-from kestrel_runtime.models.moondream.invariant_path import InvariantText, InvariantVision
+from kestrel_runtime.models.moondream.fused.calibrated_vision import CalibratedVision, calibration_tiles
+from kestrel_runtime.models.moondream.fused.vision import FusedVision
 from kestrel_runtime.models.moondream.model import Moondream
-from kestrel_runtime.models.moondream.text_path import FusedText, PlainText, TextPath
-from kestrel_runtime.models.moondream.vision import VisionModel
+from kestrel_runtime.models.moondream.text.paths import FusedText, InvariantText, PlainText, TextPath
+from kestrel_runtime.models.moondream.vision.encoder import InvariantVision, VisionModel
 
 Vision = VisionModel | FusedVision | InvariantVision
 _PRECISIONS: dict[str, Literal["model", "float8"]] = {"fused": "model", "fused-float8": "float8"}

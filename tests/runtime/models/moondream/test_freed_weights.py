@@ -14,10 +14,10 @@ from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.requests import Caption, Detect, Point, Query, Request, SamplingParams
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.models.loaded_model import LoadedModel
-from kestrel_runtime.models.moondream import fused_weights
 from kestrel_runtime.models.moondream.execution_config import ExecutionConfig
-from kestrel_runtime.models.moondream.fused_vision import FusedVision
-from kestrel_runtime.models.moondream.memory_needs import weight_bytes
+from kestrel_runtime.models.moondream.fused import weights as fused_weights
+from kestrel_runtime.models.moondream.fused.vision import FusedVision
+from kestrel_runtime.models.moondream.memory import weight_bytes
 from kestrel_runtime.models.moondream.model import Moondream
 from kestrel_runtime.models.moondream.model_paths import ModelPaths
 from tests.reference_fixtures import MD2_SMALL, MD3_SMALL

@@ -33,7 +33,7 @@ from kestrel_runtime.models.moondream.skills import SKILLS
 from kestrel_runtime.scheduling.output_parser import TokenRule
 from tests.reference_fixtures import MD2_SMALL
 from tests.runtime.fake_cuda import FakeStreamCapture
-from tests.runtime.models.moondream.test_runner import (
+from tests.runtime.models.moondream.test_executor import (
     CASES,
     MODELS,
     NUM_IMAGE_TOKENS,

@@ -23,7 +23,7 @@ from kestrel_runtime.api.errors import AdapterInvalid
 from kestrel_runtime.models.moondream.adapters.peft_config import PeftConfig
 from kestrel_runtime.models.moondream.adapters.slabs import AdapterWeights, Factors, TargetShape, target_shapes
 from kestrel_runtime.models.moondream.config import TextConfig
-from kestrel_runtime.models.moondream.weights import canonical_name
+from kestrel_runtime.models.moondream.weights.checkpoint import canonical_name
 
 _MAX_LISTED = 20
 _MAX_ECHO_CHARS = 120

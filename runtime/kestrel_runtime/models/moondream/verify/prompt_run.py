@@ -14,10 +14,10 @@ from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.requests import Request
 from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.models.moondream.execution_config import ExecutionConfig
-from kestrel_runtime.models.moondream.memory_needs import new_cache
+from kestrel_runtime.models.moondream.executor import new_step_runner
+from kestrel_runtime.models.moondream.memory import new_cache
 from kestrel_runtime.models.moondream.model import Moondream
 from kestrel_runtime.models.moondream.model_paths import ModelPaths
-from kestrel_runtime.models.moondream.runner import new_step_runner
 from kestrel_runtime.models.verification import Prepare
 from kestrel_runtime.scheduling.batch import Batch, Chunk, EncodeItem
 from kestrel_runtime.scheduling.limits import StepBounds

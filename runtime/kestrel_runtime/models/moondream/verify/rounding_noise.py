@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from kestrel_ops import has_float8_product
 from kestrel_runtime.models.moondream.config import TextConfig
-from kestrel_runtime.models.moondream.fused_weights import NUM_WIDE_BLOCKS, fused_blocks
+from kestrel_runtime.models.moondream.fused.weights import NUM_WIDE_BLOCKS, fused_blocks
 from kestrel_runtime.models.moondream.model import Moondream
-from kestrel_runtime.models.moondream.moe import MixtureOfExperts
+from kestrel_runtime.models.moondream.text.decoder import MixtureOfExperts
 from kestrel_runtime.models.moondream.verify.formats import FLOAT8, Formats
 from kestrel_runtime.models.moondream.verify.rounded_cache import RoundedCache
 from kestrel_runtime.models.moondream.verify.tolerances import rounding_deviation

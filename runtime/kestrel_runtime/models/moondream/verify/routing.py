@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kestrel_runtime.models.moondream.model import Moondream
-from kestrel_runtime.models.moondream.moe import MixtureOfExperts
+from kestrel_runtime.models.moondream.text.decoder import MixtureOfExperts
 
 
 class Routing:

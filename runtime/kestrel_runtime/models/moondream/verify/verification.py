@@ -20,7 +20,6 @@ from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.requests import Query
 from kestrel_runtime.imaging.decoding import decode_image
 from kestrel_runtime.models.moondream.model import Moondream
-from kestrel_runtime.models.moondream.tiling import MoondreamTiling
 from kestrel_runtime.models.moondream.verify.expected_errors import PromptErrors, expected_errors
 from kestrel_runtime.models.moondream.verify.formats import Formats
 from kestrel_runtime.models.moondream.verify.prompt_run import PromptRun
@@ -32,6 +31,7 @@ from kestrel_runtime.models.moondream.verify.tolerances import (
     ExpectedError,
     LargestError,
 )
+from kestrel_runtime.models.moondream.vision.tiling import MoondreamTiling
 from kestrel_runtime.models.verification import Case, Fixture, Prepare, PromptRecord, Verification
 
 

@@ -7,7 +7,7 @@ from bench.harness.workload import chart
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.requests import Query
 from kestrel_runtime.models.loaded_model import LoadedModel
-from kestrel_runtime.models.moondream import fused_weights
+from kestrel_runtime.models.moondream.fused import weights as fused_weights
 from kestrel_runtime.models.moondream.verify.prompt_run import PromptRun
 from kestrel_runtime.models.moondream.verify.prompt_tensors import DECODED_HIDDEN, HIDDEN, prompt_tensors
 from kestrel_runtime.verify.preparing import preparing

@@ -7,7 +7,7 @@ from torch import nn, tensor
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.requests import Query
 from kestrel_runtime.models.loaded_model import LoadedModel
-from kestrel_runtime.models.moondream.moe import MixtureOfExperts
+from kestrel_runtime.models.moondream.text.decoder import MixtureOfExperts
 from kestrel_runtime.models.moondream.verify.prompt_run import PromptRun
 from kestrel_runtime.models.moondream.verify.prompt_tensors import prompt_tensors
 from kestrel_runtime.models.moondream.verify.routing import Routing, decided_as

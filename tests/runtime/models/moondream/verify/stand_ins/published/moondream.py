@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from kestrel_runtime.imaging.decoding import decode_image
 from kestrel_runtime.models.moondream.config import MoondreamConfig
-from kestrel_runtime.models.moondream.tiling import MoondreamTiling
+from kestrel_runtime.models.moondream.vision.tiling import MoondreamTiling
 
 
 class EncodedImage(NamedTuple):

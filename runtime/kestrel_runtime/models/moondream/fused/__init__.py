@@ -1,0 +1,1 @@
+"""Paths that run fused operations on rearranged weights."""

@@ -1,0 +1,210 @@
+"""The decoder over packed prompts: few large products per block, with fused operations between them.
+
+The residual stream is float32. Does not synchronise with the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu
+
+from kestrel_ops import Kernels
+from kestrel_runtime.execution.kv_cache import KVCache, LayerPages
+from kestrel_runtime.execution.step_inputs import PackedChunks
+from kestrel_runtime.models.moondream.adapters.slabs import BlockAdapters, RowAdapters
+from kestrel_runtime.models.moondream.fused.weights import FusedBlock, Matrix
+from kestrel_runtime.models.moondream.text.decoder import TextModel, rotary_tables
+
+
+class FusedPrefill:
+    """Runs `fused_blocks` of a `TextModel`; equal to its `forward` over packed prompts, up to rounding."""
+
+    def __init__(self, text: TextModel, blocks: Sequence[FusedBlock], kernels: Kernels) -> None:
+        config = text.config
+        self._config = config
+        self._kernels = kernels
+        self._dtype = text.wte.dtype
+        # A bias of the type of a product costs nothing; converting it each time would be one more kernel.
+        self._blocks = tuple(
+            replace(
+                block,
+                up=replace(block.up, bias=block.up.bias.to(self._dtype)),
+                down=replace(block.down, bias=block.down.bias.to(self._dtype)),
+            )
+            for block in blocks
+        )
+        self._cosine, self._sine = rotary_tables(
+            config.rotary_dim, config.max_context, config.rope_theta, text.wte.device
+        )
+
+    def forward(
+        self,
+        embeddings: Tensor,  # [T, dim], the model's type
+        plan: PackedChunks,  # of the T tokens
+        cache: KVCache,
+        last_rows: Tensor | None = None,  # [n] int64: rows that end their chunks
+        adapters: RowAdapters | None = None,  # of the T tokens
+    ) -> Tensor:  # [T, dim] float32, or [n, dim] of the last rows: before the final LayerNorm
+        """Run the blocks and write the tokens' keys and values. With `last_rows` the last block writes the keys and
+        values of all tokens and computes only these rows."""
+        hidden = embeddings.to(torch.float32, copy=True)
+        delta: Tensor | None = None
+        num_whole = len(self._blocks) - (last_rows is not None)
+        for layer in range(num_whole):
+            own = None if adapters is None else adapters.of_block(layer)
+            delta = self._block(layer, hidden, delta, plan, cache, own)
+        if last_rows is not None:
+            return self._last_block(hidden, delta, plan, cache, last_rows, adapters)
+        return hidden if delta is None else hidden.add_(delta)
+
+    def _block(
+        self,
+        layer: int,
+        hidden: Tensor,
+        delta: Tensor | None,
+        plan: PackedChunks,
+        cache: KVCache,
+        adapters: BlockAdapters | None,
+    ) -> Tensor:
+        """Add `delta` to the stream and return the next `delta`."""
+        block, pages = self._blocks[layer], cache.layer(layer)
+        normed, scale = self._normed(block, hidden, delta)
+        product = self._product(block.up, normed, scale)
+        qkv, inner = product.tensor_split((self._config.qkv_dim,), dim=1)
+        if adapters is not None:
+            own = self._unfolded(block, hidden)
+            adapters.add_qkv(qkv, own)
+            if block.experts is None:
+                adapters.add_fc1(inner, own)
+        query, key, value = self._turned(block, qkv, plan, pages)
+        attended = self._attended(query, key, value, plan, pages)
+        return self._down(block, hidden, attended, inner, adapters)
+
+    def _last_block(
+        self,
+        hidden: Tensor,
+        delta: Tensor | None,
+        plan: PackedChunks,
+        cache: KVCache,
+        rows: Tensor,
+        adapters: RowAdapters | None,
+    ) -> Tensor:
+        """Write all keys and values of the last block, and return the final hidden states of `rows` only."""
+        block, pages, qkv_dim = self._blocks[-1], cache.layer(len(self._blocks) - 1), self._config.qkv_dim
+        normed, scale = self._normed(block, hidden, delta)
+        qkv = self._product(_part(block.up, slice(qkv_dim)), normed, scale)
+        layer = len(self._blocks) - 1
+        if adapters is not None:
+            adapters.of_block(layer).add_qkv(qkv, self._unfolded(block, hidden))
+        own = None if adapters is None else adapters.of_tokens(rows).of_block(layer)
+        query, key, value = self._turned(block, qkv, plan, pages)
+        hidden = hidden[rows]
+        if not len(rows):
+            return hidden
+        inner = qkv[rows, :0]
+        if block.experts is None:
+            own_scale = None if scale is None else scale[rows]
+            inner = self._product(_part(block.up, slice(qkv_dim, None)), _rows(normed, rows), own_scale)
+            if own is not None:
+                own.add_fc1(inner, self._unfolded(block, hidden))
+        attended = self._attended(query[rows], key[rows], value[rows], _single_rows(plan, rows), pages)
+        return hidden + self._down(block, hidden, attended, inner, own)
+
+    def _normed(self, block: FusedBlock, hidden: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return self._kernels.add_layer_norm(hidden, delta, block.ln.eps, block.up.weight.dtype)
+
+    def _product(self, matrix: Matrix, rows: Tensor, scale: Tensor | None) -> Tensor:
+        return self._kernels.scaled_linear(rows, scale, matrix.weight, matrix.scale, matrix.bias, self._dtype)
+
+    def _turned(
+        self, block: FusedBlock, qkv: Tensor, plan: PackedChunks, pages: LayerPages
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value. Key and value are also written to the cache."""
+        factors = (None, None) if block.tau is None else block.tau(qkv, plan.positions, self._kernels.tau_scales)
+        return self._kernels.rotary_write_kv(
+            qkv,
+            plan.positions,
+            self._cosine,
+            self._sine,
+            pages.key_pages,
+            pages.value_pages,
+            plan.slots,
+            pages.key_scale,
+            pages.value_scale,
+            *factors,
+        )
+
+    def _attended(self, query: Tensor, key: Tensor, value: Tensor, plan: PackedChunks, pages: LayerPages) -> Tensor:
+        attended = self._kernels.prefill_attention(
+            query,
+            key,
+            value,
+            pages.key_pages,
+            pages.value_pages,
+            plan.page_table,
+            plan.query_starts,
+            plan.lengths,
+            plan.prefix_lengths,
+            plan.max_chunk,
+            pages.key_scale,
+            pages.value_scale,
+        )
+        return attended.flatten(1)
+
+    @staticmethod
+    def _unfolded(block: FusedBlock, hidden: Tensor) -> Tensor:
+        """The normalised stream with the norm's weight and bias, which `up` has folded in."""
+        return block.ln(hidden.to(block.ln.weight.dtype))
+
+    def _down(
+        self, block: FusedBlock, hidden: Tensor, attended: Tensor, inner: Tensor, adapters: BlockAdapters | None
+    ) -> Tensor:
+        """The sum that a block adds to the stream."""
+        operand = block.down.weight.dtype
+        if block.experts is None:
+            out = self._product(block.down, *self._kernels.concat_gelu(attended, inner, operand))
+            if adapters is not None:
+                adapters.add_proj(out, attended, self._unfolded(block, hidden))
+                adapters.add_fc2(out, gelu(inner, approximate="tanh"))
+            return out
+        rows, scale = self._kernels.concat_gelu(None, attended, operand, activate=False)
+        normed = self._unfolded(block, hidden)
+        out = self._product(block.down, rows, scale)
+        if adapters is not None:
+            adapters.add_proj(out, attended, normed)
+        return out + block.experts(normed, self._kernels.mixture_of_experts, adapters)
+
+
+def _part(matrix: Matrix, part: slice) -> Matrix:
+    """Some of a matrix's outputs."""
+    return Matrix(
+        weight=matrix.weight[part],
+        scale=None if matrix.scale is None else matrix.scale[part],
+        bias=matrix.bias[part],
+        row_sums=matrix.row_sums[part],
+    )
+
+
+def _single_rows(plan: PackedChunks, rows: Tensor) -> PackedChunks:
+    """The last rows of chunks as chunks of one row each, whose context is in the pages."""
+    chunks = torch.searchsorted(plan.query_starts[1:], rows.to(torch.int32), right=True)
+    return PackedChunks(
+        positions=plan.positions[rows],
+        slots=plan.slots[rows],
+        page_table=plan.page_table[chunks],
+        query_starts=torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device),
+        lengths=plan.lengths[chunks],
+        prefix_lengths=plan.prefix_lengths[chunks],
+        max_chunk=1,
+    )
+
+
+def _rows(matrix: Tensor, rows: Tensor) -> Tensor:
+    """Rows of a matrix that may be float8, which torch cannot index everywhere."""
+    if matrix.dtype.itemsize == 1:
+        return matrix.view(torch.uint8)[rows].view(matrix.dtype)
+    return matrix[rows]

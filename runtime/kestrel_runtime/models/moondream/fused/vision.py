@@ -1,0 +1,257 @@
+"""The vision encoder on fused operations, optionally with products in float8; equal to the plain `VisionModel`.
+
+Knows weights and kernels; knows nothing about requests and batches.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding_bag, layer_norm
+
+from kestrel_ops import Kernels, has_float8_product
+from kestrel_runtime.models.moondream.config import VisionConfig
+from kestrel_runtime.models.moondream.fused.weights import Matrix, free_weights
+from kestrel_runtime.models.moondream.vision.encoder import VisionModel
+
+# Products are fastest if every row starts at a multiple of 16 bytes.
+_PATCH_ALIGNMENT = 8
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Linear:
+    """A linear layer in the layout of the products."""
+
+    weight: Tensor  # [N, K] model dtype or float8_e4m3fn
+    scale: Tensor | None  # [N] float32 where the weight is float8
+    bias: Tensor  # [N] model dtype
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """The four products of a block; both LayerNorms' weights and biases are folded into `qkv` and `fc1`."""
+
+    qkv: _Linear
+    proj: _Linear
+    fc1: _Linear
+    fc2: _Linear
+
+
+def folded(layer: nn.Linear, norm: nn.LayerNorm | None) -> tuple[Tensor, Tensor]:
+    """Float32 weight [N, K] and bias [N] of a layer, with a gain and a shift of its input folded in."""
+    weight, bias = layer.weight.float(), layer.bias.float()
+    if norm is None:
+        return weight, bias
+    return weight * norm.weight.float(), bias + weight @ norm.bias.float()
+
+
+class FusedVision:
+    """Encoder and projector of a loaded `VisionModel`, for many tiles and many images at a time."""
+
+    def __init__(
+        self,
+        vision: VisionModel,
+        kernels: Kernels,
+        precision: Literal["model", "float8"],
+        *,
+        frees_originals: bool = False,
+    ) -> None:
+        """Copies the weights. With `frees_originals` those of the model are freed block by block, except the final
+        norm.
+
+        In float8, a matrix whose sizes no float8 product supports stays in the model's type.
+        """
+        self.config = vision.config
+        self._kernels = kernels
+        self._dtype = vision.patch_emb.weight.dtype
+        self._precision = precision
+        self._post_ln = vision.post_ln
+        self._epsilon = vision.post_ln.eps
+        with torch.no_grad():
+            self._patch_weight, self._patch_offsets = self._fold_pixels(vision)
+            self._blocks: list[_Block] = []
+            self._fold_blocks(vision, frees_originals=frees_originals)
+            self._projector = [self._linear(layer) for layer in (vision.proj_mlp.fc1, vision.proj_mlp.fc2)]
+        if frees_originals:
+            free_weights(vision.patch_emb, vision.proj_mlp.fc1, vision.proj_mlp.fc2)
+            vision.pos_emb = nn.Parameter(vision.pos_emb.to("meta"), requires_grad=False)
+        self._log_kept()
+        self._plans: dict[tuple[int, int], PoolingPlan] = {}
+
+    def encode(self, tiles: Tensor) -> Tensor:
+        """uint8 tiles [N, side, side, channels] → features [N, patches, enc_dim], those of `VisionModel.encode`."""
+        hidden = self._embed_patches(tiles)
+        delta: Tensor | None = None
+        for layer in range(self.config.enc_n_layers):
+            delta = self._run_block(layer, hidden, delta)
+        if delta is not None:
+            hidden += delta
+        features = layer_norm(hidden, hidden.shape[-1:], self._post_ln.weight, self._post_ln.bias, self._epsilon)
+        return features.view(len(tiles), self.config.num_image_tokens, -1)
+
+    def states(self, tiles: Tensor) -> Iterator[Tensor]:
+        """The stream [N * patches, enc_dim] after each block, for inspection."""
+        hidden = self._embed_patches(tiles)
+        delta: Tensor | None = None
+        for layer in range(self.config.enc_n_layers):
+            delta = self._run_block(layer, hidden, delta)
+            yield hidden.clone() if delta is None else hidden + delta
+
+    def project_all(self, features: Sequence[Tensor], tilings: Sequence[tuple[int, int]]) -> Tensor:
+        """Features of several images → their embeddings [images, patches, text dim].
+
+        Each image's are [1 + rows * columns, patches, enc_dim], the global tile first; a tiling is (rows, columns).
+        """
+        num_patches = self.config.num_image_tokens
+        plans = [self._plan(tiling, image.device) for image, tiling in zip(features, tilings, strict=True)]
+        num_entries = itertools.accumulate((len(plan.patches) for plan in plans), initial=0)
+        num_rows = itertools.accumulate((len(image) * num_patches for image in features), initial=0)
+        patches = torch.cat([plan.patches + base for plan, base in zip(plans, num_rows, strict=False)])
+        starts = torch.cat([plan.starts + base for plan, base in zip(plans, num_entries, strict=False)])
+        rows = torch.cat([image.flatten(0, 1) for image in features])
+        # A row of the projector's input: a patch of the global tile, then an average of local patches.
+        joined = embedding_bag(patches, rows, starts, mode="mean").view(len(plans) * num_patches, -1)
+        fc1, fc2 = self._projector
+        inner = self._product(*self._quantised(joined, fc1, activate=False), fc1)
+        return self._product(*self._quantised(inner, fc2), fc2).view(len(plans), num_patches, -1)
+
+    def _embed_patches(self, tiles: Tensor) -> Tensor:
+        config = self.config
+        size, side, channels = config.enc_patch_size, config.grid_size, config.in_channels
+        # Pixels as signed bytes, -128 to 127: exact in every type. A patch is ordered channel, row, column.
+        signed = (tiles ^ 128).view(torch.int8).view(-1, side, size, side, size, channels)
+        padded = torch.zeros(
+            len(tiles) * side * side, self._patch_weight.shape[1], dtype=self._dtype, device=tiles.device
+        )
+        patches = padded[:, : channels * size * size].view(-1, side, side, channels, size, size)
+        patches.copy_(signed.permute(0, 1, 3, 5, 2, 4))
+        hidden = self._kernels.scaled_linear(padded, None, self._patch_weight, None, None, self._dtype)
+        hidden.view(len(tiles), side * side, -1).add_(self._patch_offsets)
+        return hidden
+
+    def _run_block(self, layer: int, hidden: Tensor, delta: Tensor | None) -> Tensor | None:
+        # Adds `delta` to `hidden` and returns the next `delta`.
+        block = self._blocks[layer]
+        packed = self._product(*self._normed(hidden, delta, block.qkv), block.qkv)
+        attended = self._product(*self._quantised(self._attend(packed), block.proj, activate=False), block.proj)
+        inner = self._product(*self._normed(hidden, attended, block.fc1), block.fc1)
+        return self._product(*self._quantised(inner, block.fc2), block.fc2)
+
+    def _attend(self, packed: Tensor, out_scale: float | None = None) -> Tensor:
+        config = self.config
+        return self._kernels.crop_attention(packed, config.num_image_tokens, config.enc_n_heads, out_scale)
+
+    def _normed(self, hidden: Tensor, delta: Tensor | None, taker: _Linear) -> tuple[Tensor, Tensor | None]:
+        return self._kernels.add_layer_norm(hidden, delta, self._epsilon, taker.weight.dtype)
+
+    def _quantised(self, rows: Tensor, taker: _Linear, activate: bool = True) -> tuple[Tensor, Tensor | None]:
+        if not activate and rows.dtype == taker.weight.dtype:
+            return rows, None
+        return self._kernels.concat_gelu(None, rows, taker.weight.dtype, activate)
+
+    def _product(self, rows: Tensor, scale: Tensor | None, linear: _Linear) -> Tensor:
+        return self._kernels.scaled_linear(rows, scale, linear.weight, linear.scale, linear.bias, self._dtype)
+
+    def _fold_pixels(self, vision: VisionModel) -> tuple[Tensor, Tensor]:
+        # The model sees (2 * byte - 255) / 255 = (2 * signed + 1) / 255.
+        weight = vision.patch_emb.weight.float()
+        padding = -weight.shape[1] % _PATCH_ALIGNMENT
+        padded = torch.nn.functional.pad(weight * (2 / 255), (0, padding)).to(self._dtype)
+        offsets = vision.pos_emb[0].float() + vision.patch_emb.bias.float() + weight.sum(dim=1) / 255
+        return padded, offsets.to(self._dtype)
+
+    def _fold_blocks(self, vision: VisionModel, *, frees_originals: bool) -> None:
+        for block in vision.blocks:
+            self._blocks.append(self._fold_block(block))
+            if frees_originals:
+                self._free_matrices(block)
+
+    @staticmethod
+    def _free_matrices(block: Any) -> None:  # of `VisionModel`
+        free_weights(block.attn.qkv, block.attn.proj, block.mlp.fc1, block.mlp.fc2)
+
+    def _fold_block(self, block: Any) -> _Block:  # a block of `VisionModel`
+        return _Block(
+            qkv=self._linear(block.attn.qkv, block.ln1),
+            proj=self._linear(block.attn.proj),
+            fc1=self._linear(block.mlp.fc1, block.ln2),
+            fc2=self._linear(block.mlp.fc2),
+        )
+
+    def _linear(self, layer: nn.Linear, norm: nn.LayerNorm | None = None) -> _Linear:
+        weight, bias = folded(layer, norm)
+        fits = self._precision == "float8" and has_float8_product(*weight.shape)
+        dtype = torch.float8_e4m3fn if fits else self._dtype
+        matrix = Matrix.of(weight, bias, dtype)
+        return _Linear(matrix.weight, matrix.scale, matrix.bias.to(self._dtype))
+
+    def _log_kept(self) -> None:
+        matrices = [matrix for block in self._blocks for matrix in (block.qkv, block.proj, block.fc1, block.fc2)]
+        matrices += self._projector
+        if self._precision == "float8" and (num_kept := sum(matrix.scale is None for matrix in matrices)):
+            _log.warning(
+                "%d of %d vision matrices stay in %s: float8 products need multiples of 16",
+                num_kept,
+                len(matrices),
+                self._dtype,
+            )
+
+    def _plan(self, tiling: tuple[int, int], device: torch.device) -> PoolingPlan:
+        if tiling not in self._plans:
+            self._plans[tiling] = PoolingPlan.of(self.config, *tiling, device)
+        return self._plans[tiling]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingPlan:
+    """Averages in the order: patch 0 of the global tile, place 0 of the pooled whole, patch 1, place 1 …"""
+
+    patches: Tensor
+    """[entries] int64: indices of patches, counted from the image's first tile."""
+    starts: Tensor
+    """[2 * patches of a tile] int64: the first index in `patches` of each average."""
+
+    @classmethod
+    def of(cls, config: VisionConfig, rows: int, columns: int, device: torch.device) -> PoolingPlan:
+        """The plan of a tiling. It equals stitching followed by an adaptive average pool to the size of a tile."""
+        side = config.grid_size
+        stitched_rows, stitched_columns = _stitched(config, rows), _stitched(config, columns)
+        averages: list[list[int]] = []
+        for y, x in itertools.product(range(side), repeat=2):
+            averages.append([y * side + x])
+            averages.append(
+                [
+                    (1 + row * columns + column) * side * side + crop_y * side + crop_x
+                    for row, crop_y in _window(stitched_rows, y, side)
+                    for column, crop_x in _window(stitched_columns, x, side)
+                ]
+            )
+        starts = itertools.accumulate((len(average) for average in averages[:-1]), initial=0)
+        return cls(
+            patches=torch.tensor([patch for average in averages for patch in average], device=device),
+            starts=torch.tensor(list(starts), device=device),
+        )
+
+
+def _stitched(config: VisionConfig, count: int) -> list[tuple[int, int]]:
+    # Along one axis: the tile, and the place within it, of every patch that stitching keeps. Each tile contributes
+    # its middle, and its margins only at the border of the image.
+    margin, side = config.overlap_margin, config.grid_size
+    return [
+        (tile, place)
+        for tile in range(count)
+        for place in range(0 if tile == 0 else margin, side if tile == count - 1 else side - margin)
+    ]
+
+
+def _window(places: list[tuple[int, int]], index: int, count: int) -> list[tuple[int, int]]:
+    # The window of an adaptive average pool from len(places) to `count`.
+    return places[index * len(places) // count : -(-(index + 1) * len(places) // count)]

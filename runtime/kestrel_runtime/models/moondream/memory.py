@@ -1,0 +1,265 @@
+"""Computes the memory that a Moondream needs besides its weights, and creates its key-value cache.
+
+The activations of the largest steps are measured on a CUDA device and estimated elsewhere. A measurement runs them
+without captured graphs, before the cache is sized. Their tokens write no keys and values, so a cache of one page is
+enough.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kestrel_ops import invariant_attention_bytes
+from kestrel_runtime.api.config import MIB, EngineConfig
+from kestrel_runtime.api.engine import MemoryPlan
+from kestrel_runtime.api.errors import CheckpointError
+from kestrel_runtime.execution.buckets import PrefillSize
+from kestrel_runtime.execution.buckets import largest_prefill as largest_size
+from kestrel_runtime.execution.kv_cache import KVCache
+from kestrel_runtime.execution.logits import AllowedTokens, LogitAdjustments
+from kestrel_runtime.execution.step_inputs import InputBuffers, PackedChunks, fill_blank_prefill
+from kestrel_runtime.imaging.tiles import max_kept_bytes
+from kestrel_runtime.memory.plan import MemoryNeeds, MemoryReading, image_cache_bytes, plan_memory
+from kestrel_runtime.models.moondream.config import MoondreamConfig
+from kestrel_runtime.models.moondream.model import Moondream
+from kestrel_runtime.models.moondream.model_paths import ModelPaths
+from kestrel_runtime.models.moondream.text.paths import FusedText, InvariantText
+from kestrel_runtime.models.moondream.vision.tiling import MoondreamTiling
+from kestrel_runtime.scheduling.limits import StepBounds
+
+_TYPICAL_CONTEXT_TOKENS = 2048
+_MOST_GRAPH_BYTES = 2048 * MIB
+_GRAPHS_SHARE = 8
+"""Graphs, without their pools, get at most one part in so many of the available memory."""
+_CHUNKS_PER_CONTEXT = 4
+
+_log = logging.getLogger(__name__)
+
+
+def plan_cache(
+    model: Moondream,
+    config: EngineConfig,
+    bounds: StepBounds,
+    *,
+    step_bytes: int,
+    weight_bytes: int,
+    with_graphs: bool,
+    host_image_bytes: int,
+    adapter_bytes: int = 0,
+) -> tuple[int, MemoryPlan]:
+    """The number of pages of the model's cache, and the plan of all memory. Call it when all weights are in memory.
+
+    `step_bytes`: activations of the largest step. `weight_bytes`, and `host_image_bytes` for decoded images, count
+    if the device is the host. Raises `CheckpointError` if memory is too small for the fewest pages.
+    """
+    reading = MemoryReading.of(model.device, weight_bytes, config.memory_limit)
+    needs = memory_needs(
+        model,
+        config,
+        bounds,
+        step_bytes=step_bytes,
+        available_bytes=reading.available_bytes,
+        with_graphs=with_graphs,
+        host_image_bytes=host_image_bytes,
+        adapter_bytes=adapter_bytes,
+    )
+    return plan_memory(reading, needs, config.memory_utilization, config.num_kv_pages)
+
+
+def memory_needs(
+    model: Moondream,
+    config: EngineConfig,
+    bounds: StepBounds,
+    *,
+    step_bytes: int,
+    available_bytes: int,
+    with_graphs: bool,
+    host_image_bytes: int,
+    adapter_bytes: int = 0,
+) -> MemoryNeeds:
+    """The needs of steps within `bounds` on a device with `available_bytes` left; see `plan_cache`."""
+    text, page_size = model.config.text, config.page_size
+    typical_pages = -(-min(text.max_context, _TYPICAL_CONTEXT_TOKENS) // page_size)
+    # Steps without a graph need memory in addition to the pools of captured graphs, which are as large.
+    graph_bytes = step_bytes + min(_MOST_GRAPH_BYTES, available_bytes // _GRAPHS_SHARE) if with_graphs else 0
+    on_device = model.device.type == "cuda"
+    image_bytes = model.config.vision.num_image_tokens * text.dim * model.dtype.itemsize
+    return MemoryNeeds(
+        page_bytes=KVCache.bytes_per_page(text, page_size, cache_dtype(model, config)),
+        least_pages=smallest_num_pages(model.config, page_size),
+        batch_pages=bounds.max_batch_size * typical_pages,
+        activation_bytes=step_bytes + _sampling_bytes(bounds.max_batch_size, text.vocab_size),
+        graph_bytes=graph_bytes,
+        image_bytes=_device_image_bytes(model, bounds) if on_device else host_image_bytes,
+        adapter_bytes=adapter_bytes,
+        image_cache_bytes=image_cache_bytes(
+            config.image_cache_bytes, image_bytes, available_bytes, is_host=not on_device
+        ),
+    )
+
+
+def _sampling_bytes(max_batch_size: int, vocab_size: int) -> int:
+    """The tables of penalties, biases and allowed tokens: a row for each sequence, a spare one and padding."""
+    num_rows = max_batch_size + 2
+    return LogitAdjustments.num_bytes(num_rows, vocab_size) + AllowedTokens.num_bytes(num_rows, vocab_size)
+
+
+def weight_bytes(model: Moondream) -> int:
+    """Bytes of all weights that are in memory."""
+    return sum(tensor.nbytes for tensor in model.parameters() if not tensor.is_meta)
+
+
+def smallest_num_pages(model: MoondreamConfig, page_size: int) -> int:
+    """The fewest pages with which every skill can run: for an image, a prompt with one word, and one sampled token.
+
+    With a smaller cache some skill could never run. The scheduler requires no more pages on an idle engine.
+    """
+    templates = model.tokenizer.templates
+    lengths = (
+        max(map(len, parts.values())) if skill == "caption" else sum(map(len, parts.values())) + 1
+        for skill, parts in templates.items()
+    )
+    longest = max(lengths, default=0)
+    return -(-(model.text.prefix_attn + longest + 1) // page_size)
+
+
+def cache_dtype(model: Moondream, config: EngineConfig) -> torch.dtype:
+    """The type of cached keys and values."""
+    return torch.float8_e4m3fn if config.kv_dtype == "float8" else model.dtype
+
+
+def new_cache(model: Moondream, config: EngineConfig, num_pages: int) -> KVCache:
+    """A cache on the model's device. Raises `CheckpointError` if there is no memory for it."""
+    dtype = cache_dtype(model, config)
+    try:
+        return KVCache(model.config.text, num_pages, config.page_size, model.device, dtype)
+    except torch.OutOfMemoryError as error:
+        size = num_pages * KVCache.bytes_per_page(model.config.text, config.page_size, dtype)
+        raise CheckpointError(
+            f"no memory for a key-value cache of {num_pages} pages ({size / 2**30:.1f} GiB) on {model.device}"
+        ) from error
+
+
+def _device_image_bytes(model: Moondream, bounds: StepBounds) -> int:
+    """Images on the device: the tiles of a full batch and of the next one, which the device tiler prefetches;
+    embeddings and features of a full batch; the pixels of two images being tiled, before and after each resize."""
+    vision, text = model.config.vision, model.config.text
+    num_tiles = 1 + vision.max_crops
+    tile_bytes = num_tiles * vision.crop_size**2 * vision.in_channels
+    # Features are kept only while a batch of images is being encoded, until all tiles of their image are.
+    num_feature_tiles = max(bounds.max_tiles, num_tiles) + num_tiles
+    feature_bytes = num_feature_tiles * vision.num_image_tokens * vision.enc_dim * model.dtype.itemsize
+    embedding_bytes = vision.num_image_tokens * text.dim * model.dtype.itemsize
+    tiling_bytes = 2 * 2 * max_kept_bytes(MoondreamTiling(vision), decoded=True)
+    return bounds.max_batch_size * (2 * tile_bytes + embedding_bytes) + feature_bytes + tiling_bytes
+
+
+def step_bytes(model: Moondream, paths: ModelPaths, bounds: StepBounds, page_size: int, dtype: torch.dtype) -> int:
+    """Bytes of the largest step within `bounds`, with a cache of `dtype`.
+
+    Measured on a CUDA device with a fused text path. Estimated elsewhere, or if the measurement fails, for example
+    for lack of memory.
+    """
+    estimate = estimated_step_bytes(model.config, bounds, model.dtype.itemsize)
+    if isinstance(paths.text, InvariantText):
+        text = model.config.text
+        return estimate + invariant_attention_bytes(text.n_heads, text.head_dim, page_size)
+    if model.device.type != "cuda" or not isinstance(paths.text, FusedText):
+        return estimate
+    try:
+        cache = KVCache(model.config.text, 1, page_size, model.device, dtype)
+        works = (largest_prefill(model, paths, cache, bounds), largest_encode(model, paths, bounds))
+        measured = max(map(peak_bytes, works))
+    except RuntimeError as error:
+        _log.warning("activations are estimated, not measured: %s", str(error).partition("\n")[0])
+        return estimate
+    _log.info("largest step: %.0f MiB of activations, estimated %.0f", measured / MIB, estimate / MIB)
+    return measured
+
+
+def estimated_step_bytes(config: MoondreamConfig, bounds: StepBounds, itemsize: int) -> int:
+    """An upper estimate of the activations of the largest step. Tiles and prompts use the same memory, one after
+    the other.
+
+    A block holds the residual stream and its delta in float32, its products, and copies of them for the next
+    product.
+    """
+    text, vision = config.text, config.vision
+    token_bytes = 4 * text.dim * 4 + (2 * (text.qkv_dim + text.ff_dim) + 4 * text.dim) * itemsize
+    if text.moe is not None:
+        token_bytes += text.moe.experts_per_token * (4 * text.moe.expert_inner_dim + 3 * text.dim) * itemsize
+    patch_bytes = (2 * (3 * vision.enc_dim + vision.enc_ff_dim) + 6 * vision.enc_dim) * itemsize
+    num_tokens = max(bounds.max_prefill_tokens, text.prefix_attn)
+    num_patches = max(bounds.max_tiles, 1 + vision.max_crops) * vision.num_image_tokens
+    return max(num_tokens * token_bytes, num_patches * patch_bytes)
+
+
+def largest_prefill(
+    model: Moondream, paths: ModelPaths, cache: KVCache, bounds: StepBounds
+) -> Callable[[], Tensor]:
+    """A prefill of as many tokens as a step may have, in chunks of a part of the longest context."""
+    text, tokens = model.config.text, bounds.max_prefill_tokens
+    max_pages = -(-text.max_context // cache.page_size)
+    num_chunks = -(-tokens // text.max_context) * _CHUNKS_PER_CONTEXT
+    size = largest_size(tokens, num_chunks, max_pages)._replace(max_chunk=-(-tokens // num_chunks))
+    return blank_prefill(model, paths, cache, size)
+
+
+def blank_prefill(model: Moondream, paths: ModelPaths, cache: KVCache, size: PrefillSize) -> Callable[[], Tensor]:
+    """A prefill of padding, which writes no keys and values."""
+    device = model.device
+    fields = InputBuffers(device, 2).prefill(
+        size, partial(fill_blank_prefill, size=size, padding_row=0), in_place=False
+    )
+    chunks = PackedChunks(
+        positions=fields.positions,
+        slots=fields.kv_slots,
+        page_table=torch.zeros(size.num_chunks, size.max_pages, dtype=torch.int32, device=device),
+        query_starts=fields.query_starts,
+        lengths=fields.context_lengths,
+        prefix_lengths=fields.prefix_lengths,
+        max_chunk=size.max_chunk,
+    )
+    embeddings = torch.zeros(size.num_tokens, model.config.text.dim, dtype=model.dtype, device=device)
+    return partial(paths.text.prefill, embeddings, chunks, fields.sample_tokens, cache)
+
+
+def largest_encode(model: Moondream, paths: ModelPaths, bounds: StepBounds) -> Callable[[], Tensor]:
+    """The encoding of as many tiles as a step may have, of images with two tiles, and their projection."""
+    vision = model.config.vision
+    num_images = -(-max(bounds.max_tiles, 1 + vision.max_crops) // 2)
+    tiles = torch.zeros(
+        2 * num_images,
+        vision.crop_size,
+        vision.crop_size,
+        vision.in_channels,
+        dtype=torch.uint8,
+        device=model.device,
+    )
+
+    def encode() -> Tensor:
+        features = paths.vision.encode(tiles).split(2)
+        return paths.vision.project_all(features, [(1, 1)] * num_images)
+
+    return encode
+
+
+@torch.inference_mode()
+def peak_bytes(work: Callable[[], Tensor]) -> int:
+    """Peak device memory of `work`, beyond the memory in use before. Runs it twice and synchronises.
+
+    It is the larger one of two increases: of the memory that the allocator reserves, and of the memory of tensors.
+    """
+    work()  # compilers and libraries allocate at first use
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    work()
+    torch.cuda.synchronize()
+    return max(torch.cuda.max_memory_allocated() - allocated, torch.cuda.max_memory_reserved() - reserved)

@@ -1,0 +1,232 @@
+"""The decoder: parallel attention and MLP blocks over packed tokens.
+
+The caller passes the attention. Sources: the public reference's `text.py`
+for Moondream 2 and the published Moondream 3 `text.py` for tau attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import repeat
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import gelu
+
+from kestrel_ops import mixture_of_experts, rotary, tau_scales
+from kestrel_runtime.models.moondream.adapters.slabs import BlockAdapters, RowAdapters
+from kestrel_runtime.models.moondream.config import MoeConfig, TextConfig
+
+
+class Attend(Protocol):
+    """Stores a layer's new keys and values, then attends: q [T, H, D], k and v [T, G, D] → [T, H, D]."""
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor: ...
+
+
+class TextModel(nn.Module):
+    """Embedding, blocks and head. Parameters carry the names of the hub checkpoints."""
+
+    def __init__(self, config: TextConfig, *, fp8_experts: bool = False) -> None:
+        super().__init__()
+        self.config = config
+        self.wte = nn.Parameter(torch.empty(config.vocab_size, config.dim))
+        self.blocks = nn.ModuleList(_Block(config, layer, fp8_experts) for layer in range(config.n_layers))
+        self.post_ln = nn.LayerNorm(config.dim)
+        self.lm_head = nn.Linear(config.dim, config.vocab_size)
+        self._tables: tuple[Tensor, Tensor] | None = None
+
+    def forward(
+        self,
+        embeddings: Tensor,  # [T, dim]
+        positions: Tensor,  # [T] int64
+        attend: Attend,
+        adapters: RowAdapters | None = None,
+    ) -> Tensor:  # [T, dim]: the last block's output, before the final LayerNorm
+        """Run the blocks over packed tokens, with the adapter of each token's slot where there are any."""
+        if self._tables is None or self._tables[0].device != embeddings.device:
+            config = self.config
+            self._tables = rotary_tables(
+                config.rotary_dim, config.max_context, config.rope_theta, embeddings.device
+            )
+        cosine, sine = (table[positions] for table in self._tables)
+        hidden = embeddings
+        by_layer = repeat(None) if adapters is None else adapters.of_layers()
+        for layer, (block, own) in enumerate(zip(self.blocks, by_layer, strict=False)):
+            hidden = block(hidden, positions, cosine, sine, attend, layer, own)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[B, dim] from `forward` → [B, vocabulary]."""
+        return self.lm_head(self.post_ln(hidden))
+
+
+class _Block(nn.Module):
+    """x + attention(LN x) + mlp(LN x), one LayerNorm for both."""
+
+    def __init__(self, config: TextConfig, layer: int, fp8_experts: bool) -> None:
+        super().__init__()
+        self.ln = nn.LayerNorm(config.dim)
+        self.attn = _Attention(config)
+        if config.moe is not None and config.is_moe_layer(layer):
+            self.mlp = MixtureOfExperts(config.dim, config.moe, fp8=fp8_experts)
+        else:
+            self.mlp = Mlp(config.dim, config.ff_dim, config.dim)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        positions: Tensor,
+        cosine: Tensor,
+        sine: Tensor,
+        attend: Attend,
+        layer: int,
+        adapters: BlockAdapters | None,
+    ) -> Tensor:
+        normed = self.ln(hidden)
+        attended = self.attn(normed, positions, cosine, sine, attend, layer, adapters)
+        return hidden + attended + self.mlp(normed, adapters=adapters)
+
+
+class _Attention(nn.Module):
+    def __init__(self, config: TextConfig) -> None:
+        super().__init__()
+        self.num_heads = config.n_heads
+        self.num_groups = config.n_kv_heads
+        self.head_dim = config.head_dim
+        self.qkv = nn.Linear(config.dim, config.qkv_dim)
+        self.proj = nn.Linear(config.n_heads * config.head_dim, config.dim)
+        self.tau = Tau(config) if config.tau_attn else None
+
+    def forward(
+        self,
+        normed: Tensor,
+        positions: Tensor,
+        cosine: Tensor,
+        sine: Tensor,
+        attend: Attend,
+        layer: int,
+        adapters: BlockAdapters | None,
+    ) -> Tensor:
+        packed = self.qkv(normed)
+        if adapters is not None:
+            adapters.add_qkv(packed, normed)
+        groups = self.num_groups * self.head_dim
+        query, key, value = packed.split((packed.shape[-1] - 2 * groups, groups, groups), dim=-1)
+        query = query.unflatten(-1, (self.num_heads, self.head_dim))
+        key = key.unflatten(-1, (self.num_groups, self.head_dim))
+        value = value.unflatten(-1, (self.num_groups, self.head_dim))
+        if self.tau is not None:
+            query_scale, value_scale = self.tau(packed, positions)
+            query = query * query_scale[..., None]
+            value = value * value_scale[..., None]
+        attended = attend(layer, rotary(query, cosine, sine), rotary(key, cosine, sine), value).flatten(1)
+        projected = self.proj(attended)
+        if adapters is not None:
+            adapters.add_proj(projected, attended, normed)
+        return projected
+
+
+class Tau(nn.Module):
+    """Scales queries and values, depending on the token and its position."""
+
+    def __init__(self, config: TextConfig) -> None:
+        super().__init__()
+        self.wq = nn.Parameter(torch.empty(config.n_heads, config.qkv_dim))
+        self.wv = nn.Parameter(torch.empty(config.n_heads, config.qkv_dim))
+        self.alpha = nn.Parameter(torch.empty(config.n_heads))
+
+    def forward(
+        self,
+        packed: Tensor,
+        positions: Tensor,
+        operation: Callable[..., tuple[Tensor, Tensor]] = tau_scales,
+    ) -> tuple[Tensor, Tensor]:
+        """Packed query, key and value [T, qkv_dim], positions [T] → [T, H] for queries and for values."""
+        return operation(packed, positions, self.wq, self.wv, self.alpha)
+
+
+class Mlp(nn.Module):
+    """Two linear layers around a tanh-form GELU."""
+
+    def __init__(self, in_dim: int, inner_dim: int, out_dim: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(in_dim, inner_dim)
+        self.fc2 = nn.Linear(inner_dim, out_dim)
+
+    def forward(self, hidden: Tensor, adapters: BlockAdapters | None = None) -> Tensor:
+        """[T, in] → [T, out]."""
+        inner = self.fc1(hidden)
+        if adapters is not None:
+            adapters.add_fc1(inner, hidden)
+        inner = gelu(inner, approximate="tanh")
+        out = self.fc2(inner)
+        if adapters is not None:
+            adapters.add_fc2(out, inner)
+        return out
+
+
+class MixtureOfExperts(nn.Module):
+    """Each token goes to its best experts; see `kestrel_ops.mixture_of_experts` for the arithmetic."""
+
+    def __init__(self, dim: int, config: MoeConfig, *, fp8: bool) -> None:
+        super().__init__()
+        self.experts_per_token = config.experts_per_token
+        self.router = nn.Linear(dim, config.num_experts)
+        self.logits = nn.Identity()
+        """What the router gives passes through it on every path, so that hooks can see and change the choices."""
+        self.fc1 = _Experts(config.num_experts, 2 * config.expert_inner_dim, dim, fp8=fp8)
+        self.fc2 = _Experts(config.num_experts, dim, config.expert_inner_dim, fp8=fp8)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        operation: Callable[..., Tensor] = mixture_of_experts,
+        adapters: BlockAdapters | None = None,
+    ) -> Tensor:
+        """[T, dim] → [T, dim], by the reference or another implementation."""
+        return self.mixed(hidden, self.router(hidden), operation, adapters)
+
+    def mixed(
+        self,
+        hidden: Tensor,  # [T, dim]
+        logits: Tensor,  # [T, experts], of the router
+        operation: Callable[..., Tensor] = mixture_of_experts,
+        adapters: BlockAdapters | None = None,
+    ) -> Tensor:
+        """[T, dim] → [T, dim], with tokens that are already routed."""
+        return operation(
+            hidden,
+            self.logits(logits),
+            self.fc1.weight,
+            self.fc2.weight,
+            self.experts_per_token,
+            self.fc1.scale,
+            self.fc2.scale,
+            None if adapters is None else adapters.of_experts(),
+        )
+
+
+class _Experts(nn.Module):
+    """A stack of weight matrices [experts, out, in]; float8 ones have a scale per expert and row."""
+
+    def __init__(self, num_experts: int, out_dim: int, in_dim: int, *, fp8: bool) -> None:
+        super().__init__()
+        dtype = torch.float8_e4m3fn if fp8 else None
+        self.weight = nn.Parameter(torch.empty(num_experts, out_dim, in_dim, dtype=dtype), requires_grad=not fp8)
+        self.scale = (
+            nn.Parameter(torch.empty(num_experts, out_dim, dtype=torch.float32), requires_grad=False)
+            if fp8
+            else None
+        )
+
+
+def rotary_tables(
+    rotary_dim: int, max_context: int, theta: float, device: torch.device | str = "cpu"
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of position * theta^(-2i / rotary_dim), each [max_context, rotary_dim / 2], float32."""
+    dims = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device)
+    frequencies = 1.0 / (theta ** (dims / rotary_dim))
+    angles = torch.arange(max_context, dtype=torch.float32, device=device)[:, None] * frequencies[None, :]
+    return angles.cos(), angles.sin()

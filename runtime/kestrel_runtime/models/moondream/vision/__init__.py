@@ -1,0 +1,1 @@
+"""From images to embeddings: tiles, the encoder, and graphs of encodings."""

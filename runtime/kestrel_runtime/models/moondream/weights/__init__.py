@@ -1,0 +1,1 @@
+"""From the tensors of a checkpoint to a checked state and its dimensions."""

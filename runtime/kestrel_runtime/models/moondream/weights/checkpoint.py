@@ -1,0 +1,283 @@
+"""Reads the tensors of a Moondream under canonical names, from either layout of names, and checks them.
+
+Knows names, shapes and types; knows no modules and does no arithmetic. Tensors are mapped from their files until
+they are used, in their stored type: float8 experts keep their bytes and their scales.
+
+Canonical names are those of the hub layout without its leading `model.`; the training layout
+(`text_model.*`, `vision_encoder.*`, `region_model.*`) is renamed to them.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from kestrel_runtime.api.errors import CheckpointError
+from kestrel_runtime.loading.checkpoint import Checkpoint
+from kestrel_runtime.models.moondream.config import ConfigError, MoondreamConfig
+from kestrel_runtime.models.moondream.weights.published import infer_config
+
+_log = logging.getLogger(__name__)
+
+MAX_LISTED_PROBLEMS = 20
+FP8 = torch.float8_e4m3fn
+_PLAIN_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+_SECTIONS = ("text", "vision", "region", "tokenizer")
+
+_LAYER = r"text_model\.transformer\.h\.(\d+)\."
+_VISUAL = r"vision_encoder\.encoder\.model\.visual\."
+_LINEAR = r"\.(weight|bias)"
+# Training name → canonical name.
+_TRAINING_NAMES = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"text_model\.transformer\.embd\.wte\.weight", "text.wte"),
+        (rf"text_model\.lm_head\.ln{_LINEAR}", r"text.post_ln.\1"),
+        (rf"text_model\.lm_head\.linear{_LINEAR}", r"text.lm_head.\1"),
+        (rf"{_LAYER}ln{_LINEAR}", r"text.blocks.\1.ln.\2"),
+        (rf"{_LAYER}mixer\.Wqkv{_LINEAR}", r"text.blocks.\1.attn.qkv.\2"),
+        (rf"{_LAYER}mixer\.out_proj{_LINEAR}", r"text.blocks.\1.attn.proj.\2"),
+        (rf"{_LAYER}tau_(wq|wv|wqwv|alpha)", r"text.blocks.\1.attn.tau.\2"),
+        (rf"{_LAYER}mlp\.(fc[12]){_LINEAR}", r"text.blocks.\1.mlp.\2.\3"),
+        (rf"{_LAYER}gate{_LINEAR}", r"text.blocks.\1.mlp.router.\2"),
+        (rf"{_LAYER}mlp\.experts\.weight", r"text.blocks.\1.mlp.fc1.weight"),
+        (rf"{_LAYER}mlp\.output_experts\.weight", r"text.blocks.\1.mlp.fc2.weight"),
+        (rf"{_LAYER}moe_quant\.up_scale", r"text.blocks.\1.mlp.fc1.scale"),
+        (rf"{_LAYER}moe_quant\.down_scale", r"text.blocks.\1.mlp.fc2.scale"),
+        (rf"{_VISUAL}patch_embed\.linear{_LINEAR}", r"vision.patch_emb.\1"),
+        (rf"{_VISUAL}pos_embed", "vision.pos_emb"),
+        (rf"{_VISUAL}norm{_LINEAR}", r"vision.post_ln.\1"),
+        (rf"{_VISUAL}blocks\.(\d+)\.norm([12]){_LINEAR}", r"vision.blocks.\1.ln\2.\3"),
+        (rf"{_VISUAL}blocks\.(\d+)\.(attn\.qkv|attn\.proj|mlp\.fc[12]){_LINEAR}", r"vision.blocks.\1.\2.\3"),
+        (rf"vision_encoder\.projection\.mlp\.(fc[12]){_LINEAR}", r"vision.proj_mlp.\1.\2"),
+        (r"region_model\.coordinate_features\.weight", "region.coord_features"),
+        (r"region_model\.size_features\.weight", "region.size_features"),
+        (rf"region_model\.coordinate_encoder{_LINEAR}", r"region.coord_encoder.\1"),
+        (rf"region_model\.size_encoder{_LINEAR}", r"region.size_encoder.\1"),
+        (rf"region_model\.coordinate_head{_LINEAR}", r"region.coord_decoder.\1"),
+        (rf"region_model\.size_head{_LINEAR}", r"region.size_decoder.\1"),
+        (rf"region_model\.coordinate_decoder\.(fc[12]){_LINEAR}", r"region.coord_decoder.\1.\2"),
+        (rf"region_model\.size_decoder\.(fc[12]){_LINEAR}", r"region.size_decoder.\1.\2"),
+        (rf"region_model\.ln{_LINEAR}", r"region.ln.\1"),
+    )
+]
+_TRANSPOSED = ("region.coord_features", "region.size_features")
+# Scales of a quantised key/value cache, which this engine keeps in the model's own type.
+_IGNORED = re.compile(r".*\.kv_quantizer\.[kv]_scale")
+
+
+def load_moondream_state(checkpoint: Checkpoint) -> tuple[MoondreamConfig, dict[str, Tensor]]:
+    """The configuration and all tensors of `checkpoint` by canonical name, checked against each other.
+
+    Dimensions that `config.json` omits are inferred from the tensors. Raises `CheckpointError`.
+    """
+    tensors = read_tensors(checkpoint.weight_files)
+    try:
+        config = MoondreamConfig.from_dict(_config_data(checkpoint.config, tensors))
+    except ConfigError as error:
+        raise CheckpointError(f"{checkpoint.name}: {error}") from error
+    expected = expected_tensors(config, fp8_experts=any(tensor.dtype is FP8 for tensor in tensors.values()))
+    tensors = {name: _with_unit_axes(tensor, expected.get(name)) for name, tensor in tensors.items()}
+    check_tensors(tensors, expected)
+    return config, tensors
+
+
+def read_tensors(files: Iterable[Path]) -> dict[str, Tensor]:
+    """All tensors of `files` by canonical name, not yet read from disk. Raises `CheckpointError`."""
+    stored: dict[str, Tensor] = {}
+    for file in files:
+        for name, tensor in _open(file).items():
+            name = name.replace("._orig_mod", "").removeprefix("_orig_mod.")
+            if name in stored:
+                raise CheckpointError(f"{file}: a second tensor {name}")
+            stored[name] = tensor
+    if any(name.startswith("text_model.transformer.") for name in stored):
+        pairs = list(_from_training_layout(stored))
+    elif any(name.startswith("model.text.blocks.") for name in stored):
+        pairs = [(name.removeprefix("model."), tensor) for name, tensor in stored.items()]
+    else:
+        some = ", ".join(sorted(stored)[:3]) or "none at all"
+        raise CheckpointError(f"no Moondream: neither layout's tensor names were found, but {some}")
+    twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
+    if twice:
+        raise CheckpointError(f"two tensors for {', '.join(twice[:MAX_LISTED_PROBLEMS])}")
+    return dict(pairs)
+
+
+def expected_tensors(config: MoondreamConfig, *, fp8_experts: bool) -> dict[str, tuple[int, ...]]:
+    """The shapes of all tensors of a model of these dimensions, by name."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for section in (_text_tensors(config, fp8_experts), _vision_tensors(config), _region_tensors(config)):
+        shapes.update(section)
+    return shapes
+
+
+def check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise one `CheckpointError` that names all missing and extra tensors, wrong shapes and unsupported types."""
+    problems = [f"missing {name} {list(shape)}" for name, shape in expected.items() if name not in tensors]
+    problems += [f"unexpected {name}" for name in tensors if name not in expected]
+    fp8_names = {name.removesuffix("scale") + "weight" for name in expected if name.endswith(".scale")}
+    for name, tensor in tensors.items():
+        if name not in expected:
+            continue
+        if tuple(tensor.shape) != expected[name]:
+            problems.append(f"{name} has shape {list(tensor.shape)} instead of {list(expected[name])}")
+        served_types = (FP8,) if name in fp8_names else _PLAIN_TYPES
+        if tensor.dtype not in served_types:
+            names = " or ".join(str(dtype).removeprefix("torch.") for dtype in served_types)
+            problems.append(f"{name} is {str(tensor.dtype).removeprefix('torch.')} instead of {names}")
+    if problems:
+        listed = problems[:MAX_LISTED_PROBLEMS]
+        rest = len(problems) - len(listed)
+        more = f"; and {rest} more" if rest else ""
+        raise CheckpointError(f"tensors that do not fit the model ({len(problems)}): {'; '.join(listed)}{more}")
+
+
+def _open(file: Path) -> dict[str, Tensor]:
+    try:
+        if file.suffix == ".safetensors":
+            with safe_open(file, framework="pt") as opened:
+                return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - no mapping
+        loaded = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    except (OSError, SafetensorError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+        first_line = (str(error).splitlines() or [""])[0]
+        raise CheckpointError(f"cannot read {file}: {first_line}") from error
+    if not isinstance(loaded, Mapping) or not all(isinstance(tensor, Tensor) for tensor in loaded.values()):
+        raise CheckpointError(f"{file} is not a flat mapping of names to tensors")
+    return {name: tensor.detach() for name, tensor in loaded.items()}
+
+
+def _from_training_layout(stored: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    num_ignored = 0
+    for name, tensor in stored.items():
+        if _IGNORED.fullmatch(name):
+            num_ignored += 1
+            continue
+        canonical = canonical_name(name)
+        if canonical.endswith(".tau.wqwv"):
+            base = canonical.removesuffix("wqwv")
+            wq, wv = torch.atleast_1d(tensor).tensor_split(2)
+            yield from ((f"{base}wq", wq), (f"{base}wv", wv))
+        elif canonical in _TRANSPOSED and tensor.ndim == 2:
+            yield canonical, tensor.T.contiguous()
+        else:
+            yield canonical, tensor
+    if num_ignored:
+        _log.info("ignoring %d scales of a quantised key/value cache", num_ignored)
+
+
+def canonical_name(name: str) -> str:
+    """The canonical name of a tensor of either layout; a name of none is returned as it is."""
+    for pattern, replacement in _TRAINING_NAMES:
+        match = pattern.fullmatch(name)
+        if match:
+            return match.expand(replacement)
+    return name  # kept, so that it is reported as unexpected
+
+
+def _config_data(config: Mapping[str, Any] | None, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    given = config or {}
+    if not any(section in given for section in _SECTIONS) and isinstance(given.get("config"), Mapping):
+        given = given["config"]
+    given = {section: given[section] for section in _SECTIONS if isinstance(given.get(section), Mapping)}
+    try:
+        MoondreamConfig.from_dict(given)
+    except ConfigError:
+        pass
+    else:
+        return given
+    inferred = infer_config({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    _log.info("dimensions follow from the tensors where config.json gives none")
+    # Each field of config.json takes precedence.
+    return {section: {**values, **given.get(section, {})} for section, values in inferred.items()}
+
+
+def _with_unit_axes(tensor: Tensor, shape: Sequence[int] | None) -> Tensor:
+    """`tensor` in `shape` if they differ only in axes of length 1, as the layouts do; else unchanged."""
+    if shape is None or [n for n in tensor.shape if n != 1] != [n for n in shape if n != 1]:
+        return tensor
+    return tensor.reshape(tuple(shape))
+
+
+def _text_tensors(config: MoondreamConfig, fp8_experts: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+    text = config.text
+    yield "text.wte", (text.vocab_size, text.dim)
+    yield from _norm("text.post_ln", text.dim)
+    yield from _linear("text.lm_head", text.vocab_size, text.dim)
+    for layer in range(text.n_layers):
+        block = f"text.blocks.{layer}"
+        yield from _norm(f"{block}.ln", text.dim)
+        yield from _linear(f"{block}.attn.qkv", text.qkv_dim, text.dim)
+        yield from _linear(f"{block}.attn.proj", text.dim, text.dim)
+        if text.tau_attn:
+            yield f"{block}.attn.tau.wq", (text.n_heads, text.qkv_dim)
+            yield f"{block}.attn.tau.wv", (text.n_heads, text.qkv_dim)
+            yield f"{block}.attn.tau.alpha", (text.n_heads,)
+        if text.moe is None or not text.is_moe_layer(layer):
+            yield from _mlp(f"{block}.mlp", text.dim, text.ff_dim, text.dim)
+            continue
+        moe = text.moe
+        yield from _linear(f"{block}.mlp.router", moe.num_experts, text.dim)
+        # The first half of fc1's rows is activated, the second gates it.
+        yield f"{block}.mlp.fc1.weight", (moe.num_experts, 2 * moe.expert_inner_dim, text.dim)
+        yield f"{block}.mlp.fc2.weight", (moe.num_experts, text.dim, moe.expert_inner_dim)
+        if fp8_experts:
+            yield f"{block}.mlp.fc1.scale", (moe.num_experts, 2 * moe.expert_inner_dim)
+            yield f"{block}.mlp.fc2.scale", (moe.num_experts, text.dim)
+
+
+def _vision_tensors(config: MoondreamConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    vision = config.vision
+    dim = vision.enc_dim
+    yield from _linear("vision.patch_emb", dim, vision.in_channels * vision.enc_patch_size**2)
+    yield "vision.pos_emb", (1, vision.num_image_tokens, dim)
+    for layer in range(vision.enc_n_layers):
+        block = f"vision.blocks.{layer}"
+        yield from _norm(f"{block}.ln1", dim)
+        yield from _linear(f"{block}.attn.qkv", 3 * dim, dim)
+        yield from _linear(f"{block}.attn.proj", dim, dim)
+        yield from _norm(f"{block}.ln2", dim)
+        yield from _mlp(f"{block}.mlp", dim, vision.enc_ff_dim, dim)
+    yield from _norm("vision.post_ln", dim)
+    yield from _mlp("vision.proj_mlp", 2 * dim, vision.proj_inner_dim, vision.proj_out_dim)
+
+
+def _region_tensors(config: MoondreamConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    region = config.region
+    # A feature is the cosine and the sine of one column.
+    yield "region.coord_features", (1, region.coord_feat_dim // 2)
+    yield "region.size_features", (2, region.size_feat_dim // 2)
+    yield from _linear("region.coord_encoder", region.dim, region.coord_feat_dim)
+    yield from _linear("region.size_encoder", region.dim, region.size_feat_dim)
+    for name, out_dim in (("coord_decoder", region.coord_out_dim), ("size_decoder", region.size_out_dim)):
+        if region.decoder_arch == "mlp":
+            assert region.inner_dim is not None  # checked by MoondreamConfig
+            yield from _mlp(f"region.{name}", region.dim, region.inner_dim, out_dim)
+        else:
+            yield from _linear(f"region.{name}", out_dim, region.dim)
+    if region.use_ln:
+        yield from _norm("region.ln", region.dim)
+
+
+def _norm(name: str, dim: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield f"{name}.weight", (dim,)
+    yield f"{name}.bias", (dim,)
+
+
+def _linear(name: str, out_dim: int, in_dim: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield f"{name}.weight", (out_dim, in_dim)
+    yield f"{name}.bias", (out_dim,)
+
+
+def _mlp(name: str, in_dim: int, inner_dim: int, out_dim: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield from _linear(f"{name}.fc1", inner_dim, in_dim)
+    yield from _linear(f"{name}.fc2", out_dim, inner_dim)
