@@ -6,9 +6,7 @@ import gc
 import random
 import threading
 import weakref
-from collections.abc import Iterator
 from dataclasses import replace
-from itertools import cycle, repeat
 from typing import Any
 
 import pytest
@@ -30,7 +28,6 @@ from kestrel_runtime.api.errors import (
 )
 from kestrel_runtime.api.events import Finished, FinishReason, Started, TextDelta
 from kestrel_runtime.api.requests import (
-    CachePolicy,
     Caption,
     Detect,
     Priority,
@@ -42,7 +39,7 @@ from kestrel_runtime.api.requests import (
 )
 from kestrel_runtime.api.stream import Stream
 from kestrel_runtime.engine.engine import LocalEngine
-from kestrel_runtime.execution.step_runner import StepHandle, StepRunner
+from kestrel_runtime.execution.step_runner import StepRunner
 from kestrel_runtime.models.loaded_model import LoadedModel
 from tests.reference_fixtures import MD3_SMALL
 
@@ -53,23 +50,6 @@ TILED_IMAGE = (MD3_SMALL / "image_0_500x400.png").read_bytes()
 def endless(seed: int = 14) -> Query:
     """A question with a very long answer."""
     return Query("hello", sampling=SamplingParams(temperature=50.0, top_p=1.0, max_tokens=3000, seed=seed))
-
-
-def mixed_requests() -> list[Request]:
-    """Thirty-two requests: every skill, with and without image, greedy and drawn."""
-    drawn = [SamplingParams(temperature=1.0, top_p=0.9, max_tokens=12, seed=seed) for seed in range(4)]
-    greedy = SamplingParams(temperature=0.0, max_tokens=12)
-    kinds: list[Request] = [
-        Query("What is in this image?", SMALL_IMAGE, sampling=greedy),
-        Query("license", SMALL_IMAGE, sampling=drawn[0]),
-        Query("Tell me about the oceans.", sampling=drawn[1]),
-        Caption(SMALL_IMAGE, "short", sampling=greedy),
-        Caption(TILED_IMAGE, "long", sampling=drawn[2]),
-        Detect("License", SMALL_IMAGE, max_objects=4),
-        Query("GNU", sampling=replace(drawn[3], top_k=50, min_p=0.001, top_p=1.0, **PENALTIES)),
-        Caption(SMALL_IMAGE, sampling=replace(greedy, **PENALTIES)),
-    ]
-    return [kinds[place % len(kinds)] for place in range(32)]
 
 
 PENALTIES: dict[str, Any] = {
@@ -115,35 +95,6 @@ async def test_nothing_of_a_request_waits_for_the_garbage_collector(engine: Loca
         gc.enable()
 
 
-async def test_thirty_two_mixed_requests_answer_as_they_do_alone(engine: LocalEngine) -> None:
-    requests = mixed_requests()
-    alone = {id(request): (await engine.submit(request).result()).output for request in set(requests)}
-    together = await asyncio.gather(*(engine.submit(request).result() for request in requests))
-    assert [finished.output for finished in together] == [alone[id(request)] for request in requests]
-
-
-@pytest.mark.parametrize(
-    "is_complete", [repeat(True), repeat(False), cycle([False, False, True])], ids=["soon", "late", "now and then"]
-)
-async def test_looking_ahead_changes_no_answer(
-    loaded: LoadedModel, engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, is_complete: Iterator[bool]
-) -> None:
-    requests = [*mixed_requests()[:8], Query("why?", sampling=SamplingParams(max_tokens=4, seed=5))]
-    requests = [replace(item, options=RequestOptions(cache=CachePolicy.BYPASS)) for item in requests]
-    one_by_one = await asyncio.gather(*(engine.submit(request).result() for request in requests))
-    monkeypatch.setattr(StepRunner, "is_asynchronous", True)
-    monkeypatch.setattr(StepHandle, "is_complete", lambda _: next(is_complete))
-    # Pages for a few at a time, so that some are preempted while others decode ahead; prompts are chunked.
-    ahead = LocalEngine(loaded, EngineConfig(model="", num_kv_pages=150, max_prefill_tokens=8))
-    try:
-        overlapped = await asyncio.gather(*(ahead.submit(request).result() for request in requests))
-        assert [finished.output for finished in overlapped] == [finished.output for finished in one_by_one]
-        assert [finished.usage for finished in overlapped] == [finished.usage for finished in one_by_one]
-        assert ahead.load().num_used_pages == 0
-    finally:
-        ahead.close()
-
-
 async def test_a_cache_too_small_for_all_sequences_changes_no_answer(
     loaded: LoadedModel, engine: LocalEngine
 ) -> None:
@@ -179,16 +130,6 @@ async def test_an_answer_is_the_same_wherever_its_image_is_cut(loaded: LoadedMod
         company.cancel()
     finally:
         on_device.close()
-
-
-async def test_an_equal_seed_gives_an_equal_answer_and_another_seed_another(engine: LocalEngine) -> None:
-    def drawn(seed: int | None) -> Query:
-        return Query("hello", sampling=SamplingParams(temperature=5.0, max_tokens=30, seed=seed))
-
-    seeds = (7, 7, 8, None, None)
-    outputs = [(await engine.submit(drawn(seed)).result()).output for seed in seeds]
-    assert outputs[0] == outputs[1]
-    assert len(set(outputs)) == 4
 
 
 async def test_samples_of_one_request_share_its_image(loaded: LoadedModel) -> None:
@@ -330,7 +271,12 @@ async def test_requests_that_yield_are_answered_as_they_are_alone(
 ) -> None:
     drawn = [SamplingParams(temperature=1.0, max_tokens=40, seed=n) for n in range(6)]
     drawn = [replace(params, **PENALTIES) if params.seed in (1, 4) else params for params in drawn]
-    requests = [*(Query(f"why {params.seed}?", sampling=params) for params in drawn), *mixed_requests()[3:6]]
+    requests = [
+        *(Query(f"why {params.seed}?", sampling=params) for params in drawn),
+        Caption(SMALL_IMAGE, "short", sampling=SamplingParams(temperature=0.0, max_tokens=12)),
+        Caption(TILED_IMAGE, "long", sampling=replace(drawn[2], top_p=0.9, max_tokens=12)),
+        Detect("License", SMALL_IMAGE, max_objects=4),
+    ]
     alone = [(await engine.submit(request).result()).output for request in requests]
     monkeypatch.setattr(StepRunner, "is_asynchronous", is_asynchronous)
     crowded = LocalEngine(loaded, EngineConfig(model="", max_batch_size=4, num_kv_pages=150))

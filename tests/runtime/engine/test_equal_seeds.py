@@ -56,6 +56,10 @@ def print_answers() -> None:
 
 
 async def test_a_batch_a_preemption_and_a_restart_change_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = [sys.executable, "-c", "from tests.runtime.engine import test_equal_seeds as t; t.print_answers()"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    process = await asyncio.create_subprocess_exec(*command, env=environment, stdout=asyncio.subprocess.PIPE)
+
     requests = [drawn(number) for number in range(10)]
     alone = await answers(requests, together=False)
     assert len(set(alone)) == len(alone), "else the test shows nothing: each pair of question and seed is another"
@@ -73,9 +77,6 @@ async def test_a_batch_a_preemption_and_a_restart_change_no_answer(monkeypatch: 
     assert await answers(requests, together=True, num_kv_pages=20) == alone
     assert num_preemptions > 0
 
-    command = [sys.executable, "-c", "from tests.runtime.engine import test_equal_seeds as t; t.print_answers()"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    process = await asyncio.create_subprocess_exec(*command, env=environment, stdout=asyncio.subprocess.PIPE)
     async with asyncio.timeout(MAX_WAIT_S):
         printed, _ = await process.communicate()
     assert process.returncode == 0
