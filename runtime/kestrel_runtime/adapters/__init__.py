@@ -1,1 +1,1 @@
-"""Finds, reads, loads and leases adapters. It knows no model family, no formats and no tensors' names."""
+"""Finds, reads, loads and leases adapters. Formats and names of tensors belong to the model families."""

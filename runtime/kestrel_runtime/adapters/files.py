@@ -1,7 +1,7 @@
 """Finds and reads the files of an adapter: a folder under a configured root, or a repository of the hub.
 
-Only safetensors files are read, and JSON; nothing of them is executed. All bytes are read once, so that what is
-checked is what is loaded.
+Only safetensors and JSON files are read; nothing is executed. All bytes are read once, so that the checked bytes
+are the loaded ones.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class AdapterSource:
         raise AdapterNotFound(str(name), did_you_mean(str(name), self.names()))
 
     def names(self) -> list[str]:
-        """What may be named, in order, at most 1,000: folders with weights, and the listed repositories."""
+        """The names of folders with weights and of the listed repositories, in order, at most 1,000."""
         found = set(self._repositories)
         if self._root is not None:
             for relative in _adapter_folders(self._root):

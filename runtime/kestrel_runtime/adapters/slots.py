@@ -33,7 +33,7 @@ class Residence:
     """Rises in the order in which adapters are placed."""
     last_use: int
     last_tenant: str
-    """Whose request used it last, or had it loaded."""
+    """The tenant whose request used it last, or had it loaded."""
     leases: Counter[str] = field(default_factory=Counter[str])
     """How many requests of each tenant use it; without zeros."""
     is_current: bool = True

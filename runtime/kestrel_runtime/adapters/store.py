@@ -85,12 +85,12 @@ class _Pending:
         return bool(self.tenants())
 
     def tenants(self) -> set[str]:
-        """Who waits for it; "" also stands for who wants the files read anew."""
+        """The tenants that wait for it; "" also stands for callers of `AdapterStore.load`."""
         found = {tenant for future, tenant in self.leases if not future.done()}
         return found | {"" for future in self.loads if not future.done()}
 
     def take(self) -> list[Future[Any]]:
-        """All who wait; none is left."""
+        """All waiting futures; none is left."""
         found = [*(future for future, _ in self.leases), *self.loads]
         self.leases, self.loads = [], []
         return found
@@ -197,7 +197,7 @@ class AdapterStore:
             )
 
     def close(self) -> None:
-        """Fail all who wait. A load that runs is finished by its thread, without effect."""
+        """Fail all waiting futures. A running load ends in its thread, without effect."""
         with self._changed:
             self._is_closing = True
             waiting = [future for pending in self._pending.values() for future in pending.take()]
@@ -225,7 +225,7 @@ class AdapterStore:
             self._changed.notify_all()
 
     def _wake_up(self, future: Future[Any]) -> None:
-        """A caller does not wait any more, or has what it waited for."""
+        """Wake the thread if a caller has cancelled its wait."""
         if future.cancelled():
             with self._changed:
                 self._changed.notify_all()
@@ -311,11 +311,11 @@ class AdapterStore:
         return None
 
     def _hand_out(self, pending: _Pending) -> None:
-        """The adapter is in its slot: who waited for a lease gets one. Callbacks run without the lock."""
+        """The adapter is in its slot: give leases to the waiting requests. Callbacks run without the lock."""
         results: list[tuple[Future[Any], Lease | AdapterInfo]] = []
         with self._changed:
             residence = self._slots.current(pending.name)
-            if residence is None:  # it was unloaded meanwhile; who waits has it loaded again
+            if residence is None:  # unloaded meanwhile; it is loaded again for the waiting requests
                 return
             self._pending.pop(pending.name, None)
             leases, loads = pending.leases, pending.loads

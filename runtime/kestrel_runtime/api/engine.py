@@ -117,7 +117,7 @@ class CacheLoad:
     """A reading of one cache. Counts are since the engine started; a cache that is off has `total_bytes` 0."""
 
     num_lookups: int = 0
-    """Requests that looked for what they need."""
+    """Requests that looked into the cache."""
     num_hits: int = 0
     """Of these, requests that found at least a part."""
     num_evictions: int = 0
@@ -142,7 +142,7 @@ class ClearedCache:
 
 @dataclass(frozen=True, slots=True)
 class ImageInfo:
-    """What the header of an image file declares; an orientation recorded in the file is not applied."""
+    """The declarations of an image file's header; a recorded orientation is not applied."""
 
     media_type: str
     """Such as "image/jpeg"."""
@@ -223,7 +223,7 @@ class Engine(Protocol):
         ...
 
     def adapters(self) -> Sequence[AdapterInfo]:
-        """Those that are loaded."""
+        """The loaded adapters."""
         ...
 
     async def adapter_names(self) -> Sequence[str]:

@@ -185,7 +185,7 @@ class SegmentMask:
     svg_path: str
     box: Box
     is_partial: bool = False
-    """Whether the path lacks something: the model wrote what is no path, or was stopped before its end."""
+    """Whether the path is incomplete: the model wrote an invalid path, or was stopped before its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,12 +209,12 @@ class Finished:
     stop_sequence: str | None = None
     """The stop string that came; None where generation ended for another reason."""
     image_size_px: tuple[int, int] | None = None
-    """Width and height of the image, upright: what coordinates are fractions of. None without an image."""
+    """Width and height of the upright image, which coordinates are fractions of. None without an image."""
     alternatives: tuple[Finished, ...] = ()
     """Further samples, where a call has asked for several. `usage` then has the output tokens of all of them."""
 
 
 Piece = TextDelta | OutlineBox
 TextEvent = Started | TextDelta | Finished
-"""What comes of a request whose answer is text."""
+"""The events of a request whose answer is text."""
 Event = TextEvent | OutlineBox

@@ -71,7 +71,7 @@ class CachePolicy(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """What every skill shares.
+    """Options that all skills share.
 
     `model` "" takes the served model, `adapter` "" none; `max_queue_s` None waits without bound.
     """
@@ -110,7 +110,7 @@ class _Checked(ABC):
     @classmethod
     @abstractmethod
     def example(cls, image: bytes, sampling: SamplingParams) -> Self:
-        """A small request, which an engine runs before those of callers."""
+        """A small request, which an engine runs before it serves callers."""
 
     @property
     @abstractmethod
@@ -240,7 +240,7 @@ class Segment(_ObjectRequest):
 
 @dataclass(frozen=True, slots=True)
 class Gaze(_Checked):
-    """Where the one whose `eye` is given looks; the middle of both eyes will do."""
+    """The point that a person looks at; `eye` is the position of an eye or the middle of both."""
 
     image: bytes | RawImage
     eye: PointRef

@@ -28,7 +28,7 @@ class Stream:
         """Done once no event will come any more: finished, failed or cancelled."""
         self.is_cancelled = False
         self.wants_only_end = False
-        """Whether the caller waits for `result`: what comes before the end need not be delivered."""
+        """Whether the caller waits for `result`, so that earlier events need not be delivered."""
         self._events: deque[Event] = deque()
         self._error: KestrelError | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -87,7 +87,7 @@ class Stream:
             self._waiter.set_result(None)
 
     def refuse(self, error: KestrelError) -> None:
-        """On the event loop: end with an error before any event; what was begun for the request is cancelled."""
+        """On the event loop: end with an error before any event, and cancel the request's preparation."""
         if self.over.done():
             return
         on_cancel = self._on_cancel

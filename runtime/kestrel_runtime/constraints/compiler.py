@@ -1,11 +1,11 @@
 """Compiles constraints with the grammar library, within limits of time and size.
 
-The library limits the work of a mask, but not what it does for text that must come whatever the model says: it
-follows such text as far as it goes. So it is told not to look for such text. Then all work is limited: compiling
-takes some 100 ms of a processor at most for what passes the checks of `Constraint`, and a mask some 2 ms.
+The library limits the work of a mask, but not its search for forced text, which it would follow to its end. So the
+search is switched off. Then all work is limited: for a constraint that passes the checks of `Constraint`, compiling
+takes about 100 ms of a processor at most, and a mask about 2 ms.
 
 Compiling holds no interpreter lock. It runs in threads of its own, of which a tenant has half at most, so that a
-constraint that the limits have missed keeps no other tenant waiting, and whoever waits waits for a bounded time.
+constraint that the limits have missed delays no other tenant, and every wait is bounded.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def new_vocabulary(tokenizer: Tokenizer, vocab_size: int, end_id: int) -> Vocabu
 
 
 class _Described:
-    """What `llguidance.TokenizerWrapper` asks for."""
+    """The attributes that `llguidance.TokenizerWrapper` reads."""
 
     def __init__(self, tokens: list[bytes], special: list[int], end_id: int) -> None:
         self.tokens = tokens
@@ -213,5 +213,5 @@ class _Described:
         self.bos_token_id = None
 
     def __call__(self, text: str) -> list[int]:
-        """How text is spelled that must come: not asked by grammars in which nothing is forced."""
+        """The tokens of a forced text. Never called, since no text is forced."""
         raise NotImplementedError

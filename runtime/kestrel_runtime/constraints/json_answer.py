@@ -1,7 +1,7 @@
-"""Brings JSON answers to an end within their tokens, whatever the model would go on with. Knows no sequences.
+"""Ends JSON answers within their tokens, whatever the model would go on with.
 
 A schema seldom bounds everything: a model that does not end by itself writes digits, texts and lists until its
-tokens are used up, and the answer is no JSON. So what the grammar allows is narrowed, never to nothing:
+tokens are used up, and the answer is no JSON. So the allowed tokens are narrowed, and some always remain:
 
   always                              numbers have the digits of an int64 or a double, and nesting is bounded
   a text is long                      it ends as soon as it may
@@ -36,7 +36,7 @@ Mask = NDArray[np.int32]
 
 
 class JsonTokens:
-    """What the tokens of a vocabulary do in JSON, each a mask: bit t % 32 of word t // 32 stands for token t."""
+    """Classes of tokens by their effect in JSON, each a mask: bit t % 32 of word t // 32 stands for token t."""
 
     def __init__(self, spelled: Sequence[bytes]) -> None:
         """`spelled` gives the bytes of each token, none for those that are no text."""
@@ -129,7 +129,7 @@ class JsonAnswer:
                     self._item_starts.append(self.num_tokens)
 
     def narrow(self, mask: Mask) -> None:
-        """Remove from the tokens that may come next what keeps the answer from its end; some always remain."""
+        """Remove tokens that keep the answer from its end; some tokens always remain."""
         num_left = self.max_tokens - self.num_tokens
         rest_tokens = min(self.rest_tokens, self.max_tokens // 2)
         is_last = num_left <= rest_tokens
@@ -151,7 +151,7 @@ class JsonAnswer:
                 remove(mask, self.tokens.begins_with_digits[num_more])
 
     def lead(self, mask: Mask) -> None:
-        """Remove what does not lead to an answer that opens whatever it may, and has one item of each list."""
+        """Keep only tokens of an answer that opens every optional part and has one item in each list."""
         if not self.is_in_text:
             if self._item_starts and self._item_starts[-1] == self.num_tokens:  # nothing has come since it began
                 remove(mask, self.tokens.closes)

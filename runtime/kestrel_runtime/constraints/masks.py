@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CompiledConstraint:
-    """What a constraint has been compiled to, for any number of answers."""
+    """A compiled constraint, for any number of answers."""
 
     library: llguidance.LLMatcher
     """At the start of an answer, to be copied for each."""
@@ -46,7 +46,7 @@ class CompiledConstraint:
 
 
 class AnswerMatcher:
-    """A `TokenMatcher`. What comes before the answer is free."""
+    """A `TokenMatcher`. Tokens before the answer, such as reasoning, are free."""
 
     def __init__(self, compiled: CompiledConstraint, opens_answer: int | None, max_tokens: int) -> None:
         """`opens_answer`: the token before the answer; None where the answer comes first.
@@ -84,7 +84,7 @@ class AnswerMatcher:
                     self._json.follow(token_id)
 
     def narrow(self, mask: Mask) -> None:
-        """Remove from the tokens that the constraint allows what keeps the answer from its end."""
+        """Remove tokens that the constraint allows and that keep the answer from its end."""
         if self._json is not None:
             self._json.narrow(mask)
 

@@ -1,7 +1,6 @@
 """The engine: takes requests and returns streams of events. Other packages use this module only.
 
-Knows the engine's state and puts its parts together; the work is done by `Admission`, `Preprocessor` and
-`EngineLoop`.
+`LocalEngine` puts the parts together and keeps the state; `Admission`, `Preprocessor` and `EngineLoop` do the work.
 """
 
 from __future__ import annotations
@@ -307,7 +306,7 @@ class LocalEngine:
     async def expecting(
         self, request: Request, *, deadline_s: float | None = None, tenant: str = ""
     ) -> AsyncIterator[None]:
-        """For the length of a block the queue holds this request, whose image is still to come.
+        """Hold a place in the queue for this request while its image is fetched.
 
         Raises `EngineUnavailable`, `ModelNotFound`, `SkillUnsupported`, `ImageError` and `Overloaded`. The image
         that the request has now stands for the one to come.
@@ -333,7 +332,7 @@ class LocalEngine:
         return await asyncio.wrap_future(self._loop.forget_cached(namespace, digest))
 
     def adapters(self) -> list[AdapterInfo]:
-        """Those that are loaded."""
+        """The loaded adapters."""
         return [] if self._adapters is None else self._adapters.infos()
 
     async def adapter_names(self) -> list[str]:
@@ -505,7 +504,7 @@ class LocalEngine:
         )
 
     def _prepared(self, preparation: Future[Sequence], stream: Stream) -> None:
-        """In a worker's thread, or whichever cancelled the future. What raised there ends this request alone."""
+        """In a worker's thread or in the thread that cancelled the future. An error ends this request alone."""
         with self._lock:
             self._num_preprocessing -= 1
         # Of a future that was cancelled the stream may be over already, and then ignores the error.

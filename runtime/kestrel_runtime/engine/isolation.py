@@ -115,7 +115,7 @@ class Isolation:
         return self._judge(batch.sequences[0]) if is_alone else None
 
     def _judge(self, suspect: Sequence) -> Sequence | None:
-        """The suspect, if what is known about it is enough to end it; else None, and it runs alone once more."""
+        """The suspect if the evidence suffices to end it; else None, and it runs alone once more."""
         if self._case is None or self._case.sequence_id != suspect.id:
             self._case = _Case(suspect.id)
         case = self._case

@@ -242,7 +242,7 @@ class EngineLoop:
     def finish(self) -> None:
         """From another thread, when this one has ended or hangs: post its remaining events, and accept no more.
 
-        Sequences that are still here are dropped without a word: `OpenStreams` ends their streams.
+        Remaining sequences are dropped without an event: `OpenStreams` ends their streams.
         """
         self._is_finished = True
         self._outbox.post()
@@ -290,8 +290,8 @@ class EngineLoop:
             while self._wait_for_work():
                 self.step()
         except BaseException:  # SystemExit and KeyboardInterrupt too: whatever it is, the engine has ended
-            # `Isolation` handles what the model raises. The rest is a broken device, or a bug of ours in the books
-            # of who owns what, which cannot be trusted any more.
+            # `Isolation` handles errors of the model. The rest is a broken device or a bug of ours; the books of
+            # who owns what cannot be trusted any more.
             _log.critical("the engine thread ends", exc_info=True)
 
     def _wait_for_work(self) -> bool:
@@ -471,7 +471,7 @@ class EngineLoop:
         return True
 
     def _awaited_by(self, step: InFlightStep, steps: deque[InFlightStep]) -> deque[InFlightStep] | None:
-        """Whose first step must be complete before masks of a step can be made; None where all are."""
+        """The queue whose first step must complete before this step's masks can be made; None if there is none."""
         if steps is self._decodes and steps[0] is not step:
             return steps
         depends = any(prefill.id in step.batch.depends_on for prefill in self._prefills)
@@ -569,7 +569,7 @@ class EngineLoop:
 
 
 def _end_lease(sequence: Sequence) -> None:
-    """No step that counts reads its adapter any more: what steps in flight compute for it is dropped."""
+    """Give the adapter back: steps in flight may still read it, but their tokens for this sequence are dropped."""
     if sequence.adapter is not None:
         sequence.adapter.end()
 
@@ -581,7 +581,7 @@ def describe(batch: Batch) -> str:
 
 
 def events_after(sequence: Sequence, now: float) -> list[Event]:
-    """Have the sequence's parser consume its newest token; returns what the caller is to be told.
+    """Have the sequence's parser consume its newest token; returns the events for the caller.
 
     Ends the answer where the context is full. Raises what the parser raises.
     """

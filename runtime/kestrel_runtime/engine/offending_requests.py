@@ -25,8 +25,8 @@ class _Entry(NamedTuple):
 class OffendingRequests:
     """Fingerprints of offending requests, each refused for `LIFETIME_S` after it was learned. For any thread.
 
-    They expire since what a request met may not have been its own fault, and the device or the software may be
-    another one by then. The oldest of too many are forgotten earlier. `clock` returns monotonic seconds.
+    They expire, since the request may not have been the cause, and the device or the software may have changed. The
+    oldest of too many are forgotten earlier. `clock` returns monotonic seconds.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:

@@ -2,8 +2,8 @@
 
 When the engine ends all of it ends, whatever state the loop's books are in.
 
-A stream is here from before its request is queued until it is over, and nothing else is known about it: what went
-wrong in preprocessing, in the queue or in the engine thread cannot make an entry wrong.
+A stream is here from before its request is queued until it is over. An entry holds nothing else, so no fault in
+preprocessing, in the queue or in the engine thread can make it wrong.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class OpenStreams:
             return list(self._streams.get(loop, ()))
 
     def close(self) -> None:
-        """End every stream with `EngineUnavailable` and take no more. What was posted before arrives first."""
+        """End every stream with `EngineUnavailable` and take no more. Events posted before arrive first."""
         with self._lock:
             self._is_closed = True
             streams = [stream for of_loop in self._streams.values() for stream in of_loop]

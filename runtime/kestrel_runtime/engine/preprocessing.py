@@ -1,8 +1,7 @@
 """Turns requests into sequences: decodes and tiles the image, builds and tokenises the prompt.
 
-Worker threads do that, but for an image that is known and cached, and small or stored: then so little is left that
-the thread that submits the request does it at once. Knows skills, the tokenizer and images; knows no pages and no
-model.
+Worker threads do this. If the image is known and cached, and small or stored, little work is left, and the thread
+that submits the request does it at once.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ MAX_DECODING_BYTES = 512 * 2**20
 """Memory that decoding one image may take. A PNG of 64 megapixels takes as much, a WebP of 32 megapixels, a
 progressive JPEG without subsampling of 53."""
 _MAX_BYTES_HASHED_AT_ONCE = 2**18
-"""Of an image whose digest is computed where it is submitted, in some 0.2 ms; workers hash larger ones."""
+"""The largest image that the submitting thread hashes, in about 0.2 ms; workers hash larger ones."""
 _MAX_TEXT_LENGTH_AT_ONCE = 512
 """Characters of the text of a request that is prepared where it is submitted."""
 _MAX_KNOWN_IMAGES = 4096
@@ -145,7 +144,7 @@ class Preprocessor:
         facts = None
         if request.image is not None:
             facts, is_known = self._facts_of(request.image, namespace)
-            # Others compute their image anew, so that what is prepared here would be dropped.
+            # Requests with another policy compute their image anew, so preparing it here would be wasted.
             if is_known and request.options.cache is CachePolicy.USE:
                 done = self._prepared_at_once(request, clock, tenant, namespace, adapter, facts)
                 if done is not None:
@@ -301,7 +300,7 @@ class Preprocessor:
         image = request.image
         assert image is not None, "asked for requests with one"
         if request.options.cache is not CachePolicy.USE or sequence.image_size_px is None:
-            return False  # an image whose size is not known any more is decoded to learn it
+            return False  # decode the image to learn its size
         if not self._is_cached(sequence.keys, sequence.embedding_key):
             return False
         num_bytes = self._num_bytes(self.inspect(image)) if facts is None else facts.num_bytes

@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 def step_timeout_s(config: EngineConfig, device_type: str) -> float:
-    """The configured seconds that a step may take, or those that suit the device."""
+    """The configured limit of a step in seconds, or the default of the device."""
     if config.step_timeout_s is not None:
         return config.step_timeout_s
     return _STEP_TIMEOUT_S if device_type == "cuda" else _STEP_TIMEOUT_WITHOUT_GPU_S
@@ -59,7 +59,7 @@ class StallDetector:
         self._seen: dict[str, tuple[int, float]] = {}  # name → (its number, seconds without another one)
 
     def look(self, activities: Mapping[str, int], now: float) -> list[str]:
-        """Take what goes on at `now`, in seconds of any clock. Returns the names of what has stalled."""
+        """Compare the counters at `now`, in seconds of any clock. Returns the names of the stalled activities."""
         gap_s = 0.0 if self._last_look is None else min(now - self._last_look, self._max_gap_s)
         self._last_look = now
         before, self._seen = self._seen, {}

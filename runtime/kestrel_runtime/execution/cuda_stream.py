@@ -1,4 +1,4 @@
-"""CUDA streams: what is launched in one runs in order, and beside what is launched in others."""
+"""CUDA streams: work of one stream runs in order, and beside the work of other streams."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class KVCache:
     """Keys and values of every layer: each [layers, pages, key/value heads, slots, head dimension].
 
     With a float8 type a layer's keys are stored divided by its scale, and its values likewise. The scales are 1 at
-    first: what float8 holds well is wider than what keys and values usually are.
+    first: float8 covers a wider range than keys and values usually need.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What changes the logits of a row: penalties and biases, and the tokens that a constraint allows.
+"""Changes the logits of a row: penalties and biases, and the tokens that a constraint allows.
 
 Definitions of penalties and biases, in the order in which they are applied to a token's logit:
   repetition_penalty  a positive logit is divided by it, another multiplied, if the token has been generated or is

@@ -1,7 +1,4 @@
-"""The inputs of a step: typed fields in one packed buffer, laid out on the host.
-
-Knows positions, pages and rows of the request state; no keys, no model.
-"""
+"""The inputs of a step: typed fields in one packed buffer, laid out on the host."""
 
 from __future__ import annotations
 

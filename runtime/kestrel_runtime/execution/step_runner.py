@@ -40,7 +40,7 @@ from kestrel_runtime.scheduling.output_parser import Grammar, Token
 from kestrel_runtime.scheduling.sequence import Sequence
 
 _NUM_SPARE_ROWS = 1
-"""For a request of our own beside those of callers."""
+"""For a probe, which is a request of the engine's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class StateShape:
 
 
 class StepHandle:
-    """A step in flight. What it samples is on the device until `wait`."""
+    """A step in flight. Its sampled tokens stay on the device until `wait`."""
 
     def __init__(self, output: Tensor | None, stream: CudaStream, values_per_token: int) -> None:
         """output: float32 [sampled, 2 + V], or wider with logprobs (`TokenSampler.write`), valid in stream order;
@@ -80,7 +80,7 @@ class StepHandle:
         return self.done is None or self.done.query()
 
     def wait(self) -> list[Token]:
-        """Wait for the step; its tokens, in the order of `Batch.sampled`. Raises what the device raises."""
+        """Wait for the step; returns its tokens in the order of `Batch.sampled`. Raises errors of the device."""
         if self.done is not None:
             self.done.synchronize()
         if self._output is None:
@@ -134,7 +134,7 @@ class StepRunner:
         self.bytes_per_image = shape.positions_per_image * shape.embedding_dim * shape.embedding_dtype.itemsize
         """Embeddings of one image."""
         self.num_cached_images = image_cache_bytes // max(self.bytes_per_image, 1)
-        """Entries for image embeddings beside those of sequences."""
+        """Entries for cached image embeddings, beside the entries that running sequences need."""
         self._max_pages = -(-shape.max_context // cache.page_size)
         self._prefill_stream = CudaStream(self._device)
         self._decode_stream = CudaStream(self._device, is_urgent=True)

@@ -1,4 +1,4 @@
-"""What the parsers of image files share: the values that a header declares, errors, and directories of tags.
+"""Shared by the parsers of image files: the values that a header declares, errors, and directories of tags.
 
 A directory is a table of tags in a TIFF file or in EXIF metadata. Its meaning is left to the parsers.
 """

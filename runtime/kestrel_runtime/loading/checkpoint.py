@@ -1,6 +1,6 @@
 """Finds a checkpoint: a local folder or file, or a repository of the hub, downloaded into its cache.
 
-Knows file names and the hub; opens no weights and knows no model's dimensions.
+Weights are not opened here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Finds stop strings in a text that comes in pieces, and holds back what may be the beginning of one.
+"""Finds stop strings in a text that comes in pieces, and holds back a possible beginning of one.
 
 The text ends where the first of the strings is complete; of strings that are complete at the same place the longest
 counts. So the result does not depend on how the text is divided into pieces.
@@ -33,10 +33,10 @@ class StopMatcher:
         self._state = 0
         self._held = ""
         self.matched: str | None = None
-        """The string that was found. What comes after it is dropped."""
+        """The found string. Text behind it is dropped."""
 
     def push(self, text: str) -> str:
-        """Add text; returns what is certain to come before any of the strings, or up to the one that is found."""
+        """Add text; returns the text that certainly lies before any of the strings, or up to the found string."""
         if self.matched is not None:
             return ""
         num_held, pending = len(self._held), self._held + text
@@ -51,7 +51,7 @@ class StopMatcher:
         return pending[:certain]
 
     def flush(self) -> str:
-        """End the text; returns what was held back."""
+        """End the text; returns the text that was held back."""
         held, self._held, self._state = self._held, "", 0
         return held
 
