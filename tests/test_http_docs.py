@@ -7,57 +7,59 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from kestrel_grpc.frontends.http.fields import Field, Kind
-from kestrel_grpc.frontends.openai import fields as openai
-from kestrel_grpc.frontends.rest.routes import ROUTES
+from kestrel_grpc.frontends.http.bodies import Body
+from kestrel_grpc.frontends.openai.requests import ChatBody, CompletionBody
+from kestrel_grpc.frontends.rest.requests import ROUTES
 from tests.reference_fixtures import CHECKOUT
 
 DOCUMENT = (CHECKOUT / "docs" / "http.md").read_text(encoding="utf-8")
-TYPES = {
-    Kind.TEXT: "text",
-    Kind.BOOLEAN: "boolean",
-    Kind.INTEGER: "integer",
-    Kind.NUMBER: "number",
-    Kind.IMAGE: "text",
-    Kind.OBJECT: "object",
-    Kind.LIST: "list",
-    Kind.TEXT_OR_LIST: "text or list",
-}
-REST = {f"/v1/{route.skill}": route.fields for route in ROUTES}
+TYPES = {"string": "text", "array": "list"}
+REST: dict[str, type[Body]] = {f"/v1/{skill}": body for skill, body in ROUTES.items()}
+OPENAI: dict[str, type[Body]] = {"/v1/chat/completions": ChatBody, "/v1/completions": CompletionBody}
 
 
-def flat(fields: tuple[Field, ...], path: str = "") -> Iterator[tuple[str, Field]]:
-    for field in fields:
-        if field.fields:
-            yield from flat(field.fields, f"{path}{field.name}.")
-        else:
-            yield f"{path}{field.name}", field
+def flat(
+    schema: dict[str, Any], known: dict[str, Any], path: str = ""
+) -> Iterator[tuple[str, bool, dict[str, Any]]]:
+    """The fields with their paths, and whether they are required; those that must ask for nothing are left out."""
+    for name, field in schema["properties"].items():
+        kind = next((item for item in field.get("anyOf", ()) if item != {"type": "null"}), field)
+        nested = known.get(kind.get("$ref", "").rpartition("/")[2])
+        if nested is not None:
+            yield from flat(nested, known, f"{path}{name}.")
+        elif None not in field.get("enum", ()):
+            yield f"{path}{name}", name in schema.get("required", ()), {**kind, **field}
 
 
-def table_of_fields(routes: dict[str, tuple[Field, ...]]) -> str:
-    """Each field once, with the routes that take it."""
-    taken: dict[str, tuple[Field, list[str]]] = {}
-    for route, fields in routes.items():
-        for name, field in flat(fields):
-            taken.setdefault(f"{name}|{field.is_required}", (field, []))[1].append(route.rpartition("/v1/")[2])
+def facts(field: dict[str, Any]) -> tuple[str, str]:
+    """The type of a field, and what it is."""
+    kind: str = "text or list" if "oneOf" in field else field["type"]
+    choices = f" One of {', '.join(f'`{choice}`' for choice in field['enum'])}." if "enum" in field else ""
+    return TYPES.get(kind, kind), field["description"] + choices
+
+
+def table_of_fields(routes: dict[str, type[Body]]) -> str:
+    """Each field once, with the routes that take it; those that all take come last."""
+    taken: dict[tuple[Any, ...], list[str]] = {}
+    for route, body in routes.items():
+        schema = body.model_json_schema()
+        for name, is_required, field in flat(schema, schema["$defs"]):
+            taken.setdefault((name, is_required, *facts(field)), []).append(route.removeprefix("/v1/"))
     rows = ["| Field | Type | Routes | Required | What it is |", "|---|---|---|---|---|"]
-    for key, (field, names) in taken.items():
+    for key, names in sorted(taken.items(), key=lambda item: len(item[1]) == len(routes)):
+        name, is_required, kind, description = key
         among = "all" if len(names) == len(routes) else ", ".join(names)
-        required = "yes" if field.is_required else ""
-        choices = f" One of {', '.join(f'`{choice}`' for choice in field.choices)}." if field.choices else ""
-        name, kind = key.partition("|")[0], TYPES[field.kind]
-        rows.append(f"| `{name}` | {kind} | {among} | {required} | {field.description}{choices} |")
+        rows.append(f"| `{name}` | {kind} | {among} | {'yes' if is_required else ''} | {description} |")
     return "\n".join(rows)
 
 
 TABLES = {
     "rest fields": lambda: table_of_fields(REST),
-    "openai fields": lambda: table_of_fields(
-        {"/v1/chat/completions": openai.CHAT, "/v1/completions": openai.COMPLETIONS}
-    ),
+    "openai fields": lambda: table_of_fields(OPENAI),
 }
 
 
@@ -71,7 +73,9 @@ def test_tables_are_those_of_the_code(name):
 def test_everything_that_is_refused_by_name_is_listed():
     listed = re.search(r"<!-- refused -->\n(.*?)\n<!-- /refused -->", DOCUMENT, re.DOTALL)
     assert listed is not None
-    assert set(re.findall(r"`(\w+)`", listed[1])) == {*openai.CHAT_DEFAULTS, *openai.COMPLETIONS_DEFAULTS}
+    schemas = [body.model_json_schema()["properties"] for body in OPENAI.values()]
+    refused = {name for fields in schemas for name, field in fields.items() if None in field.get("enum", ())}
+    assert set(re.findall(r"`(\w+)`", listed[1])) == refused
 
 
 @pytest.fixture(scope="module")

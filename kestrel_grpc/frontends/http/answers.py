@@ -1,16 +1,22 @@
-"""Renders the events of the engine as the events of a stream, whatever the frontend."""
+"""Answers a request of the engine: submits it, and renders its result, or its events as they come."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import ExitStack
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
+from kestrel_grpc.images.stored_images import ImageReference
 from kestrel_grpc.wire.call_context import CallContext
-from kestrel_grpc.wire.submission import ending_with, with_alternatives
+from kestrel_grpc.wire.submission import Submission, ending_with, last_event, with_alternatives
 from kestrel_runtime.api.events import Event, Finished
+from kestrel_runtime.api.requests import Request
 from kestrel_runtime.api.stream import Stream
+
+Answer = bytes | AsyncGenerator[bytes, None]
+"""JSON, or server-sent events."""
 
 
 class Renderer(Protocol):
@@ -29,7 +35,36 @@ class Renderer(Protocol):
         ...
 
 
-async def rendered_events(
+@dataclass(frozen=True, slots=True)
+class ParsedRequest:
+    """What a frontend reads from a body."""
+
+    request: Request
+    image: ImageReference | None
+    """Names the image where `request.image` is a placeholder."""
+    is_streamed: bool
+    style: Any
+    """What the caller says about the form of the answer, for the frontend's renderer."""
+
+
+def serving(
+    submission: Submission, new_renderer: Callable[[str, Any], Renderer]
+) -> Callable[[ParsedRequest, CallContext], Awaitable[Answer]]:
+    """Serves requests. `new_renderer` takes the id of a request and its style."""
+
+    async def serve(parsed: ParsedRequest, call: CallContext) -> Answer:
+        renderer = new_renderer(call.request_id, parsed.style)
+        is_streamed = parsed.is_streamed
+        streams = await submission.submit_samples(parsed.request, parsed.image, call)
+        del parsed  # and with it the image
+        if is_streamed:
+            return _rendered_events(streams, renderer, call)
+        return renderer.answer(await last_event(streams, call))
+
+    return serve
+
+
+async def _rendered_events(
     streams: Sequence[Stream], renderer: Renderer, call: CallContext
 ) -> AsyncGenerator[bytes, None]:
     """The server-sent events of the samples of a request, as they come. The request ends with them."""

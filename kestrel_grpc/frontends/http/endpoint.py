@@ -9,14 +9,24 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
 from typing import Any, Protocol
 
-from kestrel_grpc.frontends.http.event_stream import EventStream
-from kestrel_grpc.frontends.http.exchange import JSON, Exchange, Header, Receive, Scope, Send, encoded
+from kestrel_grpc.frontends.http.answers import Answer
+from kestrel_grpc.frontends.http.bodies import Body
+from kestrel_grpc.frontends.http.exchange import (
+    JSON,
+    EventStream,
+    Exchange,
+    Header,
+    Receive,
+    Scope,
+    Send,
+    encoded,
+)
 from kestrel_grpc.wire.call_admission import CallAdmission
 from kestrel_grpc.wire.call_context import CallContext
 from kestrel_grpc.wire.errors import CallFailure, Code
@@ -34,6 +44,9 @@ _MAX_TIMEOUT_S = 86_400.0
 class Dialect(Protocol):
     """The differences between frontends: where the token is, and the form of errors."""
 
+    failure_description: str
+    """A sentence about the form of errors, for the OpenAPI document."""
+
     def authorization(self, exchange: Exchange) -> str | None:
         """The value of an `authorization` header that other headers stand for."""
         ...
@@ -47,15 +60,25 @@ class Dialect(Protocol):
         ...
 
 
-Answer = bytes | AsyncGenerator[bytes, None]
-
-
 class Group(Enum):
     """The group of calls that share limits and places."""
 
     INFERENCE = auto()
     OPERATIONS = auto()
     IMAGES = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What the OpenAPI document says about an operation."""
+
+    id: str
+    summary: str
+    answer: str
+    body: type[Body] | None = None
+    """Whose schema is that of the body."""
+    parameters: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Of the query, with their descriptions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +101,8 @@ class Operation:
     takes_file: bool = False
     """Whether the body is a file and not JSON; `parse` then gets the parameters of the query as well."""
     group: Group = Group.INFERENCE
+    description: Description | None = None
+    """None where the OpenAPI document leaves the operation out."""
 
 
 class Endpoint:
@@ -151,7 +176,9 @@ class Endpoint:
     async def _fail(self, error: BaseException, call: CallContext, exchange: Exchange, events: EventStream) -> None:
         """Tell the caller, unless it is the caller that has ended the call."""
         if isinstance(error, InvalidRequest) and call.request is not None:  # parsed here, and refused by the engine
-            error.violations = renamed(error.violations, self._operation.field_name)
+            error.violations = tuple(
+                Violation(self._operation.field_name(item.field), item.description) for item in error.violations
+            )
         failure = self._admission.fail(call, error)
         if failure is not None and not events.has_begun:
             exchange.connection.note_refusal()
@@ -171,11 +198,6 @@ class Endpoint:
         else:
             body = self._dialect.failure(failure, call.request_id)
             await exchange.respond(failure.http_status, body, call.request_id, headers=failure_headers(failure))
-
-
-def renamed(violations: Iterable[Violation], name: Callable[[str], str]) -> tuple[Violation, ...]:
-    """Violations of the engine's requests, with the names that their fields have in a frontend."""
-    return tuple(Violation(name(item.field), item.description) for item in violations)
 
 
 def failure_headers(failure: CallFailure) -> list[Header]:

@@ -1,119 +1,203 @@
-"""The fields of JSON requests: declared once, for reading them and for the description of the API.
-
-Reads types and names; ranges are checked by the engine's request types.
-"""
+"""The fields that bodies of REST and of OpenAI's API share: images, sampling, constraints."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from enum import Enum
-from typing import Any
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, NamedTuple
 
+from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from kestrel_grpc.frontends.http.bodies import OWN_ERROR, Body, Problems, Text, TextOr
 from kestrel_grpc.frontends.http.json_body import LongText
-from kestrel_runtime.api.errors import InvalidRequest, Violation, did_you_mean
-from kestrel_runtime.api.requests import MAX_TEXT_BYTES
+from kestrel_grpc.images.data_uris import decode_base64
+from kestrel_grpc.images.stored_images import ImageHandle, ImageReference, ImageUri
+from kestrel_runtime.api.constraints import MAX_CHOICES, Constraint
+from kestrel_runtime.api.errors import ImageError
+from kestrel_runtime.api.sampling_params import MAX_STOPS, RANGES, SamplingParams
 
-_MAX_NAME_CHARS = 64
-
-
-class Kind(Enum):
-    """The type of a field; its value is what it is called in messages."""
-
-    TEXT = "a text"
-    BOOLEAN = "true or false"
-    INTEGER = "a whole number"
-    NUMBER = "a number"
-    OBJECT = "an object"
-    LIST = "a list"
-    IMAGE = "a text with an image"
-    TEXT_OR_LIST = "a text or a list"
+EXAMPLE_IMAGE = "data:image/png;base64,iVBORw0KGgo="
+PLACEHOLDER = b"?"
+"""In place of an image that the request only names, or that cannot be read."""
+_ADDRESSES = ("http://", "https://")
+_DATA = b"data:"
+_BASE64 = b";base64"
+_MAX_HEAD_BYTES = 256
+_MAX_TOKEN_ID_DIGITS = 10
 
 
-@dataclass(frozen=True, slots=True)
-class Field:
-    """One field. `fields` are those of an object; empty where any may be in it. `item` is the schema of a list's
-    items, for the description alone."""
-
-    name: str
-    kind: Kind
-    description: str
-    is_required: bool = False
-    choices: tuple[str, ...] = ()
-    fields: tuple[Field, ...] = ()
-    item: Mapping[str, Any] | None = None
+# Images
 
 
-def read(fields: Iterable[Field], document: Mapping[str, Any], violations: list[Violation], path: str = "") -> Any:
-    """The values of the fields by name; what is absent, null or wrong is left out.
+def _image_text(value: Any) -> str | LongText:
+    if not isinstance(value, str | LongText):
+        raise PydanticCustomError(OWN_ERROR, "must be a text with an image")
+    return value
 
-    Adds what is wrong to `violations`. Objects become dictionaries that have been read in the same way. Images stay
-    as they are: `str` or `LongText`.
+
+ImageText = Annotated[str | LongText, PlainValidator(_image_text), WithJsonSchema({"type": "string"})]
+
+
+class GivenImage(NamedTuple):
+    """`reference` names the image where `data` is a placeholder. Without both there is no image."""
+
+    data: bytes | None
+    reference: ImageReference | None = None
+
+
+def read_image(value: str | LongText, path: str, max_bytes: int, problems: Problems) -> GivenImage:
+    """The image in the field at `path`: base64, a `data:` URI, an address, or the handle of a stored image.
+
+    Fetches nothing.
     """
-    known = {field.name: field for field in fields}
-    values: dict[str, Any] = {}
-    for name, value in document.items():
-        field = known.get(name)
-        place = f"{path}{name[:_MAX_NAME_CHARS]}"
-        if field is None:
-            violations.append(Violation(place, f"is not a field of this request{did_you_mean(name, known)}"))
-        elif value is None:
-            continue
-        elif field.kind is Kind.OBJECT and field.fields and isinstance(value, dict):
-            values[name] = read(field.fields, value, violations, f"{place}.")
-        elif (problem := _problem(field, value)) is not None:
-            violations.append(Violation(place, problem))
-        else:
-            values[name] = value
-    violations.extend(
-        Violation(f"{path}{field.name}", "is required")
-        for field in known.values()
-        if field.is_required and document.get(field.name) is None
-    )
-    return values
+    if isinstance(value, str) and (reference := _reference(value)) is not None:
+        return GivenImage(PLACEHOLDER, reference)
+    try:
+        return GivenImage(_decoded(value, max_bytes))
+    except ImageError as error:
+        problems.add_image_error(error, path)
+        return GivenImage(PLACEHOLDER)
 
 
-def require(violations: Sequence[Violation]) -> None:
-    """Raise `InvalidRequest` where there are violations."""
-    if violations:
-        raise InvalidRequest(tuple(violations))
+def _reference(value: str) -> ImageReference | None:
+    # No address has half of a surrogate pair.
+    if value[:8].lower().startswith(_ADDRESSES) and _is_utf8(value):
+        return ImageUri(value)
+    return ImageHandle.parse(value)
 
 
-def _problem(field: Field, value: Any) -> str | None:
-    """Why a value is none of this field."""
-    if isinstance(value, LongText) and field.kind in (Kind.TEXT, Kind.TEXT_OR_LIST):
-        return f"must be at most {MAX_TEXT_BYTES} bytes long"
-    if not _is_of_kind(value, field.kind):
-        return f"must be {field.kind.value}"
-    if field.choices and value not in field.choices:
-        return f"must be one of {', '.join(field.choices)}"
-    if isinstance(value, str) and not value.isascii() and not _is_whole(value):
-        return "holds half of a surrogate pair"
-    return None
-
-
-def _is_of_kind(value: Any, kind: Kind) -> bool:
-    if kind is Kind.BOOLEAN:
-        return isinstance(value, bool)
-    if kind is Kind.INTEGER:
-        return isinstance(value, int) and not isinstance(value, bool)
-    if kind is Kind.NUMBER:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    return isinstance(value, _TYPES[kind])
-
-
-_TYPES: Mapping[Kind, tuple[type, ...]] = {
-    Kind.TEXT: (str,),
-    Kind.OBJECT: (dict,),
-    Kind.LIST: (list,),
-    Kind.IMAGE: (str, LongText),
-    Kind.TEXT_OR_LIST: (str, list),
-}
-
-
-def _is_whole(text: str) -> bool:
+def _is_utf8(text: str) -> bool:
     try:
         text.encode()
     except UnicodeEncodeError:
         return False
     return True
+
+
+def _decoded(value: str | LongText, max_bytes: int) -> bytes:
+    try:
+        text = value.ascii_bytes() if isinstance(value, LongText) else value.encode("ascii")
+    except ValueError:
+        raise ImageError("is neither base64 nor a data URL") from None
+    start = 0
+    if text[: len(_DATA)].lower() == _DATA:
+        head, comma, _ = text[:_MAX_HEAD_BYTES].partition(b",")
+        if not comma or not head.lower().endswith(_BASE64):
+            raise ImageError("is a data URL that is not in base64")
+        start = len(head) + 1
+    if (len(text) - start) * 3 // 4 > max_bytes + 2:
+        raise ImageError(f"is larger than {max_bytes} bytes", too_large=True)
+    try:
+        data = decode_base64(memoryview(text)[start:]) if len(text) > start else b""
+    except ValueError:
+        raise ImageError("is not base64") from None
+    if len(data) > max_bytes:
+        raise ImageError(f"is larger than {max_bytes} bytes", too_large=True)
+    return data
+
+
+# Sampling
+
+
+def _with_token_ids(given: Any) -> Any:
+    """Names that are no ids stay texts, which pydantic refuses."""
+    if not isinstance(given, dict):
+        return given
+    return {
+        int(name)
+        if name.isascii() and name.isdecimal() and len(name) <= _MAX_TOKEN_ID_DIGITS
+        else name[:_MAX_TOKEN_ID_DIGITS]: bias
+        for name, bias in given.items()
+    }
+
+
+def setting(name: str, description: str) -> Any:
+    """A field for the setting of `SamplingParams` of this name, with its range; `SamplingParams` checks it."""
+    least, most = RANGES[name]
+    return Field(
+        None,
+        description=f"{description} From {least:g} to {most:g}.",
+        json_schema_extra={"minimum": least, "maximum": most},
+    )
+
+
+class Sampling(Body):
+    """How tokens are sampled; absent values are the skill's."""
+
+    temperature: float | None = setting("temperature", "0 is greedy; the default is the skill's.")
+    top_p: float | None = Field(None, description="Share of probability that tokens are sampled from.")
+    max_tokens: int | None = setting("max_tokens", "Most tokens to generate.")
+    seed: int | None = Field(None, description="Makes the answer repeatable.")
+    stop: TextOr[Annotated[list[Text], Field(max_length=MAX_STOPS)]] | None = Field(
+        None,
+        description=f"Strings that end the text, at most {MAX_STOPS}; or a single one.",
+        examples=[["\n\n"]],
+    )
+    include_stop: bool = Field(
+        False, description="Whether the text ends behind the stop string instead of before it."
+    )
+    top_k: int | None = setting("top_k", "How many of the most likely tokens are sampled from.")
+    min_p: float | None = setting(
+        "min_p", "Least probability of a token, as a share of that of the most likely one."
+    )
+    repetition_penalty: float | None = setting(
+        "repetition_penalty", "Divides logits of tokens in the prompt or the text."
+    )
+    presence_penalty: float | None = setting("presence_penalty", "Is subtracted from logits of tokens in the text.")
+    frequency_penalty: float | None = setting(
+        "frequency_penalty", "Is subtracted each time that the text has the token."
+    )
+    logit_bias: Annotated[dict[int, float], BeforeValidator(_with_token_ids)] | None = Field(
+        None, description="By the ids of tokens, what is added to their logits; -100 to 100."
+    )
+    n: int | None = setting("n", "How many samples to draw; 1 in a stream of the REST API.")
+
+    def params(self, **others: Any) -> SamplingParams:
+        """The settings of the engine; `others` stand in place of those of the same name."""
+        given = self.__dict__
+        settings = {name: given[name] for name in _SETTINGS}
+        stop, biases = self.stop, self.logit_bias
+        settings["stop"] = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
+        settings["logit_bias"] = () if biases is None else tuple(sorted(biases.items()))
+        return SamplingParams(**settings | others)
+
+
+_SETTINGS = tuple(Sampling.model_fields)
+
+
+# Constraints
+
+
+class ConstraintBody(Body):
+    """What the answer must look like; one of its fields."""
+
+    choices: list[Text] | None = Field(
+        None,
+        description=f"At most {MAX_CHOICES} texts, one of which is it.",
+        max_length=MAX_CHOICES,
+        examples=[["yes", "no"]],
+    )
+    regex: Text | None = Field(None, description="A regular expression that the whole answer matches.")
+    json_schema: dict[str, Any] | None = Field(
+        None, description="A JSON schema; the answer is JSON that is valid under it."
+    )
+
+    def value(self) -> Constraint:
+        """The constraint of the engine."""
+        return new_constraint(self.choices, self.regex, self.json_schema)
+
+
+def new_constraint(
+    choices: list[str] | None = None, regex: str | None = None, json_schema: Mapping[str, Any] | None = None
+) -> Constraint:
+    """The constraint of the engine; it checks that it is exactly one of the three."""
+    return Constraint(tuple(choices or ()), regex, None if json_schema is None else _written(json_schema))
+
+
+def _written(schema: Mapping[str, Any]) -> str:
+    try:
+        # A text that is too long for a field stands here as an object of its own; the schema is too long as well.
+        return json.dumps(schema, ensure_ascii=False, default=str)
+    except RecursionError:
+        return "[" * 999  # it is refused for its depth

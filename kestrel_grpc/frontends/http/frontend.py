@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 import ssl
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ from uvicorn.server import ServerState
 from kestrel_grpc.access.sources import SourceGuard
 from kestrel_grpc.access.tls import CertificateFiles
 from kestrel_grpc.config.options import ServerConfig
+from kestrel_grpc.frontends.http import openapi
 from kestrel_grpc.frontends.http.connection import HEAD_TIMEOUT_S, Connection, connection_factory
 from kestrel_grpc.frontends.http.endpoint import TIMEOUT_KEY, Dialect, Endpoint, Group, Operation, failure_headers
 from kestrel_grpc.frontends.http.exchange import Exchange, Receive, Scope, Send
@@ -44,11 +44,6 @@ class HttpService(Protocol):
     @property
     def operations(self) -> Sequence[Operation]: ...
 
-    @property
-    def descriptions(self) -> Mapping[str, Any]:
-        """The entries of the OpenAPI document's `paths`."""
-        ...
-
 
 class HttpFrontend:
     """Serves `services` on one port; the first one's dialect is that of refusals which belong to none.
@@ -75,7 +70,10 @@ class HttpFrontend:
         self._services = services
         self._certificate = certificate
         self._metrics = metrics
-        self._document = _encoded_description(services, engine.info.model)
+        described = [
+            (item, service.dialect.failure_description) for service in services for item in service.operations
+        ]
+        self._document = openapi.document(described, engine.info.model)
         self._state = ServerState()
         self._guard = SourceGuard(_hosts(config), config.http_origins or ())
         handlers = self._handlers(groups)
@@ -194,17 +192,6 @@ class HttpFrontend:
 
     async def _describe(self, _: object, call: CallContext) -> bytes:
         return self._document
-
-
-def _encoded_description(services: Sequence[HttpService], model: str) -> bytes:
-    """The OpenAPI document."""
-    paths = {path: what for service in services for path, what in service.descriptions.items()}
-    document = {
-        "openapi": "3.1.0",
-        "info": {"title": "Kestrel", "version": "1", "description": f"Serves {model}."},
-        "paths": paths,
-    }
-    return json.dumps(document).encode()
 
 
 class _Path:

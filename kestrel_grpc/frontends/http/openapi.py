@@ -1,64 +1,71 @@
-"""Describes operations over HTTP for the OpenAPI document, from the fields that their parsers read."""
+"""The OpenAPI document, from the operations and the models of their bodies."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
 from typing import Any
 
-from kestrel_grpc.frontends.http.fields import Field, Kind
+from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
-_TYPES: Mapping[Kind, Mapping[str, Any]] = MappingProxyType(
-    {
-        Kind.TEXT: {"type": "string"},
-        Kind.BOOLEAN: {"type": "boolean"},
-        Kind.INTEGER: {"type": "integer"},
-        Kind.NUMBER: {"type": "number"},
-        Kind.IMAGE: {"type": "string"},
-        Kind.LIST: {"type": "array"},
-        Kind.OBJECT: {"type": "object"},
-        Kind.TEXT_OR_LIST: {"oneOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
+from kestrel_grpc.frontends.http.bodies import Body
+from kestrel_grpc.frontends.http.endpoint import Description, Operation
+
+_ANY_OBJECT: Mapping[str, Any] = {"application/json": {"schema": {"type": "object"}}}
+_FILE: Mapping[str, Any] = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+
+
+class _Schemas(GenerateJsonSchema):
+    """Without titles, which repeat names."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+
+def document(operations: Iterable[tuple[Operation, str]], model: str) -> bytes:
+    """Describes `operations`, each with a sentence about the form of its errors."""
+    described = [(item, item.description, failure) for item, failure in operations if item.description is not None]
+    bodies: list[type[Body]] = [what.body for _, what, _ in described if what.body is not None]
+    references, schemas = models_json_schema(
+        [(body, "validation") for body in bodies],
+        ref_template="#/components/schemas/{model}",
+        schema_generator=_Schemas,
+    )
+    paths: dict[str, dict[str, Any]] = {}
+    for operation, what, failure in described:
+        path = operation.path.replace(":path}", "}")
+        content: Mapping[str, Any] | None = _FILE if operation.takes_file else None
+        if what.body is not None:
+            content = {"application/json": {"schema": references[what.body, "validation"]}}
+        paths.setdefault(path, {})[operation.verb.lower()] = _described(what, path, content, failure)
+    found = {
+        "openapi": "3.1.0",
+        "info": {"title": "Kestrel", "version": "1", "description": f"Serves {model}."},
+        "paths": paths,
+        "components": {"schemas": schemas.get("$defs", {})},
     }
-)
-_ANY: Mapping[str, Any] = {"type": "object"}
+    return json.dumps(found).encode()
 
 
-def described(name: str, summary: str, answer: str, failure: str) -> dict[str, Any]:
-    """The description of an operation without a body, from sentences. `name` is its `operationId`."""
-    return {
-        "operationId": name,
-        "summary": summary,
+def _described(what: Description, path: str, content: Mapping[str, Any] | None, failure: str) -> dict[str, Any]:
+    answer: dict[str, Any] = {**_ANY_OBJECT}
+    if what.body is not None and "stream" in what.body.model_fields:
+        answer["text/event-stream"] = {"schema": {"type": "string"}}
+    found: dict[str, Any] = {
+        "operationId": what.id,
+        "summary": what.summary,
         "responses": {
-            "200": {"description": answer, "content": {"application/json": {"schema": _ANY}}},
-            "default": {"description": failure, "content": {"application/json": {"schema": _ANY}}},
+            "200": {"description": what.answer, "content": answer},
+            "default": {"description": failure, "content": _ANY_OBJECT},
         },
     }
-
-
-def with_fields(operation: dict[str, Any], fields: Iterable[Field], *, streams: bool) -> dict[str, Any]:
-    """The description of an operation whose body has these fields, and that `streams` its answer on demand."""
-    if streams:
-        operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
-    body = {"required": True, "content": {"application/json": {"schema": _object(fields)}}}
-    return {**operation, "requestBody": body}
-
-
-def _object(known: Iterable[Field]) -> dict[str, Any]:
-    schema: dict[str, Any] = {
-        "type": "object",
-        "properties": {field.name: _schema(field) for field in known},
-        "additionalProperties": False,
-    }
-    required = [field.name for field in known if field.is_required]
-    if required:
-        schema["required"] = required
-    return schema
-
-
-def _schema(field: Field) -> dict[str, Any]:
-    schema = _object(field.fields) if field.fields else dict(_TYPES[field.kind])
-    if field.choices:
-        schema["enum"] = list(field.choices)
-    if field.item is not None:
-        schema["items"] = field.item
-    return {**schema, "description": field.description}
+    if content is not None:
+        found["requestBody"] = {"required": True, "content": content}
+    text = {"schema": {"type": "string"}}
+    parts = [part.removesuffix("}") for part in path.split("{")[1:]]
+    parameters = [{"name": name, "in": "path", "required": True, **text} for name in parts]
+    parameters += [
+        {"name": name, "in": "query", "description": description, **text}
+        for name, description in what.parameters.items()
+    ]
+    return {**found, "parameters": parameters} if parameters else found

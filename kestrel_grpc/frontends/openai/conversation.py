@@ -16,46 +16,64 @@ written out, blocks separated by empty lines:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from kestrel_grpc.frontends.http.fields import Field, Kind, read
+from pydantic import Field
+
+from kestrel_grpc.frontends.http.bodies import Body, Problems, Text, TextOr
+from kestrel_grpc.frontends.http.fields import EXAMPLE_IMAGE, ImageText
 from kestrel_grpc.frontends.http.json_body import LongText
-from kestrel_grpc.frontends.openai.fields import MANY_IMAGES, NOT_SUPPORTED
-from kestrel_runtime.api.errors import Violation
 
 MAX_MESSAGES = 256
 MAX_PARTS = 256
 """Of the content of one message."""
+NOT_SUPPORTED = "is not supported"
+MANY_IMAGES = "several images in one conversation are not supported"
 _INSTRUCTIONS = ("system", "developer")
 _SPEAKERS: Mapping[str, str] = MappingProxyType({"user": "User", "assistant": "Assistant"})
-_ROLES = (*_INSTRUCTIONS, *_SPEAKERS)
-_MESSAGE = (
-    Field("role", Kind.TEXT, "Who says it.", is_required=True, choices=_ROLES),
-    Field("content", Kind.TEXT_OR_LIST, "A text, or a list of parts.", is_required=True),
-    Field("name", Kind.TEXT, "Without effect."),
-)
-# What an answer of this server may hold besides, so that it can be sent back as it came.
-_OF_ANSWERS = ("refusal", "reasoning", "reasoning_details", "annotations", "audio", "function_call", "tool_calls")
-_TEXT_PART = (
-    Field("type", Kind.TEXT, "`text`.", is_required=True),
-    Field("text", Kind.TEXT, "The text.", is_required=True),
-)
-_IMAGE_PART = (
-    Field("type", Kind.TEXT, "`image_url`.", is_required=True),
-    Field(
-        "image_url",
-        Kind.OBJECT,
-        "The image.",
-        is_required=True,
-        fields=(
-            Field("url", Kind.IMAGE, "A data URL.", is_required=True),
-            Field("detail", Kind.TEXT, "Without effect: every image has the detail that the model takes."),
-        ),
-    ),
-)
+# An answer of this server may hold them, so that a client can send it back as it came.
+_ONLY_OF_ANSWERS = (
+    "refusal", "reasoning", "reasoning_details", "annotations", "audio", "function_call", "tool_calls",
+)  # fmt: skip
+_EMPTY_IN_ANSWERS = ("tool_calls", "function_call", "audio")
+_OF_ANSWER: Any = Field(None, description="Without effect, and only in messages of the assistant.")
+
+
+class ImageUrl(Body):
+    """An image in a message."""
+
+    url: ImageText = Field(description="A data URL.", examples=[EXAMPLE_IMAGE])
+    detail: Text | None = Field(
+        None, description="Without effect: every image has the detail that the model takes."
+    )
+
+
+class Part(Body):
+    """A text or an image."""
+
+    type: Literal["text", "image_url"] = Field(description="What it is.", examples=["text"])
+    text: Text | None = Field(None, description="The text.")
+    image_url: ImageUrl | None = Field(None, description="The image.")
+
+
+class Message(Body):
+    """One turn of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"] = Field(description="Who says it.")
+    content: TextOr[Annotated[list[Part], Field(max_length=MAX_PARTS)]] = Field(
+        description="A text, or a list of parts."
+    )
+    name: Text | None = Field(None, description="Without effect.")
+    refusal: Any = _OF_ANSWER
+    reasoning: Any = _OF_ANSWER
+    reasoning_details: Any = _OF_ANSWER
+    annotations: Any = _OF_ANSWER
+    audio: Any = _OF_ANSWER
+    function_call: Any = _OF_ANSWER
+    tool_calls: Any = _OF_ANSWER
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,20 +81,17 @@ class Conversation:
     """The question, and the image as it stands in the request; None where there is none."""
 
     question: str
-    image: str | LongText | None
+    image: str | LongText | None = None
     image_path: str = ""
     """The field that holds the image."""
 
 
-def read_conversation(messages: list[Any], violations: list[Violation]) -> Conversation:
-    """The conversation as one question. Adds problems to `violations`; the result is then meaningless."""
-    if not 0 < len(messages) <= MAX_MESSAGES:
-        violations.append(Violation("messages", f"must be 1 to {MAX_MESSAGES} messages"))
-        return Conversation("?", None)
-    reader = _Reader(violations)
-    turns = [reader.message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+def read_conversation(messages: Sequence[Message], problems: Problems) -> Conversation:
+    """The conversation as one question."""
+    reader = _Reader(problems)
+    turns = [(message.role, reader.text(message, f"messages[{index}]")) for index, message in enumerate(messages)]
     if turns[-1][0] != "user":
-        violations.append(Violation(f"messages[{len(messages) - 1}].role", "must be user in the last message"))
+        problems.add(f"messages[{len(messages) - 1}].role", "must be user in the last message")
     return Conversation(_written_out(turns), reader.image, reader.image_path)
 
 
@@ -91,48 +106,39 @@ def _written_out(turns: list[tuple[str, str]]) -> str:
 class _Reader:
     """Reads messages one after the other and keeps the one image that they may hold."""
 
-    def __init__(self, violations: list[Violation]) -> None:
+    def __init__(self, problems: Problems) -> None:
         self.image: str | LongText | None = None
         self.image_path = ""
-        self._violations = violations
+        self._problems = problems
 
-    def message(self, message: Any, path: str) -> tuple[str, str]:
-        """The role and the text of a message."""
-        if not isinstance(message, dict):
-            self._refuse(path, "must be an object")
-            return "user", ""
-        role = message.get("role")
-        if role == "assistant":
-            for name in ("tool_calls", "function_call", "audio"):
-                if message.get(name):
-                    self._refuse(f"{path}.{name}", NOT_SUPPORTED)
-            message = {name: value for name, value in message.items() if name not in _OF_ANSWERS}
-        values = read(_MESSAGE, message, self._violations, f"{path}.")
-        content = values.get("content", "")
-        if isinstance(content, str):
-            return values.get("role", "user"), content
-        if len(content) > MAX_PARTS:
-            self._refuse(f"{path}.content", f"must be at most {MAX_PARTS} parts")
-            content = []
-        texts = [self._part(part, role, f"{path}.content[{index}]") for index, part in enumerate(content)]
-        return values.get("role", "user"), "\n".join(text for text in texts if text is not None)
+    def text(self, message: Message, path: str) -> str:
+        """The text of a message."""
+        is_answer = message.role == "assistant"
+        for name in _ONLY_OF_ANSWERS:
+            if not is_answer and name in message.model_fields_set:
+                self._problems.add(f"{path}.{name}", "is not a field of this request")
+            elif name in _EMPTY_IN_ANSWERS and getattr(message, name):
+                self._problems.add(f"{path}.{name}", NOT_SUPPORTED)
+        if isinstance(message.content, str):
+            return message.content
+        texts = [
+            self._part(part, message.role, f"{path}.content[{index}]") for index, part in enumerate(message.content)
+        ]
+        return "\n".join(text for text in texts if text is not None)
 
-    def _part(self, part: Any, role: Any, path: str) -> str | None:
+    def _part(self, part: Part, role: str, path: str) -> str | None:
         """The text of a part; None for an image."""
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind == "text":
-            return read(_TEXT_PART, part, self._violations, f"{path}.").get("text", "")
-        if kind != "image_url":
-            self._refuse(f"{path}.type", "must be text or image_url")
-            return None
+        wanted, other = ("text", "image_url") if part.type == "text" else ("image_url", "text")
+        if getattr(part, other) is not None:
+            self._problems.add(f"{path}.{other}", f"is not a field of a part of type {part.type}")
+        if getattr(part, wanted) is None:
+            self._problems.add(f"{path}.{wanted}", "is required")
+        if part.type == "text" or part.image_url is None:
+            return part.text
         if role != "user":
-            self._refuse(path, "images are taken from messages of the user only")
-        image = read(_IMAGE_PART, part, self._violations, f"{path}.").get("image_url", {}).get("url")
+            self._problems.add(path, "images are taken from messages of the user only")
         if self.image is not None:
-            self._refuse(path, MANY_IMAGES)
-        elif image is not None:
-            self.image, self.image_path = image, f"{path}.image_url.url"
+            self._problems.add(path, MANY_IMAGES)
+        else:
+            self.image, self.image_path = part.image_url.url, f"{path}.image_url.url"
         return None
-
-    def _refuse(self, path: str, description: str) -> None:
-        self._violations.append(Violation(path, description))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
-from kestrel_grpc.frontends.http.endpoint import Group, Operation
+from kestrel_grpc.frontends.http.endpoint import Description, Group, Operation
 from kestrel_grpc.frontends.http.output_json import to_json
 from kestrel_grpc.images.intake import ImageIntake
 from kestrel_grpc.images.stored_images import ImageHandle, StoredImage, is_sha256
@@ -40,10 +40,40 @@ class ImageRoutes:
         one = "/v1/images/{image_id}"
         self.operations: Sequence[Operation] = (
             Operation(
-                "PUT", "/v1/images", "rest/images", self._parsed, self._put, takes_file=True, group=Group.IMAGES
+                "PUT",
+                "/v1/images",
+                "rest/images",
+                self._parsed,
+                self._put,
+                takes_file=True,
+                group=Group.IMAGES,
+                description=Description(
+                    "putImage",
+                    "Stores an image file, whose `image_id` other requests name in place of the image.",
+                    "The stored image.",
+                    parameters=PARAMETERS,
+                ),
             ),
-            Operation("GET", one, "rest/images.get", None, self._get, group=Group.IMAGES),
-            Operation("DELETE", one, "rest/images.delete", None, self._delete, group=Group.IMAGES),
+            Operation(
+                "GET",
+                one,
+                "rest/images.get",
+                None,
+                self._get,
+                group=Group.IMAGES,
+                description=Description("getImage", "Describes a stored image.", "The stored image."),
+            ),
+            Operation(
+                "DELETE",
+                one,
+                "rest/images.delete",
+                None,
+                self._delete,
+                group=Group.IMAGES,
+                description=Description(
+                    "deleteImage", "Deletes a stored image and what is cached of it.", "The image is deleted."
+                ),
+            ),
         )
 
     def _parsed(self, data: bytes, parameters: Mapping[str, str]) -> ParsedImage:

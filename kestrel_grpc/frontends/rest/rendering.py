@@ -19,18 +19,18 @@ from kestrel_grpc.frontends.http.output_json import (
     sent_event,
     to_json,
 )
-from kestrel_grpc.frontends.rest.fields import KESTREL
+from kestrel_grpc.frontends.rest.requests import Format
 from kestrel_grpc.wire.errors import BadFields, CallFailure
 from kestrel_runtime.api.events import Event, Finished, OutlineBox, Output, SegmentOutput, TextChannel, TextDelta
 
 
 class Renderer:
-    """For one request: `format` is one of `FORMATS`."""
+    """The answers to one request."""
 
-    def __init__(self, request_id: str, model: str, format: str) -> None:
+    def __init__(self, request_id: str, model: str, format: Format) -> None:
         self._request_id = request_id
         self._model = model
-        self._is_kestrel = format == KESTREL
+        self._is_kestrel = format == "kestrel"
 
     def answer(self, finished: Finished) -> bytes:
         """A whole answer."""

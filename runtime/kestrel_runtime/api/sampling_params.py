@@ -17,8 +17,10 @@ MAX_TOP_K = 100_000
 MAX_LOGIT_BIASES = 300
 MAX_LOGPROBS = 20
 MAX_SAMPLES = 16
-_RANGES: Mapping[str, tuple[float, float]] = MappingProxyType(
+RANGES: Mapping[str, tuple[float, float]] = MappingProxyType(
     {
+        "temperature": (0.0, 100.0),
+        "max_tokens": (1, MAX_OUTPUT_TOKENS),
         "top_k": (1, MAX_TOP_K),
         "min_p": (0.0, 1.0),
         "repetition_penalty": (0.1, 10.0),
@@ -28,7 +30,9 @@ _RANGES: Mapping[str, tuple[float, float]] = MappingProxyType(
         "n": (1, MAX_SAMPLES),
     }
 )
-_TEXT_FIELDS = ("stop", "include_stop", *_RANGES, "logit_bias")
+"""The least and the greatest value of each setting, where both are allowed."""
+_NUMBERS_OF_TEXT = tuple(name for name in RANGES if name not in ("temperature", "max_tokens"))
+_TEXT_FIELDS = ("stop", "include_stop", *_NUMBERS_OF_TEXT, "logit_bias")
 _TEXT_ONLY = "is for queries and captions only"
 
 
@@ -88,15 +92,19 @@ class SamplingParams:
 
     def violations(self, *, is_text: bool = True) -> Iterator[Violation]:
         """Every breach, with paths below `sampling`. `is_text`: whether the answer is a text."""
-        if self.temperature is not None and not 0.0 <= self.temperature <= 100.0:  # also catches NaN
-            yield Violation("sampling.temperature", "must be a number from 0 to 100")
+        yield from self._range_violations("temperature")
         if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
             yield Violation("sampling.top_p", "must be above 0 and at most 1")
-        if self.max_tokens is not None and not 1 <= self.max_tokens <= MAX_OUTPUT_TOKENS:
-            yield Violation("sampling.max_tokens", f"must be from 1 to {MAX_OUTPUT_TOKENS}")
+        yield from self._range_violations("max_tokens")
         if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
             yield Violation("sampling.seed", "must not be negative")
         yield from self._text_violations() if is_text else self._violations_without_text()
+
+    def _range_violations(self, *names: str) -> Iterator[Violation]:
+        for name in names:
+            value, (least, most) = getattr(self, name), RANGES[name]
+            if value is not None and not least <= value <= most:  # also catches NaN
+                yield Violation(f"sampling.{name}", f"must be from {least:g} to {most:g}")
 
     def _text_violations(self) -> Iterator[Violation]:
         if len(self.stop) > MAX_STOPS:
@@ -104,10 +112,7 @@ class SamplingParams:
         for index, text in enumerate(self.stop[:MAX_STOPS]):
             if not 1 <= len(text) <= MAX_STOP_CHARS:
                 yield Violation(f"sampling.stop[{index}]", f"must be 1 to {MAX_STOP_CHARS} characters long")
-        for name, (least, most) in _RANGES.items():
-            value = getattr(self, name)
-            if value is not None and not least <= value <= most:
-                yield Violation(f"sampling.{name}", f"must be from {least:g} to {most:g}")
+        yield from self._range_violations(*_NUMBERS_OF_TEXT)
         if len(self.logit_bias) > MAX_LOGIT_BIASES:
             yield Violation("sampling.logit_bias", f"must be for at most {MAX_LOGIT_BIASES} tokens")
             return

@@ -5,8 +5,8 @@ from __future__ import annotations
 import base64
 from typing import Any
 
-from kestrel_grpc.frontends.openai.fields import chat_name
-from kestrel_grpc.frontends.rest import fields as rest
+from kestrel_grpc.frontends.openai.requests import chat_name
+from kestrel_grpc.frontends.rest.requests import field_name
 from tests.server.frontends.forty.cases import Ask
 from tests.server.frontends.forty.columns import REQUEST_ID, Rig, Told
 from tests.server.http_calls import Response
@@ -68,7 +68,7 @@ class RestColumn(_HttpColumn):
         return f"rest/{ask.skill}"
 
     def field_name(self, ask: Ask, name: str) -> str | None:
-        return rest.field_name(name)
+        return field_name(name)
 
     def path(self, ask: Ask) -> str:
         return f"/v1/{ask.skill}"

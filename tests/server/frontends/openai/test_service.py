@@ -336,8 +336,9 @@ async def test_a_response_format_that_cannot_be_used_is_refused(given: Any, para
 @pytest.mark.parametrize(
     ("body", "param", "told"),
     [
-        ({}, "messages", "model: is required"),
-        (chat(), "messages", "must be 1 to 256"),
+        ({}, "model", "messages: is required"),
+        (chat(), "messages", "must not be empty"),
+        (chat(*[TEXT] * 257), "messages", "must have at most 256 items"),
         (chat("x"), "messages[0]", "must be an object"),
         (chat({"role": "tool", "content": "x"}), "messages[0].role", "must be one of"),
         (chat({"role": "user"}), "messages[0].content", "is required"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kestrel_grpc.frontends.http.event_stream import EventStream
+from kestrel_grpc.frontends.http.exchange import EventStream
 
 
 class Response:

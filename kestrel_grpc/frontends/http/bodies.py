@@ -1,0 +1,239 @@
+"""Bodies of JSON requests as pydantic models, and what is wrong with them in our own words.
+
+`read` reports everything that is wrong with a body at once. Where something is, it goes on with a body whose wrong
+values are left out or replaced by examples, so that the checks of the engine's requests are reported as well.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Annotated, Any, TypeVar, get_args
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from kestrel_grpc.frontends.http.json_body import LongText
+from kestrel_grpc.wire.errors import MAX_VIOLATIONS
+from kestrel_runtime.api.errors import ImageError, InvalidRequest, Violation, did_you_mean
+from kestrel_runtime.api.requests import MAX_TEXT_BYTES
+
+OWN_ERROR = "kestrel"
+"""The type of the errors that our own validators raise; their messages are for callers."""
+_MAX_NAME_CHARS = 64
+# Pydantic puts these between the names of a path.
+_TEXT_TAG, _LIST_TAG, _KEY_MARK = "<text>", "<list>", "[key]"
+
+# With a bound, so that pydantic also refuses half of a surrogate pair. The engine counts the bytes.
+Text = Annotated[str, Field(max_length=MAX_TEXT_BYTES)]
+Item = TypeVar("Item")
+
+
+def _tag(value: Any) -> str | None:
+    return _LIST_TAG if isinstance(value, list) else _TEXT_TAG if isinstance(value, str | LongText) else None
+
+
+TextOr = Annotated[
+    Annotated[Text, Tag(_TEXT_TAG)] | Annotated[Item, Tag(_LIST_TAG)],
+    Discriminator(_tag, custom_error_type=OWN_ERROR, custom_error_message="must be a text or a list"),
+]
+"""`TextOr[list[X]]`."""
+
+
+class Body(BaseModel):
+    """An object in JSON: no value is converted from another type, and unknown names are refused."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_absent(cls, given: Any) -> Any:
+        if type(given) is dict and None in given.values():
+            return {name: value for name, value in given.items() if value is not None}
+        return given
+
+
+AnyBody = TypeVar("AnyBody", bound=Body)
+
+
+class Problems:
+    """Everything that is wrong with one request."""
+
+    def __init__(self) -> None:
+        self._violations: list[Violation] = []
+        self._image_error: ImageError | None = None
+        self._mended: list[str] = []
+
+    def add(self, field: str, description: str) -> None:
+        """A value is wrong that `read` has taken."""
+        if not any(_overlap(field, other) for other in self._mended):
+            self._violations.append(Violation(field, description))
+
+    def add_renamed(self, violations: Iterable[Violation], name: Callable[[str], str]) -> None:
+        """What the engine's request refuses, under the names that its fields have in the body."""
+        for violation in violations:
+            self.add(name(violation.field), violation.description)
+
+    def add_unreadable(self, violations: Iterable[Violation], mended: Iterable[str]) -> None:
+        """What `read` refuses, and the paths at which it has mended the body."""
+        self._violations += violations
+        self._mended += mended
+
+    def add_image_error(self, error: ImageError, path: str) -> None:
+        """The image at this path cannot be used."""
+        error.violations = tuple(Violation(path, item.description) for item in error.violations)
+        self._image_error = error
+
+    def require_none(self) -> None:
+        """Raise `InvalidRequest` if there is one, or `ImageError` if the image alone is wrong."""
+        image = self._image_error
+        if self._violations:
+            raise InvalidRequest((*self._violations, *(image.violations if image else ())))
+        if image is not None:
+            raise image
+
+
+def read(body_type: type[AnyBody], document: Mapping[str, Any], problems: Problems) -> AnyBody:
+    """The body, without what is wrong with it: that is added to `problems`."""
+    try:
+        return body_type.model_validate(document)
+    except ValidationError as failure:
+        errors = failure.errors(include_url=False)
+    problems.add_unreadable(_violations(body_type, errors), [_path(error) for error in errors])
+    try:
+        return body_type.model_validate(_mended(body_type, document, errors))
+    except ValidationError:  # parts of a value depend on each other
+        return body_type.model_validate(example(body_type))
+
+
+def example(body_type: type[Body]) -> dict[str, Any]:
+    """The smallest document that is valid."""
+    fields = _fields(body_type)
+    return {name: _example(field) for name, field in fields.items() if field.is_required()}
+
+
+def _example(field: FieldInfo) -> Any:
+    assert field.examples, "every required field has an example"
+    return field.examples[0]
+
+
+def _mended(
+    body_type: type[Body], document: Mapping[str, Any], errors: Iterable[ErrorDetails]
+) -> Mapping[str, Any]:
+    """The document with an example in place of each value that is wrong, or without it."""
+    mended = dict(document)
+    for error in errors:
+        name, *below = _place(error)
+        holder, known = mended, _fields(body_type)
+        if below and isinstance(mended.get(name), dict) and (nested := _body_types(known[name])):
+            holder = mended[name] = dict(mended[name])
+            (name, *below), known = below, _fields(*nested)
+        field = known.get(name)
+        if field is not None and field.examples and below and isinstance(holder[name], list):
+            holder[name] = list(holder[name])
+            holder[name][below[0]] = field.examples[0][0]
+        elif field is not None and field.is_required():
+            holder[name] = _example(field)
+        else:
+            holder.pop(name, None)
+    return mended
+
+
+def _violations(body_type: type[Body], errors: Sequence[ErrorDetails]) -> Iterator[Violation]:
+    num_unknown = 0
+    for error in errors:
+        description = _description(error)
+        if error["type"] == "extra_forbidden":
+            num_unknown += 1
+            if num_unknown <= MAX_VIOLATIONS:  # callers are told no more, and a search takes long
+                description += did_you_mean(
+                    str(error["loc"][-1])[:_MAX_NAME_CHARS], _names_beside(body_type, error)
+                )
+        yield Violation(_path(error), description)
+
+
+def _description(error: ErrorDetails) -> str:
+    kind, context = error["type"], error.get("ctx", {})
+    if kind == OWN_ERROR:
+        return error["msg"]
+    if error["loc"][-1:] == (_KEY_MARK,):
+        return "is not the id of a token"
+    if kind == "string_type" and isinstance(error["input"], LongText):
+        kind = "string_too_long"
+    if kind == "literal_error":
+        choices = re.findall("'([^']*)'", context["expected"])
+        return f"must be one of {', '.join(choices)}"
+    if kind == "too_long":
+        return f"must have at most {context['max_length']} items"
+    return _DESCRIPTIONS[kind]
+
+
+_DESCRIPTIONS: Mapping[str, str] = MappingProxyType(
+    {
+        "missing": "is required",
+        "extra_forbidden": "is not a field of this request",
+        "string_type": "must be a text",
+        "string_too_long": f"must be at most {MAX_TEXT_BYTES} bytes long",
+        "string_unicode": "holds half of a surrogate pair",
+        "bool_type": "must be true or false",
+        "int_type": "must be a whole number",
+        "float_type": "must be a number",
+        "list_type": "must be a list",
+        "too_short": "must not be empty",
+        "dict_type": "must be an object",
+        "model_type": "must be an object",
+    }
+)
+
+
+def _path(error: ErrorDetails) -> str:
+    """The place of an error, as `messages[0].content`."""
+    names = _place(error)
+    if names[-1:] == [_KEY_MARK]:
+        *names, key, _ = names
+        return f"{_joined(names)}[{str(key)[:_MAX_NAME_CHARS]}]"
+    return _joined(names)
+
+
+def _joined(names: Iterable[str | int]) -> str:
+    path = "".join(f"[{name}]" if isinstance(name, int) else f".{name[:_MAX_NAME_CHARS]}" for name in names)
+    return path.removeprefix(".")
+
+
+def _place(error: ErrorDetails) -> list[Any]:
+    """The names and indices on the way to an error."""
+    return [name for name in error["loc"] if name not in (_TEXT_TAG, _LIST_TAG)]
+
+
+def _names_beside(body_type: type[Body], error: ErrorDetails) -> Iterable[str]:
+    """The names that are known at the place of an unknown one."""
+    known = _fields(body_type)
+    for name in _place(error)[:-1]:
+        if isinstance(name, str):
+            known = _fields(*_body_types(known[name]))
+    return known
+
+
+def _fields(*body_types: type[Body]) -> dict[str, FieldInfo]:
+    """The fields by the names that they have in JSON."""
+    return {field.alias or name: field for kind in body_types for name, field in kind.model_fields.items()}
+
+
+def _body_types(field: FieldInfo) -> list[type[Body]]:
+    """The kinds of objects that are, or are in, the value of a field."""
+    return list(_body_types_in(field.annotation))
+
+
+def _body_types_in(annotation: Any) -> Iterator[type[Body]]:
+    if isinstance(annotation, type) and issubclass(annotation, Body):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _body_types_in(part)
+
+
+def _overlap(path: str, other: str) -> bool:
+    """Whether one of two paths is the other, or leads to it."""
+    shorter, longer = sorted((path, other), key=len)
+    return longer.startswith(shorter) and longer[len(shorter) : len(shorter) + 1] in ("", ".", "[")

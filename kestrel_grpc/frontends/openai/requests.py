@@ -1,0 +1,292 @@
+"""The bodies of OpenAI's requests: fields that are read, without effect, or refused unless they ask for nothing.
+
+A field is accepted without effect where it cannot change an answer of these models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from kestrel_grpc.frontends.http.answers import ParsedRequest
+from kestrel_grpc.frontends.http.bodies import OWN_ERROR, Body, Problems, Text, read
+from kestrel_grpc.frontends.http.fields import (
+    ConstraintBody,
+    GivenImage,
+    Sampling,
+    new_constraint,
+    read_image,
+    setting,
+)
+from kestrel_grpc.frontends.http.json_body import parse_json
+from kestrel_grpc.frontends.openai.conversation import (
+    MAX_MESSAGES,
+    NOT_SUPPORTED,
+    Conversation,
+    Message,
+    read_conversation,
+)
+from kestrel_runtime.api.constraints import MAX_CHOICES, Constraint
+from kestrel_runtime.api.errors import InvalidRequest
+from kestrel_runtime.api.requests import Query, RequestOptions
+from kestrel_runtime.api.sampling_params import SamplingParams
+
+_ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+
+
+# Fields with an object
+
+
+class StreamOptions(Body):
+    """Options of a stream."""
+
+    include_usage: bool = Field(False, description="Whether the last chunk has the numbers of tokens.")
+    include_obfuscation: bool = Field(False, description="Without effect: chunks are not padded.")
+
+
+class JsonSchemaFormat(Body):
+    """The schema of a `ResponseFormat`."""
+
+    name: Text = Field(description="Without effect.", examples=["answer"])
+    description: Text | None = Field(None, description="Without effect.")
+    schema_: dict[str, Any] = Field(
+        _ANY_OBJECT, alias="schema", description="The answer is JSON that is valid under it."
+    )
+    strict: bool | None = Field(None, description="Without effect: answers are valid in any case.")
+
+
+class ResponseFormat(Body):
+    """What the answer must look like, in the words of OpenAI."""
+
+    type: Literal["text", "json_object", "json_schema"] = Field(
+        description="The kind of answer.", examples=["text"]
+    )
+    json_schema: JsonSchemaFormat | None = Field(None, description="For the type of this name.")
+
+    def value(self, problems: Problems) -> Constraint | None:
+        """The constraint of the engine; None where any text will do."""
+        if self.type == "text":
+            return None
+        if self.type == "json_schema" and self.json_schema is None:
+            problems.add("response_format.json_schema", "is required")
+        given = self.json_schema if self.type == "json_schema" else None
+        return new_constraint(json_schema=_ANY_OBJECT if given is None else given.schema_)
+
+
+class StructuredOutputs(Body):
+    """What the answer must look like, in the words of vLLM; one of its fields."""
+
+    choice: list[Text] | None = Field(
+        None,
+        description=f"At most {MAX_CHOICES} texts, one of which is it.",
+        max_length=MAX_CHOICES,
+        examples=[["yes", "no"]],
+    )
+    regex: Text | None = Field(None, description="A regular expression that the whole answer matches.")
+    json_: dict[str, Any] | None = Field(
+        None, alias="json", description="A JSON schema; the answer is JSON that is valid under it."
+    )
+    json_object: bool = Field(False, description="Whether the answer is any JSON object.")
+
+    def value(self) -> Constraint | None:
+        """The constraint of the engine; None where any text will do."""
+        if self.choice is None and self.regex is None and self.json_ is None and not self.json_object:
+            return None
+        json_schema = _ANY_OBJECT if self.json_ is None and self.json_object else self.json_
+        return new_constraint(self.choice, self.regex, json_schema)
+
+
+# Fields that are refused unless they ask for nothing
+
+
+class Only:
+    """The type of a field that may have one of `values`, or be null, and has no effect then."""
+
+    def __init__(self, *values: Any) -> None:
+        self.values = values
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(self._check)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {"enum": [None, *self.values]}
+
+    def _check(self, given: Any) -> None:
+        # `1 == True` in Python.
+        if not any(given == value and isinstance(given, bool) is isinstance(value, bool) for value in self.values):
+            raise PydanticCustomError(OWN_ERROR, NOT_SUPPORTED)
+
+
+# The routes
+
+
+class _OpenAiBody(Sampling):
+    model: Text = Field(
+        description="The model's name, as `/v1/models` has it, or `model/adapter`.", examples=["moondream3-preview"]
+    )
+    stream: bool = Field(False, description="Whether the answer comes as server-sent events.")
+    stream_options: StreamOptions = Field(StreamOptions.model_validate({}), description="Options of a stream.")
+    constraint: ConstraintBody | None = Field(
+        None, description="What the answer must look like; one of its fields."
+    )
+    structured_outputs: StructuredOutputs | None = Field(
+        None, description="What the answer must look like, in the words of vLLM; one of its fields."
+    )
+    user: Text | None = Field(None, description="Without effect: callers are told apart by their tokens.")
+
+
+class ChatBody(_OpenAiBody):
+    """Answers a conversation about an image."""
+
+    messages: list[Message] = Field(
+        description="Messages of the roles `system`, `developer`, `user` and `assistant`; "
+        "the last one is of the user.",
+        min_length=1,
+        max_length=MAX_MESSAGES,
+        examples=[[{"role": "user", "content": "What is in this image?"}]],
+    )
+    max_completion_tokens: int | None = setting("max_tokens", "Most tokens to generate; goes before `max_tokens`.")
+    reasoning: bool = Field(False, description="Whether the model reasons before it answers.")
+    response_format: ResponseFormat | None = Field(None, description="What the answer must look like.")
+    logprobs: bool = Field(False, description="Tells how likely each token of the answer was, before penalties.")
+    top_logprobs: int | None = setting("logprobs", "How many of the most likely tokens `logprobs` tells for each.")
+    metadata: dict[str, Any] | None = Field(None, description="Without effect: nothing is stored.")
+    store: bool | None = Field(None, description="Without effect: nothing is stored.")
+    parallel_tool_calls: bool | None = Field(None, description="Without effect: there are no tools.")
+    prediction: dict[str, Any] | None = Field(
+        None, description="Without effect: it may speed an answer up, and changes none."
+    )
+    prompt_cache_key: Text | None = Field(
+        None, description="Without effect: the caches find equal prompts by themselves."
+    )
+    prompt_cache_retention: Text | None = Field(
+        None, description="Without effect: the server says how long it keeps what."
+    )
+    reasoning_effort: Text | None = Field(
+        None, description="Without effect: `reasoning` says whether the model reasons."
+    )
+    safety_identifier: Text | None = Field(
+        None, description="Without effect: callers are told apart by their tokens."
+    )
+    service_tier: Text | None = Field(None, description="Without effect: there is one tier.")
+    verbosity: Text | None = Field(None, description="Without effect: the models know no such setting.")
+    tools: Annotated[None, Only([])] = None
+    tool_choice: Annotated[None, Only("none", "auto")] = None
+    functions: Annotated[None, Only([])] = None
+    function_call: Annotated[None, Only("none", "auto")] = None
+    modalities: Annotated[None, Only(["text"])] = None
+    audio: Annotated[None, Only()] = None
+    web_search_options: Annotated[None, Only()] = None
+
+
+class CompletionBody(_OpenAiBody):
+    """Answers a text."""
+
+    prompt: Text = Field(description="The text to answer.", examples=["What is a kestrel?"])
+    logprobs: int | None = setting(
+        "logprobs", "Tells how likely each token was, and as many of the most likely ones."
+    )
+    best_of: Annotated[None, Only(1)] = None
+    echo: Annotated[None, Only(False)] = None
+    suffix: Annotated[None, Only()] = None
+
+
+# From bytes to the request of the engine
+
+
+def parse_chat(max_image_bytes: int, data: bytes) -> ParsedRequest:
+    """A request of `/v1/chat/completions`. Raises `InvalidRequest` with everything that is wrong, or `ImageError`.
+
+    `max_image_bytes` is the largest encoded image.
+    """
+    problems = Problems()
+    body = read(ChatBody, parse_json(data), problems)
+    conversation = read_conversation(body.messages, problems)
+    if body.top_logprobs is not None and not body.logprobs:
+        problems.add("top_logprobs", "needs logprobs")
+    sampling = body.params(
+        max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+    )
+    image = None
+    if conversation.image is not None:
+        image = read_image(conversation.image, conversation.image_path, max_image_bytes, problems)
+    return _parsed(body, conversation, image, sampling, problems, chat_name, reasoning=body.reasoning)
+
+
+def parse_completion(data: bytes) -> ParsedRequest:
+    """A request of `/v1/completions`. Raises `InvalidRequest` with everything that is wrong."""
+    problems = Problems()
+    body = read(CompletionBody, parse_json(data), problems)
+    sampling = body.params(logprobs=body.logprobs)
+    return _parsed(body, Conversation(body.prompt), None, sampling, problems, completion_name)
+
+
+def _parsed(
+    body: ChatBody | CompletionBody,
+    conversation: Conversation,
+    image: GivenImage | None,
+    sampling: SamplingParams,
+    problems: Problems,
+    name: Callable[[str, str], str],
+    *,
+    reasoning: bool = False,
+) -> ParsedRequest:
+    constraint, constraint_name = _constraint(body, problems)
+    query = None
+    try:
+        query = Query(
+            conversation.question,
+            None if image is None else image.data,
+            reasoning=reasoning,
+            sampling=sampling,
+            options=RequestOptions(model=body.model),
+            constraint=constraint,
+        )
+    except InvalidRequest as error:
+        problems.add_renamed(error.violations, lambda field: name(field, constraint_name))
+    problems.require_none()
+    assert query is not None
+    reference = None if image is None else image.reference
+    return ParsedRequest(query, reference, body.stream, body.stream_options.include_usage)
+
+
+def _constraint(body: ChatBody | CompletionBody, problems: Problems) -> tuple[Constraint | None, str]:
+    """What the answer must look like, None where any text will do, and the name of the field that says so."""
+    response_format = body.response_format if isinstance(body, ChatBody) else None
+    given = {
+        "response_format": None if response_format is None else response_format.value(problems),
+        "constraint": None if body.constraint is None else body.constraint.value(),
+        "structured_outputs": None if body.structured_outputs is None else body.structured_outputs.value(),
+    }
+    names = [name for name, value in given.items() if value is not None]
+    for name in names[1:]:
+        problems.add(name, f"cannot be combined with {names[0]}")
+    first = names[0] if names else "constraint"
+    return given[first], first
+
+
+def chat_name(field: str, constraint: str = "response_format") -> str:
+    """The name in a chat request of a field of the engine's requests; `constraint` is the field that has one."""
+    if field == "sampling.max_tokens":
+        return "max_completion_tokens"
+    if field == "sampling.logprobs":
+        return "top_logprobs"
+    return _name(field, "messages", constraint)
+
+
+def completion_name(field: str, constraint: str = "constraint") -> str:
+    """The name in a completion request of a field of the engine's requests, as `chat_name`."""
+    return _name(field, "prompt", constraint)
+
+
+def _name(field: str, others: str, constraint: str) -> str:
+    if field.startswith("sampling."):
+        return field.removeprefix("sampling.")
+    if field.startswith("constraint"):
+        return constraint
+    return "model" if field == "options.model" else others

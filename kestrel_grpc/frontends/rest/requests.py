@@ -1,0 +1,296 @@
+"""The routes of the REST API: the body of each, and the request of the engine that it becomes."""
+
+from __future__ import annotations
+
+import re
+from abc import abstractmethod
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PlainValidator, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from kestrel_grpc.frontends.http.answers import ParsedRequest
+from kestrel_grpc.frontends.http.bodies import OWN_ERROR, Body, Problems, Text, read
+from kestrel_grpc.frontends.http.fields import (
+    EXAMPLE_IMAGE,
+    ConstraintBody,
+    GivenImage,
+    ImageText,
+    Sampling,
+    read_image,
+    setting,
+)
+from kestrel_grpc.frontends.http.json_body import parse_json
+from kestrel_runtime.api.errors import InvalidRequest
+from kestrel_runtime.api.requests import (
+    MAX_SPATIAL_REFS,
+    BoxRef,
+    CachePolicy,
+    Caption,
+    Detect,
+    Gaze,
+    Point,
+    PointRef,
+    Priority,
+    Query,
+    Request,
+    RequestOptions,
+    Segment,
+    SpatialRef,
+)
+
+Format = Literal["moondream", "kestrel"]
+
+_IMAGE = (
+    "An image file in base64, as a data URL or plain; an address on one of the hosts of `--image-hosts`; "
+    "or the `image_id` of a stored image."
+)
+_NO_IMAGE = GivenImage(None)
+
+
+# The fields that several routes have
+
+
+class Settings(Sampling):
+    """How tokens are sampled, and how many objects are found.
+
+    One kind for all routes, since Moondream's client has one type of settings for all its methods.
+    """
+
+    logprobs: int | None = setting(
+        "logprobs", "Tells how likely each token was, and so many of the likeliest ones."
+    )
+    max_objects: int | None = Field(None, description="Most objects to find, for points and boxes.")
+
+
+_NO_SETTINGS = Settings.model_validate({})
+
+
+class SkillBody(Body):
+    """What all routes have."""
+
+    settings: Settings = Field(_NO_SETTINGS, description="How tokens are sampled.")
+    model: Text = Field("", description="The model's name, or `model/adapter`; the one that is served by default.")
+    priority: Literal["interactive", "normal", "batch"] = Field(
+        "normal",
+        description="Which requests of a token go first: `interactive`, then `normal` (the default), then `batch`.",
+    )
+    max_queue_seconds: float | None = Field(
+        None, description="The longest that the request may wait before it starts."
+    )
+    cache: Literal["use", "refresh", "bypass"] = Field(
+        "use",
+        description="`use` (the default); `refresh`: computes anew what is cached; `bypass`: neither uses the "
+        "caches nor adds to them.",
+    )
+    format: Format = Field(
+        "moondream",
+        description="`moondream` (the default): points as objects, metrics in `metrics`, in milliseconds. "
+        "`kestrel`: points as pairs, metrics beside the answer, in seconds.",
+    )
+
+    @abstractmethod
+    def request(self, image: bytes | None, **shared: Any) -> Request:
+        """The request of the engine. `shared` is what `shared` returns. Raises `InvalidRequest`."""
+
+    def shared(self) -> dict[str, Any]:
+        """The arguments that the requests of all skills take."""
+        options = RequestOptions(
+            model=self.model,
+            max_queue_s=self.max_queue_seconds,
+            priority=Priority[self.priority.upper()],
+            cache=CachePolicy[self.cache.upper()],
+        )
+        return {"sampling": self.settings.params(logprobs=self.settings.logprobs), "options": options}
+
+
+_SpatialRef = Annotated[
+    SpatialRef,
+    PlainValidator(lambda value: _spatial_ref(value)),
+    WithJsonSchema({"type": "array", "items": {"type": "number"}, "minItems": 2, "maxItems": 4}),
+]
+_Eye = Annotated[
+    PointRef,
+    PlainValidator(lambda value: _eye(value)),
+    WithJsonSchema({"type": "array", "items": {"type": "number"}, "minItems": 2, "maxItems": 2}),
+]
+
+
+def _spatial_ref(value: Any) -> SpatialRef:
+    if not _is_list_of_numbers(value, (2, 4)):
+        raise PydanticCustomError(OWN_ERROR, "must be a list of two or four numbers")
+    return PointRef(*value) if len(value) == 2 else BoxRef(*value)
+
+
+def _eye(value: Any) -> PointRef:
+    if not _is_list_of_numbers(value, (2,)):
+        raise PydanticCustomError(OWN_ERROR, "must be a list of two numbers")
+    return PointRef(*value)
+
+
+def _is_list_of_numbers(value: Any, lengths: tuple[int, ...]) -> bool:
+    return isinstance(value, list) and len(value) in lengths and all(type(side) in (int, float) for side in value)
+
+
+class _ImageBody(SkillBody):
+    image_url: ImageText = Field(description=_IMAGE, examples=[EXAMPLE_IMAGE])
+
+
+class _StreamBody(SkillBody):
+    stream: bool = Field(False, description="Whether the answer comes as server-sent events.")
+
+
+class _PlacesBody(SkillBody):
+    spatial_refs: list[_SpatialRef] = Field(
+        [],
+        description="Places to talk about: points `[x, y]` and boxes `[x_min, y_min, x_max, y_max]`, from 0 to 1.",
+        max_length=MAX_SPATIAL_REFS,
+        examples=[[[0.5, 0.5]]],
+    )
+
+    def shared(self) -> dict[str, Any]:
+        return {**super().shared(), "spatial_refs": tuple(self.spatial_refs)}
+
+
+class _ObjectBody(_ImageBody, _PlacesBody):
+    object: Text = Field(description="What to look for.", examples=["bird"])
+
+
+# The routes
+
+
+class QueryBody(_StreamBody, _PlacesBody):
+    """Answers a question, about an image or about nothing."""
+
+    question: Text = Field(description="The question.", examples=["What is in this image?"])
+    image_url: ImageText | None = Field(None, description=f"{_IMAGE} None: a question about no image.")
+    reasoning: bool = Field(False, description="Whether the model reasons before it answers.")
+    constraint: ConstraintBody | None = Field(
+        None, description="What the answer must look like; one of its fields."
+    )
+
+    def request(self, image: bytes | None, **shared: Any) -> Query:
+        constraint = None if self.constraint is None else self.constraint.value()
+        return Query(self.question, image, reasoning=self.reasoning, constraint=constraint, **shared)
+
+
+class CaptionBody(_ImageBody, _StreamBody):
+    """Describes an image."""
+
+    length: Literal["short", "normal", "long"] = Field(
+        "normal", description="How long the description is; `normal` by default."
+    )
+
+    def request(self, image: bytes | None, **shared: Any) -> Caption:
+        assert image is not None
+        return Caption(image, length=self.length, **shared)
+
+
+class PointBody(_ObjectBody):
+    """Finds the places of objects."""
+
+    def request(self, image: bytes | None, **shared: Any) -> Point:
+        assert image is not None
+        return Point(self.object, image, max_objects=self.settings.max_objects, **shared)
+
+
+class DetectBody(_ObjectBody):
+    """Finds boxes around objects."""
+
+    def request(self, image: bytes | None, **shared: Any) -> Detect:
+        assert image is not None
+        return Detect(self.object, image, max_objects=self.settings.max_objects, **shared)
+
+
+class SegmentBody(_ObjectBody, _StreamBody):
+    """Finds the outline of an object."""
+
+    def request(self, image: bytes | None, **shared: Any) -> Segment:
+        assert image is not None
+        return Segment(self.object, image, **shared)
+
+
+class GazeBody(_ImageBody):
+    """Finds the place that somebody in the image looks at."""
+
+    eye: _Eye = Field(
+        description="An eye of the one who looks, or the middle of both eyes: `[x, y]`, from 0 to 1.",
+        examples=[[0.5, 0.5]],
+    )
+
+    def request(self, image: bytes | None, **shared: Any) -> Gaze:
+        assert image is not None
+        return Gaze(image, self.eye, **shared)
+
+
+ROUTES: Mapping[str, type[SkillBody]] = MappingProxyType(
+    {
+        "query": QueryBody,
+        "caption": CaptionBody,
+        "point": PointBody,
+        "detect": DetectBody,
+        "segment": SegmentBody,
+        "gaze": GazeBody,
+    }
+)
+"""The body of `POST /v1/<skill>`, by skill."""
+
+
+# From bytes to the request of the engine
+
+
+def parse_request(body_type: type[SkillBody], max_image_bytes: int, data: bytes) -> ParsedRequest:
+    """Raises `InvalidRequest` with everything that is wrong, or an `ImageError`.
+
+    `max_image_bytes` is the largest encoded image.
+    """
+    problems = Problems()
+    body = read(body_type, parse_json(data), problems)
+    fields = vars(body)  # routes have different ones
+    is_streamed, url = fields.get("stream", False), fields["image_url"]
+    if is_streamed and (body.settings.n or 1) > 1:
+        problems.add("settings.n", "must be 1 in a stream")
+    image = _NO_IMAGE if url is None else read_image(url, "image_url", max_image_bytes, problems)
+    request = None
+    try:
+        request = body.request(image.data, **body.shared())
+    except InvalidRequest as error:
+        problems.add_renamed(error.violations, field_name)
+    problems.require_none()
+    assert request is not None
+    return ParsedRequest(request, image.reference, is_streamed, body.format)
+
+
+_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "image": "image_url",
+        "image.uri": "image_url",
+        "max_objects": "settings.max_objects",
+        "options.model": "model",
+        "options.priority": "priority",
+        "options.cache": "cache",
+        "options.max_queue_duration": "max_queue_seconds",
+    }
+)
+_SIDES: Mapping[str, str] = MappingProxyType(
+    {
+        "point.x": "[0]",
+        "point.y": "[1]",
+        "box.x_min": "[0]",
+        "box.y_min": "[1]",
+        "box.x_max": "[2]",
+        "box.y_max": "[3]",
+    }
+)
+
+
+def field_name(field: str) -> str:
+    """The name in the body of a field of the engine's requests."""
+    if field.startswith("sampling."):
+        return f"settings.{field.removeprefix('sampling.')}"
+    found = re.fullmatch(r"(spatial_refs\[\d+\])\.(.+)", field)
+    if found is not None:
+        return found[1] + _SIDES.get(found[2], "")
+    return _NAMES.get(field, field)

@@ -1,0 +1,195 @@
+"""Bodies of requests: what is taken, and what callers are told about what is not, all of it at once."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from kestrel_grpc.frontends.http.bodies import Problems, read
+from kestrel_grpc.frontends.http.json_body import LongText
+from kestrel_grpc.frontends.openai.requests import ChatBody, CompletionBody
+from kestrel_grpc.frontends.rest.requests import GazeBody, QueryBody, parse_request
+from kestrel_grpc.wire.errors import MAX_VIOLATIONS
+from kestrel_runtime.api.constraints import Constraint
+from kestrel_runtime.api.errors import InvalidRequest
+from kestrel_runtime.api.requests import Query
+
+ASKED = {"question": "?"}
+SAID = {"role": "user", "content": "?"}
+CHAT = {"model": "fake", "messages": [SAID]}
+
+
+def told(body_type: Any, document: dict[str, Any]) -> dict[str, str]:
+    """What is wrong with a document, by place."""
+    problems = Problems()
+    read(body_type, document, problems)
+    try:
+        problems.require_none()
+    except InvalidRequest as error:
+        return {item.field: item.description for item in error.violations}
+    return {}
+
+
+@pytest.mark.parametrize(
+    ("given", "place", "description"),
+    [
+        ({"question": 1}, "question", "must be a text"),
+        ({"question": "\ud800"}, "question", "holds half of a surrogate pair"),
+        ({"question": LongText(b"a" * 70_000)}, "question", "must be at most 65536 bytes long"),
+        ({"question": "a" * 70_000}, "question", "must be at most 65536 bytes long"),
+        ({"question": None}, "question", "is required"),
+        ({"stream": 1}, "stream", "must be true or false"),
+        ({"stream": "true"}, "stream", "must be true or false"),
+        ({"image_url": 5}, "image_url", "must be a text with an image"),
+        ({"settings": []}, "settings", "must be an object"),
+        ({"settings": {"max_tokens": "5"}}, "settings.max_tokens", "must be a whole number"),
+        ({"settings": {"max_tokens": 5.0}}, "settings.max_tokens", "must be a whole number"),
+        ({"settings": {"max_tokens": True}}, "settings.max_tokens", "must be a whole number"),
+        ({"settings": {"top_p": True}}, "settings.top_p", "must be a number"),
+        ({"settings": {"top_p": "0.5"}}, "settings.top_p", "must be a number"),
+        ({"settings": {"top_p": 10**400}}, "settings.top_p", "must be a number"),
+        ({"settings": {"stop": 5}}, "settings.stop", "must be a text or a list"),
+        ({"settings": {"stop": ["a", None]}}, "settings.stop[1]", "must be a text"),
+        ({"settings": {"stop": LongText(b"a")}}, "settings.stop", "must be at most 65536 bytes long"),
+        ({"settings": {"stop": ["a"] * 17}}, "settings.stop", "must have at most 16 items"),
+        ({"settings": {"logit_bias": []}}, "settings.logit_bias", "must be an object"),
+        ({"settings": {"logit_bias": {"x": 1}}}, "settings.logit_bias[x]", "is not the id of a token"),
+        ({"settings": {"logit_bias": {"-1": 1}}}, "settings.logit_bias[-1]", "is not the id of a token"),
+        ({"settings": {"logit_bias": {"²": 1}}}, "settings.logit_bias[²]", "is not the id of a token"),
+        ({"settings": {"logit_bias": {"7": True}}}, "settings.logit_bias[7]", "must be a number"),
+        ({"priority": "soon"}, "priority", "must be one of interactive, normal, batch"),
+        ({"priority": ["batch"]}, "priority", "must be one of interactive, normal, batch"),
+        ({"spatial_refs": {}}, "spatial_refs", "must be a list"),
+        ({"spatial_refs": [[0, 1], [0, "1"]]}, "spatial_refs[1]", "must be a list of two or four numbers"),
+        ({"spatial_refs": [[0, 0, 0]]}, "spatial_refs[0]", "must be a list of two or four numbers"),
+        ({"spatial_refs": [[0, 0]] * 257}, "spatial_refs", "must have at most 256 items"),
+        ({"constraint": {"choices": ["a"] * 5000}}, "constraint.choices", "must have at most 256 items"),
+        ({"constraint": {"json_schema": "{}"}}, "constraint.json_schema", "must be an object"),
+        ({"questoin": "?"}, "questoin", "is not a field of this request; did you mean question?"),
+        ({"x" * 100: 1}, "x" * 64, "is not a field of this request"),
+        ({"settings": {"top_pp": 1}}, "settings.top_pp", "is not a field of this request; did you mean top_p?"),
+        ({"settings": {"zzz": None, "n": None}}, "", ""),
+    ],
+)
+def test_values_are_not_converted_and_each_wrong_one_is_named(given: Any, place: str, description: str) -> None:
+    assert told(QueryBody, {**ASKED, **given}) == ({place: description} if place else {})
+
+
+@pytest.mark.parametrize(
+    ("body_type", "given", "place", "description"),
+    [
+        (GazeBody, {"image_url": "", "eye": [0.5, True]}, "eye", "must be a list of two numbers"),
+        (ChatBody, {**CHAT, "echo": False}, "echo", "is not a field of this request"),
+        (ChatBody, {**CHAT, "tools": [1]}, "tools", "is not supported"),
+        (ChatBody, {**CHAT, "tools": {}}, "tools", "is not supported"),
+        (CompletionBody, {"model": "", "prompt": "?", "echo": 0}, "echo", "is not supported"),
+        (CompletionBody, {"model": "", "prompt": "?", "best_of": True}, "best_of", "is not supported"),
+        (ChatBody, {**CHAT, "messages": {}}, "messages", "must be a list"),
+        (
+            ChatBody,
+            {**CHAT, "messages": [{**SAID, "nam": ""}]},
+            "messages[0].nam",
+            "is not a field of this request; did you mean name?",
+        ),
+        (
+            ChatBody,
+            {**CHAT, "messages": [SAID, {**SAID, "content": [{"type": "text", "txt": "?"}]}]},
+            "messages[1].content[0].txt",
+            "is not a field of this request; did you mean text?",
+        ),
+        (
+            ChatBody,
+            {**CHAT, "messages": [{**SAID, "content": [{"type": "video"}]}]},
+            "messages[0].content[0].type",
+            "must be one of text, image_url",
+        ),
+        (
+            ChatBody,
+            {**CHAT, "messages": [{**SAID, "content": [{"type": "text", "text": "?"}] * 257}]},
+            "messages[0].content",
+            "must have at most 256 items",
+        ),
+        (
+            ChatBody,
+            {**CHAT, "response_format": {"type": "json_schema", "json_schema": {"name": 1}}},
+            "response_format.json_schema.name",
+            "must be a text",
+        ),
+    ],
+)
+def test_places_are_those_of_the_document(
+    body_type: Any, given: dict[str, Any], place: str, description: str
+) -> None:
+    assert told(body_type, given) == {place: description}
+
+
+def test_what_is_wrong_does_not_hide_what_the_request_of_the_engine_refuses() -> None:
+    body = {
+        "question": 5,
+        "image_url": "not base64!",
+        "reasoning": "yes",
+        "spatial_refs": [[2, 0], "here", [0, 2]],
+        "constraint": {"regex": 5},
+        "settings": {"top_p": "much", "temperature": -1, "stop": [1, ""], "max_tokenz": 4},
+        "model": None,
+        "max_queue_seconds": -1,
+    }
+    with pytest.raises(InvalidRequest) as refused:
+        parse_request(QueryBody, 100, json.dumps(body).encode())
+    assert {item.field for item in refused.value.violations} == {
+        "question",
+        "reasoning",
+        "image_url",
+        "spatial_refs[0][0]",
+        "spatial_refs[1]",
+        "spatial_refs[2][1]",
+        "constraint.regex",
+        "settings.top_p",
+        "settings.temperature",
+        "settings.stop[0]",
+        "settings.stop[1]",
+        "settings.max_tokenz",
+        "max_queue_seconds",
+    }
+
+
+def test_a_search_for_what_was_meant_ends_with_what_callers_are_told() -> None:
+    found = told(QueryBody, {**ASKED, **{f"questio{number}": 1 for number in range(2000)}})
+    assert len(found) == 2000
+    assert [name for name, text in found.items() if "did you mean" in text] == list(found)[:MAX_VIOLATIONS]
+
+
+def parsed(given: dict[str, Any]) -> Query:
+    request = parse_request(QueryBody, 100, json.dumps({**ASKED, **given}).encode()).request
+    assert isinstance(request, Query)
+    return request
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, None),
+        ({"choices": ["a", "b"]}, Constraint(choices=("a", "b"))),
+        ({"regex": "a+"}, Constraint(regex="a+")),
+        ({"json_schema": {"enum": [1, "é", None]}}, Constraint(json_schema='{"enum": [1, "é", null]}')),
+    ],
+)
+def test_each_field_reaches_the_constraint(given: Any, expected: Constraint | None) -> None:
+    assert parsed({"constraint": given}).constraint == expected
+
+
+def test_a_schema_that_is_nested_too_deeply_is_refused_for_its_depth() -> None:
+    schema: Any = {}
+    for _ in range(5000):
+        schema = {"items": schema}
+    problems = Problems()
+    constraint = read(QueryBody, {**ASKED, "constraint": {"json_schema": schema}}, problems).constraint
+    assert constraint is not None
+    (violation,) = constraint.value().violations()
+    assert "levels deep" in violation.description
+
+
+def test_ids_of_tokens_are_numbers_whatever_their_zeros() -> None:
+    assert parsed({"settings": {"logit_bias": {"17": -1, "004": 2}}}).sampling.logit_bias == ((4, 2), (17, -1))

@@ -1,0 +1,52 @@
+"""The OpenAPI document describes every operation, with the fields that its parser reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kestrel_grpc.frontends.http.bodies import Body, example
+from kestrel_grpc.frontends.openai.requests import ChatBody, CompletionBody
+from kestrel_grpc.frontends.rest.requests import ROUTES
+from kestrel_runtime.api.sampling_params import RANGES
+from tests.server.http_calls import serving_http
+
+BODIES = {
+    **{f"/v1/{skill}": body for skill, body in ROUTES.items()},
+    "/v1/chat/completions": ChatBody,
+    "/v1/completions": CompletionBody,
+}
+
+
+async def test_the_document_has_every_route_of_both_apis() -> None:
+    async with serving_http() as rig:
+        document = (await rig.ask("/openapi.json")).json
+    paths: dict[str, Any] = document["paths"]
+    images, models = ("/v1/images", "/v1/images/{image_id}"), ("/v1/models", "/v1/models/{model}")
+    assert paths.keys() == {*BODIES, *images, *models}
+    assert paths["/v1/images/{image_id}"].keys() == {"get", "delete"}
+    assert [item["name"] for item in paths["/v1/images"]["put"]["parameters"]] == ["sha256", "ttl_seconds", "pin"]
+    assert [item["name"] for item in paths["/v1/models/{model}"]["get"]["parameters"]] == ["model"]
+    schemas = document["components"]["schemas"]
+    for path in BODIES:
+        operation = paths[path]["post"]
+        reference = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+        schema = schemas[reference.removeprefix("#/components/schemas/")]
+        streams = "stream" in schema["properties"]
+        assert ("text/event-stream" in operation["responses"]["200"]["content"]) is streams
+        assert schema["additionalProperties"] is False
+    settings = schemas["Settings"]["properties"]
+    for name, (least, most) in RANGES.items():
+        assert (settings[name]["minimum"], settings[name]["maximum"]) == (least, most)
+    identifiers = [item["operationId"] for path in paths.values() for item in path.values()]
+    assert len(set(identifiers)) == len(identifiers)
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_the_examples_of_required_fields_make_a_request(path: str) -> None:
+    body: type[Body] = BODIES[path]
+    given = {**example(body), "model": "fake"}
+    assert example(body).keys() == {name for name, field in body.model_fields.items() if field.is_required()}
+    async with serving_http() as rig:
+        assert (await rig.ask(path, given)).status == 200
