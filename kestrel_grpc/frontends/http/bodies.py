@@ -13,16 +13,19 @@ from typing import Annotated, Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
 
 from kestrel_grpc.frontends.http.json_body import LongText
 from kestrel_grpc.wire.errors import MAX_VIOLATIONS
 from kestrel_runtime.api.errors import ImageError, InvalidRequest, Violation, did_you_mean
 from kestrel_runtime.api.requests import MAX_TEXT_BYTES
 
-OWN_ERROR = "kestrel"
-"""The type of the errors that our own validators raise; their messages are for callers."""
+
+class Unusable(ValueError):
+    """Raised by our own validators; its text is for callers."""
+
+
 _MAX_NAME_CHARS = 64
+_CHOICE_ERROR = "text_or_list"
 # Pydantic puts these between the names of a path.
 _TEXT_TAG, _LIST_TAG, _KEY_MARK = "<text>", "<list>", "[key]"
 
@@ -37,7 +40,7 @@ def _tag(value: Any) -> str | None:
 
 TextOr = Annotated[
     Annotated[Text, Tag(_TEXT_TAG)] | Annotated[Item, Tag(_LIST_TAG)],
-    Discriminator(_tag, custom_error_type=OWN_ERROR, custom_error_message="must be a text or a list"),
+    Discriminator(_tag, custom_error_type=_CHOICE_ERROR, custom_error_message=""),
 ]
 """`TextOr[list[X]]`."""
 
@@ -56,6 +59,8 @@ class Body(BaseModel):
 
 
 AnyBody = TypeVar("AnyBody", bound=Body)
+_Error = Mapping[str, Any]
+"""As pydantic tells it."""
 
 
 class Problems:
@@ -119,9 +124,7 @@ def _example(field: FieldInfo) -> Any:
     return field.examples[0]
 
 
-def _mended(
-    body_type: type[Body], document: Mapping[str, Any], errors: Iterable[ErrorDetails]
-) -> Mapping[str, Any]:
+def _mended(body_type: type[Body], document: Mapping[str, Any], errors: Iterable[_Error]) -> Mapping[str, Any]:
     """The document with an example in place of each value that is wrong, or without it."""
     mended = dict(document)
     for error in errors:
@@ -141,7 +144,7 @@ def _mended(
     return mended
 
 
-def _violations(body_type: type[Body], errors: Sequence[ErrorDetails]) -> Iterator[Violation]:
+def _violations(body_type: type[Body], errors: Sequence[_Error]) -> Iterator[Violation]:
     num_unknown = 0
     for error in errors:
         description = _description(error)
@@ -154,10 +157,10 @@ def _violations(body_type: type[Body], errors: Sequence[ErrorDetails]) -> Iterat
         yield Violation(_path(error), description)
 
 
-def _description(error: ErrorDetails) -> str:
+def _description(error: _Error) -> str:
     kind, context = error["type"], error.get("ctx", {})
-    if kind == OWN_ERROR:
-        return error["msg"]
+    if kind == "value_error" and isinstance(context["error"], Unusable):
+        return str(context["error"])
     if error["loc"][-1:] == (_KEY_MARK,):
         return "is not the id of a token"
     if kind == "string_type" and isinstance(error["input"], LongText):
@@ -182,13 +185,14 @@ _DESCRIPTIONS: Mapping[str, str] = MappingProxyType(
         "float_type": "must be a number",
         "list_type": "must be a list",
         "too_short": "must not be empty",
+        _CHOICE_ERROR: "must be a text or a list",
         "dict_type": "must be an object",
         "model_type": "must be an object",
     }
 )
 
 
-def _path(error: ErrorDetails) -> str:
+def _path(error: _Error) -> str:
     """The place of an error, as `messages[0].content`."""
     names = _place(error)
     if names[-1:] == [_KEY_MARK]:
@@ -202,12 +206,12 @@ def _joined(names: Iterable[str | int]) -> str:
     return path.removeprefix(".")
 
 
-def _place(error: ErrorDetails) -> list[Any]:
+def _place(error: _Error) -> list[Any]:
     """The names and indices on the way to an error."""
     return [name for name in error["loc"] if name not in (_TEXT_TAG, _LIST_TAG)]
 
 
-def _names_beside(body_type: type[Body], error: ErrorDetails) -> Iterable[str]:
+def _names_beside(body_type: type[Body], error: _Error) -> Iterable[str]:
     """The names that are known at the place of an unknown one."""
     known = _fields(body_type)
     for name in _place(error)[:-1]:

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
-from pydantic_core import PydanticCustomError
 
-from kestrel_grpc.frontends.http.bodies import OWN_ERROR, Body, Problems, Text, TextOr
+from kestrel_grpc.frontends.http.bodies import Body, Problems, Text, TextOr, Unusable
 from kestrel_grpc.frontends.http.json_body import LongText
 from kestrel_grpc.images.data_uris import decode_base64
 from kestrel_grpc.images.stored_images import ImageHandle, ImageReference, ImageUri
@@ -32,7 +31,7 @@ _MAX_TOKEN_ID_DIGITS = 10
 
 def _image_text(value: Any) -> str | LongText:
     if not isinstance(value, str | LongText):
-        raise PydanticCustomError(OWN_ERROR, "must be a text with an image")
+        raise Unusable("must be a text with an image")
     return value
 
 

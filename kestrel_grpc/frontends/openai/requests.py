@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, PlainValidator
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from kestrel_grpc.frontends.http.answers import ParsedRequest
-from kestrel_grpc.frontends.http.bodies import OWN_ERROR, Body, Problems, Text, read
+from kestrel_grpc.frontends.http.bodies import Body, Problems, Text, Unusable, read
 from kestrel_grpc.frontends.http.fields import (
     ConstraintBody,
     GivenImage,
@@ -109,16 +108,16 @@ class Only:
     def __init__(self, *values: Any) -> None:
         self.values = values
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_plain_validator_function(self._check)
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> Any:
+        return handler.generate_schema(Annotated[None, PlainValidator(self._check)])
 
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+    def __get_pydantic_json_schema__(self, schema: Any, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         return {"enum": [None, *self.values]}
 
     def _check(self, given: Any) -> None:
         # `1 == True` in Python.
         if not any(given == value and isinstance(given, bool) is isinstance(value, bool) for value in self.values):
-            raise PydanticCustomError(OWN_ERROR, NOT_SUPPORTED)
+            raise Unusable(NOT_SUPPORTED)
 
 
 # The routes

@@ -9,10 +9,9 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator, WithJsonSchema
-from pydantic_core import PydanticCustomError
 
 from kestrel_grpc.frontends.http.answers import ParsedRequest
-from kestrel_grpc.frontends.http.bodies import OWN_ERROR, Body, Problems, Text, read
+from kestrel_grpc.frontends.http.bodies import Body, Problems, Text, Unusable, read
 from kestrel_grpc.frontends.http.fields import (
     EXAMPLE_IMAGE,
     ConstraintBody,
@@ -120,13 +119,13 @@ _Eye = Annotated[
 
 def _spatial_ref(value: Any) -> SpatialRef:
     if not _is_list_of_numbers(value, (2, 4)):
-        raise PydanticCustomError(OWN_ERROR, "must be a list of two or four numbers")
+        raise Unusable("must be a list of two or four numbers")
     return PointRef(*value) if len(value) == 2 else BoxRef(*value)
 
 
 def _eye(value: Any) -> PointRef:
     if not _is_list_of_numbers(value, (2,)):
-        raise PydanticCustomError(OWN_ERROR, "must be a list of two numbers")
+        raise Unusable("must be a list of two numbers")
     return PointRef(*value)
 
 
