@@ -32,8 +32,8 @@ from bench.harness.decode_steps import OPERATIONS, Model, Precision, time_contex
 from bench.harness.prefill_inputs import random_text, random_text_with_experts
 from bench.harness.report import write_json
 from bench.random_weights import MOONDREAM_2, MOONDREAM_3
-from kestrel_grpc.config.option_parsers import parse_kernels
 from kestrel_ops import Kernels
+from kestrel_runtime.api.options import parse_kernels
 from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.models.moondream.config import MoeConfig
 from kestrel_runtime.models.moondream.fused.decode import FusedDecoder

@@ -38,12 +38,12 @@ from bench.harness.prefill_inputs import (
 )
 from bench.harness.report import write_json
 from bench.random_weights import MOONDREAM_2, MOONDREAM_3
-from kestrel_grpc.config.option_parsers import parse_kernels
 from kestrel_ops import Kernels
 from kestrel_ops.reference.mixture_of_experts import mixture_of_experts as mixture_definition
 from kestrel_ops.reference.prefill_attention import prefill_attention as attention_definition
 from kestrel_ops.reference.rotary_write_kv import rotary_write_kv as rotary_definition
 from kestrel_ops.triton.prefill_attention import Tiling
+from kestrel_runtime.api.options import parse_kernels
 from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.execution.step_inputs import PackedChunks
 from kestrel_runtime.models.moondream.config import TextConfig

@@ -4,7 +4,7 @@ A step takes as long as Moondream 2 takes on one H200 with everything in float8 
 nothing and samples the same token for all sequences; the server around it is the real one. Where it sustains less
 than the device would, that is the host's doing; when it stops it tells how long the device had nothing to do.
 
-    python -m bench.timed_server --slower 2.5 -- --port 50052 --max-batch-size 64 --max-crops 56
+    python -m bench.timed_server --slower 2.5 -- --port 50052 --max-batch-size 64 --max-tiles 56
     python -m bench.serve --target localhost:50052 --workloads cot,long --batches 64 --open none
 
 Every image costs what nine tiles do; the built-in model cuts a chart into seven, of which eight charts make a step.

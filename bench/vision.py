@@ -30,12 +30,12 @@ from bench.harness.parts import NUM_INPUT_SETS, Part, PartTimer, random_linear
 from bench.harness.report import write_json
 from bench.harness.vision_checks import check_kernels, check_layers, random_tiles
 from bench.random_weights import MOONDREAM_2
-from kestrel_grpc.config.option_parsers import parse_kernels
 from kestrel_ops import Kernels
 from kestrel_ops.library.crop_attention import crop_attention as library_crop_attention
 from kestrel_ops.triton.add_layer_norm import add_layer_norm as triton_add_layer_norm
 from kestrel_ops.triton.concat_gelu import concat_gelu as triton_concat_gelu
 from kestrel_ops.triton.rows import RowBlocks
+from kestrel_runtime.api.options import parse_kernels
 from kestrel_runtime.models.moondream.config import VisionConfig
 from kestrel_runtime.models.moondream.fused.calibrated_vision import CalibratedVision
 from kestrel_runtime.models.moondream.fused.vision import FusedVision

@@ -300,7 +300,8 @@ def _images(config: ServerConfig) -> ImageSource:
         from kestrel_grpc.images.remote_images import RemoteImages
     except ImportError as error:
         raise RemoteImagesUnavailable("--image-hosts needs `pip install 'kestrel-grpc[remote]'`") from error
-    return RemoteImages(config.image_hosts, max_bytes=config.max_image_bytes, timeout_s=config.image_fetch_timeout)
+    max_bytes = config.engine.max_image_bytes
+    return RemoteImages(config.image_hosts, max_bytes=max_bytes, timeout_s=config.image_fetch_timeout)
 
 
 def _certificate(config: ServerConfig) -> CertificateFiles | None:
@@ -315,8 +316,9 @@ def require_usable(config: ServerConfig) -> None:
 
     Raises `ConfigurationError` as well.
     """
-    if config.adapters is not None and not Path(config.adapters).is_dir():
-        raise ConfigurationError((f"--adapters: there is no folder {config.adapters}",))
+    adapters = config.engine.adapters
+    if adapters is not None and not Path(adapters).is_dir():
+        raise ConfigurationError((f"--adapters: there is no folder {adapters}",))
     _access(config)
     _certificate(config)
     _images(config)

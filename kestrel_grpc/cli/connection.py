@@ -6,8 +6,7 @@ import argparse
 import os
 
 from kestrel_client.connection import ClientTls
-from kestrel_grpc.config.environment import CLIENT_VARIABLES, former_names
-from kestrel_grpc.config.settings import environment_name
+from kestrel_grpc.config.sources import CLIENT_VARIABLES, environment_name, former_variables
 
 
 def add_connection_arguments(
@@ -27,7 +26,7 @@ def tls_of(arguments: argparse.Namespace) -> ClientTls | None:
     Raises it too where a variable of the client commands has its former name: without that variable, a token could
     be sent without encryption.
     """
-    for problem in former_names(CLIENT_VARIABLES, os.environ):
+    for problem in former_variables(CLIENT_VARIABLES, os.environ):
         raise ValueError(problem)
     return ClientTls.named(arguments.tls_ca, arguments.tls_client_certificate, arguments.tls_client_key)
 

@@ -57,10 +57,11 @@ def _run(arguments: argparse.Namespace) -> int:
 async def _demonstrate(target: Path) -> None:
     from kestrel_grpc.config.options import ServerConfig
     from kestrel_grpc.server import Server
+    from kestrel_runtime.api.config import EngineConfig
     from kestrel_runtime.engine.engine import LocalEngine
 
     adapters = files("kestrel_runtime").joinpath("nano", "adapters")
-    config = ServerConfig(port=0, adapters=str(adapters), adapter_slots=1)
+    config = ServerConfig(port=0, engine=EngineConfig(adapters=str(adapters), num_adapter_slots=1))
     engine = await asyncio.to_thread(LocalEngine.start, config.engine_config())
     async with Server(engine, config) as server, AsyncClient(f"127.0.0.1:{server.port}") as client:
         await _ask(client, files("kestrel_grpc").joinpath(PICTURE).read_bytes(), target)

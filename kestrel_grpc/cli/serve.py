@@ -9,11 +9,9 @@ import os
 import sys
 
 from kestrel_grpc.cli.problems import complain, refuse
-from kestrel_grpc.config.effective import effective_values
-from kestrel_grpc.config.environment import environment_warnings
-from kestrel_grpc.config.flags import add_serve_arguments
-from kestrel_grpc.config.options import ConfigurationError, ServerConfig, options
-from kestrel_grpc.config.precision import precision_line
+from kestrel_grpc.config.listing import add_serve_arguments, effective_values
+from kestrel_grpc.config.options import ConfigurationError, ServerConfig, option_names
+from kestrel_grpc.config.sources import environment_warnings
 from kestrel_grpc.process import (
     end_now,
     end_within,
@@ -55,11 +53,11 @@ def add_serve_command(subparsers: argparse._SubParsersAction[argparse.ArgumentPa
 
 
 def _config(arguments: argparse.Namespace) -> int:
-    from kestrel_runtime.models.device_defaults import device_defaults
+    from kestrel_runtime.models.loaded_model import device_type
 
     try:
-        print(effective_values(vars(arguments), os.environ, device_defaults))
-        for warning in environment_warnings((name for name, _ in options()), os.environ):
+        print(effective_values(vars(arguments), os.environ, device_type))
+        for warning in environment_warnings(option_names(), os.environ):
             complain(warning)
     except ConfigurationError as error:
         return refuse(error)
@@ -72,7 +70,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     except ConfigurationError as error:
         return refuse(error)
     set_up_logging(config.log_level, line_format=config.log_format)
-    for warning in environment_warnings((name for name, _ in options()), os.environ):
+    for warning in environment_warnings(option_names(), os.environ):
         _log.warning("%s", warning)
     from kestrel_grpc.access.tls import CertificateError
     from kestrel_grpc.access.tokens import TokenFileError
@@ -102,7 +100,7 @@ def _serve(arguments: argparse.Namespace) -> int:
             require_tracing(os.environ)
         engine = LocalEngine.start(config.engine_config())
         # After the model: a start that fails says why in one line.
-        _log.info("%s", precision_line(config.expert_engine_config(), config.precision))
+        _log.info("%s", config.precision_line())
         engine.on_status_change(lambda now: end_within(END_TIMEOUT_S) if now is EngineStatus.DEAD else None)
         try:
             with asyncio.Runner(loop_factory=_loop_factory()) as runner:

@@ -1,4 +1,5 @@
-"""Defines every option of the server once: flag, environment variable, default, unit and help.
+"""Defines the options of the server once, each with its range, unit, default and help; engine settings come from
+`EngineConfig`.
 
 `ServerConfig` is the list of options and the parsed value. A flag takes precedence over its environment variable,
 that over the file of options, and that over the default.
@@ -6,34 +7,50 @@ that over the file of options, and that over the default.
 
 from __future__ import annotations
 
+import ipaddress
+import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from kestrel_grpc.config.contradictions import contradictions
-from kestrel_grpc.config.environment import security_problems
-from kestrel_grpc.config.option import Option, option_field, option_of
-from kestrel_grpc.config.option_parsers import (
+from kestrel_grpc.config.sources import Setting, collect, flag_name, security_problems, unknown_flag
+from kestrel_grpc.images.image_uris import AllowedHost, parse_hosts
+from kestrel_runtime.api.config import MIB, EngineConfig
+from kestrel_runtime.api.options import (
+    Option,
     byte_count,
-    fraction,
-    name_prefix,
     names,
     on_or_off,
     one_of,
-    origins,
-    parse_kernels,
+    option,
+    options_of,
     positive_seconds,
     seconds_above_zero,
     some_text,
     whole_number,
 )
-from kestrel_grpc.config.precision import PRECISIONS, with_precision
-from kestrel_grpc.config.settings import Setting, collect, unknown_flag
-from kestrel_grpc.images.image_uris import AllowedHost, parse_hosts
-from kestrel_runtime.api.config import EngineConfig
 
-MIB = 2**20
+PRECISIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "auto": {},
+        "float32": {"dtype": "float32"},
+        "bfloat16": {"dtype": "bfloat16"},
+        "float8": {"text_path": "fused-float8", "vision_path": "calibrated-float8", "kv_dtype": "float8"},
+    }
+)
+"""By name: fields of `EngineConfig`, each for where that field is auto."""
+_FORMATS = ("dtype", "text_path", "vision_path", "kv_dtype")
+"""The settings that a precision selects, unless their own options do."""
+_REASONS: Mapping[str, str] = MappingProxyType(
+    {
+        "auto": "bfloat16 on a GPU, else float32; float8 has to be asked for, since all of it together costs more"
+        " than half a point of accuracy in bench/results and was measured on the built-in model alone",
+        "float32": "float32, as asked for",
+        "bfloat16": "bfloat16, as asked for",
+        "float8": "float8 for the decoder, the image encoder and the key-value cache, as asked for",
+    }
+)
 
 
 class ConfigurationError(Exception):
@@ -44,469 +61,303 @@ class ConfigurationError(Exception):
         self.problems = problems
 
 
-_ENGINE = EngineConfig()
-_MOST_MEMORY_BYTES = 2**50
+def _name_prefix(text: str) -> str:
+    """Parses what names of shared memory objects begin with, with or without the slash before them."""
+    prefix = text.removeprefix("/")
+    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", prefix) is None:
+        raise ValueError("must be letters, digits, dots, hyphens and underscores, beginning with a letter or digit")
+    return prefix
+
+
+def _origins(text: str) -> tuple[str, ...]:
+    """Parses origins of web pages, separated by commas."""
+    found = tuple(part.strip().lower() for part in text.split(","))
+    if not all(re.fullmatch(r"https?://[a-z0-9._-]+(:[0-9]+)?", origin) for origin in found):
+        raise ValueError("must be origins such as https://example.com, separated by commas")
+    return found
 
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """How a server is set up. `max_queue` is the flag `--max-queue`, the variable `KESTREL_GRPC_MAX_QUEUE`, and the
-    key `max_queue` of the file."""
+    """How a server is set up. `http_port` is the flag `--http-port`, the variable `KESTREL_GRPC_HTTP_PORT`, and the
+    key `http_port` of the file; so are the settings of `engine`."""
 
-    config: str | None = option_field(None, some_text, "file with options, in TOML", default_text="none")
-    model: str = option_field(
-        _ENGINE.model, some_text, "the built-in toy model, a local folder or file, or a name on the hub"
+    config: str | None = option(None, some_text, "file with options, in TOML", default_text="none")
+    precision: str = option(
+        "auto",
+        one_of(*PRECISIONS),
+        "number format of everything: float32, bfloat16, float8 (weights, images and key-value cache), or auto: "
+        "the default of each part; `--dtype`, `--text-path`, `--vision-path` and `--kv-dtype` override it",
     )
-    served_model_name: tuple[str, ...] | None = option_field(
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    served_model_name: tuple[str, ...] | None = option(
         None,
         names,
         "further names that requests may give the model, separated by commas; OpenAI's API lists these",
         default_text="none",
     )
-    revision: str | None = option_field(
-        None, some_text, "revision of a hub model", default_text="the published one"
-    )
-    device: str = option_field("auto", one_of("auto", "cpu", "cuda"), "where the model runs: auto, cpu or cuda")
-    precision: str = option_field(
-        "auto",
-        one_of(*PRECISIONS),
-        "number format of everything: float32, bfloat16, float8 (weights, images and key-value cache), or auto: "
-        "bfloat16 on a GPU, else float32; `--dtype`, `--text-path`, `--vision-path` and `--kv-dtype` override it",
-    )
-    dtype: str = option_field(
-        "auto",
-        one_of("auto", "float32", "bfloat16", "float16"),
-        "number format of the weights: auto, float32, bfloat16 or float16",
-    )
-    host: str = option_field(
+    host: str = option(
         "127.0.0.1",
         some_text,
         "address to listen on; one that other machines can reach needs tokens or a certificate",
     )
-    port: int = option_field(50051, whole_number(0, 65_535), "port to listen on; 0 takes a free one and prints it")
-    insecure_public: bool = option_field(
+    port: int = option(50051, whole_number(0, 65_535), "port to listen on; 0 takes a free one and prints it")
+    insecure_public: bool = option(
         False,
         on_or_off,
         "whether other machines may reach the server without tokens and encryption: on or off",
-        default_text="off",
     )
-    http_port: int | None = option_field(
+    http_port: int | None = option(
         None,
         whole_number(0, 65_535),
         "port for REST and OpenAI clients, probes and metrics over HTTP, on the same address; 0 takes a free one",
         default_text="none",
     )
-    http_hosts: tuple[str, ...] | None = option_field(
+    http_hosts: tuple[str, ...] | None = option(
         None,
         names,
         "names that HTTP clients call the server by, separated by commas; addresses and `localhost` always work",
         default_text="any with tokens, else none",
     )
-    http_origins: tuple[str, ...] | None = option_field(
+    http_origins: tuple[str, ...] | None = option(
         None,
-        origins,
+        _origins,
         "sites whose pages may call over HTTP (CORS), such as `https://example.com`, separated by commas",
         default_text="none",
     )
-    triton: bool = option_field(
+    triton: bool = option(
         True,
         on_or_off,
         "whether clients of NVIDIA Triton and KServe v2 are served, on the gRPC port: on or off",
-        default_text="on",
     )
-    triton_port: int | None = option_field(
+    triton_port: int | None = option(
         None,
         whole_number(0, 65_535),
         "second port for gRPC, on the same address, such as 8001, as clients of Triton expect; 0 takes a free one",
         default_text="none",
     )
-    triton_shared_memory: str | None = option_field(
+    triton_shared_memory: str | None = option(
         None,
-        name_prefix,
+        _name_prefix,
         "what names of shared memory objects must begin with, so that callers on this machine may put inputs there",
         default_text="none; no shared memory",
     )
-    unix_socket: str | None = option_field(
+    unix_socket: str | None = option(
         None, some_text, "path of a Unix socket to listen on as well, without encryption", default_text="none"
     )
-    admin_port: int | None = option_field(
+    admin_port: int | None = option(
         None,
         whole_number(0, 65_535),
         "separate port for `EngineService` (then on no other) and health; not encrypted; 0 takes a free one",
         default_text="none",
     )
-    admin_host: str = option_field("127.0.0.1", some_text, "address that the admin port listens on")
-    tls_certificate: str | None = option_field(
+    admin_host: str = option("127.0.0.1", some_text, "address that the admin port listens on")
+    tls_certificate: str | None = option(
         None,
         some_text,
         "file of the server's certificate chain, in PEM",
         default_text="none; no encryption",
     )
-    tls_key: str | None = option_field(
-        None, some_text, "file of the certificate's key, in PEM", default_text="none"
-    )
-    tls_client_ca: str | None = option_field(
+    tls_key: str | None = option(None, some_text, "file of the certificate's key, in PEM", default_text="none")
+    tls_client_ca: str | None = option(
         None,
         some_text,
         "file of CA certificates, in PEM; clients then need a certificate that one of them signed",
         default_text="none; any client",
     )
-    tokens: str | None = option_field(
+    tokens: str | None = option(
         None,
         some_text,
         "file of the API tokens that callers must send, in TOML",
         default_text="none; anybody may call",
     )
-    text_path: str = option_field(
-        "auto",
-        one_of("auto", "plain", "fused", "fused-float8"),
-        "how the decoder runs: plain, fused, fused-float8 (weights of 8 bits), or auto: fused on a GPU",
-    )
-    vision_path: str = option_field(
-        "auto",
-        one_of("auto", "plain", "fused", "fused-float8", "calibrated-float8"),
-        "how images are encoded: plain, fused, fused-float8 (products of 8 bits), calibrated-float8 (the same with "
-        "scales measured at the start), or auto: fused on a GPU",
-    )
-    kv_dtype: str = option_field(
-        "auto",
-        one_of("auto", "float8"),
-        "number format of the key-value cache: float8, or auto: that of the weights",
-    )
-    expert_dtype: str = option_field(
-        "auto",
-        one_of("auto", "float8"),
-        "number format of the weights of experts, as Moondream 3 has them: float8, to which they are rounded while "
-        "they are loaded, or auto: as the checkpoint",
-    )
-    deterministic: bool = option_field(
-        False,
-        on_or_off,
-        "whether an answer has the same bits in any batch and whatever is cached, on a CPU, and slower: on or off",
-        default_text="off",
-    )
-    cuda_graphs: bool | None = option_field(
-        None,
-        on_or_off,
-        "whether steps are captured as CUDA graphs and replayed: on or off",
-        default_text="on with a fused text path on a GPU",
-    )
-    kernels: tuple[tuple[str, str], ...] | None = option_field(
-        None,
-        parse_kernels,
-        "implementations of single operations, such as `concat_gelu=reference`, separated by commas",
-        default_text="the fastest",
-    )
-    max_batch_size: int | None = option_field(
-        None,
-        whole_number(1),
-        "most requests that generate at a time",
-        unit="requests",
-        default_text="64 on a GPU, less where it has little memory, else 16",
-    )
-    kv_pages: int | None = option_field(
-        None,
-        whole_number(1),
-        "size of the key-value cache; one too small for a request with an image is refused",
-        unit="pages",
-        default_text="from memory",
-    )
-    memory_utilization: float = option_field(
-        _ENGINE.memory_utilization,
-        fraction,
-        "share of the GPU's memory, or of what the host and the container have available, that the server may take "
-        "for everything; the key-value cache gets what is left of it",
-    )
-    memory_limit: int | None = option_field(
-        None,
-        byte_count(1, _MOST_MEMORY_BYTES),
-        "memory of the GPU that counts as there is: more is neither planned nor taken",
-        unit="bytes",
-        default_text="all",
-    )
-    page_size: int = option_field(
-        _ENGINE.page_size, whole_number(1), "size of a page of the key-value cache", unit="tokens"
-    )
-    prefix_cache: bool = option_field(
-        _ENGINE.prefix_cache,
-        on_or_off,
-        "whether pages of images, prompts and answers are kept for later requests: on or off",
-        default_text="on",
-    )
-    image_cache_bytes: int | None = option_field(
-        None,
-        whole_number(0),
-        "memory of the device for image embeddings that are kept for later requests; 0: none are kept",
-        unit="bytes",
-        default_text="256 images on CUDA, else 32; at most 1/16 of what the weights leave",
-    )
-    adapters: str | None = option_field(
-        None,
-        some_text,
-        "folder with adapters (LoRA) that requests may name, each in a folder of its own",
-        default_text="none",
-    )
-    adapter_repositories: tuple[str, ...] | None = option_field(
-        None,
-        names,
-        "repositories on the hub that requests may name as adapters, such as `org/name`, separated by commas",
-        default_text="none",
-    )
-    adapter_slots: int = option_field(
-        _ENGINE.num_adapter_slots,
-        whole_number(1, 256),
-        "adapters that are loaded at a time; without --adapters and --adapter-repositories there are no slots",
-        unit="adapters",
-    )
-    max_adapter_rank: int = option_field(
-        _ENGINE.max_adapter_rank,
-        whole_number(1, 512),
-        "largest rank of an adapter; the experts that a token uses share it",
-    )
-    max_queue: int = option_field(
-        _ENGINE.max_queued_requests,
-        whole_number(1),
-        "most requests that may wait; further ones are refused",
-        unit="requests",
-    )
-    max_queue_image_bytes: int = option_field(
-        _ENGINE.max_queued_image_bytes,
-        byte_count(1),
-        "total size of the images of waiting requests",
-        unit="bytes",
-    )
-    max_queue_tokens: int = option_field(
-        _ENGINE.max_queued_tokens,
-        whole_number(1),
-        "total length of the prompts of waiting requests; a byte of text counts as a token",
-        unit="tokens",
-    )
-    ageing: float = option_field(
-        _ENGINE.ageing_s,
-        seconds_above_zero,
-        "seconds of waiting per priority boost",
-        unit="seconds",
-    )
-    max_message_bytes: int = option_field(48 * MIB, byte_count(1), "largest message received", unit="bytes")
-    max_receiving_bytes: int = option_field(
+    max_message_bytes: int = option(48 * MIB, byte_count(1), "largest message received", unit="bytes")
+    max_receiving_bytes: int = option(
         384 * MIB,
         byte_count(1),
         "memory for messages that are being received, each counted as the largest; more memory admits more slow"
         " senders at a time",
         unit="bytes",
     )
-    receive_timeout: float = option_field(
+    receive_timeout: float = option(
         30.0,
         seconds_above_zero,
         "how long the message of a call may take to arrive; then the call ends with DEADLINE_EXCEEDED",
         unit="seconds",
     )
-    max_image_bytes: int = option_field(
-        _ENGINE.max_image_bytes, byte_count(1), "largest encoded image", unit="bytes"
-    )
-    max_image_pixels: int = option_field(
-        _ENGINE.max_image_pixels, whole_number(1), "largest image, width times height", unit="pixels"
-    )
-    max_decoded_image_bytes: int | None = option_field(
-        None,
-        byte_count(MIB),
-        "memory of all images from their decoding to the end of their requests; the decoding of one image may take"
-        " three quarters of it, and at most 512 MiB",
-        unit="bytes",
-        default_text="683 MiB, or 512 MiB plus two full batches where that is more",
-    )
-    image_hosts: tuple[AllowedHost, ...] | None = option_field(
+    image_hosts: tuple[AllowedHost, ...] | None = option(
         None,
         parse_hosts,
         "hosts that images may be fetched from, such as `example.com` or, for all its subdomains, `.example.com`",
         default_text="none; images come as bytes",
     )
-    image_fetch_timeout: float = option_field(
+    image_fetch_timeout: float = option(
         10.0, positive_seconds, "how long fetching an image may take", unit="seconds"
     )
-    max_stored_image_bytes: int = option_field(
+    max_stored_image_bytes: int = option(
         256 * MIB,
         byte_count(0),
         "memory for images that callers store in the server by `ImageService`; 0 switches it off",
         unit="bytes",
     )
-    image_quota_bytes: int | None = option_field(
+    image_quota_bytes: int | None = option(
         None,
         byte_count(1),
         "most bytes of stored images for each token, or for each namespace that tokens share",
         unit="bytes",
         default_text="half of --max-stored-image-bytes with --tokens, else all of it",
     )
-    image_ttl: float = option_field(
+    image_ttl: float = option(
         3600.0,
         seconds_above_zero,
         "how long a stored image is kept where its caller does not say it",
         unit="seconds",
     )
-    max_image_ttl: float = option_field(
+    max_image_ttl: float = option(
         86_400.0, seconds_above_zero, "how long a stored image is kept at most", unit="seconds"
     )
-    preprocess_threads: int = option_field(
-        _ENGINE.num_preprocess_threads,
-        whole_number(1, 1024),
-        "threads that decode images and build prompts",
-        unit="threads",
-    )
-    resize_on_device: bool | None = option_field(
-        None,
-        on_or_off,
-        "whether images are resized on the model's device instead of in preprocessing threads: on or off",
-        default_text="on with a GPU",
-    )
-    max_prefill_tokens: int | None = option_field(
-        None,
-        whole_number(1),
-        "prompt tokens per step while other requests decode; lower values delay decoding less",
-        unit="tokens",
-        default_text="8192 on a GPU, less where it has little memory, else 1024",
-    )
-    max_crops: int | None = option_field(
-        None,
-        whole_number(1),
-        "image tiles that one step may encode while other requests decode; lower values reduce queueing delay, and"
-        " without a GPU the delay of decoding requests",
-        unit="tiles",
-        default_text="72 on a GPU, less where it has little memory, else 4",
-    )
-    step_timeout: float | None = option_field(
-        None,
-        seconds_above_zero,
-        "time without progress in a step after which the device counts as hung and the server exits with an error",
-        unit="seconds",
-        default_text="60 on a GPU, else 1800",
-    )
-    stream_idle_timeout: float = option_field(
+    stream_idle_timeout: float = option(
         60.0,
         seconds_above_zero,
         "time in which a client must read a message of its stream, otherwise the call ends with ABORTED, "
         "or a response above 256 KiB, otherwise its connection is closed",
         unit="seconds",
     )
-    withdrawal_delay: float = option_field(
+    withdrawal_delay: float = option(
         5.0,
         positive_seconds,
         "lame-duck period after SIGTERM: calls are still accepted, while health reports NOT_SERVING to balancers",
         unit="seconds",
     )
-    drain_timeout: float = option_field(
+    drain_timeout: float = option(
         20.0, positive_seconds, "time for running requests to end after the lame-duck period", unit="seconds"
     )
-    reflection: str = option_field(
+    reflection: str = option(
         "on",
         one_of("on", "off", "token"),
         "who may use server reflection: on (any caller), off (no caller) or token (callers with a token)",
     )
-    log_level: str = option_field(
+    log_level: str = option(
         "info",
         one_of("debug", "info", "warning", "error"),
         "lowest severity that is logged: debug, info, warning or error",
     )
-    log_format: str = option_field("text", one_of("text", "json"), "format of log lines: text or json")
-    metrics_port: int | None = option_field(
+    log_format: str = option("text", one_of("text", "json"), "format of log lines: text or json")
+    metrics_port: int | None = option(
         None,
         whole_number(0, 65_535),
         "port of `/metrics`, `/healthz` and `/readyz` over HTTP; 0 takes a free one and logs it",
         default_text="none",
     )
-    metrics_host: str = option_field("127.0.0.1", some_text, "address that the metrics port listens on")
-    tracing: bool = option_field(
+    metrics_host: str = option("127.0.0.1", some_text, "address that the metrics port listens on")
+    tracing: bool = option(
         False,
         on_or_off,
         "whether traces of calls are sent to `OTEL_EXPORTER_OTLP_ENDPOINT`: on or off",
-        default_text="off",
     )
-    trace_content: bool = option_field(
-        False, on_or_off, "whether traces contain questions and answers: on or off", default_text="off"
-    )
+    trace_content: bool = option(False, on_or_off, "whether traces contain questions and answers: on or off")
 
     @classmethod
     def parse(cls, flags: Mapping[str, str | None], environment: Mapping[str, str]) -> ServerConfig:
-        """From flags by field name, the environment and a file. Raises `ConfigurationError` with every problem."""
+        """From flags by name, the environment and a file. Raises `ConfigurationError` with every problem."""
         problems: list[str] = []
         settings = settings_of(flags, environment, problems)
-        values: dict[str, Any] = {}
-        for name, option in options():
-            setting = settings.get(name)
-            if setting is not None:
-                try:
-                    values[name] = option.parse(setting.text)
-                except ValueError as error:
-                    problems.append(f"{setting.source}: {setting.text!r} {error}")
-        problems += security_problems([name for name, _ in options()], environment)
-        config = cls(**values)
-        problems += contradictions(config)
+
+        def values_of(kind: Any) -> dict[str, Any]:
+            values: dict[str, Any] = {}
+            for name, item in options_of(kind):
+                setting = settings.get(item.name)
+                if setting is not None:
+                    try:
+                        values[name] = item.parse(setting.text)
+                    except ValueError as error:
+                        problems.append(f"{setting.source}: {setting.text!r} {error}")
+            return values
+
+        engine = EngineConfig(**values_of(EngineConfig))
+        config = cls(**values_of(cls), engine=engine)
+        problems += security_problems(option_names(), environment)
+        problems += _contradictions(config)
         if problems:
             raise ConfigurationError(tuple(problems))
         return config
 
     def engine_config(self) -> EngineConfig:
-        """The options of the engine."""
-        return with_precision(self.expert_engine_config(), self.precision)
-
-    def expert_engine_config(self) -> EngineConfig:
-        """The same without `precision`."""
-        return EngineConfig(
-            model=self.model,
-            revision=self.revision,
-            device=self.device,
-            dtype=self.dtype,
-            text_path=self.text_path,
-            vision_path=self.vision_path,
-            kv_dtype=self.kv_dtype,
-            expert_dtype=self.expert_dtype,
-            deterministic=self.deterministic,
-            cuda_graphs=self.cuda_graphs,
-            kernels=self.kernels or (),
-            max_batch_size=self.max_batch_size,
-            num_kv_pages=self.kv_pages,
-            memory_utilization=self.memory_utilization,
-            memory_limit=self.memory_limit,
-            page_size=self.page_size,
-            prefix_cache=self.prefix_cache,
-            image_cache_bytes=self.image_cache_bytes,
-            adapters=self.adapters,
-            adapter_repositories=self.adapter_repositories or (),
-            num_adapter_slots=self.adapter_slots,
-            max_adapter_rank=self.max_adapter_rank,
-            max_queued_requests=self.max_queue,
-            max_queued_image_bytes=self.max_queue_image_bytes,
-            max_queued_tokens=self.max_queue_tokens,
-            ageing_s=self.ageing,
-            max_image_bytes=self.max_image_bytes,
-            max_image_pixels=self.max_image_pixels,
-            max_decoded_image_bytes=self.max_decoded_image_bytes,
-            num_preprocess_threads=self.preprocess_threads,
-            resize_on_device=self.resize_on_device,
-            max_prefill_tokens=self.max_prefill_tokens,
-            max_tiles_per_step=self.max_crops,
-            step_timeout_s=self.step_timeout,
+        """The settings of the engine with the formats of `precision`. One that is set by its own option stays."""
+        formats = PRECISIONS[self.precision].items()
+        return replace(
+            self.engine, **{name: value for name, value in formats if getattr(self.engine, name) == "auto"}
         )
+
+    def precision_line(self) -> str:
+        """For the log: the number formats that were chosen, and why."""
+        own = [(name, getattr(self.engine, name)) for name in _FORMATS]
+        given = [f"{flag_name(name)} {value}" for name, value in own if value != "auto"]
+        line = f"precision {self.precision}: {_REASONS[self.precision]}"
+        return f"{line}; except {', '.join(given)}" if given else line
+
+
+def _contradictions(config: ServerConfig) -> Iterator[str]:
+    """Problems of options that are valid separately, but not together."""
+    yield from config.engine.contradictions()
+    if config.engine.deterministic and config.precision == "float8":
+        yield "--precision float8: --deterministic has no products in float8"
+    if (config.tls_certificate is None) != (config.tls_key is None):
+        yield "--tls-certificate and --tls-key: each needs the other"
+    elif config.tls_client_ca is not None and config.tls_certificate is None:
+        yield "--tls-client-ca: needs --tls-certificate"
+    if config.max_receiving_bytes < config.max_message_bytes:
+        yield "--max-receiving-bytes: must be at least --max-message-bytes"
+    if config.reflection == "token" and config.tokens is None:
+        yield "--reflection token: needs --tokens"
+    for name in ("triton_port", "triton_shared_memory"):
+        if getattr(config, name) is not None and not config.triton:
+            yield f"{flag_name(name)}: needs --triton"
+    for name in ("http_hosts", "http_origins"):
+        if getattr(config, name) is not None and config.http_port is None:
+            yield f"{flag_name(name)}: needs --http-port"
+    if config.tokens is not None or config.insecure_public:
+        return
+    advice = "anybody could call; give --tokens{}, or say --insecure-public"
+    if config.tls_certificate is None and not _is_loopback(config.host):
+        yield f"--host {config.host}: {advice.format(' or --tls-certificate')}"
+    if config.admin_port is not None and not _is_loopback(config.admin_host):
+        yield f"--admin-host {config.admin_host}: {advice.format('')}"
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address. A name may mean any address, except `localhost`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def named_values(items: Iterable[str]) -> dict[str, str | None]:
     """`option=value` texts as `ServerConfig.parse` takes flags. Raises `ConfigurationError` on others."""
     pairs = [item.partition("=") for item in items]
     given: dict[str, str | None] = {name.removeprefix("--").replace("-", "_"): value for name, _, value in pairs}
-    unknown = given.keys() - {name for name, _ in options()}
+    unknown = given.keys() - option_names().keys()
     if unknown:
         raise ConfigurationError(tuple(unknown_flag(name) for name in sorted(unknown)))
     return given
 
 
-def options() -> Iterator[tuple[str, Option]]:
-    """Every option, by field name."""
-    for item in fields(ServerConfig):
-        yield item.name, option_of(item)
+def options() -> Iterator[Option]:
+    """Every option: of the engine, then of the server."""
+    for kind in (EngineConfig, ServerConfig):
+        for _, item in options_of(kind):
+            yield item
 
 
 def settings_of(
     flags: Mapping[str, str | None], environment: Mapping[str, str], problems: list[str]
 ) -> Mapping[str, Setting]:
-    """The texts that are given for the options. Adds what is wrong to `problems`."""
-    names = [name for name, _ in options()]
-    return MappingProxyType(collect(names, flags, environment, problems))
+    """The texts that are given for the options, by name. Adds what is wrong to `problems`."""
+    return MappingProxyType(collect(option_names(), flags, environment, problems))
+
+
+def option_names() -> Mapping[str, str]:
+    """Every name that users may write, deprecated ones first, with the name of the option."""
+    former = {item.former_name: item.name for item in options() if item.former_name is not None}
+    return {**former, **{item.name: item.name for item in options()}}

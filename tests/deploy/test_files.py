@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 
 from kestrel_grpc import __version__
 from kestrel_grpc.config.options import ServerConfig, options
-from kestrel_grpc.config.settings import environment_name
+from kestrel_grpc.config.sources import environment_name
 from kestrel_grpc.telemetry.metrics import METRICS
 from tests.reference_fixtures import CHECKOUT
 
@@ -26,7 +26,7 @@ DEPLOY = CHECKOUT / "deploy"
 # Of a kind that Prometheus' operator adds to a cluster, for which the tool has no schema.
 OPERATOR = "prometheus-operator"
 VARIABLE = re.compile(r"\bKESTREL_(?!GRPC_…)[A-Z_]+")
-KNOWN_VARIABLES = {environment_name(name) for name, _ in options()}
+KNOWN_VARIABLES = {environment_name(option.name) for option in options()}
 
 
 def tool(name: str) -> str:

@@ -26,6 +26,7 @@ from kestrel_client.v1.vision_service_pb2_grpc import VisionServiceStub
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.server import Server
 from kestrel_grpc.telemetry.metrics import METRICS, Kind
+from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.models.loaded_model import LoadedModel
 from tests.reference_fixtures import CHECKOUT, MD3_SMALL, image_paths
@@ -186,7 +187,9 @@ async def load(server: Server) -> None:
 
 async def answers(folder: Path) -> dict[str, list[Any]]:
     """What Prometheus answers to every question, by its text, while the server lives."""
-    config = ServerConfig(model=str(MD3_SMALL), dtype="float32", device="cpu", port=0, metrics_port=0)
+    config = ServerConfig(
+        port=0, metrics_port=0, engine=EngineConfig(str(MD3_SMALL), dtype="float32", device="cpu")
+    )
     engine = LocalEngine(LoadedModel.load(config.engine_config()), config.engine_config())
     async with Server(engine, config) as server:
         assert server.metrics_port is not None

@@ -54,7 +54,7 @@ def loaded() -> LoadedModel:
 
 @pytest.fixture
 async def live_server(loaded: LoadedModel) -> AsyncIterator[LiveServer]:
-    config = ServerConfig(model=str(MD3_SMALL), port=0, max_batch_size=32)
+    config = ServerConfig(port=0, engine=EngineConfig(str(MD3_SMALL), max_batch_size=32))
     engine = LocalEngine(loaded, config.engine_config())
     async with Server(engine, config) as server, _channel(server) as channel:
         yield LiveServer(server, engine, channel)

@@ -16,6 +16,7 @@ from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_client.v1.vision_service_pb2_grpc import VisionServiceStub
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.server import Server
+from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.stream import Stream
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.engine.loop import EngineLoop
@@ -134,7 +135,7 @@ async def test_a_client_that_disconnects_midway_frees_its_pages_within_a_step(
     loaded: LoadedModel,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config = ServerConfig(model=str(MODEL), port=0, http_port=0)
+    config = ServerConfig(port=0, http_port=0, engine=EngineConfig(str(MODEL)))
     steps = Steps(monkeypatch)
     engine = LocalEngine(loaded, config.engine_config())
     async with Server(engine, config) as server, asyncio.timeout(60):

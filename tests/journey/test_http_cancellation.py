@@ -11,6 +11,7 @@ import pytest
 from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.server import Server
+from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.models.loaded_model import LoadedModel
 from tests.journey.conftest import LiveServer
@@ -29,7 +30,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
 async def test_a_client_that_disconnects_leaves_no_page_behind(
     loaded: LoadedModel, path: str, is_streamed: bool
 ) -> None:
-    config = ServerConfig(model=str(MD3_SMALL), port=0, http_port=0, max_batch_size=32)
+    config = ServerConfig(port=0, http_port=0, engine=EngineConfig(str(MD3_SMALL), max_batch_size=32))
     engine = LocalEngine(loaded, config.engine_config())
     async with Server(engine, config) as server:
         live = LiveServer(server, engine, new_channel(server))

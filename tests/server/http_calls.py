@@ -109,6 +109,6 @@ class HttpServing:
 @asynccontextmanager
 async def serving_http(engine: FakeEngine | None = None, **options: Any) -> AsyncIterator[HttpServing]:
     engine = engine or FakeEngine()
-    config = ServerConfig(model="fake", port=0, http_port=0, **options)
+    config = ServerConfig(port=0, http_port=0, **options)
     async with Server(engine, config) as server:
         yield HttpServing(server, engine)

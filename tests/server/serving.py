@@ -71,7 +71,7 @@ def open_channel(server: Server) -> grpc.aio.Channel:
 async def serving(engine: FakeEngine | None = None, **options: Any) -> AsyncIterator[Serving]:
     engine = engine or FakeEngine()
     async with (
-        Server(engine, ServerConfig(model="fake", port=0, **options)) as server,
+        Server(engine, ServerConfig(port=0, **options)) as server,
         open_channel(server) as channel,
     ):
         yield Serving(server, engine, channel)

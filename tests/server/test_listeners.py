@@ -105,7 +105,7 @@ async def test_a_socket_asks_for_tokens_like_the_port(tmp_path):
 
 async def test_the_socket_of_a_server_that_runs_is_not_taken(tmp_path):
     path = tmp_path / "kestrel.sock"
-    config = ServerConfig(model="fake", port=0, unix_socket=str(path))
+    config = ServerConfig(port=0, unix_socket=str(path))
     async with serving(unix_socket=str(path)):
         with pytest.raises(PortUnavailable, match="another server does"):
             require_usable(config)
@@ -132,7 +132,7 @@ def test_a_path_where_no_socket_can_be_is_told(tmp_path, is_there):
     path = tmp_path / "file" if is_there else tmp_path / "folder" / "socket"
     if is_there:
         path.write_text("precious")
-    config = ServerConfig(model="fake", port=0, unix_socket=str(path))
+    config = ServerConfig(port=0, unix_socket=str(path))
     with pytest.raises(PortUnavailable, match="not a socket" if is_there else "there is no folder"):
         require_usable(config)
     assert path.exists() is is_there
@@ -179,15 +179,15 @@ async def test_the_port_for_operators_is_not_encrypted_and_asks_for_tokens(tmp_p
 def test_files_that_cannot_be_used_are_told_before_a_model_is_loaded(tmp_path: Path):
     missing = str(tmp_path / "missing")
     with pytest.raises(TokenFileError, match="cannot read"):
-        require_usable(ServerConfig(model="fake", port=0, tokens=missing))
+        require_usable(ServerConfig(port=0, tokens=missing))
     with pytest.raises(CertificateError, match="cannot read"):
-        require_usable(ServerConfig(model="fake", port=0, tls_certificate=missing, tls_key=missing))
+        require_usable(ServerConfig(port=0, tls_certificate=missing, tls_key=missing))
 
 
 async def test_a_port_of_operators_that_is_taken_is_told():
     async with serving() as rig:
         with pytest.raises(PortUnavailable, match="Address already in use"):
-            require_usable(ServerConfig(model="fake", port=0, admin_port=rig.server.port))
+            require_usable(ServerConfig(port=0, admin_port=rig.server.port))
 
 
 @pytest.fixture

@@ -138,7 +138,7 @@ async def test_a_closed_one_starts_nothing():
 
 async def test_a_server_does_it_after_its_calls():
     turns, engine = Turns(), Workshop()
-    config = ServerConfig(model="fake", port=0)
+    config = ServerConfig(port=0)
     async with Server(engine, config, at_rest=turns) as server, open_channel(server) as channel:
         await Serving(server, engine, channel).vision.Point(wire.PointRequest(object="bird", image=IMAGE))
         await turns.next()

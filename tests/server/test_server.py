@@ -74,7 +74,7 @@ async def serving_until_signal(
             await super().start()
             started.set()
 
-    server = TellingServer(engine, ServerConfig(model="fake", port=0, **{"withdrawal_delay": 0.0, **options}))
+    server = TellingServer(engine, ServerConfig(port=0, **{"withdrawal_delay": 0.0, **options}))
     serve = asyncio.ensure_future(server.serve())
     opened = asyncio.ensure_future(started.wait())
     await asyncio.wait({serve, opened}, return_when=asyncio.FIRST_COMPLETED)
@@ -92,7 +92,7 @@ async def test_port_zero_takes_a_free_one_and_prints_it(capsys: pytest.CaptureFi
 async def test_port_in_use_is_one_clear_error() -> None:
     async with serving() as rig:
         assert rig.server.port is not None
-        other = Server(FakeEngine(), ServerConfig(model="fake", port=rig.server.port))
+        other = Server(FakeEngine(), ServerConfig(port=rig.server.port))
         with pytest.raises(PortUnavailable, match=rf"127\.0\.0\.1:{rig.server.port}: Address already in use"):
             await other.start()
         await rig.vision.CompleteQuery(COMPLETE_QUERY)
@@ -100,7 +100,7 @@ async def test_port_in_use_is_one_clear_error() -> None:
 
 async def test_address_that_is_not_ours_is_one_clear_error() -> None:
     with pytest.raises(PortUnavailable, match=r"192\.0\.2\.1"):
-        await Server(FakeEngine(), ServerConfig(model="fake", host="192.0.2.1", port=0)).start()
+        await Server(FakeEngine(), ServerConfig(host="192.0.2.1", port=0)).start()
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 here")
@@ -110,7 +110,7 @@ async def test_addresses_of_version_six_are_fine() -> None:
     except OSError:
         pytest.skip("no IPv6 here")
     async with (
-        Server(FakeEngine(), ServerConfig(model="fake", host="::1", port=0)) as server,
+        Server(FakeEngine(), ServerConfig(host="::1", port=0)) as server,
         grpc.aio.insecure_channel(f"[::1]:{server.port}") as channel,
     ):
         await channel.channel_ready()

@@ -13,7 +13,7 @@ from bench.outlines import Object, objects
 from kestrel_client import AsyncClient, FinishReason, Segment
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.server import Server
-from kestrel_runtime.api.config import BUILT_IN_MODEL
+from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.engine.engine import LocalEngine
 from training.scenes import Thing
 
@@ -25,7 +25,7 @@ LEAST_MEAN_IOU = 0.86
 
 @pytest.fixture
 async def address() -> AsyncIterator[str]:
-    config = ServerConfig(model=BUILT_IN_MODEL, device="cpu", port=0, max_batch_size=16)
+    config = ServerConfig(port=0, engine=EngineConfig(device="cpu", max_batch_size=16))
     engine = await asyncio.to_thread(LocalEngine.start, config.engine_config())
     async with Server(engine, config) as server:
         yield f"127.0.0.1:{server.port}"

@@ -1,92 +1,278 @@
-"""How an engine is set up. Frozen; every size says its unit."""
+"""The settings of an engine: names, types, defaults, ranges and help, each in one place.
+
+The server's flags, variables and documentation of these settings follow from `EngineConfig`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kestrel_runtime.api.options import (
+    ByDevice,
+    byte_count,
+    fraction,
+    on_or_off,
+    one_of,
+    option,
+    options_of,
+    parse_kernels,
+    repositories,
+    seconds_above_zero,
+    some_text,
+    whole_number,
+)
 
 MIB = 2**20
 BUILT_IN_MODEL = "moondream-nano"
 """Ships inside the package: a small model of a toy world; its card lies in `nano/`."""
+INVARIANT = "invariant"
+"""The path that `deterministic` selects for text and images."""
+_MOST_MEMORY_BYTES = 2**50
+_HALF_BELOW, _QUARTER_BELOW = 12 * 1024 * MIB, 6 * 1024 * MIB
+"""Memory of a GPU beside the weights. Activations, graphs and images of the largest steps take five GiB of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Settings of one engine.
+    """Settings of one engine. None and "auto" leave a setting to the device or the model; see `resolved`."""
 
-    `model` is the built-in one, a local folder or file, or a hub name. `device` is auto, cpu or cuda; `dtype` is
-    auto, float32, bfloat16 or float16. `num_kv_pages` None: as many as `memory_utilization` leaves; beside a
-    CPU no more than a full batch needs.
-    """
-
-    model: str = BUILT_IN_MODEL
-    revision: str | None = None
-    device: str = "auto"
-    dtype: str = "auto"
-    text_path: str = "auto"
-    """How the decoder runs: plain, fused, fused-float8 (weights in float8), or auto: fused on CUDA, else plain."""
-    vision_path: str = "auto"
-    """How images are encoded: as `text_path`, or calibrated-float8, with scales measured on pictures of our own."""
-    kv_dtype: str = "auto"
-    """The type of cached keys and values: float8, or auto: the model's."""
-    expert_dtype: str = "auto"
-    """The type of the experts' weights: float8, to which they are rounded while they are loaded, or auto: the
-    checkpoint's float8, else the model's."""
-    deterministic: bool = False
-    """Whether an answer has the same bits in any batch, however its prompt is divided, and whatever is cached. Runs
-    paths of its own, which are slower, on a CPU, and takes no adapters."""
-    cuda_graphs: bool | None = None
-    """Whether work on the device is recorded once and replayed; None: on CUDA with a fused text path."""
-    kernels: tuple[tuple[str, str], ...] = ()
-    """(operation, implementation) of fused operations, where it shall not be the fastest there is."""
-    max_batch_size: int | None = None
-    """Sequences that hold pages together, prefilling or decoding; None: 64 on CUDA, else 16. Of this and the next
-    two a GPU with little memory beside the weights takes a half or a quarter (`StepBounds`)."""
-    num_kv_pages: int | None = None
-    memory_utilization: float = 0.9
-    """Share of the GPU's memory, or of what the host and its control groups have available, that may be taken for
-    weights, cache, activations, captured graphs and images together."""
-    memory_limit: int | None = None
-    """Bytes of a GPU's memory that count as there are; None: all. `memory_utilization` is a share of them."""
-    page_size: int = 16
-    """Tokens in a page."""
-    prefix_cache: bool = True
-    """Whether pages of images, prompts and answers are kept for later requests until their memory is needed."""
-    image_cache_bytes: int | None = None
-    """Memory of the device for image embeddings that are kept for later requests; 0: none are kept. None: enough
-    for 256 images on CUDA and 32 elsewhere, at most a sixteenth of what is available beside the weights."""
-    adapters: str | None = None
-    """Folder that holds adapters, each in a folder of its own; requests name them."""
-    adapter_repositories: tuple[str, ...] = ()
-    """Repositories of the hub, such as org/name, that requests may name as adapters."""
-    num_adapter_slots: int = 8
-    """Adapters that can be loaded together, where there are any."""
-    max_adapter_rank: int = 32
-    """The largest rank of an adapter. Of experts, all of one token share it."""
-    max_queued_requests: int = 256
-    """Requests that may wait for a preprocessing worker or for pages."""
-    max_queued_image_bytes: int = 512 * MIB
-    """Bytes of their images together, encoded as they came."""
-    max_queued_tokens: int = 1_000_000
-    """Tokens of their prompts together, estimated from above: a byte of text counts as one."""
-    ageing_s: float = 10.0
-    """Waiting after which a request counts as one priority more urgent."""
-    max_image_bytes: int = 32 * MIB
-    max_image_pixels: int = 64_000_000
-    max_decoded_image_bytes: int | None = None
-    """Memory of all images together, from the start of their decoding until their requests are over. One image may
-    take three quarters of it, and 512 MiB, while it is decoded. None: 683 MiB, or 512 MiB
-    and memory for two full batches where that is more."""
-    num_preprocess_threads: int = 4
-    resize_on_device: bool | None = None
-    """Whether images are tiled on the device of the model, and not by preprocessing threads; None: on CUDA."""
-    max_prefill_tokens: int | None = None
-    """Prompt tokens that a step may carry; None: 8192 on CUDA, else 1024."""
-    max_tiles_per_step: int | None = None
-    """Image tiles that a step may encode while other requests are decoding; None: 72 on CUDA, else 4."""
-    step_timeout_s: float | None = None
-    """Time without progress after which the device counts as hung; None: 60 on CUDA, else 1800."""
+    model: str = option(
+        BUILT_IN_MODEL, some_text, "the built-in toy model, a local folder or file, or a name on the hub"
+    )
+    revision: str | None = option(None, some_text, "revision of a hub model", default_text="the published one")
+    device: str = option("auto", one_of("auto", "cpu", "cuda"), "where the model runs: auto, cpu or cuda")
+    dtype: str = option(
+        "auto",
+        one_of("auto", "float32", "bfloat16", "float16"),
+        "number format of the weights: auto, float32, bfloat16 or float16",
+        by_device=ByDevice("bfloat16", "float32"),
+    )
+    text_path: str = option(
+        "auto",
+        one_of("auto", "plain", "fused", "fused-float8"),
+        "how the decoder runs: auto, plain, fused or fused-float8 (weights of 8 bits)",
+        by_device=ByDevice("fused", "plain"),
+    )
+    vision_path: str = option(
+        "auto",
+        one_of("auto", "plain", "fused", "fused-float8", "calibrated-float8"),
+        "how images are encoded: auto, plain, fused, fused-float8 (products of 8 bits) or calibrated-float8 (the "
+        "same with scales measured at the start)",
+        by_device=ByDevice("fused", "plain"),
+    )
+    kv_dtype: str = option(
+        "auto",
+        one_of("auto", "float8"),
+        "number format of the key-value cache: float8, or auto: that of the weights",
+    )
+    expert_dtype: str = option(
+        "auto",
+        one_of("auto", "float8"),
+        "number format of the weights of experts, as Moondream 3 has them: float8, to which they are rounded while "
+        "they are loaded, or auto: as the checkpoint",
+    )
+    deterministic: bool = option(
+        False,
+        on_or_off,
+        "whether an answer has the same bits in any batch and whatever is cached, on a CPU, and slower: on or off",
+    )
+    cuda_graphs: bool | None = option(
+        None,
+        on_or_off,
+        "whether steps are captured as CUDA graphs and replayed: on or off",
+        default_text="on with a fused text path on a GPU",
+        by_device=ByDevice(cuda=True, cpu=False),
+    )
+    kernels: tuple[tuple[str, str], ...] = option(
+        (),
+        parse_kernels,
+        "implementations of single operations, such as `concat_gelu=reference`, separated by commas",
+        default_text="the fastest",
+    )
+    max_batch_size: int | None = option(
+        None,
+        whole_number(1),
+        "most requests that generate at a time",
+        unit="requests",
+        by_device=ByDevice(64, 16, shrinks=True),
+    )
+    num_kv_pages: int | None = option(
+        None,
+        whole_number(1),
+        "size of the key-value cache; one too small for a request with an image is refused",
+        unit="pages",
+        default_text="from memory",
+        name="kv_pages",
+    )
+    memory_utilization: float = option(
+        0.9,
+        fraction,
+        "share of the GPU's memory, or of what the host and the container have available, that the server may take "
+        "for everything; the key-value cache gets what is left of it",
+    )
+    memory_limit: int | None = option(
+        None,
+        byte_count(1, _MOST_MEMORY_BYTES),
+        "memory of the GPU that counts as there is: more is neither planned nor taken",
+        unit="bytes",
+        default_text="all",
+    )
+    page_size: int = option(16, whole_number(1), "size of a page of the key-value cache", unit="tokens")
+    prefix_cache: bool = option(
+        True,
+        on_or_off,
+        "whether pages of images, prompts and answers are kept for later requests: on or off",
+    )
+    image_cache_bytes: int | None = option(
+        None,
+        byte_count(0),
+        "memory of the device for image embeddings that are kept for later requests; 0: none are kept",
+        unit="bytes",
+        default_text="256 images on CUDA, else 32; at most 1/16 of what the weights leave",
+    )
+    adapters: str | None = option(
+        None,
+        some_text,
+        "folder with adapters (LoRA) that requests may name, each in a folder of its own",
+        default_text="none",
+    )
+    adapter_repositories: tuple[str, ...] = option(
+        (),
+        repositories,
+        "repositories on the hub that requests may name as adapters, such as `org/name`, separated by commas",
+        default_text="none",
+    )
+    num_adapter_slots: int = option(
+        8,
+        whole_number(1, 256),
+        "adapters that are loaded at a time; without --adapters and --adapter-repositories there are no slots",
+        unit="adapters",
+        name="adapter_slots",
+    )
+    max_adapter_rank: int = option(
+        32, whole_number(1, 512), "largest rank of an adapter; the experts that a token uses share it"
+    )
+    max_queued_requests: int = option(
+        256,
+        whole_number(1),
+        "most requests that may wait; further ones are refused",
+        unit="requests",
+        name="max_queue",
+    )
+    max_queued_image_bytes: int = option(
+        512 * MIB,
+        byte_count(1),
+        "total size of the images of waiting requests",
+        unit="bytes",
+        name="max_queue_image_bytes",
+    )
+    max_queued_tokens: int = option(
+        1_000_000,
+        whole_number(1),
+        "total length of the prompts of waiting requests; a byte of text counts as a token",
+        unit="tokens",
+        name="max_queue_tokens",
+    )
+    ageing_s: float = option(
+        10.0, seconds_above_zero, "seconds of waiting per priority boost", unit="seconds", name="ageing"
+    )
+    max_image_bytes: int = option(32 * MIB, byte_count(1), "largest encoded image", unit="bytes")
+    max_image_pixels: int = option(64_000_000, whole_number(1), "largest image, width times height", unit="pixels")
+    max_decoded_image_bytes: int | None = option(
+        None,
+        byte_count(MIB),
+        "memory of all images from their decoding to the end of their requests; the decoding of one image may take"
+        " three quarters of it, and at most 512 MiB",
+        unit="bytes",
+        default_text="683 MiB, or 512 MiB plus two full batches where that is more",
+    )
+    num_preprocess_threads: int = option(
+        4,
+        whole_number(1, 1024),
+        "threads that decode images and build prompts",
+        unit="threads",
+        name="preprocess_threads",
+    )
+    resize_on_device: bool | None = option(
+        None,
+        on_or_off,
+        "whether images are resized on the model's device instead of in preprocessing threads: on or off",
+        default_text="on with a GPU",
+        by_device=ByDevice(cuda=True, cpu=False),
+    )
+    max_prefill_tokens: int | None = option(
+        None,
+        whole_number(1),
+        "prompt tokens per step while other requests decode; lower values delay decoding less",
+        unit="tokens",
+        by_device=ByDevice(8192, 1024, shrinks=True),
+    )
+    max_tiles_per_step: int | None = option(
+        None,
+        whole_number(1),
+        "image tiles that one step may encode while other requests decode; lower values reduce queueing delay, and"
+        " without a GPU the delay of decoding requests",
+        unit="tiles",
+        name="max_tiles",
+        former_name="max_crops",
+        by_device=ByDevice(72, 4, shrinks=True),
+    )
+    # On a GPU a step takes less than a second. One core may take minutes to encode a large image with a model of
+    # two billion parameters; and there is no device beside it that could hang.
+    step_timeout_s: float | None = option(
+        None,
+        seconds_above_zero,
+        "time without progress in a step after which the device counts as hung and the server exits with an error",
+        unit="seconds",
+        name="step_timeout",
+        by_device=ByDevice(60.0, 1800.0),
+    )
 
     @property
     def has_adapters(self) -> bool:
         """Whether requests may use adapters."""
         return self.adapters is not None or bool(self.adapter_repositories)
+
+    def resolved(self, device_type: str, free_bytes: float | None = None) -> EngineConfig:
+        """The settings with this device's values in place of None and "auto".
+
+        `device_type` is cpu or cuda. Steps are smaller on a CUDA device that has only `free_bytes` beside the
+        weights. None and "auto" remain where the value depends on the model.
+        """
+        is_cuda = device_type == "cuda"
+        part = 1
+        if is_cuda and free_bytes is not None:
+            part += (free_bytes < _HALF_BELOW) + 2 * (free_bytes < _QUARTER_BELOW)
+        chosen: dict[str, Any] = {"device": device_type}
+        for name, item in options_of(self):
+            if item.by_device is not None and getattr(self, name) in (None, "auto"):
+                value = item.by_device.cuda if is_cuda else item.by_device.cpu
+                chosen[name] = value // part if item.by_device.shrinks else value
+        if self.deterministic:
+            chosen |= dict.fromkeys(("text_path", "vision_path"), INVARIANT)
+            chosen |= dict.fromkeys(("cuda_graphs", "resize_on_device"), False)
+        elif self.cuda_graphs is None and self.text_path == "plain":
+            chosen["cuda_graphs"] = False
+        return replace(self, **chosen)
+
+    def contradictions(self, device_type: str | None = None) -> Iterator[str]:
+        """Problems of settings that are valid separately, but not together, or not on this kind of device."""
+        device_type = device_type or self.device
+        if self.cuda_graphs and not self.deterministic and (device_type == "cpu" or self.text_path == "plain"):
+            yield "--cuda-graphs: needs a CUDA device and a fused text path"
+        if not self.deterministic:
+            return
+        if device_type == "cuda":
+            yield (
+                "--deterministic: runs on a CPU alone; on a CUDA device no path of this version gives a request "
+                "the same bits in every batch"
+            )
+        if self.has_adapters:
+            yield "--deterministic: takes no adapters; their products depend on the batch"
+        for flag, path in (("--text-path", self.text_path), ("--vision-path", self.vision_path)):
+            if path not in ("auto", "plain", INVARIANT):
+                yield f"{flag}: --deterministic has a path of its own"
+        if self.cuda_graphs:
+            yield "--cuda-graphs: not with --deterministic"

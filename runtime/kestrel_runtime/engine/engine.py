@@ -45,7 +45,7 @@ from kestrel_runtime.engine.offending_requests import OffendingRequests
 from kestrel_runtime.engine.open_streams import OpenStreams
 from kestrel_runtime.engine.preprocessing import MAX_DECODING_BYTES, Preprocessor, least_budget_bytes
 from kestrel_runtime.engine.recent import Matchers
-from kestrel_runtime.engine.watchdog import Watchdog, all_stacks, step_timeout_s
+from kestrel_runtime.engine.watchdog import Watchdog, all_stacks
 from kestrel_runtime.engine.workers import Interrupted
 from kestrel_runtime.execution.cuda_stream import CudaStream
 from kestrel_runtime.imaging.device_tiles import DeviceTiler
@@ -197,7 +197,9 @@ class LocalEngine:
         self._streams = OpenStreams()
         self._is_left_behind = False
         self._callbacks: list[Callable[[EngineStatus], None]] = []
-        self._step_timeout_s = step_timeout_s(config, loaded.model.device.type)
+        step_timeout_s = config.resolved(device.type).step_timeout_s
+        assert step_timeout_s is not None
+        self._step_timeout_s = step_timeout_s
         self._watchdog = Watchdog(
             self._loop,
             self._step_timeout_s,

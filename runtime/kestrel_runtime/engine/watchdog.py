@@ -15,22 +15,10 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from kestrel_runtime.api.config import EngineConfig
-
-_STEP_TIMEOUT_S, _STEP_TIMEOUT_WITHOUT_GPU_S = 60.0, 1800.0
-"""On a GPU a step takes less than a second. One core may take minutes to encode a large image with a model of two
-billion parameters; and there is no device beside it that could hang."""
 _LOOKS_PER_LIMIT = 20
 _MAX_INTERVAL_S = 1.0
 
 _log = logging.getLogger(__name__)
-
-
-def step_timeout_s(config: EngineConfig, device_type: str) -> float:
-    """The configured limit of a step in seconds, or the default of the device."""
-    if config.step_timeout_s is not None:
-        return config.step_timeout_s
-    return _STEP_TIMEOUT_S if device_type == "cuda" else _STEP_TIMEOUT_WITHOUT_GPU_S
 
 
 class Watched(Protocol):

@@ -36,7 +36,8 @@ class LoadedModel:
     @classmethod
     def load(cls, config: EngineConfig) -> LoadedModel:
         """Find, read and place the checkpoint. Raises `CheckpointError`."""
-        device, dtype = _device(config.device), config.dtype
+        device = _device(config)
+        dtype = getattr(torch, config.resolved(device.type).dtype)
         if device.type == "cuda":
             threading.Thread(target=prepare_compilations, daemon=True).start()
         if device.type == "cuda" and config.memory_limit is not None:
@@ -46,7 +47,7 @@ class LoadedModel:
         torch.set_num_threads(min(torch.get_num_threads(), available_processors()))
         checkpoint = find_checkpoint(config.model, config.revision)
         family = family_of(checkpoint)
-        model, num_parameters = family.load(checkpoint, config, device, _dtype(dtype, device))
+        model, num_parameters = family.load(checkpoint, config, device, dtype)
         tokenizer = Tokenizer.from_file(checkpoint.tokenizer_file)
         if tokenizer.vocab_size > config_of(model).vocab_size:
             raise CheckpointError(
@@ -63,15 +64,15 @@ class LoadedModel:
         return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
+def device_type(config: EngineConfig) -> str:
+    """cpu or cuda: as configured, or what this machine has."""
+    if config.device != "auto":
+        return config.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _device(config: EngineConfig) -> torch.device:
+    kind = device_type(config)
+    if kind == "cuda" and not torch.cuda.is_available():
         raise CheckpointError("device cuda was asked for, and torch finds none")
-    return torch.device(name)
-
-
-def _dtype(name: str, device: torch.device) -> torch.dtype:
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+    return torch.device(kind)

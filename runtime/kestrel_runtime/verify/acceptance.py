@@ -22,7 +22,6 @@ from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.errors import CheckpointError, KestrelError
 from kestrel_runtime.api.requests import CachePolicy, Query, Request, RequestOptions, SamplingParams
 from kestrel_runtime.engine.engine import LocalEngine
-from kestrel_runtime.models.device_defaults import device_defaults
 from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.models.verification import Case
 from kestrel_runtime.verify.answers import Agreement
@@ -148,13 +147,12 @@ def check_precision(
 
 
 def _setup(fixture: ReferenceFixture) -> str:
-    chosen = device_defaults(fixture.config)
-    paths = {name: chosen.get(name) or getattr(fixture.config, name) for name in ("text_path", "vision_path")}
     model = fixture.loaded.model
+    chosen = fixture.config.resolved(model.device.type)
     dtype = str(model.dtype).removeprefix("torch.")
     cache = dtype if fixture.config.kv_dtype == "auto" else fixture.config.kv_dtype
     return (
-        f"{model.device.type}, {dtype}, text path {paths['text_path']}, vision path {paths['vision_path']}, "
+        f"{model.device.type}, {dtype}, text path {chosen.text_path}, vision path {chosen.vision_path}, "
         f"key-value cache in {cache}"
     )
 

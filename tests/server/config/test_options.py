@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import re
-from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kestrel_grpc.config.effective import effective_values
-from kestrel_grpc.config.flags import add_serve_arguments
-from kestrel_grpc.config.options import ConfigurationError, ServerConfig, named_values, options
+from kestrel_grpc.config.listing import add_serve_arguments
+from kestrel_grpc.config.options import PRECISIONS, ConfigurationError, ServerConfig, named_values, options
 from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.options import options_of
+
+BY_NAME = {option.name: option for option in options()}
 
 
 def parse(*arguments: str, **environment: str) -> ServerConfig:
@@ -25,12 +25,8 @@ def parse(*arguments: str, **environment: str) -> ServerConfig:
 
 
 def test_nothing_is_required() -> None:
-    assert parse() == ServerConfig(model="moondream-nano")
-    assert parse("--model", "moondream2") == ServerConfig(model="moondream2")
-
-
-def test_defaults_of_the_engine_are_its_own() -> None:
-    assert ServerConfig(model="m").engine_config() == EngineConfig(model="m")
+    assert parse() == ServerConfig()
+    assert parse("--model", "moondream2") == ServerConfig(engine=EngineConfig("moondream2"))
 
 
 def test_flag_wins_over_environment_which_wins_over_default() -> None:
@@ -78,7 +74,7 @@ def test_ill_formed_value_is_refused(flag: str, value: str) -> None:
 
 @given(st.text(max_size=20))
 def test_no_text_makes_an_option_raise_anything_else(text: str) -> None:
-    for _, option in options():
+    for option in options():
         with contextlib.suppress(ValueError):
             option.parse(text)
 
@@ -99,7 +95,7 @@ def test_each_option_of_the_engine_reaches_it() -> None:
             "0.5",
         ),
         *("--text-path", "fused", "--vision-path", "fused-float8", "--kv-dtype", "float8", "--cuda-graphs", "off"),
-        *("--kernels", "resample=reference, concat_gelu=triton", "--max-crops", "11"),
+        *("--kernels", "resample=reference, concat_gelu=triton", "--max-tiles", "11"),
         *("--memory-utilization", "0.25", "--memory-limit", "80G", "--resize-on-device", "on"),
     ).engine_config()
     assert (config.text_path, config.vision_path, config.kv_dtype) == ("fused", "fused-float8", "float8")
@@ -128,6 +124,14 @@ def test_switches_are_on_or_off_and_on_where_they_are_only_named() -> None:
         (["--tls-key", "a"], "--tls-certificate and --tls-key: each needs the other"),
         (["--tls-client-ca", "a"], "--tls-client-ca: needs --tls-certificate"),
         (["--reflection", "token"], "--reflection token: needs --tokens"),
+        (["--triton", "off", "--triton-port", "0"], "--triton-port: needs --triton"),
+        (["--http-origins", "https://a.example"], "--http-origins: needs --http-port"),
+        (["--max-message-bytes", "1G"], "--max-receiving-bytes: must be at least --max-message-bytes"),
+        (["--cuda-graphs", "on", "--device", "cpu"], "--cuda-graphs: needs a CUDA device and a fused text path"),
+        (
+            ["--cuda-graphs", "on", "--text-path", "plain"],
+            "--cuda-graphs: needs a CUDA device and a fused text path",
+        ),
     ],
 )
 def test_options_that_need_each_other_are_told(arguments: list[str], problem: str) -> None:
@@ -163,34 +167,6 @@ def test_an_address_of_this_machine_needs_nothing(host: str) -> None:
     assert parse("--model", "m", "--host", host).host == host
 
 
-def test_effective_values_name_their_sources_and_make_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "kestrel.toml"
-    file.write_text('model = "m"\nport = 1\nmax_queue = 3\ntracing = true\n')
-    flags: dict[str, str | None] = {"config": str(file), "page_size": "8", "host": None}
-    environment = {"KESTREL_GRPC_PORT": "2", "KESTREL_GRPC_REVISION": 'a "b"', "HOME": "/root"}
-    printed = effective_values(flags, environment)
-    sources = dict(re.findall(r"^(\w+) = .*? # (.*)$", printed, re.MULTILINE))
-    assert sources["model"] == f"{file}: model"
-    assert (sources["port"], sources["page_size"], sources["host"]) == (
-        "KESTREL_GRPC_PORT",
-        "--page-size",
-        "default",
-    )
-    again = tmp_path / "again.toml"
-    again.write_text(printed)
-    read = ServerConfig.parse({"config": str(again)}, {})
-    assert read == replace(ServerConfig.parse(flags, environment), config=str(again))
-    assert (read.port, read.max_queue, read.page_size, read.revision) == (2, 3, 8, 'a "b"')
-
-
-def test_effective_values_say_what_the_device_decides() -> None:
-    lines = effective_values({"max_queue": "1"}, {}, lambda config: {"device": "cpu", "num_kv_pages": "unknown"})
-    sources = dict(re.findall(r"^(?:# )?(\w+) = .*? # (.*)$", lines, re.MULTILINE))
-    assert sources["device"] == "default; here cpu"
-    assert sources["kv_pages"] == "default; here unknown"
-    assert sources["max_queue"] == "--max-queue"
-
-
 @pytest.mark.parametrize(
     ("name", "text", "value"),
     [
@@ -204,7 +180,7 @@ def test_effective_values_say_what_the_device_decides() -> None:
     ],
 )
 def test_sizes_and_durations_take_units(name: str, text: str, value: float) -> None:
-    assert dict(options())[name].parse(text) == value
+    assert BY_NAME[name].parse(text) == value
 
 
 @pytest.mark.parametrize(
@@ -214,15 +190,16 @@ def test_sizes_and_durations_take_units(name: str, text: str, value: float) -> N
 )
 def test_a_unit_that_is_ambiguous_or_too_much_is_refused(name: str, text: str) -> None:
     with pytest.raises(ValueError, match="must be"):
-        dict(options())[name].parse(text)
+        BY_NAME[name].parse(text)
 
 
 def test_default_of_each_option_parses_to_itself() -> None:
     """What the table shows as a default can be written as a value."""
-    for item in fields(ServerConfig):
-        option = dict(options())[item.name]
-        if item.default not in (None, "", True):
-            assert option.parse(option.default_text) == item.default
+    for kind in (ServerConfig(), EngineConfig()):
+        for name, option in options_of(kind):
+            default = getattr(kind, name)
+            if default not in (None, (), "auto"):
+                assert option.parse(option.default_text) == default
 
 
 def test_named_values_are_taken_as_flags_and_what_is_no_option_is_refused() -> None:
@@ -269,6 +246,7 @@ def test_a_replaced_option_is_refused_in_the_file_and_among_named_values_too(tmp
         (("--vision-path", "calibrated-float8"), "--vision-path: --deterministic has a path of its own"),
         (("--precision", "float8"), "--precision float8"),
         (("--cuda-graphs", "on"), "--cuda-graphs"),
+        (("--device", "cuda"), "runs on a CPU alone"),
     ],
 )
 def test_determinism_contradicts_what_depends_on_the_batch(arguments: tuple[str, str], complaint: str) -> None:
@@ -276,3 +254,42 @@ def test_determinism_contradicts_what_depends_on_the_batch(arguments: tuple[str,
         parse("--deterministic", "on", *arguments)
     assert parse("--deterministic", "on").engine_config().deterministic
     assert not parse().engine_config().deterministic
+
+
+@pytest.mark.parametrize("text", ["org", "org/", "a b/c", ""])
+def test_repositories_of_adapters_have_an_owner_and_a_name(text: str) -> None:
+    given = parse("--adapter-repositories", "Org/Name, other/name.1").engine
+    assert given.adapter_repositories == ("Org/Name", "other/name.1")
+    with pytest.raises(ConfigurationError, match="must be repositories such as org/name"):
+        parse("--adapter-repositories", text)
+
+
+def formats(precision: str, engine: EngineConfig) -> tuple[str, str, str, str]:
+    config = ServerConfig(precision=precision, engine=engine).engine_config()
+    return config.dtype, config.text_path, config.vision_path, config.kv_dtype
+
+
+@pytest.mark.parametrize(
+    ("precision", "expected"),
+    [
+        ("auto", ("auto", "auto", "auto", "auto")),
+        ("float32", ("float32", "auto", "auto", "auto")),
+        ("bfloat16", ("bfloat16", "auto", "auto", "auto")),
+        ("float8", ("auto", "fused-float8", "calibrated-float8", "float8")),
+    ],
+)
+def test_a_precision_sets_every_format(precision: str, expected: tuple[str, ...]) -> None:
+    assert formats(precision, EngineConfig()) == expected
+    assert precision in PRECISIONS
+
+
+def test_a_format_that_is_set_by_its_own_option_stays() -> None:
+    found = formats("float8", EngineConfig(vision_path="fused-float8", dtype="bfloat16"))
+    assert found == ("bfloat16", "fused-float8", "fused-float8", "float8")
+
+
+def test_the_log_says_what_was_chosen_and_why() -> None:
+    line = ServerConfig().precision_line()
+    assert line.startswith("precision auto: bfloat16 on a GPU, else float32; float8 has to be asked for, since ")
+    line = ServerConfig(precision="bfloat16", engine=EngineConfig(kv_dtype="float8")).precision_line()
+    assert line == "precision bfloat16: bfloat16, as asked for; except --kv-dtype float8"

@@ -345,7 +345,7 @@ async def test_every_task_takes_images_by_address():
         host.answers["/a.png"] = ok(IMAGE)
         engine = FakeEngine()
         async with (
-            Server(engine, ServerConfig(model="fake", port=0), images=images) as server,
+            Server(engine, ServerConfig(port=0), images=images) as server,
             open_channel(server) as channel,
         ):
             rig = Serving(server, engine, channel)
@@ -367,7 +367,7 @@ async def test_every_task_takes_images_by_address():
 @asynccontextmanager
 async def rig_of(engine: FakeEngine, images: RemoteImages) -> AsyncIterator[Serving]:
     async with (
-        Server(engine, ServerConfig(model="fake", port=0), images=images) as server,
+        Server(engine, ServerConfig(port=0), images=images) as server,
         open_channel(server) as channel,
     ):
         yield Serving(server, engine, channel)
@@ -440,7 +440,7 @@ async def test_a_caller_that_hangs_up_ends_the_fetching_of_its_image():
         host.answers["/a.png"] = pour
         engine = FakeEngine()
         async with (
-            Server(engine, ServerConfig(model="fake", port=0), images=images) as server,
+            Server(engine, ServerConfig(port=0), images=images) as server,
             open_channel(server) as channel,
         ):
             call = Serving(server, engine, channel).vision.CompleteQuery(asking(f"{uri}/a.png"))

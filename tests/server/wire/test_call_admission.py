@@ -85,7 +85,7 @@ async def never() -> Request:
 
 @asynccontextmanager
 async def frontend(engine: FakeEngine | None = None, **options: Any) -> AsyncIterator[PlainFrontend]:
-    plain = PlainFrontend(engine or FakeEngine(), ServerConfig(model="fake", **options))
+    plain = PlainFrontend(engine or FakeEngine(), ServerConfig(**options))
     yield plain
     await plain.groups.ended()
 

@@ -42,18 +42,14 @@ class ExecutionConfig:
         Where the model's dimensions do not allow a default, another path is selected and logged. Raises
         `CheckpointError` if the model or the device does not allow a setting that `config` names.
         """
-        is_cuda = device_type == "cuda"
-        if config.deterministic:
-            return cls._invariant(config, device_type)
-        default = "fused" if is_cuda else "plain"
-        text = cast("TextPathName", default if config.text_path == "auto" else config.text_path)
-        vision = cast("VisionPathName", default if config.vision_path == "auto" else config.vision_path)
-        could_record = is_cuda and text != "plain"
-        if config.cuda_graphs and not could_record:
-            raise CheckpointError("CUDA graphs need a CUDA device and a fused text path")
+        if problems := tuple(config.contradictions(device_type)):
+            raise CheckpointError("; ".join(problems))
+        chosen = config.resolved(device_type)
+        text, vision = cast("TextPathName", chosen.text_path), cast("VisionPathName", chosen.vision_path)
         if model is not None and vision == "calibrated-float8":
             vision = _vision_in_float8(model.config.vision)
-        shape = None if model is None else model_shape(model, config, text, vision)
+        # The invariant paths use none of the kernels that depend on the model's dimensions.
+        shape = None if model is None or config.deterministic else model_shape(model, config, text, vision)
         try:
             kernels = Kernels.select(device_type, dict(config.kernels), shape)
         except ValueError as error:
@@ -61,31 +57,10 @@ class ExecutionConfig:
         return cls(
             text=text,
             vision=vision,
-            with_graphs=could_record and _can_record(kernels, config, shape),
-            resizes_images=is_cuda if config.resize_on_device is None else config.resize_on_device,
+            with_graphs=bool(chosen.cuda_graphs) and _can_record(kernels, config, shape),
+            resizes_images=bool(chosen.resize_on_device),
             kernels=kernels,
         )
-
-    @classmethod
-    def _invariant(cls, config: EngineConfig, device_type: str) -> ExecutionConfig:
-        """The paths whose bits do not depend on the batch. Raises `CheckpointError` for what they cannot do."""
-        if device_type == "cuda":
-            raise CheckpointError(
-                "--deterministic runs on a CPU alone: on a CUDA device no path of this version gives a request the "
-                "same bits in every batch"
-            )
-        for option, path in (("--text-path", config.text_path), ("--vision-path", config.vision_path)):
-            if path not in ("auto", "plain"):
-                raise CheckpointError(f"--deterministic has a path of its own, which {option} {path} contradicts")
-        if config.cuda_graphs:
-            raise CheckpointError("--deterministic runs without CUDA graphs")
-        if config.has_adapters:
-            raise CheckpointError("--deterministic takes no adapters: their products depend on the batch")
-        try:
-            kernels = Kernels.select(device_type, dict(config.kernels))
-        except ValueError as error:
-            raise CheckpointError(str(error)) from error
-        return cls("invariant", "invariant", with_graphs=False, resizes_images=False, kernels=kernels)
 
 
 def _vision_in_float8(config: VisionConfig) -> VisionPathName:
@@ -102,9 +77,7 @@ def _vision_in_float8(config: VisionConfig) -> VisionPathName:
 
 
 def _can_record(kernels: Kernels, config: EngineConfig, shape: ModelShape | None) -> bool:
-    """Whether CUDA graphs are enabled and can capture these kernels."""
-    if config.cuda_graphs is False:
-        return False
+    """Whether CUDA graphs can capture these kernels. Raises `CheckpointError` if not and `config` has them on."""
     has_experts = shape is None or (shape.text is not None and shape.text.num_experts > 0)
     waiting = [name for name in kernels.waiting_for_device() if has_experts or name != "mixture_of_experts"]
     if not waiting:

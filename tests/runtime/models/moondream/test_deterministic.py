@@ -124,17 +124,17 @@ async def test_answers_about_images_have_the_same_bytes_with_and_without_their_p
 
 
 def test_a_gpu_is_refused_with_the_reason() -> None:
-    with pytest.raises(CheckpointError, match="--deterministic runs on a CPU alone"):
+    with pytest.raises(CheckpointError, match="--deterministic: runs on a CPU alone"):
         ExecutionConfig.of(EngineConfig(deterministic=True), "cuda")
 
 
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"text_path": "fused"}, "--text-path fused"),
-        ({"vision_path": "fused-float8"}, "--vision-path fused-float8"),
+        ({"text_path": "fused"}, "--text-path: --deterministic has a path of its own"),
+        ({"vision_path": "fused-float8"}, "--vision-path: --deterministic has a path of its own"),
         ({"adapters": "/somewhere"}, "adapters"),
-        ({"cuda_graphs": True}, "CUDA graphs"),
+        ({"cuda_graphs": True}, "--cuda-graphs: not with"),
     ],
 )
 async def test_what_depends_on_the_batch_is_refused(options: dict[str, Any], reason: str) -> None:

@@ -32,7 +32,7 @@ def test_what_is_asked_for_is_taken():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"cuda_graphs": True, "text_path": "fused"}, "CUDA graphs need a CUDA device"),
+        ({"cuda_graphs": True, "text_path": "fused"}, "--cuda-graphs: needs a CUDA device"),
         (
             {"kernels": (("concat_gelu", "cuneiform"), ("sing", "reference"))},
             "concat_gelu=cuneiform, sing=reference",

@@ -83,6 +83,6 @@ async def serving_all(engine: FakeEngine, folder: Path) -> AsyncIterator[Rig]:
     tokens = folder / "tokens.toml"
     digests = {name: hashlib.sha256(name.encode()).hexdigest() for name in _SCOPES}
     tokens.write_text("".join(f'{name} = {{ sha256 = "{digests[name]}", {_SCOPES[name]} }}\n' for name in _SCOPES))
-    config = ServerConfig(model="fake", port=0, http_port=0, tokens=str(tokens))
+    config = ServerConfig(port=0, http_port=0, tokens=str(tokens))
     async with Server(engine, config) as server, open_channel(server) as channel:
         yield Rig(HttpServing(server, engine), channel)

@@ -243,7 +243,7 @@ async def test_draining_lets_streams_finish_and_refuses_new_calls() -> None:
 
 async def test_a_port_in_use_is_one_clear_error() -> None:
     async with serving_http() as rig:
-        config = ServerConfig(model="fake", port=0, http_port=rig.server.http_port)
+        config = ServerConfig(port=0, http_port=rig.server.http_port)
         other = Server(FakeEngine(), config)
         with pytest.raises(PortUnavailable, match=rf"127\.0\.0\.1:{rig.server.http_port}"):
             await other.start()

@@ -1,0 +1,103 @@
+"""Lists the options: as flags of the command line, as the table of docs/configuration.md, and with their values.
+
+`python -m kestrel_grpc.config.listing` prints the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kestrel_grpc.config.options import ServerConfig, options, settings_of
+from kestrel_grpc.config.sources import FILE_OPTION, REPLACED, environment_name, flag_name
+from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.options import Option, on_or_off, options_of, shown
+
+_KNOWN_WITH_MODEL = "known when the model is loaded: see the log, or GetServerInfo"
+
+
+def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add every flag. Values stay texts: `ServerConfig.parse` checks them with those of the environment."""
+    parser.usage = f"{parser.prog} [OPTION ...]"
+    for title, kind in (("engine", EngineConfig), ("server", ServerConfig)):
+        group = parser.add_argument_group(title)
+        for _, item in options_of(kind):
+            # A switch without a value means on.
+            may_stand_alone: dict[str, Any] = {"nargs": "?", "const": "on"} if item.parse is on_or_off else {}
+            unit = f", in {item.unit}" if item.unit else ""
+            group.add_argument(
+                flag_name(item.name),
+                **may_stand_alone,
+                metavar="on|off" if may_stand_alone else item.unit.upper() or item.name.rsplit("_", 1)[-1].upper(),
+                help=f"{item.help}{unit} (default: {item.default_text}; {environment_name(item.name)})",
+            )
+            if item.former_name is not None:
+                group.add_argument(flag_name(item.former_name), **may_stand_alone, help=argparse.SUPPRESS)
+    for name in REPLACED:  # for an error that names the new one
+        parser.add_argument(flag_name(name), help=argparse.SUPPRESS)
+
+
+def markdown_table() -> str:
+    """The table of options as the documentation shows it."""
+    rows = ["| Flag | Environment | Default | Unit | What it sets |", "|---|---|---|---|---|"]
+    for item in options():
+        flag, variable = flag_name(item.name), environment_name(item.name)
+        rows.append(f"| `{flag}` | `{variable}` | {item.default_text} | {item.unit} | {_described(item)} |")
+    return "\n".join(rows)
+
+
+def _described(item: Option) -> str:
+    if item.former_name is None:
+        return item.help
+    flag, variable = flag_name(item.former_name), environment_name(item.former_name)
+    return (
+        f"{item.help}; `{flag}`, `{variable}` and the key `{item.former_name}` are deprecated names that still work"
+    )
+
+
+def effective_values(
+    flags: Mapping[str, str | None],
+    environment: Mapping[str, str],
+    device_type_of: Callable[[EngineConfig], str],
+) -> str:
+    """Every option as a line of the file, with where it came from. Raises `ConfigurationError` as parsing does.
+
+    `device_type_of` says whether an engine runs on cpu or cuda: on it depends what `auto` resolves to.
+    """
+    config = ServerConfig.parse(flags, environment)
+    engine = config.engine_config()
+    chosen = engine.resolved(device_type_of(engine))
+    settings = settings_of(flags, environment, [])
+    lines: list[str] = []
+    for owner in (config.engine, config):
+        for field, item in options_of(owner):
+            value = getattr(owner, field)
+            line = f"{item.name} = {_toml(item.default_text if _is_unset(value) else value)}"
+            if _is_unset(value) or item.name == FILE_OPTION:
+                line = f"# {line}"
+            source = settings[item.name].source if item.name in settings else "default"
+            found = getattr(chosen, field, None)
+            if field == "num_kv_pages" and value is None:
+                found = _KNOWN_WITH_MODEL
+            if value in (None, "auto") and found not in (None, "auto"):
+                source += f"; here {shown(found)}"
+            lines.append(f"{line:<47} # {source}")
+    return "\n".join(lines)
+
+
+def _is_unset(value: Any) -> bool:
+    return value is None or value == ()
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, tuple):
+        items = ("=".join(item) if isinstance(item, tuple) else item for item in value)
+        return f"[{', '.join(map(_toml, items))}]"
+    # JSON and TOML write strings, numbers and booleans in the same way.
+    return json.dumps(value if isinstance(value, int | float) else str(value), ensure_ascii=False)
+
+
+if __name__ == "__main__":
+    print(markdown_table())

@@ -1,0 +1,51 @@
+"""What settings of an engine resolve to on a device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kestrel_runtime.api.config import EngineConfig
+
+
+def test_settings_that_are_given_stay():
+    given = EngineConfig(
+        dtype="float16",
+        text_path="fused-float8",
+        vision_path="plain",
+        cuda_graphs=False,
+        max_batch_size=3,
+        max_prefill_tokens=100,
+        max_tiles_per_step=2,
+        resize_on_device=False,
+        step_timeout_s=5.0,
+    )
+    assert given.resolved("cuda", free_bytes=1.0) == replace(given, device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [
+        ("cuda", ("cuda", "bfloat16", "fused", "fused", True, True, 64, 8192, 72, 60.0)),
+        ("cpu", ("cpu", "float32", "plain", "plain", False, False, 16, 1024, 4, 1800.0)),
+    ],
+)
+def test_each_device_has_its_values_for_what_is_left_to_it(device, expected):
+    found = EngineConfig().resolved(device)
+    assert (
+        *(found.device, found.dtype, found.text_path, found.vision_path, found.cuda_graphs, found.resize_on_device),
+        *(found.max_batch_size, found.max_prefill_tokens, found.max_tiles_per_step, found.step_timeout_s),
+    ) == expected
+    assert found.resolved(device) == found
+
+
+def test_plain_steps_are_not_captured():
+    assert EngineConfig(text_path="plain").resolved("cuda").cuda_graphs is False
+    assert EngineConfig(text_path="fused").resolved("cpu").cuda_graphs is False
+
+
+def test_determinism_selects_its_own_paths():
+    found = EngineConfig(deterministic=True).resolved("cpu")
+    assert (found.text_path, found.vision_path, found.cuda_graphs) == ("invariant", "invariant", False)
+    assert list(found.contradictions()) == []

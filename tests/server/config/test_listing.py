@@ -1,0 +1,80 @@
+"""Help, the documented table and `kestrel-grpc config` show every option."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from kestrel_grpc.config.listing import add_serve_arguments, effective_values, markdown_table
+from kestrel_grpc.config.options import ServerConfig, options
+from kestrel_grpc.config.sources import environment_name, flag_name
+from kestrel_runtime.api.config import EngineConfig
+
+
+def on_cpu(config: EngineConfig) -> str:
+    return "cpu"
+
+
+def test_help_and_table_show_every_option() -> None:
+    parser = argparse.ArgumentParser()
+    add_serve_arguments(parser)
+    shown = " ".join(parser.format_help().split())
+    table = markdown_table()
+    found = list(options())
+    for option in found:
+        assert flag_name(option.name) in shown
+        assert f"`{flag_name(option.name)}` | `{environment_name(option.name)}` | {option.default_text} " in table
+    assert len(table.splitlines()) == 2 + len(found)
+    assert "deprecated" in table
+
+
+def test_module_prints_the_table() -> None:
+    printed = subprocess.run(
+        [sys.executable, "-m", "kestrel_grpc.config.listing"], capture_output=True, text=True, check=True
+    )
+    assert printed.stdout == markdown_table() + "\n"
+
+
+def test_effective_values_name_their_sources_and_make_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "kestrel.toml"
+    file.write_text('model = "m"\nport = 1\nmax_queue = 3\ntracing = true\n')
+    flags: dict[str, str | None] = {
+        "config": str(file),
+        "page_size": "8",
+        "host": None,
+        "kernels": "resample=reference",
+        "adapter_repositories": "org/name,Org/Other",
+        "max_crops": "7",
+    }
+    environment = {"KESTREL_GRPC_PORT": "2", "KESTREL_GRPC_REVISION": 'a "b"', "HOME": "/root"}
+    printed = effective_values(flags, environment, on_cpu)
+    sources = dict(re.findall(r"^(\w+) = .*? # (.*)$", printed, re.MULTILINE))
+    assert sources["model"] == f"{file}: model"
+    assert (sources["port"], sources["page_size"], sources["host"]) == (
+        "KESTREL_GRPC_PORT",
+        "--page-size",
+        "default",
+    )
+    assert sources["max_tiles"] == "--max-crops"
+    again = tmp_path / "again.toml"
+    again.write_text(printed)
+    read = ServerConfig.parse({"config": str(again)}, {})
+    assert read == replace(ServerConfig.parse(flags, environment), config=str(again))
+    assert (read.port, read.engine.max_queued_requests, read.engine.revision) == (2, 3, 'a "b"')
+
+
+def test_effective_values_say_what_the_device_and_the_precision_decide() -> None:
+    flags: dict[str, str | None] = {"max_queue": "1", "precision": "float8", "vision_path": "fused"}
+    lines = effective_values(flags, {}, on_cpu)
+    sources = dict(re.findall(r"^(?:# )?(\w+) = .*? # (.*)$", lines, re.MULTILINE))
+    assert sources["device"] == "default; here cpu"
+    assert sources["dtype"] == "default; here float32"
+    assert sources["max_batch_size"] == "default; here 16"
+    assert sources["kv_pages"].startswith("default; here known when the model is loaded")
+    assert sources["max_queue"] == "--max-queue"
+    assert sources["text_path"] == "default; here fused-float8"
+    assert sources["vision_path"] == "--vision-path"
