@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -44,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _end(number: int, frame: FrameType | None) -> None:
     """Exit until the server handles the signal. An exception instead might be caught by a library."""
+    logging.shutdown()  # writes the lines that wait for the log's thread
     os._exit(0)
 
 

@@ -1,29 +1,46 @@
 """Logging as text or JSON, set up once at start; the log lines of calls; the line on standard output.
 
-A line that cannot be written, because the disk is full or the stream closed, is lost: no call fails for its log.
+A thread of its own formats and writes lines, so that a slow or blocked reader of the log delays no call:
+
+    any thread                                        the writer's thread
+    logger.info(...) ── LogWriter.emit ── queue ──→   format, and write many lines at a time
+
+Lines keep their order. The queue is bounded: a line that finds it full is dropped and counted. `logging.shutdown`
+waits until the queue is written; Python calls it at a normal exit, and `process.end_now` before any other. A line
+that cannot be written, because the disk is full or the stream is closed, is lost: no call fails for its log.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Mapping
+from queue import SimpleQueue
 from typing import Any, TextIO
 
 from kestrel_grpc.wire.call_context import CallContext, Outcome
 
-_CALL = "request_id=%(request_id)s method=%(method)s outcome=%(outcome)s duration_ms=%(duration_ms).1f"
-_TRACED_CALL = f"{_CALL} trace_id=%(trace_id)s"
-
-_COUNTED_CALLS = "outcome=%(outcome)s: %(calls)d more calls ended so within a second, without a line each"
+MAX_WAITING_LINES = 16_384
+"""Lines that wait to be written; a waiting line takes about a kilobyte."""
 MAX_FAILURE_LINES = 10
 """Each second, for one tenant and one reason."""
+FLUSH_TIMEOUT_S = 2.0
+"""How long the end of a process waits for a reader of the log."""
+_GATHER_S = 0.01
+"""A line waits this long for others, with which it is written."""
+_MAX_LINES_AT_ONCE = 1024
 _COUNT_EVERY_S = 1.0
+_CALL = "request_id=%(request_id)s method=%(method)s outcome=%(outcome)s duration_ms=%(duration_ms).1f"
+_TRACED_CALL = f"{_CALL} trace_id=%(trace_id)s"
+_COUNTED_CALLS = "outcome=%(outcome)s: %(calls)d more calls ended so within a second, without a line each"
+_DROPPED = "%(lines)d lines of the log were dropped, because they were not read in time"
 
 _calls = logging.getLogger("kestrel_grpc.calls")
 _log = logging.getLogger(__name__)
@@ -59,7 +76,7 @@ class CallLog:
             facts["output_tokens"] = call.finished.usage.num_output_tokens
         if call.trace_id:
             facts["trace_id"] = call.trace_id
-        _calls.info(_TRACED_CALL if call.trace_id else _CALL, facts)
+        _log_facts(_TRACED_CALL if call.trace_id else _CALL, facts)
 
     def close(self) -> None:
         """Write the counts that are outstanding."""
@@ -83,8 +100,13 @@ class CallLog:
                 facts = {"code": code, "outcome": reason, "calls": count - MAX_FAILURE_LINES}
                 if tenant:
                     facts["tenant"] = tenant
-                _calls.info(_COUNTED_CALLS, facts)
+                _log_facts(_COUNTED_CALLS, facts)
         self._failures.clear()
+
+
+def _log_facts(message: str, facts: Mapping[str, Any]) -> None:
+    """As `Logger.info`, without the search for the calling line, which no format shows."""
+    _calls.handle(_calls.makeRecord(_calls.name, logging.INFO, "", 0, message, (facts,), None))
 
 
 def announce(line: str) -> None:
@@ -103,9 +125,14 @@ def set_up_logging(level: str, stream: TextIO | None = None, *, line_format: str
     _claim_standard_error()
     # These are not part of a line, and collecting them costs as much as writing the line.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
-    handler = _LossyHandler(sys.stderr if stream is None else stream)
+    handler = LogWriter(sys.stderr if stream is None else stream)
     handler.setFormatter(_JsonFormatter() if line_format == "json" else _LineFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler])
+
+
+def dropped_lines() -> int:
+    """Lines of the log that were dropped since the start of the process."""
+    return sum(item.num_dropped for item in logging.getLogger().handlers if isinstance(item, LogWriter))
 
 
 def _claim_standard_error() -> None:
@@ -116,11 +143,88 @@ def _claim_standard_error() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
-class _LossyHandler(logging.StreamHandler[TextIO]):
-    """Ignores errors of writing. The standard handler writes them to standard error, which may be broken."""
+class LogWriter(logging.Handler):
+    """Queues lines for a thread that writes them to `stream`. Closed by `logging.shutdown`.
 
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (overrides)
-        pass
+    The library's `QueueListener` would write each line by itself, and wait for a blocked stream without a limit.
+    """
+
+    def __init__(self, stream: TextIO, *, max_waiting: int = MAX_WAITING_LINES) -> None:
+        super().__init__()
+        self.num_dropped = 0
+        """Lines that found the queue full."""
+        self._stream = stream
+        self._max_waiting = max_waiting
+        self._queue: SimpleQueue[logging.LogRecord | threading.Event | None] = SimpleQueue()
+        """An event is set once the lines before it have been written; None ends the thread."""
+        self._num_reported = 0
+        self._thread = threading.Thread(target=self._run, name="kestrel-log", daemon=True)
+        self._thread.start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Queue a line. Called with the handler's lock held."""
+        try:
+            self._detach(record)
+        except Exception:  # arguments that do not fit the message
+            return
+        if not self._thread.is_alive():  # after `close`, or in a forked process
+            self._write([record])
+        elif self._queue.qsize() >= self._max_waiting:
+            self.num_dropped += 1
+        else:
+            self._queue.put(record)
+
+    def flush(self) -> None:
+        """Wait until the lines that are queued now have been written, for at most `FLUSH_TIMEOUT_S`."""
+        if self._thread.is_alive():
+            written = threading.Event()
+            self._queue.put(written)
+            written.wait(FLUSH_TIMEOUT_S)
+
+    def close(self) -> None:
+        """Write the queue and end the thread, unless the stream blocks for `FLUSH_TIMEOUT_S`."""
+        self._queue.put(None)
+        self._thread.join(FLUSH_TIMEOUT_S)
+        super().close()
+
+    def _detach(self, record: logging.LogRecord) -> None:
+        """Keep texts instead of objects, which may be large or change before the line is written."""
+        if record.exc_info:
+            record.exc_text = (self.formatter or logging.Formatter()).formatException(record.exc_info)
+            record.exc_info = None
+        if record.args and not isinstance(record.args, Mapping):
+            record.msg, record.args = record.getMessage(), None
+
+    def _run(self) -> None:
+        item = self._queue.get()
+        while item is not None:
+            if isinstance(item, logging.LogRecord):
+                time.sleep(_GATHER_S)
+            lines: list[logging.LogRecord] = []
+            while isinstance(item, logging.LogRecord):
+                lines.append(item)
+                if len(lines) == _MAX_LINES_AT_ONCE or self._queue.empty():
+                    break
+                item = self._queue.get()
+            self._write(lines)
+            if self._queue.empty():
+                self._report_dropped()
+            if isinstance(item, threading.Event):
+                item.set()
+            if item is not None:
+                item = self._queue.get()
+        self._report_dropped()
+
+    def _report_dropped(self) -> None:
+        facts = {"lines": self.num_dropped - self._num_reported}
+        if facts["lines"]:
+            self._num_reported += facts["lines"]
+            self._write([_log.makeRecord(_log.name, logging.WARNING, "", 0, _DROPPED, (facts,), None)])
+
+    def _write(self, records: list[logging.LogRecord]) -> None:
+        with contextlib.suppress(Exception):  # reporting it would need the stream
+            self._stream.write("".join(f"{self.format(record)}\n" for record in records))
+            self._stream.flush()
 
 
 class _LineFormatter(logging.Formatter):
@@ -155,6 +259,6 @@ class _JsonFormatter(_LineFormatter):
         }
         if isinstance(record.args, Mapping):
             facts |= record.args
-        if record.exc_info:
-            facts["exception"] = self.formatException(record.exc_info)
+        if record.exc_text:
+            facts["exception"] = record.exc_text
         return self._encode(facts)

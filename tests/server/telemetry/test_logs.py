@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import logging
@@ -10,6 +11,8 @@ import re
 import signal
 import subprocess
 import sys
+import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,12 +20,14 @@ from pathlib import Path
 import pytest
 
 from kestrel_client import Client
-from kestrel_grpc.telemetry.logs import MAX_FAILURE_LINES, CallLog, set_up_logging
+from kestrel_grpc.telemetry import logs
+from kestrel_grpc.telemetry.logs import MAX_FAILURE_LINES, CallLog, LogWriter, dropped_lines, set_up_logging
 from kestrel_grpc.wire.call_context import OK, CallContext, Outcome
 from kestrel_runtime.api.events import Finished, FinishReason, QueryOutput, Timing, Usage
 from tests.reference_fixtures import MD3_SMALL
 
 QUERY = "kestrel.v1.VisionService/Query"
+MAX_WAIT_S = 20.0
 SERVE = (sys.executable, "-m", "kestrel_grpc", "serve", "--port", "0", "--model", str(MD3_SMALL))
 
 
@@ -34,13 +39,25 @@ def as_it_was(monkeypatch) -> Iterator[None]:
     for name in ("logThreads", "logProcesses", "logMultiprocessing"):
         monkeypatch.setattr(logging, name, getattr(logging, name))
     yield
+    for handler in set(root.handlers) - set(handlers):
+        handler.close()
     root.handlers[:] = handlers
     root.setLevel(level)
 
 
-def logging_to(stream: io.StringIO, level: str = "info", line_format: str = "text") -> None:
-    logging.getLogger().handlers.clear()  # the test runner's, with which nothing would be set up
-    set_up_logging(level, stream, line_format=line_format)
+class Log:
+    """A log that a test reads."""
+
+    def __init__(self, level: str = "info", line_format: str = "text") -> None:
+        self._stream = io.StringIO()
+        logging.getLogger().handlers.clear()  # the test runner's, with which nothing would be set up
+        set_up_logging(level, self._stream, line_format=line_format)
+
+    def text(self) -> str:
+        """What has been written."""
+        for handler in logging.getLogger().handlers:
+            handler.flush()
+        return self._stream.getvalue()
 
 
 def new_call() -> CallContext:
@@ -48,19 +65,17 @@ def new_call() -> CallContext:
 
 
 async def test_a_call_is_one_line_of_text():
-    stream = io.StringIO()
-    logging_to(stream)
+    log = Log()
     CallLog().record(new_call(), Outcome("RESOURCE_EXHAUSTED", "QUEUE_FULL"))
     assert re.fullmatch(
         r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z INFO kestrel_grpc\.calls request_id=abc "
         r"method=kestrel\.v1\.VisionService/Query outcome=QUEUE_FULL duration_ms=\d+\.\d\n",
-        stream.getvalue(),
+        log.text(),
     )
 
 
 def test_a_call_is_one_object_of_json_with_its_facts_as_fields():
-    stream = io.StringIO()
-    logging_to(stream, line_format="json")
+    log = Log(line_format="json")
     call = new_call()
     call.finished = Finished(
         QueryOutput("a secret\nin two lines", None), FinishReason.STOP, Usage(735, 729, 3), Timing(0, 0, 0, 0, 0)
@@ -68,8 +83,8 @@ def test_a_call_is_one_object_of_json_with_its_facts_as_fields():
     call.trace_id = "0af7"
     call.principal = "alice"
     CallLog().record(call, OK)
-    assert stream.getvalue().count("\n") == 1
-    found = json.loads(stream.getvalue())
+    assert log.text().count("\n") == 1
+    found = json.loads(log.text())
     facts = {
         "request_id": "abc",
         "method": QUERY,
@@ -81,33 +96,31 @@ def test_a_call_is_one_object_of_json_with_its_facts_as_fields():
     assert facts.items() <= found.items()
     assert (found["input_tokens"], found["output_tokens"]) == (735, 3)
     assert (found["level"], found["logger"]) == ("info", "kestrel_grpc.calls")
-    assert "secret" not in stream.getvalue()
+    assert "secret" not in log.text()
 
 
 def test_an_exception_is_a_field_of_its_line():
-    stream = io.StringIO()
-    logging_to(stream, line_format="json")
+    log = Log(line_format="json")
     try:
         raise ValueError("broken")
     except ValueError:
         logging.getLogger("kestrel_grpc.calls").exception("request_id=%(request_id)s failed", {"request_id": "abc"})
-    found = json.loads(stream.getvalue())
+    found = json.loads(log.text())
     assert (found["message"], found["request_id"]) == ("request_id=abc failed", "abc")
     assert found["exception"].endswith("ValueError: broken")
 
 
 async def test_of_calls_that_fail_alike_some_have_a_line_and_the_others_are_counted():
-    stream = io.StringIO()
-    logging_to(stream, line_format="json")
-    log, alices = CallLog(), new_call()
+    log = Log(line_format="json")
+    calls, alices = CallLog(), new_call()
     alices.principal = "alice"
     for _ in range(1000):
-        log.record(new_call(), Outcome("UNAUTHENTICATED", "TOKEN_INVALID"))
-    log.record(new_call(), Outcome("UNIMPLEMENTED", "METHOD_UNKNOWN"))
-    log.record(alices, Outcome("UNAUTHENTICATED", "TOKEN_INVALID"))
-    log.record(new_call(), OK)
-    log.close()
-    found = [json.loads(line) for line in stream.getvalue().splitlines()]
+        calls.record(new_call(), Outcome("UNAUTHENTICATED", "TOKEN_INVALID"))
+    calls.record(new_call(), Outcome("UNIMPLEMENTED", "METHOD_UNKNOWN"))
+    calls.record(alices, Outcome("UNAUTHENTICATED", "TOKEN_INVALID"))
+    calls.record(new_call(), OK)
+    calls.close()
+    found = [json.loads(line) for line in log.text().splitlines()]
     assert len([line for line in found if line["outcome"] == "TOKEN_INVALID"]) == MAX_FAILURE_LINES + 2
     assert [line["outcome"] for line in found[MAX_FAILURE_LINES:]] == [
         "METHOD_UNKNOWN",
@@ -118,11 +131,113 @@ async def test_of_calls_that_fail_alike_some_have_a_line_and_the_others_are_coun
     assert (found[-1]["calls"], "tenant" in found[-1]) == (1000 - MAX_FAILURE_LINES, False)
 
 
+class BlockedStream(io.StringIO):
+    """A stream whose reader takes nothing until `go` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = threading.Event()
+        self.is_waiting = threading.Event()
+
+    def write(self, text: str) -> int:
+        self.is_waiting.set()
+        assert self.go.wait(MAX_WAIT_S)
+        return super().write(text)
+
+
+def test_a_blocked_reader_delays_no_line_and_the_lines_that_it_loses_are_counted(monkeypatch):
+    stream = BlockedStream()
+    writer = LogWriter(stream, max_waiting=3)
+    logger = logging.Logger("test")
+    logger.addHandler(writer)
+    logger.info("first")
+    assert stream.is_waiting.wait(MAX_WAIT_S)
+    for number in range(5):
+        logger.info("line %d", number)
+    monkeypatch.setattr(logs, "FLUSH_TIMEOUT_S", 0.01)
+    writer.flush()  # does not wait for the reader for long
+    assert writer.num_dropped == 2
+    stream.go.set()
+    monkeypatch.setattr(logs, "FLUSH_TIMEOUT_S", MAX_WAIT_S)
+    writer.close()
+    assert stream.getvalue().splitlines() == [
+        *("first", "line 0", "line 1", "line 2"),
+        "2 lines of the log were dropped, because they were not read in time",
+    ]
+    logger.info("after the end")
+    assert stream.getvalue().endswith("after the end\n")
+
+
+def test_lines_of_several_threads_are_complete_and_those_of_one_keep_their_order():
+    log = Log()
+
+    def write(name: str) -> None:
+        for number in range(500):
+            logging.getLogger(name).info("%d", number)
+
+    threads = [threading.Thread(target=write, args=(name,)) for name in ("a", "b", "c")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found = [line.split(" ")[2:] for line in log.text().splitlines()]
+    for name in ("a", "b", "c"):
+        assert [int(number) for who, number in found if who == name] == list(range(500))
+    assert dropped_lines() == 0
+
+
+class Broken(Exception):
+    """An exception that can be referred to weakly."""
+
+
+def test_a_line_shows_its_arguments_as_they_were_and_keeps_none_of_their_objects():
+    log = Log()
+    values = [1]
+    logging.getLogger("test").info("values %s", values)
+    values.append(2)
+    logging.getLogger("test").info("no number: %d", "x")  # a mistake of the program, which must not raise
+    try:
+        raise Broken("broken")
+    except Broken as error:
+        logging.getLogger("test").exception("failed")
+        kept = weakref.ref(error)
+    assert "values [1]\n" in log.text()
+    assert "Broken: broken\n" in log.text()
+    gc.collect()
+    assert kept() is None
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_lines_of_a_forked_process_are_written(tmp_path):
+    """Kernels are compiled in forked processes, which have no thread that writes."""
+    script = (
+        "import logging, os, sys; from kestrel_grpc.telemetry.logs import set_up_logging; set_up_logging('info')\n"
+        "child = os.fork()\n"
+        "if not child: logging.warning('from below'); os._exit(0)\n"
+        "os.waitpid(child, 0); logging.warning('from above')\n"
+    )
+    printed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stderr
+    assert [line.rpartition(" root ")[2] for line in printed.splitlines()] == ["from below", "from above"]
+
+
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [("raise SystemExit(3)", 3), ("1/0", 1), ("from kestrel_grpc.process import end_now; end_now(4)", 4)],
+)
+def test_what_was_logged_before_the_end_of_the_process_is_written(end, status):
+    script = (
+        "import logging; from kestrel_grpc.telemetry.logs import set_up_logging; set_up_logging('info')\n"
+        f"logging.warning('the last line')\n{end}\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert ended.returncode == status
+    assert "the last line\n" in ended.stderr
+
+
 def test_calls_are_not_logged_above_info():
-    stream = io.StringIO()
-    logging_to(stream, "warning")
+    log = Log("warning")
     CallLog().record(new_call(), OK)
-    assert stream.getvalue() == ""
+    assert log.text() == ""
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
