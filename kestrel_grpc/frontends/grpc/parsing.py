@@ -153,22 +153,12 @@ def _sampling(message: Any) -> SamplingParams:
     if not message.HasField("sampling"):
         return _DEFAULT_SAMPLING
     sampling: generation_pb2.SamplingParams = message.sampling
-    return SamplingParams(
-        temperature=sampling.temperature if sampling.HasField("temperature") else None,
-        top_p=sampling.top_p if sampling.HasField("top_p") else None,
-        max_tokens=sampling.max_tokens if sampling.HasField("max_tokens") else None,
-        seed=sampling.seed if sampling.HasField("seed") else None,
-        stop=tuple(sampling.stop),
-        include_stop=sampling.include_stop,
-        top_k=sampling.top_k if sampling.HasField("top_k") else None,
-        min_p=sampling.min_p if sampling.HasField("min_p") else None,
-        repetition_penalty=sampling.repetition_penalty if sampling.HasField("repetition_penalty") else None,
-        presence_penalty=sampling.presence_penalty if sampling.HasField("presence_penalty") else None,
-        frequency_penalty=sampling.frequency_penalty if sampling.HasField("frequency_penalty") else None,
-        logit_bias=tuple((item.token_id, item.bias) for item in sampling.logit_bias),
-        logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
-        n=sampling.n if sampling.HasField("n") else None,
-    )
+    settings: dict[str, Any] = {field.name: value for field, value in sampling.ListFields()}
+    if sampling.stop:
+        settings["stop"] = tuple(sampling.stop)
+    if sampling.logit_bias:
+        settings["logit_bias"] = tuple((item.token_id, item.bias) for item in sampling.logit_bias)
+    return SamplingParams(**settings)
 
 
 def _options(message: Any, violations: list[Violation]) -> RequestOptions:
