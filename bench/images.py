@@ -35,7 +35,8 @@ from kestrel_ops.triton.resample import resample as triton_resample
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.imaging.decoding import decode_image
 from kestrel_runtime.imaging.tiles import DecodedImage, keep_decoded
-from kestrel_runtime.models.moondream.vision.tiling import MoondreamTiling, Tiler
+from kestrel_runtime.models.moondream.vision.device_tiling import Tiler
+from kestrel_runtime.models.moondream.vision.tiling import MoondreamTiling
 
 TILING = MoondreamTiling(MOONDREAM_2.vision)
 SIZES = ((800, 557), (378, 378), (640, 480), (1920, 1080), (1080, 2340), (3840, 2160))

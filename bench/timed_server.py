@@ -196,7 +196,7 @@ def main() -> int:
     device = Device(arguments.slower)
     # Images would be tiled on the device, which does no work.
     with (
-        patch("kestrel_runtime.models.moondream.family.new_step_runner", partial(TimedRunner, device)),
+        patch("kestrel_runtime.models.moondream.prepared.new_step_runner", partial(TimedRunner, device)),
         patch("kestrel_runtime.engine.engine.DeviceTiler", _without_tiles),
     ):
         status = kestrel_grpc(["serve", "--resize-on-device", "on", *arguments.options])

@@ -37,7 +37,6 @@ FORBIDDEN = {
 ASYNCIO_IN_RUNTIME = {"engine.py", "stream.py", "reference_fixture.py", "recording.py", "acceptance.py"}
 WITHOUT_TORCH = {
     "api",
-    "models/skill.py",
     "scheduling",
     "engine/offending_requests.py",
     "engine/open_streams.py",

@@ -2,7 +2,7 @@ import torch
 
 import bench.images as images
 from kestrel_ops import resample
-from kestrel_runtime.models.moondream.vision.tiling import Tiler
+from kestrel_runtime.models.moondream.vision.device_tiling import Tiler
 
 CPU = torch.device("cpu")
 

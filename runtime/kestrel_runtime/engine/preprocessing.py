@@ -27,7 +27,7 @@ from kestrel_runtime.imaging.header import ImageHeader
 from kestrel_runtime.imaging.tiles import DecodedImage, Tiles, Tiling, tiles_bytes
 from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.memory.image_budget import MemoryBudget
-from kestrel_runtime.models.skill import ModelConfig, Skill
+from kestrel_runtime.models.family import ModelConfig, Skill
 from kestrel_runtime.scheduling.prefix_keys import EmbeddingKey, PrefixKeyMaker, PrefixKeys
 from kestrel_runtime.scheduling.sequence import AdapterLease, Sequence, SequenceClock
 

@@ -1,22 +1,81 @@
-"""The interface of a model family for generic code. `skill` has the part that needs no torch."""
+"""The interface of a model family for generic code.
+
+Prompts and tiling need no torch, so that a process without a device can prepare requests. `load` and `prepare`
+import what they need."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-import torch
-from torch import Tensor
-
-from kestrel_runtime.adapters.store import AdapterTarget
 from kestrel_runtime.api.config import EngineConfig
-from kestrel_runtime.api.engine import MemoryPlan
-from kestrel_runtime.execution.step_runner import StepRunner
+from kestrel_runtime.api.engine import MemoryPlan, SkillDefaults
 from kestrel_runtime.imaging.tiles import DecodedImage, Tiling
 from kestrel_runtime.loading.checkpoint import Checkpoint
-from kestrel_runtime.models.skill import ModelConfig, Skill
-from kestrel_runtime.models.verification import Verification
 from kestrel_runtime.scheduling.limits import StepBounds
+from kestrel_runtime.scheduling.output_parser import OutputParser, Token
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from kestrel_runtime.adapters.store import AdapterTarget
+    from kestrel_runtime.execution.step_runner import StepRunner
+    from kestrel_runtime.models.verification import Verification
+
+
+class ModelConfig(Protocol):
+    """Everything about one model that is not a weight."""
+
+    @property
+    def architecture(self) -> str:
+        """The family and its generation, as clients are told."""
+        ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def max_context(self) -> int:
+        """The most positions of a sequence."""
+        ...
+
+    @property
+    def bos_id(self) -> int:
+        """The token that begins every prompt."""
+        ...
+
+    @property
+    def positions_per_image(self) -> int:
+        """The positions of an image, which follow the first token."""
+        ...
+
+
+class Skill(Protocol):
+    """One task of the model: its prompt, its output parser, its limits and defaults. Stateless; any thread.
+
+    `request`: the skill's type in `api.requests`; `tokenizer`: a `loading.tokenizer.Tokenizer`; `config`: the
+    family's own configuration.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def text_field(self) -> str:
+        """The request's field with free text, which is named where the prompt is too long."""
+        ...
+
+    @property
+    def defaults(self) -> SkillDefaults: ...
+
+    def prompt(self, request: Any, tokenizer: Any, config: Any) -> list[Token]:
+        """The tokens of the prompt that follow the first token and the image. Raises `InvalidRequest`."""
+        ...
+
+    def new_parser(self, request: Any, tokenizer: Any, config: Any) -> OutputParser:
+        """The output parser of one sequence."""
+        ...
 
 
 class LoadedWeights(NamedTuple):

@@ -41,8 +41,9 @@ from kestrel_runtime.models.moondream.sampling import (
     MoondreamSampler,
     value_kinds,
 )
+from kestrel_runtime.models.moondream.vision.device_tiling import Tiler
 from kestrel_runtime.models.moondream.vision.graphs import EncodeGraphs
-from kestrel_runtime.models.moondream.vision.tiling import MoondreamTiling, Tiler
+from kestrel_runtime.models.moondream.vision.tiling import MoondreamTiling
 from kestrel_runtime.scheduling import sequence as scheduling
 from kestrel_runtime.scheduling.batch import EncodeItem
 from kestrel_runtime.scheduling.limits import StepBounds

@@ -24,7 +24,8 @@ from kestrel_runtime.models.moondream.fused.weights import NUM_WIDE_BLOCKS
 from kestrel_runtime.models.moondream.memory import blank_prefill
 from kestrel_runtime.models.moondream.model import Moondream
 from kestrel_runtime.models.moondream.model_paths import ModelPaths
-from kestrel_runtime.models.moondream.vision.tiling import MoondreamTiling, Tiler
+from kestrel_runtime.models.moondream.vision.device_tiling import Tiler
+from kestrel_runtime.models.moondream.vision.tiling import MoondreamTiling
 from kestrel_runtime.scheduling.limits import StepBounds
 
 _NUM_SMALLEST, _NUM_OTHERS = 8, 10

@@ -1,4 +1,4 @@
-"""Divides an image into Moondream's overlapping square tiles: on the host, or with the same pixels on the device.
+"""Divides an image into Moondream's overlapping square tiles, on the host.
 
 The paper and the public reference call these tiles crops, and so do the keys of `config.json`.
 """
@@ -6,20 +6,12 @@ The paper and the public reference call these tiles crops, and so do the keys of
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import lru_cache
 
 import numpy as np
-import torch
 from PIL import Image
-from torch import Tensor
 
-from kestrel_runtime.imaging.lanczos import LanczosAxis, shrinks_rows_first
-from kestrel_runtime.imaging.tiles import DecodedImage, Tiles
+from kestrel_runtime.imaging.tiles import Tiles
 from kestrel_runtime.models.moondream.config import VisionConfig
-
-_MAX_KEPT_AXES = 256
-"""The number of pairs of lengths whose resize weights stay on the device. Most take less than 50 kB, none 400."""
 
 
 class MoondreamTiling:
@@ -78,52 +70,6 @@ class MoondreamTiling:
                 top, left = row * self.stride_px, column * self.stride_px
                 pixels[1 + row * columns + column] = canvas[top : top + size, left : left + size]
         return Tiles(pixels, rows, columns)
-
-
-class Tiler:
-    """Makes the tiles of decoded images on one device. Belongs to one thread."""
-
-    def __init__(
-        self, tiling: MoondreamTiling, device: torch.device, resample: Callable[[Tensor, Tensor, int], Tensor]
-    ) -> None:
-        """resample: an implementation of the operation `resample`."""
-        self._tiling = tiling
-        self._device = device
-        self._resample = resample
-        self._taps = lru_cache(_MAX_KEPT_AXES)(lambda axis: self._upload(axis.taps().numpy(), torch.int32))
-
-    def make_tiles(self, image: DecodedImage) -> Tensor:
-        """The tiles of `MoondreamTiling.make_tiles`: uint8 [tiles, side, side, 3]. Does not synchronise."""
-        return self.tile(self.upload(image.pixels), image.rows, image.columns)
-
-    def upload(self, pixels: np.ndarray) -> Tensor:
-        """The first three channels of uint8 [..., 3 or 4] on the device. Does not synchronise."""
-        return self._upload(pixels, torch.uint8)[..., :3].contiguous()
-
-    def tile(self, pixels: Tensor, rows: int, columns: int) -> Tensor:
-        """The tiles [1 + rows * columns, side, side, 3] of pixels [height, width, 3] that are on the device."""
-        size, stride = self._tiling.tile_px, self._tiling.stride_px
-        canvas = self._resize(pixels, self._tiling.canvas_px(rows), self._tiling.canvas_px(columns))
-        grid = canvas.unfold(0, size, stride).unfold(1, size, stride)  # [rows, columns, 3, side, side]
-        tiles = pixels.new_empty(1 + rows * columns, size, size, 3)
-        tiles[0] = self._resize(pixels, size, size)
-        tiles[1:].unflatten(0, (rows, columns)).copy_(grid.permute(0, 1, 3, 4, 2))
-        return tiles
-
-    def _resize(self, pixels: Tensor, height: int, width: int) -> Tensor:
-        # Along each axis a pixel is a weighted sum of few source pixels. Its weights depend on the lengths only.
-        rows, columns = LanczosAxis(pixels.shape[0], height), LanczosAxis(pixels.shape[1], width)
-        passes = [(columns, 1), (rows, 0)]
-        for axis, dim in reversed(passes) if shrinks_rows_first(rows, columns) else passes:
-            if axis.source != axis.target:
-                pixels = self._resample(pixels, self._taps(axis), dim)
-        return pixels
-
-    def _upload(self, array: np.ndarray, dtype: torch.dtype) -> Tensor:
-        # Only copies from pinned memory are asynchronous.
-        staged = torch.empty(array.shape, dtype=dtype, pin_memory=self._device.type == "cuda")
-        np.copyto(staged.numpy(), array)
-        return staged.to(self._device, non_blocking=True)
 
 
 def _resize(image: Image.Image, height_px: int, width_px: int) -> np.ndarray:

@@ -11,7 +11,8 @@ from safetensors.numpy import load_file
 from kestrel_runtime.imaging.decoding import decode_image
 from kestrel_runtime.imaging.tiles import DecodedImage, Tiles, keep_decoded
 from kestrel_runtime.models.moondream.config import MoondreamConfig, VisionConfig
-from kestrel_runtime.models.moondream.vision.tiling import MoondreamTiling, Tiler
+from kestrel_runtime.models.moondream.vision.device_tiling import Tiler
+from kestrel_runtime.models.moondream.vision.tiling import MoondreamTiling
 from tests.kernels.implementations import DEVICE, implementation_name, implementations
 from tests.reference_fixtures import MD2_SMALL, expected, model_config, shared_folders
 from tests.runtime.noise import noise

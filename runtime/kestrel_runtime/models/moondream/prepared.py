@@ -1,0 +1,87 @@
+"""A Moondream prepared to run with one configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.engine import MemoryPlan
+from kestrel_runtime.execution.step_runner import StepRunner
+from kestrel_runtime.imaging.tiles import DecodedImage
+from kestrel_runtime.models.moondream.adapters.target import MoondreamAdapters
+from kestrel_runtime.models.moondream.execution_config import ExecutionConfig
+from kestrel_runtime.models.moondream.executor import new_step_runner
+from kestrel_runtime.models.moondream.kernel_compilation import compile_kernels
+from kestrel_runtime.models.moondream.memory import cache_dtype, new_cache, plan_cache, step_bytes, weight_bytes
+from kestrel_runtime.models.moondream.model import Moondream
+from kestrel_runtime.models.moondream.model_paths import ModelPaths
+from kestrel_runtime.models.moondream.vision.device_tiling import Tiler
+from kestrel_runtime.models.moondream.vision.tiling import MoondreamTiling
+from kestrel_runtime.scheduling.limits import StepBounds
+
+
+class PreparedMoondream:
+    """The family's `PreparedModel`."""
+
+    def __init__(self, model: Moondream, config: EngineConfig, bounds: StepBounds, *, owns_model: bool) -> None:
+        """Raises `CheckpointError` if the model cannot run with `config`."""
+        self._model = model
+        self._config = config
+        self._bounds = bounds
+        self._execution = ExecutionConfig.of(config, model.device.type, model)
+        self._loaded_bytes = weight_bytes(model)
+        self._adapters: MoondreamAdapters | None = None
+        if config.has_adapters:
+            self._adapters = MoondreamAdapters(
+                model.config.text, config.num_adapter_slots, config.max_adapter_rank, model.device, model.dtype
+            )
+        compile_kernels(model, self._execution, bounds, config.page_size, cache_dtype(model, config))
+        # Paths are built before the cache is sized, which gets a part of the memory that they leave.
+        self._paths = ModelPaths.of(
+            model, self._execution, max_batch_size=bounds.max_batch_size, frees_originals=owns_model
+        )
+
+    def tile_on_device(self) -> Callable[[DecodedImage], Tensor] | None:
+        """A new function for one thread."""
+        if not self._execution.resizes_images:
+            return None
+        tiling = MoondreamTiling(self._model.config.vision)
+        return Tiler(tiling, self._model.device, self._execution.kernels.resample).make_tiles
+
+    def plan_cache(self, host_image_bytes: int) -> tuple[int, MemoryPlan]:
+        """Pages of the cache, and the plan of all memory."""
+        return plan_cache(
+            self._model,
+            self._config,
+            self._bounds,
+            step_bytes=step_bytes(
+                self._model,
+                self._paths,
+                self._bounds,
+                self._config.page_size,
+                cache_dtype(self._model, self._config),
+            ),
+            weight_bytes=self._loaded_bytes,
+            with_graphs=self._execution.with_graphs,
+            host_image_bytes=host_image_bytes,
+            adapter_bytes=0 if self._adapters is None else self._adapters.num_bytes,
+        )
+
+    def adapter_target(self) -> MoondreamAdapters | None:
+        """The slots, as many as are configured."""
+        return self._adapters
+
+    def new_step_runner(self, num_pages: int, graph_bytes: int, image_cache_bytes: int = 0) -> StepRunner:
+        """A step runner with a cache of `num_pages`."""
+        return new_step_runner(
+            self._model,
+            new_cache(self._model, self._config, num_pages),
+            self._execution,
+            self._bounds,
+            self._paths,
+            graph_bytes=graph_bytes,
+            image_cache_bytes=image_cache_bytes,
+            adapters=None if self._adapters is None else self._adapters.allocate(),
+        )

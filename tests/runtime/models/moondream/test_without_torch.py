@@ -1,0 +1,35 @@
+"""A process without torch prepares requests: it decodes and tiles images, and builds and tokenises prompts."""
+
+import subprocess
+import sys
+
+_PREPARE = """
+import io, sys
+sys.modules["torch"] = None  # imports of it raise ModuleNotFoundError
+from PIL import Image
+from kestrel_runtime.api.requests import Query
+from kestrel_runtime.engine import preprocessing
+from kestrel_runtime.imaging.decoding import decode_image
+from kestrel_runtime.loading.checkpoint import find_checkpoint
+from kestrel_runtime.loading.tokenizer import Tokenizer
+from kestrel_runtime.models.moondream.config import MoondreamConfig
+from kestrel_runtime.models.registry import family_of
+
+checkpoint = find_checkpoint("moondream-nano")
+family, config = family_of(checkpoint), MoondreamConfig.from_dict(checkpoint.config)
+tokenizer = Tokenizer.from_file(checkpoint.tokenizer_file)
+query = family.skills(config)["query"]
+print(tokenizer.decode(token.id for token in query.prompt(Query("What colour is it?"), tokenizer, config)))
+file = io.BytesIO()
+Image.new("RGB", (80, 40), "red").save(file, "PNG")
+image = decode_image(file.getvalue(), max_image_pixels=10_000)
+print(family.tiling(config).make_tiles(image).pixels[0, 0, 0].tolist())
+"""
+
+
+def test_prompts_and_tiles_are_made_without_torch() -> None:
+    command = (sys.executable, "-c", _PREPARE)
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    prompt, pixel = printed.strip().rsplit("\n", 1)
+    assert "What colour is it?" in prompt
+    assert pixel == "[255, 0, 0]"
