@@ -27,10 +27,6 @@ def test_every_path_that_is_named_exists():
     assert sorted(name for name in named if not (CHECKOUT / name).exists()) == []
 
 
-def test_a_skill_has_at_most_eight_places():
-    assert re.findall(r"^\| (\d+) \|", DOCUMENT, re.MULTILINE) == [str(place) for place in range(1, 9)]
-
-
 @pytest.mark.parametrize("skill", SKILLS)
 def test_every_skill_is_at_each_place(skill):
     assert skill in {kind.skill for kind in REQUEST_TYPES}

@@ -219,11 +219,6 @@ def test_every_block_is_run_or_has_a_reason():
     assert len(examples(README)) >= 8
 
 
-def test_no_example_needs_a_second_terminal_or_names_the_environment():
-    assert not re.search(r"second (one|terminal)|in one terminal", README)
-    assert [text for _, text in _BLOCK.findall(README) if ".venv/" in text] == []
-
-
 def test_table_of_options_is_that_of_the_server():
     page = (CHECKOUT / "docs" / "configuration.md").read_text(encoding="utf-8")
     table = re.search(r"<!-- options -->\n(.*?)\n<!-- /options -->", page, re.DOTALL)
