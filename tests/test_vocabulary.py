@@ -20,7 +20,7 @@ INSTEAD = {
 }
 """What to write instead of each word, which has had a meaning of its own here."""
 # Names that operators use, and a standard term that contains one of the words.
-NAMES = re.compile(r"--max-crops|max[-_]crops|\bin[\s-]flight\b", re.IGNORECASE)
+NAMES = re.compile(r"--max-crops|max[-_]crops|\bin[\s-]+flight\b", re.IGNORECASE)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(CHECKOUT).as_posix())
