@@ -201,8 +201,9 @@ class LocalEngine:
         assert step_timeout_s is not None
         self._step_timeout_s = step_timeout_s
         self._watchdog = Watchdog(
-            self._loop,
             self._step_timeout_s,
+            join=self._loop.join,
+            activities=self._loop.activities,
             on_stall=self._stalled,
             on_end=self._ended,
         )

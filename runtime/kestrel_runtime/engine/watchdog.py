@@ -13,24 +13,11 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 _LOOKS_PER_LIMIT = 20
 _MAX_INTERVAL_S = 1.0
 
 _log = logging.getLogger(__name__)
-
-
-class Watched(Protocol):
-    """A thread at work."""
-
-    def join(self, timeout_s: float) -> bool:
-        """Wait for its end, at most `timeout_s` seconds. Returns whether it has ended."""
-        ...
-
-    def activities(self) -> Mapping[str, int]:
-        """Progress counters by activity. From any thread."""
-        ...
 
 
 class StallDetector:
@@ -60,19 +47,23 @@ class StallDetector:
 class Watchdog:
     """Calls `on_end` once, when the watched thread has ended, or after `on_stall` when it hangs.
 
-    `on_stall` gets the names of the activities that stalled. Both run in the watchdog's thread.
+    `join` waits for the end of the watched thread, at most the given seconds, and returns whether it has ended.
+    `activities` returns progress counters by activity. `on_stall` gets the names of the activities that stalled.
+    All run in the watchdog's thread.
     """
 
     def __init__(
         self,
-        watched: Watched,
         limit_s: float,
         *,
+        join: Callable[[float], bool],
+        activities: Callable[[], Mapping[str, int]],
         on_stall: Callable[[list[str]], None],
         on_end: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._watched = watched
+        self._join = join
+        self._activities = activities
         self._interval_s = min(limit_s / _LOOKS_PER_LIMIT, _MAX_INTERVAL_S)
         self._detector = StallDetector(limit_s, max_gap_s=2 * self._interval_s)
         self._on_stall = on_stall
@@ -96,12 +87,12 @@ class Watchdog:
 
     def look(self) -> list[str]:
         """The activities that stall now. Called by the watchdog's thread, and by tests in its place."""
-        activities = self._watched.activities() if self._is_guarding else {}
+        activities = self._activities() if self._is_guarding else {}
         return self._detector.look(activities, self._clock())
 
     def _run(self) -> None:
         try:
-            while not self._watched.join(self._interval_s):
+            while not self._join(self._interval_s):
                 if stalled := self.look():
                     self._on_stall(stalled)
                     break

@@ -41,20 +41,6 @@ def breaches(build, *args, **fields):
     return [violation.field for violation in caught.value.violations]
 
 
-@pytest.mark.parametrize("skill", MINIMAL)
-def test_a_request_with_its_defaults_is_valid_and_names_its_skill(skill):
-    request = MINIMAL[skill]()
-    assert request.skill == skill
-    assert request.sampling == SamplingParams(temperature=None, top_p=None, max_tokens=None, seed=None)
-    assert request.options == RequestOptions(model="", max_queue_s=None)
-
-
-@pytest.mark.parametrize("skill", MINIMAL)
-def test_a_request_does_not_change(skill):
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        MINIMAL[skill]().options = RequestOptions()
-
-
 def test_every_breach_is_told_at_once_in_field_order():
     fields = breaches(
         Point,

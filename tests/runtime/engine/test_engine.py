@@ -477,3 +477,28 @@ async def test_callers_whose_event_loop_is_gone_leave_nothing_behind(engine: Loc
     while engine.load().num_used_pages:
         await settled(engine)
     assert engine.load().num_running == 0
+
+
+async def test_a_request_whose_image_is_still_to_come_counts_as_waiting(loaded: LoadedModel) -> None:
+    engine = LocalEngine(loaded, EngineConfig(model="", max_batch_size=1, max_queued_requests=2))
+    try:
+        running = engine.submit(endless())
+        await anext(running)
+        async with engine.expecting(Caption(b"?")), engine.expecting(Caption(b"?"), tenant="another"):
+            with pytest.raises(Overloaded) as caught:
+                await engine.submit(endless()).result()
+            assert (caught.value.bound, caught.value.limit) == (QueueBound.REQUESTS, 2)
+            with pytest.raises(Overloaded):
+                await engine.expecting(Caption(b"?")).__aenter__()
+        assert not engine.submit(endless()).over.done()
+    finally:
+        engine.close()
+
+
+async def test_what_cannot_be_submitted_is_not_waited_for(loaded: LoadedModel) -> None:
+    engine = LocalEngine(loaded, EngineConfig(model=""))
+    with pytest.raises(ModelNotFound):
+        await engine.expecting(Caption(b"?", options=RequestOptions(model="another"))).__aenter__()
+    engine.close()
+    with pytest.raises(EngineUnavailable):
+        await engine.expecting(Caption(b"?")).__aenter__()

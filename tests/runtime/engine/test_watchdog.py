@@ -51,8 +51,9 @@ class Story:
     def __init__(self, worker: Worker, limit_s: float) -> None:
         self.told: list[object] = []
         self.watchdog = Watchdog(
-            worker,
             limit_s,
+            join=worker.join,
+            activities=worker.activities,
             on_stall=self.told.append,
             on_end=lambda: self.told.append("end"),
             clock=lambda: worker.now,
@@ -78,7 +79,12 @@ def test_a_stall_is_told_before_the_end_and_at_its_time() -> None:
 def test_before_steps_are_guarded_the_end_is_noticed_and_no_stall() -> None:
     worker, told = Worker(lambda _: {"thread": 1}, 1000.0), []
     watchdog = Watchdog(
-        worker, 60.0, on_stall=told.append, on_end=lambda: told.append("end"), clock=lambda: worker.now
+        60.0,
+        join=worker.join,
+        activities=worker.activities,
+        on_stall=told.append,
+        on_end=lambda: told.append("end"),
+        clock=lambda: worker.now,
     )
     watchdog.start()
     assert watchdog.join(MAX_WAIT_S)
@@ -87,7 +93,9 @@ def test_before_steps_are_guarded_the_end_is_noticed_and_no_stall() -> None:
 
 def test_time_counts_from_the_moment_when_steps_are_guarded() -> None:
     worker = Worker(lambda _: {"thread": 1}, 1e9)
-    watchdog = Watchdog(worker, 60.0, on_stall=print, on_end=print, clock=lambda: worker.now)
+    watchdog = Watchdog(
+        60.0, join=worker.join, activities=worker.activities, on_stall=print, on_end=print, clock=lambda: worker.now
+    )
     for _ in range(200):
         worker.now += 1.0
         assert watchdog.look() == []
