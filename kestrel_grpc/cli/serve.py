@@ -76,7 +76,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     from kestrel_grpc.access.tokens import TokenFileError
     from kestrel_grpc.images.image_uris import RemoteImagesUnavailable
     from kestrel_grpc.listeners import PortUnavailable
-    from kestrel_grpc.server import Server, require_usable
+    from kestrel_grpc.server import Server, lower_grpc_threads, require_usable
     from kestrel_grpc.telemetry.tracing import TracingUnavailable, require_tracing
     from kestrel_runtime.api.engine import EngineStatus
     from kestrel_runtime.api.errors import CheckpointError
@@ -87,6 +87,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         await warm_up(engine)
         set_apart_what_stays()
         server = Server(engine, config, at_rest=at_rest)
+        lower_grpc_threads()
         return await server.serve(), server.has_closed
 
     # Until there is a server there are no connections.

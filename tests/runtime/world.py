@@ -61,6 +61,7 @@ class World:
             max_prefill_tokens_of_others=prefill_of_others,
         )
         self.max_batch_size = batch
+        self.now = 0.0
         self.slots = {}
         self.to_generate = {}
         self.finished = []
@@ -92,7 +93,7 @@ class World:
 
     def begin(self, *, may_prefill=True):
         """Plan, run and commit, and leave the steps in flight. Returns the turn."""
-        plan = self.scheduler.schedule(now=0.0, may_prefill=may_prefill)
+        plan = self.scheduler.schedule(now=self.now, may_prefill=may_prefill)
         return Turn(plan, [self.run_and_commit(batch) for batch in plan if not batch.is_empty])
 
     def run_and_commit(self, batch):
@@ -119,7 +120,7 @@ class World:
 
     def fail(self):
         """A turn whose steps raise after they have written. Returns the turn."""
-        plan = self.scheduler.schedule(now=0.0)
+        plan = self.scheduler.schedule(now=self.now)
         for batch in plan:
             self.run(batch)
         self.scheduler.preempt_all()

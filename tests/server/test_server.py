@@ -6,6 +6,8 @@ import asyncio
 import os
 import signal
 import socket
+import sys
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -20,7 +22,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.listeners import PortUnavailable
-from kestrel_grpc.server import Server
+from kestrel_grpc.server import Server, lower_grpc_threads
 from kestrel_runtime.api.events import Started, TextChannel, TextDelta, Usage
 from tests.fakes import HOLD, FakeEngine, answers, much_text
 from tests.journey.http2 import COMPLETE_QUERY as COMPLETE_QUERY_METHOD
@@ -114,6 +116,17 @@ async def test_addresses_of_version_six_are_fine() -> None:
         grpc.aio.insecure_channel(f"[::1]:{server.port}") as channel,
     ):
         await channel.channel_ready()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities on Linux only")
+async def test_the_threads_of_grpc_get_a_lower_priority_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    lowered: dict[int, int] = {}
+    monkeypatch.setattr(os, "setpriority", lambda _, thread, niceness: lowered.update({thread: niceness}))
+    async with serving():
+        lower_grpc_threads()
+    assert lowered
+    assert set(lowered.values()) == {10}
+    assert not set(lowered) & {thread.native_id for thread in threading.enumerate()}
 
 
 async def test_drain_lets_running_requests_finish_and_refuses_new_ones() -> None:

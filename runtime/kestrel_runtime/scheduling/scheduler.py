@@ -9,7 +9,8 @@ Invariants
   I3  While any sequence decodes, a prefill step has at most `max_prefill_tokens` prompt tokens (or one image
       prefix, which cannot be split) and at most `max_tiles_per_step` tiles. Where sequences of several tenants are
       active, at most `max_prefill_tokens_of_others` of the tokens belong to the tenants that were not served
-      least: their long prompts delay the others less.
+      least: their long prompts delay the others less. That bound holds for another second, in which a tenant whose
+      request has ended may send its next one.
   I4  A page is allocated when a token needs it. Where none is available, a sequence is preempted: it waits again,
       keeps its tokens, and is prefilled with them later. It is the youngest of the tenant with the largest share
       (`TenantShares`). So the oldest sequence always advances where all are of one tenant.
@@ -50,6 +51,7 @@ from kestrel_runtime.scheduling.tenant_shares import TenantShares
 from kestrel_runtime.scheduling.waiting_queue import WaitingQueue
 
 _NO_MATCH = PrefixMatch()
+_NEXT_REQUEST_S = 1.0
 
 
 class _Start(NamedTuple):
@@ -102,6 +104,7 @@ class Scheduler:
         self._without_adapter: set[Sequence] = set()  # parked until they have a slot again
         self._active: list[Sequence] = []  # PREFILLING, PREFILLED and RUNNING, oldest first
         self._num_active_of: Counter[str] = Counter()  # by tenant, without zeros
+        self._several_until = 0.0  # until when prompts are computed as if several tenants were active
         self._start_numbers = itertools.count()
         self._suspects: deque[_Suspect] = deque()  # the first runs alone
         self._in_flight: set[StepId] = set()
@@ -578,8 +581,12 @@ class Scheduler:
     def _plan_prefill(self, *, bounded: bool) -> tuple[list[EncodeItem], list[Chunk]]:
         tiles_left = self._max_tiles_per_step
         tokens_left = self._max_prefill_tokens
-        has_several = len(self._num_active_of) > 1
-        least_served = min(map(self._waiting.service_of, self._num_active_of)) if has_several else float("inf")
+        if len(self._num_active_of) > 1:
+            self._several_until = self._now + _NEXT_REQUEST_S
+            least_served = min(map(self._waiting.service_of, self._num_active_of))
+        else:
+            # A tenant alone counts as an other where another one was active a moment ago.
+            least_served = -1.0 if self._now < self._several_until else float("inf")
         others_left = self._max_prefill_tokens_of_others
         encode: list[EncodeItem] = []
         prefill: list[Chunk] = []
@@ -596,7 +603,7 @@ class Scheduler:
                     tiles_left -= count
                 if count < num_tiles:
                     continue
-            is_other = has_several and self._waiting.service_of(sequence.tenant) > least_served
+            is_other = self._waiting.service_of(sequence.tenant) > least_served
             num_allowed = min(tokens_left, others_left) if is_other else tokens_left
             chunks = self._next_chunks(sequence, num_allowed, may_exceed_limit=not prefill)
             prefill += chunks

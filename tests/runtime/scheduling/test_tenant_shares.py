@@ -173,14 +173,24 @@ def test_the_prompt_of_the_tenant_that_was_served_least_is_computed_first():
     assert question.state is FINISHED
 
 
-def test_long_prompts_are_cut_smaller_while_a_tenant_that_was_served_less_is_active():
+def test_long_prompts_are_cut_smaller_while_a_tenant_that_was_served_less_is_active_and_for_another_second():
     world = World(num_pages=200, batch=8, prefill=40, prefill_of_others=10)
     world.add(5, tenant="modest", generates=10)
     world.step()
     (long,) = flood(world, 1, prompt=200)
     steps = [world.step().prefill for _ in range(9)]
     assert steps == [[(long, 10 * number, 10 * number + 10)] for number in range(9)]
-    assert world.step().prefill == [(long, 90, 130)]
+    assert world.active() == [long]
+    world.now += 0.9
+    assert world.step().prefill == [(long, 90, 100)]
+    world.now += 0.2
+    assert world.step().prefill == [(long, 100, 140)]
+
+
+def test_prompts_of_a_single_tenant_are_cut_as_long_as_a_step_takes():
+    world = World(num_pages=200, batch=8, prefill=40, prefill_of_others=10)
+    (long,) = flood(world, 1, prompt=200)
+    assert world.step().prefill == [(long, 0, 40)]
 
 
 def test_with_a_single_tenant_nobody_yields():
