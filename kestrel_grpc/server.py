@@ -22,17 +22,14 @@ from kestrel_grpc.frontends.openai.service import OpenAiService
 from kestrel_grpc.frontends.rest.service import RestService
 from kestrel_grpc.frontends.triton.service import TritonService
 from kestrel_grpc.frontends.triton.shared_memory import SharedMemory
-from kestrel_grpc.images.image_store import ImageStore
+from kestrel_grpc.images.image_store import CachePurges, ImageIntake, ImageStore, StoreLimits
 from kestrel_grpc.images.image_uris import ImageSource, NoRemoteImages, RemoteImagesUnavailable
-from kestrel_grpc.images.intake import ImageIntake
 from kestrel_grpc.listeners import PortUnavailable, address_of, require_free_port, require_free_socket
 from kestrel_grpc.maintenance import Maintenance
 from kestrel_grpc.telemetry.logs import CallLog, announce
 from kestrel_grpc.telemetry.telemetry import Telemetry
-from kestrel_grpc.wire.cache_purges import CachePurges
 from kestrel_grpc.wire.call_admission import Observer
 from kestrel_grpc.wire.call_groups import CallGroups
-from kestrel_grpc.wire.limits import image_store
 from kestrel_grpc.wire.readiness import Readiness
 from kestrel_grpc.wire.submission import Submission
 from kestrel_runtime.api.engine import CacheLoad, Engine, EngineStatus
@@ -40,7 +37,7 @@ from kestrel_runtime.api.engine import CacheLoad, Engine, EngineStatus
 # After a request has ended, its last message may still be on its way to the client.
 _LAST_MESSAGES_S = 2.0
 _GRPC_THREADS = ("event_engine", "lifeguard")
-_GRPC_NICENESS = 10
+_GRPC_NICENESS = 10  # more than the event loop's
 
 _log = logging.getLogger(__name__)
 
@@ -71,7 +68,7 @@ class Server:
         self._access.on_namespace_gone(self._purges.clear)
         self._store = None
         if config.max_stored_image_bytes:
-            self._store = ImageStore(image_store(config), self._purges.forget_image)
+            self._store = ImageStore(_store_limits(config), self._purges.forget_image)
             self._access.on_namespace_gone(self._store.drop_namespace)
         self._telemetry = Telemetry(
             engine,
@@ -307,6 +304,19 @@ def _images(config: ServerConfig) -> ImageSource:
     return RemoteImages(config.image_hosts, max_bytes=max_bytes, timeout_s=config.image_fetch_timeout)
 
 
+def _store_limits(config: ServerConfig) -> StoreLimits:
+    """One token alone gets half of the memory; without tokens there is one namespace."""
+    quota_bytes = config.image_quota_bytes
+    if quota_bytes is None:
+        quota_bytes = config.max_stored_image_bytes // (1 if config.tokens is None else 2)
+    return StoreLimits(
+        max_bytes=config.max_stored_image_bytes,
+        quota_bytes=quota_bytes,
+        default_ttl_s=min(config.image_ttl, config.max_image_ttl),
+        max_ttl_s=config.max_image_ttl,
+    )
+
+
 def _certificate(config: ServerConfig) -> CertificateFiles | None:
     if config.tls_certificate is None or config.tls_key is None:
         return None
@@ -337,7 +347,7 @@ def require_usable(config: ServerConfig) -> None:
 
 
 def lower_grpc_threads() -> None:
-    """Give the threads in which gRPC accepts and reads connections a lower priority than the event loop. Linux only.
+    """Lower the priority of the threads in which gRPC accepts and reads connections. Linux only.
 
     For the whole process, once a `Server` has been made.
 
@@ -345,10 +355,11 @@ def lower_grpc_threads() -> None:
     memory. With equal priorities that happens where the threads, which are many, take the processors from the event
     loop. With these, connections wait in the kernel instead. Threads that gRPC starts later inherit the priority.
     """
+    niceness = os.getpriority(os.PRIO_PROCESS, 0) + _GRPC_NICENESS
     for thread in Path("/proc/self/task").glob("*"):
         with contextlib.suppress(OSError):  # a thread that has ended meanwhile
             if (thread / "comm").read_text().startswith(_GRPC_THREADS):
-                os.setpriority(os.PRIO_PROCESS, int(thread.name), _GRPC_NICENESS)
+                os.setpriority(os.PRIO_PROCESS, int(thread.name), niceness)
 
 
 class _Signals:

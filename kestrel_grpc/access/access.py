@@ -95,10 +95,12 @@ class RateLimited(AccessRefused):
 class Access(Protocol):
     """Decides about calls."""
 
-    def admit(self, method: str, metadata: Metadata, *, counts: bool = True) -> AbstractContextManager[str]:
+    def admit(
+        self, method: str, metadata: Metadata, end: Callable[[AccessRefused], object], *, counts: bool = True
+    ) -> AbstractContextManager[str]:
         """Entering admits a call and gives its caller's name, or raises `AccessRefused`; leaving ends the call.
 
-        Where it does not count, it is not limited either.
+        Where it does not count, it is not limited either. `end` ends the call, for a token that is revoked.
         """
         ...
 
@@ -129,7 +131,9 @@ class OpenAccess:
     def __init__(self) -> None:
         self._anonymous = nullcontext("")
 
-    def admit(self, method: str, metadata: Metadata, *, counts: bool = True) -> AbstractContextManager[str]:
+    def admit(
+        self, method: str, metadata: Metadata, end: Callable[[AccessRefused], object], *, counts: bool = True
+    ) -> AbstractContextManager[str]:
         """Admits."""
         return self._anonymous
 
@@ -168,9 +172,11 @@ class TokenAccess:
         self._max_priorities = _max_priorities(self._tokens)
         self._callbacks: list[Callable[[str], None]] = []
 
-    def admit(self, method: str, metadata: Metadata, *, counts: bool = True) -> AbstractContextManager[str]:
-        """Entering admits a call of a task or raises an `AccessRefused`."""
-        return _Admission(self, method, metadata, counts=counts)
+    def admit(
+        self, method: str, metadata: Metadata, end: Callable[[AccessRefused], object], *, counts: bool = True
+    ) -> AbstractContextManager[str]:
+        """Entering admits a call or raises an `AccessRefused`."""
+        return _Admission(self, method, metadata, end, counts=counts)
 
     def namespace_of(self, name: str) -> str:
         """The namespace of the token of this name."""
@@ -291,37 +297,35 @@ class _Account:
 
 
 class _Admission(AbstractContextManager[str]):
-    """One call. `end` cancels its task and replaces the cancellation by a refusal, as `asyncio.timeout` does."""
+    """One call of a token."""
 
-    __slots__ = ("_access", "_account", "_counts", "_metadata", "_num_cancels", "_refusal", "_task", "method")
+    __slots__ = ("_access", "_account", "_counts", "_metadata", "end", "method")
 
-    def __init__(self, access: TokenAccess, method: str, metadata: Metadata, *, counts: bool) -> None:
+    def __init__(
+        self,
+        access: TokenAccess,
+        method: str,
+        metadata: Metadata,
+        end: Callable[[AccessRefused], object],
+        *,
+        counts: bool,
+    ) -> None:
         self.method = method
+        self.end = end
         self._counts = counts
         self._access = access
         self._metadata = metadata
         self._account: _Account | None = None
-        self._refusal: AccessRefused | None = None
 
     def __enter__(self) -> str:
         token = self._access.identify(self._metadata)
         self._access.authorize(token, self.method)
         if self._counts:
             self._access.take(token)
-        task = asyncio.current_task()
-        assert task is not None
-        self._task = task
-        self._num_cancels = task.cancelling()
         self._account = self._access.account(token)
         self._account.admissions.add(self)
         self._account.num_counted += self._counts
         return token.name
-
-    def end(self, refusal: AccessRefused) -> None:
-        """Cancel the call for this reason."""
-        if self._refusal is None:
-            self._refusal = refusal
-            self._task.cancel()
 
     def __exit__(
         self,
@@ -332,12 +336,6 @@ class _Admission(AbstractContextManager[str]):
         assert self._account is not None
         self._account.admissions.discard(self)
         self._account.num_counted -= self._counts
-        if self._refusal is None:
-            return
-        # Where the caller has cancelled the call at the same moment, the cancellation is what ended it.
-        is_ours = self._task.uncancel() <= self._num_cancels
-        if is_ours and isinstance(error, asyncio.CancelledError):
-            raise self._refusal from error
 
 
 def _secret(metadata: Metadata) -> str:

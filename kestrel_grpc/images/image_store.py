@@ -1,24 +1,32 @@
 """Keeps images that callers store, in host memory: bounded in bytes and time, with a quota for each namespace.
 
-A store belongs to one event loop; any thread may read `ImageStore.usage`.
+`ImageIntake` stores and finds images for the frontends, `ImageStore` keeps them, and `CachePurges` removes from the
+engine's caches what was computed from images that left. A store belongs to one event loop; any thread may read
+`ImageStore.usage`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import heapq
+import logging
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from kestrel_grpc.images.stored_images import (
+    ImageDigestMismatch,
     ImageHandle,
     ImageNotFound,
     ImageQuotaExceeded,
     ImageStoreFull,
+    Keeping,
     StoredImage,
+    handle_of,
 )
-from kestrel_runtime.api.engine import CacheLoad, ImageInfo
+from kestrel_runtime.api.engine import CacheLoad, Engine, EngineStatus, ImageInfo
+from kestrel_runtime.api.errors import EngineUnavailable
 from kestrel_runtime.api.images import HashedImage
 
 _EXPIRY_INTERVAL_S = 1.0
@@ -27,6 +35,9 @@ BOOKKEEPING_BYTES = 1024
 
 Forget = Callable[[str, str], None]
 """Drops what was computed from an image: takes its namespace, and the digest of its file in hexadecimal."""
+
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +237,89 @@ class ImageStore:
         self.usage.num_bytes += sign * _cost(image)
         oldest = next(iter(self._by_age.values()), None)
         self.usage.oldest_stored_at = None if oldest is None else oldest.stored_at
+
+
+class ImageIntake:
+    """Shared by the frontends. Raises what the store and the engine raise."""
+
+    def __init__(self, engine: Engine, store: ImageStore) -> None:
+        self._engine = engine
+        self._store = store
+
+    def require_serving(self) -> None:
+        """Raise `EngineUnavailable` where the server is about to end: images are of no use then."""
+        if self._engine.status in (EngineStatus.DRAINING, EngineStatus.DEAD):
+            raise EngineUnavailable("no images are stored any more")
+
+    def renewed(self, namespace: str, handle: ImageHandle, keeping: Keeping) -> StoredImage | None:
+        """An image that is stored already, kept for longer; None where it is not stored."""
+        return self._store.renew(namespace, handle, ttl_s=keeping.ttl_s, is_pinned=keeping.is_pinned)
+
+    def stored(self, namespace: str, handle: ImageHandle, data: bytes, keeping: Keeping) -> StoredImage:
+        """Store an image whose digest has been checked."""
+        info = self._engine.inspect_image(data)
+        return self._store.put(namespace, handle, data, info, ttl_s=keeping.ttl_s, is_pinned=keeping.is_pinned)
+
+    async def put(
+        self, namespace: str, data: bytes, announced: ImageHandle | None, keeping: Keeping
+    ) -> StoredImage:
+        """Store an image that came whole. Raises `ImageDigestMismatch` where it is not the announced one."""
+        handle = await handle_of(data)
+        if announced not in (None, handle):
+            raise ImageDigestMismatch("sha256", handle)
+        return self.renewed(namespace, handle, keeping) or self.stored(namespace, handle, data, keeping)
+
+    def found(self, namespace: str, handle: ImageHandle) -> StoredImage:
+        """An image that is stored. Raises `ImageNotFound`."""
+        return self._store.get(namespace, handle)
+
+    async def delete(self, namespace: str, handle: ImageHandle) -> None:
+        """Delete an image and what is cached of it. Raises `ImageNotFound` where it was not stored."""
+        try:
+            self._store.delete(namespace, handle)
+        finally:
+            # The caches may have an image that the store does not have any more, or never had.
+            await self._engine.forget_image(bytes.fromhex(handle.sha256), namespace)
+
+    def remaining_s(self, image: StoredImage) -> float:
+        """The remaining time of the image in seconds."""
+        return image.expires_at - self._store.clock()
+
+
+class CachePurges:
+    """Removals that no call waits for, in the order in which they were asked for. Belongs to one event loop."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._waiting: deque[Callable[[], Awaitable[object]]] = deque()
+        self._task: asyncio.Task[None] | None = None
+
+    def forget_image(self, namespace: str, sha256: str) -> None:
+        """Drop what was computed from an image; `sha256` is the digest of its file in hexadecimal."""
+        self._add(lambda: self._engine.forget_image(bytes.fromhex(sha256), namespace))
+
+    def clear(self, namespace: str) -> None:
+        """Drop everything that was computed for a namespace."""
+        self._add(lambda: self._engine.clear_cache(namespace))
+
+    async def done(self) -> None:
+        """Wait until all that was asked for is done."""
+        if self._task is not None:
+            await self._task
+
+    def _add(self, purge: Callable[[], Awaitable[object]]) -> None:
+        self._waiting.append(purge)
+        if self._task is None or self._task.done():
+            self._task = asyncio.ensure_future(self._work())
+
+    async def _work(self) -> None:
+        while self._waiting:
+            try:
+                await self._waiting.popleft()()
+            except EngineUnavailable:  # then it has no caches any more
+                self._waiting.clear()
+            except Exception:  # a bug of the engine must not keep the others from being dropped
+                _log.exception("cannot drop what is cached of an image")
 
 
 class _Namespace:

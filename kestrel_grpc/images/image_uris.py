@@ -1,16 +1,18 @@
-"""Decides which image URIs may be fetched: those on listed hosts, and only at public addresses.
+"""Images that requests name by URI: which may be fetched, and those that a `data:` URI holds.
 
-Fetches nothing; `remote_images.py` does.
+Fetched are those on listed hosts only, and only from public addresses; `remote_images.py` does that.
 """
 
 from __future__ import annotations
 
+import asyncio
+import binascii
 import ipaddress
 from dataclasses import dataclass
 from typing import Protocol
-from urllib.parse import urlsplit
+from urllib.parse import unquote_to_bytes, urlsplit
 
-from kestrel_runtime.api.errors import InvalidRequest, Violation
+from kestrel_runtime.api.errors import ImageError, InvalidRequest, Violation
 
 MAX_URI_CHARS = 2048
 _FIELD = "image.uri"
@@ -20,6 +22,11 @@ _PORTS = {"https": 443, "http": 80}
 _GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
 # The exception: NAT64 gateways translate these into the IPv4 address in the last 32 bits.
 _TRANSLATED = ipaddress.IPv6Network("64:ff9b::/96")
+_DATA = "data:"
+_MAX_HEAD_CHARS = 256
+"""Of a `data:` URI, up to its comma: the type of the content."""
+_MAX_ESCAPES = 1024
+_PIECE_BYTES = 2**20  # a multiple of four, so that a piece is whole groups of base64
 
 
 class ImageUriNotAllowed(InvalidRequest):
@@ -155,3 +162,60 @@ def is_public(address: str) -> bool:
         if ip not in _GLOBAL_UNICAST:
             return False
     return ip.is_global and not ip.is_multicast
+
+
+def is_embedded(uri: str) -> bool:
+    """Whether a URI holds its content itself, as `data:` URIs do."""
+    return uri[: len(_DATA)].lower() == _DATA
+
+
+class DataUris:
+    """Decodes one URI at a time, of at most `max_bytes` of content. Belongs to one event loop."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._decoding = asyncio.Lock()
+
+    async def decode(self, uri: str) -> bytes:
+        """The content. Raises `ImageFetchFailed`, or `ImageError` where it is too large."""
+        self._require_fit((len(uri) - _MAX_HEAD_CHARS - 2 * _MAX_ESCAPES) * 3 // 4)
+        head, comma, _ = uri[:_MAX_HEAD_CHARS].partition(",")
+        if not comma:
+            raise ImageFetchFailed(f"has no comma within {_MAX_HEAD_CHARS} characters")
+        async with self._decoding:
+            content = await asyncio.to_thread(_decode, uri, len(head) + 1, head.lower().endswith(";base64"))
+        self._require_fit(len(content))
+        return content
+
+    def _require_fit(self, num_bytes: int) -> None:
+        if num_bytes > self._max_bytes:
+            raise ImageError(f"is larger than {self._max_bytes} bytes", too_large=True)
+
+
+def _decode(uri: str, start: int, is_base64: bool) -> bytes:
+    """The content of a `data:` URI from `start` on."""
+    if uri.count("%", start) > _MAX_ESCAPES:
+        raise ImageFetchFailed(f"holds more than {_MAX_ESCAPES} escaped characters; use base64")
+    if not uri.isascii():
+        raise ImageFetchFailed("holds characters that must be escaped")
+    text = uri[start:].encode()
+    if "%" in uri:
+        text = unquote_to_bytes(text)
+    if not is_base64:
+        return text
+    try:
+        return decode_base64(text)
+    except ValueError:
+        raise ImageFetchFailed("holds data that is not base64") from None
+
+
+def decode_base64(text: bytes | memoryview) -> bytes:
+    """Decodes base64, in pieces, since other threads wait during each. Raises `ValueError`."""
+    pieces = [
+        binascii.a2b_base64(text[position : position + _PIECE_BYTES], strict_mode=True)
+        for position in range(0, len(text), _PIECE_BYTES)
+    ]
+    # Only the last piece may contain padding.
+    if any(len(piece) < _PIECE_BYTES * 3 // 4 for piece in pieces[:-1]):
+        raise ValueError("padding before the end")
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)

@@ -16,13 +16,14 @@ from urllib.parse import urljoin
 import httpcore2
 
 from kestrel_grpc import __version__
-from kestrel_grpc.images.data_uris import DataUris, is_embedded
 from kestrel_grpc.images.image_uris import (
     AllowedHost,
+    DataUris,
     ImageFetchFailed,
     ImageUriNotAllowed,
     Target,
     allowed_target,
+    is_embedded,
     is_public,
 )
 from kestrel_runtime.api.errors import ImageError

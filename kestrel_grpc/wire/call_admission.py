@@ -7,7 +7,7 @@ A frontend calls in this order, with `admission` for the group of methods that t
         with admission.admit(call):                          # token, scope, rate; limit of open calls
             data = await admission.receive(read, call, peer) # limit of messages in memory; timeout
             …                                                # serve, and write each message of a stream with
-            async with admission.watch_reader() as reader:   # a timeout for readers that take nothing
+            with admission.watch_reader(call) as reader:     # a timeout for readers that take nothing
                 await reader.wait_for(write(…))
     except BaseException as error:
         failure = admission.fail(call, error)                # error table, log, metrics; None: tell nothing
@@ -22,10 +22,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from kestrel_grpc.access.access import Access, TokenInvalid
 from kestrel_grpc.access.sources import SourceNotAllowed
@@ -36,15 +36,15 @@ from kestrel_grpc.wire.call_context import (
     CallContext,
     Headers,
     Outcome,
+    RequestCancelled,
+    StreamIdle,
 )
 from kestrel_grpc.wire.errors import CallFailure, Code, MethodUnknown, describe
 from kestrel_grpc.wire.message_gate import Gate, TooManyCalls
-from kestrel_grpc.wire.open_calls import CancellableCall, CancellableCalls, OpenCalls, RequestCancelled
-from kestrel_grpc.wire.reader_watch import ReaderWatch
 from kestrel_grpc.wire.refusals import Refusals
-from kestrel_grpc.wire.shares import Shares
 from kestrel_runtime.api.engine import Engine, EngineStatus
 from kestrel_runtime.api.errors import EngineUnavailable
+from kestrel_runtime.api.fair_limit import FairLimit
 
 Observer = Callable[[CallContext, Outcome], None]
 """Called with each call when it has ended, on the event loop."""
@@ -69,25 +69,26 @@ class CallAdmission:
         access: Access,
         gate: Gate,
         max_calls: int,
-        open_calls: OpenCalls,
         refusals: Refusals,
         observers: Sequence[Observer] = (),
-        cancellable: CancellableCalls | None = None,
         *,
         stream_idle_timeout_s: float,
         counts_calls: bool = True,
+        keeps_connections: bool = True,
     ) -> None:
-        """Without `counts_calls` a call counts neither towards the rate nor the concurrency of its token."""
+        """Without `counts_calls` a call counts neither towards the rate nor the concurrency of its token; without
+        `keeps_connections` the connections of open calls count as idle."""
         self.max_image_bytes = engine.info.config.max_image_bytes
         """The largest encoded image that a message may hold."""
+        self.open_calls: dict[asyncio.Task[object], CallContext] = {}
+        """By the tasks that serve them, until these are done: the caller has been told then how the call ended."""
+        self.keeps_connections = keeps_connections
         self._engine = engine
         self._access = access
         self._gate = gate
-        self._shares = Shares(max_calls)
-        self._open_calls = open_calls
+        self._limit = FairLimit(max_calls)
         self._refusals = refusals
         self._observers = observers
-        self._cancellable = cancellable
         self._stream_idle_timeout_s = stream_idle_timeout_s
         self._counts_calls = counts_calls
 
@@ -97,17 +98,40 @@ class CallAdmission:
         """A call has arrived. `peer` gives the address of its connection, as `host:port`."""
         call = CallContext(headers, deadline_s, method)
         call.peer = peer
-        self._open_calls.add(peer)
+        task = asyncio.current_task()
+        assert task is not None
+        self.open_calls[task] = call
+        task.add_done_callback(self._forget)
         return call
 
-    def admit(self, call: CallContext) -> AbstractContextManager[None]:
+    @contextmanager
+    def admit(self, call: CallContext) -> Iterator[None]:
         """Entering sets the principal of the call, or raises an `AccessRefused` or `TooManyCalls`.
 
-        Leaving gives back what the call takes up. A call whose token is revoked meanwhile leaves with the refusal,
-        and one that an operator cancels with `RequestCancelled`.
+        Leaving gives back what the call takes up. A call that is interrupted meanwhile leaves with the reason: the
+        refusal of a token that was revoked, `RequestCancelled`, or `StreamIdle`.
         """
-        admission = self._access.admit(call.method, call.headers, counts=self._counts_calls)
-        return _Admitted(call, self._access, admission, self._shares, self._cancellable)
+        interrupt, access = call.interruptible.interrupt, self._access
+        with (
+            call.interruptible,
+            access.admit(call.method, call.headers, interrupt, counts=self._counts_calls) as call.principal,
+        ):
+            principal = call.principal
+            call.namespace = access.namespace_of(principal)
+            call.max_priority = access.max_priority_of(principal)
+            if not self._limit.take(principal):
+                raise TooManyCalls(f"all of the {self._limit.limit} calls that may be open, or this caller's share")
+            try:
+                yield
+            finally:
+                self._limit.give_back(principal)
+                call.release()
+
+    def cancel(self, selects: Callable[[CallContext], bool]) -> int:
+        """End the admitted calls that are selected with `RequestCancelled`; returns how many."""
+        return sum(
+            call.interruptible.interrupt(RequestCancelled()) for call in self.open_calls.values() if selects(call)
+        )
 
     async def receive(self, read: Callable[[], Awaitable[Any]], call: CallContext, peer: Callable[[], str]) -> Any:
         """What `read` returns, once there is memory for a message. Raises as `MessageGate.receive` does."""
@@ -115,9 +139,9 @@ class CallAdmission:
         call.release = place.release
         return data
 
-    def watch_reader(self) -> ReaderWatch:
-        """For the length of a stream: raises `StreamIdle` where the caller takes none of its messages."""
-        return ReaderWatch(self._stream_idle_timeout_s)
+    def watch_reader(self, call: CallContext) -> ReaderWatch:
+        """For the length of a stream: ends a call with `StreamIdle` whose caller takes none of its messages."""
+        return ReaderWatch(self._stream_idle_timeout_s, call.interruptible.interrupt)
 
     def succeed(self, call: CallContext) -> None:
         """The call has ended well."""
@@ -165,8 +189,13 @@ class CallAdmission:
         or all together make many. Raises `CancelledError` where the caller does not wait for it.
         """
         if isinstance(error, TokenInvalid | MethodUnknown | SourceNotAllowed):
-            self._open_calls.discard()
+            task = asyncio.current_task()
+            assert task is not None
+            self._forget(task)  # nothing has to wait for it
             await self._refusals.hold(call.peer())
+
+    def _forget(self, task: asyncio.Task[object]) -> None:
+        self.open_calls.pop(task, None)
 
     def _observe(self, call: CallContext, outcome: Outcome) -> None:
         for observe in self._observers:
@@ -176,36 +205,28 @@ class CallAdmission:
                 _log.exception("cannot note the end of a call")
 
 
-class _Admitted(AbstractContextManager[None]):
-    """A call between its admission and its end."""
+class ReaderWatch:
+    """Calls `interrupt` with `StreamIdle` where the reader of a stream takes no message for `limit_s` seconds.
 
-    __slots__ = ("_access", "_admission", "_call", "_cancellable", "_cancellables", "_shares")
+    A write takes long only where the buffers between server and reader are full. A timer for each write would cost
+    as much as the write, so one timer for the stream checks how long the current write has taken.
+    """
 
-    def __init__(
-        self,
-        call: CallContext,
-        access: Access,
-        admission: AbstractContextManager[str],
-        shares: Shares,
-        cancellables: CancellableCalls | None,
-    ) -> None:
-        self._call = call
-        self._cancellables = cancellables
-        self._cancellable: CancellableCall | None = None
-        self._access = access
-        self._admission = admission
-        self._shares = shares
+    def __init__(self, limit_s: float, interrupt: Callable[[StreamIdle], object]) -> None:
+        self._limit_s = limit_s
+        self._interrupt = interrupt
+        self._loop = asyncio.get_running_loop()
+        self._writing_since: float | None = None
 
-    def __enter__(self) -> None:
-        call = self._call
-        call.principal = self._admission.__enter__()
-        call.namespace = self._access.namespace_of(call.principal)
-        call.max_priority = self._access.max_priority_of(call.principal)
-        if not self._shares.take(call.principal):
-            self._admission.__exit__(None, None, None)
-            raise TooManyCalls(f"all of the {self._shares.limit} calls that may be open, or this caller's share")
-        if self._cancellables is not None:
-            self._cancellable = self._cancellables.add(call)
+    def __enter__(self) -> Self:
+        self._timer = self._loop.call_later(self._limit_s, self._look)
+        return self
+
+    async def wait_for(self, write: Awaitable[object]) -> None:
+        """Await a write."""
+        self._writing_since = self._loop.time()
+        await write
+        self._writing_since = None
 
     def __exit__(
         self,
@@ -213,15 +234,15 @@ class _Admitted(AbstractContextManager[None]):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._shares.give_back(self._call.principal)
-        self._call.release()
-        try:
-            if self._cancellable is not None:
-                self._cancellable.end(error)
-        except RequestCancelled:
-            self._admission.__exit__(None, None, None)
-            raise
-        self._admission.__exit__(kind, error, traceback)
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        since = now if self._writing_since is None else self._writing_since
+        if now >= since + self._limit_s:
+            self._interrupt(StreamIdle(self._limit_s))
+        else:
+            self._timer = self._loop.call_at(since + self._limit_s, self._look)
 
 
 def _drop_frames(error: BaseException) -> None:

@@ -1,12 +1,16 @@
-"""One call, independent of its transport: id, principal, deadline, trace, and what metrics report of it."""
+"""One call, independent of its transport: id, principal, deadline, trace, what metrics report of it, and how others
+end it."""
 
 from __future__ import annotations
 
+import asyncio
 import re
 import secrets
 import time
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import TracebackType
 
 from kestrel_runtime.api.events import Finished
 from kestrel_runtime.api.requests import Priority, Request
@@ -40,6 +44,56 @@ CANCELLED = Outcome("CANCELLED", "CANCELLED")
 DEADLINE_EXCEEDED = Outcome("DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED")
 
 
+class RequestCancelled(Exception):
+    """An operator has cancelled the call."""
+
+
+class StreamIdle(Exception):
+    """The reader of a stream has taken no message for `limit_s` seconds."""
+
+    def __init__(self, limit_s: float) -> None:
+        super().__init__(limit_s)
+        self.limit_s = limit_s
+
+
+class Interruptible(AbstractContextManager[None]):
+    """A block of the current task that others on the event loop can end with an error; as `asyncio.timeout`."""
+
+    __slots__ = ("_error", "_num_cancels", "_task")
+
+    def __init__(self) -> None:
+        self._error: Exception | None = None
+        self._task: asyncio.Task[object] | None = None
+
+    def __enter__(self) -> None:
+        self._task = asyncio.current_task()
+        assert self._task is not None
+        self._num_cancels = self._task.cancelling()
+
+    def interrupt(self, error: Exception) -> bool:
+        """End the block with this error. Returns False where it is not running, or was interrupted before."""
+        if self._task is None or self._error is not None:
+            return False
+        self._error = error
+        self._task.cancel()
+        return True
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        task, self._task = self._task, None
+        if self._error is None:
+            return
+        assert task is not None
+        # Where the caller has cancelled the call at the same moment, that is what ended it.
+        is_ours = task.uncancel() <= self._num_cancels
+        if is_ours and isinstance(error, asyncio.CancelledError):
+            raise self._error from None
+
+
 class RequestSummary:
     """The facts about a request for metrics and traces, without its image, which would take much memory."""
 
@@ -68,6 +122,7 @@ class CallContext:
         "deadline_s",
         "finished",
         "headers",
+        "interruptible",
         "max_priority",
         "method",
         "namespace",
@@ -98,6 +153,8 @@ class CallContext:
         """The highest priority that its requests have compared with those of other callers."""
         self.trace_id = ""
         """The trace that the call belongs to, once it is known."""
+        self.interruptible = Interruptible()
+        """The part of the call from its admission to its end."""
         self.release: Callable[[], None] = _nothing
         """Gives back the place of the call's message."""
 

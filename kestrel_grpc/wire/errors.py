@@ -22,9 +22,8 @@ from kestrel_grpc.images.stored_images import (
     ImageSizeMismatch,
     ImageStoreFull,
 )
+from kestrel_grpc.wire.call_context import RequestCancelled, StreamIdle
 from kestrel_grpc.wire.message_gate import MessageTimeout, MessageTooLarge, StreamEvicted, TooManyCalls
-from kestrel_grpc.wire.open_calls import RequestCancelled
-from kestrel_grpc.wire.reader_watch import StreamIdle
 from kestrel_grpc.wire.readiness import ServiceUnknown
 from kestrel_runtime.api.engine import EngineStatus
 from kestrel_runtime.api.errors import (

@@ -18,8 +18,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kestrel_grpc.wire.shares import Shares
+from kestrel_grpc.wire.call_context import Interruptible
 from kestrel_runtime.api.errors import EngineUnavailable
+from kestrel_runtime.api.fair_limit import FairLimit
 
 _RETRY_S = 1.0
 _SLOW_SENDER_S = 60.0
@@ -108,27 +109,14 @@ class Releasable(Protocol):
         ...
 
 
-class Reading:
-    """A task that reads a message, and the reason for which the gate has cancelled it, if it has."""
+class Reading(Interruptible):
+    """A task that reads a message, which began at `started` on the clock of the event loop."""
 
-    __slots__ = ("_task", "reason", "started")
+    __slots__ = ("started",)
 
     def __init__(self, started: float) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._task = task
+        super().__init__()
         self.started = started
-        self.reason: Exception | None = None
-
-    def end(self, reason: Exception) -> None:
-        """Make the task raise this error instead of returning what it reads."""
-        if self.reason is None:
-            self.reason = reason
-            self._task.cancel()
-
-    def is_ended(self) -> bool:
-        """For a cancelled task: whether the gate cancelled it, and not the caller as well."""
-        return self.reason is not None and self._task.uncancel() == 0
 
 
 class _Waiter:
@@ -153,7 +141,7 @@ class MessageGate:
 
     def __init__(self, limits: GateLimits) -> None:
         self._limits = limits
-        self._places = Shares(limits.places)
+        self._places = FairLimit(limits.places)
         self._num_short = 0
         # In the order of their arrival; slow senders are in the second queue.
         self._queues: tuple[dict[_Waiter, None], dict[_Waiter, None]] = ({}, {})
@@ -213,7 +201,7 @@ class MessageGate:
                 if not waiter.place.done():
                     waiter.place.set_exception(_closed())
         for reading in self._readings:
-            reading.end(_closed())
+            reading.interrupt(_closed())
 
     def give_back(self, place: Place) -> None:
         """Called by a place that is released."""
@@ -234,12 +222,8 @@ class MessageGate:
         if self._timer is None:
             self._timer = self._loop.call_later(self._limits.timeout_s, self._end_late_readings)
         try:
-            return await read()
-        except asyncio.CancelledError:
-            if reading.is_ended():
-                assert reading.reason is not None
-                raise reading.reason from None
-            raise
+            with reading:
+                return await read()
         finally:
             del self._readings[reading]
 
@@ -247,12 +231,10 @@ class MessageGate:
         self._timer = None
         now, limit_s = self._loop.time(), self._limits.timeout_s
         for reading in self._readings:
-            if reading.reason is not None:
-                continue
             if now < reading.started + limit_s:
                 self._timer = self._loop.call_at(reading.started + limit_s, self._end_late_readings)
                 return
-            reading.end(MessageTimeout(limit_s))
+            reading.interrupt(MessageTimeout(limit_s))
 
     async def _wait(self, tenant: str, queue: dict[_Waiter, None]) -> Place:
         waiter = _Waiter(tenant, self._loop.create_future())
@@ -358,12 +340,8 @@ class StreamGate:
         reading = Reading(self._loop.time())
         self._waiting[reading] = tenant
         try:
-            return await read(), _NOTHING
-        except asyncio.CancelledError:
-            if reading.is_ended():
-                assert reading.reason is not None
-                raise reading.reason from None
-            raise
+            with reading:
+                return await read(), _NOTHING
         finally:
             if self._waiting.pop(reading, None) is not None:
                 self._wake_next()
@@ -372,7 +350,7 @@ class StreamGate:
         """Receive no further message; streams that wait for one end with `EngineUnavailable`."""
         self._is_closed = True
         for reading in self._waiting:
-            reading.end(_closed())
+            reading.interrupt(_closed())
         while self._queue:
             self._wake_next()
 
@@ -385,7 +363,7 @@ class StreamGate:
             tenant = max(counts, key=counts.__getitem__)
             oldest = next(reading for reading, owner in evictable.items() if owner == tenant)
             del self._waiting[oldest]
-            oldest.end(StreamEvicted())
+            oldest.interrupt(StreamEvicted())
             return
         place = self._loop.create_future()
         self._queue.append(place)

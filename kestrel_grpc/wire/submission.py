@@ -6,9 +6,8 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
-from kestrel_grpc.images.data_uris import is_embedded
 from kestrel_grpc.images.image_store import ImageStore
-from kestrel_grpc.images.image_uris import ImageSource
+from kestrel_grpc.images.image_uris import ImageSource, is_embedded
 from kestrel_grpc.images.stored_images import ImageNotFound, ImageReference, ImageUri
 from kestrel_grpc.wire.call_context import CallContext, RequestSummary
 from kestrel_runtime.api.engine import Engine

@@ -10,8 +10,8 @@ from kestrel_client.v1 import engine_service_pb2 as wire
 from kestrel_grpc import __version__
 from kestrel_grpc.access.access import Access
 from kestrel_grpc.access.tokens import shared_namespace
+from kestrel_grpc.wire.call_admission import CallAdmission
 from kestrel_grpc.wire.call_context import CallContext
-from kestrel_grpc.wire.open_calls import CancellableCalls
 from kestrel_runtime.api.adapters import AdapterInfo, AdapterName
 from kestrel_runtime.api.engine import Engine, MemoryPlan, SkillDefaults
 from kestrel_runtime.api.errors import InvalidRequest, Violation
@@ -27,7 +27,7 @@ class EngineService:
         self,
         engine: Engine,
         access: Access,
-        requests: CancellableCalls,
+        requests: CallAdmission,
         *,
         instance_id: str,
         max_message_bytes: int,

@@ -103,7 +103,7 @@ class GrpcFrontend:
         self._operations = EngineService(
             engine,
             access,
-            groups.requests,
+            groups.inference,
             instance_id=instance_id,
             max_message_bytes=config.max_message_bytes,
             capabilities=() if store is None else ("images",),

@@ -13,15 +13,21 @@ from google.protobuf.duration_pb2 import Duration
 
 from kestrel_client.v1 import image_service_pb2 as wire
 from kestrel_grpc.frontends.grpc.parsing import seconds_of
-from kestrel_grpc.images.image_store import ImageStore
-from kestrel_grpc.images.intake import ImageIntake
-from kestrel_grpc.images.stored_images import ImageHandle, StoredImage, is_sha256
-from kestrel_grpc.images.upload import MAX_CHUNK_BYTES, Announcement, Keeping, Upload
+from kestrel_grpc.images.image_store import ImageIntake, ImageStore
+from kestrel_grpc.images.stored_images import (
+    MAX_CHUNK_BYTES,
+    Announcement,
+    ImageHandle,
+    Keeping,
+    StoredImage,
+    Upload,
+    is_sha256,
+)
 from kestrel_grpc.wire.call_context import CallContext
 from kestrel_grpc.wire.message_gate import TooManyCalls
-from kestrel_grpc.wire.shares import Shares
 from kestrel_runtime.api.engine import Engine
 from kestrel_runtime.api.errors import ImageError, InvalidRequest, Violation
+from kestrel_runtime.api.fair_limit import FairLimit
 
 _NOT_SHA256 = "must be 64 lower-case hexadecimal digits"
 _MAX_SENT_AT_ONCE = 8
@@ -35,7 +41,7 @@ class ImageService:
         self._store = store
         self._max_image_bytes = engine.info.config.max_image_bytes
         self._intake = ImageIntake(engine, store)
-        self._sending = Shares(_MAX_SENT_AT_ONCE)
+        self._sending = FairLimit(_MAX_SENT_AT_ONCE)
 
     async def UploadImage(
         self, messages: AsyncIterator[wire.UploadImageRequest], call: CallContext

@@ -30,7 +30,7 @@ from grpc._cython import cygrpc
 from kestrel_grpc.frontends.grpc.connections import Connections
 from kestrel_grpc.frontends.grpc.message_shape import check_shape, layout_of
 from kestrel_grpc.frontends.grpc.status import status_code, trailing_metadata
-from kestrel_grpc.images.upload import MAX_CHUNK_BYTES
+from kestrel_grpc.images.stored_images import MAX_CHUNK_BYTES
 from kestrel_grpc.wire.call_admission import CallAdmission
 from kestrel_grpc.wire.call_context import REQUEST_ID_KEY, CallContext
 from kestrel_grpc.wire.errors import CallFailure
@@ -183,7 +183,7 @@ class AdmittedServices:
                     messages = await begin(context, call)
                     try:
                         is_open = False
-                        async with admission.watch_reader() as reader:
+                        with admission.watch_reader(call) as reader:
                             async for message in messages:
                                 if not is_open:
                                     await context.send_initial_metadata(((REQUEST_ID_KEY, call.request_id),))

@@ -132,7 +132,7 @@ class Endpoint:
                     raise problem
                 answer = await self._operation.serve(await self._received(exchange, call), call)
                 if not isinstance(answer, bytes):
-                    await self._stream(answer, events)
+                    await self._stream(answer, events, call)
         except BaseException as error:
             events.close()
             await self._fail(error, call, exchange, events)
@@ -165,9 +165,9 @@ class Endpoint:
             raise DeadlineExceeded from None
         return parse(body) if len(body) <= _INLINE_BYTES else await asyncio.to_thread(parse, body)
 
-    async def _stream(self, messages: AsyncGenerator[bytes, None], events: EventStream) -> None:
+    async def _stream(self, messages: AsyncGenerator[bytes, None], events: EventStream, call: CallContext) -> None:
         try:
-            async with self._admission.watch_reader() as reader:
+            with self._admission.watch_reader(call) as reader:
                 async for message in messages:
                     await reader.wait_for(events.write(message))
         finally:

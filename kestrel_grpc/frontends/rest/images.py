@@ -9,9 +9,8 @@ from datetime import UTC, datetime, timedelta
 
 from kestrel_grpc.frontends.http.endpoint import Description, Group, Operation
 from kestrel_grpc.frontends.http.output_json import to_json
-from kestrel_grpc.images.intake import ImageIntake
-from kestrel_grpc.images.stored_images import ImageHandle, StoredImage, is_sha256
-from kestrel_grpc.images.upload import Keeping
+from kestrel_grpc.images.image_store import ImageIntake
+from kestrel_grpc.images.stored_images import ImageHandle, Keeping, StoredImage, is_sha256
 from kestrel_grpc.wire.call_context import CallContext
 from kestrel_runtime.api.errors import ImageError, InvalidRequest, Violation
 

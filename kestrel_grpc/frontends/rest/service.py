@@ -11,7 +11,7 @@ from kestrel_grpc.frontends.http.exchange import Exchange
 from kestrel_grpc.frontends.rest.images import ImageRoutes
 from kestrel_grpc.frontends.rest.rendering import Renderer, failure_event, failure_json
 from kestrel_grpc.frontends.rest.requests import ROUTES, Format, field_name, parse_request
-from kestrel_grpc.images.intake import ImageIntake
+from kestrel_grpc.images.image_store import ImageIntake
 from kestrel_grpc.wire.errors import CallFailure
 from kestrel_grpc.wire.submission import Submission
 

@@ -3,12 +3,10 @@ called from any thread.
 
 A request is in the queue from `enter` until it starts or leaves; waiting for a preprocessing worker is part of it.
 
-Bounds on requests, image bytes and estimated tokens. For each of them
-  B1  The queue never holds more than the bound, except that an empty queue takes any request.
-  B2  A named tenant may take more of a bound only while what it holds is less than what is free. Alone it gets
-      half, two get a third each; so a new tenant is admitted however many requests another tenant sends. The
-      tenant "" stands for callers that are not distinguished; it may fill the queue.
-  B3  A request whose estimated wait exceeds its wait limit is refused at once, instead of timing out in the queue.
+Rules
+  B1  Requests, image bytes and estimated tokens in the queue each have a `FairLimit`, except that an empty queue
+      takes any request.
+  B2  A request whose estimated wait exceeds its wait limit is refused at once, instead of timing out in the queue.
 
 The wait is estimated from recent starts. Only time in which other requests were waiting counts, since an idle
 engine starts few requests although it is fast.
@@ -22,6 +20,7 @@ from dataclasses import dataclass
 from threading import RLock
 
 from kestrel_runtime.api.errors import Overloaded, QueueBound
+from kestrel_runtime.api.fair_limit import FairLimit
 from kestrel_runtime.api.requests import Priority
 
 _MIN_STARTS = 8
@@ -57,14 +56,12 @@ class Admission:
 
     def __init__(self, limits: QueueLimits) -> None:
         self._limits = {
-            QueueBound.REQUESTS: limits.requests,
-            QueueBound.IMAGE_BYTES: limits.image_bytes,
-            QueueBound.TOKENS: limits.tokens,
+            QueueBound.REQUESTS: FairLimit(limits.requests),
+            QueueBound.IMAGE_BYTES: FairLimit(limits.image_bytes),
+            QueueBound.TOKENS: FairLimit(limits.tokens),
         }
         self._lock = RLock()
         self._costs: dict[Hashable, Cost] = {}
-        self._held: Counter[QueueBound] = Counter()
-        self._held_by: dict[str, Counter[QueueBound]] = {}
         self._lines: Counter[tuple[str, Priority, Priority]] = Counter()
         self._intervals: deque[tuple[float, float]] = deque(maxlen=_MAX_STARTS)  # (moment, time since last start)
         self._last_start: float | None = None  # None where no request has waited since
@@ -121,14 +118,13 @@ class Admission:
         return pace_s * (own + sum(min(count, own + 1) for count in ahead.values()))
 
     def _check_bounds(self, cost: Cost, now: float) -> None:
-        own = self._held_by.get(cost.tenant, Counter())
         for bound, wanted in _amounts(cost).items():
-            limit, held = self._limits[bound], self._held[bound]
-            if wanted and held + wanted > limit:
-                raise Overloaded(limit, self._retry_after_s(len(self), now), bound)
-            if wanted and cost.tenant and own[bound] >= limit - held:
-                num_own = own[QueueBound.REQUESTS]
-                raise Overloaded(limit, self._retry_after_s(num_own, now), bound, is_tenant_share=True)
+            limit = self._limits[bound]
+            if wanted and not limit.has_room(wanted):
+                raise Overloaded(limit.limit, self._retry_after_s(len(self), now), bound)
+            if wanted and not limit.has_share(cost.tenant):
+                num_own = self._limits[QueueBound.REQUESTS].taken_by(cost.tenant)
+                raise Overloaded(limit.limit, self._retry_after_s(num_own, now), bound, is_tenant_share=True)
 
     def _retry_after_s(self, num_requests: int, now: float) -> float:
         """The time in which half of `num_requests` start. Shorter delays would make many retries fail again."""
@@ -146,16 +142,12 @@ class Admission:
         return sum(interval for _, interval in self._intervals) / len(self._intervals)
 
     def _book(self, cost: Cost, sign: int) -> None:
-        own = self._held_by.setdefault(cost.tenant, Counter())
         for bound, amount in _amounts(cost).items():
-            self._held[bound] += sign * amount
-            own[bound] += sign * amount
+            self._limits[bound].count(cost.tenant, sign * amount)
         line = (cost.tenant, cost.priority, cost.standing)
         self._lines[line] += sign
         if not self._lines[line]:
             del self._lines[line]
-        if not own[QueueBound.REQUESTS]:
-            del self._held_by[cost.tenant]
 
 
 def _amounts(cost: Cost) -> dict[QueueBound, int]:

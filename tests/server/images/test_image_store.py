@@ -1,4 +1,4 @@
-"""The store of images: bounds, quotas, times to live, pins, and namespaces."""
+"""The store of images: bounds, quotas, times to live, pins, and namespaces; removals from the engine's caches."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kestrel_grpc.images.image_store import BOOKKEEPING_BYTES, ImageStore, StoreLimits
+from kestrel_grpc.images.image_store import BOOKKEEPING_BYTES, CachePurges, ImageStore, StoreLimits
 from kestrel_grpc.images.stored_images import ImageHandle, ImageNotFound, ImageQuotaExceeded, ImageStoreFull
-from kestrel_runtime.api.engine import CacheLoad, ImageInfo
+from kestrel_runtime.api.engine import CacheLoad, ClearedCache, ImageInfo
+from kestrel_runtime.api.errors import EngineUnavailable
+from tests.fakes import FakeEngine
 
 INFO = ImageInfo("image/png", 2, 1)
 KIB = 1024
 COST = KIB + BOOKKEEPING_BYTES
 """Of one image of these tests."""
+SHA256 = "ab" * 32
 
 
 class Rig:
@@ -248,3 +251,41 @@ def test_whatever_is_done_the_books_are_right(operations: list[tuple[str, str, s
 
 
 NAMES = ("one", "two", "three", "four", "five")
+
+
+async def test_removals_are_done_in_order() -> None:
+    engine = FakeEngine()
+    purges = CachePurges(engine)
+    await purges.done()
+    purges.forget_image("a", SHA256)
+    purges.clear("b")
+    await purges.done()
+    purges.forget_image("c", SHA256)
+    await purges.done()
+    assert engine.cleared == [("a", bytes.fromhex(SHA256)), ("b", None), ("c", bytes.fromhex(SHA256))]
+
+
+async def test_a_removal_that_fails_keeps_no_other_from_being_done() -> None:
+    class Failing(FakeEngine):
+        async def forget_image(self, digest: bytes, namespace: str = "") -> ClearedCache:
+            raise RuntimeError("a bug")
+
+    engine = Failing()
+    purges = CachePurges(engine)
+    purges.forget_image("a", SHA256)
+    purges.clear("b")
+    await purges.done()
+    assert engine.cleared == [("b", None)]
+
+
+async def test_an_engine_that_has_ended_has_nothing_to_remove() -> None:
+    class Ended(FakeEngine):
+        async def clear_cache(self, namespace: str | None = None) -> ClearedCache:
+            raise EngineUnavailable("closed")
+
+    engine = Ended()
+    purges = CachePurges(engine)
+    purges.clear("a")
+    purges.forget_image("b", SHA256)
+    await purges.done()
+    assert engine.cleared == []

@@ -15,7 +15,8 @@ from kestrel_grpc.access.tokens import Scope, line_for
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.images.image_uris import NoRemoteImages
 from kestrel_grpc.images.stored_images import ImageUri
-from kestrel_grpc.wire.call_context import OK, CallContext, Headers, Outcome
+from kestrel_grpc.wire.call_admission import ReaderWatch
+from kestrel_grpc.wire.call_context import OK, CallContext, Headers, Interruptible, Outcome, StreamIdle
 from kestrel_grpc.wire.call_groups import CallGroups
 from kestrel_grpc.wire.errors import CallFailure
 from kestrel_grpc.wire.submission import Submission, ending_with
@@ -26,6 +27,7 @@ from tests.fakes import HOLD, FakeEngine, fails
 
 METHOD = "kestrel.v1.VisionService/Query"
 SECRET = "the password is swordfish"
+LIMIT_S = 0.02
 
 
 class PlainFrontend:
@@ -52,10 +54,9 @@ class PlainFrontend:
             with admission.admit(call):
                 request = await admission.receive(read, call, lambda: "nowhere:1")
                 stream = await self._submission.submit(request, None if uri is None else ImageUri(uri), call)
-                with ending_with(stream):
-                    async with admission.watch_reader() as reader:
-                        async for event in stream:
-                            await reader.wait_for(write(event))
+                with ending_with(stream), admission.watch_reader(call) as reader:
+                    async for event in stream:
+                        await reader.wait_for(write(event))
         except BaseException as error:
             failure = admission.fail(call, error)
             if failure is None:
@@ -195,3 +196,34 @@ async def test_an_image_that_may_not_be_fetched_is_the_callers_fault() -> None:
         failure = await plain.query(a_question, Sink().write, uri="https://example.com/a.png")
     assert failure is not None
     assert (failure.reason, failure.http_status) == ("IMAGE_URI_NOT_ALLOWED", 400)
+
+
+async def nothing() -> None:
+    """A write that the buffers take."""
+
+
+async def longer_than_the_limit() -> None:
+    passed = asyncio.Event()
+    asyncio.get_running_loop().call_later(3 * LIMIT_S, passed.set)
+    await passed.wait()
+
+
+async def test_a_write_that_the_client_does_not_read_is_abandoned() -> None:
+    async def write() -> None:
+        call = Interruptible()
+        with call, ReaderWatch(LIMIT_S, call.interrupt) as reader:
+            await reader.wait_for(nothing())
+            await reader.wait_for(asyncio.Event().wait())
+
+    with pytest.raises(StreamIdle) as caught:
+        await write()
+    assert caught.value.limit_s == LIMIT_S
+
+
+async def test_a_stream_may_have_nothing_to_say_for_any_time() -> None:
+    call = Interruptible()
+    with call, ReaderWatch(LIMIT_S, call.interrupt) as reader:
+        for _ in range(3):
+            await longer_than_the_limit()
+            await reader.wait_for(nothing())
+        await longer_than_the_limit()

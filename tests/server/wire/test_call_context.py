@@ -1,10 +1,12 @@
-"""What a call knows of itself: its name and its time."""
+"""What a call knows of itself: its name and its time; and how others end it."""
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
-from kestrel_grpc.wire.call_context import CallContext
+from kestrel_grpc.wire.call_context import CallContext, Interruptible, RequestCancelled, StreamIdle
 
 METHOD = "kestrel.v1.VisionService/Query"
 
@@ -42,3 +44,60 @@ def test_a_late_call_has_no_time_remaining():
 def test_a_fit_name_is_kept_and_an_unfit_one_replaced():
     assert CallContext((("x-request-id", "a.b_C-1"),), None, METHOD).request_id == "a.b_C-1"
     assert CallContext((("x-request-id", "two words"),), None, METHOD).request_id != "two words"
+
+
+async def waiting(*blocks: Interruptible) -> asyncio.Task[None]:
+    """A task that waits forever within these blocks, the first outermost."""
+    has_begun = asyncio.Event()
+
+    async def wait(*inner: Interruptible) -> None:
+        if inner:
+            with inner[0]:
+                await wait(*inner[1:])
+        has_begun.set()
+        await asyncio.Event().wait()
+
+    task = asyncio.create_task(wait(*blocks))
+    await has_begun.wait()
+    return task
+
+
+async def test_a_block_that_is_interrupted_ends_with_the_reason_and_its_task_is_not_cancelled():
+    block = Interruptible()
+    task = await waiting(block)
+    assert block.interrupt(RequestCancelled())
+    assert not block.interrupt(StreamIdle(1.0)), "the first reason counts"
+    with pytest.raises(RequestCancelled):
+        await task
+    assert task.cancelling() == 0
+    assert not block.interrupt(RequestCancelled()), "the block has ended"
+
+
+@pytest.mark.parametrize("caller_is_first", [False, True])
+async def test_a_caller_that_hangs_up_as_its_call_is_interrupted_has_hung_up(caller_is_first):
+    block = Interruptible()
+    task = await waiting(block)
+    ends = [lambda: block.interrupt(RequestCancelled()), task.cancel]
+    for end in reversed(ends) if caller_is_first else ends:
+        end()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+@pytest.mark.parametrize("outer_is_first", [False, True])
+async def test_of_nested_blocks_the_outer_reason_ends_the_task(outer_is_first):
+    outer, inner = Interruptible(), Interruptible()
+    task = await waiting(outer, inner)
+    ends = [lambda: inner.interrupt(StreamIdle(1.0)), lambda: outer.interrupt(RequestCancelled())]
+    for end in reversed(ends) if outer_is_first else ends:
+        end()
+    with pytest.raises(RequestCancelled):
+        await task
+    assert task.cancelling() == 0
+
+
+async def test_a_block_that_is_not_interrupted_passes_errors_on():
+    with pytest.raises(asyncio.CancelledError), Interruptible():
+        raise asyncio.CancelledError
+    with pytest.raises(TimeoutError, match="of something else"), Interruptible():
+        raise TimeoutError("of something else")

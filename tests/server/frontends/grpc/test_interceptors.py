@@ -264,7 +264,7 @@ async def test_a_message_that_has_no_place_yet_waits_with_its_sender() -> None:
 async def test_calls_beyond_the_limit_are_refused_and_told_when_to_come_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(call_groups, "max_calls", lambda info: 1)
+    monkeypatch.setattr(call_groups, "_max_calls", lambda info: 1)
     async with serving(FakeEngine(stalls)) as rig:
         stream = rig.vision.Query(QUERY)
         await read(stream, 1)

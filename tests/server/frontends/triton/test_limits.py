@@ -13,7 +13,7 @@ import pytest
 
 from kestrel_grpc.access.tokens import Scope, line_for
 from kestrel_grpc.frontends.triton.v2 import grpc_service_pb2 as wire
-from kestrel_grpc.wire import limits
+from kestrel_grpc.wire import call_groups
 from kestrel_runtime.api.errors import ImageError
 from tests.fakes import HOLD, FakeEngine
 from tests.fakes import answers as scripted
@@ -193,7 +193,7 @@ async def test_where_too_many_streams_wait_the_one_that_waits_longest_ends(monke
 
 
 async def test_many_callers_that_wait_for_each_answer_may_have_a_stream_each() -> None:
-    num_streams = 3 * limits.MAX_WAITING_STREAMS
+    num_streams = 3 * call_groups.MAX_WAITING_STREAMS
     async with serving(FakeEngine(holds)) as rig:
         streams = [await open_stream(rig, query(f"{index}")) for index in range(num_streams)]
         for _ in streams:

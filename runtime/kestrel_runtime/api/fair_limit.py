@@ -1,0 +1,58 @@
+"""Divides a fixed amount, such as open calls or bytes of images, so that no tenant takes all of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+
+class FairLimit:
+    """Units that tenants take and give back. All limits that tenants share follow it, in server and engine.
+
+    Rules
+      F1  At most `limit` units are taken at a time.
+      F2  A named tenant may take more only while it holds less than what is free: alone it gets half, two get a
+          third each. So a new tenant finds units however many another one wants. The tenant "" stands for callers
+          that are not distinguished; it may take all.
+
+    Belongs to one thread, or to those that hold a lock.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.num_taken = 0
+        self._taken_by: Counter[str] = Counter()  # without zeros
+
+    @property
+    def is_full(self) -> bool:
+        """True while all units are taken."""
+        return self.num_taken >= self.limit
+
+    def taken_by(self, tenant: str) -> int:
+        """The units that a tenant holds."""
+        return self._taken_by[tenant]
+
+    def has_room(self, amount: int = 1) -> bool:
+        """Whether F1 leaves so many units."""
+        return self.num_taken + amount <= self.limit
+
+    def has_share(self, tenant: str) -> bool:
+        """Whether F2 lets a tenant take more."""
+        return not tenant or self._taken_by[tenant] < self.limit - self.num_taken
+
+    def take(self, tenant: str, amount: int = 1) -> bool:
+        """Take units for a tenant; returns False, and takes none, where a rule forbids it."""
+        if not (self.has_room(amount) and self.has_share(tenant)):
+            return False
+        self.count(tenant, amount)
+        return True
+
+    def count(self, tenant: str, amount: int) -> None:
+        """Take units whether a rule forbids it or not. A negative amount gives units back."""
+        self.num_taken += amount
+        self._taken_by[tenant] += amount
+        if not self._taken_by[tenant]:
+            del self._taken_by[tenant]
+
+    def give_back(self, tenant: str, amount: int = 1) -> None:
+        """Give back units that were taken for this tenant."""
+        self.count(tenant, -amount)
