@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 
 from kestrel_grpc.frontends.http.bodies import Body, Problems, Text, TextOr, Unusable
 from kestrel_grpc.frontends.http.json_body import LongText
-from kestrel_grpc.images.data_uris import decode_base64
+from kestrel_grpc.images.image_uris import decode_base64
 from kestrel_grpc.images.stored_images import ImageHandle, ImageReference, ImageUri
 from kestrel_runtime.api.constraints import MAX_CHOICES, Constraint
 from kestrel_runtime.api.errors import ImageError
