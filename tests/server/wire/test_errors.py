@@ -178,7 +178,8 @@ def kinds_of_errors() -> Iterator[type[Exception]]:
         for item in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
             for kind in vars(importlib.import_module(item.name)).values():
                 if isinstance(kind, type) and issubclass(kind, Exception) and kind.__module__ == item.name:
-                    yield kind
+                    if not kind.__name__.startswith("_"):  # those do not leave their module
+                        yield kind
 
 
 # Roots that are never raised themselves, bugs, and what is raised before a server starts.
