@@ -89,7 +89,7 @@ async def test_a_step_that_hangs_ends_the_engine_and_every_stream(
                 await stream.result()
     assert statuses == [EngineStatus.DEAD]
     with pytest.raises(EngineUnavailable):
-        ask(engine)
+        await ask(engine).result()
     # Where it hangs, and for whom, without what was asked.
     assert "thread kestrel-engine:" in caplog.text
     assert "in stuck_on_the_device" in caplog.text
