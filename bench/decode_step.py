@@ -31,13 +31,13 @@ from bench.harness.decode_inputs import FLOAT8, AttentionInputs, Contexts, dequa
 from bench.harness.decode_steps import OPERATIONS, Model, Precision, time_contexts, time_steps
 from bench.harness.prefill_inputs import random_text, random_text_with_experts
 from bench.harness.report import write_json
-from bench.random_weights import MOONDREAM_2, MOONDREAM_3
 from kestrel_ops import Kernels
 from kestrel_runtime.api.options import parse_kernels
 from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.models.moondream.config import MoeConfig
 from kestrel_runtime.models.moondream.fused.decode import FusedDecoder
 from kestrel_runtime.models.moondream.text.decoder import TextModel
+from kestrel_runtime.models.moondream.weights.published import MOONDREAM_2, MOONDREAM_3
 
 TINY = replace(
     MOONDREAM_2.text, dim=64, ff_dim=128, n_layers=2, n_heads=4, n_kv_heads=4, vocab_size=96, max_context=128

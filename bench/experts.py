@@ -35,11 +35,11 @@ from bench.harness.expert_stages import stage_times
 from bench.harness.prefill_inputs import quantised_experts, random_experts
 from bench.harness.report import write_json
 from bench.harness.serving import machine_facts
-from bench.random_weights import MOONDREAM_3
 from kestrel_ops.device_limits import DeviceLimits
 from kestrel_ops.reference.mixture_of_experts import mixture_of_experts as definition
 from kestrel_ops.triton.expert_plans import plan_for
 from kestrel_runtime.models.moondream.config import MoeConfig
+from kestrel_runtime.models.moondream.weights.published import MOONDREAM_3
 
 READ_BYTES_PER_S = 4.17e12
 FLOPS_PER_S = {"model": 785e12, "float8": 1387e12}

@@ -28,7 +28,6 @@ from PIL import Image
 from bench.device_timing import attempted, time_us
 from bench.harness.report import write_json
 from bench.harness.workload import chart
-from bench.random_weights import MOONDREAM_2
 from kestrel_ops import Kernels, resample
 from kestrel_ops.triton.resample import Blocks
 from kestrel_ops.triton.resample import resample as triton_resample
@@ -37,6 +36,7 @@ from kestrel_runtime.imaging.decoding import decode_image
 from kestrel_runtime.imaging.tiles import DecodedImage, keep_decoded
 from kestrel_runtime.models.moondream.vision.device_tiling import Tiler
 from kestrel_runtime.models.moondream.vision.tiling import MoondreamTiling
+from kestrel_runtime.models.moondream.weights.published import MOONDREAM_2
 
 TILING = MoondreamTiling(MOONDREAM_2.vision)
 SIZES = ((800, 557), (378, 378), (640, 480), (1920, 1080), (1080, 2340), (3840, 2160))

@@ -233,8 +233,8 @@ def time_steps(device: Any, batches: list[int]) -> list[dict[str, Any]]:
     from bench.harness.decode_inputs import FLOAT8, Contexts
     from bench.harness.decode_steps import Model, time_step
     from bench.harness.prefill_inputs import random_text
-    from bench.random_weights import MOONDREAM_2
     from kestrel_ops import Kernels
+    from kestrel_runtime.models.moondream.weights.published import MOONDREAM_2
 
     kernels, text = Kernels.select(device.type, {}), random_text(MOONDREAM_2.text, device)
     rows = []

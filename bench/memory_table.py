@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from bench.random_weights import MOONDREAM_2, MOONDREAM_3
 from kestrel_runtime.api.config import MIB, EngineConfig
 from kestrel_runtime.api.errors import CheckpointError
 from kestrel_runtime.memory.plan import MemoryReading, plan_memory
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.models.moondream.memory import estimated_step_bytes, memory_needs
 from kestrel_runtime.models.moondream.weights.checkpoint import expected_tensors
+from kestrel_runtime.models.moondream.weights.published import MOONDREAM_2, MOONDREAM_3
 from kestrel_runtime.scheduling.limits import StepBounds
 
 GIBS = (8, 12, 16, 24, 48, 80)

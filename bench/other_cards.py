@@ -19,13 +19,13 @@ import runpy
 import sys
 from typing import Any
 
-from kestrel_ops.device_limits import HOPPER_SHARED_BYTES, PORTABLE_SHARED_BYTES, DeviceLimits
+from kestrel_ops.device_limits import DeviceLimits
 
 CARDS = {
-    "8.0": DeviceLimits((8, 0), 163 * 1024),  # A100, A30
-    "8.6": DeviceLimits((8, 6), PORTABLE_SHARED_BYTES),  # A10, A40, RTX 30
-    "8.9": DeviceLimits((8, 9), PORTABLE_SHARED_BYTES),  # L4, L40S, RTX 40
-    "9.0": DeviceLimits((9, 0), HOPPER_SHARED_BYTES),  # H100, H200: what is here, as it is
+    "8.0": DeviceLimits.of_card((8, 0)),  # A100, A30
+    "8.6": DeviceLimits.of_card((8, 6)),  # A10, A40, RTX 30
+    "8.9": DeviceLimits.of_card((8, 9)),  # L4, L40S, RTX 40
+    "9.0": DeviceLimits.of_card((9, 0)),  # H100, H200: what is here, as it is
 }
 
 
@@ -57,7 +57,7 @@ def assume(card: str) -> None:
         most = max(shared_bytes.values(), default=0)
         print(f"{len(shared_bytes)} kernels of sm_{number}; at most {most} bytes of shared memory", flush=True)
 
-    DeviceLimits.of = staticmethod(lambda device: limits if device.type == "cuda" else here)
+    DeviceLimits.of = staticmethod(lambda device: here if device.type == "cpu" else limits)
     if (major, minor) != (own_major, own_minor):
         driver.get_current_target = lambda: GPUTarget("cuda", number, 32)
         backend.make_cubin = assemble_for_this_gpu

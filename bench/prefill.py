@@ -37,7 +37,6 @@ from bench.harness.prefill_inputs import (
     random_text,
 )
 from bench.harness.report import write_json
-from bench.random_weights import MOONDREAM_2, MOONDREAM_3
 from kestrel_ops import Kernels
 from kestrel_ops.reference.mixture_of_experts import mixture_of_experts as mixture_definition
 from kestrel_ops.reference.prefill_attention import prefill_attention as attention_definition
@@ -50,6 +49,7 @@ from kestrel_runtime.models.moondream.config import TextConfig
 from kestrel_runtime.models.moondream.fused.prefill import FusedPrefill
 from kestrel_runtime.models.moondream.fused.weights import FusedBlock, fused_blocks, prompt_blocks
 from kestrel_runtime.models.moondream.text.decoder import TextModel, rotary_tables
+from kestrel_runtime.models.moondream.weights.published import MOONDREAM_2, MOONDREAM_3
 
 Precision = Literal["model", "float8"]
 TINY = replace(

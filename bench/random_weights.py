@@ -15,9 +15,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 from safetensors.torch import save_file
@@ -28,75 +26,20 @@ from bench.harness.tokenizer_file import write_tokenizer
 from bench.harness.training_layout import training_name
 from bench.harness.workload import vocabulary
 from kestrel_runtime.models.moondream.config import (
-    MoeConfig,
     MoondreamConfig,
-    RegionConfig,
-    TextConfig,
-    TokenizerConfig,
-    VisionConfig,
 )
 from kestrel_runtime.models.moondream.weights.checkpoint import expected_tensors
-from kestrel_runtime.models.moondream.weights.published import MAX_CONTEXT, ROPE_THETA, infer_config
+from kestrel_runtime.models.moondream.weights.published import (
+    MOONDREAM_2,
+    PUBLISHED,
+    infer_config,
+)
 
 DEVIATION = 0.02
 KV_SCALE = 0.02
 """Scale of each layer's keys and values where they are kept in float8: theirs deviate by about 1."""
 _FP8_DEVIATION = 64.0
 _FP8_LARGEST = 448.0
-
-_VISION = VisionConfig(
-    enc_dim=1152,
-    enc_patch_size=14,
-    enc_n_layers=27,
-    enc_ff_dim=4304,
-    enc_n_heads=16,
-    proj_out_dim=2048,
-    crop_size=378,
-    in_channels=3,
-    max_crops=12,
-    overlap_margin=4,
-    proj_inner_dim=8192,
-)
-_IDS = TokenizerConfig(0, 0, 3, 4, 5, 6, 7, 9, MappingProxyType({}))
-
-MOONDREAM_2 = MoondreamConfig(
-    TextConfig(
-        dim=2048,
-        ff_dim=8192,
-        n_layers=24,
-        vocab_size=51_200,
-        max_context=MAX_CONTEXT[2],
-        n_heads=32,
-        n_kv_heads=32,
-        prefix_attn=730,
-        rope_theta=ROPE_THETA[2],
-    ),
-    _VISION,
-    RegionConfig(
-        dim=2048, coord_feat_dim=256, coord_out_dim=1024, size_feat_dim=512, size_out_dim=2048, inner_dim=8192
-    ),
-    _IDS,
-)
-MOONDREAM_3 = MoondreamConfig(
-    replace(
-        MOONDREAM_2.text,
-        max_context=MAX_CONTEXT[3],
-        rope_theta=ROPE_THETA[3],
-        moe=MoeConfig(num_experts=64, start_layer=4, experts_per_token=8, expert_inner_dim=1024),
-        tau_attn=True,
-    ),
-    _VISION,
-    replace(MOONDREAM_2.region, inner_dim=None, decoder_arch="linear", use_ln=True),
-    _IDS,
-)
-# Name on the command line → dimensions, and whether the experts are float8.
-MODELS: Mapping[str, tuple[MoondreamConfig, bool]] = MappingProxyType(
-    {
-        "moondream2": (MOONDREAM_2, False),
-        "moondream3": (MOONDREAM_3, False),
-        "moondream3-fp8": (MOONDREAM_3, True),
-    }
-)
 
 
 def write_random_model(
@@ -142,7 +85,7 @@ def _tensors(
         else:
             drawn.normal_(0.0, DEVIATION, generator=chance)
         if name == "text.lm_head.bias":
-            drawn[_IDS.eos_id] = END_BIAS
+            drawn[MOONDREAM_2.tokenizer.eos_id] = END_BIAS
         # Features of places stand the other way round in the training layout, with which float8 experts come.
         is_turned = name in ("region.coord_features", "region.size_features") and _has_scales(shapes)
         yield name, (drawn.T if is_turned else drawn).contiguous().cpu()
@@ -155,10 +98,10 @@ def _has_scales(shapes: Mapping[str, tuple[int, ...]]) -> bool:
 def main() -> int:
     """Write one model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", choices=MODELS)
+    parser.add_argument("model", choices=PUBLISHED)
     parser.add_argument("folder", type=Path)
     arguments = parser.parse_args()
-    config, fp8_experts = MODELS[arguments.model]
+    config, fp8_experts = PUBLISHED[arguments.model]
     started = time.perf_counter()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     write_random_model(arguments.folder, config, device, fp8_experts=fp8_experts)

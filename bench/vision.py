@@ -29,7 +29,6 @@ from bench.device_timing import Limits, attempted, launch_us, measure_limits, ti
 from bench.harness.parts import NUM_INPUT_SETS, Part, PartTimer, random_linear
 from bench.harness.report import write_json
 from bench.harness.vision_checks import check_kernels, check_layers, random_tiles
-from bench.random_weights import MOONDREAM_2
 from kestrel_ops import Kernels
 from kestrel_ops.library.crop_attention import crop_attention as library_crop_attention
 from kestrel_ops.triton.add_layer_norm import add_layer_norm as triton_add_layer_norm
@@ -40,6 +39,7 @@ from kestrel_runtime.models.moondream.config import VisionConfig
 from kestrel_runtime.models.moondream.fused.calibrated_vision import CalibratedVision
 from kestrel_runtime.models.moondream.fused.vision import FusedVision
 from kestrel_runtime.models.moondream.vision.encoder import VisionModel
+from kestrel_runtime.models.moondream.weights.published import MOONDREAM_2
 
 Precision = Literal["model", "float8", "calibrated"]
 FLOAT8 = torch.float8_e4m3fn

@@ -78,8 +78,10 @@ SERVER_ARROWS = {
 }
 TRANSPORTS = {"grpc", "grpc_health", "grpc_reflection", "google", "kestrel_client"}
 WITHOUT_TRANSPORT = SERVER_ARROWS.keys() - {"frontends", "cli", "__main__"}
-# Of the runtime the server knows `api` alone, and the commands that start an engine know how.
-STARTING_AN_ENGINE = {"cli/accept.py", "cli/acceptance_page.py", "cli/demo.py", "cli/serve.py", "cli/verify.py"}
+# Of the runtime the server knows `api` alone, and the commands that start an engine, or compile for one, know how.
+STARTING_AN_ENGINE = {
+    f"cli/{name}.py" for name in ("accept", "acceptance_page", "compile", "demo", "serve", "verify")
+}
 SERVER_BREACHES = set[str]()
 # Inside the kernels: the packages of implementations that each of them may build upon. What needs a compiler or a
 # device is thus never imported for a definition.

@@ -8,9 +8,9 @@ from itertools import product
 
 import torch
 
-from bench.random_weights import MOONDREAM_3
 from kestrel_ops.device_limits import DeviceLimits
 from kestrel_ops.triton.expert_plans import ONE_TOKEN, ExpertsPlan, OneTokenPlan, ProductPlan, plan_for
+from kestrel_runtime.models.moondream.weights.published import MOONDREAM_3
 
 _PREFETCHED = (0, 256, 512)
 

@@ -5,8 +5,9 @@ Other packages import only this module. It exports the definition of each operat
 Shapes: T tokens, B sequences, H query heads, G key/value heads, D head dimension, P pages, S slots in a page.
 """
 
-from kestrel_ops.device_limits import DeviceLimits
+from kestrel_ops.device_limits import DeviceLimits, meta_stands_for
 from kestrel_ops.dispatch import (
+    COMPILED_AHEAD,
     Kernels,
     compiled_together,
     measured_products,
@@ -29,6 +30,7 @@ from kestrel_ops.reference.write_kv import write_kv
 from kestrel_ops.shapes import ModelShape, TextShape, VisionShape, has_float8_product
 
 __all__ = [
+    "COMPILED_AHEAD",
     "RESAMPLE_WEIGHT_BITS",
     "DeviceLimits",
     "ExpertAdapters",
@@ -47,6 +49,7 @@ __all__ = [
     "invariant_attention_bytes",
     "invariant_linear",
     "measured_products",
+    "meta_stands_for",
     "mixture_of_experts",
     "num_compilations",
     "prefill_attention",

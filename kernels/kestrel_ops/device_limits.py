@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +15,8 @@ _FLOAT8_SINCE = (8, 9)
 HOPPER_SHARED_BYTES = 227 * 1024
 PORTABLE_SHARED_BYTES = 99 * 1024
 """Shared memory that a program may have on every card from Ampere on."""
+_SHARED_BYTES = {(8, 0): 163 * 1024, (9, 0): HOPPER_SHARED_BYTES, (10, 0): HOPPER_SHARED_BYTES}
+"""On cards on which it may have more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +28,11 @@ class DeviceLimits:
     """The compute capability of a CUDA device; None for other devices."""
     shared_bytes: int
     """Of one program."""
+
+    @classmethod
+    def of_card(cls, capability: tuple[int, int]) -> DeviceLimits:
+        """Those of a CUDA device that need not be here."""
+        return cls(capability, _SHARED_BYTES.get(capability, PORTABLE_SHARED_BYTES))
 
     @property
     def is_hopper(self) -> bool:
@@ -36,8 +46,24 @@ class DeviceLimits:
 
     @staticmethod
     def of(device: torch.device) -> DeviceLimits:
-        """Those of a device that is here. Others can be put in the place of this function, as tests do."""
-        return _limits(device)
+        """Those of a device that is here, and of the one that `meta` tensors stand for (`meta_stands_for`).
+
+        Others can be put in the place of this function, as tests do.
+        """
+        return (device.type == "meta" and _of_meta.get()) or _limits(device)
+
+
+_of_meta: ContextVar[DeviceLimits | None] = ContextVar("_of_meta", default=None)
+
+
+@contextmanager
+def meta_stands_for(limits: DeviceLimits) -> Iterator[None]:
+    """Within it operations take tensors of the device `meta` for those of a device with these limits."""
+    token = _of_meta.set(limits)
+    try:
+        yield
+    finally:
+        _of_meta.reset(token)
 
 
 @functools.cache

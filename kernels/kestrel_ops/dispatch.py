@@ -14,14 +14,18 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from kestrel_ops.device_limits import DeviceLimits
 from kestrel_ops.shapes import ModelShape
 
 _FASTEST_FIRST = ("cuda", "triton", "library")
 _REFERENCE = "reference"
 _OPTIONAL_PACKAGES = ("triton",)
+COMPILED_AHEAD = Path(sys.prefix, "share", "kestrel-grpc", "kernels")
+"""Of this installation: kernels that were compiled ahead, of any number of models and cards."""
 
 _log = logging.getLogger(__name__)
 
@@ -79,6 +83,17 @@ class Kernels:
             **{operation: getattr(_module(name, operation), operation) for operation, name in chosen.items()}
         )
 
+    def of_shapes(self) -> Kernels:
+        """The same kernels of Triton, and definitions, which are torch alone, in the place of what calls libraries:
+        with tensors of the device `meta` these say which kernels are launched with what."""
+        chosen: dict[str, Callable[..., Any]] = {}
+        for field in fields(self):
+            function = getattr(self, field.name)
+            package = function.__module__.split(".")[-2]
+            knows_shapes = package == "triton" or getattr(sys.modules[function.__module__], "KNOWS_SHAPES", False)
+            chosen[field.name] = function if knows_shapes else getattr(_module(_REFERENCE, field.name), field.name)
+        return Kernels(**chosen)
+
     def waiting_for_device(self) -> list[str]:
         """The operations whose implementation synchronises with the device, so that no graph can capture them."""
         functions = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -98,13 +113,19 @@ def num_compilations() -> int:
     return 0 if module is None else module.compilations().count
 
 
-def compiled_together(num_processors: int) -> AbstractContextManager[None]:
-    """Within it Triton kernels are compiled instead of launched, by so many processes; they are ready at its end.
+def compiled_together(
+    num_processors: int, limits: DeviceLimits, *, kept_in: Path | None = None
+) -> AbstractContextManager[list[Any]]:
+    """Within it Triton kernels are compiled for a device with these limits, by so many processes, and not launched.
 
-    What is computed within it is not defined.
+    Operations are given tensors of the device `meta`. At the end the kernels are loaded onto the current device, or
+    with `kept_in`, where that device need not be here, they are in this folder. They are then in the list, which is
+    empty before.
     """
     module = _compilations()
-    return nullcontext() if module is None else module.compiled_together(num_processors)
+    if module is None:
+        return nullcontext([])
+    return module.compiled_together(num_processors, limits, compiled_ahead=COMPILED_AHEAD, kept_in=kept_in)
 
 
 def prepare_compilations() -> None:

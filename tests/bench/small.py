@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from bench.random_weights import MOONDREAM_2, MOONDREAM_3
 from kestrel_runtime.models.moondream.config import MoeConfig, MoondreamConfig
+from kestrel_runtime.models.moondream.weights.published import MOONDREAM_2, MOONDREAM_3
 
 
 def small(config: MoondreamConfig) -> MoondreamConfig:

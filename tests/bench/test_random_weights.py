@@ -7,7 +7,7 @@ import torch
 from safetensors import safe_open
 
 from bench.harness.workload import QUESTIONS, TEXT_QUESTIONS, chart
-from bench.random_weights import MODELS, write_random_model
+from bench.random_weights import write_random_model
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.events import FinishReason
 from kestrel_runtime.api.requests import Query, SamplingParams
@@ -15,6 +15,7 @@ from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.models.moondream.weights.checkpoint import expected_tensors
+from kestrel_runtime.models.moondream.weights.published import PUBLISHED
 from tests.bench.small import SMALL_2, SMALL_3
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=5)
@@ -71,7 +72,7 @@ def test_float8_experts_come_in_the_training_layout_with_scales(tmp_path: Path):
     [("moondream2", 1.93e9), ("moondream3", 9.27e9)],
 )
 def test_full_size_models_have_the_published_number_of_parameters(name: str, num_parameters: float):
-    config, fp8_experts = MODELS[name]
+    config, fp8_experts = PUBLISHED[name]
     shapes = expected_tensors(config, fp8_experts=fp8_experts).values()
     total = sum(torch.Size(shape).numel() for shape in shapes)
     assert total == pytest.approx(num_parameters, rel=0.01)

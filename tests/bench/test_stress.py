@@ -13,13 +13,13 @@ from bench.harness.answer_tokens import noted_tokens
 from bench.harness.mixed_requests import FORMATS, mixed_requests, sizes_by_tiles
 from bench.harness.progress import Progress
 from bench.harness.ties import TieJudge, first_difference
-from bench.random_weights import MOONDREAM_2
 from bench.stress import Difference, Look, Outcome, Stress, is_flat, slopes, verdicts
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.requests import Detect, Query, SamplingParams
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.models.moondream.vision.tiling import MoondreamTiling
+from kestrel_runtime.models.moondream.weights.published import MOONDREAM_2
 from kestrel_runtime.scheduling.output_parser import Token
 from tests.reference_fixtures import MD2_SMALL
 

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 
 pytest.importorskip("triton")
 
-from kestrel_ops.triton.compilations import compilations, compiled_together, in_other_processes, launcher
+import torch
+import triton
+import triton.language as tl
+
+from kestrel_ops.device_limits import DeviceLimits
+from kestrel_ops.triton.compilations import compilations, compiled_together, in_other_processes, launcher, take_over
+
+HOPPER = DeviceLimits.of_card((9, 0))
 
 
 class Kernel:
@@ -24,20 +33,68 @@ class Kernel:
         self.calls.append(("compiled", grid, arguments))
 
 
-def test_kernels_are_compiled_instead_of_launched_within_the_block_alone():
+def test_kernels_are_compiled_instead_of_launched_within_the_block_alone(tmp_path):
     kernel = Kernel()
-    with compiled_together(1):
+    with compiled_together(1, HOPPER, compiled_ahead=tmp_path):
         launcher(kernel, (2,))(7)
     launcher(kernel, (2,))(7)
     assert kernel.calls == [("compiled", (2,), (7,)), ("launched", (2,), (7,))]
 
 
-def test_a_failure_within_the_block_leaves_launches_as_they_were():
+def test_a_failure_within_the_block_leaves_launches_as_they_were(tmp_path):
     kernel = Kernel()
-    with pytest.raises(ZeroDivisionError), compiled_together(1):
+    with pytest.raises(ZeroDivisionError), compiled_together(1, HOPPER, compiled_ahead=tmp_path):
         raise ZeroDivisionError
     launcher(kernel, (1,))()
     assert kernel.calls == [("launched", (1,), ())]
+
+
+@triton.jit
+def _twice(values, out, block: tl.constexpr):
+    places = tl.arange(0, block)
+    tl.store(out + places, tl.load(values + places) * 2)
+
+
+def compile_twice(folder):
+    """In a process of its own, since Triton's interpreter compiles nothing."""
+
+    def compile_it():
+        with compiled_together(2, HOPPER, compiled_ahead=folder, kept_in=folder) as kernels:
+            values = torch.empty(64, device="meta")
+            launcher(_twice, (1,))(values, values[1:], block=16)
+            assert kernels == []
+        (kernel,) = kernels
+        return kernel.metadata
+
+    first = compile_it()
+    assert first.target.arch == 90
+    kept = {path: path.stat().st_mtime_ns for path in folder.rglob("*.*")}
+    assert any(path.suffix == ".cubin" for path in kept)
+    assert not any(path.suffix == ".ptx" for path in kept)
+    _twice.device_caches.clear()
+    assert compile_it() == first
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*.cubin")}.items() <= kept.items()
+
+
+@pytest.mark.skipif(not hasattr(triton, "AsyncCompileMode"), reason="this Triton compiles within a launch")
+def test_a_kernel_is_compiled_for_a_card_that_is_not_here_once(tmp_path):
+    script = (
+        f"from pathlib import Path; from {__name__} import compile_twice; compile_twice(Path({str(tmp_path)!r}))"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True)
+
+
+def test_what_was_compiled_ahead_is_taken_over_and_what_is_there_stays(tmp_path):
+    ahead, own = tmp_path / "ahead", tmp_path / "own"
+    for folder, name, text in ((ahead, "A", "1"), (ahead, "B", "2"), (own, "B", "mine")):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        (folder / name / "kernel.cubin").write_text(text)
+    take_over(ahead, own)
+    take_over(tmp_path / "nowhere", own)
+    assert {path.parent.name: path.read_text() for path in own.rglob("*.cubin")} == {"A": "1", "B": "mine"}
+    assert {path.name for path in own.iterdir()} == {"A", "B"}
 
 
 def test_jobs_run_in_other_processes_and_one_that_fails_stops_no_other(tmp_path):

@@ -47,6 +47,8 @@ def test_every_plan_gives_what_the_definition_gives(plan, num_tokens):
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_scales_belong_to_the_columns_of_any_plan(plan):
+    if DEVICE != "cpu" and plan.expand.rows < 32:
+        pytest.skip("tensor cores multiply at least 32 columns of float8")
     hidden, logits, up, down = a_layer(21)
     up[:, : INNER // 2] *= 3  # columns whose values need scales of their own
     up, down, up_scale, down_scale = quantised(up, down)

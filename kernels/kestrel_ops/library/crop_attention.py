@@ -16,6 +16,7 @@ _BACKENDS = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
+KNOWS_SHAPES = True
 
 
 def crop_attention(

@@ -1,25 +1,41 @@
 """Compiles kernels before they are needed, many at once, and counts what is compiled in this process.
 
 Where kernels are launched, `launcher(kernel, grid)` stands for `kernel[grid]`. Within `compiled_together` it has
-the kernel compiled for its arguments and does not run it, so that steps that run for this compute nothing.
+the kernel compiled for its arguments and does not run it, so that steps that run for this, on tensors without
+memory, compute nothing.
 Processes forked from this one compile into the folder of compiled kernels, from which this process loads them.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
+import logging
 import multiprocessing
+import os
+import shutil
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 import triton
+from torch import Tensor
 from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kestrel_ops.device_limits import DeviceLimits, meta_stands_for
 
 _MOST_PROCESSES = 16
 """Each takes some hundred megabytes of memory."""
@@ -37,35 +53,122 @@ def prepare() -> None:
 
 def launcher(kernel: Any, grid: tuple[Any, ...]) -> Callable[..., Any]:
     """Launches a kernel with arguments, or within `compiled_together` has it compiled for them."""
-    return partial(kernel.warmup, grid=grid) if _only_compiles.get() else kernel[grid]
+    return partial(_compile, kernel, grid) if _only_compiles.get() else kernel[grid]
+
+
+@dataclass(frozen=True, slots=True)
+class _Operand:
+    """What Triton asks of a tensor that it compiles for."""
+
+    dtype: torch.dtype
+    offset_bytes: int
+
+    def data_ptr(self) -> int:
+        """As the memory of a device begins at multiples of more than 16."""
+        return self.offset_bytes
+
+
+def _compile(kernel: Any, grid: tuple[Any, ...], *arguments: Any, **named: Any) -> Any:
+    operands = [
+        _Operand(argument.dtype, argument.storage_offset() * argument.dtype.itemsize)
+        if isinstance(argument, Tensor)
+        else argument
+        for argument in arguments
+    ]
+    return kernel.warmup(*operands, grid=grid, **named)
 
 
 @contextmanager
-def compiled_together(num_processors: int) -> Iterator[None]:
-    """Within it kernels are compiled instead of launched; they are ready at its end.
+def compiled_together(
+    num_processors: int, limits: DeviceLimits, *, compiled_ahead: Path, kept_in: Path | None = None
+) -> Iterator[list[Any]]:
+    """Within it kernels are compiled for a device with these limits instead of launched.
 
-    With a Triton that cannot compile in the background, before 3.5, they are launched.
+    What stands in the folder `compiled_ahead` is not compiled again.
+    At its end they are loaded, or with `kept_in`, where the device need not be here, they are in this folder. A
+    Triton that cannot compile in the background, before 3.5, compiles one after the other.
     """
-    if not hasattr(triton, "AsyncCompileMode"):
-        yield
+    if kept_in is None:
+        take_over(compiled_ahead, Path(knobs.cache.dir))
+    compiling = _Compiling(min(num_processors, _MOST_PROCESSES), _MOST_SECONDS if kept_in is None else None)
+    together = getattr(triton, "AsyncCompileMode", lambda _: nullcontext())
+    with nullcontext() if kept_in is None else _as_if_here(limits, kept_in):
+        with together(compiling), meta_stands_for(limits), knobs.compilation.scope():
+            knobs.compilation.store_binary_only = True  # what only people read takes ten times as much
+            token = _only_compiles.set(True)
+            try:
+                yield compiling.kernels
+            finally:
+                _only_compiles.reset(token)
+                compiling.finish()
+        if kept_in is None:
+            for kernel in compiling.kernels:
+                _ = kernel.run  # loads it onto the device
+
+
+def take_over(source: Path, target: Path) -> None:
+    """Copy what was compiled ahead to where Triton looks for it, and leave what is there.
+
+    Triton names its folders by all that a result depends on: the kernel and what it calls, the arguments, the
+    device, its own files. So those of other versions do no harm.
+    """
+    if not source.is_dir() or source == target:
         return
-    compiling = _Compiling(min(num_processors, _MOST_PROCESSES))
-    with triton.AsyncCompileMode(compiling):  # pyright: ignore[reportAttributeAccessIssue]
-        token = _only_compiles.set(True)
+    target.mkdir(parents=True, exist_ok=True)
+    known = {folder.name for folder in target.iterdir()}
+    for folder in source.iterdir():
+        if folder.name in known:
+            continue
+        with suppress(OSError), tempfile.TemporaryDirectory(dir=target) as aside:
+            shutil.copytree(folder, Path(aside, folder.name))
+            Path(aside, folder.name).rename(target / folder.name)
+
+
+@contextmanager
+def _as_if_here(limits: DeviceLimits, kept_in: Path) -> Iterator[None]:
+    """Within it Triton compiles for a device with these limits, without a driver, and keeps results in a folder."""
+    assert limits.capability is not None, "Triton compiles for CUDA devices"
+    major, minor = limits.capability
+    library = importlib.import_module("triton.backends.nvidia.driver")
+    target = GPUTarget("cuda", 10 * major + minor, 32)
+    stand_in = SimpleNamespace(
+        get_current_device=lambda: 0,
+        get_current_stream=lambda _: 0,
+        get_current_target=lambda: target,
+        launcher_cls=library.CudaLauncher,
+    )
+    with tempfile.TemporaryDirectory() as folder, knobs.cache.scope(), knobs.nvidia.scope():
+        knobs.cache.dir = str(kept_in)
+        if not _has_driver(library):  # what is linked to it finds the symbols where it runs
+            compiler = os.environ.get("CC", "cc")
+            stub = os.path.join(folder, "libcuda.so.1")
+            subprocess.run([compiler, "-shared", "-x", "c", os.devnull, "-o", stub], check=True)
+            library.libcuda_dirs.cache_clear()
+            library.library_dirs.cache_clear()
+            knobs.nvidia.libcuda_path = folder
+        with suppress(Exception):  # compiled, and not loaded
+            library.CudaUtils()
+        drivers: Any = triton.runtime.driver
+        before, drivers._active = drivers._active, stand_in
         try:
             yield
         finally:
-            _only_compiles.reset(token)
-            compiling.finish()
-    for kernel in compiling.kernels:
-        _ = kernel.run  # loads it onto the device
+            drivers._active = before
+
+
+def _has_driver(library: Any) -> bool:
+    try:
+        return bool(library.libcuda_dirs())
+    except (AssertionError, OSError, subprocess.SubprocessError):
+        return False
 
 
 class _Compiling(Executor):
     """Takes compilations, and does them all in `finish`."""
 
-    def __init__(self, num_processes: int) -> None:
+    def __init__(self, num_processes: int, most_seconds: float | None) -> None:
         self._num_processes = num_processes
+        self._most_seconds = most_seconds
         self._jobs: list[tuple[Callable[[], Any], Future[Any]]] = []
         self.kernels: list[Any] = []
 
@@ -75,8 +178,9 @@ class _Compiling(Executor):
         return future
 
     def finish(self) -> None:
-        """Compile in other processes what is not in the folder of compiled kernels, and load all from there."""
-        in_other_processes([job for job, _ in self._jobs], self._num_processes)
+        """Compile in other processes what is not in the folder of compiled kernels, and read all from there."""
+        missing = [job for job, _ in self._jobs if not _is_kept(job)]
+        in_other_processes(missing, self._num_processes, self._most_seconds)
         for job, future in self._jobs:
             try:
                 kernel = job()
@@ -87,7 +191,28 @@ class _Compiling(Executor):
                 future.set_result(kernel)
 
 
-def in_other_processes(jobs: list[Callable[[], Any]], num_processes: int) -> None:
+class _NotKept(Exception):
+    """A kernel is not in the folder of compiled kernels."""
+
+
+def _is_kept(job: Callable[[], Any]) -> bool:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise _NotKept
+
+    translate = ASTSource.make_ir  # what a compilation begins with
+    ASTSource.make_ir = refuse
+    try:
+        job()
+    except _NotKept:
+        return False
+    finally:
+        ASTSource.make_ir = translate
+    return True
+
+
+def in_other_processes(
+    jobs: list[Callable[[], Any]], num_processes: int, most_seconds: float | None = _MOST_SECONDS
+) -> None:
     """Compile kernels for what this leaves in files. What fails there, or takes too long, is left to the caller.
 
     Forked processes know the jobs, which cannot be sent to others. They use no device.
@@ -101,6 +226,7 @@ def in_other_processes(jobs: list[Callable[[], Any]], num_processes: int) -> Non
         numbers.put(number)
 
     def work() -> None:
+        logging.getLogger("triton").setLevel(logging.ERROR)  # of what is compiled for a device that is not here
         while (number := numbers.get()) is not None:
             with suppress(Exception):
                 kernel = jobs[number]()
@@ -110,9 +236,9 @@ def in_other_processes(jobs: list[Callable[[], Any]], num_processes: int) -> Non
     processes = [context.Process(target=work, daemon=True) for _ in range(num_processes)]
     for process in processes:
         process.start()
-    until = time.monotonic() + _MOST_SECONDS
+    until = time.monotonic() + (most_seconds or 0.0)
     for process in processes:
-        process.join(max(0.0, until - time.monotonic()))
+        process.join(None if most_seconds is None else max(0.0, until - time.monotonic()))
         process.kill()  # without effect where it has ended
 
 

@@ -50,6 +50,8 @@ class ExecutionConfig:
             vision = _vision_in_float8(model.config.vision)
         # The invariant paths use none of the kernels that depend on the model's dimensions.
         shape = None if model is None or config.deterministic else model_shape(model, config, text, vision)
+        if shape is not None:
+            _require_float8(shape, config, text, vision)
         try:
             kernels = Kernels.select(device_type, dict(config.kernels), shape)
         except ValueError as error:
@@ -61,6 +63,18 @@ class ExecutionConfig:
             resizes_images=bool(chosen.resize_on_device),
             kernels=kernels,
         )
+
+
+def _require_float8(shape: ModelShape, config: EngineConfig, text: str, vision: str) -> None:
+    """Raise `CheckpointError` for paths and caches in float8 on a CUDA device that has no such products.
+
+    Definitions in torch would serve them, several times as slowly as bfloat16.
+    """
+    reason = shape.lacks((8, 9), "float8")
+    settings = {"--text-path": text, "--vision-path": vision, "--kv-dtype": config.kv_dtype}
+    named = [f"{option} {value}" for option, value in settings.items() if value.endswith("float8")]
+    if named and reason is not None:
+        raise CheckpointError(f"{', '.join(named)}: {reason}; --precision bfloat16 does not need it")
 
 
 def _vision_in_float8(config: VisionConfig) -> VisionPathName:
@@ -93,12 +107,17 @@ def model_shape(model: Moondream, config: EngineConfig, text_path: str, vision_p
     """The sizes and types of `model` on its device, for these paths of text and images."""
     device = model.device
     return ModelShape(
-        device_type=device.type,
+        device_type=_type(device),
         capability=DeviceLimits.of(device).capability,
         dtype=model.dtype,
         text=None if text_path == "plain" else _text(model, config, _weight_dtype(model, text_path)),
         vision=None if vision_path == "plain" else _vision(model.config.vision, vision_path, model.dtype),
     )
+
+
+def _type(device: torch.device) -> str:
+    """What `meta` stands for is a CUDA device (`meta_stands_for`)."""
+    return "cuda" if device.type == "meta" else device.type
 
 
 def _weight_dtype(model: Moondream, path: str) -> torch.dtype:
@@ -116,7 +135,7 @@ def _text(model: Moondream, config: EngineConfig, weight_dtype: torch.dtype) -> 
         head_dim=text.head_dim,
         rotary_dim=text.rotary_dim,
         page_size=config.page_size,
-        max_batch=StepBounds.of(config, model.device.type).max_batch_size,
+        max_batch=StepBounds.of(config, _type(model.device)).max_batch_size,
         weight_dtype=weight_dtype,
         cache_dtype=_FLOAT8 if config.kv_dtype == "float8" else model.dtype,
         num_experts=0 if moe is None else moe.num_experts,

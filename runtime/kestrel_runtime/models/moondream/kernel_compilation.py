@@ -1,31 +1,37 @@
 """Has the kernels that a model needs compiled, all of them at once, before its first step.
 
-Steps of all sizes run through a few blocks of the model, one of each kind, while kernels are compiled instead of
-launched. So it is the code of the steps that says what is needed.
+Steps of all sizes run through a few blocks without weights, one of each kind, while kernels are compiled instead of
+launched. So it is the code of the steps that says what is needed, and neither weights nor a device need be there.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from kestrel_ops import compiled_together
+from kestrel_ops import COMPILED_AHEAD, DeviceLimits, compiled_together, meta_stands_for
+from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.execution.buckets import DecodeSize, PrefillSize, batch_sizes, largest_prefill
 from kestrel_runtime.execution.kv_cache import KVCache
-from kestrel_runtime.execution.step_inputs import InputBuffers, fill_blank_decode
+from kestrel_runtime.execution.step_inputs import InputBuffers
 from kestrel_runtime.memory.host_limits import available_processors
+from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.models.moondream.execution_config import UNFUSED, ExecutionConfig
 from kestrel_runtime.models.moondream.fused.weights import NUM_WIDE_BLOCKS
-from kestrel_runtime.models.moondream.memory import blank_prefill
+from kestrel_runtime.models.moondream.memory import cache_dtype, prefill_of
 from kestrel_runtime.models.moondream.model import Moondream
 from kestrel_runtime.models.moondream.model_paths import ModelPaths
 from kestrel_runtime.models.moondream.vision.device_tiling import Tiler
 from kestrel_runtime.models.moondream.vision.tiling import MoondreamTiling
+from kestrel_runtime.models.moondream.weights.checkpoint import FP8, expected_tensors
+from kestrel_runtime.models.moondream.weights.published import PUBLISHED
 from kestrel_runtime.scheduling.limits import StepBounds
 
 _NUM_SMALLEST, _NUM_OTHERS = 8, 10
@@ -34,62 +40,103 @@ _NUM_SMALLEST, _NUM_OTHERS = 8, 10
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class KernelNeeds:
+    """What kernels depend on, beside the device."""
+
+    config: MoondreamConfig
+    execution: ExecutionConfig
+    bounds: StepBounds
+    dtype: torch.dtype
+    """Of the model."""
+    cache_dtype: torch.dtype
+    page_size: int
+    has_float8_experts: bool
+
+
 @torch.inference_mode()
-def compile_kernels(
-    model: Moondream, execution: ExecutionConfig, bounds: StepBounds, page_size: int, cache_dtype: torch.dtype
-) -> None:
-    """Compile what steps within `bounds` need on a CUDA device; elsewhere nothing is compiled."""
-    if model.device.type != "cuda" or execution.text in UNFUSED:
-        return
+def compile_kernels(needs: KernelNeeds, limits: DeviceLimits, *, kept_in: Path | None = None) -> int:
+    """Compile what steps need on a CUDA device with these limits: load it, or only keep it in a folder.
+
+    Returns the number of kernels.
+    """
+    if needs.execution.text in UNFUSED:
+        return 0
     started = time.monotonic()
-    small = abridged(model)
-    with compiled_together(available_processors()):
-        paths = ModelPaths.of(small, execution, max_batch_size=bounds.max_batch_size)
-        _run_text(small, paths, bounds, KVCache(small.config.text, 1, page_size, model.device, cache_dtype))
-        _run_vision(small, paths, execution)
+    model = outline(needs.config, needs.dtype, has_float8_experts=needs.has_float8_experts)
+    execution = replace(needs.execution, kernels=needs.execution.kernels.of_shapes())
+    bounds, text = needs.bounds, model.config.text
+    with compiled_together(available_processors(), limits, kept_in=kept_in) as compiled, _until_numbers_count():
+        paths = ModelPaths.of(model, execution, max_batch_size=bounds.max_batch_size)
+        _run_text(model, paths, bounds, KVCache(text, 1, needs.page_size, model.device, needs.cache_dtype))
+        _run_vision(model, paths, execution)
         for num_rows in (1, 2, 16):  # one is a kind of its own, and so are multiples of 16
             numbers = torch.zeros(2, num_rows, dtype=torch.int64, device=model.device)
             execution.kernels.philox_uniform(*numbers)
-    _log.info("kernels are compiled and loaded after %.1f s", time.monotonic() - started)
+    _log.info("kernels are compiled after %.1f s: %d", time.monotonic() - started, len(compiled))
+    return len(compiled)
 
 
-def abridged(model: Moondream) -> Moondream:
-    """The same model with one block of each kind, on the same weights."""
-    text, vision = model.config.text, model.config.vision
+@contextmanager
+def _until_numbers_count() -> Iterator[None]:
+    """Some definitions, which nobody uses on a GPU unasked, look at numbers, which `meta` tensors do not have."""
+    try:
+        yield
+    except NotImplementedError as error:
+        _log.info("some kernels are compiled when they are first needed: %s", str(error).partition("\n")[0])
+
+
+def compile_ahead(
+    name: str, settings: EngineConfig, capability: tuple[int, int], folder: Path | None
+) -> tuple[int, Path]:
+    """Compile what a published model needs on a card that need not be here, and keep it in a folder.
+
+    By default that is where servers of this installation look for it. Returns the number of kernels and the folder.
+    Raises `CheckpointError` if the card cannot serve the model with these settings.
+    """
+    config, has_float8_experts = PUBLISHED[name]
+    limits, dtype = DeviceLimits.of_card(capability), torch.bfloat16
+    with meta_stands_for(limits):
+        model = outline(config, dtype, has_float8_experts=has_float8_experts)
+        execution = ExecutionConfig.of(settings, "cuda", model)
+    needs = KernelNeeds(
+        config,
+        execution,
+        StepBounds.of(settings, "cuda"),
+        dtype,
+        cache_dtype(model, settings),
+        settings.page_size,
+        has_float8_experts,
+    )
+    folder = folder or COMPILED_AHEAD
+    return compile_kernels(needs, limits, kept_in=folder), folder
+
+
+def outline(config: MoondreamConfig, dtype: torch.dtype, *, has_float8_experts: bool) -> Moondream:
+    """A model with one block of each kind, of the device `meta`: its weights have sizes and types alone."""
+    text, moe = config.text, config.text.moe
     layers = {0, min(NUM_WIDE_BLOCKS, text.n_layers - 1), text.n_layers - 1}
-    moe = text.moe
     if moe is not None:
         layers.add(moe.start_layer)
         moe = replace(moe, start_layer=sum(layer < moe.start_layer for layer in layers))
-    kept = sorted(layers)
-    config = replace(
-        model.config, text=replace(text, n_layers=len(kept), moe=moe), vision=replace(vision, enc_n_layers=1)
-    )
-    blocks = {f"text.blocks.{layer}": f"text.blocks.{place}" for place, layer in enumerate(kept)}
-    blocks["vision.blocks.0"] = "vision.blocks.0"
+    text = replace(text, n_layers=len(layers), moe=moe)
+    small = replace(config, text=text, vision=replace(config.vision, enc_n_layers=1))
+    shapes = expected_tensors(small, fp8_experts=has_float8_experts)
     state: dict[str, Tensor] = {}
-    for name, tensor in model.state_dict().items():
-        section, is_block, rest = name.partition(".blocks.")
-        if not is_block:
-            state[name] = tensor
-            continue
-        number, _, parameter = rest.partition(".")
-        if place := blocks.get(f"{section}.blocks.{number}"):
-            state[f"{place}.{parameter}"] = tensor
-    with torch.device("meta"):
-        small = Moondream(config, fp8_experts=any(name.endswith(".scale") for name in state))
-    small.load_state_dict(state, assign=True)
-    return small.eval().requires_grad_(False)
+    for name, shape in shapes.items():
+        is_float8 = name.removesuffix("weight") + "scale" in shapes
+        own = FP8 if is_float8 else torch.float32 if name.endswith(".scale") else dtype
+        state[name] = torch.empty(shape, dtype=own, device="meta")
+    return Moondream.from_state(small, state, torch.device("meta"), dtype)
 
 
 def _run_text(model: Moondream, paths: ModelPaths, bounds: StepBounds, cache: KVCache) -> None:
     device, max_pages = model.device, -(-model.config.text.max_context // cache.page_size)
-    for size in _prefill_sizes(bounds, max_pages):
-        blank_prefill(model, paths, cache, size)()
     inputs = InputBuffers(device, 2)
+    for size in _prefill_sizes(bounds, max_pages):
+        prefill_of(inputs.blank_prefill(size), size, model, paths, cache)()
     for num_rows in batch_sizes(bounds.max_batch_size):
-        size = DecodeSize(num_rows, max_pages)
-        fields = inputs.decode(size, partial(fill_blank_decode, padding_row=0), in_place=False)
+        fields = inputs.blank_decode(DecodeSize(num_rows, max_pages))
         embeddings = torch.zeros(num_rows, model.config.text.dim, dtype=model.dtype, device=device)
         pages = torch.zeros(num_rows, max_pages, dtype=torch.int32, device=device)
         paths.text.decode(embeddings, fields.positions, pages, cache)

@@ -75,6 +75,11 @@ class Moondream(nn.Module):
         return self.text.wte.dtype
 
     @property
+    def has_float8_experts(self) -> bool:
+        """Whether experts are stored in float8."""
+        return any(tensor.dtype == torch.float8_e4m3fn for tensor in self.parameters())
+
+    @property
     def device(self) -> torch.device:
         return self.text.wte.device
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from kestrel_ops import DeviceLimits
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.engine import MemoryPlan
 from kestrel_runtime.execution.step_runner import StepRunner
@@ -13,7 +14,7 @@ from kestrel_runtime.imaging.tiles import DecodedImage
 from kestrel_runtime.models.moondream.adapters.target import MoondreamAdapters
 from kestrel_runtime.models.moondream.execution_config import ExecutionConfig
 from kestrel_runtime.models.moondream.executor import new_step_runner
-from kestrel_runtime.models.moondream.kernel_compilation import compile_kernels
+from kestrel_runtime.models.moondream.kernel_compilation import KernelNeeds, compile_kernels
 from kestrel_runtime.models.moondream.memory import cache_dtype, new_cache, plan_cache, step_bytes, weight_bytes
 from kestrel_runtime.models.moondream.model import Moondream
 from kestrel_runtime.models.moondream.model_paths import ModelPaths
@@ -37,7 +38,17 @@ class PreparedMoondream:
             self._adapters = MoondreamAdapters(
                 model.config.text, config.num_adapter_slots, config.max_adapter_rank, model.device, model.dtype
             )
-        compile_kernels(model, self._execution, bounds, config.page_size, cache_dtype(model, config))
+        if model.device.type == "cuda":
+            needs = KernelNeeds(
+                model.config,
+                self._execution,
+                bounds,
+                model.dtype,
+                cache_dtype(model, config),
+                config.page_size,
+                has_float8_experts=model.has_float8_experts,
+            )
+            compile_kernels(needs, DeviceLimits.of(model.device))
         # Paths are built before the cache is sized, which gets a part of the memory that they leave.
         self._paths = ModelPaths.of(
             model, self._execution, max_batch_size=bounds.max_batch_size, frees_originals=owns_model

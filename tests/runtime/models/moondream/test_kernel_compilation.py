@@ -1,40 +1,42 @@
-"""A model of which each kind of block is left once, for what compiles kernels."""
+"""Kernels of a model that is not there, for cards that are not there."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
+import torch
 
+from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.errors import CheckpointError
 from kestrel_runtime.models.moondream.config import MoeConfig
-from kestrel_runtime.models.moondream.kernel_compilation import abridged
-from tests.runtime.models.moondream.tiny import random_model, tiny_config
+from kestrel_runtime.models.moondream.kernel_compilation import compile_ahead, outline
+from tests.runtime.models.moondream.tiny import tiny_config
 
 EXPERTS = MoeConfig(num_experts=4, start_layer=3, experts_per_token=2, expert_inner_dim=16)
 
 
-@pytest.mark.parametrize(("moe", "layers"), [(None, [0, 1, 5]), (EXPERTS, [0, 1, 3, 5])])
-def test_a_block_of_each_kind_stays_with_its_weights(moe, layers):
+@pytest.mark.parametrize(("moe", "kinds"), [(None, "ddd"), (EXPERTS, "ddee")])
+@pytest.mark.parametrize("has_float8_experts", [False, True])
+def test_an_outline_has_a_block_of_each_kind_and_no_weights(moe, kinds, has_float8_experts):
     config = tiny_config()
-    whole = random_model(replace(config, text=replace(config.text, n_layers=6, moe=moe)))
-    small = abridged(whole)
-    assert len(small.text.blocks) == small.config.text.n_layers == len(layers)
+    whole = replace(config, text=replace(config.text, n_layers=6, moe=moe))
+    small = outline(whole, torch.bfloat16, has_float8_experts=has_float8_experts)
+    has_experts = [hasattr(block.mlp, "router") for block in small.text.blocks]
+    assert has_experts == [kind == "e" for kind in kinds]
     assert len(small.vision.blocks) == small.config.vision.enc_n_layers == 1
-    found, weights = small.state_dict(), whole.state_dict()
-    for place, layer in enumerate(layers):
-        own = {name: tensor for name, tensor in weights.items() if name.startswith(f"text.blocks.{layer}.")}
-        assert own
-        for name, tensor in own.items():
-            assert found[name.replace(f".{layer}.", f".{place}.", 1)].data_ptr() == tensor.data_ptr()
-    assert small.text.wte.data_ptr() == whole.text.wte.data_ptr()
+    assert all(tensor.is_meta for tensor in small.parameters())
+    assert small.has_float8_experts == (has_float8_experts and moe is not None)
+    assert small.text.wte.dtype == torch.bfloat16
 
 
-def test_a_model_of_one_block_is_left_as_it_is():
+def test_one_block_is_one_block():
     config = tiny_config()
-    whole = random_model(replace(config, text=replace(config.text, n_layers=1)))
-    small = abridged(whole)
-    assert {name: tensor.shape for name, tensor in small.state_dict().items()} == {
-        name: tensor.shape
-        for name, tensor in whole.state_dict().items()
-        if not name.startswith("vision.blocks.") or name.startswith("vision.blocks.0.")
-    }
+    small = outline(replace(config, text=replace(config.text, n_layers=1)), torch.float32, has_float8_experts=False)
+    assert len(small.text.blocks) == 1
+
+
+def test_float8_is_refused_for_a_card_that_has_none(tmp_path):
+    settings = EngineConfig(model="moondream2", text_path="fused-float8", kv_dtype="float8")
+    with pytest.raises(CheckpointError, match=r"--text-path fused-float8, --kv-dtype float8: .* 8\.9.* 8\.0"):
+        compile_ahead("moondream2", settings, (8, 0), tmp_path)

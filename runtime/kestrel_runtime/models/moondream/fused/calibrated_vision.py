@@ -129,7 +129,10 @@ class CalibratedVision(FusedVision):
         activated, scale = self._quantised(inner, block.fc2)
         assert scale is not None, "float8 rows come with their scales"
         largest = (attended.abs().amax(), scale.amax() * _LARGEST_FLOAT8)
-        return self._product(activated, scale, block.fc2), largest[0].item(), largest[1].item()
+        out = self._product(activated, scale, block.fc2)
+        if out.is_meta:  # kernels are asked for, and nothing is computed
+            return out, 1.0, 1.0
+        return out, largest[0].item(), largest[1].item()
 
     def _calibrate(self, block: Any, attended: float, activated: float) -> _CalibratedBlock:
         device = block.ln1.weight.device

@@ -1,4 +1,4 @@
-"""Infers what configurations of published Moondreams omit, from names and shapes of tensors and from defaults.
+"""The dimensions of published Moondreams, and what their configurations omit, inferred from tensors and defaults.
 
 Knows shapes; knows no data and no files. Sources of the constants: the public reference (vikhyat/moondream) and the
 configuration of the published checkpoints.
@@ -9,9 +9,19 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from kestrel_runtime.api.errors import CheckpointError
+from kestrel_runtime.models.moondream.config import (
+    MoeConfig,
+    MoondreamConfig,
+    RegionConfig,
+    TextConfig,
+    TokenizerConfig,
+    VisionConfig,
+)
 
 TEXT_HEAD_DIM = 64
 VISION_HEAD_DIM = 72
@@ -24,6 +34,60 @@ MAX_CONTEXT = {2: 2048, 3: 32_768}
 ROPE_THETA = {2: 10_000.0, 3: 1_500_000.0}
 
 Shapes = Mapping[str, tuple[int, ...]]
+
+_VISION = VisionConfig(
+    enc_dim=1152,
+    enc_patch_size=14,
+    enc_n_layers=27,
+    enc_ff_dim=4304,
+    enc_n_heads=16,
+    proj_out_dim=2048,
+    crop_size=378,
+    in_channels=3,
+    max_crops=12,
+    overlap_margin=4,
+    proj_inner_dim=8192,
+)
+_IDS = TokenizerConfig(0, 0, 3, 4, 5, 6, 7, 9, MappingProxyType({}))
+
+MOONDREAM_2 = MoondreamConfig(
+    TextConfig(
+        dim=2048,
+        ff_dim=8192,
+        n_layers=24,
+        vocab_size=51_200,
+        max_context=MAX_CONTEXT[2],
+        n_heads=32,
+        n_kv_heads=32,
+        prefix_attn=730,
+        rope_theta=ROPE_THETA[2],
+    ),
+    _VISION,
+    RegionConfig(
+        dim=2048, coord_feat_dim=256, coord_out_dim=1024, size_feat_dim=512, size_out_dim=2048, inner_dim=8192
+    ),
+    _IDS,
+)
+MOONDREAM_3 = MoondreamConfig(
+    replace(
+        MOONDREAM_2.text,
+        max_context=MAX_CONTEXT[3],
+        rope_theta=ROPE_THETA[3],
+        moe=MoeConfig(num_experts=64, start_layer=4, experts_per_token=8, expert_inner_dim=1024),
+        tau_attn=True,
+    ),
+    _VISION,
+    replace(MOONDREAM_2.region, inner_dim=None, decoder_arch="linear", use_ln=True),
+    _IDS,
+)
+PUBLISHED: Mapping[str, tuple[MoondreamConfig, bool]] = MappingProxyType(
+    {
+        "moondream2": (MOONDREAM_2, False),
+        "moondream3": (MOONDREAM_3, False),
+        "moondream3-fp8": (MOONDREAM_3, True),
+    }
+)
+"""By name: the dimensions, without prompt templates, and whether the experts are float8."""
 
 
 def infer_config(shapes: Shapes) -> dict[str, Any]:
