@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 
 from kestrel_grpc.images.image_store import ImageStore
@@ -107,9 +107,7 @@ class Submission:
 
 async def last_event(streams: Sequence[Stream], call: CallContext) -> Finished:
     """Wait for the end of all samples of a request. The first has the others as alternatives."""
-    with ExitStack() as stack:
-        for stream in streams:
-            stack.enter_context(ending_with(stream))
+    with ending_with(*streams):
         first, *others = [await stream.result() for stream in streams]
         call.finished = with_alternatives(first, others)
         return call.finished
@@ -125,9 +123,10 @@ def with_alternatives(first: Finished, others: Sequence[Finished]) -> Finished:
 
 
 @contextmanager
-def ending_with(stream: Stream) -> Iterator[None]:
-    """Cancels the request when the block ends, however it ends. A finished request is left alone."""
+def ending_with(*streams: Stream) -> Iterator[None]:
+    """Cancels the requests when the block ends, however it ends. A finished request is left alone."""
     try:
         yield
     finally:
-        stream.cancel()
+        for stream in streams:
+            stream.cancel()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -69,9 +68,7 @@ async def _rendered_events(
 ) -> AsyncGenerator[bytes, None]:
     """The server-sent events of the samples of a request, as they come. The request ends with them."""
     finished: dict[int, Finished] = {}
-    with ExitStack() as stack:
-        for stream in streams:
-            stack.enter_context(ending_with(stream))
+    with ending_with(*streams):
         async for sample, event in _numbered(streams):
             told = renderer.events(event, sample)
             if isinstance(event, Finished):

@@ -10,6 +10,7 @@ import asyncio
 import math
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
@@ -39,6 +40,7 @@ _INLINE_BYTES = 256 * 1024
 # Python's `float` takes more, such as 1_0.
 _NUMBER = re.compile(r"[0-9]+(\.[0-9]*)?([eE][+-]?[0-9]+)?|\.[0-9]+")
 _MAX_TIMEOUT_S = 86_400.0
+_NO_TIMEOUT = nullcontext()
 
 
 class Dialect(Protocol):
@@ -121,29 +123,29 @@ class Endpoint:
         headers, admission = exchange.headers, self._admission
         authorization = self._dialect.authorization(exchange)
         if authorization is not None:
-            headers = (*headers, ("authorization", authorization))
+            headers = [*headers, ("authorization", authorization)]
         timeout_s, problem = _timeout(exchange.header(TIMEOUT_KEY))
         call = admission.begin(headers, timeout_s, self._operation.method, exchange.peer)
         exchange.connection.serve_by(asyncio.current_task())
-        events = EventStream(exchange, call.request_id)
+        events: EventStream | None = None  # a whole answer needs no comments while it is awaited
         try:
             with admission.admit(call):
                 if problem is not None:
                     raise problem
                 answer = await self._operation.serve(await self._received(exchange, call), call)
                 if not isinstance(answer, bytes):
+                    events = EventStream(exchange, call.request_id)
                     await self._stream(answer, events, call)
         except BaseException as error:
-            events.close()
             await self._fail(error, call, exchange, events)
             return
-        events.close()
         exchange.connection.serve_by(None)
         admission.succeed(call)
-        if isinstance(answer, bytes):
-            await exchange.respond(200, answer, call.request_id, content_type=self._operation.content_type)
-        else:
+        if events is not None:
             await events.end()
+        else:
+            assert isinstance(answer, bytes)
+            await exchange.respond(200, answer, call.request_id, content_type=self._operation.content_type)
 
     async def _received(self, exchange: Exchange, call: CallContext) -> Any:
         parse = self._operation.parse
@@ -155,11 +157,9 @@ class Endpoint:
         else:
             exchange.require_json(self._max_message_bytes)
 
-        async def read() -> bytes:
-            return await exchange.read_body(self._max_message_bytes)
-
+        read = partial(exchange.read_body, self._max_message_bytes)
         try:
-            async with asyncio.timeout(call.remaining_s):
+            async with _NO_TIMEOUT if call.deadline_s is None else asyncio.timeout(call.remaining_s):
                 body = await self._admission.receive(read, call, exchange.peer)
         except TimeoutError:
             raise DeadlineExceeded from None
@@ -171,16 +171,20 @@ class Endpoint:
                 async for message in messages:
                     await reader.wait_for(events.write(message))
         finally:
+            events.close()
             await messages.aclose()
 
-    async def _fail(self, error: BaseException, call: CallContext, exchange: Exchange, events: EventStream) -> None:
+    async def _fail(
+        self, error: BaseException, call: CallContext, exchange: Exchange, events: EventStream | None
+    ) -> None:
         """Tell the caller, unless it is the caller that has ended the call."""
         if isinstance(error, InvalidRequest) and call.request is not None:  # parsed here, and refused by the engine
             error.violations = tuple(
                 Violation(self._operation.field_name(item.field), item.description) for item in error.violations
             )
         failure = self._admission.fail(call, error)
-        if failure is not None and not events.has_begun:
+        begun = events if events is not None and events.has_begun else None
+        if failure is not None and begun is None:
             exchange.connection.note_refusal()
             try:
                 await self._admission.hold(call, error)
@@ -193,8 +197,8 @@ class Endpoint:
                 raise error
         elif failure.code is Code.ABORTED:  # the client reads nothing, so nothing can be told
             exchange.connection.abort()
-        elif events.has_begun:
-            await events.end(self._dialect.failure_event(failure, call.request_id))
+        elif begun is not None:
+            await begun.end(self._dialect.failure_event(failure, call.request_id))
         else:
             body = self._dialect.failure(failure, call.request_id)
             await exchange.respond(failure.http_status, body, call.request_id, headers=failure_headers(failure))

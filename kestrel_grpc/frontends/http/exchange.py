@@ -33,9 +33,10 @@ class Exchange:
     """`headers` are those of the request, decoded, with names in lower case."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.headers: tuple[tuple[str, str], ...] = tuple(
+        self.headers: list[tuple[str, str]] = [
             (name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]
-        )
+        ]
+        self._first_values = dict(reversed(self.headers))
         self.connection: Connection = scope[CONNECTION_KEY]
         self.path_parameters: Mapping[str, Any] = scope.get("path_params", {})
         self.send = send
@@ -45,7 +46,7 @@ class Exchange:
 
     def header(self, name: str) -> str | None:
         """The first value of a header."""
-        return next((value for key, value in self.headers if key == name), None)
+        return self._first_values.get(name)
 
     def peer(self) -> str:
         """The address of the client, as `host:port`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from starlette.middleware.cors import CORSMiddleware
@@ -202,13 +202,12 @@ class _Path:
         self._refuse = refuse
         self._dialect = dialect
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         endpoint = self.endpoints.get(scope["method"])
         if endpoint is not None:
-            await endpoint(scope, receive, send)
-        else:
-            error = MethodUnknown(scope["path"], tuple(self.endpoints))
-            await self._refuse(error, scope, receive, send, self._dialect)
+            return endpoint(scope, receive, send)
+        error = MethodUnknown(scope["path"], tuple(self.endpoints))
+        return self._refuse(error, scope, receive, send, self._dialect)
 
 
 class _Probe:

@@ -51,9 +51,8 @@ def parse_json(body: bytes) -> dict[str, Any]:
         }
 
     try:
-        document = json.loads(
-            body.decode("utf-8"), parse_constant=_refuse_constant, object_hook=replace if long_texts else None
-        )
+        decoder = json.JSONDecoder(parse_constant=_refuse_constant, object_hook=replace) if long_texts else _DECODER
+        document = decoder.decode(body.decode("utf-8"))
     except RecursionError:
         raise _invalid("the JSON is nested too deeply") from None
     except ValueError:
@@ -102,6 +101,9 @@ def _end_of_text(body: bytes, start: int) -> int:
 
 def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is no JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
 def _invalid(description: str) -> InvalidRequest:

@@ -142,15 +142,15 @@ class _StreamBody(SkillBody):
 
 
 class _PlacesBody(SkillBody):
-    spatial_refs: list[_SpatialRef] = Field(
-        [],
+    spatial_refs: list[_SpatialRef] | None = Field(
+        None,
         description="Places to talk about: points `[x, y]` and boxes `[x_min, y_min, x_max, y_max]`, from 0 to 1.",
         max_length=MAX_SPATIAL_REFS,
         examples=[[[0.5, 0.5]]],
     )
 
     def shared(self) -> dict[str, Any]:
-        return {**super().shared(), "spatial_refs": tuple(self.spatial_refs)}
+        return {**super().shared(), "spatial_refs": tuple(self.spatial_refs or ())}
 
 
 class _ObjectBody(_ImageBody, _PlacesBody):

@@ -54,7 +54,9 @@ class Stream:
         Events that come from now on are dropped, but for the last.
         """
         self.wants_only_end = True
-        await asyncio.wait((self.over,))
+        if not self.over.done():
+            self._waiter = self.loop.create_future()
+            await self._waiter
         if self._error is not None:
             raise self._take_error()
         if self._events and isinstance(last := self._events[-1], Finished):
@@ -83,7 +85,7 @@ class Stream:
         self._error = error
         if error is not None or (events and isinstance(events[-1], Finished)):
             self._end()
-        elif self._waiter is not None and not self._waiter.done():
+        elif self._waiter is not None and not self._waiter.done() and not self.wants_only_end:
             self._waiter.set_result(None)
 
     def refuse(self, error: KestrelError) -> None:

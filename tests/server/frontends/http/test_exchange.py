@@ -1,13 +1,17 @@
-"""Comments on a stream that is silent, so that proxies do not close it."""
+"""Comments on a stream that is silent, so that proxies do not close it, and on nothing else."""
 
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import pytest
 
+from kestrel_grpc.frontends.http import endpoint
 from kestrel_grpc.frontends.http.exchange import EventStream
+from tests.fakes import HOLD, FakeEngine, answers
+from tests.server.http_calls import serving_http
 
 
 class Response:
@@ -73,3 +77,17 @@ async def test_a_stream_that_is_closed_says_nothing(response: Any) -> None:
     EventStream(response, "id", heartbeat_s=0.0).close()
     await asyncio.sleep(0)
     assert response.written == []
+
+
+async def test_a_whole_answer_that_is_awaited_for_long_has_no_comments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "EventStream", partial(EventStream, heartbeat_s=0.005))
+    engine = FakeEngine(lambda request: [HOLD, *answers(request)])
+    async with serving_http(engine) as rig, rig.connect() as whole, rig.connect() as stream:
+        await whole.send("/v1/query", {"question": "?"})
+        await stream.send("/v1/query", {"question": "?", "stream": True})
+        assert (await stream.head())[0] == 200
+        for _ in range(3):
+            assert await stream.chunk() == b": waiting\n\n"
+        engine.release()
+        answer = await whole.response()
+        assert (answer.headers["content-type"], answer.json["answer"]) == ("application/json", "a kestrel")
