@@ -8,21 +8,8 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, Self
+from typing import Self
 
-from hyperframe.frame import (
-    ContinuationFrame,
-    DataFrame,
-    Frame,
-    GoAwayFrame,
-    HeadersFrame,
-    PingFrame,
-    PriorityFrame,
-    PushPromiseFrame,
-    RstStreamFrame,
-    SettingsFrame,
-    WindowUpdateFrame,
-)
 from hypothesis import strategies as st
 
 from bench.attacks import http2
@@ -35,6 +22,7 @@ _PATIENCE_S = 30.0
 _QUERY = "/kestrel.v1.VisionService/Query"
 _FRAME_BYTES = 16_384
 _MIB = 2**20
+_PRIORITY, _PUSH_PROMISE = 0x2, 0x5
 _HEADER_NAMES = (
     *("grpc-timeout", "grpc-encoding", "grpc-accept-encoding", "authorization", "x-request-id", "some-bin"),
     *("traceparent", "tracestate", "content-type", "te", ":path", "connection", "cookie"),
@@ -81,7 +69,7 @@ def _framed(data: bytes, compressed: int, length_off_by: int) -> bytes:
 
 _ids = st.one_of(st.sampled_from((0, 1, 3, 5, 7, 2)), st.integers(0, 2**31 - 1))
 _paths = st.one_of(st.sampled_from(paths()), st.text(max_size=30))
-_flag_names = ("END_STREAM", "END_HEADERS", "PADDED", "PRIORITY", "ACK")
+_flags = st.sets(st.sampled_from((http2.END_STREAM, http2.END_HEADERS, http2.PADDED, http2.PRIORITY))).map(sum)
 _header_values = st.one_of(
     st.sampled_from(("1S", "0n", "99999999H", "-1S", "1", "gzip", "identity", "deflate", "x" * 9_000)),
     st.text(st.characters(max_codepoint=255), max_size=30),
@@ -104,40 +92,44 @@ _messages = st.builds(
 )
 
 
+_payloads = st.binary(max_size=64)
+_numbers = st.integers(0, 2**32 - 1)
+_BODIES = (
+    (http2.DATA, _payloads),
+    (http2.HEADERS, _payloads),
+    (_PRIORITY, st.builds(struct.Struct(">IB").pack, _numbers, st.integers(0, 255))),
+    (http2.RST_STREAM, _numbers.map(struct.Struct(">I").pack)),
+    (
+        http2.SETTINGS,
+        st.dictionaries(st.integers(0, 10), _numbers, max_size=5).map(
+            lambda values: b"".join(struct.pack(">HI", *item) for item in values.items())
+        ),
+    ),
+    (_PUSH_PROMISE, _payloads.map(lambda payload: struct.pack(">I", 2) + payload)),
+    (http2.PING, st.binary(min_size=8, max_size=8)),
+    (http2.GOAWAY, st.builds(struct.Struct(">II").pack, _ids, _numbers)),
+    (http2.WINDOW_UPDATE, st.integers(1, 2**31 - 1).map(struct.Struct(">I").pack)),
+    (http2.CONTINUATION, _payloads),
+)
+"""By the kind of a frame, what may be in it."""
+
+
 @st.composite
 def _calls(draw: st.DrawFn) -> bytes:
     """A call as it should be, but for what is in it."""
     stream = draw(st.sampled_from((1, 1, 3, 5)))
-    head = HeadersFrame(stream, data=http2.call_headers(draw(_paths), extra=draw(_headers)), flags=["END_HEADERS"])
-    data = DataFrame(stream, data=draw(_messages), flags=["END_STREAM"] if draw(st.booleans()) else [])
-    return head.serialize() + data.serialize()
+    headers = http2.call_headers(draw(_paths), extra=draw(_headers))
+    flags = http2.END_STREAM if draw(st.booleans()) else 0
+    return http2.frame(http2.HEADERS, http2.END_HEADERS, stream, headers) + http2.frame(
+        http2.DATA, flags, stream, draw(_messages)
+    )
 
 
 @st.composite
 def _frames(draw: st.DrawFn) -> bytes:
-    """One frame of any kind, with any flags, on any stream."""
-    kind = draw(st.sampled_from(_KINDS))
-    frame: Any = kind(0 if kind.stream_association == "no-stream" else 1)  # the library is strict, we are not
-    frame.stream_id = draw(_ids)
-    payload = draw(st.binary(max_size=64))
-    if isinstance(frame, SettingsFrame):
-        frame.settings = draw(st.dictionaries(st.integers(0, 10), st.integers(0, 2**32 - 1), max_size=5))
-    elif isinstance(frame, WindowUpdateFrame):
-        frame.window_increment = draw(st.integers(1, 2**31 - 1))
-    elif isinstance(frame, RstStreamFrame | GoAwayFrame):
-        frame.error_code = draw(st.integers(0, 2**32 - 1))
-    elif isinstance(frame, PingFrame):
-        frame.opaque_data = payload[:8]
-    elif isinstance(frame, PriorityFrame):
-        frame.stream_weight = draw(st.integers(0, 255))
-    elif isinstance(frame, PushPromiseFrame):
-        frame.promised_stream_id, frame.data = 2, payload
-    else:
-        frame.data = payload
-    for name in draw(st.sets(st.sampled_from(_flag_names))):
-        if name in {flag.name for flag in frame.defined_flags}:
-            frame.flags.add(name)
-    return frame.serialize() * draw(st.sampled_from((1, 1, 1, 2, 50)))
+    """One frame of any kind with a body that fits its kind, with any flags, on any stream."""
+    kind, body = draw(st.sampled_from(_BODIES).flatmap(lambda item: st.tuples(st.just(item[0]), item[1])))
+    return http2.frame(kind, draw(_flags), draw(_ids), body) * draw(st.sampled_from((1, 1, 1, 2, 50)))
 
 
 @st.composite
@@ -152,9 +144,9 @@ def _made_up_frames(draw: st.DrawFn) -> bytes:
 def _bomb(num_references: int, num_continuations: int) -> bytes:
     """A header of 4 KB that is said once and then referred to, a byte for each time."""
     block = http2.call_headers(_QUERY, extra=[("bomb", "x" * 4_000)]) + b"\xbe" * num_references
-    frames = [HeadersFrame(1, data=block[:16_000]).serialize()]
-    frames += [ContinuationFrame(1, data=b"\xbe" * 1_000).serialize() for _ in range(num_continuations)]
-    return b"".join((*frames, ContinuationFrame(1, data=b"", flags=["END_HEADERS"]).serialize()))
+    frames = [http2.frame(http2.HEADERS, 0, 1, block[:16_000])]
+    frames += [http2.frame(http2.CONTINUATION, 0, 1, b"\xbe" * 1_000)] * num_continuations
+    return b"".join((*frames, http2.frame(http2.CONTINUATION, http2.END_HEADERS, 1)))
 
 
 def _call(stream: int, headers: bytes, message: bytes | None, flags: int = http2.END_STREAM) -> bytes:
@@ -228,18 +220,6 @@ def _open_ended(draw: st.DrawFn) -> bytes:
 
 
 _once_or_twice = st.sampled_from((1, 1, 1, 2))
-_KINDS: tuple[type[Frame], ...] = (
-    DataFrame,
-    HeadersFrame,
-    PriorityFrame,
-    RstStreamFrame,
-    SettingsFrame,
-    PushPromiseFrame,
-    PingFrame,
-    GoAwayFrame,
-    WindowUpdateFrame,
-    ContinuationFrame,
-)
 _said = st.one_of(
     _calls(),
     _calls(),
@@ -252,9 +232,9 @@ _said = st.one_of(
     _open_ended(),
 )
 _prefaces = st.one_of(
-    st.just(http2.PREFACE + SettingsFrame(0).serialize()),
-    st.just(http2.PREFACE + SettingsFrame(0).serialize()),
-    damaged(st.just(http2.PREFACE + SettingsFrame(0).serialize())),
+    st.just(http2.PREFACE + http2.settings()),
+    st.just(http2.PREFACE + http2.settings()),
+    damaged(st.just(http2.PREFACE + http2.settings())),
     st.just(b""),
 )
 conversations = st.builds(lambda preface, said: preface + b"".join(said), _prefaces, st.lists(_said, max_size=8))
