@@ -72,14 +72,36 @@ def _serve(arguments: argparse.Namespace) -> int:
     set_up_logging(config.log_level, line_format=config.log_format)
     for warning in environment_warnings(option_names(), os.environ):
         _log.warning("%s", warning)
+    # The engine's libraries take seconds to import: what can be refused without them is refused first.
     from kestrel_grpc.access.tls import CertificateError
     from kestrel_grpc.access.tokens import TokenFileError
     from kestrel_grpc.images.image_uris import RemoteImagesUnavailable
     from kestrel_grpc.listeners import PortUnavailable
-    from kestrel_grpc.server import Server, lower_grpc_threads, require_usable
+    from kestrel_grpc.server import require_usable
     from kestrel_grpc.telemetry.tracing import TracingUnavailable, require_tracing
-    from kestrel_runtime.api.engine import EngineStatus
     from kestrel_runtime.api.errors import CheckpointError
+
+    try:
+        require_usable(config)
+        if config.tracing:
+            require_tracing(os.environ)
+        return _run_server(config)
+    except ConfigurationError as error:
+        return refuse(error)
+    except (TokenFileError, CertificateError) as error:
+        complain(str(error))
+        return 2
+    except (CheckpointError, PortUnavailable, RemoteImagesUnavailable, TracingUnavailable) as error:
+        complain(str(error))
+        return 1
+    except KeyboardInterrupt:  # while the model was being loaded or warmed up
+        return 130
+
+
+def _run_server(config: ServerConfig) -> int:
+    """Serve until a signal; returns the exit status."""
+    from kestrel_grpc.server import Server, lower_grpc_threads
+    from kestrel_runtime.api.engine import EngineStatus
     from kestrel_runtime.engine.engine import LocalEngine
     from kestrel_runtime.engine.warm_up import WarmUpFailed, warm_up
 
@@ -95,31 +117,20 @@ def _serve(arguments: argparse.Namespace) -> int:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     raise_descriptor_limit()
     at_rest = return_free_memory if return_large_blocks() else None
+    engine = LocalEngine.start(config.engine_config())
+    # After the model: a start that fails says why in one line.
+    _log.info("%s", config.precision_line())
+    engine.on_status_change(lambda now: end_within(END_TIMEOUT_S) if now is EngineStatus.DEAD else None)
     try:
-        require_usable(config)
-        if config.tracing:
-            require_tracing(os.environ)
-        engine = LocalEngine.start(config.engine_config())
-        # After the model: a start that fails says why in one line.
-        _log.info("%s", config.precision_line())
-        engine.on_status_change(lambda now: end_within(END_TIMEOUT_S) if now is EngineStatus.DEAD else None)
-        try:
-            with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-                ended_well, has_closed = runner.run(run())
-        finally:
-            engine.close()
-            if not (engine.has_ended and has_closed):
-                end_now(0 if ended_well else 1)
-    except ConfigurationError as error:
-        return refuse(error)
-    except (TokenFileError, CertificateError) as error:
-        complain(str(error))
-        return 2
-    except (CheckpointError, PortUnavailable, RemoteImagesUnavailable, TracingUnavailable, WarmUpFailed) as error:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            ended_well, has_closed = runner.run(run())
+    except WarmUpFailed as error:
         complain(str(error))
         return 1
-    except KeyboardInterrupt:  # while the model was being loaded or warmed up
-        return 130
+    finally:
+        engine.close()
+        if not (engine.has_ended and has_closed):
+            end_now(0 if ended_well else 1)
     return 0 if ended_well else 1
 
 

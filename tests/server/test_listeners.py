@@ -4,6 +4,8 @@ import socket
 import stat
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from kestrel_client.v1 import engine_service_pb2 as engine_wire
 from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_client.v1.engine_service_pb2_grpc import EngineServiceStub
 from kestrel_client.v1.vision_service_pb2_grpc import VisionServiceStub
+from kestrel_grpc.__main__ import main
 from kestrel_grpc.access.tls import CertificateError
 from kestrel_grpc.access.tokens import Scope, TokenFileError, hash_of, line_for, read_tokens
 from kestrel_grpc.config.options import ServerConfig
@@ -214,24 +217,23 @@ async def test_the_client_brings_a_token_over_an_encrypted_connection(files, tmp
                 await client.query(None, "?").result()
 
 
-def ask_on_the_command_line(address: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "kestrel_grpc", "query", "-", "?", "--address", address, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | environment)
+async def ask_on_the_command_line(address: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """`kestrel-grpc query`, in a thread of this process."""
+    command = ["query", "-", "?", "--address", address, *arguments]
+    with redirect_stdout(StringIO()) as printed, redirect_stderr(StringIO()) as complained:
+        status = await asyncio.to_thread(main, command)
+    return subprocess.CompletedProcess(command, status, printed.getvalue(), complained.getvalue())
 
 
-async def test_the_command_line_brings_a_token_over_an_encrypted_connection(files, tmp_path):
+async def test_the_command_line_brings_a_token_over_an_encrypted_connection(files, tmp_path, monkeypatch):
     authority = str(tmp_path / "ca.pem")
     async with serving(**files) as rig:
-        by_flag = await asyncio.to_thread(
-            ask_on_the_command_line, rig.address, "--token", "secret", "--tls-ca", authority
-        )
-        by_environment = await asyncio.to_thread(
-            lambda: ask_on_the_command_line(rig.address, KESTREL_GRPC_TOKEN="secret", KESTREL_GRPC_TLS_CA=authority)
-        )
-        without = await asyncio.to_thread(ask_on_the_command_line, rig.address, "--tls-ca", authority)
-        wrong_token = await asyncio.to_thread(
-            ask_on_the_command_line, rig.address, "--tls-ca", authority, "--token", "wrong"
-        )
+        by_flag = await ask_on_the_command_line(rig.address, "--token", "secret", "--tls-ca", authority)
+        without = await ask_on_the_command_line(rig.address, "--tls-ca", authority)
+        wrong_token = await ask_on_the_command_line(rig.address, "--tls-ca", authority, "--token", "wrong")
+        monkeypatch.setenv("KESTREL_GRPC_TOKEN", "secret")
+        monkeypatch.setenv("KESTREL_GRPC_TLS_CA", authority)
+        by_environment = await ask_on_the_command_line(rig.address)
     assert (by_flag.stdout, by_flag.stderr) == ("a kestrel\n", "")
     assert by_environment.stdout == "a kestrel\n"
     assert without.returncode == 1
@@ -243,13 +245,18 @@ async def test_the_command_line_says_in_one_line_what_is_wrong_with_the_encrypti
     stranger = tmp_path / "stranger.pem"
     trustme.CA().cert_pem.write_to_path(str(stranger))
     async with serving(**files) as rig:
-        plain = await asyncio.to_thread(ask_on_the_command_line, rig.address)
-        untrusted = await asyncio.to_thread(ask_on_the_command_line, rig.address, "--tls-ca", str(stranger))
-        told_more = await asyncio.to_thread(
-            lambda: ask_on_the_command_line(rig.address, "--tls-ca", str(stranger), GRPC_VERBOSITY="INFO")
-        )
+        plain = await ask_on_the_command_line(rig.address)
+        untrusted = await ask_on_the_command_line(rig.address, "--tls-ca", str(stranger))
+        # In processes of their own: gRPC reads the variable while it is imported.
+        query = [sys.executable, "-m", "kestrel_grpc", "query", "-", "?", "--address", rig.address]
+        query += ["--tls-ca", str(stranger)]
+        environment = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
+        told_little, told_more = [
+            await asyncio.to_thread(subprocess.run, query, capture_output=True, text=True, env=environment | more)
+            for more in ({}, {"GRPC_VERBOSITY": "INFO"})
+        ]
     async with serving() as rig:
-        encrypted = await asyncio.to_thread(ask_on_the_command_line, rig.address, "--tls-ca", str(stranger))
+        encrypted = await ask_on_the_command_line(rig.address, "--tls-ca", str(stranger))
         address = rig.address
     assert "speaks TLS only; give its CA by tls_ca, --tls-ca" in plain.stderr
     assert "is not trusted: " in untrusted.stderr
@@ -257,7 +264,8 @@ async def test_the_command_line_says_in_one_line_what_is_wrong_with_the_encrypti
         encrypted.stderr
         == f"kestrel-grpc: {address} speaks no TLS; leave out https://, tls_ca, --tls-ca and KESTREL_GRPC_TLS_CA\n"
     )
-    for done in (plain, untrusted, encrypted):
+    assert told_little.stderr == untrusted.stderr
+    for done in (plain, untrusted, encrypted, told_little):
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
     assert "Handshake failed" in told_more.stderr, "lines of gRPC's core are there for whoever asks for them"
 
@@ -271,12 +279,10 @@ async def test_the_command_line_shows_a_certificate_to_a_server_that_asks_for_on
     leaf.private_key_pem.write_to_path(key)
     connection = ("--token", "secret", "--tls-ca", authority)
     async with serving(**files, tls_client_ca=str(tmp_path / "clients.pem")) as rig:
-        with_it = await asyncio.to_thread(
-            ask_on_the_command_line,
-            rig.address,
-            *(*connection, "--tls-client-certificate", certificate, "--tls-client-key", key),
+        with_it = await ask_on_the_command_line(
+            rig.address, *connection, "--tls-client-certificate", certificate, "--tls-client-key", key
         )
-        without = await asyncio.to_thread(ask_on_the_command_line, rig.address, *connection)
+        without = await ask_on_the_command_line(rig.address, *connection)
     assert (with_it.stdout, with_it.stderr) == ("a kestrel\n", "")
     assert "give tls_client_certificate and tls_client_key" in without.stderr
 
@@ -290,23 +296,17 @@ async def test_the_command_line_shows_a_certificate_to_a_server_that_asks_for_on
         (["--prot", "1"], "--prot"),
     ],
 )
-def test_what_cannot_be_served_is_told_in_a_line_and_with_status_two(arguments, problem):
-    command = [sys.executable, "-m", "kestrel_grpc", "serve", "--model", "x", "--port", "0", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert problem in done.stderr.splitlines()[-1]
+def test_what_cannot_be_served_is_told_in_a_line_and_with_status_two(arguments, problem, capsys):
+    assert main(["serve", "--model", "x", "--port", "0", *arguments]) == 2
+    assert problem in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_token_is_made_on_the_command_line(tmp_path):
-    command = [sys.executable, "-m", "kestrel_grpc", "token", "new"]
-    made = subprocess.run(
-        [*command, "alice", "--scope", "admin", "--scope", "infer", "--scope", "images"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    (tmp_path / "tokens.toml").write_text(made.stderr)
+def test_a_token_is_made_on_the_command_line(tmp_path, capsys):
+    command = ["token", "new"]
+    assert main([*command, "alice", "--scope", "admin", "--scope", "infer", "--scope", "images"]) == 0
+    made = capsys.readouterr()
+    (tmp_path / "tokens.toml").write_text(made.err)
     (token,) = read_tokens(tmp_path / "tokens.toml").values()
     assert (token.name, token.scopes) == ("alice", frozenset(Scope))
-    assert hash_of(made.stdout.strip()) == token.sha256
-    assert subprocess.run([*command, "a b"], capture_output=True, check=False).returncode == 2
+    assert hash_of(made.out.strip()) == token.sha256
+    assert main([*command, "a b"]) == 2

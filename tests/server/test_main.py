@@ -145,6 +145,6 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
 
 
 def test_asking_a_server_does_not_load_the_model_libraries() -> None:
-    code = "import sys; from kestrel_grpc.__main__ import main; print('torch' in sys.modules)"
+    code = "import sys; import kestrel_grpc.cli.commands; print('torch' in sys.modules)"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert printed.stdout.strip() == "False"

@@ -14,7 +14,18 @@ from kestrel_runtime.api.errors import (
     QueueTimeout,
     RequestRefused,
 )
-from kestrel_runtime.api.requests import Request
+from kestrel_runtime.api.requests import (
+    BoxRef,
+    Caption,
+    Detect,
+    Gaze,
+    Point,
+    PointRef,
+    Query,
+    Request,
+    SamplingParams,
+    Segment,
+)
 from tests.fakes import HOLD, SKILLS, FakeEngine, answers, fails
 
 IMAGE = b"an encoded image"
@@ -41,6 +52,19 @@ class Ask:
     is_streamed: bool = False
     token: str | None = "alice"
     timeout_s: float | None = None
+
+    def request(self) -> Request:
+        """What must reach the engine, apart from its options."""
+        refs = tuple(PointRef(*ref) if len(ref) == 2 else BoxRef(*ref) for ref in self.refs)
+        shared: Any = {"image": self.image, "sampling": SamplingParams(**self.sampling)}
+        if self.skill == "query":
+            return Query(self.text, reasoning=self.reasoning, spatial_refs=refs, **shared)
+        if self.skill == "caption":
+            return Caption(length=self.text, **shared)
+        if self.skill == "gaze":
+            return Gaze(eye=PointRef(*self.refs[0]), **shared)
+        kind = {"point": Point, "detect": Detect, "segment": Segment}[self.skill]
+        return kind(self.text, max_objects=self.max_objects, spatial_refs=refs, **shared)
 
 
 @dataclass(frozen=True)
@@ -98,7 +122,7 @@ CASES = (
         {**_ANSWER, "reasoning": REASONING},
     ),
     Case("a question with all settings", Ask(sampling=_ALL), _ANSWER),
-    Case("a question about a place", Ask(refs=((0.5, 0.25), (0.1, 0.2, 0.3, 0.4))), _ANSWER),
+    Case("a question about a place", Ask(refs=((0.5, 0.25), (0.125, 0.25, 0.375, 0.5))), _ANSWER),
     Case("a large image", Ask(image=bytes(range(256)) * 4000), _ANSWER),
     Case("a short caption", Ask("caption", "short"), {"caption": "a short kestrel"}),
     Case("a streamed caption", Ask("caption", "long", is_streamed=True), {"caption": "a long kestrel"}),
@@ -125,7 +149,7 @@ CASES = (
     ),
     Case(
         "a place outside of the image",
-        Ask(refs=((0.5, 2.0), (0.1, 0.2, 0.3, 0.4))),
+        Ask(refs=((0.5, 2.0), (0.125, 0.25, 0.375, 0.5))),
         reason=_INVALID,
         fields=("spatial_refs[0].point.y",),
     ),

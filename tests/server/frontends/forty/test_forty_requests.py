@@ -1,14 +1,16 @@
-"""The same forty requests through every frontend: answer, status, shape of errors, headers and metrics."""
+"""The same forty requests through every frontend: what the engine gets, and what caller and metrics are told."""
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kestrel_grpc.wire.errors import ERRORS, INTERNAL
 from kestrel_runtime.api.engine import EngineStatus
+from kestrel_runtime.api.requests import RequestOptions
 from tests.server.frontends.forty.cases import CASES, Case
 from tests.server.frontends.forty.columns import REQUEST_ID, Column, Rig, Told, serving_all
 from tests.server.frontends.forty.grpc_column import GrpcColumn
@@ -44,6 +46,9 @@ async def test_a_request_ends_as_the_mapping_has_it(case: Case, column: Column, 
             assert (await column.call(rig, case.ask)).reason == "OK"
         told = await column.call(rig, case.ask)
         compare(told, case, column)
+        if case.reason == "OK":
+            (request,) = engine.requests
+            assert replace(request, options=RequestOptions()) == case.ask.request()
         code = "OK" if case.reason == "OK" else ROWS[case.reason].code.name
         await counted(rig, column, case, code, case.reason)
 

@@ -24,7 +24,7 @@ from kestrel_runtime.api.events import (
     Timing,
     Usage,
 )
-from kestrel_runtime.api.requests import Caption, Detect, Gaze, Point, PointRef, Query, Segment
+from kestrel_runtime.api.requests import Caption, Query, Segment
 from tests.fakes import FakeEngine
 from tests.server.serving import IMAGE, serving
 
@@ -105,30 +105,6 @@ async def test_unary_twins_return_what_the_streams_complete_with() -> None:
         )
     assert complete_query.result == query.completed
     assert complete_caption.result == caption.completed
-
-
-async def test_skills_that_find_answer_in_one_message() -> None:
-    fields: Any = {"object": "bird", "image": IMAGE}
-    async with serving() as rig:
-        points = await rig.vision.Point(wire.PointRequest(**fields, max_objects=2))
-        boxes = await rig.vision.Detect(wire.DetectRequest(**fields))
-        outlines = await rig.vision.Segment(wire.SegmentRequest(**fields))
-    assert rig.engine.requests == [
-        Point("bird", IMAGE.data, max_objects=2),
-        Detect("bird", IMAGE.data),
-        Segment("bird", IMAGE.data),
-    ]
-    assert [(point.x, point.y) for point in points.points] == [(0.5, 0.25), (0.75, 0.5)]
-    assert boxes.objects[0].box.x_max == 0.5
-    assert outlines.segments[0].svg_path == "M 0 0 L 1 1 z"
-    assert {points.info.model, boxes.info.model, outlines.info.model} == {"fake"}
-
-
-async def test_a_gaze_is_followed_to_its_target() -> None:
-    async with serving() as rig:
-        gaze = await rig.vision.Gaze(wire.GazeRequest(image=IMAGE, eye={"x": 0.5, "y": 0.25}))
-    assert rig.engine.requests == [Gaze(IMAGE.data, PointRef(0.5, 0.25))]
-    assert (gaze.target.x, gaze.target.y, gaze.info.model) == (0.25, 0.75, "fake")
 
 
 def test_a_gaze_without_a_target_has_none() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import grpc
 import pytest
@@ -11,15 +10,10 @@ import pytest
 from kestrel_runtime.api.errors import ImageError
 from kestrel_runtime.api.requests import (
     BoxRef,
-    Caption,
-    Detect,
-    Point,
-    PointRef,
     Priority,
     Query,
     RequestOptions,
     SamplingParams,
-    Segment,
 )
 from tests.fakes import HOLD, FakeEngine, fails
 from tests.fakes import answers as scripted
@@ -50,41 +44,10 @@ async def test_one_request_has_one_answer() -> None:
     }
 
 
-async def test_every_skill_takes_its_inputs() -> None:
-    objects: Any = {"OBJECT": "bird", "IMAGE": IMAGE}
+async def test_a_question_may_be_about_boxes() -> None:
     async with serving() as rig:
-        triton = TritonStub(rig.channel)
-        caption = await triton.ModelInfer(infer(SKILL="caption", IMAGE=IMAGE, LENGTH="short"))
-        points = await triton.ModelInfer(infer(SKILL="point", SPATIAL_REFS=[[0.5, 0.25]], MAX_OBJECTS=2, **objects))
-        boxes = await triton.ModelInfer(infer(SKILL="detect", **objects))
-        outlines = await triton.ModelInfer(infer(SKILL="segment", **objects))
-        thought = await triton.ModelInfer(
-            query(
-                REASONING=True,
-                TEMPERATURE=0.5,
-                TOP_P=0.25,
-                MAX_TOKENS=9,
-                SPATIAL_REFS=[[0.0, 0.0, 0.5, 1.0]],
-                STREAM=False,
-            )
-        )
-    sampling = SamplingParams(temperature=0.5, top_p=0.25, max_tokens=9)
-    assert rig.engine.requests == [
-        Caption(IMAGE, "short"),
-        Point("bird", IMAGE, max_objects=2, spatial_refs=(PointRef(0.5, 0.25),)),
-        Detect("bird", IMAGE),
-        Segment("bird", IMAGE),
-        Query("?", IMAGE, reasoning=True, spatial_refs=(BoxRef(0.0, 0.0, 0.5, 1.0),), sampling=sampling),
-    ]
-    assert facts(caption)["caption"] == "a short kestrel"
-    assert facts(points)["points"] == [{"x": 0.5, "y": 0.25}, {"x": 0.75, "y": 0.5}]
-    box = {"x_min": 0.125, "y_min": 0.25, "x_max": 0.5, "y_max": 0.75}
-    assert facts(boxes)["objects"] == [box]
-    assert facts(outlines)["segments"] == [{"svg_path": "M 0 0 L 1 1 z", "bbox": box, "partial": False}]
-    assert facts(thought)["reasoning"] == {
-        "text": "A bird.",
-        "grounding": [{"start_idx": 2, "end_idx": 6, "points": [{"x": 0.5, "y": 0.25}]}],
-    }
+        await TritonStub(rig.channel).ModelInfer(query(SPATIAL_REFS=[[0.0, 0.0, 0.5, 1.0]], STREAM=False))
+    assert rig.engine.requests == [Query("?", IMAGE, spatial_refs=(BoxRef(0.0, 0.0, 0.5, 1.0),))]
 
 
 async def test_inputs_may_be_in_typed_contents() -> None:
