@@ -79,6 +79,7 @@ class Server:
         )
         self._maintenance = None if at_rest is None else Maintenance(engine, at_rest)
         self._images = images or _images(config)
+        self._submission = Submission(engine, self._images, self._store, model_names=config.served_model_name or ())
         self._triton = self._triton_service() if config.triton else None
         self._call_log = CallLog()
         self._groups = CallGroups(engine, config, self._access, self._observers())
@@ -89,7 +90,7 @@ class Server:
             self._access,
             self._groups,
             self._readiness,
-            self._images,
+            self._submission,
             self._store,
             certificate,
             () if self._triton is None else (self._triton,),
@@ -245,13 +246,11 @@ class Server:
             info.config.max_image_bytes,
             None if config.tokens is None else self._access.namespaces,
         )
-        submission = Submission(self._engine, self._images, model_names=self._config.served_model_name or ())
-        return TritonService(submission, self._readiness, memory, info.model)
+        return TritonService(self._submission, self._readiness, memory, info.model)
 
     def _http_frontend(self, certificate: CertificateFiles | None) -> HttpFrontend:
         info = self._engine.info
-        names = self._config.served_model_name or ()
-        submission = Submission(self._engine, self._images, self._store, model_names=names)
+        submission, names = self._submission, self._config.served_model_name or ()
         intake = None if self._store is None else ImageIntake(self._engine, self._store)
         max_image_bytes = info.config.max_image_bytes
         services = (

@@ -32,7 +32,6 @@ from kestrel_grpc.frontends.grpc.ports import open_port, open_unix_socket, serve
 from kestrel_grpc.frontends.grpc.reflection import add_reflection
 from kestrel_grpc.frontends.grpc.vision_service import VisionService
 from kestrel_grpc.images.image_store import ImageStore
-from kestrel_grpc.images.image_uris import ImageSource
 from kestrel_grpc.wire.call_admission import CallAdmission
 from kestrel_grpc.wire.call_groups import CallGroups
 from kestrel_grpc.wire.errors import CallFailure
@@ -79,7 +78,7 @@ class GrpcFrontend:
         access: Access,
         groups: CallGroups,
         readiness: Readiness,
-        images: ImageSource,
+        submission: Submission,
         store: ImageStore | None,
         certificate: CertificateFiles | None,
         foreign: Sequence[ForeignService] = (),
@@ -97,7 +96,6 @@ class GrpcFrontend:
         self._config = config
         self._groups = groups
         self._certificate = certificate
-        submission = Submission(engine, images, store, model_names=config.served_model_name or ())
         self._vision = VisionService(submission, engine.info.model)
         self._images = None if store is None else ImageService(engine, store)
         self._operations = EngineService(
