@@ -1,4 +1,4 @@
-"""Whether a TCP port or a Unix socket can be listened on."""
+"""Checks whether a TCP port or a Unix socket can be listened on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class PortUnavailable(Exception):
 
 
 def require_free_port(host: str, port: int) -> None:
-    """Raise `PortUnavailable` where the port cannot be listened on, for a check before a model is loaded."""
+    """Raise `PortUnavailable` if the port cannot be listened on. Lets a start fail before a model is loaded."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -32,7 +32,7 @@ def address_of(host: str, port: int) -> str:
 
 
 def require_free_socket(path: Path) -> None:
-    """Raise `PortUnavailable` where the path is taken. gRPC replaces a socket that no server listens on."""
+    """Raise `PortUnavailable` if the path is taken. gRPC replaces a socket on which no server listens."""
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:

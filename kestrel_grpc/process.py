@@ -36,7 +36,7 @@ _STANDARD_ERROR = 2
 
 
 def raise_descriptor_limit() -> None:
-    """Allow this process `MAX_DESCRIPTORS` open files and connections, or as many as the system lets it have.
+    """Let this process have `MAX_DESCRIPTORS` open files and connections, or as many as the system allows.
 
     Services often start with a limit of 1024 although the system allows more.
     """

@@ -46,9 +46,9 @@ class Server:
     """Serves an engine that has been started. `stop` closes the engine too.
 
     `async with` starts and stops it, as tests do; `serve` runs until a signal, as the command does. Belongs to the
-    event loop that it was made on. Images that requests name by URI come from `images`; None means from where the
-    configuration says. `at_rest` runs in a thread of its own when calls have ended and none runs. Raises
-    `TokenFileError` or `CertificateError` where their files cannot be used.
+    event loop that it was made on. `images` fetches images that requests name by a URI; by default the
+    configuration decides. `at_rest` runs in a thread of its own while no call runs. Raises `TokenFileError` or
+    `CertificateError` if their files cannot be used.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Server:
 
     @property
     def has_closed(self) -> bool:
-        """Whether every connection has ended; after `stop` that may still be to come."""
+        """True once every connection has ended; `stop` may return first."""
         return self._frontend.has_closed
 
     async def start(self) -> None:
@@ -158,14 +158,14 @@ class Server:
     async def serve(self) -> bool:
         """Start, run until a signal or the engine's death, then shut down. A second signal stops at once.
 
-        True after a signal, False where the engine died, before or while the server drained.
+        Returns True after a signal, and False if the engine died, even while the server drained.
         """
         with _signals() as signals:
             died = self._death()
             await self.start()
             await asyncio.wait((signals.first, died), return_when=asyncio.FIRST_COMPLETED)
             if signals.first.done():
-                # Without a load balancer, as after Ctrl-C, there is nothing to wait for.
+                # Ctrl-C comes from a terminal, where no load balancer has to notice.
                 delay_s = self._config.withdrawal_delay if signals.first.result() is signal.SIGTERM else 0.0
                 leaving = asyncio.ensure_future(self._leave(died, delay_s))
                 await asyncio.wait((leaving, signals.second), return_when=asyncio.FIRST_COMPLETED)
@@ -324,10 +324,7 @@ def _certificate(config: ServerConfig) -> CertificateFiles | None:
 
 
 def require_usable(config: ServerConfig) -> None:
-    """Raise what a `Server` would raise, as far as that can be known before a model is loaded.
-
-    Raises `ConfigurationError` as well.
-    """
+    """Raise what a `Server` would raise, before a model is loaded. Also raises `ConfigurationError`."""
     adapters = config.engine.adapters
     if adapters is not None and not Path(adapters).is_dir():
         raise ConfigurationError((f"--adapters: there is no folder {adapters}",))

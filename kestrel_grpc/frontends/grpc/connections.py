@@ -1,13 +1,14 @@
-"""Closes connections of gRPC's servers, which gRPC itself offers no way to do.
+"""Closes connections of gRPC's servers. gRPC itself offers no way to do so, and there are three reasons:
 
-- When the server ends: gRPC resets the calls that arrive while it stops with CANCELLED, which clients do not retry.
-  On a closed connection they fail with UNAVAILABLE, which clients retry elsewhere.
-- When a caller does not read a large response: gRPC keeps the response in memory until the caller has read it.
-- When file descriptors run out: gRPC accepts no connection while there is none. A client whose idle connection is
-  closed connects again with its next call, without an error.
+- The server ends. While gRPC stops, it resets arriving calls with CANCELLED, which clients do not retry. On a
+  closed connection calls fail with UNAVAILABLE, which clients retry elsewhere.
+- A caller does not read a large response. gRPC keeps the response in memory until the caller has read it.
+- File descriptors run out. gRPC then accepts no further connection. A client whose idle connection is closed
+  connects again with its next call, without an error. gRPC can close connections after a fixed idle time
+  (`grpc.max_connection_idle_ms`), but new connections would have to wait for that time.
 
-gRPC accepts and closes connections in threads of its own and does not report them, so their sockets are found among
-the descriptors of this process.
+gRPC accepts and closes connections in threads of its own and does not report them. So this module finds their
+sockets among the descriptors of this process.
 """
 
 from __future__ import annotations
@@ -77,9 +78,10 @@ class Connections:
             _shut_down(item, socket.SHUT_WR)
 
     def expect_reader(self, num_bytes: int, peer: Callable[[], str]) -> None:
-        """The current task returns a response of this size, and is done when it is sent.
+        """Close the connection of the caller unless it reads the response in time.
 
-        `peer` returns gRPC's name of the caller. Its connection is closed where it does not read in time.
+        The current task returns a response of `num_bytes` and is done when the response is sent. `peer` returns
+        gRPC's name of the caller.
         """
         if num_bytes <= LARGE_BYTES:
             return
@@ -91,7 +93,7 @@ class Connections:
     def close_peer(self, peer: str) -> bool:
         """Close the connection of a peer, such as `ipv4:192.0.2.1:1234`.
 
-        False where there is none, as on a Unix socket.
+        Returns False if there is none, as on a Unix socket.
         """
         address = _address(peer)
         if address is None:
@@ -134,10 +136,10 @@ class Connections:
         return num_closed
 
     def _sockets(self, *, are_listening: bool) -> Iterator[socket.socket]:
-        """Sockets that listen, or connections. Each is valid until the next is asked for, and must not be closed.
+        """Listening sockets, or connections. Each is valid until the next is asked for, and must not be closed.
 
-        Each is a duplicate under a descriptor that is reserved for it: gRPC may close the original at any time, and
-        its number may then be that of another file. All other descriptors may be in use.
+        Each is duplicated to a reserved descriptor, because gRPC may close the original at any time and the system
+        may give its number to another file. This works even when all other descriptors are in use.
         """
         with self._lock:
             if self._reserved is None:
@@ -168,7 +170,7 @@ class Connections:
 
 
 def is_short_of_descriptors() -> bool:
-    """Whether nearly as many descriptors are open as this process may have."""
+    """True if this process may open few further descriptors, or none."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return False
@@ -181,7 +183,7 @@ def is_short_of_descriptors() -> bool:
 
 
 def _descriptors() -> Iterable[int]:
-    """The numbers of open descriptors, or of all that may be open where none is left to list them with."""
+    """The numbers of open descriptors; without a free descriptor to list them, all numbers up to the limit."""
     try:
         return [int(name) for name in os.listdir("/dev/fd")]
     except OSError:
@@ -190,7 +192,7 @@ def _descriptors() -> Iterable[int]:
 
 
 def _shut_down(item: socket.socket, how: int) -> bool:
-    """False where the peer has closed it."""
+    """Returns False if the peer has closed the connection."""
     try:
         item.shutdown(how)
     except OSError:
@@ -199,7 +201,7 @@ def _shut_down(item: socket.socket, how: int) -> bool:
 
 
 def _idle_s(item: socket.socket, busy_ports: Collection[int]) -> float:
-    """For how long nothing was sent or received; -1 where calls are open, or the connection has ended."""
+    """Seconds since something was sent or received; -1 if calls are open or the connection has ended."""
     try:
         if item.getpeername()[1] in busy_ports:
             return -1.0
@@ -227,6 +229,6 @@ def _remote_address(item: socket.socket) -> tuple[IPv4Address | IPv6Address, int
 
 
 def _plain(host: str) -> IPv4Address | IPv6Address:
-    """An address; one of IPv4 as such, also where the socket is one of IPv6."""
+    """Parse an address. An IPv6 socket shows the address of an IPv4 peer as a mapped one."""
     address = ip_address(host)
     return getattr(address, "ipv4_mapped", None) or address

@@ -42,14 +42,14 @@ from kestrel_runtime.api.engine import Engine
 _VISION: Any = vision_service_pb2.DESCRIPTOR
 _IMAGES: Any = image_service_pb2.DESCRIPTOR
 _ENGINE: Any = engine_service_pb2.DESCRIPTOR
-# gRPC may work for seconds on what a flood of calls has left on a connection, and cannot be told to stop.
+# After a flood of calls, gRPC may work for seconds on what is left of them. It cannot be told to stop.
 _CLOSING_S = 1.0
 
 _log = logging.getLogger(__name__)
 
 
 class ForeignService(Protocol):
-    """A service with a contract of others, which another frontend brings."""
+    """A service that another frontend adds to the gRPC servers, with a contract that is not ours."""
 
     name: str
     """As `package.Service`."""
@@ -57,18 +57,18 @@ class ForeignService(Protocol):
     """The descriptor of its file."""
 
     def handlers(self, groups: CallGroups) -> Iterable[tuple[CallAdmission, Mapping[str, grpc.RpcMethodHandler]]]:
-        """Its methods by name, with what admits them. They take a `CallContext` in place of gRPC's context."""
+        """Groups of methods by name, with their admissions. Methods take a `CallContext`, not gRPC's context."""
         ...
 
     def translate_failure(self, failure: CallFailure) -> CallFailure:
-        """A failure in its words."""
+        """The failure as clients of this service expect it."""
         ...
 
 
 class GrpcFrontend:
     """Serves `VisionService`, `ImageService`, `EngineService`, health and reflection, and the services `foreign`.
 
-    Belongs to the event loop of its calls. Where `store` is None there is no `ImageService`.
+    Belongs to the event loop of its calls. Without a `store` there is no `ImageService`.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class GrpcFrontend:
         self.admin_port: int | None = None
         """The port for operators; None where there is none, and before `start`."""
         self.has_closed = False
-        """Whether gRPC has ended every connection, which after `close` it may not have done yet."""
+        """True once gRPC has ended every connection; `close` may return first."""
         self._config = config
         self._groups = groups
         self._certificate = certificate
@@ -137,7 +137,7 @@ class GrpcFrontend:
         self._watch = asyncio.create_task(self._connections.watch_descriptors())
 
     async def close(self) -> None:
-        """Accept no connection and no call any more; calls that still run are cancelled. May be repeated."""
+        """Accept no further connection or call, and cancel calls that still run. May be repeated."""
         if self._closing is None:
             self._closing = asyncio.create_task(self._end_connections())
         # The caller may run out of time; the closing goes on.
@@ -158,7 +158,10 @@ class GrpcFrontend:
             stop.result()
 
     def _server(self, *files: Any) -> grpc.aio.Server:
-        """A server of the services in `files`, of health and of reflection. With `VisionService` go the foreign."""
+        """A server of the services in `files`, of health and of reflection.
+
+        The server of `VisionService` has the foreign services, too.
+        """
         server, groups = grpc.aio.server(options=server_options(self._config.max_message_bytes)), self._groups
 
         def with_admission(admission: CallAdmission) -> AdmittedServices:

@@ -17,7 +17,7 @@ from kestrel_grpc.wire.readiness import Readiness, ServiceUnknown
 
 
 class Health:
-    """All services have the same status. A `Watch` skips states that have passed before it could send them."""
+    """All services have the same status. `Watch` sends the latest status; a slow reader misses earlier ones."""
 
     def __init__(self, readiness: Readiness, services: Iterable[str]) -> None:
         self._readiness = readiness

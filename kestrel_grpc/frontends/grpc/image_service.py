@@ -31,11 +31,11 @@ from kestrel_runtime.api.fair_limit import FairLimit
 
 _NOT_SHA256 = "must be 64 lower-case hexadecimal digits"
 _MAX_SENT_AT_ONCE = 8
-"""Files that are on their way to callers: each is held until its caller has read it."""
+"""Files that are being sent: each stays in memory until its caller has read it."""
 
 
 class ImageService:
-    """Each upload is stored when all of it has come and has been checked; until then nothing of it is kept."""
+    """Stores an upload once it is complete and checked. Nothing of a failed upload is kept."""
 
     def __init__(self, engine: Engine, store: ImageStore) -> None:
         self._store = store
@@ -76,7 +76,7 @@ class ImageService:
         return wire.DeleteImageResponse()
 
     def _hold_place(self, principal: str) -> None:
-        """Count a file that is sent, until the call is over. Raises `TooManyCalls`."""
+        """Count a file that is being sent until the call ends. Raises `TooManyCalls`."""
         if not self._sending.take(principal):
             raise TooManyCalls(f"all of the {self._sending.limit} files that may be sent, or this caller's share")
         task = asyncio.current_task()
@@ -97,7 +97,7 @@ class ImageService:
 
 
 def upload_header(message: wire.UploadImageRequest | None, max_image_bytes: int) -> Announcement:
-    """The first message of an upload. Raises `InvalidRequest`, for a size above the limit as `ImageError`."""
+    """The first message of an upload. Raises `InvalidRequest`, or `ImageError` for a size above the limit."""
     if message is None or message.WhichOneof("part") != "header":
         raise InvalidRequest((Violation("header", "must come first"),))
     found = message.header
@@ -125,7 +125,7 @@ def upload_chunk(message: wire.UploadImageRequest) -> bytes:
 
 
 def put_image(message: wire.PutImageRequest) -> tuple[bytes, ImageHandle | None, Keeping]:
-    """An image in one message, and its handle where the caller says it. Raises `InvalidRequest`."""
+    """An image in one message, and its handle if the caller gives one. Raises `InvalidRequest`."""
     violations: list[Violation] = []
     data = message.data
     if not data:

@@ -1,8 +1,9 @@
 """Runs every gRPC method through `CallAdmission`: reads its message, writes its responses, aborts with a status.
 
-Every method is served as one that streams its requests, although most have exactly one. On the wire that is the
-same, but gRPC then reads no message by itself: the caller is authenticated from the headers before the message is
-received. Where a method takes one message, a second one is never read, and the end of the call discards it.
+Every method is registered as one that streams its requests, although most take exactly one message. On the wire
+this is the same, but gRPC then reads no message by itself, so that the caller is authenticated from the headers
+before its message is received. If a method takes one message, a second one is never read; the end of the call
+discards it.
 
 Response headers carry the request id and are sent with the first message: until then a refusal is a bare status,
 which clients may retry. Servicers take a `CallContext` in place of gRPC's context, so they can neither abort nor
@@ -54,10 +55,10 @@ _ServerStopped: type[Exception] = vars(cygrpc)["_ServerStoppedError"]
 
 
 class AdmittedServices:
-    """Stands in for the server where services are added: `add_…_to_server(servicer, this)` adds wrapped methods.
+    """Takes the place of the server in `add_…_to_server(servicer, server)` and adds wrapped methods to it.
 
-    It does the work of an interceptor once, at start. Methods go to the server as generic handlers only, since each
-    method that is registered by name slows down every call of all the others.
+    It wraps each method once, at start; an interceptor of gRPC would do so for each call. Methods are added as
+    generic handlers only, since each method that is registered by name slows down every call of all the others.
     """
 
     def __init__(
@@ -120,8 +121,8 @@ class AdmittedServices:
     def _upload(
         self, serve: Callable[[AsyncIterator[Message], CallContext], Awaitable[Message]], parse: Any
     ) -> _Answer:
-        """Many small messages are answered by one. All of them together count as one message that is received, with
-        one place and one timeout, and what the servicer has collected of them belongs to it."""
+        """Many small messages are answered by one. Together they count as one message, with one place and one
+        timeout, which last as long as the servicer collects them."""
         admission = self._admission
 
         async def messages(context: Context) -> AsyncGenerator[Message, None]:
@@ -137,7 +138,7 @@ class AdmittedServices:
 
         async def answer(context: Context, call: CallContext) -> Message:
             async def collect() -> Message:
-                # The task that reads the parts ends their generator: where time is short, that is another one.
+                # The task that reads the parts must close their generator; with a timeout that is another task.
                 async with aclosing(messages(context)) as parts:
                     return await serve(parts, call)
 
@@ -199,7 +200,7 @@ class AdmittedServices:
         return handle
 
     async def _abort(self, call: CallContext, context: Context, error: BaseException) -> None:
-        """End the call with the status of `error`. Returns only where the caller has to raise the error again."""
+        """End the call with the status of `error`. If this returns, the caller must raise the error again."""
         if isinstance(error, grpc.aio.InternalError):
             # A write to a client that has cancelled the call; sometimes it fails before gRPC cancels the task.
             self._admission.abandon(call)
@@ -254,7 +255,7 @@ def _one_to_many(
 def _many_to_many(
     serve: Callable[[AsyncIterator[Message], CallContext], AsyncGenerator[Message, None]], receive: _Receive
 ) -> _Begin:
-    """Many messages are answered by many. A caller that sends no further message in time ends the requests."""
+    """Many messages are answered by many. The requests end if no further message comes in time."""
 
     async def requests(context: Context, call: CallContext) -> AsyncIterator[Message]:
         is_first = True

@@ -1,9 +1,8 @@
 """Limits on serialized requests, checked before protobuf turns them into objects.
 
-A field that takes two bytes on the wire takes forty in memory, and checking it takes a microsecond: a message as
-large as an image could hold millions. So apart from the payload of one image a message is small, and it has few
-fields.
-Only the outermost fields and those around an image are visited, and no payload is copied.
+A field of two bytes on the wire takes forty in memory, and a microsecond to check: a message as large as an image
+could hold millions of them. So a message must be small apart from one image, and must have few fields.
+The check visits the outermost fields and those around an image only, and copies no payload.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _MAX_VARINT_BYTES = 10
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """A field that may hold an image. `is_image` where it holds nothing else, and nothing around the image."""
+    """A field that may hold an image. `is_image`: it holds the bytes of the image and nothing else."""
 
     is_image: bool
 

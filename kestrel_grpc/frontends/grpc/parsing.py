@@ -65,8 +65,10 @@ _DEFAULT_OPTIONS = RequestOptions()
 
 
 def image_reference(message: Any) -> ImageReference | None:
-    """What a message that has been converted has in place of the bytes of its image, which are a placeholder in the
-    request; None where it has the bytes or no image."""
+    """The address or the handle of the image; None if the message has the bytes of an image, or no image.
+
+    For a message that has been converted: its request then has a placeholder as its image.
+    """
     source = message.image.WhichOneof("source")
     if source == "uri":
         return ImageUri(message.image.uri)
@@ -76,10 +78,10 @@ def image_reference(message: Any) -> ImageReference | None:
 def new_request(
     kind: type[RequestT], message: Any, violations: list[Violation], *, needs_image: bool = True, **own: Any
 ) -> RequestT:
-    """A request of the fields that all messages share and of those that are its `own`.
+    """A request of the fields that all messages share and of its `own` fields.
 
-    Raises `InvalidRequest` with all violations: `violations`, which `own` have, then those of shared fields, then
-    those that the request finds.
+    Raises `InvalidRequest` with all violations: first `violations`, which the caller has found in `own`, then those
+    of shared fields, then those that the request finds.
     """
     options = _options(message, violations)
     own["image"] = _image(message, violations) if needs_image or message.HasField("image") else None
@@ -122,7 +124,7 @@ def constraint(message: generation_pb2.Constraint) -> Constraint:
 
 
 def seconds_of(duration: Duration) -> float | None:
-    """The length of a duration in seconds; None where it is not well formed."""
+    """The length of a duration in seconds; None if it is not well formed."""
     same_sign = duration.seconds == 0 or duration.nanos == 0 or (duration.seconds > 0) == (duration.nanos > 0)
     if not same_sign or abs(duration.nanos) >= 10**9 or abs(duration.seconds) > _MAX_DURATION_S:
         return None

@@ -16,7 +16,7 @@ from kestrel_grpc.listeners import PortUnavailable, address_of, require_free_por
 MAX_CONCURRENT_STREAMS = 100
 """Calls that one connection may have open. Further ones wait in the client, which is told the number at first."""
 MAX_DEALLOCATING_STREAMS = 200
-"""Calls that one connection may have ended or reset and the server has not let go of. Further ones are refused."""
+"""Calls of one connection that have ended or were reset but still take memory. Further calls are refused."""
 MAX_PENDING_CALLS = 20_000
 """Calls of all connections that wait for the event loop."""
 UNREAD_BYTES = 256 * 1024
@@ -26,7 +26,7 @@ MAX_PING_STRIKES = 100
 sends seven at once after a minute of network delay; a hundred are a flood."""
 _MIN_PING_INTERVAL_MS = 10_000
 _IDENTITY_ONLY = 1
-# Every user who may write to the socket may call: only its owner and its group.
+# Whoever may write to the socket may call: its owner and its group.
 _SOCKET_MODE = 0o660
 
 
@@ -91,7 +91,7 @@ def open_unix_socket(server: grpc.aio.Server, path: Path) -> None:
 
 
 def server_credentials(certificate: CertificateFiles) -> grpc.ServerCredentials:
-    """Credentials that follow their files: each new connection gets the certificate that is in the files then."""
+    """Credentials that follow their files: each new connection gets the certificate that the files hold then."""
 
     served = certificate.value
 

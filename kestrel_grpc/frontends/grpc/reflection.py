@@ -57,10 +57,7 @@ def _as_v1(file: Any) -> FileDescriptorProto:
 
 
 class CommentedPool:
-    """A pool of descriptors whose files are served with the comments of the contract.
-
-    It has what `grpc_reflection` asks of a pool.
-    """
+    """A pool of descriptors whose files have the comments of the contract, as far as `grpc_reflection` uses it."""
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool

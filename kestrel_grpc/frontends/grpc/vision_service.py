@@ -83,7 +83,7 @@ class VisionService:
 
 
 def _parsed(parse: Callable[[Any], Request], message: Any) -> tuple[Request, ImageReference | None]:
-    """The request, and what its message has in place of the bytes of its image."""
+    """The request, and the address or handle of its image, if it has one."""
     return parse(message), parsing.image_reference(message)
 
 
@@ -242,7 +242,7 @@ def segment_event(event: Event, request_id: str, model: str) -> wire.StreamSegme
 
 
 def gaze(message: wire.GazeRequest) -> Gaze:
-    """A look to follow."""
+    """The eye whose look is followed."""
     violations = [] if message.HasField("eye") else [Violation("eye", "is required")]
     return parsing.new_request(Gaze, message, violations, eye=PointRef(message.eye.x, message.eye.y))
 
@@ -254,7 +254,7 @@ def gaze_response(finished: Finished, request_id: str, model: str) -> wire.GazeR
 
 
 def _stream_violations(message: Any) -> list[Violation]:
-    """The breach of asking for several samples in a stream, which has one."""
+    """The violation of asking for several samples in a stream, which has one."""
     if isinstance(message, wire.QueryRequest | wire.CaptionRequest) and message.sampling.n > 1:
         return [Violation("sampling.n", "must be 1 in a stream")]
     return []
@@ -277,9 +277,9 @@ def _expect(finished: Finished, output_type: type[Any]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """One RPC. `render` takes an event, the id of the request and the name of the model, and makes a response.
+    """One RPC. `render` converts an event, the id of the request and the name of the model to a response.
 
-    It is given every event of the request if `is_streamed`, and the last one otherwise.
+    It gets every event of the request if `is_streamed`, and otherwise the last one.
     """
 
     rpc: str

@@ -29,7 +29,7 @@ _Message = wire.ModelStreamInferResponse
 class Inference:
     """Each request of a stream is a call of its own, admitted by `requests`. `served` is the engine's model.
 
-    While `is_crowded` says so, a stream reads its next request when those that it has brought have ended.
+    While `is_crowded` returns True, a stream reads its next request when one of its running requests has ended.
     """
 
     def __init__(
@@ -128,12 +128,12 @@ class _Responses:
         return await self._queue.get()
 
     async def wait_until_taken(self, index: int) -> None:
-        """Wait until the message of a request is held no longer."""
+        """Wait until the engine has a request, so that its message is held no longer."""
         self._taken[index] = asyncio.Event()
         await self._taken[index].wait()
 
     def has_taken(self, index: int) -> None:
-        """The message of a request is held no longer."""
+        """Called when the engine has a request, or the request has failed."""
         event = self._taken.pop(index, None)
         if event is not None:
             event.set()
@@ -150,7 +150,7 @@ class _RequestStream:
         self._requests: set[asyncio.Task[None]] = set()
 
     async def responses(self, messages: AsyncIterator[wire.ModelInferRequest]) -> AsyncGenerator[_Message, None]:
-        """The responses of all requests. Requests that still run when the caller goes are cancelled."""
+        """The responses of all requests. If the caller leaves, requests that still run are cancelled."""
         reading = asyncio.create_task(self._read(messages))
         try:
             while (item := await self._out.get()) is not None:
@@ -186,6 +186,6 @@ class _RequestStream:
 
 
 def _limit(call: CallContext, timeout_s: float | None) -> None:
-    """Let the deadline be no later than the timeout that a request brings."""
+    """Bring the deadline forward to the timeout of the request."""
     if timeout_s is not None:
         call.deadline_s = timeout_s if call.deadline_s is None else min(call.deadline_s, timeout_s)

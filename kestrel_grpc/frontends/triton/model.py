@@ -55,7 +55,7 @@ INPUTS: Mapping[str, Input] = MappingProxyType(
 
 
 def require_model(name: str, version: str, served: str) -> None:
-    """Raise `ModelNotFound` unless this names the model, as Triton's clients do or by the name that is `served`."""
+    """Raise `ModelNotFound` unless `name` is `MODEL` or `served`, the engine's name of the model."""
     if name not in (MODEL, served):
         raise ModelNotFound(name)
     if version not in ("", VERSION):

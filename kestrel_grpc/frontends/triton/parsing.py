@@ -60,7 +60,7 @@ def wants_empty_final(message: wire.ModelInferRequest) -> bool:
 
 
 async def infer_request(message: wire.ModelInferRequest, served: str, read_region: ReadRegion) -> InferRequest:
-    """Raises `ModelNotFound`, `Unsupported` and `InvalidRequest`, the last with all problems of one kind."""
+    """Raises `ModelNotFound`, `Unsupported`, and `InvalidRequest` with all problems of one kind."""
     require_model(message.model_name, message.model_version, served)
     _check_outputs(message)
     violations: list[Violation] = []
@@ -95,12 +95,12 @@ class _Tensors:
         self._violations = violations
 
     def value(self, name: str) -> Any:
-        """None where there is no such input."""
+        """None if there is no such input."""
         tensor = self._tensors.get(name)
         return None if tensor is None else tensor.elements[0]
 
     def text(self, name: str) -> str:
-        """Empty where there is no such input."""
+        """Empty if there is no such input."""
         try:
             return (self.value(name) or b"").decode()
         except UnicodeDecodeError:
@@ -108,11 +108,11 @@ class _Tensors:
             return "?"
 
     def image(self) -> bytes:
-        """Empty where there is none."""
+        """Empty if there is none."""
         return self.value("IMAGE") or b""
 
     def eye(self) -> PointRef:
-        """Of `gaze`."""
+        """The place of the eye, which `gaze` needs."""
         tensor = self._tensors.get("EYE")
         if tensor is None:
             self._violations.append(Violation("EYE", "is required"))
@@ -199,7 +199,7 @@ def _check_outputs(message: wire.ModelInferRequest) -> None:
 
 
 def _parameters(message: wire.ModelInferRequest, violations: list[Violation]) -> tuple[Priority, float | None]:
-    """The priority and the timeout in seconds. A parameter that is not known is refused, not ignored."""
+    """The priority, and the timeout in seconds. Unknown parameters are refused."""
     violations += [
         Violation(f"parameters.{shown(key)}", "is not a parameter of this server")
         for key in sorted(message.parameters)
@@ -211,7 +211,7 @@ def _parameters(message: wire.ModelInferRequest, violations: list[Violation]) ->
 
 
 def _integers(message: wire.ModelInferRequest, name: str, violations: list[Violation]) -> Iterator[int]:
-    """The value of a parameter that must be a whole number and not negative; none where it is not given."""
+    """Yields the value of a parameter, which must be a whole number of at least 0; nothing if it is not given."""
     if name not in message.parameters:
         return
     parameter = message.parameters[name]

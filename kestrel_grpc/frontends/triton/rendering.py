@@ -18,7 +18,7 @@ from kestrel_runtime.api.events import Finished, Output, SegmentOutput, TextChan
 
 FINAL = "triton_final_response"
 _LENGTH = struct.Struct("<I")
-# The inputs and parameters that the fields of a request come from.
+# The input of Triton for each field of a request.
 _NAMES: Mapping[str, str] = MappingProxyType(
     {
         "question": "QUESTION",
@@ -38,7 +38,7 @@ _VERSION = re.compile(r"(.*)/versions/(.*)", re.DOTALL)
 
 
 class ResponseRenderer:
-    """Makes the responses to one request, whose id and model name each of them repeats."""
+    """Makes the responses to one request. Each repeats the id and the model name of the request."""
 
     __slots__ = ("_id", "_model_name")
 

@@ -1,6 +1,6 @@
-"""`GRPCInferenceService`: readiness, descriptions, statistics and shared memory, and what is not supported.
+"""`GRPCInferenceService`: readiness, descriptions, statistics, shared memory, and refusals of what is unsupported.
 
-`inference.py` has the calls that run requests.
+`inference.py` has the two methods that run requests.
 """
 
 # ruff: noqa: N802 (methods bear the names of their RPCs)
@@ -159,7 +159,7 @@ class TritonService:
 
 
 class Statistics:
-    """Of the requests of all frontends. Belongs to the event loop of the calls."""
+    """Counts the requests of all frontends, and their time. Belongs to the event loop of the calls."""
 
     def __init__(self) -> None:
         self._stats = wire.ModelStatistics(name=MODEL, version=VERSION)

@@ -1,8 +1,8 @@
-"""Regions of POSIX shared memory that callers on this machine register, to put inputs there instead of in messages.
+"""Regions of POSIX shared memory, from which callers on this machine have inputs read instead of sending them.
 
-A region is read by copies from its file and never mapped, so that a caller who shortens the file cannot end the
-server with SIGBUS. Only callers whose connection comes from this machine may name regions, only objects whose name
-begins with the prefix of the server can be registered, and each caller has regions of its own.
+The server copies from the file of a region and never maps it, so that a caller who shortens the file cannot end the
+server with SIGBUS. Only callers on this machine may name regions. The name of a shared memory object must begin
+with the prefix of the server. Each caller has regions of its own.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Region:
 class SharedMemory:
     """The regions of all callers. Belongs to one event loop. Without a `prefix` there are none.
 
-    A read takes at most `max_image_bytes`, and the length that stands before an image.
-    `owners` tells the names of those who may call now; None where callers have no names.
+    A read takes at most `max_image_bytes` and the length before an image. `owners` returns the names of those who
+    may call now; None means that callers have no names.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class SharedMemory:
         regions[name] = Region(name, key, offset, num_bytes, descriptor)
 
     def unregister(self, call: CallContext, name: str = "") -> None:
-        """Forget the caller's region of this name, or all of them. One that does not exist is forgotten already."""
+        """Forget the caller's region of this name, or all of the caller's regions. An unknown name is no error."""
         self._check(call)
         regions = self._regions.get(call.principal, {})
         for item in (name,) if name else tuple(regions):
@@ -113,7 +113,7 @@ class SharedMemory:
     async def read(self, call: CallContext, name: str, offset: int, num_bytes: int) -> bytes:
         """A copy of a part of the caller's region.
 
-        Raises `ResourceMissing`, and `InvalidRequest`, also where the memory is shorter by now.
+        Raises `ResourceMissing`, and `InvalidRequest`, for example if the file has been shortened.
         """
         self._check(call)
         region = self._region(call, name)
@@ -121,7 +121,7 @@ class SharedMemory:
             raise _refusal("", f"Invalid offset + byte size for shared memory region: '{region.name}'")
         if num_bytes > self._max_bytes:
             raise _refusal("", f"must not exceed {self._max_bytes} bytes")
-        # A descriptor of its own: the region may be forgotten, and its number used again, while a thread reads.
+        # A separate descriptor: while a thread reads, the region may be forgotten and its number be used again.
         descriptor = os.dup(region.descriptor)
         try:
             # Shielded, since the thread closes the descriptor.

@@ -1,7 +1,7 @@
 """Reads input tensors: checks them against the model's inputs and converts their elements to Python values.
 
-Every problem of a message is reported at once, with `inputs[2]` or `raw_input_contents[0]` as its field. Knows
-nothing about what the inputs mean.
+It reports every problem of a message at once, with `inputs[2]` or `raw_input_contents[0]` as its field.
+`parsing.py` knows what the inputs mean.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Tensor:
 
 
 def shown(text: str) -> str:
-    """A value that a caller sent, short and in ASCII, so that it fits into a status."""
+    """A value from a caller, cut and in ASCII, so that it fits into a status."""
     return ascii(text[:_MAX_ECHO_CHARS])[1:-1][:_MAX_ECHO_CHARS]
 
 
