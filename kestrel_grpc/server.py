@@ -18,15 +18,16 @@ from kestrel_grpc.access.tls import CertificateFiles
 from kestrel_grpc.config.options import ConfigurationError, ServerConfig
 from kestrel_grpc.frontends.grpc.frontend import GrpcFrontend
 from kestrel_grpc.frontends.http.frontend import HttpFrontend
+from kestrel_grpc.frontends.http.probes import ProbePort, Probes
 from kestrel_grpc.frontends.openai.service import OpenAiService
 from kestrel_grpc.frontends.rest.service import RestService
 from kestrel_grpc.frontends.triton.service import TritonService
 from kestrel_grpc.frontends.triton.shared_memory import SharedMemory
 from kestrel_grpc.images.image_store import CachePurges, ImageIntake, ImageStore, StoreLimits
 from kestrel_grpc.images.image_uris import ImageSource, NoRemoteImages, RemoteImagesUnavailable
-from kestrel_grpc.listeners import PortUnavailable, address_of, require_free_port, require_free_socket
+from kestrel_grpc.listeners import address_of, require_free_port, require_free_socket
 from kestrel_grpc.maintenance import Maintenance
-from kestrel_grpc.telemetry.logs import CallLog, announce
+from kestrel_grpc.telemetry.logs import announce
 from kestrel_grpc.telemetry.telemetry import Telemetry
 from kestrel_grpc.wire.call_admission import Observer
 from kestrel_grpc.wire.call_groups import CallGroups
@@ -75,13 +76,13 @@ class Server:
             config,
             CacheLoad if self._store is None else self._store.load,
             instance_id=self.instance_id,
-            is_ready=lambda: self._readiness.is_ready,
         )
+        self._probes = Probes(engine, self._readiness, self._telemetry.metrics_text)
+        self._probe_port = None if config.metrics_port is None else ProbePort(self._probes)
         self._maintenance = None if at_rest is None else Maintenance(engine, at_rest)
         self._images = images or _images(config)
         self._submission = Submission(engine, self._images, self._store, model_names=config.served_model_name or ())
         self._triton = self._triton_service() if config.triton else None
-        self._call_log = CallLog()
         self._groups = CallGroups(engine, config, self._access, self._observers())
         certificate = _certificate(config)
         self._frontend = GrpcFrontend(
@@ -122,7 +123,7 @@ class Server:
     @property
     def metrics_port(self) -> int | None:
         """The port of metrics and probes; None where there is none, and before `start`."""
-        return self._telemetry.port
+        return None if self._probe_port is None else self._probe_port.port
 
     @property
     def has_closed(self) -> bool:
@@ -138,11 +139,10 @@ class Server:
         self._watches.append(asyncio.create_task(self._access.watch()))
         if self._store is not None:
             self._watches.append(asyncio.create_task(self._store.watch()))
-        try:
-            self._telemetry.open()
-        except OSError as error:
-            address = address_of(config.metrics_host, config.metrics_port or 0)
-            raise PortUnavailable(f"cannot listen on {address}: {error.strerror}") from error
+        if self._probe_port is not None:
+            await self._probe_port.start(config.metrics_host, config.metrics_port or 0)
+            address = address_of(config.metrics_host, self.metrics_port or 0)
+            _log.info("metrics and probes on http://%s", address)
         info = self._engine.info
         address = address_of(config.host, self.port or 0)
         announce(f"kestrel-grpc serves {info.model} on {address} ({info.device}, {info.dtype})")
@@ -214,8 +214,9 @@ class Server:
             watch.cancel()
         if self._maintenance is not None:
             self._maintenance.close()
-        self._call_log.close()
-        await asyncio.to_thread(self._telemetry.close)
+        if self._probe_port is not None:
+            await self._probe_port.close()
+        await self._telemetry.close()
 
     async def _leave(self, died: asyncio.Future[None], delay_s: float) -> None:
         """The lame-duck period, which ends early if the engine dies, and then the draining."""
@@ -257,20 +258,12 @@ class Server:
             RestService(submission, info.model, intake, max_image_bytes=max_image_bytes),
             OpenAiService(submission, self._engine, model_names=names, max_image_bytes=max_image_bytes),
         )
-        return HttpFrontend(
-            self._engine,
-            self._config,
-            self._groups,
-            self._readiness,
-            services,
-            certificate,
-            self._telemetry.metrics_text,
-        )
+        return HttpFrontend(self._engine, self._config, self._groups, services, certificate, self._probes)
 
     def _observers(self) -> Sequence[Observer]:
         at_rest = () if self._maintenance is None else (self._maintenance.note,)
         statistics = () if self._triton is None else (self._triton.statistics.record,)
-        return (*self._telemetry.observers, *at_rest, self._call_log.record, *statistics)
+        return (*self._telemetry.observers, *at_rest, *statistics)
 
     def _death(self) -> asyncio.Future[None]:
         """Done when the engine dies."""

@@ -246,7 +246,7 @@ class ServerConfig:
     metrics_port: int | None = option(
         None,
         whole_number(0, 65_535),
-        "port of `/metrics`, `/healthz` and `/readyz` over HTTP; 0 takes a free one and logs it",
+        "port of `/metrics`, `/healthz`, `/livez` and `/readyz` over HTTP; 0 takes a free one and logs it",
         default_text="none",
     )
     metrics_host: str = option("127.0.0.1", some_text, "address that the metrics port listens on")

@@ -1,32 +1,35 @@
-"""Defines every metric once (name, kind, unit, help, labels, buckets), and records calls in them.
+"""Defines every metric once, with the function that reads it, and records calls in them.
 
 Names follow the OpenTelemetry conventions for RPC and generative AI where those have one; the others begin with
-`kestrel`. Values are kept in a registry of Prometheus' client: nothing runs between scrapes, and OTLP collectors
-scrape the same text.
+`kestrel`. Histograms are updated when a call ends; every other metric has a function that reads it at each scrape.
+Nothing runs between scrapes, and OTLP collectors scrape the same text.
 `python -m kestrel_grpc.telemetry.metrics` prints the table for the documentation.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
 from typing import NamedTuple
 
-from prometheus_client import CollectorRegistry, Counter, ProcessCollector, disable_created_metrics
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from kestrel_grpc import __version__
 from kestrel_grpc.telemetry.device_reading import DeviceReading, device_reader
 from kestrel_grpc.telemetry.histograms import Histogram, Series
+from kestrel_grpc.telemetry.logs import dropped_lines
 from kestrel_grpc.wire.call_context import CallContext, Outcome
-from kestrel_runtime.api.adapters import AdapterLoad
-from kestrel_runtime.api.engine import CacheLoad, Engine, EngineStatus, Load, MemoryPlan
+from kestrel_runtime.api.engine import CacheLoad, Engine, EngineInfo, EngineStatus, Load
 from kestrel_runtime.api.events import Finished
 
 PROVIDER = "kestrel"
+_MAX_NAMED_ADAPTERS = 64
+"""Each has a series of its own; the requests of further adapters are counted together."""
 
 
 class Kind(Enum):
@@ -38,8 +41,30 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Definition:
-    """One metric under its OpenTelemetry name, its unit in UCUM."""
+class Reading:
+    """What metrics are read from at one scrape."""
+
+    info: EngineInfo
+    status: EngineStatus
+    load: Load
+    caches: Mapping[str, CacheLoad]
+    """By tier."""
+    device: DeviceReading | None
+    """None without a GPU, and where it cannot be read."""
+    failed: Mapping[tuple[str, ...], int]
+    """Calls that failed, by method and reason."""
+    adapter_requests: Mapping[str, int]
+    num_restarts: int
+
+
+Value = float | None
+Read = Callable[[Reading], Value | Mapping[str, Value] | Mapping[tuple[str, ...], Value]]
+"""Reads a metric: a number, or numbers by the value of its label, or of its labels. None where there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric under its OpenTelemetry name, its unit in UCUM. Histograms are recorded and have no `read`."""
 
     name: str
     kind: Kind
@@ -47,6 +72,7 @@ class Definition:
     help: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
+    read: Read | None = None
 
     @property
     def prometheus_name(self) -> str:
@@ -58,6 +84,11 @@ class Definition:
     def prometheus_labels(self) -> tuple[str, ...]:
         """`rpc.method` → `rpc_method`."""
         return tuple(_underscored(label) for label in self.labels)
+
+    def family(self) -> CounterMetricFamily | GaugeMetricFamily:
+        """The metric without samples, as Prometheus' client has it."""
+        kind = CounterMetricFamily if self.kind is Kind.COUNTER else GaugeMetricFamily
+        return kind(self.prometheus_name, self.help, labels=self.prometheus_labels)
 
 
 _UNITS: Mapping[str, str] = MappingProxyType({"s": "seconds", "By": "bytes", "1": ""})
@@ -73,7 +104,7 @@ _PER_TOKEN_S = (0.0005, 0.001, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 
 _TOKENS = tuple(4.0**power for power in range(14))
 _IMAGE_BYTES = tuple(1024.0 * 4**power for power in range(9))
 
-CALL_DURATION = Definition(
+CALL_DURATION = Metric(
     "rpc.server.call.duration",
     Kind.HISTOGRAM,
     "s",
@@ -81,7 +112,7 @@ CALL_DURATION = Definition(
     ("rpc.method", "rpc.response.status_code"),
     _RPC_S,
 )
-REQUEST_DURATION = Definition(
+REQUEST_DURATION = Metric(
     "gen_ai.server.request.duration",
     Kind.HISTOGRAM,
     "s",
@@ -89,7 +120,7 @@ REQUEST_DURATION = Definition(
     (*_GEN_AI, "error.type"),
     _REQUEST_S,
 )
-TIME_TO_FIRST_TOKEN = Definition(
+TIME_TO_FIRST_TOKEN = Metric(
     "gen_ai.server.time_to_first_token",
     Kind.HISTOGRAM,
     "s",
@@ -97,7 +128,7 @@ TIME_TO_FIRST_TOKEN = Definition(
     _GEN_AI,
     _FIRST_TOKEN_S,
 )
-TIME_PER_OUTPUT_TOKEN = Definition(
+TIME_PER_OUTPUT_TOKEN = Metric(
     "gen_ai.server.time_per_output_token",
     Kind.HISTOGRAM,
     "s",
@@ -105,7 +136,7 @@ TIME_PER_OUTPUT_TOKEN = Definition(
     _GEN_AI,
     _PER_TOKEN_S,
 )
-TOKEN_USAGE = Definition(
+TOKEN_USAGE = Metric(
     "gen_ai.client.token.usage",
     Kind.HISTOGRAM,
     "1",
@@ -113,17 +144,10 @@ TOKEN_USAGE = Definition(
     (*_GEN_AI, "gen_ai.token.type"),
     _TOKENS,
 )
-FAILED = Definition(
-    "kestrel.requests.failed",
-    Kind.COUNTER,
-    "1",
-    "Calls that did not end with OK, by the reason that the caller was told.",
-    ("rpc.method", "reason"),
-)
-QUEUE_DURATION = Definition(
+QUEUE_DURATION = Metric(
     "kestrel.queue.duration", Kind.HISTOGRAM, "s", "Time that a request waited before it ran.", (), _FIRST_TOKEN_S
 )
-PREPROCESS_DURATION = Definition(
+PREPROCESS_DURATION = Metric(
     "kestrel.preprocess.duration",
     Kind.HISTOGRAM,
     "s",
@@ -131,7 +155,7 @@ PREPROCESS_DURATION = Definition(
     (),
     _FIRST_TOKEN_S,
 )
-PREFILL_DURATION = Definition(
+PREFILL_DURATION = Metric(
     "kestrel.prefill.duration",
     Kind.HISTOGRAM,
     "s",
@@ -139,142 +163,223 @@ PREFILL_DURATION = Definition(
     (),
     _FIRST_TOKEN_S,
 )
-IMAGE_SIZE = Definition(
+IMAGE_SIZE = Metric(
     "kestrel.image.size", Kind.HISTOGRAM, "By", "Encoded size of the images received.", (), _IMAGE_BYTES
-)
-RUNNING = Definition(
-    "kestrel.scheduler.running", Kind.GAUGE, "1", "Requests that hold pages of the key-value cache."
-)
-WAITING = Definition("kestrel.scheduler.waiting", Kind.GAUGE, "1", "Preprocessed requests that wait to run.")
-PREPROCESSING = Definition(
-    "kestrel.scheduler.preprocessing", Kind.GAUGE, "1", "Requests that are being preprocessed."
-)
-DECODED_IMAGES = Definition(
-    "kestrel.image.decoded", Kind.GAUGE, "By", "Memory of images that are being decoded or that requests hold."
-)
-KV_USED = Definition("kestrel.kv_cache.used", Kind.GAUGE, "1", "Pages of the key-value cache in use.")
-KV_CAPACITY = Definition("kestrel.kv_cache.capacity", Kind.GAUGE, "1", "Pages of the key-value cache.")
-_TIER = ("tier",)
-CACHE_LOOKUPS = Definition(
-    "kestrel.cache.lookups",
-    Kind.COUNTER,
-    "1",
-    "Requests that looked for what they need in a tier: stored_images (files that callers have stored), embeddings "
-    "(of images) or prefix_pages (of the key-value cache).",
-    _TIER,
-)
-CACHE_HITS = Definition(
-    "kestrel.cache.hits", Kind.COUNTER, "1", "Lookups that found at least a part of what they need.", _TIER
-)
-CACHE_EVICTIONS = Definition(
-    "kestrel.cache.evictions", Kind.COUNTER, "1", "Entries of a tier that were dropped to store others.", _TIER
-)
-CACHE_USED = Definition("kestrel.cache.used", Kind.GAUGE, "By", "Memory of the entries of a tier.", _TIER)
-CACHE_CAPACITY = Definition(
-    "kestrel.cache.capacity",
-    Kind.GAUGE,
-    "By",
-    "The most memory that the entries of a tier can take; 0 for a tier that is off.",
-    _TIER,
-)
-CACHE_AGE = Definition(
-    "kestrel.cache.oldest.age",
-    Kind.GAUGE,
-    "s",
-    "Time since the oldest entry of a tier was stored, 0 without entries; of tiers that are on.",
-    _TIER,
-)
-DEVICE_MEMORY_USED = Definition(
-    "kestrel.device.memory.used", Kind.GAUGE, "By", "Memory of the GPU that is used, by this and other processes."
-)
-DEVICE_MEMORY_CAPACITY = Definition("kestrel.device.memory.capacity", Kind.GAUGE, "By", "Memory of the GPU.")
-DEVICE_UTILIZATION = Definition(
-    "kestrel.device.utilization",
-    Kind.GAUGE,
-    "1",
-    "Share of the last second or less in which a kernel ran on the GPU, of this or another process, from 0 to 1.",
-)
-MEMORY_PLANNED = Definition(
-    "kestrel.memory.planned",
-    Kind.GAUGE,
-    "By",
-    "How the server divided the memory of its device at the start, by part.",
-    ("part",),
-)
-ADAPTER_SLOTS = Definition(
-    "kestrel.adapter.slots",
-    Kind.GAUGE,
-    "1",
-    "Slots for adapters: all (total), those with an adapter (filled) and those that requests use (used).",
-    ("state",),
-)
-ADAPTER_LOADS = Definition(
-    "kestrel.adapter.loads", Kind.COUNTER, "1", "Adapters that were loaded, or failed to load.", ("outcome",)
-)
-ADAPTER_EVICTIONS = Definition(
-    "kestrel.adapter.evictions", Kind.COUNTER, "1", "Adapters that left their slot for another one."
-)
-ADAPTER_REQUESTS = Definition(
-    "kestrel.adapter.requests",
-    Kind.COUNTER,
-    "1",
-    "Answered requests by adapter; from the 65th adapter on they are counted as other.",
-    ("adapter",),
-)
-STALLS = Definition(
-    "kestrel.engine.stalls",
-    Kind.COUNTER,
-    "1",
-    "What requests waited for since the start: kernels that were compiled or loaded from their folder "
-    "(compilation), and CUDA graphs that were being captured when they came (capture).",
-    ("cause",),
-)
-READY = Definition("kestrel.engine.ready", Kind.GAUGE, "1", "1 while the engine takes requests, else 0.")
-RESTARTS = Definition("kestrel.engine.restarts", Kind.COUNTER, "1", "Restarts of the engine after a failure.")
-INFO = Definition(
-    "kestrel.info",
-    Kind.GAUGE,
-    "1",
-    "Always 1; the labels say what is served.",
-    ("version", "model", "revision", "architecture", "device", "dtype"),
 )
 
 METRICS = (
     *(CALL_DURATION, REQUEST_DURATION, TIME_TO_FIRST_TOKEN, TIME_PER_OUTPUT_TOKEN, TOKEN_USAGE),
-    *(FAILED, QUEUE_DURATION, PREPROCESS_DURATION, PREFILL_DURATION, IMAGE_SIZE),
-    *(RUNNING, WAITING, PREPROCESSING, DECODED_IMAGES, KV_USED, KV_CAPACITY),
-    *(CACHE_LOOKUPS, CACHE_HITS, CACHE_EVICTIONS, CACHE_USED, CACHE_CAPACITY, CACHE_AGE),
-    *(DEVICE_MEMORY_USED, DEVICE_MEMORY_CAPACITY, DEVICE_UTILIZATION, MEMORY_PLANNED),
-    *(ADAPTER_SLOTS, ADAPTER_LOADS, ADAPTER_EVICTIONS, ADAPTER_REQUESTS),
-    *(READY, RESTARTS, STALLS, INFO),
+    *(QUEUE_DURATION, PREPROCESS_DURATION, PREFILL_DURATION, IMAGE_SIZE),
+    Metric(
+        "kestrel.requests.failed",
+        Kind.COUNTER,
+        "1",
+        "Calls that did not end with OK, by the reason that the caller was told.",
+        ("rpc.method", "reason"),
+        read=lambda now: now.failed,
+    ),
+    Metric(
+        "kestrel.scheduler.running",
+        Kind.GAUGE,
+        "1",
+        "Requests that hold pages of the key-value cache.",
+        read=lambda now: now.load.num_running,
+    ),
+    Metric(
+        "kestrel.scheduler.waiting",
+        Kind.GAUGE,
+        "1",
+        "Preprocessed requests that wait to run.",
+        read=lambda now: now.load.num_waiting,
+    ),
+    Metric(
+        "kestrel.scheduler.preprocessing",
+        Kind.GAUGE,
+        "1",
+        "Requests that are being preprocessed.",
+        read=lambda now: now.load.num_preprocessing,
+    ),
+    Metric(
+        "kestrel.image.decoded",
+        Kind.GAUGE,
+        "By",
+        "Memory of images that are being decoded or that requests hold.",
+        read=lambda now: now.load.decoded_image_bytes,
+    ),
+    Metric(
+        "kestrel.kv_cache.used",
+        Kind.GAUGE,
+        "1",
+        "Pages of the key-value cache in use.",
+        read=lambda now: now.load.num_used_pages,
+    ),
+    Metric(
+        "kestrel.kv_cache.capacity",
+        Kind.GAUGE,
+        "1",
+        "Pages of the key-value cache.",
+        read=lambda now: now.load.num_pages,
+    ),
+    Metric(
+        "kestrel.cache.lookups",
+        Kind.COUNTER,
+        "1",
+        "Requests that looked for what they need in a tier: stored_images (files that callers have stored), "
+        "embeddings (of images) or prefix_pages (of the key-value cache).",
+        ("tier",),
+        read=lambda now: {tier: cache.num_lookups for tier, cache in now.caches.items()},
+    ),
+    Metric(
+        "kestrel.cache.hits",
+        Kind.COUNTER,
+        "1",
+        "Lookups that found at least a part of what they need.",
+        ("tier",),
+        read=lambda now: {tier: cache.num_hits for tier, cache in now.caches.items()},
+    ),
+    Metric(
+        "kestrel.cache.evictions",
+        Kind.COUNTER,
+        "1",
+        "Entries of a tier that were dropped to store others.",
+        ("tier",),
+        read=lambda now: {tier: cache.num_evictions for tier, cache in now.caches.items()},
+    ),
+    Metric(
+        "kestrel.cache.used",
+        Kind.GAUGE,
+        "By",
+        "Memory of the entries of a tier.",
+        ("tier",),
+        read=lambda now: {tier: cache.used_bytes for tier, cache in now.caches.items()},
+    ),
+    Metric(
+        "kestrel.cache.capacity",
+        Kind.GAUGE,
+        "By",
+        "The most memory that the entries of a tier can take; 0 for a tier that is off.",
+        ("tier",),
+        read=lambda now: {tier: cache.total_bytes for tier, cache in now.caches.items()},
+    ),
+    Metric(
+        "kestrel.cache.oldest.age",
+        Kind.GAUGE,
+        "s",
+        "Time since the oldest entry of a tier was stored, 0 without entries; of tiers that are on.",
+        ("tier",),
+        read=lambda now: {tier: cache.oldest_age_s for tier, cache in now.caches.items()},
+    ),
+    Metric(
+        "kestrel.device.memory.used",
+        Kind.GAUGE,
+        "By",
+        "Memory of the GPU that is used, by this and other processes.",
+        read=lambda now: now.device and now.device.used_bytes,
+    ),
+    Metric(
+        "kestrel.device.memory.capacity",
+        Kind.GAUGE,
+        "By",
+        "Memory of the GPU.",
+        read=lambda now: now.device and now.device.total_bytes,
+    ),
+    Metric(
+        "kestrel.device.utilization",
+        Kind.GAUGE,
+        "1",
+        "Share of the last second or less in which a kernel ran on the GPU, of this or another process, from 0 to "
+        "1.",
+        read=lambda now: now.device and now.device.utilization,
+    ),
+    Metric(
+        "kestrel.memory.planned",
+        Kind.GAUGE,
+        "By",
+        "How the server divided the memory of its device at the start, by part.",
+        ("part",),
+        read=lambda now: dict(now.info.memory.terms()) if now.info.memory else None,
+    ),
+    Metric(
+        "kestrel.adapter.slots",
+        Kind.GAUGE,
+        "1",
+        "Slots for adapters: all (total), those with an adapter (filled) and those that requests use (used).",
+        ("state",),
+        read=lambda now: {
+            "total": now.load.adapters.num_slots,
+            "filled": now.load.adapters.num_filled_slots,
+            "used": now.load.adapters.num_used_slots,
+        },
+    ),
+    Metric(
+        "kestrel.adapter.loads",
+        Kind.COUNTER,
+        "1",
+        "Adapters that were loaded, or failed to load.",
+        ("outcome",),
+        read=lambda now: {"loaded": now.load.adapters.num_loads, "failed": now.load.adapters.num_failures},
+    ),
+    Metric(
+        "kestrel.adapter.evictions",
+        Kind.COUNTER,
+        "1",
+        "Adapters that left their slot for another one.",
+        read=lambda now: now.load.adapters.num_evictions,
+    ),
+    Metric(
+        "kestrel.adapter.requests",
+        Kind.COUNTER,
+        "1",
+        "Answered requests by adapter; from the 65th adapter on they are counted as other.",
+        ("adapter",),
+        read=lambda now: now.adapter_requests,
+    ),
+    Metric(
+        "kestrel.engine.ready",
+        Kind.GAUGE,
+        "1",
+        "1 while the engine takes requests, else 0.",
+        read=lambda now: int(now.status is EngineStatus.SERVING),
+    ),
+    Metric(
+        "kestrel.engine.restarts",
+        Kind.COUNTER,
+        "1",
+        "Restarts of the engine after a failure.",
+        read=lambda now: now.num_restarts,
+    ),
+    Metric(
+        "kestrel.engine.stalls",
+        Kind.COUNTER,
+        "1",
+        "What requests waited for since the start: kernels that were compiled or loaded from their folder "
+        "(compilation), and CUDA graphs that were being captured when they came (capture).",
+        ("cause",),
+        read=lambda now: {
+            "compilation": now.load.num_compilations_awaited,
+            "capture": now.load.num_captures_awaited,
+        },
+    ),
+    Metric(
+        "kestrel.info",
+        Kind.GAUGE,
+        "1",
+        "Always 1; the labels say what is served.",
+        ("version", "model", "revision", "architecture", "device", "dtype"),
+        read=lambda now: {_served(now.info): 1},
+    ),
+    Metric(
+        "kestrel.log.dropped",
+        Kind.COUNTER,
+        "1",
+        "Lines of the log that were dropped, because standard error was not read in time.",
+        read=lambda now: dropped_lines(),
+    ),
 )
 
-_LOAD: tuple[tuple[Definition, Callable[[Load], int]], ...] = (
-    (RUNNING, lambda load: load.num_running),
-    (WAITING, lambda load: load.num_waiting),
-    (PREPROCESSING, lambda load: load.num_preprocessing),
-    (DECODED_IMAGES, lambda load: load.decoded_image_bytes),
-    (KV_USED, lambda load: load.num_used_pages),
-    (KV_CAPACITY, lambda load: load.num_pages),
-)
 
-_DEVICE: tuple[tuple[Definition, Callable[[DeviceReading], float]], ...] = (
-    (DEVICE_MEMORY_USED, lambda reading: reading.used_bytes),
-    (DEVICE_MEMORY_CAPACITY, lambda reading: reading.total_bytes),
-    (DEVICE_UTILIZATION, lambda reading: reading.utilization),
-)
-_MAX_NAMED_ADAPTERS = 64
-"""Each has a series of its own; the requests of further adapters are counted together."""
-_CACHE_COUNTERS: tuple[tuple[Definition, Callable[[CacheLoad], int]], ...] = (
-    (CACHE_LOOKUPS, lambda cache: cache.num_lookups),
-    (CACHE_HITS, lambda cache: cache.num_hits),
-    (CACHE_EVICTIONS, lambda cache: cache.num_evictions),
-)
-_CACHE_GAUGES: tuple[tuple[Definition, Callable[[CacheLoad], float | None]], ...] = (
-    (CACHE_USED, lambda cache: cache.used_bytes),
-    (CACHE_CAPACITY, lambda cache: cache.total_bytes),
-    (CACHE_AGE, lambda cache: cache.oldest_age_s),
-)
+def _served(info: EngineInfo) -> tuple[str, ...]:
+    return (__version__, info.model, info.revision or "", info.architecture, info.device, info.dtype)
 
 
 class ServerMetrics:
@@ -287,20 +392,14 @@ class ServerMetrics:
         disable_created_metrics()  # one more series for each metric, which is not used
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        self.registry.register(_EngineCollector(engine, stored_images))
         self._model = engine.info.model
+        self._engine = engine
+        self._stored_images = stored_images
+        self._read_device = device_reader(engine.info.device_uuid)
+        self._failed: Counter[tuple[str, ...]] = Counter()
+        self._adapter_requests: Counter[str] = Counter()
+        self._num_restarts = 0
         self._calls = self._histogram(CALL_DURATION)
-        self._failed = Counter(
-            FAILED.prometheus_name, FAILED.help, FAILED.prometheus_labels, registry=self.registry
-        )
-        self._adapters = Counter(
-            ADAPTER_REQUESTS.prometheus_name,
-            ADAPTER_REQUESTS.help,
-            ADAPTER_REQUESTS.prometheus_labels,
-            registry=self.registry,
-        )
-        self._adapter_names: set[str] = set()
-        self._restarts = Counter(RESTARTS.prometheus_name, RESTARTS.help, registry=self.registry)
         self._requests = self._histogram(REQUEST_DURATION)
         self._first_token = self._histogram(TIME_TO_FIRST_TOKEN)
         self._per_token = self._histogram(TIME_PER_OUTPUT_TOKEN)
@@ -311,6 +410,7 @@ class ServerMetrics:
         self._image_size = self._histogram(IMAGE_SIZE).series()
         # Kept by skill: looking up each series by its labels would cost as much as the observation.
         self._answer_series: dict[str, _AnswerSeries] = {}
+        self.registry.register(_Scrape(self.read))
         engine.on_status_change(self._note_status)
 
     def record(self, call: CallContext, outcome: Outcome) -> None:
@@ -318,7 +418,7 @@ class ServerMetrics:
         duration_s = call.duration_s
         self._calls.series(call.method, outcome.code).observe(duration_s)
         if not outcome.is_ok:
-            self._failed.labels(call.method, outcome.reason).inc()
+            self._failed[call.method, outcome.reason] += 1
         request = call.request
         if request is None:
             return
@@ -331,17 +431,31 @@ class ServerMetrics:
             if request.adapter:
                 self._record_adapter(request.adapter)
 
+    def read(self) -> Reading:
+        """What metrics are read from now. May be called from any thread."""
+        load = self._engine.load()
+        return Reading(
+            info=self._engine.info,
+            status=self._engine.status,
+            load=load,
+            caches={
+                "stored_images": self._stored_images(),
+                "embeddings": load.image_cache,
+                "prefix_pages": load.prefix_cache,
+            },
+            device=self._read_device(),
+            failed=dict(self._failed),
+            adapter_requests=dict(self._adapter_requests),
+            num_restarts=self._num_restarts,
+        )
+
     def _record_adapter(self, name: str) -> None:
-        if name not in self._adapter_names:
-            if len(self._adapter_names) < _MAX_NAMED_ADAPTERS:
-                self._adapter_names.add(name)
-            else:
-                name = "other"
-        self._adapters.labels(name).inc()
+        is_named = name in self._adapter_requests or len(self._adapter_requests) < _MAX_NAMED_ADAPTERS
+        self._adapter_requests[name if is_named else "other"] += 1
 
     def _note_status(self, status: EngineStatus) -> None:
         if status is EngineStatus.RECOVERING:
-            self._restarts.inc()
+            self._num_restarts += 1
 
     def _record_answer(self, skill: str, finished: Finished) -> None:
         series = self._answer_series.get(skill)
@@ -357,12 +471,12 @@ class ServerMetrics:
         self._preprocess.observe(timing.preprocess_s)
         self._prefill.observe(timing.prefill_s)
 
-    def _histogram(self, definition: Definition) -> Histogram:
+    def _histogram(self, metric: Metric) -> Histogram:
         return Histogram(
-            definition.prometheus_name,
-            definition.help,
-            definition.prometheus_labels,
-            definition.buckets,
+            metric.prometheus_name,
+            metric.help,
+            metric.prometheus_labels,
+            metric.buckets,
             self.registry,
         )
 
@@ -385,98 +499,28 @@ class _AnswerSeries(NamedTuple):
     per_token: Series
 
 
-class _EngineCollector(Collector):
-    """Reads the engine and the caches at each scrape."""
+class _Scrape(Collector):
+    """Reads the metrics that have a `read`, at each scrape."""
 
-    def __init__(self, engine: Engine, stored_images: Callable[[], CacheLoad]) -> None:
-        self._engine = engine
-        self._stored_images = stored_images
-        self._read_device = device_reader(engine.info.device_uuid)
+    def __init__(self, read: Callable[[], Reading]) -> None:
+        self._read = read
 
-    def collect(self) -> Iterator[Metric]:
-        load = self._engine.load()
-        for definition, read in _LOAD:
-            yield GaugeMetricFamily(definition.prometheus_name, definition.help, read(load))
-        yield from _cache_families(
-            {
-                "stored_images": self._stored_images(),
-                "embeddings": load.image_cache,
-                "prefix_pages": load.prefix_cache,
-            }
-        )
-        reading = self._read_device()
-        if reading is not None:
-            for definition, read_part in _DEVICE:
-                yield GaugeMetricFamily(definition.prometheus_name, definition.help, read_part(reading))
-        yield _planned_family(self._engine.info.memory)
-        yield from _adapter_families(load.adapters)
-        yield _stalls_family(load)
-        is_ready = self._engine.status is EngineStatus.SERVING
-        yield GaugeMetricFamily(READY.prometheus_name, READY.help, int(is_ready))
-        info = self._engine.info
-        family = GaugeMetricFamily(INFO.prometheus_name, INFO.help, labels=INFO.prometheus_labels)
-        values = (__version__, info.model, info.revision or "", info.architecture, info.device, info.dtype)
-        family.add_metric(values, 1)
-        yield family
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        now = self._read()
+        for metric in METRICS:
+            found = None if metric.read is None else metric.read(now)
+            if found is None:
+                continue
+            family = metric.family()
+            samples = found.items() if isinstance(found, Mapping) else [((), found)]
+            for labels, value in samples:
+                if value is not None:
+                    family.add_metric((labels,) if isinstance(labels, str) else labels, value)
+            yield family
 
-    def describe(self) -> Iterator[Metric]:
+    def describe(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         """Names alone, so that registering asks nothing of the engine."""
-        for definition in (*(item for item, _ in _LOAD), *(item for item, _ in _DEVICE), READY, INFO):
-            yield GaugeMetricFamily(definition.prometheus_name, definition.help)
-        yield from _cache_families({})
-        yield from _adapter_families(AdapterLoad())
-        yield _stalls_family(None)
-        yield _planned_family(None)
-
-
-def _planned_family(plan: MemoryPlan | None) -> Metric:
-    """The memory plan with a sample for each part."""
-    family = GaugeMetricFamily(
-        MEMORY_PLANNED.prometheus_name, MEMORY_PLANNED.help, labels=MEMORY_PLANNED.prometheus_labels
-    )
-    for part, num_bytes in () if plan is None else plan.terms():
-        family.add_metric((part,), num_bytes)
-    return family
-
-
-def _stalls_family(load: Load | None) -> Metric:
-    """The counter of stalls with a sample for each cause."""
-    family = CounterMetricFamily(STALLS.prometheus_name, STALLS.help, labels=STALLS.prometheus_labels)
-    if load is not None:
-        family.add_metric(("compilation",), load.num_compilations_awaited)
-        family.add_metric(("capture",), load.num_captures_awaited)
-    return family
-
-
-def _adapter_families(load: AdapterLoad) -> Iterator[Metric]:
-    """The metrics of adapters, but for those of requests."""
-    slots = {"total": load.num_slots, "filled": load.num_filled_slots, "used": load.num_used_slots}
-    loads = {"loaded": load.num_loads, "failed": load.num_failures}
-    for kind, definition, values in (
-        (GaugeMetricFamily, ADAPTER_SLOTS, slots),
-        (CounterMetricFamily, ADAPTER_LOADS, loads),
-    ):
-        family = kind(definition.prometheus_name, definition.help, labels=definition.prometheus_labels)
-        for label, value in values.items():
-            family.add_metric((label,), value)
-        yield family
-    yield CounterMetricFamily(ADAPTER_EVICTIONS.prometheus_name, ADAPTER_EVICTIONS.help, load.num_evictions)
-
-
-def _cache_families(tiers: Mapping[str, CacheLoad]) -> Iterator[Metric]:
-    """The metrics of caches with a sample for each tier."""
-    for definition, read in _CACHE_COUNTERS:
-        counter = CounterMetricFamily(definition.prometheus_name, definition.help, labels=_TIER)
-        for tier, cache in tiers.items():
-            counter.add_metric((tier,), read(cache))
-        yield counter
-    for definition, read in _CACHE_GAUGES:
-        gauge = GaugeMetricFamily(definition.prometheus_name, definition.help, labels=_TIER)
-        for tier, cache in tiers.items():
-            reading = read(cache)
-            if reading is not None:
-                gauge.add_metric((tier,), reading)
-        yield gauge
+        return (metric.family() for metric in METRICS if metric.read is not None)
 
 
 def markdown_table() -> str:

@@ -1,4 +1,4 @@
-"""One HTTP/1.1 connection: uvicorn's protocol with limits on time, size and number.
+"""HTTP/1.1 connections, and the ports that accept them: uvicorn's protocol with limits on time, size and number.
 
 Bounds what a client can take up before the application sees its request: the bytes and the time of the headers, the
 bytes that frame a body, the time between requests, and the number of connections. The body itself is bounded by who
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import resource
 import socket
+import ssl
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -22,6 +23,10 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from kestrel_grpc.listeners import PortUnavailable, address_of, require_free_port
+
+App = Callable[..., Any]
+"""An ASGI application."""
 HEAD_TIMEOUT_S = 10.0
 """For the headers of a request, from the connection or from their first byte."""
 IDLE_TIMEOUT_S = 75.0
@@ -35,6 +40,8 @@ CONNECTION_KEY = "kestrel.connection"
 """The entry of an ASGI scope that holds the `Connection`."""
 _BODY_BYTES_PER_FRAMING_BYTE = 8
 _DESCRIPTOR_SHARE = 4
+_CLOSING_S = 1.0
+_BACKLOG = 1024
 _PROBES: Mapping[str, int] = MappingProxyType({"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 2})
 _TOO_LARGE = "the headers, or the framing of the body, are too large"
 
@@ -243,13 +250,56 @@ def _probe_when_silent(item: socket.socket) -> None:
             item.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
+class Listener:
+    """One port with its connections, whose requests go to the ASGI application `app`."""
+
+    def __init__(self, app: App, *, max_connections: int | None = None) -> None:
+        """`max_connections` None: a share of the descriptors, at most `MAX_CONNECTIONS`."""
+        self.port: int | None = None
+        """The port that is listened on; None before `start`."""
+        self._app = app
+        self._max_connections = max_connections
+        self._state = ServerState()
+        self._server: asyncio.Server | None = None
+
+    async def start(self, host: str, port: int, context: ssl.SSLContext | None = None) -> None:
+        """Listen and serve, with TLS if there is a context. Raises `PortUnavailable`."""
+        require_free_port(host, port)
+        try:
+            self._server = await asyncio.get_running_loop().create_server(
+                _connection_factory(self._app, self._state, self._max_connections or connection_limit()),
+                host,
+                port,
+                family=socket.AF_INET6 if ":" in host else socket.AF_UNSPEC,
+                backlog=_BACKLOG,
+                ssl=context,
+                ssl_handshake_timeout=None if context is None else HEAD_TIMEOUT_S,
+            )
+        except OSError as error:
+            raise PortUnavailable(f"cannot listen on {address_of(host, port)}: {error.strerror}") from error
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def close(self) -> None:
+        """Accept no connection any more and end those that there are. May be repeated."""
+        if self._server is not None:
+            self._server.close()
+        connections: list[Any] = list(self._state.connections)
+        for connection in connections:
+            connection.shutdown()
+        if connections:
+            await asyncio.wait([connection.closed for connection in connections], timeout=_CLOSING_S)
+        for connection in list(self._state.connections):
+            assert isinstance(connection, Connection)
+            connection.abort()
+
+
 def connection_limit() -> int:
     """How many connections there may be, so that a quarter of the process's descriptors suffices for them."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MAX_CONNECTIONS if limit == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, limit // _DESCRIPTOR_SHARE)
 
 
-def connection_factory(app: Any, state: ServerState) -> Callable[[], asyncio.Protocol]:
+def _connection_factory(app: App, state: ServerState, max_connections: int) -> Callable[[], asyncio.Protocol]:
     """Makes the connections of a listener, which `state` keeps."""
     config = Config(
         app,
@@ -265,7 +315,7 @@ def connection_factory(app: Any, state: ServerState) -> Callable[[], asyncio.Pro
         timeout_keep_alive=round(IDLE_TIMEOUT_S),
     )
     config.load()
-    replaceable = ReplaceableConnections(connection_limit())
+    replaceable = ReplaceableConnections(max_connections)
     return lambda: _Arrival(lambda: Connection(config, state, {}, replaceable), state, replaceable)
 
 

@@ -1,0 +1,76 @@
+"""Probes and metrics over HTTP, for machines.
+
+| `/healthz`, `/livez` | 200 while the engine runs, else 503 |
+| `/readyz` | 200 while the server accepts requests, else 503 |
+| `/metrics` | Prometheus text |
+
+The HTTP port answers them beside its services, `/metrics` to callers with a token; `ProbePort` answers them alone,
+to everybody who reaches it, until the server has stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+
+from kestrel_grpc.frontends.http.connection import App, Listener
+from kestrel_grpc.frontends.http.exchange import Exchange, Receive, Scope, Send
+from kestrel_grpc.wire.call_context import CallContext
+from kestrel_grpc.wire.readiness import Readiness
+from kestrel_runtime.api.engine import Engine, EngineStatus
+
+TEXT = b"text/plain; charset=utf-8"
+METRICS_TEXT = b"text/plain; version=0.0.4; charset=utf-8"
+MAX_CONNECTIONS = 32
+"""Of a `ProbePort`. Beyond that number a new connection replaces the one that has been idle longest."""
+
+
+class Probes:
+    """`metrics` gives the text of all metrics, in any thread. A probe is no call: they come all the time."""
+
+    def __init__(self, engine: Engine, readiness: Readiness, metrics: Callable[[], bytes]) -> None:
+        self._engine = engine
+        self._readiness = readiness
+        self._metrics = metrics
+
+    def apps(self) -> Mapping[str, App]:
+        """An ASGI application for the path of each probe."""
+        alive = _answer_if(lambda: self._engine.status is not EngineStatus.DEAD)
+        return {"/healthz": alive, "/livez": alive, "/readyz": _answer_if(lambda: self._readiness.is_ready)}
+
+    async def scrape(self) -> bytes:
+        """The text of all metrics."""
+        return await asyncio.to_thread(self._metrics)
+
+
+class ProbePort(Listener):
+    """A port of its own for probes and metrics, without a token."""
+
+    def __init__(self, probes: Probes) -> None:
+        super().__init__(self._serve, max_connections=MAX_CONNECTIONS)
+        self._probes = probes
+        self._apps = probes.apps()
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._apps.get(scope["path"])
+        if app is not None:
+            await app(scope, receive, send)
+        elif scope["path"] == "/metrics":
+            await _respond(Exchange(scope, receive, send), 200, await self._probes.scrape(), METRICS_TEXT)
+        else:
+            await _respond(Exchange(scope, receive, send), 404, b"not found\n")
+
+
+def _answer_if(is_well: Callable[[], bool]) -> App:
+    """An ASGI application that says whether all is well."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        status, body = (200, b"ok\n") if is_well() else (503, b"unavailable\n")
+        await _respond(Exchange(scope, receive, send), status, body)
+
+    return answer
+
+
+async def _respond(exchange: Exchange, status: int, body: bytes, content_type: bytes = TEXT) -> None:
+    request_id = CallContext(exchange.headers, None, "").request_id
+    await exchange.respond(status, body, request_id, content_type=content_type)

@@ -1,0 +1,101 @@
+"""The port for machines, asked over a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import suppress
+
+import pytest
+
+from kestrel_grpc.frontends.http import connection as connection_module
+from kestrel_grpc.frontends.http.probes import MAX_CONNECTIONS, ProbePort, Probes
+from kestrel_grpc.listeners import PortUnavailable
+from kestrel_grpc.wire.readiness import Readiness
+from kestrel_runtime.api.engine import EngineStatus
+from tests.fakes import FakeEngine
+
+MAX_WAIT_S = 20.0
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+def new_port(engine: FakeEngine) -> ProbePort:
+    return ProbePort(Probes(engine, Readiness(engine), lambda: b"answer 42.0\n"))
+
+
+@pytest.fixture
+async def port(engine) -> AsyncIterator[int]:
+    probes = new_port(engine)
+    await probes.start("127.0.0.1", 0)
+    assert probes.port is not None
+    yield probes.port
+    await probes.close()
+    await probes.close()
+
+
+async def get(port: int, path: str) -> tuple[int, str]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(f"GET {path} HTTP/1.1\r\nhost: test\r\nconnection: close\r\n\r\n".encode())
+    answer = (await asyncio.wait_for(reader.read(), MAX_WAIT_S)).decode()
+    writer.close()
+    head, _, body = answer.partition("\r\n\r\n")
+    return int(head.split()[1]), body
+
+
+async def test_metrics_are_the_text_that_is_given(port):
+    assert await get(port, "/metrics") == (200, "answer 42.0\n")
+    assert (await get(port, "/"))[0] == 404
+
+
+async def test_readiness_and_life_follow_the_engine(port, engine):
+    async def statuses() -> list[int]:
+        await asyncio.sleep(0)  # the news comes through the event loop
+        return [(await get(port, path))[0] for path in ("/readyz", "/healthz", "/livez")]
+
+    assert await statuses() == [200, 200, 200]
+    engine.become(EngineStatus.RECOVERING)
+    assert await statuses() == [503, 200, 200]
+    engine.become(EngineStatus.DEAD)
+    assert await statuses() == [503, 503, 503]
+
+
+async def test_beyond_a_number_of_connections_the_oldest_are_closed(port):
+    connections = [await asyncio.open_connection("127.0.0.1", port) for _ in range(MAX_CONNECTIONS + 8)]
+    assert (await get(port, "/readyz"))[0] == 200
+    for reader, _ in connections[:8]:
+        assert await asyncio.wait_for(reader.read(1), MAX_WAIT_S) == b""
+    for _, writer in connections:
+        writer.close()
+
+
+async def test_a_client_that_sends_a_byte_at_a_time_has_no_more_time(port, monkeypatch):
+    monkeypatch.setattr(connection_module, "HEAD_TIMEOUT_S", 0.2)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    answer = asyncio.ensure_future(reader.read())
+    writer.write(b"GET /readyz HTTP/1.1\r\nx: ")
+    while not answer.done():
+        writer.write(b"y")
+        with suppress(ConnectionError):
+            await writer.drain()
+        await asyncio.wait((answer,), timeout=0.02)
+    with suppress(ConnectionResetError):  # closing with unread bytes is a reset
+        assert b"408" in await answer
+    writer.close()
+
+
+async def test_a_port_in_use_is_an_error(port, engine):
+    with pytest.raises(PortUnavailable, match="in use"):
+        await new_port(engine).start("127.0.0.1", port)
+
+
+async def test_a_closed_port_answers_no_more(engine):
+    probes = new_port(engine)
+    await probes.start("127.0.0.1", 0)
+    assert probes.port is not None
+    await probes.close()
+    with pytest.raises(ConnectionRefusedError):
+        await get(probes.port, "/readyz")
