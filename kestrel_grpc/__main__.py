@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -24,6 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Before the imports, which take seconds. Without a handler SIGTERM ends the process with a status that says
     # failure, and does nothing to the first process of a container.
     before = signal.signal(signal.SIGTERM, _end) if is_server else None
+    if is_server:
+        gc.disable()  # imports and captures leave no garbage; the server begins with it when it is ready
     try:
         try:
             # Here, because an import takes a moment, in which Ctrl-C may be pressed too.
@@ -41,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         if argv is not None and is_server:  # called by a program, which goes on
             signal.signal(signal.SIGTERM, before)
+            gc.enable()
 
 
 def _end(number: int, frame: FrameType | None) -> None:

@@ -62,8 +62,12 @@ def return_large_blocks(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def set_apart_what_stays() -> None:
-    """Exclude all objects that exist now from garbage collection, so that it examines the others often."""
+    """Exclude all objects that exist now from garbage collection, so that it examines the others often.
+
+    Begins it, where it was off during the start.
+    """
     gc.freeze()
+    gc.enable()
 
 
 def return_free_memory() -> None:

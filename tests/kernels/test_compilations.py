@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -91,10 +92,14 @@ def test_what_was_compiled_ahead_is_taken_over_and_what_is_there_stays(tmp_path)
     for folder, name, text in ((ahead, "A", "1"), (ahead, "B", "2"), (own, "B", "mine")):
         (folder / name).mkdir(parents=True, exist_ok=True)
         (folder / name / "kernel.cubin").write_text(text)
+        paths = {"kernel.cubin": str(folder / name / "kernel.cubin")}
+        (folder / name / "__grp__kernel.json").write_text(json.dumps({"child_paths": paths}))
     take_over(ahead, own)
     take_over(tmp_path / "nowhere", own)
     assert {path.parent.name: path.read_text() for path in own.rglob("*.cubin")} == {"A": "1", "B": "mine"}
     assert {path.name for path in own.iterdir()} == {"A", "B"}
+    listing = json.loads((own / "A" / "__grp__kernel.json").read_text())
+    assert listing == {"child_paths": {"kernel.cubin": str(own / "A" / "kernel.cubin")}}
 
 
 def test_jobs_run_in_other_processes_and_one_that_fails_stops_no_other(tmp_path):

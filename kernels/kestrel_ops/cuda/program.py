@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ class Program:
         """
         # A launch takes less time than releasing and acquiring the interpreter's lock.
         self._driver = ctypes.PyDLL("libcuda.so.1")
-        binary = _compiled(source, architecture)
+        binary = _kept(source, architecture)
         module, self._function = c_void_p(), c_void_p()
         self._call("cuModuleLoadData", byref(module), binary)
         self._call("cuModuleGetFunction", byref(self._function), module, kernel.encode())
@@ -48,6 +49,21 @@ class Program:
             message = c_char_p()
             self._driver.cuGetErrorString(status, byref(message))
             raise RuntimeError(f"{name} failed: {(message.value or b'unknown error').decode()}")
+
+
+def _kept(source: str, architecture: str) -> bytes:
+    """What was compiled before, from where Triton keeps its kernels, or what is compiled now."""
+    try:
+        from triton.runtime.cache import get_cache_manager
+    except ImportError:
+        return _compiled(source, architecture)
+    facts = (source, architecture, torch.__version__, torch.version.cuda)
+    folder, name = get_cache_manager(hashlib.sha256(repr(facts).encode()).hexdigest()), "kernel.cubin"
+    if (file := folder.get_file(name)) is not None:
+        return Path(file).read_bytes()
+    binary = _compiled(source, architecture)
+    folder.put(binary, name)
+    return binary
 
 
 def _compiled(source: str, architecture: str) -> bytes:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import itertools
+import json
 import logging
 import multiprocessing
 import os
@@ -18,7 +19,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
@@ -120,8 +121,15 @@ def take_over(source: Path, target: Path) -> None:
         if folder.name in known:
             continue
         with suppress(OSError), tempfile.TemporaryDirectory(dir=target) as aside:
-            shutil.copytree(folder, Path(aside, folder.name))
-            Path(aside, folder.name).rename(target / folder.name)
+            copy, own = Path(aside, folder.name), target / folder.name
+            shutil.copytree(folder, copy)
+            for listing in copy.glob("__grp__*"):  # of the folder's files, with their paths
+                listing.write_text(json.dumps({"child_paths": {name: str(own / name) for name in _names(listing)}}))
+            copy.rename(own)
+
+
+def _names(listing: Path) -> Iterable[str]:
+    return json.loads(listing.read_text())["child_paths"]
 
 
 @contextmanager
