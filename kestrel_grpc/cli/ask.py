@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -25,7 +24,6 @@ from kestrel_client import (
     DetectResult,
     GazeResult,
     Job,
-    KestrelClientError,
     Length,
     Point,
     PointResult,
@@ -35,16 +33,13 @@ from kestrel_client import (
     Result,
     Segment,
     SegmentResult,
-    ServerError,
     StoredImage,
     TextChannel,
     TextDelta,
     draw,
 )
-from kestrel_client.connection import DEFAULT_TIMEOUT_S, address_of
 from kestrel_client.images import is_on_server
-from kestrel_grpc.cli.connection import add_connection_arguments, tls_of
-from kestrel_grpc.cli.problems import complain
+from kestrel_grpc.cli.common import add_client_arguments, complain, explain, run_with_client
 
 NO_IMAGE = "-"
 """The value of IMAGE for a question without an image."""
@@ -139,7 +134,6 @@ def _add_sampling_of_text(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}-penalty", metavar="X", type=float, help=f"{name} penalty of tokens")
 
 
-Command = Callable[[Client, argparse.Namespace], int | None]
 AskingCommand = Callable[[Client, argparse.Namespace, str], None]
 
 
@@ -187,45 +181,6 @@ def _add_draw(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="write the image with the result drawn on it, as PNG or JPEG by its name; a folder for several images",
     )
-
-
-def add_client_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that `run_with_client` reads."""
-    add_connection_arguments(
-        parser,
-        address=address_of(None),
-        address_help="where the server is (%(default)s; KESTREL_GRPC_ADDRESS sets another default)",
-        timeout_s=DEFAULT_TIMEOUT_S,
-    )
-    parser.add_argument(
-        "--token",
-        default=os.environ.get("KESTREL_GRPC_TOKEN") or None,
-        help="API token, for servers that require one (KESTREL_GRPC_TOKEN, which other users here cannot see)",
-    )
-
-
-def run_with_client(command: Command, arguments: argparse.Namespace) -> int:
-    """Run a command with a client of the server that the flags name; returns the exit status."""
-    try:
-        tls_of(arguments)  # refuses a variable that has its former name
-        with Client(
-            arguments.address,
-            timeout_s=arguments.timeout,
-            token=arguments.token,
-            tls_ca=arguments.tls_ca,
-            tls_client_certificate=arguments.tls_client_certificate,
-            tls_client_key=arguments.tls_client_key,
-        ) as client:
-            return command(client, arguments) or 0
-    except BrokenPipeError:
-        # The reader of stdout has closed it; without this, Python reports another error when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except (KestrelClientError, OSError, ValueError) as error:  # a number too large for its field is a ValueError
-        complain(_explain(error))
-        return 1
-    except KeyboardInterrupt:
-        return 130
 
 
 def _query(client: Client, arguments: argparse.Namespace, image: str) -> None:
@@ -290,7 +245,7 @@ def _ask(command: AskingCommand, client: Client, arguments: argparse.Namespace) 
     for image, target, outcome in zip(images, targets, outcomes, strict=True):
         if outcome.result is None:
             assert outcome.error is not None, "a job has a result or an error"
-            complain(f"{image}: {_explain(outcome.error)}")
+            complain(f"{image}: {explain(outcome.error)}")
             status = 1
             continue
         if arguments.json:
@@ -473,12 +428,3 @@ def _draw(target: Path | None, image: str, result: PointResult | DetectResult | 
     except (KeyError, ValueError) as error:  # an ending that Pillow does not know, or cannot write
         raise ValueError(f"{target}: is no name of a picture, such as drawn.png or drawn.jpg") from error
     print(f"kestrel-grpc: drawn in {target}", file=sys.stderr)
-
-
-def _explain(error: Exception) -> str:
-    """One line that says what is wrong and, where known, what to do about it."""
-    if isinstance(error, ServerError) and error.request_id:
-        return f"{error} (see request {error.request_id} in the log of the server)"
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
-    return str(error)

@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 
-from kestrel_grpc.cli.problems import complain, refuse
+from kestrel_grpc.cli.common import complain, refuse
 from kestrel_grpc.config.listing import add_serve_arguments, effective_values
 from kestrel_grpc.config.options import ConfigurationError, ServerConfig, option_names
 from kestrel_grpc.config.sources import environment_warnings

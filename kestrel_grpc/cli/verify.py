@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from kestrel_grpc.cli.problems import complain, refuse
+from kestrel_grpc.cli.common import complain, refuse
 from kestrel_grpc.config.options import ConfigurationError, ServerConfig, named_values
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.errors import CheckpointError

@@ -1,4 +1,4 @@
-"""The flags of an encrypted connection."""
+"""The flags of connections to a server."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kestrel_client.connection import ClientTls
-from kestrel_grpc.cli.connection import add_connection_arguments, tls_of
+from kestrel_grpc.cli.common import add_connection_arguments, tls_of
 from kestrel_grpc.config.options import ServerConfig
 
 

@@ -1,0 +1,107 @@
+"""What the commands share: how they report mistakes, and how they reach a server."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+
+from kestrel_client import Client, KestrelClientError, ServerError
+from kestrel_client.connection import DEFAULT_TIMEOUT_S, ClientTls, address_of
+from kestrel_grpc.config.options import ConfigurationError
+from kestrel_grpc.config.sources import CLIENT_VARIABLES, environment_name, former_variables
+
+Command = Callable[[Client, argparse.Namespace], int | None]
+"""Runs with a client; returns the exit status, None for 0."""
+
+
+def complain(text: str) -> None:
+    """Print one line on standard error."""
+    print(f"kestrel-grpc: {text}", file=sys.stderr)
+
+
+def refuse(error: ConfigurationError) -> int:
+    """Print a line for each problem; returns the exit status."""
+    for problem in error.problems:
+        complain(problem)
+    return 2
+
+
+def add_client_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that `run_with_client` reads."""
+    add_connection_arguments(
+        parser,
+        address=address_of(None),
+        address_help="where the server is (%(default)s; KESTREL_GRPC_ADDRESS sets another default)",
+        timeout_s=DEFAULT_TIMEOUT_S,
+    )
+    parser.add_argument(
+        "--token",
+        default=os.environ.get("KESTREL_GRPC_TOKEN") or None,
+        help="API token, for servers that require one (KESTREL_GRPC_TOKEN, which other users here cannot see)",
+    )
+
+
+def run_with_client(command: Command, arguments: argparse.Namespace) -> int:
+    """Run a command with a client of the server that the flags name; returns the exit status."""
+    try:
+        tls_of(arguments)  # refuses a variable that has its former name
+        with Client(
+            arguments.address,
+            timeout_s=arguments.timeout,
+            token=arguments.token,
+            tls_ca=arguments.tls_ca,
+            tls_client_certificate=arguments.tls_client_certificate,
+            tls_client_key=arguments.tls_client_key,
+        ) as client:
+            return command(client, arguments) or 0
+    except BrokenPipeError:
+        # The reader of stdout has closed it; without this, Python reports another error when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (KestrelClientError, OSError, ValueError) as error:  # a number too large for its field is a ValueError
+        complain(explain(error))
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def explain(error: Exception) -> str:
+    """One line that says what is wrong and, where known, what to do about it."""
+    if isinstance(error, ServerError) and error.request_id:
+        return f"{error} (see request {error.request_id} in the log of the server)"
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
+
+
+def add_connection_arguments(
+    parser: argparse.ArgumentParser, *, address: str | None, address_help: str, timeout_s: float
+) -> None:
+    """Add the flags. `address` None leaves the choice of a default to the command."""
+    parser.add_argument("--address", default=address, help=address_help)
+    _add_file(parser, "ca", "connect with TLS to a server whose certificate is signed by one in this file")
+    _add_file(parser, "client-certificate", "client certificate, for servers that ask for one, in PEM")
+    _add_file(parser, "client-key", "the key of that certificate, in PEM")
+    parser.add_argument("--timeout", metavar="SECONDS", type=float, default=timeout_s, help="timeout (%(default)g)")
+
+
+def tls_of(arguments: argparse.Namespace) -> ClientTls | None:
+    """TLS as the flags configure it; None where it is off. Raises `ValueError`.
+
+    Raises it too where a variable of the client commands has its former name: without that variable, a token could
+    be sent without encryption.
+    """
+    for problem in former_variables(CLIENT_VARIABLES, os.environ):
+        raise ValueError(problem)
+    return ClientTls.named(arguments.tls_ca, arguments.tls_client_certificate, arguments.tls_client_key)
+
+
+def _add_file(parser: argparse.ArgumentParser, name: str, help: str) -> None:
+    variable = environment_name(f"tls_{name.replace('-', '_')}")
+    parser.add_argument(
+        f"--tls-{name}",
+        metavar="FILE",
+        help=f"{help} ({variable})",
+    )
