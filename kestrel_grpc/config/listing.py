@@ -15,7 +15,7 @@ from kestrel_grpc.config.sources import FILE_OPTION, REPLACED, environment_name,
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.options import Option, on_or_off, options_of, shown
 
-_KNOWN_WITH_MODEL = "known when the model is loaded: see the log, or GetServerInfo"
+_KNOWN_WITH_MODEL = "; known when the model is loaded: see the log, or GetServerInfo"
 
 
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,22 +73,21 @@ def effective_values(
     lines: list[str] = []
     for owner in (config.engine, config):
         for field, item in options_of(owner):
-            value = getattr(owner, field)
-            line = f"{item.name} = {_toml(item.default_text if _is_unset(value) else value)}"
-            if _is_unset(value) or item.name == FILE_OPTION:
-                line = f"# {line}"
+            value, here = getattr(owner, field), getattr(chosen, field, None)
+            is_unset = value is None or value == ()
             source = settings[item.name].source if item.name in settings else "default"
-            found = getattr(chosen, field, None)
-            if field == "num_kv_pages" and value is None:
-                found = _KNOWN_WITH_MODEL
-            if value in (None, "auto") and found not in (None, "auto"):
-                source += f"; here {shown(found)}"
+            if is_unset and here not in (None, ()):
+                value, source = here, "default on this device"
+            elif is_unset:
+                value = item.default_text
+                source += _KNOWN_WITH_MODEL if field == "num_kv_pages" else ""
+            elif value == "auto" and here not in (None, "auto"):
+                source += f"; here {shown(here)}"
+            line = f"{item.name} = {_toml(value)}"
+            if is_unset or item.name == FILE_OPTION:
+                line = f"# {line}"
             lines.append(f"{line:<47} # {source}")
     return "\n".join(lines)
-
-
-def _is_unset(value: Any) -> bool:
-    return value is None or value == ()
 
 
 def _toml(value: Any) -> str:

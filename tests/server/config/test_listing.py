@@ -73,8 +73,10 @@ def test_effective_values_say_what_the_device_and_the_precision_decide() -> None
     sources = dict(re.findall(r"^(?:# )?(\w+) = .*? # (.*)$", lines, re.MULTILINE))
     assert sources["device"] == "default; here cpu"
     assert sources["dtype"] == "default; here float32"
-    assert sources["max_batch_size"] == "default; here 16"
-    assert sources["kv_pages"].startswith("default; here known when the model is loaded")
+    assert "# max_batch_size = 16 " in lines
+    assert "# cuda_graphs = false " in lines
+    assert sources["max_batch_size"] == "default on this device"
+    assert sources["kv_pages"].startswith("default; known when the model is loaded")
     assert sources["max_queue"] == "--max-queue"
     assert sources["text_path"] == "default; here fused-float8"
     assert sources["vision_path"] == "--vision-path"
