@@ -6,7 +6,7 @@ import argparse
 import itertools
 from pathlib import Path
 
-from kestrel_grpc.cli.problems import complain
+from kestrel_grpc.cli.common import complain
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_runtime.api.errors import CheckpointError
 
