@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.alternate import Comparison, as_text, measure
+from bench.harness.checkpoints import write_random_adapters
 from bench.harness.load import LoadProcesses
-from bench.harness.random_adapters import write_random_adapters
-from bench.harness.report import write_json
+from bench.harness.output import write_json
 from bench.harness.rounds import Load, ask_once
 from bench.harness.serving import machine_facts, started_server
 

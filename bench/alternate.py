@@ -19,8 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bench.harness.load import LoadProcesses
-from bench.harness.progress import Progress
-from bench.harness.report import write_json
+from bench.harness.output import Progress, write_json
 from bench.harness.rounds import Load, ask_once, rounds
 from bench.harness.serving import machine_facts, started_server
 from bench.harness.summary import Row

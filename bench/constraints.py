@@ -30,9 +30,9 @@ import jsonschema
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.harness.endless import write_endless
+from bench.harness.checkpoints import write_endless
+from bench.harness.output import write_json
 from bench.harness.random_schemas import random_schema
-from bench.harness.report import write_json
 from bench.harness.serving import machine_facts
 from kestrel_runtime.api.config import BUILT_IN_MODEL, EngineConfig
 from kestrel_runtime.api.constraints import Constraint

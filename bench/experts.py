@@ -18,10 +18,11 @@ import importlib
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -29,17 +30,115 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.device_timing import attempted, time_us
-from bench.harness.expert_plans import cuts, plan_name
-from bench.harness.expert_stages import stage_times
+from bench.harness.output import write_json
 from bench.harness.prefill_inputs import quantised_experts, random_experts
-from bench.harness.report import write_json
 from bench.harness.serving import machine_facts
+from bench.harness.timing import attempted, time_us
 from kestrel_ops.device_limits import DeviceLimits
 from kestrel_ops.reference.mixture_of_experts import mixture_of_experts as definition
-from kestrel_ops.triton.expert_plans import plan_for
+from kestrel_ops.shapes import FLOAT8
+from kestrel_ops.triton.dependent_launch import has_dependent_launch
+from kestrel_ops.triton.expert_plans import ONE_TOKEN, ExpertsPlan, OneTokenPlan, ProductPlan, plan_for
+from kestrel_ops.triton.expert_products import combine, contract, expand, rounded
+from kestrel_ops.triton.expert_routing import route
 from kestrel_runtime.models.moondream.config import MoeConfig
 from kestrel_runtime.models.moondream.weights.published import MOONDREAM_3
+
+_PREFETCHED = (0, 256, 512)
+
+
+def cuts(precision: str, num_tokens: int) -> list[ExpertsPlan | OneTokenPlan]:
+    """The plans to try, the one that is used first."""
+    return list(dict.fromkeys(_cuts(precision, num_tokens)))
+
+
+def _cuts(precision: str, num_tokens: int) -> Iterator[ExpertsPlan | OneTokenPlan]:
+    if num_tokens == 1:
+        yield ONE_TOKEN
+        sizes = (8_192, 16_384, 32_768, 65_536)
+        for first, second, warps in product(sizes, sizes, (4, 8)):
+            yield OneTokenPlan(first, second, warps)
+        return
+    moe = MOONDREAM_3.text.moe
+    assert moe is not None
+    operand = torch.float8_e4m3fn if precision == "float8" else torch.bfloat16
+    limits = DeviceLimits.of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    used = plan_for(num_tokens, moe.num_experts, moe.experts_per_token, operand, limits)
+    yield used
+    if precision == "float8":
+        yield replace(used, rounds_rows=not used.rounds_rows)
+    block, most = used.block_tokens, used.block_tokens // 4
+    for plan in _products(operand.itemsize, block):
+        shared = (2 * plan.rows + block) * plan.columns * operand.itemsize * plan.num_stages
+        if shared <= limits.shared_bytes and plan.rows * block <= most * 64 * plan.num_warps:
+            yield replace(used, expand=replace(plan, is_read_once=used.expand.is_read_once))
+    for plan, prefetched in product(_products(operand.itemsize, block), _PREFETCHED):
+        shared = (plan.rows + block) * plan.columns * operand.itemsize * plan.num_stages
+        if shared <= limits.shared_bytes:
+            own = replace(plan, is_read_once=used.contract.is_read_once, prefetched_bytes=prefetched)
+            yield replace(used, contract=own)
+
+
+def _products(itemsize: int, block: int) -> Iterator[ProductPlan]:
+    """Of few tokens tiles are small and what matters is how many are loaded at once."""
+    shapes = ((64, 4), (128, 8)) if block <= 32 else ((64, 4), (128, 4), (128, 8))
+    stages = (3, 4, 6, 8) if block <= 32 else (3, 4)
+    for (rows, warps), line, num_stages in product(shapes, (64, 128, 256), stages):
+        yield ProductPlan(rows, line // itemsize, warps, num_stages)
+
+
+def plan_name(plan: ExpertsPlan | OneTokenPlan) -> str:
+    """How it does it."""
+    if isinstance(plan, OneTokenPlan):
+        return f"bytes {plan.expand_bytes} and {plan.contract_bytes} warps {plan.num_warps}"
+    first, second = (
+        f"{each.rows}x{each.columns} w{each.num_warps} s{each.num_stages} p{each.prefetched_bytes}"
+        for each in (plan.expand, plan.contract)
+    )
+    return f"tokens {plan.block_tokens}  expand {first}{'  rounded' * plan.rounds_rows}  contract {second}"
+
+
+@torch.no_grad()
+def stage_times(
+    stacks: list[tuple[Tensor, ...]],  # of each layer: both weights and, where they are float8, their scales
+    tokens: list[tuple[Tensor, Tensor]],  # of each layer: rows and logits
+    choices: int,
+    plan: ExpertsPlan,
+) -> dict[str, float]:
+    """Microseconds of a layer by stage."""
+    hidden = tokens[0][0]
+    quantises = stacks[0][0].dtype == FLOAT8 and hidden.dtype != torch.float32
+    rounds = quantises and plan.rounds_rows
+    block, between = plan.block_tokens, FLOAT8 if quantises and not rounds else hidden.dtype
+    times: dict[str, float] = {}
+
+    def stage(name: str, calls: list[partial[object]]) -> list[object]:
+        times[name] = time_us(calls, replays=5)
+        return [call() for call in calls]
+
+    later = partial(partial, is_dependent=has_dependent_launch(hidden))
+    scales = [stack[2:] or (None, None) for stack in stacks]
+    routings = stage("route", [later(route, *own, choices, block, quantises=quantises) for own in tokens])
+    each = list(zip(routings, stacks, scales, strict=True))
+    inner = stage(
+        "expand",
+        [
+            later(expand, routing, stack[0], own[0], None, plan.expand, block, between)
+            for routing, stack, own in each
+        ],
+    )
+    if rounds:
+        inner = stage("round", [later(rounded, rows) for rows in inner])
+    rows = stage(
+        "contract",
+        [
+            later(contract, routing, own, stack[1], scale[1], None, plan.contract, block, hidden.dtype)
+            for own, (routing, stack, scale) in zip(inner, each, strict=True)
+        ],
+    )
+    stage("combine", [later(combine, routing, own) for routing, own in zip(routings, rows, strict=True)])
+    return times
+
 
 READ_BYTES_PER_S = 4.17e12
 FLOPS_PER_S = {"model": 785e12, "float8": 1387e12}

@@ -25,7 +25,7 @@ import trustme
 import uvloop
 
 from bench.frontend import WORKLOADS, EmptyEngine, Target, compare, pin, serve_engine
-from bench.harness.report import write_json
+from bench.harness.output import write_json
 from kestrel_grpc.access.tokens import Scope, line_for, new_secret
 from kestrel_grpc.config.options import ServerConfig
 

@@ -16,7 +16,7 @@ import time
 from importlib.resources import files
 from pathlib import Path
 
-from bench.harness.report import write_json
+from bench.harness.output import write_json
 from kestrel_client import Client
 
 COMMAND = (sys.executable, "-m", "kestrel_grpc", "serve", "--port", "0", "--log-level", "warning")

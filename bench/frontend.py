@@ -34,7 +34,7 @@ import grpc
 import uvloop
 
 from bench.harness.http_load import HttpLoad, bare_http_server, drive, http_loads
-from bench.harness.report import write_json
+from bench.harness.output import write_json
 from bench.harness.triton_load import TritonLoad, bare_service, triton_loads
 from bench.harness.triton_load import drive as drive_triton
 from kestrel_client.v1 import vision_service_pb2 as wire

@@ -96,7 +96,7 @@ card_checks() {
     done
     for card in 8.0 8.6 8.9; do
         for seed in 1 2 3; do
-            echo "as $card kernels-$card-$seed bench.kernel_checks --processes 1 --seeds 1 --first-seed $seed --repeats 5"
+            echo "as $card kernels-$card-$seed bench.correctness.kernels --processes 1 --seeds 1 --first-seed $seed --repeats 5"
         done
     done
 }
@@ -174,11 +174,11 @@ for stage in $stages; do
             -- "${options[@]}"
         ;;
     stress)
-        measure 540 stress python3 -m bench.stress --device "$device" --dtype float32 --set kv-pages=1500 \
+        measure 540 stress python3 -m bench.correctness.load --device "$device" --dtype float32 --set kv-pages=1500 \
             --json "$out/stress-cuda.json"
         ;;
     caching)
-        measure 540 caching python3 -m bench.caching --model "$folder" --rounds 2 --seconds 3 \
+        measure 540 caching python3 -m bench.caches tiers --model "$folder" --rounds 2 --seconds 3 \
             --json "$out/caching.json" -- "${options[@]}"
         ;;
     adapters)
@@ -194,7 +194,7 @@ for stage in $stages; do
             -- --device "$device"
         ;;
     determinism)
-        measure 540 determinism python3 -m bench.deterministic --device "$device" --requests 2000 --at-once 64 \
+        measure 540 determinism python3 -m bench.correctness.determinism --device "$device" --requests 2000 --at-once 64 \
             --json "$out/deterministic.json"
         ;;
     cards)

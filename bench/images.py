@@ -25,8 +25,8 @@ import PIL
 import torch
 from PIL import Image
 
-from bench.device_timing import attempted, time_us
-from bench.harness.report import write_json
+from bench.harness.output import write_json
+from bench.harness.timing import attempted, time_us
 from bench.harness.workload import chart
 from kestrel_ops import Kernels, resample
 from kestrel_ops.triton.resample import Blocks

@@ -1,6 +1,6 @@
 """Does everything run, and how fast, as it would be compiled for another card? On a Hopper GPU.
 
-    python -m bench.other_cards 8.0 bench.kernel_checks --processes 1 --seeds 2
+    python -m bench.other_cards 8.0 bench.correctness.kernels --processes 1 --seeds 2
     python -m bench.other_cards 8.6 kestrel_grpc verify tests/golden/md2-small --dtype bfloat16
     python -m bench.other_cards 8.9 bench.decode_step --precision float8 --batches 1 64
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.harness.report import write_json
+from bench.harness.output import write_json
 from bench.harness.serving import RunningServer, machine_facts, started_server
 from kestrel_client import AsyncClient, KestrelClientError, SegmentResult
 from kestrel_runtime.api.config import BUILT_IN_MODEL

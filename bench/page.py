@@ -1,7 +1,6 @@
 """A page with plots of the numbers that `bench.serve` has written, on any machine with matplotlib.
 
 python -m bench.page bench/out/serve.json
-python -m bench.page bench/results/serve-moondream2.json --parts bench/results/{decode_step,vision,prefill}.json
 """
 
 from __future__ import annotations
@@ -9,24 +8,126 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from html import escape
 from pathlib import Path
 
-from bench.harness.page import write_page
-from bench.harness.report import Results
+from bench.harness.output import number
+from bench.harness.plot import Axis, Series, line_plot
+from bench.harness.report import Results, Table
+from bench.harness.summary import Row
+from bench.harness.workload import WORKLOADS
+
+_STYLE = """
+body { font: 14px/1.45 system-ui, sans-serif; max-width: 1120px; margin: 24px auto; padding: 0 16px; color: #111; }
+h1 { font-size: 22px; } h2 { font-size: 17px; margin-top: 32px; }
+table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
+th, td { padding: 3px 8px; text-align: right; border-bottom: 1px solid #e3e3e3; vertical-align: bottom; }
+th:first-child, td:first-child { text-align: left; }
+.facts td { text-align: left; overflow-wrap: anywhere; } .facts td:first-child { color: #555; white-space: nowrap; }
+.plots { display: flex; flex-wrap: wrap; gap: 16px; } .plots svg { max-width: 100%; height: auto; }
+p, dl { max-width: 85ch; } dt { font-weight: 600; } dd { margin: 0 0 6px 1.5em; }
+"""
+_MEASURES = {
+    "closed loop": "so many requests run at all times: each caller asks again as soon as it is answered",
+    "open loop": "requests are sent at random moments, at a rate that does not depend on the answers",
+    "first token": "from sending a request to the first piece of its answer",
+    "between pieces": "from one piece of an answer to the next",
+    "per token": "the average time of the tokens after the first piece, one value for each request",
+    "p50, p90, p99": "half, nine tenths and 99 in 100 of the values are at most so large",
+    "client cores, client lag": "what the load itself cost: the cores that its busiest process used, and how "
+    "late it was. Near 1 core a row measures the client",
+}
+
+
+def write_page(file: Path, results: Results) -> None:
+    """Write the page."""
+    names = dict.fromkeys(row.workload for row in results.rows)
+    sent = {name: WORKLOADS[name].description for name in names if name in WORKLOADS}
+    objective = results.objective
+    goodput = (
+        f"answers whose first token came within {number(objective.first_token_ms)} ms and whose others took "
+        f"at most {number(objective.per_token_ms)} ms each, on average"
+    )
+    body = [f"<h1>Load on {escape(str(results.server.get('model', 'a server')))}</h1>"]
+    body.append("<h2>What was measured</h2>")
+    body.append(f'<table class="facts">{"".join(_row(fact) for fact in results.facts().items())}</table>')
+    body.append(f"<h2>What the requests are</h2>{_definitions(sent)}")
+    body.append(f"<h2>What the numbers are</h2>{_definitions(_MEASURES | {'answered in time': goodput})}")
+    body.append(f'<h2>Plots</h2><div class="plots">{"".join(load_plots(results))}</div>')
+    for title, table in results.tables():
+        body.append(f"<h2>{escape(title)}</h2>{_html(table)}")
+    head = f'<meta charset="utf-8"><title>Load</title><style>{_STYLE}</style>'
+    page = f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(body)}</body></html>'
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(f"{page}\n", encoding="utf-8")
+
+
+def _definitions(meanings: Mapping[str, str]) -> str:
+    items = (f"<dt>{escape(name)}</dt><dd>{escape(meaning)}.</dd>" for name, meaning in meanings.items())
+    return f"<dl>{''.join(items)}</dl>"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
+
+
+def load_plots(results: Results) -> Iterator[str]:
+    """Rates and times of both loops."""
+    at_once = Axis("requests at once", log_base=2)
+    closed = [row for row in results.rows if not row.is_open]
+    for title, label, value_of, log_base in (
+        ("Requests per second", "requests/s", lambda row: row.requests_per_s, None),
+        ("Tokens per second", "tokens/s", lambda row: row.tokens_per_s, None),
+        ("Time to first token, median", "ms", lambda row: row.first_token_ms.get("p50"), 10),
+        ("Time to first token, 99th percentile", "ms", lambda row: row.first_token_ms.get("p99"), 10),
+        ("Time per output token, median", "ms", lambda row: row.per_token_ms.get("p50"), None),
+        ("Between two pieces, 99th percentile", "ms", lambda row: row.inter_token_ms.get("p99"), 10),
+        ("Whole answer, median", "ms", lambda row: row.total_ms.get("p50"), 10),
+    ):
+        yield line_plot(title, at_once, Axis(label, log_base), _series(closed, value_of))
+    opened = [row for row in results.rows if row.is_open]
+    sent = Axis("requests sent per second")
+    rates = [
+        Series("answered", _points(opened, lambda row: row.requests_per_s)),
+        Series("answered in time", _points(opened, lambda row: row.goodput_per_s)),
+        Series("sent", _points(opened, lambda row: row.load), is_dashed=True),
+    ]
+    yield line_plot("Open loop: answered", sent, Axis("requests/s"), rates if opened else [])
+    for title, name in (("first token", "first_token_ms"), ("whole answer", "total_ms")):
+        lines = [
+            Series(rank, _points(opened, lambda row, rank=rank, name=name: getattr(row, name).get(rank)))
+            for rank in ("p50", "p90", "p99")
+        ]
+        yield line_plot(f"Open loop: {title}", sent, Axis("ms", log_base=10), lines)
+
+
+def _series(rows: Sequence[Row], value_of: Callable[[Row], float | None]) -> list[Series]:
+    names = dict.fromkeys(row.workload for row in rows)
+    return [Series(name, _points([row for row in rows if row.workload == name], value_of)) for name in names]
+
+
+def _points(rows: Sequence[Row], value_of: Callable[[Row], float | None]) -> tuple[tuple[float, float], ...]:
+    pairs = ((row.load, value_of(row)) for row in rows)
+    return tuple(sorted((load, value) for load, value in pairs if value is not None))
+
+
+def _html(table: Table) -> str:
+    head, *rows = table
+    lines = ["<tr>" + "".join(f"<th>{escape(cell)}</th>" for cell in head) + "</tr>"]
+    lines += [_row(row) for row in rows]
+    return f"<table>{''.join(lines)}</table>"
 
 
 def main() -> int:
     """Write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("json", type=Path, metavar="JSON", help="what bench.serve has written")
-    parser.add_argument(
-        "--parts", type=Path, nargs="*", default=[], help="results of other benches, to plot as well"
-    )
     parser.add_argument("--html", type=Path, help="the page (default: beside the JSON)")
     arguments = parser.parse_args()
     results = Results.from_json(json.loads(arguments.json.read_text()))
     html = arguments.html or arguments.json.with_suffix(".html")
-    write_page(html, results, {file.stem: json.loads(file.read_text()) for file in arguments.parts})
+    write_page(html, results)
     print(html)
     return 0
 

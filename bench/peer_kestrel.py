@@ -26,8 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness.closed_loop import ClosedLoop, Sample, Window
-from bench.harness.progress import Progress
-from bench.harness.report import write_json
+from bench.harness.output import Progress, write_json
 from bench.harness.serving import machine_facts
 from bench.harness.summary import Objective, Recording, Row, summarise
 from bench.harness.workload import WORKLOADS, Album, Workload

@@ -25,8 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from bench.device_timing import Limits, attempted, launch_us, measure_limits, time_us
-from bench.harness.parts import Part, PartTimer
+from bench.harness.output import write_json
 from bench.harness.prefill_inputs import (
     FLOAT8,
     PagedAttention,
@@ -36,7 +35,7 @@ from bench.harness.prefill_inputs import (
     random_experts,
     random_text,
 )
-from bench.harness.report import write_json
+from bench.harness.timing import Limits, Part, PartTimer, attempted, launch_us, measure_limits, time_us
 from kestrel_ops import Kernels
 from kestrel_ops.reference.mixture_of_experts import mixture_of_experts as mixture_definition
 from kestrel_ops.reference.prefill_attention import prefill_attention as attention_definition

@@ -21,9 +21,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from bench.harness.endless import END_BIAS
-from bench.harness.tokenizer_file import write_tokenizer
-from bench.harness.training_layout import training_name
+from bench.harness.checkpoints import END_BIAS, training_name, write_tokenizer
 from bench.harness.workload import vocabulary
 from kestrel_runtime.models.moondream.config import (
     MoondreamConfig,

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from PIL import Image
 
-from bench.harness.report import write_json
+from bench.harness.output import write_json
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.events import Finished
 from kestrel_runtime.api.requests import Caption, Query, Request, SamplingParams

@@ -24,11 +24,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from bench.harness.checkpoints import write_endless
 from bench.harness.empty_server import empty_server
-from bench.harness.endless import write_endless
 from bench.harness.load import LoadProcesses
-from bench.harness.progress import Progress
-from bench.harness.report import Results, over_peer, write_json
+from bench.harness.output import Progress, write_json
+from bench.harness.report import Results, over_peer
 from bench.harness.serving import RunningServer, machine_facts, started_server
 from bench.harness.summary import Objective, Row, summarise
 from bench.harness.workload import WORKLOADS, Workload

@@ -25,11 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness.mixed_traffic import MixedTraffic, Tally
+from bench.harness.output import write_json
 from bench.harness.plot import Axis, Series, line_plot
-from bench.harness.report import write_json
-from bench.harness.serving import machine_facts
+from bench.harness.serving import Holdings, Vitals, WatchedServer, machine_facts, watched_server
 from bench.harness.trend import Trend, means
-from bench.harness.watched_server import Holdings, Vitals, WatchedServer, watched_server
 
 CYCLE_S, IDLE_SHARE = 60.0, 0.2
 """Callers come for a cycle, and are gone for this last share of it."""

@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness.load import LoadProcesses
-from bench.harness.report import write_json
+from bench.harness.output import write_json
 from bench.harness.rounds import Load
-from bench.harness.serving import machine_facts
+from bench.harness.serving import WatchedServer, machine_facts, watched_server
 from bench.harness.summary import Objective, summarise
-from bench.harness.watched_server import WatchedServer, watched_server
 
 STAGES = (
     ("imports, weights", "loaded "),

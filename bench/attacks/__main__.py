@@ -21,7 +21,7 @@ from bench.attacks import bodies, connections, constraints, crowding, http1, mes
 from bench.attacks.attack import Attack, Observation, markdown
 from bench.attacks.run import carry_out
 from bench.attacks.shutdown import as_text, shut_down_under_load
-from bench.harness.report import write_json
+from bench.harness.output import write_json
 from bench.harness.serving import machine_facts
 
 ATTACKS: tuple[Attack, ...] = (

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import re
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -16,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from bench.harness.report import number
+from bench.harness.output import number
 
 WIDTH_IN, HEIGHT_IN = 4.9, 3.4
 """Inches of a plot; an inch is 72 units of its SVG."""
@@ -75,30 +73,8 @@ def line_plot(title: str, x_axis: Axis, y_axis: Axis, series: Sequence[Series]) 
         figure.legend(loc="outside lower left", ncols=columns, frameon=False)
         file = io.StringIO()
         figure.savefig(file, format="svg", metadata={"Date": None})
-    svg = _compact(file.getvalue())
-    return svg.replace("<svg", f'<svg role="img" aria-label="{escape(title)}"', 1)
-
-
-def _compact(svg: str) -> str:
-    """Without what a reader does not see: prologue, metadata, names of groups, turns by no angle, blanks."""
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
-    svg = re.sub(r' (?:transform="rotate\(-?0 [^)]*\)"|(?<=<g )id="[^"]*")', "", svg)
-    svg = re.sub(r"(\.\d)\d+", r"\1", svg)
-    return _with_classes(re.sub(r">\s+<", "><", re.sub(r"\s*\n\s*", " ", svg)).strip())
-
-
-def _with_classes(svg: str) -> str:
-    """With a rule for each style instead of styles at elements. Equal styles have equal names in all plots."""
-    styles: dict[str, str] = {}
-
-    def named(match: re.Match[str]) -> str:
-        name = f"s{zlib.crc32(match[1].encode()):x}"
-        styles[name] = match[1]
-        return f' class="{name}"'
-
-    svg = re.sub(r' style="([^"]*)"', named, svg)
-    rules = "".join(f".{name}{{{style}}}" for name, style in sorted(styles.items()))
-    return svg.replace("</style>", f"{rules}</style>", 1)
+    svg = file.getvalue()
+    return svg[svg.index("<svg") :].replace("<svg", f'<svg role="img" aria-label="{escape(title)}"', 1)
 
 
 def _draw(axes: Axes, line: Series, color: str) -> None:

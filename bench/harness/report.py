@@ -1,41 +1,15 @@
-"""The results of a run: as JSON and back, and as tables of text."""
+"""The results of a load: as JSON and back, and as tables of text."""
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import Any, Self
 
+from bench.harness.output import number
 from bench.harness.summary import Objective, Row
 
 Table = list[list[str]]
-
-
-def write_json(file: Path, data: Mapping[str, Any]) -> None:
-    """Write a result, with the folders above it: a line for each entry, and for each row of a list of rows.
-
-    Numbers have six significant digits, more than any measurement repeats.
-    """
-    file.parent.mkdir(parents=True, exist_ok=True)
-    entries = (f"{json.dumps(name)}: {_json_rows(_rounded(value))}" for name, value in data.items())
-    file.write_text("{\n" + ",\n".join(entries) + "\n}\n")
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.6g}")
-    if isinstance(value, Mapping):
-        return {name: _rounded(item) for name, item in value.items()}
-    return [_rounded(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _json_rows(value: Any) -> str:
-    if isinstance(value, list | tuple) and any(isinstance(row, Mapping | list | tuple) for row in value):
-        return "[\n" + ",\n".join(json.dumps(row) for row in value) + "\n]"
-    return json.dumps(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,15 +98,6 @@ def over_peer(rows: Sequence[Row], peer: Mapping[str, Any] | None) -> list[dict[
                     {"workload": row.workload, "load": row.load, "what": what, "ours": a, "peer": b, "ratio": a / b}
                 )
     return found
-
-
-def number(value: float) -> str:
-    """For people: three digits that count."""
-    if value == 0:
-        return "0"
-    digits = max(0, 2 - math.floor(math.log10(abs(value))))
-    text = f"{value:,.{digits}f}"
-    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def _rate_table(rows: Sequence[Row], load: str) -> Table:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import gc
+import json
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
+import urllib.request
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,3 +117,152 @@ def _commit() -> str:
     except OSError:  # no git there
         return "unknown"
     return answer.stdout.strip() or "unknown"
+
+
+_GAUGES = ("kestrel_kv_cache_used", "kestrel_scheduler_running", "kestrel_scheduler_waiting")
+_STOP_TIMEOUT_S = 40
+_SCRAPE_TIMEOUT_S = 30
+
+
+@dataclass(frozen=True, slots=True)
+class Vitals:
+    """A look at the process. Bytes are those of resident memory."""
+
+    rss_bytes: int
+    num_descriptors: int
+    num_threads: int
+    cpu_s: float
+    num_used_pages: int
+    num_running: int
+    num_waiting: int
+    """Requests that are prepared, or being prepared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """What the process holds, after a collection of garbage."""
+
+    num_tasks: int
+    """asyncio's tasks that have not ended."""
+    objects: Counter[str]
+    """Objects that the collector knows, by the name of their type."""
+
+
+class WatchedServer:
+    """`kestrel-grpc serve` as a child; `address` takes calls."""
+
+    def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
+        self._process = process
+        self._log = log
+        line = self._answer()
+        if " on " not in line:
+            raise RuntimeError(f"the server did not start; {log} says why")
+        self.address = line.split(" on ")[1].split()[0]
+        found = re.search(r"metrics and probes on (\S+)", log.read_text())
+        if found is None:
+            raise RuntimeError(f"no port for metrics in {log}")
+        self._metrics = f"{found[1]}/metrics"
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def metrics(self) -> dict[str, float]:
+        """Every series that the server has now."""
+        with urllib.request.urlopen(self._metrics, timeout=_SCRAPE_TIMEOUT_S) as response:
+            lines: list[str] = response.read().decode().splitlines()
+        pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        return {name: float(value) for name, value in pairs}
+
+    def vitals(self) -> Vitals:
+        """How the process does now."""
+        metrics = self.metrics()
+        used, running, waiting = (int(metrics[name]) for name in _GAUGES)
+        folder = Path("/proc") / str(self.pid)
+        status = (folder / "status").read_text()
+        times = (folder / "stat").read_text().rsplit(")", 1)[1].split()
+        return Vitals(
+            rss_bytes=1024 * _number(status, "VmRSS"),
+            num_descriptors=len(os.listdir(folder / "fd")),
+            num_threads=_number(status, "Threads"),
+            cpu_s=(int(times[11]) + int(times[12])) / os.sysconf("SC_CLK_TCK"),
+            num_used_pages=used,
+            num_running=running,
+            num_waiting=waiting + int(metrics["kestrel_scheduler_preprocessing"]),
+        )
+
+    def holdings(self) -> Holdings:
+        """What it holds now; asking stops it for as long as a collection takes."""
+        assert self._process.stdin is not None, "asked for a pipe"
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        found = json.loads(self._answer())
+        return Holdings(found["tasks"], Counter(found["objects"]))
+
+    def troubles(self) -> list[str]:
+        """Lines of the log at the levels of warning and error."""
+        return re.findall(r"^\S+ (?:WARNING|ERROR|CRITICAL) .*$", self._log.read_text(), re.MULTILINE)
+
+    def stop(self) -> int:
+        """SIGTERM, and the status that the process ends with; after a while it is killed."""
+        self._process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(_STOP_TIMEOUT_S)
+        self._process.kill()
+        return self._process.wait()
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None, "asked for a pipe"
+        return self._process.stdout.readline()
+
+
+@contextlib.contextmanager
+def watched_server(log: Path, options: Sequence[str]) -> Iterator[WatchedServer]:
+    """Serve the built-in model, unless the options say otherwise, with metrics, and each call in the file `log`."""
+    module = "bench.harness.serving"
+    ports = ("--port", "0", "--metrics-port", "0", "--withdrawal-delay", "0")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as stderr:
+        process = subprocess.Popen(
+            (sys.executable, "-m", module, "serve", *ports, *options),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+        )
+    with process:
+        try:
+            yield WatchedServer(process, log)
+        finally:
+            process.kill()  # without effect where it has ended
+
+
+def _number(status: str, name: str) -> int:
+    found = re.search(rf"^{name}:\s+(\d+)", status, re.MULTILINE)
+    assert found is not None, f"/proc says nothing of {name}"
+    return int(found[1])
+
+
+def _count_when_asked() -> None:
+    # Without Python's own buffer, whose lock would be missed when the process ends.
+    while os.read(0, 1):
+        gc.collect()
+        objects = gc.get_objects()
+        # By type, because some objects do something when they are asked for their class.
+        answer: dict[str, Any] = {
+            "tasks": sum(issubclass(type(item), asyncio.Task) and not item.done() for item in objects),
+            "objects": Counter(f"{type(item).__module__}.{type(item).__qualname__}" for item in objects),
+        }
+        del objects
+        os.write(1, f"{json.dumps(answer)}\n".encode())
+
+
+def _run() -> int:
+    from kestrel_grpc.__main__ import main
+
+    threading.Thread(target=_count_when_asked, daemon=True).start()
+    return main()
+
+
+if __name__ == "__main__":
+    sys.exit(_run())

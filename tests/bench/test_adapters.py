@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bench.harness.endless import write_endless
+from bench.harness.checkpoints import write_endless
 from tests.reference_fixtures import CHECKOUT
 
 

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.alternate import Comparison, measure_of
-from bench.harness.endless import write_endless
-from bench.harness.rounds import Load
+from bench.alternate import Comparison
+from bench.harness.checkpoints import write_endless
 from tests.reference_fixtures import CHECKOUT
 
 
@@ -26,13 +25,6 @@ def test_each_round_is_compared_with_itself():
     comparison = Comparison("cot, 64 at once", "requests/s", (100.0, 100.0, 50.0), (102.0, 102.0, 51.0))
     assert comparison.ratio == pytest.approx(1.02)
     assert comparison.spread == pytest.approx(0.0)
-
-
-@pytest.mark.parametrize(
-    ("text", "measure"), [("direct:64", "requests/s"), ("direct:1", "p50 ms"), ("text:64", "ms/token")]
-)
-def test_rows_compare_what_matters_for_them(text, measure):
-    assert measure_of(Load.of(text)) == measure
 
 
 def test_a_tree_is_compared_with_itself(tmp_path: Path):

@@ -6,8 +6,6 @@ import sys
 import torch
 
 from bench import decode_step
-from bench.harness.decode_cuts import CUTS
-from bench.harness.decode_inputs import Contexts
 
 CPU = torch.device("cpu")
 CHOICE = "mixture_of_experts=library"
@@ -45,16 +43,3 @@ def test_steps_with_experts_are_timed_beside_what_they_read(tmp_path, monkeypatc
     assert result["kernels"]["mixture_of_experts"] == "kestrel_ops.library.mixture_of_experts"
     few, more = result["steps"][:2]
     assert 0 < few["limit_us"] < more["limit_us"]
-
-
-def test_contexts_lie_between_the_two_lengths_on_pages_of_their_own():
-    contexts = Contexts(5, 3, 40)
-    positions, table = contexts.positions(CPU), contexts.page_table(CPU)
-    assert (positions[0], positions[-1]) == (3, 40)
-    assert contexts.num_positions() == positions.sum() + 5
-    assert len(table.unique()) == table.numel() == 5 * 3
-    assert Contexts(1, 3, 40).positions(CPU).tolist() == [21]
-
-
-def test_no_cut_is_tried_twice():
-    assert len(set(CUTS)) == len(CUTS)

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from bench import experts
-from bench.harness.expert_plans import cuts, plan_name
 
 CPU = torch.device("cpu")
 SIZES = experts.Sizes(*experts.SMALL)
@@ -40,29 +39,3 @@ def test_the_kernels_are_timed_stage_by_stage(precision):
     found = experts.parts(SIZES, "triton", [], stacks, tokens, precision)
     assert list(found) == ["route", "expand", "contract", "combine"]
     assert min(found.values()) > 0
-
-
-@pytest.mark.parametrize(("routing", "counts"), [("even", [5] * 8), ("skewed", [20, None, None, None, 0, 0, 0, 0])])
-def test_routings_lead_tokens_where_they_say(routing, counts):
-    hidden, logits = SIZES.tokens(20, routing, CPU)
-    assert hidden.shape == (20, SIZES.dim)
-    found = logits.topk(SIZES.moe.experts_per_token).indices.flatten().bincount(minlength=8).tolist()
-    assert [count for count, wanted in zip(found, counts, strict=True) if wanted is not None] == [
-        wanted for wanted in counts if wanted is not None
-    ]
-
-
-def test_the_limit_is_that_of_reading_for_few_tokens_and_of_multiplying_for_many():
-    published = experts.published()
-    assert published.limit_us(1, 8, "float8") == pytest.approx(12.1, abs=0.1)
-    assert published.limit_us(64, 64, "float8") == pytest.approx(96.6, abs=0.1)
-    assert published.limit_us(64, 64, "model") == pytest.approx(193.1, abs=0.1)
-    assert published.limit_us(6000, 64, "float8") == pytest.approx(435.5, abs=0.1)
-    assert published.limit_us(6000, 64, "model") == pytest.approx(769.4, abs=0.1)
-
-
-@pytest.mark.parametrize("precision", experts.PRECISIONS)
-@pytest.mark.parametrize("num_tokens", [1, 16, 746])
-def test_plans_to_try_have_names_of_their_own(precision, num_tokens):
-    plans = cuts(precision, num_tokens)
-    assert len({plan_name(plan) for plan in plans}) == len(plans) > 30

@@ -10,7 +10,7 @@ import pytest
 
 from bench.harness.empty_server import empty_server
 from bench.harness.load import LoadProcesses
-from bench.harness.progress import Progress
+from bench.harness.output import Progress
 from bench.harness.summary import Row
 from bench.harness.workload import WORKLOADS
 from bench.serve import MAX_RATES, RATE_STEP, parser, plan_of, ramp

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench.harness.mixed_traffic import Tally
-from bench.harness.watched_server import Holdings, Vitals
+from bench.harness.serving import Holdings, Vitals
 from bench.soak import Look, Rest, Soak
 from tests.reference_fixtures import CHECKOUT
 

@@ -6,7 +6,7 @@ import pytest
 
 from bench.harness.closed_loop import Sample, Window
 from bench.harness.load import Recording
-from bench.harness.summary import Objective, Row, percentiles, summarise
+from bench.harness.summary import Objective, Row, summarise
 
 OBJECTIVE = Objective(first_token_ms=500.0, per_token_ms=100.0)
 
@@ -38,13 +38,6 @@ def test_a_window_within_one_answer_takes_what_it_has():
     assert row.requests_per_s == pytest.approx(1 / 20)
 
 
-def test_times_are_those_to_the_first_piece_between_pieces_and_per_token():
-    row = row_of(answer(1.0, 1.5, 1.2, 1.3, 1.5, num_tokens=4))
-    assert row.first_token_ms["p50"] == pytest.approx(200)
-    assert row.inter_token_ms["p50"] == pytest.approx(150)
-    assert row.per_token_ms["p50"] == pytest.approx(100)
-
-
 def test_tokens_that_came_with_the_first_piece_took_no_time_after_it():
     sample = Sample(1.0, 1.5, 5, array("d", (1.2, 1.5)), num_first_tokens=2)
     assert row_of(sample).per_token_ms["p50"] == pytest.approx(100)
@@ -68,12 +61,3 @@ def test_failures_are_counted_by_name_and_earn_nothing():
     row = row_of(answer(0.0, 1.0), answer(0.0, 1.0, error="UNAVAILABLE"), answer(0.0, 1.0, error="UNAVAILABLE"))
     assert row.errors == {"UNAVAILABLE": 2}
     assert row.requests_per_s == pytest.approx(0.1)
-
-
-def test_answers_of_another_length_are_counted():
-    assert row_of(answer(0.0, 1.0), answer(0.0, 1.0, num_tokens=2)).wrong_lengths == 1
-
-
-def test_percentiles_of_nothing_are_none():
-    assert percentiles(()) == {}
-    assert percentiles(range(101)) == {"p50": 50.0, "p90": 90.0, "p99": 99.0}

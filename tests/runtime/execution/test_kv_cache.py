@@ -3,10 +3,10 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from bench.harness.packed_chunks import packed_chunks
 from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.scheduling.batch import Chunk
 from tests.runtime.dense_attend import DenseAttend
+from tests.runtime.execution.packed_chunks import packed_chunks
 from tests.runtime.sequences import new_sequence
 
 CPU = torch.device("cpu")

@@ -3,13 +3,13 @@ from typing import Literal
 import pytest
 import torch
 
-from bench.harness.packed_chunks import packed_chunks
 from kestrel_ops import Kernels
 from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.models.moondream.fused.prefill import FusedPrefill
 from kestrel_runtime.models.moondream.fused.weights import fused_blocks
 from kestrel_runtime.scheduling.batch import Chunk
 from tests.runtime.dense_attend import DenseAttend
+from tests.runtime.execution.packed_chunks import packed_chunks
 from tests.runtime.models.moondream.tiny import random_model, tiny_config
 from tests.runtime.sequences import new_sequence
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from bench.dimension_sweep import shape_of, write_fixture
+from bench.correctness.dimensions import shape_of, write_fixture
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.requests import Query
 from kestrel_runtime.models.loaded_model import LoadedModel

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from bench.dimension_sweep import shape_of, write_fixture
+from bench.correctness.dimensions import shape_of, write_fixture
 from kestrel_ops import Kernels
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.verify.reference_fixture import ReferenceFixture

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.dimension_sweep import shape_of, write_fixture
+from bench.correctness.dimensions import shape_of, write_fixture
 from bench.harness.workload import chart
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.requests import Query

@@ -1,0 +1,102 @@
+"""The questions about caches, each in small: what hits and what misses. No test judges times."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image, ImageChops
+
+import kestrel_runtime
+from bench.caches import area_under_curve, measure, padded_image, served, summary, trials
+from bench.harness.checkpoints import write_endless
+from bench.harness.serving import started_server
+from kestrel_client import Client
+from tests.reference_fixtures import CHECKOUT
+
+HOST_COSTS = """
+import json
+from bench.caches import engine_costs, server_costs
+print(json.dumps([*engine_costs(20, 4, 1), *server_costs("cached-whole", 0.3, 4, 1)]))
+"""
+
+
+def test_a_picture_that_comes_again_is_a_hit_with_the_cache_alone(tmp_path: Path) -> None:
+    model, file = tmp_path / "endless", tmp_path / "result.json"
+    write_endless(Path(kestrel_runtime.__path__[0]) / "nano", model)
+    command = [
+        sys.executable,
+        "-m",
+        "bench.caches",
+        "tiers",
+        "--model",
+        str(model),
+        "--variants",
+        "prefixes,neither",
+    ]
+    command += ["--rows", "cached:1", "--rounds", "1", "--seconds", "0.2", "--warm-up", "0.1", "--pictures", "1"]
+    answer = subprocess.run(
+        [*command, "--processes", "1", "--json", str(file)],
+        cwd=CHECKOUT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert answer.returncode == 0, answer.stderr
+    rows = json.loads(file.read_text())["rows"]["cached:1"]
+    assert [row["hit_share"] for row in rows["prefixes"]] == [1.0]
+    assert [row["hit_share"] for row in rows["neither"]] == [0.0]
+    assert "| cached, 1 at once | prefixes |" in answer.stdout
+
+
+def test_the_host_costs_of_engine_and_server_are_measured_without_the_model() -> None:
+    # In a process of its own: it replaces the launching of steps.
+    run = subprocess.run(
+        (sys.executable, "-c", HOST_COSTS), capture_output=True, text=True, timeout=120, check=True
+    )
+    engine, server = json.loads(run.stdout)
+    assert 0 < engine["event loop"] < engine["all"]
+    assert 0 < server["event loop"] < server["all"]
+    assert server["requests/s"] > 0
+
+
+def test_stored_images_of_every_size_have_the_same_pixels_and_are_timed() -> None:
+    small, large = (padded_image(size) for size in (16_384, 2**20))
+    assert (len(small), len(large)) == (16_384, 2**20)
+    first, second = (Image.open(io.BytesIO(data)) for data in (small, large))
+    assert ImageChops.difference(first, second).getbbox() is None
+    with started_server(("--device", "cpu")) as server, Client(server.address, store_from_bytes=None) as client:
+        row = measure(client, 16, 2)
+    assert len(row.sent_s) == len(row.named_s) == 2
+    assert row.as_text().startswith("| 16 KiB | ")
+
+
+@pytest.mark.parametrize(
+    ("known", "unknown", "area"),
+    [
+        ([1.0, 2.0], [3.0, 4.0], 1.0),
+        ([3.0, 4.0], [1.0, 2.0], 0.0),
+        ([1.0, 3.0], [2.0, 4.0], 0.75),
+        ([1.0], [1.0, 2.0, 2.0, 0.5], (0.5 + 1 + 1 + 0) / 4),
+    ],
+)
+def test_the_area_is_the_share_of_pairs_in_which_the_known_one_is_shorter(
+    known: list[float], unknown: list[float], area: float
+) -> None:
+    assert area_under_curve(known, unknown) == pytest.approx(area)
+
+
+def test_only_within_one_namespace_an_image_that_the_victim_has_asked_about_is_cached() -> None:
+    with served() as callers:
+        found = trials(callers, num_across=30, num_within=30, seed=1)
+    across, within = (
+        summary([item for item in found if item.shares_namespace is shares]) for shares in (False, True)
+    )
+    assert across["trials"] == within["trials"] == 30
+    assert 0 < across["known"] < 30
+    assert across["hits_known"] == across["hits_unknown"] == within["hits_unknown"] == 0
+    assert within["hits_known"] == within["known"] > 0
