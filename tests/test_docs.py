@@ -55,7 +55,7 @@ def test_the_page_of_the_api_is_that_of_the_contract():
 
 @pytest.mark.parametrize(
     "page",
-    [page for page in PAGES if page.read_text(encoding="utf-8").count("\n") > LONG],
+    [page for page in PAGES if page.name != "CHANGELOG.md" and page.read_text(encoding="utf-8").count("\n") > LONG],
     ids=lambda page: page.relative_to(CHECKOUT).as_posix(),
 )
 def test_every_long_page_begins_with_a_table_of_contents(page: Path):
