@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -10,11 +9,9 @@ import pytest
 from kestrel_grpc.frontends.http.bodies import Problems, read
 from kestrel_grpc.frontends.http.json_body import LongText
 from kestrel_grpc.frontends.openai.requests import ChatBody, CompletionBody
-from kestrel_grpc.frontends.rest.requests import GazeBody, QueryBody, parse_request
+from kestrel_grpc.frontends.rest.requests import CaptionBody, QueryBody
 from kestrel_grpc.wire.errors import MAX_VIOLATIONS
-from kestrel_runtime.api.constraints import Constraint
 from kestrel_runtime.api.errors import InvalidRequest
-from kestrel_runtime.api.requests import Query
 
 ASKED = {"question": "?"}
 SAID = {"role": "user", "content": "?"}
@@ -80,7 +77,7 @@ def test_values_are_not_converted_and_each_wrong_one_is_named(given: Any, place:
 @pytest.mark.parametrize(
     ("body_type", "given", "place", "description"),
     [
-        (GazeBody, {"image_url": "", "eye": [0.5, True]}, "eye", "must be a list of two numbers"),
+        (CaptionBody, {"image_url": "", "constraint": {}}, "constraint", "is not a field of this request"),
         (ChatBody, {**CHAT, "echo": False}, "echo", "is not a field of this request"),
         (ChatBody, {**CHAT, "tools": [1]}, "tools", "is not supported"),
         (ChatBody, {**CHAT, "tools": {}}, "tools", "is not supported"),
@@ -125,59 +122,10 @@ def test_places_are_those_of_the_document(
     assert told(body_type, given) == {place: description}
 
 
-def test_what_is_wrong_does_not_hide_what_the_request_of_the_engine_refuses() -> None:
-    body = {
-        "question": 5,
-        "image_url": "not base64!",
-        "reasoning": "yes",
-        "spatial_refs": [[2, 0], "here", [0, 2]],
-        "constraint": {"regex": 5},
-        "settings": {"top_p": "much", "temperature": -1, "stop": [1, ""], "max_tokenz": 4},
-        "model": None,
-        "max_queue_seconds": -1,
-    }
-    with pytest.raises(InvalidRequest) as refused:
-        parse_request(QueryBody, 100, json.dumps(body).encode())
-    assert {item.field for item in refused.value.violations} == {
-        "question",
-        "reasoning",
-        "image_url",
-        "spatial_refs[0][0]",
-        "spatial_refs[1]",
-        "spatial_refs[2][1]",
-        "constraint.regex",
-        "settings.top_p",
-        "settings.temperature",
-        "settings.stop[0]",
-        "settings.stop[1]",
-        "settings.max_tokenz",
-        "max_queue_seconds",
-    }
-
-
 def test_a_search_for_what_was_meant_ends_with_what_callers_are_told() -> None:
     found = told(QueryBody, {**ASKED, **{f"questio{number}": 1 for number in range(2000)}})
     assert len(found) == 2000
     assert [name for name, text in found.items() if "did you mean" in text] == list(found)[:MAX_VIOLATIONS]
-
-
-def parsed(given: dict[str, Any]) -> Query:
-    request = parse_request(QueryBody, 100, json.dumps({**ASKED, **given}).encode()).request
-    assert isinstance(request, Query)
-    return request
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        (None, None),
-        ({"choices": ["a", "b"]}, Constraint(choices=("a", "b"))),
-        ({"regex": "a+"}, Constraint(regex="a+")),
-        ({"json_schema": {"enum": [1, "é", None]}}, Constraint(json_schema='{"enum": [1, "é", null]}')),
-    ],
-)
-def test_each_field_reaches_the_constraint(given: Any, expected: Constraint | None) -> None:
-    assert parsed({"constraint": given}).constraint == expected
 
 
 def test_a_schema_that_is_nested_too_deeply_is_refused_for_its_depth() -> None:
@@ -192,4 +140,5 @@ def test_a_schema_that_is_nested_too_deeply_is_refused_for_its_depth() -> None:
 
 
 def test_ids_of_tokens_are_numbers_whatever_their_zeros() -> None:
-    assert parsed({"settings": {"logit_bias": {"17": -1, "004": 2}}}).sampling.logit_bias == ((4, 2), (17, -1))
+    sampling = read(QueryBody, {**ASKED, "settings": {"logit_bias": {"17": -1, "004": 2}}}, Problems()).settings
+    assert sampling.params().logit_bias == ((4, 2), (17, -1))

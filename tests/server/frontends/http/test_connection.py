@@ -72,7 +72,8 @@ async def test_a_connection_without_requests_is_closed(monkeypatch: pytest.Monke
         await connection.ended()
 
 
-async def test_a_body_that_does_not_come_ends_the_call() -> None:
+async def test_a_body_that_does_not_come_ends_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "_DISCARD_S", 0.05)
     async with serving_http(receive_timeout=0.05) as rig, rig.connect() as connection:
         connection.writer.write(POST + b"Content-Length: 17\r\n\r\n{")
         response = await connection.response()

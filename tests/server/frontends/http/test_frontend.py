@@ -68,11 +68,12 @@ async def test_a_call_with_two_tokens_is_refused(tmp_path: Path) -> None:
         assert rig.engine.requests == []
 
 
-@pytest.mark.parametrize("seconds", ["1_0", "nan", "1e999", "-1", "0x10", "1.2.3", ""])
-async def test_a_timeout_that_is_no_number_of_seconds_is_refused(seconds: str) -> None:
+async def test_a_timeout_is_a_number_of_seconds() -> None:
     async with serving_http() as rig:
-        refused = await rig.ask("/v1/query", QUERY, headers={"X-Request-Timeout": seconds})
-        assert (refused.status, refused.json["error"]["code"]) == (400, "INVALID_REQUEST")
+        for wrong in ("1_0", "nan", "inf", "1e999", "1e9", "-1", "0", "0x10", "1.2.3", "", "soon"):
+            refused = await rig.ask("/v1/query", QUERY, headers={"X-Request-Timeout": wrong})
+            assert (refused.status, refused.json["error"]["code"]) == (400, "INVALID_REQUEST"), wrong
+            assert refused.json["error"]["violations"][0]["field"] == "x-request-timeout"
         for taken in ("10", "2.5", "1e1", ".5"):
             assert (await rig.ask("/v1/query", QUERY, headers={"X-Request-Timeout": taken})).status == 200
 
@@ -183,13 +184,6 @@ async def test_a_deadline_passes_while_the_body_is_awaited() -> None:
         head = {"X-Request-Timeout": "0.05", "Content-Type": "application/json", "Content-Length": "10"}
         await connection.send("/v1/query", verb="POST", headers=head)
         assert (await connection.response()).json["error"]["code"] == "DEADLINE_EXCEEDED"
-
-
-@pytest.mark.parametrize("text", ["", "0", "-1", "nan", "inf", "1e9", "soon"])
-async def test_a_timeout_that_is_none_is_refused(text: str) -> None:
-    async with serving_http() as rig:
-        answer = await rig.ask("/v1/query", QUERY, headers={"X-Request-Timeout": text})
-    assert (answer.status, answer.json["error"]["violations"][0]["field"]) == (400, "x-request-timeout")
 
 
 async def test_the_trace_and_the_id_of_a_caller_are_those_of_the_call() -> None:

@@ -10,7 +10,9 @@ from kestrel_grpc.frontends.http.bodies import Body, example
 from kestrel_grpc.frontends.openai.requests import ChatBody, CompletionBody
 from kestrel_grpc.frontends.rest.requests import ROUTES
 from kestrel_runtime.api.sampling_params import RANGES
-from tests.server.http_calls import serving_http
+from tests.server.http_calls import HttpServing
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 BODIES = {
     **{f"/v1/{skill}": body for skill, body in ROUTES.items()},
@@ -19,9 +21,8 @@ BODIES = {
 }
 
 
-async def test_the_document_has_every_route_of_both_apis() -> None:
-    async with serving_http() as rig:
-        document = (await rig.ask("/openapi.json")).json
+async def test_the_document_has_every_route_of_both_apis(rig: HttpServing) -> None:
+    document = (await rig.ask("/openapi.json")).json
     paths: dict[str, Any] = document["paths"]
     images, models = ("/v1/images", "/v1/images/{image_id}"), ("/v1/models", "/v1/models/{model}")
     assert paths.keys() == {*BODIES, *images, *models}
@@ -44,9 +45,8 @@ async def test_the_document_has_every_route_of_both_apis() -> None:
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_the_examples_of_required_fields_make_a_request(path: str) -> None:
+async def test_the_examples_of_required_fields_make_a_request(rig: HttpServing, path: str) -> None:
     body: type[Body] = BODIES[path]
     given = {**example(body), "model": "fake"}
     assert example(body).keys() == {name for name, field in body.model_fields.items() if field.is_required()}
-    async with serving_http() as rig:
-        assert (await rig.ask(path, given)).status == 200
+    assert (await rig.ask(path, given)).status == 200

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kestrel_runtime.api.constraints import Constraint
-from kestrel_runtime.api.errors import ContextLengthExceeded, InternalError, Overloaded
+from kestrel_runtime.api.errors import InternalError, Overloaded
 from kestrel_runtime.api.events import (
     Finished,
     FinishReason,
@@ -22,8 +22,10 @@ from kestrel_runtime.api.events import (
 )
 from kestrel_runtime.api.requests import Query
 from kestrel_runtime.api.sampling_params import SamplingParams
-from tests.fakes import HOLD, TIMING, FakeEngine, answers, fails
-from tests.server.http_calls import IMAGE_BYTES, IMAGE_URL, serving_http
+from tests.fakes import HOLD, TIMING, FakeEngine, answers
+from tests.server.http_calls import IMAGE_BYTES, IMAGE_URL, HttpServing, serving_http
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 CHAT = "/v1/chat/completions"
 TEXT = {"role": "user", "content": "What is it?"}
@@ -41,10 +43,9 @@ def chat(*messages: Any, **fields: Any) -> dict[str, Any]:
     return {"model": "fake", "messages": list(messages), **fields}
 
 
-async def test_a_chat_is_answered():
-    async with serving_http() as rig:
-        answer = await rig.ask(CHAT, chat(SEEN), headers={"X-Request-Id": "mine"})
-        (query,) = rig.engine.requests
+async def test_a_chat_is_answered(rig: HttpServing):
+    answer = await rig.ask(CHAT, chat(SEEN), headers={"X-Request-Id": "mine"})
+    (query,) = rig.engine.requests
     assert isinstance(query, Query)
     assert (query.question, query.image) == ("What is it?", IMAGE_BYTES)
     found = answer.json
@@ -59,26 +60,24 @@ async def test_a_chat_is_answered():
     assert found["choices"] == [{"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}]
 
 
-async def test_turns_are_written_out_by_the_template():
+async def test_turns_are_written_out_by_the_template(rig: HttpServing):
     messages = (
         {"role": "system", "content": "Be brief."},
         SEEN,
         {"role": "assistant", "content": "A bird.", "refusal": None},
         {"role": "user", "content": "Which?"},
     )
-    async with serving_http() as rig:
-        assert (await rig.ask(CHAT, chat(*messages))).status == 200
-        (query,) = rig.engine.requests
+    assert (await rig.ask(CHAT, chat(*messages))).status == 200
+    (query,) = rig.engine.requests
     assert isinstance(query, Query)
     expected = "Be brief.\n\nUser: What is it?\n\nAssistant: A bird.\n\nUser: Which?\n\nAssistant:"
     assert (query.question, query.image) == (expected, IMAGE_BYTES)
 
 
-async def test_every_field_reaches_the_engine():
+async def test_every_field_reaches_the_engine(rig: HttpServing):
     body = chat(TEXT, temperature=0.5, top_p=0.25, max_tokens=1, max_completion_tokens=7, seed=9, reasoning=True)
-    async with serving_http() as rig:
-        answer = await rig.ask(CHAT, body)
-        (query,) = rig.engine.requests
+    answer = await rig.ask(CHAT, body)
+    (query,) = rig.engine.requests
     assert isinstance(query, Query)
     sampling = query.sampling
     assert (sampling.temperature, sampling.top_p, sampling.max_tokens, sampling.seed) == (0.5, 0.25, 7, 9)
@@ -86,10 +85,9 @@ async def test_every_field_reaches_the_engine():
 
 
 @pytest.mark.parametrize("includes_usage", [False, True])
-async def test_a_chat_is_streamed(includes_usage):
+async def test_a_chat_is_streamed(rig: HttpServing, includes_usage):
     body = chat(TEXT, stream=True, reasoning=True, stream_options={"include_usage": includes_usage})
-    async with serving_http() as rig:
-        answer = await rig.ask(CHAT, body)
+    answer = await rig.ask(CHAT, body)
     *chunks, done = answer.events
     assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
     assert done == "[DONE]"
@@ -106,12 +104,11 @@ async def test_a_chat_is_streamed(includes_usage):
     assert reasons == [None] * (len(chunks) - 1) + ["stop"]
 
 
-async def test_a_completion_is_answered_and_streamed():
+async def test_a_completion_is_answered_and_streamed(rig: HttpServing):
     body = {"model": "fake", "prompt": "Why?", "max_tokens": 5}
-    async with serving_http() as rig:
-        whole = (await rig.ask("/v1/completions", body)).json
-        *chunks, done = (await rig.ask("/v1/completions", {**body, "stream": True})).events
-        query = rig.engine.requests[0]
+    whole = (await rig.ask("/v1/completions", body)).json
+    *chunks, done = (await rig.ask("/v1/completions", {**body, "stream": True})).events
+    query = rig.engine.requests[0]
     assert isinstance(query, Query)
     assert (query.question, query.image, query.sampling.max_tokens) == ("Why?", None, 5)
     assert (whole["object"], whole["choices"][0]["text"], whole["usage"]) == (
@@ -124,11 +121,10 @@ async def test_a_completion_is_answered_and_streamed():
     assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
 
 
-async def test_the_model_is_listed():
-    async with serving_http() as rig:
-        listed = (await rig.ask("/v1/models")).json
-        one = await rig.ask("/v1/models/fake")
-        none = await rig.ask("/v1/models/gull/2")
+async def test_the_model_is_listed(rig: HttpServing):
+    listed = (await rig.ask("/v1/models")).json
+    one = await rig.ask("/v1/models/fake")
+    none = await rig.ask("/v1/models/gull/2")
     assert [model["id"] for model in listed["data"]] == ["fake", "colours", "shapes@200"]
     assert one.json == listed["data"][0]
     assert (none.status, none.json["error"]["code"]) == (404, "model_not_found")
@@ -145,10 +141,9 @@ async def test_the_model_is_listed():
         ("web_search_options", {}),
     ],
 )
-async def test_what_is_not_built_is_refused_by_its_name(field, value):
-    async with serving_http() as rig:
-        answer = await rig.ask(CHAT, chat(TEXT, **{field: value}))
-        assert rig.engine.requests == []
+async def test_what_is_not_built_is_refused_by_its_name(rig: HttpServing, field, value):
+    answer = await rig.ask(CHAT, chat(TEXT, **{field: value}))
+    assert rig.engine.requests == []
     error = answer.json["error"]
     assert (answer.status, error["type"]) == (400, "invalid_request_error")
     assert (error["param"], error["code"]) == (field, "unsupported_parameter")
@@ -172,7 +167,7 @@ async def test_the_model_has_the_names_that_the_operator_gives_it():
     assert served == {"fake"}
 
 
-async def test_parameters_that_cannot_change_an_answer_are_taken():
+async def test_parameters_that_cannot_change_an_answer_are_taken(rig: HttpServing):
     body = chat(
         {
             "role": "user",
@@ -190,9 +185,8 @@ async def test_parameters_that_cannot_change_an_answer_are_taken():
         user="u",
         verbosity="low",
     )
-    async with serving_http() as rig:
-        assert (await rig.ask(CHAT, body)).status == 200
-        wrong = await rig.ask(CHAT, chat(TEXT, reasoning_effort=7))
+    assert (await rig.ask(CHAT, body)).status == 200
+    wrong = await rig.ask(CHAT, chat(TEXT, reasoning_effort=7))
     assert (wrong.status, wrong.json["error"]["param"]) == (400, "reasoning_effort")
 
 
@@ -210,14 +204,13 @@ async def test_parameters_that_cannot_change_an_answer_are_taken():
 )
 @pytest.mark.parametrize("route", [CHAT, "/v1/completions"])
 async def test_an_answer_is_constrained_in_vllms_words_or_in_ours(
-    route: str, fields: dict[str, Any], constraint: Constraint | None
+    rig: HttpServing, route: str, fields: dict[str, Any], constraint: Constraint | None
 ):
     body = chat(TEXT, **fields) if route == CHAT else {"model": "fake", "prompt": "?", **fields}
     if route != CHAT:
         body.pop("response_format", None)
-    async with serving_http() as rig:
-        assert (await rig.ask(route, body)).status == 200
-        (query,) = rig.engine.requests
+    assert (await rig.ask(route, body)).status == 200
+    (query,) = rig.engine.requests
     assert isinstance(query, Query)
     assert query.constraint == constraint
 
@@ -232,10 +225,11 @@ async def test_an_answer_is_constrained_in_vllms_words_or_in_ours(
         ({"constraint": {"choices": []}, "response_format": {"type": "json_object"}}, "constraint"),
     ],
 )
-async def test_constraints_that_make_no_sense_are_refused_by_their_name(fields: dict[str, Any], param: str):
-    async with serving_http() as rig:
-        answer = await rig.ask(CHAT, chat(TEXT, **fields))
-        assert rig.engine.requests == []
+async def test_constraints_that_make_no_sense_are_refused_by_their_name(
+    rig: HttpServing, fields: dict[str, Any], param: str
+):
+    answer = await rig.ask(CHAT, chat(TEXT, **fields))
+    assert rig.engine.requests == []
     assert (answer.status, answer.json["error"]["param"]) == (400, param)
 
 
@@ -275,7 +269,7 @@ async def test_a_reader_that_leaves_a_stream_of_several_samples_cancels_all_of_t
         assert rig.engine.num_cancelled == 3
 
 
-async def test_parameters_at_the_value_that_asks_for_nothing_are_taken():
+async def test_parameters_at_the_value_that_asks_for_nothing_are_taken(rig: HttpServing):
     body = chat(
         TEXT,
         n=1,
@@ -287,8 +281,7 @@ async def test_parameters_at_the_value_that_asks_for_nothing_are_taken():
         presence_penalty=0,
         user="me",
     )
-    async with serving_http() as rig:
-        assert (await rig.ask(CHAT, body)).status == 200
+    assert (await rig.ask(CHAT, body)).status == 200
 
 
 @pytest.mark.parametrize(
@@ -304,10 +297,9 @@ async def test_parameters_at_the_value_that_asks_for_nothing_are_taken():
         ),
     ],
 )
-async def test_a_response_format_is_a_constraint(given: Any, expected: Any) -> None:
-    async with serving_http() as rig:
-        assert (await rig.ask(CHAT, chat(TEXT, response_format=given))).status == 200
-        (query,) = rig.engine.requests
+async def test_a_response_format_is_a_constraint(rig: HttpServing, given: Any, expected: Any) -> None:
+    assert (await rig.ask(CHAT, chat(TEXT, response_format=given))).status == 200
+    (query,) = rig.engine.requests
     assert isinstance(query, Query)
     if expected is None:
         assert query.constraint is None
@@ -326,10 +318,9 @@ async def test_a_response_format_is_a_constraint(given: Any, expected: Any) -> N
         ("json_object", "response_format"),
     ],
 )
-async def test_a_response_format_that_cannot_be_used_is_refused(given: Any, param: str) -> None:
-    async with serving_http() as rig:
-        answer = await rig.ask(CHAT, chat(TEXT, response_format=given))
-        assert rig.engine.requests == []
+async def test_a_response_format_that_cannot_be_used_is_refused(rig: HttpServing, given: Any, param: str) -> None:
+    answer = await rig.ask(CHAT, chat(TEXT, response_format=given))
+    assert rig.engine.requests == []
     assert (answer.status, answer.json["error"]["param"]) == (400, param)
 
 
@@ -367,43 +358,26 @@ async def test_a_response_format_that_cannot_be_used_is_refused(given: Any, para
         (chat(TEXT, max_tokns=3), "max_tokns", "is not a field of this request; did you mean max_tokens?"),
     ],
 )
-async def test_other_violations_name_their_place(body, param, told):
-    async with serving_http() as rig:
-        answer = await rig.ask(CHAT, body)
+async def test_other_violations_name_their_place(rig: HttpServing, body, param, told):
+    answer = await rig.ask(CHAT, body)
     error = answer.json["error"]
     assert (answer.status, error["param"]) == (400, param)
     assert told in error["message"]
 
 
-async def test_an_image_by_address_is_refused_where_none_is_fetched():
+async def test_an_image_by_address_is_refused_where_none_is_fetched(rig: HttpServing):
     picture = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
     content = [{"type": "text", "text": "What is it?"}, picture]
-    async with serving_http() as rig:
-        answer = await rig.ask(CHAT, chat({"role": "user", "content": content}))
+    answer = await rig.ask(CHAT, chat({"role": "user", "content": content}))
     assert (answer.status, answer.json["error"]["code"]) == (400, "image_uri_not_allowed")
     assert answer.json["error"]["param"] == "messages"
 
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/embeddings"])
-async def test_other_routes_of_openai_are_refused_by_their_name(path):
-    async with serving_http() as rig:
-        answer = await rig.ask(path, {"model": "fake"})
+async def test_other_routes_of_openai_are_refused_by_their_name(rig: HttpServing, path):
+    answer = await rig.ask(path, {"model": "fake"})
     assert answer.status == 404
     assert path in answer.json["error"]["message"]
-
-
-@pytest.mark.parametrize(
-    ("error", "status", "code"),
-    [
-        (Overloaded(3, 0.25), 429, "queue_full"),
-        (ContextLengthExceeded("question", 5000, 2048), 400, "context_length_exceeded"),
-    ],
-)
-@pytest.mark.parametrize("is_streamed", [False, True])
-async def test_failures_of_the_engine_are_statuses(error, status, code, is_streamed):
-    async with serving_http(FakeEngine(fails(error))) as rig:
-        answer = await rig.ask(CHAT, chat(TEXT, stream=is_streamed))
-    assert (answer.status, answer.json["error"]["code"]) == (status, code)
 
 
 async def test_a_failure_behind_the_first_chunk_is_an_error_in_the_stream():
@@ -414,21 +388,6 @@ async def test_a_failure_behind_the_first_chunk_is_an_error_in_the_stream():
         answer = await rig.ask(CHAT, chat(TEXT, stream=True))
     assert answer.status == 200
     assert answer.events[-1]["error"]["code"] == "queue_full"
-
-
-@pytest.mark.parametrize("is_streamed", [False, True])
-async def test_a_client_that_disconnects_cancels_its_request(is_streamed):
-    def holds(request: Any) -> list[object]:
-        return [*answers(request)[:2], HOLD]
-
-    async with serving_http(FakeEngine(holds)) as rig:
-        async with rig.connect() as connection:
-            await connection.send(CHAT, chat(TEXT, stream=is_streamed))
-            await rig.engine.num_submitted.acquire()
-            if is_streamed:
-                assert (await connection.head())[0] == 200
-        await rig.engine.is_idle.wait()
-        assert rig.engine.num_cancelled == 1
 
 
 # Sampling
@@ -453,7 +412,7 @@ def with_logprobs(request: Any) -> list[Any]:
     return [Started(Usage(735, 729)), *pieces, end]
 
 
-async def test_settings_of_sampling_reach_the_engine():
+async def test_settings_of_sampling_reach_the_engine(rig: HttpServing):
     body = chat(
         TEXT,
         stop="end",
@@ -467,9 +426,8 @@ async def test_settings_of_sampling_reach_the_engine():
         logprobs=True,
         top_logprobs=2,
     )
-    async with serving_http() as rig:
-        assert (await rig.ask(CHAT, body)).status == 200
-        (query,) = rig.engine.requests
+    assert (await rig.ask(CHAT, body)).status == 200
+    (query,) = rig.engine.requests
     assert query.sampling == SamplingParams(
         stop=("end",),
         include_stop=True,
@@ -500,17 +458,15 @@ async def test_settings_of_sampling_reach_the_engine():
         ({"frequency_penalty": 3}, "frequency_penalty"),
     ],
 )
-async def test_sampling_out_of_bounds_is_refused_by_its_name(fields: dict[str, Any], param: str):
-    async with serving_http() as rig:
-        answer = await rig.ask(CHAT, chat(TEXT, **fields))
-        assert rig.engine.requests == []
+async def test_sampling_out_of_bounds_is_refused_by_its_name(rig: HttpServing, fields: dict[str, Any], param: str):
+    answer = await rig.ask(CHAT, chat(TEXT, **fields))
+    assert rig.engine.requests == []
     assert (answer.status, answer.json["error"]["param"]) == (400, param)
 
 
-async def test_every_breach_of_sampling_is_told_at_once():
+async def test_every_breach_of_sampling_is_told_at_once(rig: HttpServing):
     body = chat(TEXT, stop=[1], logit_bias={"x": 1}, n=17, top_k=0, min_p=2, top_logprobs=1)
-    async with serving_http() as rig:
-        message = (await rig.ask(CHAT, body)).json["error"]["message"]
+    message = (await rig.ask(CHAT, body)).json["error"]["message"]
     for name in ("stop[0]", "logit_bias[x]", "n:", "top_k", "min_p", "top_logprobs"):
         assert name in message
 

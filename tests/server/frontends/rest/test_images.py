@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kestrel_runtime.api.engine import EngineStatus
+from tests.fakes import FakeEngine
 from tests.server.http_calls import HttpServing, Response, serving_http
 
 FILE = b"an encoded image"
@@ -48,7 +49,7 @@ async def test_parameters_that_are_wrong_are_named(query: str, field: str):
 
 
 async def test_files_that_are_not_what_they_should_be_are_refused():
-    async with serving_http() as rig:
+    async with serving_http(FakeEngine(max_image_bytes=1000)) as rig:
         other = await put(rig, f"?sha256={'0' * 64}")
         empty = await put(rig, data=b"")
         page = await put(rig, media_type="text/plain")

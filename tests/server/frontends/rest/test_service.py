@@ -34,7 +34,9 @@ from kestrel_runtime.api.requests import (
     Segment,
 )
 from tests.fakes import HOLD, TIMING, FakeEngine, answers, fails
-from tests.server.http_calls import IMAGE_BYTES, IMAGE_URL, serving_http
+from tests.server.http_calls import IMAGE_BYTES, IMAGE_URL, HttpServing, serving_http
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 METRICS = {
     "input_tokens": 735,
@@ -56,31 +58,17 @@ def with_metrics(**result: Any) -> dict[str, Any]:
     [
         ({"choices": ["yes", "no"]}, Constraint(choices=("yes", "no"))),
         ({"regex": "[0-9]+"}, Constraint(regex="[0-9]+")),
-        ({"json_schema": {"type": "object"}}, Constraint(json_schema='{"type": "object"}')),
+        ({"json_schema": {"enum": [1, "é", None]}}, Constraint(json_schema='{"enum": [1, "é", null]}')),
+        (None, None),
     ],
 )
-async def test_a_query_takes_each_kind_of_constraint(given: Any, expected: Constraint) -> None:
-    async with serving_http() as rig:
-        assert (await rig.ask("/v1/query", {"question": "?", "constraint": given})).status == 200
-        (query,) = rig.engine.requests
+async def test_a_query_takes_each_kind_of_constraint(
+    rig: HttpServing, given: Any, expected: Constraint | None
+) -> None:
+    assert (await rig.ask("/v1/query", {"question": "?", "constraint": given})).status == 200
+    (query,) = rig.engine.requests
     assert isinstance(query, Query)
     assert query.constraint == expected
-
-
-async def test_everything_that_is_wrong_with_a_constraint_is_told_at_once() -> None:
-    wrong = {"choices": ["a", 1], "regex": 2, "json_schema": "{}", "grammar": "x"}
-    async with serving_http() as rig:
-        answer = await rig.ask("/v1/query", {"constraint": wrong})
-        other = await rig.ask("/v1/caption", {"image_url": IMAGE_URL, "constraint": {"regex": "a"}})
-        assert rig.engine.requests == []
-    assert [item["field"] for item in answer.json["error"]["violations"]] == [
-        "question",
-        "constraint.choices[1]",
-        "constraint.regex",
-        "constraint.json_schema",
-        "constraint.grammar",
-    ]
-    assert [item["field"] for item in other.json["error"]["violations"]] == ["constraint"]
 
 
 @pytest.mark.parametrize(
@@ -113,23 +101,21 @@ async def test_everything_that_is_wrong_with_a_constraint_is_told_at_once() -> N
         ("gaze", {"image_url": IMAGE_URL, "eye": [0.5, 0.25]}, {"points": [{"x": 0.25, "y": 0.75}]}),
     ],
 )
-async def test_every_route_answers_in_the_shape_of_the_moondream_client(route, body, result):
-    async with serving_http() as rig:
-        answer = await rig.ask(f"/v1/{route}", body, headers={"X-Request-Id": "mine"})
+async def test_every_route_answers_in_the_shape_of_the_moondream_client(rig: HttpServing, route, body, result):
+    answer = await rig.ask(f"/v1/{route}", body, headers={"X-Request-Id": "mine"})
     assert (answer.status, answer.headers["x-request-id"]) == (200, "mine")
     assert answer.json == with_metrics(**result)
 
 
-async def test_the_other_format_has_pairs_and_metrics_beside_the_answer():
-    async with serving_http() as rig:
-        body = {"image_url": IMAGE_URL, "object": "bird", "format": "kestrel"}
-        answer = (await rig.ask("/v1/point", body)).json
+async def test_the_other_format_has_pairs_and_metrics_beside_the_answer(rig: HttpServing):
+    body = {"image_url": IMAGE_URL, "object": "bird", "format": "kestrel"}
+    answer = (await rig.ask("/v1/point", body)).json
     assert answer["points"] == [[0.5, 0.25], [0.75, 0.5]]
     assert "metrics" not in answer
     assert (answer["input_tokens"], answer["ttft_s"], answer["decode_tokens_per_s"]) == (735, 1.5, 8.0)
 
 
-async def test_every_field_reaches_the_engine():
+async def test_every_field_reaches_the_engine(rig: HttpServing):
     image = {"image_url": IMAGE_URL}
     settings = {"temperature": 0.5, "top_p": 0.25, "max_tokens": 7, "max_objects": 3, "seed": 9}
     common = {
@@ -140,16 +126,15 @@ async def test_every_field_reaches_the_engine():
         "cache": "bypass",
     }
     refs = {"spatial_refs": [[0.5, 0.25], [0.1, 0.2, 0.3, 0.4]]}
-    async with serving_http() as rig:
-        for route, body in (
-            ("query", {"question": "?", "reasoning": True, **refs}),
-            ("caption", {"length": "long"}),
-            ("point", {"object": "bird", **refs}),
-            ("detect", {"object": "bird", **refs}),
-            ("segment", {"object": "bird", **refs}),
-        ):
-            assert (await rig.ask(f"/v1/{route}", {**image, **common, **body})).status == 200
-        query, caption, point, detect, segment = rig.engine.requests
+    for route, body in (
+        ("query", {"question": "?", "reasoning": True, **refs}),
+        ("caption", {"length": "long"}),
+        ("point", {"object": "bird", **refs}),
+        ("detect", {"object": "bird", **refs}),
+        ("segment", {"object": "bird", **refs}),
+    ):
+        assert (await rig.ask(f"/v1/{route}", {**image, **common, **body})).status == 200
+    query, caption, point, detect, segment = rig.engine.requests
     for request in rig.engine.requests:
         sampling, options = request.sampling, request.options
         assert request.image == IMAGE_BYTES
@@ -167,10 +152,9 @@ async def test_every_field_reaches_the_engine():
     assert isinstance(segment, Segment)
 
 
-async def test_streams_have_chunks_and_end_with_the_answer():
-    async with serving_http() as rig:
-        body = {"question": "?", "stream": True, "reasoning": True}
-        answer = await rig.ask("/v1/query", body, headers={"X-Request-Id": "mine"})
+async def test_streams_have_chunks_and_end_with_the_answer(rig: HttpServing):
+    body = {"question": "?", "stream": True, "reasoning": True}
+    answer = await rig.ask("/v1/query", body, headers={"X-Request-Id": "mine"})
     *chunks, last = answer.events
     assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
     assert answer.headers["x-accel-buffering"] == "no"
@@ -183,26 +167,27 @@ async def test_streams_have_chunks_and_end_with_the_answer():
     assert last["answer"] == "a kestrel"
 
 
-async def test_a_streamed_outline_has_the_three_kinds_of_events_of_the_client():
-    async with serving_http() as rig:
-        events = (await rig.ask("/v1/segment", {"object": "x", "image_url": IMAGE_URL, "stream": True})).events
+async def test_a_streamed_outline_has_the_three_kinds_of_events_of_the_client(rig: HttpServing):
+    events = (await rig.ask("/v1/segment", {"object": "x", "image_url": IMAGE_URL, "stream": True})).events
     assert [event["type"] for event in events] == ["bbox", "path_delta", "final"]
     assert events[0]["bbox"] == BOX
     assert events[1]["chunk"] == events[2]["path"]
 
 
-async def test_every_violation_is_told_by_the_name_of_its_field():
+async def test_every_violation_is_told_by_the_name_of_its_field(rig: HttpServing):
     body = {
         "question": 3,
         "image": "x",
         "image_url": "not base64!",
-        "settings": {"temperature": -1, "top_a": 5, "max_tokens": "many"},
-        "spatial_refs": [[0.5], [0.5, 2]],
+        "reasoning": "yes",
+        "constraint": {"choices": ["a", 1], "regex": 2, "json_schema": "{}", "grammar": "x"},
+        "settings": {"temperature": -1, "top_a": 5, "max_tokens": "many", "stop": [1, ""]},
+        "spatial_refs": [[2, 0], "here", [0.5], [0.5, 2]],
+        "model": None,
         "priority": "soon",
         "max_queue_seconds": -1,
     }
-    async with serving_http() as rig:
-        answer = await rig.ask("/v1/query", body)
+    answer = await rig.ask("/v1/query", body)
     assert answer.status == 400
     error = answer.json["error"]
     assert (error["code"], error["status"]) == ("INVALID_REQUEST", 400)
@@ -211,11 +196,20 @@ async def test_every_violation_is_told_by_the_name_of_its_field():
         "question",
         "image",
         "image_url",
+        "reasoning",
+        "constraint.choices[1]",
+        "constraint.regex",
+        "constraint.json_schema",
+        "constraint.grammar",
         "settings.temperature",
         "settings.top_a",
         "settings.max_tokens",
-        "spatial_refs[0]",
-        "spatial_refs[1][1]",
+        "settings.stop[0]",
+        "settings.stop[1]",
+        "spatial_refs[0][0]",
+        "spatial_refs[1]",
+        "spatial_refs[2]",
+        "spatial_refs[3][1]",
         "priority",
         "max_queue_seconds",
     }
@@ -240,20 +234,18 @@ async def test_every_violation_is_told_by_the_name_of_its_field():
     ],
     ids=range(13),
 )
-async def test_bodies_of_another_form_are_told_why(body, told):
-    async with serving_http() as rig:
-        answer = await rig.ask("/v1/query", body)
+async def test_bodies_of_another_form_are_told_why(rig: HttpServing, body, told):
+    answer = await rig.ask("/v1/query", body)
     assert answer.status == 400
     assert told in answer.json["error"]["message"]
 
 
-async def test_a_large_image_arrives_whole():
-    image = bytes(range(256)) * 20_000
+async def test_a_large_image_arrives_whole(rig: HttpServing):
+    image = bytes(range(256)) * 2000
     text = base64.b64encode(image).decode()
-    async with serving_http() as rig:
-        for written in (json.dumps({"image_url": text}), json.dumps({"image_url": text}).replace("/", "\\/")):
-            assert (await rig.ask("/v1/caption", written.encode())).status == 200
-            assert rig.engine.requests[-1].image == image
+    for written in (json.dumps({"image_url": text}), json.dumps({"image_url": text}).replace("/", "\\/")):
+        assert (await rig.ask("/v1/caption", written.encode())).status == 200
+        assert rig.engine.requests[-1].image == image
 
 
 async def test_a_full_queue_is_a_status_and_not_an_event():
@@ -295,10 +287,9 @@ async def test_a_client_that_disconnects_cancels_its_request(is_streamed):
 
 
 @pytest.mark.parametrize("eye", [[0.5], [0.5, "a"], [], [True, 0.5], [0.5, 0.5, 0.5]])
-async def test_an_eye_is_two_numbers(eye):
-    async with serving_http() as rig:
-        answer = await rig.ask("/v1/gaze", {"image_url": IMAGE_URL, "eye": eye})
-        assert (await rig.ask("/v1/gaze", {"image_url": IMAGE_URL, "eye": [1, 0]})).status == 200
+async def test_an_eye_is_two_numbers(rig: HttpServing, eye):
+    answer = await rig.ask("/v1/gaze", {"image_url": IMAGE_URL, "eye": eye})
+    assert (await rig.ask("/v1/gaze", {"image_url": IMAGE_URL, "eye": [1, 0]})).status == 200
     assert answer.status == 400
     assert [item["field"] for item in answer.json["error"]["violations"]] == ["eye"]
     assert rig.engine.requests == [Gaze(IMAGE_BYTES, PointRef(1, 0))]
