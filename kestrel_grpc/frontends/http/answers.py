@@ -1,4 +1,4 @@
-"""Answers a request of the engine: submits it, and renders its result, or its events as they come."""
+"""Answers a request of the engine: submits it, and renders its result or, for a stream, its events."""
 
 from __future__ import annotations
 
@@ -26,36 +26,36 @@ class Renderer(Protocol):
         ...
 
     def events(self, event: Event, sample: int) -> bytes:
-        """The server-sent events of an event of a sample; empty where there is none to tell."""
+        """The server-sent events for an event of a sample; may be empty."""
         ...
 
     def end(self, finished: Finished) -> bytes:
-        """The server-sent events behind the last event of all samples; empty where there is none to tell."""
+        """The server-sent events after the last event of all samples; may be empty."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
-    """What a frontend reads from a body."""
+    """A request as a frontend reads it from a body."""
 
     request: Request
     image: ImageReference | None
-    """Names the image where `request.image` is a placeholder."""
+    """Names the image if `request.image` is a placeholder."""
     is_streamed: bool
     style: Any
-    """What the caller says about the form of the answer, for the frontend's renderer."""
+    """What the body says about the form of the answer; the frontend's renderer reads it."""
 
 
 def serving(
     submission: Submission, new_renderer: Callable[[str, Any], Renderer]
 ) -> Callable[[ParsedRequest, CallContext], Awaitable[Answer]]:
-    """Serves requests. `new_renderer` takes the id of a request and its style."""
+    """Makes the `serve` of an operation. `new_renderer` takes the id of a request and its style."""
 
     async def serve(parsed: ParsedRequest, call: CallContext) -> Answer:
         renderer = new_renderer(call.request_id, parsed.style)
         is_streamed = parsed.is_streamed
         streams = await submission.submit_samples(parsed.request, parsed.image, call)
-        del parsed  # and with it the image
+        del parsed  # it holds the image
         if is_streamed:
             return _rendered_events(streams, renderer, call)
         return renderer.answer(await last_event(streams, call))
@@ -66,7 +66,7 @@ def serving(
 async def _rendered_events(
     streams: Sequence[Stream], renderer: Renderer, call: CallContext
 ) -> AsyncGenerator[bytes, None]:
-    """The server-sent events of the samples of a request, as they come. The request ends with them."""
+    """The server-sent events of the samples of a request. Closing the generator cancels the request."""
     finished: dict[int, Finished] = {}
     with ending_with(*streams):
         async for sample, event in _numbered(streams):
@@ -82,8 +82,8 @@ async def _rendered_events(
 
 
 async def _numbered(streams: Sequence[Stream]) -> AsyncGenerator[tuple[int, Event], None]:
-    """The events of all streams as they come, each with the number of its stream."""
-    if len(streams) == 1:  # without a task for each event
+    """The events of all streams in the order of their arrival, each with the number of its stream."""
+    if len(streams) == 1:  # saves a task for each event
         async for event in streams[0]:
             yield 0, event
         return

@@ -1,7 +1,7 @@
 """Bodies of JSON requests as pydantic models, and what is wrong with them in our own words.
 
-`read` reports everything that is wrong with a body at once. Where something is, it goes on with a body whose wrong
-values are left out or replaced by examples, so that the checks of the engine's requests are reported as well.
+A refusal names everything that is wrong with a body. If `read` finds wrong values, it omits them or replaces them
+by examples, so that the engine's request can be made from the rest and its checks are reported as well.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Body(BaseModel):
 
 AnyBody = TypeVar("AnyBody", bound=Body)
 _Error = Mapping[str, Any]
-"""As pydantic tells it."""
+"""An item of `ValidationError.errors`."""
 
 
 class Problems:
@@ -72,17 +72,17 @@ class Problems:
         self._mended: list[str] = []
 
     def add(self, field: str, description: str) -> None:
-        """A value is wrong that `read` has taken."""
+        """Report a value that `read` has accepted."""
         if not any(_overlap(field, other) for other in self._mended):
             self._violations.append(Violation(field, description))
 
     def add_renamed(self, violations: Iterable[Violation], name: Callable[[str], str]) -> None:
-        """What the engine's request refuses, under the names that its fields have in the body."""
+        """Report what the engine's request refuses, under the names of the body."""
         for violation in violations:
             self.add(name(violation.field), violation.description)
 
     def add_unreadable(self, violations: Iterable[Violation], mended: Iterable[str]) -> None:
-        """What `read` refuses, and the paths at which it has mended the body."""
+        """Report what `read` refuses, and note the paths at which it has mended the body."""
         self._violations += violations
         self._mended += mended
 
@@ -101,7 +101,7 @@ class Problems:
 
 
 def read(body_type: type[AnyBody], document: Mapping[str, Any], problems: Problems) -> AnyBody:
-    """The body, without what is wrong with it: that is added to `problems`."""
+    """The body without its wrong values, which are added to `problems`."""
     try:
         return body_type.model_validate(document)
     except ValidationError as failure:
@@ -109,7 +109,7 @@ def read(body_type: type[AnyBody], document: Mapping[str, Any], problems: Proble
     problems.add_unreadable(_violations(body_type, errors), [_path(error) for error in errors])
     try:
         return body_type.model_validate(_mended(body_type, document, errors))
-    except ValidationError:  # parts of a value depend on each other
+    except ValidationError:  # a part of the mended body depends on a value that was left out
         return body_type.model_validate(example(body_type))
 
 
@@ -150,7 +150,7 @@ def _violations(body_type: type[Body], errors: Sequence[_Error]) -> Iterator[Vio
         description = _description(error)
         if error["type"] == "extra_forbidden":
             num_unknown += 1
-            if num_unknown <= MAX_VIOLATIONS:  # callers are told no more, and a search takes long
+            if num_unknown <= MAX_VIOLATIONS:  # answers list no more, and a search is slow
                 description += did_you_mean(
                     str(error["loc"][-1])[:_MAX_NAME_CHARS], _names_beside(body_type, error)
                 )
@@ -238,6 +238,6 @@ def _body_types_in(annotation: Any) -> Iterator[type[Body]]:
 
 
 def _overlap(path: str, other: str) -> bool:
-    """Whether one of two paths is the other, or leads to it."""
+    """True if one of two paths is a prefix of the other, or equal."""
     shorter, longer = sorted((path, other), key=len)
     return longer.startswith(shorter) and longer[len(shorter) : len(shorter) + 1] in ("", ".", "[")

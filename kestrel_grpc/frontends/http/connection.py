@@ -35,7 +35,7 @@ MAX_HEAD_BYTES = 64 * 1024
 """Of a request apart from its body: request line, headers, and the framing of chunks."""
 MAX_CONNECTIONS = 1024
 MAX_REPLACED_PER_S = 200
-"""At the limit of connections, new ones from one address that replace others. Further ones are closed at once."""
+"""New connections of one address that may replace others at the limit of connections; further ones are closed."""
 CONNECTION_KEY = "kestrel.connection"
 """The entry of an ASGI scope that holds the `Connection`."""
 _BODY_BYTES_PER_FRAMING_BYTE = 8
@@ -47,21 +47,21 @@ _TOO_LARGE = "the headers, or the framing of the body, are too large"
 
 
 class ReplaceableConnections:
-    """The connections that a new one may replace: those whose request is refused, then idle ones, longest first.
+    """The connections that a new one may replace: first those with a refused request, then idle ones, oldest first.
 
     Kept in order, since under attack every new connection replaces another one.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        """Of all connections."""
+        """The most connections at a time, of all kinds."""
         self._refused: dict[Connection, None] = {}
         self._idle: dict[Connection, None] = {}
         self._second = 0
         self._num_replaced: Counter[str] = Counter()
 
     def may_replace(self, address: str) -> bool:
-        """Count a new connection from this address that is to replace another one."""
+        """Count a new connection of this address; True if it may replace another one."""
         second = int(time.monotonic())
         if second != self._second:
             self._second = second
@@ -70,22 +70,22 @@ class ReplaceableConnections:
         return self._num_replaced[address] <= MAX_REPLACED_PER_S
 
     def add_refused(self, connection: Connection) -> None:
-        """Its request is refused, and only the answer, or the rest of its body, is outstanding."""
+        """The request of the connection is refused; only its answer or the rest of its body is outstanding."""
         self.remove(connection)
         self._refused[connection] = None
 
     def add_idle(self, connection: Connection) -> None:
-        """No request has begun that is not answered yet."""
+        """The connection waits for a request."""
         self.remove(connection)
         self._idle[connection] = None
 
     def remove(self, connection: Connection) -> None:
-        """It serves a request, or is closed."""
+        """The connection serves a request or is closed."""
         self._refused.pop(connection, None)
         self._idle.pop(connection, None)
 
     def pop(self) -> Connection | None:
-        """Remove the first one."""
+        """Remove and return the first one."""
         for group in (self._refused, self._idle):
             for connection in group:
                 del group[connection]
@@ -119,7 +119,7 @@ class Connection(HttpToolsProtocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request has begun that is not answered yet."""
+        """True while the connection waits for a request."""
         return self.cycle is None or self.cycle.response_complete
 
     def note_refusal(self) -> None:
@@ -129,7 +129,7 @@ class Connection(HttpToolsProtocol):
             self._replaceable.add_refused(self)
 
     def serve_by(self, task: asyncio.Task[Any] | None) -> None:
-        """Cancel this task if the client disconnects; None ends that."""
+        """Cancel this task if the client disconnects. None: cancel nothing."""
         self._serving = task
         if task is not None and self.closed.done():
             task.cancel()
@@ -171,7 +171,7 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         if not self.is_idle:
-            # Raising ends the parsing of what has been received.
+            # The exception stops the parser.
             self._ignores_input = True
             self.cycle.keep_alive = False
             raise ValueError("a request before the answer to the one before it")
@@ -208,10 +208,10 @@ class Connection(HttpToolsProtocol):
             self._replaceable.add_idle(self)
         super().on_response_complete()
         if self.cycle.more_body and not self.transport.is_closing():
-            self.transport.close()  # otherwise the rest of a body that is not wanted would have no timeout
+            self.transport.close()  # the rest of an unread body has no other timeout
 
     def send_400_response(self, msg: str) -> None:
-        """Called by uvicorn for what its parser, or one of the methods above, refuses."""
+        """Called by uvicorn when its parser or a method above raises."""
         if self._header_bytes > MAX_HEAD_BYTES:
             self._refuse(431, _TOO_LARGE)
         elif not self._ignores_input:
@@ -243,7 +243,7 @@ class Connection(HttpToolsProtocol):
 
 
 def _probe_when_silent(item: socket.socket) -> None:
-    """Have the system find out whether a client that sends nothing still exists; it takes 80 seconds at most."""
+    """Let the system close the connection of a client that no longer exists, within 80 seconds."""
     item.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _PROBES.items():
         if hasattr(socket, name):
@@ -294,7 +294,7 @@ class Listener:
 
 
 def connection_limit() -> int:
-    """How many connections there may be, so that a quarter of the process's descriptors suffices for them."""
+    """The most connections: they use at most a quarter of the process's descriptors."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MAX_CONNECTIONS if limit == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, limit // _DESCRIPTOR_SHARE)
 
@@ -320,7 +320,7 @@ def _connection_factory(app: App, state: ServerState, max_connections: int) -> C
 
 
 class _Arrival(asyncio.Protocol):
-    """A new connection before anything is made for it: under attack, most are closed at once."""
+    """A new connection before it costs anything: under attack, most are closed at once."""
 
     def __init__(
         self, new_connection: Callable[[], Connection], state: ServerState, replaceable: ReplaceableConnections

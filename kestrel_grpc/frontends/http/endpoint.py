@@ -34,10 +34,10 @@ from kestrel_grpc.wire.errors import CallFailure, Code
 from kestrel_runtime.api.errors import DeadlineExceeded, InvalidRequest, Violation
 
 TIMEOUT_KEY = "x-request-timeout"
-"""The header with the seconds that the caller waits, as gRPC's deadline."""
+"""The header with the seconds that the caller waits; the counterpart of gRPC's deadline."""
 _INLINE_BYTES = 256 * 1024
-"""A larger body is parsed in a thread, so that other calls need not wait for it."""
-# Python's `float` takes more, such as 1_0.
+"""A larger body is parsed in a thread, so that other calls do not wait for the parser."""
+# `float` accepts more, such as 1_0.
 _NUMBER = re.compile(r"[0-9]+(\.[0-9]*)?([eE][+-]?[0-9]+)?|\.[0-9]+")
 _MAX_TIMEOUT_S = 86_400.0
 _NO_TIMEOUT = nullcontext()
@@ -50,15 +50,15 @@ class Dialect(Protocol):
     """A sentence about the form of errors, for the OpenAPI document."""
 
     def authorization(self, exchange: Exchange) -> str | None:
-        """The value of an `authorization` header that other headers stand for."""
+        """The `authorization` header that another header of the request replaces; None if there is none."""
         ...
 
     def failure(self, failure: CallFailure, request_id: str) -> bytes:
-        """The body of a response that tells a failure."""
+        """The body of the response to a call that has failed."""
         ...
 
     def failure_event(self, failure: CallFailure, request_id: str) -> bytes:
-        """The last event of a stream that has begun and fails."""
+        """The last event of a stream that fails after its start."""
         ...
 
 
@@ -78,9 +78,9 @@ class Description:
     summary: str
     answer: str
     body: type[Body] | None = None
-    """Whose schema is that of the body."""
+    """The model of the JSON body."""
     parameters: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Of the query, with their descriptions."""
+    """The descriptions of the query's parameters, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,16 +95,16 @@ class Operation:
     method: str
     """The name of the call for access rules, metrics and logs, as `rest/query`."""
     parse: Callable[..., Any] | None
-    """None where there is no body; `serve` then gets the variable parts of the path, by name."""
+    """None for an operation without a body: `serve` gets the variable parts of the path, by name."""
     serve: Callable[[Any, CallContext], Awaitable[Answer]]
     field_name: Callable[[str], str] = str
-    """The name that a field of the engine's requests has here."""
+    """Converts the name of a field of the engine's requests to the name in the body."""
     content_type: bytes = JSON
     takes_file: bool = False
-    """Whether the body is a file and not JSON; `parse` then gets the parameters of the query as well."""
+    """True if the body is a file, not JSON: `parse` also gets the parameters of the query."""
     group: Group = Group.INFERENCE
     description: Description | None = None
-    """None where the OpenAPI document leaves the operation out."""
+    """None: the OpenAPI document omits the operation."""
 
 
 class Endpoint:
@@ -177,8 +177,8 @@ class Endpoint:
     async def _fail(
         self, error: BaseException, call: CallContext, exchange: Exchange, events: EventStream | None
     ) -> None:
-        """Tell the caller, unless it is the caller that has ended the call."""
-        if isinstance(error, InvalidRequest) and call.request is not None:  # parsed here, and refused by the engine
+        """Answer with the failure, unless the caller has ended the call."""
+        if isinstance(error, InvalidRequest) and call.request is not None:  # the engine refused a parsed request
             error.violations = tuple(
                 Violation(self._operation.field_name(item.field), item.description) for item in error.violations
             )
@@ -188,14 +188,14 @@ class Endpoint:
             exchange.connection.note_refusal()
             try:
                 await self._admission.hold(call, error)
-            except asyncio.CancelledError:  # the client does not wait
+            except asyncio.CancelledError:  # the client has disconnected
                 return
         exchange.connection.serve_by(None)
         if failure is None:
             exchange.connection.abort()
             if not isinstance(error, asyncio.CancelledError):
                 raise error
-        elif failure.code is Code.ABORTED:  # the client reads nothing, so nothing can be told
+        elif failure.code is Code.ABORTED:  # the client does not read
             exchange.connection.abort()
         elif begun is not None:
             await begun.end(self._dialect.failure_event(failure, call.request_id))
@@ -205,7 +205,7 @@ class Endpoint:
 
 
 def failure_headers(failure: CallFailure) -> list[Header]:
-    """The headers of a response that tells a failure."""
+    """The headers of the response to a call that has failed."""
     headers: dict[str, str] = {}
     if failure.retry_after_s is not None:
         headers["retry-after"] = str(max(1, math.ceil(failure.retry_after_s)))
@@ -218,7 +218,7 @@ def failure_headers(failure: CallFailure) -> list[Header]:
 
 
 def _timeout(text: str | None) -> tuple[float | None, InvalidRequest | None]:
-    """The seconds in the header, or why they are none."""
+    """The seconds in the header, or the error in it."""
     if text is None:
         return None, None
     seconds = float(text) if _NUMBER.fullmatch(text) else math.nan

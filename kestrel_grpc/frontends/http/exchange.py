@@ -20,11 +20,11 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Header = tuple[bytes, bytes]
 
 JSON = b"application/json"
-# For the rest of a body that is not wanted: a client that is still sending would not see an answer behind which the
-# connection is closed.
+# The longest wait for the rest of an unread body. A client that still sends when the connection closes would lose
+# the answer.
 _DISCARD_S = 2.0
 HEARTBEAT_S = 15.0
-"""Of silence on a stream: proxies close connections on which nothing was sent for a minute or so."""
+"""Silence on a stream until a comment is sent. Proxies close a connection after about a minute of silence."""
 _HEARTBEAT = b": waiting\n\n"
 _ALWAYS: tuple[Header, ...] = ((b"x-content-type-options", b"nosniff"),)
 
@@ -54,25 +54,25 @@ class Exchange:
         return f"{client[0]}:{client[1]}" if client else ""
 
     def require_json(self, limit_bytes: int) -> None:
-        """Raise where the headers say that the body is no JSON, is compressed, or is larger than the limit."""
+        """Raise if the headers announce a body that is not JSON, is compressed or exceeds the limit."""
         media_type = (self.header("content-type") or "").partition(";")[0].strip().lower()
         if media_type != "application/json":
             raise MediaTypeUnsupported("JSON, with the content type application/json")
         self.require_fit(limit_bytes)
 
     def require_file(self, limit_bytes: int) -> None:
-        """Raise where the headers say that the body is no file, is compressed, or is larger than the limit."""
+        """Raise if the headers announce a body that is not a file, is compressed or exceeds the limit."""
         media_type = (self.header("content-type") or "").partition(";")[0].strip().lower()
         if media_type != "application/octet-stream" and not media_type.startswith("image/"):
             raise MediaTypeUnsupported("a file, with the content type application/octet-stream or image/…")
         self.require_fit(limit_bytes)
 
     def parameters(self) -> Mapping[str, str]:
-        """The parameters of the query, of which the last of each name counts."""
+        """The parameters of the query; the last of each name counts."""
         return dict(parse_qsl(self._scope["query_string"].decode("latin-1"), keep_blank_values=True))
 
     def require_fit(self, limit_bytes: int) -> None:
-        """Raise where the headers say that the body is compressed, or is larger than the limit."""
+        """Raise if the headers announce a body that is compressed or exceeds the limit."""
         if (self.header("content-encoding") or "identity").lower() != "identity":
             raise MediaTypeUnsupported("sent without compression")
         length = self.header("content-length")
@@ -111,7 +111,7 @@ class Exchange:
         content_type: bytes = JSON,
         headers: Iterable[Header] = (),
     ) -> None:
-        """Send a response at once. The connection is closed after it where the body has not been read."""
+        """Send a whole response. If the body has not been read, the connection closes after the response."""
         is_last = not self._has_whole_body and self.connection.cycle.more_body
         head: list[Header] = [
             (b"content-type", content_type),
@@ -129,7 +129,7 @@ class Exchange:
             await self.send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def begin_events(self, request_id: str) -> None:
-        """Begin a response that is a stream of server-sent events."""
+        """Send the headers of a stream of server-sent events."""
         head: list[Header] = [
             (b"content-type", b"text/event-stream; charset=utf-8"),
             (b"cache-control", b"no-cache"),
@@ -140,7 +140,7 @@ class Exchange:
         await self.send({"type": "http.response.start", "status": 200, "headers": head})
 
     async def write(self, data: bytes, *, is_last: bool = False) -> None:
-        """A piece of a response that has begun."""
+        """Send a piece of a response that has begun."""
         await self.send({"type": "http.response.body", "body": data, "more_body": not is_last})
 
     async def _discard_body(self) -> None:
@@ -151,7 +151,7 @@ class Exchange:
 
 
 class EventStream:
-    """Writes server-sent events, with a comment now and then while there are none.
+    """Writes server-sent events, and a comment whenever the stream has been silent for `heartbeat_s`.
 
     The response begins with the first event or heartbeat: until then a refusal can have its own status.
     """
@@ -178,11 +178,11 @@ class EventStream:
         self._written_at = self._loop.time()
 
     async def end(self, data: bytes = b"") -> None:
-        """Send the last events, and that nothing follows."""
+        """Send the last events and end the response."""
         await self._exchange.write(data, is_last=True)
 
     def close(self) -> None:
-        """No heartbeat from now on."""
+        """Stop the heartbeat."""
         self._timer.cancel()
         if self._beating is not None:
             self._beating.cancel()

@@ -36,7 +36,7 @@ class HttpService(Protocol):
 
 
 class HttpFrontend:
-    """Serves `services` on one port; the first one's dialect is that of refusals which belong to none.
+    """Serves `services` on one port. Refusals of unknown paths use the dialect of the first service.
 
     Belongs to the event loop of its calls.
     """
@@ -62,7 +62,7 @@ class HttpFrontend:
         self._document = openapi.document(described, engine.info.model)
         self._guard = SourceGuard(_hosts(config), config.http_origins or ())
         handlers = self._handlers(groups)
-        # Most paths are looked up here: the router tries one pattern after the other.
+        # Most paths have no variable parts and need no search through the patterns of the router.
         self._fixed = {path: handler for path, handler in handlers.items() if "{" not in path}
         patterns = [Route(path, handler) for path, handler in handlers.items() if path not in self._fixed]
         self._router = Router(patterns, default=self._unknown, redirect_slashes=False)
@@ -79,7 +79,7 @@ class HttpFrontend:
         await self._listener.start(self._config.host, self._config.http_port or 0, context)
 
     async def close(self) -> None:
-        """Accept no connection any more and end those that there are. May be repeated."""
+        """Stop listening and end all connections. May be repeated."""
         await self._listener.close()
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -96,14 +96,14 @@ class HttpFrontend:
     async def _refuse(
         self, error: Exception, scope: Scope, receive: Receive, send: Send, dialect: Dialect | None = None
     ) -> None:
-        """Answer a request that becomes no call."""
+        """Refuse a request before it becomes a call."""
         exchange = Exchange(scope, receive, send)
         request_id = CallContext(exchange.headers, None, "").request_id
         exchange.connection.note_refusal()
         exchange.connection.serve_by(asyncio.current_task())
         try:
             await self._refusals.hold(exchange.peer())
-        except asyncio.CancelledError:  # the client does not wait
+        except asyncio.CancelledError:  # the client has disconnected
             return
         exchange.connection.serve_by(None)
         failure = describe(error, self._engine.status)
@@ -111,7 +111,7 @@ class HttpFrontend:
         await exchange.respond(failure.http_status, body, request_id, headers=failure_headers(failure))
 
     def _handlers(self, groups: CallGroups) -> Mapping[str, App]:
-        """An ASGI application for each path, which may have variable parts."""
+        """The ASGI application of each path; paths may have variable parts."""
         paths: dict[str, _Path] = {}
 
         def add(operation: Operation, admission: CallAdmission, dialect: Dialect) -> None:
@@ -165,7 +165,7 @@ class _Path:
 
 
 def _with_cors(app: App, config: ServerConfig) -> App:
-    """The application for pages of the allowed origins too."""
+    """The application, which also answers pages of the allowed origins."""
     return CORSMiddleware(
         app,
         allow_origins=config.http_origins or (),
@@ -182,7 +182,7 @@ def _hosts(config: ServerConfig) -> tuple[str, ...] | None:
 
 
 def _following(certificate: CertificateFiles) -> ssl.SSLContext:
-    """A context that gives each new connection the certificate that is in the files then."""
+    """A context that gives each new connection the current certificate of the files."""
     first = certificate.value.context
 
     def choose(connection: Any, name: str | None, context: ssl.SSLContext) -> None:

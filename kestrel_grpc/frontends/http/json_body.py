@@ -1,8 +1,8 @@
-"""Parses the JSON of a request body, whose images are long texts of base64.
+"""Parses the JSON of a request body. Images in it are long texts of base64.
 
-A text that long is cut out before the rest is parsed, so that it is neither copied nor searched for escapes, and
-what is left is small: a body as large as an image could otherwise hold millions of values, each of which takes many
-times its length in memory.
+Long texts are cut out before the rest is parsed: the parser neither copies them nor searches them for escapes. The
+rest must be small, since a body as large as an image could hold millions of values, each of which takes many times
+its length in memory.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any
 from kestrel_runtime.api.errors import InvalidRequest, Violation
 
 MAX_OTHER_BYTES = 2**20
-"""For everything in a body but its long texts."""
+"""The most bytes of a body apart from its long texts."""
 MAX_TEXTS = 20_000
-"""In a body of more than `_UNCHECKED_BYTES`, counting names."""
+"""The most texts in a body of more than `_UNCHECKED_BYTES`; names count."""
 _UNCHECKED_BYTES = 128 * 1024
-"""A body up to here holds too little to take long."""
+"""A body of at most this size is parsed quickly, whatever it holds."""
 _LONG_BYTES = 64 * 1024
 
 
 class LongText:
-    """A text of more than 64 KiB, as it stands in the JSON: with its escapes, without its quotes."""
+    """A text of more than 64 KiB as written in the JSON: with escapes, without quotes."""
 
     __slots__ = ("_raw",)
 
@@ -63,10 +63,10 @@ def parse_json(body: bytes) -> dict[str, Any]:
 
 
 def _without_long_texts(body: bytes) -> tuple[bytes, dict[str, LongText]]:
-    """The JSON with a short text in place of each long one, and what the short ones stand for."""
+    """The JSON with a short text in place of each long one, and the long texts by these short ones."""
     pieces: list[bytes] = []
     found: dict[str, LongText] = {}
-    nonce = secrets.token_hex(8)  # it cannot be guessed, so that no other text of the body equals one of ours
+    nonce = secrets.token_hex(8)  # no text of the body can equal a name that its author cannot guess
     num_texts = position = kept_to = 0
     while (start := body.find(b'"', position)) >= 0:
         num_texts += 1

@@ -37,7 +37,7 @@ _FINISH_REASONS: Mapping[FinishReason, str] = MappingProxyType(
 _TYPES: Mapping[int, str] = MappingProxyType(
     {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 )
-# The names that OpenAI has for these; others are our reasons in lower case.
+# OpenAI's codes for these reasons; other codes are the reasons in lower case.
 _CODES: Mapping[str, str] = MappingProxyType(
     {"TOKEN_INVALID": "invalid_api_key", "RATE_LIMITED": "rate_limit_exceeded"}
 )
@@ -49,7 +49,7 @@ class ChatRenderer:
     def __init__(self, request_id: str, model: str, created_s: int, *, includes_usage: bool) -> None:
         self._facts = {"id": f"chatcmpl-{request_id}", "created": created_s, "model": model}
         self._includes_usage = includes_usage
-        # A chunk is made for each token: what is the same in all is encoded once.
+        # Each token has a chunk; the parts that all chunks share are encoded once.
         head = to_json({"id": f"chatcmpl-{request_id}", "object": "chat.completion.chunk"})[:-1]
         rest = to_json({"created": created_s, "model": model})[1:-1]
         self._head = b'data: %b,%b,"choices":[{"index":' % (head, rest)
@@ -98,7 +98,7 @@ class CompletionRenderer:
             "model": model,
         }
         self._includes_usage = includes_usage
-        self._num_chars = defaultdict[int, int](int)  # of the text that has been sent, by sample
+        self._num_chars = defaultdict[int, int](int)  # of the text sent so far, by sample
 
     def answer(self, finished: Finished) -> bytes:
         """The whole answer."""
@@ -106,7 +106,7 @@ class CompletionRenderer:
         return to_json({**self._facts, "choices": choices, "usage": _usage(finished.usage)})
 
     def events(self, event: Event, sample: int) -> bytes:
-        """The server-sent events of an event of a sample; empty where there is none to tell."""
+        """The server-sent events for an event of a sample; may be empty."""
         usage = {"usage": None} if self._includes_usage else {}
         if isinstance(event, TextDelta):
             logprobs = _text_logprobs(event.logprobs, self._num_chars[sample]) if event.logprobs else None
@@ -126,7 +126,7 @@ class CompletionRenderer:
 
 
 def models_json(models: Sequence[str], adapters: Iterable[str], created_s: int) -> bytes:
-    """The names of the served model, and its adapters."""
+    """The list of the served model's names and of its adapters."""
     data = [_model(name, created_s) for name in models]
     data += [_model(name, created_s, parent=models[0]) for name in adapters]
     return to_json({"object": "list", "data": data})
@@ -138,7 +138,7 @@ def model_json(name: str, models: Sequence[str], created_s: int) -> bytes:
 
 
 def failure_json(failure: CallFailure) -> bytes:
-    """A failure as OpenAI's clients expect it."""
+    """A failure in the form of OpenAI's errors."""
     violations = [item for detail in failure.details if isinstance(detail, BadFields) for item in detail.violations]
     code = _CODES.get(failure.reason, failure.reason.lower())
     if violations and violations[0].description in (NOT_SUPPORTED, MANY_IMAGES):

@@ -103,7 +103,7 @@ class StructuredOutputs(Body):
 
 
 class Only:
-    """The type of a field that may have one of `values`, or be null, and has no effect then."""
+    """The type of a field that must have one of `values` or be null: the server lacks what other values ask for."""
 
     def __init__(self, *values: Any) -> None:
         self.values = values
@@ -151,8 +151,10 @@ class ChatBody(_OpenAiBody):
     max_completion_tokens: int | None = setting("max_tokens", "Most tokens to generate; goes before `max_tokens`.")
     reasoning: bool = Field(False, description="Whether the model reasons before it answers.")
     response_format: ResponseFormat | None = Field(None, description="What the answer must look like.")
-    logprobs: bool = Field(False, description="Tells how likely each token of the answer was, before penalties.")
-    top_logprobs: int | None = setting("logprobs", "How many of the most likely tokens `logprobs` tells for each.")
+    logprobs: bool = Field(False, description="Adds the logprob of each token of the answer, before penalties.")
+    top_logprobs: int | None = setting(
+        "logprobs", "The number of likeliest tokens whose logprobs are added for each token; needs `logprobs`."
+    )
     metadata: dict[str, Any] | None = Field(None, description="Without effect: nothing is stored.")
     store: bool | None = Field(None, description="Without effect: nothing is stored.")
     parallel_tool_calls: bool | None = Field(None, description="Without effect: there are no tools.")
@@ -187,7 +189,7 @@ class CompletionBody(_OpenAiBody):
 
     prompt: Text = Field(description="The text to answer.", examples=["What is a kestrel?"])
     logprobs: int | None = setting(
-        "logprobs", "Tells how likely each token was, and as many of the most likely ones."
+        "logprobs", "Adds the logprob of each token and of this many of the likeliest tokens."
     )
     best_of: Annotated[None, Only(1)] = None
     echo: Annotated[None, Only(False)] = None

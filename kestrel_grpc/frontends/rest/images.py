@@ -23,7 +23,7 @@ PARAMETERS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class ParsedImage:
-    """A file, the handle that the caller says it has, and how long to keep it."""
+    """A file, the handle that the caller announces, and how long to keep the file."""
 
     data: bytes
     announced: ImageHandle | None
@@ -76,7 +76,7 @@ class ImageRoutes:
         )
 
     def _parsed(self, data: bytes, parameters: Mapping[str, str]) -> ParsedImage:
-        """Raises `InvalidRequest`, for a file that is too large as `ImageError`."""
+        """Raises `InvalidRequest`, or `ImageError` for a file that is too large."""
         violations = [Violation(name, "is no parameter here") for name in parameters.keys() - PARAMETERS.keys()]
         sha256, pin = parameters.get("sha256"), parameters.get("pin", "false")
         if sha256 is not None and not is_sha256(sha256):

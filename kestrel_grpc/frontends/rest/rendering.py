@@ -37,11 +37,11 @@ class Renderer:
         return to_json(self._facts(finished))
 
     def end(self, finished: Finished) -> bytes:
-        """There is nothing to tell."""
+        """Nothing: the last event has the whole answer."""
         return b""
 
     def events(self, event: Event, sample: int) -> bytes:
-        """The server-sent events of an event; empty where there is none to tell."""
+        """The server-sent events for an event; may be empty."""
         if isinstance(event, TextDelta):
             if event.channel is TextChannel.PATH:
                 return sent_event({"type": "path_delta", "chunk": event.text, "completed": False})
@@ -102,7 +102,7 @@ class Renderer:
 
 
 def failure_body(failure: CallFailure, request_id: str) -> dict[str, Any]:
-    """A failure as every response of the REST API tells it."""
+    """A failure in the form of all errors of the REST API."""
     error: dict[str, Any] = {
         "code": failure.reason,
         "message": failure.message,

@@ -59,7 +59,7 @@ class Settings(Sampling):
     """
 
     logprobs: int | None = setting(
-        "logprobs", "Tells how likely each token was, and so many of the likeliest ones."
+        "logprobs", "Adds the logprob of each token and of this many of the likeliest tokens."
     )
     max_objects: int | None = Field(None, description="Most objects to find, for points and boxes.")
 
