@@ -324,8 +324,8 @@ async def test_dead_engine_ends_the_server_without_success() -> None:
 
 
 async def test_message_beyond_the_limit_is_refused_and_the_server_goes_on() -> None:
-    async with serving() as rig:
-        huge = wire.CompleteQueryRequest(question="?", image={"data": bytes(100_000_000)})
+    async with serving(max_message_bytes=2**20) as rig:
+        huge = wire.CompleteQueryRequest(question="?", image={"data": bytes(2 * 2**20)})
         call = rig.vision.CompleteQuery(huge)
         assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert rig.engine.requests == []

@@ -24,7 +24,7 @@ from kestrel_runtime.api.events import (
     Timing,
     Usage,
 )
-from kestrel_runtime.api.requests import Caption, Query, Segment
+from kestrel_runtime.api.requests import Query, Segment
 from tests.fakes import FakeEngine
 from tests.server.serving import IMAGE, serving
 
@@ -43,16 +43,6 @@ async def test_query_streams_started_deltas_and_the_whole() -> None:
         value = generation_pb2.TextChannel.Value(f"TEXT_CHANNEL_{channel}")
         deltas = [message.delta for message in messages if message.WhichOneof("event") == "delta"]
         assert "".join(delta.text for delta in deltas if delta.channel == value) == text != ""
-
-
-async def test_caption_streams_started_deltas_and_the_whole() -> None:
-    async with serving() as rig:
-        request = wire.CaptionRequest(image=IMAGE, length=wire.CAPTION_LENGTH_SHORT)
-        messages = [message async for message in rig.vision.Caption(request)]
-    assert rig.engine.requests == [Caption(IMAGE.data, "short")]
-    assert messages[0].started.model == "fake"
-    deltas = [message.delta.text for message in messages[1:-1]]
-    assert "".join(deltas) == messages[-1].completed.caption == "a short kestrel"
 
 
 async def test_segments_stream_the_box_and_then_the_path() -> None:
@@ -92,19 +82,6 @@ async def test_the_path_of_a_slow_reader_is_joined_and_the_box_is_not_lost() -> 
         messages = [message async for message in stream]
     assert [message.WhichOneof("event") for message in messages] == ["started", "box", "path_delta", "completed"]
     assert messages[2].path_delta.token_count == 2000
-
-
-async def test_unary_twins_return_what_the_streams_complete_with() -> None:
-    metadata = (("x-request-id", "same"),)
-    async with serving() as rig:
-        *_, query = [m async for m in rig.vision.Query(wire.QueryRequest(question="?"), metadata=metadata)]
-        complete_query = await rig.vision.CompleteQuery(wire.CompleteQueryRequest(question="?"), metadata=metadata)
-        *_, caption = [m async for m in rig.vision.Caption(wire.CaptionRequest(image=IMAGE), metadata=metadata)]
-        complete_caption = await rig.vision.CompleteCaption(
-            wire.CompleteCaptionRequest(image=IMAGE), metadata=metadata
-        )
-    assert complete_query.result == query.completed
-    assert complete_caption.result == caption.completed
 
 
 def test_a_gaze_without_a_target_has_none() -> None:

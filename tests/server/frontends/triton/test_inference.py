@@ -7,17 +7,15 @@ import asyncio
 import grpc
 import pytest
 
-from kestrel_runtime.api.errors import ImageError
 from kestrel_runtime.api.requests import (
-    BoxRef,
     Priority,
     Query,
     RequestOptions,
     SamplingParams,
 )
-from tests.fakes import HOLD, FakeEngine, fails
+from tests.fakes import HOLD, FakeEngine
 from tests.fakes import answers as scripted
-from tests.server.serving import EOF, reason_of, serving
+from tests.server.serving import EOF, serving
 from tests.server.triton_calls import FINAL, IMAGE, TritonStub, answers, facts, infer, iterate, query
 
 STRICT = (("triton_grpc_error", "true"),)
@@ -42,12 +40,6 @@ async def test_one_request_has_one_answer() -> None:
             "ttft_ms": 1500.0,
         },
     }
-
-
-async def test_a_question_may_be_about_boxes() -> None:
-    async with serving() as rig:
-        await TritonStub(rig.channel).ModelInfer(query(SPATIAL_REFS=[[0.0, 0.0, 0.5, 1.0]], STREAM=False))
-    assert rig.engine.requests == [Query("?", IMAGE, spatial_refs=(BoxRef(0.0, 0.0, 0.5, 1.0),))]
 
 
 async def test_inputs_may_be_in_typed_contents() -> None:
@@ -130,17 +122,6 @@ async def test_a_failed_request_leaves_the_stream_open() -> None:
         assert await call.read() is EOF
 
 
-async def test_with_its_header_a_failed_request_ends_the_stream_with_a_status() -> None:
-    async with serving(FakeEngine(fails(ImageError("is broken")))) as rig:
-        call = TritonStub(rig.channel).ModelStreamInfer(metadata=STRICT)
-        await call.write(query())
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await call.read()
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert caught.value.details() == "IMAGE: is broken"
-    assert reason_of(caught.value) == "IMAGE_DECODE_FAILED"
-
-
 async def test_a_single_answer_cannot_be_streamed() -> None:
     async with serving() as rig:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -160,14 +141,6 @@ async def test_priority_and_timeout_reach_the_engine(number: int, priority: str)
     assert request.options == RequestOptions(priority=Priority[priority])
     assert deadline_s is not None
     assert 4.0 < deadline_s <= 5.0
-
-
-async def test_a_timeout_ends_the_request() -> None:
-    async with serving(FakeEngine(lambda request: [HOLD])) as rig:
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await TritonStub(rig.channel).ModelInfer(query(parameters={"timeout": 1}))
-        await rig.engine.is_idle.wait()
-    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 async def test_cancelling_the_stream_cancels_all_of_its_requests() -> None:
