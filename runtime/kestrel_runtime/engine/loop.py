@@ -59,10 +59,9 @@ from kestrel_runtime.engine.open_streams import CacheClearings
 from kestrel_runtime.execution.step_runner import StepHandle, StepRunner
 from kestrel_runtime.scheduling.admission import Admission
 from kestrel_runtime.scheduling.batch import Batch, Plan
-from kestrel_runtime.scheduling.deadlines import Deadlines
 from kestrel_runtime.scheduling.page_manager import StepId
 from kestrel_runtime.scheduling.scheduler import Scheduler
-from kestrel_runtime.scheduling.sequence import AdapterLease, PreparedImage, Sequence
+from kestrel_runtime.scheduling.sequence import AdapterLease, Deadlines, PreparedImage, Sequence
 from kestrel_runtime.scheduling.token_rate import TokenRate
 
 _MAX_PREFILLS = 2

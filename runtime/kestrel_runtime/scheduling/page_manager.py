@@ -9,8 +9,8 @@ Invariants
       published positions in place; every other sequence gets a copy of that page before it writes.
   B3  Only `publish` makes a page findable, and the caller publishes completed positions only.
   B4  A page that a prefill step in flight writes is quarantined until that step is complete. A page that only a
-      decode step in flight writes can be allocated at once, to steps that run `after` it. Both can hold: a
-      cancelled sequence may have been promoted, so `after` outlives the quarantine.
+      decode step in flight writes can be allocated at once: the scheduler has the first step of each new owner run
+      after the decode steps of sequences that have left.
   B5  Eviction takes cached pages only: least recently used first, and of one chain its end first.
   B6  No page is pinned: when all sequences have left and all steps are complete, every page can be allocated.
 """
@@ -18,7 +18,7 @@ Invariants
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple, NewType, TypeAlias
 
@@ -49,12 +49,10 @@ class PageCopy(NamedTuple):
 
 
 class Allocation(NamedTuple):
-    """Pages for a sequence, in the order of its positions."""
+    """Pages for a sequence, in the order of its positions, and the copies that its first step makes."""
 
     pages: tuple[PageId, ...]
     copies: tuple[PageCopy, ...]
-    after: frozenset[StepId]
-    """Decode steps in flight that may still write these pages (B4)."""
 
 
 @dataclass(slots=True)
@@ -67,7 +65,6 @@ class _Page:
     """When it got the first of its keys."""
     writing: set[StepId] = field(default_factory=set)
     """Prefill steps in flight: the page is quarantined until they are complete."""
-    after: set[StepId] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -113,10 +110,6 @@ class PageManager:
     def pages_for(self, num_positions: int) -> int:
         """How many pages hold `num_positions` positions."""
         return -(-num_positions // self.page_size)
-
-    def pages_of(self, owner: SequenceId) -> tuple[PageId, ...]:
-        """The pages of a sequence; none where it holds none."""
-        return tuple(self._owners[owner].pages) if owner in self._owners else ()
 
     def has(self, key: Digest) -> bool:
         """Whether a page is published under a key. From any thread: the answer may be out of date when it comes."""
@@ -172,42 +165,16 @@ class PageManager:
         num_shared = len(match.pages) - match.is_partial_last
         own.pages, own.sources = list(match.pages[:num_shared]), list(match.pages[num_shared:])
         own.num_shared = own.num_published = num_shared
-        after = self._grow(own, num_positions).after
+        self._grow(own, num_positions)
         copies = (PageCopy(own.sources[0], own.pages[num_shared]),) if match.is_partial_last else ()
-        return Allocation(tuple(own.pages), copies, after)
+        return Allocation(tuple(own.pages), copies)
 
-    def append(self, owner: SequenceId, num_positions: int) -> Allocation:
-        """Give a sequence new pages, so that its pages hold `num_positions` positions in all.
+    def append(self, owner: SequenceId, num_positions: int) -> list[PageId]:
+        """Give a sequence new pages, so that its pages hold `num_positions` positions in all; returns the new ones.
 
-        The allocation names the new pages only. The caller has checked `num_available`.
+        The caller has checked `num_available`.
         """
         return self._grow(self._owners[owner], num_positions)
-
-    def fork(self, parent: SequenceId, children: Sequence[SequenceId], num_positions: int) -> Allocation:
-        """Give each child the parent's first `num_positions` positions: full pages by reference, the last by a
-        copy.
-
-        The allocation names the copies' targets, child by child. The caller has checked that `num_available`
-        has one page for each child where the last page is partial.
-        """
-        source_pages = self._owners[parent].pages
-        num_full, is_partial = divmod(num_positions, self.page_size)
-        copies: list[PageCopy] = []
-        after: set[StepId] = set()
-        for child in children:
-            assert child not in self._owners, "a sequence is given its first pages once"
-            own = self._owners[child] = _Owner(list(source_pages[:num_full]))
-            own.num_published = min(self._owners[parent].num_published, num_full)
-            for page in own.pages:
-                self._take(page)
-            if is_partial:
-                source = source_pages[num_full]
-                self._take(source)
-                own.sources.append(source)
-                (target,), _, waits = self._grow(own, num_positions)
-                copies.append(PageCopy(source, target))
-                after |= waits
-        return Allocation(tuple(copy.target for copy in copies), tuple(copies), frozenset(after))
 
     def num_freed(self, owner: SequenceId, dropped: Counter[PageId]) -> int:
         """How many pages become available where a sequence gives its pages back.
@@ -253,33 +220,29 @@ class PageManager:
                 page = own.pages[share_point // self.page_size]
                 self._publish_page(page, key, keys.scope, now, replaces=replaces)
 
-    def release(
-        self, owner: SequenceId, writing: Collection[StepId] = (), last_decode: StepId | None = None
-    ) -> None:
+    def release(self, owner: SequenceId, writing: Collection[StepId] = ()) -> None:
         """Take all pages back from a sequence; without effect where it holds none.
 
-        `writing` are the prefill steps in flight that write its pages, `last_decode` the last decode step in
-        flight that does.
+        `writing` are the prefill steps in flight that write its pages.
         """
         own = self._owners.pop(owner, None)
         if own is None:
             return
-        if writing or last_decode is not None:
+        for step in writing:
             for page in own.pages[own.num_shared :]:
-                self._note_steps(page, writing, last_decode)
+                self._pages[page].writing.add(step)
+                self._steps[step].append(page)
         # The end of the chain comes first, so that it is evicted before what it continues.
         for page in (*reversed(own.pages), *own.sources):
             self._drop(page)
 
     def complete(self, step: StepId) -> None:
-        """A step is complete: ends quarantines, waits and copy references that name it."""
+        """A step is complete: ends quarantines and copy references that name it."""
         for page in self._steps.pop(step, ()):
             state = self._pages[page]
-            state.after.discard(step)
-            if step in state.writing:
-                state.writing.remove(step)
-                if not state.references and not state.writing:
-                    self._settle(page)
+            state.writing.remove(step)
+            if not state.references and not state.writing:
+                self._settle(page)
         for page in self._copy_sources.pop(step, ()):
             self._drop(page)
 
@@ -296,18 +259,8 @@ class PageManager:
                 self._forget_key(page, key)
         return len(forgotten)
 
-    def _note_steps(self, page: PageId, writing: Collection[StepId], last_decode: StepId | None) -> None:
-        state = self._pages[page]
-        state.writing.update(writing)
-        for step in writing:
-            self._steps[step].append(page)
-        if last_decode is not None:
-            state.after.add(last_decode)
-            self._steps[last_decode].append(page)
-
-    def _grow(self, own: _Owner, num_positions: int) -> Allocation:
+    def _grow(self, own: _Owner, num_positions: int) -> list[PageId]:
         pages: list[PageId] = []
-        after: set[StepId] = set()
         num_new = self.pages_for(num_positions) - len(own.pages)
         assert num_new <= self.num_available, "the caller checks num_available first"
         for _ in range(num_new):
@@ -316,10 +269,9 @@ class PageManager:
             assert not state.references, "a page that is allocated has no owner"
             assert not state.writing, "a page that is allocated is not quarantined"
             state.references = 1
-            after |= state.after
-            own.pages.append(page)
             pages.append(page)
-        return Allocation(tuple(pages), (), frozenset(after))
+        own.pages += pages
+        return pages
 
     def _evict(self) -> PageId:
         page, _ = self._cached.popitem(last=False)

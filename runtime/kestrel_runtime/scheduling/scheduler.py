@@ -45,8 +45,8 @@ from kestrel_runtime.scheduling.batch import Batch, Chunk, EncodeItem, Plan
 from kestrel_runtime.scheduling.embedding_cache import EmbeddingCache
 from kestrel_runtime.scheduling.output_parser import Token
 from kestrel_runtime.scheduling.page_manager import PageId, PageManager, PrefixMatch, StepId
+from kestrel_runtime.scheduling.prefix_keys import Digest
 from kestrel_runtime.scheduling.sequence import PreparedImage, Sequence, SequenceState
-from kestrel_runtime.scheduling.shared_prefills import SharedPrefills
 from kestrel_runtime.scheduling.tenant_shares import TenantShares
 from kestrel_runtime.scheduling.waiting_queue import WaitingQueue
 
@@ -196,7 +196,6 @@ class Scheduler:
         for chunk in batch.prefill:
             chunk.sequence.num_cached = chunk.end
             chunk.sequence.writing.add(step)
-            chunk.sequence.after = frozenset()
             if chunk.sequence.copies:
                 self._pages.commit_copies(chunk.sequence.id, step)
                 chunk.sequence.copies = ()
@@ -350,7 +349,7 @@ class Scheduler:
             while self._needs_page(sequence) and sequence.has_room:
                 if self._pages.num_available:
                     # Decode steps run in the order of their launches, so this one comes after earlier writers.
-                    sequence.pages += self._pages.append(sequence.id, sequence.length).pages
+                    sequence.pages += self._pages.append(sequence.id, sequence.length)
                 else:
                     self._preempt(self._shares().first_to_preempt())  # may be `sequence`, and then the loop ends
 
@@ -376,8 +375,7 @@ class Scheduler:
 
     def _allocate(self, sequence: Sequence, match: PrefixMatch) -> None:
         allocation = self._pages.allocate(sequence.id, match, sequence.length)
-        sequence.pages, sequence.after = list(allocation.pages), allocation.after
-        sequence.copies = allocation.copies
+        sequence.pages, sequence.copies = list(allocation.pages), allocation.copies
         sequence.num_cached = sequence.num_matched = match.num_positions
         if match.num_positions < sequence.prefix_length and sequence.embedding_entry is None:
             if not self._embeddings.num_leases_left:
@@ -393,13 +391,12 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         self._stop_filling(sequence)
-        last_decode = sequence.last_decode if sequence.last_decode in self._in_flight else None
-        if last_decode is not None:
-            self._tail_steps.add(last_decode)
-        self._pages.release(sequence.id, sequence.writing, last_decode)
+        if sequence.last_decode is not None and sequence.last_decode in self._in_flight:
+            self._tail_steps.add(sequence.last_decode)
+        self._pages.release(sequence.id, sequence.writing)
         sequence.pages, sequence.copies = [], ()
         sequence.num_cached = sequence.num_matched = 0
-        sequence.after, sequence.writing = frozenset(), set()
+        sequence.writing = set()
 
     def _forget_step(self, step: StepId) -> None:
         self._in_flight.remove(step)
@@ -569,14 +566,11 @@ class Scheduler:
         self._start_or_park(sequence, match)
 
     def _prefill_batch(self, encode: Iterable[EncodeItem] = (), prefill: Iterable[Chunk] = ()) -> Batch:
-        """A step that runs after the decode steps in flight that may still write what its sequences take over."""
+        """A step. Where a sequence starts in it, it runs after the decode steps in flight of sequences that have
+        left: these may still write to the pages and the row of the request state that the sequence takes over."""
         chunks = list(prefill)
-        after = set[StepId]().union(*(chunk.sequence.after for chunk in chunks))
-        if any(chunk.is_first for chunk in chunks):
-            # A sequence that begins its prompt gets a row of the request state, which a sequence that has left may
-            # have had.
-            after |= self._tail_steps
-        return Batch.of_prefill(encode, chunks, after=frozenset(after & self._in_flight))
+        after = self._tail_steps if any(chunk.is_first for chunk in chunks) else ()
+        return Batch.of_prefill(encode, chunks, after=frozenset(after))
 
     def _plan_prefill(self, *, bounded: bool) -> tuple[list[EncodeItem], list[Chunk]]:
         tiles_left = self._max_tiles_per_step
@@ -629,6 +623,50 @@ class Scheduler:
         if self._cuts_at_share_points and start < share_point < end:
             return [Chunk.of(sequence, start, share_point), Chunk.of(sequence, share_point, end)]
         return [Chunk.of(sequence, start, end)]
+
+
+class SharedPrefills:
+    """Which sequence computes which prefix, and which ones are parked until it is published or its filler leaves.
+
+    A sequence fills one key at most, and is parked under one key at most.
+    """
+
+    def __init__(self) -> None:
+        self._key_of: dict[Sequence, Digest] = {}  # of the fillers
+        self._parked: dict[Digest, list[Sequence]] = {}  # in the order of parking; a key for each filler
+
+    def __len__(self) -> int:
+        return sum(map(len, self._parked.values())) if self._parked else 0
+
+    def __iter__(self) -> Iterator[Sequence]:
+        for sequences in self._parked.values():
+            yield from sequences
+
+    def is_filled(self, key: Digest) -> bool:
+        """Whether a sequence computes what the key names."""
+        return key in self._parked
+
+    def begin(self, key: Digest, filler: Sequence) -> None:
+        """The sequence computes what the key names from now on; without effect where another one does."""
+        if key not in self._parked:
+            self._key_of[filler] = key
+            self._parked[key] = []
+
+    def park(self, key: Digest, sequence: Sequence) -> None:
+        """Have a sequence wait for the filler of the key."""
+        self._parked[key].append(sequence)
+
+    def end(self, filler: Sequence) -> list[Sequence]:
+        """The sequence has published what it fills, or leaves; who waited for it. Without effect for others."""
+        key = self._key_of.pop(filler, None)
+        return [] if key is None else self._parked.pop(key)
+
+    def remove(self, sequence: Sequence) -> None:
+        """A parked sequence leaves."""
+        for sequences in self._parked.values():
+            if sequence in sequences:
+                sequences.remove(sequence)
+                return
 
 
 def _start_number(sequence: Sequence) -> int:

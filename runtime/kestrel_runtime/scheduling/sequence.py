@@ -1,10 +1,12 @@
-"""One request inside the engine: its tokens, pages and state. Plain data and legal transitions; no torch."""
+"""One request inside the engine: its tokens, pages, state and deadlines. Plain data and legal transitions."""
 
 from __future__ import annotations
 
 from collections import abc
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from heapq import heapify, heappop, heappush
 from typing import Any, Protocol
 
 from kestrel_runtime.api.errors import DeadlineExceeded, KestrelError, QueueTimeout
@@ -198,8 +200,6 @@ class Sequence:
     """Prefill steps in flight that write its prompt to its pages."""
     last_decode: StepId | None = None
     """The last decode step that wrote to its pages; it may be complete."""
-    after: frozenset[StepId] = frozenset()
-    """Decode steps that may still write its pages for earlier owners: its next prefill step runs after them."""
 
     @property
     def adapter_slot(self) -> int:
@@ -281,3 +281,34 @@ class Sequence:
         """Enter another state; an illegal transition is our own bug."""
         assert state in _TRANSITIONS[self.state], f"{self.state.name} → {state.name}"
         self.state = state
+
+
+class Deadlines:
+    """The deadlines of sequences, soonest first."""
+
+    def __init__(self) -> None:
+        self._moments: list[tuple[float, int]] = []  # a heap of (moment, sequence id)
+        self._sequences: dict[int, Sequence] = {}
+
+    def watch(self, sequence: Sequence) -> None:
+        """Have `due` yield the sequence once for each of its deadlines."""
+        clock = sequence.clock
+        self._sequences[sequence.id] = sequence
+        for moment in (clock.deadline, clock.queue_deadline):
+            if moment is not None:
+                heappush(self._moments, (moment, sequence.id))
+
+    def forget(self, sequence: Sequence) -> None:
+        """The sequence has ended: `due` no longer yields it."""
+        del self._sequences[sequence.id]
+        # Else distant deadlines of ended sequences would accumulate: a caller may set one years ahead.
+        if len(self._moments) > 64 + 4 * len(self._sequences):
+            self._moments = [item for item in self._moments if item[1] in self._sequences]
+            heapify(self._moments)
+
+    def due(self, now: float) -> Iterator[Sequence]:
+        """Sequences with a deadline at or before `now`, once for each deadline."""
+        while self._moments and self._moments[0][0] <= now:
+            sequence = self._sequences.get(heappop(self._moments)[1])
+            if sequence is not None:
+                yield sequence

@@ -1,8 +1,10 @@
-"""I1 to I6 are the invariants in the docstring of `kestrel_runtime.scheduling.scheduler`."""
+"""I1 to I11 are the invariants in the docstring of `kestrel_runtime.scheduling.scheduler`."""
 
 import pytest
 
 from kestrel_runtime.api.requests import Priority
+from kestrel_runtime.scheduling.prefix_keys import Digest
+from kestrel_runtime.scheduling.scheduler import SharedPrefills
 from kestrel_runtime.scheduling.sequence import SequenceState
 from tests.runtime.sequences import new_sequence
 from tests.runtime.world import World
@@ -446,3 +448,38 @@ def test_an_idle_scheduler_has_nothing_to_do():
     world = World()
     assert world.scheduler.is_idle
     assert world.step().is_empty
+
+
+# I11: images that several sequences need
+
+KEY, OTHER_KEY = Digest(b"key"), Digest(b"other key")
+
+
+def test_who_waits_comes_back_in_order_when_the_filler_ends():
+    prefills, (filler, first, second) = SharedPrefills(), [new_sequence() for _ in range(3)]
+    prefills.begin(KEY, filler)
+    assert prefills.is_filled(KEY)
+    assert not prefills.is_filled(OTHER_KEY)
+    prefills.park(KEY, first)
+    prefills.park(KEY, second)
+    assert list(prefills) == [first, second]
+    assert len(prefills) == 2
+    assert prefills.end(filler) == [first, second]
+    assert not prefills.is_filled(KEY)
+    assert prefills.end(filler) == []
+
+
+def test_a_second_filler_of_one_key_ends_nothing():
+    prefills, (filler, second) = SharedPrefills(), [new_sequence() for _ in range(2)]
+    prefills.begin(KEY, filler)
+    prefills.begin(KEY, second)
+    assert prefills.end(second) == []
+    assert prefills.is_filled(KEY)
+
+
+def test_who_leaves_while_parked_does_not_come_back():
+    prefills, (filler, parked) = SharedPrefills(), [new_sequence() for _ in range(2)]
+    prefills.begin(KEY, filler)
+    prefills.park(KEY, parked)
+    prefills.remove(parked)
+    assert prefills.end(filler) == []

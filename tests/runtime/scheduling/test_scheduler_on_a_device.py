@@ -1,188 +1,38 @@
-"""Random schedules of the scheduler on a simulated device that runs steps in any order which their batches allow.
+"""Requests that share prefixes and images, at random, on a device that runs steps in any order that batches allow:
+what is shared is right, no step reads what another sequence wrote, and nothing is lost or freed twice.
 
 A prefill step waits for exactly the decode steps in `Batch.after`, a decode step for the prefill steps in
-`Batch.depends_on`. A step that needed to wait for another one too would read what that one had not written yet, or
-what a sequence that has left wrote late. The mutations at the end remove one rule at a time, and the schedules find
-each of them.
+`Batch.depends_on`. Each mutation makes one mistake, and the schedules (`schedules`) find it.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections import deque
-from random import Random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from kestrel_runtime.scheduling.batch import Batch
-from kestrel_runtime.scheduling.output_parser import Token
-from kestrel_runtime.scheduling.page_manager import PageManager, StepId
+from kestrel_runtime.scheduling.embedding_cache import EmbeddingCache
+from kestrel_runtime.scheduling.page_manager import PageManager
+from kestrel_runtime.scheduling.prefix_keys import PrefixKeyMaker
 from kestrel_runtime.scheduling.scheduler import Scheduler
-from kestrel_runtime.scheduling.sequence import Sequence, SequenceState
-from tests.runtime.scheduling.page_books import check_books
-from tests.runtime.scheduling.simulated_device import Access, DeviceStep, RowAccess, SimulatedDevice
-from tests.runtime.sequences import blank_tiles, new_sequence
-
-NUM_SCHEDULES, NUM_TURNS = 150, 80
+from tests.runtime.scheduling.schedules import IMAGES, NUM_OPERATIONS, Schedule, run_schedules
 
 
-class Schedule:
-    """Sequences come, go, fail and are cancelled at random, in turns like those of the engine loop."""
-
-    def __init__(self, seed: int, scheduler_class: type[Scheduler], manager_class: type[PageManager]) -> None:
-        self.random = Random(seed)
-        num_pages, page_size = self.random.randrange(4, 24), self.random.choice((1, 2, 3, 4))
-        max_batch_size = self.random.randrange(1, 6)
-        self.manager = manager_class(num_pages, page_size)
-        self.device = SimulatedDevice(num_pages, page_size, self.random)
-        self.scheduler = scheduler_class(
-            self.manager,
-            max_batch_size=max_batch_size,
-            max_prefill_tokens=self.random.randrange(1, 12),
-            max_tiles_per_step=self.random.randrange(1, 5),
-        )
-        self.num_left: dict[Sequence, int] = {}  # of those that are here: tokens until they finish
-        self.free_rows = list(range(max_batch_size + 1))
-        self.rows: dict[Sequence, int] = {}
-        self.in_flight: dict[str, deque[tuple[DeviceStep, Batch]]] = {"prefill": deque(), "decode": deque()}
-        self.ids = itertools.count(1)
-        self.num_narrow = 0  # prefill steps that did not wait for the last decode step in flight
-
-    def run(self) -> None:
-        for _ in range(NUM_TURNS):
-            self.turn(is_busy=True)
-        for _ in range(4000):
-            if self.scheduler.is_idle and not any(self.in_flight.values()):
-                break
-            self.turn(is_busy=False)
-        assert self.scheduler.is_idle, "every sequence finishes"
-        assert self.manager.num_available == self.manager.num_pages, "B6: every page can be allocated again"
-
-    def turn(self, *, is_busy: bool) -> None:
-        if is_busy and len(self.num_left) < 7 and self.random.random() < 0.5:
-            self.arrive()
-        if is_busy and self.num_left and self.random.random() < 0.3:
-            self.leave(self.random.choice(list(self.num_left)))
-        if is_busy and self.random.random() < 0.02:
-            self.fail()
-        self.device.run_some()
-        prefills, decodes = self.in_flight["prefill"], self.in_flight["decode"]
-        if prefills and self.random.random() < 0.2:
-            self.complete(prefills)
-        promoted = bool(prefills and prefills[0][1].sampled) and not self.scheduler.is_decoding
-        if promoted:
-            self.scheduler.promote(prefills[0][1])
-        if not self.scheduler.can_look_ahead:
-            self.complete_all()
-        had_decodes = bool(decodes)
-        plan = self.scheduler.schedule(0.0, may_prefill=len(prefills) < 2)
-        batch, max_decodes = plan.decode, self.random.randrange(1, 5)
-        while not batch.is_empty and len(decodes) < max_decodes:
-            self.launch(batch)
-            if not self.scheduler.can_look_ahead:
-                break
-            batch = self.scheduler.schedule(0.0, may_prefill=False).decode
-        self.launch(plan.prefill)
-        if had_decodes and decodes:
-            self.complete(decodes)
-        if prefills and (promoted or (not had_decodes and plan.is_empty)):
-            self.complete(prefills)
-        check_books(self.manager)
-
-    def arrive(self) -> None:
-        capacity = self.manager.num_pages * self.manager.page_size
-        image: dict[str, Any] = {}
-        if self.random.random() < 0.3:
-            image = {"num_image_tokens": self.random.randrange(1, 6), "tiles": blank_tiles(3)}
-        num_prompt = self.random.randrange(1, 8)
-        if num_prompt + image.get("num_image_tokens", 0) < capacity:
-            sequence = new_sequence(num_prompt, max_context=capacity, **image)
-            self.num_left[sequence] = self.random.randrange(1, 12)
-            self.scheduler.add(sequence)
-
-    def launch(self, batch: Batch) -> None:
-        if batch.is_empty:
-            return
-        accesses: list[Access] = []
-        members: list[tuple[Sequence, int]] = []
-        for chunk in batch.prefill:
-            sequence, length = chunk.sequence, chunk.sequence.length
-            if chunk.start == 0 and sequence not in self.rows:
-                self.rows[sequence] = self.free_rows.pop()
-            row = RowAccess(self.rows[sequence])
-            if chunk.start == 0:
-                row.opened = (sequence.id, length)
-            if chunk.num_samples:
-                row.read, row.sampled = (sequence.id, length), (sequence.id, length + 1)
-            accesses.append(self.access(sequence, chunk.start, chunk.end, row))
-            members.append((sequence, chunk.end))
-        for sequence in batch.decode:
-            position = sequence.num_cached
-            row = RowAccess(self.rows[sequence])
-            row.read, row.sampled = (sequence.id, position + 1), (sequence.id, position + 2)
-            accesses.append(self.access(sequence, position, position + 1, row))
-            members.append((sequence, position + 1))
-        waits = batch.after | batch.depends_on
-        decodes = self.in_flight["decode"]
-        self.num_narrow += batch.kind == "prefill" and bool(decodes) and decodes[-1][0].id not in waits
-        step = DeviceStep(next(self.ids), batch.kind, accesses, [], frozenset(waits), members)
-        self.device.launch(step)
-        self.scheduler.commit(StepId(step.id), batch)
-        self.in_flight[batch.kind].append((step, batch))
-
-    @staticmethod
-    def access(sequence: Sequence, start: int, end: int, row: RowAccess) -> Access:
-        content: list[object] = [(sequence.id, position) for position in range(end)]
-        return Access(tuple(sequence.pages), content, start, end, row=row)
-
-    def complete(self, steps: deque[tuple[DeviceStep, Batch]]) -> None:
-        while any(step.id in steps[0][1].depends_on for step, _ in self.in_flight["prefill"]):
-            self.complete(self.in_flight["prefill"])
-        step, batch = steps.popleft()
-        self.device.run_until(step.id)
-        for sequence in self.scheduler.complete(StepId(step.id), batch, [Token(1)] * len(batch.sampled)):
-            self.num_left[sequence] -= 1
-            if not self.num_left[sequence] or sequence.is_full:
-                self.leave(sequence)
-
-    def complete_all(self) -> None:
-        while steps := self.in_flight["decode"] or self.in_flight["prefill"]:
-            self.complete(steps)
-
-    def leave(self, sequence: Sequence) -> None:
-        for steps in self.in_flight.values():  # whose output for it is dropped from now on
-            for step, _ in steps:
-                for (member, _), access in zip(step.sequences, step.accesses, strict=True):
-                    access.counts = access.counts and member is not sequence
-        self.scheduler.remove(sequence)
-        assert (sequence.state, sequence.pages) == (SequenceState.FINISHED, [])
-        del self.num_left[sequence]
-        if sequence in self.rows:
-            self.free_rows.append(self.rows.pop(sequence))
-
-    def fail(self) -> None:
-        """A step failed: the others end, their tokens are dropped, and all sequences wait again."""
-        while self.device.run_one():
-            pass
-        for steps in self.in_flight.values():
-            steps.clear()
-        self.scheduler.preempt_all()
-        assert self.manager.num_available == self.manager.num_pages
-
-
-def run_schedules(
-    scheduler_class: type[Scheduler] = Scheduler, manager_class: type[PageManager] = PageManager
-) -> int:
-    """Run many schedules; how many prefill steps did not wait for the last decode step in flight."""
-    schedules = [Schedule(seed, scheduler_class, manager_class) for seed in range(NUM_SCHEDULES)]
-    for schedule in schedules:
-        schedule.run()
-    return sum(schedule.num_narrow for schedule in schedules)
-
-
-def test_no_schedule_reads_what_another_sequence_wrote():
-    assert run_schedules() > 100, "the schedules try what waiting for the last decode step would hide"
+def test_no_operation_loses_frees_twice_or_shares_wrongly():
+    counts = run_schedules()
+    least = {"hits": 0.02, "evictions": 0.02, "copies": 0.003, "cancellations": 0.02, "failures": 0.002}
+    least |= {
+        "found embeddings": 0.002,
+        "evicted embeddings": 0.003,
+        "removals": 0.003,
+        "parked cancellations": 0.0005,
+        "decoded again": 0.0002,
+        "yields": 0.003,
+        "prefills that do not wait for the last decode step": 0.002,
+    }
+    for name, share in least.items():
+        assert counts[name] >= share * NUM_OPERATIONS, f"the schedules try {name}: {counts}"
 
 
 class WithoutWaits(Scheduler):
@@ -190,14 +40,6 @@ class WithoutWaits(Scheduler):
 
     def _prefill_batch(self, encode=(), prefill=()):
         return super()._prefill_batch(encode, prefill)._replace(after=frozenset())
-
-
-class WithoutWaitsForRows(Scheduler):
-    """Prefill steps wait for decode steps that write their pages only."""
-
-    def _prefill_batch(self, encode=(), prefill=()):
-        self._tail_steps.clear()
-        return super()._prefill_batch(encode, prefill)
 
 
 class WithoutDependencies(Scheduler):
@@ -208,19 +50,177 @@ class WithoutDependencies(Scheduler):
         return plan._replace(decode=plan.decode._replace(depends_on=frozenset()))
 
 
+class PublishesTheWholePrompt(Scheduler):
+    """Pages are found before all chunks of a prompt are written."""
+
+    def _publish(self, sequence, num_positions, now):
+        super()._publish(sequence, max(num_positions, sequence.num_prompt_positions), now)
+
+
+class KeepsTheCacheAfterAFailure(PageManager):
+    """A failed step leaves findable what was cached before."""
+
+    def forget_cached(self, namespace=None, image=None):
+        return 0
+
+
+class SplitsSpans(PageManager):
+    """A part of an image is matched at a page end."""
+
+    def match(self, keys, max_positions):
+        keys = type(keys)(keys.root, keys.pages, keys.boundaries, (), keys.scope, keys.image)
+        return super().match(keys, max_positions)
+
+
+class CopiesNothing(PageManager):
+    """The page at a share point gets no copy."""
+
+    def allocate(self, owner, match, num_positions):
+        return super().allocate(owner, match, num_positions)._replace(copies=())
+
+
+class WritesIntoASharedPage(PageManager):
+    """The page at a share point is shared in place."""
+
+    def allocate(self, owner, match, num_positions):
+        return super().allocate(owner, match._replace(is_partial_last=False), num_positions)
+
+
+class FreesWhatOthersHold(PageManager):
+    """A page has one reference, however many sequences hold it."""
+
+    def _take(self, page):
+        super()._take(page)
+        self._pages[page].references = 1
+
+
+class EvictsPagesInUse(PageManager):
+    """A page that was found stays evictable."""
+
+    def _take(self, page):
+        was_cached = page in self._cached
+        super()._take(page)
+        if was_cached:
+            self._cached[page] = None
+
+
+class LosesWhoIsParked(Scheduler):
+    """Who waits for a filler that is cancelled is not told."""
+
+    def remove(self, sequence):
+        self._shared_prefills.end(sequence)
+        super().remove(sequence)
+
+
 class WithoutQuarantine(PageManager):
     """Pages that a prefill step in flight writes can be allocated at once."""
 
-    def release(self, owner, writing=(), last_decode=None):
-        super().release(owner, (), last_decode)
+    def release(self, owner, writing=()):
+        super().release(owner, ())
 
 
-@pytest.mark.parametrize("scheduler_class", [WithoutWaits, WithoutWaitsForRows, WithoutDependencies])
-def test_the_random_schedules_find_each_missing_rule_of_the_scheduler(scheduler_class: type[Scheduler]):
-    with pytest.raises(AssertionError):
-        run_schedules(scheduler_class)
+class PublishesUnwrittenPositions(PageManager):
+    """A page is found before it is full."""
+
+    def publish(self, owner, keys, num_positions, *, replaces=False, now=0.0):
+        capacity = min(len(self._owners[owner].pages), len(keys.pages)) * self.page_size
+        num_positions = max(num_positions, min(num_positions + self.page_size - 1, capacity))
+        super().publish(owner, keys, num_positions, replaces=replaces, now=now)
 
 
-def test_the_random_schedules_find_a_missing_quarantine():
-    with pytest.raises(AssertionError):
-        run_schedules(manager_class=WithoutQuarantine)
+class PublishesEntriesAtLaunch(EmbeddingCache):
+    """An entry is found when the step that encodes the last tile has been launched."""
+
+    def fill(self, owner, step):
+        super().fill(owner, step)
+        super().complete(step)
+
+
+class FreesLeasedEntries(EmbeddingCache):
+    """An entry has one lease, however many sequences have it."""
+
+    def lease(self, owner, key, *, computes_anew=False):
+        lease = super().lease(owner, key, computes_anew=computes_anew)
+        self._entries[lease.entry].num_leases = 1
+        return lease
+
+
+class PublishesForSequencesThatLeft(EmbeddingCache):
+    """An entry is published although its sequence has left, and the entry is free."""
+
+    def release(self, owner):
+        lease = self._leases.get(owner)
+        key = None if lease is None else lease.key
+        super().release(owner)
+        if lease is not None:
+            lease.key = key
+
+
+class FindsEvictedEntries(EmbeddingCache):
+    """What is evicted can still be found."""
+
+    def _unpublish(self, entry):
+        key = self._entries[entry].key
+        super()._unpublish(entry)
+        assert key is not None
+        self._index[key.digest] = entry
+
+
+class KeepsEntriesAfterAFailure(EmbeddingCache):
+    """A failed step leaves embeddings findable."""
+
+    def reset(self):
+        self._filled.clear()
+        for owner in list(self._leases):
+            self.release(owner)
+
+
+class EmbeddingKeysWithoutNamespace(PrefixKeyMaker):
+    """Embeddings of an image are found in every namespace."""
+
+    def embedding_key(self, image, namespace):
+        return super().embedding_key(image, "")
+
+
+def with_keys(change: Callable[..., Any]) -> type[Schedule]:
+    """Schedules whose keys leave something out: `change` gets image and namespace."""
+
+    class Maker(PrefixKeyMaker):
+        def keys(self, tokens, num_image_tokens, image, namespace, adapter=b""):
+            return super().keys(tokens, num_image_tokens, *change(image, namespace), adapter=adapter)
+
+    return mutated(maker_class=Maker)
+
+
+def mutated(**classes: type[Any]) -> type[Schedule]:
+    return type("Mutated", (Schedule,), classes)
+
+
+MUTATIONS = {
+    "no waits": mutated(scheduler_class=WithoutWaits),
+    "no dependencies": mutated(scheduler_class=WithoutDependencies),
+    "published before it is full": mutated(manager_class=PublishesUnwrittenPositions),
+    "published before it is written": mutated(scheduler_class=PublishesTheWholePrompt),
+    "kept after a failure": mutated(manager_class=KeepsTheCacheAfterAFailure),
+    "spans are split": mutated(manager_class=SplitsSpans),
+    "nothing is copied": mutated(manager_class=CopiesNothing),
+    "a shared page is written": mutated(manager_class=WritesIntoASharedPage),
+    "pages of others are freed": mutated(manager_class=FreesWhatOthersHold),
+    "pages in use are evicted": mutated(manager_class=EvictsPagesInUse),
+    "parked sequences are lost": mutated(scheduler_class=LosesWhoIsParked),
+    "no quarantine": mutated(manager_class=WithoutQuarantine),
+    "entries are found at launch": mutated(embeddings_class=PublishesEntriesAtLaunch),
+    "entries of others are freed": mutated(embeddings_class=FreesLeasedEntries),
+    "entries without an owner are published": mutated(embeddings_class=PublishesForSequencesThatLeft),
+    "evicted entries are found": mutated(embeddings_class=FindsEvictedEntries),
+    "entries are kept after a failure": mutated(embeddings_class=KeepsEntriesAfterAFailure),
+    "embedding keys without the namespace": mutated(maker_class=EmbeddingKeysWithoutNamespace),
+    "keys without the namespace": with_keys(lambda image, namespace: (image, "")),
+    "keys without the image": with_keys(lambda image, namespace: (image and IMAGES[0], namespace)),
+}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_the_schedules_find_each_mutation(mutation: str):
+    with pytest.raises((AssertionError, KeyError)):
+        run_schedules(MUTATIONS[mutation], 3 * NUM_OPERATIONS)

@@ -23,7 +23,6 @@ from kestrel_runtime.scheduling.page_manager import PageManager, StepId
 from kestrel_runtime.scheduling.prefix_keys import PrefixKeyMaker
 from kestrel_runtime.scheduling.scheduler import Scheduler
 from kestrel_runtime.scheduling.sequence import Sequence, SequenceState
-from tests.runtime.scheduling.page_books import check_books
 from tests.runtime.scheduling.simulated_device import (
     Access,
     DeviceStep,
@@ -116,7 +115,15 @@ class Schedule:
             self.complete_all()
         had_decodes = bool(decodes)
         rows = {sequence for sequence in self.answers if sequence.pages}
+        running = [sequence for sequence in self.answers if sequence.has_room]
+        is_isolating = self.scheduler.is_isolating
         plan = self.scheduler.schedule(0.0, may_prefill=len(prefills) < 2)
+        for sequence in () if is_isolating else running:
+            assert sequence in plan.decode.decode or sequence.state is not SequenceState.RUNNING, "I2"
+        for step, prompts in prefills:  # those whose prompt is in flight decode in steps that depend on it
+            members = {chunk.sequence for chunk in prompts.prefill} & set(plan.decode.decode)
+            assert not members or (promoted and prompts is prefills[0][1]), "I8"
+            assert (step.id in plan.decode.depends_on) == bool(members), "I8"
         gave_way = {sequence.tenant for sequence in rows if sequence.state is SequenceState.WAITING}
         starting = {sequence.tenant for sequence in self.answers if sequence.pages and sequence not in rows}
         self.counts["yields"] += any(tenant != other for tenant in gave_way for other in starting)
@@ -203,6 +210,9 @@ class Schedule:
             accesses.append(self.access(sequence, position, position + 1, row))
             members.append((sequence, position + 1))
         waits = batch.after | batch.depends_on
+        decodes = self.in_flight["decode"]
+        is_narrow = batch.kind == "prefill" and bool(decodes) and decodes[-1][0].id not in waits
+        self.counts["prefills that do not wait for the last decode step"] += is_narrow
         step = DeviceStep(
             next(self.ids),
             batch.kind,
@@ -294,6 +304,30 @@ class Schedule:
                     assert match.num_positions == 0, "what was removed is not found"
                     assert self.maker.embedding_key(own_image, own_namespace) not in self.embeddings
         self.counts["removals"] += 1
+
+
+def check_books(manager: PageManager) -> None:
+    """Raise AssertionError where the books of the pages are wrong: B1, B3 and B4 of `page_manager`."""
+    books = vars(manager)
+    pages, free, cached, index = books["_pages"], books["_free"], books["_cached"], books["_index"]
+    holders: Counter[int] = Counter()
+    for owner in books["_owners"].values():
+        holders.update([*owner.pages, *owner.sources])
+    for sources in books["_copy_sources"].values():
+        holders.update(sources)
+    assert len(free) == len(set(free))
+    for page, state in enumerate(pages):
+        assert state.references == holders[page], "references count the owners, and the copies in flight"
+        is_quarantined = bool(state.writing) and not state.references
+        kinds = (page in free, page in cached, bool(state.references), is_quarantined)
+        assert sum(kinds) == 1, f"B1: page {page} is in one state"
+        assert page not in cached or state.keys, "B1: a cached page is published"
+        assert page not in free or not state.keys, "B3: a free page is not found"
+        assert not state.writing or page not in (*free, *cached), "B4: a page that is written is not allocated"
+        for key in state.keys:
+            assert index[key] == page, "B3: what is published is found"
+    assert len(index) == sum(len(state.keys) for state in pages), "B3: only published pages are found"
+    assert manager.num_available == len(free) + len(cached) == manager.num_pages - manager.num_held
 
 
 def check_entries(embeddings: EmbeddingCache, device: SimulatedDevice) -> None:
