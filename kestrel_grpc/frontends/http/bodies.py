@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from types import MappingProxyType
 from typing import Annotated, Any, TypeVar, get_args
 
@@ -69,11 +70,12 @@ class Problems:
     def __init__(self) -> None:
         self._violations: list[Violation] = []
         self._image_error: ImageError | None = None
-        self._mended: list[str] = []
+        self._mended: set[str] = set()
+        self._leads_to_mended: set[str] = set()
 
     def add(self, field: str, description: str) -> None:
         """Report a value that `read` has accepted."""
-        if not any(_overlap(field, other) for other in self._mended):
+        if field not in self._leads_to_mended and self._mended.isdisjoint(_prefixes(field)):
             self._violations.append(Violation(field, description))
 
     def add_renamed(self, violations: Iterable[Violation], name: Callable[[str], str]) -> None:
@@ -84,7 +86,8 @@ class Problems:
     def add_unreadable(self, violations: Iterable[Violation], mended: Iterable[str]) -> None:
         """Report what `read` refuses, and note the paths at which it has mended the body."""
         self._violations += violations
-        self._mended += mended
+        self._mended.update(mended)
+        self._leads_to_mended.update(prefix for path in self._mended for prefix in _prefixes(path))
 
     def add_image_error(self, error: ImageError, path: str) -> None:
         """The image at this path cannot be used."""
@@ -126,22 +129,28 @@ def _example(field: FieldInfo) -> Any:
 
 def _mended(body_type: type[Body], document: Mapping[str, Any], errors: Iterable[_Error]) -> Mapping[str, Any]:
     """The document with an example in place of each value that is wrong, or without it."""
-    mended = dict(document)
+    mended = _copied(document, 3)
     for error in errors:
         name, *below = _place(error)
         holder, known = mended, _fields(body_type)
         if below and isinstance(mended.get(name), dict) and (nested := _body_types(known[name])):
-            holder = mended[name] = dict(mended[name])
+            holder = mended[name]
             (name, *below), known = below, _fields(*nested)
         field = known.get(name)
         if field is not None and field.examples and below and isinstance(holder[name], list):
-            holder[name] = list(holder[name])
             holder[name][below[0]] = field.examples[0][0]
         elif field is not None and field.is_required():
             holder[name] = _example(field)
         else:
             holder.pop(name, None)
     return mended
+
+
+def _copied(value: Any, num_levels: int) -> Any:
+    """A copy of so many levels of objects and lists."""
+    if num_levels and isinstance(value, dict):
+        return {name: _copied(item, num_levels - 1) for name, item in value.items()}
+    return list(value) if num_levels and isinstance(value, list) else value
 
 
 def _violations(body_type: type[Body], errors: Sequence[_Error]) -> Iterator[Violation]:
@@ -170,7 +179,7 @@ def _description(error: _Error) -> str:
         return f"must be one of {', '.join(choices)}"
     if kind == "too_long":
         return f"must have at most {context['max_length']} items"
-    return _DESCRIPTIONS[kind]
+    return _DESCRIPTIONS.get(kind, "is not valid")
 
 
 _DESCRIPTIONS: Mapping[str, str] = MappingProxyType(
@@ -220,13 +229,14 @@ def _names_beside(body_type: type[Body], error: _Error) -> Iterable[str]:
     return known
 
 
+@cache
 def _fields(*body_types: type[Body]) -> dict[str, FieldInfo]:
     """The fields by the names that they have in JSON."""
     return {field.alias or name: field for kind in body_types for name, field in kind.model_fields.items()}
 
 
 def _body_types(field: FieldInfo) -> list[type[Body]]:
-    """The kinds of objects that are, or are in, the value of a field."""
+    """The models of the objects that are, or are in, the value of a field."""
     return list(_body_types_in(field.annotation))
 
 
@@ -237,7 +247,7 @@ def _body_types_in(annotation: Any) -> Iterator[type[Body]]:
         yield from _body_types_in(part)
 
 
-def _overlap(path: str, other: str) -> bool:
-    """True if one of two paths is a prefix of the other, or equal."""
-    shorter, longer = sorted((path, other), key=len)
-    return longer.startswith(shorter) and longer[len(shorter) : len(shorter) + 1] in ("", ".", "[")
+def _prefixes(path: str) -> Iterator[str]:
+    """The path, and those that lead to it: of `a.b[1]` also `a` and `a.b`."""
+    yield from (path[: found.start()] for found in re.finditer(r"[.\[]", path))
+    yield path

@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
 
-from kestrel_grpc.frontends.http.bodies import Problems, read
+from kestrel_grpc.frontends.http.bodies import Problems, example, read
 from kestrel_grpc.frontends.http.json_body import LongText
 from kestrel_grpc.frontends.openai.requests import ChatBody, CompletionBody
-from kestrel_grpc.frontends.rest.requests import CaptionBody, QueryBody
+from kestrel_grpc.frontends.rest.requests import ROUTES, CaptionBody, QueryBody
 from kestrel_grpc.wire.errors import MAX_VIOLATIONS
 from kestrel_runtime.api.errors import InvalidRequest
+from tests.fuzzing.bodies import strange_value
 
+INNER_NAMES = (
+    "type",
+    "role",
+    "content",
+    "text",
+    "image_url",
+    "url",
+    "json_schema",
+    "name",
+    "schema",
+    "stop",
+    "n",
+    "logit_bias",
+    "choices",
+    "choice",
+    "json",
+)
 ASKED = {"question": "?"}
 SAID = {"role": "user", "content": "?"}
 CHAT = {"model": "fake", "messages": [SAID]}
@@ -142,3 +161,27 @@ def test_a_schema_that_is_nested_too_deeply_is_refused_for_its_depth() -> None:
 def test_ids_of_tokens_are_numbers_whatever_their_zeros() -> None:
     sampling = read(QueryBody, {**ASKED, "settings": {"logit_bias": {"17": -1, "004": 2}}}, Problems()).settings
     assert sampling.params().logit_bias == ((4, 2), (17, -1))
+
+
+def strange_document(body_type: Any, draw: random.Random) -> dict[str, Any]:
+    """A valid document in which some values are anything."""
+    document = dict(example(body_type))
+    names = [field.alias or name for name, field in body_type.model_fields.items()]
+    for name in draw.sample(names, draw.randrange(1, 5)):
+        nested = {inner: strange_value(draw) for inner in draw.sample(INNER_NAMES, draw.randrange(1, 4))}
+        document[name] = draw.choice((strange_value(draw), nested, [strange_value(draw), nested]))
+    return document
+
+
+@pytest.mark.parametrize("body_type", [*ROUTES.values(), ChatBody, CompletionBody])
+def test_whatever_a_document_holds_is_taken_or_refused_in_our_words(body_type: Any) -> None:
+    draw = random.Random(1)
+    num_refused = 0
+    for _ in range(1000):
+        document = strange_document(body_type, draw)
+        before = repr(document)
+        found = told(body_type, document)
+        num_refused += bool(found)
+        assert "is not valid" not in found.values(), document
+        assert repr(document) == before
+    assert num_refused > 500
