@@ -39,7 +39,7 @@ from bench.harness.decode_steps import (
 from bench.harness.output import write_json
 from bench.harness.prefill_inputs import random_text, random_text_with_experts
 from bench.harness.timing import Limits, attempted, measure_limits, time_us
-from kestrel_ops import Kernels
+from kestrel_ops import Kernels, reference
 from kestrel_ops.triton.rotary_decode_attention import AttentionPlan
 from kestrel_ops.triton.single_token import SingleTokenPlan
 from kestrel_ops.triton.small_batch import SmallBatchPlan
@@ -159,7 +159,7 @@ def relative_error(got: Tensor, wanted: Tensor) -> float:
 
 def definition(operation: str) -> Callable[..., Any]:
     """The operation in plain torch."""
-    return getattr(importlib.import_module(f"kestrel_ops.reference.{operation}"), operation)
+    return getattr(reference, operation)
 
 
 # One operation of one layer

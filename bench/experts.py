@@ -35,7 +35,7 @@ from bench.harness.prefill_inputs import quantised_experts, random_experts
 from bench.harness.serving import machine_facts
 from bench.harness.timing import attempted, time_us
 from kestrel_ops.device_limits import DeviceLimits
-from kestrel_ops.reference.mixture_of_experts import mixture_of_experts as definition
+from kestrel_ops.reference.experts import mixture_of_experts as definition
 from kestrel_ops.shapes import FLOAT8
 from kestrel_ops.triton.dependent_launch import has_dependent_launch
 from kestrel_ops.triton.expert_plans import ONE_TOKEN, ExpertsPlan, OneTokenPlan, ProductPlan, plan_for

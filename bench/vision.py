@@ -39,13 +39,13 @@ from bench.harness.timing import (
 )
 from kestrel_ops import Kernels
 from kestrel_ops.library.crop_attention import crop_attention as library_crop_attention
-from kestrel_ops.reference.add_layer_norm import add_layer_norm as add_layer_norm_definition
-from kestrel_ops.reference.concat_gelu import concat_gelu as concat_gelu_definition
-from kestrel_ops.reference.crop_attention import crop_attention as crop_attention_definition
-from kestrel_ops.reference.quantise_rows import quantise_rows
-from kestrel_ops.reference.scaled_linear import scaled_linear as scaled_linear_definition
-from kestrel_ops.reference.scaled_linear_add import scaled_linear_add as scaled_linear_add_definition
-from kestrel_ops.reference.scaled_linear_gelu import scaled_linear_gelu as scaled_linear_gelu_definition
+from kestrel_ops.reference.attention import crop_attention as crop_attention_definition
+from kestrel_ops.reference.linear import scaled_linear as scaled_linear_definition
+from kestrel_ops.reference.linear import scaled_linear_add as scaled_linear_add_definition
+from kestrel_ops.reference.linear import scaled_linear_gelu as scaled_linear_gelu_definition
+from kestrel_ops.reference.rows import add_layer_norm as add_layer_norm_definition
+from kestrel_ops.reference.rows import concat_gelu as concat_gelu_definition
+from kestrel_ops.reference.rows import quantise_rows
 from kestrel_ops.triton.add_layer_norm import add_layer_norm as triton_add_layer_norm
 from kestrel_ops.triton.concat_gelu import concat_gelu as triton_concat_gelu
 from kestrel_ops.triton.rows import RowBlocks

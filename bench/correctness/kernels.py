@@ -82,7 +82,8 @@ def _compared(case: Any, function: Callable[..., Any], device: Any, wanted: Any,
 
 
 def _function(implementation: str, operation: str) -> Callable[..., Any]:
-    return getattr(importlib.import_module(f"kestrel_ops.{implementation}.{operation}"), operation)
+    module = "reference" if implementation == "reference" else f"{implementation}.{operation}"
+    return getattr(importlib.import_module(f"kestrel_ops.{module}"), operation)
 
 
 def check_all(seeds: list[int], repeats: int, device: str, tree: Path, num_processes: int) -> list[dict[str, Any]]:

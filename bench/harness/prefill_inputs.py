@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bench.random_weights import KV_SCALE
-from kestrel_ops.reference.quantise_rows import quantise_rows
+from kestrel_ops.reference.rows import quantise_rows
 from kestrel_ops.triton.prefill_attention import Tiling, attend
 from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.execution.step_inputs import PackedChunks

@@ -16,17 +16,21 @@ from kestrel_ops.dispatch import (
 )
 from kestrel_ops.invariant_mode import InvariantMode, depends_on_place
 from kestrel_ops.low_rank import ExpertAdapters, LowRank
-from kestrel_ops.reference.add_low_rank import add_low_rank
-from kestrel_ops.reference.decode_attention import decode_attention
-from kestrel_ops.reference.invariant_attention import invariant_attention, invariant_attention_bytes
-from kestrel_ops.reference.invariant_linear import invariant_linear
-from kestrel_ops.reference.mixture_of_experts import mixture_of_experts
-from kestrel_ops.reference.prefill_attention import prefill_attention
-from kestrel_ops.reference.resample import RESAMPLE_WEIGHT_BITS, resample
-from kestrel_ops.reference.rotary import rotary
-from kestrel_ops.reference.sample import sample
-from kestrel_ops.reference.tau_scales import tau_scales
-from kestrel_ops.reference.write_kv import write_kv
+from kestrel_ops.reference import (
+    RESAMPLE_WEIGHT_BITS,
+    add_low_rank,
+    decode_attention,
+    invariant_attention,
+    invariant_attention_bytes,
+    invariant_linear,
+    mixture_of_experts,
+    prefill_attention,
+    resample,
+    rotary,
+    sample,
+    tau_scales,
+    write_kv,
+)
 from kestrel_ops.shapes import ModelShape, TextShape, VisionShape, has_float8_product
 
 __all__ = [

@@ -1,8 +1,8 @@
 """Selects an implementation of each fused operation, once, at the start.
 
-An implementation is a module `kestrel_ops.<implementation>.<operation>` with a function of the operation's name.
-`reference` has all operations, for any model. The other packages have those that are faster on a CUDA device; each
-of their modules also has `unsupported(model) -> str | None`, the reason why it cannot serve a model.
+`reference` defines all operations, for any model. Those that are faster on a CUDA device are in `cuda`, `triton` or
+`library`: a module `kestrel_ops.<implementation>.<operation>` has a function of the operation's name, and
+`unsupported(model) -> str | None`, the reason why it cannot serve a model.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from kestrel_ops import reference
 from kestrel_ops.device_limits import DeviceLimits
 from kestrel_ops.shapes import ModelShape
 
@@ -32,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """One function for each operation. The modules in `reference/` define and document them."""
+    """One function for each operation, which `reference/` defines and documents."""
 
     resample: Callable[..., Any]
     add_layer_norm: Callable[..., Any]
@@ -79,9 +80,7 @@ class Kernels:
             operation: choices.get(operation) or _default(device_type, operation, model) for operation in operations
         }
         _log.debug("kernels: %s", ", ".join(f"{operation}={name}" for operation, name in chosen.items()))
-        return cls(
-            **{operation: getattr(_module(name, operation), operation) for operation, name in chosen.items()}
-        )
+        return cls(**{operation: _function(name, operation) for operation, name in chosen.items()})
 
     def of_shapes(self) -> Kernels:
         """The same kernels of Triton, and definitions, which are torch alone, in the place of what calls libraries:
@@ -91,17 +90,13 @@ class Kernels:
             function = getattr(self, field.name)
             package = function.__module__.split(".")[-2]
             knows_shapes = package == "triton" or getattr(sys.modules[function.__module__], "KNOWS_SHAPES", False)
-            chosen[field.name] = function if knows_shapes else getattr(_module(_REFERENCE, field.name), field.name)
+            chosen[field.name] = function if knows_shapes else getattr(reference, field.name)
         return Kernels(**chosen)
 
     def waiting_for_device(self) -> list[str]:
         """The operations whose implementation synchronises with the device, so that no graph can capture them."""
-        functions = {field.name: getattr(self, field.name) for field in fields(self)}
-        return [
-            operation
-            for operation, function in functions.items()
-            if getattr(sys.modules.get(function.__module__), "WAITS_FOR_DEVICE", False)
-        ]
+        operations = (field.name for field in fields(self) if field.name in reference.WAITING_FOR_DEVICE)
+        return [name for name in operations if getattr(self, name) is getattr(reference, name)]
 
 
 def num_compilations() -> int:
@@ -174,7 +169,9 @@ def _up_to_the_first_that_can(
 
 
 def _exists(implementation: str, operation: str) -> bool:
-    if implementation not in (_REFERENCE, *_FASTEST_FIRST):
+    if implementation == _REFERENCE:
+        return hasattr(reference, operation)
+    if implementation not in _FASTEST_FIRST:
         return False
     return importlib.util.find_spec(f"kestrel_ops.{implementation}.{operation}") is not None
 
@@ -190,6 +187,11 @@ def _unsupported(implementation: str, operation: str, model: ModelShape | None) 
             raise
         return f"{error.name} is not installed"
     return None if model is None else module.unsupported(model)
+
+
+def _function(implementation: str, operation: str) -> Callable[..., Any]:
+    found = reference if implementation == _REFERENCE else _module(implementation, operation)
+    return getattr(found, operation)
 
 
 def _module(implementation: str, operation: str) -> ModuleType:

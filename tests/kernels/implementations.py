@@ -5,6 +5,8 @@ import importlib.util
 
 import torch
 
+from kestrel_ops import reference
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FLOAT8 = torch.float8_e4m3fn
 # Relative errors of rows rounded once. Where there is no device, Triton's interpreter cuts bits off instead.
@@ -15,8 +17,10 @@ if DEVICE == "cpu":
 
 def implementations(operation, names=("reference", "triton", "cuda", "library")):
     """Functions by implementation, as parameters of a test are."""
-    modules = (name for name in names if importlib.util.find_spec(f"kestrel_ops.{name}.{operation}") is not None)
-    return [getattr(importlib.import_module(f"kestrel_ops.{name}.{operation}"), operation) for name in modules]
+    definition = [getattr(reference, operation)] if "reference" in names else []
+    modules = [f"kestrel_ops.{name}.{operation}" for name in names if name != "reference"]
+    found = [importlib.import_module(name) for name in modules if importlib.util.find_spec(name) is not None]
+    return definition + [getattr(module, operation) for module in found]
 
 
 def implementation_name(function):

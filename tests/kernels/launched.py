@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kestrel_ops import LowRank
+from kestrel_ops import LowRank, reference
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
 
 
 def _operation(implementation: str, name: str) -> Any:
-    return getattr(import_module(f"kestrel_ops.{implementation}.{name}"), name)
+    found = reference if implementation == "reference" else import_module(f"kestrel_ops.{implementation}.{name}")
+    return getattr(found, name)
 
 
 def _empty(*shape: int, dtype: str = "fp32") -> Tensor:

@@ -1,12 +1,16 @@
 import pytest
 import torch
+from torch.nn.functional import gelu
 
-from kestrel_ops.reference.quantise_rows import quantise_rows
+from kestrel_ops.reference.rows import quantise_rows
 from tests.kernels.implementations import DEVICE, FLOAT8, implementation_name, implementations, relative_error
 
 TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 # Fast accumulation keeps fewer bits of a float8 product's sum.
 FLOAT8_TOLERANCE = 1e-2 if DEVICE == "cuda" else 4e-3
+
+# cuBLASLt is there on a device only.
+NAMES = ("reference", "library") if DEVICE == "cuda" else ("reference",)
 
 every_implementation = pytest.mark.parametrize(
     "scaled_linear", implementations("scaled_linear"), ids=implementation_name
@@ -68,3 +72,72 @@ def test_with_one_scale_each_sizes_need_not_be_whole_tiles(scaled_linear, rows, 
     wanted = (x.double() * x_scale) @ (weight.double() * weight_scale).T + bias.double()
     assert out.dtype == dtype
     assert relative_error(out, wanted) < FLOAT8_TOLERANCE
+
+
+every_activation = pytest.mark.parametrize(
+    "scaled_linear_gelu", implementations("scaled_linear_gelu", NAMES), ids=implementation_name
+)
+
+
+def some_operands(rows=48, in_dim=64, out_dim=96):
+    torch.manual_seed(0)
+    x = torch.randn(rows, in_dim, device=DEVICE).mul(50).to(FLOAT8)
+    weight = torch.randn(out_dim, in_dim, device=DEVICE).mul(40).to(FLOAT8)
+    bias = torch.randn(out_dim, device=DEVICE).bfloat16()
+    return x, torch.tensor([0.02], device=DEVICE), weight, torch.tensor([0.004], device=DEVICE), bias
+
+
+def written_out(x, x_scale, weight, weight_scale, bias):
+    return gelu(x.double() * x_scale @ (weight.double() * weight_scale).T + bias.double(), approximate="tanh")
+
+
+@every_activation
+@pytest.mark.parametrize("rows", [16, 48, 729])
+def test_the_activated_product_is_rounded_by_the_factor(scaled_linear_gelu, rows):
+    operands = some_operands(rows)
+    out = scaled_linear_gelu(*operands, torch.tensor([40.0], device=DEVICE))
+    assert out.dtype == FLOAT8
+    assert out.shape == (rows, 96)
+    assert relative_error(out.double() / 40, written_out(*operands)) < 0.04
+
+
+@every_activation
+@pytest.mark.parametrize(("rows", "in_dim", "out_dim"), [(729, 144, 16), (1000, 384, 304), (2187, 1152, 432)])
+def test_sizes_need_not_be_whole_tiles(scaled_linear_gelu, rows, in_dim, out_dim):
+    operands = some_operands(rows, in_dim, out_dim)
+    out = scaled_linear_gelu(*operands, torch.tensor([20.0], device=DEVICE))
+    assert relative_error(out.double() / 20, written_out(*operands)) < 0.04
+
+
+@every_activation
+def test_what_does_not_fit_is_cut(scaled_linear_gelu):
+    operands = some_operands()
+    out = scaled_linear_gelu(*operands, torch.tensor([1e5], device=DEVICE)).float()
+    assert out.isfinite().all()
+    assert (out[written_out(*operands) > 0.01] == 448).all()
+
+
+every_sum = pytest.mark.parametrize(
+    "scaled_linear_add", implementations("scaled_linear_add", NAMES), ids=implementation_name
+)
+
+
+@every_sum
+@pytest.mark.parametrize("rows", [16, 48, 729])
+def test_the_product_and_its_bias_are_added(scaled_linear_add, rows):
+    x, x_scale, weight, weight_scale, bias = some_operands(rows)
+    hidden = torch.randn(rows, 96, device=DEVICE).bfloat16()
+    wanted = hidden.double() + x.double() * x_scale @ (weight.double() * weight_scale).T + bias.double()
+    assert scaled_linear_add(x, x_scale, weight, weight_scale, bias, hidden) is None
+    assert relative_error(hidden, wanted) < 4e-3
+
+
+@every_sum
+def test_each_call_adds_anew(scaled_linear_add):
+    operands = some_operands()
+    once = torch.zeros(48, 96, device=DEVICE, dtype=torch.bfloat16)
+    twice = once.clone()
+    scaled_linear_add(*operands, once)
+    scaled_linear_add(*operands, twice)
+    scaled_linear_add(*operands, twice)
+    torch.testing.assert_close(twice, 2 * once, rtol=0.02, atol=0.02)

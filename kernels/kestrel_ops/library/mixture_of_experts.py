@@ -7,7 +7,7 @@ from torch.nn.functional import gelu, linear, softmax
 from kestrel_ops.device_limits import DeviceLimits
 from kestrel_ops.library.add_low_rank import add_low_rank, of_own_slot
 from kestrel_ops.low_rank import ExpertAdapters, LowRank
-from kestrel_ops.reference.quantise_rows import quantise_rows
+from kestrel_ops.reference.rows import quantise_rows
 from kestrel_ops.shapes import FLOAT8, ModelShape, has_float8_product
 
 _WITH_GROUPED_PRODUCTS = (None, (9, 0), (10, 0))  # on other devices torch reads the sizes of groups on the host

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kestrel_ops.reference.quantise_rows import LARGEST_FLOAT8
+from kestrel_ops.reference.rows import LARGEST_FLOAT8
 from kestrel_ops.shapes import FLOAT8
 from kestrel_ops.triton.dependent_launch import launch, let_next_start, wait_for_previous
 

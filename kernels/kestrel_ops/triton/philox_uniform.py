@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kestrel_ops.reference.philox_uniform import NUM_UNIFORMS
+from kestrel_ops.reference.sampling import NUM_UNIFORMS
 from kestrel_ops.shapes import ModelShape
 from kestrel_ops.triton.compilations import launcher
 from kestrel_ops.triton.requirements import unsupported_device

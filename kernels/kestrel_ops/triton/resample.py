@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kestrel_ops.reference.resample import RESAMPLE_WEIGHT_BITS
+from kestrel_ops.reference.images import RESAMPLE_WEIGHT_BITS
 from kestrel_ops.shapes import ModelShape
 from kestrel_ops.triton.compilations import launcher
 from kestrel_ops.triton.requirements import unsupported_device

@@ -1,4 +1,3 @@
-import importlib
 from dataclasses import fields
 from pathlib import Path
 
@@ -7,14 +6,14 @@ import torch
 
 from bench.correctness import kernels
 from bench.correctness.kernel_cases import are_equal, cases, error
-from kestrel_ops import Kernels
+from kestrel_ops import Kernels, reference
 
 CPU = torch.device("cpu")
 CHECKOUT = Path(__file__).resolve().parent.parent.parent
 
 
 def definition(operation):
-    return getattr(importlib.import_module(f"kestrel_ops.reference.{operation}"), operation)
+    return getattr(reference, operation)
 
 
 def test_every_operation_has_cases_and_its_definition_gives_the_same_twice():

@@ -3,8 +3,7 @@ import dataclasses
 import pytest
 import torch
 
-from kestrel_ops.reference.scaled_linear_add import scaled_linear_add
-from kestrel_ops.reference.scaled_linear_gelu import scaled_linear_gelu
+from kestrel_ops.reference.linear import scaled_linear_add, scaled_linear_gelu
 from kestrel_runtime.models.moondream.fused.calibrated_vision import CalibratedVision, calibration_tiles
 from kestrel_runtime.models.moondream.fused.vision import FusedVision
 from tests.runtime.models.moondream.fused import test_vision

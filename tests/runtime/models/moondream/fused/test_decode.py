@@ -35,19 +35,24 @@ class Bench:
         generation, n_heads, n_kv_heads = variant
         self.text = random_model(tiny_config(generation, n_heads=n_heads, n_kv_heads=n_kv_heads)).text
         operations = ("decode_expand", "decode_contract", "rotary_decode_attention")
-        chosen = Kernels.select("cpu", dict.fromkeys(operations, kernels))
-        self.decoder = FusedDecoder(self.text, fused_blocks(self.text, precision), chosen)
+        blocks = fused_blocks(self.text, precision)
+        self.decoder, self.definition = (
+            FusedDecoder(self.text, blocks, Kernels.select("cpu", dict.fromkeys(operations, implementation)))
+            for implementation in (kernels, "reference")
+        )
         self.cache = KVCache(self.text.config, 1 + max_batch * most_pages, PAGE_SIZE, CPU, cache_dtype)
         pages = torch.randperm(max_batch * most_pages, generator=torch.Generator().manual_seed(1)) + 1
         self.page_table = pages.view(max_batch, most_pages).int()
         self.workspace = self.decoder.workspace(max_batch)
 
-    def step(self, embeddings, positions, rows):
+    def step(self, embeddings, positions, rows, decoder=None):
         """One step of the sequences that own the given rows of the page table."""
         positions = torch.tensor(positions)
-        return self.decoder.forward(
-            embeddings, positions, self.page_table[rows], self.cache, self.workspace
-        ).clone()
+        return (
+            (decoder or self.decoder)
+            .forward(embeddings, positions, self.page_table[rows], self.cache, self.workspace)
+            .clone()
+        )
 
     def decoded(self, embeddings):
         """Every position of one sequence, each in a step of its own: [length, dim]."""
@@ -82,7 +87,7 @@ def test_sequences_of_several_lengths_step_together(variant, kernels):
     sequences = [bench.embeddings(length, seed=length) for length in (3, 1, 9)]
     for row, sequence in enumerate(sequences):
         for place, embedding in enumerate(sequence[:-1]):
-            bench.step(embedding[None], [place], [row])
+            bench.step(embedding[None], [place], [row], bench.definition)
     last = torch.stack([sequence[-1] for sequence in sequences])
     hidden = bench.step(last, [len(sequence) - 1 for sequence in sequences], [0, 1, 2])
     wanted = torch.stack([bench.plain(sequence)[-1] for sequence in sequences])

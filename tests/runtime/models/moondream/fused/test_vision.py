@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from kestrel_ops import Kernels
-from kestrel_ops.reference.add_layer_norm import add_layer_norm
-from kestrel_ops.reference.concat_gelu import concat_gelu
-from kestrel_ops.reference.crop_attention import crop_attention
-from kestrel_ops.reference.scaled_linear import scaled_linear
+from kestrel_ops.reference.attention import crop_attention
+from kestrel_ops.reference.linear import scaled_linear
+from kestrel_ops.reference.rows import add_layer_norm, concat_gelu
 from kestrel_runtime.models.moondream.fused.vision import FusedVision
 from kestrel_runtime.models.moondream.vision.encoder import VisionModel
 from tests.runtime.models.moondream.tiny import randomised, tiny_config

@@ -5,10 +5,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, linear, softmax
 
 from kestrel_ops.low_rank import ExpertAdapters
-from kestrel_ops.reference.add_low_rank import add_low_rank
-
-WAITS_FOR_DEVICE = True
-"""Reads the number of rows on the host: no graph can capture it."""
+from kestrel_ops.reference.linear import add_low_rank
 
 
 def mixture_of_experts(

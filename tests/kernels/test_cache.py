@@ -1,7 +1,11 @@
+import cmath
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from kestrel_ops import rotary
+from kestrel_ops import rotary, write_kv
 from tests.kernels.implementations import (
     DEVICE,
     FLOAT8,
@@ -10,6 +14,89 @@ from tests.kernels.implementations import (
     implementations,
     relative_error,
 )
+
+FREQUENCIES = torch.tensor([1.0, 0.31, 0.07])  # six of eight dimensions are rotated
+
+
+def angles(positions, frequencies=FREQUENCIES):
+    table = torch.as_tensor(positions, dtype=torch.float32)[:, None] * frequencies
+    return table.cos(), table.sin()
+
+
+def rotated(heads, positions):
+    return rotary(heads, *angles(positions))
+
+
+def interleaved(heads, positions):
+    """The other convention: neighbours are written out as pairs (first, second, first, second …)."""
+    half = len(FREQUENCIES)
+    turned = rotated(heads, positions)
+    pairs = torch.stack((turned[..., :half], turned[..., half : 2 * half]), dim=-1).flatten(-2)
+    return torch.cat((pairs, turned[..., 2 * half :]), dim=-1)
+
+
+def test_lanes_turn_in_pairs_as_complex_numbers():
+    torch.manual_seed(0)
+    heads, positions = torch.randn(4, 2, 8), [0, 1, 5, 700]
+    turned = rotated(heads, positions)
+    for token, position in enumerate(positions):
+        for head in range(2):
+            for dim, frequency in enumerate(FREQUENCIES.tolist()):
+                pair = complex(heads[token, head, dim], heads[token, head, dim + 3])
+                wanted = pair * cmath.exp(1j * position * frequency)
+                assert turned[token, head, dim].item() == pytest.approx(wanted.real, abs=1e-3)
+                assert turned[token, head, dim + 3].item() == pytest.approx(wanted.imag, abs=1e-3)
+
+
+def test_lanes_behind_the_rotated_ones_pass_through():
+    heads = torch.randn(3, 2, 8)
+    assert torch.equal(rotated(heads, [1, 2, 3])[..., 6:], heads[..., 6:])
+
+
+def test_position_zero_turns_nothing():
+    heads = torch.randn(1, 2, 8)
+    assert torch.equal(rotated(heads, [0]), heads)
+
+
+@settings(max_examples=50)
+@given(
+    query_at=st.integers(0, 300),
+    key_at=st.integers(0, 300),
+    shift=st.integers(0, 300),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_scores_depend_on_the_distance_alone(query_at, key_at, shift, seed):
+    torch.manual_seed(seed)
+    query, key = torch.randn(1, 1, 8), torch.randn(1, 1, 8)
+    here = (rotated(query, [query_at]) * rotated(key, [key_at])).sum()
+    there = (rotated(query, [query_at + shift]) * rotated(key, [key_at + shift])).sum()
+    torch.testing.assert_close(here, there, rtol=0, atol=2e-3)
+
+
+def test_scores_do_depend_on_the_distance():
+    query = key = torch.ones(1, 1, 8)
+    near = (rotated(query, [4]) * rotated(key, [4])).sum()
+    far = (rotated(query, [4]) * rotated(key, [1])).sum()
+    assert near == pytest.approx(8.0, abs=1e-5)
+    assert far < near - 1
+
+
+def test_interleaved_and_half_split_pairs_give_equal_scores():
+    torch.manual_seed(1)
+    queries, keys, positions = torch.randn(9, 2, 8), torch.randn(9, 2, 8), list(range(9))
+    halves = torch.einsum("qhd,khd->hqk", rotated(queries, positions), rotated(keys, positions))
+    pairs = torch.einsum("qhd,khd->hqk", interleaved(queries, positions), interleaved(keys, positions))
+    torch.testing.assert_close(halves, pairs)
+    assert not torch.equal(interleaved(queries, positions), rotated(queries, positions))
+
+
+def test_a_short_type_is_kept_but_turned_in_float32():
+    torch.manual_seed(2)
+    heads = torch.randn(6, 2, 8).bfloat16()
+    turned = rotated(heads, range(6))
+    assert turned.dtype == torch.bfloat16
+    assert torch.equal(turned, rotated(heads.float(), range(6)).bfloat16())
+
 
 FLOAT8_TOLERANCE = 0.04 if DEVICE == "cuda" else 0.12  # the interpreter cuts bits off instead of rounding
 
@@ -170,3 +257,48 @@ def test_two_hundred_runs_all_turn_once(rotary_write_kv, heads):
     for got, part in zip(turned, wanted, strict=True):
         assert relative_error(got, part) < ROUNDING[torch.float32]
     assert all(torch.equal(one, other) for result in results for one, other in zip(result, results[0], strict=True))
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+def test_each_row_lands_in_its_slot_and_nowhere_else(page_size):
+    torch.manual_seed(page_size)
+    shape = (5, 2, page_size, 4)
+    before = torch.randn(shape), torch.randn(shape)
+    key_pages, value_pages = before[0].clone(), before[1].clone()
+    slots = torch.randperm(5 * page_size)[:4]
+    key, value = torch.randn(4, 2, 4), torch.randn(4, 2, 4)
+    write_kv(key, value, key_pages, value_pages, slots)
+    for slot in range(5 * page_size):
+        page, place = divmod(slot, page_size)
+        rows = (slots == slot).nonzero().flatten().tolist()
+        wanted = (
+            (key[rows[0]], value[rows[0]])
+            if rows
+            else (
+                before[0][page, :, place],
+                before[1][page, :, place],
+            )
+        )
+        assert torch.equal(key_pages[page, :, place], wanted[0])
+        assert torch.equal(value_pages[page, :, place], wanted[1])
+
+
+def test_it_writes_through_a_layer_of_a_larger_cache():
+    cache = torch.zeros(3, 2, 1, 2, 4), torch.zeros(3, 2, 1, 2, 4)
+    write_kv(torch.ones(1, 1, 4), 2 * torch.ones(1, 1, 4), cache[0][1], cache[1][1], torch.tensor([3]))
+    assert cache[0].nonzero()[:, :4].unique(dim=0).tolist() == [[1, 1, 0, 1]]
+    assert cache[1].sum() == 8
+
+
+def test_a_float8_cache_holds_rows_over_their_scale_and_saturates():
+    pages = torch.zeros(2, 2, 1, 2, 4, dtype=torch.float8_e4m3fn)
+    key, value = torch.full((1, 1, 4), 3.0), torch.full((1, 1, 4), -1e6)
+    write_kv(key, value, pages[0], pages[1], torch.tensor([2]), torch.tensor([0.5]), torch.tensor([2.0]))
+    assert pages[0].float().sum() == 4 * 6
+    assert pages[1, 1, 0, 0].float().tolist() == [-448.0] * 4
+
+
+def test_padding_rows_are_not_written():
+    pages = torch.zeros(2, 3, 1, 2, 4)
+    write_kv(torch.ones(3, 1, 4), torch.ones(3, 1, 4), pages[0], pages[1], torch.tensor([-1, 4, -7]))
+    assert pages[0].nonzero()[:, :3].unique(dim=0).tolist() == [[2, 0, 0]]

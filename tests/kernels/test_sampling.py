@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kestrel_ops import sample
-from tests.kernels.implementations import DEVICE
+from kestrel_ops.reference.sampling import philox
+from tests.kernels.implementations import DEVICE, implementation_name, implementations
 
 NEAR_ONE = 1 - 2**-53  # the largest a random number can be; 1 when rounded to float32
 FORBIDDEN = float("-inf")
@@ -144,7 +145,7 @@ def test_logits_of_a_short_type_are_drawn_in_float32():
 
 @pytest.mark.parametrize("vocabulary", [1, 77, 1024, 1025, 5000])
 def test_running_sums_are_those_of_a_row_in_any_company(vocabulary):
-    module = importlib.import_module("kestrel_ops.reference.sample")
+    module = importlib.import_module("kestrel_ops.reference.sampling")
     rows = torch.rand(5, vocabulary, device=DEVICE).sort(dim=-1, descending=True).values
     together = module._running_sums(rows)
     torch.testing.assert_close(together, rows.double().cumsum(dim=-1).float(), rtol=1e-5, atol=0)
@@ -170,7 +171,7 @@ def test_nothing_is_summed_along_the_last_dimension(monkeypatch):
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 def test_fifty_draws_from_one_long_row_are_the_same():
-    module = importlib.import_module("kestrel_ops.reference.sample")
+    module = importlib.import_module("kestrel_ops.reference.sampling")
     row = torch.rand(1, 51_200, device=DEVICE)
     first = module._running_sums(row)
     assert all(torch.equal(module._running_sums(row), first) for _ in range(50))
@@ -222,3 +223,46 @@ def test_rows_without_limits_have_the_same_bits_beside_rows_with_them():
     beside = sample(logits, temperature, top_p, uniform, top_k, torch.zeros(64, device=DEVICE))
     assert torch.equal(plain[1::2], beside[1::2])
     assert not torch.equal(plain[::2], beside[::2])
+
+
+every_implementation = pytest.mark.parametrize(
+    "philox_uniform", implementations("philox_uniform"), ids=implementation_name
+)
+
+
+@pytest.mark.parametrize(
+    ("word", "wanted"),
+    [
+        (0, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        (0xFFFFFFFF, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    ],
+)
+def test_the_generator_gives_the_known_answers_of_its_authors(word, wanted):
+    counter = torch.tensor([word])
+    seed = torch.tensor([0 if word == 0 else -1])
+    assert tuple(int(part) for part in philox(seed, (counter, counter, counter, counter))) == wanted
+
+
+@every_implementation
+@pytest.mark.parametrize("num_rows", [1, 63, 65, 200])
+def test_every_implementation_gives_the_same_bits(philox_uniform, num_rows):
+    generator = torch.Generator().manual_seed(num_rows)
+    seeds = torch.randint(0, 2**63 - 1, (num_rows,), generator=generator).to(DEVICE)
+    counters = torch.randint(0, 2**32 - 1, (num_rows, 3), generator=generator).to(DEVICE)[:, 1]
+    zeros = torch.zeros(num_rows, dtype=torch.int64)
+    words = philox(seeds.cpu(), (counters.cpu(), zeros, zeros, zeros))
+    wanted = torch.stack(words, dim=1).double() / 2**32
+    found = philox_uniform(seeds, counters)
+    assert (found.dtype, found.shape) == (torch.float32, (num_rows, 4))
+    assert torch.equal(found.cpu().double(), (wanted * 2**24).floor() / 2**24)
+
+
+@every_implementation
+def test_numbers_are_uniform_and_depend_on_seed_and_counter_alone(philox_uniform):
+    counters = torch.arange(4000, device=DEVICE)
+    found = philox_uniform(torch.full_like(counters, 2**40 + 3), counters)
+    assert 0 <= found.min() < 0.001
+    assert 0.999 < found.max() < 1
+    assert abs(found.mean().item() - 0.5) < 0.01
+    assert torch.equal(philox_uniform(torch.tensor([2**40 + 3], device=DEVICE), counters[77:78])[0], found[77])
+    assert not torch.equal(philox_uniform(torch.full_like(counters, 2**41 + 3), counters), found)

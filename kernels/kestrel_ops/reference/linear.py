@@ -1,0 +1,136 @@
+"""Linear layers: with float8 operands, for one token of each sequence, and of adapters."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu, layer_norm, linear
+
+from kestrel_ops.low_rank import LowRank
+from kestrel_ops.reference.rows import rounded_to_float8
+
+_LARGEST_FLOAT16 = torch.finfo(torch.float16).max
+
+
+def scaled_linear(
+    x: Tensor,  # [T, K]
+    x_scale: Tensor | None,  # [T, 1] or [1, 1] float32 where `x` is float8_e4m3fn
+    weight: Tensor,  # [N, K], of the type of `x`
+    weight_scale: Tensor | None,  # [N] or, with one scale of `x`, [1] float32 where `weight` is float8_e4m3fn
+    bias: Tensor | None,  # [N]
+    out_dtype: torch.dtype,
+) -> Tensor:  # [T, N] out_dtype
+    """(x * x_scale) @ (weight * weight_scale).T + bias, summed in float32.
+
+    float8 operands need K and N to be multiples of 16. A bias in `out_dtype` costs nothing.
+    """
+    product = x.float() @ weight.float().T
+    if x_scale is not None:
+        product = product * x_scale
+    if weight_scale is not None:
+        product = product * weight_scale
+    if bias is not None:
+        product = product + bias.float()
+    return product.to(out_dtype)
+
+
+def scaled_linear_add(
+    x: Tensor,  # [T, K] float8_e4m3fn
+    x_scale: Tensor,  # [1] float32
+    weight: Tensor,  # [N, K] float8_e4m3fn
+    weight_scale: Tensor,  # [1] float32
+    bias: Tensor,  # [N], of the type of `hidden`
+    hidden: Tensor,  # [T, N], changed in place
+) -> None:
+    """hidden += (x * x_scale) @ (weight * weight_scale).T + bias, rounded once. K and N are multiples of 16."""
+    delta = scaled_linear(x, x_scale[:, None], weight, weight_scale, bias, torch.float32)
+    hidden.copy_(hidden.float() + delta)
+
+
+def scaled_linear_gelu(
+    x: Tensor,  # [T, K] float8_e4m3fn
+    x_scale: Tensor,  # [1] float32
+    weight: Tensor,  # [N, K] float8_e4m3fn
+    weight_scale: Tensor,  # [1] float32
+    bias: Tensor,  # [N] bfloat16 or float16
+    out_factor: Tensor,  # [1] float32: factor of the result before rounding
+) -> Tensor:  # [T, N] float8_e4m3fn
+    """gelu((x * x_scale) @ (weight * weight_scale).T + bias) * out_factor, the GELU in its tanh form.
+
+    Values beyond the range of float8 are clipped. K and N are multiples of 16.
+    """
+    inner = scaled_linear(x, x_scale[:, None], weight, weight_scale, bias, torch.float32)
+    return rounded_to_float8(gelu(inner, approximate="tanh") * out_factor)
+
+
+def layer_norm_linear(
+    hidden: Tensor,  # [T, dim] float32
+    norm_weight: Tensor,  # [dim]
+    norm_bias: Tensor,  # [dim]
+    epsilon: float,
+    weight: Tensor,  # [N, dim]
+    bias: Tensor,  # [N]
+) -> tuple[Tensor, Tensor]:  # [T, dim] of the type of the weight, [T, N] float32 or, elsewhere, of that type
+    """The normalised rows, and weight @ row + bias of these, summed in float32."""
+    normed = layer_norm(hidden, hidden.shape[1:], norm_weight.float(), norm_bias.float(), epsilon).to(weight.dtype)
+    return normed, torch.addmm(bias.float(), normed.float(), weight.float().T)
+
+
+def decode_expand(
+    hidden: Tensor,  # [B, K] float32, changed in place where something is pending
+    weight: Tensor,  # [N, K], the model's type or float8_e4m3fn
+    weight_scale: Tensor | None,  # [N] float32 where the weight is float8: weight * scale is meant
+    row_sums: Tensor,  # [N] float32: sums over K of what is meant
+    bias: Tensor,  # [N] float32
+    epsilon: float,
+    num_plain: int,
+    plain_out: Tensor,  # [B, num_plain] of any floating type, written
+    activated_out: Tensor,  # [B, N - num_plain] of any floating type, rows may be strided, written; may be empty
+    pending: Tensor | None = None,  # [S, B, K] float32: what `decode_contract` has deferred
+) -> None:
+    """out = ((hidden - mean) / sqrt(variance + epsilon)) @ weight.T + bias, row by row.
+
+    Before that, hidden += pending[0], then pending[1] and so on. The first `num_plain` columns are stored
+    unchanged, the others through the tanh form of GELU. Values beyond the range of float16 become its largest
+    number. An implementation may use `row_sums` to subtract the mean afterwards.
+    """
+    for share in () if pending is None else pending:
+        hidden += share
+    wide = weight.float() if weight_scale is None else weight.float() * weight_scale[:, None]
+    product = linear(layer_norm(hidden, hidden.shape[1:], eps=epsilon), wide, bias)
+    plain_out.copy_(_held(product[:, :num_plain], plain_out.dtype))
+    activated_out.copy_(_held(gelu(product[:, num_plain:], approximate="tanh"), activated_out.dtype))
+
+
+def _held(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    return rows.clamp(-_LARGEST_FLOAT16, _LARGEST_FLOAT16) if dtype == torch.float16 else rows
+
+
+def decode_contract(
+    activations: Tensor,  # [B, K] of any floating type
+    weight: Tensor,  # [N, K], the model's type or float8_e4m3fn
+    weight_scale: Tensor | None,  # [N] float32 where the weight is float8: weight * scale is meant
+    bias: Tensor,  # [N] float32
+    hidden: Tensor,  # [B, N] float32, changed in place
+    may_defer: bool = False,
+) -> Tensor | None:  # [S, B, N] float32
+    """hidden += activations @ weight.T + bias. The order of the sum over K is the same in every run.
+
+    With `may_defer` an implementation may leave `hidden` unchanged and return the terms to add, in the order of S,
+    for `decode_expand`. None: nothing is deferred. The reference defers nothing.
+    """
+    wide = weight.float() if weight_scale is None else weight.float() * weight_scale[:, None]
+    hidden += linear(activations.float(), wide, bias)
+    return None
+
+
+def add_low_rank(
+    out: Tensor,  # [T, out], changed in place
+    rows: Tensor,  # [T, in], of the type of the weights
+    weights: LowRank,
+    slots: Tensor,  # [T] int64: the slot of each row, 0 for none
+) -> None:
+    """out[t] += rows[t] @ a.T @ b with the weights of row t's slot. Rows in slot 0 stay as they are."""
+    for slot in slots.unique().tolist():
+        if slot:
+            chosen = (slots == slot).nonzero()[:, 0]
+            product = rows[chosen] @ weights.a[slot - 1].T @ weights.b[slot - 1]
+            out.index_add_(0, chosen, product.to(out.dtype))
