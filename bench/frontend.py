@@ -414,24 +414,21 @@ async def compare(
     return row
 
 
-async def run(rounds: int, duration_s: float) -> list[dict[str, Any]]:
-    """Every load on every server."""
+async def run(rounds: int, duration_s: float, name: str) -> list[dict[str, Any]]:
+    """Every load whose name contains `name`, on every server."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     server_core, client_core = (cores[0], cores[1]) if len(cores) > 1 else (None, None)
     bare, bare_http = Target("bare", serve_bare, server_core), Target("bare", serve_bare_http, server_core)
     targets = [Target(EMPTY, serve_ours, server_core), Target("with a thread", serve_threaded, server_core)]
     over_http = Target(OVER_HTTP, serve_http, server_core)
     pin(client_core)
+    pairs: list[tuple[Workload | TritonLoad | HttpLoad, Target, Target]] = [
+        *((workload, target, bare) for target in targets for workload in WORKLOADS),
+        *((load, targets[0], bare) for load in triton_loads(NUM_DELTAS)),
+        *((load, over_http, bare_http) for load in http_loads()),
+    ]
     try:
-        return [
-            *[
-                await compare(workload, target, bare, rounds, duration_s)
-                for target in targets
-                for workload in WORKLOADS
-            ],
-            *[await compare(load, targets[0], bare, rounds, duration_s) for load in triton_loads(NUM_DELTAS)],
-            *[await compare(load, over_http, bare_http, rounds, duration_s) for load in http_loads()],
-        ]
+        return [await compare(*pair, rounds, duration_s) for pair in pairs if name in pair[0].name]
     finally:
         for target in (bare, bare_http, over_http, *targets):
             await target.close()
@@ -443,8 +440,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=12, help="pairs of rounds per load (default: 12)")
     parser.add_argument("--seconds", type=float, default=0.75, help="length of a round (default: 0.75)")
     parser.add_argument("--json", type=Path, default=Path("bench/out/frontend.json"), help="default: %(default)s")
+    parser.add_argument("--load", default="", help="only loads whose name contains this, such as `REST, small`")
     arguments = parser.parse_args()
-    results = uvloop.run(run(arguments.rounds, arguments.seconds))
+    results = uvloop.run(run(arguments.rounds, arguments.seconds, arguments.load))
     head = ("load", "in flight", "engine", "ours/s", "bare/s", "ratio", "ours CPU µs", "bare CPU µs", "CPU ratio")
     print("| " + " | ".join(head) + " |\n" + "|---" * len(head) + "|")
     for row in results:

@@ -155,7 +155,7 @@ def _bare_app(events: Mapping[str, Sequence[Event]]) -> Any:
             headers = [(b"content-type", b"text/event-stream")]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             for event in found:
-                if told := renderer.events(event):
+                if told := renderer.events(event, 0):
                     await send({"type": "http.response.body", "body": told, "more_body": True})
                 # Each token comes in a turn of its own, so that no two chunks are one write to the socket.
                 await asyncio.sleep(0)
