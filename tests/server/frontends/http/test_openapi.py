@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from jsonschema import Draft202012Validator
 
 from kestrel_grpc.frontends.http.bodies import Body, example
 from kestrel_grpc.frontends.openai.requests import ChatBody, CompletionBody
@@ -37,6 +38,11 @@ async def test_the_document_has_every_route_of_both_apis(rig: HttpServing) -> No
         streams = "stream" in schema["properties"]
         assert ("text/event-stream" in operation["responses"]["200"]["content"]) is streams
         assert schema["additionalProperties"] is False
+        validator = Draft202012Validator({**schema, "components": document["components"]})
+        validator.check_schema(schema)
+        assert validator.is_valid(example(BODIES[path]))
+        assert not validator.is_valid({**example(BODIES[path]), "colour": "red"})
+        assert not validator.is_valid({})
     settings = schemas["Settings"]["properties"]
     for name, (least, most) in RANGES.items():
         assert (settings[name]["minimum"], settings[name]["maximum"]) == (least, most)
