@@ -84,7 +84,7 @@ class Server:
         self._submission = Submission(engine, self._images, self._store, model_names=config.served_model_name or ())
         self._triton = self._triton_service() if config.triton else None
         self._groups = CallGroups(engine, config, self._access, self._observers())
-        certificate = _certificate(config)
+        self._certificate = certificate = _certificate(config)
         self._frontend = GrpcFrontend(
             engine,
             config,
@@ -136,9 +136,9 @@ class Server:
         await self._frontend.start()
         if self._http is not None:
             await self._http.start()
-        self._watches.append(asyncio.create_task(self._access.watch()))
-        if self._store is not None:
-            self._watches.append(asyncio.create_task(self._store.watch()))
+        for followed in (self._access, self._certificate, self._store):
+            if followed is not None:
+                self._watches.append(asyncio.create_task(followed.watch()))
         if self._probe_port is not None:
             await self._probe_port.start(config.metrics_host, config.metrics_port or 0)
             address = address_of(config.metrics_host, self.metrics_port or 0)

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Protocol
 
-from kestrel_grpc.access.reloading import ReloadedFiles
+from kestrel_grpc.access.reloading import RELOAD_INTERVAL_S, ReloadedFiles
 from kestrel_grpc.access.tokens import Scope, Token, hash_of, read_tokens
 from kestrel_runtime.api.requests import Priority
 
@@ -25,7 +25,6 @@ Metadata = Iterable[tuple[str, str | bytes]]
 
 _AUTHORIZATION_KEY = "authorization"
 _SCHEME = "bearer "
-_RELOAD_INTERVAL_S = 1.0
 # A guess: when another call of the token will end is not known.
 _RETRY_CONCURRENT_S = 1.0
 _ANY_SCOPE = frozenset(Scope)
@@ -230,7 +229,7 @@ class TokenAccess:
     async def watch(self) -> None:
         """Follow the file until cancelled."""
         while True:
-            await asyncio.sleep(_RELOAD_INTERVAL_S)
+            await asyncio.sleep(RELOAD_INTERVAL_S)
             await self.reload()
 
     async def reload(self) -> None:

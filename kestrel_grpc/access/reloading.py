@@ -19,6 +19,7 @@ from typing import Generic, TypeVar
 
 Value = TypeVar("Value")
 
+RELOAD_INTERVAL_S = 1.0
 READ_TIMEOUT_S = 5.0
 """For files that do not answer, as on a mount whose server has gone."""
 
@@ -53,6 +54,12 @@ class ReloadedFiles(Generic[Value]):
     def value(self) -> Value:
         """The last value that could be read."""
         return self._value
+
+    async def watch(self) -> None:
+        """Follow the files until cancelled."""
+        while True:
+            await asyncio.sleep(RELOAD_INTERVAL_S)
+            await self.refresh_in_thread()
 
     async def refresh_in_thread(self) -> bool:
         """As `refresh`, without blocking the event loop. False where the files do not answer in time.

@@ -1,6 +1,7 @@
 """The server's certificate: read at start, checked, and read again when its files change.
 
-Open connections keep the certificate that they were made with.
+Not in the handshake of a connection, which a mount that does not answer would stop: `watch` follows the files in a
+thread. Open connections keep the certificate that they were made with.
 """
 
 from __future__ import annotations

@@ -282,10 +282,12 @@ async def test_the_certificate_is_of_an_unknown_authority(tmp_path, pair):
 
 async def test_the_certificate_has_another_name_or_is_too_old(tmp_path, pair, authority):
     tls = client_tls(tmp_path, authority)
-    async with serving(server_credentials(CertificateFiles(pair.certificate, pair.key))) as address:
+    files = CertificateFiles(pair.certificate, pair.key)
+    async with serving(server_credentials(files)) as address:
         named = ClientTls(tls.ca, None, None, server_name="elsewhere.example")
         other_name = await why(address, named)
         pair.write(authority, expires=datetime.now(UTC) - timedelta(hours=1))
+        assert files.refresh()
         expired = await why(address, tls)
     assert other_name is not None
     assert "not valid for 'elsewhere.example'" in other_name

@@ -91,15 +91,13 @@ def open_unix_socket(server: grpc.aio.Server, path: Path) -> None:
 
 
 def server_credentials(certificate: CertificateFiles) -> grpc.ServerCredentials:
-    """Credentials that follow their files: each new connection gets the certificate that the files hold then."""
+    """Credentials that follow their files: each new connection gets the certificate that was read last."""
 
     served = certificate.value
 
     def fetch() -> Any:  # gRPC's types leave out the None that says that nothing has changed
         """Called for each new connection, in one of gRPC's threads."""
         nonlocal served
-        certificate.refresh()
-        # Not what `refresh` returns: a connection of another port may have read the new files.
         if certificate.value is served:
             return None
         served = certificate.value

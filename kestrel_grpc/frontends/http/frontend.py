@@ -182,11 +182,10 @@ def _hosts(config: ServerConfig) -> tuple[str, ...] | None:
 
 
 def _following(certificate: CertificateFiles) -> ssl.SSLContext:
-    """A context that gives each new connection the current certificate of the files."""
+    """A context that gives each new connection the certificate that was read last."""
     first = certificate.value.context
 
     def choose(connection: Any, name: str | None, context: ssl.SSLContext) -> None:
-        certificate.refresh()
         if certificate.value.context is not first:
             connection.context = certificate.value.context
 

@@ -1,3 +1,4 @@
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
@@ -13,6 +14,8 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
+from kestrel_grpc.access import reloading, tls
+from kestrel_grpc.access.reloading import read_regular_file
 from kestrel_grpc.access.tls import CertificateError, CertificateFiles
 from kestrel_grpc.frontends.grpc.ports import server_credentials
 from tests.server.certificates import Pair, replace, trusting
@@ -92,50 +95,73 @@ async def test_a_plaintext_client_does_not_get_in(pair):
 
 
 async def test_a_new_certificate_serves_new_connections_and_open_ones_stay(pair, authority, other_authority):
+    files = CertificateFiles(pair.certificate, pair.key)
     async with (
-        serving(server_credentials(CertificateFiles(pair.certificate, pair.key))) as address,
+        serving(server_credentials(files)) as address,
         connection(address, trusting(authority)) as before,
     ):
         assert await ask(before) == b"hello"
         pair.write(other_authority)
+        assert files.refresh()
         assert await can_ask(address, trusting(other_authority))
         assert not await can_ask(address, trusting(authority))
         assert await ask(before) == b"hello"
 
 
-async def test_a_new_certificate_is_served_that_a_connection_of_another_port_has_read(
-    pair, authority, other_authority
+async def test_a_mount_that_does_not_answer_stops_no_handshake_and_is_followed_once_it_does(
+    pair, authority, other_authority, caplog, monkeypatch
 ):
     files = CertificateFiles(pair.certificate, pair.key)
+    may_go_on = threading.Event()
+
+    def hangs(path: Path) -> bytes:
+        may_go_on.wait()
+        return read_regular_file(path)
+
     async with serving(server_credentials(files)) as address:
-        assert await can_ask(address, trusting(authority))
         pair.write(other_authority)
-        assert files.refresh()
+        monkeypatch.setattr(tls, "read_regular_file", hangs)
+        monkeypatch.setattr(reloading, "READ_TIMEOUT_S", 0.01)
+        try:
+            assert not await files.refresh_in_thread()
+            assert await can_ask(address, trusting(authority))
+        finally:
+            may_go_on.set()
+        assert "does not answer" in caplog.text
+        monkeypatch.setattr(reloading, "READ_TIMEOUT_S", 20.0)
+        assert await files.refresh_in_thread()
         assert await can_ask(address, trusting(other_authority))
 
 
 async def test_an_expired_certificate_is_refused_until_it_is_renewed(pair, authority):
     pair.write(authority, expires=datetime.now(UTC) - timedelta(hours=1))
-    async with serving(server_credentials(CertificateFiles(pair.certificate, pair.key))) as address:
+    files = CertificateFiles(pair.certificate, pair.key)
+    async with serving(server_credentials(files)) as address:
         assert not await can_ask(address, trusting(authority))
         pair.write(authority)
+        assert files.refresh()
         assert await can_ask(address, trusting(authority))
 
 
 async def test_a_broken_pair_keeps_the_old_one_and_is_logged(pair, authority, caplog):
-    async with serving(server_credentials(CertificateFiles(pair.certificate, pair.key))) as address:
+    files = CertificateFiles(pair.certificate, pair.key)
+    async with serving(server_credentials(files)) as address:
         replace(pair.certificate, b"-----BEGIN CERTIFICATE-----\nnonsense")
+        assert not files.refresh()
         assert await can_ask(address, trusting(authority))
     assert "stays in force" in caplog.text
     assert str(pair.certificate) in caplog.text
 
 
 async def test_a_key_that_is_not_yet_that_of_the_certificate_keeps_the_old_pair(pair, authority, other_authority):
-    async with serving(server_credentials(CertificateFiles(pair.certificate, pair.key))) as address:
+    files = CertificateFiles(pair.certificate, pair.key)
+    async with serving(server_credentials(files)) as address:
         leaf = other_authority.issue_cert("127.0.0.1")
         replace(pair.key, leaf.private_key_pem.bytes())
+        assert not files.refresh()
         assert await can_ask(address, trusting(authority))
         replace(pair.certificate, leaf.cert_chain_pems[0].bytes())
+        assert files.refresh()
         assert await can_ask(address, trusting(other_authority))
 
 
@@ -154,9 +180,11 @@ async def test_another_authority_for_clients_counts_from_the_next_connection(
     client_ca = tmp_path / "clients.pem"
     replace(client_ca, other_authority.cert_pem.bytes())
     client = authority.issue_cert("client")
-    async with serving(server_credentials(CertificateFiles(pair.certificate, pair.key, client_ca))) as address:
+    files = CertificateFiles(pair.certificate, pair.key, client_ca)
+    async with serving(server_credentials(files)) as address:
         assert not await can_ask(address, trusting(authority, client))
         replace(client_ca, authority.cert_pem.bytes())
+        assert files.refresh()
         assert await can_ask(address, trusting(authority, client))
 
 
