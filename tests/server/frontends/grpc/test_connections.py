@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import resource
 import socket
@@ -110,6 +111,7 @@ def test_connections_of_a_unix_socket_end_with_the_server_and_never_count_as_idl
     rig = Rig(stack, listener)
     assert rig.connections.close_idle((), min_idle_s=0.0) == 0
     assert not rig.connections.close_peer("unix:")
+    assert not rig.connections.close_peer("ipv4:127.0.0.1:1")
     assert rig.open_clients() == list(range(NUM_CLIENTS))
     rig.connections.close_all()
     assert rig.open_clients() == []
@@ -142,6 +144,14 @@ def test_no_descriptor_is_left_behind_or_closed(rig: Rig) -> None:
         accepted.getpeername()
 
 
+def test_a_connection_that_was_looked_at_can_still_be_closed_by_its_owner(rig: Rig) -> None:
+    last = fcntl.fcntl(rig.accepted[0], fcntl.F_DUPFD, 500)  # what is looked at last
+    assert not rig.connections.close_peer("ipv4:127.0.0.1:1")
+    os.close(last)
+    rig.accepted[0].close()
+    assert rig.clients[0].recv(1) == b""
+
+
 def test_nothing_is_closed_once_the_server_has_ended(rig: Rig) -> None:
     rig.connections.release()
     rig.connections.close_all()
@@ -172,6 +182,13 @@ def test_connections_with_open_calls_stay(rig: Rig) -> None:
 def test_connections_that_were_used_just_now_stay(rig: Rig) -> None:
     assert rig.connections.close_idle((), min_idle_s=3600.0) == 0
     assert rig.open_clients() == list(range(NUM_CLIENTS))
+
+
+@needs_idle_times
+def test_a_connection_on_which_much_is_sent_and_nothing_comes_is_not_idle(rig: Rig) -> None:
+    while not rig.connections.close_idle((), min_idle_s=0.05):
+        rig.accepted[0].sendall(b"a")
+    assert 0 in rig.open_clients()
 
 
 def test_descriptors_run_out_before_the_last_is_taken() -> None:
@@ -211,6 +228,21 @@ def test_a_caller_of_ipv4_is_found_on_a_socket_of_ipv6(stack: ExitStack) -> None
     client = rig.connect(socket.AF_INET, ("127.0.0.1", rig.listener.getsockname()[1]))
     assert rig.connections.close_peer(f"ipv4:127.0.0.1:{client.getsockname()[1]}")
     assert rig.open_clients() == list(range(NUM_CLIENTS))
+
+
+async def test_a_response_that_was_read_in_time_closes_nothing_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[str] = []
+    monkeypatch.setattr(Connections, "close_peer", lambda _, peer: closed.append(peer))
+    connections, timed_out = Connections(0.01, tuple), asyncio.Event()
+
+    async def respond(peer: str) -> None:
+        connections.expect_reader(LARGE_BYTES + 1, lambda: peer)
+        if peer == "slow":
+            asyncio.get_running_loop().call_later(0.05, timed_out.set)
+            await timed_out.wait()
+
+    await asyncio.gather(respond("fast"), respond("slow"))
+    assert closed == ["slow"]
 
 
 async def stored(rig: Serving, num_bytes: int) -> image_service_pb2.GetImageRequest:
