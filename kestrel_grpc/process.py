@@ -1,4 +1,4 @@
-"""The process of a server: its memory allocators, its limit of descriptors, and its end.
+"""The process of a server: its limit of descriptors, its threads, its memory allocators, and its end.
 
 After each large block that is freed, glibc by default takes the next block of that size from its heaps, up to
 32 MiB. Images and activations of all sizes fragment these heaps, and a server under mixed load grows by unused
@@ -21,6 +21,7 @@ import platform
 import resource
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import NoReturn
 
 MAPPED_FROM_BYTES = 2 * 2**20
@@ -32,6 +33,8 @@ HEAPS = 2
 MAX_DESCRIPTORS = 16_384
 """An idle connection takes a descriptor and 12 KiB of memory: with more of them, memory would run out first."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+_GRPC_THREADS = ("event_engine", "lifeguard")
+_GRPC_NICENESS = 10  # more than the event loop's
 _STANDARD_ERROR = 2
 
 
@@ -45,6 +48,22 @@ def raise_descriptor_limit() -> None:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with contextlib.suppress(OSError, ValueError):  # macOS refuses some values below the hard limit
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def lower_grpc_threads() -> None:
+    """Lower the priority of the threads in which gRPC accepts and reads connections. Linux only.
+
+    For the whole process, once a `Server` has been made.
+
+    Calls that arrive faster than the event loop takes them up wait in gRPC, where each delays all others and takes
+    memory. With equal priorities that happens where the threads, which are many, take the processors from the event
+    loop. With these, connections wait in the kernel instead. Threads that gRPC starts later inherit the priority.
+    """
+    niceness = os.getpriority(os.PRIO_PROCESS, 0) + _GRPC_NICENESS
+    for thread in Path("/proc/self/task").glob("*"):
+        with contextlib.suppress(OSError):  # a thread that has ended meanwhile
+            if (thread / "comm").read_text().startswith(_GRPC_THREADS):
+                os.setpriority(os.PRIO_PROCESS, int(thread.name), niceness)
 
 
 def return_large_blocks(environment: Mapping[str, str] = os.environ) -> bool:

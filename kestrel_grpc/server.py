@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import secrets
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -37,8 +36,6 @@ from kestrel_runtime.api.engine import CacheLoad, Engine, EngineStatus
 
 # After a request has ended, its last message may still be on its way to the client.
 _LAST_MESSAGES_S = 2.0
-_GRPC_THREADS = ("event_engine", "lifeguard")
-_GRPC_NICENESS = 10  # more than the event loop's
 
 _log = logging.getLogger(__name__)
 
@@ -333,22 +330,6 @@ def require_usable(config: ServerConfig) -> None:
     for host, port in ((config.admin_host, config.admin_port), (config.metrics_host, config.metrics_port)):
         if port is not None:
             require_free_port(host, port)
-
-
-def lower_grpc_threads() -> None:
-    """Lower the priority of the threads in which gRPC accepts and reads connections. Linux only.
-
-    For the whole process, once a `Server` has been made.
-
-    Calls that arrive faster than the event loop takes them up wait in gRPC, where each delays all others and takes
-    memory. With equal priorities that happens where the threads, which are many, take the processors from the event
-    loop. With these, connections wait in the kernel instead. Threads that gRPC starts later inherit the priority.
-    """
-    niceness = os.getpriority(os.PRIO_PROCESS, 0) + _GRPC_NICENESS
-    for thread in Path("/proc/self/task").glob("*"):
-        with contextlib.suppress(OSError):  # a thread that has ended meanwhile
-            if (thread / "comm").read_text().startswith(_GRPC_THREADS):
-                os.setpriority(os.PRIO_PROCESS, int(thread.name), niceness)
 
 
 class _Signals:

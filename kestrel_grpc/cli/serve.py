@@ -15,6 +15,7 @@ from kestrel_grpc.config.sources import environment_warnings
 from kestrel_grpc.process import (
     end_now,
     end_within,
+    lower_grpc_threads,
     raise_descriptor_limit,
     return_free_memory,
     return_large_blocks,
@@ -100,7 +101,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 def _run_server(config: ServerConfig) -> int:
     """Serve until a signal; returns the exit status."""
-    from kestrel_grpc.server import Server, lower_grpc_threads
+    from kestrel_grpc.server import Server
     from kestrel_runtime.api.engine import EngineStatus
     from kestrel_runtime.engine.engine import LocalEngine
     from kestrel_runtime.engine.warm_up import WarmUpFailed, warm_up
