@@ -404,10 +404,13 @@ async def lines_by_scenario(loaded: LoadedModel) -> dict[Line, str]:
     return found
 
 
-async def test_the_scenarios_pass_through_every_line_of_the_loop_and_of_isolation(
-    loaded: LoadedModel,
-) -> None:
-    passed = await lines_by_scenario(loaded)
+@pytest.fixture(scope="module")
+def passed(loaded: LoadedModel) -> dict[Line, str]:
+    """The lines that the engine thread passes, found once."""
+    return asyncio.run(lines_by_scenario(loaded))
+
+
+def test_the_scenarios_pass_through_every_line_of_the_loop_and_of_isolation(passed: dict[Line, str]) -> None:
     assert lines_of_the_engine_thread() - passed.keys() == set()
 
 
@@ -422,9 +425,8 @@ async def test_without_a_fault_every_caller_gets_an_answer(loaded: LoadedModel) 
 
 @pytest.mark.parametrize("part", range(4))
 async def test_whatever_raises_at_any_line_every_caller_is_told_within_a_second(
-    loaded: LoadedModel, part: int
+    loaded: LoadedModel, passed: dict[Line, str], part: int
 ) -> None:
-    passed = await lines_by_scenario(loaded)
     kinds = itertools.cycle(KINDS)
     delays: list[float] = []
     statuses: Counter[EngineStatus] = Counter()
