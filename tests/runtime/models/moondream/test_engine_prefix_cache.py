@@ -81,14 +81,21 @@ def with_policy(request: Request, policy: CachePolicy) -> Request:
     return replace(request, options=RequestOptions(cache=policy))
 
 
-@pytest.fixture(params=[MD2_SMALL, MD3_SMALL], ids=lambda folder: folder.name)
+@pytest.fixture(scope="module", params=[MD2_SMALL, MD3_SMALL], ids=lambda folder: folder.name)
 def loaded(request: pytest.FixtureRequest) -> LoadedModel:
     return request.getfixturevalue("moondream2" if request.param is MD2_SMALL else "moondream3")
 
 
-async def test_hits_and_misses_answer_as_an_engine_without_a_cache(loaded: LoadedModel) -> None:
+@pytest.fixture(scope="module")
+def expected(loaded: LoadedModel) -> list[object]:
+    """The answers to `questions` of an engine without a cache."""
+    return asyncio.run(wanted(loaded, questions()))
+
+
+async def test_hits_and_misses_answer_as_an_engine_without_a_cache(
+    loaded: LoadedModel, expected: list[object]
+) -> None:
     requests = questions()
-    expected = await wanted(loaded, requests)
     async with served(loaded) as engine:
         first = [await answer(engine, request) for request in requests]
         again = [await answer(engine, request) for request in requests]
@@ -106,9 +113,10 @@ async def test_hits_and_misses_answer_as_an_engine_without_a_cache(loaded: Loade
 
 
 @pytest.mark.parametrize("num_kv_pages", [52, 110])
-async def test_mixed_load_that_forces_evictions_changes_no_answer(loaded: LoadedModel, num_kv_pages: int) -> None:
+async def test_mixed_load_that_forces_evictions_changes_no_answer(
+    loaded: LoadedModel, expected: list[object], num_kv_pages: int
+) -> None:
     requests = questions()
-    expected = await wanted(loaded, requests)
     async with served(loaded, num_kv_pages=num_kv_pages, max_batch_size=4, max_prefill_tokens=64) as engine:
         for _ in range(2):
             finished = await asyncio.gather(*(answer(engine, request) for request in requests))
@@ -251,10 +259,9 @@ def embedding_bytes(loaded: LoadedModel) -> int:
 
 @pytest.mark.parametrize("prefix_cache", [False, True], ids=["embeddings", "both"])
 async def test_embeddings_that_are_found_answer_as_those_that_are_encoded(
-    loaded: LoadedModel, *, prefix_cache: bool
+    loaded: LoadedModel, expected: list[object], *, prefix_cache: bool
 ) -> None:
     requests = questions()
-    expected = await wanted(loaded, requests)
     one = embedding_bytes(loaded)
     async with served(loaded, prefix_cache=prefix_cache, image_cache_bytes=2 * one) as engine:
         for _ in range(2):
@@ -269,10 +276,9 @@ async def test_embeddings_that_are_found_answer_as_those_that_are_encoded(
 
 @pytest.mark.parametrize(("prefix_cache", "num_kept"), [(False, 1), (True, 1), (False, 2)])
 async def test_mixed_load_that_evicts_embeddings_changes_no_answer(
-    loaded: LoadedModel, num_kept: int, *, prefix_cache: bool
+    loaded: LoadedModel, expected: list[object], num_kept: int, *, prefix_cache: bool
 ) -> None:
     requests = questions()
-    expected = await wanted(loaded, requests)
     one = embedding_bytes(loaded)
     settings = {"num_kv_pages": 110, "max_batch_size": 4, "max_prefill_tokens": 64, "max_tiles_per_step": 1}
     async with served(loaded, prefix_cache=prefix_cache, image_cache_bytes=num_kept * one, **settings) as engine:
