@@ -47,7 +47,7 @@ from kestrel_runtime.engine.loop import EngineLoop
 from kestrel_runtime.engine.preprocessing import Preprocessor
 from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.scheduling import batch as step_batch
-from kestrel_runtime.scheduling import deadlines, page_manager, scheduler, sequence, waiting_queue
+from kestrel_runtime.scheduling import page_manager, scheduler, sequence, waiting_queue
 from kestrel_runtime.scheduling.batch import Batch
 from kestrel_runtime.scheduling.sequence import Sequence
 from tests.runtime.fake_runner import FakeHandle, FakeRunner
@@ -64,7 +64,6 @@ TRACED = {
         open_streams,
         isolation,
         scheduler,
-        deadlines,
         waiting_queue,
         sequence,
         stream,
