@@ -15,12 +15,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from kestrel_ops import reference
 from kestrel_ops.device_limits import DeviceLimits
-from kestrel_ops.shapes import ModelShape
+from kestrel_ops.shapes import FLOAT8, ModelShape
 
 _FASTEST_FIRST = ("cuda", "triton", "library")
 _REFERENCE = "reference"
@@ -29,6 +32,29 @@ COMPILED_AHEAD = Path(sys.prefix, "share", "kestrel-grpc", "kernels")
 """Of this installation: kernels that were compiled ahead, of any number of models and cards."""
 
 _log = logging.getLogger(__name__)
+
+
+def _product_shape(x: Tensor, x_scale: Any, weight: Tensor, *others: Any) -> Tensor:
+    dtype = others[-1] if isinstance(others[-1], torch.dtype) else x.dtype
+    return x.new_empty(len(x), len(weight), dtype=dtype)
+
+
+def _attention_shape(packed: Tensor, num_patches: int, num_heads: int, out_scale: float | None = None) -> Tensor:
+    dtype = packed.dtype if out_scale is None else FLOAT8
+    return packed.new_empty(len(packed), packed.shape[1] // 3, dtype=dtype)
+
+
+_OF_SHAPES: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {
+        "scaled_linear": _product_shape,
+        "scaled_linear_gelu": _product_shape,
+        "scaled_linear_add": lambda *_: None,
+        "crop_attention": _attention_shape,
+        "prefill_attention": lambda query, *_: query.new_empty(query.shape),
+        "mixture_of_experts": lambda hidden, *_: hidden.new_empty(hidden.shape),
+    }
+)
+"""Results without values, of operations of which libraries have implementations or definitions look at numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +109,19 @@ class Kernels:
         return cls(**{operation: _function(name, operation) for operation, name in chosen.items()})
 
     def of_shapes(self) -> Kernels:
-        """The same kernels of Triton, and definitions, which are torch alone, in the place of what calls libraries:
-        with tensors of the device `meta` these say which kernels are launched with what."""
+        """The same kernels of Triton, and results without values in the place of what computes by other means.
+
+        For finding out which kernels of Triton are launched with what.
+        """
         chosen: dict[str, Callable[..., Any]] = {}
         for field in fields(self):
             function = getattr(self, field.name)
             package = function.__module__.split(".")[-2]
-            knows_shapes = package == "triton" or getattr(sys.modules[function.__module__], "KNOWS_SHAPES", False)
-            chosen[field.name] = function if knows_shapes else getattr(reference, field.name)
+            launches_triton = package == "triton" or getattr(
+                sys.modules[function.__module__], "LAUNCHES_TRITON", False
+            )
+            own = _function(_REFERENCE, field.name)
+            chosen[field.name] = function if launches_triton else _OF_SHAPES.get(field.name, own)
         return Kernels(**chosen)
 
     def waiting_for_device(self) -> list[str]:

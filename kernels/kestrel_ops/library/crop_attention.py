@@ -16,7 +16,7 @@ _BACKENDS = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-KNOWS_SHAPES = True
+LAUNCHES_TRITON = True  # where it rounds
 
 
 def crop_attention(

@@ -162,17 +162,6 @@ class InputBuffers:
         ):
             self._static[fields] = StagedCopies(layout.num_bytes, self._device)
 
-    def blank_decode(self, size: DecodeSize) -> DecodeFields[Tensor]:
-        """The fields of a decode step on the device, not filled."""
-        return DecodeFields(**self._blank(_decode_layout(size)))
-
-    def blank_prefill(self, size: PrefillSize) -> PrefillFields[Tensor]:
-        """The fields of a prefill step on the device, not filled."""
-        return PrefillFields(**self._blank(_prefill_layout(size, self._values_per_token)))
-
-    def _blank(self, layout: PackedLayout) -> dict[str, Tensor]:
-        return layout.tensors(torch.empty(layout.num_bytes, dtype=torch.uint8, device=self._device))
-
     def decode(
         self, size: DecodeSize, fill: Callable[[DecodeFields[NDArray[Any]]], None], *, in_place: bool
     ) -> DecodeFields[Tensor]:

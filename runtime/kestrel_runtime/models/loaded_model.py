@@ -42,7 +42,7 @@ class LoadedModel:
             threading.Thread(target=prepare_compilations, daemon=True).start()
         if device.type == "cuda" and config.memory_limit is not None:
             total = torch.cuda.get_device_properties(device).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(config.memory_limit / total, 1.0), device)
+            torch.cuda.set_per_process_memory_fraction(min(config.memory_limit / total, 1.0))
         # If a container has more threads than its quota of processors, the kernel pauses all of them repeatedly.
         torch.set_num_threads(min(torch.get_num_threads(), available_processors()))
         checkpoint = find_checkpoint(config.model, config.revision)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,12 +21,12 @@ from kestrel_ops import COMPILED_AHEAD, DeviceLimits, compiled_together, meta_st
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.execution.buckets import DecodeSize, PrefillSize, batch_sizes, largest_prefill
 from kestrel_runtime.execution.kv_cache import KVCache
-from kestrel_runtime.execution.step_inputs import InputBuffers
+from kestrel_runtime.execution.step_inputs import InputBuffers, fill_blank_decode
 from kestrel_runtime.memory.host_limits import available_processors
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.models.moondream.execution_config import UNFUSED, ExecutionConfig
 from kestrel_runtime.models.moondream.fused.weights import NUM_WIDE_BLOCKS
-from kestrel_runtime.models.moondream.memory import cache_dtype, prefill_of
+from kestrel_runtime.models.moondream.memory import blank_prefill, cache_dtype
 from kestrel_runtime.models.moondream.model import Moondream
 from kestrel_runtime.models.moondream.model_paths import ModelPaths
 from kestrel_runtime.models.moondream.vision.device_tiling import Tiler
@@ -63,18 +64,27 @@ def compile_kernels(needs: KernelNeeds, limits: DeviceLimits, *, kept_in: Path |
     if needs.execution.text in UNFUSED:
         return 0
     started = time.monotonic()
-    model = outline(needs.config, needs.dtype, has_float8_experts=needs.has_float8_experts)
+    # On `meta` torch takes twice as long for its part.
+    device = torch.device("meta" if kept_in else "cuda")
+    model = outline(needs.config, needs.dtype, device, has_float8_experts=needs.has_float8_experts)
     execution = replace(needs.execution, kernels=needs.execution.kernels.of_shapes())
-    bounds, text = needs.bounds, model.config.text
     with compiled_together(available_processors(), limits, kept_in=kept_in) as compiled, _until_numbers_count():
-        paths = ModelPaths.of(model, execution, max_batch_size=bounds.max_batch_size)
-        _run_text(model, paths, bounds, KVCache(text, 1, needs.page_size, model.device, needs.cache_dtype))
-        _run_vision(model, paths, execution)
-        for num_rows in (1, 2, 16):  # one is a kind of its own, and so are multiples of 16
-            numbers = torch.zeros(2, num_rows, dtype=torch.int64, device=model.device)
-            execution.kernels.philox_uniform(*numbers)
+        _run(model, execution, needs)
+    if kept_in is None:
+        del model, execution
+        torch.cuda.empty_cache()
     _log.info("kernels are compiled after %.1f s: %d", time.monotonic() - started, len(compiled))
     return len(compiled)
+
+
+def _run(model: Moondream, execution: ExecutionConfig, needs: KernelNeeds) -> None:
+    bounds, text = needs.bounds, model.config.text
+    paths = ModelPaths.of(model, execution, max_batch_size=bounds.max_batch_size)
+    _run_text(model, paths, bounds, KVCache(text, 1, needs.page_size, model.device, needs.cache_dtype))
+    _run_vision(model, paths, execution)
+    for num_rows in (1, 2, 16):  # one is a kind of its own, and so are multiples of 16
+        numbers = torch.zeros(2, num_rows, dtype=torch.int64, device=model.device)
+        execution.kernels.philox_uniform(*numbers)
 
 
 @contextmanager
@@ -97,7 +107,7 @@ def compile_ahead(
     config, has_float8_experts = PUBLISHED[name]
     limits, dtype = DeviceLimits.of_card(capability), torch.bfloat16
     with meta_stands_for(limits):
-        model = outline(config, dtype, has_float8_experts=has_float8_experts)
+        model = outline(config, dtype, torch.device("meta"), has_float8_experts=has_float8_experts)
         execution = ExecutionConfig.of(settings, "cuda", model)
     needs = KernelNeeds(
         config,
@@ -112,8 +122,10 @@ def compile_ahead(
     return compile_kernels(needs, limits, kept_in=folder), folder
 
 
-def outline(config: MoondreamConfig, dtype: torch.dtype, *, has_float8_experts: bool) -> Moondream:
-    """A model with one block of each kind, of the device `meta`: its weights have sizes and types alone."""
+def outline(
+    config: MoondreamConfig, dtype: torch.dtype, device: torch.device, *, has_float8_experts: bool
+) -> Moondream:
+    """A model with one block of each kind, whose weights have sizes and types, and no values."""
     text, moe = config.text, config.text.moe
     layers = {0, min(NUM_WIDE_BLOCKS, text.n_layers - 1), text.n_layers - 1}
     if moe is not None:
@@ -126,17 +138,21 @@ def outline(config: MoondreamConfig, dtype: torch.dtype, *, has_float8_experts: 
     for name, shape in shapes.items():
         is_float8 = name.removesuffix("weight") + "scale" in shapes
         own = FP8 if is_float8 else torch.float32 if name.endswith(".scale") else dtype
-        state[name] = torch.empty(shape, dtype=own, device="meta")
-    return Moondream.from_state(small, state, torch.device("meta"), dtype)
+        state[name] = torch.empty(shape, dtype=own, device=device)
+    with torch.device("meta"):
+        model = Moondream(small, fp8_experts=has_float8_experts)
+    model.load_state_dict(state, assign=True)
+    return model.eval().requires_grad_(False)
 
 
 def _run_text(model: Moondream, paths: ModelPaths, bounds: StepBounds, cache: KVCache) -> None:
     device, max_pages = model.device, -(-model.config.text.max_context // cache.page_size)
     inputs = InputBuffers(device, 2)
     for size in _prefill_sizes(bounds, max_pages):
-        prefill_of(inputs.blank_prefill(size), size, model, paths, cache)()
+        blank_prefill(model, paths, cache, size)()
     for num_rows in batch_sizes(bounds.max_batch_size):
-        fields = inputs.blank_decode(DecodeSize(num_rows, max_pages))
+        size = DecodeSize(num_rows, max_pages)
+        fields = inputs.decode(size, partial(fill_blank_decode, padding_row=0), in_place=False)
         embeddings = torch.zeros(num_rows, model.config.text.dim, dtype=model.dtype, device=device)
         pages = torch.zeros(num_rows, max_pages, dtype=torch.int32, device=device)
         paths.text.decode(embeddings, fields.positions, pages, cache)

@@ -25,7 +25,6 @@ from kestrel_runtime.execution.logits import AllowedTokens, LogitAdjustments
 from kestrel_runtime.execution.step_inputs import (
     InputBuffers,
     PackedChunks,
-    PrefillFields,
     fill_blank_prefill,
 )
 from kestrel_runtime.imaging.tiles import max_kept_bytes
@@ -212,17 +211,15 @@ def largest_prefill(
     max_pages = -(-text.max_context // cache.page_size)
     num_chunks = -(-tokens // text.max_context) * _CHUNKS_PER_CONTEXT
     size = largest_size(tokens, num_chunks, max_pages)._replace(max_chunk=-(-tokens // num_chunks))
-    fields = InputBuffers(model.device, 2).prefill(
+    return blank_prefill(model, paths, cache, size)
+
+
+def blank_prefill(model: Moondream, paths: ModelPaths, cache: KVCache, size: PrefillSize) -> Callable[[], Tensor]:
+    """A prefill of padding, which writes no keys and values."""
+    device = model.device
+    fields = InputBuffers(device, 2).prefill(
         size, partial(fill_blank_prefill, size=size, padding_row=0), in_place=False
     )
-    return prefill_of(fields, size, model, paths, cache)
-
-
-def prefill_of(
-    fields: PrefillFields[Tensor], size: PrefillSize, model: Moondream, paths: ModelPaths, cache: KVCache
-) -> Callable[[], Tensor]:
-    """A prefill with these inputs, of sequences that have no pages."""
-    device = model.device
     chunks = PackedChunks(
         positions=fields.positions,
         slots=fields.kv_slots,

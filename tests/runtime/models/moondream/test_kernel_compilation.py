@@ -13,6 +13,7 @@ from kestrel_runtime.models.moondream.config import MoeConfig
 from kestrel_runtime.models.moondream.kernel_compilation import compile_ahead, outline
 from tests.runtime.models.moondream.tiny import tiny_config
 
+META = torch.device("meta")
 EXPERTS = MoeConfig(num_experts=4, start_layer=3, experts_per_token=2, expert_inner_dim=16)
 
 
@@ -21,7 +22,7 @@ EXPERTS = MoeConfig(num_experts=4, start_layer=3, experts_per_token=2, expert_in
 def test_an_outline_has_a_block_of_each_kind_and_no_weights(moe, kinds, has_float8_experts):
     config = tiny_config()
     whole = replace(config, text=replace(config.text, n_layers=6, moe=moe))
-    small = outline(whole, torch.bfloat16, has_float8_experts=has_float8_experts)
+    small = outline(whole, torch.bfloat16, META, has_float8_experts=has_float8_experts)
     has_experts = [hasattr(block.mlp, "router") for block in small.text.blocks]
     assert has_experts == [kind == "e" for kind in kinds]
     assert len(small.vision.blocks) == small.config.vision.enc_n_layers == 1
@@ -32,7 +33,9 @@ def test_an_outline_has_a_block_of_each_kind_and_no_weights(moe, kinds, has_floa
 
 def test_one_block_is_one_block():
     config = tiny_config()
-    small = outline(replace(config, text=replace(config.text, n_layers=1)), torch.float32, has_float8_experts=False)
+    small = outline(
+        replace(config, text=replace(config.text, n_layers=1)), torch.float32, META, has_float8_experts=False
+    )
     assert len(small.text.blocks) == 1
 
 
