@@ -99,7 +99,8 @@ async def test_an_image_in_one_message_can_be_named_in_every_request() -> None:
         await rig.vision.Point(vision_wire.PointRequest(object="bird", image=source))
         await rig.vision.Detect(vision_wire.DetectRequest(object="bird", image=source))
         await rig.vision.Segment(vision_wire.SegmentRequest(object="bird", image=source))
-        assert [request.image for request in rig.engine.requests] == [DATA] * 7
+        await rig.vision.Gaze(vision_wire.GazeRequest(eye={"x": 0.5, "y": 0.5}, image=source))
+        assert [request.image for request in rig.engine.requests] == [DATA] * 8
 
 
 async def test_the_metadata_tells_what_is_stored_and_the_file_only_on_request() -> None:
