@@ -29,7 +29,7 @@ _Message = wire.ModelStreamInferResponse
 class Inference:
     """Each request of a stream is a call of its own, admitted by `requests`. `served` is the engine's model.
 
-    While `is_crowded` returns True, a stream reads its next request when one of its running requests has ended.
+    While `is_crowded` returns True, a stream reads its next request only when all of its requests have ended.
     """
 
     def __init__(
