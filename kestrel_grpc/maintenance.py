@@ -1,4 +1,4 @@
-"""Runs work while the server is idle, or after a maximum interval. Knows when to run it, not what it does."""
+"""Runs work of the server, such as returning memory, while it is idle or after a maximum interval."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads the file of tokens: who may call which methods, and how often. Knows no calls; `access.py` applies it.
+"""Reads the file of tokens: who may call which methods, and how often. `access.py` applies these rules to calls.
 
 One line for each token, in TOML. The file holds hashes, so a reader of the file cannot call:
 

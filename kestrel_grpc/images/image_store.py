@@ -31,7 +31,7 @@ from kestrel_runtime.api.images import HashedImage
 
 _EXPIRY_INTERVAL_S = 1.0
 BOOKKEEPING_BYTES = 1024
-"""What each image counts for beside its file, so that many small files stay within the bounds, too."""
+"""Added to the size of each file, so that the bounds also hold for many small files."""
 
 Forget = Callable[[str, str], None]
 """Drops what was computed from an image: takes its namespace, and the digest of its file in hexadecimal."""
@@ -115,7 +115,7 @@ class ImageStore:
     def renew(
         self, namespace: str, handle: ImageHandle, *, ttl_s: float | None, is_pinned: bool
     ) -> StoredImage | None:
-        """Store an image again that is stored already; None where it is not.
+        """Keep an image that is stored already for longer. Returns None if it is not stored.
 
         Its expiry moves if it becomes later, and it stays pinned if it is. Raises `ImageQuotaExceeded` or
         `ImageStoreFull` where it is to be pinned and does not fit beside other pinned images.
@@ -252,7 +252,7 @@ class ImageIntake:
             raise EngineUnavailable("no images are stored any more")
 
     def renewed(self, namespace: str, handle: ImageHandle, keeping: Keeping) -> StoredImage | None:
-        """An image that is stored already, kept for longer; None where it is not stored."""
+        """Keep a stored image for longer. Returns None if it is not stored."""
         return self._store.renew(namespace, handle, ttl_s=keeping.ttl_s, is_pinned=keeping.is_pinned)
 
     def stored(self, namespace: str, handle: ImageHandle, data: bytes, keeping: Keeping) -> StoredImage:
@@ -263,7 +263,8 @@ class ImageIntake:
     async def put(
         self, namespace: str, data: bytes, announced: ImageHandle | None, keeping: Keeping
     ) -> StoredImage:
-        """Store an image that came whole. Raises `ImageDigestMismatch` where it is not the announced one."""
+        """Store an image that was received in one message. Raises `ImageDigestMismatch` where its digest is not the
+        announced one."""
         handle = await handle_of(data)
         if announced not in (None, handle):
             raise ImageDigestMismatch("sha256", handle)
@@ -274,7 +275,7 @@ class ImageIntake:
         return self._store.get(namespace, handle)
 
     async def delete(self, namespace: str, handle: ImageHandle) -> None:
-        """Delete an image and what is cached of it. Raises `ImageNotFound` where it was not stored."""
+        """Delete an image and its cached results. Raises `ImageNotFound` if it was not stored."""
         try:
             self._store.delete(namespace, handle)
         finally:
@@ -319,7 +320,7 @@ class CachePurges:
             except EngineUnavailable:  # then it has no caches any more
                 self._waiting.clear()
             except Exception:  # a bug of the engine must not keep the others from being dropped
-                _log.exception("cannot drop what is cached of an image")
+                _log.exception("cannot remove the cached results of an image")
 
 
 class _Namespace:

@@ -150,7 +150,7 @@ class CallAdmission:
             self._refusals.forgive(call.peer())
 
     def abandon(self, call: CallContext) -> None:
-        """The caller has cancelled the call, or its deadline has passed: the transport knows that already."""
+        """The caller has cancelled the call, or its deadline has passed. The transport has ended it already."""
         self._observe(call, DEADLINE_EXCEEDED if call.is_late else CANCELLED)
 
     def drop(self, call: CallContext) -> None:
@@ -159,7 +159,7 @@ class CallAdmission:
         self._observe(call, Outcome(failure.code.name, failure.reason))
 
     def fail(self, call: CallContext, error: BaseException) -> CallFailure | None:
-        """The call ends with an error. Returns what to tell the caller; None where the error has only to go on.
+        """The call ends with an error. Returns the failure to tell the caller; None if the caller needs no answer.
 
         A `CallFailed` was recorded before, and is not recorded again.
         """
@@ -168,8 +168,8 @@ class CallAdmission:
             if task is None or task.cancelling():
                 self.abandon(call)
                 return None
-            # The call itself was not cancelled, but something that it waited for was. Without an answer the caller
-            # would wait forever.
+            # Not the call was cancelled, but a future that it awaited. Without an answer the caller would wait
+            # forever.
             error = EngineUnavailable("a part of the engine was cancelled")
         elif not isinstance(error, Exception):
             return None
@@ -183,10 +183,10 @@ class CallAdmission:
         return failure
 
     async def hold(self, call: CallContext, error: BaseException) -> None:
-        """Return when the caller may be told of this error.
+        """Wait until the caller may be told of this error.
 
-        Later than now only for calls that were refused before they had a principal, and only where their connection
-        or all together make many. Raises `CancelledError` where the caller does not wait for it.
+        Only calls without a principal wait, and only while their connection, or all connections together, are
+        refused often. Raises `CancelledError` if the caller hangs up meanwhile.
         """
         if isinstance(error, TokenInvalid | MethodUnknown | SourceNotAllowed):
             task = asyncio.current_task()
@@ -201,7 +201,7 @@ class CallAdmission:
         for observe in self._observers:
             try:
                 observe(call, outcome)
-            except Exception:  # a bug of the server must not fail a call that has gone well
+            except Exception:  # a bug in an observer must not fail a successful call
                 _log.exception("cannot note the end of a call")
 
 

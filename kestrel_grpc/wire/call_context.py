@@ -112,9 +112,8 @@ class RequestSummary:
 class CallContext:
     """Made when a call arrives. `deadline_s` counts from then; None where the caller set no deadline.
 
-    `request` and `finished` are set while the call runs, for metrics, traces and logs; None where the call ended
-    before. `release` is called once nothing refers to the call's message any more, at the latest when the call
-    ends.
+    `request` and `finished` are set while the call runs, for metrics, traces and logs; they stay None if the call
+    ends before. `release` is called once nothing refers to the message of the call, at the latest at its end.
     """
 
     __slots__ = (
@@ -148,9 +147,9 @@ class CallContext:
         self.principal = ""
         """The name on the caller's token; empty where none was needed, or none was valid."""
         self.namespace = ""
-        """What the caller stores, and what is computed for it, is known in this namespace and in no other."""
+        """Stored images and cached results of the caller are found in this namespace only."""
         self.max_priority = Priority.NORMAL
-        """The highest priority that its requests have compared with those of other callers."""
+        """The highest priority of its requests when they compete with those of other callers."""
         self.trace_id = ""
         """The trace that the call belongs to, once it is known."""
         self.interruptible = Interruptible()

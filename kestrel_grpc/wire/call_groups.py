@@ -18,7 +18,7 @@ MAX_SHORT_CALLS = 256
 MAX_IMAGE_CALLS = 256
 """Open calls of `ImageService`."""
 MAX_STREAMS = 256
-"""Open streams of requests. Each of their requests is a call of its own besides."""
+"""Open streams of requests. Each request of a stream is a call as well."""
 MAX_WAITING_STREAMS = 32
 """Streams of requests that wait for their next message, each of which may be of the largest size."""
 MAX_WATCHES = 1024
@@ -53,11 +53,11 @@ class CallGroups:
             keeps_connections=False,
         )
         """Streams of requests. Each request is a call of `inference` and is recorded there; a stream is recorded
-        where it fails. Their connections count as idle while no request runs."""
+        only if it fails. The connection of a stream counts as idle while none of its requests runs."""
         self.images = self._group(access, self._request_gate, MAX_IMAGE_CALLS, observers)
         """Images that the server keeps."""
         self.operations = self._group(access, self._short_gate, MAX_SHORT_CALLS, observers)
-        """Which server this is, what it serves, how busy it is."""
+        """Identity, model and load of the server."""
 
     def health_checks(self) -> CallAdmission:
         """Health checks on one port. They need no token, and are not recorded: probes would fill the log."""
@@ -72,11 +72,11 @@ class CallGroups:
         return self._group(self._access if needs_token else OpenAccess(), self._short_gate, MAX_SHORT_CALLS)
 
     def streams_are_crowded(self) -> bool:
-        """Whether streams whose requests still run should not wait for more of them now."""
+        """True if a stream with running requests should not wait for another request now."""
         return self._stream_gate.is_crowded
 
     def busy_ports(self) -> set[int]:
-        """The remote ports of connections with open calls, but for those that count as idle."""
+        """The remote ports of connections that have open calls and do not count as idle."""
         calls = (call for group in self._groups if group.keeps_connections for call in group.open_calls.values())
         ports = (call.peer().rpartition(":")[2] for call in calls)
         return {int(port) for port in ports if port.isdecimal()}
@@ -143,7 +143,7 @@ def control_gate(config: ServerConfig) -> GateLimits:
 
 
 def _of_failures(observe: Observer) -> Observer:
-    """The observer of streams: their requests are recorded on their own, and so is that the caller ended them."""
+    """The observer of streams. Their requests are recorded separately, also when the caller ends the stream."""
 
     def observe_failure(call: CallContext, outcome: Outcome) -> None:
         if outcome not in (OK, CANCELLED, DEADLINE_EXCEEDED):

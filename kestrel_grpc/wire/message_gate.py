@@ -307,10 +307,10 @@ class MessageGate:
 class StreamGate:
     """At most `limit` streams of requests wait for their next message at a time. Belongs to one event loop.
 
-    While a stream waits, a message of the largest size may arrive, and nothing tells whether one has begun to.
-    Clients keep streams open between their requests, so waiting has no timeout. When `limit` streams wait, others
-    begin to when one of them has its message, or has waited for `rest_s` seconds: then it ends. Of those that have,
-    it is the one that has waited longest of the tenant with the most.
+    While a stream waits, a message of the largest size may arrive, and the transport does not tell when one begins.
+    Clients keep streams open between their requests, so waiting has no timeout. When `limit` streams wait, another
+    stream must wait until one of them has its message, or has waited for `rest_s` seconds. In the second case a
+    stream is ended to make room: of the tenant with the most such streams, the one that has waited longest.
     """
 
     def __init__(self, limit: int, rest_s: float = 1.0) -> None:
@@ -323,7 +323,7 @@ class StreamGate:
 
     @property
     def is_crowded(self) -> bool:
-        """Whether streams whose requests still run should not wait for more of them now."""
+        """True if a stream with running requests should not wait for another request now."""
         return 2 * len(self._waiting) >= self._limit
 
     async def receive(

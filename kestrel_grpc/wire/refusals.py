@@ -1,8 +1,8 @@
-"""Delays the refusals of connections that are refused again and again, so that they leave the server to others.
+"""Delays refusals to connections that are refused often, so that the server has time for other callers.
 
-To refuse a call costs a fraction of a millisecond, and clients that are refused may call again at once. Each
-connection has a bucket of refusals that are told without delay, and all connections share another. Whoever finds a
-bucket empty is told later, and meanwhile keeps one of the calls that the connection may have open.
+Refusing a call costs a fraction of a millisecond, and a refused client may call again at once. Each connection has
+a bucket of refusals that are sent without delay, and all connections share another bucket. When a bucket is empty,
+the refusal is sent later; until then the call counts towards the open calls of its connection.
 """
 
 from __future__ import annotations

@@ -38,11 +38,10 @@ class Submission:
         self._store = store
 
     async def submit(self, request: Request, image: ImageReference | None, call: CallContext) -> Stream:
-        """The events of a request. Where `image` is not None, the image is taken from where it says, and the bytes
-        in `request.image` are a placeholder.
+        """The events of a request. If `image` is given, it names the image, and `request.image` is a placeholder.
 
-        A stored image is taken now: the request has its bytes, whatever happens to the stored image afterwards.
-        When this returns only the engine holds the image, provided that neither the store nor the caller does.
+        A stored image is read now: the request keeps its bytes even if the stored image is deleted afterwards.
+        When this returns, only the engine refers to the image, apart from the store and the caller.
         """
         (stream,) = await self.submit_samples(request, image, call)
         return stream

@@ -1,7 +1,8 @@
 """How much memory and how many processors of its host this process may use.
 
-A container sees the whole machine in `/proc`; what it is allowed lies in its control groups. Each group's limit
-also binds the groups below it, so the process's own group and all visible ancestors are read, of version 1 and 2.
+A container sees the whole machine in `/proc`; its limits are set in its control groups. The limit of a group also
+holds for the groups below it, so this module reads the group of the process and all visible ancestors, of version 1
+and 2.
 """
 
 from __future__ import annotations

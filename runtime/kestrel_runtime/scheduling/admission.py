@@ -1,5 +1,4 @@
-"""Which requests are admitted to the queue, and how long a new request would wait there. No torch, no clock; may be
-called from any thread.
+"""Admits requests to the queue, and estimates how long a new request would wait there. Safe in any thread.
 
 A request is in the queue from `enter` until it starts or leaves; waiting for a preprocessing worker is part of it.
 

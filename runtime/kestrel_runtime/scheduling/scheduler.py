@@ -112,9 +112,9 @@ class Scheduler:
         self._preempted: list[Sequence] = []  # since they were taken
         self._now = 0.0  # of the last plan
         self.num_lookups = 0
-        """Sequences that looked for what is cached when they started first."""
+        """Sequences that searched the prefix cache at their first start."""
         self.num_hits = 0
-        """Of these, sequences that found something."""
+        """Of these, sequences that found cached positions."""
 
     @property
     def num_waiting(self) -> int:
@@ -461,7 +461,7 @@ class Scheduler:
         return True
 
     def _possible_start(self, sequence: Sequence, match: PrefixMatch) -> _Start | None:
-        """How a waiting sequence can start now, with what is cached of it or without; None where it has to wait."""
+        """How a waiting sequence can start now, with its cached pages or without; None if it must wait."""
         start = self._start_with(sequence, match)
         if start is None and match.is_partial_last:
             # The page to copy takes a page more than computing all anew, and maybe no other one becomes free.
@@ -469,7 +469,7 @@ class Scheduler:
         return start
 
     def _start_with(self, sequence: Sequence, match: PrefixMatch) -> _Start | None:
-        """The same where it takes these cached pages.
+        """How it can start with these cached pages.
 
         There must be pages for its next token, and a page in reserve for each active sequence; otherwise it would
         be preempted at once.
@@ -657,7 +657,7 @@ class SharedPrefills:
         self._parked[key].append(sequence)
 
     def end(self, filler: Sequence) -> list[Sequence]:
-        """The sequence has published what it fills, or leaves; who waited for it. Without effect for others."""
+        """The sequence has published its prefix, or leaves. Returns the sequences that waited for it."""
         key = self._key_of.pop(filler, None)
         return [] if key is None else self._parked.pop(key)
 

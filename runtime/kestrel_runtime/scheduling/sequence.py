@@ -24,7 +24,7 @@ class SequenceState(Enum):
     WAITING = auto()
     """Prepared, holds no page."""
     PARKED = auto()
-    """As WAITING, but what it needs is being computed for another sequence."""
+    """As WAITING, but until its prefix, its tiles or its adapter are there it cannot start."""
     PREFILLING = auto()
     """Holds pages; steps write its prompt to the cache."""
     PREFILLED = auto()
@@ -242,12 +242,12 @@ class Sequence:
         return None if self.keys is None else self.keys.missing_share_point(num_positions, page_size)
 
     def belongs_to(self, namespace: str | None, image: bytes | None) -> bool:
-        """Whether removing a namespace, or an image of it, concerns what it would publish. None stands for all."""
+        """Whether it would publish pages or embeddings of a namespace, or of an image in it. None means all."""
         keys = self.keys or self.embedding_key
         return keys is not None and keys.scope.is_part_of(namespace, image)
 
     def leave_caches(self) -> None:
-        """Neither use what is cached nor add to it from now on."""
+        """Neither read from the caches nor add to them from now on."""
         self.keys = self.embedding_key = None
 
     @property
