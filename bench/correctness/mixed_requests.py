@@ -17,6 +17,7 @@ from kestrel_runtime.api.requests import (
     BoxRef,
     Caption,
     Detect,
+    Gaze,
     Point,
     PointRef,
     Query,
@@ -26,6 +27,7 @@ from kestrel_runtime.api.requests import (
 )
 from kestrel_runtime.execution.step_runner import StepRunner
 from kestrel_runtime.models.moondream.config import MoondreamConfig, VisionConfig
+from kestrel_runtime.models.moondream.family import FAMILY
 from kestrel_runtime.models.moondream.vision.tiling import MoondreamTiling
 from kestrel_runtime.scheduling.output_parser import Token
 from kestrel_runtime.scheduling.sequence import Sequence
@@ -65,7 +67,7 @@ def mixed_requests(count: int, config: MoondreamConfig, *, seed: int = 0) -> lis
 
 def _kinds(config: MoondreamConfig) -> list[str]:
     """Skills, and what else there is to ask of them."""
-    kinds = [*config.skills]
+    kinds = [*FAMILY.skills(config)]
     if "query" in kinds:
         kinds += ["text", "reasoning", "refs"]
     if "caption" in kinds:
@@ -110,6 +112,8 @@ def _request(kind: str, chance: random.Random, pictures: Iterable[bytes]) -> Req
         return Detect(name, image, chance.randint(1, 2), sampling=SamplingParams(temperature=0.0))
     if kind == "segment":
         return Segment(name, image, sampling=sampling)
+    if kind == "gaze":
+        return Gaze(image, PointRef(chance.random(), chance.random()), SamplingParams(temperature=0.0))
     return Query(question, image, sampling=sampling)
 
 

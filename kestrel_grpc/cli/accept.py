@@ -180,6 +180,7 @@ def _calls(question: str, wanted: str) -> list[Call]:
         call_of("point", object=wanted, max_objects=_MAX_OBJECTS),
         call_of("detect", object=wanted, max_objects=_MAX_OBJECTS),
         call_of("segment", object=wanted),
+        call_of("gaze", eye=[0.5, 0.4]),
     ]
 
 

@@ -21,6 +21,7 @@ from kestrel_runtime.api.requests import (
     BoxRef,
     Caption,
     Detect,
+    Gaze,
     Point,
     PointRef,
     Query,
@@ -42,6 +43,8 @@ def request_of(call: dict[str, Any], data: bytes | None, max_tokens: int) -> Req
     assert data is not None, "only queries go without an image"
     if call["skill"] == "caption":
         return Caption(data, args["length"], greedy)
+    if call["skill"] == "gaze":
+        return Gaze(data, PointRef(*args["eye"]), SamplingParams(temperature=0.0))
     kinds = {"point": Point, "detect": Detect, "segment": Segment}
     sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens if call["skill"] == "segment" else None)
     return kinds[call["skill"]](args["object"], data, args.get("max_objects"), refs, sampling)

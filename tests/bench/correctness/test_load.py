@@ -26,6 +26,7 @@ from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.requests import Detect, Query, SamplingParams
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.models.loaded_model import LoadedModel
+from kestrel_runtime.models.moondream.family import FAMILY
 from kestrel_runtime.models.moondream.vision.tiling import MoondreamTiling
 from kestrel_runtime.models.moondream.weights.published import MOONDREAM_2
 from kestrel_runtime.scheduling.output_parser import Token
@@ -70,7 +71,7 @@ def test_there_is_a_picture_for_every_number_of_tiles(vision):
 def test_the_requests_are_of_every_skill_and_format():
     config = LoadedModel.load(EngineConfig(device="cpu")).model.config
     requests = mixed_requests(30, config)
-    assert {request.skill for request in requests} == set(config.skills)
+    assert {request.skill for request in requests} == set(FAMILY.skills(config))
     images = [Image.open(io.BytesIO(request.image)) for request in requests if isinstance(request.image, bytes)]
     assert {image.format for image in images} == {name for name, _ in FORMATS}
     assert len({image.size for image in images}) > 5

@@ -60,6 +60,7 @@ def test_the_built_in_model_passes_without_an_independent_reference(
     asked = [
         query_call(scene.question),
         *(call_of(skill, object="star") for skill in ("point", "detect", "segment")),
+        call_of("gaze", eye=[0.5, 0.4]),
     ]
     picture = Picture(scene.name, scene.data, scene.question, asked)
     monkeypatch.setattr(accept, "_drawn_pictures", lambda: iter([picture]))
@@ -146,7 +147,7 @@ def test_given_pictures_are_compared_too_and_others_are_refused(tmp_path: Path) 
     (given,) = accept._given_pictures(tmp_path)
     assert given.name == "given-street.png"
     assert given.data.startswith(b"\x89PNG")
-    assert {call["skill"] for call in given.calls} == {"query", "caption", "point", "detect", "segment"}
+    assert {call["skill"] for call in given.calls} == {"query", "caption", "point", "detect", "segment", "gaze"}
     (tmp_path / "broken.jpg").write_bytes(b"no picture")
     with pytest.raises(accept.ConfigurationError, match=r"broken\.jpg is no image"):
         list(accept._given_pictures(tmp_path))

@@ -228,12 +228,6 @@ class MoondreamConfig:
         """The positions of an image, which follow the first token."""
         return self.vision.num_image_tokens
 
-    @property
-    def skills(self) -> tuple[str, ...]:
-        """The skills that this model has templates for, in a fixed order."""
-        known = ("query", "caption", "point", "detect", "segment")
-        return tuple(skill for skill in known if self.tokenizer.templates.get(skill))
-
 
 def _mapping(data: Mapping[str, Any], key: str, prefix: str = "") -> Mapping[str, Any]:
     value = data.get(key)

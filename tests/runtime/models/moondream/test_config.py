@@ -3,6 +3,7 @@ import copy
 import pytest
 
 from kestrel_runtime.models.moondream.config import ConfigError, MoondreamConfig
+from kestrel_runtime.models.moondream.family import FAMILY
 from tests.reference_fixtures import MD2_SMALL, MD3_SMALL, model_config
 
 REMOVE = object()
@@ -25,7 +26,7 @@ def changed(folder, path, value):
 def test_a_moondream_2_reads_as_its_config_says():
     config = MoondreamConfig.from_dict(model_config(MD2_SMALL))
     assert config.generation == 2
-    assert config.skills == ("query", "caption", "point", "detect")
+    assert [*FAMILY.skills(config)] == ["query", "caption", "point", "detect", "gaze"]
     assert config.text.rope_theta == 10_000.0
     assert not config.text.is_moe_layer(3)
     assert config.region.decoder_arch == "mlp"
@@ -38,7 +39,7 @@ def test_a_moondream_2_reads_as_its_config_says():
 def test_a_moondream_3_reads_as_its_config_says():
     config = MoondreamConfig.from_dict(model_config(MD3_SMALL))
     assert config.generation == 3
-    assert config.skills == ("query", "caption", "point", "detect", "segment")
+    assert [*FAMILY.skills(config)] == ["query", "caption", "point", "detect", "segment", "gaze"]
     assert config.text.rope_theta == 1_500_000.0
     assert [config.text.is_moe_layer(layer) for layer in range(4)] == [False, True, True, True]
     assert config.text.head_dim == 64
@@ -50,7 +51,7 @@ def test_a_moondream_3_reads_as_its_config_says():
 
 def test_a_skill_without_a_template_is_one_the_model_does_not_have():
     config = MoondreamConfig.from_dict(changed(MD2_SMALL, "tokenizer.templates.point", None))
-    assert config.skills == ("query", "caption", "detect")
+    assert [*FAMILY.skills(config)] == ["query", "caption", "detect"]
 
 
 def test_unknown_fields_are_skipped():

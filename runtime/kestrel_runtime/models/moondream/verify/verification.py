@@ -20,10 +20,14 @@ from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.requests import Query
 from kestrel_runtime.imaging.decoding import decode_image
 from kestrel_runtime.models.moondream.model import Moondream
-from kestrel_runtime.models.moondream.verify.expected_errors import PromptErrors, expected_errors
-from kestrel_runtime.models.moondream.verify.formats import Formats
-from kestrel_runtime.models.moondream.verify.prompt_run import PromptRun
-from kestrel_runtime.models.moondream.verify.prompt_tensors import DECODED_HIDDEN, HIDDEN, LOGITS, prompt_tensors
+from kestrel_runtime.models.moondream.verify.prompt_run import (
+    DECODED_HIDDEN,
+    HIDDEN,
+    LOGITS,
+    PromptRun,
+    prompt_tensors,
+)
+from kestrel_runtime.models.moondream.verify.simulated_rounding import Formats, PromptErrors, expected_errors
 from kestrel_runtime.models.moondream.verify.tolerances import (
     DEVIATIONS,
     FLOAT32_LOGIT,

@@ -8,8 +8,7 @@ from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.requests import Query
 from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.models.moondream.text.decoder import MixtureOfExperts
-from kestrel_runtime.models.moondream.verify.prompt_run import PromptRun
-from kestrel_runtime.models.moondream.verify.prompt_tensors import prompt_tensors
+from kestrel_runtime.models.moondream.verify.prompt_run import PromptRun, prompt_tensors
 from kestrel_runtime.models.moondream.verify.routing import Routing, decided_as
 from kestrel_runtime.verify.preparing import preparing
 from tests.reference_fixtures import MD3_SMALL

@@ -10,7 +10,9 @@ from kestrel_runtime.api.config import BUILT_IN_MODEL
 from kestrel_runtime.api.errors import CheckpointError
 from kestrel_runtime.loading.checkpoint import Checkpoint, find_checkpoint
 from kestrel_runtime.models.moondream.config import MoondreamConfig
+from kestrel_runtime.models.moondream.family import FAMILY
 from kestrel_runtime.models.moondream.model import Moondream
+from kestrel_runtime.models.moondream.skills import SKILLS
 from kestrel_runtime.models.moondream.weights.checkpoint import (
     check_tensors,
     expected_tensors,
@@ -123,7 +125,7 @@ def test_every_reference_checkpoint_loads(folder):
 def test_the_built_in_model_is_a_moondream_3_with_every_skill():
     config, _ = load_moondream_state(find_checkpoint(BUILT_IN_MODEL))
     assert config.generation == 3
-    assert config.skills == ("query", "caption", "point", "detect", "segment")
+    assert FAMILY.skills(config).keys() == SKILLS.keys()
 
 
 def test_the_shards_that_an_index_names_are_loaded(tmp_path):

@@ -8,8 +8,7 @@ from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.requests import Query
 from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.models.moondream.fused import weights as fused_weights
-from kestrel_runtime.models.moondream.verify.prompt_run import PromptRun
-from kestrel_runtime.models.moondream.verify.prompt_tensors import DECODED_HIDDEN, HIDDEN, prompt_tensors
+from kestrel_runtime.models.moondream.verify.prompt_run import DECODED_HIDDEN, HIDDEN, PromptRun, prompt_tensors
 from kestrel_runtime.verify.preparing import preparing
 
 REQUEST = Query("What is the value of the tallest bar?", chart(1, 60, 50))

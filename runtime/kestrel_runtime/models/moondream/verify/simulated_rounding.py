@@ -1,0 +1,292 @@
+"""Simulates rounding: the errors that a correct path in a shorter format has for one model and one prompt.
+
+The plain model runs in float32 with random rounding. Noise of the relative size of a rounding replaces each
+rounding of weights and activations; cached keys and values are really rounded. The errors of such a run are
+those of a correct path, because they have passed through the same layers. The path under test takes no part, so
+a fault does not widen its own bound. docs/numerics.md has the derivation.
+
+A fixture does not hold these errors. It holds the answers of a reference; the errors differ by precision and path.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from kestrel_ops import has_float8_product, write_kv
+from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.requests import Request
+from kestrel_runtime.execution.kv_cache import DecodeAttention, KVCache, PrefillAttention
+from kestrel_runtime.execution.step_inputs import PackedChunks
+from kestrel_runtime.models.loaded_model import LoadedModel
+from kestrel_runtime.models.moondream.config import TextConfig
+from kestrel_runtime.models.moondream.fused.weights import NUM_WIDE_BLOCKS, fused_blocks
+from kestrel_runtime.models.moondream.model import Moondream
+from kestrel_runtime.models.moondream.text.decoder import MixtureOfExperts
+from kestrel_runtime.models.moondream.verify.prompt_run import PromptRun, pages_of_context, prompt_tensors
+from kestrel_runtime.models.moondream.verify.routing import Routing
+from kestrel_runtime.models.moondream.verify.tolerances import NUM_SIMULATIONS, ExpectedError, rounding_deviation
+from kestrel_runtime.models.verification import Prepare, plain_float32
+
+FLOAT8 = torch.float8_e4m3fn
+_NAMES = {FLOAT8: "float8"}
+_ROUNDINGS_BETWEEN_PRODUCTS = 4
+"""The most roundings of activations to the model's type between products: the result of a product with its bias,
+the scaled or rotated value, the result of attention, activation or norm, and the input of the next product."""
+_ROUNDINGS_IN_EXPERTS = 2 * _ROUNDINGS_BETWEEN_PRODUCTS + 2
+"""Roundings to the model's type around both products of an expert, of its weights, and of the sum over experts."""
+_PRODUCTS_OF_EXPERT = 2
+_ADDITIONS_IN_BLOCK = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Formats:
+    """The types in which a path stores its numbers."""
+
+    model: torch.dtype
+    """Of results, activations between products, the residual stream, and all weights not listed below."""
+    text: torch.dtype
+    """Of the operands of the decoder blocks' products, if their sizes allow it, except experts."""
+    experts: torch.dtype
+    """Of the input activations of experts' products."""
+    expert_weights: torch.dtype
+    """To which loading has rounded the experts' weights; those of a float8 checkpoint are exact."""
+    vision: torch.dtype
+    """Of the operands of the encoder's and the projector's products, if their sizes allow it."""
+    cache: torch.dtype
+    """Of cached keys and values."""
+
+    @classmethod
+    def of(cls, config: EngineConfig, model: Moondream) -> Formats:
+        """The types of `config` for a loaded model."""
+
+        def operands(setting: str) -> torch.dtype:
+            return FLOAT8 if setting.endswith("float8") else model.dtype
+
+        # On fused paths on a GPU the inputs of float8 experts are rounded to float8, too.
+        has_float8_experts = any(parameter.dtype == FLOAT8 for parameter in model.text.parameters())
+        rounds_for_experts = has_float8_experts and config.text_path != "plain" and model.device.type == "cuda"
+        return cls(
+            model=model.dtype,
+            text=operands(config.text_path),
+            experts=FLOAT8 if rounds_for_experts and model.dtype != torch.float32 else model.dtype,
+            expert_weights=FLOAT8 if model.expert_errors else model.dtype,
+            vision=operands(config.vision_path),
+            cache=operands(config.kv_dtype),
+        )
+
+    @property
+    def shortest(self) -> torch.dtype:
+        """The type with the largest rounding errors."""
+        types = (self.model, self.text, self.experts, self.expert_weights, self.vision, self.cache)
+        return max(types, key=lambda dtype: torch.finfo(dtype).eps)
+
+    @property
+    def name(self) -> str:
+        """The name of the shortest type, as in flags."""
+        return _NAMES.get(self.shortest, str(self.shortest).removeprefix("torch."))
+
+
+class RoundingNoise:
+    """One simulation: its own random numbers, the same for the same seed."""
+
+    def __init__(self, formats: Formats, seed: int, device: torch.device) -> None:
+        self._formats = formats
+        self._chance = torch.Generator(device).manual_seed(seed)
+
+    @torch.inference_mode()
+    def perturbed(self, model: Moondream) -> Moondream:
+        """A copy of a float32 model with rounded weights whose activations are rounded as it runs.
+
+        A single row is a decode step, whose activations are in the model's type or a wider one.
+        """
+        copied, formats = copy.deepcopy(model), self._formats
+        short = self._float8_layers(model)
+        for name, module in copied.named_modules():
+            if isinstance(module, nn.Linear):
+                self._round_linear(name, module, is_float8=name in short)
+            elif isinstance(module, MixtureOfExperts):
+                short_operands = sum(operand == FLOAT8 for operand in (formats.experts, formats.expert_weights))
+                self._disturb_output(module, _ROUNDINGS_IN_EXPERTS, short_operands * _PRODUCTS_OF_EXPERT)
+            elif name.rpartition(".")[0].endswith(".blocks"):
+                self._disturb_output(module, _ADDITIONS_IN_BLOCK)
+        for parameter in (copied.text.wte, copied.vision.pos_emb):
+            self._round(parameter.data, formats.model)
+        return copied
+
+    def cache(self, config: TextConfig, num_pages: int, page_size: int) -> RoundedCache:
+        """A float32 cache for the perturbed model that rounds to the cache's type."""
+        return RoundedCache(config, num_pages, page_size, self._formats.cache, self._chance)
+
+    def _float8_layers(self, model: Moondream) -> set[str]:
+        """The linear layers whose products are in float8 on paths that use float8."""
+        names: set[str] = set()
+        if self._formats.text == FLOAT8:
+            for layer, block in enumerate(fused_blocks(model.text, "float8")):
+                for matrix, parts in ((block.up, ("attn.qkv", "mlp.fc1")), (block.down, ("attn.proj", "mlp.fc2"))):
+                    if matrix.scale is not None:
+                        names.update(f"text.blocks.{layer}.{part}" for part in parts)
+        if self._formats.vision == FLOAT8:
+            for name, module in model.vision.named_modules():
+                if isinstance(module, nn.Linear) and has_float8_product(*module.weight.shape):
+                    names.add(f"vision.{name}")
+        return names - {"vision.patch_emb"}
+
+    def _round_linear(self, name: str, layer: nn.Linear, *, is_float8: bool) -> None:
+        weights = prompts = decoding = FLOAT8 if is_float8 else self._formats.model
+        if name.startswith("text.blocks."):
+            decoding = self._formats.model
+            if is_float8 and int(name.split(".")[2]) < NUM_WIDE_BLOCKS:
+                # Rounding of the weights of decode steps counts as rounding of their activations.
+                weights, prompts, decoding = self._formats.model, self._formats.model, FLOAT8
+        self._round(layer.weight.data, weights)
+        self._disturb_input(layer, prompts, decoding)
+
+    def _disturb_input(self, module: nn.Module, prompts: torch.dtype, decoding: torch.dtype) -> None:
+        of_many, of_one = self._deviation_of_input(prompts), self._deviation_of_input(decoding)
+
+        def disturb(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            rows = inputs[0]
+            return (self._noisy(rows, of_one if len(rows) == 1 else of_many), *inputs[1:])
+
+        module.register_forward_pre_hook(disturb)
+
+    def _deviation_of_input(self, operands: torch.dtype) -> float:
+        is_shorter = operands != self._formats.model
+        own = rounding_deviation(operands) ** 2 if is_shorter else 0.0
+        return math.sqrt(own + _ROUNDINGS_BETWEEN_PRODUCTS * rounding_deviation(self._formats.model) ** 2)
+
+    def _disturb_output(self, module: nn.Module, num_roundings: int, num_short: int = 0) -> None:
+        """Noise for the sum of roundings to the model's type and to float8."""
+        formats = self._formats
+        deviation = math.sqrt(
+            num_roundings * rounding_deviation(formats.model) ** 2 + num_short * rounding_deviation(FLOAT8) ** 2
+        )
+
+        def disturb(_: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            return self._noisy(output, deviation)
+
+        module.register_forward_hook(disturb)
+
+    def _round(self, values: Tensor, dtype: torch.dtype) -> None:
+        values.copy_(self._noisy(values, rounding_deviation(dtype)))
+
+    def _noisy(self, values: Tensor, deviation: float) -> Tensor:
+        # Uniform, as the error of a rounding. The standard deviation is the half width / sqrt(3).
+        half_width = math.sqrt(3) * deviation
+        factor = torch.empty_like(values).uniform_(1 - half_width, 1 + half_width, generator=self._chance)
+        return factor.mul_(values)
+
+
+class RoundedCache(KVCache):
+    """A float32 cache that rounds to the grid of a shorter type, which is scaled at random for each channel.
+
+    Rounding errors of a cache are not independent: positions with nearly equal keys or values, such as those of a
+    plain background, have nearly equal errors, which attention does not average out. Independent noise would not
+    show this. Numbers are rounded instead: equal numbers have equal errors, and errors of different channels and
+    simulations are independent.
+
+    For plain paths. As on a path with a cache of type `rounded_to`, chunks attend to their own keys and values
+    unrounded, and decoded tokens attend to rounded ones.
+    """
+
+    def __init__(
+        self, config: TextConfig, num_pages: int, page_size: int, rounded_to: torch.dtype, chance: torch.Generator
+    ) -> None:
+        super().__init__(config, num_pages, page_size, chance.device, torch.float32)
+        self._rounded_to = rounded_to
+        # Scales of keys and of values. A factor of 2 maps the grid to itself, so scales from 1 to 2 are enough.
+        shape = (2, config.n_layers, config.n_kv_heads, config.head_dim)
+        self._grids = torch.exp2(torch.rand(shape, device=chance.device, generator=chance) - 0.5)
+
+    def rounded(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values as the cache stores them, [T, key/value heads, head dimension] float32."""
+        keys, values = self._grids[:, layer]
+        return (
+            rounded_to_grid(key / keys, self._rounded_to) * keys,
+            rounded_to_grid(value / values, self._rounded_to) * values,
+        )
+
+    def prefill(self, plan: PackedChunks) -> PrefillAttention:
+        """As in the base class; stored keys and values are rounded."""
+        return _RoundedPrefill(self, plan)
+
+    def decode(self, positions: Tensor, page_table: Tensor) -> DecodeAttention:
+        """As in the base class; stored keys and values are rounded before they are read."""
+        return _RoundedDecode(self, positions, page_table)
+
+
+class _RoundedPrefill(PrefillAttention):
+    def __init__(self, cache: RoundedCache, plan: PackedChunks) -> None:
+        super().__init__(cache, plan)
+        self._rounded_cache = cache
+        self._slots = plan.slots
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        attended = super().__call__(layer, query, key, value)
+        cache = self._rounded_cache
+        write_kv(*cache.rounded(layer, key, value), cache.key_pages[layer], cache.value_pages[layer], self._slots)
+        return attended
+
+
+class _RoundedDecode(DecodeAttention):
+    def __init__(self, cache: RoundedCache, positions: Tensor, page_table: Tensor) -> None:
+        super().__init__(cache, positions, page_table)
+        self._rounded_cache = cache
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return super().__call__(layer, query, *self._rounded_cache.rounded(layer, key, value))
+
+
+def rounded_to_grid(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """float32 values rounded to the nearest values of `dtype`, as if its exponents had no upper limit.
+
+    Numbers beyond the largest of `dtype` are not clipped: clipping is a fault, which tolerances must not cover.
+    """
+    info = torch.finfo(dtype)
+    _, exponents = torch.frexp(values)  # |value| < 2 ** exponent
+    _, smallest = math.frexp(info.smallest_normal)
+    step = torch.ldexp(torch.full_like(values, info.eps / 2), exponents.clamp_min(smallest))
+    return (values / step).round() * step
+
+
+@dataclass(frozen=True, slots=True)
+class PromptErrors:
+    """The expected rounding errors of one prompt."""
+
+    tensors: Mapping[str, ExpectedError]
+    routing: Routing
+
+
+def expected_errors(
+    config: EngineConfig, formats: Formats, requests: Sequence[Request], prepare: Prepare
+) -> list[PromptErrors]:
+    """Run each request exactly and then with random rounding, on the plain path in float32 on `config.device`."""
+    config = plain_float32(config)
+    model = LoadedModel.load(config).model
+    routings = [Routing() for _ in requests]
+    exact: list[dict[str, Tensor]] = []
+    run = PromptRun(model, config, prepare)
+    for request, routing in zip(requests, routings, strict=True):
+        with routing.recorded(model):
+            exact.append(prompt_tensors(run, request))
+    simulated: list[list[dict[str, Tensor]]] = [[] for _ in requests]
+    for seed in range(NUM_SIMULATIONS):
+        noise = RoundingNoise(formats, seed, model.device)
+        cache = noise.cache(model.config.text, pages_of_context(model, config), config.page_size)
+        run = PromptRun(noise.perturbed(model), config, prepare, cache)
+        for request, routing, samples in zip(requests, routings, simulated, strict=True):
+            with routing.simulated(run.model):
+                samples.append(prompt_tensors(run, request))
+    return [
+        PromptErrors(
+            {name: ExpectedError.of(tensor, [sample[name] for sample in samples]) for name, tensor in own.items()},
+            routing,
+        )
+        for own, samples, routing in zip(exact, simulated, routings, strict=True)
+    ]
