@@ -152,15 +152,16 @@ def _raw_image(message: media_pb2.RawImage, violations: list[Violation]) -> byte
 
 
 def _sampling(message: Any) -> SamplingParams:
+    """The settings that are given, which have the same names in the request."""
     if not message.HasField("sampling"):
         return _DEFAULT_SAMPLING
     sampling: generation_pb2.SamplingParams = message.sampling
-    settings: dict[str, Any] = {field.name: value for field, value in sampling.ListFields()}
-    if sampling.stop:
-        settings["stop"] = tuple(sampling.stop)
-    if sampling.logit_bias:
-        settings["logit_bias"] = tuple((item.token_id, item.bias) for item in sampling.logit_bias)
-    return SamplingParams(**settings)
+    values: dict[str, Any] = {field.name: value for field, value in sampling.ListFields()}
+    if "stop" in values:
+        values["stop"] = tuple(sampling.stop)
+    if "logit_bias" in values:
+        values["logit_bias"] = tuple((item.token_id, item.bias) for item in sampling.logit_bias)
+    return SamplingParams(**values)
 
 
 def _options(message: Any, violations: list[Violation]) -> RequestOptions:

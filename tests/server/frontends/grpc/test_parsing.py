@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -95,6 +96,11 @@ def test_query_takes_every_field(kind: Any) -> None:
         ),
         options=RequestOptions(model="m", max_queue_s=1.5),
     )
+
+
+def test_each_setting_of_sampling_has_the_same_name_in_the_engine() -> None:
+    message: Any = generation_pb2.SamplingParams.DESCRIPTOR
+    assert {field.name for field in message.fields} == {field.name for field in fields(SamplingParams)}
 
 
 def test_zero_that_is_set_is_not_absence() -> None:
