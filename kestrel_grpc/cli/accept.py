@@ -61,7 +61,7 @@ def add_accept_command(subparsers: argparse._SubParsersAction[argparse.ArgumentP
     )
     accept.add_argument("--model", default=BUILT_IN_MODEL, help="as for serve (default: the built-in model)")
     accept.add_argument("--revision", help="of a model on the hub")
-    accept.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
+    accept.add_argument("--device", default="auto", help="as for serve (default: %(default)s)")
     accept.add_argument(
         "--precision",
         choices=("float32", "bfloat16", "float8"),
@@ -260,10 +260,9 @@ class _Acceptance:
         return ReferenceFacts(True, f"{summary}, in float32 on {told['device']}, with {versions}.", told["notes"])
 
     def _device(self) -> str:
-        import torch
+        from kestrel_runtime.models.loaded_model import device_type
 
-        given = self.arguments.device
-        return ("cuda" if torch.cuda.is_available() else "cpu") if given == "auto" else given
+        return device_type(EngineConfig(device=self.arguments.device))
 
     def _own_answers(self, config: EngineConfig, reason: str) -> ReferenceFacts:
         from kestrel_grpc.cli.acceptance_page import ReferenceFacts

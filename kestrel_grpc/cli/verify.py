@@ -19,10 +19,8 @@ def add_verify_command(subparsers: argparse._SubParsersAction[argparse.ArgumentP
         description="Run every case of a reference fixture and print which pass; exit 1 if one does not.",
     )
     verify.add_argument("folder", metavar="FOLDER", type=Path)
-    verify.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
-    verify.add_argument(
-        "--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="default: auto"
-    )
+    verify.add_argument("--device", help="as for serve (default: auto)")
+    verify.add_argument("--dtype", help="as for serve (default: auto)")
     verify.add_argument(
         "--set",
         metavar="OPTION=VALUE",

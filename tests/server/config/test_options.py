@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kestrel_grpc.config.listing import add_serve_arguments
-from kestrel_grpc.config.options import PRECISIONS, ConfigurationError, ServerConfig, named_values, options
+from kestrel_grpc.config.options import (
+    PRECISIONS,
+    ConfigurationError,
+    ServerConfig,
+    named_values,
+    option_names,
+    options,
+)
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.options import options_of
 
@@ -77,6 +85,14 @@ def test_no_text_makes_an_option_raise_anything_else(text: str) -> None:
     for option in options():
         with contextlib.suppress(ValueError):
             option.parse(text)
+
+
+def test_each_setting_is_one_option_with_a_name_of_its_own() -> None:
+    for kind, others in ((EngineConfig, set[str]()), (ServerConfig, {"engine"})):
+        assert {item.name for item in fields(kind)} - others == {name for name, _ in options_of(kind)}
+    names = option_names()
+    assert len(BY_NAME) == len(list(options())) == len(set(names.values()))
+    assert not {name for name, option in names.items() if name != option} & BY_NAME.keys()
 
 
 def test_each_option_of_the_engine_reaches_it() -> None:
