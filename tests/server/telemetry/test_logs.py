@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import io
 import json
@@ -14,17 +15,19 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 from kestrel_client import Client
+from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_grpc.telemetry import logs
 from kestrel_grpc.telemetry.logs import MAX_FAILURE_LINES, CallLog, LogWriter, dropped_lines, set_up_logging
 from kestrel_grpc.wire.call_context import OK, CallContext, Outcome
 from kestrel_runtime.api.events import Finished, FinishReason, QueryOutput, Timing, Usage
 from tests.reference_fixtures import MD3_SMALL
+from tests.server.serving import serving
 
 QUERY = "kestrel.v1.VisionService/Query"
 MAX_WAIT_S = 20.0
@@ -168,6 +171,31 @@ def test_a_blocked_reader_delays_no_line_and_the_lines_that_it_loses_are_counted
     assert stream.getvalue().endswith("after the end\n")
 
 
+@pytest.fixture
+def unread_log() -> Iterator[int]:
+    """A log whose reader, a pipe's descriptor, takes nothing. The pipe holds the lines of fewer than 30 calls."""
+    reader, writer = os.pipe()
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+    logging.getLogger().handlers.clear()
+    stream = open(writer, "w", encoding="utf-8")  # noqa: SIM115 (closing it fails, since its reader is closed first)
+    set_up_logging("info", stream)
+    yield reader
+    os.close(reader)
+    for handler in logging.getLogger().handlers:
+        handler.close()
+    with suppress(BrokenPipeError):
+        stream.close()
+
+
+@pytest.mark.skipif(not hasattr(fcntl, "F_SETPIPE_SZ"), reason="needs pipes of a set size")
+async def test_calls_are_served_while_nothing_reads_the_log(unread_log):
+    async with serving() as rig:
+        for _ in range(100):
+            answer = await rig.vision.CompleteQuery(wire.CompleteQueryRequest(question="?"))
+            assert answer.result.answer == "a kestrel"
+    assert b"kestrel_grpc.calls" in os.read(unread_log, 4096)
+
+
 def test_lines_of_several_threads_are_complete_and_those_of_one_keep_their_order():
     log = Log()
 
@@ -240,22 +268,32 @@ def test_calls_are_not_logged_above_info():
     assert log.text() == ""
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-@pytest.mark.parametrize("errors", ["2>/dev/full", "2>&-"])
-def test_a_full_disk_or_a_closed_stream_fails_no_request(errors):
-    with subprocess.Popen(
-        ("sh", "-c", f'exec "$0" "$@" {errors}', *SERVE), stdout=subprocess.PIPE, text=True
-    ) as server:
+def test_a_server_without_standard_error_serves():
+    with subprocess.Popen(("sh", "-c", 'exec "$0" "$@" 2>&-', *SERVE), stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None
             found = re.search(r" on (\S+) ", server.stdout.readline())
             assert found is not None
             with Client(found[1]) as client:
-                for _ in range(2):
-                    assert client.complete_query(None, "hi", max_tokens=2).usage.output_token_count > 0
+                assert client.complete_query(None, "hi", max_tokens=2).usage.output_token_count > 0
         finally:
             server.send_signal(signal.SIGINT)
     assert server.returncode == 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("errors", ["2>/dev/full", "2>&-"])
+def test_lines_that_cannot_be_written_are_lost_and_reach_no_other_file(errors, tmp_path):
+    script = (
+        "import logging, os, sys; from kestrel_grpc.telemetry.logs import set_up_logging; set_up_logging('info')\n"
+        "file = os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY)\n"
+        "logging.info('a line'); logging.getLogger().handlers[0].flush(); logging.info('another')\n"
+        "sys.exit(file == 2)\n"
+    )
+    target = tmp_path / "other"
+    command = ("sh", "-c", f'exec "$0" "$@" {errors}', sys.executable, "-c", script, str(target))
+    assert subprocess.run(command, check=False).returncode == 0
+    assert target.read_bytes() == b""
 
 
 @contextmanager
@@ -274,16 +312,15 @@ def reader_that_has_gone() -> Iterator[int]:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize("output", [full_disk, reader_that_has_gone])
-def test_standard_output_that_cannot_be_written_keeps_no_server_from_starting(output):
-    command = [*SERVE, "--log-level", "info"]
-    with output() as stdout, subprocess.Popen(command, stdout=stdout, stderr=subprocess.PIPE, text=True) as server:
-        assert server.stderr is not None
-        try:
-            found = next(match for line in server.stderr if (match := re.search(r"serves \S+ on (\S+) ", line)))
-            with Client(found[1]) as client:
-                assert client.complete_query(None, "hi", max_tokens=2).usage.output_token_count > 0
-        finally:
-            server.send_signal(signal.SIGINT)
-        _, rest = server.communicate()
-    assert server.returncode == 0
-    assert "Exception" not in rest
+def test_what_standard_output_does_not_take_is_logged_and_ends_no_process(output):
+    script = (
+        "from kestrel_grpc.telemetry.logs import announce, set_up_logging\n"
+        "set_up_logging('info'); announce('kestrel-grpc serves'); announce('HTTP is served')\n"
+    )
+    with output() as stdout:
+        command = (sys.executable, "-c", script)
+        ended = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False)
+    assert ended.returncode == 0
+    assert ended.stderr.endswith("kestrel-grpc serves\n")
+    assert ended.stderr.count("standard output cannot be written") == 1
+    assert "Exception" not in ended.stderr
