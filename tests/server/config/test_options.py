@@ -73,6 +73,11 @@ def test_every_problem_is_told_with_its_source() -> None:
         ("--reflection", "maybe"),
         ("--log-level", "loud"),
         ("--max-queue", ""),
+        ("--kernels", "resample="),
+        ("--kernels", "resample=reference=triton"),
+        ("--memory-utilization", "1.1"),
+        ("--http-origins", "example.com"),
+        ("--triton-shared-memory", "a/b"),
     ],
 )
 def test_ill_formed_value_is_refused(flag: str, value: str) -> None:
@@ -190,6 +195,7 @@ def test_an_address_of_this_machine_needs_nothing(host: str) -> None:
         ("max_image_bytes", "100MiB", 100 * 2**20),
         ("max_message_bytes", "1G", 2**30),
         ("max_queue_image_bytes", "512K", 2**19),
+        ("drain_timeout", "90", 90.0),
         ("drain_timeout", "90s", 90.0),
         ("drain_timeout", "1.5m", 90.0),
         ("image_ttl", "2h", 7200.0),
