@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 
 class FairLimit:
     """Units that tenants take and give back. All limits that tenants share follow it, in server and engine.
@@ -20,7 +18,7 @@ class FairLimit:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.num_taken = 0
-        self._taken_by: Counter[str] = Counter()  # without zeros
+        self._taken_by: dict[str, int] = {}  # without zeros
 
     @property
     def is_full(self) -> bool:
@@ -29,7 +27,7 @@ class FairLimit:
 
     def taken_by(self, tenant: str) -> int:
         """The units that a tenant holds."""
-        return self._taken_by[tenant]
+        return self._taken_by.get(tenant, 0)
 
     def has_room(self, amount: int = 1) -> bool:
         """Whether F1 leaves so many units."""
@@ -37,7 +35,7 @@ class FairLimit:
 
     def has_share(self, tenant: str) -> bool:
         """Whether F2 lets a tenant take more."""
-        return not tenant or self._taken_by[tenant] < self.limit - self.num_taken
+        return not tenant or self._taken_by.get(tenant, 0) < self.limit - self.num_taken
 
     def take(self, tenant: str, amount: int = 1) -> bool:
         """Take units for a tenant; returns False, and takes none, where a rule forbids it."""
@@ -49,9 +47,11 @@ class FairLimit:
     def count(self, tenant: str, amount: int) -> None:
         """Take units whether a rule forbids it or not. A negative amount gives units back."""
         self.num_taken += amount
-        self._taken_by[tenant] += amount
-        if not self._taken_by[tenant]:
-            del self._taken_by[tenant]
+        held = self._taken_by.get(tenant, 0) + amount
+        if held:
+            self._taken_by[tenant] = held
+        else:
+            self._taken_by.pop(tenant, None)
 
     def give_back(self, tenant: str, amount: int = 1) -> None:
         """Give back units that were taken for this tenant."""
