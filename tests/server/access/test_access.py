@@ -15,6 +15,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from kestrel_client.v1 import engine_service_pb2, image_service_pb2, vision_service_pb2
 from kestrel_client.v1 import engine_service_pb2 as engine_wire
 from kestrel_client.v1 import vision_service_pb2 as wire
+from kestrel_grpc.access import access as access_module
 from kestrel_grpc.access import reloading, tokens
 from kestrel_grpc.access.access import RateLimited, TokenAccess, TokenInvalid, required_scopes
 from kestrel_grpc.access.reloading import read_regular_file
@@ -54,6 +55,11 @@ def path(tmp_path: Path) -> Path:
     path = tmp_path / "tokens.toml"
     write_tokens(path)
     return path
+
+
+@pytest.fixture(autouse=True)
+def _reload_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(access_module, "RELOAD_INTERVAL_S", 0.02)
 
 
 def stalls(request: object) -> list[object]:
