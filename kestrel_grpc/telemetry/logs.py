@@ -32,7 +32,7 @@ MAX_WAITING_LINES = 16_384
 MAX_FAILURE_LINES = 10
 """Each second, for one tenant and one reason."""
 FLUSH_TIMEOUT_S = 2.0
-"""How long the end of a process waits for a reader of the log."""
+"""How long `flush` and `close` each wait for a reader of the log."""
 _GATHER_S = 0.01
 """A line waits this long for others, with which it is written."""
 _MAX_LINES_AT_ONCE = 1024
