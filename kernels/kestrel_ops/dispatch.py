@@ -44,12 +44,22 @@ def _attention_shape(packed: Tensor, num_patches: int, num_heads: int, out_scale
     return packed.new_empty(len(packed), packed.shape[1] // 3, dtype=dtype)
 
 
+def _turned_shapes(
+    qkv: Tensor, positions: Any, cosine: Any, sine: Any, key_pages: Tensor, *_: Any
+) -> tuple[Tensor, ...]:
+    key_value = key_pages.shape[1] * key_pages.shape[3]
+    parts = qkv.split((qkv.shape[1] - 2 * key_value, key_value, key_value), dim=1)
+    return tuple(part.unflatten(1, (-1, key_pages.shape[3])) for part in parts)
+
+
 _OF_SHAPES: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         "scaled_linear": _product_shape,
         "scaled_linear_gelu": _product_shape,
         "scaled_linear_add": lambda *_: None,
         "crop_attention": _attention_shape,
+        "rotary_write_kv": _turned_shapes,
+        "rotary_decode_attention": lambda *_: None,
         "prefill_attention": lambda query, *_: query.new_empty(query.shape),
         "mixture_of_experts": lambda hidden, *_: hidden.new_empty(hidden.shape),
     }

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -68,7 +66,7 @@ def compile_kernels(needs: KernelNeeds, limits: DeviceLimits, *, kept_in: Path |
     device = torch.device("meta" if kept_in else "cuda")
     model = outline(needs.config, needs.dtype, device, has_float8_experts=needs.has_float8_experts)
     execution = replace(needs.execution, kernels=needs.execution.kernels.of_shapes())
-    with compiled_together(available_processors(), limits, kept_in=kept_in) as compiled, _until_numbers_count():
+    with compiled_together(available_processors(), limits, kept_in=kept_in) as compiled:
         _run(model, execution, needs)
     if kept_in is None:
         del model, execution
@@ -85,15 +83,6 @@ def _run(model: Moondream, execution: ExecutionConfig, needs: KernelNeeds) -> No
     for num_rows in (1, 2, 16):  # one is a kind of its own, and so are multiples of 16
         numbers = torch.zeros(2, num_rows, dtype=torch.int64, device=model.device)
         execution.kernels.philox_uniform(*numbers)
-
-
-@contextmanager
-def _until_numbers_count() -> Iterator[None]:
-    """Some definitions, which nobody uses on a GPU unasked, look at numbers, which `meta` tensors do not have."""
-    try:
-        yield
-    except NotImplementedError as error:
-        _log.info("some kernels are compiled when they are first needed: %s", str(error).partition("\n")[0])
 
 
 def compile_ahead(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
 
+from kestrel_ops import Kernels
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.errors import CheckpointError
 from kestrel_runtime.models.moondream.config import MoeConfig
@@ -43,3 +44,8 @@ def test_float8_is_refused_for_a_card_that_has_none(tmp_path):
     settings = EngineConfig(model="moondream2", text_path="fused-float8", kv_dtype="float8")
     with pytest.raises(CheckpointError, match=r"--text-path fused-float8, --kv-dtype float8: .* 8\.9.* 8\.0"):
         compile_ahead("moondream2", settings, (8, 0), tmp_path)
+
+
+def test_nothing_is_compiled_or_looked_at_where_definitions_are_named(tmp_path):
+    named = tuple((field.name, "reference") for field in fields(Kernels))
+    assert compile_ahead("moondream3", EngineConfig(model="", kernels=named), (9, 0), tmp_path) == (0, tmp_path)
