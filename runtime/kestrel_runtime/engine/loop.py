@@ -62,12 +62,12 @@ from kestrel_runtime.scheduling.batch import Batch, Plan
 from kestrel_runtime.scheduling.page_manager import StepId
 from kestrel_runtime.scheduling.scheduler import Scheduler
 from kestrel_runtime.scheduling.sequence import AdapterLease, Deadlines, PreparedImage, Sequence
-from kestrel_runtime.scheduling.token_rate import TokenRate
 
 _MAX_PREFILLS = 2
 """Prefill steps in flight: one that runs, and one that begins when it ends."""
 _MAX_DECODES, _MAX_DECODES_BEFORE_PREFILL = 2, 5
 """Decode steps in flight, the one that runs included; the second where a prefill step is about to be launched."""
+_RATE_WINDOW_S = 5.0
 _BLOCKED_S = 0.05
 """How long the thread waits for an image that is being decoded before it looks at deadlines."""
 _QUIET_S = 0.2
@@ -615,3 +615,21 @@ def _timing(sequence: Sequence, now: float) -> Timing:
         time_to_first_token_s=first_token - clock.submitted,
         decode_s=now - first_token,
     )
+
+
+class TokenRate:
+    """Tokens per second that the engine generates, over the last seconds. One thread adds, any thread reads."""
+
+    def __init__(self) -> None:
+        self._counts: deque[tuple[float, int]] = deque()  # (moment in seconds, tokens)
+
+    def add(self, now: float, num_tokens: int) -> None:
+        """Count tokens that were generated at `now`, in seconds of the monotonic clock."""
+        self._counts.append((now, num_tokens))
+        while self._counts[0][0] < now - _RATE_WINDOW_S:
+            self._counts.popleft()
+
+    def per_second(self, now: float) -> float:
+        """Tokens per second over the window that ends at `now`."""
+        since = now - _RATE_WINDOW_S
+        return sum(count for moment, count in list(self._counts) if moment >= since) / _RATE_WINDOW_S

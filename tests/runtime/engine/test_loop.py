@@ -16,7 +16,7 @@ from kestrel_runtime.api.requests import Caption, Priority, Query, Request, Samp
 from kestrel_runtime.api.stream import Stream
 from kestrel_runtime.engine import loop as loop_module
 from kestrel_runtime.engine.isolation import Isolation, new_probes
-from kestrel_runtime.engine.loop import EngineLoop, InFlightStep, events_after
+from kestrel_runtime.engine.loop import EngineLoop, InFlightStep, TokenRate, events_after
 from kestrel_runtime.engine.offending_requests import OffendingRequests
 from kestrel_runtime.execution.step_runner import StepHandle, StepRunner
 from kestrel_runtime.models.loaded_model import LoadedModel
@@ -354,3 +354,14 @@ async def test_a_prefill_step_waits_for_the_tail_steps_and_for_no_other_decode_s
         assert after == tails
     assert sum(bool(tails) for _, _, tails in runner.seen) > 5
     assert sum(not tails for _, _, tails in runner.seen) > 5
+
+
+def test_the_rate_counts_tokens_of_the_last_seconds_only() -> None:
+    rate = TokenRate()
+    rate.add(100.0, 10)
+    rate.add(103.0, 20)
+    assert rate.per_second(104.0) == pytest.approx(6.0)
+    assert rate.per_second(106.0) == pytest.approx(4.0)
+    assert rate.per_second(200.0) == 0.0
+    rate.add(200.0, 5)
+    assert rate.per_second(200.0) == pytest.approx(1.0)
