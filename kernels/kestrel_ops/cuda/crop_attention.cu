@@ -13,7 +13,7 @@
 // come the next eight dimensions. Products read that without a swizzle, keys as rows and values as columns alike.
 //
 // Compiled with DIM, HEADS, PATCHES, TILE, WARPGROUPS, PIECE_BYTES, SHARED_BYTES, ELEMENT ("bf16" or "f16") and
-// IS_FLOAT8, and behind the functions multiply_keys and multiply_values of warpgroup_products.py.
+// IS_FLOAT8, and behind the functions multiply_keys and multiply_values of crop_attention.py.
 
 typedef unsigned int uint32;
 typedef unsigned long long uint64;

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from kestrel_ops import invariant_attention_bytes
 from kestrel_runtime.api.config import MIB, EngineConfig
-from kestrel_runtime.api.engine import MemoryPlan
 from kestrel_runtime.api.errors import CheckpointError
 from kestrel_runtime.execution.buckets import PrefillSize
 from kestrel_runtime.execution.buckets import largest_prefill as largest_size
@@ -28,7 +27,7 @@ from kestrel_runtime.execution.step_inputs import (
     fill_blank_prefill,
 )
 from kestrel_runtime.imaging.tiles import max_kept_bytes
-from kestrel_runtime.memory.plan import MemoryNeeds, MemoryReading, image_cache_bytes, plan_memory
+from kestrel_runtime.memory.plan import MemoryNeeds, image_cache_bytes
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.models.moondream.model import Moondream
 from kestrel_runtime.models.moondream.model_paths import ModelPaths
@@ -45,36 +44,6 @@ _CHUNKS_PER_CONTEXT = 4
 _log = logging.getLogger(__name__)
 
 
-def plan_cache(
-    model: Moondream,
-    config: EngineConfig,
-    bounds: StepBounds,
-    *,
-    step_bytes: int,
-    weight_bytes: int,
-    with_graphs: bool,
-    host_image_bytes: int,
-    adapter_bytes: int = 0,
-) -> tuple[int, MemoryPlan]:
-    """The number of pages of the model's cache, and the plan of all memory. Call it when all weights are in memory.
-
-    `step_bytes`: activations of the largest step. `weight_bytes`, and `host_image_bytes` for decoded images, count
-    if the device is the host. Raises `CheckpointError` if memory is too small for the fewest pages.
-    """
-    reading = MemoryReading.of(model.device, weight_bytes, config.memory_limit)
-    needs = memory_needs(
-        model,
-        config,
-        bounds,
-        step_bytes=step_bytes,
-        available_bytes=reading.available_bytes,
-        with_graphs=with_graphs,
-        host_image_bytes=host_image_bytes,
-        adapter_bytes=adapter_bytes,
-    )
-    return plan_memory(reading, needs, config.memory_utilization, config.num_kv_pages)
-
-
 def memory_needs(
     model: Moondream,
     config: EngineConfig,
@@ -86,7 +55,11 @@ def memory_needs(
     host_image_bytes: int,
     adapter_bytes: int = 0,
 ) -> MemoryNeeds:
-    """The needs of steps within `bounds` on a device with `available_bytes` left; see `plan_cache`."""
+    """The needs of steps within `bounds` on a device with `available_bytes` left.
+
+    `step_bytes`: activations of the largest step. `host_image_bytes` for decoded images count if the device is the
+    host.
+    """
     text, page_size = model.config.text, config.page_size
     typical_pages = -(-min(text.max_context, _TYPICAL_CONTEXT_TOKENS) // page_size)
     # Steps without a graph need memory in addition to the pools of captured graphs, which are as large.

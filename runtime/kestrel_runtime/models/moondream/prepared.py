@@ -11,11 +11,12 @@ from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.engine import MemoryPlan
 from kestrel_runtime.execution.step_runner import StepRunner
 from kestrel_runtime.imaging.tiles import DecodedImage
+from kestrel_runtime.memory.plan import MemoryReading, plan_memory
 from kestrel_runtime.models.moondream.adapters.target import MoondreamAdapters
 from kestrel_runtime.models.moondream.execution_config import ExecutionConfig
 from kestrel_runtime.models.moondream.executor import new_step_runner
 from kestrel_runtime.models.moondream.kernel_compilation import KernelNeeds, compile_kernels
-from kestrel_runtime.models.moondream.memory import cache_dtype, new_cache, plan_cache, step_bytes, weight_bytes
+from kestrel_runtime.models.moondream.memory import cache_dtype, memory_needs, new_cache, step_bytes, weight_bytes
 from kestrel_runtime.models.moondream.model import Moondream
 from kestrel_runtime.models.moondream.model_paths import ModelPaths
 from kestrel_runtime.models.moondream.vision.device_tiling import Tiler
@@ -63,22 +64,20 @@ class PreparedMoondream:
 
     def plan_cache(self, host_image_bytes: int) -> tuple[int, MemoryPlan]:
         """Pages of the cache, and the plan of all memory."""
-        return plan_cache(
-            self._model,
-            self._config,
-            self._bounds,
-            step_bytes=step_bytes(
-                self._model,
-                self._paths,
-                self._bounds,
-                self._config.page_size,
-                cache_dtype(self._model, self._config),
-            ),
-            weight_bytes=self._loaded_bytes,
+        model, config, bounds = self._model, self._config, self._bounds
+        step = step_bytes(model, self._paths, bounds, config.page_size, cache_dtype(model, config))
+        reading = MemoryReading.of(model.device, self._loaded_bytes, config.memory_limit)
+        needs = memory_needs(
+            model,
+            config,
+            bounds,
+            step_bytes=step,
+            available_bytes=reading.available_bytes,
             with_graphs=self._execution.with_graphs,
             host_image_bytes=host_image_bytes,
             adapter_bytes=0 if self._adapters is None else self._adapters.num_bytes,
         )
+        return plan_memory(reading, needs, config.memory_utilization, config.num_kv_pages)
 
     def adapter_target(self) -> MoondreamAdapters | None:
         """The slots, as many as are configured."""

@@ -1,7 +1,4 @@
-"""The vision encoder on fused operations, optionally with products in float8; equal to the plain `VisionModel`.
-
-Knows weights and kernels; knows nothing about requests and batches.
-"""
+"""The vision encoder on fused operations, optionally with products in float8; equal to the plain `VisionModel`."""
 
 from __future__ import annotations
 

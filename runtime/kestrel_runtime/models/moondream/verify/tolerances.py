@@ -1,6 +1,6 @@
 """Bounds of errors: fixed ones for float32, and for shorter formats bounds from simulated rounding.
 
-docs/numerics.md has the derivation. Knows numbers and tensors, no models.
+docs/numerics.md has the derivation.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Reads the tensors of a Moondream under canonical names, from either layout of names, and checks them.
 
-Knows names, shapes and types; knows no modules and does no arithmetic. Tensors are mapped from their files until
+Tensors are mapped from their files until
 they are used, in their stored type: float8 experts keep their bytes and their scales.
 
 Canonical names are those of the hub layout without its leading `model.`; the training layout

@@ -1,6 +1,6 @@
 """The dimensions of published Moondreams, and what their configurations omit, inferred from tensors and defaults.
 
-Knows shapes; knows no data and no files. Sources of the constants: the public reference (vikhyat/moondream) and the
+Sources of the constants: the public reference (vikhyat/moondream) and the
 configuration of the published checkpoints.
 """
 
