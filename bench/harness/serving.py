@@ -122,6 +122,7 @@ def _commit() -> str:
 _GAUGES = ("kestrel_kv_cache_used", "kestrel_scheduler_running", "kestrel_scheduler_waiting")
 _STOP_TIMEOUT_S = 40
 _SCRAPE_TIMEOUT_S = 30
+_LOG_S = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,10 +159,7 @@ class WatchedServer:
         if " on " not in line:
             raise RuntimeError(f"the server did not start; {log} says why")
         self.address = line.split(" on ")[1].split()[0]
-        found = re.search(r"metrics and probes on (\S+)", log.read_text())
-        if found is None:
-            raise RuntimeError(f"no port for metrics in {log}")
-        self._metrics = f"{found[1]}/metrics"
+        self._metrics = f"{self._metrics_address()}/metrics"
 
     @property
     def pid(self) -> int:
@@ -210,6 +208,15 @@ class WatchedServer:
             return self._process.wait(_STOP_TIMEOUT_S)
         self._process.kill()
         return self._process.wait()
+
+    def _metrics_address(self) -> str:
+        """From the log, which a thread of the server writes."""
+        end = time.monotonic() + _LOG_S
+        while time.monotonic() < end:
+            if found := re.search(r"metrics and probes on (\S+)", self._log.read_text()):
+                return found[1]
+            time.sleep(0.01)
+        raise RuntimeError(f"no port for metrics in {self._log}")
 
     def _answer(self) -> str:
         assert self._process.stdout is not None, "asked for a pipe"

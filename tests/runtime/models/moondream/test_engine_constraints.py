@@ -164,9 +164,12 @@ async def test_a_forward_pass_ahead_and_preemption_change_no_answer(
     monkeypatch.setattr(Scheduler, "_preempt", counted)
     ahead = LocalEngine(moondream3, EngineConfig(model="", num_kv_pages=400, page_size=4, max_prefill_tokens=8))
     try:
-        overlapped = await asyncio.gather(*(ahead.submit(query).result() for query in queries))
-        assert [finished.output for finished in overlapped] == [finished.output for finished in one_by_one]
-        assert [finished.finish_reason for finished in overlapped] == [item.finish_reason for item in one_by_one]
+        for _ in range(8):  # until the requests with images have run at the same time, which takes two more pages
+            overlapped = await asyncio.gather(*(ahead.submit(query).result() for query in queries))
+            assert [finished.output for finished in overlapped] == [finished.output for finished in one_by_one]
+            assert [each.finish_reason for each in overlapped] == [each.finish_reason for each in one_by_one]
+            if preempted[True]:
+                break
         assert preempted[True], "a constrained answer was to be preempted in its middle"
     finally:
         ahead.close()

@@ -1,5 +1,6 @@
 """From a configuration to a model in memory."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -42,9 +43,8 @@ def test_cuda_without_a_gpu_is_refused_in_words() -> None:
 def test_a_tokenizer_larger_than_the_vocabulary_is_refused(tmp_path: Path) -> None:
     for file in ("config.json", "model.safetensors", "tokenizer.json"):
         shutil.copy(MD2_SMALL / file, tmp_path / file)
-    text = (tmp_path / "tokenizer.json").read_text()
-    extra = '{"id": 640, "content": "extra", "single_word": false, "lstrip": false, "rstrip": false, '
-    extra += '"normalized": false, "special": true}'
-    (tmp_path / "tokenizer.json").write_text(text.replace('"added_tokens": [', f'"added_tokens": [{extra},', 1))
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
+    tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 640, "content": "extra"})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(CheckpointError, match="641 tokens, the model only 640"):
         LoadedModel.load(EngineConfig(model=str(tmp_path)))
