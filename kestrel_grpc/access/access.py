@@ -10,13 +10,13 @@ A token that is revoked while its calls run ends them.
 from __future__ import annotations
 
 import asyncio
-import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Protocol
 
+from kestrel_grpc.access.limits import AccessRefused, Limits, Place, TokenLimits
 from kestrel_grpc.access.reloading import RELOAD_INTERVAL_S, ReloadedFiles
 from kestrel_grpc.access.tokens import Scope, Token, hash_of, read_tokens
 from kestrel_runtime.api.requests import Priority
@@ -25,8 +25,6 @@ Metadata = Iterable[tuple[str, str | bytes]]
 
 _AUTHORIZATION_KEY = "authorization"
 _SCHEME = "bearer "
-# A guess: when another call of the token will end is not known.
-_RETRY_CONCURRENT_S = 1.0
 _ANY_SCOPE = frozenset(Scope)
 _NO_NAMES: Mapping[str, str] = MappingProxyType({})
 _INFER = frozenset((Scope.INFER,))
@@ -65,10 +63,6 @@ SCOPES: Mapping[str, frozenset[Scope]] = MappingProxyType(
 )
 
 
-class AccessRefused(Exception):
-    """The root of the refusals."""
-
-
 class TokenInvalid(AccessRefused):
     """The call bears no token that is known."""
 
@@ -81,34 +75,41 @@ class ScopeRequired(AccessRefused):
         self.scopes = tuple(scope.value for scope in Scope if scope in scopes)
 
 
-class RateLimited(AccessRefused):
-    """The token has reached a limit, which `limit` describes. `name` is the name of the token in its file."""
+class Admission(Protocol):
+    """A call that has been admitted."""
 
-    def __init__(self, name: str, limit: str, retry_after_s: float) -> None:
-        super().__init__()
-        self.name = name
-        self.limit = limit
-        self.retry_after_s = retry_after_s
+    @property
+    def name(self) -> str:
+        """The name of its caller."""
+        ...
+
+    @property
+    def namespace(self) -> str:
+        """The namespace of its caller."""
+        ...
+
+    @property
+    def max_priority(self) -> Priority:
+        """The highest priority that requests of its caller have compared with those of other callers."""
+        ...
+
+    def leave(self) -> None:
+        """The call has ended."""
+        ...
 
 
 class Access(Protocol):
     """Decides about calls."""
 
-    def admit(
+    async def admit(
         self, method: str, metadata: Metadata, end: Callable[[AccessRefused], object], *, counts: bool = True
-    ) -> AbstractContextManager[str]:
-        """Entering admits a call and gives its caller's name, or raises `AccessRefused`; leaving ends the call.
+    ) -> Admission:
+        """Admit a call, or raise `AccessRefused`. Who gets an `Admission` leaves it when the call has ended.
 
-        Where it does not count, it is not limited either. `end` ends the call, for a token that is revoked.
+        Where the call does not count, it is not limited either. `end` ends the call, for a token that is revoked;
+        it may be called before this returns. Raises `SupervisorUnavailable` where another process counts calls and
+        does not answer.
         """
-        ...
-
-    def namespace_of(self, name: str) -> str:
-        """The namespace of a caller that has been admitted under this name."""
-        ...
-
-    def max_priority_of(self, name: str) -> Priority:
-        """The highest priority that its requests have compared with those of other callers."""
         ...
 
     def namespaces(self) -> Mapping[str, str]:
@@ -125,24 +126,20 @@ class Access(Protocol):
 
 
 class OpenAccess:
-    """Allows all calls of every method. Callers have no name."""
+    """Allows all calls of every method. Callers have no name, and one namespace."""
 
-    def __init__(self) -> None:
-        self._anonymous = nullcontext("")
+    name = ""
+    namespace = ""
+    max_priority = Priority.NORMAL
 
-    def admit(
+    async def admit(
         self, method: str, metadata: Metadata, end: Callable[[AccessRefused], object], *, counts: bool = True
-    ) -> AbstractContextManager[str]:
+    ) -> Admission:
         """Admits."""
-        return self._anonymous
+        return self
 
-    def namespace_of(self, name: str) -> str:
-        """There is one namespace."""
-        return ""
-
-    def max_priority_of(self, name: str) -> Priority:
-        """There are no other callers."""
-        return Priority.NORMAL
+    def leave(self) -> None:
+        """Calls are not counted."""
 
     def namespaces(self) -> Mapping[str, str]:
         """No caller has a name."""
@@ -161,29 +158,33 @@ class TokenAccess:
     `watch` follows the file. Belongs to one event loop.
     """
 
-    def __init__(self, path: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, path: Path, limits: Limits | None = None) -> None:
+        """`limits` counts the calls of tokens that have limits; by default this process counts."""
+        self._limits: Limits = limits or TokenLimits()
         self._file = ReloadedFiles((path,), lambda: read_tokens(path))
-        self._clock = clock
-        # By hash, so that a token whose limits change keeps what it has used.
-        self._accounts: dict[bytes, _Account] = {}
+        # The calls that run, by the hash of their token.
+        self._admissions: defaultdict[bytes, set[_TokenAdmission]] = defaultdict(set)
         self._tokens = self._file.value
         self._namespaces = _namespaces(self._tokens)
-        self._max_priorities = _max_priorities(self._tokens)
         self._callbacks: list[Callable[[str], None]] = []
 
-    def admit(
+    async def admit(
         self, method: str, metadata: Metadata, end: Callable[[AccessRefused], object], *, counts: bool = True
-    ) -> AbstractContextManager[str]:
-        """Entering admits a call or raises an `AccessRefused`."""
-        return _Admission(self, method, metadata, end, counts=counts)
-
-    def namespace_of(self, name: str) -> str:
-        """The namespace of the token of this name."""
-        return self._namespaces[name]
-
-    def max_priority_of(self, name: str) -> Priority:
-        """What the line of the token of this name allows."""
-        return self._max_priorities[name]
+    ) -> Admission:
+        """Admit a call, or raise an `AccessRefused`."""
+        token = self.identify(metadata)
+        self.authorize(token, method)
+        admissions = self._admissions[token.sha256]
+        admission = _TokenAdmission(token, method, end, admissions, is_uncounted=counts and token.limit is None)
+        # Before the limit is asked for: the token may be revoked meanwhile.
+        admissions.add(admission)
+        if counts and token.limit is not None:
+            try:
+                admission.place = await self._limits.enter(token.limit)
+            except BaseException:
+                admissions.discard(admission)
+                raise
+        return admission
 
     def namespaces(self) -> Mapping[str, str]:
         """The namespace of each token, by the token's name."""
@@ -206,26 +207,6 @@ class TokenAccess:
         if token.scopes.isdisjoint(scopes):
             raise ScopeRequired(scopes)
 
-    def account(self, token: Token) -> _Account:
-        """The usage of the token."""
-        account = self._accounts.get(token.sha256)
-        if account is None:
-            account = self._accounts[token.sha256] = _Account(token.burst, self._clock())
-        return account
-
-    def take(self, token: Token) -> None:
-        """Count one call or raise `RateLimited`."""
-        account = self.account(token)
-        if token.concurrency is not None and account.num_counted >= token.concurrency:
-            limit = f"at most {token.concurrency} requests at a time"
-            raise RateLimited(token.name, limit, _RETRY_CONCURRENT_S)
-        if token.rate is None:
-            return
-        wait_s = account.spend(token.rate, token.burst, self._clock())
-        if wait_s > 0.0:
-            limit = f"at most {token.rate:g} requests per second, and {token.burst} at once"
-            raise RateLimited(token.name, limit, wait_s)
-
     async def watch(self) -> None:
         """Follow the file until cancelled."""
         while True:
@@ -239,19 +220,21 @@ class TokenAccess:
         # Here, not in the thread: a call that is being admitted sees the tokens and their namespaces of one file.
         tokens = self._tokens = self._file.value
         before, self._namespaces = self._namespaces, _namespaces(tokens)
-        self._max_priorities = _max_priorities(tokens)
-        for sha256, account in list(self._accounts.items()):
+        for sha256, admissions in list(self._admissions.items()):
             token = tokens.get(sha256)
-            for admission in tuple(account.admissions):
+            for admission in tuple(admissions):
                 if token is None:
                     admission.end(TokenInvalid())
                     continue
+                if token.limit is not None and admission.is_uncounted:
+                    admission.place = self._limits.adopt(token.limit)
+                    admission.is_uncounted = False
                 try:
                     self.authorize(token, admission.method)
                 except ScopeRequired as refusal:
                     admission.end(refusal)
-            if token is None:
-                del self._accounts[sha256]
+            if not admissions:
+                del self._admissions[sha256]
         for namespace in set(before.values()) - set(self._namespaces.values()):
             for callback in self._callbacks:
                 callback(namespace)
@@ -268,73 +251,34 @@ def _namespaces(tokens: Mapping[bytes, Token]) -> Mapping[str, str]:
     return {token.name: token.namespace for token in tokens.values()}
 
 
-def _max_priorities(tokens: Mapping[bytes, Token]) -> Mapping[str, Priority]:
-    """What each token allows, by its name."""
-    return {token.name: token.max_priority for token in tokens.values()}
+class _TokenAdmission:
+    """A call of a token, one of `admissions`."""
 
-
-class _Account:
-    """The use of one token: a bucket of calls that fills at its rate, and the calls that run."""
-
-    __slots__ = ("_level", "_level_at", "admissions", "num_counted")
-
-    def __init__(self, level: float, now: float) -> None:
-        self.admissions: set[_Admission] = set()
-        self.num_counted = 0
-        """Of these, the calls that count towards the concurrency."""
-        self._level = float(level)
-        self._level_at = now
-
-    def spend(self, rate: float, burst: int, now: float) -> float:
-        """Take one call out; where there is none, the seconds until there will be."""
-        self._level = min(burst, self._level + (now - self._level_at) * rate)
-        self._level_at = now
-        if self._level < 1.0:
-            return (1.0 - self._level) / rate
-        self._level -= 1.0
-        return 0.0
-
-
-class _Admission(AbstractContextManager[str]):
-    """One call of a token."""
-
-    __slots__ = ("_access", "_account", "_counts", "_metadata", "end", "method")
+    __slots__ = ("_admissions", "end", "is_uncounted", "max_priority", "method", "name", "namespace", "place")
 
     def __init__(
         self,
-        access: TokenAccess,
+        token: Token,
         method: str,
-        metadata: Metadata,
         end: Callable[[AccessRefused], object],
+        admissions: set[_TokenAdmission],
         *,
-        counts: bool,
+        is_uncounted: bool,
     ) -> None:
+        self.name = token.name
+        self.namespace = token.namespace
+        self.max_priority = token.max_priority
         self.method = method
         self.end = end
-        self._counts = counts
-        self._access = access
-        self._metadata = metadata
-        self._account: _Account | None = None
+        self.is_uncounted = is_uncounted
+        """True while it is not counted because its token has no limit."""
+        self.place: Place | None = None
+        self._admissions = admissions
 
-    def __enter__(self) -> str:
-        token = self._access.identify(self._metadata)
-        self._access.authorize(token, self.method)
-        if self._counts:
-            self._access.take(token)
-        self._account = self._access.account(token)
-        self._account.admissions.add(self)
-        self._account.num_counted += self._counts
-        return token.name
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        assert self._account is not None
-        self._account.admissions.discard(self)
-        self._account.num_counted -= self._counts
+    def leave(self) -> None:
+        self._admissions.discard(self)
+        if self.place is not None:
+            self.place.leave()
 
 
 def _secret(metadata: Metadata) -> str:

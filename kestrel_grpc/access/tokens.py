@@ -19,6 +19,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from kestrel_grpc.access.limits import TokenLimit
 from kestrel_grpc.access.reloading import read_regular_file
 from kestrel_runtime.api.errors import did_you_mean
 from kestrel_runtime.api.requests import Priority
@@ -41,14 +42,13 @@ class Scope(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One line of the file. `rate` is in requests per second and None means no limit, as for `concurrency`."""
+    """One line of the file."""
 
     name: str
     sha256: bytes
     scopes: frozenset[Scope]
-    rate: float | None = None
-    burst: int = 1
-    concurrency: int | None = None
+    limit: TokenLimit | None = None
+    """None: neither its rate nor the number of its calls at a time is limited."""
     shared_namespace: str | None = None
     """Tokens with the same one share stored and cached images; None means that the token shares with no other."""
     max_priority: Priority = Priority.NORMAL
@@ -115,15 +115,18 @@ def line_for(name: str, secret: str, scopes: frozenset[Scope]) -> str:
 
 
 def _token(name: str, settings: Mapping[str, Any]) -> Token:
-    rate = settings.get("rate")
+    rate, concurrency = settings.get("rate"), settings.get("concurrency")
+    sha256 = bytes.fromhex(settings["sha256"])
+    limit = None
+    if rate is not None or concurrency is not None:
+        # By default the calls of one second may come at once.
+        burst = settings.get("burst", 1 if rate is None else max(1, math.ceil(rate)))
+        limit = TokenLimit(name, sha256, rate, burst, concurrency)
     return Token(
         name=name,
-        sha256=bytes.fromhex(settings["sha256"]),
+        sha256=sha256,
         scopes=frozenset(Scope(word) for word in settings["scopes"]),
-        rate=rate,
-        # By default the calls of one second may come at once.
-        burst=settings.get("burst", 1 if rate is None else max(1, math.ceil(rate))),
-        concurrency=settings.get("concurrency"),
+        limit=limit,
         shared_namespace=settings.get("namespace"),
         max_priority=Priority[settings.get("max_priority", "normal").upper()],
     )

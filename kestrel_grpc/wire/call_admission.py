@@ -4,7 +4,7 @@ A frontend calls in this order, with `admission` for the group of methods that t
 
     call = admission.begin(headers, deadline_s, method, peer)
     try:
-        with admission.admit(call):                          # token, scope, rate; limit of open calls
+        async with admission.admit(call):                    # token, scope, rate; limit of open calls
             data = await admission.receive(read, call, peer) # limit of messages in memory; timeout
             …                                                # serve, and write each message of a stream with
             with admission.watch_reader(call) as reader:     # a timeout for readers that take nothing
@@ -22,12 +22,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Any, Self
 
-from kestrel_grpc.access.access import Access, TokenInvalid
+from kestrel_grpc.access.access import Access, Admission, TokenInvalid
 from kestrel_grpc.access.sources import SourceNotAllowed
 from kestrel_grpc.wire.call_context import (
     CANCELLED,
@@ -104,28 +104,13 @@ class CallAdmission:
         task.add_done_callback(self._forget)
         return call
 
-    @contextmanager
-    def admit(self, call: CallContext) -> Iterator[None]:
+    def admit(self, call: CallContext) -> AbstractAsyncContextManager[None]:
         """Entering sets the principal of the call, or raises an `AccessRefused` or `TooManyCalls`.
 
         Leaving gives back what the call takes up. A call that is interrupted meanwhile leaves with the reason: the
         refusal of a token that was revoked, `RequestCancelled`, or `StreamIdle`.
         """
-        interrupt, access = call.interruptible.interrupt, self._access
-        with (
-            call.interruptible,
-            access.admit(call.method, call.headers, interrupt, counts=self._counts_calls) as call.principal,
-        ):
-            principal = call.principal
-            call.namespace = access.namespace_of(principal)
-            call.max_priority = access.max_priority_of(principal)
-            if not self._limit.take(principal):
-                raise TooManyCalls(f"all of the {self._limit.limit} calls that may be open, or this caller's share")
-            try:
-                yield
-            finally:
-                self._limit.give_back(principal)
-                call.release()
+        return _Admitted(call, self._access, self._limit, counts=self._counts_calls)
 
     def cancel(self, selects: Callable[[CallContext], bool]) -> int:
         """End the admitted calls that are selected with `RequestCancelled`; returns how many."""
@@ -203,6 +188,52 @@ class CallAdmission:
                 observe(call, outcome)
             except Exception:  # a bug in an observer must not fail a successful call
                 _log.exception("cannot note the end of a call")
+
+
+class _Admitted(AbstractAsyncContextManager[None]):
+    """A call from its admission to its end. A class and no generator, which would take longer for each call."""
+
+    __slots__ = ("_access", "_admission", "_call", "_counts", "_has_place", "_limit")
+
+    def __init__(self, call: CallContext, access: Access, limit: FairLimit, *, counts: bool) -> None:
+        self._call = call
+        self._access = access
+        self._limit = limit
+        self._counts = counts
+        self._admission: Admission | None = None
+        self._has_place = False
+
+    async def __aenter__(self) -> None:
+        call, limit = self._call, self._limit
+        interruptible = call.interruptible
+        interruptible.__enter__()
+        try:
+            self._admission = admission = await self._access.admit(
+                call.method, call.headers, interruptible.interrupt, counts=self._counts
+            )
+            principal = call.principal = admission.name
+            call.namespace = admission.namespace
+            call.max_priority = admission.max_priority
+            self._has_place = limit.take(principal)
+            if not self._has_place:
+                raise TooManyCalls(f"all of the {limit.limit} calls that may be open, or this caller's share")
+        except BaseException as error:
+            await self.__aexit__(type(error), error, error.__traceback__)
+            raise
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        call = self._call
+        if self._has_place:
+            self._limit.give_back(call.principal)
+            call.release()
+        if self._admission is not None:
+            self._admission.leave()
+        call.interruptible.__exit__(kind, error, traceback)
 
 
 class ReaderWatch:

@@ -12,7 +12,8 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Any
 
-from kestrel_grpc.access.access import RateLimited, ScopeRequired, TokenInvalid
+from kestrel_grpc.access.access import ScopeRequired, TokenInvalid
+from kestrel_grpc.access.limits import RateLimited
 from kestrel_grpc.access.sources import SourceNotAllowed
 from kestrel_grpc.images.image_uris import ImageFetchFailed, ImageUriNotAllowed
 from kestrel_grpc.images.stored_images import (

@@ -156,7 +156,7 @@ class AdmittedServices:
                 context.invocation_metadata() or (), context.time_remaining(), method, context.peer
             )
             try:
-                with admission.admit(call):
+                async with admission.admit(call):
                     response = serialize(await answer(context, call))
                 context.set_trailing_metadata(((REQUEST_ID_KEY, call.request_id),))
             except BaseException as error:
@@ -180,7 +180,7 @@ class AdmittedServices:
                 context.invocation_metadata() or (), context.time_remaining(), method, context.peer
             )
             try:
-                with admission.admit(call):
+                async with admission.admit(call):
                     messages = await begin(context, call)
                     try:
                         is_open = False

@@ -129,7 +129,7 @@ class Endpoint:
         exchange.connection.serve_by(asyncio.current_task())
         events: EventStream | None = None  # a whole answer needs no comments while it is awaited
         try:
-            with admission.admit(call):
+            async with admission.admit(call):
                 if problem is not None:
                     raise problem
                 answer = await self._operation.serve(await self._received(exchange, call), call)

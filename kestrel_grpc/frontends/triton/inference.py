@@ -74,7 +74,7 @@ class Inference:
         )
         call.request_id = f"{stream_call.request_id}-{index}"
         try:
-            with self._requests.admit(call):
+            async with self._requests.admit(call):
                 wanted = await infer_request(message, self._served, self._reader(call))
                 _limit(call, wanted.timeout_s)
                 stream, streams = await self._submission.submit(wanted.request, None, call), wanted.streams

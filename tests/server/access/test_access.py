@@ -17,7 +17,8 @@ from kestrel_client.v1 import engine_service_pb2 as engine_wire
 from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_grpc.access import access as access_module
 from kestrel_grpc.access import reloading, tokens
-from kestrel_grpc.access.access import RateLimited, TokenAccess, TokenInvalid, required_scopes
+from kestrel_grpc.access.access import TokenAccess, TokenInvalid, required_scopes
+from kestrel_grpc.access.limits import RateLimited, TokenLimit, TokenLimits
 from kestrel_grpc.access.reloading import read_regular_file
 from kestrel_grpc.access.tokens import Scope, line_for
 from kestrel_runtime.api.events import Started, TextChannel, TextDelta, Usage
@@ -315,8 +316,7 @@ async def test_a_file_with_a_mistake_keeps_the_tokens_and_images_it_had(path, ca
     access.on_namespace_gone(gone.append)
     spoil(path)
     await access.reload()
-    with access.admit(f"{VISION}Query", bearing("alice"), unended) as name:
-        assert name == "alice"
+    assert await admitted(access)
     assert "stays in force" in caplog.text
     assert problem in caplog.text
     assert gone == []
@@ -336,22 +336,21 @@ async def test_a_mount_that_does_not_answer_stops_nothing_and_is_followed_once_i
     try:
         for _ in range(3):
             await access.reload()
-            with access.admit(f"{VISION}Query", bearing("alice"), unended) as name:
-                assert name == "alice"
+            assert await admitted(access)
     finally:
         may_go_on.set()
     assert caplog.text.count("does not answer") == 1
     monkeypatch.setattr(reloading, "READ_TIMEOUT_S", 20.0)
     await access.reload()
-    with pytest.raises(TokenInvalid), access.admit(f"{VISION}Query", bearing("alice"), unended):
-        pass
+    with pytest.raises(TokenInvalid):
+        await access.admit(f"{VISION}Query", bearing("alice"), unended)
 
 
 async def test_a_namespace_is_gone_with_its_last_token_and_not_with_a_new_secret(path):
     access = TokenAccess(path)
     gone: list[str] = []
     access.on_namespace_gone(gone.append)
-    assert access.namespace_of("alice") == "token:alice"
+    assert access.namespaces()["alice"] == "token:alice"
     replace(path, line_for("alice", "another secret", frozenset({Scope.INFER})).encode())
     await access.reload()
     assert sorted(gone) == ["token:bob", "token:operator"]
@@ -371,16 +370,16 @@ class Clock:
 
 async def admitted(access: TokenAccess) -> bool:
     try:
-        with access.admit(f"{VISION}Query", bearing("alice"), unended):
-            return True
+        (await access.admit(f"{VISION}Query", bearing("alice"), unended)).leave()
     except RateLimited:
         return False
+    return True
 
 
 async def test_a_bucket_fills_at_its_rate_and_holds_no_more_than_its_burst(path):
     write_tokens(path, limits=", rate = 2, burst = 3")
     clock = Clock()
-    access = TokenAccess(path, clock=clock)
+    access = TokenAccess(path, TokenLimits(clock=clock))
     assert [await admitted(access) for _ in range(4)] == [True, True, True, False]
     clock.now += 0.5
     assert [await admitted(access) for _ in range(2)] == [True, False]
@@ -391,18 +390,53 @@ async def test_a_bucket_fills_at_its_rate_and_holds_no_more_than_its_burst(path)
 async def test_the_time_to_wait_is_just_enough(path):
     write_tokens(path, limits=", rate = 2, burst = 1")
     clock = Clock()
-    access = TokenAccess(path, clock=clock)
+    access = TokenAccess(path, TokenLimits(clock=clock))
     assert await admitted(access)
-    with pytest.raises(RateLimited) as caught, access.admit(f"{VISION}Query", bearing("alice"), unended):
-        pass
+    with pytest.raises(RateLimited) as caught:
+        await access.admit(f"{VISION}Query", bearing("alice"), unended)
     assert caught.value.retry_after_s == pytest.approx(0.5)
     clock.now += caught.value.retry_after_s
     assert await admitted(access)
 
 
+async def test_calls_that_ran_before_their_token_had_a_limit_count_towards_it(path):
+    access = TokenAccess(path)
+    first, second = [await access.admit(f"{VISION}Query", bearing("alice"), unended) for _ in range(2)]
+    stream = await access.admit(f"{VISION}Query", bearing("alice"), unended, counts=False)
+    write_tokens(path, limits=", concurrency = 2")
+    await access.reload()
+    assert not await admitted(access)
+    first.leave()
+    assert await admitted(access)
+    # A further change counts no call for a second time.
+    write_tokens(path, limits=", concurrency = 1")
+    await access.reload()
+    assert not await admitted(access)
+    second.leave()
+    assert await admitted(access)
+    stream.leave()
+    assert await admitted(access)
+
+
+async def test_accounts_of_tokens_that_are_not_used_any_more_are_dropped_and_debts_stay():
+    clock = Clock()
+    limits = TokenLimits(clock=clock)
+
+    def limit(index: int, rate: float = 1.0) -> TokenLimit:
+        return TokenLimit("alice", index.to_bytes(32, "big"), rate, 1, None)
+
+    (await limits.enter(limit(0, rate=1e-6))).leave()
+    for index in range(1, 10_000):
+        (await limits.enter(limit(index))).leave()
+        clock.now += 0.01
+    with pytest.raises(RateLimited):
+        await limits.enter(limit(0, rate=1e-6))
+    assert limits.num_accounts < 2048
+
+
 async def test_new_limits_count_at_once_and_debts_stay(path):
     write_tokens(path, limits=", rate = 0.001, burst = 1")
-    access = TokenAccess(path, clock=Clock())
+    access = TokenAccess(path, TokenLimits(clock=Clock()))
     assert [await admitted(access) for _ in range(2)] == [True, False]
     write_tokens(path, limits=", rate = 0.001, burst = 9")
     await access.reload()

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from kestrel_grpc.access.limits import TokenLimit
 from kestrel_grpc.access.tokens import Scope, TokenFileError, hash_of, line_for, new_secret, read_tokens
 
 HASH = "ab" * 32
@@ -20,7 +21,7 @@ def test_a_line_that_was_made_for_a_secret_lets_it_in(tmp_path):
     token = tokens[hash_of(secret)]
     assert token.name == "alice"
     assert token.scopes == {Scope.ADMIN, Scope.INFER}
-    assert (token.rate, token.concurrency) == (None, None)
+    assert token.limit is None
 
 
 def test_a_line_does_not_hold_the_secret():
@@ -35,13 +36,14 @@ def test_no_two_secrets_are_the_same():
 def test_limits_are_read(tmp_path):
     line = f'bob = {{ sha256 = "{HASH}", scopes = ["infer"], rate = 2.5, burst = 7, concurrency = 3 }}'
     (token,) = read(tmp_path, line).values()
-    assert (token.rate, token.burst, token.concurrency) == (2.5, 7, 3)
+    assert token.limit == TokenLimit("bob", bytes.fromhex(HASH), 2.5, 7, 3)
 
 
 @pytest.mark.parametrize(("rate", "burst"), [("0.2", 1), ("2.5", 3), ("10", 10)])
 def test_by_default_a_seconds_worth_may_come_at_once(tmp_path, rate, burst):
     (token,) = read(tmp_path, f'bob = {{ sha256 = "{HASH}", scopes = ["infer"], rate = {rate} }}').values()
-    assert token.burst == burst
+    assert token.limit is not None
+    assert token.limit.burst == burst
 
 
 @pytest.mark.parametrize("text", ["", "# nothing so far\n"])

@@ -51,7 +51,7 @@ class PlainFrontend:
         admission = self._admission
         call = admission.begin(headers, deadline_s, METHOD, lambda: "nowhere:1")
         try:
-            with admission.admit(call):
+            async with admission.admit(call):
                 request = await admission.receive(read, call, lambda: "nowhere:1")
                 stream = await self._submission.submit(request, None if uri is None else ImageUri(uri), call)
                 with ending_with(stream), admission.watch_reader(call) as reader:
