@@ -10,7 +10,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from kestrel_grpc.access.access import Access, OpenAccess, TokenAccess
 from kestrel_grpc.access.tls import CertificateFiles
@@ -40,13 +40,29 @@ _LAST_MESSAGES_S = 2.0
 _log = logging.getLogger(__name__)
 
 
+class Host(Protocol):
+    """What a server that is one of several processes on the same ports has from their supervisor.
+
+    The supervisor reserves the ports, announces the server, and answers on the metrics port.
+    """
+
+    @property
+    def instance_id(self) -> str:
+        """Names the start of the whole server."""
+        ...
+
+    async def metrics(self) -> bytes:
+        """The metrics of all processes as Prometheus text. Raises `EngineUnavailable`."""
+        ...
+
+
 class Server:
     """Serves an engine that has been started. `stop` closes the engine too.
 
     `async with` starts and stops it, as tests do; `serve` runs until a signal, as the command does. Belongs to the
     event loop that it was made on. `images` fetches images that requests name by a URI; by default the
-    configuration decides. `at_rest` runs in a thread of its own while no call runs. Raises `TokenFileError` or
-    `CertificateError` if their files cannot be used.
+    configuration decides. `at_rest` runs in a thread of its own while no call runs. With a `host` the server is one
+    of several processes. Raises `TokenFileError` or `CertificateError` if their files cannot be used.
     """
 
     def __init__(
@@ -56,8 +72,10 @@ class Server:
         *,
         images: ImageSource | None = None,
         at_rest: Callable[[], object] | None = None,
+        host: Host | None = None,
     ) -> None:
-        self.instance_id = secrets.token_hex(8)
+        self.instance_id = secrets.token_hex(8) if host is None else host.instance_id
+        self._host = host
         self._engine = engine
         self._config = config
         self._readiness = Readiness(engine)
@@ -73,9 +91,13 @@ class Server:
             config,
             CacheLoad if self._store is None else self._store.load,
             instance_id=self.instance_id,
+            reads_engine=host is None,
         )
-        self._probes = Probes(engine, self._readiness, self._telemetry.metrics_text)
-        self._probe_port = None if config.metrics_port is None else ProbePort(self._probes)
+        self._probes = Probes(
+            lambda: engine.status is not EngineStatus.DEAD, lambda: self._readiness.is_ready, self._scrape
+        )
+        has_probe_port = config.metrics_port is not None and host is None
+        self._probe_port = ProbePort(self._probes) if has_probe_port else None
         self._maintenance = None if at_rest is None else Maintenance(engine, at_rest)
         self._images = images or _images(config)
         self._submission = Submission(engine, self._images, self._store, model_names=config.served_model_name or ())
@@ -93,6 +115,7 @@ class Server:
             certificate,
             () if self._triton is None else (self._triton,),
             instance_id=self.instance_id,
+            shares_ports=host is not None,
         )
         self._http = None if config.http_port is None else self._http_frontend(certificate)
         self._watches: list[asyncio.Task[None]] = []
@@ -140,7 +163,12 @@ class Server:
             await self._probe_port.start(config.metrics_host, config.metrics_port or 0)
             address = address_of(config.metrics_host, self.metrics_port or 0)
             _log.info("metrics and probes on http://%s", address)
-        info = self._engine.info
+        if self._host is None:
+            self.announce()
+
+    def announce(self) -> None:
+        """Print what is served on which addresses, for people and programs that wait for it."""
+        config, info = self._config, self._engine.info
         address = address_of(config.host, self.port or 0)
         announce(f"kestrel-grpc serves {info.model} on {address} ({info.device}, {info.dtype})")
         if self.triton_port is not None:
@@ -151,6 +179,10 @@ class Server:
             announce(f"HTTP is served on {address_of(config.host, self.http_port)}")
         if self.admin_port is not None:
             _log.info("operators are served on %s", address_of(config.admin_host, self.admin_port))
+
+    def metrics_text(self) -> bytes:
+        """The metrics of this process as Prometheus text. May be called from any thread."""
+        return self._telemetry.metrics_text()
 
     async def serve(self) -> bool:
         """Start, run until a signal or the engine's death, then shut down. A second signal stops at once.
@@ -234,6 +266,11 @@ class Server:
     ) -> None:
         await self.stop()
 
+    async def _scrape(self) -> bytes:
+        if self._host is not None:
+            return await self._host.metrics()
+        return await asyncio.to_thread(self.metrics_text)
+
     async def _close_frontends(self) -> None:
         await asyncio.gather(self._frontend.close(), *(() if self._http is None else (self._http.close(),)))
 
@@ -255,7 +292,15 @@ class Server:
             RestService(submission, info.model, intake, max_image_bytes=max_image_bytes),
             OpenAiService(submission, self._engine, model_names=names, max_image_bytes=max_image_bytes),
         )
-        return HttpFrontend(self._engine, self._config, self._groups, services, certificate, self._probes)
+        return HttpFrontend(
+            self._engine,
+            self._config,
+            self._groups,
+            services,
+            certificate,
+            self._probes,
+            shares_port=self._host is not None,
+        )
 
     def _observers(self) -> Sequence[Observer]:
         at_rest = () if self._maintenance is None else (self._maintenance.note,)

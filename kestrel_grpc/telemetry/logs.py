@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from queue import SimpleQueue
 from typing import Any, TextIO
 
@@ -36,6 +36,7 @@ FLUSH_TIMEOUT_S = 2.0
 _GATHER_S = 0.01
 """A line waits this long for others, with which it is written."""
 _MAX_LINES_AT_ONCE = 1024
+_MAX_UNMIXED_BYTES = 4096
 _COUNT_EVERY_S = 1.0
 _CALL = "request_id=%(request_id)s method=%(method)s outcome=%(outcome)s duration_ms=%(duration_ms).1f"
 _TRACED_CALL = f"{_CALL} trace_id=%(trace_id)s"
@@ -120,13 +121,18 @@ def announce(line: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def set_up_logging(level: str, stream: TextIO | None = None, *, line_format: str = "text") -> None:
-    """Write lines of `level` and above to `stream`, by default standard error, as `text` or `json`."""
+def set_up_logging(
+    level: str, stream: TextIO | None = None, *, line_format: str = "text", process: str | None = None
+) -> None:
+    """Write lines of `level` and above to `stream`, by default standard error, as `text` or `json`.
+
+    `process` is in every line where several processes write to one stream.
+    """
     _claim_standard_error()
     # These are not part of a line, and collecting them costs as much as writing the line.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     handler = LogWriter(sys.stderr if stream is None else stream)
-    handler.setFormatter(_JsonFormatter() if line_format == "json" else _LineFormatter())
+    handler.setFormatter(_JsonFormatter(process) if line_format == "json" else _LineFormatter(process))
     logging.basicConfig(level=level.upper(), handlers=[handler])
 
 
@@ -223,15 +229,29 @@ class LogWriter(logging.Handler):
 
     def _write(self, records: list[logging.LogRecord]) -> None:
         with contextlib.suppress(Exception):  # reporting it would need the stream
-            self._stream.write("".join(f"{self.format(record)}\n" for record in records))
-            self._stream.flush()
+            for text in _pieces(f"{self.format(record)}\n" for record in records):
+                self._stream.write(text)
+                self._stream.flush()
+
+
+def _pieces(lines: Iterable[str]) -> Iterator[str]:
+    """The lines, as many together as a pipe takes without mixing them with those of other processes."""
+    piece, num_bytes = "", 0
+    for line in lines:
+        line_bytes = len(line.encode(errors="replace"))
+        if piece and num_bytes + line_bytes > _MAX_UNMIXED_BYTES:
+            yield piece
+            piece, num_bytes = "", 0
+        piece, num_bytes = piece + line, num_bytes + line_bytes
+    yield piece
 
 
 class _LineFormatter(logging.Formatter):
     """Times as `2026-11-21T07:35:39.097Z`. The part before the point is formatted once a second."""
 
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(name)s %(message)s")
+    def __init__(self, process: str | None = None) -> None:
+        prefix = "" if process is None else f"{process} "
+        super().__init__(f"%(asctime)s %(levelname)s {prefix}%(name)s %(message)s")
         self._second = -1
         self._second_text = ""
 
@@ -246,8 +266,9 @@ class _LineFormatter(logging.Formatter):
 class _JsonFormatter(_LineFormatter):
     """One object per line. Named arguments of a message are fields of the object."""
 
-    def __init__(self) -> None:
+    def __init__(self, process: str | None = None) -> None:
         super().__init__()
+        self._process = process
         self._encode = json.JSONEncoder(ensure_ascii=False, default=str).encode
 
     def format(self, record: logging.LogRecord) -> str:
@@ -257,6 +278,8 @@ class _JsonFormatter(_LineFormatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
+        if self._process is not None:
+            facts["process"] = self._process
         if isinstance(record.args, Mapping):
             facts |= record.args
         if record.exc_text:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
 from typing import NamedTuple
@@ -41,30 +41,44 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """What metrics are read from at one scrape."""
+class EngineReading:
+    """What the metrics of an engine are read from at one scrape."""
 
     info: EngineInfo
     status: EngineStatus
     load: Load
-    caches: Mapping[str, CacheLoad]
-    """By tier."""
     device: DeviceReading | None
     """None without a GPU, and where it cannot be read."""
-    failed: Mapping[tuple[str, ...], int]
-    """Calls that failed, by method and reason."""
-    adapter_requests: Mapping[str, int]
     num_restarts: int
+
+    def caches(self) -> Mapping[str, CacheLoad]:
+        """Its caches by tier."""
+        return {"embeddings": self.load.image_cache, "prefix_pages": self.load.prefix_cache}
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What metrics are read from at one scrape of one process."""
+
+    engine: EngineReading | None = None
+    """None in a process without an engine."""
+    caches: Mapping[str, CacheLoad] = field(default_factory=dict)
+    """By tier."""
+    failed: Mapping[tuple[str, ...], int] = field(default_factory=dict)
+    """Calls that failed, by method and reason."""
+    adapter_requests: Mapping[str, int] = field(default_factory=dict)
+    restarts: Mapping[str, int] | None = None
+    """Of child processes, by name; None in a process without children."""
 
 
 Value = float | None
-Read = Callable[[Reading], Value | Mapping[str, Value] | Mapping[tuple[str, ...], Value]]
-"""Reads a metric: a number, or numbers by the value of its label, or of its labels. None where there is none."""
+Values = Value | Mapping[str, Value] | Mapping[tuple[str, ...], Value]
+"""A number, or numbers by the value of the label, or of the labels. None where there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric under its OpenTelemetry name, its unit in UCUM. Histograms are recorded and have no `read`."""
+    """One metric under its OpenTelemetry name, its unit in UCUM. Histograms are recorded and not read."""
 
     name: str
     kind: Kind
@@ -72,7 +86,8 @@ class Metric:
     help: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
-    read: Read | None = None
+    read: Callable[[Reading], Values] | None = None
+    read_engine: Callable[[EngineReading], Values] | None = None
 
     @property
     def prometheus_name(self) -> str:
@@ -183,42 +198,42 @@ METRICS = (
         Kind.GAUGE,
         "1",
         "Requests that hold pages of the key-value cache.",
-        read=lambda now: now.load.num_running,
+        read_engine=lambda now: now.load.num_running,
     ),
     Metric(
         "kestrel.scheduler.waiting",
         Kind.GAUGE,
         "1",
         "Preprocessed requests that wait to run.",
-        read=lambda now: now.load.num_waiting,
+        read_engine=lambda now: now.load.num_waiting,
     ),
     Metric(
         "kestrel.scheduler.preprocessing",
         Kind.GAUGE,
         "1",
         "Requests that are being preprocessed.",
-        read=lambda now: now.load.num_preprocessing,
+        read_engine=lambda now: now.load.num_preprocessing,
     ),
     Metric(
         "kestrel.image.decoded",
         Kind.GAUGE,
         "By",
         "Memory of images that are being decoded or that requests hold.",
-        read=lambda now: now.load.decoded_image_bytes,
+        read_engine=lambda now: now.load.decoded_image_bytes,
     ),
     Metric(
         "kestrel.kv_cache.used",
         Kind.GAUGE,
         "1",
         "Pages of the key-value cache in use.",
-        read=lambda now: now.load.num_used_pages,
+        read_engine=lambda now: now.load.num_used_pages,
     ),
     Metric(
         "kestrel.kv_cache.capacity",
         Kind.GAUGE,
         "1",
         "Pages of the key-value cache.",
-        read=lambda now: now.load.num_pages,
+        read_engine=lambda now: now.load.num_pages,
     ),
     Metric(
         "kestrel.cache.lookups",
@@ -274,14 +289,14 @@ METRICS = (
         Kind.GAUGE,
         "By",
         "Memory of the GPU that is used, by this and other processes.",
-        read=lambda now: now.device and now.device.used_bytes,
+        read_engine=lambda now: now.device and now.device.used_bytes,
     ),
     Metric(
         "kestrel.device.memory.capacity",
         Kind.GAUGE,
         "By",
         "Memory of the GPU.",
-        read=lambda now: now.device and now.device.total_bytes,
+        read_engine=lambda now: now.device and now.device.total_bytes,
     ),
     Metric(
         "kestrel.device.utilization",
@@ -289,7 +304,7 @@ METRICS = (
         "1",
         "Share of the last second or less in which a kernel ran on the GPU, of this or another process, from 0 to "
         "1.",
-        read=lambda now: now.device and now.device.utilization,
+        read_engine=lambda now: now.device and now.device.utilization,
     ),
     Metric(
         "kestrel.memory.planned",
@@ -297,7 +312,7 @@ METRICS = (
         "By",
         "How the server divided the memory of its device at the start, by part.",
         ("part",),
-        read=lambda now: dict(now.info.memory.terms()) if now.info.memory else None,
+        read_engine=lambda now: dict(now.info.memory.terms()) if now.info.memory else None,
     ),
     Metric(
         "kestrel.adapter.slots",
@@ -305,7 +320,7 @@ METRICS = (
         "1",
         "Slots for adapters: all (total), those with an adapter (filled) and those that requests use (used).",
         ("state",),
-        read=lambda now: {
+        read_engine=lambda now: {
             "total": now.load.adapters.num_slots,
             "filled": now.load.adapters.num_filled_slots,
             "used": now.load.adapters.num_used_slots,
@@ -317,14 +332,14 @@ METRICS = (
         "1",
         "Adapters that were loaded, or failed to load.",
         ("outcome",),
-        read=lambda now: {"loaded": now.load.adapters.num_loads, "failed": now.load.adapters.num_failures},
+        read_engine=lambda now: {"loaded": now.load.adapters.num_loads, "failed": now.load.adapters.num_failures},
     ),
     Metric(
         "kestrel.adapter.evictions",
         Kind.COUNTER,
         "1",
         "Adapters that left their slot for another one.",
-        read=lambda now: now.load.adapters.num_evictions,
+        read_engine=lambda now: now.load.adapters.num_evictions,
     ),
     Metric(
         "kestrel.adapter.requests",
@@ -339,14 +354,14 @@ METRICS = (
         Kind.GAUGE,
         "1",
         "1 while the engine takes requests, else 0.",
-        read=lambda now: int(now.status is EngineStatus.SERVING),
+        read_engine=lambda now: int(now.status is EngineStatus.SERVING),
     ),
     Metric(
         "kestrel.engine.restarts",
         Kind.COUNTER,
         "1",
         "Restarts of the engine after a failure.",
-        read=lambda now: now.num_restarts,
+        read_engine=lambda now: now.num_restarts,
     ),
     Metric(
         "kestrel.engine.stalls",
@@ -355,7 +370,7 @@ METRICS = (
         "What requests waited for since the start: kernels that were compiled or loaded from their folder "
         "(compilation), and CUDA graphs that were being captured when they came (capture).",
         ("cause",),
-        read=lambda now: {
+        read_engine=lambda now: {
             "compilation": now.load.num_compilations_awaited,
             "capture": now.load.num_captures_awaited,
         },
@@ -366,7 +381,7 @@ METRICS = (
         "1",
         "Always 1; the labels say what is served.",
         ("version", "model", "revision", "architecture", "device", "dtype"),
-        read=lambda now: {_served(now.info): 1},
+        read_engine=lambda now: {_served(now.info): 1},
     ),
     Metric(
         "kestrel.log.dropped",
@@ -375,6 +390,14 @@ METRICS = (
         "Lines of the log that were dropped, because standard error was not read in time.",
         read=lambda now: dropped_lines(),
     ),
+    Metric(
+        "kestrel.process.restarts",
+        Kind.COUNTER,
+        "1",
+        "Front ends and engine cores that ended by themselves and were started again; of several processes only.",
+        ("child",),
+        read=lambda now: now.restarts,
+    ),
 )
 
 
@@ -382,23 +405,55 @@ def _served(info: EngineInfo) -> tuple[str, ...]:
     return (__version__, info.model, info.revision or "", info.architecture, info.device, info.dtype)
 
 
+def new_registry(read: Callable[[], Reading]) -> CollectorRegistry:
+    """The metrics of one process; `read` is called at each scrape, in any thread."""
+    disable_created_metrics()  # one more series for each metric, which is not used
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    registry.register(_Scrape(read))
+    return registry
+
+
+class EngineReader:
+    """Reads an engine for its metrics. May be called from any thread."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._read_device = device_reader(engine.info.device_uuid)
+        self._num_restarts = 0
+        engine.on_status_change(self._note_status)
+
+    def read(self) -> EngineReading:
+        """The state of the engine now."""
+        return EngineReading(
+            info=self._engine.info,
+            status=self._engine.status,
+            load=self._engine.load(),
+            device=self._read_device(),
+            num_restarts=self._num_restarts,
+        )
+
+    def _note_status(self, status: EngineStatus) -> None:
+        if status is EngineStatus.RECOVERING:
+            self._num_restarts += 1
+
+
 class ServerMetrics:
     """Records calls as they end, in `registry`; the engine and `stored_images` are asked at each scrape.
 
-    `record` belongs to the event loop; the registry may be read in any thread.
+    `record` belongs to the event loop; the registry may be read in any thread. With `reads_engine` off, another
+    process has the metrics of the engine.
     """
 
-    def __init__(self, engine: Engine, stored_images: Callable[[], CacheLoad] = CacheLoad) -> None:
-        disable_created_metrics()  # one more series for each metric, which is not used
-        self.registry = CollectorRegistry()
-        ProcessCollector(registry=self.registry)
+    def __init__(
+        self, engine: Engine, stored_images: Callable[[], CacheLoad] = CacheLoad, *, reads_engine: bool = True
+    ) -> None:
+        self.registry = new_registry(self._read)
         self._model = engine.info.model
-        self._engine = engine
+        self._engine = EngineReader(engine) if reads_engine else None
         self._stored_images = stored_images
-        self._read_device = device_reader(engine.info.device_uuid)
         self._failed: Counter[tuple[str, ...]] = Counter()
         self._adapter_requests: Counter[str] = Counter()
-        self._num_restarts = 0
         self._calls = self._histogram(CALL_DURATION)
         self._requests = self._histogram(REQUEST_DURATION)
         self._first_token = self._histogram(TIME_TO_FIRST_TOKEN)
@@ -410,8 +465,6 @@ class ServerMetrics:
         self._image_size = self._histogram(IMAGE_SIZE).series()
         # Kept by skill: looking up each series by its labels would cost as much as the observation.
         self._answer_series: dict[str, _AnswerSeries] = {}
-        self.registry.register(_Scrape(self.read))
-        engine.on_status_change(self._note_status)
 
     def record(self, call: CallContext, outcome: Outcome) -> None:
         """Count a call that has ended."""
@@ -431,31 +484,19 @@ class ServerMetrics:
             if request.adapter:
                 self._record_adapter(request.adapter)
 
-    def read(self) -> Reading:
-        """What metrics are read from now. May be called from any thread."""
-        load = self._engine.load()
+    def _read(self) -> Reading:
+        engine = None if self._engine is None else self._engine.read()
+        caches = {} if engine is None else engine.caches()
         return Reading(
-            info=self._engine.info,
-            status=self._engine.status,
-            load=load,
-            caches={
-                "stored_images": self._stored_images(),
-                "embeddings": load.image_cache,
-                "prefix_pages": load.prefix_cache,
-            },
-            device=self._read_device(),
+            engine=engine,
+            caches={"stored_images": self._stored_images(), **caches},
             failed=dict(self._failed),
             adapter_requests=dict(self._adapter_requests),
-            num_restarts=self._num_restarts,
         )
 
     def _record_adapter(self, name: str) -> None:
         is_named = name in self._adapter_requests or len(self._adapter_requests) < _MAX_NAMED_ADAPTERS
         self._adapter_requests[name if is_named else "other"] += 1
-
-    def _note_status(self, status: EngineStatus) -> None:
-        if status is EngineStatus.RECOVERING:
-            self._num_restarts += 1
 
     def _record_answer(self, skill: str, finished: Finished) -> None:
         series = self._answer_series.get(skill)
@@ -500,7 +541,7 @@ class _AnswerSeries(NamedTuple):
 
 
 class _Scrape(Collector):
-    """Reads the metrics that have a `read`, at each scrape."""
+    """Reads the metrics that are not recorded, at each scrape."""
 
     def __init__(self, read: Callable[[], Reading]) -> None:
         self._read = read
@@ -508,7 +549,11 @@ class _Scrape(Collector):
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         now = self._read()
         for metric in METRICS:
-            found = None if metric.read is None else metric.read(now)
+            found = None
+            if metric.read is not None:
+                found = metric.read(now)
+            elif metric.read_engine is not None and now.engine is not None:
+                found = metric.read_engine(now.engine)
             if found is None:
                 continue
             family = metric.family()
@@ -520,7 +565,7 @@ class _Scrape(Collector):
 
     def describe(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         """Names alone, so that registering asks nothing of the engine."""
-        return (metric.family() for metric in METRICS if metric.read is not None)
+        return (metric.family() for metric in METRICS if metric.kind is not Kind.HISTOGRAM)
 
 
 def markdown_table() -> str:

@@ -26,8 +26,10 @@ class Telemetry:
         stored_images: Callable[[], CacheLoad] = CacheLoad,
         *,
         instance_id: str,
+        reads_engine: bool = True,
     ) -> None:
-        """`stored_images` reads the store of images. Raises `TracingUnavailable`."""
+        """`stored_images` reads the store of images. `reads_engine` is False where another process has the metrics
+        of the engine. Raises `TracingUnavailable`."""
         self._export = TraceExport(os.environ, instance_id=instance_id) if config.tracing else None
         self._call_log = CallLog()
         observers: list[Observer] = []
@@ -44,13 +46,13 @@ class Telemetry:
             observers.append(tracer.record)
         self._registry = CollectorRegistry()
         if config.metrics_port is not None or config.http_port is not None:
-            metrics = ServerMetrics(engine, stored_images)
+            metrics = ServerMetrics(engine, stored_images, reads_engine=reads_engine)
             observers.append(metrics.record)
             self._registry = metrics.registry
         self.observers: Sequence[Observer] = (*observers, self._call_log.record)
 
     def metrics_text(self) -> bytes:
-        """All metrics as Prometheus text. May be called from any thread."""
+        """The metrics of this process as Prometheus text. May be called from any thread."""
         return generate_latest(self._registry)
 
     async def close(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -84,7 +85,9 @@ class GrpcFrontend:
         foreign: Sequence[ForeignService] = (),
         *,
         instance_id: str,
+        shares_ports: bool = False,
     ) -> None:
+        """With `shares_ports` other processes of this server listen on the same ports."""
         self.port: int | None = None
         """The port that is listened on; None before `start`."""
         self.triton_port: int | None = None
@@ -94,6 +97,7 @@ class GrpcFrontend:
         self.has_closed = False
         """True once gRPC has ended every connection; `close` may return first."""
         self._config = config
+        self._shares_ports = shares_ports
         self._groups = groups
         self._certificate = certificate
         self._vision = VisionService(submission, engine.info.model)
@@ -123,13 +127,14 @@ class GrpcFrontend:
         """Listen and serve. Raises `PortUnavailable`."""
         config = self._config
         public, operators = self._servers[0], self._servers[-1]
-        self.port = open_port(public, config.host, config.port, self._certificate)
+        open_one = partial(open_port, is_shared=self._shares_ports)
+        self.port = open_one(public, config.host, config.port, self._certificate)
         if config.triton_port is not None:
-            self.triton_port = open_port(public, config.host, config.triton_port, self._certificate)
+            self.triton_port = open_one(public, config.host, config.triton_port, self._certificate)
         if config.unix_socket is not None:
             open_unix_socket(public, Path(config.unix_socket))
         if config.admin_port is not None:
-            self.admin_port = open_port(operators, config.admin_host, config.admin_port)
+            self.admin_port = open_one(operators, config.admin_host, config.admin_port)
         for server in self._servers:
             await server.start()
         ports = [port for port in (self.port, self.triton_port, self.admin_port) if port is not None]
@@ -162,7 +167,8 @@ class GrpcFrontend:
 
         The server of `VisionService` has the foreign services, too.
         """
-        server, groups = grpc.aio.server(options=server_options(self._config.max_message_bytes)), self._groups
+        options = server_options(self._config.max_message_bytes, shares_ports=self._shares_ports)
+        server, groups = grpc.aio.server(options=options), self._groups
 
         def with_admission(admission: CallAdmission) -> AdmittedServices:
             return AdmittedServices(server, admission, self._connections)

@@ -30,14 +30,17 @@ _IDENTITY_ONLY = 1
 _SOCKET_MODE = 0o660
 
 
-def server_options(max_message_bytes: int) -> tuple[tuple[str, int], ...]:
-    """Arguments for `grpc.aio.server`; `max_message_bytes` is the largest request message accepted."""
+def server_options(max_message_bytes: int, *, shares_ports: bool = False) -> tuple[tuple[str, int], ...]:
+    """Arguments for `grpc.aio.server`; `max_message_bytes` is the largest request message accepted.
+
+    With `shares_ports` other processes of this server listen on the same ports.
+    """
     return (
         # A longer message is refused when its length has arrived, before its content is.
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", -1),
         # Two servers must not share a port by accident.
-        ("grpc.so_reuseport", 0),
+        ("grpc.so_reuseport", int(shares_ports)),
         # Without it one connection can open and reset calls faster than the event loop can end them.
         ("grpc.max_concurrent_streams", MAX_CONCURRENT_STREAMS),
         # A call that its client has reset no longer counts as open, but waits with all others until the event loop
@@ -68,9 +71,20 @@ def server_options(max_message_bytes: int) -> tuple[tuple[str, int], ...]:
     )
 
 
-def open_port(server: grpc.aio.Server, host: str, port: int, certificate: CertificateFiles | None = None) -> int:
-    """Listen on a port and return it; 0 takes a free one. Raises `PortUnavailable`."""
-    require_free_port(host, port)
+def open_port(
+    server: grpc.aio.Server,
+    host: str,
+    port: int,
+    certificate: CertificateFiles | None = None,
+    *,
+    is_shared: bool = False,
+) -> int:
+    """Listen on a port and return it; 0 takes a free one. Raises `PortUnavailable`.
+
+    Other processes of this server listen on a shared port, too.
+    """
+    if not is_shared:
+        require_free_port(host, port)
     address = address_of(host, port)
     try:
         if certificate is None:

@@ -262,9 +262,15 @@ class Listener:
         self._state = ServerState()
         self._server: asyncio.Server | None = None
 
-    async def start(self, host: str, port: int, context: ssl.SSLContext | None = None) -> None:
-        """Listen and serve, with TLS if there is a context. Raises `PortUnavailable`."""
-        require_free_port(host, port)
+    async def start(
+        self, host: str, port: int, context: ssl.SSLContext | None = None, *, is_shared: bool = False
+    ) -> None:
+        """Listen and serve, with TLS if there is a context. Raises `PortUnavailable`.
+
+        Other processes of this server listen on a shared port, too.
+        """
+        if not is_shared:
+            require_free_port(host, port)
         try:
             self._server = await asyncio.get_running_loop().create_server(
                 _connection_factory(self._app, self._state, self._max_connections or connection_limit()),
@@ -272,6 +278,8 @@ class Listener:
                 port,
                 family=socket.AF_INET6 if ":" in host else socket.AF_UNSPEC,
                 backlog=_BACKLOG,
+                # None where the port is not shared: the option does not exist everywhere.
+                reuse_port=is_shared or None,
                 ssl=context,
                 ssl_handshake_timeout=None if context is None else HEAD_TIMEOUT_S,
             )

@@ -49,8 +49,12 @@ class HttpFrontend:
         services: Sequence[HttpService],
         certificate: CertificateFiles | None,
         probes: Probes,
+        *,
+        shares_port: bool = False,
     ) -> None:
+        """With `shares_port` other processes of this server listen on the same port."""
         self._engine = engine
+        self._shares_port = shares_port
         self._refusals = groups.refusals
         self._config = config
         self._services = services
@@ -76,7 +80,8 @@ class HttpFrontend:
     async def start(self) -> None:
         """Listen and serve. Raises `PortUnavailable`."""
         context = None if self._certificate is None else _following(self._certificate)
-        await self._listener.start(self._config.host, self._config.http_port or 0, context)
+        config = self._config
+        await self._listener.start(config.host, config.http_port or 0, context, is_shared=self._shares_port)
 
     async def close(self) -> None:
         """Stop listening and end all connections. May be repeated."""

@@ -10,14 +10,11 @@ to everybody who reaches it, until the server has stopped.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 from kestrel_grpc.frontends.http.connection import App, Listener
 from kestrel_grpc.frontends.http.exchange import Exchange, Receive, Scope, Send
 from kestrel_grpc.wire.call_context import CallContext
-from kestrel_grpc.wire.readiness import Readiness
-from kestrel_runtime.api.engine import Engine, EngineStatus
 
 TEXT = b"text/plain; charset=utf-8"
 METRICS_TEXT = b"text/plain; version=0.0.4; charset=utf-8"
@@ -26,21 +23,20 @@ MAX_CONNECTIONS = 32
 
 
 class Probes:
-    """`metrics` gives the text of all metrics, in any thread. A probe is no call: they come all the time."""
+    """What the probes answer. A probe is no call: they come all the time."""
 
-    def __init__(self, engine: Engine, readiness: Readiness, metrics: Callable[[], bytes]) -> None:
-        self._engine = engine
-        self._readiness = readiness
-        self._metrics = metrics
+    def __init__(
+        self, is_alive: Callable[[], bool], is_ready: Callable[[], bool], scrape: Callable[[], Awaitable[bytes]]
+    ) -> None:
+        """`scrape` returns the text of all metrics."""
+        self.scrape = scrape
+        self._is_alive = is_alive
+        self._is_ready = is_ready
 
     def apps(self) -> Mapping[str, App]:
         """An ASGI application for the path of each probe."""
-        alive = _answer_if(lambda: self._engine.status is not EngineStatus.DEAD)
-        return {"/healthz": alive, "/livez": alive, "/readyz": _answer_if(lambda: self._readiness.is_ready)}
-
-    async def scrape(self) -> bytes:
-        """The text of all metrics."""
-        return await asyncio.to_thread(self._metrics)
+        alive = _answer_if(self._is_alive)
+        return {"/healthz": alive, "/livez": alive, "/readyz": _answer_if(self._is_ready)}
 
 
 class ProbePort(Listener):

@@ -148,6 +148,38 @@ class BlockedStream(io.StringIO):
         return super().write(text)
 
 
+@pytest.mark.parametrize("line_format", ["text", "json"])
+def test_each_line_says_which_of_several_processes_wrote_it(line_format: str) -> None:
+    stream = io.StringIO()
+    logging.getLogger().handlers.clear()
+    set_up_logging("info", stream, line_format=line_format, process="frontend-1")
+    logging.getLogger("kestrel_grpc.server").info("serving")
+    logging.getLogger().handlers[0].flush()
+    line = stream.getvalue()
+    if line_format == "json":
+        assert json.loads(line)["process"] == "frontend-1"
+    else:
+        assert line.endswith(" INFO frontend-1 kestrel_grpc.server serving\n")
+
+
+def test_lines_are_written_in_pieces_that_a_pipe_does_not_mix_with_those_of_others() -> None:
+    pieces: list[str] = []
+
+    class Stream(io.StringIO):
+        def write(self, text: str) -> int:
+            pieces.append(text)
+            return len(text)
+
+    writer = LogWriter(Stream())
+    lines = [f"{number} {'é' * (number % 700)}" for number in range(1000)]
+    for line in lines:
+        writer.emit(logging.makeLogRecord({"msg": line}))
+    writer.close()
+    assert "".join(pieces).splitlines() == lines
+    assert all(piece.endswith("\n") and len(piece.encode()) <= 4096 for piece in pieces)
+    assert len(pieces) < len(lines) / 2
+
+
 def test_a_blocked_reader_delays_no_line_and_the_lines_that_it_loses_are_counted(monkeypatch):
     stream = BlockedStream()
     writer = LogWriter(stream, max_waiting=3)

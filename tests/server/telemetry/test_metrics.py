@@ -10,7 +10,15 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kestrel_grpc.telemetry.device_reading import DeviceReading
-from kestrel_grpc.telemetry.metrics import METRICS, Kind, ServerMetrics, bucket_table, markdown_table
+from kestrel_grpc.telemetry.metrics import (
+    METRICS,
+    Kind,
+    Reading,
+    ServerMetrics,
+    bucket_table,
+    markdown_table,
+    new_registry,
+)
 from kestrel_grpc.wire.call_context import OK, CallContext, Outcome, RequestSummary
 from kestrel_runtime.api.adapters import AdapterLoad
 from kestrel_runtime.api.engine import CacheLoad, EngineStatus, Load, MemoryPlan
@@ -152,8 +160,11 @@ async def test_the_text_holds_every_metric_of_the_list_under_its_name_and_kind(e
     metrics = ServerMetrics(engine, lambda: CacheLoad(oldest_age_s=0.0))
     metrics.record(answered_call(), OK)
     metrics.record(answered_call(), BUSY)
+    supervisor = new_registry(lambda: Reading(restarts={"core-0": 1}))
     families = {
-        item.name: item for item in text_string_to_metric_families(generate_latest(metrics.registry).decode())
+        item.name: item
+        for registry in (supervisor, metrics.registry)
+        for item in text_string_to_metric_families(generate_latest(registry).decode())
     }
     for metric in METRICS:
         family = families[metric.prometheus_name]

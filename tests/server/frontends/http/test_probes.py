@@ -24,7 +24,12 @@ def engine() -> FakeEngine:
 
 
 def new_port(engine: FakeEngine) -> ProbePort:
-    return ProbePort(Probes(engine, Readiness(engine), lambda: b"answer 42.0\n"))
+    readiness = Readiness(engine)
+
+    async def scrape() -> bytes:
+        return b"answer 42.0\n"
+
+    return ProbePort(Probes(lambda: engine.status is not EngineStatus.DEAD, lambda: readiness.is_ready, scrape))
 
 
 @pytest.fixture
