@@ -22,7 +22,8 @@ from kestrel_grpc.frontends.openai.service import OpenAiService
 from kestrel_grpc.frontends.rest.service import RestService
 from kestrel_grpc.frontends.triton.service import TritonService
 from kestrel_grpc.frontends.triton.shared_memory import SharedMemory
-from kestrel_grpc.images.image_store import CachePurges, ImageIntake, ImageStore, StoreLimits
+from kestrel_grpc.images.image_index import StoreLimits
+from kestrel_grpc.images.image_store import CachePurges, ImageIntake, MemoryImages
 from kestrel_grpc.images.image_uris import ImageSource, NoRemoteImages, RemoteImagesUnavailable
 from kestrel_grpc.listeners import address_of, require_free_port, require_free_socket
 from kestrel_grpc.maintenance import Maintenance
@@ -84,7 +85,7 @@ class Server:
         self._access.on_namespace_gone(self._purges.clear)
         self._store = None
         if config.max_stored_image_bytes:
-            self._store = ImageStore(_store_limits(config), self._purges.forget_image)
+            self._store = MemoryImages(_store_limits(config), self._purges.forget_image)
             self._access.on_namespace_gone(self._store.drop_namespace)
         self._telemetry = Telemetry(
             engine,

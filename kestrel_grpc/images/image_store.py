@@ -1,26 +1,25 @@
-"""Keeps images that callers store, in host memory: bounded in bytes and time, with a quota for each namespace.
+"""Stores images of callers, and finds them for requests.
 
-`ImageIntake` stores and finds images for the frontends, `ImageStore` keeps them, and `CachePurges` removes from the
-engine's caches what was computed from images that left. A store belongs to one event loop; any thread may read
-`ImageStore.usage`.
+`ImageStore` keeps images, in this process (`MemoryImages`) or with the supervisor for all front ends of a host.
+`ImageIntake` stores and finds images for the frontends, and `CachePurges` removes from the engine's caches what was
+computed from images that left.
 """
 
 from __future__ import annotations
 
 import asyncio
-import heapq
 import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from typing import Protocol
 
+from kestrel_grpc.images.image_index import Forget, ImageIndex, StoreLimits
 from kestrel_grpc.images.stored_images import (
+    Announcement,
     ImageDigestMismatch,
     ImageHandle,
     ImageNotFound,
-    ImageQuotaExceeded,
-    ImageStoreFull,
     Keeping,
     StoredImage,
     handle_of,
@@ -29,214 +28,112 @@ from kestrel_runtime.api.engine import CacheLoad, Engine, EngineStatus, ImageInf
 from kestrel_runtime.api.errors import EngineUnavailable
 from kestrel_runtime.api.images import HashedImage
 
-_EXPIRY_INTERVAL_S = 1.0
-BOOKKEEPING_BYTES = 1024
-"""Added to the size of each file, so that the bounds also hold for many small files."""
-
-Forget = Callable[[str, str], None]
-"""Drops what was computed from an image: takes its namespace, and the digest of its file in hexadecimal."""
-
-
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class StoreLimits:
-    """Bounds in bytes, which count each file and `BOOKKEEPING_BYTES`, and times to live in seconds."""
+class ImageStore(Protocol):
+    """Stored images, by namespace and digest. Every method may raise `SupervisorUnavailable`."""
 
-    max_bytes: int
-    quota_bytes: int
-    """For each namespace."""
-    default_ttl_s: float
-    max_ttl_s: float
-
-
-@dataclass(slots=True)
-class StoreUsage:
-    """A reading of the store: what it holds now, and what happened since the start."""
-
-    num_images: int = 0
-    num_bytes: int = 0
-    num_lookups: int = 0
-    num_hits: int = 0
-    num_evictions: int = 0
-    """Images that were dropped before their time, since their memory was needed."""
-    oldest_stored_at: float | None = None
-    """On the store's clock; None where it is empty."""
-
-
-class ImageStore:
-    """Stored images by namespace and digest.
-
-    Where an image does not fit, unpinned ones that were used least recently leave: first of its own namespace,
-    until its quota holds; then of the namespace that holds most, until the bound of the store holds. So a namespace
-    that stores much evicts itself before others. `forget` is called for every image whose time is over. It is not
-    called for one that is evicted, which may come back soon, nor for one that is deleted: who deletes waits for it.
-    """
-
-    def __init__(
-        self,
-        limits: StoreLimits,
-        forget: Forget = lambda namespace, sha256: None,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.limits = limits
-        self.usage = StoreUsage()
-        self.clock = clock
-        self._forget = forget
-        self._spaces: dict[str, _Namespace] = {}
-        # In the order of their storing.
-        self._by_age: dict[tuple[str, str], StoredImage] = {}
-        # One entry for each image, and some of images that have left earlier.
-        self._expiries: list[tuple[float, str, str]] = []
-
-    def load(self) -> CacheLoad:
-        """A reading, in any thread."""
-        usage, oldest = self.usage, self.usage.oldest_stored_at
-        return CacheLoad(
-            num_lookups=usage.num_lookups,
-            num_hits=usage.num_hits,
-            num_evictions=usage.num_evictions,
-            used_bytes=usage.num_bytes,
-            total_bytes=self.limits.max_bytes,
-            oldest_age_s=0.0 if oldest is None else self.clock() - oldest,
-        )
-
-    def require_room(self, namespace: str, num_bytes: int) -> None:
+    async def require_room(self, namespace: str, num_bytes: int) -> None:
         """Raise `ImageQuotaExceeded` or `ImageStoreFull` where a file of this size would not be stored."""
-        needed = num_bytes + BOOKKEEPING_BYTES
-        space = self._spaces.get(namespace)
-        if needed + (0 if space is None else space.pinned_bytes) > self.limits.quota_bytes:
-            raise ImageQuotaExceeded(self.limits.quota_bytes)
-        if needed + sum(space.pinned_bytes for space in self._spaces.values()) > self.limits.max_bytes:
-            raise ImageStoreFull(self.limits.max_bytes)
+        ...
 
-    def renew(
-        self, namespace: str, handle: ImageHandle, *, ttl_s: float | None, is_pinned: bool
-    ) -> StoredImage | None:
+    async def renew(self, namespace: str, handle: ImageHandle, keeping: Keeping) -> StoredImage | None:
         """Keep an image that is stored already for longer. Returns None if it is not stored.
 
         Its expiry moves if it becomes later, and it stays pinned if it is. Raises `ImageQuotaExceeded` or
         `ImageStoreFull` where it is to be pinned and does not fit beside other pinned images.
         """
-        self.expire()
-        image = self._find(namespace, handle)
-        if image is None:
-            return None
-        space = self._spaces[namespace]
-        if is_pinned and not image.is_pinned:
-            self.require_room(namespace, image.size_bytes)
-            space.pin(image)
-        image.expires_at = max(image.expires_at, self._expiry(ttl_s))
-        space.touch(image)
-        return image
+        ...
 
-    def put(
-        self,
-        namespace: str,
-        handle: ImageHandle,
-        data: bytes,
-        info: ImageInfo,
-        *,
-        ttl_s: float | None = None,
-        is_pinned: bool = False,
+    async def put(
+        self, namespace: str, handle: ImageHandle, data: bytes, info: ImageInfo, keeping: Keeping
     ) -> StoredImage:
-        """Store an image whose digest has been checked. `ttl_s` None means the default; longer than allowed means
-        the longest. Raises as `require_room` does."""
-        known = self.renew(namespace, handle, ttl_s=ttl_s, is_pinned=is_pinned)
-        if known is not None:
-            return known
-        self.require_room(namespace, len(data))
-        space = self._spaces.setdefault(namespace, _Namespace())
-        needed = len(data) + BOOKKEEPING_BYTES
-        while space.num_bytes + needed > self.limits.quota_bytes:
-            self._evict(namespace)
-        while self.usage.num_bytes + needed > self.limits.max_bytes:
-            self._evict(max(self._spaces, key=lambda name: self._spaces[name].unpinned_bytes))
-        hashed = HashedImage(data, bytes.fromhex(handle.sha256))
-        image = StoredImage(handle, hashed, info, self.clock(), self._expiry(ttl_s), is_pinned)
-        self._spaces.setdefault(namespace, space).add(image)
-        self._by_age[namespace, handle.sha256] = image
-        heapq.heappush(self._expiries, (image.expires_at, namespace, handle.sha256))
-        self._count(image, 1)
-        return image
+        """Store an image whose digest has been checked, or renew it. Raises as `require_room` does."""
+        ...
 
-    def get(self, namespace: str, handle: ImageHandle) -> StoredImage:
-        """The image, which counts as used now. Raises `ImageNotFound`."""
-        self.usage.num_lookups += 1
-        image = self._find(namespace, handle)
-        if image is None:
-            raise ImageNotFound(handle)
-        self.usage.num_hits += 1
-        self._spaces[namespace].touch(image)
-        return image
+    async def find(self, namespace: str, handle: ImageHandle) -> StoredImage:
+        """An image, which counts as used now. Raises `ImageNotFound`."""
+        ...
 
-    def holds(self, namespace: str, handle: ImageHandle) -> bool:
-        """Whether the image is stored. Counts as no use of it."""
-        return self._find(namespace, handle) is not None
+    async def read(self, namespace: str, image: StoredImage) -> HashedImage:
+        """The file of an image that has just been found. Raises `ImageNotFound` where it has left meanwhile."""
+        ...
 
-    def delete(self, namespace: str, handle: ImageHandle) -> None:
+    async def delete(self, namespace: str, handle: ImageHandle) -> None:
         """Drop an image. Raises `ImageNotFound`. Does not forget what was computed from it."""
-        image = self._find(namespace, handle)
-        if image is None:
-            raise ImageNotFound(handle)
-        self._drop(namespace, image)
+        ...
 
     def drop_namespace(self, namespace: str) -> None:
         """Drop all images of a namespace whose callers are gone. Does not forget what was computed from them."""
-        space = self._spaces.get(namespace)
-        for image in () if space is None else space.images():
-            self._drop(namespace, image)
+        ...
 
-    def expire(self) -> None:
-        """Drop the images whose time is over."""
-        now = self.clock()
-        while self._expiries and self._expiries[0][0] <= now:
-            _, namespace, sha256 = heapq.heappop(self._expiries)
-            image = self._by_age.get((namespace, sha256))
-            if image is None:
-                continue
-            if image.expires_at > now:  # it was renewed, or stored anew
-                heapq.heappush(self._expiries, (image.expires_at, namespace, sha256))
-            else:
-                self._drop(namespace, image)
-                self._forget(namespace, sha256)
+    def load(self) -> CacheLoad:
+        """A reading, in any thread."""
+        ...
 
     async def watch(self) -> None:
         """Drop images when their time is over, until cancelled."""
-        while True:
-            await asyncio.sleep(_EXPIRY_INTERVAL_S)
-            self.expire()
+        ...
 
-    def _find(self, namespace: str, handle: ImageHandle) -> StoredImage | None:
-        image = self._by_age.get((namespace, handle.sha256))
-        return None if image is None or image.expires_at <= self.clock() else image
 
-    def _expiry(self, ttl_s: float | None) -> float:
-        wanted_s = self.limits.default_ttl_s if ttl_s is None else ttl_s
-        return self.clock() + min(wanted_s, self.limits.max_ttl_s)
+class MemoryImages:
+    """An `ImageStore` in the memory of this process. Belongs to one event loop; its methods never wait."""
 
-    def _evict(self, namespace: str) -> None:
-        self._drop(namespace, self._spaces[namespace].least_recently_used())
-        self.usage.num_evictions += 1
+    def __init__(self, limits: StoreLimits, forget: Forget, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.index = ImageIndex(limits, forget, self._discard, clock=clock)
+        self._files: dict[tuple[str, str], HashedImage] = {}
 
-    def _drop(self, namespace: str, image: StoredImage) -> None:
-        space = self._spaces[namespace]
-        space.remove(image)
-        if not space.num_bytes:
-            del self._spaces[namespace]
-        del self._by_age[namespace, image.handle.sha256]
-        self._count(image, -1)
-        if len(self._expiries) > 2 * len(self._by_age) + 64:
-            self._expiries = [(image.expires_at, *key) for key, image in self._by_age.items()]
-            heapq.heapify(self._expiries)
+    async def require_room(self, namespace: str, num_bytes: int) -> None:
+        """Raise `ImageQuotaExceeded` or `ImageStoreFull` where a file of this size would not be stored."""
+        self.index.require_room(namespace, num_bytes)
 
-    def _count(self, image: StoredImage, sign: int) -> None:
-        self.usage.num_images += sign
-        self.usage.num_bytes += sign * _cost(image)
-        oldest = next(iter(self._by_age.values()), None)
-        self.usage.oldest_stored_at = None if oldest is None else oldest.stored_at
+    async def renew(self, namespace: str, handle: ImageHandle, keeping: Keeping) -> StoredImage | None:
+        """Keep an image that is stored already for longer."""
+        return self.index.renew(namespace, handle, keeping)
+
+    async def put(
+        self, namespace: str, handle: ImageHandle, data: bytes, info: ImageInfo, keeping: Keeping
+    ) -> StoredImage:
+        """Store an image, or renew it."""
+        known = self.index.renew(namespace, handle, keeping)
+        if known is not None:
+            return known
+        self.index.require_room(namespace, len(data))
+        file = HashedImage(data, bytes.fromhex(handle.sha256))
+        image = self.index.add(namespace, handle, len(data), info, keeping)
+        self._files[namespace, handle.sha256] = file
+        return image
+
+    async def find(self, namespace: str, handle: ImageHandle) -> StoredImage:
+        """An image, which counts as used now."""
+        return self.index.get(namespace, handle)
+
+    async def read(self, namespace: str, image: StoredImage) -> HashedImage:
+        """The file of an image."""
+        file = self._files.get((namespace, image.handle.sha256))
+        if file is None:
+            raise ImageNotFound(image.handle)
+        return file
+
+    async def delete(self, namespace: str, handle: ImageHandle) -> None:
+        """Drop an image."""
+        self.index.delete(namespace, handle)
+
+    def drop_namespace(self, namespace: str) -> None:
+        """Drop all images of a namespace."""
+        self.index.drop_namespace(namespace)
+
+    def load(self) -> CacheLoad:
+        """A reading, in any thread."""
+        return self.index.load()
+
+    async def watch(self) -> None:
+        """Drop images when their time is over, until cancelled."""
+        await self.index.watch()
+
+    def _discard(self, namespace: str, handle: ImageHandle) -> None:
+        del self._files[namespace, handle.sha256]
 
 
 class ImageIntake:
@@ -251,14 +148,17 @@ class ImageIntake:
         if self._engine.status in (EngineStatus.DRAINING, EngineStatus.DEAD):
             raise EngineUnavailable("no images are stored any more")
 
-    def renewed(self, namespace: str, handle: ImageHandle, keeping: Keeping) -> StoredImage | None:
-        """Keep a stored image for longer. Returns None if it is not stored."""
-        return self._store.renew(namespace, handle, ttl_s=keeping.ttl_s, is_pinned=keeping.is_pinned)
+    async def renewed(self, announced: Announcement, namespace: str) -> StoredImage | None:
+        """Keep a stored image for longer. Returns None if it is not stored and there is room for it; raises
+        `ImageQuotaExceeded` or `ImageStoreFull` if there is none."""
+        image = await self._store.renew(namespace, announced.handle, announced.keeping)
+        if image is None:
+            await self._store.require_room(namespace, announced.size_bytes)
+        return image
 
-    def stored(self, namespace: str, handle: ImageHandle, data: bytes, keeping: Keeping) -> StoredImage:
+    async def stored(self, namespace: str, handle: ImageHandle, data: bytes, keeping: Keeping) -> StoredImage:
         """Store an image whose digest has been checked."""
-        info = self._engine.inspect_image(data)
-        return self._store.put(namespace, handle, data, info, ttl_s=keeping.ttl_s, is_pinned=keeping.is_pinned)
+        return await self._store.put(namespace, handle, data, self._engine.inspect_image(data), keeping)
 
     async def put(
         self, namespace: str, data: bytes, announced: ImageHandle | None, keeping: Keeping
@@ -268,23 +168,24 @@ class ImageIntake:
         handle = await handle_of(data)
         if announced not in (None, handle):
             raise ImageDigestMismatch("sha256", handle)
-        return self.renewed(namespace, handle, keeping) or self.stored(namespace, handle, data, keeping)
+        known = await self._store.renew(namespace, handle, keeping)
+        return known or await self.stored(namespace, handle, data, keeping)
 
-    def found(self, namespace: str, handle: ImageHandle) -> StoredImage:
+    async def found(self, namespace: str, handle: ImageHandle) -> StoredImage:
         """An image that is stored. Raises `ImageNotFound`."""
-        return self._store.get(namespace, handle)
+        return await self._store.find(namespace, handle)
+
+    async def read(self, namespace: str, image: StoredImage) -> bytes:
+        """The file of an image that has just been found. Raises `ImageNotFound` where it has left meanwhile."""
+        return await self._store.read(namespace, image)
 
     async def delete(self, namespace: str, handle: ImageHandle) -> None:
         """Delete an image and its cached results. Raises `ImageNotFound` if it was not stored."""
         try:
-            self._store.delete(namespace, handle)
+            await self._store.delete(namespace, handle)
         finally:
             # The caches may have an image that the store does not have any more, or never had.
             await self._engine.forget_image(bytes.fromhex(handle.sha256), namespace)
-
-    def remaining_s(self, image: StoredImage) -> float:
-        """The remaining time of the image in seconds."""
-        return image.expires_at - self._store.clock()
 
 
 class CachePurges:
@@ -321,56 +222,3 @@ class CachePurges:
                 self._waiting.clear()
             except Exception:  # a bug of the engine must not keep the others from being dropped
                 _log.exception("cannot remove the cached results of an image")
-
-
-class _Namespace:
-    """The images of one namespace, each kind in the order of its last use."""
-
-    __slots__ = ("_pinned", "_unpinned", "pinned_bytes", "unpinned_bytes")
-
-    def __init__(self) -> None:
-        self._pinned: dict[str, StoredImage] = {}
-        self._unpinned: dict[str, StoredImage] = {}
-        self.pinned_bytes = 0
-        self.unpinned_bytes = 0
-
-    @property
-    def num_bytes(self) -> int:
-        return self.pinned_bytes + self.unpinned_bytes
-
-    def images(self) -> list[StoredImage]:
-        return [*self._pinned.values(), *self._unpinned.values()]
-
-    def least_recently_used(self) -> StoredImage:
-        """The unpinned image to evict next."""
-        return next(iter(self._unpinned.values()))
-
-    def add(self, image: StoredImage) -> None:
-        if image.is_pinned:
-            self._pinned[image.handle.sha256] = image
-            self.pinned_bytes += _cost(image)
-        else:
-            self._unpinned[image.handle.sha256] = image
-            self.unpinned_bytes += _cost(image)
-
-    def remove(self, image: StoredImage) -> None:
-        if image.is_pinned:
-            del self._pinned[image.handle.sha256]
-            self.pinned_bytes -= _cost(image)
-        else:
-            del self._unpinned[image.handle.sha256]
-            self.unpinned_bytes -= _cost(image)
-
-    def pin(self, image: StoredImage) -> None:
-        self.remove(image)
-        image.is_pinned = True
-        self.add(image)
-
-    def touch(self, image: StoredImage) -> None:
-        """Make it the one that was used last."""
-        images = self._pinned if image.is_pinned else self._unpinned
-        images[image.handle.sha256] = images.pop(image.handle.sha256)
-
-
-def _cost(image: StoredImage) -> int:
-    return image.size_bytes + BOOKKEEPING_BYTES

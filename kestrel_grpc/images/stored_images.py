@@ -7,11 +7,11 @@ import asyncio
 import hashlib
 import io
 import re
+import time
 from dataclasses import dataclass
 
 from kestrel_runtime.api.engine import ImageInfo
 from kestrel_runtime.api.errors import InvalidRequest, Violation
-from kestrel_runtime.api.images import HashedImage
 
 MAX_CHUNK_BYTES = 2**20
 _HASHED_AT_ONCE_BYTES = 2**18
@@ -62,18 +62,19 @@ def is_sha256(text: str) -> bool:
 
 @dataclass(slots=True, eq=False)
 class StoredImage:
-    """An image in the store. `size_bytes` is that of the file; times are of the store's clock, in seconds."""
+    """An image in the store. `size_bytes` is that of the file; times are of `time.monotonic`, in seconds."""
 
     handle: ImageHandle
-    data: HashedImage
+    size_bytes: int
     info: ImageInfo
     stored_at: float
     expires_at: float
     is_pinned: bool
 
     @property
-    def size_bytes(self) -> int:
-        return len(self.data)
+    def remaining_s(self) -> float:
+        """The remaining time of the image in seconds."""
+        return self.expires_at - time.monotonic()
 
 
 class ImageNotFound(Exception):

@@ -94,7 +94,8 @@ class Submission:
             return await self._with_fetched_image(request, image.uri, call)
         if self._store is None:
             raise ImageNotFound(image)
-        return replace(request, image=self._store.get(call.namespace, image).data)
+        stored = await self._store.find(call.namespace, image)
+        return replace(request, image=await self._store.read(call.namespace, stored))
 
     async def _with_fetched_image(self, request: Request, uri: str, call: CallContext) -> Request:
         """The request with its image, fetched once the engine has admitted the request to its queue."""

@@ -38,7 +38,6 @@ class ImageService:
     """Stores an upload once it is complete and checked. Nothing of a failed upload is kept."""
 
     def __init__(self, engine: Engine, store: ImageStore) -> None:
-        self._store = store
         self._max_image_bytes = engine.info.config.max_image_bytes
         self._intake = ImageIntake(engine, store)
         self._sending = FairLimit(_MAX_SENT_AT_ONCE)
@@ -49,27 +48,27 @@ class ImageService:
         self._intake.require_serving()
         announced = upload_header(await anext(messages, None), self._max_image_bytes)
         handle, keeping = announced.handle, announced.keeping
-        image = self._intake.renewed(call.namespace, handle, keeping)
+        image = await self._intake.renewed(announced, call.namespace)
         if image is None:
-            self._store.require_room(call.namespace, announced.size_bytes)
             upload = Upload(announced)
             async for message in messages:
                 upload.add(upload_chunk(message))
-            image = self._intake.stored(call.namespace, handle, upload.finish(), keeping)
-        return wire.UploadImageResponse(image=self._rendered(image))
+            image = await self._intake.stored(call.namespace, handle, upload.finish(), keeping)
+        return wire.UploadImageResponse(image=_rendered(image))
 
     async def PutImage(self, message: wire.PutImageRequest, call: CallContext) -> wire.PutImageResponse:
         self._intake.require_serving()
         data, announced, keeping = put_image(message)
         del message
         image = await self._intake.put(call.namespace, data, announced, keeping)
-        return wire.PutImageResponse(image=self._rendered(image))
+        return wire.PutImageResponse(image=_rendered(image))
 
     async def GetImage(self, message: wire.GetImageRequest, call: CallContext) -> wire.GetImageResponse:
-        image = self._intake.found(call.namespace, ImageHandle.require(message.image_id))
+        image, data = await self._intake.found(call.namespace, ImageHandle.require(message.image_id)), b""
         if message.include_data:
             self._hold_place(call.principal)
-        return wire.GetImageResponse(image=self._rendered(image), data=image.data if message.include_data else b"")
+            data = await self._intake.read(call.namespace, image)
+        return wire.GetImageResponse(image=_rendered(image), data=data)
 
     async def DeleteImage(self, message: wire.DeleteImageRequest, call: CallContext) -> wire.DeleteImageResponse:
         await self._intake.delete(call.namespace, ImageHandle.require(message.image_id))
@@ -82,18 +81,6 @@ class ImageService:
         task = asyncio.current_task()
         assert task is not None
         task.add_done_callback(lambda _: self._sending.give_back(principal))
-
-    def _rendered(self, image: StoredImage) -> wire.StoredImage:
-        remaining_s = self._intake.remaining_s(image)
-        return wire.StoredImage(
-            image_id=str(image.handle),
-            size_bytes=image.size_bytes,
-            media_type=image.info.media_type,
-            width_px=image.info.width_px,
-            height_px=image.info.height_px,
-            expire_time=datetime.fromtimestamp(time.time() + remaining_s, UTC),
-            pinned=image.is_pinned,
-        )
 
 
 def upload_header(message: wire.UploadImageRequest | None, max_image_bytes: int) -> Announcement:
@@ -150,3 +137,15 @@ def _ttl_s(
     elif ttl_s <= 0.0:
         violations.append(Violation(field, "must be positive"))
     return ttl_s
+
+
+def _rendered(image: StoredImage) -> wire.StoredImage:
+    return wire.StoredImage(
+        image_id=str(image.handle),
+        size_bytes=image.size_bytes,
+        media_type=image.info.media_type,
+        width_px=image.info.width_px,
+        height_px=image.info.height_px,
+        expire_time=datetime.fromtimestamp(time.time() + image.remaining_s, UTC),
+        pinned=image.is_pinned,
+    )

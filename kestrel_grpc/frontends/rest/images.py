@@ -97,30 +97,31 @@ class ImageRoutes:
     async def _put(self, parsed: ParsedImage, call: CallContext) -> bytes:
         self._intake.require_serving()
         image = await self._intake.put(call.namespace, parsed.data, parsed.announced, parsed.keeping)
-        return self._rendered(image, call)
+        return _rendered(image, call)
 
     async def _get(self, parameters: Mapping[str, str], call: CallContext) -> bytes:
         handle = ImageHandle.require(parameters["image_id"])
-        return self._rendered(self._intake.found(call.namespace, handle), call)
+        return _rendered(await self._intake.found(call.namespace, handle), call)
 
     async def _delete(self, parameters: Mapping[str, str], call: CallContext) -> bytes:
         handle = ImageHandle.require(parameters["image_id"])
         await self._intake.delete(call.namespace, handle)
         return to_json({"request_id": call.request_id, "image_id": str(handle), "deleted": True})
 
-    def _rendered(self, image: StoredImage, call: CallContext) -> bytes:
-        expires = datetime.now(UTC) + timedelta(seconds=self._intake.remaining_s(image))
-        facts = {
-            "request_id": call.request_id,
-            "image_id": str(image.handle),
-            "size_bytes": image.size_bytes,
-            "media_type": image.info.media_type,
-            "width_px": image.info.width_px,
-            "height_px": image.info.height_px,
-            "expires_at": expires.isoformat(timespec="milliseconds"),
-            "pinned": image.is_pinned,
-        }
-        return to_json(facts)
+
+def _rendered(image: StoredImage, call: CallContext) -> bytes:
+    expires = datetime.now(UTC) + timedelta(seconds=image.remaining_s)
+    facts = {
+        "request_id": call.request_id,
+        "image_id": str(image.handle),
+        "size_bytes": image.size_bytes,
+        "media_type": image.info.media_type,
+        "width_px": image.info.width_px,
+        "height_px": image.info.height_px,
+        "expires_at": expires.isoformat(timespec="milliseconds"),
+        "pinned": image.is_pinned,
+    }
+    return to_json(facts)
 
 
 def _seconds(text: str) -> float:

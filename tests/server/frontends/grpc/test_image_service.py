@@ -18,7 +18,7 @@ from kestrel_client.v1 import engine_service_pb2, image_service_pb2
 from kestrel_client.v1 import vision_service_pb2 as vision_wire
 from kestrel_client.v1.image_service_pb2_grpc import ImageServiceStub
 from kestrel_grpc.access.tokens import Scope, line_for
-from kestrel_grpc.images.image_store import BOOKKEEPING_BYTES
+from kestrel_grpc.images.image_index import BOOKKEEPING_BYTES
 from tests.fakes import HOLD, FakeEngine, answers
 from tests.journey.http2 import Http2Client, framed
 from tests.server.serving import Serving, details_of, reason_of, serving
@@ -48,9 +48,8 @@ def parts(data: bytes = DATA, *, chunk_bytes: int = MIB, **header: Any) -> Itera
 
 def stored(rig: Serving) -> tuple[int, int]:
     """Images in the store of a server, and the bytes that they count for."""
-    store = rig.server._store  # pyright: ignore[reportPrivateUsage]
-    assert store is not None
-    return store.usage.num_images, store.usage.num_bytes
+    store: Any = rig.server._store  # pyright: ignore[reportPrivateUsage]
+    return store.index.usage.num_images, store.index.usage.num_bytes
 
 
 async def refusal(call: Any) -> tuple[grpc.StatusCode, str]:
@@ -376,7 +375,7 @@ async def test_an_image_expires() -> None:
         await rig.images.PutImage(wire.PutImageRequest(data=DATA, ttl=Duration(nanos=1)))
         assert await refusal(ask(rig, id_of(DATA))) == (Code.NOT_FOUND, "IMAGE_NOT_FOUND")
         store: Any = rig.server._store  # pyright: ignore[reportPrivateUsage]
-        store.expire()
+        store.index.expire()
         await purged(rig)
         assert rig.engine.cleared == [("", hashlib.sha256(DATA).digest())]
         assert stored(rig) == (0, 0)
