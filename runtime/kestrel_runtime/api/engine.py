@@ -10,6 +10,8 @@ from typing import Protocol
 
 from kestrel_runtime.api.adapters import AdapterInfo, AdapterLoad
 from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.errors import ImageError, ModelNotFound, SkillUnsupported
+from kestrel_runtime.api.images import Image, RawImage
 from kestrel_runtime.api.requests import Request
 from kestrel_runtime.api.stream import Stream
 
@@ -110,6 +112,21 @@ class EngineInfo:
     """How the memory of its device was divided at start; None where nothing was."""
     device_uuid: str | None = None
     """Names the GPU to its driver, such as "1a2b3c4d-…"; None on the host."""
+
+    def check(self, request: Request) -> None:
+        """Raise `ModelNotFound`, `SkillUnsupported` or `ImageError` for a request that this model cannot serve."""
+        if request.options.model not in ("", self.model):
+            raise ModelNotFound(request.options.model)
+        if request.skill not in self.skills:
+            raise SkillUnsupported(request.skill, self.model)
+        if request.image is not None:
+            self.check_image(request.image)
+
+    def check_image(self, image: Image) -> None:
+        """Raise `ImageError` for an image of too many bytes."""
+        num_bytes = image.padded_bytes if isinstance(image, RawImage) else len(image)
+        if num_bytes > self.config.max_image_bytes:
+            raise ImageError(f"the image must not exceed {self.config.max_image_bytes} bytes", too_large=True)
 
 
 @dataclass(frozen=True, slots=True)

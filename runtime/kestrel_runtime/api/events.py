@@ -5,6 +5,7 @@ The pieces are `TextDelta`s; those of an outline come behind its `OutlineBox`.
 
 from __future__ import annotations
 
+import builtins
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple
@@ -70,7 +71,7 @@ class TopLogprob(NamedTuple):
     id: int
     text: str
     """Its bytes as UTF-8, with U+FFFD for incomplete characters."""
-    bytes: bytes
+    bytes: builtins.bytes
     logprob: float
 
 
@@ -82,7 +83,7 @@ class TokenLogprob(NamedTuple):
 
     id: int
     text: str
-    bytes: bytes
+    bytes: builtins.bytes
     logprob: float
     top: tuple[TopLogprob, ...]
 

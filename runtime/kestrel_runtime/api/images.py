@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Self
@@ -89,6 +90,28 @@ class RawImage:
         return digest.digest()
 
 
+class RemoteImage(ABC):
+    """An image that another process has: digest and size are here, pixels are fetched if they are needed."""
+
+    digest: bytes
+    """As of `image_digest`."""
+    num_bytes: int
+    """Of the file, or of the pixels that came in its place."""
+    width_px: int
+    height_px: int
+    """As its header declares them; a recorded orientation is not applied."""
+
+    def __len__(self) -> int:
+        return self.num_bytes
+
+    @abstractmethod
+    def fetch(self, check_wanted: Callable[[], None]) -> RawImage:
+        """The decoded image, in 8-bit RGB and upright. Blocks. `check_wanted` is called now and then and may raise.
+
+        Raises `ImageError`, and `EngineUnavailable` if the other process has gone.
+        """
+
+
 def side_violations(width_px: int, height_px: int) -> Iterator[Violation]:
     """The breaches of the size of an image, whatever its format."""
     for name, side_px in (("width_px", width_px), ("height_px", height_px)):
@@ -96,8 +119,14 @@ def side_violations(width_px: int, height_px: int) -> Iterator[Violation]:
             yield Violation(f"image.raw.{name}", "must be positive")
 
 
-def image_digest(image: bytes | RawImage) -> bytes:
+Image = bytes | RawImage | RemoteImage
+"""An encoded file, pixels, or an image of another process."""
+
+
+def image_digest(image: Image) -> bytes:
     """The key of an image in the caches: SHA-256 of the file, or of pixels with their format and shape."""
+    if isinstance(image, RemoteImage):
+        return image.digest
     if isinstance(image, RawImage):
         return image.digest()
     return image.sha256 if isinstance(image, HashedImage) else hashlib.sha256(image).digest()

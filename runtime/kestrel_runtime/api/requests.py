@@ -16,7 +16,7 @@ from typing import ClassVar, Self, get_args
 from kestrel_runtime.api.adapters import AdapterName
 from kestrel_runtime.api.constraints import Constraint
 from kestrel_runtime.api.errors import InvalidRequest, Violation
-from kestrel_runtime.api.images import RawImage
+from kestrel_runtime.api.images import Image, RawImage
 from kestrel_runtime.api.sampling_params import SamplingParams
 
 CAPTION_LENGTHS = ("short", "normal", "long")
@@ -130,7 +130,7 @@ class Query(_Checked):
     """
 
     question: str
-    image: bytes | RawImage | None = None
+    image: Image | None = None
     reasoning: bool = False
     spatial_refs: tuple[SpatialRef, ...] = ()
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -163,7 +163,7 @@ class Query(_Checked):
 class Caption(_Checked):
     """A description of an image; `length` is one of `CAPTION_LENGTHS`."""
 
-    image: bytes | RawImage
+    image: Image
     length: str = "normal"
     sampling: SamplingParams = field(default_factory=SamplingParams)
     options: RequestOptions = field(default_factory=RequestOptions)
@@ -192,7 +192,7 @@ class _ObjectRequest(_Checked):
     """The fields that point, detect and segment share; `object` names what to look for."""
 
     object: str
-    image: bytes | RawImage
+    image: Image
     max_objects: int | None = None
     spatial_refs: tuple[SpatialRef, ...] = ()
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -242,7 +242,7 @@ class Segment(_ObjectRequest):
 class Gaze(_Checked):
     """The point that a person looks at; `eye` is the position of an eye or the middle of both."""
 
-    image: bytes | RawImage
+    image: Image
     eye: PointRef
     sampling: SamplingParams = field(default_factory=SamplingParams)
     options: RequestOptions = field(default_factory=RequestOptions)
@@ -282,7 +282,7 @@ def _text(name: str, value: str) -> Iterator[Violation]:
         yield Violation(name, "must not be empty")
 
 
-def _image(value: bytes | RawImage) -> Iterator[Violation]:
+def _image(value: Image) -> Iterator[Violation]:
     if isinstance(value, RawImage):
         yield from value.violations()
     elif not value:

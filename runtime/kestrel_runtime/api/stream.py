@@ -1,15 +1,15 @@
 """The bridge from the engine's thread to one asyncio caller: the only hop outward.
 
-The engine thread collects a step's events in an `Outbox` and posts them with one wake-up per event loop; on the
-loop's side each `Stream` hands them to its caller.
+The engine thread collects a step's events in an `Outbox` and posts them once to each destination, usually an event
+loop, on which each `Stream` hands them to its caller.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
 
 from kestrel_runtime.api.errors import KestrelError
 from kestrel_runtime.api.events import Event, Finished, TextDelta
@@ -100,7 +100,17 @@ class Stream:
 
     def fail(self, error: KestrelError) -> None:
         """From any thread: end with an error."""
-        _post(self.loop, self.deliver, [], error)
+        self.post(self.destination, [Delivery(self, [], error)])
+
+    @property
+    def destination(self) -> Hashable:
+        """Streams with the same destination are posted to together."""
+        return self.loop
+
+    @staticmethod
+    def post(destination: Any, deliveries: list[Delivery]) -> None:
+        """From any thread: deliver to streams of one destination. Nothing happens where it no longer exists."""
+        _post(destination, _deliver_all, deliveries)
 
     def _take_error(self) -> KestrelError:
         """Hand the error out, once: its traceback refers to frames of the caller, which refer to this stream."""
@@ -129,26 +139,34 @@ class Stream:
             self._waiter.set_result(None)
 
 
+class Delivery(NamedTuple):
+    """The next events of a stream; with an error nothing follows."""
+
+    stream: Stream
+    events: list[Event]
+    error: KestrelError | None = None
+
+
 class Outbox:
-    """The events of one step, collected per event loop and posted together. One thread fills and posts it."""
+    """The events of one step, collected by destination and posted together. One thread fills and posts it."""
 
     def __init__(self) -> None:
-        self._pending: dict[asyncio.AbstractEventLoop, list[tuple[Stream, list[Event]]]] = {}
+        self._pending: dict[Hashable, list[Delivery]] = {}
 
     def put(self, stream: Stream, events: list[Event]) -> None:
         """Add a stream's events of this step."""
-        self._pending.setdefault(stream.loop, []).append((stream, events))
+        self._pending.setdefault(stream.destination, []).append(Delivery(stream, events))
 
     def post(self) -> None:
-        """Send everything: one wake-up per event loop."""
+        """Send everything: once to each destination."""
         while self._pending:  # each entry is removed first: if posting raises, nothing is sent twice
-            loop, deliveries = self._pending.popitem()
-            _post(loop, _deliver_all, deliveries)
+            destination, deliveries = self._pending.popitem()
+            deliveries[0].stream.post(destination, deliveries)
 
 
-def _deliver_all(deliveries: list[tuple[Stream, list[Event]]]) -> None:
-    for stream, events in deliveries:
-        stream.deliver(events)
+def _deliver_all(deliveries: list[Delivery]) -> None:
+    for stream, events, error in deliveries:
+        stream.deliver(events, error)
 
 
 def _post(loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *arguments: Any) -> None:

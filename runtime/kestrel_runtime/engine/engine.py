@@ -26,15 +26,11 @@ from kestrel_runtime.api.engine import CacheLoad, ClearedCache, EngineInfo, Engi
 from kestrel_runtime.api.errors import (
     AdapterNotFound,
     EngineUnavailable,
-    ImageError,
     InternalError,
     KestrelError,
-    ModelNotFound,
-    SkillUnsupported,
     clear_locals,
     drop_tracebacks,
 )
-from kestrel_runtime.api.images import RawImage
 from kestrel_runtime.api.requests import Request
 from kestrel_runtime.api.stream import Stream
 from kestrel_runtime.constraints.compiler import ConstraintCompiler, new_vocabulary
@@ -43,7 +39,7 @@ from kestrel_runtime.engine.isolation import Isolation, new_probes
 from kestrel_runtime.engine.loop import EngineLoop
 from kestrel_runtime.engine.offending_requests import OffendingRequests
 from kestrel_runtime.engine.open_streams import OpenStreams
-from kestrel_runtime.engine.preprocessing import MAX_DECODING_BYTES, Preprocessor, least_budget_bytes
+from kestrel_runtime.engine.preprocessing import Preprocessor
 from kestrel_runtime.engine.recent import Matchers
 from kestrel_runtime.engine.watchdog import Watchdog, all_stacks
 from kestrel_runtime.engine.workers import Interrupted
@@ -51,6 +47,7 @@ from kestrel_runtime.execution.cuda_stream import CudaStream
 from kestrel_runtime.imaging.device_tiles import DeviceTiler
 from kestrel_runtime.imaging.tiles import Tiling, max_kept_bytes
 from kestrel_runtime.memory.host_limits import available_processors
+from kestrel_runtime.memory.image_budget import MAX_DECODING_BYTES, least_budget_bytes
 from kestrel_runtime.memory.plan import MemoryReading
 from kestrel_runtime.models.family import config_of
 from kestrel_runtime.models.loaded_model import LoadedModel
@@ -242,8 +239,21 @@ class LocalEngine:
         Refusals are raised by the streams, before any event: `EngineUnavailable`, `ModelNotFound`,
         `SkillUnsupported`, `AdapterNotFound`, `ImageError`, `Overloaded` and `RequestRefused`.
         """
+        streams = [Stream() for _ in request.sampling.samples()]
+        self.submit_to(streams, request, deadline_s=deadline_s, tenant=tenant, namespace=namespace)
+        return streams
+
+    def submit_to(
+        self,
+        streams: list[Stream],
+        request: Request,
+        *,
+        deadline_s: float | None = None,
+        tenant: str = "",
+        namespace: str = "",
+    ) -> None:
+        """The same for a stream for each sample that the caller has made."""
         samples = request.sampling.samples()
-        streams = [Stream() for _ in samples]
         now = time.monotonic()
         max_queue_s = request.options.max_queue_s
         wait_limit_s = _wait_limit_s(request, deadline_s)
@@ -268,7 +278,6 @@ class LocalEngine:
             if not isinstance(error, KestrelError):
                 raise
             drop_tracebacks(error)
-        return streams
 
     def _prepare(
         self,
@@ -361,7 +370,7 @@ class LocalEngine:
 
     def inspect_image(self, data: bytes) -> ImageInfo:
         """Reads the header of an image file. Raises `ImageError` for a file that requests could not use."""
-        self._check_size(data)
+        self.info.check_image(data)
         header = self._preprocessor.inspect(data)
         return ImageInfo(f"image/{header.format.lower()}", header.width, header.height)
 
@@ -486,18 +495,7 @@ class LocalEngine:
     def _check(self, request: Request) -> None:
         if self._status is not EngineStatus.SERVING:
             raise EngineUnavailable(f"the engine is {self._status.name.lower()}")
-        if request.options.model not in ("", self.info.model):
-            raise ModelNotFound(request.options.model)
-        if request.skill not in self.info.skills:
-            raise SkillUnsupported(request.skill, self.info.model)
-        if request.image is not None:
-            self._check_size(request.image)
-
-    def _check_size(self, image: bytes | RawImage) -> None:
-        max_image_bytes = self.info.config.max_image_bytes
-        num_bytes = image.padded_bytes if isinstance(image, RawImage) else len(image)
-        if num_bytes > max_image_bytes:
-            raise ImageError(f"the image must not exceed {max_image_bytes} bytes", too_large=True)
+        self.info.check(request)
 
     def _cost_of(self, request: Request, tenant: str) -> Cost:
         num_tokens = 0 if request.image is None else self._num_image_tokens

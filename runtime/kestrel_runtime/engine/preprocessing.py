@@ -17,7 +17,8 @@ from typing import NamedTuple
 from PIL import Image
 
 from kestrel_runtime.api.errors import ContextLengthExceeded, EngineUnavailable, ImageError, RequestRefused
-from kestrel_runtime.api.images import HashedImage, RawImage, image_digest
+from kestrel_runtime.api.images import HashedImage, RemoteImage, image_digest
+from kestrel_runtime.api.images import Image as RequestImage
 from kestrel_runtime.api.requests import CachePolicy, Request
 from kestrel_runtime.engine.offending_requests import OffendingRequests, fingerprint_of
 from kestrel_runtime.engine.recent import LruCache, Matchers, Prompts
@@ -26,14 +27,11 @@ from kestrel_runtime.imaging.decoding import decode_image, inspect_image
 from kestrel_runtime.imaging.header import ImageHeader
 from kestrel_runtime.imaging.tiles import DecodedImage, Tiles, Tiling, tiles_bytes
 from kestrel_runtime.loading.tokenizer import Tokenizer
-from kestrel_runtime.memory.image_budget import MemoryBudget
+from kestrel_runtime.memory.image_budget import MAX_DECODING_BYTES, MemoryBudget
 from kestrel_runtime.models.family import ModelConfig, Skill
 from kestrel_runtime.scheduling.prefix_keys import EmbeddingKey, PrefixKeyMaker, PrefixKeys
 from kestrel_runtime.scheduling.sequence import AdapterLease, Sequence, SequenceClock
 
-MAX_DECODING_BYTES = 512 * 2**20
-"""Memory that decoding one image may take. A PNG of 64 megapixels takes as much, a WebP of 32 megapixels, a
-progressive JPEG without subsampling of 53."""
 _MAX_BYTES_HASHED_AT_ONCE = 2**18
 """The largest image that the submitting thread hashes, in about 0.2 ms; workers hash larger ones."""
 _MAX_TEXT_LENGTH_AT_ONCE = 512
@@ -41,11 +39,6 @@ _MAX_TEXT_LENGTH_AT_ONCE = 512
 _MAX_KNOWN_IMAGES = 4096
 _TILING_COPIES = 3
 """Copies of an image's tiles that exist at the peak of tiling: the resized image, its array, and the tiles."""
-
-
-def least_budget_bytes(decoding_bytes: int) -> int:
-    """The smallest budget that admits an image of `decoding_bytes`; a quarter stays free for smaller images."""
-    return -(-decoding_bytes * 4 // 3)
 
 
 class ImageFacts(NamedTuple):
@@ -116,7 +109,7 @@ class Preprocessor:
         """Memory of images that are being decoded, and of tiles that are not freed yet."""
         return self._budget.used_bytes
 
-    def inspect(self, image: bytes | RawImage) -> ImageHeader:
+    def inspect(self, image: RequestImage) -> ImageHeader:
         """Read an image's header only. Raises `ImageError` if it is invalid or takes too much memory to decode."""
         header = inspect_image(image, max_image_pixels=self._max_image_pixels)
         if self._num_bytes(header) > self._max_decoding_bytes:
@@ -314,9 +307,9 @@ class Preprocessor:
         )
         return True
 
-    def _facts_of(self, image: bytes | RawImage, namespace: str) -> tuple[ImageFacts, bool]:
+    def _facts_of(self, image: RequestImage, namespace: str) -> tuple[ImageFacts, bool]:
         """The facts that an image's header gives, and whether the image was known. Raises `ImageError`."""
-        takes_long = len(image) > _MAX_BYTES_HASHED_AT_ONCE and not isinstance(image, HashedImage)
+        takes_long = len(image) > _MAX_BYTES_HASHED_AT_ONCE and not isinstance(image, HashedImage | RemoteImage)
         digest = None if takes_long else image_digest(image)
         if digest is None:
             return ImageFacts(None, self._num_bytes(self.inspect(image))), False
@@ -343,14 +336,16 @@ class Preprocessor:
         """Drop requests that have not started, and wait for the workers for a bounded time."""
         self._workers.close()
 
-    def _tiles_of(self, image: bytes | RawImage, tenant: str) -> Tiles | DecodedImage:
+    def _tiles_of(self, image: RequestImage, tenant: str) -> Tiles | DecodedImage:
         tiles, _ = self._decode(image, tenant)
         return tiles
 
     def _decode(
-        self, image: bytes | RawImage, tenant: str, check_wanted: Callable[[], None] = lambda: None
+        self, image: RequestImage, tenant: str, check_wanted: Callable[[], None] = lambda: None
     ) -> tuple[Tiles | DecodedImage, tuple[int, int]]:
         """The tiles of an image, and its width and height."""
+        if isinstance(image, RemoteImage):
+            image = image.fetch(check_wanted)
         decoded = decode_image(image, max_image_pixels=self._max_image_pixels, check_wanted=check_wanted)
         tiles = self._make_tiles(decoded)
         self._budget.hold(tenant, tiles, tiles.pixels.nbytes)

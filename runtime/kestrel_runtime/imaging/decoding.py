@@ -13,7 +13,8 @@ import numpy as np
 from PIL import ExifTags, Image
 
 from kestrel_runtime.api.errors import ImageError, KestrelError
-from kestrel_runtime.api.images import RawImage
+from kestrel_runtime.api.images import Image as RequestImage
+from kestrel_runtime.api.images import RawImage, RemoteImage
 from kestrel_runtime.imaging.formats import check_size, check_structure, read_header
 from kestrel_runtime.imaging.header import ImageHeader, simple_header, undecodable
 
@@ -35,10 +36,10 @@ _UPRIGHT = {
 }
 
 
-def inspect_image(data: bytes | RawImage, *, max_image_pixels: int) -> ImageHeader:
+def inspect_image(data: RequestImage, *, max_image_pixels: int) -> ImageHeader:
     """Reads the header of an image, in a bounded time that does not depend on its length. Raises `ImageError`."""
     most = min(max_image_pixels, MAX_IMAGE_PIXELS)
-    if not isinstance(data, RawImage):
+    if not isinstance(data, RawImage | RemoteImage):
         return read_header(data, max_image_pixels=most)
     header = simple_header("RAW", data.width_px, data.height_px)
     check_size(header, max_image_pixels=most)

@@ -12,6 +12,15 @@ from threading import Lock
 
 from kestrel_runtime.api.fair_limit import FairLimit
 
+MAX_DECODING_BYTES = 512 * 2**20
+"""Memory that decoding one image may take. A PNG of 64 megapixels takes as much, a WebP of 32 megapixels, a
+progressive JPEG without subsampling of 53."""
+
+
+def least_budget_bytes(decoding_bytes: int) -> int:
+    """The smallest budget that admits an image of `decoding_bytes`; a quarter stays free for smaller images."""
+    return -(-decoding_bytes * 4 // 3)
+
 
 class MemoryBudget:
     """Bytes in use within a `FairLimit`, by the tenant that they are used for.

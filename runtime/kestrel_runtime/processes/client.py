@@ -1,0 +1,687 @@
+"""An engine in other processes, as a front end sees it. Needs no torch.
+
+The front end checks requests, reads the headers of images and hashes them; a core gets the digest. If the core has
+the image in no cache, it asks for the pixels once it has memory for them; the front end then decodes the image.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
+
+import msgspec
+import zmq
+
+from kestrel_runtime.api.adapters import AdapterInfo, AdapterLoad
+from kestrel_runtime.api.engine import CacheLoad, ClearedCache, EngineInfo, EngineStatus, ImageInfo, Load
+from kestrel_runtime.api.errors import (
+    EngineUnavailable,
+    ImageError,
+    InternalError,
+    KestrelError,
+    drop_tracebacks,
+)
+from kestrel_runtime.api.events import Finished
+from kestrel_runtime.api.images import HashedImage, Image, RemoteImage, image_digest
+from kestrel_runtime.api.requests import Request
+from kestrel_runtime.api.stream import Stream
+from kestrel_runtime.engine.workers import Interrupted, Job, Workers
+from kestrel_runtime.imaging.decoding import decode_image, inspect_image
+from kestrel_runtime.imaging.header import ImageHeader
+from kestrel_runtime.memory.image_budget import MAX_DECODING_BYTES, MemoryBudget
+from kestrel_runtime.processes import messages
+from kestrel_runtime.processes.endpoint import MAX_WAITING_MESSAGES, CoreEndpoint
+from kestrel_runtime.processes.messages import (
+    AdapterNames,
+    Answer,
+    Cancel,
+    ClearCache,
+    CoreState,
+    Events,
+    Expect,
+    ForgetImage,
+    FromCore,
+    Hello,
+    ImageSummary,
+    LoadAdapter,
+    NeedPixels,
+    OnlyEnd,
+    Operation,
+    Pixels,
+    Release,
+    Submit,
+    ToCore,
+    UnloadAdapter,
+    Welcome,
+)
+from kestrel_runtime.processes.routing import choose
+
+_HELLO_INTERVAL_S = 0.05
+_CLOSE_TIMEOUT_S = 2.0
+_OPERATION_TIMEOUT_S = 60.0
+_MAX_BYTES_HASHED_AT_ONCE = 2**18
+"""The largest image that the event loop hashes, in about 0.2 ms; a worker hashes larger ones."""
+_PIXEL_BYTES = 3
+
+_log = logging.getLogger(__name__)
+
+
+class BuildMismatch(Exception):
+    """The core runs other code: the packages on the disk have changed while the server runs."""
+
+
+class EngineClient:
+    """Implements `api.engine.Engine` over engine cores. Belongs to the event loop that it was made on.
+
+    `core_gone` and `core_ready` tell it what happens to the processes of the cores.
+    """
+
+    def __init__(self, cores: Sequence[_Core], context: zmq.Context[Any]) -> None:
+        """Use `connect`."""
+        infos = [core.info for core in cores]
+        self.info = replace(infos[0], max_batch_size=sum(info.max_batch_size for info in infos))
+        config = self.info.config
+        max_decoded_bytes = config.max_decoded_image_bytes or 2 * MAX_DECODING_BYTES
+        self._max_decoding_bytes = min(MAX_DECODING_BYTES, max_decoded_bytes * 3 // 4)
+        self._workers = Workers(
+            config.num_preprocess_threads,
+            "kestrel-decode",
+            MemoryBudget(max_decoded_bytes),
+            ageing_s=config.ageing_s,
+        )
+        self._loop = asyncio.get_running_loop()
+        self._context = context
+        self._cores = cores
+        self._calls: dict[int, _Call] = {}  # by the ids of its requests
+        self._ids = itertools.count(1)
+        self._status = EngineStatus.RECOVERING
+        self._is_draining = self._is_closed = False
+        self._callbacks: list[Callable[[EngineStatus], None]] = []
+        for core in cores:
+            core.serve(self._take, self._update_status)
+        self._update_status()
+
+    @classmethod
+    async def connect(cls, endpoints: Sequence[CoreEndpoint], identity: str) -> Self:
+        """Returns once every core has answered. No other process of this server, now or before, has `identity`.
+
+        Raises `BuildMismatch`.
+        """
+        context = zmq.Context()
+        cores = [_Core(endpoint, context, identity) for endpoint in endpoints]
+        try:
+            await asyncio.gather(*(core.connect() for core in cores))
+        except BaseException:
+            for core in cores:
+                core.end()
+            context.term()
+            raise
+        return cls(cores, context)
+
+    def core_gone(self, index: int) -> None:
+        """The process of a core has ended. Requests that it has not begun to answer go to another core."""
+        core = self._cores[index]
+        core.end()
+        self._update_status()
+        for call in {call.ids: call for call in self._calls.values() if call.core is core}.values():
+            if call.has_events:
+                call.fail(_ended())
+            else:
+                self._send(call)
+
+    async def core_ready(self, index: int) -> None:
+        """A new process of a core listens. Raises `BuildMismatch`."""
+        await self._cores[index].connect()
+        self._update_status()
+
+    @property
+    def status(self) -> EngineStatus:
+        """SERVING while a core serves and this front end does not drain."""
+        return self._status
+
+    def on_status_change(self, callback: Callable[[EngineStatus], None]) -> None:
+        """Call `callback` at every change, on the event loop."""
+        self._callbacks.append(callback)
+
+    def submit_samples(
+        self, request: Request, *, deadline_s: float | None = None, tenant: str = "", namespace: str = ""
+    ) -> list[Stream]:
+        """Send a request to a core; see `api.engine.Engine.submit_samples`."""
+        deadline = None if deadline_s is None else time.monotonic() + deadline_s
+        streams = [_RemoteStream(next(self._ids)) for _ in request.sampling.samples()]
+        call = _Call(request, tuple(streams), deadline, tenant, namespace)
+        try:
+            self._check(request)
+            if request.image is not None:
+                call.header = self._inspect(request.image)
+            for stream in streams:
+                self._calls[stream.id] = call
+                stream.over.add_done_callback(lambda _, id=stream.id: self._calls.pop(id, None))
+                stream.follow(self._cancel, self._want_only_end, call)
+            if request.image is None or _is_hashed_at_once(request.image):
+                call.digest = None if request.image is None else image_digest(request.image)
+                self._send(call)
+            else:
+                self._hash(call, request.image)
+        except KestrelError as error:
+            call.fail(error)
+            drop_tracebacks(error)
+        return list(streams)
+
+    @asynccontextmanager
+    async def expecting(
+        self, request: Request, *, deadline_s: float | None = None, tenant: str = ""
+    ) -> AsyncIterator[None]:
+        """A place in the queue of the core with the least load; see `api.engine.Engine.expecting`."""
+        self._check(request)
+        deadline = None if deadline_s is None else time.monotonic() + deadline_s
+        core = self._choose(None)
+        number = core.next_number()
+        try:
+            await core.ask(Expect(number, messages.encode_request(request, None), deadline, tenant))
+            yield
+        finally:
+            core.send(Release(number))
+
+    async def clear_cache(self, namespace: str | None = None) -> ClearedCache:
+        """Of all cores."""
+        return await self._clear(lambda number: ClearCache(number, namespace))
+
+    async def forget_image(self, digest: bytes, namespace: str = "") -> ClearedCache:
+        """In all cores."""
+        return await self._clear(lambda number: ForgetImage(number, digest, namespace))
+
+    def inspect_image(self, data: bytes) -> ImageInfo:
+        """Reads the header of an image file. Raises `ImageError` for a file that requests could not use."""
+        self.info.check_image(data)
+        header = self._inspect(data)
+        return ImageInfo(f"image/{header.format.lower()}", header.width, header.height)
+
+    def adapters(self) -> list[AdapterInfo]:
+        """The adapters that are loaded in any core, with the requests of all cores."""
+        found: dict[tuple[str, str], AdapterInfo] = {}
+        for info in (info for core in self._cores for info in core.state.adapters):
+            before = found.get((info.name, info.digest))
+            num_requests = info.num_requests + (0 if before is None else before.num_requests)
+            found[info.name, info.digest] = replace(before or info, num_requests=num_requests)
+        return list(found.values())
+
+    async def adapter_names(self) -> list[str]:
+        """The names of adapters that requests may use, at most 1,000, in order."""
+        core = self._choose(None)
+        return list((await core.ask(AdapterNames(core.next_number()))).names)
+
+    async def load_adapter(self, name: str) -> AdapterInfo:
+        """Into all cores; see `api.engine.Engine.load_adapter`."""
+        return await self._operate_adapter(lambda number: LoadAdapter(number, name))
+
+    async def unload_adapter(self, name: str) -> AdapterInfo:
+        """From all cores; see `api.engine.Engine.unload_adapter`."""
+        return await self._operate_adapter(lambda number: UnloadAdapter(number, name))
+
+    def load(self) -> Load:
+        """The sum over all cores, as they have last reported it."""
+        return _sum_of([core.state.load for core in self._cores if core.is_connected])
+
+    def loads(self) -> dict[int, tuple[EngineStatus, Load]]:
+        """The state of each core, as it has last reported it; RECOVERING where its process is being restarted."""
+        return {core.index: (core.status, core.state.load) for core in self._cores}
+
+    async def drain(self) -> None:
+        """Take no more requests, and return when those that run have ended."""
+        self._is_draining = True
+        self._update_status()
+        if waiting := [stream.over for call in self._calls.values() for stream in call.streams]:
+            await asyncio.wait(waiting)
+
+    def close(self) -> None:
+        """End everything. Blocks, unless it is called on the event loop itself."""
+        if self._loop.is_closed():
+            return
+        try:
+            is_here = asyncio.get_running_loop() is self._loop
+        except RuntimeError:
+            is_here = False
+        if is_here:
+            self._close()
+        elif self._loop.is_running():
+            done = threading.Event()
+            self._loop.call_soon_threadsafe(lambda: (self._close(), done.set()))
+            done.wait(_CLOSE_TIMEOUT_S)
+        self._workers.close()
+
+    def _close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for call in list(self._calls.values()):
+            call.fail(EngineUnavailable("the engine has stopped"))
+        for core in self._cores:
+            core.end()
+        self._update_status()
+        self._context.term()
+
+    def _update_status(self) -> None:
+        statuses = {core.status for core in self._cores}
+        if self._is_closed:
+            status = EngineStatus.DEAD
+        elif self._is_draining:
+            status = EngineStatus.DRAINING
+        else:
+            status = EngineStatus.SERVING if EngineStatus.SERVING in statuses else EngineStatus.RECOVERING
+        if status is not self._status:
+            self._status = status
+            for callback in self._callbacks:
+                callback(status)
+
+    def _check(self, request: Request) -> None:
+        if self._status is not EngineStatus.SERVING:
+            raise EngineUnavailable(f"the engine is {self._status.name.lower()}")
+        self.info.check(request)
+
+    def _inspect(self, image: Image) -> ImageHeader:
+        header = inspect_image(image, max_image_pixels=self.info.config.max_image_pixels)
+        if _decoding_bytes(header) > self._max_decoding_bytes:
+            limit_mib = self._max_decoding_bytes // 2**20
+            raise ImageError(f"must take at most {limit_mib} MiB while it is decoded", too_large=True)
+        return header
+
+    def _hash(self, call: _Call, image: Image) -> None:
+        """Have a worker hash a large image, and send the request then."""
+
+        def finish(done: Future[bytes]) -> None:
+            with contextlib.suppress(RuntimeError):  # the event loop is closed
+                self._loop.call_soon_threadsafe(self._send_hashed, call, done)
+
+        self._submit_job(call, lambda: image_digest(image)).add_done_callback(finish)
+
+    def _send_hashed(self, call: _Call, done: Future[bytes]) -> None:
+        if not call.is_over:
+            if done.cancelled():
+                call.fail(EngineUnavailable("the engine has stopped"))
+            else:
+                call.digest = done.result()
+                self._send(call)
+
+    def _choose(self, digest: bytes | None) -> _Core:
+        serving = [core for core in self._cores if core.status is EngineStatus.SERVING]
+        if not serving:
+            raise _ended()
+        return choose(serving, digest)
+
+    def _send(self, call: _Call) -> None:
+        """To the core that the request belongs to now."""
+        try:
+            core = self._choose(call.digest)
+            call.core = core
+            summary = None
+            if call.header is not None and call.digest is not None:
+                num_bytes = len(call.request.image or b"")
+                summary = ImageSummary(call.digest, num_bytes, call.header.width, call.header.height)
+            data = messages.encode_request(call.request, summary)
+            core.send(Submit(call.ids, data, call.deadline, call.tenant, call.namespace))
+            core.num_sent += len(call.ids)
+        except KestrelError as error:
+            call.fail(error)
+
+    def _cancel(self, call: _Call, stream: _RemoteStream) -> None:
+        if call.core is not None and stream.is_cancelled:
+            call.core.send(Cancel((stream.id,)))
+
+    def _want_only_end(self, call: _Call, stream: _RemoteStream) -> None:
+        if call.core is not None:
+            call.core.send(OnlyEnd((stream.id,)))
+
+    def _take(self, core: _Core, message: Events | NeedPixels) -> None:
+        if isinstance(message, NeedPixels):
+            self._give_pixels(core, message)
+            return
+        for item in message.of_requests:
+            call = self._calls.get(item.id)
+            if call is None or call.core is not core:
+                continue
+            call.has_events = True
+            events, error = messages.events_in(item)
+            call.stream(item.id).deliver(events, error)
+
+    def _give_pixels(self, core: _Core, message: NeedPixels) -> None:
+        # The first sample may have ended before the others.
+        call = self._calls.get(message.id) or next(
+            (one for one in self._calls.values() if message.id in one.ids), None
+        )
+        image = None if call is None else call.request.image
+        if call is None or image is None or isinstance(image, RemoteImage):
+            error = messages.encode_error(EngineUnavailable("the caller has gone"))
+            core.send(Pixels(message.number, 0, 0, error))
+            return
+
+        def decode() -> tuple[int, int, bytes]:
+            decoded = decode_image(
+                image, max_image_pixels=self.info.config.max_image_pixels, check_wanted=check_wanted
+            )
+            return *decoded.size, decoded.tobytes()
+
+        def check_wanted() -> None:
+            if call.is_over or self._workers.is_closing:
+                raise Interrupted
+
+        def finish(done: Future[tuple[int, int, bytes]]) -> None:
+            with contextlib.suppress(RuntimeError):  # the event loop is closed
+                self._loop.call_soon_threadsafe(_send_pixels, core, message.number, done)
+
+        try:
+            self._submit_job(call, decode).add_done_callback(finish)
+        except EngineUnavailable as error:
+            core.send(Pixels(message.number, 0, 0, messages.encode_error(error)))
+
+    def _submit_job(self, call: _Call, work: Callable[[], Any]) -> Future[Any]:
+        options = call.request.options
+        job = Job(
+            work,
+            submitted=time.monotonic(),
+            priority=options.priority,
+            standing=options.standing,
+            tenant=call.tenant,
+            num_bytes=0 if call.header is None else _decoding_bytes(call.header),
+        )
+        try:
+            return self._workers.submit(job)
+        except RuntimeError as error:
+            raise EngineUnavailable("no worker can take the request") from error
+
+    async def _clear(self, operation: Callable[[int], Operation]) -> ClearedCache:
+        answers = await self._ask_all(operation)
+        cleared = [answer.cleared for answer in answers if answer.cleared is not None]
+        return ClearedCache(sum(one.num_pages for one in cleared), sum(one.num_images for one in cleared))
+
+    async def _operate_adapter(self, operation: Callable[[int], Operation]) -> AdapterInfo:
+        (first, *_) = [answer.adapter for answer in await self._ask_all(operation)]
+        assert first is not None, "the answer to operations of adapters"
+        return first
+
+    async def _ask_all(self, operation: Callable[[int], Operation]) -> list[Answer]:
+        """The answers of all cores. Raises the first error. A core that restarts is left out: it starts afresh."""
+        cores = [core for core in self._cores if core.is_connected]
+        if not cores:
+            raise _ended()
+        return await asyncio.gather(*(core.ask(operation(core.next_number())) for core in cores))
+
+
+class _RemoteStream(Stream):
+    """The events of one request, which come from a core."""
+
+    def __init__(self, id: int) -> None:
+        super().__init__()
+        self.id = id
+        self._on_only_end: Callable[[], None] | None = None
+
+    def follow(
+        self,
+        cancel: Callable[[_Call, _RemoteStream], None],
+        want_only_end: Callable[[_Call, _RemoteStream], None],
+        call: _Call,
+    ) -> None:
+        """Call these when the caller cancels, and when it begins to wait for the end alone."""
+        self.on_cancel(lambda: cancel(call, self))
+        self._on_only_end = lambda: want_only_end(call, self)
+
+    async def result(self) -> Finished:
+        if self._on_only_end is not None and not self.over.done():
+            self._on_only_end()
+            self._on_only_end = None
+        return await super().result()
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """A request, with a stream for each sample."""
+
+    request: Request
+    streams: tuple[_RemoteStream, ...]
+    deadline: float | None
+    tenant: str
+    namespace: str
+    header: ImageHeader | None = None
+    """Of its image; None without one."""
+    digest: bytes | None = None
+    core: _Core | None = None
+    """Where it was sent to last."""
+    has_events: bool = False
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        return tuple(stream.id for stream in self.streams)
+
+    @property
+    def is_over(self) -> bool:
+        return all(stream.over.done() for stream in self.streams)
+
+    def stream(self, id: int) -> _RemoteStream:
+        """The stream of this id."""
+        return next(stream for stream in self.streams if stream.id == id)
+
+    def fail(self, error: KestrelError) -> None:
+        """End all streams with an error."""
+        for stream in self.streams:
+            stream.deliver([], error)
+
+
+class _Core:
+    """The connection to one core, whose process may change."""
+
+    def __init__(self, endpoint: CoreEndpoint, context: zmq.Context[Any], identity: str) -> None:
+        self.num_sent = 0
+        """Requests that were sent since the core has reported its load."""
+        self._endpoint = endpoint
+        self._context = context
+        self._identity = identity
+        self._build = messages.build_id()
+        self._loop = asyncio.get_running_loop()
+        self._info: EngineInfo | None = None
+        self._state: CoreState | None = None
+        self._sockets: tuple[zmq.Socket[bytes], zmq.Socket[bytes]] | None = None
+        self._numbers = itertools.count(1)
+        self._asked: dict[int, asyncio.Future[Answer]] = {}
+        self._welcome: asyncio.Future[Welcome] | None = None
+        self._on_message: Callable[[_Core, Events | NeedPixels], None] | None = None
+        self._on_state: Callable[[], None] = lambda: None
+
+    @property
+    def index(self) -> int:
+        return self._endpoint.index
+
+    @property
+    def info(self) -> EngineInfo:
+        assert self._info is not None, "known once it is connected"
+        return self._info
+
+    @property
+    def state(self) -> CoreState:
+        """As the core has last reported it."""
+        return self._state or CoreState(EngineStatus.RECOVERING, _NO_LOAD, ())
+
+    @property
+    def status(self) -> EngineStatus:
+        return self.state.status if self.is_connected else EngineStatus.RECOVERING
+
+    @property
+    def is_connected(self) -> bool:
+        return self._state is not None
+
+    @property
+    def load(self) -> int:
+        load = self.state.load
+        return load.num_running + load.num_waiting + load.num_preprocessing + self.num_sent
+
+    @property
+    def num_waiting(self) -> int:
+        return self.state.load.num_waiting
+
+    @property
+    def max_batch_size(self) -> int:
+        return self.info.max_batch_size
+
+    def serve(self, on_message: Callable[[_Core, Events | NeedPixels], None], on_state: Callable[[], None]) -> None:
+        """What is called with messages from now on, and when the state changes."""
+        self._on_message, self._on_state = on_message, on_state
+
+    async def connect(self) -> None:
+        """Greet the process that listens now, or will. Raises `BuildMismatch`."""
+        self.end()
+        requests, events = self._context.socket(zmq.DEALER), self._context.socket(zmq.DEALER)
+        for socket in (requests, events):
+            socket.sndhwm = socket.rcvhwm = MAX_WAITING_MESSAGES
+            socket.linger = 0
+            socket.routing_id = self._identity.encode()
+        requests.connect(self._endpoint.requests)
+        events.connect(self._endpoint.events)
+        self._sockets = requests, events
+        self._welcome = self._loop.create_future()
+        self._first_state: asyncio.Future[None] = self._loop.create_future()
+        self._loop.add_reader(events.FD, self._receive)
+        welcome = self._welcome
+        while not welcome.done():
+            self.send(Hello(self._identity, self._build))
+            await asyncio.wait((welcome,), timeout=_HELLO_INTERVAL_S)
+        greeting = welcome.result()
+        if greeting.build != self._build:
+            self.end()
+            raise BuildMismatch(f"core {self.index} runs another build")
+        self._info = greeting.info
+        await self._first_state
+
+    def end(self) -> None:
+        """The process has ended: forget it. Operations that wait fail with `EngineUnavailable`."""
+        if self._sockets is not None:
+            requests, events = self._sockets
+            self._loop.remove_reader(events.FD)
+            requests.close()
+            events.close()
+        self._sockets = self._state = None
+        self.num_sent = 0
+        for asked in self._asked.values():
+            if not asked.done():
+                asked.set_exception(_ended())
+        self._asked.clear()
+
+    def next_number(self) -> int:
+        """The number of the next operation."""
+        return next(self._numbers)
+
+    def send(self, message: ToCore, *frames: bytes) -> None:
+        """Send, without waiting. Raises `EngineUnavailable` where the core does not read."""
+        if self._sockets is None:
+            return  # whoever waits for an answer is told of the end
+        try:
+            self._sockets[0].send_multipart((messages.encode(message), *frames), zmq.NOBLOCK, copy=not frames)
+        except zmq.Again as error:
+            raise EngineUnavailable("the engine process does not read") from error
+
+    async def ask(self, operation: Operation) -> Answer:
+        """The answer. Raises the error that it has, and `EngineUnavailable` where none comes."""
+        if self._sockets is None:
+            raise _ended()
+        answer = self._asked[operation.number] = self._loop.create_future()
+        try:
+            self.send(operation)
+            async with asyncio.timeout(_OPERATION_TIMEOUT_S):
+                found = await answer
+        except TimeoutError as error:
+            raise EngineUnavailable("the engine process does not answer") from error
+        finally:
+            self._asked.pop(operation.number, None)
+        if found.error is not None:
+            raise messages.decode_error(found.error)
+        return found
+
+    def _receive(self) -> None:
+        # The descriptor tells of changes only, so nothing may be left to read.
+        while self._sockets is not None and self._sockets[1].get(zmq.EVENTS) & zmq.POLLIN:
+            (data, *_) = self._sockets[1].recv_multipart(zmq.NOBLOCK)
+            try:
+                self._take(messages.decode_from_core(data))
+            except msgspec.MsgspecError:
+                _log.exception("a message of core %d cannot be read: it runs another build", self.index)
+            except Exception:
+                _log.exception("a message of core %d failed", self.index)
+
+    def _take(self, message: FromCore) -> None:
+        if isinstance(message, Welcome):
+            if self._welcome is not None and not self._welcome.done():
+                self._welcome.set_result(message)
+        elif isinstance(message, CoreState):
+            is_news = message.status is not self.state.status
+            self._state = message
+            self.num_sent = 0
+            if not self._first_state.done():
+                self._first_state.set_result(None)
+            if is_news:
+                self._on_state()
+        elif isinstance(message, Answer):
+            asked = self._asked.get(message.number)
+            if asked is not None and not asked.done():
+                asked.set_result(message)
+        elif self._on_message is not None:
+            self._on_message(self, message)
+
+
+_NO_LOAD = Load(0, 0, 0, 0, 0, 0.0)
+
+
+def _ended() -> EngineUnavailable:
+    return EngineUnavailable("the engine process has ended")
+
+
+def _is_hashed_at_once(image: Image) -> bool:
+    return isinstance(image, HashedImage | RemoteImage) or len(image) <= _MAX_BYTES_HASHED_AT_ONCE
+
+
+def _decoding_bytes(header: ImageHeader) -> int:
+    """The most memory that decoding takes, with the copy that is sent."""
+    return header.decoding_bytes + _PIXEL_BYTES * header.width * header.height
+
+
+def _send_pixels(core: _Core, number: int, done: Future[tuple[int, int, bytes]]) -> None:
+    error = EngineUnavailable("the caller has gone") if done.cancelled() else done.exception()
+    try:
+        if error is None:
+            width_px, height_px, pixels = done.result()
+            core.send(Pixels(number, width_px, height_px), pixels)
+            return
+        if isinstance(error, Interrupted):
+            error = EngineUnavailable("the caller has gone")
+        elif not isinstance(error, KestrelError):
+            _log.error("an image cannot be decoded", exc_info=error)
+            error = InternalError(error)
+        core.send(Pixels(number, 0, 0, messages.encode_error(error)))
+    except EngineUnavailable:
+        _log.warning("the pixels of an image cannot be sent: core %d does not read", core.index)
+
+
+def _sum_of(loads: Sequence[Load]) -> Load:
+    """The load of all cores together."""
+    if not loads:
+        return _NO_LOAD
+    total: dict[str, Any] = {}
+    for item in fields(Load):
+        values = [getattr(load, item.name) for load in loads]
+        total[item.name] = _sum_of_parts(values) if isinstance(values[0], CacheLoad | AdapterLoad) else sum(values)
+    return Load(**total)
+
+
+def _sum_of_parts(parts: Sequence[Any]) -> Any:
+    sums = {item.name: [getattr(part, item.name) for part in parts] for item in fields(parts[0])}
+    ages = [age for age in sums.pop("oldest_age_s", ()) if age is not None]
+    values: dict[str, Any] = {name: sum(numbers) for name, numbers in sums.items()}
+    if isinstance(parts[0], CacheLoad):
+        values["oldest_age_s"] = max(ages, default=None)
+    return type(parts[0])(**values)

@@ -1,0 +1,29 @@
+"""Where an engine core listens, and how a message is sent without waiting."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+MAX_PATH_BYTES = 107
+"""Of a Unix socket on Linux."""
+MAX_WAITING_MESSAGES = 20_000
+"""To one process that does not read; beyond that it is given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class CoreEndpoint:
+    """The sockets of the core of this index in a private folder."""
+
+    folder: Path
+    index: int
+
+    @property
+    def requests(self) -> str:
+        """Where front ends send to."""
+        return f"ipc://{self.folder}/core-{self.index}.in"
+
+    @property
+    def events(self) -> str:
+        """Where front ends receive from."""
+        return f"ipc://{self.folder}/core-{self.index}.out"

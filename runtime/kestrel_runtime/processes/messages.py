@@ -1,0 +1,483 @@
+"""The messages between front ends and engine cores, in MessagePack.
+
+Each message is a struct of msgspec, told apart by its tag. Types of `api` travel as they are; where these have
+unions that MessagePack cannot tell apart, a struct with the same fields stands for them. Messages have no versions,
+since both processes run the same build: `Hello` and `Welcome` compare builds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple, Union, get_type_hints
+
+import msgspec
+
+from kestrel_runtime.api.adapters import AdapterInfo
+from kestrel_runtime.api.engine import ClearedCache, EngineInfo, EngineStatus, Load
+from kestrel_runtime.api.errors import (
+    AdapterInvalid,
+    AdapterNotFound,
+    ConstraintFailed,
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    EngineUnavailable,
+    ImageError,
+    InternalError,
+    InvalidRequest,
+    KestrelError,
+    ModelNotFound,
+    Overloaded,
+    QueueBound,
+    QueueTimeout,
+    RequestRefused,
+    SkillUnsupported,
+    Violation,
+)
+from kestrel_runtime.api.events import (
+    CaptionOutput,
+    DetectOutput,
+    Event,
+    Finished,
+    FinishReason,
+    OutlineBox,
+    Output,
+    PointOutput,
+    QueryOutput,
+    SegmentOutput,
+    Started,
+    TextDelta,
+    Timing,
+    Usage,
+)
+from kestrel_runtime.api.images import RemoteImage
+from kestrel_runtime.api.requests import REQUEST_TYPES, BoxRef, PointRef, Request
+
+_PACKAGES_ROOT = Path(__file__).parents[2]
+
+
+class Message(msgspec.Struct, array_like=True, tag=True):
+    """The base of what is sent: an array that begins with the name of its class."""
+
+
+class ImageSummary(msgspec.Struct, array_like=True):
+    """The facts about an image by which a core looks for it in its caches and plans its memory."""
+
+    digest: bytes
+    num_bytes: int
+    """Of the file, or of the pixels that came in its place."""
+    width_px: int
+    height_px: int
+    """As the header declares them, before the image is turned upright."""
+
+
+# Requests: a struct for each skill, with the fields of its request. Their image travels on its own.
+
+
+def _wire_type(name: str, hint: Any) -> Any:
+    if name == "image":
+        return ImageSummary | None
+    return tuple[tuple[float, ...], ...] if name == "spatial_refs" else hint
+
+
+_REQUEST_FIELDS: Mapping[type[Request], tuple[str, ...]] = MappingProxyType(
+    {kind: tuple(item.name for item in fields(kind)) for kind in REQUEST_TYPES}
+)
+_WIRE_REQUESTS: Mapping[type[Request], type[msgspec.Struct]] = MappingProxyType(
+    {
+        kind: msgspec.defstruct(
+            f"Wire{kind.__name__}",
+            [(name, _wire_type(name, get_type_hints(kind)[name])) for name in names],
+            frozen=True,
+            array_like=True,
+            tag=kind.skill,
+        )
+        for kind, names in _REQUEST_FIELDS.items()
+    }
+)
+_REQUEST_KINDS: Mapping[type[msgspec.Struct], type[Request]] = MappingProxyType(
+    {wire: kind for kind, wire in _WIRE_REQUESTS.items()}
+)
+_encoder = msgspec.msgpack.Encoder()
+_request_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
+    Union[tuple(_REQUEST_KINDS)]  # noqa: UP007 # pyright: ignore[reportInvalidTypeArguments]
+)
+
+
+def encode_request(request: Request, image: ImageSummary | None) -> bytes:
+    """A request, with `image` in place of its image."""
+    values = {name: getattr(request, name) for name in _REQUEST_FIELDS[type(request)]}
+    if "image" in values:
+        values["image"] = image
+    if "spatial_refs" in values:
+        values["spatial_refs"] = tuple(
+            (ref.x, ref.y) if isinstance(ref, PointRef) else (ref.x_min, ref.y_min, ref.x_max, ref.y_max)
+            for ref in request.spatial_refs
+        )
+    return _encoder.encode(_WIRE_REQUESTS[type(request)](**values))
+
+
+def decode_request(data: bytes, new_image: Callable[[ImageSummary], RemoteImage]) -> Request:
+    """A request that the other process has checked: it is not checked again."""
+    wire = _request_decoder.decode(data)
+    kind = _REQUEST_KINDS[type(wire)]
+    request = object.__new__(kind)
+    for name in _REQUEST_FIELDS[kind]:
+        value = getattr(wire, name)
+        if name == "image" and value is not None:
+            value = new_image(value)
+        elif name == "spatial_refs":
+            value = tuple(PointRef(*ref) if len(ref) == 2 else BoxRef(*ref) for ref in value)
+        object.__setattr__(request, name, value)
+    return request
+
+
+# Events
+
+
+class _Query(Message):
+    output: QueryOutput
+
+
+class _Caption(Message):
+    output: CaptionOutput
+
+
+class _Point(Message):
+    output: PointOutput
+
+
+class _Detect(Message):
+    output: DetectOutput
+
+
+class _Segment(Message):
+    output: SegmentOutput
+
+
+_WireOutput = _Query | _Caption | _Point | _Detect | _Segment
+_WIRE_OUTPUTS: Mapping[type[Output], Callable[[Any], _WireOutput]] = MappingProxyType(
+    {
+        QueryOutput: _Query,
+        CaptionOutput: _Caption,
+        PointOutput: _Point,
+        DetectOutput: _Detect,
+        SegmentOutput: _Segment,
+    }
+)
+
+
+class _Started(Message):
+    usage: Usage
+
+
+class _Delta(Message):
+    delta: TextDelta
+
+
+class _Box(Message):
+    box: OutlineBox
+
+
+class _Finished(Message):
+    output: _WireOutput
+    finish_reason: FinishReason
+    usage: Usage
+    timing: Timing
+    stop_sequence: str | None
+    image_size_px: tuple[int, int] | None
+
+
+class _Error(Message):
+    """An error of the engine. Values are the arguments of its constructor; see `_ERRORS`."""
+
+    name: str
+    values: tuple[Any, ...]
+
+
+_WireEvent = _Started | _Delta | _Box | _Finished
+
+
+def _to_wire(event: Event) -> _WireEvent:
+    if isinstance(event, TextDelta):
+        return _Delta(event)
+    if isinstance(event, Started):
+        return _Started(event.usage)
+    if isinstance(event, OutlineBox):
+        return _Box(event)
+    assert not event.alternatives, "an engine answers with one sample"
+    output = _WIRE_OUTPUTS[type(event.output)](event.output)
+    return _Finished(
+        output, event.finish_reason, event.usage, event.timing, event.stop_sequence, event.image_size_px
+    )
+
+
+def _from_wire(event: _WireEvent) -> Event:
+    if isinstance(event, _Delta):
+        return event.delta
+    if isinstance(event, _Started):
+        return Started(event.usage)
+    if isinstance(event, _Box):
+        return event.box
+    return Finished(
+        event.output.output,
+        event.finish_reason,
+        event.usage,
+        event.timing,
+        event.stop_sequence,
+        event.image_size_px,
+    )
+
+
+# Errors
+
+
+class CoreFault(Exception):
+    """What happened inside an engine core. Its log has the details."""
+
+
+class _Kind(NamedTuple):
+    values_of: Callable[[Any], tuple[Any, ...]]
+    make: Callable[..., KestrelError]
+
+
+def _violations(pairs: Sequence[Sequence[str]]) -> tuple[Violation, ...]:
+    return tuple(Violation(*pair) for pair in pairs)
+
+
+_ERRORS: Mapping[type[KestrelError], _Kind] = MappingProxyType(
+    {
+        InvalidRequest: _Kind(
+            lambda error: (tuple((item.field, item.description) for item in error.violations),),
+            lambda pairs: InvalidRequest(_violations(pairs)),
+        ),
+        ImageError: _Kind(
+            lambda error: (error.violations[0].description, error.too_large),
+            lambda description, too_large: ImageError(description, too_large=too_large),
+        ),
+        ContextLengthExceeded: _Kind(
+            lambda error: (error.violations[0].field, error.num_prompt_tokens, error.max_context_tokens),
+            ContextLengthExceeded,
+        ),
+        ModelNotFound: _Kind(lambda error: (error.model, error.hint), ModelNotFound),
+        AdapterNotFound: _Kind(lambda error: (error.name, error.hint), AdapterNotFound),
+        AdapterInvalid: _Kind(
+            lambda error: (error.name, error.problems), lambda name, problems: AdapterInvalid(name, tuple(problems))
+        ),
+        SkillUnsupported: _Kind(lambda error: (error.skill, error.model), SkillUnsupported),
+        Overloaded: _Kind(
+            lambda error: (error.limit, error.retry_after_s, error.bound.value, error.is_tenant_share),
+            lambda limit, retry_after_s, bound, is_share: Overloaded(
+                limit, retry_after_s, QueueBound(bound), is_tenant_share=is_share
+            ),
+        ),
+        QueueTimeout: _Kind(lambda error: (error.waited_s,), QueueTimeout),
+        InternalError: _Kind(lambda error: (), lambda: InternalError(CoreFault())),
+        **{
+            kind: _Kind(lambda error: (str(error),), kind)
+            for kind in (RequestRefused, ConstraintFailed, DeadlineExceeded, EngineUnavailable)
+        },
+    }
+)
+_ERROR_KINDS: Mapping[str, _Kind] = MappingProxyType({kind.__name__: entry for kind, entry in _ERRORS.items()})
+
+
+def encode_error(error: KestrelError) -> _Error:
+    """An error; a subclass that others do not know travels as its base."""
+    kind = next(kind for kind in type(error).__mro__ if kind in _ERRORS or kind is KestrelError)
+    if kind is KestrelError:
+        return _Error(InternalError.__name__, ())
+    return _Error(kind.__name__, _ERRORS[kind].values_of(error))
+
+
+def decode_error(error: _Error) -> KestrelError:
+    """The error that was encoded."""
+    return _ERROR_KINDS[error.name].make(*error.values)
+
+
+# From a front end to a core
+
+
+class Hello(Message):
+    """The first message of a front end."""
+
+    identity: str
+    build: str
+
+
+class Submit(Message):
+    """A request, with an id for each of its samples. `deadline` is a moment of the system's monotonic clock."""
+
+    ids: tuple[int, ...]
+    request: bytes
+    deadline: float | None
+    tenant: str
+    namespace: str
+
+
+class OnlyEnd(Message):
+    """The caller waits for the end of a request: earlier events need not be sent."""
+
+    ids: tuple[int, ...]
+
+
+class Cancel(Message):
+    """The callers of these requests are gone."""
+
+    ids: tuple[int, ...]
+
+
+class Pixels(Message):
+    """The answer to `NeedPixels`: 8-bit RGB rows without padding, in the frame that follows; or an error."""
+
+    number: int
+    width_px: int
+    height_px: int
+    error: _Error | None = None
+
+
+class Expect(Message):
+    """Asks for a place in the queue for a request whose image is still being fetched."""
+
+    number: int
+    request: bytes
+    deadline: float | None
+    tenant: str
+
+
+class Release(Message):
+    """Gives the place of the `Expect` of this number back."""
+
+    number: int
+
+
+class ClearCache(Message):
+    """Asks to remove what is cached for a namespace, or for all."""
+
+    number: int
+    namespace: str | None
+
+
+class ForgetImage(Message):
+    """Asks to remove what is cached for one image of a namespace."""
+
+    number: int
+    digest: bytes
+    namespace: str
+
+
+class AdapterNames(Message):
+    """Asks for the names of adapters."""
+
+    number: int
+
+
+class LoadAdapter(Message):
+    """Asks to read an adapter anew."""
+
+    number: int
+    name: str
+
+
+class UnloadAdapter(Message):
+    """Asks to free the slot of an adapter."""
+
+    number: int
+    name: str
+
+
+Operation = Expect | ClearCache | ForgetImage | AdapterNames | LoadAdapter | UnloadAdapter
+"""Each is answered with an `Answer` of its number."""
+ToCore = Hello | Submit | OnlyEnd | Cancel | Pixels | Release | Operation
+
+
+# From a core to its front ends
+
+
+class Welcome(Message):
+    """The answer to `Hello`."""
+
+    build: str
+    info: EngineInfo
+
+
+class CoreState(Message):
+    """The state of a core, sent when it changes."""
+
+    status: EngineStatus
+    load: Load
+    adapters: tuple[AdapterInfo, ...]
+
+
+class EventsOf(msgspec.Struct, array_like=True):
+    """The next events of one request; with an error nothing follows."""
+
+    id: int
+    events: tuple[_WireEvent, ...]
+    error: _Error | None = None
+
+
+class Events(Message):
+    """The events of one turn of the engine."""
+
+    of_requests: tuple[EventsOf, ...]
+
+
+class NeedPixels(Message):
+    """Asks for the decoded image of the request that one of whose ids is `id`."""
+
+    number: int
+    id: int
+
+
+class Answer(Message):
+    """The answer to the operation of this number."""
+
+    number: int
+    error: _Error | None = None
+    cleared: ClearedCache | None = None
+    names: tuple[str, ...] = ()
+    adapter: AdapterInfo | None = None
+
+
+FromCore = Welcome | CoreState | Events | NeedPixels | Answer
+
+_to_core_decoder = msgspec.msgpack.Decoder(ToCore)
+_from_core_decoder = msgspec.msgpack.Decoder(FromCore)
+
+
+def encode(message: ToCore | FromCore) -> bytes:
+    """The bytes of a message."""
+    return _encoder.encode(message)
+
+
+def decode_to_core(data: bytes | memoryview) -> ToCore:
+    """A message of a front end. Raises `msgspec.ValidationError` where the builds differ."""
+    return _to_core_decoder.decode(data)
+
+
+def decode_from_core(data: bytes | memoryview) -> FromCore:
+    """A message of a core. Raises `msgspec.ValidationError` where the builds differ."""
+    return _from_core_decoder.decode(data)
+
+
+def events_of(id: int, events: Sequence[Event], error: KestrelError | None = None) -> EventsOf:
+    """Events of a request, to be sent."""
+    return EventsOf(id, tuple(map(_to_wire, events)), None if error is None else encode_error(error))
+
+
+def events_in(item: EventsOf) -> tuple[list[Event], KestrelError | None]:
+    """Events of a request that came."""
+    return list(map(_from_wire, item.events)), None if item.error is None else decode_error(item.error)
+
+
+def build_id() -> str:
+    """A digest of the code of the packages beside this one, as it lies on the disk now."""
+    digest = hashlib.sha256()
+    for path in sorted(_PACKAGES_ROOT.glob("kestrel_*/**/*.py")):
+        digest.update(str(path.relative_to(_PACKAGES_ROOT)).encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]

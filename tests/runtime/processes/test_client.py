@@ -1,0 +1,313 @@
+"""Engines behind sockets answer as an engine does, and lose nothing when one of them goes."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import io
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.engine import EngineStatus
+from kestrel_runtime.api.errors import (
+    AdapterNotFound,
+    DeadlineExceeded,
+    EngineUnavailable,
+    ImageError,
+    KestrelError,
+    ModelNotFound,
+    Overloaded,
+    SkillUnsupported,
+)
+from kestrel_runtime.api.events import Finished, Started, TextDelta
+from kestrel_runtime.api.requests import CachePolicy, Gaze, PointRef, Query, RequestOptions, SamplingParams
+from kestrel_runtime.api.stream import Stream
+from kestrel_runtime.engine.engine import LocalEngine
+from kestrel_runtime.models.loaded_model import LoadedModel
+from kestrel_runtime.processes import client as client_module
+from kestrel_runtime.processes.client import BuildMismatch, EngineClient
+from kestrel_runtime.processes.core import CoreServer
+from kestrel_runtime.processes.endpoint import CoreEndpoint
+from kestrel_runtime.processes.routing import home_order
+from tests.reference_fixtures import MD3_SMALL
+
+SMALL_IMAGE = (MD3_SMALL / "image_1_64x64.png").read_bytes()
+TILED_IMAGE = (MD3_SMALL / "image_0_500x400.png").read_bytes()
+GREEDY = SamplingParams(temperature=0.0, max_tokens=9)
+ENDLESS = Query("hello", sampling=SamplingParams(temperature=50.0, top_p=1.0, max_tokens=3000, seed=14))
+
+
+class Cores:
+    """Engines behind sockets, and a client of theirs."""
+
+    def __init__(self, loaded: LoadedModel, folder: Path, configs: list[EngineConfig]) -> None:
+        self.engines = [LocalEngine(loaded, config) for config in configs]
+        self.endpoints = [CoreEndpoint(folder, index) for index in range(len(configs))]
+        self.servers = [CoreServer(*each) for each in zip(self.engines, self.endpoints, strict=True)]
+        self.client: EngineClient
+
+    async def lose(self, index: int) -> None:
+        """As if the process of a core had been killed."""
+        await self.servers[index].close()
+        self.client.core_gone(index)
+
+
+@asynccontextmanager
+async def cores(loaded: LoadedModel, folder: Path, *configs: EngineConfig) -> AsyncIterator[Cores]:
+    served = Cores(loaded, folder, list(configs))
+    for server in served.servers:
+        await server.start()
+    served.client = await EngineClient.connect(served.endpoints, "frontend-0.1")
+    try:
+        yield served
+    finally:
+        served.client.close()
+        for server, engine in zip(served.servers, served.engines, strict=True):
+            await server.close()
+            await asyncio.to_thread(engine.close)
+
+
+CONFIG = EngineConfig(model="", max_batch_size=8)
+
+
+@pytest.fixture
+async def one(loaded: LoadedModel, tmp_path: Path) -> AsyncIterator[Cores]:
+    async with cores(loaded, tmp_path, CONFIG) as served:
+        yield served
+
+
+@pytest.fixture
+async def two(loaded: LoadedModel, tmp_path: Path) -> AsyncIterator[Cores]:
+    async with cores(loaded, tmp_path, CONFIG, CONFIG) as served:
+        yield served
+
+
+def submit(client: EngineClient, request: Query, deadline_s: float | None = None, namespace: str = "") -> Stream:
+    (stream,) = client.submit_samples(request, deadline_s=deadline_s, namespace=namespace)
+    return stream
+
+
+async def error_of(stream: Stream) -> KestrelError:
+    with pytest.raises(KestrelError) as caught:
+        await stream.result()
+    return caught.value
+
+
+def picture(number: int) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (37, 41), (number, 7 * number % 256, 99)).save(file, "PNG")
+    return file.getvalue()
+
+
+async def until_idle(engine: LocalEngine) -> None:
+    """Return after the engine has run a request that came after all others."""
+    await engine.submit(Query("hi", sampling=SamplingParams(max_tokens=1))).result()
+
+
+@pytest.mark.parametrize("image", [None, SMALL_IMAGE, TILED_IMAGE])
+async def test_events_are_those_of_the_engine_with_a_new_image_and_with_a_known_one(
+    one: Cores, image: bytes | None
+) -> None:
+    request = Query("license", image, reasoning=True, sampling=replace(GREEDY, max_tokens=40))
+    bypassing = replace(request, options=RequestOptions(cache=CachePolicy.BYPASS))
+    expected = await one.engines[0].submit(bypassing).result()
+    for _ in range(2):
+        events = [event async for event in submit(one.client, request)]
+        assert isinstance(events[0], Started)
+        assert all(isinstance(event, TextDelta) for event in events[1:-1])
+        assert isinstance(last := events[-1], Finished)
+        assert (last.output, last.image_size_px) == (expected.output, expected.image_size_px)
+
+
+async def test_a_caller_that_waits_for_the_end_gets_it(one: Cores) -> None:
+    request = Query("what?", SMALL_IMAGE, sampling=GREEDY)
+    assert (await submit(one.client, request).result()).output == (
+        await one.engines[0].submit(request).result()
+    ).output
+
+
+async def test_samples_have_their_seeds_and_share_the_image(one: Cores) -> None:
+    sampling = SamplingParams(temperature=2.0, max_tokens=9, seed=5, n=3)
+    request = Query("what?", TILED_IMAGE, sampling=sampling)
+    here = [(await stream.result()).output for stream in one.engines[0].submit_samples(request)]
+    there = [(await stream.result()).output for stream in one.client.submit_samples(request)]
+    assert there == here
+
+
+async def test_a_known_image_is_not_decoded_again(one: Cores, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = Query("what?", SMALL_IMAGE, sampling=GREEDY)
+    first = await submit(one.client, request).result()
+    monkeypatch.setattr(client_module, "decode_image", lambda *_, **__: pytest.fail("decoded"))
+    second = await submit(one.client, request).result()
+    assert second.output == first.output
+    assert second.usage.num_cached_tokens > 700
+
+
+async def test_errors_are_those_of_the_engine(one: Cores) -> None:
+    broken = Query("what?", TILED_IMAGE[: len(TILED_IMAGE) // 2], sampling=GREEDY)
+    for request, kind in (
+        (Query("what?", b"no picture"), ImageError),
+        (broken, ImageError),
+        (Query("what?", options=RequestOptions(model="other")), ModelNotFound),
+        (Gaze(SMALL_IMAGE, PointRef(0.5, 0.5)), SkillUnsupported),
+        (Query("what?", options=RequestOptions(adapter="none")), AdapterNotFound),
+    ):
+        (here,), (there,) = one.engines[0].submit_samples(request), one.client.submit_samples(request)
+        errors = await error_of(here), await error_of(there)
+        assert [type(error) for error in errors] == [kind, kind]
+        assert str(errors[0]) == str(errors[1])
+
+
+async def test_a_deadline_ends_a_request(one: Cores) -> None:
+    assert type(await error_of(submit(one.client, ENDLESS, deadline_s=0.3))) is DeadlineExceeded
+
+
+async def test_a_cancelled_request_returns_its_pages(one: Cores) -> None:
+    stream = submit(one.client, ENDLESS)
+    await anext(stream)
+    stream.cancel()
+    await until_idle(one.engines[0])
+    await submit(one.client, Query("hi", sampling=SamplingParams(max_tokens=1))).result()
+    assert one.engines[0].load().num_used_pages == 0
+
+
+async def test_requests_of_a_front_end_that_has_died_are_cancelled(one: Cores) -> None:
+    await anext(submit(one.client, ENDLESS))
+    one.servers[0].drop_frontend("frontend-0.1")
+    await until_idle(one.engines[0])
+    assert one.engines[0].load().num_used_pages == 0
+
+
+async def test_pixels_of_a_front_end_that_has_died_are_not_waited_for(
+    one: Cores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = asyncio.Event()
+    monkeypatch.setattr(EngineClient, "_give_pixels", lambda *_: asked.set())
+    submit(one.client, Query("what?", SMALL_IMAGE))
+    await asked.wait()
+    one.servers[0].drop_frontend("frontend-0.1")
+    await asyncio.to_thread(one.engines[0].close)
+    assert one.engines[0].load().num_preprocessing == 0
+
+
+async def test_the_queue_refuses_as_the_engine_does(loaded: LoadedModel, tmp_path: Path) -> None:
+    config = replace(CONFIG, max_batch_size=1, max_queued_requests=1)
+    async with cores(loaded, tmp_path, config) as served:
+        await anext(submit(served.client, ENDLESS))
+        streams = [submit(served.client, ENDLESS) for _ in range(3)]
+        errors = [await error_of(stream) for stream in streams[1:]]
+        assert {type(error) for error in errors} == {Overloaded}
+
+
+async def test_a_place_is_held_while_an_image_is_fetched(loaded: LoadedModel, tmp_path: Path) -> None:
+    config = replace(CONFIG, max_batch_size=1, max_queued_requests=1)
+    async with cores(loaded, tmp_path, config) as served:
+        running = submit(served.client, ENDLESS)
+        await anext(running)
+        async with served.client.expecting(ENDLESS):
+            with pytest.raises(Overloaded):
+                async with served.client.expecting(ENDLESS):
+                    pytest.fail("there is one place")
+        async with served.client.expecting(ENDLESS):
+            pass
+
+
+async def test_caches_are_cleared_in_every_core(two: Cores) -> None:
+    for number in range(8):
+        await submit(two.client, Query("what?", picture(number), sampling=GREEDY)).result()
+    assert all(engine.load().prefix_cache.used_bytes for engine in two.engines)
+    forgotten = await two.client.forget_image(hashlib.sha256(picture(3)).digest())
+    assert forgotten.num_pages
+    assert (await two.client.clear_cache()).num_pages == 7 * forgotten.num_pages
+    assert not any(engine.load().prefix_cache.used_bytes for engine in two.engines)
+
+
+async def test_images_meet_their_caches_and_answers_do_not_depend_on_the_core(two: Cores) -> None:
+    requests = [Query("what?", picture(number), sampling=GREEDY) for number in range(12)]
+    for _ in range(3):
+        streams = [submit(two.client, request) for request in requests]
+        outputs = [(await stream.result()).output for stream in streams]
+        assert outputs == [(await two.engines[0].submit(request).result()).output for request in requests]
+    loads = [engine.load().prefix_cache for engine in two.engines]
+    homes = [home_order(hashlib.sha256(picture(number)).digest(), (0, 1))[0] for number in range(12)]
+    assert loads[1].num_lookups == 3 * homes.count(1)
+    assert loads[1].num_hits == 2 * homes.count(1)
+
+
+async def test_requests_that_were_not_answered_go_to_another_core(two: Cores) -> None:
+    request = next(
+        Query("what?", picture(number), sampling=GREEDY)
+        for number in range(99)
+        if home_order(hashlib.sha256(picture(number)).digest(), (0, 1))[0] == 0
+    )
+    two.engines[0].close()  # it answers nothing more; its status has not arrived yet
+    await two.servers[0].close()
+    begun = submit(two.client, request)
+    two.client.core_gone(0)
+    assert (await begun.result()).output == (await two.engines[1].submit(request).result()).output
+    assert two.client.status is EngineStatus.SERVING
+
+
+async def test_streams_that_had_begun_end_when_their_core_goes(two: Cores) -> None:
+    streams = [submit(two.client, ENDLESS) for _ in range(2)]
+    for stream in streams:
+        await anext(stream)
+    await two.lose(0)
+    ended = [stream for stream in streams if stream.over.done()]
+    assert len(ended) == 1
+    assert type(await error_of(ended[0])) is EngineUnavailable
+
+
+async def test_without_a_core_requests_are_refused_until_one_is_back(
+    one: Cores, loaded: LoadedModel, tmp_path: Path
+) -> None:
+    seen: list[EngineStatus] = []
+    one.client.on_status_change(seen.append)
+    waiting = submit(one.client, Query("what?", SMALL_IMAGE))
+    await one.lose(0)
+    assert type(await error_of(waiting)) is EngineUnavailable
+    assert type(await error_of(submit(one.client, ENDLESS))) is EngineUnavailable
+    with pytest.raises(EngineUnavailable):
+        await one.client.clear_cache()
+    one.servers[0] = CoreServer(one.engines[0], one.endpoints[0])
+    await one.servers[0].start()
+    await one.client.core_ready(0)
+    await submit(one.client, Query("what?", SMALL_IMAGE, sampling=GREEDY)).result()
+    assert seen == [EngineStatus.RECOVERING, EngineStatus.SERVING]
+
+
+async def test_draining_waits_for_requests_and_takes_no_more(one: Cores) -> None:
+    running = submit(one.client, Query("what?", SMALL_IMAGE, sampling=GREEDY))
+    draining = asyncio.ensure_future(one.client.drain())
+    await asyncio.sleep(0)
+    assert type(await error_of(submit(one.client, ENDLESS))) is EngineUnavailable
+    await draining
+    assert running.over.done()
+
+
+async def test_another_build_is_refused(one: Cores, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module.messages, "build_id", lambda: "another")
+    with pytest.raises(BuildMismatch):
+        await EngineClient.connect(one.endpoints, "frontend-1.1")
+
+
+async def test_what_is_cached_for_a_namespace_is_found_in_it_alone(one: Cores) -> None:
+    request = Query("what?", SMALL_IMAGE, sampling=GREEDY)
+    cached = [
+        (await submit(one.client, request, namespace=name).result()).usage.num_cached_tokens for name in "abab"
+    ]
+    assert cached[:2] == [0, 0]
+    assert min(cached[2:]) > 700
+
+
+def test_a_front_end_needs_no_torch() -> None:
+    code = "import sys; sys.modules['torch'] = None; import kestrel_runtime.processes.client"
+    subprocess.run((sys.executable, "-c", code), check=True)
