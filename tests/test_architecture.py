@@ -34,12 +34,21 @@ FORBIDDEN = {
 }
 # Inside the runtime: where asyncio ends (`verify` calls the engine like any other caller), and who
 # decides without tensors.
-ASYNCIO_IN_RUNTIME = {"engine.py", "stream.py", "reference_fixture.py", "recording.py", "acceptance.py"}
+ASYNCIO_IN_RUNTIME = {
+    "engine.py",
+    "stream.py",
+    "client.py",
+    "core.py",
+    "reference_fixture.py",
+    "recording.py",
+    "acceptance.py",
+}
 WITHOUT_TORCH = {
     "api",
     "scheduling",
     "engine/offending_requests.py",
     "engine/open_streams.py",
+    "processes",
     "engine/watchdog.py",
 }
 # Inside the runtime: what each package may import of the others. Models and execution take the types of batches
@@ -58,6 +67,7 @@ RUNTIME_ARROWS = {
         *("execution", "models"),
     },
     "models": {"api", "memory", "imaging", "adapters", "loading", "scheduling", "execution"},
+    "processes": {"api", "memory", "imaging", "engine"},
     "verify": {"api", "scheduling", "engine", "models"},
 }
 # Inside the server: what each package and each module of the top level may import of the others. What a second
