@@ -35,20 +35,17 @@ FORBIDDEN = {
 # Inside the runtime: where asyncio ends (`verify` calls the engine like any other caller), and who
 # decides without tensors.
 ASYNCIO_IN_RUNTIME = {
-    "engine.py",
-    "stream.py",
-    "client.py",
-    "core.py",
-    "reference_fixture.py",
-    "recording.py",
-    "acceptance.py",
+    *("engine.py", "stream.py", "client.py", "core.py"),
+    *("reference_fixture.py", "recording.py", "acceptance.py"),
 }
 WITHOUT_TORCH = {
     "api",
     "scheduling",
     "engine/offending_requests.py",
     "engine/open_streams.py",
-    "processes",
+    "processes/client.py",
+    "processes/messages.py",
+    "processes/routing.py",
     "engine/watchdog.py",
 }
 # Inside the runtime: what each package may import of the others. Models and execution take the types of batches

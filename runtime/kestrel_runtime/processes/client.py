@@ -39,7 +39,7 @@ from kestrel_runtime.imaging.decoding import decode_image, inspect_image
 from kestrel_runtime.imaging.header import ImageHeader
 from kestrel_runtime.memory.image_budget import MAX_DECODING_BYTES, MemoryBudget
 from kestrel_runtime.processes import messages
-from kestrel_runtime.processes.endpoint import MAX_WAITING_MESSAGES, CoreEndpoint
+from kestrel_runtime.processes.endpoint import MAX_WAITING_MESSAGES, CoreEndpoint, has_message
 from kestrel_runtime.processes.messages import (
     AdapterNames,
     Answer,
@@ -604,8 +604,7 @@ class _Core:
         return found
 
     def _receive(self) -> None:
-        # The descriptor tells of changes only, so nothing may be left to read.
-        while self._sockets is not None and self._sockets[1].get(zmq.EVENTS) & zmq.POLLIN:
+        while self._sockets is not None and has_message(self._sockets[1]):
             (data, *_) = self._sockets[1].recv_multipart(zmq.NOBLOCK)
             try:
                 self._take(messages.decode_from_core(data))

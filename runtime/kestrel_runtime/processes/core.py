@@ -30,7 +30,7 @@ from kestrel_runtime.api.images import PixelFormat, RawImage, RemoteImage
 from kestrel_runtime.api.stream import Delivery, Stream
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.processes import messages
-from kestrel_runtime.processes.endpoint import MAX_WAITING_MESSAGES, CoreEndpoint
+from kestrel_runtime.processes.endpoint import MAX_WAITING_MESSAGES, CoreEndpoint, has_message
 from kestrel_runtime.processes.messages import (
     AdapterNames,
     Answer,
@@ -151,8 +151,7 @@ class CoreServer:
         return task
 
     def _receive(self) -> None:
-        # The descriptor tells of changes only, so nothing may be left to read.
-        while not self._is_closed and self._requests.get(zmq.EVENTS) & zmq.POLLIN:
+        while not self._is_closed and has_message(self._requests):
             identity, data, *frames = self._requests.recv_multipart(zmq.NOBLOCK)
             try:
                 self._take(identity, messages.decode_to_core(data), frames)

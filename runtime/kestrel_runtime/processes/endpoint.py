@@ -1,9 +1,12 @@
-"""Where an engine core listens, and how a message is sent without waiting."""
+"""Where an engine core listens, and what both ends of its sockets need."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import zmq
 
 MAX_PATH_BYTES = 107
 """Of a Unix socket on Linux."""
@@ -27,3 +30,8 @@ class CoreEndpoint:
     def events(self) -> str:
         """Where front ends receive from."""
         return f"ipc://{self.folder}/core-{self.index}.out"
+
+
+def has_message(socket: zmq.Socket[Any]) -> bool:
+    """Whether a message can be read now. The socket's descriptor tells of changes only: read until there is none."""
+    return bool(int(socket.get(zmq.EVENTS)) & zmq.POLLIN)

@@ -126,7 +126,7 @@ def decode_request(data: bytes, new_image: Callable[[ImageSummary], RemoteImage]
     kind = _REQUEST_KINDS[type(wire)]
     request = object.__new__(kind)
     for name in _REQUEST_FIELDS[kind]:
-        value = getattr(wire, name)
+        value: Any = getattr(wire, name)
         if name == "image" and value is not None:
             value = new_image(value)
         elif name == "spatial_refs":
