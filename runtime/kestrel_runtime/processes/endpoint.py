@@ -33,5 +33,5 @@ class CoreEndpoint:
 
 
 def has_message(socket: zmq.Socket[Any]) -> bool:
-    """Whether a message can be read now. The socket's descriptor tells of changes only: read until there is none."""
+    """Whether a message can be read now. The socket's descriptor tells of changes: read until there is none."""
     return bool(int(socket.get(zmq.EVENTS)) & zmq.POLLIN)

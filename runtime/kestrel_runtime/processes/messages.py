@@ -130,7 +130,7 @@ def decode_request(data: bytes, new_image: Callable[[ImageSummary], RemoteImage]
         if name == "image" and value is not None:
             value = new_image(value)
         elif name == "spatial_refs":
-            value = tuple(PointRef(*ref) if len(ref) == 2 else BoxRef(*ref) for ref in value)
+            value = tuple(PointRef(*ref) if len(ref) == 2 else BoxRef(*ref) for ref in wire.spatial_refs)
         object.__setattr__(request, name, value)
     return request
 
