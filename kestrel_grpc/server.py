@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from kestrel_grpc.access.access import Access, OpenAccess, TokenAccess
+from kestrel_grpc.access.limits import Limits, TokenLimits
 from kestrel_grpc.access.tls import CertificateFiles
 from kestrel_grpc.config.options import ConfigurationError, ServerConfig
 from kestrel_grpc.frontends.grpc.frontend import GrpcFrontend
@@ -23,7 +24,7 @@ from kestrel_grpc.frontends.rest.service import RestService
 from kestrel_grpc.frontends.triton.service import TritonService
 from kestrel_grpc.frontends.triton.shared_memory import SharedMemory
 from kestrel_grpc.images.image_index import StoreLimits
-from kestrel_grpc.images.image_store import CachePurges, ImageIntake, MemoryImages
+from kestrel_grpc.images.image_store import CachePurges, ImageIntake, ImageStore, MemoryImages
 from kestrel_grpc.images.image_uris import ImageSource, NoRemoteImages, RemoteImagesUnavailable
 from kestrel_grpc.listeners import address_of, require_free_port, require_free_socket
 from kestrel_grpc.maintenance import Maintenance
@@ -31,6 +32,7 @@ from kestrel_grpc.telemetry.logs import announce
 from kestrel_grpc.telemetry.telemetry import Telemetry
 from kestrel_grpc.wire.call_admission import Observer
 from kestrel_grpc.wire.call_groups import CallGroups
+from kestrel_grpc.wire.peers import NoPeers, Peers
 from kestrel_grpc.wire.readiness import Readiness
 from kestrel_grpc.wire.submission import Submission
 from kestrel_runtime.api.engine import CacheLoad, Engine, EngineStatus
@@ -50,6 +52,21 @@ class Host(Protocol):
     @property
     def instance_id(self) -> str:
         """Names the start of the whole server."""
+        ...
+
+    @property
+    def limits(self) -> Limits:
+        """Counts the calls of tokens for all processes."""
+        ...
+
+    @property
+    def images(self) -> ImageStore:
+        """Stores images for all processes."""
+        ...
+
+    @property
+    def peers(self) -> Peers:
+        """The other processes."""
         ...
 
     async def metrics(self) -> bytes:
@@ -80,17 +97,22 @@ class Server:
         self._engine = engine
         self._config = config
         self._readiness = Readiness(engine)
-        self._access = _access(config)
+        self._access = _access(config, TokenLimits() if host is None else host.limits)
+        self._peers: Peers = NoPeers() if host is None else host.peers
         self._purges = CachePurges(engine)
         self._access.on_namespace_gone(self._purges.clear)
-        self._store = None
+        self._own_images: MemoryImages | None = None
+        self._store: ImageStore | None = None
         if config.max_stored_image_bytes:
-            self._store = MemoryImages(_store_limits(config), self._purges.forget_image)
+            if host is None:
+                self._store = self._own_images = MemoryImages(store_limits(config), self._purges.forget_image)
+            else:
+                self._store = host.images
             self._access.on_namespace_gone(self._store.drop_namespace)
         self._telemetry = Telemetry(
             engine,
             config,
-            CacheLoad if self._store is None else self._store.load,
+            CacheLoad if self._own_images is None else self._own_images.load,
             instance_id=self.instance_id,
             reads_engine=host is None,
         )
@@ -110,6 +132,7 @@ class Server:
             config,
             self._access,
             self._groups,
+            self._peers,
             self._readiness,
             self._submission,
             self._store,
@@ -154,10 +177,11 @@ class Server:
     async def start(self) -> None:
         """Listen on all ports. Raises `PortUnavailable`."""
         config = self._config
+        self._peers.take_part()
         await self._frontend.start()
         if self._http is not None:
             await self._http.start()
-        for followed in (self._access, self._certificate, self._store):
+        for followed in (self._access, self._certificate, self._own_images):
             if followed is not None:
                 self._watches.append(asyncio.create_task(followed.watch()))
         if self._probe_port is not None:
@@ -282,7 +306,7 @@ class Server:
             info.config.max_image_bytes,
             None if config.tokens is None else self._access.namespaces,
         )
-        return TritonService(self._submission, self._readiness, memory, info.model)
+        return TritonService(self._submission, self._readiness, memory, self._peers, info.model)
 
     def _http_frontend(self, certificate: CertificateFiles | None) -> HttpFrontend:
         info = self._engine.info
@@ -323,8 +347,8 @@ class Server:
         return died
 
 
-def _access(config: ServerConfig) -> Access:
-    return OpenAccess() if config.tokens is None else TokenAccess(Path(config.tokens))
+def _access(config: ServerConfig, limits: Limits) -> Access:
+    return OpenAccess() if config.tokens is None else TokenAccess(Path(config.tokens), limits)
 
 
 def _images(config: ServerConfig) -> ImageSource:
@@ -339,8 +363,8 @@ def _images(config: ServerConfig) -> ImageSource:
     return RemoteImages(config.image_hosts, max_bytes=max_bytes, timeout_s=config.image_fetch_timeout)
 
 
-def _store_limits(config: ServerConfig) -> StoreLimits:
-    """One token alone gets half of the memory; without tokens there is one namespace."""
+def store_limits(config: ServerConfig) -> StoreLimits:
+    """The bounds of stored images. A token alone gets half of the memory; without tokens there is one namespace."""
     quota_bytes = config.image_quota_bytes
     if quota_bytes is None:
         quota_bytes = config.max_stored_image_bytes // (1 if config.tokens is None else 2)
@@ -364,7 +388,7 @@ def require_usable(config: ServerConfig) -> None:
     adapters = config.engine.adapters
     if adapters is not None and not Path(adapters).is_dir():
         raise ConfigurationError((f"--adapters: there is no folder {adapters}",))
-    _access(config)
+    _access(config, TokenLimits())
     _certificate(config)
     _images(config)
     require_free_port(config.host, config.port)

@@ -130,8 +130,7 @@ class ImageIndex:
     def add(
         self, namespace: str, handle: ImageHandle, size_bytes: int, info: ImageInfo, keeping: Keeping
     ) -> StoredImage:
-        """Note an image that is not stored yet, or whose time is over. Raises as `require_room` does."""
-        self.expire()
+        """Note an image that `renew` has not found. Raises as `require_room` does."""
         self.require_room(namespace, size_bytes)
         space = self._spaces.setdefault(namespace, _Namespace())
         needed = size_bytes + BOOKKEEPING_BYTES
@@ -184,8 +183,7 @@ class ImageIndex:
             if image.expires_at > now:  # it was renewed, or stored anew
                 heapq.heappush(self._expiries, (image.expires_at, namespace, sha256))
             else:
-                self._drop(namespace, image)
-                self._forget(namespace, sha256)
+                self._leave(namespace, image)
 
     async def watch(self) -> None:
         """Drop images when their time is over, until cancelled."""
@@ -195,7 +193,15 @@ class ImageIndex:
 
     def _find(self, namespace: str, handle: ImageHandle) -> StoredImage | None:
         image = self._by_age.get((namespace, handle.sha256))
-        return None if image is None or image.expires_at <= self.clock() else image
+        if image is not None and image.expires_at <= self.clock():
+            self._leave(namespace, image)
+            return None
+        return image
+
+    def _leave(self, namespace: str, image: StoredImage) -> None:
+        """The time of an image is over."""
+        self._drop(namespace, image)
+        self._forget(namespace, image.handle.sha256)
 
     def _expiry(self, keeping: Keeping) -> float:
         wanted_s = self.limits.default_ttl_s if keeping.ttl_s is None else keeping.ttl_s

@@ -68,14 +68,6 @@ class ImageStore(Protocol):
         """Drop all images of a namespace whose callers are gone. Does not forget what was computed from them."""
         ...
 
-    def load(self) -> CacheLoad:
-        """A reading, in any thread."""
-        ...
-
-    async def watch(self) -> None:
-        """Drop images when their time is over, until cancelled."""
-        ...
-
 
 class MemoryImages:
     """An `ImageStore` in the memory of this process. Belongs to one event loop; its methods never wait."""

@@ -12,15 +12,20 @@ from kestrel_grpc.access.access import Access
 from kestrel_grpc.access.tokens import shared_namespace
 from kestrel_grpc.wire.call_admission import CallAdmission
 from kestrel_grpc.wire.call_context import CallContext
+from kestrel_grpc.wire.peers import Peers
 from kestrel_runtime.api.adapters import AdapterInfo, AdapterName
 from kestrel_runtime.api.engine import Engine, MemoryPlan, SkillDefaults
 from kestrel_runtime.api.errors import InvalidRequest, Violation
+
+_CANCEL = "cancel requests"
+"""What processes ask each other; the answer is the number of requests, in digits."""
 
 
 class EngineService:
     """Answers from the engine's own description; `instance_id` names this run of the server.
 
-    `access` knows the namespaces of callers, and `requests` are those that can be cancelled.
+    `access` knows the namespaces of callers. Requests that can be cancelled are the `requests` of this process and
+    those of its `peers`.
     """
 
     def __init__(
@@ -28,6 +33,7 @@ class EngineService:
         engine: Engine,
         access: Access,
         requests: CallAdmission,
+        peers: Peers,
         *,
         instance_id: str,
         max_message_bytes: int,
@@ -36,6 +42,8 @@ class EngineService:
         self._engine = engine
         self._access = access
         self._requests = requests
+        self._peers = peers
+        peers.answer(_CANCEL, self._cancel_for_peer)
         self._server_info = self._render_server_info(instance_id, max_message_bytes, capabilities)
         self._models = wire.ListModelsResponse(models=[self._render_model()])
 
@@ -71,8 +79,8 @@ class EngineService:
         wanted = "" if selection is None else getattr(request, selection)
         if not wanted:
             raise InvalidRequest((Violation(selection or "", "needs a request id or the name of a token"),))
-        attribute = "request_id" if selection == "request_id" else "principal"
-        count = self._requests.cancel(lambda call: getattr(call, attribute) == wanted)
+        count = self._cancel(request)
+        count += sum(map(int, await self._peers.ask(_CANCEL, request.SerializeToString())))
         return wire.CancelRequestsResponse(cancelled_request_count=count)
 
     async def ListAdapters(self, request: wire.ListAdaptersRequest, call: CallContext) -> wire.ListAdaptersResponse:
@@ -89,6 +97,16 @@ class EngineService:
         self, request: wire.UnloadAdapterRequest, call: CallContext
     ) -> wire.UnloadAdapterResponse:
         return wire.UnloadAdapterResponse(adapter=_adapter(await self._engine.unload_adapter(_name_of(request))))
+
+    def _cancel(self, request: wire.CancelRequestsRequest) -> int:
+        """Cancel the selected requests of this process; returns how many."""
+        selection = request.WhichOneof("selection")
+        attribute = "request_id" if selection == "request_id" else "principal"
+        wanted = getattr(request, selection or "")
+        return self._requests.cancel(lambda call: getattr(call, attribute) == wanted)
+
+    def _cancel_for_peer(self, question: bytes) -> bytes:
+        return b"%d" % self._cancel(wire.CancelRequestsRequest.FromString(question))
 
     def _namespace(self, request: wire.ClearCacheRequest) -> str | None:
         """The namespace that a request names; None for all. Raises `InvalidRequest` where there is none."""

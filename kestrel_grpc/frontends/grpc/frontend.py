@@ -36,6 +36,7 @@ from kestrel_grpc.images.image_store import ImageStore
 from kestrel_grpc.wire.call_admission import CallAdmission
 from kestrel_grpc.wire.call_groups import CallGroups
 from kestrel_grpc.wire.errors import CallFailure
+from kestrel_grpc.wire.peers import Peers
 from kestrel_grpc.wire.readiness import Readiness
 from kestrel_grpc.wire.submission import Submission
 from kestrel_runtime.api.engine import Engine
@@ -78,6 +79,7 @@ class GrpcFrontend:
         config: ServerConfig,
         access: Access,
         groups: CallGroups,
+        peers: Peers,
         readiness: Readiness,
         submission: Submission,
         store: ImageStore | None,
@@ -106,6 +108,7 @@ class GrpcFrontend:
             engine,
             access,
             groups.inference,
+            peers,
             instance_id=instance_id,
             max_message_bytes=config.max_message_bytes,
             capabilities=() if store is None else ("images",),

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import grpc
@@ -23,6 +23,7 @@ from kestrel_grpc.wire.call_admission import CallAdmission
 from kestrel_grpc.wire.call_context import CallContext, Outcome
 from kestrel_grpc.wire.call_groups import CallGroups
 from kestrel_grpc.wire.errors import CallFailure, Unsupported
+from kestrel_grpc.wire.peers import Peers
 from kestrel_grpc.wire.readiness import Readiness
 from kestrel_grpc.wire.submission import Submission
 
@@ -30,6 +31,8 @@ _SERVICE: Any = wire.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 _PROBES = frozenset(("ServerLive", "ServerReady", "ModelReady"))
 _EXTENSIONS = ("model_configuration", "model_repository", "statistics", "parameters")
 _SERVER = "kestrel-grpc"
+_STATISTICS = "statistics of the model"
+"""What processes ask each other; the answer is a `ModelStatistics`."""
 
 
 class TritonService:
@@ -38,7 +41,9 @@ class TritonService:
     name: str = _SERVICE.full_name
     file: Any = wire.DESCRIPTOR
 
-    def __init__(self, submission: Submission, readiness: Readiness, memory: SharedMemory, served: str) -> None:
+    def __init__(
+        self, submission: Submission, readiness: Readiness, memory: SharedMemory, peers: Peers, served: str
+    ) -> None:
         """`served` is the name that the engine gives its model."""
         self._submission = submission
         self._readiness = readiness
@@ -46,7 +51,9 @@ class TritonService:
         self._served = served
         self._extensions = (*_EXTENSIONS, *(("system_shared_memory",) if memory.is_on else ()))
         self.statistics = Statistics()
-        """Records the calls of all frontends."""
+        """Records the calls of all frontends of this process."""
+        self._peers = peers
+        peers.answer(_STATISTICS, lambda _: self.statistics.counted())
 
     def translate_failure(self, failure: CallFailure) -> CallFailure:
         """A failure as Triton's clients expect it."""
@@ -97,7 +104,7 @@ class TritonService:
     ) -> wire.ModelStatisticsResponse:
         name = message.name or MODEL
         require_model(name, message.version, self._served)
-        return self.statistics.report(name)
+        return self.statistics.report(name, await self._peers.ask(_STATISTICS, b""))
 
     async def RepositoryIndex(
         self, message: wire.RepositoryIndexRequest, call: CallContext
@@ -181,11 +188,28 @@ class Statistics:
         _add(times.compute_infer, timing.prefill_s + timing.decode_s)
         _add(times.compute_output, 0.0)
 
-    def report(self, name: str) -> wire.ModelStatisticsResponse:
-        """The statistics, under the name that a caller uses."""
-        response = wire.ModelStatisticsResponse(model_stats=[self._stats])
-        response.model_stats[0].name = name
-        return response
+    def counted(self) -> bytes:
+        """What was counted, for `report` of another process."""
+        return self._stats.SerializeToString()
+
+    def report(self, name: str, others: Iterable[bytes]) -> wire.ModelStatisticsResponse:
+        """The statistics together with those that others have counted, under the name that a caller uses."""
+        total = wire.ModelStatistics()
+        total.CopyFrom(self._stats)
+        total.name = name
+        for counted in others:
+            _add_statistics(total, wire.ModelStatistics.FromString(counted))
+        return wire.ModelStatisticsResponse(model_stats=[total])
+
+
+def _add_statistics(total: wire.ModelStatistics, part: wire.ModelStatistics) -> None:
+    total.last_inference = max(total.last_inference, part.last_inference)
+    total.inference_count += part.inference_count
+    total.execution_count += part.execution_count
+    for field, duration in part.inference_stats.ListFields():
+        sums = getattr(total.inference_stats, field.name)
+        sums.count += duration.count
+        sums.ns += duration.ns
 
 
 def _add(total: wire.StatisticDuration, duration_s: float) -> None:

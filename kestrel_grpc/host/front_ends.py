@@ -1,0 +1,88 @@
+"""Questions of a front end to all others, through the supervisor."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from kestrel_grpc.host.link import Link, SupervisorUnavailable
+
+ANSWER_TIMEOUT_S = 2.0
+"""How long the supervisor waits for the answer of each front end."""
+_MARGIN_S = 1.0
+
+
+class TakePart(msgspec.Struct, array_like=True):
+    """Notes that a front end answers the questions of others from now on."""
+
+
+class AskAll(msgspec.Struct, array_like=True):
+    """A front end's question to all others. The answer is a list of theirs."""
+
+    topic: str
+    question: bytes
+
+
+class AskOne(msgspec.Struct, array_like=True):
+    """The same question, as each of the others gets it."""
+
+    topic: str
+    question: bytes
+
+
+class LinkedPeers:
+    """The `Peers` of a front end. Belongs to the event loop of the link."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._answers: dict[str, Callable[[bytes], bytes]] = {}
+        link.on(AskOne, lambda asked: self._answers[asked.topic](asked.question))
+
+    def answer(self, topic: str, answer: Callable[[bytes], bytes]) -> None:
+        """Answer questions of others about a topic."""
+        self._answers[topic] = answer
+
+    def take_part(self) -> None:
+        """Be asked from now on; all topics have their answers."""
+        self._link.tell(TakePart())
+
+    async def ask(self, topic: str, question: bytes) -> Sequence[bytes]:
+        """The answer of each of the others. Raises `SupervisorUnavailable`."""
+        return await self._link.ask(AskAll(topic, question), list[bytes], timeout_s=ANSWER_TIMEOUT_S + _MARGIN_S)
+
+
+class Switchboard:
+    """Passes questions on, in the supervisor. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._links: dict[str, Link] = {}
+
+    def join(self, identity: str, link: Link) -> None:
+        """Serve a new front end, which is asked once it takes part."""
+
+        def take_part(_: TakePart) -> None:
+            self._links[identity] = link
+
+        async def ask_others(asked: AskAll) -> list[bytes]:
+            others = [other for name, other in self._links.items() if name != identity]
+            answers = await asyncio.gather(*(_ask_one(other, asked) for other in others))
+            return [answer for answer in answers if answer is not None]
+
+        link.on(TakePart, take_part)
+        link.on(AskAll, ask_others)
+
+    def drop(self, identity: str) -> None:
+        """A front end has ended."""
+        self._links.pop(identity, None)
+
+
+async def _ask_one(link: Link, asked: AskAll) -> bytes | None:
+    """None where the front end ends meanwhile: its calls have ended, too. Raises `SupervisorUnavailable`."""
+    try:
+        return await link.ask(AskOne(asked.topic, asked.question), bytes, timeout_s=ANSWER_TIMEOUT_S)
+    except SupervisorUnavailable:
+        if link.closed.done():
+            return None
+        raise

@@ -1,0 +1,292 @@
+"""Stored images that all front ends share.
+
+The supervisor has the index, with quotas and times to live; the bytes are files in its private folder. A front end
+asks the supervisor at each use of a handle, so that a handle ends on all front ends at the same moment, and then
+reads the file itself. It writes a new file under a temporary name, and the supervisor renames the file when it
+takes the image into the index.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import itertools
+import logging
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kestrel_grpc.host.link import Link, SupervisorUnavailable
+from kestrel_grpc.images.image_index import Forget, ImageIndex, StoreLimits
+from kestrel_grpc.images.image_store import CachePurges
+from kestrel_grpc.images.stored_images import (
+    ImageHandle,
+    ImageNotFound,
+    ImageQuotaExceeded,
+    ImageStoreFull,
+    Keeping,
+    StoredImage,
+)
+from kestrel_runtime.api.engine import CacheLoad, Engine, ImageInfo
+from kestrel_runtime.api.images import HashedImage
+
+ANSWER_TIMEOUT_S = 2.0
+"""How long a call waits for the supervisor, before it fails with UNAVAILABLE."""
+_IN_PLACE_BYTES = 2**18
+"""A larger file is read in a thread, so that other calls do not wait for it."""
+_STORED, _INCOMING = "images", "incoming"
+
+_log = logging.getLogger(__name__)
+
+
+class Problem(Enum):
+    """Why there is no image in an answer."""
+
+    NOT_FOUND = "not found"
+    QUOTA_EXCEEDED = "quota exceeded"
+    STORE_FULL = "store full"
+
+
+class ImageAnswer(msgspec.Struct, array_like=True):
+    """The answer to all questions about images. Without a problem and an image the answer is yes."""
+
+    image: StoredImage | None = None
+    problem: Problem | None = None
+    limit_bytes: int = 0
+    """The limit that the image exceeds."""
+
+
+class RequireRoom(msgspec.Struct, array_like=True):
+    """Asks whether a file of this size would be stored."""
+
+    namespace: str
+    num_bytes: int
+
+
+class RenewImage(msgspec.Struct, array_like=True):
+    """Asks to keep an image for longer."""
+
+    namespace: str
+    handle: ImageHandle
+    keeping: Keeping
+
+
+class PutImage(msgspec.Struct, array_like=True):
+    """Asks to store the file that the front end has written under this name."""
+
+    namespace: str
+    handle: ImageHandle
+    size_bytes: int
+    info: ImageInfo
+    keeping: Keeping
+    name: str
+
+
+class FindImage(msgspec.Struct, array_like=True):
+    """Asks for an image, which counts as used now."""
+
+    namespace: str
+    handle: ImageHandle
+
+
+class DeleteImage(msgspec.Struct, array_like=True):
+    """Asks to drop an image."""
+
+    namespace: str
+    handle: ImageHandle
+
+
+class DropNamespace(msgspec.Struct, array_like=True):
+    """Notes that a namespace has lost its last caller."""
+
+    namespace: str
+
+
+class ForgetImage(msgspec.Struct, array_like=True):
+    """Notes to an engine core that the time of an image is over; `sha256` is in hexadecimal digits."""
+
+    namespace: str
+    sha256: str
+
+
+def forget_when_told(link: Link, engine: Engine) -> None:
+    """In an engine core: remove from its caches what was computed from images whose time is over."""
+    purges = CachePurges(engine)
+    link.on(ForgetImage, lambda note: purges.forget_image(note.namespace, note.sha256))
+
+
+class SharedImages:
+    """The `ImageStore` of a front end. Every method raises `SupervisorUnavailable` without an answer in time.
+
+    `folder` is the supervisor's private folder, and `identity` that of the front end. Belongs to the event loop of
+    the link.
+    """
+
+    def __init__(self, link: Link, folder: Path, identity: str, *, timeout_s: float = ANSWER_TIMEOUT_S) -> None:
+        self._link = link
+        self._folder = folder
+        self._identity = identity
+        self._timeout_s = timeout_s
+        self._numbers = itertools.count(1)
+
+    async def require_room(self, namespace: str, num_bytes: int) -> None:
+        """Raise `ImageQuotaExceeded` or `ImageStoreFull` where a file of this size would not be stored."""
+        await self._ask(RequireRoom(namespace, num_bytes), None)
+
+    async def renew(self, namespace: str, handle: ImageHandle, keeping: Keeping) -> StoredImage | None:
+        """Keep an image that is stored already for longer."""
+        return await self._ask(RenewImage(namespace, handle, keeping), handle)
+
+    async def put(
+        self, namespace: str, handle: ImageHandle, data: bytes, info: ImageInfo, keeping: Keeping
+    ) -> StoredImage:
+        """Store an image whose digest has been checked, or renew it."""
+        known = await self.renew(namespace, handle, keeping)
+        if known is not None:
+            return known
+        await self.require_room(namespace, len(data))
+        name = f"{self._identity}-{next(self._numbers)}"
+        async with self._written(name, data):
+            image = await self._ask(PutImage(namespace, handle, len(data), info, keeping, name), handle)
+        assert image is not None
+        return image
+
+    async def find(self, namespace: str, handle: ImageHandle) -> StoredImage:
+        """An image, which counts as used now."""
+        image = await self._ask(FindImage(namespace, handle), handle)
+        assert image is not None
+        return image
+
+    async def read(self, namespace: str, image: StoredImage) -> HashedImage:
+        """The file of an image that has just been found."""
+        path = self._folder / _STORED / _file_name(namespace, image.handle)
+        is_large = image.size_bytes > _IN_PLACE_BYTES
+        try:
+            data = await asyncio.to_thread(path.read_bytes) if is_large else path.read_bytes()
+        except FileNotFoundError:
+            raise ImageNotFound(image.handle) from None
+        return HashedImage(data, bytes.fromhex(image.handle.sha256))
+
+    async def delete(self, namespace: str, handle: ImageHandle) -> None:
+        """Drop an image."""
+        await self._ask(DeleteImage(namespace, handle), handle)
+
+    def drop_namespace(self, namespace: str) -> None:
+        """Drop all images of a namespace."""
+        self._link.tell(DropNamespace(namespace))
+
+    @asynccontextmanager
+    async def _written(self, name: str, data: bytes) -> AsyncIterator[None]:
+        """Has a new file while the block runs, or until the supervisor takes it. Raises `SupervisorUnavailable`."""
+        path = self._folder / _INCOMING / name
+        writing = asyncio.ensure_future(asyncio.to_thread(path.write_bytes, data))
+
+        def remove(_: object = None) -> None:
+            path.unlink(missing_ok=True)
+            if not writing.cancelled() and (error := writing.exception()) is not None:
+                _log.error("cannot write a stored image: %s", error)
+
+        try:
+            try:
+                await asyncio.shield(writing)
+            except OSError:
+                raise SupervisorUnavailable("the folder of stored images cannot be written") from None
+            yield
+        finally:
+            # A thread cannot be cancelled, so its file may come later.
+            remove() if writing.done() else writing.add_done_callback(remove)
+
+    async def _ask(self, question: msgspec.Struct, handle: ImageHandle | None) -> StoredImage | None:
+        answer = await self._link.ask(question, ImageAnswer, timeout_s=self._timeout_s)
+        match answer.problem:
+            case None:
+                return answer.image
+            case Problem.NOT_FOUND:
+                assert handle is not None
+                raise ImageNotFound(handle)
+            case Problem.QUOTA_EXCEEDED:
+                raise ImageQuotaExceeded(answer.limit_bytes)
+            case Problem.STORE_FULL:
+                raise ImageStoreFull(answer.limit_bytes)
+
+
+class ImageOwner:
+    """The index and the files of all stored images, in the supervisor. Belongs to one event loop.
+
+    `folder` exists and only this user can read it. `forget` tells every engine core of an image whose time is over.
+    """
+
+    def __init__(self, folder: Path, limits: StoreLimits, forget: Forget) -> None:
+        self._folder = folder
+        for name in (_STORED, _INCOMING):
+            (folder / name).mkdir(mode=0o700)
+        self._index = ImageIndex(limits, forget, self._discard)
+
+    def load(self) -> CacheLoad:
+        """A reading, in any thread."""
+        return self._index.load()
+
+    async def watch(self) -> None:
+        """Drop images when their time is over, until cancelled."""
+        await self._index.watch()
+
+    def join(self, link: Link) -> None:
+        """Answer a new front end."""
+        index = self._index
+        link.on(RequireRoom, _answering(lambda asked: index.require_room(asked.namespace, asked.num_bytes)))
+        link.on(RenewImage, _answering(lambda asked: index.renew(asked.namespace, asked.handle, asked.keeping)))
+        link.on(PutImage, _answering(self._put))
+        link.on(FindImage, _answering(lambda asked: index.get(asked.namespace, asked.handle)))
+        link.on(DeleteImage, _answering(lambda asked: index.delete(asked.namespace, asked.handle)))
+        link.on(DropNamespace, lambda note: index.drop_namespace(note.namespace))
+
+    def drop(self, identity: str) -> None:
+        """A front end has ended: what it was writing is of no use."""
+        for path in (self._folder / _INCOMING).glob(f"{identity}-*"):
+            path.unlink(missing_ok=True)
+
+    def _put(self, asked: PutImage) -> StoredImage:
+        known = self._index.renew(asked.namespace, asked.handle, asked.keeping)
+        if known is not None:  # another call has stored it meanwhile
+            return known
+        self._index.require_room(asked.namespace, asked.size_bytes)
+        stored = self._path(asked.namespace, asked.handle)
+        try:
+            os.replace(self._folder / _INCOMING / asked.name, stored)
+        except FileNotFoundError:  # the front end has given up, and reads no answer
+            raise ImageNotFound(asked.handle) from None
+        return self._index.add(asked.namespace, asked.handle, asked.size_bytes, asked.info, asked.keeping)
+
+    def _discard(self, namespace: str, handle: ImageHandle) -> None:
+        with contextlib.suppress(OSError):
+            self._path(namespace, handle).unlink()
+
+    def _path(self, namespace: str, handle: ImageHandle) -> Path:
+        return self._folder / _STORED / _file_name(namespace, handle)
+
+
+def _answering(handle: Callable[[Any], StoredImage | None]) -> Callable[[Any], ImageAnswer]:
+    """The handler of a question that answers with what `handle` returns or raises."""
+
+    def answer(question: Any) -> ImageAnswer:
+        try:
+            return ImageAnswer(handle(question))
+        except ImageNotFound:
+            return ImageAnswer(problem=Problem.NOT_FOUND)
+        except ImageQuotaExceeded as refusal:
+            return ImageAnswer(problem=Problem.QUOTA_EXCEEDED, limit_bytes=refusal.limit_bytes)
+        except ImageStoreFull as refusal:
+            return ImageAnswer(problem=Problem.STORE_FULL, limit_bytes=refusal.limit_bytes)
+
+    return answer
+
+
+def _file_name(namespace: str, handle: ImageHandle) -> str:
+    """The name of an image's file. Namespaces share no file, so that none notices what another one stores."""
+    return f"{hashlib.sha256(namespace.encode()).hexdigest()}-{handle.sha256}"

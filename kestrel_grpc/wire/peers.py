@@ -1,0 +1,36 @@
+"""What a server asks the other processes that serve on the same ports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+
+class Peers(Protocol):
+    """The other front ends of the host."""
+
+    def answer(self, topic: str, answer: Callable[[bytes], bytes]) -> None:
+        """Answer questions of others about a topic. Called before `take_part`."""
+        ...
+
+    def take_part(self) -> None:
+        """Be asked by others from now on."""
+        ...
+
+    async def ask(self, topic: str, question: bytes) -> Sequence[bytes]:
+        """The answers of all of them. Raises `SupervisorUnavailable` where one does not answer in time."""
+        ...
+
+
+class NoPeers:
+    """For the only process on its ports."""
+
+    def answer(self, topic: str, answer: Callable[[bytes], bytes]) -> None:
+        """Nobody asks."""
+
+    def take_part(self) -> None:
+        """Nobody asks."""
+
+    async def ask(self, topic: str, question: bytes) -> Sequence[bytes]:
+        """Nobody answers."""
+        return ()
