@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import random
+from base64 import b64encode
 from typing import Any
 
 import pytest
 
 from kestrel_grpc.frontends.http.bodies import Problems, example, read
+from kestrel_grpc.frontends.http.fields import PLACEHOLDER, read_image
 from kestrel_grpc.frontends.http.json_body import LongText
 from kestrel_grpc.frontends.openai.requests import ChatBody, CompletionBody
 from kestrel_grpc.frontends.rest.requests import ROUTES, CaptionBody, QueryBody
 from kestrel_grpc.wire.errors import MAX_VIOLATIONS
-from kestrel_runtime.api.errors import InvalidRequest
+from kestrel_runtime.api.errors import ImageError, InvalidRequest, Violation
 from tests.fuzzing.bodies import strange_value
 
 INNER_NAMES = (
@@ -74,6 +76,12 @@ def told(body_type: Any, document: dict[str, Any]) -> dict[str, str]:
         ({"settings": {"logit_bias": {"x": 1}}}, "settings.logit_bias[x]", "is not the id of a token"),
         ({"settings": {"logit_bias": {"-1": 1}}}, "settings.logit_bias[-1]", "is not the id of a token"),
         ({"settings": {"logit_bias": {"²": 1}}}, "settings.logit_bias[²]", "is not the id of a token"),
+        ({"settings": {"logit_bias": {"٣": 1}}}, "settings.logit_bias[٣]", "is not the id of a token"),
+        (
+            {"settings": {"logit_bias": {"12345678901": 1}}},
+            "settings.logit_bias[1234567890]",
+            "is not the id of a token",
+        ),
         ({"settings": {"logit_bias": {"7": True}}}, "settings.logit_bias[7]", "must be a number"),
         ({"priority": "soon"}, "priority", "must be one of interactive, normal, batch"),
         ({"priority": ["batch"]}, "priority", "must be one of interactive, normal, batch"),
@@ -139,6 +147,39 @@ def test_places_are_those_of_the_document(
     body_type: Any, given: dict[str, Any], place: str, description: str
 ) -> None:
     assert told(body_type, given) == {place: description}
+
+
+def test_a_value_that_was_not_readable_is_reported_once() -> None:
+    problems = Problems()
+    problems.add_unreadable([Violation("a.b[1]", "must be a text")], ["a.b[1]"])
+    for field in ("a", "a.b", "a.b[1]", "a.b[1].c", "a.b[0]", "a.c", "ab"):
+        problems.add(field, "is out of range")
+    with pytest.raises(InvalidRequest) as refused:
+        problems.require_none()
+    assert [item.field for item in refused.value.violations] == ["a.b[1]", "a.b[0]", "a.c", "ab"]
+
+
+def image_error(value: str, max_bytes: int = 100) -> ImageError:
+    """The refusal of an image."""
+    problems = Problems()
+    assert read_image(value, "image", max_bytes, problems) == (PLACEHOLDER, None)
+    with pytest.raises(ImageError) as refused:
+        problems.require_none()
+    return refused.value
+
+
+def test_an_address_with_half_of_a_surrogate_pair_is_no_address() -> None:
+    assert image_error("https://example.com/\ud800").violations[0].description == "is neither base64 nor a data URL"
+
+
+@pytest.mark.parametrize("head", ["", "data:image/png;base64,"])
+def test_an_image_that_is_too_large_is_refused_before_it_is_decoded(head: str) -> None:
+    largest = b64encode(bytes(100)).decode()
+    assert read_image(head + largest, "image", 100, Problems()).data == bytes(100)
+    for too_large in (b64encode(bytes(101)).decode(), "!" * 140):
+        error = image_error(head + too_large)
+        assert (error.too_large, error.violations[0].description) == (True, "is larger than 100 bytes")
+    assert image_error(head + "!" * 4).violations[0].description == "is not base64"
 
 
 def test_a_search_for_what_was_meant_ends_with_what_callers_are_told() -> None:

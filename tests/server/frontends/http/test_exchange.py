@@ -79,6 +79,24 @@ async def test_a_stream_that_is_closed_says_nothing(response: Any) -> None:
     assert response.written == []
 
 
+async def test_no_comment_comes_behind_the_end_of_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[bytes] = []
+
+    class Recorded(EventStream):
+        async def write(self, data: bytes) -> None:
+            written.append(data)
+            await super().write(data)
+
+    monkeypatch.setattr(endpoint, "EventStream", partial(Recorded, heartbeat_s=0.001))
+    async with serving_http() as rig:
+        assert (await rig.ask("/v1/query", {"question": "?", "stream": True})).status == 200
+        written.clear()
+        timer = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().call_later(0.02, timer.set_result, None)
+        await timer
+    assert written == []
+
+
 async def test_a_whole_answer_that_is_awaited_for_long_has_no_comments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint, "EventStream", partial(EventStream, heartbeat_s=0.005))
     engine = FakeEngine(lambda request: [HOLD, *answers(request)])

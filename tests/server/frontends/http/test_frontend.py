@@ -79,6 +79,13 @@ async def test_a_timeout_is_a_number_of_seconds() -> None:
             assert (await rig.ask("/v1/query", QUERY, headers={"X-Request-Timeout": taken})).status == 200
 
 
+async def test_the_first_value_of_a_repeated_header_counts() -> None:
+    async with serving_http() as rig:
+        for values, status in ((("10", "soon"), 200), (("soon", "10"), 400)):
+            headers = dict(zip(("X-Request-Timeout", "x-request-timeout"), values, strict=True))
+            assert (await rig.ask("/v1/query", QUERY, headers=headers)).status == status
+
+
 async def test_a_connection_that_is_refused_again_and_again_waits_and_delays_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

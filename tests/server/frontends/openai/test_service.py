@@ -352,6 +352,28 @@ async def test_a_response_format_that_cannot_be_used_is_refused(rig: HttpServing
             "messages[0].tool_calls",
             "is not supported",
         ),
+        (chat({**TEXT, "refusal": "x"}), "messages[0].refusal", "is not a field of this request"),
+        (chat({"role": "system", "content": "x", "reasoning": "y"}, TEXT), "messages[0].reasoning", "not a field"),
+        (
+            chat({"role": "user", "content": [{"type": "text", "text": "x", "image_url": PICTURE["image_url"]}]}),
+            "messages[0].content[0].image_url",
+            "is not a field of a part of type text",
+        ),
+        (
+            chat({"role": "user", "content": [{**PICTURE, "text": "x"}]}),
+            "messages[0].content[0].text",
+            "is not a field of a part of type image_url",
+        ),
+        (
+            chat({"role": "user", "content": [{"type": "text"}, PICTURE]}),
+            "messages[0].content[0].text",
+            "is required",
+        ),
+        (
+            chat({"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url"}]}),
+            "messages[0].content[1].image_url",
+            "is required",
+        ),
         (chat(TEXT, max_completion_tokens=0), "max_completion_tokens", "must be from 1"),
         (chat(TEXT, temperature="warm"), "temperature", "must be a number"),
         (chat(TEXT, colour="red"), "colour", "is not a field of this request"),
