@@ -14,7 +14,7 @@ _WHEN: Mapping[str, str] = MappingProxyType(
         "IMAGE_DECODE_FAILED": "The image does not decode.",
         "DRAINING": "The server is ending and takes no new requests.",
         "RECOVERING": "The engine restarts after a failure.",
-        "METHOD_NOT_ALLOWED": "The path takes other verbs.",
+        "METHOD_NOT_ALLOWED": "The path supports other HTTP verbs only.",
         "INTERNAL": "A fault of the server; its log has the id of the request.",
     }
 )

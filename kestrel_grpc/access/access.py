@@ -64,7 +64,7 @@ SCOPES: Mapping[str, frozenset[Scope]] = MappingProxyType(
 
 
 class TokenInvalid(AccessRefused):
-    """The call bears no token that is known."""
+    """The call has no token that the server knows."""
 
 
 class ScopeRequired(AccessRefused):

@@ -210,7 +210,7 @@ class ServerConfig:
     image_ttl: float = option(
         3600.0,
         seconds_above_zero,
-        "how long a stored image is kept where its caller does not say it",
+        "how long a stored image is kept if its caller sets no `ttl`",
         unit="seconds",
     )
     max_image_ttl: float = option(

@@ -104,7 +104,8 @@ class ImageStoreFull(Exception):
 
 
 class ImageSizeMismatch(InvalidRequest):
-    """Other than the announced number of bytes came; `num_bytes` is None where more came than were counted."""
+    """The size of the received image differs from the announced size; `num_bytes` is None for an image that is
+    larger and was not counted to its end."""
 
     def __init__(self, announced_bytes: int, num_bytes: int | None) -> None:
         came = "more" if num_bytes is None else str(num_bytes)
@@ -112,7 +113,7 @@ class ImageSizeMismatch(InvalidRequest):
 
 
 class ImageDigestMismatch(InvalidRequest):
-    """The bytes that came have another digest than the caller has announced."""
+    """The digest of the received image differs from the digest that the caller announced."""
 
     def __init__(self, field: str, actual: ImageHandle) -> None:
         super().__init__((Violation(field, f"the bytes that came have the digest {actual.sha256}"),))

@@ -61,7 +61,10 @@ class MediaTypeUnsupported(Exception):
 
 
 class Unsupported(Exception):
-    """The protocol has this, but the server does not. `description` is a sentence without its end."""
+    """The protocol defines this function, but the server does not have it.
+
+    `description` is a sentence without its full stop.
+    """
 
     def __init__(self, description: str) -> None:
         super().__init__(description)
@@ -69,7 +72,7 @@ class Unsupported(Exception):
 
 
 class ResourceMissing(Exception):
-    """A caller names something that it does not have; `kind` says what it is."""
+    """The object that the caller names does not exist; `kind` says what it would be."""
 
     def __init__(self, kind: str, name: str) -> None:
         super().__init__(kind, name)
@@ -78,7 +81,7 @@ class ResourceMissing(Exception):
 
 
 class ResourceExists(Exception):
-    """A caller makes something that it has already."""
+    """The object that the caller creates exists already."""
 
     def __init__(self, kind: str, name: str) -> None:
         super().__init__(kind, name)
@@ -87,7 +90,7 @@ class ResourceExists(Exception):
 
 
 class MethodUnknown(Exception):
-    """No method has this name. `allowed` lists the verbs that the path takes instead; empty where there is none."""
+    """No method has this name. `allowed` lists the verbs that the path supports; empty if there is no such path."""
 
     def __init__(self, name: str, allowed: tuple[str, ...] = ()) -> None:
         super().__init__(name)
@@ -166,7 +169,7 @@ class CallFailure:
 
 
 def describe(error: Exception, engine_status: EngineStatus | None = None) -> CallFailure:
-    """The failure that an exception means; `engine_status` tells why an engine is unavailable."""
+    """Turn an exception into a `CallFailure`; `engine_status` tells why an engine is unavailable."""
     rows = next((_ROWS_BY_TYPE[kind] for kind in type(error).__mro__ if kind in _ROWS_BY_TYPE), (INTERNAL,))
     row = next(row for row in rows if row.applies(error, engine_status))
     return CallFailure(
@@ -195,7 +198,7 @@ class ErrorRow:
     retry_after_s: Callable[[Any], float | None] = lambda error: None
     has_pushback: bool = False
     applies: Callable[[Any, EngineStatus | None], bool] = lambda error, engine_status: True
-    """Which of several rows of one type is meant; the first that applies."""
+    """Selects among several rows of one type: the first row whose `applies` returns True is used."""
 
 
 def _shown(error: InvalidRequest) -> tuple[Violation, ...]:

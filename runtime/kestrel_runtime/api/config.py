@@ -70,13 +70,14 @@ class EngineConfig:
     expert_dtype: str = option(
         "auto",
         one_of("auto", "float8"),
-        "number format of the weights of experts, as Moondream 3 has them: float8, to which they are rounded while "
-        "they are loaded, or auto: as the checkpoint",
+        "number format of the weights of experts (Moondream 3): float8, rounded while they are loaded, or auto: "
+        "that of the checkpoint",
     )
     deterministic: bool = option(
         False,
         on_or_off,
-        "whether an answer has the same bits in any batch and whatever is cached, on a CPU, and slower: on or off",
+        "whether an answer has the same bits in any batch and with any cache contents (on a CPU only; slower): "
+        "on or off",
     )
     cuda_graphs: bool | None = option(
         None,
@@ -101,7 +102,7 @@ class EngineConfig:
     num_kv_pages: int | None = option(
         None,
         whole_number(1),
-        "size of the key-value cache; one too small for a request with an image is refused",
+        "size of the key-value cache; it must hold a request with an image",
         unit="pages",
         default_text="from memory",
         name="kv_pages",
@@ -110,12 +111,12 @@ class EngineConfig:
         0.9,
         fraction,
         "share of the GPU's memory, or of what the host and the container have available, that the server may take "
-        "for everything; the key-value cache gets what is left of it",
+        "for everything; the key-value cache gets the rest of this share",
     )
     memory_limit: int | None = option(
         None,
         byte_count(1, _MOST_MEMORY_BYTES),
-        "memory of the GPU that counts as there is: more is neither planned nor taken",
+        "the most memory of the GPU that the server plans and takes, as if the GPU had no more",
         unit="bytes",
         default_text="all",
     )

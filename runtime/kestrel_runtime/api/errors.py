@@ -82,7 +82,7 @@ class ModelNotFound(KestrelError):
 
 
 class AdapterNotFound(KestrelError):
-    """There is no adapter of this name, or none may be used."""
+    """There is no adapter of this name, or the server uses no adapters."""
 
     def __init__(self, name: str, hint: str = "") -> None:
         """`hint`: the end of the message, such as what may have been meant."""
@@ -156,11 +156,11 @@ class Overloaded(KestrelError):
 
 
 class RequestRefused(KestrelError):
-    """The request asks for the very work at which the engine failed before, and is not tried again."""
+    """An equal request made the engine fail before, so the engine does not run this one."""
 
 
 class ConstraintFailed(KestrelError):
-    """An answer cannot go on under its constraint: the next token would take too much work to find."""
+    """The answer cannot continue under its constraint: finding the next token takes too much work."""
 
 
 class QueueTimeout(KestrelError):
