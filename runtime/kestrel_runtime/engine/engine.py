@@ -9,7 +9,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -35,6 +35,7 @@ from kestrel_runtime.api.requests import Request
 from kestrel_runtime.api.stream import Stream
 from kestrel_runtime.constraints.compiler import ConstraintCompiler, new_vocabulary
 from kestrel_runtime.constraints.masks import LibraryMasks
+from kestrel_runtime.engine.flight_record import FlightRecord
 from kestrel_runtime.engine.isolation import Isolation, new_probes
 from kestrel_runtime.engine.loop import EngineLoop
 from kestrel_runtime.engine.offending_requests import OffendingRequests
@@ -77,8 +78,16 @@ _log = logging.getLogger(__name__)
 class LocalEngine:
     """One model, one thread, one page pool. `submit` belongs to an event loop; the rest may be called anywhere."""
 
-    def __init__(self, loaded: LoadedModel, config: EngineConfig, *, owns_model: bool = False) -> None:
-        """An engine that owns its model frees the weights of which a fused path has a copy.
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        config: EngineConfig,
+        *,
+        owns_model: bool = False,
+        flight_record: Path | None = None,
+    ) -> None:
+        """An engine that owns its model frees the weights of which a fused path has a copy. With `flight_record` it
+        writes to this file which requests are in flight (`engine.flight_record`).
 
         Raises `CheckpointError` where the model cannot be served as `config` says.
         """
@@ -138,7 +147,7 @@ class LocalEngine:
             cuts_at_share_points=bounds.cuts_at_share_points,
             embeddings=self._embeddings,
         )
-        offending_requests = OffendingRequests()
+        self._offending_requests = offending_requests = OffendingRequests()
         self._admission = Admission(
             QueueLimits(config.max_queued_requests, config.max_queued_image_bytes, config.max_queued_tokens)
         )
@@ -184,6 +193,8 @@ class LocalEngine:
             self._preprocessor.decode_again,
             LibraryMasks(model_config.vocab_size, available_processors()).masks,
             self._lease_adapter,
+            offending_requests,
+            None if flight_record is None else FlightRecord(flight_record).write,
         )
         if self._adapters is not None:
             self._adapters.on_reclaim(self._loop.reclaim_adapters)
@@ -208,9 +219,9 @@ class LocalEngine:
         self._watchdog.start()
 
     @classmethod
-    def start(cls, config: EngineConfig) -> LocalEngine:
+    def start(cls, config: EngineConfig, *, flight_record: Path | None = None) -> LocalEngine:
         """Load the model and start. Blocks. Raises `CheckpointError`."""
-        return cls(LoadedModel.load(config), config, owns_model=True)
+        return cls(LoadedModel.load(config), config, owns_model=True, flight_record=flight_record)
 
     @property
     def status(self) -> EngineStatus:
@@ -313,6 +324,15 @@ class LocalEngine:
             timer = stream.loop.call_later(wait_limit_s, self._expire, preparation, stream, clock)
             stream.over.add_done_callback(lambda _: timer.cancel())
         preparation.add_done_callback(lambda done: self._prepared(done, stream))
+
+    def suspect(self, fingerprints: Iterable[str]) -> None:
+        """These requests were in a step during which an engine's process ended: each runs alone once more."""
+        self._offending_requests.suspect(fingerprints)
+
+    def refuse(self, fingerprints: Iterable[str]) -> None:
+        """These requests have ended an engine's process: they are refused from now on."""
+        for fingerprint in fingerprints:
+            self._offending_requests.remember(fingerprint, survives_restart=True)
 
     @asynccontextmanager
     async def expecting(

@@ -44,7 +44,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
@@ -55,6 +55,7 @@ from kestrel_runtime.api.events import Event, Finished, Started, Timing, Usage
 from kestrel_runtime.api.stream import Outbox, Stream
 from kestrel_runtime.constraints.masks import MaskRequest, step_masks
 from kestrel_runtime.engine.isolation import Isolation
+from kestrel_runtime.engine.offending_requests import OffendingRequests
 from kestrel_runtime.engine.open_streams import CacheClearings
 from kestrel_runtime.execution.step_runner import StepHandle, StepRunner
 from kestrel_runtime.scheduling.admission import Admission
@@ -125,10 +126,13 @@ class EngineLoop:
         decode_again: Callable[[Sequence], Future[Any]] | None = None,
         make_masks: Callable[[list[MaskRequest]], list[Any]] | None = None,
         lease_adapter: Callable[[str, str], Future[AdapterLease]] | None = None,
+        offending_requests: OffendingRequests | None = None,
+        record: Callable[[Iterable[str]], None] | None = None,
     ) -> None:
         """`decode_again` has a worker decode the image of a sequence whose pages were cached and are evicted.
         `make_masks` makes the masks of sequences with constraints. `lease_adapter` has an adapter of a name loaded
-        for a tenant."""
+        for a tenant. Suspects of `offending_requests` run alone. `record` is told the fingerprints of the requests
+        in flight, before each launch."""
         self._scheduler = scheduler
         self._runner = runner
         self._isolation = isolation
@@ -142,6 +146,8 @@ class EngineLoop:
         self._inbox: SimpleQueue[_Arriving] = SimpleQueue()
         self._arriving: set[Stream] = set()  # whose sequences are in the inbox
         self._lease_adapter = lease_adapter
+        self._offending_requests = offending_requests or OffendingRequests()
+        self._record = record
         self._adapter_leases: dict[Sequence, Future[AdapterLease]] = {}  # that parked sequences wait for
         self._reclaims_adapters = False
         self._clearings = CacheClearings()
@@ -282,7 +288,14 @@ class EngineLoop:
             self._complete(self._decodes)
         if self._prefills and (promoted or (oldest is None and plan.is_empty)):
             self._complete(self._prefills)
+        if self._record is not None and not (self._prefills or self._decodes):
+            self._record(())
         self._outbox.post()
+
+    def _record_flight(self, batch: Batch) -> None:
+        if self._record is not None:
+            batches = (batch, *(step.batch for step in (*self._prefills, *self._decodes)))
+            self._record({sequence.fingerprint for each in batches for sequence in each.sequences})
 
     def _run(self) -> None:
         try:
@@ -388,6 +401,8 @@ class EngineLoop:
             self._sequences[item.stream] = item.sequence
             self._deadlines.watch(item.sequence)
             self._scheduler.add(item.sequence)
+            if self._offending_requests.is_suspect(item.sequence.fingerprint):
+                self._scheduler.run_alone(item.sequence)
             if item.sequence.adapter is not None and item.sequence.adapter.is_reclaimed:
                 self._reclaims_adapters = True
 
@@ -435,6 +450,7 @@ class EngineLoop:
         self._num_marks += 1
         self._may_want_captures = True
         self._launching = batch
+        self._record_flight(batch)
         try:
             handle = self._runner.launch(batch, self._handles_of(batch.after | batch.depends_on))
         except Exception as error:
@@ -549,6 +565,7 @@ class EngineLoop:
         if events and (is_over or not stream.wants_only_end):
             self._outbox.put(stream, events)
         if is_over:
+            self._offending_requests.acquit(sequence.fingerprint)
             self._remove(sequence)
 
     def _fail(self, sequence: Sequence, error: KestrelError) -> None:

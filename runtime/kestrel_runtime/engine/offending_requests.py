@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from threading import Lock
 from typing import NamedTuple
@@ -32,6 +32,7 @@ class OffendingRequests:
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._entries: OrderedDict[str, _Entry] = OrderedDict()  # the one learned last at the end
+        self._suspects: OrderedDict[str, None] = OrderedDict()  # the one learned last at the end
         self._lock = Lock()
 
     def __contains__(self, fingerprint: str) -> bool:
@@ -49,6 +50,24 @@ class OffendingRequests:
             self._entries.move_to_end(fingerprint)
             if len(self._entries) > _CAPACITY:
                 self._entries.popitem(last=False)
+
+    def suspect(self, fingerprints: Iterable[str]) -> None:
+        """Requests that were in a step during which the process ended: each runs alone once."""
+        with self._lock:
+            for fingerprint in fingerprints:
+                self._suspects[fingerprint] = None
+            while len(self._suspects) > _CAPACITY:
+                self._suspects.popitem(last=False)
+
+    def is_suspect(self, fingerprint: str) -> bool:
+        """Whether the request is to run alone."""
+        return fingerprint in self._suspects
+
+    def acquit(self, fingerprint: str) -> None:
+        """The request ran to its end."""
+        if self._suspects:
+            with self._lock:
+                self._suspects.pop(fingerprint, None)
 
     def forget_learned_before_restart(self) -> None:
         """The engine has restarted: forget all but those that survive it."""

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any, Self
 
 import msgspec
@@ -28,12 +29,15 @@ from kestrel_runtime.api.errors import (
     ImageError,
     InternalError,
     KestrelError,
+    RequestRefused,
     drop_tracebacks,
 )
 from kestrel_runtime.api.events import Finished
 from kestrel_runtime.api.images import HashedImage, Image, RemoteImage, image_digest
 from kestrel_runtime.api.requests import Request
 from kestrel_runtime.api.stream import Stream
+from kestrel_runtime.engine.flight_record import FlightRecord
+from kestrel_runtime.engine.offending_requests import fingerprint_of
 from kestrel_runtime.engine.workers import Interrupted, Job, Workers
 from kestrel_runtime.imaging.decoding import decode_image, inspect_image
 from kestrel_runtime.imaging.header import ImageHeader
@@ -57,8 +61,10 @@ from kestrel_runtime.processes.messages import (
     OnlyEnd,
     Operation,
     Pixels,
+    Refuse,
     Release,
     Submit,
+    Suspect,
     ToCore,
     UnloadAdapter,
     Welcome,
@@ -71,6 +77,8 @@ _OPERATION_TIMEOUT_S = 60.0
 _MAX_BYTES_HASHED_AT_ONCE = 2**18
 """The largest image that the event loop hashes, in about 0.2 ms; a worker hashes larger ones."""
 _PIXEL_BYTES = 3
+_MAX_REMEMBERED = 256
+"""Fingerprints of suspects, and of refused requests."""
 
 _log = logging.getLogger(__name__)
 
@@ -106,6 +114,8 @@ class EngineClient:
         self._status = EngineStatus.RECOVERING
         self._is_draining = self._is_closed = False
         self._callbacks: list[Callable[[EngineStatus], None]] = []
+        self._suspects: dict[str, None] = {}  # fingerprints, in the order in which they became known
+        self._refused: dict[str, None] = {}
         for core in cores:
             core.serve(self._take, self._update_status)
         self._update_status()
@@ -131,9 +141,12 @@ class EngineClient:
         """The process of a core has ended. Requests that it has not begun to answer go to another core."""
         core = self._cores[index]
         core.end()
+        self._judge(FlightRecord.read(core.flight_record))
         self._update_status()
         for call in {call.ids: call for call in self._calls.values() if call.core is core}.values():
-            if call.has_events:
+            if any(fingerprint.startswith(call.fingerprint()) for fingerprint in self._refused):
+                call.fail(RequestRefused(f"{call.fingerprint()} has ended an engine process"))
+            elif call.has_events:
                 call.fail(_ended())
             else:
                 self._send(call)
@@ -141,7 +154,30 @@ class EngineClient:
     async def core_ready(self, index: int) -> None:
         """A new process of a core listens. Raises `BuildMismatch`."""
         await self._cores[index].connect()
+        self._warn(self._cores[index])
         self._update_status()
+
+    def _judge(self, in_flight: frozenset[str]) -> None:
+        """What follows from the requests that were in flight when the process of a core ended.
+
+        All of them run alone from now on. One that was in flight alone, and was a suspect before, is refused.
+        """
+        if len(in_flight) == 1 and in_flight <= self._suspects.keys():
+            self._refused |= dict.fromkeys(in_flight)
+            _log.error("%s has ended an engine process twice: it is refused from now on", *in_flight)
+        self._suspects |= dict.fromkeys(in_flight)
+        for known in (self._suspects, self._refused):
+            while len(known) > _MAX_REMEMBERED:
+                del known[next(iter(known))]
+        for core in self._cores:
+            self._warn(core)
+
+    def _warn(self, core: _Core) -> None:
+        """Tell a core, before it gets their requests again."""
+        if self._suspects:
+            core.send(Suspect(tuple(self._suspects)))
+        if self._refused:
+            core.send(Refuse(tuple(self._refused)))
 
     @property
     def status(self) -> EngineStatus:
@@ -465,6 +501,10 @@ class _Call:
     def is_over(self) -> bool:
         return all(stream.over.done() for stream in self.streams)
 
+    def fingerprint(self) -> str:
+        """The fingerprint of the request, to which a core may have added that of its adapter."""
+        return fingerprint_of(self.request, self.digest)
+
     def stream(self, id: int) -> _RemoteStream:
         """The stream of this id."""
         return next(stream for stream in self.streams if stream.id == id)
@@ -498,6 +538,10 @@ class _Core:
     @property
     def index(self) -> int:
         return self._endpoint.index
+
+    @property
+    def flight_record(self) -> Path:
+        return self._endpoint.flight_record
 
     @property
     def info(self) -> EngineInfo:

@@ -47,8 +47,10 @@ from kestrel_runtime.processes.messages import (
     OnlyEnd,
     Operation,
     Pixels,
+    Refuse,
     Release,
     Submit,
+    Suspect,
     ToCore,
     UnloadAdapter,
     Welcome,
@@ -179,6 +181,10 @@ class CoreServer:
                     stream.wants_only_end = True
         elif isinstance(message, Pixels):
             frontend.take_pixels(message, frames)
+        elif isinstance(message, Suspect):
+            self._engine.suspect(message.fingerprints)
+        elif isinstance(message, Refuse):
+            self._engine.refuse(message.fingerprints)
         elif isinstance(message, Release):
             frontend.release(message.number)
         else:

@@ -31,6 +31,11 @@ class CoreEndpoint:
         """Where front ends receive from."""
         return f"ipc://{self.folder}/core-{self.index}.out"
 
+    @property
+    def flight_record(self) -> Path:
+        """Which requests are in flight, or were when the process ended (`engine.flight_record`)."""
+        return self.folder / f"core-{self.index}.steps"
+
 
 def has_message(socket: zmq.Socket[Any]) -> bool:
     """Whether a message can be read now. The socket's descriptor tells of changes: read until there is none."""

@@ -339,6 +339,18 @@ class Pixels(Message):
     error: _Error | None = None
 
 
+class Suspect(Message):
+    """These requests were in flight when the process of a core ended: each is to run alone."""
+
+    fingerprints: tuple[str, ...]
+
+
+class Refuse(Message):
+    """These requests have ended processes of cores."""
+
+    fingerprints: tuple[str, ...]
+
+
 class Expect(Message):
     """Asks for a place in the queue for a request whose image is still being fetched."""
 
@@ -391,7 +403,7 @@ class UnloadAdapter(Message):
 
 Operation = Expect | ClearCache | ForgetImage | AdapterNames | LoadAdapter | UnloadAdapter
 """Each is answered with an `Answer` of its number."""
-ToCore = Hello | Submit | OnlyEnd | Cancel | Pixels | Release | Operation
+ToCore = Hello | Submit | OnlyEnd | Cancel | Pixels | Suspect | Refuse | Release | Operation
 
 
 # From a core to its front ends

@@ -19,7 +19,8 @@ Invariants
       no row or no pages, sequences of tenants with larger shares yield: they are preempted. Where prompts of
       several tenants are computed, that of the tenant which was served least is computed first.
   I6  After a failed step each sequence that was active repeats its part of the step alone and samples a token (an
-      isolation run). No other sequence runs until all of them have.
+      isolation run). No other sequence runs until all of them have. All steps of a sequence for which `run_alone`
+      was called run alone.
   I7  Steps may be planned while tokens of earlier steps are pending, except where that needs their values: no
       sequence is preempted or yields, and no failed step is isolated, while a token is pending.
   I8  A PREFILLED sequence decodes when the step that ends its prompt is complete; or earlier where `promote` says
@@ -107,6 +108,7 @@ class Scheduler:
         self._several_until = 0.0  # until when prompts are computed as if several tenants were active
         self._start_numbers = itertools.count()
         self._suspects: deque[_Suspect] = deque()  # the first runs alone
+        self._alone: list[Sequence] = []  # all steps of the first run alone
         self._in_flight: set[StepId] = set()
         self._tail_steps: set[StepId] = set()  # decode steps in flight with sequences that have left
         self._preempted: list[Sequence] = []  # since they were taken
@@ -144,7 +146,7 @@ class Scheduler:
     @property
     def can_look_ahead(self) -> bool:
         """Whether the next steps can be planned while tokens are pending."""
-        if self._suspects or self._some_yield():
+        if self._suspects or self._alone or self._some_yield():
             return False
         if len(self._active) <= self._pages.num_available:  # a step needs at most a page for each
             return True
@@ -170,6 +172,10 @@ class Scheduler:
         assert sequence.num_prompt_positions < sequence.max_context, "checked when the request was prepared"
         self._waiting.push(sequence)
 
+    def run_alone(self, sequence: Sequence) -> None:
+        """Have all steps of a sequence that waits run alone. Sequences that shall run alone do so one by one."""
+        self._alone.append(sequence)
+
     def schedule(self, now: float, *, may_prefill: bool = True) -> Plan:
         """Plan the next steps and allocate the pages they need; `now` is in seconds of the clock of the sequences.
 
@@ -179,6 +185,8 @@ class Scheduler:
         if self._suspects:
             return self._isolation_run(*self._suspects[0])
         self._grow_running()
+        if self._alone and (plan := self._plan_alone(self._alone[0])) is not None:
+            return plan
         if may_prefill:
             self._admit()  # running sequences may yield, which then do not decode
         decode = Batch.of_decode(sequence for sequence in self._active if sequence.has_room)
@@ -278,6 +286,7 @@ class Scheduler:
         self._end_lease(sequence)
         sequence.move_to(SequenceState.FINISHED)
         self._suspects = deque(suspect for suspect in self._suspects if suspect.sequence is not sequence)
+        self._alone = [other for other in self._alone if other is not sequence]
 
     def take_preempted(self) -> list[Sequence]:
         """Sequences that have been preempted; each is returned once.
@@ -554,6 +563,15 @@ class Scheduler:
             encode += [EncodeItem.rest_of(sequence)] if sequence.num_tiles_to_encode else []
             chunks = self._cut(sequence, sequence.num_matched, sequence.length - is_decoding)
         return Plan(self._prefill_batch(encode, chunks), Batch.of_decode())
+
+    def _plan_alone(self, sequence: Sequence) -> Plan | None:
+        """The next step of a sequence whose steps all run alone; None while it waits for something."""
+        if sequence.state is SequenceState.WAITING:
+            self._suspects.append(_Suspect(sequence, is_decoding=False))
+            return self._isolation_run(*self._suspects[0])
+        if sequence.state is SequenceState.PARKED:
+            return None
+        return Plan(self._prefill_batch(), Batch.of_decode([sequence] if sequence.has_room else []))
 
     def _start_alone(self, sequence: Sequence, *, is_decoding: bool) -> None:
         match = self._match(sequence, sequence.length - 1 - is_decoding)

@@ -7,10 +7,12 @@ import hashlib
 import io
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -25,18 +27,22 @@ from kestrel_runtime.api.errors import (
     KestrelError,
     ModelNotFound,
     Overloaded,
+    RequestRefused,
     SkillUnsupported,
 )
 from kestrel_runtime.api.events import Finished, Started, TextDelta
 from kestrel_runtime.api.requests import CachePolicy, Gaze, PointRef, Query, RequestOptions, SamplingParams
 from kestrel_runtime.api.stream import Stream
 from kestrel_runtime.engine.engine import LocalEngine
+from kestrel_runtime.engine.offending_requests import fingerprint_of
+from kestrel_runtime.execution.step_runner import StepRunner
 from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.processes import client as client_module
 from kestrel_runtime.processes.client import BuildMismatch, EngineClient
 from kestrel_runtime.processes.core import CoreServer
 from kestrel_runtime.processes.endpoint import CoreEndpoint
 from kestrel_runtime.processes.routing import home_order
+from kestrel_runtime.scheduling.batch import Batch
 from tests.reference_fixtures import MD3_SMALL
 
 SMALL_IMAGE = (MD3_SMALL / "image_1_64x64.png").read_bytes()
@@ -49,8 +55,11 @@ class Cores:
     """Engines behind sockets, and a client of theirs."""
 
     def __init__(self, loaded: LoadedModel, folder: Path, configs: list[EngineConfig]) -> None:
-        self.engines = [LocalEngine(loaded, config) for config in configs]
         self.endpoints = [CoreEndpoint(folder, index) for index in range(len(configs))]
+        self.engines = [
+            LocalEngine(loaded, config, flight_record=endpoint.flight_record)
+            for config, endpoint in zip(configs, self.endpoints, strict=True)
+        ]
         self.servers = [CoreServer(*each) for each in zip(self.engines, self.endpoints, strict=True)]
         self.client: EngineClient
 
@@ -282,6 +291,48 @@ async def test_without_a_core_requests_are_refused_until_one_is_back(
     await one.client.core_ready(0)
     await submit(one.client, Query("what?", SMALL_IMAGE, sampling=GREEDY)).result()
     assert seen == [EngineStatus.RECOVERING, EngineStatus.SERVING]
+
+
+async def test_a_request_that_ends_two_processes_is_refused_and_no_other(
+    two: Cores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = next(
+        picture(number)
+        for number in range(99)
+        if home_order(hashlib.sha256(picture(number)).digest(), (0, 1))[0] == 0
+    )
+    poison = Query("poison", image, sampling=GREEDY)
+    others = [Query(f"question {number}", image, sampling=GREEDY) for number in range(5)]
+    fingerprint = fingerprint_of(poison)
+    launch, holds = StepRunner.launch, threading.Event()
+    reached: asyncio.Queue[int] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+
+    def launch_unless_poisoned(runner: StepRunner, batch: Batch, *others: Any) -> Any:
+        if any(sequence.fingerprint == fingerprint for sequence in batch.sequences):
+            loop.call_soon_threadsafe(reached.put_nowait, len(batch.sequences))
+            holds.wait()  # a process that is killed now is in the middle of this step
+        return launch(runner, batch, *others)
+
+    monkeypatch.setattr(StepRunner, "launch", launch_unless_poisoned)
+    try:
+        calls = [submit(two.client, request) for request in (*others[:3], poison, *others[3:])]
+        await reached.get()
+        await two.lose(0)
+        assert await reached.get() == 1, "a suspect runs alone"
+        await two.lose(1)
+        refused = await asyncio.gather(*(stream.result() for stream in calls), return_exceptions=True)
+        assert type(refused.pop(3)) is RequestRefused
+        assert {type(end) for end in refused} <= {Finished, EngineUnavailable}
+    finally:
+        monkeypatch.setattr(StepRunner, "launch", launch)
+        holds.set()
+    two.servers[1] = CoreServer(two.engines[1], two.endpoints[1])
+    await two.servers[1].start()
+    await two.client.core_ready(1)
+    assert type(await error_of(submit(two.client, poison))) is RequestRefused
+    for request in others:
+        await submit(two.client, request).result()
 
 
 async def test_draining_waits_for_requests_and_takes_no_more(one: Cores) -> None:

@@ -71,6 +71,7 @@ class Schedule:
             [Token(random.choice((1, 1, 1, 2))) for _ in range(random.randrange(2, 20))] for _ in range(5)
         ]
         self.answers: dict[Sequence, list[Token]] = {}  # of those that are here: all tokens until they finish
+        self.alone: set[Sequence] = set()
         self.origins: dict[Sequence, tuple[str, bytes | None]] = {}
         self.contents: dict[object, int] = {}
         self.decoding: list[Sequence] = []  # without tiles, which a worker makes
@@ -116,7 +117,7 @@ class Schedule:
         had_decodes = bool(decodes)
         rows = {sequence for sequence in self.answers if sequence.pages}
         running = [sequence for sequence in self.answers if sequence.has_room]
-        is_isolating = self.scheduler.is_isolating
+        is_isolating = self.scheduler.is_isolating or bool(self.alone & self.answers.keys())
         plan = self.scheduler.schedule(0.0, may_prefill=len(prefills) < 2)
         for sequence in () if is_isolating else running:
             assert sequence in plan.decode.decode or sequence.state is not SequenceState.RUNNING, "I2"
@@ -174,11 +175,17 @@ class Schedule:
                 sequence.tiles, sequence.tile_job = None, "decode the image"
         self.answers[sequence], self.origins[sequence] = answer, (namespace, image)
         self.scheduler.add(sequence)
+        if random.random() < 0.01:
+            self.scheduler.run_alone(sequence)
+            self.alone.add(sequence)
         self.counts["arrivals"] += 1
 
     def launch(self, batch: Batch) -> None:
         if batch.is_empty:
             return
+        if self.alone.intersection(batch.sequences):
+            assert len(batch.sequences) == 1, "I6"
+            self.counts["steps alone"] += 1
         accesses: list[Access] = []
         members: list[tuple[Sequence, int]] = []
         for chunk in batch.prefill:

@@ -332,6 +332,18 @@ def test_i5_a_failed_isolation_run_keeps_the_order_of_arrival():
     assert world.active() == [first, second]
 
 
+def test_i6_a_sequence_that_shall_run_alone_does_so_to_its_end():
+    world = World()
+    first, second = world.add(2), world.add(2)
+    world.steps(2)
+    suspect, other = world.add(2), world.add(2)
+    world.scheduler.run_alone(suspect)
+    assert [world.step().members for _ in range(4)] == [[suspect]] * 4
+    assert suspect.num_generated == 4
+    world.scheduler.remove(suspect)
+    assert world.step().members == [other, first, second]
+
+
 def test_i6_trials_fit_where_the_failed_batch_filled_the_cache():
     world = World(num_pages=8, page_size=2)
     first, second = world.add(5), world.add(5)

@@ -29,6 +29,7 @@ def test_no_operation_loses_frees_twice_or_shares_wrongly():
         "parked cancellations": 0.0005,
         "decoded again": 0.0002,
         "yields": 0.003,
+        "steps alone": 0.003,
         "prefills that do not wait for the last decode step": 0.002,
     }
     for name, share in least.items():
