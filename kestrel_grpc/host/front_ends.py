@@ -58,15 +58,19 @@ class Switchboard:
 
     def __init__(self) -> None:
         self._links: dict[str, Link] = {}
+        self._asked: set[str] = set()
+        """The front ends that take part."""
 
     def join(self, identity: str, link: Link) -> None:
         """Serve a new front end, which is asked once it takes part."""
+        self._links[identity] = link
 
         def take_part(_: TakePart) -> None:
-            self._links[identity] = link
+            if identity in self._links:
+                self._asked.add(identity)
 
         async def ask_others(asked: AskAll) -> list[bytes]:
-            others = [other for name, other in self._links.items() if name != identity]
+            others = [self._links[name] for name in self._asked if name != identity]
             answers = await asyncio.gather(*(_ask_one(other, asked) for other in others))
             return [answer for answer in answers if answer is not None]
 
@@ -76,6 +80,7 @@ class Switchboard:
     def drop(self, identity: str) -> None:
         """A front end has ended."""
         self._links.pop(identity, None)
+        self._asked.discard(identity)
 
 
 async def _ask_one(link: Link, asked: AskAll) -> bytes | None:

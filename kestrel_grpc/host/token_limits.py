@@ -7,7 +7,6 @@ front end has which places, so a front end that dies gives its places back.
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
 
 import msgspec
 
@@ -94,13 +93,15 @@ class LimitOwner:
     def __init__(self, limits: TokenLimits) -> None:
         self._limits = limits
         # The places that calls of each front end have, by their numbers.
-        self._places: defaultdict[str, dict[int, Place]] = defaultdict(dict)
+        self._places: dict[str, dict[int, Place]] = {}
 
     def join(self, identity: str, link: Link) -> None:
         """Answer a new front end."""
-        places = self._places[identity]
+        places = self._places[identity] = {}
 
         def enter(question: EnterCall) -> Verdict:
+            if identity not in self._places:  # it asked before its end, and reads no answer
+                return Verdict(is_counted=False)
             try:
                 places[question.number] = self._limits.take(question.limit)
             except RateLimited as refusal:
@@ -108,7 +109,8 @@ class LimitOwner:
             return Verdict(is_counted=True)
 
         def adopt(note: AdoptCall) -> None:
-            places[note.number] = self._limits.adopt(note.limit)
+            if identity in self._places:
+                places[note.number] = self._limits.adopt(note.limit)
 
         def leave(note: LeaveCall) -> None:
             place = places.pop(note.number, None)

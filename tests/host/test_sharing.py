@@ -16,14 +16,14 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 
 from kestrel_client.v1 import engine_service_pb2, image_service_pb2, media_pb2, vision_service_pb2
-from kestrel_grpc.access.limits import TokenLimit, TokenLimits
+from kestrel_grpc.access.limits import RateLimited, TokenLimit, TokenLimits
 from kestrel_grpc.access.tokens import Scope, line_for
 from kestrel_grpc.frontends.triton.v2 import grpc_service_pb2 as triton_wire
 from kestrel_grpc.host import front_ends
 from kestrel_grpc.host.link import SupervisorUnavailable
 from kestrel_grpc.host.stored_images import FindImage, SharedImages
 from kestrel_grpc.host.token_limits import EnterCall, LeaveCall, SharedLimits, Verdict
-from kestrel_grpc.images.stored_images import ImageHandle, Keeping
+from kestrel_grpc.images.stored_images import ImageHandle, ImageNotFound, Keeping
 from kestrel_runtime.api.engine import ImageInfo
 from tests.fakes import HOLD, answers
 from tests.host.sharing import Core, Rig, linked, sharing
@@ -40,6 +40,7 @@ DATA = b"\x89PNG\r\n\x1a\n" + b"an encoded image"
 HANDLE = ImageHandle(hashlib.sha256(DATA).hexdigest())
 IMAGE_ID = str(HANDLE)
 QUERY = vision_service_pb2.CompleteQueryRequest(question="?")
+LIMIT = TokenLimit("alice", bytes(32), None, 1, 1)
 INFO = ImageInfo("image/png", 4, 3)
 
 
@@ -148,6 +149,19 @@ async def test_a_front_end_that_dies_gives_its_places_back(tokens: Path, folder:
         await asyncio.gather(*calls)
 
 
+async def test_what_a_front_end_asked_before_its_end_takes_no_place_after_it(tokens: Path, folder: Path) -> None:
+    async with sharing(folder, tokens=str(tokens)) as rig:
+        rig.owner.drop(rig.hosts[0].identity)
+        with pytest.raises(RateLimited):
+            await rig.hosts[0].limits.enter(LIMIT)
+        rig.hosts[0].limits.adopt(LIMIT)
+        rig.hosts[0].peers.take_part()
+        with pytest.raises(ImageNotFound):  # what was told before is done when a question is answered
+            await rig.hosts[0].images.find("", HANDLE)
+        (await rig.hosts[1].limits.enter(LIMIT)).leave()
+        assert await rig.hosts[1].peers.ask("cancel requests", b"") == []
+
+
 async def test_nobody_is_admitted_where_the_supervisor_is_gone_and_tokens_without_limits_are(
     tokens: Path, folder: Path
 ) -> None:
@@ -161,9 +175,6 @@ async def test_nobody_is_admitted_where_the_supervisor_is_gone_and_tokens_withou
         assert (caught.value.code(), reason_of(caught.value)) == (Code.UNAVAILABLE, "ENGINE_UNAVAILABLE")
         assert await outcome(rig.servers[0].vision.CompleteQuery(QUERY, metadata=BOB)) == "OK"
         assert await outcome(rig.servers[1].vision.CompleteQuery(QUERY, metadata=ALICE)) == "OK"
-
-
-LIMIT = TokenLimit("alice", bytes(32), None, 1, 1)
 
 
 async def test_a_call_that_gave_up_waiting_for_an_answer_has_no_place(folder: Path) -> None:
