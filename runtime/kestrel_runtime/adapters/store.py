@@ -347,8 +347,8 @@ class AdapterStore:
 class AdapterPreparation(Future[Result]):
     """The preparation of a request that begins when its adapter is loaded. It can be cancelled before and after."""
 
-    def __init__(self, lease: Future[Lease], submit: Callable[[Lease], Future[Result]]) -> None:
-        """`submit` has a worker prepare the request with its adapter."""
+    def __init__(self, lease: Future[Lease], submit: Callable[[Lease], Future[Result] | Result]) -> None:
+        """`submit` prepares the request with its adapter, or has a worker prepare it."""
         super().__init__()
         self._submit = submit
         self._current: Future[Any] = lease
@@ -371,6 +371,9 @@ class AdapterPreparation(Future[Result]):
         except BaseException as failure:
             lease.end()
             self.set_exception(_refusal(failure))
+            return
+        if not isinstance(preparation, Future):
+            self.set_result(preparation)
             return
         self._current = preparation
         preparation.add_done_callback(lambda prepared: self._end(lease, prepared))

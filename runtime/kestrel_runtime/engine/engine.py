@@ -317,6 +317,10 @@ class LocalEngine:
             )
         except RuntimeError as error:  # closed at this very moment, or the system has no thread left for us
             raise EngineUnavailable("no worker can take the request") from error
+        if isinstance(preparation, Sequence):
+            stream.on_cancel(lambda: self._loop.cancel(stream))
+            self._loop.add(preparation, stream)
+            return
         with self._lock:
             self._num_preprocessing += 1
         stream.on_cancel(lambda: self._cancel(preparation, stream))

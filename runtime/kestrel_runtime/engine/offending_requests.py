@@ -5,15 +5,25 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from threading import Lock
+from types import MappingProxyType
 from typing import NamedTuple
 
+import msgspec
+
 from kestrel_runtime.api.images import image_digest
-from kestrel_runtime.api.requests import Request
+from kestrel_runtime.api.requests import REQUEST_TYPES, Request
 
 LIFETIME_S = 3600.0
+_FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        kind.skill: tuple(item.name for item in fields(kind) if item.name not in ("image", "options"))
+        for kind in REQUEST_TYPES
+    }
+)
+"""The fields of a request that say what work it is, beside its image."""
 _CAPACITY = 256
 
 
@@ -83,13 +93,5 @@ def fingerprint_of(request: Request, digest_of_image: bytes | None = None) -> st
     """
     if digest_of_image is None and request.image is not None:
         digest_of_image = image_digest(request.image)
-    digest = hashlib.sha256(request.skill.encode())
-    for item in fields(request):
-        if item.name == "options":
-            continue
-        value = digest_of_image if item.name == "image" else getattr(request, item.name)
-        # Lengths keep the border between two values from moving.
-        data = value if isinstance(value, bytes) else repr(value).encode()
-        digest.update(b"%d:" % len(data))
-        digest.update(data)
-    return f"{request.skill}-{digest.hexdigest()[:32]}"
+    values = (digest_of_image, *(getattr(request, name) for name in _FIELDS[request.skill]))
+    return f"{request.skill}-{hashlib.sha256(msgspec.msgpack.encode(values)).hexdigest()[:32]}"

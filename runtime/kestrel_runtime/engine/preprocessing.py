@@ -7,6 +7,7 @@ that submits the request does it at once.
 from __future__ import annotations
 
 import itertools
+import random
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -16,7 +17,13 @@ from typing import NamedTuple
 
 from PIL import Image
 
-from kestrel_runtime.api.errors import ContextLengthExceeded, EngineUnavailable, ImageError, RequestRefused
+from kestrel_runtime.api.errors import (
+    ContextLengthExceeded,
+    EngineUnavailable,
+    ImageError,
+    KestrelError,
+    RequestRefused,
+)
 from kestrel_runtime.api.images import HashedImage, RemoteImage, image_digest
 from kestrel_runtime.api.images import Image as RequestImage
 from kestrel_runtime.api.requests import CachePolicy, Request
@@ -96,6 +103,7 @@ class Preprocessor:
         self._prefix_cache = prefix_cache
         self._image_cache = image_cache
         self._ids = itertools.count(1)
+        self._random = random.Random(secrets.randbits(128))
         # By namespace and digest: headers of these images are not read again. Within a namespace only, since the
         # time that a request takes shows it.
         self._known_images: LruCache[tuple[str, bytes], ImageFacts] = LruCache(_MAX_KNOWN_IMAGES)
@@ -126,12 +134,12 @@ class Preprocessor:
         adapter: AdapterLease | None = None,
         *,
         is_wanted: Callable[[], bool] = lambda: True,
-    ) -> Future[Sequence]:
+    ) -> Future[Sequence] | Sequence:
         """Have the request prepared, usually by a worker; the future can be cancelled until a worker starts.
 
         Requests wait for a worker by tenant, priority and age, like sequences that wait for pages. Decoding stops
         soon after `is_wanted` returns False or a deadline passes. A request whose image is known and cached, and is
-        small or stored, waits for no worker: its future is done. Raises `ImageError` like `inspect`, and
+        small or stored, waits for no worker. Raises `ImageError` like `inspect`, what `prepare` raises, and
         RuntimeError where the workers are closed.
         """
         facts = None
@@ -197,22 +205,19 @@ class Preprocessor:
         namespace: str,
         adapter: AdapterLease | None,
         facts: ImageFacts,
-    ) -> Future[Sequence] | None:
-        """The result of a worker, where preparing takes little time; None where it does not."""
+    ) -> Sequence | None:
+        """What a worker would return, where preparing takes little time; None where it does not."""
         if len(request.text) > _MAX_TEXT_LENGTH_AT_ONCE or request.constraint is not None:
             return None
         if self._workers.is_closing:
             raise RuntimeError("the workers are closed")
-        done: Future[Sequence] = Future()
         try:
             sequence, _ = self._without_tiles(request, clock, tenant, namespace, adapter, facts)
-        except Exception as error:  # a worker's error is in its future, too
-            done.set_exception(error)
-            return done
-        if not self._leaves_out_tiles(sequence, request, facts):
+        except KestrelError:
+            raise
+        except Exception:  # a bug of ours: the worker meets it again, and its future has the error
             return None
-        done.set_result(sequence)
-        return done
+        return sequence if self._leaves_out_tiles(sequence, request, facts) else None
 
     def _without_tiles(
         self,
@@ -270,7 +275,7 @@ class Preprocessor:
             parser=parser,
             temperature=defaults.temperature if sampling.temperature is None else sampling.temperature,
             top_p=defaults.top_p if sampling.top_p is None else sampling.top_p,
-            seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
+            seed=self._random.getrandbits(63) if sampling.seed is None else sampling.seed,
             controls=sampling if sampling.controls_tokens else None,
             num_logprobs=sampling.logprobs,
             matcher=matcher,

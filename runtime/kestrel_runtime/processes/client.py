@@ -77,6 +77,8 @@ _OPERATION_TIMEOUT_S = 60.0
 _MAX_BYTES_HASHED_AT_ONCE = 2**18
 """The largest image that the event loop hashes, in about 0.2 ms; a worker hashes larger ones."""
 _PIXEL_BYTES = 3
+_MAX_READ_AT_ONCE = 32
+"""Messages; then other callbacks of the event loop have their turn."""
 _MAX_REMEMBERED = 256
 """Fingerprints of suspects, and of refused requests."""
 
@@ -648,7 +650,9 @@ class _Core:
         return found
 
     def _receive(self) -> None:
-        while self._sockets is not None and has_message(self._sockets[1]):
+        for _ in range(_MAX_READ_AT_ONCE):
+            if self._sockets is None or not has_message(self._sockets[1]):
+                return
             (data, *_) = self._sockets[1].recv_multipart(zmq.NOBLOCK)
             try:
                 self._take(messages.decode_from_core(data))
@@ -656,6 +660,7 @@ class _Core:
                 _log.exception("a message of core %d cannot be read: it runs another build", self.index)
             except Exception:
                 _log.exception("a message of core %d failed", self.index)
+        self._loop.call_soon(self._receive)
 
     def _take(self, message: FromCore) -> None:
         if isinstance(message, Welcome):

@@ -60,6 +60,8 @@ from kestrel_runtime.processes.messages import (
 _STATE_INTERVAL_S = 0.1
 _WANTED_INTERVAL_S = 0.1
 _LINGER_MS = 1_000
+_MAX_READ_AT_ONCE = 32
+"""Messages; then timers and other callbacks of the event loop have their turn."""
 
 _log = logging.getLogger(__name__)
 
@@ -153,7 +155,9 @@ class CoreServer:
         return task
 
     def _receive(self) -> None:
-        while not self._is_closed and has_message(self._requests):
+        for _ in range(_MAX_READ_AT_ONCE):
+            if self._is_closed or not has_message(self._requests):
+                return
             identity, data, *frames = self._requests.recv_multipart(zmq.NOBLOCK)
             try:
                 self._take(identity, messages.decode_to_core(data), frames)
@@ -161,6 +165,7 @@ class CoreServer:
                 _log.exception("a message of %s cannot be read: it runs another build", identity.decode())
             except Exception:
                 _log.exception("a message of %s failed", identity.decode())
+        self._loop.call_soon(self._receive)
 
     def _take(self, identity: bytes, message: ToCore, frames: list[bytes]) -> None:
         if isinstance(message, Hello):

@@ -62,7 +62,8 @@ class Admission:
         self._lock = RLock()
         self._costs: dict[Hashable, Cost] = {}
         self._lines: Counter[tuple[str, Priority, Priority]] = Counter()
-        self._intervals: deque[tuple[float, float]] = deque(maxlen=_MAX_STARTS)  # (moment, time since last start)
+        self._intervals: deque[tuple[float, float]] = deque()  # (moment, time since last start)
+        self._intervals_s = 0.0  # their sum
         self._last_start: float | None = None  # None where no request has waited since
 
     def __len__(self) -> int:
@@ -85,7 +86,10 @@ class Admission:
             if key not in self._costs:
                 return
             if self._last_start is not None:
+                if len(self._intervals) == _MAX_STARTS:
+                    self._intervals_s -= self._intervals.popleft()[1]
                 self._intervals.append((now, now - self._last_start))
+                self._intervals_s += now - self._last_start
             self._last_start = now
             self.leave(key)
 
@@ -135,10 +139,10 @@ class Admission:
     def _pace_s(self, now: float) -> float | None:
         """Mean time between two starts while requests wait; None without enough recent starts."""
         while self._intervals and self._intervals[0][0] < now - _EVIDENCE_S:
-            self._intervals.popleft()
+            self._intervals_s -= self._intervals.popleft()[1]
         if len(self._intervals) < _MIN_STARTS:
             return None
-        return sum(interval for _, interval in self._intervals) / len(self._intervals)
+        return max(0.0, self._intervals_s) / len(self._intervals)
 
     def _book(self, cost: Cost, sign: int) -> None:
         for bound, amount in _amounts(cost).items():

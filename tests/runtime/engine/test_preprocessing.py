@@ -4,7 +4,7 @@ import io
 import struct
 import threading
 import time
-from concurrent.futures import FIRST_COMPLETED, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
 import pytest
@@ -35,7 +35,7 @@ from kestrel_runtime.engine.workers import Interrupted
 from kestrel_runtime.imaging.tiles import DecodedImage, keep_decoded
 from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.scheduling.prefix_keys import PrefixKeyMaker
-from kestrel_runtime.scheduling.sequence import SequenceClock
+from kestrel_runtime.scheduling.sequence import Sequence, SequenceClock
 from tests import hostile_images
 from tests.reference_fixtures import MD3_SMALL
 from tests.runtime.preprocessors import new_preprocessor
@@ -53,6 +53,13 @@ def preprocessor(loaded: LoadedModel):
 
 def clock() -> SequenceClock:
     return SequenceClock(submitted=time.monotonic())
+
+
+def submit(preprocessor: Preprocessor, *arguments: Any, **options: Any) -> Future[Sequence]:
+    """Have a worker prepare a request."""
+    future = preprocessor.submit(*arguments, **options)
+    assert isinstance(future, Future)
+    return future
 
 
 def test_images_may_be_kept_decoded_and_tiled_later(loaded: LoadedModel) -> None:
@@ -113,13 +120,13 @@ def test_an_image_over_the_pixel_limit_is_refused(loaded: LoadedModel) -> None:
 
 
 def test_a_workers_error_is_in_its_future(preprocessor: Preprocessor) -> None:
-    assert isinstance(preprocessor.submit(Caption(IMAGE[:2000]), clock()).exception(), ImageError)
-    assert preprocessor.submit(Query("hello"), clock()).result().num_prompt_tokens > 4
+    assert isinstance(submit(preprocessor, Caption(IMAGE[:2000]), clock()).exception(), ImageError)
+    assert submit(preprocessor, Query("hello"), clock()).result().num_prompt_tokens > 4
 
 
 def test_what_the_header_tells_is_refused_at_once(preprocessor: Preprocessor) -> None:
     with pytest.raises(ImageError):
-        preprocessor.submit(Caption(b"not an image"), clock())
+        submit(preprocessor, Caption(b"not an image"), clock())
 
 
 @pytest.mark.parametrize(("late", "error"), [("deadline", DeadlineExceeded), ("queue_deadline", QueueTimeout)])
@@ -144,7 +151,7 @@ def test_an_offending_request_is_refused_before_its_image_is_decoded(loaded: Loa
 
 def test_a_sequence_knows_its_tenant_and_priority(preprocessor: Preprocessor) -> None:
     query = Query("hello", options=RequestOptions(priority=Priority.BATCH))
-    sequence = preprocessor.submit(query, clock(), "somebody").result()
+    sequence = submit(preprocessor, query, clock(), "somebody").result()
     assert (sequence.tenant, sequence.priority) == ("somebody", Priority.BATCH)
 
 
@@ -163,10 +170,11 @@ class OneWorker:
         A letter of `tenants` names the tenant of each; "" is that of all.
         """
         now = time.monotonic()
-        first = self.preprocessor.submit(Caption(picture(100)), SequenceClock(now))
+        first = submit(self.preprocessor, Caption(picture(100)), SequenceClock(now))
         assert self._has_begun.wait(MAX_WAIT_S)
         futures = [
-            self.preprocessor.submit(
+            submit(
+                self.preprocessor,
                 Caption(picture(width), options=RequestOptions(priority=priority)),
                 SequenceClock(now - age_s),
                 tenants[width - 1 : width],
@@ -223,9 +231,9 @@ def bounded(loaded: LoadedModel, max_decoded_bytes: int, num_threads: int = 2) -
 
 def test_what_an_image_takes_is_counted_until_its_pixels_are_freed(loaded: LoadedModel) -> None:
     preprocessor = bounded(loaded, 2**30)
-    sequence = preprocessor.submit(Caption(IMAGE), clock()).result(MAX_WAIT_S)
+    sequence = submit(preprocessor, Caption(IMAGE), clock()).result(MAX_WAIT_S)
     assert preprocessor.decoded_bytes == 4 * 500 * 400
-    assert preprocessor.submit(Query("hello"), clock()).result(MAX_WAIT_S)
+    assert submit(preprocessor, Query("hello"), clock()).result(MAX_WAIT_S)
     assert preprocessor.decoded_bytes == 4 * 500 * 400
     del sequence
     assert preprocessor.decoded_bytes == 0
@@ -239,7 +247,7 @@ def test_files_that_are_small_wait_encoded_where_their_pixels_would_take_too_muc
     limit_bytes, file = 64 * 2**20, hostile_images.png(1600, 1000, colour_type=2)
     assert len(file) < 10_000
     preprocessor = bounded(loaded, limit_bytes)  # 256 of them would take 1.6 GB
-    futures = [preprocessor.submit(Caption(file), clock(), tenant) for _ in range(40)]
+    futures = [submit(preprocessor, Caption(file), clock(), tenant) for _ in range(40)]
     most_bytes, num_prepared = 0, 0
     while futures:
         done, _ = wait(futures, MAX_WAIT_S, FIRST_COMPLETED)
@@ -258,9 +266,9 @@ def test_files_that_are_small_wait_encoded_where_their_pixels_would_take_too_muc
 def test_so_many_wait_decoded_and_no_more_are_decoded_until_they_go_on(loaded: LoadedModel) -> None:
     file, kept_bytes, limit_bytes = hostile_images.png(1000, 800, colour_type=2), 4 * 800_000, 48 * 2**20
     preprocessor = bounded(loaded, limit_bytes, num_threads=1)
-    futures = [preprocessor.submit(Caption(file), clock()) for _ in range(30)]
+    futures = [submit(preprocessor, Caption(file), clock()) for _ in range(30)]
     # A request behind them that needs no memory runs when no other can.
-    last = preprocessor.submit(Query("hi", options=RequestOptions(priority=Priority.BATCH)), clock())
+    last = submit(preprocessor, Query("hi", options=RequestOptions(priority=Priority.BATCH)), clock())
     last.result(MAX_WAIT_S)
     num_decoded = sum(future.done() for future in futures)
     assert 5 <= num_decoded <= limit_bytes / kept_bytes
@@ -287,7 +295,7 @@ def test_an_image_that_takes_too_much_to_decode_is_refused_before_it_is(
 ) -> None:
     preprocessor = bounded(loaded, 600 * 2**20)
     with pytest.raises(ImageError, match="must take at most 450 MiB while it is decoded") as caught:
-        preprocessor.submit(Caption(file), clock())
+        submit(preprocessor, Caption(file), clock())
     assert caught.value.too_large, name
     preprocessor.close()
 
@@ -323,7 +331,7 @@ def test_decoding_stops_between_two_scans_when_its_request_is_cancelled(
                     case "deadline":
                         timing.deadline = time.monotonic()
                     case _:
-                        waiting = preprocessor.submit(Query("hello"), clock())
+                        waiting = submit(preprocessor, Query("hello"), clock())
                         waiting.add_done_callback(lambda _: is_closing.set())
                         closer.start()
                         assert is_closing.wait(MAX_WAIT_S)
@@ -333,7 +341,7 @@ def test_decoding_stops_between_two_scans_when_its_request_is_cancelled(
 
     monkeypatch.setattr(preprocessing, "decode_image", decode)
     file = hostile_images.progressive_jpeg(640, 480, 60)
-    error = preprocessor.submit(Caption(file), timing, is_wanted=lambda: is_wanted).exception(MAX_WAIT_S)
+    error = submit(preprocessor, Caption(file), timing, is_wanted=lambda: is_wanted).exception(MAX_WAIT_S)
     assert isinstance(error, DeadlineExceeded if reason == "deadline" else Interrupted)
     assert num_checks == 30
     preprocessor.close()
@@ -349,7 +357,7 @@ def known_image_preprocessor(loaded: LoadedModel, **settings: Any) -> tuple[Prep
         is_cached=lambda keys, embedding_key: keys is not None and keys.image in cached,
         **settings,
     )
-    preprocessor.submit(Query("Who?", IMAGE), clock(), namespace="a").result(MAX_WAIT_S)
+    submit(preprocessor, Query("Who?", IMAGE), clock(), namespace="a").result(MAX_WAIT_S)
     return preprocessor, cached
 
 
@@ -361,7 +369,8 @@ def test_a_known_and_cached_image_is_neither_opened_nor_handed_to_a_worker(
     expected = preprocessor.prepare(Query("Where?", IMAGE), clock(), "t", "a")
     monkeypatch.setattr(preprocessing, "inspect_image", None)
     monkeypatch.setattr(preprocessor, "_workers", FakeWorkers())
-    found = preprocessor.submit(Query("Where?", IMAGE), clock(), "t", "a").result(0)
+    found = preprocessor.submit(Query("Where?", IMAGE), clock(), "t", "a")
+    assert isinstance(found, Sequence)
     assert found.tiles is None
     assert (found.tokens, found.keys, found.tenant, found.fingerprint) == (
         expected.tokens,
@@ -382,9 +391,9 @@ def test_of_large_images_those_that_bring_their_digest_are_prepared_at_once(
     monkeypatch.setattr(preprocessor, "_workers", FakeWorkers())
     cached.add(image_digest(IMAGE))
     request = Query("Where?", HashedImage(IMAGE, image_digest(IMAGE)))
-    assert preprocessor.submit(request, clock(), namespace="a").result(0).tiles is None
+    assert isinstance(preprocessor.submit(request, clock(), namespace="a"), Sequence)
     with pytest.raises(AssertionError, match="a worker was asked"):
-        preprocessor.submit(Query("Where?", IMAGE), clock(), namespace="a")
+        submit(preprocessor, Query("Where?", IMAGE), clock(), namespace="a")
 
 
 @pytest.mark.parametrize(
@@ -401,12 +410,12 @@ def test_workers_do_what_takes_long_also_for_a_known_image(loaded: LoadedModel, 
     cached.add(image_digest(IMAGE))
     preprocessor.close()
     with pytest.raises(RuntimeError):
-        preprocessor.submit(request_, clock(), namespace="a")
+        submit(preprocessor, request_, clock(), namespace="a")
 
 
 def test_an_image_that_is_known_and_not_cached_any_more_is_decoded(loaded: LoadedModel) -> None:
     preprocessor, _ = known_image_preprocessor(loaded)
-    sequence = preprocessor.submit(Query("Where?", IMAGE), clock(), namespace="a").result(MAX_WAIT_S)
+    sequence = submit(preprocessor, Query("Where?", IMAGE), clock(), namespace="a").result(MAX_WAIT_S)
     preprocessor.close()
     assert sequence.tiles is not None
     assert sequence.tile_job is None, "it would hold the encoded image"
@@ -422,7 +431,7 @@ def test_another_namespace_learns_nothing_from_an_image_that_is_known(
         preprocessing, "inspect_image", lambda image, **limits: opened.append(image) or inspect(image, **limits)
     )
     for namespace, num_opened in (("a", 0), ("b", 1), ("b", 1)):
-        preprocessor.submit(Query("Where?", IMAGE), clock(), namespace=namespace).result(MAX_WAIT_S)
+        submit(preprocessor, Query("Where?", IMAGE), clock(), namespace=namespace).result(MAX_WAIT_S)
         assert len(opened) == num_opened
     preprocessor.close()
 
@@ -434,13 +443,13 @@ def test_what_a_worker_would_refuse_is_refused_at_once_too(loaded: LoadedModel) 
     request = Query("Where?", IMAGE)
     late = SequenceClock(submitted=0.0, deadline=1.0)
     with pytest.raises(DeadlineExceeded):
-        preprocessor.submit(request, late, namespace="a").result(0)
+        submit(preprocessor, request, late, namespace="a").result(0)
     offending.remember(fingerprint_of(request))
     with pytest.raises(RequestRefused):
-        preprocessor.submit(request, clock(), namespace="a").result(0)
+        submit(preprocessor, request, clock(), namespace="a").result(0)
     preprocessor.close()
     with pytest.raises(RuntimeError):
-        preprocessor.submit(Query("Who?", IMAGE), clock(), namespace="a")
+        submit(preprocessor, Query("Who?", IMAGE), clock(), namespace="a")
 
 
 class FakeWorkers:
