@@ -39,10 +39,9 @@ from bench.harness.triton_load import TritonLoad, bare_service, triton_loads
 from bench.harness.triton_load import drive as drive_triton
 from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_client.v1.vision_service_pb2_grpc import add_VisionServiceServicer_to_server
-from kestrel_grpc.cli.serve import SWITCH_INTERVAL_S
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.frontends.grpc import vision_service
-from kestrel_grpc.process import return_free_memory, set_apart_what_stays
+from kestrel_grpc.process import SWITCH_INTERVAL_S, return_free_memory, set_apart_what_stays
 from kestrel_grpc.server import Server
 from kestrel_grpc.telemetry.logs import set_up_logging
 from kestrel_runtime.api.adapters import AdapterInfo

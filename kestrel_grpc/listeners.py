@@ -1,4 +1,4 @@
-"""Checks whether a TCP port or a Unix socket can be listened on."""
+"""Checks whether a TCP port or a Unix socket can be listened on, and reserves ports for other processes."""
 
 from __future__ import annotations
 
@@ -24,6 +24,30 @@ def require_free_port(host: str, port: int) -> None:
             probe.listen(1)
     except OSError as error:
         raise PortUnavailable(f"cannot listen on {address_of(host, port)}: {error.strerror}") from error
+
+
+def reserved_port(host: str, port: int) -> socket.socket:
+    """A socket that holds a port, 0 for any, on which processes of the same user can listen together.
+
+    Nothing connects to this socket. Linux only. Raises `PortUnavailable`.
+    """
+    require_free_port(host, port)
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        reservation = socket.socket(family, kind)
+        try:
+            # The first lets connections that have just ended keep nobody from the port.
+            for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+                reservation.setsockopt(socket.SOL_SOCKET, option, 1)
+            reservation.bind(address)
+        except OSError:
+            reservation.close()
+            raise
+    except OSError as error:
+        raise PortUnavailable(f"cannot listen on {address_of(host, port)}: {error.strerror}") from error
+    return reservation
 
 
 def address_of(host: str, port: int) -> str:

@@ -1,4 +1,4 @@
-"""The process of a server: its limit of descriptors, its threads, its memory allocators, and its end.
+"""The process of a server: its event loop, signals, limit of descriptors, threads, memory allocators, and its end.
 
 After each large block that is freed, glibc by default takes the next block of that size from its heaps, up to
 32 MiB. Images and activations of all sizes fragment these heaps, and a server under mixed load grows by unused
@@ -11,6 +11,7 @@ example in a device call or an image decoder.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import faulthandler
@@ -19,8 +20,9 @@ import logging
 import os
 import platform
 import resource
+import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NoReturn
 
@@ -30,12 +32,64 @@ KEPT_BYTES = 8 * 2**20
 """Free memory that is kept at the end of a heap."""
 HEAPS = 2
 """For all threads together: each heap is fragmented separately, and the interpreter runs one thread at a time."""
+SWITCH_INTERVAL_S = 0.00005
+"""For `sys.setswitchinterval`. The engine's thread and the event loop often release the interpreter's lock for a
+moment, for a kernel launch or a write; the other thread then keeps it for at most this long."""
+END_TIMEOUT_S = 20.0
+"""For a process to end once its engine is closed or dead. Normally that takes a few seconds."""
 MAX_DESCRIPTORS = 16_384
 """An idle connection takes a descriptor and 12 KiB of memory: with more of them, memory would run out first."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _GRPC_THREADS = ("event_engine", "lifeguard")
 _GRPC_NICENESS = 10  # more than the event loop's
 _STANDARD_ERROR = 2
+
+
+def complain(text: str) -> None:
+    """Print one line on standard error."""
+    print(f"kestrel-grpc: {text}", file=sys.stderr)
+
+
+def loop_factory() -> type[asyncio.AbstractEventLoop] | None:
+    """uvloop where it is installed, else the standard loop."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.Loop
+
+
+class StopSignals:
+    """Futures for the first and the second request to stop."""
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.first: asyncio.Future[signal.Signals] = loop.create_future()
+        self.second: asyncio.Future[signal.Signals] = loop.create_future()
+
+    def note(self, number: signal.Signals) -> None:
+        """A signal has come."""
+        for future in (self.first, self.second):
+            if not future.done():
+                future.set_result(number)
+                return
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[StopSignals]:
+    """Handles SIGTERM and SIGINT on the running event loop, for the length of the `with`."""
+    loop = asyncio.get_running_loop()
+    signals = StopSignals()
+    before = signal.getsignal(signal.SIGTERM)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, signals.note, number)
+    try:
+        yield signals
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+        # Removing leaves the default, with which SIGTERM would be a failure while the process ends.
+        signal.signal(signal.SIGTERM, before)
 
 
 def raise_descriptor_limit() -> None:

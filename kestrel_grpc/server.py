@@ -7,7 +7,7 @@ import contextlib
 import logging
 import secrets
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
@@ -28,6 +28,7 @@ from kestrel_grpc.images.image_store import CachePurges, ImageIntake, ImageStore
 from kestrel_grpc.images.image_uris import ImageSource, NoRemoteImages, RemoteImagesUnavailable
 from kestrel_grpc.listeners import address_of, require_free_port, require_free_socket
 from kestrel_grpc.maintenance import Maintenance
+from kestrel_grpc.process import stop_signals
 from kestrel_grpc.telemetry.logs import announce
 from kestrel_grpc.telemetry.telemetry import Telemetry
 from kestrel_grpc.wire.call_admission import Observer
@@ -214,7 +215,7 @@ class Server:
 
         Returns True after a signal, and False if the engine died, even while the server drained.
         """
-        with _signals() as signals:
+        with stop_signals() as signals:
             died = self._death()
             await self.start()
             await asyncio.wait((signals.first, died), return_when=asyncio.FIRST_COMPLETED)
@@ -400,35 +401,3 @@ def require_usable(config: ServerConfig) -> None:
     for host, port in ((config.admin_host, config.admin_port), (config.metrics_host, config.metrics_port)):
         if port is not None:
             require_free_port(host, port)
-
-
-class _Signals:
-    """Futures for the first and the second request to stop."""
-
-    def __init__(self) -> None:
-        loop = asyncio.get_running_loop()
-        self.first: asyncio.Future[signal.Signals] = loop.create_future()
-        self.second: asyncio.Future[signal.Signals] = loop.create_future()
-
-    def note(self, number: signal.Signals) -> None:
-        """A signal has come."""
-        for future in (self.first, self.second):
-            if not future.done():
-                future.set_result(number)
-                return
-
-
-@contextlib.contextmanager
-def _signals() -> Iterator[_Signals]:
-    loop = asyncio.get_running_loop()
-    signals = _Signals()
-    before = signal.getsignal(signal.SIGTERM)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, signals.note, number)
-    try:
-        yield signals
-    finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
-        # Removing leaves the default, with which SIGTERM would be a failure while the process ends.
-        signal.signal(signal.SIGTERM, before)

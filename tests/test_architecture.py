@@ -79,16 +79,19 @@ SERVER_ARROWS = {
     "telemetry": {"config", "wire"},
     "maintenance": {"wire"},
     "frontends": {"access", "config", "images", "listeners", "wire"},
-    "server": {"access", "config", "frontends", "images", "listeners", "maintenance", "telemetry", "wire"},
+    "server": {
+        *("access", "config", "frontends", "images", "listeners", "maintenance", "process", "telemetry", "wire")
+    },
     "host": {"access", "config", "frontends", "images", "listeners", "process", "server", "telemetry", "wire"},
     "cli": {"access", "config", "host", "images", "listeners", "process", "server", "telemetry"},
     "__main__": {"cli"},
 }
 TRANSPORTS = {"grpc", "grpc_health", "grpc_reflection", "google", "kestrel_client"}
 WITHOUT_TRANSPORT = SERVER_ARROWS.keys() - {"frontends", "cli", "__main__"}
-# Of the runtime the server knows `api` alone, and the commands that start an engine, or compile for one, know how.
+# Of the runtime the server knows `api` alone; what starts an engine, compiles for one or speaks to one knows more.
 STARTING_AN_ENGINE = {
-    f"cli/{name}.py" for name in ("accept", "acceptance_page", "compile", "demo", "serve", "verify")
+    *(f"cli/{name}.py" for name in ("accept", "acceptance_page", "compile", "demo", "serve", "verify")),
+    *(f"host/{name}.py" for name in ("child", "core", "frontend", "layout", "supervisor")),
 }
 SERVER_BREACHES = set[str]()
 # Inside the kernels: the packages of implementations that each of them may build upon. What needs a compiler or a

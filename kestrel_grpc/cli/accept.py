@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kestrel_grpc import __version__
-from kestrel_grpc.cli.common import complain, refuse
+from kestrel_grpc.cli.common import refuse
 from kestrel_grpc.config.options import ConfigurationError, ServerConfig, named_values
+from kestrel_grpc.process import complain
 from kestrel_runtime.api.config import BUILT_IN_MODEL, EngineConfig
 from kestrel_runtime.api.errors import CheckpointError
 

@@ -39,7 +39,8 @@ from kestrel_client import (
     draw,
 )
 from kestrel_client.images import is_on_server
-from kestrel_grpc.cli.common import add_client_arguments, complain, explain, run_with_client
+from kestrel_grpc.cli.common import add_client_arguments, explain, run_with_client
+from kestrel_grpc.process import complain
 
 NO_IMAGE = "-"
 """The value of IMAGE for a question without an image."""

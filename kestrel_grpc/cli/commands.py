@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from kestrel_grpc import __version__
 from kestrel_grpc.cli.accept import add_accept_command
 from kestrel_grpc.cli.ask import add_client_commands
-from kestrel_grpc.cli.common import complain
 from kestrel_grpc.cli.compile import add_compile_command
 from kestrel_grpc.cli.demo import add_demo_command
 from kestrel_grpc.cli.health import add_health_command
@@ -16,6 +15,7 @@ from kestrel_grpc.cli.serve import add_serve_command
 from kestrel_grpc.cli.status import add_status_commands
 from kestrel_grpc.cli.token import add_token_command
 from kestrel_grpc.cli.verify import add_verify_command
+from kestrel_grpc.process import complain
 from kestrel_runtime.api.errors import did_you_mean
 
 _MISUSED = 2

@@ -11,14 +11,10 @@ from kestrel_client import Client, KestrelClientError, ServerError
 from kestrel_client.connection import DEFAULT_TIMEOUT_S, ClientTls, address_of
 from kestrel_grpc.config.options import ConfigurationError
 from kestrel_grpc.config.sources import CLIENT_VARIABLES, environment_name, former_variables
+from kestrel_grpc.process import complain
 
 Command = Callable[[Client, argparse.Namespace], int | None]
 """Runs with a client; returns the exit status, None for 0."""
-
-
-def complain(text: str) -> None:
-    """Print one line on standard error."""
-    print(f"kestrel-grpc: {text}", file=sys.stderr)
 
 
 def refuse(error: ConfigurationError) -> int:

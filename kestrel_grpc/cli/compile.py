@@ -6,8 +6,8 @@ import argparse
 import itertools
 from pathlib import Path
 
-from kestrel_grpc.cli.common import complain
 from kestrel_grpc.config.options import ServerConfig
+from kestrel_grpc.process import complain
 from kestrel_runtime.api.errors import CheckpointError
 
 CAPABILITIES = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")

@@ -20,9 +20,10 @@ import grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from kestrel_client.connection import ClientTls, why_no_answer
-from kestrel_grpc.cli.common import add_connection_arguments, complain, refuse, tls_of
+from kestrel_grpc.cli.common import add_connection_arguments, refuse, tls_of
 from kestrel_grpc.config.options import ConfigurationError, ServerConfig
 from kestrel_grpc.listeners import address_of
+from kestrel_grpc.process import complain
 
 _CONNECT_TIMEOUT_S = 2.0
 

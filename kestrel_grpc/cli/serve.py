@@ -8,13 +8,17 @@ import logging
 import os
 import sys
 
-from kestrel_grpc.cli.common import complain, refuse
+from kestrel_grpc.cli.common import refuse
 from kestrel_grpc.config.listing import add_serve_arguments, effective_values
 from kestrel_grpc.config.options import ConfigurationError, ServerConfig, option_names
 from kestrel_grpc.config.sources import environment_warnings
 from kestrel_grpc.process import (
+    END_TIMEOUT_S,
+    SWITCH_INTERVAL_S,
+    complain,
     end_now,
     end_within,
+    loop_factory,
     lower_grpc_threads,
     raise_descriptor_limit,
     return_free_memory,
@@ -22,12 +26,6 @@ from kestrel_grpc.process import (
     set_apart_what_stays,
 )
 from kestrel_grpc.telemetry.logs import set_up_logging
-
-SWITCH_INTERVAL_S = 0.00005
-"""For `sys.setswitchinterval`. The engine's thread and the event loop often release the interpreter's lock for a
-moment, for a kernel launch or a write; the other thread then keeps it for at most this long."""
-END_TIMEOUT_S = 20.0
-"""For the process to end once its engine is closed or dead. Normally that takes a few seconds."""
 
 _log = logging.getLogger(__name__)
 
@@ -86,7 +84,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         require_usable(config)
         if config.tracing:
             require_tracing(os.environ)
-        return _run_server(config)
+        return _run(config)
     except ConfigurationError as error:
         return refuse(error)
     except (TokenFileError, CertificateError) as error:
@@ -99,8 +97,25 @@ def _serve(arguments: argparse.Namespace) -> int:
         return 130
 
 
+def _run(config: ServerConfig) -> int:
+    """Serve until a signal, in one process or in several; returns the exit status."""
+    if config.devices is None and config.frontends == 0:
+        return _run_server(config)
+    # These libraries are for several processes only.
+    from kestrel_grpc.host.layout import layout_of, placed
+    from kestrel_grpc.host.supervisor import supervise
+
+    layout = layout_of(config, os.environ)
+    if layout.num_frontends == 0:
+        (place,) = layout.cores
+        os.environ.update(place.environment)
+        return _run_server(placed(config, place))
+    set_up_logging(config.log_level, line_format=config.log_format, process="supervisor")
+    return supervise(config, layout)
+
+
 def _run_server(config: ServerConfig) -> int:
-    """Serve until a signal; returns the exit status."""
+    """Serve until a signal, in this process; returns the exit status."""
     from kestrel_grpc.server import Server
     from kestrel_runtime.api.engine import EngineStatus
     from kestrel_runtime.engine.engine import LocalEngine
@@ -123,7 +138,7 @@ def _run_server(config: ServerConfig) -> int:
     _log.info("%s", config.precision_line())
     engine.on_status_change(lambda now: end_within(END_TIMEOUT_S) if now is EngineStatus.DEAD else None)
     try:
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
             ended_well, has_closed = runner.run(run())
     except WarmUpFailed as error:
         complain(str(error))
@@ -133,12 +148,3 @@ def _run_server(config: ServerConfig) -> int:
         if not (engine.has_ended and has_closed):
             end_now(0 if ended_well else 1)
     return 0 if ended_well else 1
-
-
-def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
-    """uvloop where it is installed, else the standard loop."""
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    return uvloop.Loop

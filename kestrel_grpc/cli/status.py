@@ -10,7 +10,8 @@ from functools import partial
 from typing import Any
 
 from kestrel_client import Adapter, Client
-from kestrel_grpc.cli.common import add_client_arguments, complain, run_with_client
+from kestrel_grpc.cli.common import add_client_arguments, run_with_client
+from kestrel_grpc.process import complain
 
 
 def add_status_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from kestrel_grpc.access.tokens import Scope, line_for, new_secret
-from kestrel_grpc.cli.common import complain
+from kestrel_grpc.process import complain
 
 
 def add_token_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

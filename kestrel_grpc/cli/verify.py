@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from kestrel_grpc.cli.common import complain, refuse
+from kestrel_grpc.cli.common import refuse
 from kestrel_grpc.config.options import ConfigurationError, ServerConfig, named_values
+from kestrel_grpc.process import complain
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.errors import CheckpointError
 

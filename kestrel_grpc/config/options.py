@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -40,6 +41,7 @@ PRECISIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     }
 )
 """By name: fields of `EngineConfig`, each for where that field is auto."""
+MAX_FRONTENDS = 64
 _FORMATS = ("dtype", "text_path", "vision_path", "kv_dtype")
 """The settings that a precision selects, unless their own options do."""
 _REASONS: Mapping[str, str] = MappingProxyType(
@@ -69,6 +71,23 @@ def _name_prefix(text: str) -> str:
     return prefix
 
 
+def _devices(text: str) -> tuple[str, ...]:
+    """Parses the devices of several engines, separated by commas."""
+    found = tuple(part.strip().lower() for part in text.split(","))
+    are_gpus = all(re.fullmatch("[0-9]{1,3}", name) for name in found) and len(set(map(int, found))) == len(found)
+    if found != ("all",) and set(found) != {"cpu"} and not are_gpus:
+        raise ValueError("must be different numbers of GPUs such as 0,1, or all, or cpu once for each engine")
+    return found
+
+
+def _frontends(text: str) -> int | str:
+    """Parses a number of processes, or auto."""
+    try:
+        return text if text == "auto" else whole_number(0, MAX_FRONTENDS)(text)
+    except ValueError as error:
+        raise ValueError(f"{error}, or auto") from None
+
+
 def _origins(text: str) -> tuple[str, ...]:
     """Parses origins of web pages, separated by commas."""
     found = tuple(part.strip().lower() for part in text.split(","))
@@ -90,6 +109,19 @@ class ServerConfig:
         "the default of each part; `--dtype`, `--text-path`, `--vision-path` and `--kv-dtype` override it",
     )
     engine: EngineConfig = field(default_factory=EngineConfig)
+    devices: tuple[str, ...] | None = option(
+        None,
+        _devices,
+        "where the model runs, with an engine for each: numbers of GPUs such as `0,1`, `all` GPUs, or `cpu,cpu`",
+        default_text="one engine, on --device",
+    )
+    frontends: int | str = option(
+        0,
+        _frontends,
+        "processes that serve calls, apart from those of the engines: a number, 0 for one process that does both,"
+        " or auto: a quarter of the processors, at most 4, on a GPU host with 8 or more, else 0",
+        unit="processes",
+    )
     served_model_name: tuple[str, ...] | None = option(
         None,
         names,
@@ -310,6 +342,7 @@ def _contradictions(config: ServerConfig) -> Iterator[str]:
         yield "--max-receiving-bytes: must be at least --max-message-bytes"
     if config.reflection == "token" and config.tokens is None:
         yield "--reflection token: needs --tokens"
+    yield from _contradictions_of_processes(config)
     for name in ("triton_port", "triton_shared_memory"):
         if getattr(config, name) is not None and not config.triton:
             yield f"{flag_name(name)}: needs --triton"
@@ -323,6 +356,18 @@ def _contradictions(config: ServerConfig) -> Iterator[str]:
         yield f"--host {config.host}: {advice.format(' or --tls-certificate')}"
     if config.admin_port is not None and not _is_loopback(config.admin_host):
         yield f"--admin-host {config.admin_host}: {advice.format('')}"
+
+
+def _contradictions_of_processes(config: ServerConfig) -> Iterator[str]:
+    devices, frontends = config.devices or (), config.frontends
+    if devices and config.engine.device != "auto":
+        yield "--devices: says what --device would; give one of them"
+    if sys.platform != "linux" and (devices == ("all",) or len(devices) > 1 or frontends not in (0, "auto")):
+        yield "--frontends and --devices: several processes share a port on Linux only"
+    if isinstance(frontends, int) and frontends > 1:
+        for name in ("unix_socket", "triton_shared_memory"):
+            if getattr(config, name) is not None:
+                yield f"{flag_name(name)}: belongs to one process; it needs --frontends 1 or 0"
 
 
 def _is_loopback(host: str) -> bool:

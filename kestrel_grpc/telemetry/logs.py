@@ -133,7 +133,8 @@ def set_up_logging(
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     handler = LogWriter(sys.stderr if stream is None else stream)
     handler.setFormatter(_JsonFormatter(process) if line_format == "json" else _LineFormatter(process))
-    logging.basicConfig(level=level.upper(), handlers=[handler])
+    # A command may have set up logging before it knew that there are several processes.
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=process is not None)
 
 
 def dropped_lines() -> int:

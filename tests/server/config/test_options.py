@@ -147,6 +147,15 @@ def test_switches_are_on_or_off_and_on_where_they_are_only_named() -> None:
         (["--reflection", "token"], "--reflection token: needs --tokens"),
         (["--triton", "off", "--triton-port", "0"], "--triton-port: needs --triton"),
         (["--http-origins", "https://a.example"], "--http-origins: needs --http-port"),
+        (
+            ["--frontends", "2", "--unix-socket", "/run/kestrel"],
+            "--unix-socket: belongs to one process; it needs --frontends 1 or 0",
+        ),
+        (
+            ["--frontends", "2", "--triton-shared-memory", "kestrel"],
+            "--triton-shared-memory: belongs to one process; it needs --frontends 1 or 0",
+        ),
+        (["--devices", "0,1", "--device", "cuda"], "--devices: says what --device would; give one of them"),
         (["--max-message-bytes", "1G"], "--max-receiving-bytes: must be at least --max-message-bytes"),
         (["--cuda-graphs", "on", "--device", "cpu"], "--cuda-graphs: needs a CUDA device and a fused text path"),
         (
@@ -162,6 +171,40 @@ def test_options_that_need_each_other_are_told(arguments: list[str], problem: st
 
 
 TLS = ("--tls-certificate", "a", "--tls-key", "b")
+
+
+@pytest.mark.parametrize(
+    ("devices", "expected"),
+    [("0,1", ("0", "1")), ("all", ("all",)), ("CPU, cpu", ("cpu", "cpu")), ("3", ("3",))],
+)
+def test_devices_are_gpus_or_processors(devices: str, expected: tuple[str, ...]) -> None:
+    assert ServerConfig.parse({"devices": devices}, {}).devices == expected
+
+
+@pytest.mark.parametrize("devices", ["", "0,0", "0,00", "all,0", "cpu,0", "cuda", "-1"])
+def test_devices_that_cannot_be_told_apart_are_refused(devices: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"--devices: '.*' must be different numbers"):
+        ServerConfig.parse({"devices": devices}, {})
+
+
+def test_front_ends_are_a_number_or_auto() -> None:
+    assert [ServerConfig.parse({"frontends": text}, {}).frontends for text in ("0", "64", "auto")] == [
+        0,
+        64,
+        "auto",
+    ]
+    for text in ("-1", "65", "many"):
+        with pytest.raises(ConfigurationError, match=r"must be a whole number from 0 to 64, or auto"):
+            ServerConfig.parse({"frontends": text}, {})
+
+
+def test_several_processes_are_refused_where_they_cannot_share_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.platform", "darwin")
+    for flags in ({"frontends": "1"}, {"devices": "cpu,cpu"}, {"devices": "all"}):
+        with pytest.raises(ConfigurationError, match="on Linux only"):
+            ServerConfig.parse(flags, {})
+    for flags in ({"frontends": "0"}, {"frontends": "auto"}, {"devices": "cpu"}):
+        ServerConfig.parse(flags, {})
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.2", "example.com", "2606:4700::1"])

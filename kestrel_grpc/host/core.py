@@ -1,0 +1,114 @@
+"""The process of an engine core: loads the model, and serves front ends until the supervisor ends it.
+
+`python -m kestrel_grpc.host.core DESCRIPTOR` is run by the supervisor, with the descriptor of a socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import sys
+from pathlib import Path
+
+from prometheus_client import generate_latest
+
+from kestrel_grpc.host.child import begin, ended_with_supervisor, memory_returner, new_link
+from kestrel_grpc.host.messages import Begin, FrontendGone, FrontendStuck, Ready, Stop
+from kestrel_grpc.process import (
+    END_TIMEOUT_S,
+    complain,
+    end_now,
+    end_within,
+    loop_factory,
+    set_apart_what_stays,
+)
+from kestrel_grpc.telemetry.metrics import EngineReader, Reading, new_registry
+from kestrel_runtime.api.engine import EngineStatus
+from kestrel_runtime.api.errors import CheckpointError
+from kestrel_runtime.engine.engine import LocalEngine
+from kestrel_runtime.engine.warm_up import WarmUpFailed, warm_up
+from kestrel_runtime.processes.core import CoreServer
+from kestrel_runtime.processes.endpoint import CoreEndpoint
+
+_log = logging.getLogger("kestrel_grpc.host.core")  # `__name__` is `__main__`
+
+
+def main() -> int:
+    """Run the process; returns its exit status."""
+    said, connection = begin("core")
+    memory_returner()
+    try:
+        with ended_with_supervisor(connection):
+            engine = LocalEngine.start(said.config.engine_config())
+    except CheckpointError as error:
+        complain(str(error))
+        return 1
+    engine.on_status_change(lambda now: end_within(END_TIMEOUT_S) if now is EngineStatus.DEAD else None)
+    ended_well = False
+    try:
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            ended_well = runner.run(_serve(engine, said, connection))
+    except WarmUpFailed as error:
+        complain(str(error))
+        return 1
+    finally:
+        engine.close()
+        if not engine.has_ended:
+            end_now(0 if ended_well else 1)
+    return 0 if ended_well else 1
+
+
+async def _serve(engine: LocalEngine, said: Begin, connection: socket.socket) -> bool:
+    """Serve until the supervisor ends it or is gone, or the engine dies: then returns False."""
+    loop = asyncio.get_running_loop()
+    with ended_with_supervisor(connection):
+        await warm_up(engine)
+    set_apart_what_stays()
+    if said.index == 0:
+        _log.info("%s", said.config.precision_line())
+    reader = EngineReader(engine)
+
+    def read() -> Reading:
+        now = reader.read()
+        return Reading(engine=now, caches=now.caches())
+
+    registry = new_registry(read)
+    link = new_link(lambda: asyncio.to_thread(generate_latest, registry))
+
+    def lost(identity: str) -> None:
+        loop.call_soon_threadsafe(link.tell, FrontendStuck(identity))
+
+    server = CoreServer(engine, CoreEndpoint(Path(said.folder), said.index), on_lost=lost)
+    stopped, died = asyncio.Event(), asyncio.Event()
+    link.on(FrontendGone, lambda note: server.drop_frontend(note.identity))
+    link.on(Stop, lambda _: stopped.set())
+
+    def follow(now: EngineStatus) -> None:
+        if now is EngineStatus.DEAD:
+            with contextlib.suppress(RuntimeError):  # the event loop is closed
+                loop.call_soon_threadsafe(died.set)
+
+    engine.on_status_change(follow)
+    await server.start()
+    await link.start(connection)
+    link.tell(Ready())
+    waiting = [asyncio.ensure_future(event.wait()) for event in (stopped, died)]
+    await asyncio.wait((*waiting, link.closed), return_when=asyncio.FIRST_COMPLETED)
+    for task in waiting:
+        task.cancel()
+    if link.closed.done() and not died.is_set():
+        _log.error("the supervisor is gone: running requests are finished")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(said.config.drain_timeout):
+                await engine.drain()
+    ended_well = not died.is_set()
+    await server.close()
+    await asyncio.to_thread(engine.close)
+    link.close()
+    return ended_well
+
+
+if __name__ == "__main__":
+    sys.exit(main())

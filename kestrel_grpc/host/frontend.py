@@ -1,0 +1,172 @@
+"""The process of a front end: serves calls, for which it asks the engine cores, until the supervisor ends it.
+
+`python -m kestrel_grpc.host.frontend DESCRIPTOR` is run by the supervisor, with the descriptor of a socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import sys
+from pathlib import Path
+
+from kestrel_grpc.access.tls import CertificateError
+from kestrel_grpc.access.tokens import TokenFileError
+from kestrel_grpc.host.child import OTHER_BUILD, begin, memory_returner, new_link
+from kestrel_grpc.host.messages import (
+    Announce,
+    Begin,
+    CoreGone,
+    CoreReady,
+    Drain,
+    ReadMetrics,
+    Ready,
+    Serving,
+    Stop,
+    Withdraw,
+)
+from kestrel_grpc.images.image_uris import RemoteImagesUnavailable
+from kestrel_grpc.listeners import PortUnavailable
+from kestrel_grpc.process import (
+    END_TIMEOUT_S,
+    complain,
+    end_now,
+    end_within,
+    loop_factory,
+    lower_grpc_threads,
+    set_apart_what_stays,
+)
+from kestrel_grpc.server import Server
+from kestrel_grpc.telemetry.tracing import TracingUnavailable
+from kestrel_runtime.api.engine import EngineStatus
+from kestrel_runtime.processes.client import BuildMismatch, EngineClient
+from kestrel_runtime.processes.endpoint import CoreEndpoint
+
+_METRICS_TIMEOUT_S = 10.0
+_OOM_SCORE = 300
+"""When memory runs out the kernel ends a front end before a core, whose start takes longer."""
+
+_log = logging.getLogger("kestrel_grpc.host.frontend")  # `__name__` is `__main__`
+
+
+def main() -> int:
+    """Run the process; returns its exit status."""
+    said, connection = begin("frontend")
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+        file.write(str(_OOM_SCORE))
+    try:
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            has_closed = runner.run(_Frontend(said).serve(connection))
+    except (TokenFileError, CertificateError) as error:
+        complain(str(error))
+        return 2
+    except (PortUnavailable, RemoteImagesUnavailable, TracingUnavailable) as error:
+        complain(str(error))
+        return 1
+    except BuildMismatch as error:
+        _log.error("%s", error)
+        return OTHER_BUILD
+    if not has_closed:
+        end_now(0)
+    return 0
+
+
+class _Frontend:
+    """A server over the engine cores. It is the `Host` of that server."""
+
+    def __init__(self, said: Begin) -> None:
+        self.instance_id = said.instance_id
+        self._said = said
+        self._link = new_link(self._own_metrics)
+        self._connecting: dict[int, asyncio.Task[None]] = {}
+        """Connections to new processes of cores, by index."""
+        self._news: list[CoreGone | CoreReady] = []
+        """What became of cores before there was a client of them."""
+        self._client: EngineClient | None = None
+        self._server: Server | None = None
+        self._begins_drain, self._stops = asyncio.Event(), asyncio.Event()
+        self._mismatch: BuildMismatch | None = None
+
+    async def metrics(self) -> bytes:
+        """The metrics of all processes."""
+        return await self._link.ask(ReadMetrics(), bytes, timeout_s=_METRICS_TIMEOUT_S)
+
+    async def serve(self, connection: socket.socket) -> bool:
+        """Serve until the supervisor ends it or is gone. Returns whether every connection has been closed."""
+        link, said = self._link, self._said
+        link.on(CoreGone, self._core_gone)
+        link.on(CoreReady, self._core_ready)
+        link.on(Drain, lambda _: self._begins_drain.set())
+        link.on(Stop, lambda _: self._stops.set())
+        await link.start(connection)
+        endpoints = [CoreEndpoint(Path(said.folder), index) for index in range(said.num_cores)]
+        connecting = asyncio.ensure_future(EngineClient.connect(endpoints, said.identity))
+        stopping = asyncio.ensure_future(self._stops.wait())
+        draining = asyncio.ensure_future(self._begins_drain.wait())
+        await asyncio.wait((connecting, stopping, draining, link.closed), return_when=asyncio.FIRST_COMPLETED)
+        if not connecting.done():
+            connecting.cancel()
+            stopping.cancel()
+            draining.cancel()
+            return True
+        self._client = client = connecting.result()
+        for note in self._news:
+            self._core_gone(note) if isinstance(note, CoreGone) else self._core_ready(note)
+        at_rest = memory_returner()
+        self._server = server = Server(client, said.config, at_rest=at_rest, host=self)
+        link.on(Withdraw, lambda _: server.withdraw())
+        link.on(Announce, lambda _: server.announce())
+        client.on_status_change(lambda now: link.tell(Serving(now is EngineStatus.SERVING)))
+        set_apart_what_stays()
+        lower_grpc_threads()
+        await server.start()
+        link.tell(Serving(client.status is EngineStatus.SERVING))
+        link.tell(Ready())
+        await asyncio.wait((stopping, draining, link.closed), return_when=asyncio.FIRST_COMPLETED)
+        if link.closed.done():
+            _log.error("the supervisor is gone: running calls are finished")
+            end_within(said.config.drain_timeout + END_TIMEOUT_S)
+        if not stopping.done():
+            ending = asyncio.ensure_future(server.drain())
+            await asyncio.wait((ending, stopping), return_when=asyncio.FIRST_COMPLETED)
+            ending.cancel()
+        end_within(END_TIMEOUT_S)
+        stopping.cancel()
+        draining.cancel()
+        for task in self._connecting.values():
+            task.cancel()
+        await server.stop()
+        link.close()
+        if self._mismatch is not None:
+            raise self._mismatch
+        return server.has_closed
+
+    async def _own_metrics(self) -> bytes:
+        return b"" if self._server is None else await asyncio.to_thread(self._server.metrics_text)
+
+    def _core_gone(self, note: CoreGone) -> None:
+        if self._client is None:
+            self._news.append(note)
+            return
+        if note.index in self._connecting:
+            self._connecting.pop(note.index).cancel()
+        self._client.core_gone(note.index)
+
+    def _core_ready(self, note: CoreReady) -> None:
+        if self._client is None:
+            self._news.append(note)
+        else:
+            self._connecting[note.index] = asyncio.ensure_future(self._connect(self._client, note.index))
+
+    async def _connect(self, client: EngineClient, index: int) -> None:
+        try:
+            await client.core_ready(index)
+        except BuildMismatch as error:
+            self._mismatch = error
+            self._stops.set()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""Which processes a configuration asks for, and on which device each engine runs."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from kestrel_grpc.config.options import ConfigurationError, ServerConfig
+from kestrel_runtime.memory.host_limits import available_processors
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_THREADS = "OMP_NUM_THREADS"
+_MAX_AUTO = 4
+_PROCESSORS_PER_FRONTEND = 4
+_MIN_AUTO_PROCESSORS = 8
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class CorePlace:
+    """Where an engine core runs."""
+
+    device: str
+    """As the option `--device`."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables of its process that select the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The processes of a server."""
+
+    num_frontends: int
+    """0: one process serves calls and runs the only engine."""
+    cores: tuple[CorePlace, ...]
+
+
+def layout_of(config: ServerConfig, environment: Mapping[str, str]) -> Layout:
+    """The processes that the options ask for. Raises `ConfigurationError`.
+
+    `all` and `auto` look for GPUs, which takes seconds.
+    """
+    cores = _cores(config, environment)
+    num_frontends = config.frontends
+    if isinstance(num_frontends, str):
+        num_frontends = _auto_frontends(cores[0])
+        if config.unix_socket is not None or config.triton_shared_memory is not None:
+            num_frontends = min(num_frontends, 1)
+        _log.info("--frontends auto: %d", num_frontends)
+    if len(cores) > 1 and num_frontends == 0:
+        _log.info("several devices need a front end of their own: there is one process for calls")
+        num_frontends = 1
+    return Layout(num_frontends, cores)
+
+
+def placed(config: ServerConfig, place: CorePlace) -> ServerConfig:
+    """The configuration of the engine at a place."""
+    return replace(config, engine=replace(config.engine, device=place.device))
+
+
+def _cores(config: ServerConfig, environment: Mapping[str, str]) -> tuple[CorePlace, ...]:
+    if config.devices is None:
+        return (CorePlace(config.engine.device),)
+    if config.devices[0] == "cpu":
+        count = len(config.devices)
+        if count == 1:
+            return (CorePlace("cpu"),)
+        # Each with all threads would have them wait for each other.
+        num_threads = str(max(1, available_processors() // count))
+        return (CorePlace("cpu", {_THREADS: environment.get(_THREADS, num_threads)}),) * count
+    visible = environment.get(_VISIBLE)
+    known = None if visible is None else [name.strip() for name in visible.split(",") if name.strip()]
+    numbers = range(_num_gpus()) if config.devices == ("all",) else map(int, config.devices)
+    names: list[str] = []
+    for number in numbers:
+        if known is not None and number >= len(known):
+            raise ConfigurationError((f"--devices: there is no GPU {number} in {_VISIBLE}={visible}",))
+        names.append(str(number) if known is None else known[number])
+    if not names:
+        raise ConfigurationError(("--devices all: torch finds no GPU",))
+    return tuple(CorePlace("cuda", {_VISIBLE: name}) for name in names)
+
+
+def _auto_frontends(core: CorePlace) -> int:
+    """As many as the processors feed; none where a GPU does not wait for them."""
+    processors = available_processors()
+    if sys.platform != "linux" or processors < _MIN_AUTO_PROCESSORS or core.device == "cpu":
+        return 0
+    if core.device == "auto" and _num_gpus() == 0:
+        return 0
+    return min(_MAX_AUTO, processors // _PROCESSORS_PER_FRONTEND)
+
+
+def _num_gpus() -> int:
+    """Asked in another process: torch takes seconds and hundreds of megabytes, and would keep a context."""
+    program = "import torch; print(torch.cuda.device_count())"
+    done = subprocess.run(
+        (sys.executable, "-c", program), stdout=subprocess.PIPE, text=True, check=False, env=dict(os.environ)
+    )
+    return int(done.stdout.strip() or 0) if done.returncode == 0 else 0

@@ -1,0 +1,83 @@
+"""What the supervisor and its children say to each other about the life of the processes."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kestrel_grpc.config.options import ServerConfig
+
+
+class Begin(msgspec.Struct, frozen=True):
+    """To a new process: the first message."""
+
+    config: ServerConfig
+    """With the ports that the supervisor has reserved."""
+    name: str
+    """Such as "frontend-0"."""
+    index: int
+    identity: str
+    """Such as "frontend-0.3" for the third process of that name."""
+    folder: str
+    """The private folder of the server."""
+    num_cores: int
+    instance_id: str
+    build: str
+    """Of the code that the supervisor runs."""
+
+
+class Ready(msgspec.Struct):
+    """From a child: it serves."""
+
+
+class Serving(msgspec.Struct):
+    """From a front end: whether it accepts requests."""
+
+    is_serving: bool
+
+
+class Announce(msgspec.Struct):
+    """To one front end: print the addresses, since all processes serve."""
+
+
+class Ping(msgspec.Struct):
+    """To a child: answer with nothing."""
+
+
+class ReadMetrics(msgspec.Struct):
+    """To a child: answer with its own metrics. From a front end: with those of all processes."""
+
+
+class CoreGone(msgspec.Struct):
+    """To front ends: the process of a core has ended."""
+
+    index: int
+
+
+class CoreReady(msgspec.Struct):
+    """To front ends: a new process of a core listens."""
+
+    index: int
+
+
+class FrontendGone(msgspec.Struct):
+    """To cores: the process of a front end has ended."""
+
+    identity: str
+
+
+class FrontendStuck(msgspec.Struct):
+    """From a core: a front end does not read what it is sent."""
+
+    identity: str
+
+
+class Withdraw(msgspec.Struct):
+    """To front ends: begin the lame-duck period."""
+
+
+class Drain(msgspec.Struct):
+    """To front ends: finish the calls that run, and exit."""
+
+
+class Stop(msgspec.Struct):
+    """To a child: exit now."""

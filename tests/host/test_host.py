@@ -1,0 +1,256 @@
+"""A server of several processes: what its callers see, and what happens when one of the processes dies."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from kestrel_client import Client
+from kestrel_client.v1 import engine_service_pb2, vision_service_pb2
+from kestrel_client.v1.engine_service_pb2_grpc import EngineServiceStub
+from kestrel_client.v1.vision_service_pb2_grpc import VisionServiceStub
+from kestrel_grpc.listeners import PortUnavailable, reserved_port
+from tests.host.host_process import MAX_WAIT_S, HostProcess, host_process, samples_by_process
+
+QUESTION = vision_service_pb2.CompleteQueryRequest(question="What is this?", sampling={"max_tokens": 4})
+NUM_CONNECTIONS = 24
+"""Linux gives each to one of two front ends: that one gets none has a chance of one in 8 million."""
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[HostProcess]:
+    """Two front ends and two engines. Tests may kill processes other than the supervisor, and wait for new ones."""
+    with host_process("--frontends", "2", "--devices", "cpu,cpu", "--http-port", "0") as host:
+        assert host.address
+        yield host
+        assert host.end() == 0
+        assert host.complaints == []
+
+
+def channel(address: str) -> grpc.Channel:
+    """A connection of its own."""
+    return grpc.insecure_channel(address, options=(("grpc.use_local_subchannel_pool", 1),))
+
+
+def ask_over_connections(address: str) -> None:
+    for _ in range(NUM_CONNECTIONS):
+        with channel(address) as one:
+            VisionServiceStub(one).CompleteQuery(QUESTION, timeout=MAX_WAIT_S, wait_for_ready=True)
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process that is no child of ours ends in time."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    with os.fdopen(descriptor):
+        return bool(select.select([descriptor], [], [], MAX_WAIT_S)[0])
+
+
+def test_each_process_says_in_ps_what_it_is(host: HostProcess) -> None:
+    assert host.processes().keys() == {
+        "kestrel-grpc supervisor",
+        *("kestrel-grpc core 0", "kestrel-grpc core 1"),
+        *("kestrel-grpc frontend 0", "kestrel-grpc frontend 1"),
+    }
+
+
+def test_all_processes_are_one_server_to_callers_and_in_the_metrics(host: HostProcess) -> None:
+    name = "rpc_server_call_duration_seconds"
+    before = sum(samples_by_process(host.metrics()[name], "_count").values())
+    ask_over_connections(host.address)
+    metrics = host.metrics()
+    calls = samples_by_process(metrics[name], "_count")
+    assert calls.keys() == {"frontend-0", "frontend-1"}
+    assert all(calls.values()), "each front end has had calls"
+    assert sum(calls.values()) - before == NUM_CONNECTIONS
+    assert samples_by_process(metrics["kestrel_kv_cache_capacity"]).keys() == {"engine-0", "engine-1"}
+    assert samples_by_process(metrics["kestrel_engine_ready"]) == {"engine-0": 1, "engine-1": 1}
+    assert samples_by_process(metrics["process_cpu_seconds"]).keys() == {
+        *("supervisor", "frontend-0", "frontend-1", "engine-0", "engine-1")
+    }
+    series = [(sample.name, tuple(sample.labels.items())) for item in metrics.values() for sample in item.samples]
+    assert len(series) == len(set(series))
+    instances: set[str] = set()
+    for _ in range(NUM_CONNECTIONS):
+        with channel(host.address) as one:
+            request = engine_service_pb2.GetServerInfoRequest()
+            instances.add(EngineServiceStub(one).GetServerInfo(request, timeout=MAX_WAIT_S).instance_id)
+    assert len(instances) == 1
+
+
+def test_the_http_port_serves_the_probes_and_the_metrics_of_all_processes(host: HostProcess) -> None:
+    for _ in range(NUM_CONNECTIONS):
+        with urllib.request.urlopen(f"http://{host.http_address}/metrics", timeout=MAX_WAIT_S) as answer:
+            text = answer.read().decode()
+        assert 'process="frontend-0"' in text
+        assert 'process="frontend-1"' in text
+        assert 'kestrel_engine_ready{engine="1"} 1.0' in text
+    for base in (f"http://{host.http_address}", host.machine_address):
+        for path in ("/healthz", "/readyz", "/livez"):
+            with urllib.request.urlopen(base + path, timeout=MAX_WAIT_S) as answer:
+                assert answer.status == 200
+
+
+def test_each_line_of_the_log_names_its_process(host: HostProcess) -> None:
+    ask_over_connections(host.address)
+    host.metrics()
+    assert {line["process"] for line in host.lines} == {
+        *("supervisor", "core-0", "core-1", "frontend-0", "frontend-1")
+    }
+    callers = {line["process"] for line in host.lines if line["logger"] == "kestrel_grpc.calls"}
+    assert callers == {"frontend-0", "frontend-1"}
+
+
+def test_a_front_end_that_is_killed_is_started_again_while_the_other_serves(host: HostProcess) -> None:
+    old = host.kill("kestrel-grpc frontend 1")
+    with Client(host.address) as client:  # whatever front end it had reached
+        assert client.complete_query(None, "What is this?").answer
+    host.wait_for("frontend-1.2 is ready")
+    assert host.processes()["kestrel-grpc frontend 1"] != old
+    ask_over_connections(host.address)
+    metrics = host.metrics()
+    assert all(samples_by_process(metrics["rpc_server_call_duration_seconds"], "_count").values())
+    restarts = {item.labels["child"]: item.value for item in metrics["kestrel_process_restarts"].samples}
+    assert restarts["frontend-1"] == 1
+    assert restarts["frontend-0"] == 0
+
+
+def test_a_core_that_is_killed_is_started_again_while_the_other_serves(host: HostProcess) -> None:
+    host.kill("kestrel-grpc core 0")
+    assert "it is started again in 1 s" in host.wait_for("core-0 has ended with SIGKILL")["message"]
+    with Client(host.address) as client:
+        for _ in range(8):
+            assert client.complete_query(None, "What is this?").answer
+    assert host.get("/readyz") == "ok\n"
+    host.wait_for("core-0.2 is ready")
+    assert samples_by_process(host.metrics()["kestrel_engine_ready"]) == {"engine-0": 1, "engine-1": 1}
+    ask_over_connections(host.address)
+
+
+def test_another_server_gets_none_of_its_ports(host: HostProcess) -> None:
+    name, _, port = host.address.partition(":")
+    with pytest.raises(PortUnavailable, match="in use"):
+        reserved_port(name, int(port))
+
+
+def test_sigterm_lets_running_calls_finish_even_if_every_process_gets_it() -> None:
+    with host_process("--frontends", "1", in_own_group=True) as host, channel(host.address) as one:
+        request = vision_service_pb2.QueryRequest(question="What is this?", sampling={"max_tokens": 200})
+        stream = VisionServiceStub(one).Query(request, timeout=MAX_WAIT_S)
+        assert next(stream).HasField("started")
+        pids = host.processes().values()
+        os.killpg(host.process.pid, signal.SIGTERM)
+        assert list(stream)[-1].HasField("completed")
+        assert host.wait() == 0
+        assert all(has_ended(pid) for pid in pids)
+
+
+def test_sigterm_withdraws_and_a_second_one_ends_all() -> None:
+    with host_process("--frontends", "2", "--withdrawal-delay", "3600") as host:
+        pids = host.processes() if host.address else {}
+        assert host.get("/readyz") == "ok\n"
+        host.process.terminate()
+        host.wait_for("withdrawing")
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            host.get("/readyz")
+        with channel(host.address) as one:  # our client would go by the health that is reported
+            assert VisionServiceStub(one).CompleteQuery(QUESTION, timeout=MAX_WAIT_S).result.answer
+        assert host.end() == 0
+        assert all(has_ended(pid) for pid in pids.values())
+
+
+@pytest.fixture
+def runtime_folder() -> Iterator[Path]:
+    """For the private folders of servers. The path of `tmp_path` is too long for sockets."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        yield Path(name)
+
+
+def test_a_supervisor_that_is_killed_leaves_no_process_and_the_next_one_removes_its_folder(
+    runtime_folder: Path,
+) -> None:
+    program = f"import os; os.environ['XDG_RUNTIME_DIR'] = {str(runtime_folder)!r}"
+    with host_process("--frontends", "1", program=program) as host, channel(host.address) as one:
+        request = vision_service_pb2.QueryRequest(question="What is this?", sampling={"max_tokens": 200})
+        stream = VisionServiceStub(one).Query(request, timeout=MAX_WAIT_S)
+        assert next(stream).HasField("started")
+        pids = host.processes().values()
+        (folder,) = runtime_folder.glob("kestrel-grpc-*")
+        assert folder.stat().st_mode & 0o777 == 0o700
+        host.kill("kestrel-grpc supervisor")
+        assert list(stream)[-1].HasField("completed")
+        assert all(has_ended(pid) for pid in pids)
+        assert folder.exists()
+    with host_process("--frontends", "1", "--model", "/nowhere", program=program) as host:
+        assert host.wait() == 1
+        assert list(runtime_folder.iterdir()) == []
+
+
+def test_a_core_that_cannot_load_ends_the_start_with_its_reason() -> None:
+    with host_process("--frontends", "1", "--model", "/nowhere") as host:
+        assert host.wait() == 1
+        assert len(host.complaints) == 1
+        assert "/nowhere" in host.complaints[0]
+        assert host.wait_for("core-0 has ended with status 1 before it was ready")
+
+
+def test_a_process_that_hangs_is_killed_and_started_again() -> None:
+    program = (
+        "import kestrel_grpc.host.supervisor as supervisor\n"
+        "supervisor.PING_INTERVAL_S, supervisor.PING_TIMEOUT_S = 0.1, 2.0"
+    )
+    with host_process("--frontends", "1", program=program) as host:
+        assert host.address
+        for title in ("frontend", "core"):
+            os.kill(host.processes()[f"kestrel-grpc {title} 0"], signal.SIGSTOP)
+            host.wait_for(f"{title}-0 has not answered Ping within 2 s: it is killed")
+            host.wait_for(f"{title}-0.2 is ready")
+        with Client(host.address) as client:
+            assert client.complete_query(None, "What is this?").answer
+        assert host.end() == 0
+
+
+def test_several_devices_have_one_front_end_unless_more_are_asked_for() -> None:
+    with host_process("--devices", "cpu,cpu", "--log-level", "info") as host:
+        assert host.address
+        assert len(host.processes()) == 4
+        assert host.wait_for("several devices need a front end of their own")
+        assert host.end() == 0
+
+
+def test_sigterm_during_the_start_is_no_failure() -> None:
+    with host_process("--frontends", "1") as host:
+        host.wait_for("loaded moondream-nano")
+        assert host.end() == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_supervisor_that_ends_while_a_core_loads_leaves_no_process(number: signal.Signals) -> None:
+    with host_process("--frontends", "1") as host:
+        host.wait_for("loaded moondream-nano")
+        children = Path(f"/proc/{host.process.pid}/task/{host.process.pid}/children").read_text().split()
+        host.process.send_signal(number)
+        host.wait()
+        assert all(has_ended(int(pid)) for pid in children)
+
+
+def test_one_device_by_its_number_needs_no_other_process() -> None:
+    with host_process("--devices", "cpu") as host:
+        assert host.address
+        children = subprocess.run(
+            ("ps", "--ppid", str(host.process.pid), "-o", "args="), capture_output=True, text=True, check=False
+        )
+        assert children.stdout == ""
+        assert host.end() == 0
