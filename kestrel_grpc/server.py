@@ -23,7 +23,6 @@ from kestrel_grpc.frontends.openai.service import OpenAiService
 from kestrel_grpc.frontends.rest.service import RestService
 from kestrel_grpc.frontends.triton.service import TritonService
 from kestrel_grpc.frontends.triton.shared_memory import SharedMemory
-from kestrel_grpc.images.image_index import StoreLimits
 from kestrel_grpc.images.image_store import CachePurges, ImageIntake, ImageStore, MemoryImages
 from kestrel_grpc.images.image_uris import ImageSource, NoRemoteImages, RemoteImagesUnavailable
 from kestrel_grpc.listeners import address_of, require_free_port, require_free_socket
@@ -106,7 +105,7 @@ class Server:
         self._store: ImageStore | None = None
         if config.max_stored_image_bytes:
             if host is None:
-                self._store = self._own_images = MemoryImages(store_limits(config), self._purges.forget_image)
+                self._store = self._own_images = MemoryImages(config.store_limits(), self._purges.forget_image)
             else:
                 self._store = host.images
             self._access.on_namespace_gone(self._store.drop_namespace)
@@ -362,19 +361,6 @@ def _images(config: ServerConfig) -> ImageSource:
         raise RemoteImagesUnavailable("--image-hosts needs `pip install 'kestrel-grpc[remote]'`") from error
     max_bytes = config.engine.max_image_bytes
     return RemoteImages(config.image_hosts, max_bytes=max_bytes, timeout_s=config.image_fetch_timeout)
-
-
-def store_limits(config: ServerConfig) -> StoreLimits:
-    """The bounds of stored images. A token alone gets half of the memory; without tokens there is one namespace."""
-    quota_bytes = config.image_quota_bytes
-    if quota_bytes is None:
-        quota_bytes = config.max_stored_image_bytes // (1 if config.tokens is None else 2)
-    return StoreLimits(
-        max_bytes=config.max_stored_image_bytes,
-        quota_bytes=quota_bytes,
-        default_ttl_s=min(config.image_ttl, config.max_image_ttl),
-        max_ttl_s=config.max_image_ttl,
-    )
 
 
 def _certificate(config: ServerConfig) -> CertificateFiles | None:

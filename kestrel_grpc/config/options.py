@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from kestrel_grpc.config.sources import Setting, collect, flag_name, security_problems, unknown_flag
+from kestrel_grpc.images.image_index import StoreLimits
 from kestrel_grpc.images.image_uris import AllowedHost, parse_hosts
 from kestrel_runtime.api.config import MIB, EngineConfig
 from kestrel_runtime.api.options import (
@@ -319,6 +320,18 @@ class ServerConfig:
         formats = PRECISIONS[self.precision].items()
         return replace(
             self.engine, **{name: value for name, value in formats if getattr(self.engine, name) == "auto"}
+        )
+
+    def store_limits(self) -> StoreLimits:
+        """The bounds of stored images: half of the memory for one token, all of it where there are no tokens."""
+        quota_bytes = self.image_quota_bytes
+        if quota_bytes is None:
+            quota_bytes = self.max_stored_image_bytes // (1 if self.tokens is None else 2)
+        return StoreLimits(
+            max_bytes=self.max_stored_image_bytes,
+            quota_bytes=quota_bytes,
+            default_ttl_s=min(self.image_ttl, self.max_image_ttl),
+            max_ttl_s=self.max_image_ttl,
         )
 
     def precision_line(self) -> str:

@@ -16,6 +16,7 @@ from prometheus_client import generate_latest
 
 from kestrel_grpc.host.child import begin, ended_with_supervisor, memory_returner, new_link
 from kestrel_grpc.host.messages import Begin, FrontendGone, FrontendStuck, Ready, Stop
+from kestrel_grpc.host.stored_images import forget_when_told
 from kestrel_grpc.process import (
     END_TIMEOUT_S,
     complain,
@@ -39,9 +40,10 @@ def main() -> int:
     """Run the process; returns its exit status."""
     said, connection = begin("core")
     memory_returner()
+    endpoint = CoreEndpoint(Path(said.folder), said.index)
     try:
         with ended_with_supervisor(connection):
-            engine = LocalEngine.start(said.config.engine_config())
+            engine = LocalEngine.start(said.config.engine_config(), flight_record=endpoint.flight_record)
     except CheckpointError as error:
         complain(str(error))
         return 1
@@ -49,7 +51,7 @@ def main() -> int:
     ended_well = False
     try:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
-            ended_well = runner.run(_serve(engine, said, connection))
+            ended_well = runner.run(_serve(engine, endpoint, said, connection))
     except WarmUpFailed as error:
         complain(str(error))
         return 1
@@ -60,7 +62,7 @@ def main() -> int:
     return 0 if ended_well else 1
 
 
-async def _serve(engine: LocalEngine, said: Begin, connection: socket.socket) -> bool:
+async def _serve(engine: LocalEngine, endpoint: CoreEndpoint, said: Begin, connection: socket.socket) -> bool:
     """Serve until the supervisor ends it or is gone, or the engine dies: then returns False."""
     loop = asyncio.get_running_loop()
     with ended_with_supervisor(connection):
@@ -80,8 +82,9 @@ async def _serve(engine: LocalEngine, said: Begin, connection: socket.socket) ->
     def lost(identity: str) -> None:
         loop.call_soon_threadsafe(link.tell, FrontendStuck(identity))
 
-    server = CoreServer(engine, CoreEndpoint(Path(said.folder), said.index), on_lost=lost)
+    server = CoreServer(engine, endpoint, on_lost=lost)
     stopped, died = asyncio.Event(), asyncio.Event()
+    forget_when_told(link, engine)
     link.on(FrontendGone, lambda note: server.drop_frontend(note.identity))
     link.on(Stop, lambda _: stopped.set())
 

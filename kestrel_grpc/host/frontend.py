@@ -27,6 +27,7 @@ from kestrel_grpc.host.messages import (
     Stop,
     Withdraw,
 )
+from kestrel_grpc.host.sharing import Shared
 from kestrel_grpc.images.image_uris import RemoteImagesUnavailable
 from kestrel_grpc.listeners import PortUnavailable
 from kestrel_grpc.process import (
@@ -80,6 +81,8 @@ class _Frontend:
         self.instance_id = said.instance_id
         self._said = said
         self._link = new_link(self._own_metrics)
+        shared = Shared(self._link, Path(said.folder), said.identity)
+        self.limits, self.images, self.peers = shared.limits, shared.images, shared.peers
         self._connecting: dict[int, asyncio.Task[None]] = {}
         """Connections to new processes of cores, by index."""
         self._news: list[CoreGone | CoreReady] = []

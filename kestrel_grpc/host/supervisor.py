@@ -21,7 +21,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ from kestrel_grpc.host.messages import (
     Withdraw,
 )
 from kestrel_grpc.host.metrics import joined
+from kestrel_grpc.host.sharing import Owner
 from kestrel_grpc.listeners import address_of, reserved_port
 from kestrel_grpc.process import END_TIMEOUT_S, loop_factory, stop_signals
 from kestrel_grpc.telemetry.metrics import Reading, new_registry
@@ -109,8 +110,10 @@ class Supervisor:
         self.other_build = asyncio.Event()
         """Set when a process finds other code on the disk than this server runs."""
         self._is_withdrawn = False
+        self.owner = Owner(folder, config.store_limits(), self._links_to_cores)
+        """Of what the front ends share."""
         self._restarts: Counter[str] = Counter()
-        self._registry = new_registry(lambda: Reading(restarts=dict(self._restarts)))
+        self._registry = new_registry(self._read)
         self._cores = [_Core(self, index, place) for index, place in enumerate(layout.cores)]
         self._frontends = [_Frontend(self, index) for index in range(layout.num_frontends)]
         for child in self._children:
@@ -190,10 +193,17 @@ class Supervisor:
         """A child is started again."""
         self._restarts[name] += 1
 
+    def _links_to_cores(self) -> Iterator[Link]:
+        return (core.link for core in self._cores if core.link is not None)
+
+    def _read(self) -> Reading:
+        return Reading(restarts=dict(self._restarts), caches={"stored_images": self.owner.images.load()})
+
     async def _start(self) -> None:
         """Returns once all processes serve. Raises `StartFailed` and `PortUnavailable`."""
         if os.getpid() == 1:
             self._keeping.append(asyncio.create_task(self._reap_orphans()))
+        self._keeping.append(asyncio.create_task(self.owner.images.watch()))
         for children in (self._cores, self._frontends):
             self._keeping += [asyncio.create_task(child.keep()) for child in children]
             await asyncio.gather(*(child.first_ready for child in children))
@@ -479,11 +489,13 @@ class _Frontend(_Child):
         """Whether it accepts requests."""
 
     def handle(self, link: Link) -> None:
+        self.supervisor.owner.join(self.identity, link)
         link.on(Serving, self._note_serving)
         link.on(ReadMetrics, lambda _: self.supervisor.metrics())
 
     def note_end(self) -> None:
         self.is_serving = False
+        self.supervisor.owner.drop(self.identity)
         self.supervisor.frontend_ended(self.identity)
 
     def _note_serving(self, note: Serving) -> None:

@@ -441,8 +441,8 @@ class EngineReader:
 class ServerMetrics:
     """Records calls as they end, in `registry`; the engine and `stored_images` are asked at each scrape.
 
-    `record` belongs to the event loop; the registry may be read in any thread. With `reads_engine` off, another
-    process has the metrics of the engine.
+    `record` belongs to the event loop; the registry may be read in any thread. With `reads_engine` off, other
+    processes have the metrics of the engine and of stored images.
     """
 
     def __init__(
@@ -486,10 +486,9 @@ class ServerMetrics:
 
     def _read(self) -> Reading:
         engine = None if self._engine is None else self._engine.read()
-        caches = {} if engine is None else engine.caches()
         return Reading(
             engine=engine,
-            caches={"stored_images": self._stored_images(), **caches},
+            caches={} if engine is None else {"stored_images": self._stored_images(), **engine.caches()},
             failed=dict(self._failed),
             adapter_requests=dict(self._adapter_requests),
         )

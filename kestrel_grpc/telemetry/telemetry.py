@@ -28,8 +28,8 @@ class Telemetry:
         instance_id: str,
         reads_engine: bool = True,
     ) -> None:
-        """`stored_images` reads the store of images. `reads_engine` is False where another process has the metrics
-        of the engine. Raises `TracingUnavailable`."""
+        """`stored_images` reads the store of images. `reads_engine` is False where other processes have the metrics
+        of the engine and of stored images. Raises `TracingUnavailable`."""
         self._export = TraceExport(os.environ, instance_id=instance_id) if config.tracing else None
         self._call_log = CallLog()
         observers: list[Observer] = []

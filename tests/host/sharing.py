@@ -14,7 +14,7 @@ from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.host.link import Link
 from kestrel_grpc.host.sharing import Owner, Shared
 from kestrel_grpc.host.stored_images import forget_when_told
-from kestrel_grpc.server import Server, store_limits
+from kestrel_grpc.server import Server
 from kestrel_runtime.api.engine import ClearedCache
 from tests.fakes import FakeEngine
 from tests.server.serving import Serving, open_channel
@@ -91,7 +91,7 @@ async def sharing(folder: Path, engine: Core | None = None, *, num: int = 2, **o
         to_core, at_core, start = await stack.enter_async_context(linked("core-0", "the supervisor"))
         forget_when_told(at_core, engine)
         await start()
-        owner = Owner(folder, store_limits(config), lambda: (to_core,))
+        owner = Owner(folder, config.store_limits(), lambda: (to_core,))
         hosts: list[FrontEnd] = []
         servers: list[Serving] = []
         for index in range(num):
