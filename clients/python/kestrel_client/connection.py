@@ -185,6 +185,9 @@ def channel_options(max_retries: int) -> tuple[tuple[str, str | int], ...]:
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 20_000),
         ("grpc.http2.max_pings_without_data", 0),
+        # A process of the server that dies takes its connections and those that wait for it along; another process
+        # on the same port takes the next connection. A call is tried again only for about a second.
+        ("grpc.initial_reconnect_backoff_ms", 100),
         # In a rolling update each new server must be found before the next old one stops.
         ("grpc.max_reconnect_backoff_ms", 3_000),
         ("grpc.dns_min_time_between_resolutions_ms", 5_000),
@@ -210,7 +213,8 @@ def _service_config(max_retries: int) -> dict[str, Any]:
         # A server that is starting or draining reports that by its health, and gets no calls meanwhile.
         "healthCheckConfig": {"serviceName": "kestrel.v1.VisionService"},
         "methodConfig": [methods],
-        "retryThrottling": {"maxTokens": 10, "tokenRatio": 0.1},
+        # All calls of a connection fail together where one process of a server dies; up to 500 are sent again.
+        "retryThrottling": {"maxTokens": 1000, "tokenRatio": 1},
     }
 
 
