@@ -1,7 +1,10 @@
 """The true server over the true engine on a small reference model, and a stub to ask it."""
 
+import asyncio
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import grpc
 import pytest
@@ -11,8 +14,12 @@ from kestrel_client.v1.vision_service_pb2_grpc import VisionServiceStub
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.server import Server
 from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.engine import Engine
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.models.loaded_model import LoadedModel
+from kestrel_runtime.processes.client import EngineClient
+from kestrel_runtime.processes.core import CoreServer
+from kestrel_runtime.processes.endpoint import CoreEndpoint
 from tests.reference_fixtures import MD3_SMALL
 
 
@@ -52,12 +59,34 @@ def loaded() -> LoadedModel:
     return LoadedModel.load(EngineConfig(model=str(MD3_SMALL), dtype="float32", device="cpu"))
 
 
-@pytest.fixture
-async def live_server(loaded: LoadedModel) -> AsyncIterator[LiveServer]:
+@pytest.fixture(params=["one process", "over sockets"])
+async def live_server(
+    request: pytest.FixtureRequest, loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[LiveServer]:
+    """The engine in the process of the server, or behind the sockets that front ends and engine cores use."""
     config = ServerConfig(port=0, engine=EngineConfig(str(MD3_SMALL), max_batch_size=32))
     engine = LocalEngine(loaded, config.engine_config())
-    async with Server(engine, config) as server, _channel(server) as channel:
-        yield LiveServer(server, engine, channel)
+    async with AsyncExitStack() as stack:
+        asked: Engine = engine
+        if request.param == "over sockets":
+            stack.push_async_callback(asyncio.to_thread, engine.close)
+            asked = await stack.enter_async_context(behind_sockets(engine, tmp_path_factory.mktemp("sockets")))
+        server = await stack.enter_async_context(Server(asked, config))
+        yield LiveServer(server, engine, await stack.enter_async_context(_channel(server)))
+
+
+@asynccontextmanager
+async def behind_sockets(engine: LocalEngine, folder: Path) -> AsyncIterator[EngineClient]:
+    """The same engine, asked as front ends in other processes ask it."""
+    endpoint = CoreEndpoint(folder, 0)
+    core = CoreServer(engine, endpoint)
+    await core.start()
+    client = await EngineClient.connect([endpoint], "frontend-0.1")
+    try:
+        yield client
+    finally:
+        client.close()
+        await core.close()
 
 
 def _channel(server: Server) -> grpc.aio.Channel:

@@ -53,7 +53,7 @@ def fails_to_parse(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def broken(self: QuerySkill, request: Any, *context: Any) -> Any:
         made = new_parser(self, request, *context)
-        if request == isolation.POISON:
+        if request.sampling == isolation.POISON.sampling:
             monkeypatch.setattr(made, "consume", lambda token: 1 / 0)
         return made
 
