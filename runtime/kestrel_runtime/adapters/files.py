@@ -32,9 +32,9 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 _MAX_CONFIG_BYTES = 2**20
 _MAX_ENTRIES = 1000
 _MAX_FOLDERS = 10_000
-"""That are looked at to list adapters."""
+"""The most folders that listing adapters visits."""
 _MAX_DEPTH = 5
-"""Of folders: the four parts of a name, and the step of a training."""
+"""The most levels of folders: the four parts of a name, and the step of a training."""
 _CHECKPOINT = "checkpoint-"
 _PICKLES = (".pt", ".pth", ".bin", ".pkl", ".ckpt")
 
@@ -47,13 +47,13 @@ class AdapterFiles:
     config: Mapping[str, Any] | None
     """The parsed `adapter_config.json`; None where there is none."""
     tensors: Mapping[str, Tensor]
-    """On the host, as they are stored."""
+    """By name, on the host, with the types of the file."""
     digest: bytes
     """SHA-256 of all files."""
 
 
 class AdapterSource:
-    """Where adapters come from. For one thread at a time."""
+    """Finds and reads the files of adapters. For one thread at a time."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class AdapterSource:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         with os.fdopen(descriptor, "rb", buffering=0) as file:
             before = os.fstat(descriptor)
-            # The opened file counts, not what its path means a moment later.
+            # Check the opened file: its path may lead to another file a moment later.
             link = Path(f"/proc/self/fd/{descriptor}")
             target = Path(os.path.realpath(link if link.exists() else path))
             if not stat.S_ISREG(before.st_mode):
@@ -151,8 +151,8 @@ class AdapterSource:
                 raise AdapterInvalid(name, (f"{path.name}: leads out of the folder of adapters",))
             if before.st_size > max_bytes:
                 raise AdapterInvalid(name, (f"{path.name}: has more than {max_bytes} bytes",))
-            # One read returns the whole of most files. Putting blocks together would hold the interpreter, and so
-            # all other threads, while it copies.
+            # One read returns the whole of most files. Joining blocks would hold the interpreter's lock while it
+            # copies, and so block all other threads.
             blocks, num_left = list[bytes](), before.st_size + 1
             while num_left and (block := file.read(num_left)):
                 blocks.append(block)
@@ -164,14 +164,14 @@ class AdapterSource:
 
 
 def _folders(name: AdapterName) -> list[str]:
-    """Where the folder of a name may be, in the order of preference; trainers name the folders of steps so."""
+    """The folders that a name may mean, in order of preference. Trainers name the folders of steps like this."""
     if name.step is None:
         return [name.path]
     return [f"{name.path}@{name.step}", f"{name.path}/{name.step}", f"{name.path}/{_CHECKPOINT}{name.step}"]
 
 
 def _name_of_folder(relative: str) -> AdapterName | None:
-    """The name that stands for a folder; of a trainer's folder of a step the one with the step."""
+    """The name of a folder; for a trainer's folder of a step, the name with the step."""
     path, _, last = relative.rpartition("/")
     if path and last.startswith(_CHECKPOINT):
         relative = f"{path}@{last.removeprefix(_CHECKPOINT)}"

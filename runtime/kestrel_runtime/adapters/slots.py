@@ -5,14 +5,14 @@ Rules
   S2  A request uses the version of an adapter that its name meant when it got its lease, until the lease ends.
   S3  A new version takes another slot than the one it replaces, unless no request uses that one. The replaced
       version leaves when its last lease ends.
-  S4  Where another slot is needed, an adapter that no request uses is evicted: of the tenant that holds the most
-      slots, the one that was used longest ago. A tenant holds the slots that its requests use, and those that no
-      request uses and that it used last.
-  S5  Where all are in use, one drains: of the tenant that holds the most, the one that was placed first. It gets no
-      new leases, and leaves when its last one ends. So an adapter that is always in use does not keep others out
-      for ever.
-  S6  Where the tenant that needs the slot then holds no more slots than the one that loses it, the leases of the
-      adapter that drains are taken back, instead of waiting for their ends. Those of a replaced version are not.
+  S4  If another slot is needed, an adapter that no request uses is evicted: the least recently used adapter of the
+      tenant that holds the most slots. A tenant holds the slots that its requests use, and the slots without
+      requests that it used last.
+  S5  If all slots are in use, one adapter drains: the adapter that was placed first, of the tenant that holds the
+      most slots. A draining adapter gets no new leases, and leaves when its last lease ends. So an adapter that is
+      always in use does not keep others out for ever.
+  S6  If the tenant that needs the slot then holds no more slots than the tenant that loses it, the leases of the
+      draining adapter are taken back before they end. Leases of a replaced version are not taken back.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class Residence:
     """Rises in the order in which adapters are placed."""
     last_use: int
     last_tenant: str
-    """The tenant whose request used it last, or had it loaded."""
+    """The tenant of the request that used this version last, or had it loaded."""
     leases: Counter[str] = field(default_factory=Counter[str])
-    """How many requests of each tenant use it; without zeros."""
+    """The number of requests that use this version, by tenant; without zeros."""
     is_current: bool = True
-    """Whether new leases of the name are for it."""
+    """True while new leases of the name are for this version."""
     is_draining: bool = False
     is_reclaimed: bool = False
-    """Whether requests that use it are to give their leases back."""
+    """True if requests that use this version have to give their leases back."""
 
     @property
     def num_leases(self) -> int:
@@ -60,11 +60,11 @@ class AdapterSlots:
 
     @property
     def residences(self) -> tuple[Residence, ...]:
-        """All, in the order in which they were placed."""
+        """All residences, in the order in which they were placed."""
         return tuple(self._residences)
 
     def current(self, name: str) -> Residence | None:
-        """The version that new leases of a name are for; None where there is none, or it drains."""
+        """The version for new leases of a name; None if there is none, or if it drains."""
         found = (item for item in self._residences if item.is_current and item.name == name)
         return next((item for item in found if not item.is_draining), None)
 
@@ -73,7 +73,7 @@ class AdapterSlots:
         return self._held()[tenant]
 
     def lease(self, residence: Residence, tenant: str = "") -> None:
-        """One more request of a tenant uses it."""
+        """Count one more request of a tenant that uses this version."""
         assert residence.is_current
         assert not residence.is_draining
         residence.leases[tenant] += 1
@@ -89,7 +89,7 @@ class AdapterSlots:
             self._leave(residence)
 
     def reserve(self, tenant: str = "") -> int | None:
-        """A slot to write for a tenant, or None, and then one becomes free when leases end."""
+        """Return a slot to write for a tenant, or None; after None a slot becomes free when leases end."""
         if not self._free:
             idle = [item for item in self._residences if not item.leases]
             held = self._held()
@@ -101,7 +101,7 @@ class AdapterSlots:
         return self._free.pop() if self._free else None
 
     def stop_draining(self) -> None:
-        """No further slot is needed any more."""
+        """No further slot is needed: draining adapters stay."""
         for item in self._residences:
             if item.is_draining and item.is_current:
                 item.is_draining = item.is_reclaimed = False
@@ -119,7 +119,7 @@ class AdapterSlots:
         return residence
 
     def retire(self, name: str) -> Residence | None:
-        """No new leases of a name: its version leaves now, or when its last lease ends. Returns that version."""
+        """Give no new leases of a name. Its version, which is returned, leaves now or when its last lease ends."""
         residence = next((item for item in self._residences if item.is_current and item.name == name), None)
         if residence is not None:
             residence.is_current = False
@@ -128,10 +128,10 @@ class AdapterSlots:
         return residence
 
     def _drain_one(self, tenant: str, held: Counter[str]) -> None:
-        """All are in use: have one leave, unless one does already that cannot leave sooner."""
+        """All slots are in use: choose an adapter to leave, unless one already leaves as soon as it can."""
         if any(item.is_reclaimed for item in self._residences):
             return
-        # Of several tenants that use an adapter, the one that holds the least counts.
+        # If several tenants use an adapter, the tenant that holds the fewest slots counts.
         least = {item.slot: min(held[user] for user in item.leases) for item in self._residences}
         by_share = sorted(self._residences, key=lambda item: (not item.is_draining, -least[item.slot]))
         found = [item for item in by_share if item.is_current and least[item.slot] >= held[tenant] + 2]

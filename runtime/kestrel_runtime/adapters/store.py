@@ -1,8 +1,8 @@
 """Loads adapters on a thread of its own, and leases them to requests.
 
-A request that names an adapter which is not loaded waits for it, together with others that name it; other requests
-go on. Adapters are loaded one after the other: first those of the tenant that holds the fewest slots, else in the
-order in which they were first named.
+A request for an adapter that is not loaded waits until it is, together with other requests for that adapter; all
+other requests continue. Adapters are loaded one after the other: first those of the tenant that holds the fewest
+slots, else in the order in which they were first named.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kestrel_runtime.api.adapters import AdapterInfo, AdapterLoad
 from kestrel_runtime.api.errors import AdapterNotFound, EngineUnavailable, InternalError, KestrelError
 
 LISTING_S = 1.0
-"""Names are read from the disk at most so often, whoever asks for them."""
+"""The shortest time between two listings of the folder of adapters, for all callers together."""
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class AdapterTarget(Protocol):
 
     @property
     def max_file_bytes(self) -> int:
-        """No file of an adapter that fits is larger."""
+        """The size of the largest file that an adapter within the limits can have."""
         ...
 
     def check(self, files: AdapterFiles) -> Any:
@@ -43,7 +43,7 @@ class AdapterTarget(Protocol):
         ...
 
     def write(self, slot: int, weights: Any) -> None:
-        """Put what `check` has returned into a slot, from 1, which no request uses. Returns when it is there."""
+        """Write the weights that `check` returned to an unused slot, from 1. Returns when the slot is written."""
         ...
 
 
@@ -60,11 +60,11 @@ class Lease:
 
     @property
     def is_reclaimed(self) -> bool:
-        """Whether it is to be given back, and another one asked for."""
+        """True if the request has to give this lease back and acquire another one."""
         return self._end is not None and self._residence.is_reclaimed
 
     def end(self) -> None:
-        """Give it back; without effect the second time. For one thread at a time."""
+        """Give the lease back; without effect the second time. For one thread at a time."""
         end, self._end = self._end, None
         if end is not None:
             end(self._residence, self.tenant)
@@ -72,25 +72,25 @@ class Lease:
 
 @dataclass(slots=True)
 class _Pending:
-    """An adapter that is to be loaded, and who waits for it."""
+    """An adapter to be loaded, and the callers that wait for it."""
 
     name: str
     leases: list[tuple[Future[Lease], str]] = field(default_factory=list)
-    """With the tenant that waits."""
+    """Each with the tenant that waits."""
     loads: list[Future[AdapterInfo]] = field(default_factory=list)
-    """Callers that want the files read anew."""
+    """Of callers that want the files read again."""
 
     @property
     def is_wanted(self) -> bool:
         return bool(self.tenants())
 
     def tenants(self) -> set[str]:
-        """The tenants that wait for it; "" also stands for callers of `AdapterStore.load`."""
+        """The tenants that wait for the adapter; "" also stands for callers of `AdapterStore.load`."""
         found = {tenant for future, tenant in self.leases if not future.done()}
         return found | {"" for future in self.loads if not future.done()}
 
     def take(self) -> list[Future[Any]]:
-        """All waiting futures; none is left."""
+        """Remove and return all waiting futures."""
         found = [*(future for future, _ in self.leases), *self.loads]
         self.leases, self.loads = [], []
         return found
@@ -178,7 +178,7 @@ class AdapterStore:
             return found
 
     def infos(self) -> list[AdapterInfo]:
-        """All that are in slots."""
+        """The adapters in slots."""
         with self._changed:
             return [_info(residence) for residence in self._slots.residences]
 
@@ -240,7 +240,7 @@ class AdapterStore:
             try:
                 self._load(pending)
             except KestrelError as error:
-                error.__traceback__ = error.__context__ = None  # its message says all
+                error.__traceback__ = error.__context__ = None  # the message says everything
                 self._failed(pending, error)
             except Exception as error:
                 _log.exception("adapter %r cannot be loaded", pending.name)
@@ -248,13 +248,12 @@ class AdapterStore:
                 self._failed(pending, InternalError(error))
 
     def _next_pending(self) -> _Pending:
-        """With the lock, the one to load next. Those that no caller waits for any more come first, and are
-        dropped."""
+        """The adapter to load next. Adapters without waiting callers come first, and are dropped. Needs the
+        lock."""
         return min(self._pending.values(), key=lambda pending: self._standing_of(pending)[0])
 
     def _standing_of(self, pending: _Pending) -> tuple[int, str]:
-        """How many slots the tenant that waits for it holds, and its name; of several that which holds the
-        fewest."""
+        """The number of slots that the waiting tenant holds, and its name: the least of all waiting tenants."""
         found = [(self._slots.num_held_by(tenant), tenant) for tenant in pending.tenants()]
         return min(found, default=(-1, ""))
 
@@ -297,8 +296,8 @@ class AdapterStore:
         listing.set_result(names)
 
     def _wait_for_slot(self, pending: _Pending) -> int | None:
-        """With the lock, a slot to write; None where no caller waits for it any more, or another adapter is to be
-        loaded first."""
+        """A slot to write; None if no caller waits any more, or another adapter must be loaded first. Needs the
+        lock."""
         while pending.is_wanted and not self._is_closing and self._next_pending() is pending:
             slot = self._slots.reserve(self._standing_of(pending)[1])
             if slot is not None:
@@ -334,9 +333,9 @@ class AdapterStore:
         self._finish(pending, error)
 
     def _finish(self, pending: _Pending, error: KestrelError | None) -> None:
-        """The load is over without an adapter; without an error because no caller waits for it."""
+        """The load ended without an adapter; `error` is None if no caller waited any more."""
         with self._changed:
-            if error is None and pending.is_wanted:  # somebody has come meanwhile: load it for them
+            if error is None and pending.is_wanted:  # another caller has come meanwhile: load the adapter for it
                 return
             self._pending.pop(pending.name, None)
             waiting = pending.take()

@@ -1,7 +1,7 @@
 """The work of one step. Plain data: no torch.
 
-A step is launched after it was planned and completes later still; its sequences change meanwhile. So a batch fixes
-when it is made which sequences get a token and which steps it waits for.
+A step is planned, launched and completed at different times, and its sequences change in between. So a batch
+records at its creation which sequences get a token and which steps it waits for.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Chunk(NamedTuple):
     num_samples: int = 0
     """Tokens sampled after this chunk: 1 where it ends the prompt, else 0."""
     is_first: bool = False
-    """Whether the sequence starts with it, and needs a row of the request state."""
+    """True if the sequence starts with this chunk, and needs a row of the request state."""
 
     @classmethod
     def of(cls, sequence: Sequence, start: int, end: int) -> Chunk:
@@ -71,10 +71,10 @@ class Batch(NamedTuple):
     """Steps of the other kind that the device must complete first, because they may still write the pages and rows
     of this step."""
     depends_on: frozenset[StepId]
-    """Steps of the other kind that the device must complete first and that must be reported first, because they
-    compute what this step reads."""
+    """Steps of the other kind whose results this step reads: the device must complete them first, and the loop must
+    report them first."""
     is_restricted: bool
-    """Whether a token that it samples needs a mask, which follows from the tokens before."""
+    """True if a sampled token needs a mask, which depends on the previous tokens."""
 
     @classmethod
     def of_prefill(

@@ -1,4 +1,4 @@
-"""Which entry of the device's image embeddings belongs to which sequence, and which can be found by their image.
+"""Assigns entries of the device's image embeddings to sequences, and finds published entries by their image.
 
 An entry holds the embeddings of one image.
 
@@ -33,14 +33,14 @@ class EmbeddingLease(NamedTuple):
 
     entry: EntryId
     is_complete: bool
-    """Whether it holds the embeddings of the sequence's image already."""
+    """True if the entry already holds the embeddings of the sequence's image."""
 
 
 @dataclass(slots=True)
 class _Entry:
     num_leases: int = 0
     key: EmbeddingKey | None = None
-    """Under which it is published."""
+    """The key under which the entry is published; None if it is not."""
     published_at: float = 0.0
 
 
@@ -48,7 +48,7 @@ class _Entry:
 class _Lease:
     entry: EntryId
     key: EmbeddingKey | None
-    """Under which its entry is to be published; None where it is not, or not any more."""
+    """The key under which the entry will be published; None if it will not be."""
     replaces: bool
 
 
@@ -98,8 +98,8 @@ class EmbeddingCache:
     def lease(self, owner: SequenceId, key: EmbeddingKey | None, *, computes_anew: bool = False) -> EmbeddingLease:
         """Give a sequence the published entry of its image, or a free one.
 
-        With `computes_anew` it gets a free one, which replaces what is published. Without a key its entry is not
-        published.
+        With `computes_anew` the sequence gets a free entry, which will replace the published one. Without a key the
+        entry is not published.
         """
         assert owner not in self._leases, "a sequence has one entry"
         found = None
@@ -146,9 +146,9 @@ class EmbeddingCache:
                 self.num_evictions += 1
 
     def forget(self, namespace: str | None = None, image: bytes | None = None) -> int:
-        """Make entries of a namespace, or of an image in it, not findable any more; all where both are None.
+        """Unpublish the entries of a namespace, or of an image in it; all entries if both are None.
 
-        Returns how many entries that were. Sequences keep their leases and do not publish what they encode.
+        Returns the number of entries. Sequences keep their leases and do not publish what they encode.
         """
         for lease in self._leases.values():
             if lease.key is not None and lease.key.scope.is_part_of(namespace, image):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kestrel_runtime.api.config import EngineConfig
 
 _PART_OF_OTHERS_ON_HOST = 16
-"""On a host, a caller would wait with each token for a whole step of the others' long prompts."""
+"""On a host, each token would otherwise wait for a whole step of other tenants' long prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +19,13 @@ class StepBounds:
     max_prefill_tokens: int
     max_tiles: int
     max_prefill_tokens_of_others: int | None = None
-    """Of these tokens, those of tenants that were served more than another one that is active; None for all."""
+    """The limit for prompt tokens of tenants that were served more than another active tenant; None: no such
+    limit."""
     shares_prefixes: bool = False
     """Whether prompts may begin with pages of other sequences."""
     cuts_at_share_points: bool = False
-    """Whether a prompt has a new chunk where its image ends, so that what follows reads the image's positions from
-    pages, as it does where these are shared."""
+    """True if a new chunk begins where the image of a prompt ends. The text then reads the image's positions from
+    pages, as it does with shared pages."""
 
     @classmethod
     def of(cls, config: EngineConfig, device_type: str, free_bytes: float | None = None) -> StepBounds:

@@ -1,4 +1,4 @@
-"""The tokens of one answer: which of them may come next, and how they are parsed to events for the caller.
+"""The tokens of one answer: which tokens may come next, and how tokens become events for the caller.
 
 A grammar is a small automaton over tokens. The state that follows a token is known from that token alone, so that a
 step can begin before the tokens of the last step have been read.
@@ -22,7 +22,7 @@ class Token(NamedTuple):
     logprob: float | None = None
     """Natural logarithm of its probability; None where no sequence of its step asked for it."""
     top: tuple[tuple[int, float], ...] = ()
-    """With `logprob`: ids and logprobs of the most likely tokens, the most likely first."""
+    """Ids and logprobs of the most likely tokens, the most likely first; empty without `logprob`."""
 
 
 class TokenRule(NamedTuple):
@@ -81,12 +81,12 @@ class OutputParser(ABC):
     budget: int | None = None
     """Number of tokens after which the grammar's exhausted states apply; None for no limit."""
     max_tokens: int | None = None
-    """`finish_reason` is set by this many tokens at the latest, so that no further ones need be sampled; None where
+    """The parser sets `finish_reason` after at most this many tokens, so no further tokens need be sampled; None if
     only the context limits them."""
     end_id: int | None = None
-    """The token that ends the answer; None where no constraint can be put on it."""
+    """The token that ends the answer; None for answers that cannot have a constraint."""
     opens_answer: int | None = None
-    """The token after which the answer begins, behind reasoning; None where it begins at once."""
+    """The token that ends reasoning and begins the answer; None if the answer begins at once."""
     state: int = 0
     """The state of the grammar that rules the next token."""
     num_consumed: int = 0

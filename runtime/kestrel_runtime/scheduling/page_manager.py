@@ -11,7 +11,7 @@ Invariants
   B4  A page that a prefill step in flight writes is quarantined until that step is complete. A page that only a
       decode step in flight writes can be allocated at once: the scheduler has the first step of each new owner run
       after the decode steps of sequences that have left.
-  B5  Eviction takes cached pages only: least recently used first, and of one chain its end first.
+  B5  Eviction takes cached pages only: least recently used first, and the end of a chain before its beginning.
   B6  No page is pinned: when all sequences have left and all steps are complete, every page can be allocated.
 """
 
@@ -62,7 +62,7 @@ class _Page:
     scope: CacheScope = EVERYBODY
     """Of its content, where it has keys."""
     published_at: float = 0.0
-    """When it got the first of its keys."""
+    """When the page got the first of its keys."""
     writing: set[StepId] = field(default_factory=set)
     """Prefill steps in flight: the page is quarantined until they are complete."""
 
@@ -75,7 +75,7 @@ class _Owner:
     num_published: int = 0
     """Full pages that have been published or were found published."""
     sources: list[PageId] = field(default_factory=list)
-    """Sources of copies that no step has been given yet."""
+    """Sources of copies that no launched step makes yet."""
 
 
 class PageManager:
@@ -116,7 +116,7 @@ class PageManager:
         return key in self._index
 
     def oldest_published_at(self) -> float | None:
-        """When the findable page that is the oldest was published; None where there is none. From any thread."""
+        """When the oldest findable page was published; None if there is none. From any thread."""
         while True:
             try:
                 page = next(iter(self._index.values()), None)
@@ -140,7 +140,7 @@ class PageManager:
                 and (page := self._index.get(keys.boundaries[share_point])) is not None
             ):
                 return PrefixMatch((*pages, page), share_point, is_partial_last=True)
-        # Where the matched pages end inside a span, go back to a page end that splits none.
+        # If the matched pages end inside a span, go back to a page end that splits no span.
         while (shareable := keys.shareable(matched)) < matched:
             matched = shareable // self.page_size * self.page_size
         return PrefixMatch(tuple(pages[: matched // self.page_size]), matched)
@@ -177,7 +177,7 @@ class PageManager:
         return self._grow(self._owners[owner], num_positions)
 
     def num_freed(self, owner: SequenceId, dropped: Counter[PageId]) -> int:
-        """How many pages become available where a sequence gives its pages back.
+        """How many pages become available when a sequence gives its pages back.
 
         `dropped` counts references that are given up before; those of this sequence are added. Pages that steps in
         flight write are not counted.
@@ -207,8 +207,8 @@ class PageManager:
     ) -> None:
         """Make the sequence's pages findable up to `num_positions`, all of which completed steps have written.
 
-        Where the same content has been published before, that is found; with `replaces`, the sequence's. `now`: in
-        seconds of any clock.
+        If the same content is already published, its pages stay findable; with `replaces` the sequence's pages
+        replace them. `now`: in seconds of any clock.
         """
         own = self._owners[owner]
         first = own.num_published * self.page_size
@@ -221,7 +221,7 @@ class PageManager:
                 self._publish_page(page, key, keys.scope, now, replaces=replaces)
 
     def release(self, owner: SequenceId, writing: Collection[StepId] = ()) -> None:
-        """Take all pages back from a sequence; without effect where it holds none.
+        """Take all pages back from a sequence; without effect if it holds none.
 
         `writing` are the prefill steps in flight that write its pages.
         """
@@ -247,9 +247,9 @@ class PageManager:
             self._drop(page)
 
     def forget_cached(self, namespace: str | None = None, image: bytes | None = None) -> int:
-        """Make pages of a namespace, or of an image in it, not findable any more; all of them where both are None.
+        """Unpublish the pages of a namespace, or of an image in it; all pages if both are None.
 
-        Returns how many pages that were. Owners go on and may publish again.
+        Returns the number of pages. Sequences that hold them continue, and may publish again.
         """
         forgotten = {page for page in self._index.values() if self._pages[page].scope.is_part_of(namespace, image)}
         for page in forgotten:
@@ -284,7 +284,7 @@ class PageManager:
         return page
 
     def _publish_page(self, page: PageId, key: Digest, scope: CacheScope, now: float, *, replaces: bool) -> None:
-        # Two sequences may have computed the same content: the first to publish it is found.
+        # Two sequences may have computed the same content: the pages that were published first are found.
         known = self._index.get(key)
         if known == page or (known is not None and not replaces):
             return
@@ -320,7 +320,7 @@ class PageManager:
             self._settle(page)
 
     def _settle(self, page: PageId) -> None:
-        """A page without references and quarantine is cached where it is published, else free."""
+        """A page without references and quarantine is cached if it is published, else free."""
         if self._pages[page].keys:
             self._cached[page] = None
         else:

@@ -1,8 +1,8 @@
 """Keys that name the content of a sequence's positions, so that equal content has equal keys and nothing else has.
 
-A key is the SHA-256 of typed parts of known length, each with what stands before it; the pages of an image have
-that of its whole span and a number. Workers make the keys of prompts; the engine thread adds one when a page fills
-while decoding.
+A key is the SHA-256 of typed parts of known length; it includes the key of everything before its positions. The key
+of each page of an image is made of the SHA-256 of the whole span of the image, and of the number of the page.
+Workers make the keys of prompts; the engine thread adds one when a page fills while decoding.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Digest = NewType("Digest", bytes)
 
 _MAX_KNOWN_NAMESPACES = 1024
 _MAX_KNOWN_IMAGES = 1024
-"""Whose keys are kept; those of an image with 46 pages take some 5 KB."""
+"""The most images whose keys are kept; the keys of an image with 46 pages take about 5 KB."""
 
 FIELDS_WITHOUT_EFFECT: Mapping[str, str] = {
     "cuda_graphs": "graphs replay the very kernels that run without them",
@@ -48,7 +48,7 @@ FIELDS_WITHOUT_EFFECT: Mapping[str, str] = {
 }
 """Fields of `EngineConfig` that change neither keys and values nor image embeddings of a sequence, and why.
 
-They are part of no key. How many rows a step has may change the last bits of a result, as it does without a cache.
+No key contains them. The number of rows of a step may change the last bits of a result, as it does without a cache.
 """
 
 
@@ -60,12 +60,12 @@ class CacheScope(NamedTuple):
     """SHA-256 of each image's encoded bytes."""
 
     def is_part_of(self, namespace: str | None, image: bytes | None) -> bool:
-        """Whether removing a namespace, or an image of it, removes this. None stands for all."""
+        """True if removing a namespace, or an image in it, removes this content. None stands for all."""
         return namespace in (None, self.namespace) and (image is None or image in self.images)
 
 
 EVERYBODY = CacheScope()
-"""The only namespace where callers are not told apart, and no image."""
+"""No image, in the only namespace of a server that does not distinguish callers."""
 
 
 class EmbeddingKey(NamedTuple):
@@ -94,7 +94,7 @@ class PrefixKeys:
     """SHA-256 of the encoded bytes of the image; b"" where there is none."""
 
     def shareable(self, num_positions: int) -> int:
-        """The most positions, at most `num_positions`, that can be shared without splitting a span."""
+        """The largest number of positions up to `num_positions` that can be shared without splitting a span."""
         for start, end in self.spans:
             if start < num_positions < end:
                 return start
@@ -170,7 +170,7 @@ class PrefixKeyMaker:
         """The keys of the first token and an image."""
         root, span_end = self.root(namespace, adapter), 1 + num_image_tokens
         span = _digest(b"span", root, _content([first], num_image_tokens, image, 0, span_end))
-        # The span is shared whole or not at all, so that its pages need no more than a name each.
+        # The span is shared whole or not at all, so each of its pages only needs a distinct name.
         numbers = range(-(-span_end // self._page_size))
         pages = [Digest(span + struct.pack("<I", number)) for number in numbers]
         boundaries = {span_end: pages.pop()} if span_end % self._page_size else {}
@@ -199,7 +199,7 @@ def _content(tokens: Sequence[Token], num_image_tokens: int, image: bytes, start
     """Positions [start, end) as bytes: each record begins with its type and has a length that follows from it."""
     records: list[bytes] = []
     if num_image_tokens and start <= num_image_tokens:
-        # The first token sees the image too, so that all of a page within the span depends on all of the image.
+        # The first token sees the image too, so every page within the span depends on the whole image.
         records.append(
             b"i" + struct.pack("<32sqqq", image, num_image_tokens, start, min(end, 1 + num_image_tokens))
         )

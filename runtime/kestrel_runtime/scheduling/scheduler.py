@@ -56,14 +56,15 @@ _NEXT_REQUEST_S = 1.0
 
 
 class _Start(NamedTuple):
-    """How a waiting sequence can start: with which cached pages, and which active sequences yield to it."""
+    """How a waiting sequence can start: the cached pages that it uses, and the active sequences that yield to
+    it."""
 
     match: PrefixMatch
     yielding: list[Sequence]
 
 
 class _Suspect(NamedTuple):
-    """Was active when a step failed. `is_decoding` tells which part it had in that step."""
+    """A sequence that was active when a step failed. `is_decoding`: it was decoding in that step."""
 
     sequence: Sequence
     is_decoding: bool
@@ -133,7 +134,7 @@ class Scheduler:
 
     @property
     def is_blocked(self) -> bool:
-        """Whether nothing can be planned before tiles or an adapter come, or another sequence."""
+        """True if nothing can be planned until tiles, an adapter or another sequence arrive."""
         if self._suspects:
             return self._suspects[0].sequence in self._without_tiles
         return bool(self._without_tiles or self._without_adapter) and not (self._waiting or self._active)
@@ -332,9 +333,9 @@ class Scheduler:
         self._wait_again(sequence)
 
     def forget_cached(self, namespace: str | None = None, image: bytes | None = None) -> tuple[int, int]:
-        """Remove what is cached of a namespace, or of one image in it; all where both are None.
+        """Remove the cached data of a namespace, or of one image in it; all data if both are None.
 
-        Returns how many pages and images that were. Sequences that are here publish nothing more of it.
+        Returns the numbers of pages and images. Current sequences publish no more of this data.
         """
         for sequence in list(self.sequences()):
             if sequence.belongs_to(namespace, image):
@@ -343,7 +344,7 @@ class Scheduler:
         return self._pages.forget_cached(namespace, image), self._embeddings.forget(namespace, image)
 
     def allocate_probe(self, probe: Sequence) -> None:
-        """Give pages and an entry to a request of the engine's own, which is not scheduled. No step may be in
+        """Give pages and an entry to a request of the engine itself, which is not scheduled. No step may be in
         flight."""
         assert not self._in_flight, "a probe runs alone"
         self._allocate(probe, _NO_MATCH)
@@ -441,7 +442,7 @@ class Scheduler:
         return len(self._num_active_of) > (tenant in self._num_active_of)
 
     def _some_yield(self) -> bool:
-        """Whether sequences would yield in the next plan."""
+        """True if sequences would yield in the next plan."""
         if self._waiting.has_one_tenant or not self._waiting:
             return False
         sequence = self._first_waiting()
@@ -473,7 +474,8 @@ class Scheduler:
         """How a waiting sequence can start now, with its cached pages or without; None if it must wait."""
         start = self._start_with(sequence, match)
         if start is None and match.is_partial_last:
-            # The page to copy takes a page more than computing all anew, and maybe no other one becomes free.
+            # Copying a page takes one page more than computing everything again, and maybe no further page becomes
+            # free.
             start = self._start_with(sequence, _NO_MATCH)
         return start
 
@@ -537,7 +539,7 @@ class Scheduler:
         self._num_active_of[sequence.tenant] += 1
 
     def _publish(self, sequence: Sequence, num_positions: int, now: float) -> None:
-        """Completed steps have written so many of the sequence's positions."""
+        """Publish the first `num_positions` positions of a sequence, which completed steps have written."""
         keys = sequence.keys
         if keys is None:
             return
@@ -575,7 +577,8 @@ class Scheduler:
 
     def _start_alone(self, sequence: Sequence, *, is_decoding: bool) -> None:
         match = self._match(sequence, sequence.length - 1 - is_decoding)
-        # All suspects held pages together. Where they shared more of them than they find now, others wait again.
+        # All suspects held pages together. If they shared more pages then than they find now, other sequences wait
+        # again.
         while self._pages.num_needed(match, sequence.length) > self._pages.num_available:
             if self._active:
                 self._preempt(self._active[-1])
@@ -597,7 +600,7 @@ class Scheduler:
             self._several_until = self._now + _NEXT_REQUEST_S
             least_served = min(map(self._waiting.service_of, self._num_active_of))
         else:
-            # A tenant alone counts as an other where another one was active a moment ago.
+            # A single active tenant counts as one of several if another tenant was active a moment ago.
             least_served = -1.0 if self._now < self._several_until else float("inf")
         others_left = self._max_prefill_tokens_of_others
         encode: list[EncodeItem] = []
@@ -671,7 +674,7 @@ class SharedPrefills:
             self._parked[key] = []
 
     def park(self, key: Digest, sequence: Sequence) -> None:
-        """Have a sequence wait for the filler of the key."""
+        """Park a sequence until the filler of the key has published it."""
         self._parked[key].append(sequence)
 
     def end(self, filler: Sequence) -> list[Sequence]:

@@ -24,7 +24,7 @@ class SequenceState(Enum):
     WAITING = auto()
     """Prepared, holds no page."""
     PARKED = auto()
-    """As WAITING, but until its prefix, its tiles or its adapter are there it cannot start."""
+    """Like WAITING, but it cannot start until its prefix, its tiles or its adapter are available."""
     PREFILLING = auto()
     """Holds pages; steps write its prompt to the cache."""
     PREFILLED = auto()
@@ -32,7 +32,7 @@ class SequenceState(Enum):
     RUNNING = auto()
     """Decodes: each step adds a token."""
     FINISHED = auto()
-    """Done, cancelled or failed; holds no page. Pages that steps in flight still write are quarantined."""
+    """Done, cancelled or failed; holds no page. Pages that steps in flight still write to are quarantined."""
 
 
 _TRANSITIONS = {
@@ -78,21 +78,21 @@ class PreparedImage(Protocol):
 
     @property
     def num_tiles(self) -> int:
-        """How many tiles the vision encoder takes for it."""
+        """The number of tiles that the vision encoder computes for the image."""
         ...
 
 
 class AdapterLease(Protocol):
-    """Keeps one version of an adapter in its slot. For any thread."""
+    """A request's lease of an adapter: keeps one version of the adapter in its slot. For any thread."""
 
     @property
     def name(self) -> str:
-        """The name that the request has for it."""
+        """The adapter's name in the request."""
         ...
 
     @property
     def tenant(self) -> str:
-        """Whose request it is; "" where tenants are not distinguished."""
+        """The tenant of the request; "" if tenants are not distinguished."""
         ...
 
     @property
@@ -102,7 +102,7 @@ class AdapterLease(Protocol):
 
     @property
     def slot(self) -> int:
-        """From 1."""
+        """The number of the slot, from 1."""
         ...
 
     @property
@@ -119,9 +119,10 @@ class TokenMatcher(Protocol):
     """Follows the tokens of one constrained sequence. One thread at a time."""
 
     def take(self, generated: abc.Sequence[Token]) -> None:
-        """Follow the sequence up to here: all that it has generated, whatever was taken before.
+        """Follow the sequence: all tokens that it has generated, even if tokens were taken back since the last
+        call.
 
-        Raises `ConstraintFailed` where a token may not come, or following it takes too much work.
+        Raises `ConstraintFailed` if a token is not allowed, or if following it takes too much work.
         """
         ...
 
@@ -137,7 +138,7 @@ class Sequence:
     tokens: list[Token]
     """Prompt and generated tokens, BOS first, without image tokens."""
     num_prompt_tokens: int
-    """How many of `tokens` are prompt."""
+    """The number of `tokens` that belong to the prompt."""
     num_image_tokens: int
     tiles: PreparedImage | None
     parser: OutputParser
@@ -151,9 +152,9 @@ class Sequence:
     controls: SamplingParams | None = None
     """Its settings where they limit the choice of tokens or adjust logits (`SamplingParams.controls_tokens`)."""
     num_logprobs: int | None = None
-    """How many of the most likely tokens its parser is told for each token; None where it needs no logprobs."""
+    """The number of most likely tokens that the parser gets for each token; None if it needs no logprobs."""
     matcher: TokenMatcher | None = None
-    """Says which tokens its answer may have; None where it has no constraint."""
+    """Decides which tokens the answer may have; None without a constraint."""
     fingerprint: str = ""
     """Hash of the request: equal requests have equal fingerprints."""
     priority: Priority = Priority.NORMAL
@@ -162,38 +163,38 @@ class Sequence:
     tenant: str = ""
     """The tenant that sent it; "" where tenants are not distinguished."""
     keys: PrefixKeys | None = None
-    """Names its positions in the prefix cache; None where it neither uses the cache nor adds to it."""
+    """Names its positions in the prefix cache; None if the sequence neither uses the cache nor adds to it."""
     embedding_key: EmbeddingKey | None = None
-    """Names its image's embeddings; None where it neither uses cached embeddings nor adds to them."""
+    """Names the embeddings of its image; None if the sequence neither uses cached embeddings nor adds to them."""
     tile_job: Any = None
     """A worker's job that decodes its image, where `tiles` were left out because the image's pages or embeddings
     were cached."""
     computes_anew: bool = False
-    """Whether it uses nothing that is cached, and replaces it."""
+    """True if the sequence uses no cached data, and replaces it by its own."""
     image_size_px: tuple[int, int] | None = None
     """Width and height of its image, upright; None without an image."""
     adapter: AdapterLease | None = None
     """Keeps its adapter in a slot until the sequence leaves the engine; None without an adapter."""
     state: SequenceState = SequenceState.WAITING
     pages: list[PageId] = field(default_factory=list)
-    """In the order of its positions, as the page manager gave them."""
+    """The pages that the page manager gave it, in the order of its positions."""
     num_cached: int = 0
     """Positions whose keys and values are in the cache."""
     num_matched: int = 0
-    """Of these, positions that were in the prefix cache when it started last."""
+    """The number of these positions that were in the prefix cache when the sequence last started."""
     num_cached_prompt: int | None = None
-    """The same when it started first; None until then."""
+    """The same number at the first start; None until then."""
     copies: tuple[PageCopy, ...] = ()
-    """Of pages that it shares in part: its next prefill step makes them."""
+    """Copies of partly shared pages, which its next prefill step makes."""
     num_encoded_tiles: int = 0
     embedding_entry: EntryId | None = None
-    """Where its image's embeddings are; None where they are not needed, or it has not started."""
+    """The entry of its image's embeddings; None if it needs none, or has not started."""
     has_cached_embeddings: bool = False
-    """Whether its entry was cached, so that no tile need be encoded."""
+    """True if its entry was cached, so that no tile needs encoding."""
     start_number: int | None = None
     """Rises in the order in which sequences first started; None before. Preemption does not change it."""
     num_tokens_at_start: int = 0
-    """How many of `tokens` it had when it started last."""
+    """The number of `tokens` at its last start."""
     num_pending: int = 0
     """Tokens that steps in flight sample: they have positions and pages, and are not in `tokens` yet."""
     writing: set[StepId] = field(default_factory=set)

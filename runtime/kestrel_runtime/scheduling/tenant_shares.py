@@ -1,4 +1,4 @@
-"""What each tenant holds of the batch and of the pages, and whose sequences yield where these do not suffice.
+"""Each tenant's share of the batch and of the pages, and which sequences yield if rows or pages do not suffice.
 
 A tenant's share is the larger of its part of the rows of a batch and its part of the pages (dominant resource
 fairness). Pages that a sequence found in the prefix cache are not counted: several sequences may hold them.
@@ -27,8 +27,8 @@ from dataclasses import dataclass, field
 from kestrel_runtime.scheduling.sequence import Sequence, SequenceState
 
 MIN_TOKENS = 16
-"""Tokens that a sequence gets after each return before it may yield again: as many as a page that it may have to
-compute anew."""
+"""The number of tokens that a sequence gets after each return before it may yield again: those of one page, since
+it may have to compute a page again."""
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class _Holding:
 
 
 class TenantShares:
-    """The shares of those sequences that are active when it is made."""
+    """The shares of tenants, counted from the sequences that are active when the object is made."""
 
     def __init__(self, active: Iterable[Sequence], *, max_rows: int, num_pages: int, page_size: int) -> None:
         """`active`: oldest first."""
@@ -66,7 +66,7 @@ class TenantShares:
         suffice: Callable[[list[Sequence]], bool],
         service_of: Callable[[str], float],
     ) -> list[Sequence] | None:
-        """Which sequences yield so that a waiting one, which takes `num_pages`, can start; None where they may not.
+        """Which sequences yield so that a waiting sequence of `num_pages` pages can start; None if none may yield.
 
         `suffice` tells whether it can start without the given sequences, `service_of` what a tenant was served.
         """
@@ -97,7 +97,7 @@ class TenantShares:
         return found
 
     def first_to_preempt(self) -> Sequence:
-        """Whose pages another sequence gets that runs already (Y3)."""
+        """The sequence whose pages a running sequence gets (Y3)."""
         several = [holding for holding in self._holdings.values() if len(holding.rows) > 1]
         holdings = several or list(self._holdings.values())
         # Where shares are equal, the younger sequence.

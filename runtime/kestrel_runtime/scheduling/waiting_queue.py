@@ -34,7 +34,7 @@ _MAX_IDLE_TENANTS = 1024
 
 
 class Waiter(Protocol):
-    """What can wait here: sequences for pages, requests for a preprocessing worker."""
+    """An item of the queue: a sequence that waits for pages, or a request that waits for a preprocessing worker."""
 
     @property
     def tenant(self) -> str:
@@ -43,7 +43,7 @@ class Waiter(Protocol):
 
     @property
     def priority(self) -> Priority:
-        """Among the items of its tenant."""
+        """Its priority among the items of its tenant."""
         ...
 
     @property
@@ -58,7 +58,7 @@ class Waiter(Protocol):
 
     @property
     def cost(self) -> int:
-        """How much service its start counts as, in a unit that all items of the queue share."""
+        """The service that its start counts as, in the same unit for all items of the queue."""
         ...
 
 
@@ -166,7 +166,7 @@ class WaitingQueue(Generic[Item]):
         self._tenant(item.tenant).service += 1
 
     def service_of(self, tenant: str) -> float:
-        """What a tenant has been served, as if it began to wait now."""
+        """The service of a tenant, as if it began to wait now."""
         known = self._tenants.get(tenant)
         return self._virtual_time if known is None else known.service
 
@@ -230,8 +230,8 @@ class WaitingQueue(Generic[Item]):
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Place(Generic[Item]):
-    """A position in a tenant's line: by arrival, or of those that return by their start. No two are equal, so items
-    are never compared."""
+    """A position in a tenant's line: by arrival or, for items that return, by start. No two positions are equal, so
+    items themselves are never compared."""
 
     order: float
     number: int

@@ -33,7 +33,7 @@ _TIMED_TOKENS = 16
 
 
 class Verdict(StrEnum):
-    """What an acceptance came to."""
+    """The result of an acceptance."""
 
     PASSED = "passed"
     FAILED = "failed"
@@ -42,7 +42,7 @@ class Verdict(StrEnum):
 
     @classmethod
     def of(cls, results: Sequence[PrecisionResult]) -> Verdict:
-        """Of all precisions together."""
+        """The verdict on all precisions together."""
         if any(result.failures for result in results):
             return cls.FAILED
         was_compared = any(result.cases or result.agreement.num_answers for result in results)
@@ -76,10 +76,10 @@ class PrecisionResult:
     """Tensors, pixels and prompts."""
     answers: tuple[AnsweredCall, ...]
     uncertain: frozenset[int]
-    """The places of those answers that change with the last bits of the weights. They are not judged."""
+    """The places of answers that change with the last bits of the weights. These answers are not judged."""
     speeds: tuple[Speed, ...]
     problems: tuple[str, ...]
-    """What could not be done, and why."""
+    """What could not be compared, and why."""
 
     @property
     def failures(self) -> list[str]:
@@ -169,7 +169,7 @@ def _without_unsupported(answers: Iterable[AnsweredCall], engine: LocalEngine) -
 
 
 def _uncertain(fixture: ReferenceFixture, config: EngineConfig, answers: Sequence[AnsweredCall]) -> frozenset[int]:
-    """The places of those answers that become others when the last bits of the weights change."""
+    """The places of answers that differ when the last bits of the weights change."""
     loaded = LoadedModel.load(config)
     nudge(loaded)
     engine = LocalEngine(loaded, config, owns_model=True)

@@ -109,10 +109,11 @@ class Agreement:
     num_answers: int
     num_equal: int
     point_distance: float | None
-    """Of the reference's points: the mean distance to the nearest point of the answer, in shares of the image's
-    sides; 1 where the answer has none. None without points."""
+    """The mean distance of the reference's points to the nearest point of the answer, in shares of the image's
+    sides; 1 if the answer has no point. None if the reference has no points."""
     box_overlap: float | None
-    """Of the reference's boxes: the mean intersection over union with the best box of the answer. None without."""
+    """The mean intersection over union of the reference's boxes with the best box of the answer; None without
+    boxes."""
 
     @classmethod
     def of(cls, pairs: Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> Agreement:

@@ -1,4 +1,4 @@
-"""Runs every case of a reference fixture and says which hold.
+"""Runs every case of a reference fixture and reports which cases pass.
 
 A fixture is a folder with a small checkpoint, images, and the reference's answers in `expected.json` and
 `expected.safetensors`. The model family compares tensors. Answers are compared where the model computes in float32:
@@ -34,10 +34,10 @@ class AnsweredCall:
 
     image: str | None
     call: Mapping[str, Any]
-    """As in `expected.json`; without `expect` where the reference has no answer."""
+    """The call as in `expected.json`; without `expect` if the reference has no answer."""
     answer: dict[str, Any] | None
     refused: str = ""
-    """The error, where there is no answer."""
+    """The error, if there is no answer."""
 
     @property
     def name(self) -> str:
@@ -47,7 +47,7 @@ class AnsweredCall:
 
     @property
     def complaint(self) -> str | None:
-        """Why the answer is not the reference's; None where it is, or where there is none to compare with."""
+        """How the answer differs from the reference's; None if it does not, or if the reference has no answer."""
         if self.answer is None:
             return self.refused
         return answer_differs(self.answer, self.call["expect"]) if "expect" in self.call else None

@@ -49,9 +49,9 @@ class TextEmitter:
         stop: StopMatcher | None = None,
         num_logprobs: int | None = None,
     ) -> None:
-        """With `stop` the text ends at its strings, and deltas come as soon as their text is no part of one.
+        """`stop` ends the text; text that may begin a stop string is held back until more tokens decide it.
 
-        With `num_logprobs` each delta has the logprobs of its tokens, and of so many of the most likely ones.
+        With `num_logprobs` each delta has the logprobs of its tokens, and of this many of the most likely tokens.
         """
         self._tokenizer = tokenizer
         self._num_logprobs = num_logprobs
@@ -63,7 +63,7 @@ class TextEmitter:
         self._parts: list[str] = []
         self._num_emitted = 0
         self._num_decoded = 0
-        # Where in the text each token begins that is not emitted yet, if that is not told by the number of tokens.
+        # Tokens that are not emitted yet, each with its start in the text, if token numbers do not give the start.
         self._pending: deque[tuple[int, Token]] = deque()
         self.num_chars = 0
         self.num_tokens = 0
@@ -79,7 +79,7 @@ class TextEmitter:
 
     @property
     def logprobs(self) -> tuple[TokenLogprob, ...] | None:
-        """Those of all deltas; None where none were asked for."""
+        """The logprobs of all deltas; None if the request asks for none."""
         return None if self._num_logprobs is None else tuple(self._logprobs)
 
     def push(self, token: Token) -> list[TextDelta]:
@@ -145,7 +145,7 @@ class AnswerParser(OutputParser):
 
     @property
     def logprobs(self) -> tuple[TokenLogprob, ...] | None:
-        """Of the text's tokens."""
+        """The logprobs of the tokens of the text."""
         return self._emitter.logprobs
 
     def parse(self, token: Token) -> list[TextDelta]:

@@ -1,7 +1,7 @@
 """Gaze: the place that somebody in the image looks at.
 
 The prompt asks for the point of an object "gaze", with the eye as spatial reference. Source: the baseline engine's
-README. The public reference has a prompt of its own, in the format before the present prompts.
+README. The public reference uses another prompt, in an older format.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kestrel_runtime.scheduling.output_parser import OutputParser, Token
 
 
 class GazeSkill(Skill):
-    """Follow a look. The answer has one point or none."""
+    """Find the place that somebody looks at. The answer has one point or none."""
 
     name = "gaze"
     template = "point"
@@ -33,7 +33,7 @@ class GazeSkill(Skill):
 
 
 class _GazeParser(PointParser):
-    """The first point is all that there is."""
+    """Parses one point; the answer is complete after it."""
 
     def parse(self, token: Token) -> list[TextDelta]:
         deltas = super().parse(token)

@@ -59,7 +59,7 @@ class _QueryParser(AnswerParser):
             self._reasoning = _ReasoningParser(tokenizer, config, request.sampling.logprobs)
             self.grammar = Grammar(_reasoning_states(config))
             self.budget = self._max_answer_tokens
-            self.max_tokens = self.budget + 1 + self._max_answer_tokens  # the one between them begins the answer
+            self.max_tokens = self.budget + 1 + self._max_answer_tokens  # and one token that begins the answer
             self.opens_answer = config.tokenizer.answer_id
 
     def parse(self, token: Token) -> list[TextDelta]:

@@ -4,9 +4,9 @@ The model generates two coordinates and a size, then text tokens that spell path
 range from 0 to 960 over the box. Source: the baseline engine's description of the format (`skills/segment.py`,
 `utils/svg.py`). Here arguments are grouped by command, so that H, V and A have the right number of them.
 
-Outlines are as the model draws them. The baseline engine refines them with a second network, from the features of
-the vision encoder; its weights are gated, so there is nothing to test an implementation with. It would take the
-path and the box that `_SegmentParser.output` returns, behind the last token.
+Outlines are not refined. The baseline engine refines them with a second network, which reads the features of the
+vision encoder. The weights of that network are gated, so an implementation could not be tested. It would run after
+the last token, on the path and the box that `_SegmentParser.output` returns.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class SegmentSkill(Skill):
 
 
 class _SegmentParser(OutputParser):
-    """Takes the first two coordinates, the first size and every text token.
+    """Uses the first two coordinates, the first size and every text token.
 
-    The box is told as soon as it is known, and then the path, in pieces that are whole commands.
+    Emits the box as soon as it is known, then the path in pieces of whole commands.
     """
 
     grammar = Grammar((GrammarState(TokenRule(is_spatial=True), 0),))
@@ -63,7 +63,7 @@ class _SegmentParser(OutputParser):
         self._box: Box | None = None
         self._path = PathWriter()
         self._num_path_tokens = 0
-        # Of the path's text and tokens, what has been told.
+        # How much of the path's text and tokens has been emitted.
         self._num_chars_told = 0
         self._num_tokens_told = 0
 

@@ -16,14 +16,14 @@ _COMMANDS = frozenset("".join(_NUM_ARGUMENTS) + "".join(_NUM_ARGUMENTS).lower())
 class PathWriter:
     """Joins command letters and integers ("-" negates the next) into a path scaled to [0, 1].
 
-    Reading stops at the first word that is neither, at a first command that is no move, at an integer of more than
-    9 digits, and at an arc whose flags are not 0 or 1. A group of arguments is written when it is complete, and
-    dropped where another command interrupts it. So what is written is a valid path after every word.
+    Reading stops at the first word that is neither, at a first command other than a move, at an integer of more
+    than 9 digits, and at an arc whose flags are not 0 or 1. A group of arguments is written when it is complete,
+    and dropped if another command interrupts it. So what is written is a valid path after every word.
     """
 
     def __init__(self) -> None:
         self.path = ""
-        """What has been written, joined."""
+        """The path so far."""
         self._is_at_end = False
         self._has_dropped = False
         self._sign = 1
@@ -33,7 +33,7 @@ class PathWriter:
 
     @property
     def is_partial(self) -> bool:
-        """Whether the words were more than the path is, or the path is empty."""
+        """True if some words are not part of the path, or if the path is empty."""
         return not self.path or self._is_at_end or self._has_dropped or self._is_within_command
 
     def push(self, word: str) -> str:
@@ -84,7 +84,7 @@ class PathWriter:
 
     @property
     def _is_within_command(self) -> bool:
-        """Whether an argument is missing: of a group that has begun, behind a minus, or behind a letter."""
+        """True if an argument is missing: in an incomplete group, after a minus or after a letter."""
         lacks_first = self._command not in ("", "Z", "z") and self._is_first_group
         return lacks_first or bool(self._arguments) or self._sign == -1
 
