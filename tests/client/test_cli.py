@@ -232,7 +232,7 @@ def test_a_folder_without_pictures_is_told(
 def test_several_pictures_are_drawn_into_a_folder(
     address: str, picture: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    drawn = tmp_path / "drawn"
+    drawn = tmp_path / "all" / "drawn"
     detect = ["detect", str(folder), "kite", "--address", address, "--draw"]
     assert run([*detect, str(drawn)]) == 0
     assert sorted(path.name for path in drawn.iterdir()) == ["a.png", "b.PNG"]
@@ -318,6 +318,15 @@ def test_a_wrong_token_is_told_from_a_missing_one(
     assert complaint == (
         "kestrel-grpc: the server does not know the token from token, --token or KESTREL_GRPC_TOKEN\n"
     )
+
+
+def test_nothing_is_sent_while_a_variable_for_tls_has_its_former_name(
+    address: str, vision: CannedVision, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KESTREL_TLS_CA", "ca.pem")
+    assert _run("query", "-", "Why?", "--address", address) == 1
+    assert "KESTREL_GRPC_TLS_CA" in capsys.readouterr().err
+    assert vision.requests == []
 
 
 def test_a_server_that_takes_too_long_is_given_up(

@@ -146,6 +146,24 @@ async def test_further_connections_replace_idle_ones(monkeypatch: pytest.MonkeyP
         assert (await busy.response()).status == 200
 
 
+async def test_a_connection_whose_request_is_refused_is_replaced_before_an_idle_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connection_module, "MAX_CONNECTIONS", 2)
+    async with serving_http() as rig, rig.connect() as idle, rig.connect() as refused:
+        await idle.send("/healthz")
+        assert (await idle.response()).status == 200
+        withheld = {"Content-Type": "text/plain", "Content-Length": "10"}
+        await refused.send("/v1/query", verb="POST", headers=withheld)
+        assert (await refused.response()).status == 415
+        async with rig.connect() as third:
+            await third.send("/healthz")
+            assert (await third.response()).status == 200
+            await refused.ended()
+        await idle.send("/healthz")
+        assert (await idle.response()).status == 200
+
+
 async def test_connections_beyond_the_rate_of_replacements_are_closed_and_replace_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
