@@ -164,7 +164,7 @@ async def test_data_above_the_limit_is_refused():
         await DataUris(MAX_BYTES).decode("data:," + "x" * (MAX_BYTES + 1))
 
 
-@pytest.mark.parametrize("body", ["x" * 10_000, "%41" * 10_000])
+@pytest.mark.parametrize("body", ["x" * 10_000, "%41" * 10_000, "x" * (MAX_BYTES * 4 // 3 + 2400)])
 async def test_data_that_cannot_fit_is_refused_before_it_is_decoded(monkeypatch, body):
     monkeypatch.setattr(image_uris, "_decode", None)
     with pytest.raises(ImageError, match="larger than"):

@@ -227,3 +227,13 @@ async def test_a_stream_may_have_nothing_to_say_for_any_time() -> None:
             await longer_than_the_limit()
             await reader.wait_for(nothing())
         await longer_than_the_limit()
+
+
+async def test_a_watch_whose_write_was_given_up_interrupts_nothing_later() -> None:
+    interrupted: list[StreamIdle] = []
+    with ReaderWatch(LIMIT_S, interrupted.append) as reader:
+        write = asyncio.ensure_future(reader.wait_for(asyncio.Event().wait()))
+        await asyncio.sleep(0)
+        write.cancel()
+    await longer_than_the_limit()
+    assert interrupted == []

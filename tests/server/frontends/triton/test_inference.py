@@ -122,6 +122,23 @@ async def test_a_failed_request_leaves_the_stream_open() -> None:
         assert await call.read() is EOF
 
 
+@pytest.mark.parametrize(
+    ("inputs", "told"),
+    [
+        ({"SPATIAL_REFS": [[0.0, 0.0, 0.0]]}, "SPATIAL_REFS: must have 2 (points) or 4 (boxes) columns"),
+        ({"SPATIAL_REFS": [[0.0, 0.0]] * 257}, "SPATIAL_REFS: must be at most 256"),
+        ({"QUESTION": b"\xff"}, "QUESTION: must be UTF-8"),
+        ({"SKILL": "gaze"}, "EYE: is required"),
+    ],
+)
+async def test_inputs_that_cannot_be_used_are_refused_by_their_name(inputs: dict[str, object], told: str) -> None:
+    async with serving() as rig:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await TritonStub(rig.channel).ModelInfer(query(**inputs))
+        assert rig.engine.requests == []
+    assert (caught.value.code(), caught.value.details()) == (grpc.StatusCode.INVALID_ARGUMENT, told)
+
+
 async def test_a_single_answer_cannot_be_streamed() -> None:
     async with serving() as rig:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
