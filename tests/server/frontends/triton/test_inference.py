@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import grpc
 import pytest
@@ -131,7 +132,7 @@ async def test_a_failed_request_leaves_the_stream_open() -> None:
         ({"SKILL": "gaze"}, "EYE: is required"),
     ],
 )
-async def test_inputs_that_cannot_be_used_are_refused_by_their_name(inputs: dict[str, object], told: str) -> None:
+async def test_inputs_that_cannot_be_used_are_refused_by_their_name(inputs: dict[str, Any], told: str) -> None:
     async with serving() as rig:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await TritonStub(rig.channel).ModelInfer(query(**inputs))
