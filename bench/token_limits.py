@@ -124,14 +124,16 @@ class Caller:
         left = iter(range(num_calls))
 
         async def work(channel: grpc.aio.Channel) -> None:
+            nonlocal last
             stub: Any = ImageServiceStub(channel)
             for _ in left:
                 call = stub.UploadImage(metadata=_bearing("holding"))
                 self._open.add(call)
                 outcomes[await _outcome(call)] += 1
                 self._open.discard(call)
+                last = time.perf_counter()
 
-        started = time.perf_counter()
+        started = last = time.perf_counter()
         workers = [asyncio.ensure_future(work(channel)) for channel in self._channels for _ in range(_IN_FLIGHT)]
         seen = -1
         while seen != outcomes.total():
@@ -142,7 +144,7 @@ class Caller:
         return Row(
             question,
             num_calls,
-            time.perf_counter() - started - _QUIET_S,
+            last - started,
             len(self._open),
             AT_ONCE,
             refused,
@@ -191,11 +193,11 @@ def _bearing(name: str) -> tuple[tuple[str, str], ...]:
     return (("authorization", f"Bearer {_SECRETS[name]}"),)
 
 
-def _kill_frontend(supervisor: int) -> None:
-    """End a process of a front end, as a fault would."""
+def _kill(supervisor: int, name: str) -> None:
+    """End the process of a front end, as a fault would. `name` is as in metrics."""
     children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
     for child in children:
-        if Path(f"/proc/{child}/cmdline").read_text().startswith("kestrel-grpc frontend 0"):
+        if Path(f"/proc/{child}/cmdline").read_text().startswith(f"kestrel-grpc {name.replace('-', ' ')}"):
             os.kill(int(child), signal.SIGKILL)
             return
     raise RuntimeError("there is no front end")
@@ -220,10 +222,10 @@ async def run(address: str, pid: int, arguments: argparse.Namespace, metrics_por
     rows.append(await caller.hold("hung up", arguments.calls // 10))
     shares = _calls_by_frontend(metrics_port)
     if arguments.frontends > 0:
-        before = caller.num_open
-        _kill_frontend(pid)
+        before, name = caller.num_open, max(shares, key=lambda name: shares[name])
+        _kill(pid, name)
         await asyncio.sleep(_QUIET_S)
-        print(f"killing a front end has ended {before - caller.num_open} of {before} uploads", file=sys.stderr)
+        print(f"the end of {name} has ended {before - caller.num_open} of {before} uploads")
         rows.append(await caller.hold("killed", arguments.calls // 10))
     await caller.hang_up()
     await caller.close()
