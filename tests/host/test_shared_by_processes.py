@@ -18,16 +18,20 @@ import grpc
 import pytest
 import trustme
 from google.protobuf.duration_pb2 import Duration
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from kestrel_client.v1 import engine_service_pb2, image_service_pb2, media_pb2, vision_service_pb2
 from kestrel_client.v1.engine_service_pb2_grpc import EngineServiceStub
 from kestrel_client.v1.image_service_pb2_grpc import ImageServiceStub
 from kestrel_client.v1.vision_service_pb2_grpc import VisionServiceStub
 from kestrel_grpc.access.tokens import Scope, line_for
+from kestrel_grpc.frontends.triton.v2 import grpc_service_pb2 as triton_wire
 from tests.host.host_process import MAX_WAIT_S, HostProcess, host_process
 from tests.reference_fixtures import CHECKOUT
 from tests.server.certificates import Pair, replace, trusting
 from tests.server.serving import reason_of
+from tests.server.triton_calls import TritonStub
 
 NUM_CONNECTIONS = 24
 """Linux gives each to one of two front ends: that one gets none has a chance of one in 8 million."""
@@ -82,6 +86,8 @@ class Connection:
         self.vision: Any = VisionServiceStub(channel)
         self.images: Any = ImageServiceStub(channel)
         self.engine: Any = EngineServiceStub(channel)
+        self.health: Any = HealthStub(channel)
+        self.triton: Any = TritonStub(channel)
 
 
 @asynccontextmanager
@@ -117,9 +123,9 @@ async def all_outcomes(every: Sequence[Connection], ask: Outcome) -> Counter[str
     return Counter(await asyncio.gather(*(ask(connection) for connection in every)))
 
 
-async def until(every: Sequence[Connection], ask: Outcome, wanted: str) -> None:
+async def until(every: Sequence[Connection], ask: Outcome, wanted: str, timeout_s: float = RELOADED_S) -> None:
     """Ask over every connection until all answers are what is wanted."""
-    async with asyncio.timeout(RELOADED_S):
+    async with asyncio.timeout(timeout_s):
         while await all_outcomes(every, ask) != {wanted: len(every)}:
             pass
 
@@ -231,6 +237,52 @@ async def test_all_processes_are_one_server_and_count_together(host: Host) -> No
     async with connections(host) as every:
         answers = [await one.engine.GetServerInfo(SERVER_INFO, metadata=bearing("plain")) for one in every]
         assert len({answer.instance_id for answer in answers}) == 1
+        assert await put(every[0], "plain") == "OK"
+        before = {(await statistics(one)).inference_count for one in every}
+        assert len(before) == 1
+        assert await all_outcomes(every, about_image("plain")) == {"OK": NUM_CONNECTIONS}
+        assert {(await statistics(one)).inference_count for one in every} == {before.pop() + NUM_CONNECTIONS}
+
+
+async def statistics(connection: Connection) -> Any:
+    request = triton_wire.ModelStatisticsRequest()
+    answer = await connection.triton.ModelStatistics(request, metadata=bearing("plain"))
+    return answer.model_stats[0]
+
+
+async def test_an_image_whose_time_is_over_leaves_the_store_and_the_caches_of_the_engine(host: Host) -> None:
+    async def used() -> dict[tuple[str, str], float]:
+        """The bytes of each cache, by its process and its tier."""
+        metrics = await asyncio.to_thread(host.process.metrics)
+        samples = metrics["kestrel_cache_used_bytes"].samples
+        return {(sample.labels.get("process", "engine"), sample.labels["tier"]): sample.value for sample in samples}
+
+    async with connections(host) as every:
+        request = engine_service_pb2.ClearCacheRequest()
+        assert await outcome(every[0].engine.ClearCache(request, metadata=bearing("plain"))) == "OK"
+        assert (await used())["engine", "embeddings"] == 0
+        assert await put(every[0], "asked", ttl=Duration(seconds=1)) == "OK"
+        assert await about_image("asked")(every[1]) == "OK"
+        assert (await used())["engine", "embeddings"] > 0
+        async with asyncio.timeout(MAX_WAIT_S):
+            while (await used())["engine", "embeddings"] > 0:
+                pass
+        assert await all_outcomes(every, about_image("asked")) == {"IMAGE_NOT_FOUND": NUM_CONNECTIONS}
+        assert {process for process, tier in await used() if tier == "stored_images"} == {"supervisor"}
+
+
+async def test_health_follows_the_engine_in_all_processes(host: Host) -> None:
+    async with connections(host) as every:
+        assert await all_outcomes(every, health) == {"SERVING": NUM_CONNECTIONS}
+        host.process.kill("kestrel-grpc core 0")
+        await until(every, health, "NOT_SERVING")
+        await until(every, health, "SERVING", MAX_WAIT_S)
+        assert await all_outcomes(every, server_info("plain")) == {"OK": NUM_CONNECTIONS}
+
+
+async def health(connection: Connection) -> str:
+    answer = await connection.health.Check(HealthCheckRequest())
+    return HealthCheckResponse.ServingStatus.Name(answer.status)
 
 
 async def test_tokens_are_read_again_by_all_processes(host: Host) -> None:
