@@ -45,8 +45,7 @@ def private_folder() -> Iterator[tuple[Path, int]]:
 
 def _base() -> Path:
     """Where temporary files may be, with a path short enough for the names of sockets."""
-    candidates = [os.environ.get("XDG_RUNTIME_DIR", ""), tempfile.gettempdir(), "/tmp", "/dev/shm"]
-    for text in filter(None, candidates):
+    for text in (tempfile.gettempdir(), "/tmp", "/dev/shm"):
         length = len(os.fsencode(text)) + len(_PREFIX) + 10 + _MAX_NAME_BYTES
         if length <= _MAX_PATH_BYTES and os.access(text, os.W_OK | os.X_OK):
             return Path(text)

@@ -54,7 +54,7 @@ from kestrel_grpc.host.metrics import joined
 from kestrel_grpc.host.sharing import Owner
 from kestrel_grpc.listeners import address_of, reserved_port
 from kestrel_grpc.process import END_TIMEOUT_S, loop_factory, stop_signals
-from kestrel_grpc.telemetry.metrics import Reading, new_registry
+from kestrel_grpc.telemetry.metrics import Reading, new_registry, not_ready_text
 from kestrel_runtime.processes.messages import build_id
 
 PING_INTERVAL_S = 5.0
@@ -165,6 +165,7 @@ class Supervisor:
         texts = await asyncio.gather(*(child.read_metrics() for child in asked))
         parts = [("process", "supervisor", generate_latest(self._registry))]
         parts += [(*child.label, text) for child, text in zip(asked, texts, strict=True)]
+        parts += [(*core.label, not_ready_text()) for core in self._cores if core not in asked]
         return joined(parts)
 
     def core_ended(self, index: int) -> None:

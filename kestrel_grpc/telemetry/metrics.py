@@ -15,7 +15,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import NamedTuple
 
-from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics
+from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -414,6 +414,16 @@ def new_registry(read: Callable[[], Reading]) -> CollectorRegistry:
     return registry
 
 
+def not_ready_text() -> bytes:
+    """The text of an engine whose process is being started again: `kestrel.engine.ready` is 0."""
+    (metric,) = (item for item in METRICS if item.name == "kestrel.engine.ready")
+    family = metric.family()
+    family.add_metric((), 0)
+    registry = CollectorRegistry()
+    registry.register(_Fixed(family))
+    return generate_latest(registry)
+
+
 class EngineReader:
     """Reads an engine for its metrics. May be called from any thread."""
 
@@ -565,6 +575,16 @@ class _Scrape(Collector):
     def describe(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         """Names alone, so that registering asks nothing of the engine."""
         return (metric.family() for metric in METRICS if metric.kind is not Kind.HISTOGRAM)
+
+
+class _Fixed(Collector):
+    """One metric as it is."""
+
+    def __init__(self, family: CounterMetricFamily | GaugeMetricFamily) -> None:
+        self._family = family
+
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        yield self._family
 
 
 def markdown_table() -> str:

@@ -17,7 +17,7 @@ from kestrel_grpc.host.folder import NoPrivateFolder, private_folder
 def base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder with a path that is short enough; that of `tmp_path` is not."""
     with tempfile.TemporaryDirectory(dir="/tmp") as name:
-        monkeypatch.setenv("XDG_RUNTIME_DIR", name)
+        monkeypatch.setattr(tempfile, "tempdir", name)
         yield Path(name)
 
 
@@ -46,7 +46,7 @@ def test_folders_of_servers_that_were_killed_are_removed_and_no_others(base: Pat
 def test_a_path_that_is_too_long_for_sockets_is_not_used(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     deep = base / ("x" * 100)
     deep.mkdir()
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(deep))
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
     with private_folder() as (folder, _):
         assert len(str(folder / "core-63.events")) <= 107
     monkeypatch.setattr(os, "access", lambda *_: False)

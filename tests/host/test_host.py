@@ -130,6 +130,7 @@ def test_a_front_end_that_is_killed_is_started_again_while_the_other_serves(host
 def test_a_core_that_is_killed_is_started_again_while_the_other_serves(host: HostProcess) -> None:
     host.kill("kestrel-grpc core 0")
     assert "it is started again in 1 s" in host.wait_for("core-0 has ended with SIGKILL")["message"]
+    assert samples_by_process(host.metrics()["kestrel_engine_ready"]) == {"engine-0": 0, "engine-1": 1}
     with Client(host.address) as client:
         for _ in range(8):
             assert client.complete_query(None, "What is this?").answer
@@ -181,7 +182,7 @@ def runtime_folder() -> Iterator[Path]:
 def test_a_supervisor_that_is_killed_leaves_no_process_and_the_next_one_removes_its_folder(
     runtime_folder: Path,
 ) -> None:
-    program = f"import os; os.environ['XDG_RUNTIME_DIR'] = {str(runtime_folder)!r}"
+    program = f"import os; os.environ['TMPDIR'] = {str(runtime_folder)!r}"
     with host_process("--frontends", "1", program=program) as host, channel(host.address) as one:
         request = vision_service_pb2.QueryRequest(question="What is this?", sampling={"max_tokens": 200})
         stream = VisionServiceStub(one).Query(request, timeout=MAX_WAIT_S)
@@ -220,6 +221,24 @@ def test_a_process_that_hangs_is_killed_and_started_again() -> None:
         with Client(host.address) as client:
             assert client.complete_query(None, "What is this?").answer
         assert host.end() == 0
+
+
+def test_a_process_that_would_run_other_code_ends_the_server_in_order() -> None:
+    program = (
+        "import kestrel_grpc.host.supervisor as supervisor\n"
+        "ended = supervisor.Supervisor.frontend_ended\n"
+        "def change(self, identity):\n"
+        "    self.build = 'another'\n"
+        "    ended(self, identity)\n"
+        "supervisor.Supervisor.frontend_ended = change"
+    )
+    with host_process("--frontends", "2", program=program) as host, channel(host.address) as one:
+        host.kill("kestrel-grpc frontend 0")
+        host.wait_for("the installed package is another")
+        request = vision_service_pb2.CompleteQueryRequest(question="What is this?", sampling={"max_tokens": 200})
+        codes = {VisionServiceStub(one).CompleteQuery.future(request, timeout=MAX_WAIT_S).code() for _ in range(3)}
+        assert codes <= {grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE}
+        assert host.wait() == 1
 
 
 def test_several_devices_have_one_front_end_unless_more_are_asked_for() -> None:
