@@ -95,6 +95,7 @@ def test_too_many_choices_are_one_breach() -> None:
         r"\{999999\}",
         "[{}999999]{3}",
         "[]{9999}]",
+        "[^]{9999}]",
         r"[\]{9999}]",
         "(" * MAX_GROUP_DEPTH + "a" + ")" * MAX_GROUP_DEPTH,
         "a)))",  # wrong, but small

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -105,6 +106,32 @@ def test_a_tenant_that_holds_up_compiling_keeps_only_itself_waiting(monkeypatch:
     assert not compiler.compiled(harmless, END_ID, "another").library.is_error()
     goes_on.set()
     assert not compiler.compiled(harmless, END_ID, "hostile").library.is_error()
+
+
+def test_a_tenant_whose_jobs_end_one_by_one_never_runs_more_than_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = new_compiler()
+    started, may_end = threading.Semaphore(0), threading.Semaphore(0)
+    compile_one = ConstraintCompiler._compile  # pyright: ignore[reportPrivateUsage]
+
+    def held_up(own: ConstraintCompiler, constraint: Constraint, vocabulary: Any) -> CompiledConstraint:
+        if constraint != harmless:
+            started.release()
+            may_end.acquire(timeout=30)
+        return compile_one(own, constraint, vocabulary)
+
+    harmless = Constraint(regex="a")
+    monkeypatch.setattr(ConstraintCompiler, "_compile", held_up)
+    with ThreadPoolExecutor(6) as callers:
+        jobs = [callers.submit(compiler.compiled, Constraint(regex=text), END_ID, "busy") for text in "bcdefg"]
+        assert started.acquire(timeout=30)
+        assert started.acquire(timeout=30)
+        may_end.release()
+        assert started.acquire(timeout=30)  # in place of the one that has ended
+        for _ in range(2):  # threads that are free look for a job behind it
+            assert not compiler.compiled(harmless, END_ID, "another").library.is_error()
+        assert not started.acquire(blocking=False)
+        may_end.release(5)
+        assert not any(job.result().library.is_error() for job in jobs)
 
 
 def test_what_raises_in_the_library_reaches_its_caller_alone(monkeypatch: pytest.MonkeyPatch) -> None:
