@@ -227,8 +227,11 @@ def test_a_schema_within_the_bounds_is_taken(schema: Any) -> None:
     assert problems(schema) == []
 
 
-def chain_of_refs(count: int) -> dict[str, Any]:
+def chain_of_refs(count: int, depth: int = 0) -> dict[str, Any]:
+    """Schemas that each lead to the next one, behind so many lists."""
     defs: dict[str, Any] = {f"a{number}": {"$ref": f"#/$defs/a{number + 1}"} for number in range(count)}
+    for _ in range(depth):
+        defs = {name: {"items": schema} for name, schema in defs.items()}
     return {"$defs": {**defs, f"a{count}": {}}, "$ref": "#/$defs/a0"}
 
 
@@ -257,6 +260,7 @@ def chain_of_refs(count: int) -> dict[str, Any]:
         ),
         ({"allOf": [any_of(2)] * 7}, "combine at most 64"),
         (chain_of_refs(100), "references that lead to each other"),
+        (chain_of_refs(60, 27), "references that lead to each other"),
         ({"items": chain_of_refs(0), "$defs": {}, **chain_of_refs(1000)}, "references that lead to each other"),
     ],
 )
