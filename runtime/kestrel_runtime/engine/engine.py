@@ -333,6 +333,10 @@ class LocalEngine:
         """These requests were in a step during which an engine's process ended: each runs alone once more."""
         self._offending_requests.suspect(fingerprints)
 
+    def on_acquitted(self, callback: Callable[[str], None]) -> None:
+        """Have `callback` run, in the engine thread, with the fingerprint of each suspect that ran to its end."""
+        self._offending_requests.on_acquitted(callback)
+
     def refuse(self, fingerprints: Iterable[str]) -> None:
         """These requests have ended an engine's process: they are refused from now on."""
         for fingerprint in fingerprints:

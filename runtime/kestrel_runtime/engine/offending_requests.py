@@ -42,6 +42,7 @@ class OffendingRequests:
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._entries: OrderedDict[str, _Entry] = OrderedDict()  # the one learned last at the end
+        self._on_acquitted: Callable[[str], None] = lambda fingerprint: None
         self._suspects: OrderedDict[str, None] = OrderedDict()  # the one learned last at the end
         self._lock = Lock()
 
@@ -75,9 +76,14 @@ class OffendingRequests:
 
     def acquit(self, fingerprint: str) -> None:
         """The request ran to its end."""
-        if self._suspects:
+        if fingerprint in self._suspects:
             with self._lock:
                 self._suspects.pop(fingerprint, None)
+            self._on_acquitted(fingerprint)
+
+    def on_acquitted(self, callback: Callable[[str], None]) -> None:
+        """Have `callback` run, in the engine thread, with each suspect that ran to its end."""
+        self._on_acquitted = callback
 
     def forget_learned_before_restart(self) -> None:
         """The engine has restarted: forget all but those that survive it."""

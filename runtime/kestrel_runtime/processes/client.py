@@ -45,6 +45,7 @@ from kestrel_runtime.memory.image_budget import MAX_DECODING_BYTES, MemoryBudget
 from kestrel_runtime.processes import messages
 from kestrel_runtime.processes.endpoint import MAX_WAITING_MESSAGES, CoreEndpoint, has_message
 from kestrel_runtime.processes.messages import (
+    Acquitted,
     AdapterNames,
     Answer,
     Cancel,
@@ -79,8 +80,11 @@ _MAX_BYTES_HASHED_AT_ONCE = 2**18
 _PIXEL_BYTES = 3
 _MAX_READ_AT_ONCE = 32
 """Messages; then other callbacks of the event loop have their turn."""
+_SUSPECTED_S = 600.0
 _MAX_REMEMBERED = 256
 """Fingerprints of suspects, and of refused requests."""
+
+_ForClient = Events | NeedPixels | Acquitted
 
 _log = logging.getLogger(__name__)
 
@@ -116,7 +120,7 @@ class EngineClient:
         self._status = EngineStatus.RECOVERING
         self._is_draining = self._is_closed = False
         self._callbacks: list[Callable[[EngineStatus], None]] = []
-        self._suspects: dict[str, None] = {}  # fingerprints, in the order in which they became known
+        self._suspects: dict[str, float] = {}  # fingerprints, with the moments at which they became suspects
         self._refused: dict[str, None] = {}
         for core in cores:
             core.serve(self._take, self._update_status)
@@ -162,12 +166,16 @@ class EngineClient:
     def _judge(self, in_flight: frozenset[str]) -> None:
         """What follows from the requests that were in flight when the process of a core ended.
 
-        All of them run alone from now on. One that was in flight alone, and was a suspect before, is refused.
+        All of them run alone until they have ended well. One that was in flight alone, and was a suspect before, is
+        refused.
         """
+        since = time.monotonic() - _SUSPECTED_S
+        for fingerprint in [name for name, moment in self._suspects.items() if moment < since]:
+            del self._suspects[fingerprint]
         if len(in_flight) == 1 and in_flight <= self._suspects.keys():
             self._refused |= dict.fromkeys(in_flight)
             _log.error("%s has ended an engine process twice: it is refused from now on", *in_flight)
-        self._suspects |= dict.fromkeys(in_flight)
+        self._suspects |= dict.fromkeys(in_flight, time.monotonic())
         for known in (self._suspects, self._refused):
             while len(known) > _MAX_REMEMBERED:
                 del known[next(iter(known))]
@@ -379,9 +387,12 @@ class EngineClient:
         if call.core is not None:
             call.core.send(OnlyEnd((stream.id,)))
 
-    def _take(self, core: _Core, message: Events | NeedPixels) -> None:
+    def _take(self, core: _Core, message: _ForClient) -> None:
         if isinstance(message, NeedPixels):
             self._give_pixels(core, message)
+            return
+        if isinstance(message, Acquitted):
+            self._suspects.pop(message.fingerprint, None)
             return
         for item in message.of_requests:
             call = self._calls.get(item.id)
@@ -534,7 +545,7 @@ class _Core:
         self._numbers = itertools.count(1)
         self._asked: dict[int, asyncio.Future[Answer]] = {}
         self._welcome: asyncio.Future[Welcome] | None = None
-        self._on_message: Callable[[_Core, Events | NeedPixels], None] | None = None
+        self._on_message: Callable[[_Core, _ForClient], None] | None = None
         self._on_state: Callable[[], None] = lambda: None
 
     @property
@@ -576,7 +587,7 @@ class _Core:
     def max_batch_size(self) -> int:
         return self.info.max_batch_size
 
-    def serve(self, on_message: Callable[[_Core, Events | NeedPixels], None], on_state: Callable[[], None]) -> None:
+    def serve(self, on_message: Callable[[_Core, _ForClient], None], on_state: Callable[[], None]) -> None:
         """What is called with messages from now on, and when the state changes."""
         self._on_message, self._on_state = on_message, on_state
 

@@ -32,6 +32,7 @@ from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.processes import messages
 from kestrel_runtime.processes.endpoint import MAX_WAITING_MESSAGES, CoreEndpoint, has_message
 from kestrel_runtime.processes.messages import (
+    Acquitted,
     AdapterNames,
     Answer,
     Cancel,
@@ -100,6 +101,7 @@ class CoreServer:
         self._events.bind(self._endpoint.events)
         self._loop.add_reader(self._requests.FD, self._receive)
         self._engine.on_status_change(lambda _: self.call(self._publish_state))
+        self._engine.on_acquitted(lambda fingerprint: self.call(lambda: self._send_all(Acquitted(fingerprint))))
         self.run(self._publish_states())
 
     def drop_frontend(self, identity: str) -> None:
@@ -259,8 +261,11 @@ class CoreServer:
         state = self._current_state()
         if self._state is None or _without_ages(state) != _without_ages(self._state):
             self._state = state
-            for frontend in list(self._frontends.values()):
-                self.send(frontend, state)
+            self._send_all(state)
+
+    def _send_all(self, message: messages.FromCore) -> None:
+        for frontend in list(self._frontends.values()):
+            self.send(frontend, message)
 
     async def _publish_states(self) -> None:
         while True:

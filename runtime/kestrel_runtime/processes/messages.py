@@ -438,6 +438,12 @@ class Events(Message):
     of_requests: tuple[EventsOf, ...]
 
 
+class Acquitted(Message):
+    """A suspect ran to its end."""
+
+    fingerprint: str
+
+
 class NeedPixels(Message):
     """Asks for the decoded image of the request that one of whose ids is `id`."""
 
@@ -455,7 +461,7 @@ class Answer(Message):
     adapter: AdapterInfo | None = None
 
 
-FromCore = Welcome | CoreState | Events | NeedPixels | Answer
+FromCore = Welcome | CoreState | Events | NeedPixels | Acquitted | Answer
 
 _to_core_decoder = msgspec.msgpack.Decoder(ToCore)
 _from_core_decoder = msgspec.msgpack.Decoder(FromCore)

@@ -335,6 +335,31 @@ async def test_a_request_that_ends_two_processes_is_refused_and_no_other(
         await submit(two.client, request).result()
 
 
+async def test_a_suspect_that_runs_to_its_end_is_none_any_more(two: Cores, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = Query("what?", sampling=GREEDY)
+    launch, holds, reached = StepRunner.launch, threading.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def launch_and_wait(*arguments: Any) -> Any:
+        loop.call_soon_threadsafe(reached.set)
+        holds.wait()
+        return launch(*arguments)
+
+    for _ in range(2):  # twice it was in flight alone when its core was killed
+        monkeypatch.setattr(StepRunner, "launch", launch_and_wait)
+        held = submit(two.client, request)
+        await reached.wait()
+        await two.lose(0)
+        monkeypatch.setattr(StepRunner, "launch", launch)
+        holds.set()
+        await held.result()
+        two.servers[0] = CoreServer(two.engines[0], two.endpoints[0])
+        await two.servers[0].start()
+        await two.client.core_ready(0)
+        holds.clear()
+        reached.clear()
+
+
 async def test_draining_waits_for_requests_and_takes_no_more(one: Cores) -> None:
     running = submit(one.client, Query("what?", SMALL_IMAGE, sampling=GREEDY))
     draining = asyncio.ensure_future(one.client.drain())
