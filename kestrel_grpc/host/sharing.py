@@ -38,7 +38,7 @@ class Owner:
     def join(self, identity: str, link: Link) -> None:
         """Serve a front end. Called before its link is started."""
         self._limits.join(identity, link)
-        self.images.join(link)
+        self.images.join(identity, link)
         self._front_ends.join(identity, link)
 
     def drop(self, identity: str) -> None:

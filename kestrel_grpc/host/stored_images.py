@@ -2,8 +2,8 @@
 
 The supervisor has the index, with quotas and times to live; the bytes are files in its private folder. A front end
 asks the supervisor at each use of a handle, so that a handle ends on all front ends at the same moment, and then
-reads the file itself. It writes a new file under a temporary name, and the supervisor renames the file when it
-takes the image into the index.
+reads the file itself, unless it has read it a short time ago. It writes a new file under a temporary name, and the
+supervisor renames the file when it takes the image into the index.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import hashlib
 import itertools
 import logging
 import os
-from collections.abc import AsyncIterator, Callable
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from enum import Enum
 from pathlib import Path
@@ -41,8 +42,13 @@ ANSWER_TIMEOUT_S = 2.0
 _IN_PLACE_BYTES = 2**18
 """A larger file is read in a thread, so that other calls do not wait for it."""
 _STORED, _INCOMING = "images", "incoming"
+MAX_RECENT_BYTES = 64 * 2**20
+"""Of the files that a front end has read last, which it keeps while they are stored."""
 
 _log = logging.getLogger(__name__)
+
+_Key = tuple[str, ImageHandle]
+"""A namespace, and an image in it."""
 
 
 class Problem(Enum):
@@ -108,6 +114,13 @@ class DropNamespace(msgspec.Struct, array_like=True):
     namespace: str
 
 
+class DropFile(msgspec.Struct, array_like=True):
+    """Notes to front ends that an image has left the store."""
+
+    namespace: str
+    handle: ImageHandle
+
+
 class ForgetImage(msgspec.Struct, array_like=True):
     """Notes to an engine core that the time of an image is over; `sha256` is in hexadecimal digits."""
 
@@ -134,6 +147,8 @@ class SharedImages:
         self._identity = identity
         self._timeout_s = timeout_s
         self._numbers = itertools.count(1)
+        self._recent = _RecentFiles(self._read)
+        link.on(DropFile, lambda note: self._recent.drop((note.namespace, note.handle)))
 
     async def require_room(self, namespace: str, num_bytes: int) -> None:
         """Raise `ImageQuotaExceeded` or `ImageStoreFull` where a file of this size would not be stored."""
@@ -165,13 +180,7 @@ class SharedImages:
 
     async def read(self, namespace: str, image: StoredImage) -> HashedImage:
         """The file of an image that has just been found."""
-        path = self._folder / _STORED / _file_name(namespace, image.handle)
-        is_large = image.size_bytes > _IN_PLACE_BYTES
-        try:
-            data = await asyncio.to_thread(path.read_bytes) if is_large else path.read_bytes()
-        except FileNotFoundError:
-            raise ImageNotFound(image.handle) from None
-        return HashedImage(data, bytes.fromhex(image.handle.sha256))
+        return await self._recent.get((namespace, image.handle), image.size_bytes)
 
     async def delete(self, namespace: str, handle: ImageHandle) -> None:
         """Drop an image."""
@@ -180,6 +189,16 @@ class SharedImages:
     def drop_namespace(self, namespace: str) -> None:
         """Drop all images of a namespace."""
         self._link.tell(DropNamespace(namespace))
+
+    async def _read(self, key: _Key, size_bytes: int) -> HashedImage:
+        namespace, handle = key
+        path = self._folder / _STORED / _file_name(namespace, handle)
+        is_large = size_bytes > _IN_PLACE_BYTES
+        try:
+            data = await asyncio.to_thread(path.read_bytes) if is_large else path.read_bytes()
+        except FileNotFoundError:
+            raise ImageNotFound(handle) from None
+        return HashedImage(data, bytes.fromhex(handle.sha256))
 
     @asynccontextmanager
     async def _written(self, name: str, data: bytes) -> AsyncIterator[None]:
@@ -216,6 +235,46 @@ class SharedImages:
                 raise ImageStoreFull(answer.limit_bytes)
 
 
+class _RecentFiles:
+    """The files that were read last. Requests about one image share its bytes, however many there are."""
+
+    def __init__(self, read: Callable[[_Key, int], Coroutine[Any, Any, HashedImage]]) -> None:
+        self._read = read
+        self._files: OrderedDict[_Key, HashedImage] = OrderedDict()  # the one used last at the end
+        self._num_bytes = 0
+        self._reading: dict[_Key, asyncio.Task[HashedImage]] = {}
+
+    async def get(self, key: _Key, size_bytes: int) -> HashedImage:
+        """A file that is stored. Raises what `read` raises."""
+        file = self._files.get(key)
+        if file is not None:
+            self._files.move_to_end(key)
+            return file
+        reading = self._reading.get(key)
+        if reading is None:
+            reading = self._reading[key] = asyncio.ensure_future(self._read(key, size_bytes))
+            reading.add_done_callback(lambda done: self._keep(key, done))
+        return await asyncio.shield(reading)  # others may wait for the same file
+
+    def drop(self, key: _Key) -> None:
+        """The file is stored no longer."""
+        self._reading.pop(key, None)
+        file = self._files.pop(key, None)
+        if file is not None:
+            self._num_bytes -= len(file)
+
+    def _keep(self, key: _Key, done: asyncio.Task[HashedImage]) -> None:
+        if self._reading.get(key) is not done:  # it has left while it was read
+            return
+        del self._reading[key]
+        if done.cancelled() or done.exception() is not None or len(done.result()) > MAX_RECENT_BYTES:
+            return
+        file = self._files[key] = done.result()
+        self._num_bytes += len(file)
+        while self._num_bytes > MAX_RECENT_BYTES:
+            self._num_bytes -= len(self._files.popitem(last=False)[1])
+
+
 class ImageOwner:
     """The index and the files of all stored images, in the supervisor. Belongs to one event loop.
 
@@ -227,6 +286,8 @@ class ImageOwner:
         for name in (_STORED, _INCOMING):
             (folder / name).mkdir(mode=0o700)
         self._index = ImageIndex(limits, forget, self._discard)
+        self._links: dict[str, Link] = {}
+        """To front ends."""
 
     def load(self) -> CacheLoad:
         """A reading, in any thread."""
@@ -236,9 +297,10 @@ class ImageOwner:
         """Drop images when their time is over, until cancelled."""
         await self._index.watch()
 
-    def join(self, link: Link) -> None:
+    def join(self, identity: str, link: Link) -> None:
         """Answer a new front end."""
         index = self._index
+        self._links[identity] = link
         link.on(RequireRoom, _answering(lambda asked: index.require_room(asked.namespace, asked.num_bytes)))
         link.on(RenewImage, _answering(lambda asked: index.renew(asked.namespace, asked.handle, asked.keeping)))
         link.on(PutImage, _answering(self._put))
@@ -248,6 +310,7 @@ class ImageOwner:
 
     def drop(self, identity: str) -> None:
         """A front end has ended: what it was writing is of no use."""
+        self._links.pop(identity, None)
         for path in (self._folder / _INCOMING).glob(f"{identity}-*"):
             path.unlink(missing_ok=True)
 
@@ -266,6 +329,8 @@ class ImageOwner:
     def _discard(self, namespace: str, handle: ImageHandle) -> None:
         with contextlib.suppress(OSError):
             self._path(namespace, handle).unlink()
+        for link in self._links.values():
+            link.tell(DropFile(namespace, handle))
 
     def _path(self, namespace: str, handle: ImageHandle) -> Path:
         return self._folder / _STORED / _file_name(namespace, handle)

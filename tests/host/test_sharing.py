@@ -19,12 +19,13 @@ from kestrel_client.v1 import engine_service_pb2, image_service_pb2, media_pb2, 
 from kestrel_grpc.access.limits import RateLimited, TokenLimit, TokenLimits
 from kestrel_grpc.access.tokens import Scope, line_for
 from kestrel_grpc.frontends.triton.v2 import grpc_service_pb2 as triton_wire
-from kestrel_grpc.host import front_ends
+from kestrel_grpc.host import front_ends, stored_images
 from kestrel_grpc.host.link import SupervisorUnavailable
 from kestrel_grpc.host.stored_images import FindImage, SharedImages
 from kestrel_grpc.host.token_limits import EnterCall, LeaveCall, SharedLimits, Verdict
-from kestrel_grpc.images.stored_images import ImageHandle, ImageNotFound, Keeping
+from kestrel_grpc.images.stored_images import ImageHandle, ImageNotFound, Keeping, StoredImage
 from kestrel_runtime.api.engine import ImageInfo
+from kestrel_runtime.api.images import HashedImage
 from tests.fakes import HOLD, answers
 from tests.host.sharing import Core, Rig, linked, sharing
 from tests.server.certificates import replace
@@ -324,6 +325,51 @@ async def test_a_large_image_is_read_as_it_was_stored(folder: Path) -> None:
         await one.put("a", handle, data, INFO, Keeping())
         file = await other.read("a", await other.find("a", handle))
         assert (bytes(file), file.sha256.hex()) == (data, handle.sha256)
+
+
+async def test_requests_about_one_image_share_its_bytes_while_it_is_stored(folder: Path) -> None:
+    data = DATA + bytes(2**20)
+    handle = ImageHandle(hashlib.sha256(data).hexdigest())
+    async with sharing(folder) as rig:
+        one, other = (host.images for host in rig.hosts)
+        image = await one.put("a", handle, data, INFO, Keeping())
+        files = await asyncio.gather(*(other.read("a", image) for _ in range(8)))
+        assert {id(file) for file in files} == {id(await other.read("a", image))}
+        await one.delete("a", handle)
+        with pytest.raises(ImageNotFound):  # it has been told before that the image has left
+            await other.find("a", handle)
+        with pytest.raises(ImageNotFound):
+            await other.read("a", image)
+
+
+async def test_an_image_that_leaves_while_it_is_read_is_not_kept(folder: Path) -> None:
+    data = DATA + bytes(2**20)
+    handle = ImageHandle(hashlib.sha256(data).hexdigest())
+    async with sharing(folder) as rig:
+        one, other = (host.images for host in rig.hosts)
+        image = await one.put("a", handle, data, INFO, Keeping())
+        found, _ = await asyncio.gather(other.read("a", image), one.delete("a", handle), return_exceptions=True)
+        assert found == data or isinstance(found, ImageNotFound)
+        with pytest.raises(ImageNotFound):  # it has been told before that the image has left
+            await other.find("a", handle)
+        with pytest.raises(ImageNotFound):
+            await other.read("a", image)
+
+
+async def test_a_front_end_keeps_a_bounded_number_of_bytes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored_images, "MAX_RECENT_BYTES", 3000)
+    async with sharing(folder) as rig:
+        images = rig.hosts[0].images
+
+        async def new_file(index: int) -> tuple[StoredImage, HashedImage]:
+            data = DATA.ljust(1000) + bytes([index])
+            handle = ImageHandle(hashlib.sha256(data).hexdigest())
+            image = await images.put("a", handle, data, INFO, Keeping())
+            return image, await images.read("a", image)
+
+        kept = [await new_file(index) for index in range(3)]
+        assert await images.read("a", kept[1][0]) is kept[1][1]
+        assert await images.read("a", kept[0][0]) is not kept[0][1]  # two fit
 
 
 async def test_a_front_end_that_dies_while_it_writes_leaves_no_file(folder: Path) -> None:
