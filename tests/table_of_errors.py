@@ -14,6 +14,10 @@ _WHEN: Mapping[str, str] = MappingProxyType(
         "IMAGE_DECODE_FAILED": "The image does not decode.",
         "DRAINING": "The server is ending and takes no new requests.",
         "RECOVERING": "The engine restarts after a failure.",
+        "ENGINE_UNAVAILABLE": (
+            "The engine takes no requests: it is starting, draining, closed, or died. Or the supervisor of several "
+            "processes does not answer."
+        ),
         "METHOD_NOT_ALLOWED": "The path supports other HTTP verbs only.",
         "INTERNAL": "A fault of the server; its log has the id of the request.",
     }

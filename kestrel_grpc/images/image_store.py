@@ -210,7 +210,7 @@ class CachePurges:
         while self._waiting:
             try:
                 await self._waiting.popleft()()
-            except EngineUnavailable:  # then it has no caches any more
-                self._waiting.clear()
+            except EngineUnavailable:  # it has no caches any more; of several engines, one has ended
+                continue
             except Exception:  # a bug of the engine must not keep the others from being dropped
                 _log.exception("cannot remove the cached results of an image")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import random
 import struct
 import time
 from collections import Counter
@@ -148,6 +149,51 @@ async def test_a_front_end_that_dies_gives_its_places_back(tokens: Path, folder:
         engine.release()
         await last
         await asyncio.gather(*calls)
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_whoever_gives_up_dies_or_leaves_no_place_is_lost_and_none_is_given_twice(
+    tokens: Path, folder: Path, seed: int
+) -> None:
+    chance = random.Random(seed)
+    limit = TokenLimit("alice", bytes(32), None, 1, 5)
+    held: Counter[int] = Counter()
+
+    async def turns(most: int) -> None:
+        for _ in range(chance.randrange(most)):
+            await asyncio.sleep(0)
+
+    async def call(index: int, limits: SharedLimits) -> None:
+        await turns(200)
+        try:
+            place = await limits.enter(limit)
+        except RateLimited:
+            return
+        held[index] += 1
+        assert sum(held.values()) <= 5
+        try:
+            await turns(20)
+        finally:
+            held[index] -= 1
+            place.leave()
+
+    async with sharing(folder, num=3, tokens=str(tokens)) as rig:
+        calls = [asyncio.ensure_future(call(n % 3, rig.hosts[n % 3].limits)) for n in range(300)]
+        for one in calls[::4]:
+            await turns(10)
+            one.cancel()
+        ended = await asyncio.gather(*calls, return_exceptions=True)
+        assert not [error for error in ended if isinstance(error, Exception)]
+        for _ in range(5):
+            await rig.hosts[0].limits.enter(limit)
+        for host in rig.hosts:
+            with pytest.raises(RateLimited):
+                await host.limits.enter(limit)
+        rig.end(0)
+        for _ in range(5):
+            await rig.hosts[1].limits.enter(limit)
+        with pytest.raises(RateLimited):
+            await rig.hosts[2].limits.enter(limit)
 
 
 async def test_what_a_front_end_asked_before_its_end_takes_no_place_after_it(tokens: Path, folder: Path) -> None:

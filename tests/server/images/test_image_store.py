@@ -86,14 +86,16 @@ async def test_a_removal_that_fails_keeps_no_other_from_being_done() -> None:
     assert engine.cleared == [("b", None)]
 
 
-async def test_an_engine_that_has_ended_has_nothing_to_remove() -> None:
-    class Ended(FakeEngine):
+async def test_an_engine_that_ends_keeps_no_other_from_removing_more() -> None:
+    class OneOfTwoEnds(FakeEngine):
+        """Two engines, of which one ends while the first removal is under way."""
+
         async def clear_cache(self, namespace: str | None = None) -> ClearedCache:
             raise EngineUnavailable("closed")
 
-    engine = Ended()
+    engine = OneOfTwoEnds()
     purges = CachePurges(engine)
     purges.clear("a")
     purges.forget_image("b", SHA256)
     await purges.done()
-    assert engine.cleared == []
+    assert engine.cleared == [("b", bytes.fromhex(SHA256))]
