@@ -6,7 +6,9 @@ front end has which places, so a front end that dies gives its places back.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+from collections.abc import Awaitable
 
 import msgspec
 
@@ -98,8 +100,10 @@ class LimitOwner:
     def join(self, identity: str, link: Link) -> None:
         """Answer a new front end."""
         places = self._places[identity] = {}
+        # Questions that are looked at once more, and whose askers still wait.
+        undecided: set[int] = set()
 
-        def enter(question: EnterCall) -> Verdict:
+        def take(question: EnterCall) -> Verdict:
             if identity not in self._places:  # it asked before its end, and reads no answer
                 return Verdict(is_counted=False)
             try:
@@ -108,11 +112,28 @@ class LimitOwner:
                 return Verdict(is_counted=False, retry_after_s=refusal.retry_after_s, limit=refusal.limit)
             return Verdict(is_counted=True)
 
+        def enter(question: EnterCall) -> Verdict | Awaitable[Verdict]:
+            verdict = take(question)
+            if verdict.is_counted or question.limit.concurrency is None:
+                return verdict
+            undecided.add(question.number)
+            return look_again(question, verdict)
+
+        async def look_again(question: EnterCall, verdict: Verdict) -> Verdict:
+            # A caller whose call has ended on one front end may make its next on another. The note of the end was
+            # sent before that question, but over another link, which may be read later. Now all links are read.
+            await asyncio.sleep(0)
+            if question.number not in undecided:
+                return verdict
+            undecided.discard(question.number)
+            return take(question)
+
         def adopt(note: AdoptCall) -> None:
             if identity in self._places:
                 places[note.number] = self._limits.adopt(note.limit)
 
         def leave(note: LeaveCall) -> None:
+            undecided.discard(note.number)
             place = places.pop(note.number, None)
             if place is not None:  # else the call was refused, and nobody waited for the answer
                 place.leave()

@@ -44,6 +44,7 @@ LIMITS = {
     "rated": ", rate = 0.001, burst = 25",
     "holding": ", concurrency = 6",
     "asked": ", rate = 1000",
+    "alone": ", concurrency = 1",
     "plain": "",
     "other": "",
 }
@@ -150,6 +151,15 @@ async def test_a_rate_holds_exactly_over_all_processes(host: Host) -> None:
     async with connections(host) as every:
         found = await all_outcomes([*every, *every, *every], server_info("rated"))
         assert found == {"OK": 25, "RATE_LIMITED": 3 * NUM_CONNECTIONS - 25}
+
+
+async def test_a_caller_with_one_call_at_a_time_is_never_refused_whichever_process_it_calls_next(
+    host: Host,
+) -> None:
+    async with connections(host) as every:
+        for _ in range(10):
+            for connection in every:
+                assert await server_info("alone")(connection) == "OK"
 
 
 class Uploads:
