@@ -222,10 +222,13 @@ async def run(address: str, pid: int, arguments: argparse.Namespace, metrics_por
     rows.append(await caller.hold("hung up", arguments.calls // 10))
     shares = _calls_by_frontend(metrics_port)
     if arguments.frontends > 0:
-        before, name = caller.num_open, max(shares, key=lambda name: shares[name])
-        _kill(pid, name)
-        await asyncio.sleep(_QUIET_S)
-        print(f"the end of {name} has ended {before - caller.num_open} of {before} uploads")
+        before = caller.num_open
+        for name in shares:  # until one is found that has some of them
+            _kill(pid, name)
+            await asyncio.sleep(_QUIET_S)
+            if caller.num_open < before:
+                print(f"the end of {name} has ended {before - caller.num_open} of {before} uploads")
+                break
         rows.append(await caller.hold("killed", arguments.calls // 10))
     await caller.hang_up()
     await caller.close()
