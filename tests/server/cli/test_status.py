@@ -26,6 +26,7 @@ async def test_info_says_which_server_this_is_and_what_it_accepts(capsys):
     rows = dict(line.split(maxsplit=1) for line in (await printed(capsys, "info")).splitlines())
     assert rows["server_version"] == __version__
     assert rows["model"] == "fake"
+    assert rows["capabilities"] == "images"
     assert rows["limits.max_image_bytes"] == "33,554,432"
 
 

@@ -237,3 +237,12 @@ async def test_a_watch_whose_write_was_given_up_interrupts_nothing_later() -> No
         write.cancel()
     await longer_than_the_limit()
     assert interrupted == []
+
+
+async def test_connections_of_streams_that_only_wait_count_as_idle() -> None:
+    groups = PlainFrontend(FakeEngine(), ServerConfig()).groups
+    waiting = (groups.streams, groups.health_watches())
+    for port, group in enumerate((groups.inference, groups.images, groups.operations, *waiting)):
+        group.begin((), None, METHOD, lambda port=port: f"ipv4:127.0.0.1:{port}")
+    groups.health_checks().begin((), None, METHOD, lambda: "unix:")
+    assert groups.busy_ports() == {0, 1, 2}
