@@ -1,3 +1,5 @@
+import random
+
 import pytest
 
 from kestrel_runtime.scheduling.output_parser import Token
@@ -85,3 +87,12 @@ def test_far_deadlines_of_those_long_gone_do_not_pile_up() -> None:
         deadlines.forget(watched(deadlines, 1e9))
     assert len(deadlines._moments) < 100  # pyright: ignore[reportPrivateUsage] - memory shows in no other way
     assert list(deadlines.due(7.0)) == [staying]
+
+
+def test_deadlines_that_stay_come_in_their_order_whatever_is_forgotten() -> None:
+    deadlines, moments = Deadlines(), [float(moment) for moment in range(400)]
+    random.Random(1).shuffle(moments)
+    sequences = [watched(deadlines, moment) for moment in moments]
+    for sequence in sequences[20:]:
+        deadlines.forget(sequence)
+    assert [sequence.clock.deadline for sequence in deadlines.due(400.0)] == sorted(moments[:20])

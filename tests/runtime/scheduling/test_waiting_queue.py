@@ -193,6 +193,27 @@ def test_w3_idleness_earns_no_credit(queue: WaitingQueue) -> None:
     assert 4 <= tenants.count("idle") <= 6
 
 
+def test_w3_a_tenant_that_asks_one_at_a_time_earns_no_credit_in_a_pause(queue: WaitingQueue) -> None:
+    def start_next() -> str:
+        first = queue.first(0.0)
+        assert first is not None
+        queue.start(first)
+        return first.tenant
+
+    push(queue, new_sequence(50, tenant="a"))
+    assert start_next() == "a"
+    push(queue, *(new_sequence(10, tenant="b") for _ in range(60)))
+    assert {start_next() for _ in range(50)} == {"b"}
+    push(queue, new_sequence(10, tenant="a"))
+    order = ""
+    while len(order) < 6:
+        tenant = start_next()
+        order += tenant
+        if tenant == "a":
+            push(queue, new_sequence(10, tenant="a"))
+    assert order.count("a") == 3
+
+
 def test_w3_tenants_are_forgotten_once_they_no_longer_matter(queue: WaitingQueue) -> None:
     for number in range(1400):
         sequence = new_sequence(1, tenant=str(number))
