@@ -87,6 +87,7 @@ class _Frontend:
         """Connections to new processes of cores, by index."""
         self._news: list[CoreGone | CoreReady] = []
         """What became of cores before there was a client of them."""
+        self._core_came = asyncio.Event()
         self._client: EngineClient | None = None
         self._server: Server | None = None
         self._begins_drain, self._stops = asyncio.Event(), asyncio.Event()
@@ -104,8 +105,7 @@ class _Frontend:
         link.on(Drain, lambda _: self._begins_drain.set())
         link.on(Stop, lambda _: self._stops.set())
         await link.start(connection)
-        endpoints = [CoreEndpoint(Path(said.folder), index) for index in range(said.num_cores)]
-        connecting = asyncio.ensure_future(EngineClient.connect(endpoints, said.identity))
+        connecting = asyncio.ensure_future(self._connect_first())
         stopping = asyncio.ensure_future(self._stops.wait())
         draining = asyncio.ensure_future(self._begins_drain.wait())
         await asyncio.wait((connecting, stopping, draining, link.closed), return_when=asyncio.FIRST_COMPLETED)
@@ -149,17 +149,31 @@ class _Frontend:
     async def _own_metrics(self) -> bytes:
         return b"" if self._server is None else await asyncio.to_thread(self._server.metrics_text)
 
+    async def _connect_first(self) -> EngineClient:
+        """A client of the cores that serve, once there is one; the others are told of later."""
+        said, ready = self._said, set(self._said.ready_cores)
+        while not ready:
+            await self._core_came.wait()
+            # The last news of each core count.
+            states = {note.index: isinstance(note, CoreReady) for note in self._news}
+            ready = {index for index, is_ready in states.items() if is_ready}
+            self._core_came.clear()
+        endpoints = [CoreEndpoint(Path(said.folder), index) for index in range(said.num_cores)]
+        absent = set(range(said.num_cores)) - ready
+        return await EngineClient.connect(endpoints, said.identity, absent=absent)
+
     def _core_gone(self, note: CoreGone) -> None:
         if self._client is None:
             self._news.append(note)
             return
         if note.index in self._connecting:
             self._connecting.pop(note.index).cancel()
-        self._client.core_gone(note.index)
+        self._client.core_gone(note.index, is_fault=note.is_fault)
 
     def _core_ready(self, note: CoreReady) -> None:
         if self._client is None:
             self._news.append(note)
+            self._core_came.set()
         else:
             self._connecting[note.index] = asyncio.ensure_future(self._connect(self._client, note.index))
 

@@ -71,6 +71,8 @@ class Link(asyncio.Protocol):
         self._numbers = itertools.count(1)
         self._running: set[asyncio.Task[None]] = set()
         self._received = bytearray()
+        self._early: list[_Envelope] = []
+        """Notes that were told before `start`."""
         self._transport: asyncio.Transport | None = None
         self._closed: asyncio.Future[None] | None = None
 
@@ -92,7 +94,7 @@ class Link(asyncio.Protocol):
         return self._closed
 
     def tell(self, note: msgspec.Struct) -> None:
-        """Send a note. If the other end is gone, nothing happens."""
+        """Send a note, at `start` if that is later. If the other end is gone, nothing happens."""
         self._send(_Kind.NOTE, 0, type(note).__name__, note)
 
     async def ask(self, question: msgspec.Struct, answer: type[Answer], *, timeout_s: float) -> Answer:
@@ -124,6 +126,8 @@ class Link(asyncio.Protocol):
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
+        for envelope in self._early:
+            transport.write(_framed(envelope))
 
     def data_received(self, data: bytes) -> None:
         self._received += data
@@ -146,9 +150,12 @@ class Link(asyncio.Protocol):
 
     def _send(self, kind: _Kind, number: int, name: str, content: Any) -> None:
         transport = self._transport
-        if transport is None or transport.is_closing():
-            return
         envelope = _Envelope(kind, number, name, msgspec.Raw(msgspec.msgpack.encode(content)))
+        if transport is None:
+            self._early.append(envelope)
+            return
+        if transport.is_closing():
+            return
         transport.write(_framed(envelope))
         if transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
             self._abort("does not read")

@@ -20,6 +20,8 @@ class Begin(msgspec.Struct, frozen=True):
     folder: str
     """The private folder of the server."""
     num_cores: int
+    ready_cores: frozenset[int]
+    """To a front end: the cores that serve now."""
     instance_id: str
     build: str
     """Of the code that the supervisor runs."""
@@ -51,6 +53,8 @@ class CoreGone(msgspec.Struct):
     """To front ends: the process of a core has ended."""
 
     index: int
+    is_fault: bool
+    """Whether it may have ended because of a request. False if something outside of the server has killed it."""
 
 
 class CoreReady(msgspec.Struct):

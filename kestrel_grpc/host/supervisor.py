@@ -168,10 +168,14 @@ class Supervisor:
         parts += [(*core.label, not_ready_text()) for core in self._cores if core not in asked]
         return joined(parts)
 
-    def core_ended(self, index: int) -> None:
+    def ready_cores(self) -> frozenset[int]:
+        """The cores that serve now."""
+        return frozenset(core.index for core in self._cores if core.is_ready)
+
+    def core_ended(self, index: int, *, is_fault: bool) -> None:
         """The process of a core has ended: tell the front ends."""
         for frontend in self._frontends:
-            frontend.tell(CoreGone(index))
+            frontend.tell(CoreGone(index, is_fault))
 
     def core_ready(self, index: int) -> None:
         """A new process of a core serves: tell the front ends."""
@@ -195,7 +199,7 @@ class Supervisor:
         self._restarts[name] += 1
 
     def _links_to_cores(self) -> Iterator[Link]:
-        return (core.link for core in self._cores if core.link is not None)
+        return (core.link for core in self._cores if core.link is not None and core.is_ready)
 
     def _read(self) -> Reading:
         return Reading(restarts=dict(self._restarts), caches={"stored_images": self.owner.images.load()})
@@ -296,6 +300,8 @@ class _Child:
         self.name = f"{self.title}-{index}"
         self.link: Link | None = None
         self.is_ready = False
+        self.is_killed = False
+        """Whether the supervisor has killed the process."""
         self.first_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.ended: asyncio.Future[int] | None = None
         """Of the process that runs: its exit status, negative for a signal."""
@@ -332,8 +338,8 @@ class _Child:
     def note_ready(self, *, is_first: bool) -> None:
         """The process serves."""
 
-    def note_end(self) -> None:
-        """The process has ended."""
+    def note_end(self, status: int) -> None:
+        """The process has ended with this exit status, negative for a signal."""
 
     async def keep(self) -> None:
         """Run one process after the other, until the supervisor ends. Before the first is ready, its end is that of
@@ -344,11 +350,12 @@ class _Child:
             self._generation += 1
             started = loop.time()
             self.ended = ended = self._spawn()
-            watching = asyncio.create_task(self._watch())
+            self.link = link = Link(self.name)
+            watching = asyncio.create_task(self._watch(link))
             status = await asyncio.shield(ended)
             watching.cancel()
             was_ready, self.is_ready, self.link = self.is_ready, False, None
-            self.note_end()
+            self.note_end(status)
             if status == OTHER_BUILD:
                 supervisor.other_build.set()
             if supervisor.is_ending:
@@ -379,6 +386,7 @@ class _Child:
 
     def kill(self) -> None:
         """End its process at once."""
+        self.is_killed = True
         if self._process is not None:
             self._process.kill()
 
@@ -404,7 +412,7 @@ class _Child:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=descriptors, env=environment)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        self._process = process
+        self._process, self.is_killed = process, False
         theirs.close()
         with contextlib.suppress(OSError):  # it has ended already
             send_first(self._link_end, self._begin())
@@ -419,18 +427,17 @@ class _Child:
             identity=self.identity,
             folder=str(supervisor.folder),
             num_cores=supervisor.num_cores,
+            ready_cores=supervisor.ready_cores(),
             instance_id=supervisor.instance_id,
             build=supervisor.build,
         )
 
-    async def _watch(self) -> None:
+    async def _watch(self, link: Link) -> None:
         """Talk to the process, and kill it if it does not answer."""
-        link = Link(self.name)
         ready = asyncio.Event()
         link.on(Ready, lambda _: ready.set())
         self.handle(link)
         await link.start(self._link_end)
-        self.link = link
         await ready.wait()
         self.is_ready = True
         is_first = not self.first_ready.done()
@@ -476,8 +483,10 @@ class _Core(_Child):
         if not is_first:
             self.supervisor.core_ready(self.index)
 
-    def note_end(self) -> None:
-        self.supervisor.core_ended(self.index)
+    def note_end(self, status: int) -> None:
+        # The kernel for want of memory, or an operator; the supervisor itself kills what hangs.
+        was_killed_from_outside = status == -signal.SIGKILL and not self.is_killed
+        self.supervisor.core_ended(self.index, is_fault=not was_killed_from_outside)
 
 
 class _Frontend(_Child):
@@ -494,7 +503,7 @@ class _Frontend(_Child):
         link.on(Serving, self._note_serving)
         link.on(ReadMetrics, lambda _: self.supervisor.metrics())
 
-    def note_end(self) -> None:
+    def note_end(self, status: int) -> None:
         self.is_serving = False
         self.supervisor.owner.drop(self.identity)
         self.supervisor.frontend_ended(self.identity)

@@ -19,7 +19,7 @@ from typing import Any
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-MAX_WAIT_S = 60.0
+MAX_WAIT_S = 120.0
 _OPTIONS = ("--port", "0", "--metrics-port", "0", "--withdrawal-delay", "0", "--log-format", "json")
 
 

@@ -140,6 +140,38 @@ def test_a_core_that_is_killed_is_started_again_while_the_other_serves(host: Hos
     ask_over_connections(host.address)
 
 
+def test_a_front_end_starts_while_a_core_does(host: HostProcess) -> None:
+    host.kill("kestrel-grpc core 1")
+    host.wait_for("core-1 has ended")
+    host.kill("kestrel-grpc frontend 0")
+    host.wait_for("frontend-0.2 is ready")
+    ask_over_connections(host.address)
+    host.wait_for("core-1.2 is ready")
+    told = [line["message"] for line in host.lines]
+    assert told.index("frontend-0.2 is ready") < told.index("core-1.2 is ready")
+    metrics = host.metrics()
+    before = samples_by_process(metrics["kestrel_cache_lookups"])["engine-1"]
+    ask_over_connections(host.address)
+    assert samples_by_process(host.metrics()["kestrel_cache_lookups"])["engine-1"] > before
+
+
+def test_no_request_is_blamed_where_a_core_is_killed_from_outside() -> None:
+    with host_process("--frontends", "1") as host, channel(host.address) as one:
+        request = vision_service_pb2.QueryRequest(question="What is this?", sampling={"max_tokens": 200})
+        for generation in (2, 3):
+            stream = VisionServiceStub(one).Query(request, timeout=MAX_WAIT_S)
+            assert next(stream).HasField("started")
+            host.kill("kestrel-grpc core 0")
+            with pytest.raises(grpc.RpcError) as caught:
+                list(stream)
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE  # pyright: ignore[reportAttributeAccessIssue]
+            host.wait_for(f"core-0.{generation} is ready")
+            with Client(host.address) as client:  # waits until the front end has connected
+                client.complete_query(None, "Are you there?")
+        assert list(VisionServiceStub(one).Query(request, timeout=MAX_WAIT_S))[-1].HasField("completed")
+        assert host.end() == 0
+
+
 def test_another_server_gets_none_of_its_ports(host: HostProcess) -> None:
     name, _, port = host.address.partition(":")
     with pytest.raises(PortUnavailable, match="in use"):
@@ -210,13 +242,13 @@ def test_a_core_that_cannot_load_ends_the_start_with_its_reason() -> None:
 def test_a_process_that_hangs_is_killed_and_started_again() -> None:
     program = (
         "import kestrel_grpc.host.supervisor as supervisor\n"
-        "supervisor.PING_INTERVAL_S, supervisor.PING_TIMEOUT_S = 0.1, 2.0"
+        "supervisor.PING_INTERVAL_S, supervisor.PING_TIMEOUT_S = 0.1, 5.0"
     )
     with host_process("--frontends", "1", program=program) as host:
         assert host.address
         for title in ("frontend", "core"):
             os.kill(host.processes()[f"kestrel-grpc {title} 0"], signal.SIGSTOP)
-            host.wait_for(f"{title}-0 has not answered Ping within 2 s: it is killed")
+            host.wait_for(f"{title}-0 has not answered Ping within 5 s: it is killed")
             host.wait_for(f"{title}-0.2 is ready")
         with Client(host.address) as client:
             assert client.complete_query(None, "What is this?").answer

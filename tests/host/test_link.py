@@ -81,6 +81,23 @@ async def test_notes_keep_their_order_and_come_before_a_later_question(ends: End
     assert heard == [str(number) for number in range(1000)]
 
 
+async def test_notes_before_the_start_are_sent_then() -> None:
+    ours, theirs = socket.socketpair()
+    supervisor, child = Link("frontend-0"), Link("the supervisor")
+    heard: list[str] = []
+    child.on(Said, lambda note: heard.append(note.text))
+    supervisor.tell(Said("first"))
+    supervisor.tell(Said("second"))
+    child.on(Double, lambda question: None)
+    await supervisor.start(ours)
+    await child.start(theirs)
+    await supervisor.ask(Double(1), type(None), timeout_s=TIMEOUT_S)
+    assert heard == ["first", "second"]
+    for one in (supervisor, child):
+        one.close()
+        await one.closed
+
+
 async def test_a_long_message_arrives_whole(ends: Ends) -> None:
     supervisor, child = ends
     supervisor.on(Said, lambda question: question.text[::-1])

@@ -12,7 +12,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, fields, replace
@@ -101,8 +101,8 @@ class EngineClient:
 
     def __init__(self, cores: Sequence[_Core], context: zmq.Context[Any]) -> None:
         """Use `connect`."""
-        infos = [core.info for core in cores]
-        self.info = replace(infos[0], max_batch_size=sum(info.max_batch_size for info in infos))
+        (info, *_) = [core.info for core in cores if core.is_connected]
+        self.info = replace(info, max_batch_size=info.max_batch_size * len(cores))
         config = self.info.config
         max_decoded_bytes = config.max_decoded_image_bytes or 2 * MAX_DECODING_BYTES
         self._max_decoding_bytes = min(MAX_DECODING_BYTES, max_decoded_bytes * 3 // 4)
@@ -127,15 +127,18 @@ class EngineClient:
         self._update_status()
 
     @classmethod
-    async def connect(cls, endpoints: Sequence[CoreEndpoint], identity: str) -> Self:
-        """Returns once every core has answered. No other process of this server, now or before, has `identity`.
+    async def connect(
+        cls, endpoints: Sequence[CoreEndpoint], identity: str, *, absent: Collection[int] = ()
+    ) -> Self:
+        """Returns once every core has answered but those that are `absent`, for which `core_ready` is called later.
+        No other process of this server, now or before, has `identity`.
 
         Raises `BuildMismatch`.
         """
         context = zmq.Context()
         cores = [_Core(endpoint, context, identity) for endpoint in endpoints]
         try:
-            await asyncio.gather(*(core.connect() for core in cores))
+            await asyncio.gather(*(core.connect() for core in cores if core.index not in absent))
         except BaseException:
             for core in cores:
                 core.end()
@@ -143,11 +146,15 @@ class EngineClient:
             raise
         return cls(cores, context)
 
-    def core_gone(self, index: int) -> None:
-        """The process of a core has ended. Requests that it has not begun to answer go to another core."""
+    def core_gone(self, index: int, *, is_fault: bool = True) -> None:
+        """The process of a core has ended. Requests that it has not begun to answer go to another core.
+
+        Without `is_fault` it was ended from outside, and no request is suspected of it.
+        """
         core = self._cores[index]
         core.end()
-        self._judge(FlightRecord.read(core.flight_record))
+        if is_fault:
+            self._judge(FlightRecord.read(core.flight_record))
         self._update_status()
         for call in {call.ids: call for call in self._calls.values() if call.core is core}.values():
             if any(fingerprint.startswith(call.fingerprint()) for fingerprint in self._refused):
