@@ -167,7 +167,7 @@ class Callers:
         self._server = server
         self._adapter = adapter
         self._pictures = [chart(number, 378, 378) for number in range(4)]
-        self._known: dict[str, str] = {}
+        self._known: dict[str, str] = {"stored gone": ""}
         self._is_over = asyncio.Event()
         self._kinds: dict[str, Callable[[random.Random], Awaitable[tuple[str, str]]]] = {
             "client": self._complete_query,
