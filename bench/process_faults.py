@@ -13,9 +13,9 @@ Questions are greedy, so that every answer is known. Then it does harm, many tim
 `stopped`               SIGSTOP of a core for 30 seconds
 `loading`               SIGKILL of a core, and of the process that comes after it while it loads
 `descriptors`           a front end may open no more files
-`folder`                the folder of the sockets is removed, then a core is killed
 `supervisor`            SIGKILL: all processes must end, and the next server must start
-`upgrade`               the code on the disk changes, then a front end is killed: the server must end with an error
+`folder`                the folder of the sockets is removed, then a core is killed: the server ends with an error
+`upgrade`               the code on the disk changes, then a front end is killed: likewise
 
     python -m bench.process_faults --runs 20
     python -m bench.process_faults --only core,stopped --runs 3
@@ -30,7 +30,6 @@ import contextlib
 import json
 import os
 import random
-import re
 import resource
 import shutil
 import signal
@@ -119,9 +118,13 @@ class Server:
     def folder(self) -> Path:
         """That of the sockets."""
         core = next(pid for title, pid in self.children().items() if "core" in title)
-        sockets = re.findall(r"\s(/\S+)/core-\d+\.in$", Path(f"/proc/{core}/net/unix").read_text(), re.MULTILINE)
-        mine = [Path(found) for found in sockets if Path(found).is_dir()]
-        return max(mine, key=lambda path: path.stat().st_mtime)
+        descriptors = Path(f"/proc/{core}/fd").iterdir()
+        sockets = {os.readlink(path) for path in descriptors if path.is_symlink()}
+        for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
+            *_, inode, path = (*line.split(), "")[:8]
+            if f"socket:[{inode}]" in sockets and path.endswith(".in"):
+                return Path(path).parent
+        raise RuntimeError("a core has no socket")
 
     def _announced(self, text: str) -> str:
         assert self.process.stdout is not None
@@ -393,9 +396,6 @@ async def harm(kind: str, server: Server, chance: random.Random) -> None:
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (used + 1, limits[1]))
         await asyncio.sleep(3.0)
         resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
-    elif kind == "folder":
-        shutil.rmtree(server.folder())
-        os.kill(server.chosen("core", chance), signal.SIGKILL)
 
 
 @dataclass(slots=True)
@@ -472,39 +472,47 @@ async def kill_supervisors(num_runs: int, options: Sequence[str], folder: Path, 
     return result
 
 
-async def upgrade(num_runs: int, options: Sequence[str], folder: Path, adapter: str) -> Result:
-    """Other code lies on the disk when a front end is started again: the server ends, to be started again."""
-    result = Result("upgrade")
+async def end_with_an_error(kind: str, num_runs: int, options: Sequence[str], folder: Path, adapter: str) -> Result:
+    """Take away what a process needs to be started again: the server ends, to be started anew."""
+    result = Result(kind)
     for number in range(num_runs):
-        tree = folder / f"tree-{number}"
-        for name in ("kestrel_grpc", "runtime", "kernels", "clients"):
-            shutil.copytree(_TREE / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
-        with serving(options, folder / f"upgrade-{number}.log", tree) as server:
+        tree = _TREE
+        if kind == "upgrade":
+            tree = folder / f"tree-{number}"
+            for name in ("kestrel_grpc", "runtime", "kernels", "clients"):
+                shutil.copytree(_TREE / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+        with serving(options, folder / f"{kind}-{number}.log", tree) as server:
             callers = Callers(server, adapter)
             callers.must_not_fail = False
             await callers.learn()
-            with (tree / "kestrel_grpc" / "__init__.py").open("a") as code:
-                code.write("\n# Another build.\n")
             calling = asyncio.ensure_future(callers.run(_LOAD_BEFORE_S + _LOAD_AFTER_S))
             await asyncio.sleep(_LOAD_BEFORE_S)
-            os.kill(server.chosen("frontend", random.Random(number)), signal.SIGKILL)
+            if kind == "upgrade":
+                with (tree / "kestrel_grpc" / "__init__.py").open("a") as code:
+                    code.write("\n# Another build.\n")
+                os.kill(server.chosen("frontend", random.Random(number)), signal.SIGKILL)
+            else:
+                shutil.rmtree(server.folder())
+                os.kill(server.chosen("core", random.Random(number)), signal.SIGKILL)
             began = time.monotonic()
             await calling
             try:
                 status = await asyncio.to_thread(server.process.wait, _RECOVERY_S)
-                if status == 0 or "has changed" not in server.log.read_text():
+                if status != 1 or "to be started again" not in server.log.read_text():
                     callers.tally.complain(f"ended with status {status} without the reason in the log")
             except subprocess.TimeoutExpired:
-                callers.tally.complain("goes on with two builds")
+                callers.tally.complain("goes on")
             result.recovery_s.append(time.monotonic() - began)
             result.num_runs += 1
             result.tally.ends += callers.tally.ends
             result.tally.complaints += callers.tally.complaints
-        shutil.rmtree(tree)
+            _say(f"{kind} {result.num_runs}: ended after {result.recovery_s[-1]:.1f} s")
+        if tree is not _TREE:
+            shutil.rmtree(tree)
     return result
 
 
-FAULTS = ("frontend", "core", "stopped", "loading", "descriptors", "folder", "supervisor", "upgrade")
+FAULTS = ("frontend", "core", "stopped", "loading", "descriptors", "supervisor", "folder", "upgrade")
 
 
 def main() -> int:
@@ -519,7 +527,6 @@ def main() -> int:
     chosen = arguments.only.split(",")
     if unknown := set(chosen) - set(FAULTS):
         parser.error(f"no such faults: {', '.join(sorted(unknown))}")
-    special = {"supervisor": kill_supervisors, "upgrade": upgrade}
     results: list[Result] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -530,10 +537,13 @@ def main() -> int:
             *("--adapters", str(folder / "adapters")),
         )
         for kind in chosen:
-            if kind in special:
-                result = asyncio.run(special[kind](arguments.runs, options, folder, adapter))
+            if kind == "supervisor":
+                work = kill_supervisors(arguments.runs, options, folder, adapter)
+            elif kind in ("folder", "upgrade"):
+                work = end_with_an_error(kind, arguments.runs, options, folder, adapter)
             else:
-                result = asyncio.run(measure(kind, arguments.runs, options, folder, adapter))
+                work = measure(kind, arguments.runs, options, folder, adapter)
+            result = asyncio.run(work)
             results.append(result)
             print(result.line(), flush=True)
     rows = [

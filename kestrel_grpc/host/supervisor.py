@@ -107,8 +107,8 @@ class Supervisor:
         self.num_cores = len(layout.cores)
         self.is_ending = False
         """Whether a process that ends is not started again."""
-        self.other_build = asyncio.Event()
-        """Set when a process finds other code on the disk than this server runs."""
+        self.must_end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Why no process can be started again, so that the server ends, to be started anew."""
         self._is_withdrawn = False
         self.owner = Owner(folder, config.store_limits(), self._links_to_cores)
         """Of what the front ends share."""
@@ -121,6 +121,11 @@ class Supervisor:
         self._reservations: list[socket.socket] = []
         self._keeping: list[asyncio.Task[None]] = []
         self._probe_port: ProbePort | None = None
+
+    def end_because(self, reason: str) -> None:
+        """Have the server end, for the first reason that is given."""
+        if not self.must_end.done():
+            self.must_end.set_result(reason)
 
     @property
     def _children(self) -> Sequence[_Child]:
@@ -137,12 +142,10 @@ class Supervisor:
                     starting.cancel()
                     return 0 if signals.first.result() is signal.SIGTERM else 128 + signal.SIGINT
                 starting.result()
-                mismatch = asyncio.ensure_future(self.other_build.wait())
-                await asyncio.wait((signals.first, mismatch), return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait((signals.first, self.must_end), return_when=asyncio.FIRST_COMPLETED)
                 has_signal = signals.first.done()
                 if not has_signal:
-                    _log.error("the installed package has changed: the server ends, to be started again")
-                mismatch.cancel()
+                    _log.error("%s: the server ends, to be started again", self.must_end.result())
                 # Ctrl-C comes from a terminal, where no load balancer has to notice.
                 delay_s = self.config.withdrawal_delay
                 if has_signal and signals.first.result() is signal.SIGINT:
@@ -357,7 +360,9 @@ class _Child:
             was_ready, self.is_ready, self.link = self.is_ready, False, None
             self.note_end(status)
             if status == OTHER_BUILD:
-                supervisor.other_build.set()
+                supervisor.end_because("the installed package has changed")
+            elif not supervisor.folder.is_dir():
+                supervisor.end_because(f"the folder {supervisor.folder} was removed")
             if supervisor.is_ending:
                 if was_ready and status != 0:
                     _log.warning("%s has ended with %s", self.name, _described(status))

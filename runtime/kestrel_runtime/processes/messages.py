@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Union, get_type_hints
@@ -56,7 +57,7 @@ from kestrel_runtime.api.events import (
 from kestrel_runtime.api.images import RemoteImage
 from kestrel_runtime.api.requests import REQUEST_TYPES, BoxRef, PointRef, Request
 
-_PACKAGES_ROOT = Path(__file__).parents[2]
+_PACKAGES = ("kestrel_client", "kestrel_grpc", "kestrel_ops", "kestrel_runtime")
 
 
 class Message(msgspec.Struct, array_like=True, tag=True):
@@ -493,9 +494,12 @@ def events_in(item: EventsOf) -> tuple[list[Event], KestrelError | None]:
 
 
 def build_id() -> str:
-    """A digest of the code of the packages beside this one, as it lies on the disk now."""
+    """A digest of the code of the server's packages, as it lies on the disk now."""
     digest = hashlib.sha256()
-    for path in sorted(_PACKAGES_ROOT.glob("kestrel_*/**/*.py")):
-        digest.update(str(path.relative_to(_PACKAGES_ROOT)).encode())
-        digest.update(path.read_bytes())
+    for name in _PACKAGES:
+        spec = find_spec(name)
+        for folder in () if spec is None else spec.submodule_search_locations or ():
+            for path in sorted(Path(folder).rglob("*.py")):
+                digest.update(f"{name}/{path.relative_to(folder)}".encode())
+                digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
