@@ -234,6 +234,9 @@ class Schedule:
         )
         self.device.launch(step)
         self.scheduler.commit(StepId(step.id), batch)
+        held = vars(self.manager)["_copy_sources"].get(StepId(step.id), ())
+        sources = {copy.source for copy in batch.copies}
+        assert sources <= set(held), "a step holds what it copies: its sequence may leave before it is complete"
         self.in_flight[batch.kind].append((step, batch))
         self.counts["steps"] += 1
         self.counts["copies"] += len(batch.copies)
