@@ -264,6 +264,24 @@ def test_on_a_gpu_the_larger_of_prefill_and_encoding_is_what_a_step_takes(
     assert step_bytes(model, fused_paths(moondream2), LARGEST_BOUNDS, 16, torch.float32) == 2003
 
 
+def test_on_a_gpu_images_need_the_features_of_all_tiles_of_a_step(moondream2: LoadedModel) -> None:
+    def image_bytes(max_tiles: int) -> int:
+        model: Any = OnADevice(moondream2)
+        bounds = replace(BOUNDS, max_tiles=max_tiles)
+        return memory_needs(
+            model,
+            EngineConfig(),
+            bounds,
+            step_bytes=0,
+            available_bytes=2**33,
+            with_graphs=False,
+            host_image_bytes=0,
+        ).image_bytes
+
+    vision = moondream2.model.config.vision
+    assert image_bytes(50) - image_bytes(40) == 10 * vision.num_image_tokens * vision.enc_dim * 4
+
+
 def test_a_measurement_that_fails_leaves_the_estimate(
     moondream2: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
