@@ -287,7 +287,7 @@ class Supervisor:
         """As the first process of a container: collect processes whose parents have ended."""
         while True:
             await asyncio.sleep(_REAP_INTERVAL_S)
-            _reap({child.pid for child in self._children})
+            collect_orphans({child.pid for child in self._children})
 
 
 class _Child:
@@ -531,8 +531,8 @@ def _end_of(process: subprocess.Popen[bytes]) -> asyncio.Future[int]:
     return ended
 
 
-def _reap(own: Collection[int | None]) -> None:
-    """Collect processes that have ended, until one of our own comes, for which a thread waits."""
+def collect_orphans(own: Collection[int | None]) -> None:
+    """Collect child processes that have ended, until one of our `own` comes, for which a thread waits."""
     with contextlib.suppress(ChildProcessError):
         while (found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
             if found.si_pid in own:
